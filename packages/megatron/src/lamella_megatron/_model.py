@@ -14,6 +14,7 @@ from torch import nn
 
 from lamella_engine import DDP, FSDPModule, fully_shard
 from lamella_mamba import bind_live_parameters
+from lamella_megatron._auxiliary import book_predictions
 from lamella_megatron._fused_layers import connect_fused_layers
 from lamella_megatron._placement import GroupsByName, Meshes, Placement
 from lamella_megatron._units import layers_of, with_groups
@@ -247,6 +248,7 @@ def _refuse_arguments(kwargs: dict[str, Any], *names: str) -> None:
 def _finish(model: nn.Module) -> None:
     """Connect what goes past hooks, once all units are made; refuse what would describe shards as whole tensors."""
     connect_fused_layers(model)
+    book_predictions(model)
     model.sharded_state_dict = refuse_sharded_state_dict  # type: ignore[assignment]
 
 

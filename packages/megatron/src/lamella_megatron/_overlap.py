@@ -209,7 +209,6 @@ def schedule_by_plans(model: Any, layer_groups: str | None) -> None:
             "lamella_megatron.training.forward_backward_overlapped."
         )
     parts = _parts(model, layer_groups)
-    book_predictions(model)
     residence = UnitResidence(model, parts.units)
     lanes = Lanes(local_of(next(model.parameters())).device)
     model.build_schedule_plan = _Schedule(model, parts, lanes, residence, itertools.count()).build

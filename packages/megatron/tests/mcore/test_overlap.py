@@ -414,6 +414,16 @@ def test_losses_of_predictions_routers_are_booked_behind_the_decoder() -> None:
     assert run_ranks(on_one_rank, 1) == [[2, 3]]
 
 
+def test_sharding_numbers_the_routers_of_predictions_for_steps_without_overlap() -> None:
+    def on_one_rank() -> list[int]:
+        from lamella_megatron import fully_shard_model
+
+        model: Any = fully_shard_model(make_model("*E/*E", Layout(num_ranks=1)))
+        return [module.layer_number for module in model.modules() if hasattr(module, "set_layer_number")]
+
+    assert run_ranks(on_one_rank, 1) == [[2, 2, 3, 3]], "a layer of experts and its router, twice"
+
+
 def test_communication_saves_no_tensor_of_another_stream_unmarked(monkeypatch: pytest.MonkeyPatch) -> None:
     marked, made, unmarked = set[int](), _Made(), list[str]()
     monkeypatch.setattr(Lanes, "mark_read", lambda self, values: marked.update(map(_place, _tensors(values))))
