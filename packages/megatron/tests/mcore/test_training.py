@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from functools import cache, partial
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -28,7 +28,14 @@ from lamella_testing.megatron import (
     tiny_gpt,
     token_losses,
 )
-from lamella_testing.megatron_parity import BATCH, LEARNING_RATE, Layout, Steps, assert_trains_as_on_one_rank
+from lamella_testing.megatron_parity import (
+    BATCH,
+    LEARNING_RATE,
+    Layout,
+    Steps,
+    assert_trains_as_on_one_rank,
+    make_model,
+)
 
 NUM_MICROBATCHES, ROWS, CLIP = 3, 4, 0.5
 BATCHES = torch.randint(VOCAB_SIZE, (3, NUM_MICROBATCHES, ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(1))
@@ -503,6 +510,40 @@ def test_a_run_that_is_resumed_goes_on_as_the_run_that_was_not_stopped(tmp_path:
         assert all(torch.equal(*pair) for pair in zip(go_on(config, model, optimizer), expected, strict=True))
 
     run_ranks(on_each_rank, 2)
+
+
+@pytest.mark.parametrize("format", ["fsdp_dtensor", pytest.param("torch_dist", marks=pytest.mark.slow)])
+def test_a_run_over_tensor_and_expert_parallel_ranks_goes_on_over_others(
+    tmp_path: Path,
+    format: Literal["fsdp_dtensor", "torch_dist"],  # noqa: A002
+) -> None:
+    def on_each_rank(layout: Layout, *, is_first: bool) -> list[tuple[float, float]]:
+        from lamella_megatron import load_checkpoint, save_checkpoint
+        from lamella_megatron.training import ShardedModel, sharded_optimizer
+
+        module: Any = make_model("moe", layout)
+        model = ShardedModel(module.config, ddp_config(data_parallel_sharding_strategy="optim_grads_params"), module)
+        optimizer: Any = sharded_optimizer(_optimizer_config(optimizer="adam", lr=0.01), [model])
+
+        def steps() -> list[tuple[float, float]]:
+            found = []
+            for batches in BATCHES[:2]:
+                optimizer.zero_grad()
+                loss = _step(model, module.config, batches)
+                found.append((float(loss), float(optimizer.step()[1])))
+            return found
+
+        if is_first:
+            steps()
+            save_checkpoint(tmp_path / "a", model=model, optimizer=optimizer.optimizer, iteration=2, format=format)
+        else:
+            load_checkpoint(tmp_path / "a", model=model, optimizer=optimizer.optimizer)
+        return steps()
+
+    expected, *_ = run_ranks(partial(on_each_rank, Layout(tp=2, ep=2), is_first=True), 4)
+    for layout in (Layout(num_ranks=2), Layout(ep=4)):
+        for found in run_ranks(partial(on_each_rank, layout, is_first=False), layout.num_ranks):
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
 
 
 def test_another_optimizer_is_built_from_the_groups() -> None:
