@@ -72,6 +72,17 @@ def test_a_rank_that_dies_is_named_with_its_signal() -> None:
         run_ranks(die_on_rank_one, 2)
 
 
+def test_a_rank_that_dies_is_named_though_its_peer_tells_first_of_a_lost_connection() -> None:
+    def on_each_rank() -> None:
+        if dist.get_rank() == 1:
+            raise RuntimeError("Connection reset by peer")
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.raises(RankFailure, match="Rank 0 failed(?s:.*)SIGKILL"):
+        run_ranks(on_each_rank, 2)
+
+
 def test_a_rank_that_exits_is_a_failure_and_not_a_result() -> None:
     with pytest.raises(RankFailure, match="SystemExit"):
         run_ranks(lambda: sys.exit(0), 1)

@@ -283,13 +283,13 @@ def collect(ranks: list[Rank], timeout_s: float) -> list[bytes]:
             running = [rank for rank in ranks if rank.rank not in payloads]
             raise RankTimeout([rank.rank for rank in running], timeout_s, _stacks(running))
         arrived = [by_connection[connection] for connection in ready if isinstance(connection, Connection)]
-        payloads.update((rank.rank, payload) for rank, payload in _receive(arrived))
+        payloads.update((rank.rank, payload) for rank, payload in _receive(arrived, ranks))
     return [payloads[rank.rank] for rank in ranks]
 
 
-def _receive(ranks: list[Rank]) -> list[tuple[Rank, bytes]]:
+def _receive(arrived: list[Rank], ranks: list[Rank]) -> list[tuple[Rank, bytes]]:
     results, failures = [], []
-    for rank in ranks:
+    for rank in arrived:
         try:
             message = rank.connection.recv_bytes()
         except (EOFError, ConnectionResetError):
@@ -300,8 +300,18 @@ def _receive(ranks: list[Rank]) -> list[tuple[Rank, bytes]]:
         else:
             failures.append(RankFailure(rank.rank, message[1:].decode()))
     if failures:
+        if "by peer" in str(failures[0]):  # a dying rank's sockets are closed before the pipe
+            _raise_death([rank for rank in ranks if rank not in arrived])
         raise failures[0]
     return results
+
+
+def _raise_death(ranks: list[Rank]) -> None:
+    """Raise the failure of a rank that is dead, or dies within a second."""
+    wait([rank.process.sentinel for rank in ranks], timeout=1.0)
+    for rank in ranks:
+        if rank.process.exitcode not in (None, 0):
+            raise RankFailure(rank.rank, _describe_death(rank.process))
 
 
 def _describe_death(process: ForkProcess) -> str:

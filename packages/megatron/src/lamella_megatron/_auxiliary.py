@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
+import importlib
 from typing import Any
-
-from megatron.core.pipeline_parallel.schedules import forward_step_calc_loss
-from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
 from lamella_engine.extending import local_of
 
@@ -17,13 +15,14 @@ def scale_auxiliary_losses(model: Any, num_microbatches: int) -> None:
     Without a loss the function sets scales alone. Scales stay from step to step: unset, those of another model's step,
     with another number of microbatches, would count.
     """
-    scale = MoEAuxLossAutoScaler.main_loss_backward_scale
+    scaler = importlib.import_module("megatron.core.transformer.moe.moe_utils").MoEAuxLossAutoScaler
+    scale = scaler.main_loss_backward_scale
     if scale is not None and not scale.dim():
         # A backward without scales leaves a 0-D one, into which the function cannot copy its own of one element.
-        MoEAuxLossAutoScaler.main_loss_backward_scale = None
+        scaler.main_loss_backward_scale = None
     config = copy.copy(model.config)
     config.timers = None  # the function would stop a timer that the driver starts
-    forward_step_calc_loss(
+    importlib.import_module("megatron.core.pipeline_parallel.schedules").forward_step_calc_loss(
         model,
         local_of(next(model.parameters())),  # for the device
         loss_func=None,
