@@ -83,6 +83,15 @@ def test_a_rank_that_dies_is_named_though_its_peer_tells_first_of_a_lost_connect
         run_ranks(on_each_rank, 2)
 
 
+def test_a_rank_that_crashes_tells_where_it_stood() -> None:
+    with pytest.raises(RankFailure, match="Rank 0 failed(?s:.*)SIGSEGV(?s:.*)in _crash"):
+        run_ranks(_crash, 1)
+
+
+def _crash() -> None:
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
 def test_a_rank_that_exits_is_a_failure_and_not_a_result() -> None:
     with pytest.raises(RankFailure, match="SystemExit"):
         run_ranks(lambda: sys.exit(0), 1)

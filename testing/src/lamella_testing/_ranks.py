@@ -209,7 +209,9 @@ def start(rank: int, directory: Path, serve: Callable[[int, Connection], None]) 
     def main() -> None:
         gc.freeze()  # Note [Inherited objects are frozen]
         parent_end.close()
-        faulthandler.register(signal.SIGUSR1, file=stack_file.open("w"), all_threads=False)
+        stacks = stack_file.open("w")
+        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False)
+        faulthandler.enable(stacks)  # for signals that end the process
         try:
             serve(rank, child_end)
         except (EOFError, OSError):
@@ -294,7 +296,7 @@ def _receive(arrived: list[Rank], ranks: list[Rank]) -> list[tuple[Rank, bytes]]
             message = rank.connection.recv_bytes()
         except (EOFError, ConnectionResetError):
             # Raised at once: failures of the dead rank's peers are consequences.
-            raise RankFailure(rank.rank, _describe_death(rank.process)) from None
+            raise RankFailure(rank.rank, _describe_death(rank)) from None
         if message[:1] == b"+":
             results.append((rank, message[1:]))
         else:
@@ -311,14 +313,14 @@ def _raise_death(ranks: list[Rank]) -> None:
     wait([rank.process.sentinel for rank in ranks], timeout=1.0)
     for rank in ranks:
         if rank.process.exitcode not in (None, 0):
-            raise RankFailure(rank.rank, _describe_death(rank.process))
+            raise RankFailure(rank.rank, _describe_death(rank))
 
 
-def _describe_death(process: ForkProcess) -> str:
-    process.join(_LEAVE_TIMEOUT_S)
-    code = process.exitcode
+def _describe_death(rank: Rank) -> str:
+    rank.process.join(_LEAVE_TIMEOUT_S)
+    code = rank.process.exitcode
     if code is not None and code < 0:
-        return f"Expected a result, got death by {signal.Signals(-code).name}."
+        return f"Expected a result, got death by {signal.Signals(-code).name}.\n{rank.stack_file.read_text()}".rstrip()
     return f"Expected a result, got exit code {code}."
 
 
