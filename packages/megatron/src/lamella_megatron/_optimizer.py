@@ -25,6 +25,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from lamella_megatron._model import refuse_sharded_state_dict
 from lamella_megatron._muon import muon_maker
+from lamella_megatron._placement import check_group
 from lamella_megatron._precision_aware import bytes_at_rest, check_gradient_dtypes, fused_adam
 from lamella_megatron._wrapper import ShardedModel, local_of, replica_groups
 
@@ -120,7 +121,8 @@ class ShardedOptimizer(MegatronOptimizer):  # type: ignore[misc]  # megatron-cor
         self.model_chunks = list(model_chunks)
         self.grad_scaler = _grad_scaler(config)
         if pg_collection is not None:
-            _check_groups(pg_collection)
+            for name in ("tp", "intra_dist_opt"):
+                check_group(pg_collection, name, "over which gradients' norms are added up")
         self.tp_group = getattr(pg_collection, "tp", None)
         self.expert_tp_group = getattr(pg_collection, "expt_tp", None)
         self.grad_stats_parallel_group = (
@@ -306,20 +308,6 @@ class ShardedOptimizer(MegatronOptimizer):  # type: ignore[misc]  # megatron-cor
             self.grad_scaler.load_state_dict(state_dict["grad_scaler"])
 
     sharded_state_dict = staticmethod(refuse_sharded_state_dict)
-
-
-def _check_groups(pg_collection: Any) -> None:
-    """Refuse a collection without the groups of norms: those of `parallel_state` may be another model's.
-
-    Raises:
-        ValueError: The first missing group is named.
-    """
-    for name in ("tp", "intra_dist_opt"):
-        if getattr(pg_collection, name, None) is None:
-            raise ValueError(
-                f"Expected `pg_collection` with the process group `{name}`, over which gradients' norms are added up, "
-                "got none. Pass the ProcessGroupCollection that the model was built with, with all its groups."
-            )
 
 
 def _gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:

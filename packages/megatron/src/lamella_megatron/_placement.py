@@ -257,6 +257,19 @@ def _group(model: nn.Module, name: str) -> dist.ProcessGroup | None:
     return found
 
 
+def check_group(pg_collection: Any, name: str, use: str) -> None:
+    """Refuse a collection without a group: that of `parallel_state` may be another model's.
+
+    Raises:
+        ValueError: The group is missing; `use` says for whose sake.
+    """
+    if getattr(pg_collection, name, None) is None:
+        raise ValueError(
+            f"Expected `pg_collection` with the process group `{name}`, {use}, got none. Pass the "
+            "ProcessGroupCollection that the model was built with, with all its groups."
+        )
+
+
 def num_instances(groups: Any) -> int:
     """How many instances of the distributed optimizer the groups make; None takes the groups of `parallel_state`."""
     groups = _groups_of_parallel_state() if groups is None else groups

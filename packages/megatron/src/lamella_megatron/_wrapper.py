@@ -38,7 +38,7 @@ from lamella_megatron._configuration import (
 )
 from lamella_megatron._model import fully_shard_model, innermost
 from lamella_megatron._overlap import schedule_by_plans
-from lamella_megatron._placement import num_instances, split_parameters
+from lamella_megatron._placement import check_group, num_instances, split_parameters
 
 
 class ShardedModel(_BaseDataParallel):  # type: ignore[misc]  # megatron-core has no types
@@ -264,8 +264,9 @@ class ShardedModel(_BaseDataParallel):  # type: ignore[misc]  # megatron-core ha
         self._root.zero_grad()
         for weight in self._shared_embeddings:
             vars(weight).pop("main_grad", None)
-        for parameter in self._root.parameters():
-            vars(parameter).pop("decoupled_grad", None)
+        if self.ddp_config.megatron_fsdp_use_decoupled_grad:
+            for parameter in self._root.parameters():
+                vars(parameter).pop("decoupled_grad", None)
 
     def broadcast_params(self) -> None:
         """Give every replica the weights of its first rank; shards, of which each rank has its own, stay.
@@ -376,12 +377,8 @@ def _check_groups(ddp_config: Any, groups: Any) -> None:
             f"parallel_state.initialize_model_parallel(num_distributed_optimizer_instances={wanted}), or set the "
             f"option to {found}."
         )
-    if ddp_config.check_for_nan_in_grad and groups is not None and getattr(groups, "mp", None) is None:
-        raise ValueError(
-            "Expected `pg_collection` with the process group `mp`, whose ranks check gradients together "
-            "(`ddp_config.check_for_nan_in_grad`), got none. Pass the ProcessGroupCollection that the model was built "
-            "with, with all its groups."
-        )
+    if ddp_config.check_for_nan_in_grad and groups is not None:
+        check_group(groups, "mp", "whose ranks check gradients together (`ddp_config.check_for_nan_in_grad`)")
 
 
 def _check_values(model: nn.Module) -> None:
