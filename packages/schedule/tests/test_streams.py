@@ -1,4 +1,4 @@
-"""Two streams, on stand-ins that know what they were ordered after: a missing wait shows on a CPU."""
+"""Two streams, on stand-ins that record their order: a missing wait shows on a CPU."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Seen = dict[str, int]
 
 
 class Stream:
-    """Work put on it is counted; `seen` is how much of each stream comes before whatever is put on it next."""
+    """Counts the work of the stream; `seen` is how much work of each stream comes before the stream's next work."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -47,7 +47,7 @@ class Stream:
 
 @dataclass
 class Work:
-    """Something that was put on a stream, and what came before it."""
+    """A piece of work on a stream, and the work of each stream before the piece."""
 
     stream: str
     count: int

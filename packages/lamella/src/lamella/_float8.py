@@ -1,4 +1,4 @@
-"""`--float8`: the recipe, the matrices that it serves, and lines on where a run falls short of it."""
+"""`--float8`: the recipe, the matrices of the recipe, and lines that tell a slower device or missing scales."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -31,7 +31,7 @@ _NUM_NAMED = 3
 def in_float8(
     units: Sequence[nn.Module], policy: MixedPrecisionPolicy, parallel: ParallelConfig
 ) -> MixedPrecisionPolicy:
-    """Let the units' linear layers multiply in float8, and return the policy that gathers their matrices so.
+    """Let the units' linear layers multiply in float8, and return the policy whose gathers are in float8.
 
     Layers with sizes that are no multiples of 16 (`block`: 128), which kernels need, are gathered in float8 alone.
 
