@@ -38,7 +38,7 @@ TESTS = [*sorted(ROOT.glob("packages/*/tests")), ROOT / "integration" / "tests",
 NO_TESTS_RAN = 5  # pytest's exit code
 RANKS_PER_GPU = int(os.environ.get("LAMELLA_RANKS_PER_GPU", "1"))  # as lamella_testing reads it
 _ALL_THE_SAME = ("-q", "-v", "-x", "-s")  # arguments of pytest's that select no tests
-_ALL_THE_SAME_WITH_VALUE = ("-n", "-p", "--timeout")
+_ALL_THE_SAME_WITH_VALUE = ("-n", "-p", "--timeout", "--durations")
 
 
 def main(args: list[str]) -> int:
