@@ -55,3 +55,8 @@ def test_two_cpu_ranks_train_experts(tmp_path: Path) -> None:
     [row] = map(json.loads, out.read_text().splitlines())
     assert row["layout"] == "EP 2, DP 2"
     assert row["losses"][-1] < row["losses"][0] - 0.3
+    subprocess.run([*torchrun, *program, "--data", tmp_path, "--out", out, "--flip-rows"], check=True, timeout=120)
+    [_, flipped] = map(json.loads, out.read_text().splitlines())
+    assert flipped["engine"] == "lamella, ZeRO-3, rows flipped"
+    assert flipped["losses"][0] == pytest.approx(row["losses"][0], abs=1e-3)
+    assert flipped["losses"] != row["losses"]

@@ -5,6 +5,9 @@
     done
     python -m lamella_integration.bench_megatron --table rows.jsonl
 
+Losses of one engine with and without `--flip-rows` are as far apart as rounding alone takes them: the measure for
+another engine's distance.
+
 Each engine has processes of its own, because megatron-core's wrappers change classes of the process. All start from
 the same weights, read the same bytes of text, and run megatron-core's driver and finalization of gradients. `ddp` is
 `DistributedDataParallel` with `DistributedOptimizer` (ZeRO-1), `megatron_fsdp` is `FullyShardedDataParallel` with
@@ -76,6 +79,7 @@ def _parser() -> argparse.ArgumentParser:
         add(f"--{name}", type=int, default=1)
     add("--lr", type=float, default=3e-4, help="learning rate of Adam, constant")
     add("--stage", choices=STAGES, default="3", help="ZeRO's stage of lamella")
+    add("--flip-rows", action="store_true", help="sequences of a microbatch in reverse: how far rounding alone goes")
     return parser
 
 
@@ -142,9 +146,10 @@ def _train(options: argparse.Namespace) -> dict[str, Any]:
         times.append(time.perf_counter() - begin)
     assert all(map(math.isfinite, losses)), losses
     peak = torch.cuda.max_memory_allocated() if options.device == "cuda" else 0
+    engine = f"lamella, ZeRO-{options.stage}" if options.engine == "lamella" else options.engine
     return {
         "layout": _layout(options),
-        "engine": f"lamella, ZeRO-{options.stage}" if options.engine == "lamella" else options.engine,
+        "engine": f"{engine}, rows flipped" if options.flip_rows else engine,
         "ms": 1e3 * statistics.median(times[_WARMUP_STEPS:]),
         "gib": peak / 2**30,
         "losses": losses,
@@ -258,6 +263,8 @@ def _batches(options: argparse.Namespace) -> Iterator[torch.Tensor]:
     while True:
         starts = torch.randint(len(text) - size + 1, (num_ranks, options.rows), generator=generator)[rank]
         rows = torch.stack([data[start : start + size] for start in starts.tolist()])
+        # Means over rows, and balances of experts, are the same in exact arithmetic.
+        rows = rows.flip(0) if options.flip_rows else rows
         yield rows.to(options.device, torch.int64, non_blocking=True)
 
 

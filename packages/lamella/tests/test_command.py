@@ -110,6 +110,13 @@ def test_bad_input_is_one_line_and_no_worker(refuse: Refuse, argv: list[str], ex
     assert expected in refuse(*argv)
 
 
+def test_layers_are_not_compiled_without_a_compiler(refuse: Refuse, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "absent-g++")
+    refused = refuse("--compile")
+    assert "Expected a compiler for --compile on cpu (CXX, or " in refused
+    assert "got none of absent-g++. Install one, or leave --compile out." in refused
+
+
 def test_text_that_is_shorter_than_a_sequence_is_refused(refuse: Refuse, model_file: Path) -> None:
     values = json.loads(model_file.read_text())
     model_file.write_text(json.dumps(values | {"max_position_embeddings": 999_999}))

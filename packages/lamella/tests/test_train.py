@@ -14,10 +14,11 @@ from trained_runs import Run, TrainOn
 
 from lamella import Config, MixedPrecisionPolicy, OptimConfig, ParallelConfig
 from lamella._float8 import in_float8
+from lamella._models import build_model, load_spec
 from lamella._report import read
-from lamella._train import learning_rate
+from lamella._train import learning_rate, shard
 from lamella_precision import Float8Linear
-from lamella_testing import RankFailure
+from lamella_testing import RankFailure, run_ranks
 
 
 def in_folder(config: Config, name: str) -> Config:
@@ -125,6 +126,33 @@ def test_float8_leaves_out_routers_and_what_the_user_names() -> None:
         assert [name for name, layer in unit.items() if isinstance(layer, Float8Linear)] == ["experts"]
         chosen = {name for name, p in unit.named_parameters() if policy.resolved_for(p).recipe is not None}
         assert chosen == {"experts.weight", "down.weight"}
+
+
+def test_compiled_layers_are_those_that_are_sharded(shared_config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    def compiled(parallel: ParallelConfig) -> list[str]:
+        model = build_model(spec := load_spec(shared_config.model.name, 300), torch.device("cpu"), seed=0)
+        calls: list[nn.Module] = []
+        with monkeypatch.context() as patched:
+            patched.setattr(nn.Module, "compile", lambda module: calls.append(module))
+            shard(model, spec, parallel)
+        return [name for name, module in model.named_modules() if module in calls]
+
+    def check() -> None:
+        assert compiled(shared_config.parallel) == []
+        assert compiled(replace(shared_config.parallel, compile=True)) == ["model.layers.0", "model.layers.1"]
+
+    run_ranks(check, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")  # Dynamo reads what is deprecated, and attributes that warn.
+@pytest.mark.parametrize("kind", ["no", "tensor"])
+def test_compiled_layers_train_alike(config: Config, train: TrainOn, kind: Any) -> None:
+    eager = replace(in_folder(config, "eager"), parallel=replace(config.parallel, float8=kind))
+    compiled = replace(in_folder(config, "compiled"), parallel=replace(eager.parallel, compile=True))
+    expected, run = train(eager, 2), train(compiled, 2)
+    assert run.losses == pytest.approx(expected.losses, rel=1e-3 if kind == "tensor" else 1e-5)
+    assert run.validations == pytest.approx(expected.validations, rel=1e-3 if kind == "tensor" else 1e-5)
 
 
 def test_a_tiny_qwen_trains(config: Config, train: TrainOn) -> None:

@@ -87,6 +87,9 @@ class ParallelConfig:
     reshard_after_forward: Annotated[
         bool, Option("Free a layer's parameters after its forward; otherwise keep them until its backward.")
     ] = True
+    compile: Annotated[
+        bool, Option("Compile each layer with torch's inductor: the first step takes longer, later ones less.")
+    ] = False
     threads: Annotated[
         int | None, Option("Compute threads of a CPU worker (default: its share of the cores).", at_least=1)
     ] = None

@@ -1,7 +1,10 @@
 """Preparation before any worker starts: read the text, write the tokens, check the run to be resumed."""
 
+import importlib.util
 import json
 import os
+import shutil
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -11,7 +14,7 @@ from typing import cast
 import torch
 from torch import nn
 
-from lamella._config import Config, to_values
+from lamella._config import Config, ParallelConfig, to_values
 from lamella._directory import RunDirectory
 from lamella._documents import first_chat
 from lamella._float8 import check_float8
@@ -69,6 +72,7 @@ def prepare(config: Config) -> Prepared:
     check_context(spec, config.data.sequence_length)
     model = outline(spec)
     check_float8(sharding_units(model, spec.model_type), config.parallel)
+    _check_compiler(config.parallel)
     tokenizer = None if pretrained is None else read_tokenizer(pretrained, spec.vocab_size)
     corpus = collect(config.data.paths, config.data.validation_fraction, without=directory.root)
     text = fingerprint(corpus, tokenizer or spec.vocab_size)
@@ -92,6 +96,24 @@ def prepare(config: Config) -> Prepared:
             again = replace(config, run=replace(config.run, from_step=None))
             directory.config.write_text(json.dumps(to_values(again), indent=2) + "\n", encoding="utf-8")
     return Prepared(directory=directory, first_step=first_step, summary=summary)
+
+
+def _check_compiler(parallel: ParallelConfig) -> None:
+    """Refuse --compile where torch would find no compiler after the run has started."""
+    if not parallel.compile:
+        return
+    if parallel.device == "cuda":
+        variable, names = "CC", ["gcc", "clang"]
+        if importlib.util.find_spec("triton") is None:
+            raise ConfigError("Expected Triton for --compile on GPUs, got none. Install it, or leave --compile out.")
+    else:
+        variable, names = "CXX", ["clang++"] if sys.platform == "darwin" else ["g++"]
+    wanted = [os.environ[variable]] if variable in os.environ else names
+    if not any(map(shutil.which, wanted)):
+        raise ConfigError(
+            f"Expected a compiler for --compile on {parallel.device} ({variable}, or {' or '.join(names)} on PATH), "
+            f"got none of {', '.join(wanted)}. Install one, or leave --compile out."
+        )
 
 
 def _going_back(checkpoints: CheckpointDirectory, step: int, directory: RunDirectory) -> list[str]:

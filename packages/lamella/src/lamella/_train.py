@@ -50,6 +50,8 @@ def shard(model: nn.Module, spec: ModelSpec, parallel: ParallelConfig) -> None:
     units = sharding_units(model, spec.model_type)
     of_units = policy if parallel.float8 == "no" else in_float8(units, policy, parallel)
     for unit in units:
+        if parallel.compile:
+            unit.compile()
         fully_shard(unit, mesh=mesh, mp_policy=of_units, reshard_after_forward=parallel.reshard_after_forward)
     fully_shard(model, mesh=mesh, mp_policy=policy)
 
