@@ -10,8 +10,8 @@ from torch.optim import AdamW, Muon, Optimizer
 from torch.optim._muon import muon
 
 from lamella_engine import Rows, Whole
+from lamella_engine.extending import local_of
 from lamella_layout import Keep
-from lamella_megatron._wrapper import local_of
 
 _OPTIONS = ("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "ns_steps", "eps", "adjust_lr_fn")
 

@@ -23,11 +23,12 @@ from megatron.core.optimizer.optimizer import SEPARATE_GRAD_NORM_GROUPS, Megatro
 from megatron.core.transformer.module import param_is_not_shared
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from lamella_engine.extending import local_of
 from lamella_megatron._model import refuse_sharded_state_dict
 from lamella_megatron._muon import muon_maker
 from lamella_megatron._placement import check_group
 from lamella_megatron._precision_aware import bytes_at_rest, check_gradient_dtypes, fused_adam
-from lamella_megatron._wrapper import ShardedModel, local_of, replica_groups
+from lamella_megatron._wrapper import ShardedModel, replica_groups
 
 MakeOptimizer = Callable[[list[dict[str, Any]]], Optimizer]
 

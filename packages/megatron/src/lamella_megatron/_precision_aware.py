@@ -10,7 +10,7 @@ import torch
 from megatron.core import optimizer as optimizers
 from torch.optim import SGD, Adam, Optimizer
 
-from lamella_megatron._wrapper import local_of
+from lamella_engine.extending import local_of
 from lamella_optim import step_on_local_shards
 
 

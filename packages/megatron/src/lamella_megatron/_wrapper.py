@@ -28,6 +28,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from lamella_engine import ZERO3, FSDPModule, parameter_norms
+from lamella_engine.extending import local_of
 from lamella_megatron._configuration import (
     check_model_config,
     check_options,
@@ -347,11 +348,6 @@ class _NoBuffer:
 
     def copy_main_weights_to_model_weights(self) -> None:
         """Nothing: the next gather casts main weights to the compute dtype."""
-
-
-def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A DTensor's shard, or a plain tensor itself."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def replica_groups(parameter: torch.Tensor) -> list[dist.ProcessGroup]:
