@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+)
 
 from lamella.experts import chunk, shard_with_experts, spread_experts
 from lamella_engine import FSDPModule, UnitResidence
@@ -27,6 +39,28 @@ SIZES: dict[str, Any] = {
     "initializer_range": 0.3,
     "tie_word_embeddings": False,
 }
+
+
+def _hybrid(num_layers: int) -> dict[str, Any]:
+    kinds = ["linear_attention", "full_attention", "linear_attention"]
+    linear = {f"linear_{part}_head_dim": 8 for part in ("key", "value")} | {"linear_num_value_heads": 4}
+    return {
+        **linear,
+        "linear_num_key_heads": 2,
+        "shared_expert_intermediate_size": 12,
+        "layer_types": kinds[:num_layers],
+        "head_dim": 8,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+        "initializer_range": 0.1,  # at 0.3 a difference of one ulp grows to 2e-3 of the loss in three steps
+    }
+
+
+QWENS: dict[str, tuple[Any, Any, Callable[[int], dict[str, Any]]]] = {
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM, lambda _: {"mlp_only_layers": [1], "head_dim": 4}),
+    "qwen2_moe": (Qwen2MoeConfig, Qwen2MoeForCausalLM, lambda _: {"shared_expert_intermediate_size": 12}),
+    "qwen3_next": (Qwen3NextConfig, Qwen3NextForCausalLM, lambda num: {**_hybrid(num), "mlp_only_layers": [1]}),
+    "qwen3_5_moe": (Qwen3_5MoeTextConfig, Qwen3_5MoeForCausalLM, _hybrid),
+}
 Batch = dict[str, Any]
 
 
@@ -35,10 +69,12 @@ def moe(family: str, experts: str = "eager", width: int = 12, num_layers: int = 
     model: Any
     sizes = {**SIZES, "num_hidden_layers": num_layers}
     implementations: dict[str, Any] = {"attn_implementation": "eager", "experts_implementation": experts}
-    if family == "qwen3_moe":
-        sizes |= {"moe_intermediate_size": width, "num_experts": 4, "mlp_only_layers": [1], "head_dim": 4}
-        config: Any = Qwen3MoeConfig(**sizes, **implementations)
-        model = Qwen3MoeForCausalLM(config)
+    if "qwen" in family:
+        config_class, model_class, own = QWENS[family.partition(",")[0]]
+        sizes |= {"moe_intermediate_size": width, "num_experts": 4, **own(num_layers)}
+        if "window" in family:
+            sizes |= {"use_sliding_window": True, "sliding_window": 4}
+        model = model_class(config_class(**sizes, **implementations))
     else:
         window = 4 if "window" in family else None
         config = MixtralConfig(**sizes, num_local_experts=4, sliding_window=window, **implementations)

@@ -54,8 +54,8 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 }
 
 
-def _training(ep: int, *, seed: int = 3, optimizer: str = "SGD", **options: Any) -> Training:
-    model = sharded(moe(FAMILY, num_layers=1, seed=seed), ep, **options)
+def _training(ep: int, *, family: str = FAMILY, seed: int = 3, optimizer: str = "SGD", **options: Any) -> Training:
+    model = sharded(moe(family, num_layers=1, seed=seed), ep, **options)
     return model, OPTIMIZERS[optimizer](model)
 
 
@@ -226,12 +226,13 @@ def test_gradients_norm_is_that_of_all_experts() -> None:
     assert run_ranks(on_each_rank, 2) == pytest.approx(run_ranks(alone, 1) * 2, rel=1e-5)
 
 
-def test_an_exported_folder_opens_in_transformers(tmp_path: Path) -> None:
-    published: Any = moe(FAMILY, num_layers=1)
+@pytest.mark.parametrize("family", [FAMILY, pytest.param("qwen3_5_moe", marks=pytest.mark.slow)])
+def test_an_exported_folder_opens_in_transformers(tmp_path: Path, family: str) -> None:
+    published: Any = moe(family, num_layers=1)
     published.save_pretrained(tmp_path / "published")
 
     def on_each_rank() -> None:
-        training = _training(2, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+        training = _training(2, family=family, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
         _step(*training)
         save_safetensors(tmp_path / "exported", model=training[0], like=tmp_path / "published")
         save(tmp_path / "step", model=training[0])

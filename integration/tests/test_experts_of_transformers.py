@@ -20,7 +20,15 @@ from lamella_precision import Float8Recipe, QuantizedWeight, matrices_of
 from lamella_testing import run_ranks
 
 STEPS = 3
-FAMILIES = ["qwen3_moe", "mixtral", "mixtral, sliding window"]
+FAMILIES = [
+    "qwen3_moe",
+    "mixtral",
+    "mixtral, sliding window",
+    "qwen3_5_moe",
+    "qwen2_moe, sliding window",
+    "qwen3_next",
+]
+IN_THE_GATE = FAMILIES[:4]
 
 
 def _alone(family: str, num_ranks: int) -> list[list[torch.Tensor]]:
@@ -54,8 +62,13 @@ def _train(family: str, is_scheduled: bool, stage: Any, experts: str = "eager") 
 @pytest.mark.parametrize(
     ("family", "stage", "num_ranks"),
     [
-        *(pytest.param(family, ZERO3, 2, id=f"{family}, ZERO3") for family in FAMILIES),
+        *(pytest.param(family, ZERO3, 2, id=f"{family}, ZERO3") for family in IN_THE_GATE),
         pytest.param("qwen3_moe", ZERO1, 4, id="qwen3_moe, ZERO1, two data ranks"),
+        *(
+            pytest.param(family, ZERO3, 2, id=f"{family}, ZERO3", marks=pytest.mark.slow)
+            for family in FAMILIES
+            if family not in IN_THE_GATE
+        ),
         *(
             pytest.param(family, ZERO1, 4, id=f"{family}, ZERO1, two data ranks", marks=pytest.mark.slow)
             for family in FAMILIES[1:]
@@ -73,6 +86,24 @@ def test_scheduled_bits_are_those_of_the_models_own_forward(family: str, stage: 
         assert num_unequal == 0
         torch.testing.assert_close(losses, of_one, rtol=1e-6, atol=1e-6)
         assert all(abs(losses[i] - losses[-MICROBATCHES:][i]) > 1e-3 for i in range(MICROBATCHES)), "nothing changed"
+
+
+def test_given_positions_without_a_mask_are_those_of_the_models_own_forward() -> None:
+    def alone() -> list[list[float]]:
+        found = []
+        for family in ("mixtral", "qwen2_moe, sliding window", "qwen3_5_moe"):
+            model = sharded(moe(family), 1)
+            batch = {name: tokens for name, tokens in batches_of(0)[0].items() if name != "attention_mask"}
+            positions = torch.arange(20).view(2, 10) // torch.tensor([[1], [2]])  # of each row its own
+            own = [{**batch, "position_ids": positions}, batch]
+            losses = [*plain_step(model, own), *scheduled_step(model, own)]
+            found.append([float(loss) for loss in losses])
+        return found
+
+    [found] = run_ranks(alone, 1)
+    for given, left_out, scheduled_given, scheduled_left_out in found:
+        assert given != left_out
+        assert (scheduled_given, scheduled_left_out) == (given, left_out)
 
 
 def test_the_configs_implementation_of_experts_is_used() -> None:
@@ -144,7 +175,7 @@ def test_wrong_models_and_meshes_are_refused() -> None:
     def on_each_rank() -> None:
         model = moe("mixtral")
         batch = batches_of(0)[0]
-        with pytest.raises(ValueError, match=r"Expected a causal language model of mixtral or qwen3_moe, got Linear"):
+        with pytest.raises(ValueError, match=r"model of mixtral or .* or qwen3_5_moe_text, got Linear"):
             spread_experts(nn.Linear(2, 2), _mesh())
         with pytest.raises(ValueError, match=r"Expected spread experts"):
             chunk(model, **batch)

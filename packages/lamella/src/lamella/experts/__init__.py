@@ -7,7 +7,8 @@
     losses = run([chunk(model, **batch, scale=1 / len(batches)) for batch in batches], residence=residence)
 
 The model's own forward takes the same steps without overlap, bit by bit. Checkpoints of the model have all experts, and
-open on other ranks and in models that were never spread. Qwen3-MoE and Mixtral.
+open on other ranks and in models that were never spread. Causal language models of Mixtral, Qwen2-MoE, Qwen3-MoE,
+Qwen3-Next and Qwen3.5-MoE (text).
 """
 
 from lamella.experts._slots import chunk as chunk

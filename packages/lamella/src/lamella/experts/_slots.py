@@ -7,9 +7,17 @@ from typing import Any, cast
 
 import torch
 import torch.nn as nn
-from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+from torch.nn import functional as F
 
-from lamella.experts._families import check_family, decoder_of, family_class, is_sparse
+from lamella.experts._families import (
+    check_family,
+    decoder_of,
+    family_class,
+    is_sparse,
+    layer_kinds,
+    mask_function,
+    positions_of,
+)
 from lamella.experts._spread import SpreadExperts
 from lamella_schedule import Chunk, LayerSlots, Splits, exchange, unroute
 
@@ -36,7 +44,8 @@ def chunk(
         scale: Of the loss: 1 / number of microbatches for a mean.
 
     Raises:
-        ValueError: Another model, or activation checkpointing, which a layer in parts does not have.
+        ValueError: Another model, activation checkpointing, which a layer in parts does not have, or a transformers too
+            old for the layers' masks.
     """
     check_family(model)
     decoder = decoder_of(model)
@@ -46,7 +55,8 @@ def chunk(
         )
     batch = _Batch(cast(Any, model), input_ids, labels, attention_mask, position_ids, scale)
     layers = [
-        _sparse_slots(layer, batch) if is_sparse(layer.mlp) else _dense_slots(layer, batch) for layer in decoder.layers
+        (_sparse_slots if is_sparse(layer.mlp) else _dense_slots)(layer, kind, batch)
+        for layer, kind in zip(decoder.layers, batch.kinds, strict=True)
     ]
     return Chunk(batch.embed, layers, batch.loss)
 
@@ -67,31 +77,38 @@ class _Batch:
         self._input_ids, self._labels = input_ids, labels
         self._attention_mask, self._position_ids = attention_mask, position_ids
         self._scale = scale
+        self.kinds = layer_kinds(model.config)
+        self._mask_functions = {kind: mask_function(kind) for kind in dict.fromkeys(self.kinds)}
+        self._masks: dict[str, Any] = {}
         self._for_attention: dict[str, Any] = {}
 
     def embed(self) -> torch.Tensor:
         decoder, config = self._model.model, self._model.config
         hidden: torch.Tensor = decoder.embed_tokens(self._input_ids)
-        positions = self._position_ids
-        if positions is None:
-            positions = torch.arange(hidden.shape[1], device=hidden.device).unsqueeze(0)
-        mask_of = create_causal_mask if config.sliding_window is None else create_sliding_window_causal_mask
-        mask = mask_of(
-            config=config,
-            inputs_embeds=hidden,
-            attention_mask=self._attention_mask,
-            past_key_values=None,
-            position_ids=positions,
-        )
-        rotary = decoder.rotary_emb(hidden, position_ids=positions)
-        self._for_attention = {"attention_mask": mask, "position_ids": positions, "position_embeddings": rotary}
+        positions, of_rotary = positions_of(config, hidden, self._position_ids)
+        self._masks = {
+            kind: make(
+                config=config,
+                inputs_embeds=hidden,
+                attention_mask=self._attention_mask,
+                past_key_values=None,
+                position_ids=positions,
+            )
+            for kind, make in self._mask_functions.items()
+        }
+        rotary = decoder.rotary_emb(hidden, position_ids=of_rotary)
+        self._for_attention = {"position_ids": positions, "position_embeddings": rotary}
         return hidden
 
-    def attend(self, layer: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def attend(self, layer: Any, kind: str, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """A layer up to its MLP: the residual, and the MLP's input."""
-        update, _ = layer.self_attn(
-            hidden_states=layer.input_layernorm(hidden), past_key_values=None, **self._for_attention
-        )
+        normed = layer.input_layernorm(hidden)
+        if kind == "linear_attention":
+            update = layer.linear_attn(hidden_states=normed, cache_params=None, attention_mask=self._masks[kind])
+        else:
+            update, _ = layer.self_attn(
+                hidden_states=normed, past_key_values=None, attention_mask=self._masks[kind], **self._for_attention
+            )
         residual = hidden + update
         return residual, layer.post_attention_layernorm(residual)
 
@@ -106,21 +123,30 @@ class _Batch:
         return loss * self._scale
 
 
-def _sparse_slots(layer: Any, batch: _Batch) -> LayerSlots:
-    """Values are the residual, the router logits of all layers so far, and the rows on their way."""
+def _sparse_slots(layer: Any, kind: str, batch: _Batch) -> LayerSlots:
+    """Values are the residual, the shared expert's, the router logits of all layers so far, and the rows on their way.
+
+    The shared expert is computed in `pre`, in the order of the model's own forward: the gradient of its tokens is added
+    up there with the router's, in the model's own order too. In the slot of the experts its part would come as a sum of
+    its own, and round otherwise.
+    """
     block = layer.mlp
     experts = block.experts
     if not isinstance(experts, SpreadExperts):
         raise ValueError("Expected spread experts, got a model without. Call spread_experts before.")
 
     def pre(hidden: torch.Tensor, *logits: torch.Tensor) -> tuple[Any, ...]:
-        residual, tokens = batch.attend(layer, hidden)
+        residual, tokens = batch.attend(layer, kind, hidden)
         noise = getattr(block, "jitter_noise", 0)  # Mixtral's
         if block.training and noise > 0:
             tokens = tokens * torch.empty_like(tokens).uniform_(1.0 - noise, 1.0 + noise)
         tokens = tokens.view(-1, tokens.shape[-1])
+        shared = block.shared_expert(tokens) if hasattr(block, "shared_expert") else None
         own_logits, weights, chosen = block.gate(tokens)
-        return (*experts.route(tokens, chosen), weights, residual, *logits, own_logits)
+        routed = experts.route(tokens, chosen)
+        if shared is not None:
+            shared = F.sigmoid(block.shared_expert_gate(tokens)) * shared
+        return (*routed, weights, shared, residual, *logits, own_logits)
 
     def dispatch(rows: torch.Tensor, *passed: Any) -> tuple[Any, ...]:
         return exchange(rows, passed[2]), *passed
@@ -133,18 +159,21 @@ def _sparse_slots(layer: Any, batch: _Batch) -> LayerSlots:
         order: torch.Tensor,
         splits: Splits,
         weights: torch.Tensor,
+        shared: torch.Tensor | None,
         residual: torch.Tensor,
         *logits: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         update = unroute(exchange(rows, splits, back=True), order, weights)
+        if shared is not None:
+            update = update + shared
         return residual + update.view_as(residual), *logits
 
     return LayerSlots(pre=pre, dispatch=dispatch, experts=compute, combine=combine)
 
 
-def _dense_slots(layer: Any, batch: _Batch) -> LayerSlots:
+def _dense_slots(layer: Any, kind: str, batch: _Batch) -> LayerSlots:
     def pre(hidden: torch.Tensor, *logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        residual, tokens = batch.attend(layer, hidden)
+        residual, tokens = batch.attend(layer, kind, hidden)
         return tokens, residual, *logits
 
     def compute(tokens: torch.Tensor, residual: torch.Tensor, *logits: torch.Tensor) -> tuple[torch.Tensor, ...]:

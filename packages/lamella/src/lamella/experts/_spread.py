@@ -38,7 +38,8 @@ def spread_experts(model: nn.Module, mesh: DeviceMesh) -> None:
     all experts, equal on all ranks.
 
     Args:
-        model: transformers' `MixtralForCausalLM` or `Qwen3MoeForCausalLM`.
+        model: transformers' `MixtralForCausalLM`, `Qwen2MoeForCausalLM`, `Qwen3MoeForCausalLM`,
+            `Qwen3NextForCausalLM` or `Qwen3_5MoeForCausalLM`. Shared experts are not spread.
         mesh: Two axes with names: the ranks with the same experts, and the ranks that share the experts.
 
     Raises:
