@@ -83,11 +83,12 @@ def moe(family: str, experts: str = "eager", width: int = 12, num_layers: int = 
     return found
 
 
-def sharded(model: nn.Module, ep: int, **options: Any) -> nn.Module:
+def sharded(model: nn.Module, ep: int, device: str = "cpu", **options: Any) -> nn.Module:
     """Experts on `ep` ranks and sharded over the other ranks, all else sharded over all ranks."""
     world = dist.get_world_size()
-    spread_experts(model, init_device_mesh("cpu", (world // ep, ep), mesh_dim_names=("edp", "ep")))
-    shard_with_experts(model, mesh=init_device_mesh("cpu", (world,), mesh_dim_names=("dp",)), **options)
+    model.to(device)
+    spread_experts(model, init_device_mesh(device, (world // ep, ep), mesh_dim_names=("edp", "ep")))
+    shard_with_experts(model, mesh=init_device_mesh(device, (world,), mesh_dim_names=("dp",)), **options)
     return model
 
 
@@ -114,9 +115,9 @@ def plain_step(model: nn.Module, batches: list[Batch]) -> list[torch.Tensor]:
     return losses
 
 
-def scheduled_step(model: nn.Module, batches: list[Batch]) -> list[torch.Tensor]:
+def scheduled_step(model: nn.Module, batches: list[Batch], device: str = "cpu") -> list[torch.Tensor]:
     """The forward of each microbatch beside the backward before."""
     layers = list(cast(Any, model).model.layers)
     residence = UnitResidence(model, layers)
     chunks = [chunk(model, **batch, scale=1 / len(batches)) for batch in batches]
-    return run(chunks, residence=residence, device="cpu")
+    return run(chunks, residence=residence, device=device)
