@@ -86,7 +86,8 @@ def moe(family: str, experts: str = "eager", width: int = 12, num_layers: int = 
 def sharded(model: nn.Module, ep: int, device: str = "cpu", **options: Any) -> nn.Module:
     """Experts on `ep` ranks and sharded over the other ranks, all else sharded over all ranks."""
     world = dist.get_world_size()
-    model.to(device)
+    if device != "cpu":  # models on the meta device stay there
+        model.to(device)
     spread_experts(model, init_device_mesh(device, (world // ep, ep), mesh_dim_names=("edp", "ep")))
     shard_with_experts(model, mesh=init_device_mesh(device, (world,), mesh_dim_names=("dp",)), **options)
     return model

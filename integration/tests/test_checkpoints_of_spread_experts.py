@@ -182,6 +182,21 @@ def test_a_resumed_run_equals_the_uninterrupted_run(tmp_path: Path, saved: Any) 
         assert num_changed > 10
 
 
+def test_a_model_that_had_no_memory_is_filled_from_a_checkpoint(tmp_path: Path) -> None:
+    def on_each_rank() -> None:
+        save(tmp_path / "step", model=_training(2)[0])
+        with torch.device("meta"):
+            model = moe(FAMILY, num_layers=1)
+        sharded(model, 2).to_empty(device="cpu")
+        load(tmp_path / "step", model=model)
+        save(tmp_path / "again", model=model)
+
+    run_ranks(on_each_rank, 2)
+    first, again = _tensors(tmp_path / "step"), _tensors(tmp_path / "again")
+    assert first.keys() == again.keys()
+    assert all(torch.equal(again[name], first[name]) for name in first)
+
+
 def _whole_states(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
     """torch's whole state dicts: of the model, and of the optimizer's momentum."""
     whole = StateDictOptions(full_state_dict=True)

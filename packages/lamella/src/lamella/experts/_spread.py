@@ -35,7 +35,7 @@ def spread_experts(model: nn.Module, mesh: DeviceMesh) -> None:
 
     Rank r of the mesh's second axis keeps the experts from r * num_experts / axis size on, as a DTensor under the
     parameter's name: Note [Experts are parts of whole tensors]. Call the function before `fully_shard`, on a model with
-    all experts, equal on all ranks.
+    all experts, equal on all ranks, or on the meta device.
 
     Args:
         model: transformers' `MixtralForCausalLM`, `Qwen2MoeForCausalLM`, `Qwen3MoeForCausalLM`,
