@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, cast
 from unittest.mock import patch
 
@@ -10,97 +9,36 @@ import pytest
 import torch
 import torch._dynamo  # once here instead of once a rank
 import torch.distributed as dist
+from expert_training import MICROBATCHES, batches_of, moe, plain_step, scheduled_step, sharded
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
-from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from lamella.experts import chunk, shard_with_experts, spread_experts
-from lamella_checkpoint import CheckpointFailed, save
-from lamella_engine import (
-    ZERO1,
-    ZERO3,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    ShardingOptions,
-    UnitResidence,
-    fully_shard,
-)
+from lamella_engine import ZERO1, ZERO3, MixedPrecisionPolicy, ShardingOptions, fully_shard
 from lamella_precision import Float8Recipe, QuantizedWeight, matrices_of
-from lamella_schedule import run
 from lamella_testing import run_ranks
 
-STEPS, MICROBATCHES, LENGTH, VOCABULARY = 3, 4, 10, 32
-SIZES: dict[str, Any] = {
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": VOCABULARY,
-    "num_experts_per_tok": 2,
-    "output_router_logits": True,
-    "router_aux_loss_coef": 0.1,
-    "initializer_range": 0.3,
-    "tie_word_embeddings": False,
-}
-FAMILIES = ["qwen3_moe", "mixtral", "mixtral, sliding window"]
-Batch = dict[str, Any]
-
-
-def _model(family: str, experts: str = "eager", width: int = 12) -> nn.Module:
-    torch.manual_seed(3)
-    model: Any
-    implementations: dict[str, Any] = {"attn_implementation": "eager", "experts_implementation": experts}
-    if family == "qwen3_moe":
-        sizes = {**SIZES, "moe_intermediate_size": width, "num_experts": 4, "mlp_only_layers": [1], "head_dim": 4}
-        config: Any = Qwen3MoeConfig(**sizes, **implementations)
-        model = Qwen3MoeForCausalLM(config)
-    else:
-        window = 4 if "window" in family else None
-        config = MixtralConfig(**SIZES, num_local_experts=4, sliding_window=window, **implementations)
-        model = MixtralForCausalLM(config)
-    found: nn.Module = model.train()
-    return found
-
-
-def _batches(rank: int) -> list[Batch]:
-    generator = torch.Generator().manual_seed(rank)
-    found = []
-    for _ in range(MICROBATCHES):
-        starts = torch.randint(VOCABULARY, (2, 1), generator=generator)
-        tokens = (starts + torch.arange(LENGTH)) % VOCABULARY
-        mask = torch.ones_like(tokens)
-        mask[1, LENGTH - 3 :] = 0  # padding
-        found.append({"input_ids": tokens, "labels": tokens.where(mask > 0, -100), "attention_mask": mask})
-    return found
-
-
-def _plain(model: nn.Module, batches: list[Batch]) -> list[torch.Tensor]:
-    losses = []
-    for i, batch in enumerate(batches):
-        cast(FSDPModule, model).set_is_last_backward(i == len(batches) - 1)
-        loss = model(**batch, use_cache=False).loss * (1 / len(batches))
-        loss.backward()
-        losses.append(loss.detach())
-    return losses
-
-
-def _scheduled(model: nn.Module, batches: list[Batch]) -> list[torch.Tensor]:
-    layers = list(cast(Any, model).model.layers)
-    residence = UnitResidence(model, layers)
-    chunks = [chunk(model, **batch, scale=1 / len(batches)) for batch in batches]
-    return run(chunks, residence=residence, device="cpu")
+STEPS = 3
+FAMILIES = [
+    "qwen3_moe",
+    "mixtral",
+    "mixtral, sliding window",
+    "qwen3_5_moe",
+    "qwen2_moe, sliding window",
+    "qwen3_next",
+]
+IN_THE_GATE = FAMILIES[:4]
 
 
 def _alone(family: str, num_ranks: int) -> list[list[torch.Tensor]]:
     """The losses of each rank's microbatches, and no rank but one."""
-    model = _model(family)
+    model = moe(family)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     losses: list[list[torch.Tensor]] = [[] for _ in range(num_ranks)]
     for _ in range(STEPS):
         for rank in range(num_ranks):
-            for batch in _batches(rank):
+            for batch in batches_of(rank):
                 loss = model(**batch, use_cache=False).loss / MICROBATCHES
                 (loss / num_ranks).backward()
                 losses[rank].append(loss.detach())
@@ -110,16 +48,11 @@ def _alone(family: str, num_ranks: int) -> list[list[torch.Tensor]]:
 
 
 def _train(family: str, is_scheduled: bool, stage: Any, experts: str = "eager") -> list[torch.Tensor]:
-    model = _model(family, experts)
-    meshes = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("edp", "ep"))
-    everyone = DeviceMesh.from_group(cast(dist.ProcessGroup, dist.group.WORLD), "cpu", mesh_dim_names=("dp",))
-    spread_experts(model, meshes["ep"].get_group())
-    options = ShardingOptions(placements=stage)
-    shard_with_experts(model, mesh=everyone, experts_mesh=meshes["edp"], options=options)
+    model = sharded(moe(family, experts), 2, options=ShardingOptions(placements=stage))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     losses = []
     for _ in range(STEPS):
-        losses += (_scheduled if is_scheduled else _plain)(model, _batches(dist.get_rank()))
+        losses += (scheduled_step if is_scheduled else plain_step)(model, batches_of(dist.get_rank()))
         optimizer.step()
         optimizer.zero_grad()
     weights = [cast(DTensor, parameter).to_local().detach() for parameter in model.parameters()]
@@ -129,8 +62,13 @@ def _train(family: str, is_scheduled: bool, stage: Any, experts: str = "eager") 
 @pytest.mark.parametrize(
     ("family", "stage", "num_ranks"),
     [
-        *(pytest.param(family, ZERO3, 2, id=f"{family}, ZERO3") for family in FAMILIES),
+        *(pytest.param(family, ZERO3, 2, id=f"{family}, ZERO3") for family in IN_THE_GATE),
         pytest.param("qwen3_moe", ZERO1, 4, id="qwen3_moe, ZERO1, two data ranks"),
+        *(
+            pytest.param(family, ZERO3, 2, id=f"{family}, ZERO3", marks=pytest.mark.slow)
+            for family in FAMILIES
+            if family not in IN_THE_GATE
+        ),
         *(
             pytest.param(family, ZERO1, 4, id=f"{family}, ZERO1, two data ranks", marks=pytest.mark.slow)
             for family in FAMILIES[1:]
@@ -150,6 +88,24 @@ def test_scheduled_bits_are_those_of_the_models_own_forward(family: str, stage: 
         assert all(abs(losses[i] - losses[-MICROBATCHES:][i]) > 1e-3 for i in range(MICROBATCHES)), "nothing changed"
 
 
+def test_given_positions_without_a_mask_are_those_of_the_models_own_forward() -> None:
+    def alone() -> list[list[float]]:
+        found = []
+        for family in ("mixtral", "qwen2_moe, sliding window", "qwen3_5_moe"):
+            model = sharded(moe(family), 1)
+            batch = {name: tokens for name, tokens in batches_of(0)[0].items() if name != "attention_mask"}
+            positions = torch.arange(20).view(2, 10) // torch.tensor([[1], [2]])  # of each row its own
+            own = [{**batch, "position_ids": positions}, batch]
+            losses = [*plain_step(model, own), *scheduled_step(model, own)]
+            found.append([float(loss) for loss in losses])
+        return found
+
+    [found] = run_ranks(alone, 1)
+    for given, left_out, scheduled_given, scheduled_left_out in found:
+        assert given != left_out
+        assert (scheduled_given, scheduled_left_out) == (given, left_out)
+
+
 def test_the_configs_implementation_of_experts_is_used() -> None:
     def on_each_rank() -> bool:
         eager, grouped = (_train("qwen3_moe", True, ZERO3, experts) for experts in ("eager", "grouped_mm"))
@@ -161,7 +117,7 @@ def test_the_configs_implementation_of_experts_is_used() -> None:
 
 def _saved_bytes(experts: str, recipe: Float8Recipe | None) -> tuple[int, list[torch.Tensor]]:
     """Bytes that autograd keeps between forward and backward, where units are resharded; and the gradients."""
-    model = cast(Any, _model("qwen3_moe", experts, 16))  # a row in bf16 is a multiple of 16 bytes, as kernels ask
+    model = cast(Any, moe("qwen3_moe", experts, 16))  # a row in bf16 is a multiple of 16 bytes, as kernels ask
     chosen = matrices_of(model.model.layers, recipe) if recipe else None
     for layer in model.model.layers:
         fully_shard(layer, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32, recipe=chosen))
@@ -174,7 +130,7 @@ def _saved_bytes(experts: str, recipe: Float8Recipe | None) -> tuple[int, list[t
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        loss = model(**_batches(0)[0], use_cache=False).loss
+        loss = model(**batches_of(0)[0], use_cache=False).loss
     num_bytes = sum(storage.nbytes() for storage in saved.values())
     loss.backward()
     return num_bytes, [parameter.grad.full_tensor() for parameter in model.parameters()]
@@ -198,58 +154,60 @@ def test_stacks_of_experts_in_float8_save_no_more_than_in_bf16(experts: str) -> 
 
 def test_ranks_without_tokens_take_part_in_backward() -> None:
     def on_each_rank() -> list[bool]:
-        model = cast(Any, _model("mixtral"))
-        spread_experts(model)
+        model = cast(Any, moe("mixtral"))
+        spread_experts(model, _mesh())
         with torch.no_grad():
             for layer in model.model.layers:  # every token goes to the same two experts, on one rank
                 layer.mlp.gate.weight.zero_()
-        batch = _batches(dist.get_rank())[0]
+        batch = batches_of(dist.get_rank())[0]
         model(**batch, use_cache=False).loss.backward()
-        return [bool(layer.mlp.experts.gate_up_proj.grad.any()) for layer in model.model.layers]
+        return [bool(layer.mlp.experts.gate_up_proj.grad.to_local().any()) for layer in model.model.layers]
 
     assert sorted(run_ranks(on_each_rank, 2)) == [[False] * 3, [True] * 3]
 
 
-def test_a_checkpoint_of_spread_experts_is_refused(tmp_path: Path) -> None:
+def _mesh() -> DeviceMesh:
+    """Experts on all ranks."""
+    return init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("edp", "ep"))
+
+
+def test_wrong_models_and_meshes_are_refused() -> None:
     def on_each_rank() -> None:
-        model = _model("mixtral")
-        spread_experts(model)
-        shard_with_experts(model, mesh=init_device_mesh("cpu", (2,)), experts_mesh=_mesh_of_one())
-        words = r"got 'model.layers.0.mlp.experts', of whose 4 experts each rank has 2"
-        with pytest.raises(NotImplementedError, match=words):
-            model.state_dict()
-        with pytest.raises((NotImplementedError, CheckpointFailed), match=r"of whose 4 experts|another rank"):
-            save(tmp_path / "step", model=model)
-
-    run_ranks(on_each_rank, 2)
-    assert not (tmp_path / "step").exists()
-
-
-def _mesh_of_one() -> DeviceMesh:
-    """A mesh of this rank alone. Effects: collective over the world."""
-    return init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("ep", "edp"))["edp"]
-
-
-def test_wrong_models_are_refused() -> None:
-    def on_each_rank() -> None:
-        model = _model("mixtral")
-        batch = _batches(0)[0]
-        with pytest.raises(ValueError, match=r"Expected a causal language model of mixtral or qwen3_moe, got Linear"):
-            spread_experts(nn.Linear(2, 2))
+        model = moe("mixtral")
+        batch = batches_of(0)[0]
+        with pytest.raises(ValueError, match=r"model of mixtral or .* or qwen3_5_moe_text, got Linear"):
+            spread_experts(nn.Linear(2, 2), _mesh())
         with pytest.raises(ValueError, match=r"Expected spread experts"):
             chunk(model, **batch)
-        with pytest.raises(ValueError, match=r"Expected experts that divide among the 3 ranks of the group, got 4"):
-            spread_experts(model)
+        with pytest.raises(ValueError, match=r"Expected spread experts"):
+            shard_with_experts(model, mesh=_mesh()["ep"])
+        with pytest.raises(ValueError, match=r"Expected experts that divide among the 3 ranks of 'ep', got 4"):
+            spread_experts(model, _mesh())
+        with pytest.raises(ValueError, match=r"Expected a `mesh` of two axes with names"):
+            spread_experts(model, init_device_mesh("cpu", (3,), mesh_dim_names=("ep",)))
 
     run_ranks(on_each_rank, 3)
 
     def alone() -> None:
-        model = cast(Any, _model("mixtral"))
-        spread_experts(model)
+        model = cast(Any, moe("mixtral"))
+        spread_experts(model, _mesh())
         with pytest.raises(ValueError, match=r"Call spread_experts once"):
-            spread_experts(model)
+            spread_experts(model, _mesh())
+        recipe = matrices_of(model.model.layers, Float8Recipe())
+        float8 = MixedPrecisionPolicy(torch.bfloat16, torch.float32, recipe=recipe)
+        with pytest.raises(NotImplementedError, match=r"got a DTensor .* Let `recipe` return None for it"):
+            shard_with_experts(model, mesh=_mesh()["ep"], mp_policy=float8)
         model.model.gradient_checkpointing = True
         with pytest.raises(ValueError, match=r"Expected a model without activation checkpointing"):
-            chunk(model, **_batches(0)[0])
+            chunk(model, **batches_of(0)[0])
 
     run_ranks(alone, 1)
+
+    def of_more_ranks() -> None:
+        model = moe("mixtral")
+        pairs = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("others", "edp", "ep"))
+        spread_experts(model, pairs["edp", "ep"])
+        with pytest.raises(ValueError, match=r"Expected `mesh` to have the 2 ranks of the experts' mesh, got 4"):
+            shard_with_experts(model, mesh=init_device_mesh("cpu", (4,)))
+
+    run_ranks(of_more_ranks, 4)

@@ -11,9 +11,11 @@ import torch
 import torch.distributed as dist
 from engine_models import Net, Residual, assert_trains_alike, case, inputs, mean_square, twins, units
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from lamella_engine import MixedPrecisionPolicy, ShardingPlan, fully_shard, fully_shard_model, plan_units
+from lamella_engine.extending import local_of
 from lamella_precision import Float8Recipe
 from lamella_testing import run_ranks
 
@@ -319,6 +321,19 @@ def test_units_own_the_parameters_and_the_bytes_that_were_planned(recipe: Any) -
                     assert unit.shard_nbytes(2) == sum(p.shard.numel() * p.shard.element_size() for p in members)
 
     run_ranks(check, 2)
+
+
+def test_a_parameter_that_is_a_dtensor_is_planned_by_the_part_that_this_rank_gathers() -> None:
+    def on_each_rank() -> tuple[int, int]:
+        meshes = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "experts"))
+        model = nn.Linear(3, 4, bias=False)
+        model.weight = nn.Parameter(DTensor.from_local(torch.ones(2, 3), meshes["experts"], [Shard(0)]))
+        [planned] = plan_units(model, units=1).units
+        fully_shard(model, mesh=meshes["data"])
+        [parameter] = dict(units(model))["root"].parameters.trained
+        return planned.unsharded_nbytes, local_of(parameter).nbytes
+
+    assert run_ranks(on_each_rank, 2) == [(24, 24)] * 2
 
 
 def test_a_model_on_meta_is_planned_alike() -> None:

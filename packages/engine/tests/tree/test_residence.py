@@ -10,8 +10,11 @@ import torch
 from engine_models import assert_at_rest, assert_gradients_equal, fsdp, record, rows_of_this_rank, twins, units
 from schedule_models import Stack, backward_dw
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from lamella_engine import ZERO1, ZERO3, AxisPlacement, ShardingOptions, UnitResidence, fully_shard
+from lamella_engine._api.residence import _mark_read
 from lamella_testing import run_ranks
 
 BATCHES = [torch.randn(8, 3, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2)]
@@ -173,6 +176,47 @@ def test_gradients_are_marked_as_read_before_their_reduction(monkeypatch: pytest
 
     num_parameters = sum(1 for _ in Stack().parameters())
     assert run_ranks(on_each_rank, 2) == [num_parameters] * 2
+
+
+class _Part(nn.Module):
+    """A weight that comes as a DTensor on other axes, and whose layer reads the local part."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(DTensor.from_local(torch.ones(4, 3), mesh, [Shard(0)]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        local: torch.Tensor = self.weight.to_local()  # type: ignore[attr-defined]
+        return x @ local.T
+
+
+def test_a_dtensors_gradient_is_marked_as_read_by_its_local_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    marked: list[torch.Tensor] = []
+
+    def on_each_rank() -> list[type]:
+        meshes = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "experts"))
+        model: Any = fully_shard(_Part(meshes["experts"]), mesh=meshes["data"])
+        residence = UnitResidence(model, [])
+        residence.begin_step(1)
+        forward, backward = (_Event(0, None, phase) for phase in ("forward", "backward"))
+        for event in (forward, backward):
+            residence.acquire(event)
+            residence.used(event)
+        loss: Any = _Part.forward(model, BATCHES[0]).sum()
+        loss.backward()
+        residence.finished(forward)
+        streams: Any = dict(units(model))["root"].parameters.context.streams
+        real = streams.device
+        monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: marked.append(tensor))
+        monkeypatch.setattr(type(streams), "compute_stream", property(lambda _: torch.cpu.current_stream()))
+        streams.device = torch.device("cuda")
+        _mark_read(model)
+        streams.device = real
+        residence.finished(backward)
+        assert_at_rest(model)
+        return [type(tensor) for tensor in marked]
+
+    assert run_ranks(on_each_rank, 2) == [[torch.Tensor]] * 2
 
 
 def test_wrong_residences_and_events_are_refused() -> None:

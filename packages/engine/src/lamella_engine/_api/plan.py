@@ -20,7 +20,7 @@ class PlannedParameter(NamedTuple):
 
     Attributes:
         name: Below the unit.
-        shape: Of the whole parameter.
+        shape: Of the whole parameter; of this rank's part, if the parameter comes as a DTensor on other axes.
         main_dtype: At rest.
         compute_dtype: In compute.
         unsharded_nbytes: Bytes of the gathered parameter, in the format that its recipe gives it, and of its caches.

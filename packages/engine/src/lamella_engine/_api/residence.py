@@ -11,6 +11,7 @@ from lamella_engine._api.module import FSDPModule
 from lamella_engine._api.presence import Key, Presence, ResidenceEvent, key_of, peak
 from lamella_engine._modules.attached import state_of
 from lamella_engine._modules.handles import Hold
+from lamella_engine._parameters.sharding import local_of
 from lamella_engine._unit.unit import Unit
 
 
@@ -199,4 +200,4 @@ def _mark_read(unit: FSDPModule) -> None:
     for group in acting.parameters.groups:
         for parameter in group.parameters:
             if (gradient := parameter.unsharded.grad) is not None:
-                gradient.record_stream(streams.compute_stream)
+                local_of(gradient).record_stream(streams.compute_stream)  # a DTensor has no memory of its own

@@ -33,6 +33,7 @@ from lamella_engine._api.reads import reads_of
 from lamella_engine._common.text import clean_name, size_text
 from lamella_engine._modules.attached import find_state, state_of
 from lamella_engine._parameters.group import dtypes_of
+from lamella_engine._parameters.sharding import local_of
 from lamella_engine._parameters.unsharded_weight import cached_nbytes
 from lamella_precision import MixedPrecisionPolicy
 
@@ -185,7 +186,7 @@ class _Tree:
         return [self._described(name, p) for name, p in module.named_parameters() if id(p) in wanted]
 
     def _described(self, name: str, parameter: nn.Parameter) -> PlannedParameter:
-        policy, shape = self._policy.resolved_for(parameter), tuple(parameter.shape)
+        policy, shape = self._policy.resolved_for(parameter), tuple(local_of(parameter).shape)
         main, compute, _ = dtypes_of(parameter, policy)
         recipe = policy.recipe_of(main)
         nbytes = sum(prod(each.shape) * each.dtype.itemsize for each in recipe.payloads(shape, main))
