@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from lamella_engine import ZERO1, ZERO3, ShardingOptions
+from lamella_megatron._patterns import parse_pattern
 from lamella_testing import run_ranks
 from lamella_testing.megatron import LENGTH, VOCAB_SIZE, scale_auxiliary_losses
 from lamella_testing.megatron_parity import Layout, has_experts, make_model
@@ -19,7 +21,6 @@ NUM_STEPS, NUM_MICROBATCHES, NUM_ROWS = 3, 4, 4
 DATA = torch.randint(
     VOCAB_SIZE, (NUM_STEPS, NUM_MICROBATCHES, NUM_ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(1)
 )
-LAYERNORM = {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}
 Trained = tuple[list[list[float]], dict[str, torch.Tensor]]
 
 
@@ -36,10 +37,11 @@ class Case:
         stage: "ZeRO-1" or "ZeRO-3".
         delays: Whether linears leave weight gradients to `backward_dw`.
         early: `early_release`.
-        recomputes: Whether norms are recomputed in backward.
+        recomputes: The part of layers that is recomputed in backward; "" for none.
         option: A field of the `TransformerConfig` to set; "" for none.
         pads: Whether the last tokens of a row are padding, which no expert sees.
         balances: Whether routers have an auxiliary loss.
+        nests: Whether the groups are stacks of their own, and no `layer_groups`.
     """
 
     kind: str
@@ -50,21 +52,54 @@ class Case:
     stage: str = "ZeRO-3"
     delays: bool = False
     early: bool = False
-    recomputes: bool = False
+    recomputes: str = ""
     option: str = ""
     pads: bool = False
     balances: bool = False
+    nests: bool = False
 
     def __str__(self) -> str:
-        names = ("shares", "delays", "early", "recomputes", "pads", "balances")
+        names = ("shares", "delays", "early", "pads", "balances", "nests")
         flags = [name for name in names if getattr(self, name)]
-        options = [self.option] if self.option else []
+        options = [f"recomputes {self.recomputes}"] if self.recomputes else []
+        options += [self.option] if self.option else []
         return "-".join([self.groups or self.kind, f"{self.num_ranks} ranks", self.stage, *flags, *options])
+
+    @property
+    def layer_groups(self) -> str | None:
+        """The argument of that name."""
+        return None if self.nests else self.groups
 
     @property
     def layout(self) -> Layout:
         """The ranks."""
-        return Layout(num_ranks=self.num_ranks, tp=self.tp, ep=2 if has_experts(self.kind) else 1)
+        has_two = has_experts(self.kind) and self.num_ranks > 1
+        return Layout(num_ranks=self.num_ranks, tp=self.tp, ep=2 if has_two else 1)
+
+
+def all_cases(kinds: Sequence[tuple[str, str | None]], nums_ranks: Sequence[int], *, nests: bool = False) -> list[Case]:
+    return [
+        Case(
+            kind=kind,
+            groups=groups,
+            num_ranks=num_ranks,
+            shares=shares,
+            stage=stage,
+            delays=delays,
+            early=early,
+            recomputes=recomputes,
+            nests=nests,
+        )
+        for (kind, groups), num_ranks, stage in itertools.product(kinds, nums_ranks, ("ZeRO-1", "ZeRO-3"))
+        for shares, delays, early in itertools.product((False, True), repeat=3)
+        for recomputes in ("", "layernorm")
+        if has_experts(kind) or not (shares or recomputes)
+    ]
+
+
+def recomputing(part: str) -> dict[str, Any]:
+    """Fields of a `TransformerConfig` that recomputes a part of layers."""
+    return {"recompute_granularity": "selective", "recompute_modules": [part]}
 
 
 def inputs_of(rows: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -82,12 +117,39 @@ def model_of(case: Case) -> Any:
     shared = {"moe_shared_expert_intermediate_size": 16} if case.shares else {}
     option = {case.option: True} if case.option else {}
     balance = {"moe_aux_loss_coeff": 0.1} if case.balances else {}
-    norms = LAYERNORM if case.recomputes else {}
-    model = make_model(case.kind, case.layout, **shared, **option, **balance, **norms)
+    again = recomputing(case.recomputes) if case.recomputes else {}
+    model = make_model(case.kind, case.layout, **shared, **option, **balance, **again)
+    if case.nests:
+        assert case.groups is not None
+        nest(model, case.groups)
     if case.delays:
         delay_weight_gradients(model)
     placements = {"ZeRO-1": ZERO1, "ZeRO-3": ZERO3}[case.stage]
-    return fully_shard_model(model, options=ShardingOptions(placements=placements), layer_groups=case.groups)
+    return fully_shard_model(model, options=ShardingOptions(placements=placements), layer_groups=case.layer_groups)
+
+
+def nest(model: Any, groups: str) -> None:
+    """Put a HybridModel's groups into stacks of their own, as a branch of megatron-core (PR 4943) builds them."""
+    stack = importlib.import_module("megatron.core.models.hybrid.hybrid_block")
+    decoder, items = model.decoder, []
+    for item in parse_pattern(groups).items:
+        layers = decoder.layers[item.first : item.layers.stop]
+        if not item.is_group:
+            items.append(layers[0])
+            continue
+        inner = stack.HybridStack(
+            model.config,
+            stack.HybridStackSubmodules(),
+            layer_type_list=[],
+            post_process=False,
+            pg_collection=decoder.pg_collection,
+        )
+        inner.layers, inner.layer_type_list = nn.ModuleList(layers), list(item.symbols)
+        inner.is_layer_group_stack = True
+        inner.layer_number = item.first + 1  # for the outer stack of a release, which takes the group for a layer
+        items.append(inner)
+    decoder.layers = nn.ModuleList(items)
+    decoder.layer_type_list = [getattr(each, "layer_type_list", "") for each in items]
 
 
 def microbatches(step: torch.Tensor, case: Case | None = None) -> list[dict[str, torch.Tensor]]:
@@ -108,7 +170,7 @@ def overlapped(model: Any, step: torch.Tensor, case: Case) -> list[torch.Tensor]
     from lamella_megatron.training import forward_backward_overlapped
 
     return forward_backward_overlapped(
-        model, microbatches(step, case), share, layer_groups=case.groups, early_release=case.early
+        model, microbatches(step, case), share, layer_groups=case.layer_groups, early_release=case.early
     )
 
 

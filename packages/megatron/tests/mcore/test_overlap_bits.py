@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from overlap_runs import DATA, Case, Trained, assert_equal_bits, model_of, one_after_the_other, overlapped, train
+from overlap_runs import (
+    DATA,
+    Case,
+    Trained,
+    all_cases,
+    assert_equal_bits,
+    model_of,
+    one_after_the_other,
+    overlapped,
+    train,
+)
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lamella_testing import run_ranks
-from lamella_testing.megatron_parity import has_experts
 
 KINDS = [
     ("moe", None),
@@ -32,29 +40,11 @@ PREDICTIONS = [  # of several tokens
 ]
 
 
-def _cases(kinds: Sequence[tuple[str, str | None]], nums_ranks: Sequence[int]) -> list[Case]:
-    return [
-        Case(
-            kind=kind,
-            groups=groups,
-            num_ranks=num_ranks,
-            shares=shares,
-            stage=stage,
-            delays=delays,
-            early=early,
-            recomputes=recomputes,
-        )
-        for (kind, groups), num_ranks, stage in itertools.product(kinds, nums_ranks, ("ZeRO-1", "ZeRO-3"))
-        for shares, delays, early, recomputes in itertools.product((False, True), repeat=4)
-        if has_experts(kind) or not (shares or recomputes)
-    ]
-
-
-ALL = _cases(KINDS, (2, 4)) + _cases(PREDICTIONS, (2,))
+ALL = all_cases(KINDS, (2, 4)) + all_cases(PREDICTIONS, (2,))
 SOME = [
-    *random.Random(0).sample(_cases(KINDS, (2, 4)), 6),
-    Case(kind="moe-mtp", stage="ZeRO-1", shares=True, early=True, recomputes=True, balances=True),
-    Case(kind="*E/*E/*E", groups="[*E]", shares=True, delays=True, recomputes=True),
+    *random.Random(0).sample(all_cases(KINDS, (2, 4)), 6),
+    Case(kind="moe-mtp", stage="ZeRO-1", shares=True, early=True, recomputes="layernorm", balances=True),
+    Case(kind="*E/*E/*E", groups="[*E]", shares=True, delays=True, recomputes="layernorm"),
 ]
 
 

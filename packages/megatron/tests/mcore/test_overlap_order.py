@@ -10,7 +10,6 @@ import pytest
 import torch
 from overlap_runs import (
     DATA,
-    LAYERNORM,
     NUM_MICROBATCHES,
     NUM_ROWS,
     Case,
@@ -19,6 +18,7 @@ from overlap_runs import (
     model_of,
     overlapped,
     overlapped_batches,
+    recomputing,
     share,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -90,7 +90,7 @@ def test_early_release_is_taken_from_the_configuration(ran: list[Any], by_megatr
 
 def test_a_norm_before_experts_is_recomputed_for_their_backward(ran: list[Any]) -> None:
     def on_one_rank() -> None:
-        model: Any = make_model("*E", Layout(num_ranks=1), **LAYERNORM)
+        model: Any = make_model("*E", Layout(num_ranks=1), **recomputing("layernorm"))
         norm, called = model.decoder.layers[1].pre_mlp_layernorm, Counter[Any]()
         forward = norm.forward
         norm.forward = lambda *given: (called.update([(ran[-1].slot, ran[-1].kind)]), forward(*given))[1]
