@@ -1,4 +1,4 @@
-"""Borders between slots: what crosses is detached, what is untouched is passed by, what nobody saved is free."""
+"""Borders between slots: what crosses is detached, what is untouched is not copied, what nobody saved is free."""
 
 from __future__ import annotations
 
@@ -41,11 +41,13 @@ def test_a_tensor_crosses_without_its_graph() -> None:
     assert weight.grad is not None and weight.grad.tolist() == [0.0, 2.0, 4.0]
 
 
-def test_an_untouched_tensor_is_passed_by_and_so_is_its_gradient() -> None:
+def test_an_untouched_tensor_is_not_copied_and_gets_the_gradients_of_all_uses() -> None:
     node = _node(lambda x, y, splits: (x * 3, x, y, splits))
     x, y, splits = _value(), torch.arange(3), [1, 2]
     out = node.forward((x, y, splits))
-    assert out[1] is x and out[2] is y and out[3] is splits
+    for given, made in ((x, out[1]), (y, out[2])):
+        assert isinstance(made, torch.Tensor) and made.data_ptr() == given.data_ptr() and made.grad_fn is None
+    assert out[3] is splits
     one = torch.ones(3)
     gradients = node.backward((one, one, None, None))
     assert gradients[0] is not None and gradients[0].tolist() == [4.0, 4.0, 4.0]
@@ -53,14 +55,31 @@ def test_an_untouched_tensor_is_passed_by_and_so_is_its_gradient() -> None:
     assert one.tolist() == [1.0, 1.0, 1.0]
 
 
-def test_a_gradient_that_is_only_passed_by_is_not_copied() -> None:
+def test_uses_in_a_slot_add_to_the_gradient_of_later_slots_one_by_one() -> None:
+    tiny = 2.0**-24  # 1 + tiny + tiny is 1, from left to right
+
+    def slot(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x * tiny + x * tiny, x
+
+    plain = torch.ones(1, requires_grad=True)
+    used, untouched = slot(begun := plain + 0)
+    begun.retain_grad()
+    (used + untouched).backward()  # type: ignore[no-untyped-call]
+    node = _node(slot)
+    node.forward((torch.ones(1, requires_grad=True),))
+    (gradient,) = node.backward((torch.ones(1), torch.ones(1)))
+    assert gradient is not None and begun.grad is not None
+    assert gradient.item() == begun.grad.item() == 1.0
+
+
+def test_the_gradient_of_a_tensor_without_other_use_is_not_copied() -> None:
     node = _node(lambda x: x)
     node.forward((_value(),))
     gradient = torch.ones(3)
     assert node.backward((gradient,))[0] is gradient
 
 
-def test_an_input_that_was_changed_in_place_is_not_passed_by() -> None:
+def test_an_input_that_was_changed_in_place_has_its_gradient() -> None:
     node = _node(lambda x: x.mul_(5))
     (out,) = node.forward((torch.ones(3).requires_grad_(),))
     assert isinstance(out, torch.Tensor) and out.tolist() == [5.0, 5.0, 5.0]

@@ -18,7 +18,8 @@ from torch import nn
 
 VOCAB_SIZE, LENGTH, NUM_EXPERTS = 64, 16, 4
 
-# Fields of `TransformerConfig` for models with experts, and with Mamba layers.
+# Fields of `TransformerConfig` for models with experts, with Mamba layers, with gated delta nets, and with attention in
+# a latent space (of `MLATransformerConfig`).
 EXPERTS = {
     "num_moe_experts": NUM_EXPERTS,
     "moe_token_dispatcher_type": "alltoall",
@@ -28,6 +29,26 @@ EXPERTS = {
     "moe_grouped_gemm": False,
 }
 MAMBA = {"mamba_state_dim": 8, "mamba_head_dim": 8, "mamba_num_groups": 2, "mamba_num_heads": 8}
+GATED_DELTA_NET = {
+    "experimental_attention_variant": "gated_delta_net",
+    "linear_attention_freq": 1,  # of GPTModel; a pattern tells of its own
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_num_value_heads": 4,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+    "activation_func": F.silu,
+    "deterministic_mode": True,  # torch's operators in place of flash-linear-attention's kernels
+}
+MULTI_LATENT_ATTENTION = {
+    "multi_latent_attention": True,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_head_dim": 8,
+    "qk_pos_emb_head_dim": 4,
+    "v_head_dim": 8,
+    "rope_type": "rope",
+}
 
 
 class _NoStream:
@@ -59,9 +80,10 @@ def megatron_on_cpu() -> Iterator[None]:
 
     Tensors asked for on CUDA are made on the CPU, and streams do nothing. Random states of megatron-core are the CPU's;
     a state without a seed is the default one. Collectives take parts of different sizes, and sizes as tensors, as
-    NCCL's do. Norms are torch's, with sequence parallelism's mark. Mamba layers scan by torch's own operators, step by
-    step. Saves start no process, and ask no psutil. Functions that megatron-core compiles run as they are written:
-    each rank would compile them anew.
+    NCCL's do. Attention takes keys and values of different widths, as Transformer Engine's does. Norms are torch's,
+    with sequence parallelism's mark. Mamba layers scan by torch's own operators, step by step, and gated delta nets run
+    as in `gated_delta_nets_by_torch`. Saves start no process, and ask no psutil. Functions that megatron-core compiles
+    run as they are written: each rank would compile them anew.
     """
     with warnings.catch_warnings():
         # Warnings about each fused library that is missing, and about deprecated names of torch.
@@ -71,6 +93,7 @@ def megatron_on_cpu() -> Iterator[None]:
         mixer = importlib.import_module("megatron.core.ssm.mamba_mixer")
         hybrid = importlib.import_module("megatron.core.models.hybrid.hybrid_block")
         norms = importlib.import_module("megatron.core.transformer.torch_norm")
+        attention = importlib.import_module("megatron.core.transformer.dot_product_attention").DotProductAttention
         random = importlib.import_module("megatron.core.tensor_parallel.random")
     # Makes the list of functions that `torch.device("meta")` diverts, of torch's own functions: `put` comes later.
     importlib.import_module("torch.utils._device")._device_constructors()
@@ -98,12 +121,30 @@ def megatron_on_cpu() -> Iterator[None]:
         }
         for name, value in {"FP8GlobalStateManager": _NoFloat8, **unscaled}.items():
             stack.enter_context(patch.object(random, name, value, create=True))
+        put(attention, __init__=_with_channels(attention.__init__))
         put(norms.WrappedTorchNorm, __new__=_torchs_norm)
         put(hybrid, TENorm=norms.WrappedTorchNorm)
         # megatron-core's own queue is in a server process, started by each rank that saves, and left behind by a rank
         # that ends without the interpreter's shutdown.
         put(files, get_write_results_queue=_results_of_threads, _process_memory=lambda: 0)
         put(mixer, HAVE_MAMBA_SSM=True, ExtendedRMSNorm=_GroupedRMSNorm, mamba_split_conv1d_scan_combined=scan_in_steps)
+        stack.enter_context(gated_delta_nets_by_torch())
+        yield
+
+
+@contextlib.contextmanager
+def gated_delta_nets_by_torch() -> Iterator[None]:
+    """Let gated delta nets of `deterministic_mode` do without flash-linear-attention while the context lasts.
+
+    The mode takes torch's operators for all but the norm of queries and keys, whose torch form is here. Chunks of 64
+    steps, the default, cost four times the host time of a whole tiny sequence.
+    """
+    nets = importlib.import_module("megatron.core.ssm.gated_delta_net.common")
+    rule = functools.partial(nets.torch_chunk_gated_delta_rule, chunk_size=LENGTH)
+    with (
+        patch.multiple(nets, HAVE_FLA=True, l2norm=functools.partial(F.normalize, dim=-1)),
+        patch("megatron.core.ssm.gated_delta_net.gdn.torch_chunk_gated_delta_rule", rule),
+    ):
         yield
 
 
@@ -168,6 +209,17 @@ def _reduce_scatter_any_sizes(output: torch.Tensor, tensors: list[torch.Tensor],
         dist.all_reduce(total := tensor.clone(), group=group)
         if rank == dist.get_rank(group):
             output.copy_(total)
+
+
+def _with_channels(construct: Callable[..., None]) -> Callable[..., None]:
+    def init(
+        self: Any, *args: Any, k_channels: int | None = None, v_channels: int | None = None, **kwargs: Any
+    ) -> None:
+        construct(self, *args, **kwargs)
+        if v_channels is not None:  # the width of the output follows from the values'
+            self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
+
+    return init
 
 
 def _torchs_norm(_: type, config: Any, hidden_size: int, eps: float = 1e-5, **__: object) -> nn.Module:
@@ -243,8 +295,13 @@ def scan_in_steps(
 
 
 def tiny_config(**changes: Any) -> Any:
-    """A `TransformerConfig` of two small layers without dropout; keywords change or add fields."""
-    config = importlib.import_module("megatron.core.transformer.transformer_config").TransformerConfig
+    """A `TransformerConfig` of two small layers without dropout; keywords change or add fields.
+
+    With `multi_latent_attention` a `MLATransformerConfig`.
+    """
+    configs = importlib.import_module("megatron.core.transformer.transformer_config")
+    is_latent = changes.get("multi_latent_attention", False)
+    config = configs.MLATransformerConfig if is_latent else configs.TransformerConfig
     fields = {
         "num_layers": 2,
         "hidden_size": 32,
@@ -284,14 +341,16 @@ def tiny_gpt(config: Any, **changes: Any) -> nn.Module:
     """A GPTModel of torch's own operators; keywords go to its constructor."""
     specs = importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
     model: Any = importlib.import_module("megatron.core.models.gpt").GPTModel
-    spec = specs.get_gpt_layer_local_spec(num_experts=config.num_moe_experts)
+    spec = specs.get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts, multi_latent_attention=config.multi_latent_attention
+    )
     fields = {"transformer_layer_spec": spec, "vocab_size": VOCAB_SIZE, "max_sequence_length": LENGTH}
     made: nn.Module = model(config=config, **{**fields, **changes})
     return made
 
 
 def tiny_hybrid(config: Any, pattern: str, **changes: Any) -> nn.Module:
-    """A HybridModel of torch's own operators, of layers `M`, `*`, `-` and `E`; keywords go to its constructor.
+    """A HybridModel of torch's own operators, of layers `M`, `G`, `*`, `+`, `-`, `E`; keywords go to its constructor.
 
     Args:
         config: Of as many layers and depths of multi-token prediction as the pattern.
@@ -313,10 +372,11 @@ def _hybrid_spec() -> Any:
     gpt, hybrid, mamba = core("models.gpt.gpt_layer_specs"), core("models.hybrid.hybrid_block"), core("ssm.mamba_layer")
     mixer, layers, parallel = core("ssm.mamba_mixer"), core("transformer.transformer_layer"), core("tensor_parallel")
     spec, norm = core("transformer.spec_utils").ModuleSpec, core("transformer.torch_norm").WrappedTorchNorm
-    tokens = core("transformer.multi_token_prediction")
+    tokens, nets = core("transformer.multi_token_prediction"), core("ssm.gated_delta_net")
     add = core("fusions.fused_bias_dropout").get_bias_dropout_add
     dense = gpt.get_gpt_layer_local_submodules()
     experts = gpt.get_gpt_layer_local_submodules(num_experts=NUM_EXPERTS)
+    latent = gpt.get_gpt_layer_local_submodules(multi_latent_attention=True)
     linears = {"in_proj": parallel.ColumnParallelLinear, "out_proj": parallel.RowParallelLinear}
 
     def layer(kind: Any, **submodules: Any) -> Any:
@@ -325,12 +385,15 @@ def _hybrid_spec() -> Any:
     def with_mlp(kind: Any, mlp: Any) -> Any:
         return layer(kind, pre_mlp_layernorm=norm, mlp=mlp, mlp_bda=add)
 
-    attention = {"input_layernorm": norm, "self_attention": dense.self_attention, "self_attn_bda": add}
+    def with_attention(attention: Any) -> Any:
+        return layer(layers.TransformerLayer, input_layernorm=norm, self_attention=attention, self_attn_bda=add)
+
     prediction = tokens.MultiTokenPredictionLayerSubmodules(
         enorm=norm, hnorm=norm, layer_norm=norm, eh_proj=parallel.ColumnParallelLinear
     )
     depth = spec(module=tokens.MultiTokenPredictionLayer, submodules=prediction)
     scan = spec(module=mixer.MambaMixer, submodules=mixer.MambaMixerSubmodules(**linears))
+    delta = spec(module=nets.GatedDeltaNet, submodules=nets.GatedDeltaNetSubmodules(out_norm=norm, **linears))
     return spec(
         module=hybrid.HybridStack,
         submodules=hybrid.HybridStackSubmodules(
@@ -338,7 +401,9 @@ def _hybrid_spec() -> Any:
                 module=mamba.MambaLayer,
                 submodules=mamba.MambaLayerSubmodules(norm=norm, mixer=scan, mamba_bda=add),
             ),
-            attention_layer=layer(layers.TransformerLayer, **attention),
+            gdn_layer=with_attention(delta),
+            attention_layer=with_attention(dense.self_attention),
+            mla_layer=with_attention(latent.self_attention),
             mlp_layer=with_mlp(core("ssm.mlp_layer").MLPLayer, dense.mlp),
             moe_layer=with_mlp(layers.MoETransformerLayer, experts.mlp),
             mtp_block_spec=spec(

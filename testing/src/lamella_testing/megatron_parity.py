@@ -20,8 +20,10 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from lamella_testing._ranks import Device, run_ranks
 from lamella_testing.megatron import (
     EXPERTS,
+    GATED_DELTA_NET,
     LENGTH,
     MAMBA,
+    MULTI_LATENT_ATTENTION,
     NUM_EXPERTS,
     VOCAB_SIZE,
     tiny_config,
@@ -84,8 +86,8 @@ def make_model(kind: str, layout: Layout, **changes: Any) -> nn.Module:
     """A small model of two to four layers, with the same weights on each call.
 
     Args:
-        kind: `gpt`, `moe`, `tied` (embedding and output layer), `mtp` (a multi-token prediction layer), `moe-mtp` (two,
-            of experts), or a HybridModel's pattern.
+        kind: `gpt`, `moe`, `moe-mla` (of experts and attention in a latent space), `tied` (embedding and output layer),
+            `mtp` (a multi-token prediction layer), `moe-mtp` (two, of experts), or a HybridModel's pattern.
         layout: The groups to make, before the model.
         changes: Fields of the `TransformerConfig`.
 
@@ -103,11 +105,13 @@ def make_model(kind: str, layout: Layout, **changes: Any) -> nn.Module:
         "sequence_parallel": has_experts(kind) and layout.tp > 1,
         **(EXPERTS if has_experts(kind) else {}),
         **_GATED,
+        **(GATED_DELTA_NET if "G" in kind else {}),
+        **(MULTI_LATENT_ATTENTION if "+" in kind or "mla" in kind else {}),
         **changes,
     }
     if kind == "gpt":
         return tiny_gpt(tiny_config(**{"num_query_groups": 2, "add_bias_linear": True, **fields}))
-    if kind == "moe":
+    if kind in ("moe", "moe-mla"):
         return tiny_gpt(tiny_config(**fields))
     if kind == "tied":
         return tiny_gpt(tiny_config(**fields), share_embeddings_and_output_weights=True)

@@ -23,6 +23,7 @@ from lamella_megatron._cuts import (
 from lamella_megatron._model import innermost
 from lamella_megatron._patterns import parse_pattern
 from lamella_megatron._slots import Entered, Item, Prediction, layers_inside
+from lamella_megatron._units import is_group, refuse_groups_of_stacks
 from lamella_schedule import Chunk, Flight, Lanes, run, run_order, run_pair
 
 
@@ -41,7 +42,8 @@ def forward_backward_overlapped(
         finalize_model_grads([model])
         optimizer.step()
 
-    Losses and gradients are those of one microbatch after the other, bit by bit. A layer, or a group of layers with
+    Losses and gradients are those of one microbatch after the other, bit by bit (without units but for an embedding
+    that predictions read too, whose gradients are added in another order). A layer, or a group of layers with
     experts at the end, is cut into attention and router, dispatch, experts and combine, and so is each depth of
     multi-token prediction; `lamella_schedule.order` is the order. Parameters of units are gathered a layer ahead.
 
@@ -54,7 +56,7 @@ def forward_backward_overlapped(
         loss_of: Takes the model's output for a microbatch, returns a 0-D loss: the microbatch's share of the step's,
             scaled as by `config.grad_scale_func`. Losses of routers and of multi-token prediction are scaled as by
             megatron-core's driver.
-        layer_groups: As for `fully_shard_model`, and the same.
+        layer_groups: As for `fully_shard_model`, and the same; None where groups are stacks of their own.
         early_release: As for `lamella_schedule.run`; None for `config.ep_overlap_early_attn_memory_release`.
         ahead: As for `lamella_schedule.run`.
 
@@ -307,12 +309,18 @@ class _Parts:
 
 def _parts(model: Any, layer_groups: str | None) -> _Parts:
     decoder, predictions = _items(model, layer_groups), _predictions(model)
-    owners = model.decoder.layers if layer_groups is None else [item[0] for item in decoder]
-    units = [[owner] for owner in owners]
-    units += [
-        [each, *(inner for inner in layers_inside(each) if isinstance(inner, FSDPModule))] for each in predictions
-    ]
+    if layer_groups is None:
+        units = [_units_of(*pair) for pair in zip(model.decoder.layers, decoder, strict=True)]
+    else:
+        units = [[item[0]] for item in decoder]  # the layers of a group are one unit
+    units += [_units_of(each, layers_inside(each)) for each in predictions]
     return _Parts(decoder, predictions, units)
+
+
+def _units_of(owner: nn.Module, inside: list[nn.Module]) -> list[nn.Module]:
+    """A layer around others, if it is a unit, and the units among the others."""
+    units: list[nn.Module] = [each for each in dict.fromkeys((owner, *inside)) if isinstance(each, FSDPModule)]
+    return units or [owner]
 
 
 def _predictions(model: Any) -> list[nn.Module]:
@@ -328,7 +336,8 @@ def _items(model: Any, layer_groups: str | None) -> list[list[nn.Module]]:
     """The layers of each item of the decoder."""
     layers = list(model.decoder.layers)
     if layer_groups is None:
-        return [list(getattr(layer, "layers", None) or [layer]) for layer in layers]
+        return [list(layer.layers) if is_group(layer) else [layer] for layer in layers]
+    refuse_groups_of_stacks(layers)
     pattern = parse_pattern(layer_groups)
     if pattern.num_layers != len(layers):
         raise ValueError(

@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
+from lamella_engine import FSDPModule
 from lamella_schedule import LayerSlots, Slot
 
 Along: TypeAlias = torch.Tensor | int | None
@@ -182,6 +183,10 @@ class Prediction:
         """The input of the layers inside, from the hidden states of the depth before and the next tokens."""
         hidden, values = (values[-1], values) if self.enter is None else self.enter(*values)
         ids, positions, mask, *outputs = values
+        if isinstance(self.layer, FSDPModule):
+            # Without overlap the unit's hooks sum the gradients of all uses inside before adding others; summed in
+            # another order, gradients of norms of several operators round differently.
+            hidden = hidden.view_as(hidden)
         ids, positions, mask, embedded, hidden = self.layer._get_embeddings(
             input_ids=ids,
             position_ids=positions,

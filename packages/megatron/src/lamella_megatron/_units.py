@@ -1,7 +1,7 @@
 """The units of megatron-core models. megatron-core is imported when a function is called."""
 
 import importlib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 from torch import nn
@@ -56,13 +56,18 @@ def layers_of(model: nn.Module, classes: Collection[type[nn.Module]] | None = No
 
 
 def _inner_first(module: nn.Module, classes: tuple[type[nn.Module], ...]) -> Iterator[nn.Module]:
-    if getattr(module, "is_layer_group_stack", False):  # a group of layers in a stack of its own
+    if is_group(module):
         yield module
         return
     for child in module.children():
         yield from _inner_first(child, classes)
     if isinstance(module, classes):
         yield module
+
+
+def is_group(module: nn.Module) -> bool:
+    """Whether a module is a group of layers in a stack of its own, as a branch of megatron-core builds groups."""
+    return bool(getattr(module, "is_layer_group_stack", False))
 
 
 def with_groups(model: nn.Module, layers: list[nn.Module], groups: str) -> list[nn.Module | list[nn.Module]]:
@@ -74,7 +79,8 @@ def with_groups(model: nn.Module, layers: list[nn.Module], groups: str) -> list[
         groups: The pattern of the model's layers, with brackets. A pipeline stage's model has the stage's layers.
 
     Raises:
-        ValueError: No pattern, or the pattern of other layers; or the model has no pattern.
+        ValueError: No pattern, or the pattern of other layers; or the model has no pattern, or groups in stacks of
+            their own.
     """
     stack = _stack(model)
     pattern = parse_pattern(groups)
@@ -111,13 +117,27 @@ def groups_of_all_stages(model: nn.Module, groups: str) -> Pattern:
 
 
 def _stack(model: nn.Module) -> Any:
-    found = next((each for each in model.modules() if hasattr(each, "layer_type_list")), None)
+    found: Any = next((each for each in model.modules() if hasattr(each, "layer_type_list")), None)
     if found is None:
         raise ValueError(
             f"Expected a HybridModel for `layer_groups`, got {type(model).__name__}, whose layers have no pattern. "
             "Leave `layer_groups` out."
         )
+    refuse_groups_of_stacks(found.layers)
     return found
+
+
+def refuse_groups_of_stacks(layers: Iterable[nn.Module]) -> None:
+    """Refuse `layer_groups` for layers of which some are groups already.
+
+    Raises:
+        ValueError: A group is a stack of its own.
+    """
+    if (place := next((i for i, layer in enumerate(layers) if is_group(layer)), None)) is not None:
+        raise ValueError(
+            f"Expected a model of single layers for `layer_groups`, got one whose layer {place} is a group in a stack "
+            "of its own, a unit and an item of the schedule already. Leave `layer_groups` out."
+        )
 
 
 def _check_layers(groups: str, symbols: str, stack: Any) -> None:

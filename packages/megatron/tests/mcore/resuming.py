@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -22,7 +21,7 @@ from lamella_convert import open_checkpoint
 from lamella_layout import Chunk
 from lamella_megatron import fully_shard_model, load_checkpoint, save_checkpoint
 from lamella_testing import run_ranks
-from lamella_testing.megatron import EXPERTS, LENGTH, VOCAB_SIZE, tiny_config, tiny_gpt, token_losses
+from lamella_testing.megatron import EXPERTS, LENGTH, VOCAB_SIZE, tiny_config, tiny_gpt, tiny_hybrid, token_losses
 
 BATCH = torch.randint(VOCAB_SIZE, (4, LENGTH + 1), generator=torch.Generator().manual_seed(1))
 
@@ -74,51 +73,6 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def _hybrid(config: Any, pattern: str, **stage: bool) -> nn.Module:
-    """A HybridModel of attention, an MLP, a Mamba layer and a gated delta net, of torch's own operators."""
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_submodules
-    from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
-    from megatron.core.models.hybrid.hybrid_model import HybridModel
-    from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
-    from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
-    from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
-    from megatron.core.ssm.mlp_layer import MLPLayer
-    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-    from megatron.core.transformer.spec_utils import ModuleSpec
-    from megatron.core.transformer.torch_norm import WrappedTorchNorm
-    from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
-
-    linears: dict[str, Any] = {"in_proj": ColumnParallelLinear, "out_proj": RowParallelLinear}
-    gpt = get_gpt_layer_local_submodules()
-    mixer = ModuleSpec(MambaMixer, submodules=MambaMixerSubmodules(**linears))
-    delta = ModuleSpec(GatedDeltaNet, submodules=GatedDeltaNetSubmodules(out_norm=WrappedTorchNorm, **linears))
-
-    def attention(of: Any) -> Any:
-        parts = TransformerLayerSubmodules(
-            input_layernorm=gpt.input_layernorm, self_attention=of, self_attn_bda=gpt.self_attn_bda
-        )
-        return ModuleSpec(TransformerLayer, submodules=parts)
-
-    parts = TransformerLayerSubmodules(pre_mlp_layernorm=gpt.pre_mlp_layernorm, mlp=gpt.mlp, mlp_bda=gpt.mlp_bda)
-    layers = HybridStackSubmodules(
-        mamba_layer=ModuleSpec(MambaLayer, submodules=MambaLayerSubmodules(norm=WrappedTorchNorm, mixer=mixer)),
-        gdn_layer=attention(delta),
-        attention_layer=attention(gpt.self_attention),
-        mlp_layer=ModuleSpec(MLPLayer, submodules=parts),
-    )
-    # Delta nets have kernels for a GPU: they are built and saved, and not called.
-    with patch.object(importlib.import_module("megatron.core.ssm.gated_delta_net.common"), "HAVE_FLA", True):
-        model: nn.Module = HybridModel(
-            config=config,
-            hybrid_stack_spec=ModuleSpec(HybridStack, submodules=layers),
-            vocab_size=VOCAB_SIZE,
-            max_sequence_length=LENGTH,
-            hybrid_layer_pattern=pattern,
-            **stage,
-        )
-    return model
-
-
 def make(world: World, kind: str, seed: int = 0) -> nn.Module:
     from megatron.core import parallel_state
 
@@ -149,7 +103,7 @@ def build(world: World, kind: str, seed: int) -> nn.Module:
     is_first, is_last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
     stage = {"pre_process": is_first, "post_process": is_last}
     if kind == "hybrid":
-        return _hybrid(config, "*-MG" if world.pp == 1 else "*-|MG", **stage)
+        return tiny_hybrid(config, "*-MG" if world.pp == 1 else "*-|MG", **stage)
     if kind == "mtp":
         specs = importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
         spec = specs.get_gpt_mtp_block_spec(config, specs.get_gpt_layer_local_spec(), use_transformer_engine=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import tomllib
 from collections.abc import Iterator
@@ -78,19 +77,13 @@ pytestmark = pytest.mark.filterwarnings("ignore::Warning")
 
 @pytest.fixture(scope="module", autouse=True)
 def qwen(on_cpu: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Gated delta nets by their torch code; Qwen's rules are found by entry points."""
+    """Qwen's rules are found by entry points."""
     with pytest.MonkeyPatch.context() as patch:
         if find_family(CONFIG["model_type"]) is None:  # A source tree has no entry points.
             site = tmp_path_factory.mktemp("site")
             project = tomllib.loads(QWEN.read_text())["project"]
             write_entry_points(site, "lamella-qwen", "lamella.families", project["entry-points"]["lamella.families"])
             patch.syspath_prepend(str(site))
-        nets = importlib.import_module("megatron.core.ssm.gated_delta_net.common")
-        patch.setattr(nets, "HAVE_FLA", True)
-        patch.setattr(nets, "l2norm", lambda x: functional.normalize(x, dim=-1))
-        for name in ("_apply_gated_norm", "_prepare_input_for_gated_delta_rule", "_compute_g_and_beta"):
-            compiled = getattr(nets._GDNBase, name)
-            patch.setattr(nets._GDNBase, name, getattr(compiled, "_torchdynamo_orig_callable", compiled))
         yield
 
 

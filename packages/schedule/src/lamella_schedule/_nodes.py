@@ -32,7 +32,6 @@ class Node:
         self._lanes = lanes
         self._box = _Box(title)
         self._edges: list[GradientEdge | None] = []
-        self._passed: dict[int, int] = {}  # outputs that are inputs, untouched
 
     @property
     def has_run(self) -> bool:
@@ -42,8 +41,8 @@ class Node:
     def forward(self, values: Values) -> Values:
         """Run the function on values from the slot before, and return values for the slot after.
 
-        A tensor returned untouched is passed by: no copy, and no node in the graph. With a hook or `retain_grad` set by
-        the function the tensor stays in the graph.
+        A tensor returned untouched crosses without a copy. In backward its gradient from later slots comes first, and
+        the uses in this slot add to it one by one, as in a graph of all slots.
 
         Args:
             values: Detached tensors, with `requires_grad` for a gradient; or other objects.
@@ -57,31 +56,20 @@ class Node:
         assert self._function is not None
         self._lanes.mark_read(values)
         inside = self._inside(values)
-        entries = [value.grad_fn if isinstance(value, torch.Tensor) else None for value in inside]
         begun = [
-            (value, entry, value._version)
-            for value, entry in zip(inside, entries, strict=True)
-            if isinstance(value, torch.Tensor) and entry is not None
+            (value, value.grad_fn, value._version)
+            for value in inside
+            if isinstance(value, torch.Tensor) and value.grad_fn is not None
         ]
         outputs = _as_tuple(self._function(*inside))
         self._function = None  # its closure may hold the microbatch
         _refuse_shared_write(begun, self._title)
-        places = {id(value): place for place, value in enumerate(inside) if isinstance(value, torch.Tensor)}
         found: list[object] = []
-        for place, output in enumerate(outputs):
+        for output in outputs:
             if not isinstance(output, torch.Tensor):
                 _refuse_nest(output, self._title)
                 self._edges.append(None)
                 found.append(output)
-                continue
-            source = places.get(id(output))
-            is_watched = bool(output._backward_hooks) or output.retains_grad
-            # An in-place operation changes grad_fn. A watched tensor's gradient must go through the graph: passed by,
-            # the share of later slots would not reach the hook.
-            if source is not None and output.grad_fn is entries[source] and not is_watched:
-                self._passed[place] = source
-                self._edges.append(None)
-                found.append(values[source])
                 continue
             self._edges.append(get_gradient_edge(output) if output.requires_grad else None)
             found.append(output.detach().requires_grad_(output.requires_grad))
@@ -107,16 +95,14 @@ class Node:
         with self._box:
             if roots:
                 torch.autograd.backward([edge for edge, _ in roots], [gradient for _, gradient in roots])
-        found = list(self._box.gradients)
-        for output, into in self._passed.items():
-            found[into] = _sum(found[into], gradients[output])
+        found = tuple(self._box.gradients)
         self.drop()
-        return tuple(found)
+        return found
 
     def drop(self) -> None:
         """Let go of the graph and of the function."""
         self._function = None
-        self._edges, self._passed, self._box.gradients = [], {}, []
+        self._edges, self._box.gradients = [], []
 
     def _inside(self, values: Values) -> list[object]:
         """The values for the function: tensors with `requires_grad` begin a graph here."""
@@ -176,11 +162,6 @@ class _Border(torch.autograd.Function):
 
 def _as_tuple(outputs: object) -> Values:
     return outputs if isinstance(outputs, tuple) else (outputs,)
-
-
-def _sum(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
-    # Not in place: either gradient may be another input's too.
-    return other if one is None else one if other is None else one + other
 
 
 def _refuse_shared_write(begun: Sequence[tuple[torch.Tensor, object, int]], title: str) -> None:

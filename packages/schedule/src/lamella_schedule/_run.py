@@ -27,8 +27,8 @@ class LayerSlots:
     """A layer in parts. The layer is the composition of its slots.
 
     Each function takes the values returned by the function before, tensors or other objects, and returns a tensor or a
-    flat tuple. A tensor for a later slot (the residual) is returned untouched by each slot in between, and passed by
-    without a copy. Return tensors themselves: tensors inside other objects, and tensors that a function finds in its
+    flat tuple. A tensor for a later slot (the residual) is returned untouched by each slot in between, without a
+    copy. Return tensors themselves: tensors inside other objects, and tensors that a function finds in its
     closure, are not marked as read by the second stream. For such a tensor call `tensor.record_stream` in the function.
 
     Attributes:
