@@ -21,6 +21,12 @@ Note [Inherited objects are frozen]
     0.3 s for what a parent with torch and its compiler holds. `gc.freeze` leaves the inherited objects out, so that a
     test's `gc.collect()` costs what the test has made. An inherited cycle is not collected in a rank: a test that looks
     for freed objects makes them there.
+
+Note [Ranks do not preempt]
+    A message wakes the thread in which a rank's gloo looks at sockets. Under Linux's usual policy the woken thread
+    takes the core from the thread that is sending, often inside its lock, and then asks for that lock over and over.
+    With SCHED_BATCH a woken thread waits for its turn: on two cores an `all_reduce` of four ranks takes 1.8 ms of CPU
+    instead of 8 ms. All threads of a rank have the same share of time as before.
 """
 
 import faulthandler
@@ -228,6 +234,8 @@ def start(rank: int, directory: Path, serve: Callable[[int, Connection], None]) 
 
 def join_group(rank: int, num_ranks: int, directory: Path, device: Device, backend: str | None = None) -> None:
     """Initialise the default process group and this process's device. Effects: collective over all ranks."""
+    if device == "cpu":
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # Note [Ranks do not preempt]
     torch.set_num_threads(1)  # OpenMP's worker threads do not survive a fork: with more threads the child would hang.
     gpu = take_gpu(rank) if device == "cuda" else None
     dist.init_process_group(
