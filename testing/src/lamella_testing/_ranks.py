@@ -31,6 +31,7 @@ Note [Ranks do not preempt]
 
 import faulthandler
 import gc
+import itertools
 import multiprocessing
 import os
 import pickle
@@ -51,12 +52,16 @@ from typing import Literal, TypeVar, TypeVarTuple
 import torch
 import torch.distributed as dist
 
+from lamella_testing import _huge_pages
+
 Result = TypeVar("Result")
 Args = TypeVarTuple("Args")
 Device = Literal["cpu", "cuda"]
 
 _FORK = multiprocessing.get_context("fork")
 _LEAVE_TIMEOUT_S = 10.0
+_FORKS_BEFORE_HUGE_PAGES = 30  # what huge pages cost a process is what they have then saved
+_forks = itertools.count()
 RANKS_PER_GPU = "LAMELLA_RANKS_PER_GPU"
 """The environment variable with the number of ranks on a GPU; see Note [Ranks that share a GPU]."""
 
@@ -208,7 +213,12 @@ def _fork(target: Callable[[], None]) -> ForkProcess:
 
 
 def start(rank: int, directory: Path, serve: Callable[[int, Connection], None]) -> Rank:
-    """Fork a rank; the child runs `serve(rank, connection)` and then ends its process."""
+    """Fork a rank; the child runs `serve(rank, connection)` and then ends its process.
+
+    Effects: a process that forks many ranks moves its heap to huge pages, once.
+    """
+    if next(_forks) == _FORKS_BEFORE_HUGE_PAGES:
+        _huge_pages.collapse()
     parent_end, child_end = _FORK.Pipe(duplex=True)
     stack_file = directory / f"stack-{rank}"
 
