@@ -318,6 +318,9 @@ def _pytest_installed(session: nox.Session, *args: str | Path) -> None:
     session.env["CUDA_VISIBLE_DEVICES"] = ""  # Where torch sees GPUs, no fork of a process can run backward after it.
     [libraries] = Path(session.virtualenv.location).glob("lib/python*/site-packages")
     _link_bytecode(BYTECODE, libraries)
+    # By the environment: pytest-xdist's processes load a plugin of `-p` after the tests' conftest, and so after torch.
+    shutil.copy(ROOT / "tools" / "collect_without_gc.py", libraries)
+    session.env["PYTEST_PLUGINS"] = "collect_without_gc"
     session.run(
         "python", "-I", "-m", "pytest", *config, "-m", CPU_ONLY, *_processes(options), *map(str, args), *options
     )

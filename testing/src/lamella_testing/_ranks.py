@@ -21,10 +21,17 @@ Note [Inherited objects are frozen]
     0.3 s for what a parent with torch and its compiler holds. `gc.freeze` leaves the inherited objects out, so that a
     test's `gc.collect()` costs what the test has made. An inherited cycle is not collected in a rank: a test that looks
     for freed objects makes them there.
+
+Note [Ranks do not preempt]
+    A message wakes the thread in which a rank's gloo looks at sockets. Under Linux's usual policy the woken thread
+    takes the core from the thread that is sending, often inside its lock, and then asks for that lock over and over.
+    With SCHED_BATCH a woken thread waits for its turn: on two cores an `all_reduce` of four ranks takes 1.8 ms of CPU
+    instead of 8 ms. All threads of a rank have the same share of time as before.
 """
 
 import faulthandler
 import gc
+import itertools
 import multiprocessing
 import os
 import pickle
@@ -45,12 +52,16 @@ from typing import Literal, TypeVar, TypeVarTuple
 import torch
 import torch.distributed as dist
 
+from lamella_testing import _huge_pages
+
 Result = TypeVar("Result")
 Args = TypeVarTuple("Args")
 Device = Literal["cpu", "cuda"]
 
 _FORK = multiprocessing.get_context("fork")
 _LEAVE_TIMEOUT_S = 10.0
+_FORKS_BEFORE_HUGE_PAGES = 30  # what huge pages cost a process is what they have then saved
+_forks = itertools.count()
 RANKS_PER_GPU = "LAMELLA_RANKS_PER_GPU"
 """The environment variable with the number of ranks on a GPU; see Note [Ranks that share a GPU]."""
 
@@ -202,7 +213,12 @@ def _fork(target: Callable[[], None]) -> ForkProcess:
 
 
 def start(rank: int, directory: Path, serve: Callable[[int, Connection], None]) -> Rank:
-    """Fork a rank; the child runs `serve(rank, connection)` and then ends its process."""
+    """Fork a rank; the child runs `serve(rank, connection)` and then ends its process.
+
+    Effects: a process that forks many ranks moves its heap to huge pages, once.
+    """
+    if next(_forks) == _FORKS_BEFORE_HUGE_PAGES:
+        _huge_pages.collapse()
     parent_end, child_end = _FORK.Pipe(duplex=True)
     stack_file = directory / f"stack-{rank}"
 
@@ -228,6 +244,8 @@ def start(rank: int, directory: Path, serve: Callable[[int, Connection], None]) 
 
 def join_group(rank: int, num_ranks: int, directory: Path, device: Device, backend: str | None = None) -> None:
     """Initialise the default process group and this process's device. Effects: collective over all ranks."""
+    if device == "cpu":
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # Note [Ranks do not preempt]
     torch.set_num_threads(1)  # OpenMP's worker threads do not survive a fork: with more threads the child would hang.
     gpu = take_gpu(rank) if device == "cuda" else None
     dist.init_process_group(
