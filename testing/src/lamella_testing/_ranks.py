@@ -245,7 +245,8 @@ def start(rank: int, directory: Path, serve: Callable[[int, Connection], None]) 
 def join_group(rank: int, num_ranks: int, directory: Path, device: Device, backend: str | None = None) -> None:
     """Initialise the default process group and this process's device. Effects: collective over all ranks."""
     if device == "cpu":
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # Note [Ranks do not preempt]
+        with suppress(OSError):  # Some containers forbid the call: ranks are slower there.
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # Note [Ranks do not preempt]
     torch.set_num_threads(1)  # OpenMP's worker threads do not survive a fork: with more threads the child would hang.
     gpu = take_gpu(rank) if device == "cuda" else None
     dist.init_process_group(
