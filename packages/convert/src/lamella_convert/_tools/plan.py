@@ -157,7 +157,7 @@ def _translations(
     if wish.to == "fsdp_dtensor":
         counters = {name: value for name, value in opened.extra.items() if name in EXPECTED_OBJECTS}
         lacking = {name: value for name, value in counters.items() if name not in source.objects}
-        yield between.write(WithObjects(source, lacking))
+        yield between.write(WithObjects(source, lacking), opened)
 
 
 def _route(opened: OpenCheckpoint, wish: Wish, published: Published) -> list[tuple[Convention, Convention]]:

@@ -112,6 +112,11 @@ def logical_name(name: str, groups: Container[str] = ()) -> str:
     return _FINAL_NORM.sub(r"\1decoder.final_layernorm.", _NESTED.sub(logical, name))
 
 
+def with_final_norm(name: str) -> str:
+    """The name of a hybrid stack's last norm, by its logical name; other names stay."""
+    return re.sub(r"(^|\.)decoder\.final_layernorm\.", r"\1decoder.final_norm.", name)
+
+
 def nested_names(names: Iterable[str], pattern: str) -> dict[str, str]:
     """Nested names, by logical name, of parameters in a grouped stack; only differing names.
 
@@ -156,7 +161,7 @@ def _places(pattern: str) -> list[str]:
 
 def _nested_name(name: str, layers: list[str], pattern: str) -> str:
     if any(layer.startswith("[") for layer in layers) and ".final_layernorm." in name:
-        return re.sub(r"(^|\.)decoder\.final_layernorm\.", r"\1decoder.final_norm.", name)
+        return with_final_norm(name)
     match = _LOGICAL.match(name)
     if match is None or _NESTED.match(name):
         return name
