@@ -122,6 +122,7 @@ def convert(
         FileNotFoundError: `src` is absent.
         FormatUnknown: `src` is no checkpoint.
         ModelUnknown: No package has rules for the configuration's model type, and the conversion needs them.
+        NotImplementedError: `dtype` or `float8` for weights quantised otherwise than in float8 with block scales.
         OSError: The disk has not enough room, checked before the first write, or a write fails.
         SizeUnknown: The conversion needs `megatron.tensor_parallel_size`, or a configuration.
         TypeError: The format lacks a dtype.
