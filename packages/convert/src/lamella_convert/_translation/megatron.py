@@ -359,6 +359,9 @@ def canonical_name(name: str) -> str:
 def sizes_of_args(args: Mapping[str, object]) -> dict[str, int]:
     """The rules' sizes computable from Megatron's `args`, by name."""
     known = {name: value for name, value in args.items() if isinstance(value, int)}
+    if {"hidden_size", "mamba_head_dim"} <= set(known) and known["mamba_head_dim"] > 0:
+        # Mixers without a number of heads are twice as wide as the model.
+        known.setdefault("mamba_num_heads", 2 * known["hidden_size"] // known["mamba_head_dim"])
 
     def product(*names: str) -> int | None:
         result = 1
