@@ -17,6 +17,7 @@ ROWS = {"z": 16, "x": 16, "B": 8, "C": 8, "dt": 8}  # 8 heads of 2 channels, 4 g
 WHOLE = dict(zip(ROWS, torch.arange(56.0)[:, None].split(list(ROWS.values())), strict=True))  # type: ignore[no-untyped-call]
 ARGS = {"mamba_num_heads": 8, "mamba_head_dim": 2, "mamba_num_groups": 4, "mamba_state_dim": 2}
 MIXER, NORM = "decoder.layers.0.mixer", "decoder.final_norm.weight"
+MTP = "mtp.layers.0.transformer_layer.self_attention.linear_proj.weight"
 
 
 def by_rank(num_ranks: int, parts: str = "z x B C dt") -> torch.Tensor:
@@ -30,6 +31,7 @@ def save(path: Path, num_ranks: int, *, conv: str = "conv1d_weight", **args: Any
         f"module.{MIXER}.in_proj.weight": by_rank(num_ranks),
         f"module.{MIXER}.{conv}": by_rank(num_ranks, "x B C"),
         f"module.{NORM}": torch.ones(2),
+        f"module.{MTP}": torch.ones(2, 2),
     }
     values: dict[str, Any] = {"model": model, "args": Namespace(**ARGS, **args)}
     values |= {"checkpoint_version": 3.0, "iteration": 5}

@@ -52,7 +52,8 @@ class MegatronOptions:
     Attributes:
         dialect: Of `fsdp_dtensor` to write: "release-0.19" or "bridge".
         mtp_layer: The name in `fsdp_dtensor` of the layer inside a multi-token prediction layer: "mtp_model_layer",
-            or "transformer_layer" as in newer releases of megatron-core. Both are read.
+            or "transformer_layer" as in newer releases of megatron-core. Both are read. None for the spelling of the
+            `fsdp_dtensor` that is read, or the release's.
         tensor_parallel_size: Number of ranks that wrote or will read `fsdp_dtensor`, for rank-major tensors. From one
             `fsdp_dtensor` to another: of the readers, and of the writers too where the checkpoint does not tell. None
             for the writers' number.
@@ -65,14 +66,14 @@ class MegatronOptions:
     """
 
     dialect: str = RELEASE_0_19.name
-    mtp_layer: MtpLayer = RELEASE_0_19.mtp_layer
+    mtp_layer: MtpLayer | None = None
     tensor_parallel_size: int | None = None
     padded_vocabulary: int | None = None
 
     def __post_init__(self) -> None:
         if self.dialect not in _DIALECTS:
             raise ValueError(f"Expected `dialect` to be one of {tuple(_DIALECTS)}, got {self.dialect!r}.")
-        if self.mtp_layer not in MTP_LAYERS:
+        if self.mtp_layer not in (None, *MTP_LAYERS):
             raise ValueError(f"Expected `mtp_layer` to be one of {MTP_LAYERS}, got {self.mtp_layer!r}.")
         for name in ("tensor_parallel_size", "padded_vocabulary"):
             if (number := getattr(self, name)) is not None and number < 1:
@@ -81,7 +82,8 @@ class MegatronOptions:
     @property
     def written(self) -> Dialect:
         """The dialect to write."""
-        return dataclasses.replace(_DIALECTS[self.dialect], mtp_layer=self.mtp_layer)
+        dialect = _DIALECTS[self.dialect]
+        return dialect if self.mtp_layer is None else dataclasses.replace(dialect, mtp_layer=self.mtp_layer)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +98,7 @@ class Between:
         dialect = self.megatron.written
         if opened.format is Format.FSDP_DTENSOR:
             dialect = spelled_as(opened.raw, dialect)
+            dialect = dataclasses.replace(dialect, mtp_layer=self.megatron.mtp_layer or dialect.mtp_layer)
         elif opened.format is Format.TORCH_DIST:
             dialect = dataclasses.replace(dialect, final_norm=spelled_as(opened.raw, dialect).final_norm)
         return with_fsdp_dtensor_names(source, dialect, sizes=self.sizes())

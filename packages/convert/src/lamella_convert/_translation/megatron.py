@@ -199,21 +199,21 @@ def is_fsdp_dtensor(source: Source) -> bool:
 def dialect_of(source: Source) -> Dialect | None:
     """The dialect shown by a checkpoint's names; None if either dialect could have written them."""
     names = tuple(source.tensors)
-    renamed = any(".transformer_layer." in name for name in names)
-    mtp_layer: MtpLayer = "transformer_layer" if renamed else "mtp_model_layer"
     dialect: Dialect | None = None
     if any(".self_attention.in_proj.weight.query" in name for name in names):
         dialect = BRIDGE
     elif any(name.endswith((".self_attention.in_proj.weight", ".mixer.in_proj.weight")) for name in names):
         dialect = RELEASE_0_19
-    return dialect and spelled_as(source, replace(dialect, mtp_layer=mtp_layer))
+    return dialect and spelled_as(source, dialect)
 
 
 def spelled_as(source: Source, dialect: Dialect) -> Dialect:
     """A dialect with the names that models of one release choose by their options, as a checkpoint has them."""
     names = tuple(source.tensors)
+    renamed = any(".transformer_layer." in name for name in names)
     return replace(
         dialect,
+        mtp_layer="transformer_layer" if renamed else "mtp_model_layer",
         older_mamba=any(".mixer.conv1d.weight" in name for name in names),
         fused_mla=any(".self_attention.linear_qkv_down_proj." in name for name in names),
         sequential_experts=any(".experts.local_experts." in name for name in names),
