@@ -32,6 +32,8 @@ def save(path: Path, num_ranks: int, *, conv: str = "conv1d_weight", **args: Any
         f"module.{MIXER}.{conv}": by_rank(num_ranks, "x B C"),
         f"module.{NORM}": torch.ones(2),
         f"module.{MTP}": torch.ones(2, 2),
+        "module.decoder.layers.1.layers.0.self_attention.linear_proj.weight": torch.ones(2, 2),
+        "module.decoder.layers.1.layers.1.mlp.linear_fc2.weight": torch.ones(2, 2),
     }
     values: dict[str, Any] = {"model": model, "args": Namespace(**ARGS, **args)}
     values |= {"checkpoint_version": 3.0, "iteration": 5}

@@ -13,11 +13,12 @@ Note [Groups without logical names]
 """
 
 import re
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Mapping
 from typing import Final
 
 _NESTED: Final = re.compile(r"^((?:.*\.)?decoder\.layers\.\d+)\.layers\.(\d+)\.(\w+)")
 _LOGICAL: Final = re.compile(r"^(?:.*\.)?decoder\.layers\.(\d+)\.((\w+)\..+)$")
+_MODULE: Final = re.compile(r"^(?:.*\.)?decoder\.layers\.\d+\.\w+")
 _PLACE: Final = re.compile(r"^((?:.*\.)?decoder\.)(layers\.\d+(?:\.layers\.\d+)?)(?=\.)")
 _FINAL_NORM: Final = re.compile(r"(^|\.)decoder\.final_norm\.")
 
@@ -110,6 +111,21 @@ def logical_name(name: str, groups: Container[str] = ()) -> str:
         return match[0] if match[1] in groups else f"{match[1]}.{match[3]}"
 
     return _FINAL_NORM.sub(r"\1decoder.final_layernorm.", _NESTED.sub(logical, name))
+
+
+def nested_modules(names: Iterable[str]) -> dict[str, str]:
+    """The nested path of each group's modules (`decoder.layers.1.layers.0.mlp`), by the logical path.
+
+    Args:
+        names: Of parameters, nested or not.
+    """
+    return {f"{match[1]}.{match[3]}": match[0] for match in map(_NESTED.match, names) if match}
+
+
+def nested_as(name: str, modules: Mapping[str, str]) -> str:
+    """The nested name of a parameter, by its logical name and `nested_modules`; other names stay."""
+    match = _MODULE.match(name)
+    return name if match is None else f"{modules.get(match[0], match[0])}{name[match.end() :]}"
 
 
 def with_final_norm(name: str) -> str:

@@ -40,7 +40,14 @@ from typing import Final, Literal, get_args
 
 from lamella_checkpoint import Correspondence, Source
 from lamella_checkpoint.sources import MODEL, OPTIONS, STATE, Renamed, WithObjects, in_model, rename, split_section
-from lamella_convert._translation.hybrid_stack import logical_name, nested_groups, nested_names, with_final_norm
+from lamella_convert._translation.hybrid_stack import (
+    logical_name,
+    nested_as,
+    nested_groups,
+    nested_modules,
+    nested_names,
+    with_final_norm,
+)
 from lamella_convert._translation.rules import Grouped, Join, Rule, Rules
 from lamella_convert._translation.translate import Translated, parameter_shapes, translate
 
@@ -149,6 +156,7 @@ class Dialect:
         final_norm: Whether the decoder's last norm is `final_norm`, as in hybrid stacks, and not `final_layernorm`.
         hybrid_pattern: Of a grouped hybrid stack ("[M*-][M*-]"), whose layers are stored nested. None stores layers
             without nesting.
+        nested_modules: The nested paths of a grouped stack's modules where the pattern is unknown.
     """
 
     name: DialectName
@@ -161,6 +169,7 @@ class Dialect:
     sequential_experts: bool = False
     final_norm: bool = False
     hybrid_pattern: str | None = None
+    nested_modules: Mapping[str, str] = field(default_factory=dict, hash=False)
 
 
 RELEASE_0_19: Final = Dialect(name="release-0.19", splits_gdn=False)
@@ -218,6 +227,7 @@ def spelled_as(source: Source, dialect: Dialect) -> Dialect:
         fused_mla=any(".self_attention.linear_qkv_down_proj." in name for name in names),
         sequential_experts=any(".experts.local_experts." in name for name in names),
         final_norm=any("decoder.final_norm." in name for name in names),
+        nested_modules=nested_modules(match[3] for match in map(_MODEL.match, names) if match and not match[1]),
     )
 
 
@@ -503,6 +513,9 @@ def stored_names(dialect: Dialect, parameters: Sequence[str] = (), chunks: Seque
     """
     nested = nested_names(parameters, dialect.hybrid_pattern) if dialect.hybrid_pattern else {}
 
+    def nest(name: str) -> str:
+        return nested.get(name) or nested_as(name, dialect.nested_modules)
+
     def own(name: str) -> str:
         named = _MTP.sub(rf"\1{dialect.mtp_layer}.", name)
         return with_final_norm(named) if dialect.final_norm else named
@@ -510,12 +523,12 @@ def stored_names(dialect: Dialect, parameters: Sequence[str] = (), chunks: Seque
     def of_entry(entry: str) -> str:
         """`<parameter>.<slot>`; split at the last dot, since a slot's name has no dot and a nested parameter's has."""
         parameter, dot, slot = entry.rpartition(".")
-        return own(f"{nested.get(parameter, parameter)}{dot}{slot}")
+        return own(f"{nest(parameter)}{dot}{slot}")
 
     def write(name: str) -> str:
         section, rest = split_section(name)
         if section == MODEL:
-            number, rest = _chunk_of(nested.get(rest, rest), chunks)
+            number, rest = _chunk_of(nest(rest), chunks)
             return f"model{number}.{dialect.model_prefix}{own(rest)}"
         if section == STATE:
             return f"optimizer.state.{dialect.optimizer_prefix}{of_entry(rest)}"
