@@ -316,12 +316,12 @@ def test_what_megatron_needs_to_know_is_asked_for_by_its_option(
         "convert", qwen, megatron, "--to", "fsdp_dtensor", "--tp", 8
     )
     run("convert", qwen, megatron, "--to", "fsdp_dtensor", "--tp", 2)
-    message = refusal("convert", megatron, there, "--to", "hf")
-    assert "Expected --tp, " in message and "layers.0.self_attention.in_proj.weight" in message
-    assert "Expected --tp, " in refusal("diff", qwen, megatron)
+    # From then on the checkpoint tells the number itself.
+    assert "(2, as its files tell), got 4. Leave it out" in refusal("convert", megatron, there, "--to", "hf", "--tp", 4)
+    assert run("diff", qwen, megatron).startswith("0 differences")
     (megatron / "hf" / "config.json").unlink()
-    assert "Expected --config, " in refusal("convert", megatron, there, "--to", "hf", "--tp", 2)
-    run("convert", megatron, there, "--to", "hf", "--tp", 2, "--config", qwen / "config.json")
+    assert "Expected --config, " in refusal("convert", megatron, there, "--to", "hf")
+    run("convert", megatron, there, "--to", "hf", "--config", qwen / "config.json")
     assert run("diff", qwen, there).startswith("0 differences")
     assert run("diff", qwen, megatron, "--tp", 2).startswith("0 differences")  # The other side's config serves both.
 

@@ -97,3 +97,23 @@ def test_the_function_holds_no_parameter_and_knows_no_later_one() -> None:
     del a_log, model
     gc.collect()
     assert freed() is None
+
+
+def test_parameters_that_replace_those_of_a_model_on_the_meta_device_are_known() -> None:
+    """Without that, `to_empty` before `fully_shard` would let them compute in bf16, and nothing would tell."""
+    with torch.device("meta"):
+        model = MambaLMHeadModel(Mamba2)
+    override = keep_fp32(model)
+    model.to_empty(device="cpu")
+    known = [name for name, p in model.named_parameters() if override(p) == torch.float32]
+    assert known == [name for name, _ in model.named_parameters() if name.rpartition(".")[2] in FP32_NAMES]
+
+
+def test_a_model_that_was_cast_in_between_is_refused_by_name() -> None:
+    model = MambaLMHeadModel(Mamba2)
+    override = keep_fp32(model)
+    model.bfloat16()
+    with pytest.raises(
+        ValueError, match=r"Expected 'backbone\.layers\.0\.mixer\.A_log' in torch.float32, got torch.bf"
+    ):
+        override(model.get_parameter("backbone.layers.0.mixer.A_log"))

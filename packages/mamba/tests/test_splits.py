@@ -112,6 +112,14 @@ def test_a_group_is_not_cut() -> None:
             lambda by: merge([torch.ones(2), torch.ones(3)], Split(dim=None)),
             "torch.float32 of shape (2,) from rank 0 and torch.float32 of shape (3,) from rank 1",
         ),
+        (
+            lambda by: merge([torch.ones(2), torch.ones(2).double()], by),
+            "Expected parts of one dtype and shape, got torch.float32 of shape (2,) from rank 0 and torch.float64",
+        ),
+        (
+            lambda by: merge([torch.ones(2, 3), torch.ones(2, 4)], by),
+            "got torch.float32 of shape (2, 3) from rank 0 and torch.float32 of shape (2, 4) from rank 1",
+        ),
         (lambda by: Split(dim=0, sizes=(4,), blocks=(3,)), "Expected one block for each section, which divides it"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import mamba_ssm_like
@@ -137,6 +138,29 @@ def test_a_stride_makes_as_many_sections() -> None:
     linear = nn.Linear(2, 12, bias=False)
     _mark(linear.weight, partition_stride=2)
     assert annotate(linear)["weight"] == Split(dim=0, sizes=(6, 6))
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"gated_linear_unit": True}, Split(dim=0, sizes=(8, 8))),
+        ({"gated_linear_unit": False}, Split(dim=0, sizes=(16,))),
+        ({"gated_linear_unit": True, "moe_mlp_glu_interleave_size": 4}, Split(dim=0, sizes=(16,), blocks=(8,))),
+    ],
+)
+def test_grouped_experts_have_halves_that_marks_leave_out(options: dict[str, object], expected: Split) -> None:
+    """megatron-core marks weights of Transformer Engine's grouped layers with a stride of 1, gated or not."""
+    experts: Any = type("TEGroupedMLP", (nn.Module,), {})()
+    experts.config = SimpleNamespace(**options)
+    experts.linear_fc1, experts.linear_fc2 = nn.Module(), nn.Module()
+    for i in range(2):
+        experts.linear_fc1.register_parameter(f"weight{i}", nn.Parameter(torch.ones(16, 2)))
+        experts.linear_fc2.register_parameter(f"weight{i}", nn.Parameter(torch.ones(2, 8)))
+        _mark(experts.linear_fc1.get_parameter(f"weight{i}"))
+        _mark(experts.linear_fc2.get_parameter(f"weight{i}"), dim=1)
+    found = annotate(experts)
+    assert [found[f"linear_fc1.weight{i}"] for i in range(2)] == [expected, expected]
+    assert found["linear_fc2.weight1"] == Split(dim=1, sizes=(8,))
 
 
 @pytest.mark.parametrize(

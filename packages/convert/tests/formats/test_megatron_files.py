@@ -122,6 +122,17 @@ class TestTorchDist:
         with pytest.raises(CheckpointDamaged, match=r"metadata\.json"):
             open_megatron(tmp_path)
 
+    def test_args_and_the_last_norms_name_go_on_to_fsdp_dtensor(self, tmp_path: Path) -> None:
+        source = tmp_path / "a"
+        save(source, {"decoder.final_norm.weight": counted(2)})
+        torch.save({"args": Namespace(hidden_size=2, tied=False)}, source / "common.pt")
+        convert(source, tmp_path / "b", to="fsdp_dtensor")
+        raw = open_checkpoint(tmp_path / "b", trust=True).raw
+        assert list(raw.tensors) == ["model.module.decoder.final_norm.weight"]
+        assert not [name for name in raw.objects if name.startswith("args.")]
+        assert raw.read_object("args") == Namespace(hidden_size=2, tied=False)
+        assert open_checkpoint(source).tensors.keys() == open_checkpoint(tmp_path / "b").tensors.keys()
+
     def test_nothing_in_it_runs(self, tmp_path: Path) -> None:
         class Harm:
             def __reduce__(self) -> tuple[object, ...]:

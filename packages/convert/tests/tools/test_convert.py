@@ -489,3 +489,22 @@ def test_every_shard_is_a_file_that_the_library_opens(tmp_path: Path) -> None:
     found = [load_file(file) for file in sorted((tmp_path / "b").glob("model-*-of-00003.safetensors"))]
     assert [len(each) for each in found] == [2, 2, 1]
     assert all_same_bits({name: tensor for each in found for name, tensor in each.items()}, tensors)
+
+
+@pytest.mark.parametrize(
+    ("method", "tensors"),
+    [
+        ("gptq", {"l.qweight": torch.ones(2, 4, dtype=torch.int32), "l.scales": torch.ones(1, 4)}),
+        ("fp8", {"l.weight": torch.ones(2, 4).to(torch.float8_e4m3fn), "l.weight_scale": torch.ones(())}),
+    ],
+)
+def test_weights_quantised_otherwise_stay_as_they_are(
+    tmp_path: Path, method: str, tensors: dict[str, torch.Tensor]
+) -> None:
+    source = published(tmp_path / "a", tensors, quantization_config={"quant_method": method})
+    convert(source, tmp_path / "b", to="hf")
+    assert json.loads((tmp_path / "b" / "config.json").read_text())["quantization_config"] == {"quant_method": method}
+    assert all_same_bits(opened(tmp_path / "b"), tensors)
+    for wish in ({"dtype": torch.bfloat16}, {"float8": True}):
+        with pytest.raises(NotImplementedError, match=f"got weights quantised by '{method}'"):
+            convert(source, tmp_path / "c", to="hf", **wish)

@@ -154,7 +154,8 @@ def _convert(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"Expected --float8 with --to hf only, got --to {to}. Leave --float8 out.")
     dtype = None if arguments.dtype is None else getattr(torch, DTYPES[_one_of("--dtype", arguments.dtype, DTYPES)])
     dialect = _one_of("--dialect", arguments.dialect or DIALECTS[0], DIALECTS)
-    mtp_layer = cast("MtpLayer", _one_of("--mtp-layer", arguments.mtp_layer or MTP_LAYERS[0], MTP_LAYERS))
+    given = arguments.mtp_layer
+    mtp_layer = None if given is None else cast("MtpLayer", _one_of("--mtp-layer", given, MTP_LAYERS))
     megatron = lamella_convert.MegatronOptions(
         dialect=dialect,
         mtp_layer=mtp_layer,

@@ -107,7 +107,7 @@ _COMMANDS: Final[Mapping[str, _Command]] = {
             "--mtp-layer": {
                 "metavar": "NAME",
                 "help": f"what fsdp_dtensor calls the layer that predicts further tokens: {' or '.join(MTP_LAYERS)} "
-                f"[{MTP_LAYERS[0]}]",
+                f"[as in the source, or {MTP_LAYERS[0]}]",
             },
             "--padded-vocab": {
                 "metavar": "N",

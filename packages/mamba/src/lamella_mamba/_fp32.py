@@ -24,33 +24,56 @@ def keep_fp32(model: nn.Module) -> Callable[[nn.Parameter], torch.dtype | None]:
         model: Before `fully_shard`, with the parameters in fp32. A layer counts by two of the three names at least.
 
     Returns:
-        Of a parameter: fp32, or None for the policy's dtype. The function holds no parameter.
+        Of a parameter: fp32, or None for the policy's dtype. A parameter counts that is, or was when the function was
+        made, in one of the model's places: `to_empty` replaces Parameters. A copy of the model needs a function of its
+        own. The function holds neither parameters nor modules. It raises ValueError as below.
 
     Raises:
         ValueError: Such a parameter is in another dtype: a policy can keep a parameter's own dtype only.
 
     Effects: none.
     """
-    kept: dict[int, weakref.ref[nn.Parameter]] = {}
-    for name, parameter in _fp32_parameters(model):
-        if parameter.dtype != torch.float32:
-            raise ValueError(
-                f"Expected {name!r} in torch.float32, got {parameter.dtype}: a policy can keep a parameter's own dtype "
-                f"only. Build the model in fp32, or cast the parameter before: parameter.data = parameter.data.float()"
-            )
-        kept[id(parameter)] = weakref.ref(parameter)
+    kept: dict[int, tuple[str, weakref.ref[nn.Parameter]]] = {}
+    places: list[tuple[str, weakref.ref[nn.Module]]] = []
+    for prefix, module in _state_space_layers(model):
+        places.append((prefix, weakref.ref(module)))
+        for name, parameter in _fp32_parameters(prefix, module):
+            _check_dtype(name, parameter)
+            kept[id(parameter)] = name, weakref.ref(parameter)
+
+    def find(parameter: nn.Parameter) -> str | None:
+        # An id may be that of a later parameter, whose weak reference is another.
+        name, found = kept.get(id(parameter), ("", None))
+        if found is not None and found() is parameter:
+            return name
+        now = (_fp32_parameters(prefix, held) for prefix, place in places if (held := place()) is not None)
+        return next((name for pairs in now for name, each in pairs if each is parameter), None)
 
     def override(parameter: nn.Parameter) -> torch.dtype | None:
-        # An id may be that of a later parameter, whose weak reference is another.
-        found = kept.get(id(parameter))
-        return torch.float32 if found is not None and found() is parameter else None
+        name = find(parameter)
+        if name is None:
+            return None
+        _check_dtype(name, parameter)
+        return torch.float32
 
     return override
 
 
-def _fp32_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+def _check_dtype(name: str, parameter: nn.Parameter) -> None:
+    if parameter.dtype != torch.float32:
+        raise ValueError(
+            f"Expected {name!r} in torch.float32, got {parameter.dtype}: a policy can keep a parameter's own dtype "
+            f"only. Build the model in fp32, or cast the parameter before: parameter.data = parameter.data.float()"
+        )
+
+
+def _state_space_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for prefix, module in model.named_modules():
-        own = dict(module.named_parameters(prefix, recurse=False))
-        found = {name: p for name, p in own.items() if name.rpartition(".")[2] in _FP32_NAMES}
-        if len(found) > 1:
-            yield from found.items()
+        if len(list(_fp32_parameters(prefix, module))) > 1:
+            yield prefix, module
+
+
+def _fp32_parameters(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    for name, parameter in module.named_parameters(prefix, recurse=False):
+        if name.rpartition(".")[2] in _FP32_NAMES:
+            yield name, parameter

@@ -118,8 +118,8 @@ def merge(parts: Sequence[torch.Tensor], by: Split) -> torch.Tensor:
         A copy; the first part if ranks hold the whole.
 
     Raises:
-        ValueError: No parts; a part's shape does not fit, a section cannot be divided by the number of parts, or the
-            parts differ though ranks hold the whole.
+        ValueError: No parts; a part's shape does not fit, a section cannot be divided by the number of parts, parts
+            have different dtypes or sizes along other dims, or differ though ranks hold the whole.
 
     Effects: waits for the device to compare parts, if ranks hold the whole.
     """
@@ -130,8 +130,9 @@ def merge(parts: Sequence[torch.Tensor], by: Split) -> torch.Tensor:
             _check_equal(parts[0], part, rank)
         return parts[0]
     own = by.part(len(parts))
-    for part in parts:
+    for rank, part in enumerate(parts):
         _check_size(part, own)
+        _check_alike(parts[0], part, rank, "parts of one dtype and shape")
     sections = zip(*(torch.split(part, list(own.sizes), dim=by.dim) for part in parts), strict=True)
     return torch.cat([share for section in sections for share in section], dim=by.dim)
 
@@ -139,17 +140,24 @@ def merge(parts: Sequence[torch.Tensor], by: Split) -> torch.Tensor:
 def _check_equal(first: torch.Tensor, part: torch.Tensor, rank: int) -> None:
     if part is first:
         return
+    _check_alike(first, part, rank, _EQUAL)
+    if not torch.allclose(first, part.to(first.device), rtol=0, atol=0, equal_nan=True):
+        raise ValueError(
+            f"Expected {_EQUAL}, got the values from rank 0 and other values from rank {rank}. Give parts of one step, "
+            "or the dim along which ranks hold different parts."
+        )
+
+
+_EQUAL = "equal parts, as every rank holds the whole (dim None)"
+
+
+def _check_alike(first: torch.Tensor, part: torch.Tensor, rank: int, expected: str) -> None:
+    """Refuse what concatenation would widen: a dtype would change without a word."""
     if part.shape != first.shape or part.dtype != first.dtype:
-        found = f"{part.dtype} of shape {tuple(part.shape)} from rank {rank}"
-        expected = f"{first.dtype} of shape {tuple(first.shape)} from rank 0"
-    elif torch.allclose(first, part.to(first.device), rtol=0, atol=0, equal_nan=True):
-        return
-    else:
-        found, expected = f"other values from rank {rank}", "the values from rank 0"
-    raise ValueError(
-        f"Expected equal parts, as every rank holds the whole (dim None), got {expected} and {found}. Give parts of "
-        "one step, or the dim along which ranks hold different parts."
-    )
+        raise ValueError(
+            f"Expected {expected}, got {first.dtype} of shape {tuple(first.shape)} from rank 0 and {part.dtype} of "
+            f"shape {tuple(part.shape)} from rank {rank}. Give the parts of one tensor, as one step left them."
+        )
 
 
 def _check_size(tensor: torch.Tensor, by: Split) -> None:

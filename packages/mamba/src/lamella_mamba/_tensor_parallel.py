@@ -3,15 +3,18 @@
 In order, the first answer counts:
 
     1. marks on the parameter     `tensor_model_parallel`, `partition_dim`, `partition_sizes`, `partition_stride`
-    2. class of the mixer         a table of Mamba and Mamba-2 mixers; linear layers of megatron-core
+    2. class of the mixer         a table of mixers and gated layers; linear layers of megatron-core
     3. class with Norm in it      replicated
 
 Marks come first since a mixer's norm is split over the ranks, though a norm. Attributes of modules are not asked: a
-layer that is tensor-parallel as a whole can hold replicated parameters.
+layer that is tensor-parallel as a whole can hold replicated parameters. Marks without `partition_sizes` tell the dim
+alone, and the class tells the sections: gated delta nets and grouped experts of megatron-core have such marks, and a
+fused tensor taken for one section would change its rows' order at another number of ranks.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -58,7 +61,7 @@ _REPLICATED = Split(dim=None)
 
 
 def _by_marks(name: str, parameter: nn.Parameter, known: Split | None) -> Split | None:
-    """The split that megatron-core's marks say; blocks, on which marks are silent, come from the table."""
+    """The split that megatron-core's marks say; sections and blocks on which marks are silent come from the table."""
     is_split = getattr(parameter, "tensor_model_parallel", None)
     if not is_split:
         return None if is_split is None else _REPLICATED
@@ -70,8 +73,9 @@ def _by_marks(name: str, parameter: nn.Parameter, known: Split | None) -> Split 
         )
     size = parameter.shape[dim]
     stride = getattr(parameter, "partition_stride", 1)
-    sizes = tuple(getattr(parameter, "partition_sizes", None) or stride * (size // stride,))
-    if known is not None and (known.dim, known.sizes) == (dim, sizes):
+    told = getattr(parameter, "partition_sizes", None)
+    sizes = tuple(told or stride * (size // stride,))
+    if known is not None and known.dim == dim and (known.sizes == sizes or (told is None and stride == 1)):
         return known
     return Split(dim=dim, sizes=sizes)
 
@@ -114,6 +118,37 @@ class _Sizes:
         }
 
 
+@dataclass(frozen=True)
+class _DeltaSizes:
+    """A gated delta net's own sizes; key heads and value heads are whole on a rank."""
+
+    inner: str = "qk_dim_local_tp"
+
+    def read(self, net: Any) -> dict[str, tuple[int, int]]:
+        """As `_Sizes.read`."""
+        return {
+            "q": (net.qk_dim_local_tp, net.key_head_dim),
+            "v": (net.v_dim_local_tp, net.value_head_dim),
+            "h": (net.num_v_heads_local_tp, 1),
+        }
+
+
+@dataclass(frozen=True)
+class _GroupedSizes:
+    """Rows of grouped experts' first layer: two halves if gated, blocks of both halves' rows if interleaved."""
+
+    inner: str = "linear_fc1"
+
+    def read(self, experts: Any) -> dict[str, tuple[int, int]]:
+        """As `_Sizes.read`."""
+        first: nn.Parameter | None = getattr(experts.linear_fc1, "weight0", None)
+        rows = 0 if first is None else first.shape[0]
+        interleaved = getattr(experts.config, "moe_mlp_glu_interleave_size", None)
+        if interleaved or not experts.config.gated_linear_unit:
+            return {"g": (rows, 2 * (interleaved or 0) or 1), "u": (0, 1)}
+        return {"g": (rows // 2, 1), "u": (rows // 2, 1)}
+
+
 _MEGATRON = _Sizes(
     inner="d_inner_local_tp", state="d_state", groups="ngroups_local_tp", heads="nheads_local_tp", head="headdim"
 )
@@ -126,6 +161,7 @@ _TRANSFORMERS = _Sizes(
 )
 
 # Parameter -> dim and sections. x: inner channels (z too), b: B or C, h: heads, m: gated MLP. "" is replicated.
+# In gated delta nets q: queries or keys, v: values or the gate. In gated layers g and u: the halves. # is any number.
 _Layout = Mapping[str, tuple[int, str]]
 _SECOND: _Layout = {
     "in_proj.weight": (0, "mmxxbbh"),
@@ -154,8 +190,19 @@ _FIRST: _Layout = {
     "out_proj.weight": (1, "x"),
     "out_proj.bias": (0, ""),
 }
+_DELTA: _Layout = {
+    "in_proj.weight": (0, "qqvvhh"),
+    "in_proj.bias": (0, "qqvvhh"),
+    "conv1d.weight": (0, "qqv"),
+    "conv1d.bias": (0, "qqv"),
+    "A_log": (0, "h"),
+    "dt_bias": (0, "h"),
+    "out_proj.weight": (1, "v"),
+    "out_proj.bias": (0, ""),
+}
+_GROUPED: _Layout = {"linear_fc1.weight#": (0, "gu"), "linear_fc1.bias#": (0, "gu")}
 
-_MIXERS: tuple[tuple[str, _Sizes, _Layout], ...] = (
+_MIXERS: tuple[tuple[str, _Sizes | _DeltaSizes | _GroupedSizes, _Layout], ...] = (
     ("MambaMixer", _MEGATRON, _SECOND),
     ("Mamba2", _MAMBA_SSM, _SECOND),
     ("Mamba2Simple", _MAMBA_SSM_SIMPLE, _SECOND),
@@ -169,6 +216,8 @@ _MIXERS: tuple[tuple[str, _Sizes, _Layout], ...] = (
     ("MambaMixer", _Sizes(inner="intermediate_size"), _FIRST),
     ("FalconMambaMixer", _Sizes(inner="intermediate_size"), _FIRST),
     ("JambaMambaMixer", _Sizes(inner="intermediate_size"), _FIRST),
+    ("GatedDeltaNet", _DeltaSizes(), _DELTA),
+    ("TEGroupedMLP", _GroupedSizes(), _GROUPED),
 )
 
 
@@ -186,9 +235,9 @@ def _of_mixer(
     prefix: str, mixer: nn.Module, sizes: Mapping[str, tuple[int, int]], layout: _Layout
 ) -> Iterator[tuple[str, Split]]:
     for name, parameter in mixer.named_parameters(remove_duplicate=False):
-        if name not in layout:
+        if (found := layout.get(re.sub(r"\d+$", "#", name))) is None:
             continue
-        dim, letters = layout[name]
+        dim, letters = found
         if name == "D" and letters == "h" and parameter.shape[0] != sizes["h"][0]:
             letters = "x"  # an option: one D for each channel
         sections = [sizes[letter] for letter in letters if sizes[letter][0]]

@@ -15,9 +15,11 @@ from resuming import (
     assert_equal,
     build,
     fill,
+    load_and_save,
     make,
     on_rank_zero,
     read,
+    save_random,
     sharded,
     train,
 )
@@ -27,6 +29,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from lamella_checkpoint import CheckpointMismatch
+from lamella_checkpoint.testing import read_tensor
+from lamella_convert import MegatronOptions, convert, open_checkpoint
 from lamella_engine import FSDPModule, MixedPrecisionPolicy
 from lamella_megatron import fully_shard_model, load_checkpoint, save_checkpoint
 from lamella_testing import run_ranks
@@ -110,6 +114,18 @@ def _save_fsdp(world: World, kind: str, path: Path) -> None:
 def test_megatron_core_opens_fsdp_dtensor(tmp_path: Path, kind: str, first: World, other: World) -> None:
     on_rank_zero(first, _save_fsdp, kind, tmp_path)
     assert run_ranks(_ask_as_megatron_does, other.num_ranks, other, kind, tmp_path) == [[]] * other.num_ranks
+
+
+def test_a_conversion_for_other_ranks_is_what_a_model_on_these_ranks_saves(tmp_path: Path) -> None:
+    """Mamba layers and gated delta nets are stored in the order of the tensor-parallel ranks."""
+    on_rank_zero(World(2, tp=2), save_random, "hybrid", tmp_path / "two")
+    run_ranks(load_and_save, 1, World(1), "hybrid", tmp_path / "two", tmp_path / "one")
+    convert(tmp_path / "two", tmp_path / "made", to="fsdp_dtensor", megatron=MegatronOptions(tensor_parallel_size=1))
+    saved, made = open_checkpoint(tmp_path / "one").raw, open_checkpoint(tmp_path / "made").raw
+    weights = [name for name in saved.tensors if name.startswith("model.")]
+    assert weights and not set(weights) ^ {name for name in made.tensors if name.startswith("model.")}
+    for name in weights:
+        assert read_tensor(made, name).equal(read_tensor(saved, name)), name
 
 
 GDN_ROWS = {"query": 16, "key": 16, "value": 32, "z": 32, "beta": 8, "alpha": 8}

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from resuming import World, make
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -130,6 +131,23 @@ def test_checkpoints_are_converted_by_the_same_sections() -> None:
         by_part = {key.rpartition(".")[2]: section for key, section in sections.items()}
         joined = [by_part[part] for part in ("z", "x", "B", "C", "dt") if part in by_part]
         assert len(joined) == len(how.sizes) and torch.cat(joined).equal(tensor)
+
+
+def test_a_gated_delta_net_has_the_sections_that_its_marks_leave_out() -> None:
+    """megatron-core marks the dim alone: rows taken for one section would be in another order on other ranks."""
+
+    def run() -> tuple[Splits, tuple[int, ...]]:
+        model: Any = make(World(2, tp=2), "hybrid")
+        net = model.decoder.layers[3].self_attention
+        return annotate(net), tuple(net.in_proj_split_sections)
+
+    found, sections = run_ranks(run, 2)[0]
+    projected, convolved = found["in_proj.weight"], found["conv1d.weight"]
+    assert projected is not None and convolved is not None
+    assert projected.sizes == sections and convolved.sizes == sections[:3]
+    assert {name for name, how in found.items() if how == Split(dim=None)} == {"out_norm.weight", "out_norm.bias"}
+    with pytest.raises(ValueError, match="divides the 4 blocks"):
+        projected.whole(2).part(8)
 
 
 # -- context parallelism --------------------------------------------------------------------------------------------

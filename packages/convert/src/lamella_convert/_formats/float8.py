@@ -238,6 +238,18 @@ def quantised_config(
     return {**config, "quantization_config": quantisation}
 
 
+def quantised_otherwise(source: Source, config: Mapping[str, Any] | None) -> str | None:
+    """The method of quantised weights without block scales (integers, float8 with other scales); None without any."""
+    told = (config or {}).get("quantization_config")
+    if not told or is_quantised(source):
+        return None
+    infos = (info for name, info in source.tensors.items() if not name.startswith("optimizer."))
+    dtypes = {info.dtype for info in infos if len(info.shape) > 1}
+    if all(dtype.is_floating_point and dtype.itemsize > 1 for dtype in dtypes):
+        return None
+    return str(told.get("quant_method") if isinstance(told, dict) else told)
+
+
 def plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """A model's configuration for unquantised weights."""
     return {key: value for key, value in config.items() if key != "quantization_config"}

@@ -53,6 +53,7 @@ class MegatronCheckpoint:
         dialect: The dialect of `fsdp_dtensor`, if the names determine one.
         counters: The progress of training, and missing counters.
         sizes: The sizes for reading rank-major tensors.
+        told_ranks: The number of tensor-parallel ranks that wrote, as the files tell; None if they do not.
         make_source: Makes `source`.
     """
 
@@ -60,6 +61,7 @@ class MegatronCheckpoint:
     dialect: Dialect | None
     counters: Counters
     sizes: Mapping[str, int]
+    told_ranks: int | None
     make_source: Callable[[], Renamed]
 
     @cached_property
@@ -98,8 +100,8 @@ def megatron_checkpoint(stored: StoredCheckpoint, *, sizes: Mapping[str, int] | 
     common = _common(stored)
     beside = train_state(stored.path)
     args = _plain_object(stored, "args") if common is None else common.get("args")
-    told = sizes_of_args(args) if isinstance(args, dict) else {}
-    known = {**run_config_sizes(stored.path), **told, **(sizes or {})}
+    told = {**run_config_sizes(stored.path), **(sizes_of_args(args) if isinstance(args, dict) else {})}
+    known = {**told, **(sizes or {})}
     make_source: Callable[[], Renamed]
     if common is None:
         # As a dict of plain values, `args` can be read without trust.
@@ -112,6 +114,7 @@ def megatron_checkpoint(stored: StoredCheckpoint, *, sizes: Mapping[str, int] | 
         dialect=dialect_of(stored) if common is None else None,
         counters=counters(WithObjects(stored, common or {}), beside),
         sizes=known,
+        told_ranks=told.get("tp"),
         make_source=make_source,
     )
 

@@ -55,6 +55,8 @@ class OpenCheckpoint:
         lacking: Values missing for a resumed run of the writing program (Megatron's formats).
         manifest: The manifest, for a checkpoint from `save`.
         identity: Differs between two saves to the same path; None for a format without such a mark.
+        told_ranks: The number of tensor-parallel ranks that wrote Megatron's `fsdp_dtensor`, as the files tell; None
+            for other formats, and for files that do not tell.
     """
 
     format: Format
@@ -66,6 +68,7 @@ class OpenCheckpoint:
     lacking: tuple[str, ...] = ()
     manifest: Manifest | None = None
     identity: str | None = None
+    told_ranks: int | None = None
 
     @cached_property
     def source(self) -> Source:
@@ -189,6 +192,7 @@ def _open_dcp(stored: StoredCheckpoint, sizes: Mapping[str, int] | None) -> Open
             extra=dict(megatrons.counters.found),
             lacking=megatrons.counters.lacking,
             identity=stored.save_id,
+            told_ranks=megatrons.told_ranks if megatrons.format == "fsdp_dtensor" else None,
         )
     return _open_plain(stored, stored.metadata.paths, Format.DCP, stored.save_id)
 

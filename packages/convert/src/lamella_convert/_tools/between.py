@@ -5,15 +5,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, Final
 
 from lamella_checkpoint import Correspondence, Source
 from lamella_checkpoint.sources import Renamed, Side
 from lamella_convert._errors import ModelUnknown
-from lamella_convert._formats.open import Format, OpenCheckpoint
+from lamella_convert._formats.open import Format, OpenCheckpoint, open_checkpoint
 from lamella_convert._tools.published import Published, Shapes, completed
 from lamella_convert._translation.families import PADDED_VOCABULARY, Family, find_family, known_model_types
-from lamella_convert._translation.megatron import BRIDGE, MTP_LAYERS, RELEASE_0_19, Dialect, MtpLayer
+from lamella_convert._translation.megatron import BRIDGE, MTP_LAYERS, RELEASE_0_19, Dialect, MtpLayer, spelled_as
 from lamella_convert._translation.megatron import write_fsdp_dtensor as with_fsdp_dtensor_names
 from lamella_convert._translation.translate import Translated, parameter_shapes
 from lamella_convert._translation.translate import translate as translated
@@ -51,31 +52,38 @@ class MegatronOptions:
     Attributes:
         dialect: Of `fsdp_dtensor` to write: "release-0.19" or "bridge".
         mtp_layer: The name in `fsdp_dtensor` of the layer inside a multi-token prediction layer: "mtp_model_layer",
-            or "transformer_layer" as in newer releases of megatron-core. Both are read.
-        tensor_parallel_size: Number of ranks that wrote or will read `fsdp_dtensor`, for rank-major tensors.
+            or "transformer_layer" as in newer releases of megatron-core. Both are read. None for the spelling of the
+            `fsdp_dtensor` that is read, or the release's.
+        tensor_parallel_size: Number of ranks that wrote or will read `fsdp_dtensor`, for rank-major tensors. From one
+            `fsdp_dtensor` to another: of the readers, and of the writers too where the checkpoint does not tell. None
+            for the writers' number.
         padded_vocabulary: Rows for tokens in Megatron, with zeros behind the configuration's rows. None for the
             configuration's number. From Megatron, padding rows are always dropped, and listed in `inexact`
             if nonzero.
 
     Raises:
-        ValueError: The dialect or the layer's name is unknown.
+        ValueError: The dialect or the layer's name is unknown, or a number is below 1.
     """
 
     dialect: str = RELEASE_0_19.name
-    mtp_layer: MtpLayer = RELEASE_0_19.mtp_layer
+    mtp_layer: MtpLayer | None = None
     tensor_parallel_size: int | None = None
     padded_vocabulary: int | None = None
 
     def __post_init__(self) -> None:
         if self.dialect not in _DIALECTS:
             raise ValueError(f"Expected `dialect` to be one of {tuple(_DIALECTS)}, got {self.dialect!r}.")
-        if self.mtp_layer not in MTP_LAYERS:
+        if self.mtp_layer not in (None, *MTP_LAYERS):
             raise ValueError(f"Expected `mtp_layer` to be one of {MTP_LAYERS}, got {self.mtp_layer!r}.")
+        for name in ("tensor_parallel_size", "padded_vocabulary"):
+            if (number := getattr(self, name)) is not None and number < 1:
+                raise ValueError(f"Expected `{name}` of at least 1, or None, got {number!r}.")
 
     @property
     def written(self) -> Dialect:
         """The dialect to write."""
-        return dataclasses.replace(_DIALECTS[self.dialect], mtp_layer=self.mtp_layer)
+        dialect = _DIALECTS[self.dialect]
+        return dialect if self.mtp_layer is None else dataclasses.replace(dialect, mtp_layer=self.mtp_layer)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,9 +93,15 @@ class Between:
     config: Mapping[str, Any] | None
     megatron: MegatronOptions
 
-    def write(self, source: Source) -> Renamed:
-        """`fsdp_dtensor`'s names over Megatron's canonical names."""
-        return with_fsdp_dtensor_names(source, self.megatron.written, sizes=self.sizes())
+    def write(self, source: Source, opened: OpenCheckpoint) -> Renamed:
+        """`fsdp_dtensor`'s names over Megatron's canonical names, spelled as in the checkpoint that was opened."""
+        dialect = self.megatron.written
+        if opened.format is Format.FSDP_DTENSOR:
+            dialect = spelled_as(opened.raw, dialect)
+            dialect = dataclasses.replace(dialect, mtp_layer=self.megatron.mtp_layer or dialect.mtp_layer)
+        elif opened.format is Format.TORCH_DIST:
+            dialect = dataclasses.replace(dialect, final_norm=spelled_as(opened.raw, dialect).final_norm)
+        return with_fsdp_dtensor_names(source, dialect, sizes=self.sizes())
 
     def modules(self, source: Source, published: Shapes) -> Translated:
         """Names of modules over the names in Hugging Face's files."""
@@ -141,6 +155,19 @@ class Between:
 
     def _family(self) -> Family | None:
         return None if self.config is None else find_family(str(self.config.get("model_type")))
+
+    def open(self, path: Path, *, trust: bool, verify: bool) -> OpenCheckpoint:
+        """Open a checkpoint. Where its files tell how many tensor-parallel ranks wrote, their number counts."""
+        opened = open_checkpoint(path, trust=trust, verify=verify, sizes=self.sizes())
+        told = opened.told_ranks
+        if told in (None, self.megatron.tensor_parallel_size):
+            return opened
+        return open_checkpoint(path, trust=trust, verify=verify, sizes=self.of_ranks(told).sizes())
+
+    def of_ranks(self, tensor_parallel_size: int | None) -> "Between":
+        """The same rules for another number of tensor-parallel ranks."""
+        megatron = dataclasses.replace(self.megatron, tensor_parallel_size=tensor_parallel_size)
+        return dataclasses.replace(self, megatron=megatron)
 
     def sizes(self) -> Mapping[str, int]:
         """Known sizes of the parts of Megatron's rank-major tensors."""

@@ -18,7 +18,7 @@ from lamella_checkpoint.dcp_writer import write_dcp
 from lamella_checkpoint.files import check_vacant, find, publish, stage, sync
 from lamella_checkpoint.sources import BUFFER_NBYTES, OnBytes, WriteOptions
 from lamella_convert._formats.hf_files import copy_side_files, read_config, write_config, write_published
-from lamella_convert._formats.open import OpenCheckpoint, find_files, open_checkpoint
+from lamella_convert._formats.open import OpenCheckpoint, find_files
 from lamella_convert._formats.safetensors_write import MAX_SHARD_NBYTES
 from lamella_convert._formats.untrained import ORIGINALS_FILE
 from lamella_convert._formats.write_source import write_safetensors, write_safetensors_file, write_torch
@@ -122,6 +122,7 @@ def convert(
         FileNotFoundError: `src` is absent.
         FormatUnknown: `src` is no checkpoint.
         ModelUnknown: No package has rules for the configuration's model type, and the conversion needs them.
+        NotImplementedError: `dtype` or `float8` for weights quantised otherwise than in float8 with block scales.
         OSError: The disk has not enough room, checked before the first write, or a write fails.
         SizeUnknown: The conversion needs `megatron.tensor_parallel_size`, or a configuration.
         TypeError: The format lacks a dtype.
@@ -133,8 +134,11 @@ def convert(
     own = beside_of(path)
     beside = own if like is None else Path(like)
     between = Between(config=None if beside is None else read_config(beside), megatron=megatron)
-    opened = open_checkpoint(path, trust=trust, verify=verify, sizes=between.sizes())
+    opened = between.open(path, trust=trust, verify=verify)
     _check_padding(opened, megatron)
+    _check_ranks(opened, to, megatron)
+    if megatron.tensor_parallel_size is None:
+        between = between.of_ranks(opened.told_ranks)
     published = Published.of(opened, own, beside)
     wish = Wish(to=to, translate=translate, dtype=dtype, float8=float8)
     plan = plan_of(opened, wish, between, published)
@@ -292,3 +296,12 @@ def _check_arguments(to: str, float8: object, megatron: MegatronOptions) -> None
 def _check_padding(opened: OpenCheckpoint, megatron: MegatronOptions) -> None:
     if megatron.padded_vocabulary is not None and convention_of(opened) is Convention.MEGATRON:
         raise ValueError(f"Expected `padded_vocabulary` from other names than Megatron's, got {str(opened.path)!r}.")
+
+
+def _check_ranks(opened: OpenCheckpoint, to: str, megatron: MegatronOptions) -> None:
+    told, given = opened.told_ranks, megatron.tensor_parallel_size
+    if to != "fsdp_dtensor" and told is not None and given not in (None, told):
+        raise ValueError(
+            f"Expected `tensor_parallel_size` to be the number of ranks that wrote {str(opened.path)!r} ({told}, as "
+            f"its files tell), got {given}. Leave it out."
+        )

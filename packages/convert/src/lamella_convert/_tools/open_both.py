@@ -11,7 +11,7 @@ from lamella_checkpoint.files import find
 from lamella_checkpoint.sources import rename
 from lamella_convert._formats.float8 import Dequantised, block_of, is_quantised
 from lamella_convert._formats.hf_files import read_config
-from lamella_convert._formats.open import OpenCheckpoint, open_checkpoint
+from lamella_convert._formats.open import OpenCheckpoint
 from lamella_convert._tools.between import Between, Convention, MegatronOptions, convention_of, layers_along, route
 from lamella_convert._tools.plan import of_sections
 from lamella_convert._tools.published import Published, beside_of
@@ -37,7 +37,7 @@ def open_both(
         b: The other checkpoint.
         like: A Hugging Face directory with the configuration for a checkpoint without one. The other
             checkpoint's configuration is the next choice.
-        tensor_parallel_size: As for `convert`.
+        tensor_parallel_size: Of the ranks that wrote a checkpoint of Megatron, where its files do not tell.
         trust: As for `convert`.
         verify: As for `convert`.
 
@@ -79,7 +79,7 @@ class _Side:
     ) -> "_Side":
         """Open a checkpoint; the first folder is the checkpoint's own, and the first with a configuration counts."""
         between = Between(config=_first_config(folders), megatron=megatron)
-        opened = open_checkpoint(path, trust=trust, verify=verify, sizes=between.sizes())
+        opened = between.open(path, trust=trust, verify=verify)
         beside = next((folder for folder in folders if folder is not None), None)
         return cls(opened=opened, between=between, published=Published.of(opened, folders[0], beside))
 

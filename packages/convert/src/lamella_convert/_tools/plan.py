@@ -19,6 +19,7 @@ from lamella_convert._formats.float8 import (
     linear_weights,
     plain_config,
     quantised_config,
+    quantised_otherwise,
 )
 from lamella_convert._formats.hf_files import with_dtype
 from lamella_convert._formats.open import Format, OpenCheckpoint
@@ -132,6 +133,13 @@ def _without_ties(
 
 
 def _as_numbers(source: Source, wish: Wish, between: Between) -> Source:
+    method = quantised_otherwise(source, between.config)
+    if method is not None and (wish.dtype is not None or wish.float8):
+        raise NotImplementedError(
+            f"Expected plain weights for `dtype` and `float8`, or fp8 with block scales, got weights quantised by "
+            f"{method!r}: their scales would be rounded or lost. Leave both out, or dequantise with the library that "
+            f"quantised."
+        )
     if not (is_quantised(source) and wish.wants_numbers):
         return source
     return Dequantised(source, dtype=wish.dtype or torch.bfloat16, block=block_of(between.config or {}))
@@ -157,7 +165,7 @@ def _translations(
     if wish.to == "fsdp_dtensor":
         counters = {name: value for name, value in opened.extra.items() if name in EXPECTED_OBJECTS}
         lacking = {name: value for name, value in counters.items() if name not in source.objects}
-        yield between.write(WithObjects(source, lacking))
+        yield between.write(WithObjects(source, lacking), opened)
 
 
 def _route(opened: OpenCheckpoint, wish: Wish, published: Published) -> list[tuple[Convention, Convention]]:
@@ -232,7 +240,7 @@ def _config_of(source: Source, config: Mapping[str, Any] | None, dtype: torch.dt
         return None
     if isinstance(source, Quantised):
         config = quantised_config(config, source.left_alone)
-    elif not is_quantised(source):
+    elif not is_quantised(source) and quantised_otherwise(source, config) is None:
         config = plain_config(config)
     return config if dtype is None else with_dtype(config, dtype)
 

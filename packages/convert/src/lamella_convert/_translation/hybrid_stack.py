@@ -13,11 +13,12 @@ Note [Groups without logical names]
 """
 
 import re
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Mapping
 from typing import Final
 
 _NESTED: Final = re.compile(r"^((?:.*\.)?decoder\.layers\.\d+)\.layers\.(\d+)\.(\w+)")
 _LOGICAL: Final = re.compile(r"^(?:.*\.)?decoder\.layers\.(\d+)\.((\w+)\..+)$")
+_MODULE: Final = re.compile(r"^(?:.*\.)?decoder\.layers\.\d+\.\w+")
 _PLACE: Final = re.compile(r"^((?:.*\.)?decoder\.)(layers\.\d+(?:\.layers\.\d+)?)(?=\.)")
 _FINAL_NORM: Final = re.compile(r"(^|\.)decoder\.final_norm\.")
 
@@ -112,6 +113,26 @@ def logical_name(name: str, groups: Container[str] = ()) -> str:
     return _FINAL_NORM.sub(r"\1decoder.final_layernorm.", _NESTED.sub(logical, name))
 
 
+def nested_modules(names: Iterable[str]) -> dict[str, str]:
+    """The nested path of each group's modules (`decoder.layers.1.layers.0.mlp`), by the logical path.
+
+    Args:
+        names: Of parameters, nested or not.
+    """
+    return {f"{match[1]}.{match[3]}": match[0] for match in map(_NESTED.match, names) if match}
+
+
+def nested_as(name: str, modules: Mapping[str, str]) -> str:
+    """The nested name of a parameter, by its logical name and `nested_modules`; other names stay."""
+    match = _MODULE.match(name)
+    return name if match is None else f"{modules.get(match[0], match[0])}{name[match.end() :]}"
+
+
+def with_final_norm(name: str) -> str:
+    """The name of a hybrid stack's last norm, by its logical name; other names stay."""
+    return re.sub(r"(^|\.)decoder\.final_layernorm\.", r"\1decoder.final_norm.", name)
+
+
 def nested_names(names: Iterable[str], pattern: str) -> dict[str, str]:
     """Nested names, by logical name, of parameters in a grouped stack; only differing names.
 
@@ -156,7 +177,7 @@ def _places(pattern: str) -> list[str]:
 
 def _nested_name(name: str, layers: list[str], pattern: str) -> str:
     if any(layer.startswith("[") for layer in layers) and ".final_layernorm." in name:
-        return re.sub(r"(^|\.)decoder\.final_layernorm\.", r"\1decoder.final_norm.", name)
+        return with_final_norm(name)
     match = _LOGICAL.match(name)
     if match is None or _NESTED.match(name):
         return name

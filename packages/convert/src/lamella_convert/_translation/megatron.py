@@ -34,13 +34,20 @@ Note [Dialects]
 
 import re
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal, get_args
 
 from lamella_checkpoint import Correspondence, Source
 from lamella_checkpoint.sources import MODEL, OPTIONS, STATE, Renamed, WithObjects, in_model, rename, split_section
-from lamella_convert._translation.hybrid_stack import logical_name, nested_groups, nested_names
+from lamella_convert._translation.hybrid_stack import (
+    logical_name,
+    nested_as,
+    nested_groups,
+    nested_modules,
+    nested_names,
+    with_final_norm,
+)
 from lamella_convert._translation.rules import Grouped, Join, Rule, Rules
 from lamella_convert._translation.translate import Translated, parameter_shapes, translate
 
@@ -146,8 +153,10 @@ class Dialect:
         fused_mla: Whether the down projections of latent attention are one tensor.
         sequential_experts: Whether experts are modules of their own (`local_experts.0.linear_fc1.weight`), and not of
             one layer with joint computation (`linear_fc1.weight0`).
+        final_norm: Whether the decoder's last norm is `final_norm`, as in hybrid stacks, and not `final_layernorm`.
         hybrid_pattern: Of a grouped hybrid stack ("[M*-][M*-]"), whose layers are stored nested. None stores layers
             without nesting.
+        nested_modules: The nested paths of a grouped stack's modules where the pattern is unknown.
     """
 
     name: DialectName
@@ -158,7 +167,9 @@ class Dialect:
     older_mamba: bool = False
     fused_mla: bool = False
     sequential_experts: bool = False
+    final_norm: bool = False
     hybrid_pattern: str | None = None
+    nested_modules: Mapping[str, str] = field(default_factory=dict, hash=False)
 
 
 RELEASE_0_19: Final = Dialect(name="release-0.19", splits_gdn=False)
@@ -197,18 +208,26 @@ def is_fsdp_dtensor(source: Source) -> bool:
 def dialect_of(source: Source) -> Dialect | None:
     """The dialect shown by a checkpoint's names; None if either dialect could have written them."""
     names = tuple(source.tensors)
-    renamed = any(".transformer_layer." in name for name in names)
-    mtp_layer: MtpLayer = "transformer_layer" if renamed else "mtp_model_layer"
     dialect: Dialect | None = None
     if any(".self_attention.in_proj.weight.query" in name for name in names):
         dialect = BRIDGE
     elif any(name.endswith((".self_attention.in_proj.weight", ".mixer.in_proj.weight")) for name in names):
         dialect = RELEASE_0_19
-    return dialect and replace(
+    return dialect and spelled_as(source, dialect)
+
+
+def spelled_as(source: Source, dialect: Dialect) -> Dialect:
+    """A dialect with the names that models of one release choose by their options, as a checkpoint has them."""
+    names = tuple(source.tensors)
+    renamed = any(".transformer_layer." in name for name in names)
+    return replace(
         dialect,
-        mtp_layer=mtp_layer,
+        mtp_layer="transformer_layer" if renamed else "mtp_model_layer",
         older_mamba=any(".mixer.conv1d.weight" in name for name in names),
+        fused_mla=any(".self_attention.linear_qkv_down_proj." in name for name in names),
         sequential_experts=any(".experts.local_experts." in name for name in names),
+        final_norm=any("decoder.final_norm." in name for name in names),
+        nested_modules=nested_modules(match[3] for match in map(_MODEL.match, names) if match and not match[1]),
     )
 
 
@@ -260,17 +279,20 @@ def write_fsdp_dtensor(
         chunks: The number of decoder layers in each model chunk, for virtual pipelines: `model0`, `model1`, ... The
             optimizer's names number all layers. Empty for `model`.
         args: The values of Megatron's `args`, which a training run compares with its own (unless fine-tuning). None for
-            the source's.
+            the source's. Readers take rank-major tensors apart by `tensor_model_parallel_size`, so the value is "tp".
 
     Returns:
         The checkpoint, with the objects required by megatron-core's training: `checkpoint_version`,
         `iteration` (0 if absent from the source), and `args` (a namespace; empty if unknown).
 
     Raises:
-        ValueError: "tp" is needed and unknown, or does not divide a component; the pattern is not the model's.
+        ValueError: "tp" is needed and unknown, does not divide a component, or the heads and groups that `args` tell;
+            the pattern is not the model's.
 
     Effects: reads `args`.
     """
+    args = _args_of(source) if args is None else args
+    source = rename(source, lambda name: None if name.startswith(_OF_ARGS) else name)
     if dialect.sequential_experts:
         source = translate(source, Rules(SEQUENTIAL_EXPERTS).match(parameter_shapes(source), "left"), to="right")
     shapes = parameter_shapes(source)
@@ -283,14 +305,47 @@ def write_fsdp_dtensor(
         to="right",
         options=_of_options(shapes, older_mamba=dialect.older_mamba, fused_mla=dialect.fused_mla),
     )
-    if args is None and "args" in source.objects:
-        known = source.read_object("args")
-        args = known if isinstance(known, Mapping) else vars(known)
     present = {*cut.objects, *cut.tensors}
+    told = dict(args)
+    if (num_ranks := (sizes or {}).get("tp")) is not None:
+        _check_heads(shapes, told, num_ranks)
+        told["tensor_model_parallel_size"] = num_ranks
     defaults = {"checkpoint_version": 3.0, "iteration": 0}
     given = {name: value for name, value in defaults.items() if name not in present}
-    complete = WithObjects(cut, {**given, "args": Namespace(**(args or {}))})
+    complete = WithObjects(cut, {**given, "args": Namespace(**told)})
     return rename(complete, stored_names(dialect, tuple(parameter_shapes(cut)), chunks))
+
+
+_OF_ARGS: Final = "args."
+"""Before the names of single values, as readers of `torch_dist` give them."""
+
+
+def _args_of(source: Source) -> dict[str, object]:
+    """The values of Megatron's `args` in a source, by name; empty without any."""
+    if "args" in source.objects:
+        known = source.read_object("args")
+        return dict(known if isinstance(known, Mapping) else vars(known))
+    single = [name for name in source.objects if name.startswith(_OF_ARGS)]
+    return {name.removeprefix(_OF_ARGS): source.read_object(name) for name in single}
+
+
+_HEADS: Final = {
+    ".mixer.in_proj.": ("mamba_num_groups", "mamba_num_heads"),
+    ".self_attention.in_proj.": ("linear_num_key_heads", "linear_num_value_heads"),
+}
+"""Names in `args` of numbers that tensor-parallel ranks share, by a part of the names of layers that have them."""
+
+
+def _check_heads(names: Iterable[str], args: Mapping[str, object], num_ranks: int) -> None:
+    """Refuse parts of heads or groups: they would be written, and no model could read them."""
+    for layer, options in _HEADS.items():
+        for option in options if any(layer in name for name in names) else ():
+            number = args.get(option)
+            if isinstance(number, int) and number % num_ranks:
+                raise ValueError(
+                    f"Expected a number of tensor-parallel ranks that divides the checkpoint's `{option}` ({number}), "
+                    f"got {num_ranks}."
+                )
 
 
 def is_of_processes(name: str) -> bool:
@@ -314,6 +369,9 @@ def canonical_name(name: str) -> str:
 def sizes_of_args(args: Mapping[str, object]) -> dict[str, int]:
     """The rules' sizes computable from Megatron's `args`, by name."""
     known = {name: value for name, value in args.items() if isinstance(value, int)}
+    if {"hidden_size", "mamba_head_dim"} <= set(known) and known["mamba_head_dim"] > 0:
+        # Mixers without a number of heads are twice as wide as the model.
+        known.setdefault("mamba_num_heads", 2 * known["hidden_size"] // known["mamba_head_dim"])
 
     def product(*names: str) -> int | None:
         result = 1
@@ -455,18 +513,22 @@ def stored_names(dialect: Dialect, parameters: Sequence[str] = (), chunks: Seque
     """
     nested = nested_names(parameters, dialect.hybrid_pattern) if dialect.hybrid_pattern else {}
 
+    def nest(name: str) -> str:
+        return nested.get(name) or nested_as(name, dialect.nested_modules)
+
     def own(name: str) -> str:
-        return _MTP.sub(rf"\1{dialect.mtp_layer}.", name)
+        named = _MTP.sub(rf"\1{dialect.mtp_layer}.", name)
+        return with_final_norm(named) if dialect.final_norm else named
 
     def of_entry(entry: str) -> str:
         """`<parameter>.<slot>`; split at the last dot, since a slot's name has no dot and a nested parameter's has."""
         parameter, dot, slot = entry.rpartition(".")
-        return own(f"{nested.get(parameter, parameter)}{dot}{slot}")
+        return own(f"{nest(parameter)}{dot}{slot}")
 
     def write(name: str) -> str:
         section, rest = split_section(name)
         if section == MODEL:
-            number, rest = _chunk_of(nested.get(rest, rest), chunks)
+            number, rest = _chunk_of(nest(rest), chunks)
             return f"model{number}.{dialect.model_prefix}{own(rest)}"
         if section == STATE:
             return f"optimizer.state.{dialect.optimizer_prefix}{of_entry(rest)}"

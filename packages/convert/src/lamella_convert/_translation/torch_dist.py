@@ -11,6 +11,7 @@ from typing import Final
 
 from lamella_checkpoint import Correspondence, Source
 from lamella_checkpoint.sources import STATE, Renamed, WithObjects, in_model, rename
+from lamella_convert._translation.hybrid_stack import logical_name
 from lamella_convert._translation.megatron import GATED, canonical_name, is_of_processes
 from lamella_convert._translation.rules import Rule, Rules, Stack, Term
 from lamella_convert._translation.translate import parameter_shapes, translate
@@ -71,12 +72,16 @@ def _reads(main_weights: Mapping[str, str]) -> Callable[[str], str | None]:
         if "._extra_state" in name or name in replaced or name.startswith(_COMMON) or is_of_processes(name):
             return None
         if name in main_weights:
-            return in_model(canonical_name(main_weights[name]))
+            return in_model(_canonical(main_weights[name]))
         if match := _STATE.match(name):
-            return f"optimizer.state.{canonical_name(match[2])}.{match[1]}"
-        return name if name.startswith(_NO_PARAMETERS) else in_model(canonical_name(name))
+            return f"optimizer.state.{_canonical(match[2])}.{match[1]}"
+        return name if name.startswith(_NO_PARAMETERS) else in_model(_canonical(name))
 
     return read
+
+
+def _canonical(name: str) -> str:
+    return logical_name(canonical_name(name))
 
 
 def _stacks(shapes: Mapping[str, tuple[int, ...]]) -> list[Correspondence]:
