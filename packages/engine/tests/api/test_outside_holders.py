@@ -24,6 +24,13 @@ class _Helper:
         self.weight_cp1 = weight
 
 
+class _Slotted:
+    __slots__ = ("weight", "empty")
+
+    def __init__(self, weight: Any) -> None:
+        self.weight = weight
+
+
 class _Scaled(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -43,6 +50,7 @@ def _with(attribute: object) -> Any:
 
 HOLDERS: dict[str, tuple[Any, str]] = {
     "object": (lambda model: _Helper(model.scale), r"'0\.helper\.weight_cp1' of a _Helper"),
+    "object with slots": (lambda model: _Slotted(model.scale), r"'0\.helper\.weight' of a _Slotted"),
     "list": (lambda model: [model.scale], r"'0\.helper\[0\]' of a _Scaled"),
     "dict in object": (lambda model: _Helper({"a": model.scale}), r"0\.helper\.weight_cp1\['a'\]. of a _Helper"),
     "tuple in list": (lambda model: [(1, model.scale)], r"'0\.helper\[0\]\[1\]'"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Container, Iterable, Iterator, Mapping
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import NamedTuple
 
 import torch
@@ -84,7 +84,20 @@ def _parts(value: object, path: str, class_name: str) -> Iterator[tuple[str, str
     elif isinstance(value, functools.partial):
         yield f"{path}.args", class_name, [*value.args, *value.keywords.values()]
     else:
-        attributes = getattr(value, "__dict__", None)
-        if isinstance(attributes, dict):
-            name = type(value).__name__
-            yield from ((f"{path}.{key}", name, inner) for key, inner in list(attributes.items()))
+        name = type(value).__name__
+        yield from ((f"{path}.{key}", name, inner) for key, inner in _attributes(value))
+
+
+def _attributes(value: object) -> Iterator[tuple[str, object]]:
+    """The attributes in an object's dictionary and slots. Properties are not called: they look things up anew."""
+    attributes = getattr(value, "__dict__", None)
+    if isinstance(attributes, dict):
+        yield from list(attributes.items())
+    for cls in type(value).__mro__:
+        for name, member in list(vars(cls).items()):
+            if isinstance(member, MemberDescriptorType):
+                try:
+                    inner = member.__get__(value)
+                except AttributeError:  # an empty slot
+                    continue
+                yield name, inner
