@@ -128,6 +128,16 @@ def test_copies_of_a_shared_block_are_refused(family: str) -> None:
         sharding_units(make_model(family))
 
 
+def test_blocks_are_not_joined_in_a_sharded_model() -> None:
+    def check() -> None:
+        model = make_model("zamba2")
+        fully_shard(model)
+        with pytest.raises(ValueError, match=r"before fully_shard, got one with a unit at '' and copies of a block at"):
+            join_tied_blocks(model)
+
+    run_ranks(check, 1)
+
+
 def test_units_come_before_the_units_around_them() -> None:
     model = make_model("zamba2")
     join_tied_blocks(model)

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from lamella_engine import declare_reads
+from lamella_engine import FSDPModule, declare_reads
 from lamella_mamba._families import TABLE
 
 
@@ -75,9 +75,17 @@ def join_tied_blocks(model: nn.Module) -> list[str]:
     Returns:
         The names of the places with another place's module now; empty for other families.
 
+    Raises:
+        ValueError: The model has copies, and is sharded already.
+
     Effects: none on parameters.
     """
     copies = list(_tied_copies(model))
+    if copies and (sharded := [name for name, each in model.named_modules() if isinstance(each, FSDPModule)]):
+        raise ValueError(
+            f"Expected a model before fully_shard, got one with a unit at {sharded[0]!r} and copies of a block at "
+            f"{copies[0][0]!r}: units would go on with the copies' modules. Join the blocks first."
+        )
     for name, _, kept in copies:
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, kept)
