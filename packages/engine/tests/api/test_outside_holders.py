@@ -25,7 +25,7 @@ class _Helper:
 
 
 class _Slotted:
-    __slots__ = ("weight", "empty")
+    __slots__ = ("empty", "weight")
 
     def __init__(self, weight: Any) -> None:
         self.weight = weight
