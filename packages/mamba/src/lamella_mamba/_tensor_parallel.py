@@ -144,8 +144,10 @@ class _GroupedSizes:
         first: nn.Parameter | None = getattr(experts.linear_fc1, "weight0", None)
         rows = 0 if first is None else first.shape[0]
         interleaved = getattr(experts.config, "moe_mlp_glu_interleave_size", None)
-        if interleaved or not experts.config.gated_linear_unit:
-            return {"g": (rows, 2 * (interleaved or 0) or 1), "u": (0, 1)}
+        if interleaved:
+            return {"g": (rows, 2 * interleaved), "u": (0, 1)}
+        if not experts.config.gated_linear_unit:
+            return {"g": (rows, 1), "u": (0, 1)}
         return {"g": (rows // 2, 1), "u": (rows // 2, 1)}
 
 

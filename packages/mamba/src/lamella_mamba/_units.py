@@ -81,9 +81,10 @@ def join_tied_blocks(model: nn.Module) -> list[str]:
     Effects: none on parameters.
     """
     copies = list(_tied_copies(model))
-    if copies and (sharded := [name for name, each in model.named_modules() if isinstance(each, FSDPModule)]):
+    unit = next((name for name, each in model.named_modules() if isinstance(each, FSDPModule)), None)
+    if copies and unit is not None:
         raise ValueError(
-            f"Expected a model before fully_shard, got one with a unit at {sharded[0]!r} and copies of a block at "
+            f"Expected a model before fully_shard, got one with a unit at {unit!r} and copies of a block at "
             f"{copies[0][0]!r}: units would go on with the copies' modules. Join the blocks first."
         )
     for name, _, kept in copies:
