@@ -54,7 +54,8 @@ def main(args: list[str]) -> int:
             missing = _require_gpus_for(int(num_gpus)) or _require("megatron.core", "transformer_engine")
             return missing or _pytest(f"gpu{num_gpus}", rest, session=f"megatron({device})", folders=[MEGATRON])
         case ["clients", *rest]:
-            return _require_gpus(2) or _pytest_in(CLIENTS, "gpu2", ["-W", "default", *rest])  # the libraries' warnings
+            shows_warnings = ["-W", "default"]  # the libraries' own
+            return _require_gpus(2) or _pytest_in("gpu2", [str(CLIENTS), *shows_warnings, *rest])
         case ["bench", num_gpus, *rest] if num_gpus.isdecimal():
             is_on_cpu = "--device cpu" in " ".join(rest).replace("=", " ")
             return (0 if is_on_cpu else _require_gpus(int(num_gpus))) or _bench(num_gpus, rest)
@@ -83,17 +84,28 @@ def _pytest(marker: str, args: list[str], *, session: str, folders: list[Path] =
     if RANKS_PER_GPU > 1:  # The command refuses to.
         others += ["--ignore", str(ROOT / "packages" / "lamella" / "tests" / "test_gpu.py")]
     results: list[int] = []
-    for folder in marked:
+    for folder, found in _selected(marked, args).items():
         with TemporaryDirectory() as temporary:
             report = Path(temporary) / "report.xml"
-            results.append(_pytest_in(folder, marker, [*others, f"--junitxml={report}", *args]))
+            results.append(_pytest_in(marker, [*others, f"--junitxml={report}", *found]))
             if results[-1] < 0:
                 print(f"pytest in {folder} was killed by signal {-results[-1]}.", file=sys.stderr)
             if status is not None and results[-1] != NO_TESTS_RAN and report.is_file():
-                gpu_status.record(report, status, session=recorded, folder=folder, selection=_selection(args))
+                selection = _selection([arg for arg in found if arg != str(folder)])
+                gpu_status.record(report, status, session=recorded, folder=folder, selection=selection)
     # The first that failed, not the greatest: a child killed by a signal has a negative code.
     ran = [result for result in results if result != NO_TESTS_RAN]
     return next((result for result in ran if result), 0 if ran else NO_TESTS_RAN)
+
+
+def _selected(folders: list[Path], args: list[str]) -> dict[Path, list[str]]:
+    """Arguments by folder: the paths among `args` that lie in it; without paths, every folder whole."""
+    paths = [arg for arg in args if "/" in arg and (ROOT / arg.partition("::")[0]).exists()]
+    others = [arg for arg in args if arg not in paths]
+    if not paths:
+        return {folder: [str(folder), *others] for folder in folders}
+    within = {folder: [path for path in paths if (ROOT / path).is_relative_to(folder)] for folder in folders}
+    return {folder: [*found, *others] for folder, found in within.items() if found}
 
 
 def _selection(args: list[str]) -> str:
@@ -110,13 +122,13 @@ def _sources(folder: Path) -> Iterator[str]:
     return (file.read_text(encoding="utf-8") for file in folder.rglob("test_*.py"))
 
 
-def _pytest_in(folder: Path, marker: str, args: list[str]) -> int:
+def _pytest_in(marker: str, args: list[str]) -> int:
     config = ["--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml"), *(["-p", "xdist"] if "-n" in args else [])]
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # Plugins installed on the machine could change results.
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # Ranks share the cores; sums must not depend on the number of cores.
     # megatron-core asks for GPUs while it is imported. By the driver, the process's forks could use no GPU afterwards.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-    return _python("-m", "pytest", *config, "-m", marker, str(folder), *args)
+    return _python("-m", "pytest", *config, "-m", marker, *args)
 
 
 def _bench(num_gpus: str, args: list[str]) -> int:

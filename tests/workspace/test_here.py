@@ -43,7 +43,7 @@ def test_the_first_folder_that_fails_is_the_result(
         folder.mkdir()
         (folder / "test_one.py").write_text("pytest.mark.gpu9\n")
     by_folder = dict(zip(folders, codes, strict=True))
-    monkeypatch.setattr(here, "_pytest_in", lambda folder, marker, args: by_folder[folder])
+    monkeypatch.setattr(here, "_pytest_in", lambda marker, args: by_folder[Path(args[-1])])
     assert here._pytest("gpu9", [], session="gpu(9)", folders=folders) == expected
     said = [f"pytest in {folder} was killed by signal 11." for folder, code in by_folder.items() if code == CRASHED]
     assert capsys.readouterr().err.splitlines() == said
@@ -54,3 +54,22 @@ def test_status_without_a_file_is_refused(rest: list[str]) -> None:
     command = [sys.executable, str(ROOT / "tools" / "here.py"), "soak", "--status", *rest]
     run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert run.returncode == 2 and "Expected a file after --status" in run.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        (["-k", "docs"], {"a": ["{root}/a", "-k", "docs"], "b": ["{root}/b", "-k", "docs"]}),
+        (["b/test_one.py::test", "-q"], {"b": ["b/test_one.py::test", "-q"]}),
+        (["-k", "a/missing"], {"a": ["{root}/a", "-k", "a/missing"], "b": ["{root}/b", "-k", "a/missing"]}),
+    ],
+)
+def test_a_path_runs_in_its_own_folder_alone(
+    here: ModuleType, args: list[str], expected: dict[str, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder in ("a", "b", "docs"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "test_one.py").touch()
+    monkeypatch.setattr(here, "ROOT", tmp_path)
+    found = here._selected([tmp_path / "a", tmp_path / "b"], args)
+    assert found == {tmp_path / name: [arg.format(root=tmp_path) for arg in its] for name, its in expected.items()}

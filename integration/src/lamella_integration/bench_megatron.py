@@ -220,6 +220,8 @@ def _wrapped(options: argparse.Namespace, config: Any, module: nn.Module) -> tup
     is_sharded = options.engine != "ddp"
     ddp_config = distributed.DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
+        # Megatron-FSDP sums and keeps gradients in the weights' bf16 otherwise, at half of the bytes of the others.
+        megatron_fsdp_main_grads_dtype=torch.float32,
         overlap_grad_reduce=True,
         overlap_param_gather=True,
         use_distributed_optimizer=True,
