@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed.fsdp as fsdp2
-from engine_models import Net, fsdp, shard
+from engine_models import Net, fsdp, inputs, shard
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
@@ -133,6 +133,34 @@ def test_sparse_gradients_are_refused_by_name() -> None:
         model = nn.Sequential(nn.Embedding(5, 3, sparse=True))
         with pytest.raises(ValueError, match=r"'0\.weight'.*sparse=True"):
             fully_shard(model)
+
+    _on_one_rank(check)
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_from_before_sharding_are_refused_by_name_until_they_are_removed(register: str) -> None:
+    def check() -> None:
+        model = Net()
+        handle = getattr(model.get_parameter("layers.1.up.weight"), register)(lambda _: None)
+        with pytest.raises(ValueError, match=r"'layers\.1\.up\.weight' before fully_shard, got 1, which nothing"):
+            fully_shard(model)
+        handle.remove()
+        fully_shard(model)
+
+    _on_one_rank(check)
+
+
+def test_hooks_on_sharded_parameters_that_autograd_never_calls_are_refused_by_name() -> None:
+    def check() -> None:
+        model = shard(Net())
+        weight = model.layers[1].get_parameter("up.weight")
+        handle = weight.register_hook(lambda gradient: 0 * gradient)  # type: ignore[no-untyped-call]
+        with pytest.raises(RuntimeError, match=r"'layers\.1\.up\.weight' from .* got one from register_hook"):
+            model(inputs()).sum().backward()
+        handle.remove()
+        fsdp(model).reset_iter_state()
+        model(inputs()).sum().backward()
+        assert weight.grad is not None
 
     _on_one_rank(check)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from engine_models import (
 )
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.func import functional_call
 
 from lamella_engine import DDP, HSDP, ZERO1, ZERO3, Rows, ShardingOptions, fully_shard, set_main_grads
 from lamella_testing import run_ranks
@@ -215,6 +217,25 @@ def test_a_replacement_that_is_no_shard_is_refused(value: nn.Parameter | None, m
         del model.head.weight, model.stem.weight
         with pytest.raises(TypeError, match=r"'stem\.weight' to be a DTensor of shape \(11, 7\), got NoneType"):
             model(TOKENS)
+
+    run_ranks(on_each_rank, 2)
+
+
+@pytest.mark.parametrize("placements", [DDP, ZERO1, ZERO3], ids=str)
+def test_a_functional_call_uses_parameters_that_are_given_and_refuses_other_tensors(placements: Any) -> None:
+    """Other tensors would stay in the shards after the call has put the model's own parameters back."""
+
+    def on_each_rank() -> None:
+        apply = partial(shard, options=ShardingOptions(placements=placements))
+        reference, sharded = twins(_Untied, apply)
+        assert_trains_alike(reference, sharded, LOSS)
+        with torch.no_grad():
+            halves = {name: nn.Parameter(p.detach() / 2) for name, p in sharded.named_parameters()}
+            expected = functional_call(reference, {name: p / 2 for name, p in reference.named_parameters()}, TOKENS)
+            torch.testing.assert_close(functional_call(sharded, {**halves}, TOKENS), expected)
+            with pytest.raises(TypeError, match=r"weight' to be replaced by an nn\.Parameter, got DTensor"):
+                functional_call(sharded, {name: p.detach() for name, p in halves.items()}, TOKENS)
+        assert_trains_alike(reference, sharded, LOSS)
 
     run_ranks(on_each_rank, 2)
 

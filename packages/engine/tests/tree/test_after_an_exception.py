@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -141,6 +141,24 @@ def test_a_failed_validation_is_forgotten_by_the_next_one_even_without_a_reset()
             _fail(sharded, "forward")
             torch.testing.assert_close(sharded(X), reference(X))
         assert_at_rest(sharded)
+
+    run_ranks(check, 2)
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
+def test_a_forward_after_a_failed_backward_is_refused_until_a_reset(mode: Callable[[], Any]) -> None:
+    """The block before the one that failed would run on weights that were freed: its backward has begun already."""
+
+    def check() -> None:
+        reference, sharded = twins(_FragileNet)
+        assert_trains_alike(reference, sharded, LOSS)
+        _fail(sharded, "backward")
+        for _ in range(2):
+            with mode(), pytest.raises(RuntimeError, match=r"Expected reset_iter_state\(\) after a backward"):
+                sharded(X)
+        fsdp(sharded).reset_iter_state()
+        sharded.zero_grad()
+        assert_trains_alike(reference, sharded, LOSS)
 
     run_ranks(check, 2)
 

@@ -40,9 +40,9 @@ def clip_grad_norm_(
         ValueError: A gradient is `Partial`, or `norm_type` is not above 0.
         RuntimeError: The norm is not finite, and `error_if_nonfinite` was given.
 
-    Effects: collective: an all-reduce of 4 bytes for each set of mesh axes that gradients are sharded along, an axis;
-        on the current stream. No host sync except for `error_if_nonfinite`, and for gradients on the CPU in a group
-        without a CPU backend: their norms are summed on the group's device.
+    Effects: collective: an all-reduce of one number (two for infinity) for each set of mesh axes that gradients are
+        sharded along, an axis; on the current stream. No host sync except for `error_if_nonfinite`, and for gradients
+        on the CPU in a group without a CPU backend: their norms are summed on the group's device.
     """
     given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     if not norm_type > 0:
@@ -89,11 +89,20 @@ def _norm_over(groups: tuple[dist.ProcessGroup, ...], locals_: list[torch.Tensor
         if owns := [local for local in same if local.numel() > 0]:
             norms += torch._foreach_norm(owns, p, dtype=dtype)
     norm = _norm_of(norms, p)
-    if not math.isinf(p):
-        norm = norm.pow(p)
+    if math.isinf(p):
+        return _largest_over(groups, norm)
+    norm = norm.pow(p)
     for group in groups:
-        all_reduce_anywhere(norm, group, dist.ReduceOp.MAX if math.isinf(p) else dist.ReduceOp.SUM)
-    return norm if math.isinf(p) else norm.pow(1 / p)
+        all_reduce_anywhere(norm, group, dist.ReduceOp.SUM)
+    return norm.pow(1 / p)
+
+
+def _largest_over(groups: tuple[dist.ProcessGroup, ...], norm: torch.Tensor) -> torch.Tensor:
+    # NaN travels beside: a collective's maximum may lose a NaN, and ranks would clip by different norms.
+    both = torch.stack([norm, norm.isnan().to(norm.dtype)])
+    for group in groups:
+        all_reduce_anywhere(both, group, dist.ReduceOp.MAX)
+    return torch.where(both[1] != 0, math.nan, both[0])
 
 
 def _norm_of(norms: list[torch.Tensor], p: float) -> torch.Tensor:

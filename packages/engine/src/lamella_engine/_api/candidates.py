@@ -155,6 +155,11 @@ def _check_parameter(name: str, parameter: nn.Parameter) -> None:
             f"grad_dtype={parameter.grad_dtype}. Leave it unset, and say `main_grads_dtype` in `mp_policy`, or "
             "`main_dtype` for main weights and gradients."
         )
+    if num_hooks := len(parameter._backward_hooks or ()) + len(parameter._post_accumulate_grad_hooks or ()):
+        raise ValueError(
+            f"Expected no hooks on the gradient of {name!r} before fully_shard, got {num_hooks}, which nothing would "
+            "call again. Register them on the sharded parameter, by register_post_accumulate_grad_hook."
+        )
     if not local_of(parameter).is_contiguous():
         raise NotImplementedError(
             f"Expected {name!r} to be contiguous, got strides {parameter.stride()} of shape {tuple(parameter.shape)}. "

@@ -207,6 +207,8 @@ class FSDPModule(_TorchsModule):
     def reset_iter_state(self) -> None:
         """Return the whole tree to rest after an exception in forward or backward; gradients of the step are lost.
 
+        The next forward is refused after a failed backward without this call, and forgets a failed forward by itself.
+
         Raises:
             RuntimeError: The unit is not the outermost.
 

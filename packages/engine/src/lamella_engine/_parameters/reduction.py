@@ -183,12 +183,22 @@ def install_gradients(group: ParameterGroup, reduced: Reduced, *, are_divided: b
 
 
 def hooks_of(group: ParameterGroup, present: Sequence[bool]) -> list[Callable[[], None]]:
-    """Callables that run the hooks of members with a new gradient and with hooks."""
-    return [
-        parameter.run_hooks
-        for parameter, wanted in zip(group.parameters, present, strict=True)
-        if wanted and parameter.sharded._post_accumulate_grad_hooks
-    ]
+    """Callables that run the hooks of members with a new gradient and with hooks.
+
+    Raises:
+        RuntimeError: A member has hooks from `register_hook`, which autograd calls for the unsharded form alone.
+    """
+    hooks: list[Callable[[], None]] = []
+    for parameter, wanted in zip(group.parameters, present, strict=True):
+        if parameter.sharded._backward_hooks:
+            raise RuntimeError(
+                f"Expected a hook on the sharded gradient of {parameter.full_name!r} from "
+                "register_post_accumulate_grad_hook, got one from register_hook, which autograd would never call. Read "
+                "and change `parameter.grad` in a hook of the other kind."
+            )
+        if wanted and parameter.sharded._post_accumulate_grad_hooks:
+            hooks.append(parameter.run_hooks)
+    return hooks
 
 
 @lru_cache(maxsize=4096)  # called in every reduction with a hook

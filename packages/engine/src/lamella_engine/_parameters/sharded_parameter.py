@@ -105,7 +105,7 @@ class ShardedParameter:
         return next(iter(others.values()), self.sharded)
 
     def replacement(self) -> torch.Tensor:
-        """The DTensor assigned in place of the sharded form, or the sharded form.
+        """The Parameter assigned in place of the sharded form, or the sharded form.
 
         Raises:
             TypeError: An owner holds something else than a shard of the parameter.
@@ -117,6 +117,12 @@ class ShardedParameter:
                 f"Expected parameter {self.name!r} to be a DTensor of shape {tuple(self.sharded.shape)}, got "
                 f"{type(held).__name__} of shape {None if held is None else tuple(held.shape)}. Only a DTensor can "
                 "replace a sharded parameter; to write whole values, distribute them first (`distribute_tensor`)."
+            )
+        if not isinstance(held, nn.Parameter):
+            # `functional_call` puts the former tensor back later, unseen: the shards would keep the values of this one.
+            raise TypeError(
+                f"Expected parameter {self.name!r} to be replaced by an nn.Parameter, got {type(held).__name__}. Wrap "
+                "it (`nn.Parameter(value)`), also for torch.func.functional_call; or copy into the parameter."
             )
         if not lie_alike(held, self.sharded) or local_of(held).shape != self.shard.shape:
             before, now = (tensor.placements for tensor in (self.sharded, held))  # type: ignore[attr-defined]

@@ -4,7 +4,7 @@
     head.weight = embed.weight, in one unit            one parameter; the second one's shards are freed
     head.weight = embed.weight, in two units           RuntimeError with both names
     head.weight = another DTensor, where it was tied   RuntimeError with both places
-    weight = a DTensor with the same placements        the parameter (`ParameterGroup.adopt_replaced_shards`)
+    weight = a Parameter with the same placements      the parameter (`ParameterGroup.adopt_replaced_shards`)
     weight = anything else                             TypeError (`ShardedParameter.replacement`)
     any of these while the unit is unsharded           RuntimeError (`install`)
 

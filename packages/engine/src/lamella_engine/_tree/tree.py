@@ -152,6 +152,9 @@ class Tree:
         Returns:
             Whether the unit's forward begins here. In a unit of several modules, forward begins with the first module
             to run, and is over when each module has run.
+
+        Raises:
+            RuntimeError: An exception has ended the last backward, and `reset` was not called.
         """
         weights = unit.weights
         if module_id not in unit.parameters.module_ids and weights.may_be_read(is_recomputed=is_recomputed):
@@ -180,6 +183,12 @@ class Tree:
         return begins
 
     def _begin_pass(self, root: Unit) -> None:
+        if self.context.is_in_backward:
+            raise RuntimeError(
+                "Expected reset_iter_state() after a backward that an exception has ended, got another forward. The "
+                "gradients of units that were in their backward would be wrong. Call it on the outermost unit, then "
+                "zero_grad(), and repeat the step."
+            )
         with label("root_pre_forward"):
             self.finish_left()
             self.context.phase = Phase.FORWARD
