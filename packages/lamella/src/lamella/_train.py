@@ -1,6 +1,7 @@
 """The training loop of one rank."""
 
 import math
+import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -65,6 +66,11 @@ def make_optimizer(model: nn.Module, optim: OptimConfig) -> torch.optim.AdamW:
     ]
     kept = [group for group in groups if group["params"]]
     return torch.optim.AdamW(kept, lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps, fused=True)
+
+
+def seed_of(seed: int, step: int, rank: int) -> int:
+    """Return the seed of a step's dropout on a rank: of a resumed run's step as of an uninterrupted run's."""
+    return random.Random(f"{seed} {step} {rank}").getrandbits(63)
 
 
 def token_losses(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
@@ -173,9 +179,13 @@ class Trainer:
             if self._pretrained is not None:
                 load_weights(self._pretrained, self._model, self._spec)
             return 0, []
+        groups = self._optimizer.param_groups
+        settings = [{name: value for name, value in group.items() if name != "params"} for group in groups]
         try:
             extra = load(latest, model=self._model, optimizer=self._optimizer)
             step = int(extra["step"])
+            for group, own in zip(groups, settings, strict=True):
+                group.update(own)  # The checkpoint has options too; the run's settings were printed, and count.
             return step, told_of_scales(load_scaling_state(self._model, extra.get("scaling", {})), step)
         except (CheckpointDamaged, CheckpointFailed) as error:
             if (problem := damage_in(error)) is None:
@@ -185,6 +195,7 @@ class Trainer:
     def _step(self, step: int) -> tuple[torch.Tensor, torch.Tensor, float]:
         """Run one optimizer step; return this rank's loss and the gradient's norm, 0-D on the device, and the rate."""
         optim = self._config.optim
+        torch.manual_seed(seed_of(self._config.run.seed, step, self._rank.rank))
         batch = self._stream.batch(step, self._rank.rank, self._rank.num_ranks)
         microbatches = batch.to(self._rank.device).chunk(optim.accumulation)
         # Gradients are averaged over ranks with unequal numbers of targets. The factor makes the mean one over targets.
