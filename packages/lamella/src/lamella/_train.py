@@ -4,6 +4,7 @@ import math
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -68,23 +69,31 @@ def make_optimizer(model: nn.Module, optim: OptimConfig) -> torch.optim.AdamW:
     return torch.optim.AdamW(kept, lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps, fused=True)
 
 
+def balance_coefficient(spec: ModelSpec) -> float:
+    """Return the weight of the loss that balances experts, by the names that configs have for it."""
+    values = spec.to_dict()
+    return cast(float, values.get("router_aux_loss_coef", values.get("aux_loss_coef", 0.0)))
+
+
 def seed_of(seed: int, step: int, rank: int) -> int:
     """Return the seed of a step's dropout on a rank: of a resumed run's step as of an uninterrupted run's."""
     return random.Random(f"{seed} {step} {rank}").getrandbits(63)
 
 
-def token_losses(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-    """Return the cross entropy of every predicted token, (num_sequences, sequence_length) fp32.
+def token_losses(model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the cross entropy of every predicted token, (num_sequences, sequence_length) fp32, and the auxiliary loss.
 
-    Tokens outside the loss have 0; see Note [A complement is read and not predicted].
+    Tokens outside the loss have 0; see Note [A complement is read and not predicted]. The auxiliary loss, 0-D, balances
+    the experts of a model whose config has `output_router_logits`; None for other models.
 
     Args:
         model: A causal language model of transformers.
         batch: (num_sequences, sequence_length + 1) int64.
     """
     inputs, targets = inputs_and_targets(batch)
-    logits = model(input_ids=inputs, use_cache=False).logits
-    return F.cross_entropy(logits.float().transpose(1, 2), targets, reduction="none")
+    outputs = model(input_ids=inputs, use_cache=False)
+    losses = F.cross_entropy(outputs.logits.float().transpose(1, 2), targets, reduction="none")
+    return losses, getattr(outputs, "aux_loss", None)
 
 
 class Trainer:
@@ -216,8 +225,11 @@ class Trainer:
     def _backward(self, microbatch: torch.Tensor, scale: float, *, is_last: bool) -> torch.Tensor:
         assert isinstance(self._model, FSDPModule)
         self._model.set_requires_gradient_sync(is_last)
-        loss = token_losses(self._model, microbatch).sum() * scale
-        loss.backward()  # type: ignore[no-untyped-call]
+        losses, balance = token_losses(self._model, microbatch)
+        loss = objective = losses.sum() * scale
+        if balance is not None:  # a mean over the tokens of one microbatch
+            objective = loss + balance_coefficient(self._spec) / self._config.optim.accumulation * balance
+        objective.backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
     def _is_due(self, step: int) -> bool:
@@ -284,7 +296,7 @@ class Trainer:
         self._model.eval()
         sums = torch.zeros(2, dtype=torch.float64, device=self._rank.device)
         for batch, weights in self._validation_batches():
-            losses = token_losses(self._model, batch.to(self._rank.device)).double().sum(1)
+            losses = token_losses(self._model, batch.to(self._rank.device))[0].double().sum(1)
             num_units = self._data.num_units(inputs_and_targets(batch)[1])
             sums += torch.stack([losses, num_units.to(losses)]) @ weights.to(losses)
         self._model.train()
