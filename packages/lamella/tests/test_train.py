@@ -17,7 +17,7 @@ from lamella._float8 import in_float8
 from lamella._models import build_model, load_spec
 from lamella._report import StepRecord, read
 from lamella._tokens import BatchStream, inputs_and_targets, load_tokens
-from lamella._train import learning_rate, shard
+from lamella._train import learning_rate, shard, token_losses
 from lamella_precision import Float8Linear
 from lamella_testing import RankFailure, run_ranks
 
@@ -205,3 +205,25 @@ def test_the_loss_that_balances_experts_counts_where_the_config_asks_for_it(
     [step] = [record for record in read(run.directory.metrics) if isinstance(record, StepRecord)]
     assert step.grad_norm == pytest.approx(norm.item(), rel=1e-5)
     assert step.loss == pytest.approx((outputs.loss - 5.0 * outputs.aux_loss).item(), rel=1e-5)
+
+
+def test_parameters_of_a_state_space_model_compute_in_fp32_beside_bf16(tmp_path: Path) -> None:
+    sizes = {"num_heads": 4, "head_dim": 8, "state_size": 4, "n_groups": 1, "expand": 2}
+    values = {"model_type": "mamba2", "vocab_size": 300, "hidden_size": 16, "num_hidden_layers": 1} | sizes
+    (tmp_path / "config.json").write_text(json.dumps(values))
+
+    def on_rank() -> dict[str, torch.dtype]:
+        spec = load_spec(str(tmp_path))
+        model = build_model(spec, torch.device("cpu"), seed=0)
+        shard(model, spec, ParallelConfig(device="cpu", precision="bf16"))
+        seen: dict[str, torch.dtype] = {}
+        [mixer] = [module for module in model.modules() if hasattr(module, "A_log")]
+        mixer.register_forward_pre_hook(
+            lambda module, _: seen.update({name: each.dtype for name, each in module.named_parameters()})
+        )
+        losses, _ = token_losses(model, torch.arange(18).view(2, 9))
+        losses.sum().backward()  # type: ignore[no-untyped-call]
+        return seen
+
+    for seen in run_ranks(on_rank, 2):
+        assert {name for name, dtype in seen.items() if dtype == torch.float32} == {"A_log", "D", "dt_bias"}

@@ -20,7 +20,7 @@ from lamella._directory import RunDirectory
 from lamella._endings import LossNotFiniteError, StorageError
 from lamella._float8 import in_float8, told_of_products, told_of_scales
 from lamella._measure import Interval, Speed, peak_flops
-from lamella._models import ModelSpec, build_model, flops_per_token, load_spec, sharding_units
+from lamella._models import ModelSpec, build_model, flops_per_token, fp32_parameters, load_spec, sharding_units
 from lamella._place import Rank
 from lamella._prepare import stream_settings
 from lamella._pretrained import build_without_parameters, load_weights, materialise, pretrained_directory
@@ -48,7 +48,11 @@ def shard(model: nn.Module, spec: ModelSpec, parallel: ParallelConfig) -> None:
     mesh = init_device_mesh(parallel.device, (dist.get_world_size(),))
     policy = MixedPrecisionPolicy()
     if parallel.precision == "bf16":
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        policy = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16,
+            reduce_dtype=torch.float32,
+            param_dtype_override_fn=fp32_parameters(model, spec.model_type),
+        )
     units = sharding_units(model, spec.model_type)
     of_units = policy if parallel.float8 == "no" else in_float8(units, policy, parallel)
     for unit in units:
