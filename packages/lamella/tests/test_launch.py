@@ -2,17 +2,23 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from lamella import WorkerError
+from lamella import ParallelConfig, WorkerError
 from lamella._launch import run_workers
+from lamella._place import STORE_VARIABLE, process_group
+from lamella_testing import run_ranks
 
 DEADLINE_S = 120  # A process that takes longer hangs, on a busy machine too.
 
@@ -118,3 +124,25 @@ def test_workers_leave_when_their_parent_is_killed(parent: "subprocess.Popen[str
     parent.kill()
     parent.communicate(timeout=DEADLINE_S)
     wait_until(lambda: not any(is_alive(pid) for pid in pids(tmp_path)))
+
+
+def test_ranks_of_torchrun_wait_for_rank_0_longer_than_torch_does() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+
+    def on_rank() -> tuple[int, bool]:
+        rank = dist.get_rank()
+        dist.destroy_process_group()
+        setattr(dist.distributed_c10d, "default_pg_timeout", timedelta(seconds=1))  # noqa: B010
+        variables = {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        os.environ.update({name: str(value) for name, value in variables.items()})
+        os.environ.pop(STORE_VARIABLE, None)
+        if rank == 0:
+            time.sleep(2)  # It makes the tokens.
+        with process_group(ParallelConfig(device="cpu")) as found:
+            total = torch.tensor(found.rank)
+            dist.all_reduce(total)
+        return int(total), dist.is_initialized()
+
+    assert run_ranks(on_rank, 2) == [(1, False), (1, False)]

@@ -10,6 +10,7 @@ from lamella import Config, ConfigError, ModelConfig, OptimConfig, cli
 from lamella._config import GROUPS, read_file, resolve, to_toml, to_values
 from lamella._models import NAMED
 from lamella._options import fields_of
+from lamella._prepare import run_root
 
 
 def config_of(*argv: str) -> Config:
@@ -78,6 +79,7 @@ def test_an_unknown_option_is_refused_with_the_nearest_one() -> None:
         (["--validation-fraction", "1"], "Expected --validation-fraction above 0 and below 1, got 1.0."),
         (["--device", "tpu"], "Expected --device to be one of 'auto', 'cpu', 'cuda', got 'tpu'."),
         (["--vocab-size", "256"], "Expected --vocab-size of at least 257, got 256."),
+        (["--seed", "4294967296"], "Expected --seed of at least 0 and below 4294967296, got 4294967296."),
     ],
 )
 def test_a_value_that_does_not_fit_is_refused_by_the_options_name(argv: list[str], expected: str) -> None:
@@ -120,7 +122,7 @@ def test_a_missing_file_is_refused() -> None:
 
 
 def test_the_printed_settings_can_be_read_back(tmp_path: Path) -> None:
-    config = config_of("--ranks", "3", "--data", 'a "quoted" path', "--lr", "1e-7", "--no-resume")
+    config = config_of("--ranks", "3", "--data", 'a "quoted" path', "\U0001f999", "--lr", "1e-7", "--no-resume")
     path = tmp_path / "run.toml"
     path.write_text(to_toml(config), encoding="utf-8")
     assert resolve(read_file(str(path))) == config
@@ -133,3 +135,23 @@ def test_a_configuration_made_in_python_is_checked_too() -> None:
     config = Config(model=ModelConfig(name="llama-small"))
     with pytest.raises(ConfigError, match="Expected --batch-size to be an integer, got 'many'"):
         replace(config, optim=OptimConfig(batch_size="many"))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("qwen3.5-tiny", "qwen3.5-tiny"),
+        ("Llama-3.1-8B", "Llama-3.1-8B"),
+        ("Llama-3.1-8B/config.json", "Llama-3.1-8B"),
+        ("Llama-3.1-8B/../Llama-3.1-8B", "Llama-3.1-8B"),
+        ("tiny.json", "tiny"),
+    ],
+)
+def test_the_folder_of_a_run_has_the_whole_name_of_the_model(
+    model: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("Llama-3.1-8B").mkdir()
+    for file in ("Llama-3.1-8B/config.json", "tiny.json"):
+        Path(file).write_text("{}", encoding="utf-8")
+    assert run_root(Config(model=ModelConfig(name=model))) == Path("runs", name)

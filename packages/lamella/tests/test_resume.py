@@ -120,3 +120,39 @@ def test_a_resumed_run_says_that_it_dropped_a_line(config: Config, finished: Run
     prepared = prepare(place(longer(config)))
     assert "dropped from metrics.jsonl: 1 damaged lines, as a run leaves that is killed" in prepared.summary
     assert sorted(train(longer(config), 1).losses) == list(range(1, 10))
+
+
+def test_options_of_the_optimizer_are_those_of_the_settings_and_not_of_the_checkpoint(
+    config: Config, finished: RunDirectory
+) -> None:
+    changed = longer(config)
+    changed = replace(changed, optim=replace(changed.optim, weight_decay=0.7, beta1=0.5, beta2=0.6, eps=1e-3))
+    directory = prepare(place(changed)).directory
+
+    def on_rank() -> list[tuple[object, ...]]:
+        trainer = Trainer(changed, directory, Rank(rank=0, num_ranks=1, device=torch.device("cpu")))
+        trainer.train()
+        return [(group["weight_decay"], group["betas"], group["eps"]) for group in trainer._optimizer.param_groups]
+
+    [groups] = run_ranks(on_rank, 1)
+    assert groups == [(0.7, (0.5, 0.6), 1e-3), (0.0, (0.5, 0.6), 1e-3)]
+
+
+def test_a_config_of_equal_shapes_that_computes_something_else_is_refused(
+    config: Config, finished: RunDirectory, tmp_path: Path
+) -> None:
+    values = json.loads(Path(config.model.name).read_text())
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps(values | {"hidden_act": "relu"}))
+    message = refusal(replace(longer(config), model=replace(config.model, name=str(other))))
+    assert "Expected the model's hidden_act to stay 'silu' as in the run to be resumed, got 'relu'." in message
+
+
+def test_a_step_after_resuming_has_the_dropout_of_an_uninterrupted_run(
+    config: Config, tmp_path: Path, train: TrainOn
+) -> None:
+    model = tmp_path / "dropout.json"
+    model.write_text(json.dumps(json.loads(Path(config.model.name).read_text()) | {"attention_dropout": 0.5}))
+    config = replace(config, model=replace(config.model, name=str(model)))
+    whole = train(config, 2)
+    assert train(replace(config, run=replace(config.run, from_step=3)), 2).losses == whole.losses

@@ -15,8 +15,9 @@ from trained_runs import Run, TrainOn
 from lamella import Config, MixedPrecisionPolicy, OptimConfig, ParallelConfig
 from lamella._float8 import in_float8
 from lamella._models import build_model, load_spec
-from lamella._report import read
-from lamella._train import learning_rate, shard
+from lamella._report import StepRecord, read
+from lamella._tokens import BatchStream, inputs_and_targets, load_tokens
+from lamella._train import learning_rate, shard, token_losses
 from lamella_precision import Float8Linear
 from lamella_testing import RankFailure, run_ranks
 
@@ -181,3 +182,48 @@ def test_the_learning_rate_warms_up_and_decays_to_its_final_fraction() -> None:
     assert rates[10] == 1.0 and sorted(rates[10:], reverse=True) == rates[10:]
     assert learning_rate(100, optim) == pytest.approx(0.1)
     assert torch.tensor(rates).isfinite().all()
+
+
+def test_the_loss_that_balances_experts_counts_where_the_config_asks_for_it(
+    config: Config, train: TrainOn, tmp_path: Path
+) -> None:
+    file = tmp_path / "experts.json"
+    sizes = {"num_local_experts": 4, "router_aux_loss_coef": 5.0, "output_router_logits": True}
+    file.write_text(json.dumps(json.loads(Path(config.model.name).read_text()) | sizes | {"model_type": "mixtral"}))
+    config = replace(
+        config, model=replace(config.model, name=str(file)), optim=replace(config.optim, steps=1, warmup_steps=0)
+    )
+    run = train(config, 1)
+    model = build_model(load_spec(str(run.directory.model)), torch.device("cpu"), config.run.seed)
+    tokens = load_tokens(run.directory.tokens).train
+    stream = BatchStream(tokens=tokens, sequence_length=32, batch_size=8, seed=config.run.seed)
+    inputs, targets = inputs_and_targets(stream.batch(0, 0, 1))
+    targets = targets.contiguous()
+    outputs = model(input_ids=inputs, labels=targets, shift_labels=targets, use_cache=False)
+    outputs.loss.backward()
+    norm = torch.nn.utils.get_total_norm([each.grad for each in model.parameters() if each.grad is not None])
+    [step] = [record for record in read(run.directory.metrics) if isinstance(record, StepRecord)]
+    assert step.grad_norm == pytest.approx(norm.item(), rel=1e-5)
+    assert step.loss == pytest.approx((outputs.loss - 5.0 * outputs.aux_loss).item(), rel=1e-5)
+
+
+def test_parameters_of_a_state_space_model_compute_in_fp32_beside_bf16(tmp_path: Path) -> None:
+    sizes = {"num_heads": 4, "head_dim": 8, "state_size": 4, "n_groups": 1, "expand": 2}
+    values = {"model_type": "mamba2", "vocab_size": 300, "hidden_size": 16, "num_hidden_layers": 1} | sizes
+    (tmp_path / "config.json").write_text(json.dumps(values))
+
+    def on_rank() -> dict[str, torch.dtype]:
+        spec = load_spec(str(tmp_path))
+        model = build_model(spec, torch.device("cpu"), seed=0)
+        shard(model, spec, ParallelConfig(device="cpu", precision="bf16"))
+        seen: dict[str, torch.dtype] = {}
+        [mixer] = [module for module in model.modules() if hasattr(module, "A_log")]
+        mixer.register_forward_pre_hook(
+            lambda module, _: seen.update({name: each.dtype for name, each in module.named_parameters()})
+        )
+        losses, _ = token_losses(model, torch.arange(18).view(2, 9))
+        losses.sum().backward()  # type: ignore[no-untyped-call]
+        return seen
+
+    for seen in run_ranks(on_rank, 2):
+        assert {name for name, dtype in seen.items() if dtype == torch.float32} == {"A_log", "D", "dt_bias"}

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from gathered_weights import gathered
 from torch import nn
 
-from lamella_precision import Direction, Float8Recipe, MXFP8Recipe, QuantizedWeight
+from lamella_precision import Direction, Float8Linear, Float8Recipe, MXFP8Recipe, QuantizedWeight
 
 FP32 = torch.float32
 MXFP8 = MXFP8Recipe(compute_dtype=FP32)
@@ -181,3 +181,40 @@ def test_linear_takes_what_it_takes_with_a_plain_weight(shape: tuple[int, ...], 
         assert one.dtype == other.dtype
         # The bias is added after the product is rounded.
         torch.testing.assert_close(one, other, rtol=2**-7 if is_autocast else 1e-5, atol=0.1 if is_autocast else 1e-5)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda w: w.mul_(2),
+        lambda w: nn.init.zeros_(w),
+        lambda w: w.data.copy_(torch.zeros(32, 64)),
+        lambda w: w[:8].t().fill_(0),
+        lambda w: torch.add(torch.ones(32, 64), 1, out=w),
+        lambda w: torch._foreach_mul_([w], 2),
+    ],
+    ids=["mul_", "init", "data", "view", "out", "foreach"],
+)
+def test_a_write_that_would_be_lost_is_refused(write: Callable[[torch.Tensor], object]) -> None:
+    parameter = nn.Parameter(gathered(torch.ones(32, 64), Float8Recipe(compute_dtype=FP32)))
+    with (
+        torch.no_grad(),
+        pytest.raises(RuntimeError, match="got .* writing to a weight of .* Write to the sharded"),
+    ):
+        write(parameter)
+    assert torch.equal(parameter + 0, torch.ones(32, 64))
+
+
+def test_a_read_of_a_weight_into_a_plain_tensor_is_no_write() -> None:
+    weight, into = gathered(torch.ones(32, 64), Float8Recipe(compute_dtype=FP32)), torch.zeros(32, 64)
+    assert torch.equal(into.copy_(weight), torch.ones(32, 64))
+
+
+@pytest.mark.parametrize("layer", [nn.Linear, Float8Linear], ids=["dequantised", "float8"])
+def test_a_second_derivative_is_an_error_and_never_without_the_weights_part(layer: type[nn.Linear]) -> None:
+    linear, x = layer(64, 32, bias=False), torch.ones(16, 64, requires_grad=True)
+    linear.recipe = Float8Recipe()  # type: ignore[assignment]
+    linear.weight = nn.Parameter(gathered(torch.ones(32, 64), Float8Recipe(compute_dtype=FP32)))
+    (gradient,) = torch.autograd.grad(linear(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        gradient.square().sum().backward()  # type: ignore[no-untyped-call]

@@ -43,6 +43,37 @@ def test_each_expert_has_the_rows_routed_to_it(favours_one: bool) -> None:
     run_ranks(on_each_rank, 2)
 
 
+def test_a_rank_without_tokens_exchanges_the_rows_of_the_others() -> None:
+    def on_each_rank() -> None:
+        torch.manual_seed(dist.get_rank())
+        num_tokens = 0 if dist.get_rank() == 0 else NUM_TOKENS
+        tokens = torch.randn(num_tokens, WIDTH, requires_grad=True)
+        weights, experts = torch.randn(num_tokens, NUM_EXPERTS).softmax(-1).topk(2)
+        scale_of = torch.tensor([1.0, 2.0, 3.0, 4.0])
+        out = _through(scale_of, tokens, experts, weights)
+        factors = (weights * scale_of[experts]).sum(-1, keepdim=True)
+        torch.testing.assert_close(out, tokens * factors)
+        out.sum().backward()  # type: ignore[no-untyped-call]
+        torch.testing.assert_close(tokens.grad, factors.expand_as(tokens))
+
+    run_ranks(on_each_rank, 2)
+
+
+def test_a_second_derivative_goes_through_the_exchanges() -> None:
+    def on_each_rank() -> None:
+        torch.manual_seed(dist.get_rank())
+        tokens = torch.randn(NUM_TOKENS, WIDTH, requires_grad=True)
+        weights, experts = torch.randn(NUM_TOKENS, NUM_EXPERTS).softmax(-1).topk(2)
+        scale_of = torch.tensor([1.0, 2.0, 3.0, 4.0])
+        found = []
+        for out in (_through(scale_of, tokens, experts, weights), tokens * (weights * scale_of[experts]).sum(-1, True)):
+            (first,) = torch.autograd.grad(out.pow(3).sum(), tokens, create_graph=True)
+            found.append(torch.autograd.grad(first.square().sum(), tokens))
+        torch.testing.assert_close(*found)
+
+    run_ranks(on_each_rank, 2)
+
+
 def test_experts_that_do_not_divide_are_refused() -> None:
     def on_each_rank() -> None:
         with pytest.raises(ValueError, match=r"divide among the 2 ranks of the group, got num_experts=3"):

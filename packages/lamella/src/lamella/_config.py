@@ -108,7 +108,7 @@ class RunConfig:
     from_step: Annotated[
         int | None, Option("Go on from the checkpoint of this step, and set later ones aside.", at_least=0)
     ] = None
-    seed: Annotated[int, Option("Seed of the weights and of the data order.", at_least=0)] = 0
+    seed: Annotated[int, Option("Seed of the weights, the data order and dropout.", at_least=0, below=2**32)] = 0
     log_interval: Annotated[int, Option("Steps between step lines.", at_least=1)] = 10
     validation_interval: Annotated[int, Option("Steps between validations.", at_least=1)] = 100
     validation_sequences: Annotated[int, Option("Sequences in a validation, at most.", at_least=1)] = 256
@@ -201,6 +201,6 @@ def to_toml(config: Config) -> str:
 
 
 def _table(group: str, values: Mapping[str, object]) -> str:
-    # JSON strings, numbers, booleans and lists of strings are valid TOML too.
-    lines = [f"{name} = {json.dumps(value)}" for name, value in values.items() if value is not None]
+    # JSON strings, numbers, booleans and lists of strings are valid TOML too, but JSON's surrogate pairs.
+    lines = [f"{name} = {json.dumps(value, ensure_ascii=False)}" for name, value in values.items() if value is not None]
     return "\n".join([f"[{group}]", *lines])

@@ -2,7 +2,7 @@
 
 import importlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, cast
@@ -285,6 +285,17 @@ def sharding_units(model: nn.Module, model_type: str) -> list[nn.Module]:
     if not units:
         raise ConfigError(f"Expected decoder layers named by transformers, got none for {model_type!r}.")
     return units
+
+
+def fp32_parameters(model: nn.Module, model_type: str) -> Callable[[nn.Parameter], torch.dtype | None] | None:
+    """The adapter's rule for parameters that compute in fp32 beside bf16 weights, as `param_dtype_override_fn`.
+
+    None for models without such a rule.
+    """
+    if model_type not in ADAPTERS:
+        return None
+    keep = getattr(_adapter(ADAPTERS[model_type], model_type), "keep_fp32", None)
+    return None if keep is None else cast(Callable[[nn.Parameter], torch.dtype | None], keep(model))
 
 
 def flops_per_token(model: nn.Module, spec: ModelSpec, sequence_length: int) -> float:

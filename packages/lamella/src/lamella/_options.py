@@ -39,7 +39,7 @@ class Option:
     def bounds(self) -> str:
         """Return the bounds in words, or an empty string."""
         words = {"of at least": self.at_least, "above": self.above, "below": self.below}
-        return " and ".join(f"{word} {bound:g}" for word, bound in words.items() if bound is not None)
+        return " and ".join(f"{word} {bound}" for word, bound in words.items() if bound is not None)
 
     def admits(self, value: float) -> bool:
         """True for finite values within the bounds."""

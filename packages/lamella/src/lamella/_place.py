@@ -4,17 +4,23 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from lamella._config import Config, ParallelConfig
 from lamella._options import ConfigError
 
 if TYPE_CHECKING:
     import torch  # The command line's help needs none.
+    from torch._C._distributed_c10d import Store
 
 _TORCHRUN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 STORE_VARIABLE = "LAMELLA_STORE"
+
+_PREPARED: Final = "prepared"
+_PREPARATION: Final = timedelta(days=7)  # A large text takes hours to become tokens.
+_STORE_TIMEOUT: Final = timedelta(minutes=30)
 
 
 def under_torchrun() -> bool:
@@ -101,6 +107,8 @@ class Rank:
 def process_group(parallel: ParallelConfig) -> Iterator[Rank]:
     """Set up the default process group from the environment; destroy the group after the block, unless it raised.
 
+    Under torchrun, the other ranks wait for rank 0 as long as it prepares, and for each other as long as torch waits.
+
     Effects: collective over all ranks, at both ends; sets this process's CUDA device or its number of CPU threads.
     """
     import torch
@@ -113,14 +121,33 @@ def process_group(parallel: ParallelConfig) -> Iterator[Rank]:
         torch.cuda.set_device(device)
     elif parallel.threads:
         torch.set_num_threads(parallel.threads)
+    store = None if STORE_VARIABLE in os.environ else _prepared_store(rank, num_ranks)
     dist.init_process_group(
         # Ranks on GPUs need gloo too: checkpoints and messages are exchanged as CPU objects.
         "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
-        init_method=os.environ.get(STORE_VARIABLE, "env://"),
+        init_method=os.environ.get(STORE_VARIABLE),
+        store=store,
         rank=rank,
         world_size=num_ranks,
         device_id=device if on_gpu else None,
     )
+    if store is not None and rank == 0:
+        store.delete_key(_PREPARED)  # A second run of these processes waits anew.
     yield Rank(rank=rank, num_ranks=num_ranks, device=device)
     # Not in a `finally`: after an exception the peers do not take part, and the call would hang.
     dist.destroy_process_group()
+
+
+def _prepared_store(rank: int, num_ranks: int) -> "Store":
+    """Return torchrun's store, once rank 0 has joined. Effects: waits for rank 0, for days if need be."""
+    from torch._C._distributed_c10d import PrefixStore
+    from torch.distributed.rendezvous import rendezvous
+
+    shared = next(rendezvous("env://", rank, num_ranks, timeout=_PREPARATION))[0]
+    store = PrefixStore("lamella", shared)
+    if rank == 0:
+        store.set(_PREPARED, "")
+    else:
+        store.wait([_PREPARED], _PREPARATION)
+    store.set_timeout(_STORE_TIMEOUT)
+    return store

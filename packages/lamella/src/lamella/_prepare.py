@@ -18,7 +18,7 @@ from lamella._config import Config, ParallelConfig, to_values
 from lamella._directory import RunDirectory
 from lamella._documents import first_chat
 from lamella._float8 import check_float8
-from lamella._models import ModelSpec, check_context, load_spec, outline, sharding_units
+from lamella._models import NAMED, ModelSpec, check_context, load_spec, outline, sharding_units
 from lamella._options import ConfigError
 from lamella._pretrained import check_weights, pretrained_directory, told_of_weights
 from lamella._profile import NUM_WARMUP_STEPS
@@ -32,6 +32,9 @@ from lamella_convert import keep_published
 
 # These settings and the text determine the data stream. After a change, a resumed run would repeat or skip text.
 _STREAM = (("data", "sequence_length"), ("optim", "batch_size"), ("run", "seed"))
+
+# Of a model's config: what a run sets by itself, or what training does not read.
+_NOT_OF_THE_MODEL = ("architectures", "bos_token_id", "eos_token_id", "pad_token_id", "_name_or_path", "use_cache")
 
 _NUM_NAMED = 3
 
@@ -82,6 +85,8 @@ def prepare(config: Config) -> Prepared:
         untrained = check_weights(pretrained, model, spec)
         summary = *summary, told_of_weights(pretrained, untrained)
     first_step = 0 if latest is None else _check_resumable(latest, model, config, text)
+    if latest is not None:
+        _check_same_model(spec, directory)
     if first_step < config.optim.steps:
         _check_profile(config, first_step)
         with _writing(directory):
@@ -194,7 +199,15 @@ def _write_model(spec: ModelSpec, model: nn.Module, directory: RunDirectory) -> 
 
 def run_root(config: Config) -> Path:
     """Return the directory of a run: `--run-dir`, or runs/<model>."""
-    return Path(config.run.directory or Path("runs", Path(config.model.name).stem))
+    return Path(config.run.directory or Path("runs", _model_name(config.model.name)))
+
+
+def _model_name(name: str) -> str:
+    """Return the name of a shipped model or a folder, dots included (Llama-3.1-8B), or of a file without its suffix."""
+    path = Path(os.path.abspath(name))
+    if name not in NAMED and path.is_file():
+        return path.parent.name if path.name == "config.json" else path.stem
+    return path.name
 
 
 def _check_vocabulary(config: Config, pretrained: Path | None) -> None:
@@ -241,6 +254,19 @@ def _check_resumable(checkpoint: Path, model: nn.Module, config: Config, text: s
         ) from error
     _check_stream(extra, config, text)
     return int(extra["step"])
+
+
+def _check_same_model(spec: ModelSpec, directory: RunDirectory) -> None:
+    """Refuse to resume with a config of equal shapes that computes something else (an activation, an epsilon)."""
+    if not directory.model_config.is_file():
+        return
+    before, now = load_spec(str(directory.model)).to_dict(), spec.to_dict()
+    for name in sorted(before.keys() | now.keys()):
+        if name not in _NOT_OF_THE_MODEL and before.get(name) != now.get(name):
+            raise ConfigError(
+                f"Expected the model's {name} to stay {before.get(name)!r} as in the run to be resumed, got "
+                f"{now.get(name)!r}. Pass the former --model, or another --run-dir."
+            )
 
 
 def _check_profile(config: Config, first_step: int) -> None:

@@ -1,8 +1,10 @@
 """The training loop of one rank."""
 
 import math
+import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -18,7 +20,7 @@ from lamella._directory import RunDirectory
 from lamella._endings import LossNotFiniteError, StorageError
 from lamella._float8 import in_float8, told_of_products, told_of_scales
 from lamella._measure import Interval, Speed, peak_flops
-from lamella._models import ModelSpec, build_model, flops_per_token, load_spec, sharding_units
+from lamella._models import ModelSpec, build_model, flops_per_token, fp32_parameters, load_spec, sharding_units
 from lamella._place import Rank
 from lamella._prepare import stream_settings
 from lamella._pretrained import build_without_parameters, load_weights, materialise, pretrained_directory
@@ -46,7 +48,11 @@ def shard(model: nn.Module, spec: ModelSpec, parallel: ParallelConfig) -> None:
     mesh = init_device_mesh(parallel.device, (dist.get_world_size(),))
     policy = MixedPrecisionPolicy()
     if parallel.precision == "bf16":
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        policy = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16,
+            reduce_dtype=torch.float32,
+            param_dtype_override_fn=fp32_parameters(model, spec.model_type),
+        )
     units = sharding_units(model, spec.model_type)
     of_units = policy if parallel.float8 == "no" else in_float8(units, policy, parallel)
     for unit in units:
@@ -67,18 +73,31 @@ def make_optimizer(model: nn.Module, optim: OptimConfig) -> torch.optim.AdamW:
     return torch.optim.AdamW(kept, lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps, fused=True)
 
 
-def token_losses(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-    """Return the cross entropy of every predicted token, (num_sequences, sequence_length) fp32.
+def balance_coefficient(spec: ModelSpec) -> float:
+    """Return the weight of the loss that balances experts, by the names that configs have for it."""
+    values = spec.to_dict()
+    return cast(float, values.get("router_aux_loss_coef", values.get("aux_loss_coef", 0.0)))
 
-    Tokens outside the loss have 0; see Note [A complement is read and not predicted].
+
+def seed_of(seed: int, step: int, rank: int) -> int:
+    """Return the seed of a step's dropout on a rank: of a resumed run's step as of an uninterrupted run's."""
+    return random.Random(f"{seed} {step} {rank}").getrandbits(63)
+
+
+def token_losses(model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the cross entropy of every predicted token, (num_sequences, sequence_length) fp32, and the auxiliary loss.
+
+    Tokens outside the loss have 0; see Note [A complement is read and not predicted]. The auxiliary loss, 0-D, balances
+    the experts of a model whose config has `output_router_logits`; None for other models.
 
     Args:
         model: A causal language model of transformers.
         batch: (num_sequences, sequence_length + 1) int64.
     """
     inputs, targets = inputs_and_targets(batch)
-    logits = model(input_ids=inputs, use_cache=False).logits
-    return F.cross_entropy(logits.float().transpose(1, 2), targets, reduction="none")
+    outputs = model(input_ids=inputs, use_cache=False)
+    losses = F.cross_entropy(outputs.logits.float().transpose(1, 2), targets, reduction="none")
+    return losses, getattr(outputs, "aux_loss", None)
 
 
 class Trainer:
@@ -173,9 +192,13 @@ class Trainer:
             if self._pretrained is not None:
                 load_weights(self._pretrained, self._model, self._spec)
             return 0, []
+        groups = self._optimizer.param_groups
+        settings = [{name: value for name, value in group.items() if name != "params"} for group in groups]
         try:
             extra = load(latest, model=self._model, optimizer=self._optimizer)
             step = int(extra["step"])
+            for group, own in zip(groups, settings, strict=True):
+                group.update(own)  # The checkpoint has options too; the run's settings were printed, and count.
             return step, told_of_scales(load_scaling_state(self._model, extra.get("scaling", {})), step)
         except (CheckpointDamaged, CheckpointFailed) as error:
             if (problem := damage_in(error)) is None:
@@ -185,6 +208,7 @@ class Trainer:
     def _step(self, step: int) -> tuple[torch.Tensor, torch.Tensor, float]:
         """Run one optimizer step; return this rank's loss and the gradient's norm, 0-D on the device, and the rate."""
         optim = self._config.optim
+        torch.manual_seed(seed_of(self._config.run.seed, step, self._rank.rank))
         batch = self._stream.batch(step, self._rank.rank, self._rank.num_ranks)
         microbatches = batch.to(self._rank.device).chunk(optim.accumulation)
         # Gradients are averaged over ranks with unequal numbers of targets. The factor makes the mean one over targets.
@@ -205,8 +229,11 @@ class Trainer:
     def _backward(self, microbatch: torch.Tensor, scale: float, *, is_last: bool) -> torch.Tensor:
         assert isinstance(self._model, FSDPModule)
         self._model.set_requires_gradient_sync(is_last)
-        loss = token_losses(self._model, microbatch).sum() * scale
-        loss.backward()  # type: ignore[no-untyped-call]
+        losses, balance = token_losses(self._model, microbatch)
+        loss = objective = losses.sum() * scale
+        if balance is not None:  # a mean over the tokens of one microbatch
+            objective = loss + balance_coefficient(self._spec) / self._config.optim.accumulation * balance
+        objective.backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
     def _is_due(self, step: int) -> bool:
@@ -273,7 +300,7 @@ class Trainer:
         self._model.eval()
         sums = torch.zeros(2, dtype=torch.float64, device=self._rank.device)
         for batch, weights in self._validation_batches():
-            losses = token_losses(self._model, batch.to(self._rank.device)).double().sum(1)
+            losses = token_losses(self._model, batch.to(self._rank.device))[0].double().sum(1)
             num_units = self._data.num_units(inputs_and_targets(batch)[1])
             sums += torch.stack([losses, num_units.to(losses)]) @ weights.to(losses)
         self._model.train()

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 
 from lamella_precision import _blockwise
 from lamella_precision._float8 import Float8Recipe, has_float8
@@ -141,7 +142,7 @@ class Float8Linear(nn.Linear):
 
 
 class _Product(torch.autograd.Function):
-    """`x @ weight.T` and its gradients in float8. The weight is saved as the wrapper."""
+    """`x @ weight.T` and its gradients in float8, differentiable once. The weight is saved as the wrapper."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, recipe: Float8Recipe) -> torch.Tensor:
@@ -153,6 +154,7 @@ class _Product(torch.autograd.Function):
         return made.view(*x.shape[:-1], len(weight))
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         recipe: Float8Recipe = ctx.recipe

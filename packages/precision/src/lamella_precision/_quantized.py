@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, Protocol, Self, runtime_checkable
 
 import torch
 import torch.nn.functional as F
-from torch.utils._pytree import tree_map
+from torch.autograd.function import once_differentiable
+from torch.utils._pytree import tree_leaves, tree_map
 
 from lamella_precision._linear import as_operand, autocast_dtype, rows_of
 from lamella_precision._recipe import Direction, PayloadFormat
@@ -44,7 +46,8 @@ class QuantizedWeight(torch.Tensor):
     `torch.nn.functional.linear` reads forward's values in forward and backward's in backward. All other operators read
     forward's values, or backward's where forward's payloads have no bytes. Autograd saves the wrapper. Selects, slices,
     transposes and permutations are wrappers again: of the parts of payloads and scales, for indices along dim 0 of a
-    stack of matrices, else of all. Every other view is of dequantised values, which autograd saves.
+    stack of matrices, else of all. Every other view is of dequantised values, which autograd saves. Operators that
+    write to the weight are refused.
 
     Args:
         payloads: Whole, as the recipe describes.
@@ -200,6 +203,7 @@ class QuantizedWeight(torch.Tensor):
         if (views := views_by(func, args)) and (is_single(func) or args[0]._records(views)):
             made = [args[0]._viewed(view) for view in views]
             return made[0] if is_single(func) else made
+        _refuse_write(func, args, kwargs or {})
         plain = tree_map(_values, (tuple(args), kwargs or {}))
         return func(*plain[0], **plain[1])
 
@@ -221,6 +225,28 @@ def _have_bytes(payloads: Sequence[torch.Tensor]) -> bool:
     )
 
 
+def _refuse_write(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Refuse an operator that writes to a quantised weight: the values written would be lost with a temporary."""
+    for place, name in _written(func):
+        given = args[place] if place < len(args) else kwargs.get(name)
+        for each in tree_leaves(given):
+            if isinstance(each, QuantizedWeight):
+                raise RuntimeError(
+                    f"Expected a gathered weight to be read, got {func} writing to a weight of shape "
+                    f"{tuple(each.shape)}, gathered by {each.recipe}: the values would be lost. Write to the sharded "
+                    "parameter, which the module holds after `reshard`."
+                )
+
+
+@cache
+def _written(func: Any) -> tuple[tuple[int, str], ...]:
+    """Place and name of the arguments that an operator writes to."""
+    if func is torch.ops.aten.record_stream.default:  # its schema calls the mark a write
+        return ()
+    arguments = enumerate(func._schema.arguments)
+    return tuple((place, each.name) for place, each in arguments if each.alias_info and each.alias_info.is_write)
+
+
 def _values(each: object) -> object:
     return each.dequantize_for(each.gathered_direction()) if isinstance(each, QuantizedWeight) else each
 
@@ -239,7 +265,10 @@ def _linear(
 
 
 class _Linear(torch.autograd.Function):
-    """A matrix product with a quantised weight, saved as the wrapper: its bytes come and go with the gathers."""
+    """A matrix product with a quantised weight, saved as the wrapper: its bytes come and go with the gathers.
+
+    Differentiable once: the values that backward reads have no graph to the weight.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: QuantizedWeight, dtype: torch.dtype) -> torch.Tensor:
@@ -248,6 +277,7 @@ class _Linear(torch.autograd.Function):
         return F.linear(x, weight.dequantize_for(Direction.FORWARD).to(dtype))
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (gradient,) = gradients
         x, weight = ctx.saved_tensors

@@ -96,7 +96,7 @@ def unroute(rows: torch.Tensor, order: torch.Tensor, weights: torch.Tensor) -> t
     Returns:
         (num_tokens, width).
     """
-    tokens = torch.empty_like(rows).index_copy(0, order, rows).view(*weights.shape, -1)
+    tokens = torch.empty_like(rows).index_copy(0, order, rows).view(*weights.shape, rows.shape[-1])
     return (tokens * weights.unsqueeze(-1).to(rows.dtype)).sum(1)
 
 
@@ -115,7 +115,8 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         sent, received, group = ctx.way
-        return _all_to_all(gradient, received, sent, group), None, None, None
+        exchanged = _Exchange.apply(gradient, received, sent, group)  # type: ignore[no-untyped-call]
+        return exchanged, None, None, None  # by `apply`: a gradient of a gradient comes back too
 
 
 def _all_to_all(
