@@ -284,9 +284,10 @@ def test_a_tensor_learning_rate_is_a_number_to_others_and_stays_the_same_tensor(
 
 def test_groups_that_share_a_tensor_learning_rate_get_their_own_where_the_checkpoint_has_two(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
-    groups = [{"params": [model.weight], "lr": 0.5}, {"params": [model.bias], "lr": 0.25}]
+    groups: list[dict[str, Any]] = [{"params": [model.weight], "lr": 0.5}, {"params": [model.bias], "lr": 0.25}]
     save(tmp_path / "a", model=model, optimizer=torch.optim.SGD(groups, lr=1.0))
-    live = torch.optim.SGD([{"params": [model.weight]}, {"params": [model.bias]}], lr=torch.tensor(1.0))
+    alike: list[dict[str, Any]] = [{"params": [model.weight]}, {"params": [model.bias]}]
+    live = torch.optim.SGD(alike, lr=torch.tensor(1.0))
     shared = live.param_groups[0]["lr"]
     assert live.param_groups[1]["lr"] is shared
     save(tmp_path / "shared", model=model, optimizer=live)

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
-import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
@@ -82,8 +81,8 @@ def options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 def _plain_option(option: str, value: object) -> object:
     """An option as plain data: a tensor `lr` (for capturable steps) or a scalar of NumPy is stored as a number."""
-    if isinstance(value, torch.Tensor | np.generic) and value.ndim == 0:
-        value = value.item()
+    if getattr(value, "ndim", None) == 0:
+        value = cast(Any, value).item()
     elif isinstance(value, list | tuple):
         value = type(value)([_plain_option(option, each) for each in value])
     if not is_plain(value):

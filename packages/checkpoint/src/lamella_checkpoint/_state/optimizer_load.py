@@ -240,8 +240,8 @@ def _like(live: object, value: object, filled: dict[int, torch.Tensor]) -> objec
     Args:
         live: The live option.
         value: The stored option.
-        filled: The tensors filled so far, by id. torch gives every group the one tensor of a common `lr=`: filled twice,
-            it would hold the last group's value for all of them.
+        filled: The tensors filled so far, by id. torch gives every group the one tensor of a common `lr=`: filled
+            twice, the tensor would hold the last group's value for all of them.
     """
     if isinstance(value, torch.Tensor):
         value = value.item()

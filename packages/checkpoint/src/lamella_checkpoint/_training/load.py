@@ -1,9 +1,10 @@
 """`load`: a checkpoint read into a live model and optimizer, after a check of all names."""
 
 import os
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Final, Literal, NamedTuple, overload
 
 import torch
 from torch import nn
@@ -77,7 +78,7 @@ def load(
     All names and shapes are checked first, on every rank alike: when they differ, nothing has been touched. No
     dummy step: the checkpoint lists each parameter's state, which is allocated and read in place. Data
     is cast to the live tensors' dtypes, where torch allows the cast: complex numbers are not made real, nor fractions
-    integers.
+    integers. Float8 and int8 values with a scale beside them, in a tensor that the model lacks, are a difference too.
 
     A checkpoint of plain torch DCP is read too, if its names are the model's: with the optimizer by name or by number,
     wrappers' prefixes or none. Any other format is opened by `lamella_convert.open_checkpoint`, and passed as `source`.
@@ -298,27 +299,40 @@ def _plan(opened: Opened, live: _Live, translate: Translate | None, strict: bool
     )
 
 
+# Last parts of names of scales: `weight_scale`, `weight_scale_inv`, `scale_weight`, bitsandbytes' `SCB`.
+_SCALE: Final = re.compile(r"\.(?:[^.]*scale[^.]*|SCB)$")
+
+
 def _match_model(source: Source, live: LiveModel) -> tuple[dict[str, torch.Tensor], list[NameDifference]]:
     """Tensors to fill by their names in the checkpoint, and the differences, in the model's order.
 
-    A dtype counts as different where a cast would drop information: an imaginary part, a fraction.
+    A dtype counts as different where a cast would drop information: an imaginary part, a fraction, a scale.
     """
     targets: dict[str, torch.Tensor] = {}
     differences: list[NameDifference] = []
+    unexpected = list(_unexpected(source, live))
+    scales = {_module_of(each.name): each.name for each in unexpected if _SCALE.search(each.name)}
     held = {*source.tensors, *source.objects}
     for name, names in live.all_names().items():
         tensor = live.tensors[name]
         found = next((f"model.{each}" for each in names if f"model.{each}" in held), None)
         saved, here = found and _shape(source, found), str(tuple(tensor.shape))
         stored = source.tensors[found].dtype if found is not None and found in source.tensors else None
-        if found is not None and saved == here and stored is not None and torch.can_cast(stored, tensor.dtype):
-            targets[found] = tensor
-        elif saved == here and stored is not None:
-            differences.append(NameDifference(f"model.{name}", f"{stored} {saved}", f"{tensor.dtype} {here}"))
-        else:
+        scale = scales.get(_module_of(found or ""))
+        if found is None or saved != here or stored is None:
             differences.append(NameDifference(f"model.{name}", saved, here))
-    differences += _unexpected(source, live)
-    return targets, differences
+        elif scale is not None and stored.itemsize == 1 < tensor.dtype.itemsize:
+            saved = f"{stored} {saved} to be multiplied by {scale.rpartition('.')[2]!r}"
+            differences.append(NameDifference(f"model.{name}", saved, f"{tensor.dtype} {here}"))
+        elif torch.can_cast(stored, tensor.dtype):
+            targets[found] = tensor
+        else:
+            differences.append(NameDifference(f"model.{name}", f"{stored} {saved}", f"{tensor.dtype} {here}"))
+    return targets, differences + unexpected
+
+
+def _module_of(full_name: str) -> str:
+    return full_name.rpartition(".")[0]
 
 
 def _unexpected(source: Source, live: LiveModel) -> Iterator[NameDifference]:
