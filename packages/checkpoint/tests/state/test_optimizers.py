@@ -186,6 +186,17 @@ def test_lbfgs_is_refused_by_the_name_of_its_slot(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_state_of_no_parameter_is_refused_by_its_key(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    state: dict[Any, Any] = optimizer.state
+    assert not state["counters"]  # A look at a defaultdict leaves an entry, and nothing to lose.
+    save(tmp_path / "a", model=model, optimizer=optimizer)
+    state["counters"]["num_steps"] = 3
+    with pytest.raises(NotImplementedError, match="got 'counters' in the state of SGD"):
+        save(tmp_path / "a", model=model, optimizer=optimizer)
+
+
 def test_a_parameter_that_was_never_stepped_has_no_state_after_loading(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.Adam(model.parameters())
