@@ -213,3 +213,25 @@ def test_an_unsharded_root_is_saved_in_its_sharded_state(kit: Kit, tmp_path: Pat
 def test_a_model_on_the_meta_device_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="'weight' on the meta device"):
         save(tmp_path / "a", model=nn.Linear(1, 1, device="meta"))
+
+
+def test_tied_names_with_different_values_are_refused_before_anything_is_read_into_the_model(tmp_path: Path) -> None:
+    save(tmp_path / "a", model=Tied(tied=False))
+    model = Tied()
+    before = model.embed.weight.detach().clone()
+    with pytest.raises(CheckpointMismatch, match="head.weight: other values than 'model.embed.weight' .* tied to it"):
+        load(tmp_path / "a", model=model)
+    assert torch.equal(model.embed.weight, before)
+    untied = Tied(tied=False)
+    load(tmp_path / "a", model=untied)
+    load(tmp_path / "a", model=model, strict=False)
+    assert torch.equal(model.embed.weight, untied.embed.weight)
+
+
+def test_tied_names_stored_twice_alike_are_loaded(tmp_path: Path) -> None:
+    saved, model = Tied(tied=False), Tied()
+    saved.head.weight.data.copy_(saved.embed.weight.data)
+    saved.head.weight.data[0, 0] = saved.embed.weight.data[0, 0] = float("nan")
+    save(tmp_path / "a", model=saved)
+    load(tmp_path / "a", model=model)
+    assert torch.equal(model.embed.weight[1:], saved.embed.weight[1:])

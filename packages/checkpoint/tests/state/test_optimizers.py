@@ -1,10 +1,12 @@
 """Any optimizer's state and options come back by the parameters' names, without a step."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -184,6 +186,17 @@ def test_lbfgs_is_refused_by_the_name_of_its_slot(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_state_of_no_parameter_is_refused_by_its_key(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    state: dict[Any, Any] = optimizer.state
+    assert not state["counters"]  # A look at a defaultdict leaves an entry, and nothing to lose.
+    save(tmp_path / "a", model=model, optimizer=optimizer)
+    state["counters"]["num_steps"] = 3
+    with pytest.raises(NotImplementedError, match="got 'counters' in the state of SGD"):
+        save(tmp_path / "a", model=model, optimizer=optimizer)
+
+
 def test_a_parameter_that_was_never_stepped_has_no_state_after_loading(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.Adam(model.parameters())
@@ -280,6 +293,31 @@ def test_a_tensor_learning_rate_is_a_number_to_others_and_stays_the_same_tensor(
     assert with_tensor.param_groups[0]["lr"] is rate and rate.item() == 0.25
 
 
+def test_groups_that_share_a_tensor_learning_rate_get_their_own_where_the_checkpoint_has_two(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    groups: list[dict[str, Any]] = [{"params": [model.weight], "lr": 0.5}, {"params": [model.bias], "lr": 0.25}]
+    save(tmp_path / "a", model=model, optimizer=torch.optim.SGD(groups, lr=1.0))
+    alike: list[dict[str, Any]] = [{"params": [model.weight]}, {"params": [model.bias]}]
+    live = torch.optim.SGD(alike, lr=torch.tensor(1.0))
+    shared = live.param_groups[0]["lr"]
+    assert live.param_groups[1]["lr"] is shared
+    save(tmp_path / "shared", model=model, optimizer=live)
+    load(tmp_path / "shared", model=model, optimizer=live)
+    assert all(group["lr"] is shared for group in live.param_groups)
+    load(tmp_path / "a", model=model, optimizer=live)
+    assert [group["lr"].item() for group in live.param_groups] == [0.5, 0.25]
+
+
+@pytest.mark.parametrize("make", [np.float64, np.float32])
+def test_an_option_of_numpy_is_a_number(tmp_path: Path, make: Callable[[float], Any]) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    optimizer.param_groups[0]["lr"] = make(0.25)
+    save(tmp_path / "a", model=model, optimizer=optimizer)
+    load(tmp_path / "a", model=model, optimizer=optimizer)
+    assert optimizer.param_groups[0]["lr"] == 0.25 and type(optimizer.param_groups[0]["lr"]) is float
+
+
 def test_a_scheduler_resumes_over_loaded_options(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -364,9 +402,10 @@ def test_an_optimizer_over_another_model_is_refused(tmp_path: Path) -> None:
         save(tmp_path / "a", model=model, optimizer=torch.optim.SGD(other.parameters()))
 
 
-def test_an_option_that_is_no_plain_data_is_refused_by_name(tmp_path: Path) -> None:
+@pytest.mark.parametrize("value", [nn.Linear(2, 2), HTTPStatus.OK])
+def test_an_option_that_no_reader_takes_for_plain_data_is_refused_by_name(tmp_path: Path, value: object) -> None:
     model = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD([{"params": model.parameters(), "owner": model}])
+    optimizer = torch.optim.SGD([{"params": model.parameters(), "owner": value}])
     with pytest.raises(TypeError, match="for 'owner'"):
         save(tmp_path / "a", model=model, optimizer=optimizer)
 

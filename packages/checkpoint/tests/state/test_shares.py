@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import torch
@@ -359,3 +359,51 @@ def test_large_shares_are_written_as_several_files(tmp_path: Path, monkeypatch: 
     fresh = Bag(**{f"p{n}": torch.zeros(50, n) for n in range(8)})
     load(tmp_path / "a", model=fresh)
     assert all(torch.equal(param, fresh.get_parameter(name)) for name, param in bag.named_parameters())
+
+
+class Tagged(torch.Tensor):
+    """A class of its own, element by element."""
+
+
+class Packed(torch.Tensor):
+    """Quantised: fp32 to callers, and one byte an element."""
+
+    def __new__(cls, codes: torch.Tensor) -> Self:
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)
+
+    def __init__(self, codes: torch.Tensor) -> None:
+        self.codes = codes
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["codes"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, func: object, types: object, args: Any = (), kwargs: object = None) -> Self:  # type: ignore[override]
+        return cls(args[0].codes)
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (torch.ones(2).as_subclass(Tagged), "got Tagged for 'model.value'. Pass the class to"),
+        (Packed(torch.ones(4, dtype=torch.int8)), "16 bytes .* 'model.value' in torch.float32, got 4 in its Packed"),
+        (torch.eye(2).to_sparse(), "got torch.sparse_coo for 'model.value'"),
+    ],
+    ids=["class", "quantised", "sparse"],
+)
+def test_what_no_load_would_read_is_not_saved(tmp_path: Path, value: torch.Tensor, words: str) -> None:
+    model = nn.Module()
+    model.register_buffer("value", value)
+    with torch.serialization.safe_globals([Packed]), pytest.raises(NotImplementedError, match=words):
+        save(tmp_path / "a", model=model)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_class_known_to_torchs_loads_is_saved_and_loaded(tmp_path: Path) -> None:
+    model = nn.Module()
+    model.register_buffer("value", torch.ones(2).as_subclass(Tagged))
+    with torch.serialization.safe_globals([Tagged]):
+        save(tmp_path / "a", model=model)
+        model.get_buffer("value").zero_()
+        load(tmp_path / "a", model=model)
+    assert isinstance(model.value, Tagged) and model.value.tolist() == [1.0, 1.0]

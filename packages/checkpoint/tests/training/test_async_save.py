@@ -409,7 +409,10 @@ def test_what_cannot_be_saved_is_told_by_the_call(tmp_path: Path) -> None:
     model = filled(1.0)
     model.register_buffer("tagged", torch.ones(2).as_subclass(Tagged))
     with AsyncSaver() as saver:
-        with pytest.raises(NotImplementedError, match="got Tagged for 'model.tagged'"):
+        with (
+            torch.serialization.safe_globals([Tagged]),
+            pytest.raises(NotImplementedError, match="got Tagged for 'model.tagged'"),
+        ):
             saver.save(tmp_path / "a", model=model)
         with pytest.raises(CheckpointFailed, match="Tagged"):
             saver.wait()

@@ -89,6 +89,18 @@ def test_keys_that_everything_shares_are_passed(
 
 
 @pytest.mark.parametrize("write", [dcp_save, torch_save])
+@pytest.mark.parametrize("key", ["model", "net"])
+def test_a_counter_may_lie_beside_the_key_that_holds_all_tensors(
+    kit: Kit, tmp_path: Path, trained: Trained, write: Write, key: str
+) -> None:
+    state = trained[0].state_dict()
+    app = {"model": state, "optimizer": trained[1].state_dict()} if key == "model" else state
+    path = write({"step": 3, "app": app}, tmp_path / "a.pt")
+    left = assert_loads(kit, path, trained, with_optimizer=key == "model", strict=False)
+    assert left.extra == {"step": 3}
+
+
+@pytest.mark.parametrize("write", [dcp_save, torch_save])
 @pytest.mark.parametrize("key", [None, "net", "model"])
 def test_a_state_dict_alone_is_a_model(
     kit: Kit, tmp_path: Path, trained: Trained, write: Write, key: str | None

@@ -10,8 +10,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from lamella_checkpoint.dcp import StoredCheckpoint
 from lamella_checkpoint.testing import read_all
 from lamella_convert import MegatronOptions, convert, diff, open_both, open_checkpoint
+from lamella_convert._formats import open as _open
 
 ROWS = {"z": 16, "x": 16, "B": 8, "C": 8, "dt": 8}  # 8 heads of 2 channels, 4 groups of states of 2
 WHOLE = dict(zip(ROWS, torch.arange(56.0)[:, None].split(list(ROWS.values())), strict=True))  # type: ignore[no-untyped-call]
@@ -54,6 +56,22 @@ def test_rows_are_those_of_the_ranks_that_will_read(tmp_path: Path, told: dict[s
     assert values[f"model.module.{MIXER}.in_proj.weight"].equal(by_rank(num_ranks))
     assert values[f"model.module.{MIXER}.conv1d_weight"].equal(by_rank(num_ranks, "x B C"))
     assert written.told_ranks == num_ranks  # Readers take the rows apart by this number.
+
+
+def test_metadata_is_read_once_whatever_number_of_ranks_the_files_tell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths: list[Path] = []
+
+    class Counted(StoredCheckpoint):
+        def __init__(self, directory: Path, **options: Any) -> None:
+            paths.append(directory)
+            super().__init__(directory, **options)
+
+    source = save(tmp_path / "a", 2, tensor_model_parallel_size=2)
+    monkeypatch.setattr(_open, "StoredCheckpoint", Counted)
+    assert not diff(*open_both(source, source, tensor_parallel_size=4))
+    assert paths == [source, source]
 
 
 @pytest.mark.parametrize("conv", ["conv1d_weight", "conv1d.weight"])

@@ -25,8 +25,8 @@ import pickle
 import pickletools
 import re
 from collections import OrderedDict
-from collections.abc import Callable
-from typing import Any, Final, Self
+from collections.abc import Callable, Iterable
+from typing import Any, Final, Self, cast
 
 import torch
 
@@ -112,10 +112,13 @@ def read_pickle(content: bytes, *, knows: Callable[[str, str], bool], trust: boo
 
 
 def is_plain(value: object) -> bool:
-    """Whether a value is data that torch reads back without running code."""
-    if isinstance(value, list | tuple):
-        return all(is_plain(each) for each in value)
-    return isinstance(value, _PLAIN_TYPES)
+    """Whether a value is data that torch reads back without running code.
+
+    Exact types: a pickle names the class of an enum's member or of NumPy's float64, and no reader accepts the name.
+    """
+    if type(value) in (list, tuple, torch.Size):
+        return all(is_plain(each) for each in cast(Iterable[object], value))
+    return type(value) in _PLAIN_TYPES
 
 
 def check_size(value: object, nbytes: int) -> None:

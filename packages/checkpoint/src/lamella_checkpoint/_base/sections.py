@@ -4,8 +4,8 @@ Note [Locating sections]
     Training programs save a dict: the model's state dict under some key, the optimizer's under another, often inside a
     third (`{"app": {"model": ..., "optim": ...}}`); or a model's state dict and nothing else. The keys on the path to
     a value identify the section: sections are searched among the keys, from the outermost inwards, past keys
-    shared by all values. Inside a section, parts of names that only wrappers add (FSDP, DDP, torch.compile, activation
-    checkpointing) are left out.
+    shared by all values but plain ones (`{"app": ..., "step": 3}`). Inside a section, parts of names that only wrappers
+    add (FSDP, DDP, torch.compile, activation checkpointing) are left out.
 
 Note [Optimizers by group]
     An optimizer's own state dict numbers parameters and keeps options by group; torch's `get_state_dict` names the
@@ -71,7 +71,8 @@ def to_native(source: Source, paths: Mapping[str, Keys], live: LiveNames | None 
     """
     all_keys = {name: paths.get(name) or _keys(name) for name in (*source.tensors, *source.objects)}
     sections = _find(all_keys, source)
-    rest_of = {name: keys[len(sections.outer) :] for name, keys in all_keys.items()}
+    depth = len(sections.outer)
+    rest_of = {name: keys[depth:] for name, keys in all_keys.items() if keys[:depth] == sections.outer and keys[depth:]}
     model = {
         name: _unwrapped(".".join(map(str, rest if sections.is_bare else rest[1:])))
         for name, rest in rest_of.items()
@@ -113,24 +114,23 @@ def _keys(name: str) -> Keys:
 
 
 def _find(all_keys: Mapping[str, Keys], source: Source) -> _Sections:
-    """The innermost level with a section and all values inside; else the outermost level's contents."""
+    """The innermost level with a section and all tensors inside; else the outermost level's contents."""
     found: _Sections | None = None
-    level, outer = list(all_keys.values()), Keys()
+    level, outer = dict(all_keys), Keys()
     while level:
-        nested = dict.fromkeys(keys[0] for keys in level if len(keys) > 1)
+        nested = dict.fromkeys(keys[0] for keys in level.values() if len(keys) > 1)
         model = next((key for key in _MODEL_KEYS if key in nested), None)
         optimizer = next((key for key in _OPTIMIZER_KEYS if key in nested), None)
         if model is not None or optimizer is not None:
             found = _Sections(outer=outer, model=model, optimizer=optimizer)
-        if len(nested) != 1 or any(len(keys) == 1 for keys in level):
+        if len(nested) != 1 or any(len(keys) == 1 and name in source.tensors for name, keys in level.items()):
             break
         outer = (*outer, *nested)
-        level = [keys[1:] for keys in level]
+        level = {name: keys[1:] for name, keys in level.items() if len(keys) > 1}  # A counter may lie beside.
     if found is not None:
         return found
-    first = next(iter(all_keys.values()), ())
-    if outer and len(first) > 1:
-        return _Sections(outer=(), model=first[0], optimizer=None)
+    if outer:
+        return _Sections(outer=(), model=outer[0], optimizer=None)
     return _Sections(
         outer=(), model=None, optimizer=None, is_bare=any(len(all_keys[name]) == 1 for name in source.tensors)
     )

@@ -68,6 +68,10 @@ class StoredCheckpoint:
     def objects(self) -> Sequence[str]:
         return self.metadata.objects
 
+    def places(self, name: str) -> list[Item | None]:
+        """The places of a tensor's chunks in files. Tied names that `save` wrote have the same."""
+        return [self.metadata.items.get((name, chunk.offsets)) for chunk in self.tensors[name].chunks]
+
     def read(self, wanted: Sequence[Wanted], on_item: Callable[[Item], None] = lambda _: None) -> None:
         """Fill the given memory.
 

@@ -58,9 +58,10 @@ class LiveOptimizer:
         """The values to write, by name; and aliases, under which further parameters find their group's options.
 
         Raises:
-            NotImplementedError: A slot is neither a tensor nor plain data.
+            NotImplementedError: A slot is neither a tensor nor plain data, or state belongs to no parameter.
             TypeError: An option is no plain data.
         """
+        _check_of_params(self.optimizer)
         values: dict[str, object] = {}
         aliases: dict[str, str] = {}
         for named, group in zip(self.groups, self.optimizer.param_groups, strict=True):
@@ -80,14 +81,24 @@ def options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain_option(option: str, value: object) -> object:
-    """An option as plain data: a tensor `lr` (for capturable steps) is stored as a number."""
-    if isinstance(value, torch.Tensor) and value.ndim == 0:
-        value = value.item()
+    """An option as plain data: a tensor `lr` (for capturable steps) or a scalar of NumPy is stored as a number."""
+    if getattr(value, "ndim", None) == 0:
+        value = cast(Any, value).item()
     elif isinstance(value, list | tuple):
         value = type(value)([_plain_option(option, each) for each in value])
     if not is_plain(value):
         raise TypeError(f"Expected the optimizer's options to be plain data, got {value!r} for {option!r}.")
     return value
+
+
+def _check_of_params(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse state beside the parameters': no name of the model is the state's, and a resumed run would lack it."""
+    for key, value in cast(Mapping[object, Any], optimizer.state).items():
+        if not isinstance(key, torch.Tensor) and value:
+            raise NotImplementedError(
+                f"Expected optimizer state of parameters, got {key!r} in the state of {type(optimizer).__name__}. Keep "
+                f"plain data in `param_groups`, or save it in `extra` and remove it from the state meanwhile."
+            )
 
 
 def _storable_slot(name: str, slot: object, value: object) -> object:

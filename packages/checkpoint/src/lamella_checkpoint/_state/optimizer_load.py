@@ -135,10 +135,11 @@ class OptimizerLoad:
         """
         optimizer = self.live.optimizer
         disputed = {(conflict.group, conflict.option) for conflict in self.conflicts()}
+        filled: dict[int, torch.Tensor] = {}
         for index, (named, group) in enumerate(zip(self.live.groups, optimizer.param_groups, strict=True)):
             for option, value in self._options_of(named).items():
                 if option not in _LIVE_OPTIONS and (index, option) not in disputed:
-                    group[option] = _like(group.get(option), value)
+                    group[option] = _like(group.get(option), value, filled)
         for name, param, _ in self.live.params():
             if self._knows(name):
                 optimizer.state.pop(param, None)  # Slots missing in the checkpoint must not survive beside loaded ones.
@@ -233,13 +234,23 @@ def _new_slot(
     return param.new_zeros(shape, dtype=dtype)
 
 
-def _like(live: object, value: object) -> object:
-    """A stored option in the live option's form: a tensor is filled in place: a compiled step holds it."""
+def _like(live: object, value: object, filled: dict[int, torch.Tensor]) -> object:
+    """A stored option in the live option's form: a tensor is filled in place: a compiled step holds it.
+
+    Args:
+        live: The live option.
+        value: The stored option.
+        filled: The tensors filled so far, by id. torch gives every group the one tensor of a common `lr=`: filled
+            twice, the tensor would hold the last group's value for all of them.
+    """
     if isinstance(value, torch.Tensor):
         value = value.item()
     if isinstance(live, torch.Tensor) and isinstance(value, int | float):
         with torch.no_grad():
+            if id(live) in filled and live.item() != torch.full_like(live, value).item():
+                live = live.clone()
+            filled[id(live)] = live
             return live.fill_(value)
     if isinstance(live, tuple | list) and isinstance(value, tuple | list) and len(live) == len(value):
-        return type(value)(_like(*pair) for pair in zip(live, value, strict=True))
+        return type(value)(_like(*pair, filled) for pair in zip(live, value, strict=True))
     return value

@@ -151,6 +151,7 @@ class Share:
             tables: Cached from the last save; None starts afresh.
 
         Raises:
+            NotImplementedError: No reader would read a tensor back: it is of a class of its own, or sparse.
             ValueError: A DTensor is partial, the local tensor contradicts the placements, or a slot has neither as
                 many elements as its parameter nor as many as this rank's part of the parameter.
 
@@ -200,6 +201,8 @@ class _Holdings:
         for name, value in self._contents.values.items():
             names = (name, *self._aliases.get(name, ()))
             param = self._contents.params.get(name)
+            if isinstance(value, torch.Tensor):
+                _check_readable(name, value)
             if isinstance(param, DTensor) and isinstance(value, torch.Tensor) and is_placed_by(param, value, name):
                 yield from self._placed_by(param, names, value)
             elif isinstance(value, torch.Tensor) and _names_its_own_boxes(value):
@@ -275,6 +278,43 @@ def _local(tensor: DTensor) -> torch.Tensor:
         with torch.no_grad():
             local = tensor.to_local()
     return local.detach()
+
+
+def _check_readable(name: str, tensor: torch.Tensor) -> None:
+    """Refuse a tensor that a save could write, and no load read."""
+    if _names_its_own_boxes(tensor):
+        return
+    held = _local(tensor) if isinstance(tensor, DTensor) else tensor.detach()
+    if held.layout is not torch.strided:
+        raise NotImplementedError(
+            f"Expected dense tensors, got {held.layout} for {name!r}. Keep it dense, or register it with "
+            f"`persistent=False`."
+        )
+    if type(held) is torch.Tensor:
+        return
+    if not _is_known(type(held)):
+        raise NotImplementedError(
+            f"Expected plain tensors, or classes known to torch's loads, got {type(held).__name__} for {name!r}. Pass "
+            f"the class to `torch.serialization.add_safe_globals`, here and where the checkpoint is read."
+        )
+    if _stored_nbytes(held) < held.nbytes:
+        raise NotImplementedError(
+            f"Expected {held.nbytes} bytes for the elements of {name!r} in {held.dtype}, got {_stored_nbytes(held)} in "
+            f"its {type(held).__name__}, and no load would read them. Keep plain tensors, and quantise after the load."
+        )
+
+
+def _is_known(kind: type) -> bool:
+    known = torch.serialization.get_safe_globals()
+    return any((each[0] if isinstance(each, tuple) else each) is kind for each in known)
+
+
+def _stored_nbytes(tensor: torch.Tensor) -> int:
+    """Bytes of the plain tensors inside a tensor."""
+    if type(tensor) is torch.Tensor or not hasattr(tensor, "__tensor_flatten__"):
+        return tensor.nbytes
+    names, _ = tensor.__tensor_flatten__()
+    return sum(_stored_nbytes(getattr(tensor, name)) for name in names)
 
 
 def _deal(items: Sequence[Item], ranks: Ranks) -> list[list[Item]]:

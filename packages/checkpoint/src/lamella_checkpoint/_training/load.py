@@ -1,9 +1,10 @@
 """`load`: a checkpoint read into a live model and optimizer, after a check of all names."""
 
 import os
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Final, Literal, NamedTuple, overload
 
 import torch
 from torch import nn
@@ -16,6 +17,7 @@ from lamella_checkpoint._base.ranks import everywhere, exchange, on_device_of
 from lamella_checkpoint._base.sections import LiveNames
 from lamella_checkpoint._base.source import Source, Translate, Wanted
 from lamella_checkpoint._formats.dcp_open import open_dcp
+from lamella_checkpoint._formats.dcp_read import StoredCheckpoint
 from lamella_checkpoint._state.model import LiveModel
 from lamella_checkpoint._state.optimizer import LiveOptimizer, kind_of
 from lamella_checkpoint._state.optimizer_load import OptimizerLoad
@@ -77,7 +79,7 @@ def load(
     All names and shapes are checked first, on every rank alike: when they differ, nothing has been touched. No
     dummy step: the checkpoint lists each parameter's state, which is allocated and read in place. Data
     is cast to the live tensors' dtypes, where torch allows the cast: complex numbers are not made real, nor fractions
-    integers.
+    integers. Float8 and int8 values with a scale beside them, in a tensor that the model lacks, are a difference too.
 
     A checkpoint of plain torch DCP is read too, if its names are the model's: with the optimizer by name or by number,
     wrappers' prefixes or none. Any other format is opened by `lamella_convert.open_checkpoint`, and passed as `source`.
@@ -92,7 +94,7 @@ def load(
         optimizer: Over the model's parameters, stepped or not. Options become the checkpoint's, except for the
             implementation of a step (`foreach`, `fused`, `capturable`, `differentiable`), which stays. None leaves the
             checkpoint's optimizer alone.
-        strict: False loads every match, and returns the rest.
+        strict: False loads every match, and returns the rest; a tied tensor gets the values of its first name.
         trust: Allow unpickling of types that torch does not know as plain data, where this load needs such values.
             **Unsafe: can execute code.**
         verify: False skips checksums, and reads only the needed part of large chunks.
@@ -105,7 +107,8 @@ def load(
         CheckpointDamaged: A file is absent, unreadable or truncated. The model is untouched, unless the damage shows
             only in a tensor's data: then the model is undefined.
         CheckpointFailed: Another rank failed. A failed rank raises its own error.
-        CheckpointMismatch: Names or shapes differ, or parameters of one group have different options.
+        CheckpointMismatch: Names or shapes differ, names tied in the model have different values, or parameters of one
+            group have different options.
         CheckpointUntrusted: A pickle holds more than plain data.
         FileNotFoundError: No checkpoint at the path.
         FormatUnknown: The path is not a DCP checkpoint.
@@ -249,9 +252,7 @@ def _find(request: _Request) -> _Plan:
     live = everywhere("name its state", request.live)
     opened = everywhere("open the checkpoint", lambda: _open(request, live.names))
     _check_same_everywhere(opened)
-    return everywhere(
-        "find its state in the checkpoint", lambda: _plan(opened, live, request.translate, request.strict)
-    )
+    return everywhere("find its state in the checkpoint", lambda: _plan(opened, live, request))
 
 
 def _open(request: _Request, live: LiveNames) -> Opened:
@@ -267,10 +268,10 @@ def _open(request: _Request, live: LiveNames) -> Opened:
     return opened.for_live(live) if isinstance(opened, ForLive) else Opened(source=opened)
 
 
-def _plan(opened: Opened, live: _Live, translate: Translate | None, strict: bool) -> _Plan:
+def _plan(opened: Opened, live: _Live, request: _Request) -> _Plan:
     source = opened.source
-    if translate is not None:
-        source = translate(source)
+    if request.translate is not None:
+        source = request.translate(source)
     targets, names = _match_model(source, live.model)
     unfit = frozenset(difference.name.removeprefix("model.") for difference in names)
     load: OptimizerLoad | None = None
@@ -284,7 +285,9 @@ def _plan(opened: Opened, live: _Live, translate: Translate | None, strict: bool
         kinds = _different_kinds(opened.manifest, live.optimizer.optimizer)
         load = None if kinds else found.without(unfit)
     differences = Differences(names=tuple(names), conflicts=conflicts, kinds=kinds)
-    if strict and differences:
+    if request.strict and not differences and not request.allow_meta:
+        differences = Differences(names=tuple(_untied(source, live.model)))
+    if request.strict and differences:
         raise CheckpointMismatch(str(opened.path), differences, opened.way_out)
     return _Plan(
         source=source,
@@ -298,27 +301,66 @@ def _plan(opened: Opened, live: _Live, translate: Translate | None, strict: bool
     )
 
 
+# Last parts of names of scales: `weight_scale`, `weight_scale_inv`, `scale_weight`, bitsandbytes' `SCB`.
+_SCALE: Final = re.compile(r"\.(?:[^.]*scale[^.]*|SCB)$")
+
+
 def _match_model(source: Source, live: LiveModel) -> tuple[dict[str, torch.Tensor], list[NameDifference]]:
     """Tensors to fill by their names in the checkpoint, and the differences, in the model's order.
 
-    A dtype counts as different where a cast would drop information: an imaginary part, a fraction.
+    A dtype counts as different where a cast would drop information: an imaginary part, a fraction, a scale.
     """
     targets: dict[str, torch.Tensor] = {}
     differences: list[NameDifference] = []
+    unexpected = list(_unexpected(source, live))
+    scales = {_module_of(each.name): each.name for each in unexpected if _SCALE.search(each.name)}
     held = {*source.tensors, *source.objects}
     for name, names in live.all_names().items():
         tensor = live.tensors[name]
         found = next((f"model.{each}" for each in names if f"model.{each}" in held), None)
         saved, here = found and _shape(source, found), str(tuple(tensor.shape))
         stored = source.tensors[found].dtype if found is not None and found in source.tensors else None
-        if found is not None and saved == here and stored is not None and torch.can_cast(stored, tensor.dtype):
-            targets[found] = tensor
-        elif saved == here and stored is not None:
-            differences.append(NameDifference(f"model.{name}", f"{stored} {saved}", f"{tensor.dtype} {here}"))
-        else:
+        scale = scales.get(_module_of(found or ""))
+        if found is None or saved != here or stored is None:
             differences.append(NameDifference(f"model.{name}", saved, here))
-    differences += _unexpected(source, live)
-    return targets, differences
+        elif scale is not None and stored.itemsize == 1 < tensor.dtype.itemsize:
+            saved = f"{stored} {saved} to be multiplied by {scale.rpartition('.')[2]!r}"
+            differences.append(NameDifference(f"model.{name}", saved, f"{tensor.dtype} {here}"))
+        elif torch.can_cast(stored, tensor.dtype):
+            targets[found] = tensor
+        else:
+            differences.append(NameDifference(f"model.{name}", f"{stored} {saved}", f"{tensor.dtype} {here}"))
+    return targets, differences + unexpected
+
+
+def _module_of(full_name: str) -> str:
+    return full_name.rpartition(".")[0]
+
+
+def _untied(source: Source, live: LiveModel) -> Iterator[NameDifference]:
+    """Names tied in the model, with different values in the checkpoint: the tensor can hold those of one name alone.
+
+    Effects: reads this rank's part of a tied tensor twice, unless both names have one place.
+    """
+    for name, names in live.all_names().items():
+        first, *others = [f"model.{each}" for each in names if f"model.{each}" in source.tensors] or [""]
+        for other in others:
+            if not _are_alike(source, first, other, live.tensors[name]):
+                yield NameDifference(other, f"other values than {first!r}", "tied to it")
+
+
+def _are_alike(source: Source, one: str, other: str, tensor: torch.Tensor) -> bool:
+    if isinstance(source, StoredCheckpoint) and source.places(one) == source.places(other):
+        return True
+    if source.tensors[one].shape != source.tensors[other].shape:
+        return False
+    for chunk, local in local_boxes(tensor):
+        both = [torch.empty_like(local, memory_format=torch.contiguous_format) for _ in range(2)]
+        source.read([Wanted(name, chunk, into) for name, into in zip((one, other), both, strict=True)])
+        bits = [into.view(-1).view(torch.uint8) for into in both]  # By value, NaNs would differ from themselves.
+        if not torch.equal(*bits):
+            return False
+    return True
 
 
 def _unexpected(source: Source, live: LiveModel) -> Iterator[NameDifference]:

@@ -50,7 +50,8 @@ def save(
     Raises:
         CheckpointFailed: Another rank failed. A failed rank raises its own error.
         FileExistsError: `path` holds something else than a checkpoint.
-        NotImplementedError: The optimizer keeps state that is neither a tensor nor plain data (LBFGS does).
+        NotImplementedError: The optimizer keeps state that is neither a tensor nor plain data (LBFGS does); or a tensor
+            is sparse, or of a class that no load would read (quantised weights, 8-bit optimizer state).
         ValueError: A parameter of the optimizer is not the model's, a slot has another number of elements than its
             parameter and than this rank's part of the parameter, or a tensor is on the meta device; or the ranks' parts
             do not form one model.

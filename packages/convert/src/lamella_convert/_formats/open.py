@@ -103,6 +103,10 @@ class OpenCheckpoint:
         """As `Source.read_object`, under native names."""
         return self.source.read_object(name)
 
+    def with_sizes(self, sizes: Mapping[str, int]) -> "OpenCheckpoint":
+        """The same checkpoint with other `sizes`, as of `open_checkpoint`. Effects: reads small files."""
+        return _open_dcp(self.raw, sizes) if isinstance(self.raw, StoredCheckpoint) else self
+
     def for_live(self, names: LiveNames) -> Opened:
         """Native names for a live model, with float8 weights dequantised: for `lamella_checkpoint.load`.
 

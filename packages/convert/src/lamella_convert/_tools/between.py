@@ -159,10 +159,7 @@ class Between:
     def open(self, path: Path, *, trust: bool, verify: bool) -> OpenCheckpoint:
         """Open a checkpoint. Where its files tell how many tensor-parallel ranks wrote, their number counts."""
         opened = open_checkpoint(path, trust=trust, verify=verify, sizes=self.sizes())
-        told = opened.told_ranks
-        if told in (None, self.megatron.tensor_parallel_size):
-            return opened
-        return open_checkpoint(path, trust=trust, verify=verify, sizes=self.of_ranks(told).sizes())
+        return opened if opened.told_ranks is None else opened.with_sizes(self.of_ranks(opened.told_ranks).sizes())
 
     def of_ranks(self, tensor_parallel_size: int | None) -> "Between":
         """The same rules for another number of tensor-parallel ranks."""
