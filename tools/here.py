@@ -84,14 +84,14 @@ def _pytest(marker: str, args: list[str], *, session: str, folders: list[Path] =
     if RANKS_PER_GPU > 1:  # The command refuses to.
         others += ["--ignore", str(ROOT / "packages" / "lamella" / "tests" / "test_gpu.py")]
     results: list[int] = []
-    for folder, found in _selected(marked, args).items():
+    for folder, chosen in _selected(marked, args).items():
         with TemporaryDirectory() as temporary:
             report = Path(temporary) / "report.xml"
-            results.append(_pytest_in(marker, [*others, f"--junitxml={report}", *found]))
+            results.append(_pytest_in(marker, [*others, f"--junitxml={report}", *chosen]))
             if results[-1] < 0:
                 print(f"pytest in {folder} was killed by signal {-results[-1]}.", file=sys.stderr)
             if status is not None and results[-1] != NO_TESTS_RAN and report.is_file():
-                selection = _selection([arg for arg in found if arg != str(folder)])
+                selection = _selection([arg for arg in chosen if arg != str(folder)])
                 gpu_status.record(report, status, session=recorded, folder=folder, selection=selection)
     # The first that failed, not the greatest: a child killed by a signal has a negative code.
     ran = [result for result in results if result != NO_TESTS_RAN]
