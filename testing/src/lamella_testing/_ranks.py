@@ -328,11 +328,13 @@ def _receive(arrived: list[Rank], ranks: list[Rank]) -> list[tuple[Rank, bytes]]
 
 
 def _raise_death(ranks: list[Rank]) -> None:
-    """Raise the failure of a rank that is dead, or dies within a second."""
-    wait([rank.process.sentinel for rank in ranks], timeout=1.0)
+    """Raise the failure of a rank that is dead, or dies within a few seconds."""
+    dying = wait([rank.process.sentinel for rank in ranks], timeout=_LEAVE_TIMEOUT_S)
     for rank in ranks:
-        if rank.process.exitcode not in (None, 0):
-            raise RankFailure(rank.rank, _describe_death(rank))
+        if rank.process.sentinel in dying:
+            rank.process.join(_LEAVE_TIMEOUT_S)  # The sentinel is closed before the exit code can be asked for.
+            if rank.process.exitcode != 0:
+                raise RankFailure(rank.rank, _describe_death(rank))
 
 
 def _describe_death(rank: Rank) -> str:
