@@ -126,7 +126,9 @@ def oldest(session: nox.Session, package: str) -> None:
 # On GPUs without an environment: False, where None is nox's own interpreter.
 @nox.session(default=False)
 @nox.parametrize(
-    ("python", "device"), [(None, "cpu"), (False, "gpu-1"), (False, "gpu-2")], ids=["cpu", "gpu-1", "gpu-2"]
+    ("python", "device"),
+    [(None, "cpu"), (False, "gpu-1"), (False, "gpu-2"), (False, "gpu-4")],
+    ids=["cpu", "gpu-1", "gpu-2", "gpu-4"],
 )
 def megatron(session: nox.Session, device: str) -> None:
     """Test the Megatron adapter against a real megatron-core: on CPU, or on GPUs with Transformer Engine too."""

@@ -49,7 +49,7 @@ def main(args: list[str]) -> int:
             return _require_gpus_for(2) or _pytest("te", rest, session="te")
         case ["ssm", "gpu-1", *rest]:
             return _require_gpus(1) or _require("mamba_ssm") or _pytest("ssm", rest, session="ssm(gpu-1)")
-        case ["megatron", "gpu-1" | "gpu-2" as device, *rest]:
+        case ["megatron", "gpu-1" | "gpu-2" | "gpu-4" as device, *rest]:
             num_gpus = device.removeprefix("gpu-")
             missing = _require_gpus_for(int(num_gpus)) or _require("megatron.core", "transformer_engine")
             return missing or _pytest(f"gpu{num_gpus}", rest, session=f"megatron({device})", folders=[MEGATRON])

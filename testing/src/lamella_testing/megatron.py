@@ -81,8 +81,8 @@ def megatron_on_cpu() -> Iterator[None]:
     Tensors asked for on CUDA are made on the CPU, and streams do nothing. Random states of megatron-core are the CPU's;
     a state without a seed is the default one. Collectives take parts of different sizes, and sizes as tensors, as
     NCCL's do. Attention takes keys and values of different widths, as Transformer Engine's does. Norms are torch's,
-    with sequence parallelism's mark. Mamba layers scan by torch's own operators, step by step, and gated delta nets run
-    as in `gated_delta_nets_by_torch`. Saves start no process, and ask no psutil. Functions that megatron-core compiles
+    with sequence parallelism's mark. Mamba layers run as in `mamba_by_torch`, gated delta nets as in
+    `gated_delta_nets_by_torch`. Saves start no process, and ask no psutil. Functions that megatron-core compiles
     run as they are written: each rank would compile them anew.
     """
     with warnings.catch_warnings():
@@ -90,7 +90,6 @@ def megatron_on_cpu() -> Iterator[None]:
         warnings.simplefilter("ignore")
         importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
         files = importlib.import_module("megatron.core.dist_checkpointing.strategies.filesystem_async")
-        mixer = importlib.import_module("megatron.core.ssm.mamba_mixer")
         hybrid = importlib.import_module("megatron.core.models.hybrid.hybrid_block")
         norms = importlib.import_module("megatron.core.transformer.torch_norm")
         attention = importlib.import_module("megatron.core.transformer.dot_product_attention").DotProductAttention
@@ -127,8 +126,21 @@ def megatron_on_cpu() -> Iterator[None]:
         # megatron-core's own queue is in a server process, started by each rank that saves, and left behind by a rank
         # that ends without the interpreter's shutdown.
         put(files, get_write_results_queue=_results_of_threads, _process_memory=lambda: 0)
-        put(mixer, HAVE_MAMBA_SSM=True, ExtendedRMSNorm=_GroupedRMSNorm, mamba_split_conv1d_scan_combined=scan_in_steps)
+        stack.enter_context(mamba_by_torch())
         stack.enter_context(gated_delta_nets_by_torch())
+        yield
+
+
+@contextlib.contextmanager
+def mamba_by_torch() -> Iterator[None]:
+    """Let megatron-core's Mamba layers scan by torch's operators, step by step, while the context lasts."""
+    mixer = importlib.import_module("megatron.core.ssm.mamba_mixer")
+    with patch.multiple(
+        mixer,
+        HAVE_MAMBA_SSM=True,
+        ExtendedRMSNorm=_GroupedRMSNorm,
+        mamba_split_conv1d_scan_combined=scan_in_steps,
+    ):
         yield
 
 
@@ -275,7 +287,7 @@ def scan_in_steps(
         ngroups: Number of groups of heads with B and C in common.
 
     Returns:
-        (batch, length, heads * headdim).
+        (batch, length, heads * headdim), in the dtype of zxbcdt.
     """
     num_heads, inner = len(A), len(A) * headdim
     gate, rest, dt = zxbcdt.split([inner, len(weight), num_heads], dim=-1)  # type: ignore[no-untyped-call]
@@ -291,7 +303,7 @@ def scan_in_steps(
         added = (dt_t[..., None] * x_t)[..., None] * b_t[:, :, None]
         state = state * (dt_t * A).exp()[..., None, None] + added
         outputs.append((state * c_t[:, :, None]).sum(-1) + D[:, None] * x_t)
-    return torch.stack(outputs, dim=1).flatten(2) * F.silu(gate)
+    return (torch.stack(outputs, dim=1).flatten(2) * F.silu(gate)).to(zxbcdt.dtype)
 
 
 def tiny_config(**changes: Any) -> Any:

@@ -19,8 +19,10 @@ from lamella_engine import MixedPrecisionPolicy
 from lamella_testing import run_ranks
 from lamella_testing.megatron import (
     GATED_DELTA_NET,
+    MAMBA,
     MULTI_LATENT_ATTENTION,
     gated_delta_nets_by_torch,
+    mamba_by_torch,
     scale_auxiliary_losses,
     tiny_config,
 )
@@ -41,13 +43,13 @@ def _model(kind: str, *, delays: bool, shares: bool) -> nn.Module:
 
     Args:
         kind: `gpt`, `gpt-mtp` with a layer of multi-token prediction, `gpt-mla` with attention in a latent space, or a
-            HybridModel's pattern.
+            HybridModel's pattern, whose groups in brackets are units.
         delays: Whether layers delay weight gradients.
         shares: Whether layers have a shared expert.
     """
     os.environ.update(CUBLAS_WORKSPACE_CONFIG=":4096:8", NVTE_ALLOW_NONDETERMINISTIC_ALGO="0")
-    # Gated delta nets' torch form takes a cumulative sum, which has no deterministic mark.
-    torch.use_deterministic_algorithms(True, warn_only="G" in kind)
+    # The torch forms of gated delta nets and of Mamba's scan have operators without a deterministic mark.
+    torch.use_deterministic_algorithms(True, warn_only="G" in kind or "M" in kind)
     num_ranks = dist.get_world_size()
     Layout(num_ranks=num_ranks, ep=num_ranks).initialize()
     importlib.import_module("megatron.core.tensor_parallel").model_parallel_cuda_manual_seed(0)
@@ -57,7 +59,10 @@ def _model(kind: str, *, delays: bool, shares: bool) -> nn.Module:
     hybrid_specs = importlib.import_module("megatron.core.models.hybrid.hybrid_layer_specs")
     predicts = "mtp" in kind or "/" in kind
     mixer = (LATENT if "+" in kind or "mla" in kind else {}) | (DELTA if "G" in kind else {})
+    mixer |= MAMBA if "M" in kind else {}
+    pattern = kind.replace("[", "").replace("]", "")
     config = tiny_config(
+        num_layers=2 if kind.startswith("gpt") else len(pattern.partition("/")[0]),
         hidden_size=512,
         num_attention_heads=8,
         num_moe_experts=8,
@@ -81,7 +86,7 @@ def _model(kind: str, *, delays: bool, shares: bool) -> nn.Module:
     torch.manual_seed(0)
     if not kind.startswith("gpt"):
         stack = hybrid_specs.hybrid_stack_spec
-        model: nn.Module = hybrid(config, stack, VOCABULARY, LENGTH, hybrid_layer_pattern=kind)
+        model: nn.Module = hybrid(config, stack, VOCABULARY, LENGTH, hybrid_layer_pattern=pattern)
         return model.to("cuda", torch.bfloat16)
     spec = specs.get_gpt_layer_with_transformer_engine_spec(
         num_experts=8, moe_grouped_gemm=True, multi_latent_attention="mla" in kind
@@ -113,7 +118,8 @@ def _train(kind: str, *, overlaps: bool, shares: bool, delays: bool) -> Trained:
 
     model: Any = _model(kind, delays=delays and overlaps, shares=shares)
     half, single = torch.bfloat16, torch.float32
-    fully_shard_model(model, mp_policy=MixedPrecisionPolicy(half, single, cast_forward_inputs=False, main_dtype=single))
+    policy = MixedPrecisionPolicy(half, single, cast_forward_inputs=False, main_dtype=single)
+    fully_shard_model(model, mp_policy=policy, layer_groups=kind if "[" in kind else None)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     losses = []
     for step in range(NUM_STEPS):
@@ -140,7 +146,11 @@ def _train(kind: str, *, overlaps: bool, shares: bool, delays: bool) -> Trained:
 def _assert_equal_bits(kind: str, num_ranks: int, *, shares: bool, delays: bool) -> None:
     def on_each_rank(overlaps: bool) -> Trained:
         # Compiled, parts of a gated delta net would cost each rank a minute.
-        with gated_delta_nets_by_torch(), torch.compiler.set_stance("force_eager" if "G" in kind else "default"):
+        with (
+            mamba_by_torch(),
+            gated_delta_nets_by_torch(),
+            torch.compiler.set_stance("force_eager" if "G" in kind else "default"),
+        ):
             return _train(kind, overlaps=overlaps, shares=shares, delays=delays)
 
     expected, found = (run_ranks(on_each_rank, num_ranks, overlaps, device="cuda") for overlaps in (False, True))
@@ -150,7 +160,8 @@ def _assert_equal_bits(kind: str, num_ranks: int, *, shares: bool, delays: bool)
             assert torch.equal(weight, other_weights[name]), name
 
 
-KINDS = ["gpt", "gpt-mtp", "gpt-mla", "*E/*E", "+E", "GE"]
+GROUPS = ["[*E][*E]", "[M*E][M*E]"]  # of megatron-core's own test
+KINDS = ["gpt", "gpt-mtp", "gpt-mla", "*E/*E", "+E", "GE", *GROUPS]
 
 
 @pytest.mark.gpu1
@@ -166,3 +177,10 @@ def test_one_gpu_has_equal_bits(kind: str, shares: bool) -> None:
 @pytest.mark.parametrize(("shares", "delays"), [(False, False), (True, False), (True, True)])
 def test_two_gpus_have_equal_bits(kind: str, shares: bool, delays: bool) -> None:
     _assert_equal_bits(kind, 2, shares=shares, delays=delays)
+
+
+@pytest.mark.gpu4
+@pytest.mark.parametrize("kind", GROUPS)
+@pytest.mark.parametrize("shares", [False, True])
+def test_four_gpus_have_equal_bits(kind: str, shares: bool) -> None:
+    _assert_equal_bits(kind, 4, shares=shares, delays=True)
