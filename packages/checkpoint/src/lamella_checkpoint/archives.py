@@ -4,12 +4,12 @@ For packages that open or write checkpoints, as lamella-convert does. Names may 
 """
 
 from lamella_checkpoint._formats.items import Copy as Copy
-from lamella_checkpoint._formats.items import Expected as Expected
 from lamella_checkpoint._formats.items import ItemRead as ItemRead
 from lamella_checkpoint._formats.items import check_tensors as check_tensors
 from lamella_checkpoint._formats.items import read_tensors as read_tensors
-from lamella_checkpoint._formats.items import unsafe_types as unsafe_types
 from lamella_checkpoint._formats.metadata import Item as Item
+from lamella_checkpoint._formats.objects import Expected as Expected
+from lamella_checkpoint._formats.objects import unsafe_types as unsafe_types
 from lamella_checkpoint._formats.torch_zip import FileSlice as FileSlice
 from lamella_checkpoint._formats.torch_zip import Record as Record
 from lamella_checkpoint._formats.torch_zip import StoredTensor as StoredTensor

@@ -24,8 +24,8 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 
 from lamella_checkpoint import CheckpointDamaged, CheckpointUntrusted, check, load, save
 from lamella_checkpoint._base.pickles import Inert, PickleTooLarge, UnknownType, read_pickle
-from lamella_checkpoint._formats.items import unpickle
 from lamella_checkpoint._formats.metadata import StoredMetadata
+from lamella_checkpoint._formats.objects import unpickle
 from lamella_checkpoint.testing import forget_checksums
 from lamella_testing.hostile_pickles import NUMBERED, Runs, numbered
 

@@ -46,11 +46,11 @@ if TYPE_CHECKING:
     from lamella_convert._translation.hybrid_stack import logical_name as logical_name
     from lamella_convert._translation.hybrid_stack import logical_names as logical_names
     from lamella_convert._translation.hybrid_stack import regrouped as regrouped
-    from lamella_convert._translation.megatron import Counters as Counters
     from lamella_convert._translation.megatron import Dialect as Dialect
     from lamella_convert._translation.megatron import MtpLayer as MtpLayer
     from lamella_convert._translation.megatron import canonical_name as canonical_name
-    from lamella_convert._translation.megatron import sizes_of_args as sizes_of_args
+    from lamella_convert._translation.megatron_args import Counters as Counters
+    from lamella_convert._translation.megatron_args import sizes_of_args as sizes_of_args
     from lamella_convert._translation.megatron_model import from_megatron_model as from_megatron_model
     from lamella_convert._translation.megatron_model import global_expert as global_expert
     from lamella_convert._translation.megatron_model import to_megatron_model as to_megatron_model
@@ -70,7 +70,8 @@ _LATER: Final = {
     "lamella_convert._tools.verify": ("verify",),
     "lamella_convert._translation.families": ("Family", "find_family", "known_model_types"),
     "lamella_convert._translation.hybrid_stack": ("logical_name", "logical_names", "regrouped"),
-    "lamella_convert._translation.megatron": ("Counters", "Dialect", "MtpLayer", "canonical_name", "sizes_of_args"),
+    "lamella_convert._translation.megatron": ("Dialect", "MtpLayer", "canonical_name"),
+    "lamella_convert._translation.megatron_args": ("Counters", "sizes_of_args"),
     "lamella_convert._translation.megatron_model": ("from_megatron_model", "global_expert", "to_megatron_model"),
 }
 _HOMES: Final = {name: module for module, names in _LATER.items() for name in names}

@@ -24,13 +24,12 @@ from lamella_convert._translation.megatron import (
     RELEASE_0_19,
     Dialect,
     MtpLayer,
-    counters,
     dialect_of,
     is_fsdp_dtensor,
     read_fsdp_dtensor,
-    sizes_of_args,
     write_fsdp_dtensor,
 )
+from lamella_convert._translation.megatron_args import counters, sizes_of_args
 from lamella_convert._translation.megatron_model import from_megatron_model, global_expert, to_megatron_model
 
 QK, V, NVH, D_INNER, D_STATE, NHEADS = 4, 8, 4, 8, 4, 4

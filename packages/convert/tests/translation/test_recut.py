@@ -16,8 +16,8 @@ from lamella_checkpoint import CheckpointDirectory, Correspondence, load, save
 from lamella_checkpoint._formats.dcp_read import StoredCheckpoint
 from lamella_checkpoint.testing import read_all
 from lamella_convert import translate
-from lamella_convert._translation.megatron import MAMBA_PARTS
 from lamella_convert._translation.megatron_model import from_megatron_model
+from lamella_convert._translation.megatron_rules import MAMBA_PARTS
 from lamella_testing import run_ranks
 from lamella_testing.tiny import Kit
 

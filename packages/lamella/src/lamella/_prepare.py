@@ -1,11 +1,11 @@
-"""Preparation before any worker starts: read the text, write the tokens, check the run to be resumed."""
+"""Preparation before any worker starts: read the text, check the settings, write the files of the run."""
 
 import importlib.util
 import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,21 +22,12 @@ from lamella._models import NAMED, ModelSpec, check_context, load_spec, outline,
 from lamella._options import ConfigError
 from lamella._pretrained import check_weights, pretrained_directory, told_of_weights
 from lamella._profile import NUM_WARMUP_STEPS
-from lamella._report import rewind
-from lamella._resume import damaged, set_aside_after, wanted_checkpoint
+from lamella._resume import check_resumable, check_same_model, go_back, wanted_checkpoint
 from lamella._text import Corpus, collect
 from lamella._tokenizer import RunTokenizer, read_tokenizer
 from lamella._tokens import check_tokens, fingerprint, prepare_tokens
-from lamella_checkpoint import CheckpointDamaged, CheckpointDirectory, CheckpointMismatch, check
+from lamella_checkpoint import CheckpointDamaged
 from lamella_convert import keep_published
-
-# These settings and the text determine the data stream. After a change, a resumed run would repeat or skip text.
-_STREAM = (("data", "sequence_length"), ("optim", "batch_size"), ("run", "seed"))
-
-# Of a model's config: what a run sets by itself, or what training does not read.
-_NOT_OF_THE_MODEL = ("architectures", "bos_token_id", "eos_token_id", "pad_token_id", "_name_or_path", "use_cache")
-
-_NUM_NAMED = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,9 +55,7 @@ def prepare(config: Config) -> Prepared:
         after the latest checkpoint.
     """
     directory = RunDirectory(run_root(config))
-    checkpoints = CheckpointDirectory(directory.checkpoints)
-    latest = wanted_checkpoint(checkpoints, config.run)
-    _check_wanted(config, directory, latest)
+    latest = wanted_checkpoint(directory, config.run)
     if latest is None:
         _check_writable(directory)
     pretrained = pretrained_directory(config.model.name)
@@ -84,15 +73,16 @@ def prepare(config: Config) -> Prepared:
     if pretrained is not None and latest is None:
         untrained = check_weights(pretrained, model, spec)
         summary = *summary, told_of_weights(pretrained, untrained)
-    first_step = 0 if latest is None else _check_resumable(latest, model, config, text)
+    first_step = 0
     if latest is not None:
-        _check_same_model(spec, directory)
+        first_step = check_resumable(latest, model, config, text)
+        check_same_model(spec, directory)
     if first_step < config.optim.steps:
         _check_profile(config, first_step)
         with _writing(directory):
             data = prepare_tokens(corpus, tokenizer or spec.vocab_size, directory.tokens, directory.model)
             check_tokens(data, config.data)
-            summary = *summary, *_going_back(checkpoints, first_step if latest is not None else -1, directory)
+            summary = *summary, *go_back(directory, first_step if latest is not None else -1)
             if pretrained is None:
                 _write_model(spec, model, directory)
             elif latest is None:
@@ -119,16 +109,6 @@ def _check_compiler(parallel: ParallelConfig) -> None:
             f"Expected a compiler for --compile on {parallel.device} ({variable}, or {' or '.join(names)} on PATH), "
             f"got none of {', '.join(wanted)}. Install one, or leave --compile out."
         )
-
-
-def _going_back(checkpoints: CheckpointDirectory, step: int, directory: RunDirectory) -> list[str]:
-    """Set aside checkpoints and drop records after `step`; return lines on both, to print."""
-    told = [f"set aside: {path}" for path in set_aside_after(checkpoints, step)]
-    if num_damaged := rewind(directory.metrics, step):
-        told.append(
-            f"dropped from {directory.metrics.name}: {num_damaged} damaged lines, as a run leaves that is killed"
-        )
-    return told
 
 
 @contextmanager
@@ -218,16 +198,6 @@ def _check_vocabulary(config: Config, pretrained: Path | None) -> None:
         )
 
 
-def _check_wanted(config: Config, directory: RunDirectory, latest: Path | None) -> None:
-    if config.run.resume is True and latest is None:
-        raise ConfigError(f"Expected a checkpoint to resume in {str(directory.root)!r}, got none.")
-    if config.run.resume is False and latest is not None:
-        raise ConfigError(
-            f"Expected no checkpoint in {str(directory.root)!r}, got {latest.name}. "
-            "Pass another --run-dir, or leave out --no-resume."
-        )
-
-
 def _check_writable(directory: RunDirectory) -> None:
     """Refuse an unwritable run directory, before reading the text takes time."""
     there = next(path for path in (directory.root, *directory.root.absolute().parents) if path.exists())
@@ -239,36 +209,6 @@ def _check_writable(directory: RunDirectory) -> None:
         )
 
 
-def _check_resumable(checkpoint: Path, model: nn.Module, config: Config, text: str) -> int:
-    """Return the checkpoint's step; refuse checkpoints of another model or data stream."""
-    try:
-        extra = check(checkpoint, model=model)
-    except CheckpointDamaged as error:
-        raise damaged(CheckpointDirectory(checkpoint.parent), checkpoint, error) from error
-    except CheckpointMismatch as error:
-        first = "; ".join(map(str, error.differences.names[:_NUM_NAMED]))
-        more = len(error.differences.names) - _NUM_NAMED
-        raise ConfigError(
-            f"Expected a checkpoint of this model in {str(checkpoint)!r}, got a checkpoint of another model: {first}"
-            f"{f'; and {more} more' if more > 0 else ''}. Pass the checkpoint's --model, or another --run-dir."
-        ) from error
-    _check_stream(extra, config, text)
-    return int(extra["step"])
-
-
-def _check_same_model(spec: ModelSpec, directory: RunDirectory) -> None:
-    """Refuse to resume with a config of equal shapes that computes something else (an activation, an epsilon)."""
-    if not directory.model_config.is_file():
-        return
-    before, now = load_spec(str(directory.model)).to_dict(), spec.to_dict()
-    for name in sorted(before.keys() | now.keys()):
-        if name not in _NOT_OF_THE_MODEL and before.get(name) != now.get(name):
-            raise ConfigError(
-                f"Expected the model's {name} to stay {before.get(name)!r} as in the run to be resumed, got "
-                f"{now.get(name)!r}. Pass the former --model, or another --run-dir."
-            )
-
-
 def _check_profile(config: Config, first_step: int) -> None:
     """Refuse to profile more steps than remain."""
     needed = 0 if config.run.profile is None else NUM_WARMUP_STEPS + config.run.profile
@@ -277,24 +217,3 @@ def _check_profile(config: Config, first_step: int) -> None:
             f"Expected at least {needed} steps to go for --profile {config.run.profile}, which begins after "
             f"{NUM_WARMUP_STEPS}, got {config.optim.steps - first_step}. Pass a larger --steps, or a smaller --profile."
         )
-
-
-def _check_stream(stored: Mapping[str, object], config: Config, text: str) -> None:
-    """Refuse to resume with other text or other settings of the data stream."""
-    for name, value in stream_settings(config).items():
-        if stored.get(name) != value:
-            raise ConfigError(
-                f"Expected {name} to stay {stored.get(name)!r} as in the run to be resumed, got {value!r}. "
-                "Pass the former value, or another --run-dir."
-            )
-    if stored.get("fingerprint") != text:
-        raise ConfigError(
-            "Expected the text that the run to be resumed was started on, got another. "
-            "Pass the same --data, or another --run-dir."
-        )
-
-
-def stream_settings(config: Config) -> dict[str, object]:
-    """Return the settings that must not change over a run, by dotted name."""
-    values = to_values(config)
-    return {f"{group}.{name}": values[group][name] for group, name in _STREAM}

@@ -1,42 +1,127 @@
-"""The checkpoint a run goes on from, and later checkpoints, which are set aside."""
+"""The checkpoint a run goes on from: which one, whether it fits the settings, and what becomes of later ones."""
 
 import re
 import secrets
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from lamella._config import RunConfig
+from torch import nn
+
+from lamella._config import Config, RunConfig, to_values
+from lamella._directory import RunDirectory
+from lamella._models import ModelSpec, load_spec
 from lamella._options import ConfigError
 from lamella._output import one_line
-from lamella_checkpoint import CheckpointDamaged, CheckpointDirectory, CheckpointFailed
+from lamella._report import rewind
+from lamella_checkpoint import CheckpointDamaged, CheckpointDirectory, CheckpointFailed, CheckpointMismatch, check
 
+# These settings and the text determine the data stream. After a change, a resumed run would repeat or skip text.
+_STREAM = (("data", "sequence_length"), ("optim", "batch_size"), ("run", "seed"))
+
+# Of a model's config: what a run sets by itself, or what training does not read.
+_NOT_OF_THE_MODEL = ("architectures", "bos_token_id", "eos_token_id", "pad_token_id", "_name_or_path", "use_cache")
+
+_NUM_NAMED: Final = 3
 _STEP: Final = re.compile(r"step_(\d{8,})")
 
 
-def wanted_checkpoint(checkpoints: CheckpointDirectory, run: RunConfig) -> Path | None:
+def wanted_checkpoint(directory: RunDirectory, run: RunConfig) -> Path | None:
     """The checkpoint to go on from: the newest, or the one of `--from-step`; None in a new run.
 
     Raises:
-        ConfigError: No checkpoint is of that step, or the newest has lost its metadata.
+        ConfigError: No checkpoint is of that step, the newest has lost its metadata, or `--resume` and `--no-resume`
+            say otherwise.
     """
-    if run.from_step is None:
-        newest = max(_steps(checkpoints.root), default=None)
-        if newest is not None and newest not in checkpoints.steps():
-            raise damaged(
-                checkpoints, checkpoints.path(newest), "Expected a whole checkpoint, got one without .metadata"
-            )
-        return checkpoints.latest()
-    if run.from_step not in checkpoints.steps():
+    checkpoints = CheckpointDirectory(directory.checkpoints)
+    found = _newest(checkpoints) if run.from_step is None else _of_step(checkpoints, run.from_step)
+    if run.resume is True and found is None:
+        raise ConfigError(f"Expected a checkpoint to resume in {str(directory.root)!r}, got none.")
+    if run.resume is False and found is not None:
+        raise ConfigError(
+            f"Expected no checkpoint in {str(directory.root)!r}, got {found.name}. "
+            "Pass another --run-dir, or leave out --no-resume."
+        )
+    return found
+
+
+def _newest(checkpoints: CheckpointDirectory) -> Path | None:
+    newest = max(_steps(checkpoints.root), default=None)
+    if newest is not None and newest not in checkpoints.steps():
+        raise damaged(checkpoints, checkpoints.path(newest), "Expected a whole checkpoint, got one without .metadata")
+    return checkpoints.latest()
+
+
+def _of_step(checkpoints: CheckpointDirectory, step: int) -> Path:
+    if step not in checkpoints.steps():
         got = ", ".join(map(str, checkpoints.steps())) or "none"
         raise ConfigError(
-            f"Expected a checkpoint of step {run.from_step} in {str(checkpoints.root)!r} for --from-step, got {got}."
+            f"Expected a checkpoint of step {step} in {str(checkpoints.root)!r} for --from-step, got {got}."
         )
-    return checkpoints.path(run.from_step)
+    return checkpoints.path(step)
 
 
-def set_aside_after(checkpoints: CheckpointDirectory, step: int) -> list[Path]:
-    """Rename the checkpoints after a step, so that no run goes on from one, and return the new paths."""
-    return [_set_aside(checkpoints.path(later)) for later in _steps(checkpoints.root) if later > step]
+def check_resumable(checkpoint: Path, model: nn.Module, config: Config, text: str) -> int:
+    """Return the checkpoint's step; refuse checkpoints of another model or data stream."""
+    try:
+        extra = check(checkpoint, model=model)
+    except CheckpointDamaged as error:
+        raise damaged(CheckpointDirectory(checkpoint.parent), checkpoint, error) from error
+    except CheckpointMismatch as error:
+        first = "; ".join(map(str, error.differences.names[:_NUM_NAMED]))
+        more = len(error.differences.names) - _NUM_NAMED
+        raise ConfigError(
+            f"Expected a checkpoint of this model in {str(checkpoint)!r}, got a checkpoint of another model: {first}"
+            f"{f'; and {more} more' if more > 0 else ''}. Pass the checkpoint's --model, or another --run-dir."
+        ) from error
+    _check_stream(extra, config, text)
+    return int(extra["step"])
+
+
+def check_same_model(spec: ModelSpec, directory: RunDirectory) -> None:
+    """Refuse to resume with a config of equal shapes that computes something else (an activation, an epsilon)."""
+    if not directory.model_config.is_file():
+        return
+    before, now = load_spec(str(directory.model)).to_dict(), spec.to_dict()
+    for name in sorted(before.keys() | now.keys()):
+        if name not in _NOT_OF_THE_MODEL and before.get(name) != now.get(name):
+            raise ConfigError(
+                f"Expected the model's {name} to stay {before.get(name)!r} as in the run to be resumed, got "
+                f"{now.get(name)!r}. Pass the former --model, or another --run-dir."
+            )
+
+
+def _check_stream(stored: Mapping[str, object], config: Config, text: str) -> None:
+    """Refuse to resume with other text or other settings of the data stream."""
+    for name, value in stream_settings(config).items():
+        if stored.get(name) != value:
+            raise ConfigError(
+                f"Expected {name} to stay {stored.get(name)!r} as in the run to be resumed, got {value!r}. "
+                "Pass the former value, or another --run-dir."
+            )
+    if stored.get("fingerprint") != text:
+        raise ConfigError(
+            "Expected the text that the run to be resumed was started on, got another. "
+            "Pass the same --data, or another --run-dir."
+        )
+
+
+def stream_settings(config: Config) -> dict[str, object]:
+    """Return the settings that must not change over a run, by dotted name."""
+    values = to_values(config)
+    return {f"{group}.{name}": values[group][name] for group, name in _STREAM}
+
+
+def go_back(directory: RunDirectory, step: int) -> list[str]:
+    """Set aside checkpoints and drop records after `step`; return lines on both, to print."""
+    checkpoints = CheckpointDirectory(directory.checkpoints)
+    later = [checkpoints.path(each) for each in _steps(checkpoints.root) if each > step]
+    told = [f"set aside: {_set_aside(path)}" for path in later]  # so that no run goes on from one
+    if num_damaged := rewind(directory.metrics, step):
+        told.append(
+            f"dropped from {directory.metrics.name}: {num_damaged} damaged lines, as a run leaves that is killed"
+        )
+    return told
 
 
 def damaged(checkpoints: CheckpointDirectory, checkpoint: Path, problem: object) -> ConfigError:

@@ -22,11 +22,10 @@ from lamella._float8 import in_float8, told_of_products, told_of_scales
 from lamella._measure import Interval, Speed, peak_flops
 from lamella._models import ModelSpec, build_model, flops_per_token, fp32_parameters, load_spec, sharding_units
 from lamella._place import Rank
-from lamella._prepare import stream_settings
 from lamella._pretrained import build_without_parameters, load_weights, materialise, pretrained_directory
 from lamella._profile import profiled
 from lamella._report import Progress, Record, StepRecord, ValidationRecord, append, plot, read
-from lamella._resume import damage_in, damaged
+from lamella._resume import damage_in, damaged, stream_settings
 from lamella._saves import TRY, Saves, reason_of
 from lamella._stop import StopRequests
 from lamella._tokens import BatchStream, inputs_and_targets, load_tokens, sequences, validation_indices

@@ -32,7 +32,8 @@ from lamella_convert import (
 )
 from lamella_megatron._stages import without
 from lamella_megatron._torch_dist import Places
-from lamella_megatron._whole import WholeModel, WholeOptimizer
+from lamella_megatron._whole import WholeModel
+from lamella_megatron._whole_optimizer import WholeOptimizer
 
 _Format = Literal["fsdp_dtensor", "torch_dist"]
 

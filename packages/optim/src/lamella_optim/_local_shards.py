@@ -69,9 +69,48 @@ def step_on_local_shards(optimizer: Opt) -> Opt:
     return optimizer
 
 
+class _OnLocalShards(Optimizer):
+    """Comes before an optimizer's own class, whose methods then see plain parameters over local shards."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        if not getattr(self, "use_decoupled_grad", False):
+            super().zero_grad(set_to_none=set_to_none)
+            return
+        Optimizer.zero_grad(self, set_to_none)  # Transformer Engine's clears `decoupled_grad` alone, of `step` alone
+        for parameter in held_by(self):
+            if (gradient := getattr(parameter, "decoupled_grad", None)) is not None:  # a plain parameter's
+                parameter.decoupled_grad = None if set_to_none else gradient.zero_()  # type: ignore[attr-defined]
+
+    def state_dict(self) -> State:
+        with _holding_locals(self):
+            found: State = super().state_dict()
+        parameters = held_by(self)
+        found["state"] = {
+            key: _laid_out(parameters[key], state) if isinstance(key, int) else state
+            for key, state in found["state"].items()
+        }
+        return found
+
+    def load_state_dict(self, state_dict: State) -> None:
+        local = pytree.tree_map_only(DTensor, local_of, state_dict["state"])
+        with _holding_locals(self):
+            super().load_state_dict({**state_dict, "state": local})
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        mro = type(self).__mro__
+        return _new, (mro[mro.index(_OnLocalShards) + 1],), self.__getstate__()
+
+
 @cache
 def _on_local_shards(kind: Any) -> Any:
-    """A subclass with steps on local shards, below the hooks of `step`: hooks still see DTensors."""
+    """A subclass with steps on local shards."""
+    own = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
+    own["step"] = _step_on_local_shards(kind)
+    return types.new_class(kind.__name__, (_OnLocalShards, kind), exec_body=lambda namespace: namespace.update(own))
+
+
+def _step_on_local_shards(kind: Any) -> Any:
+    """A class's `step`, below the hooks of `step`: hooks still see DTensors."""
     unhooked = getattr(kind.step, "__wrapped__", kind.step)
     # torch's optimizers take empty tensors, and make state for them: state is alike on all ranks.
     gradients_of = _has_elements if not unhooked.__module__.startswith("torch.") else _any_shard
@@ -91,50 +130,10 @@ def _on_local_shards(kind: Any) -> Any:
             result = unhooked(self, *((None, *more) if more else ()), **options)
         return result if closure is None else loss
 
-    def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
-        if not getattr(self, "use_decoupled_grad", False):
-            kind.zero_grad(self, set_to_none=set_to_none)
-            return
-        Optimizer.zero_grad(self, set_to_none)  # Transformer Engine's clears `decoupled_grad` alone, of `step` alone
-        for parameter in held_by(self):
-            if (gradient := getattr(parameter, "decoupled_grad", None)) is not None:  # a plain parameter's
-                parameter.decoupled_grad = None if set_to_none else gradient.zero_()  # type: ignore[attr-defined]
-
-    def state_dict(self: Optimizer) -> State:
-        with _holding_locals(self):
-            found: State = kind.state_dict(self)
-        parameters = held_by(self)
-        found["state"] = {
-            key: _laid_out(parameters[key], state) if isinstance(key, int) else state
-            for key, state in found["state"].items()
-        }
-        return found
-
-    def load_state_dict(self: Optimizer, state_dict: State) -> None:
-        local = pytree.tree_map_only(DTensor, local_of, state_dict["state"])
-        with _holding_locals(self):
-            kind.load_state_dict(self, {**state_dict, "state": local})
-
-    def reduce(self: Optimizer) -> tuple[Any, ...]:
-        return _new, (kind,), self.__getstate__()
-
     hooked: Any = Optimizer.profile_hook_step(step)
     hooked.hooked = True
     hooked.__signature__ = inspect.signature(unhooked)  # gradient scalers ask it
-
-    def fill(namespace: dict[str, Any]) -> None:
-        namespace.update(
-            __module__=kind.__module__,
-            __qualname__=kind.__qualname__,
-            __doc__=kind.__doc__,
-            step=hooked,
-            zero_grad=zero_grad,
-            state_dict=state_dict,
-            load_state_dict=load_state_dict,
-            __reduce__=reduce,
-        )
-
-    return types.new_class(kind.__name__, (kind,), exec_body=fill)
+    return hooked
 
 
 def _new(kind: Any) -> Any:

@@ -1,5 +1,7 @@
 """The forward of one microbatch beside the backward of another: an order of events, its runner and its simulation."""
 
+from lamella_schedule._chunk import Chunk as Chunk
+from lamella_schedule._chunk import LayerSlots as LayerSlots
 from lamella_schedule._draw import bars as bars
 from lamella_schedule._draw import exposures as exposures
 from lamella_schedule._draw import svg as svg
@@ -16,15 +18,13 @@ from lamella_schedule._exchange import Splits as Splits
 from lamella_schedule._exchange import exchange as exchange
 from lamella_schedule._exchange import route as route
 from lamella_schedule._exchange import unroute as unroute
+from lamella_schedule._flight import Flight as Flight
 from lamella_schedule._lanes import Lanes as Lanes
 from lamella_schedule._measure import Stopwatch as Stopwatch
 from lamella_schedule._order import order as order
 from lamella_schedule._order import run_order as run_order
 from lamella_schedule._order import with_residence as with_residence
 from lamella_schedule._order import work as work
-from lamella_schedule._run import Chunk as Chunk
-from lamella_schedule._run import Flight as Flight
-from lamella_schedule._run import LayerSlots as LayerSlots
 from lamella_schedule._run import Residence as Residence
 from lamella_schedule._run import run as run
 from lamella_schedule._run import run_pair as run_pair

@@ -12,8 +12,9 @@ from lamella_checkpoint._base.manifest import MANIFEST_FILE, Manifest
 from lamella_checkpoint._base.small_files import file_size, read_bytes
 from lamella_checkpoint._base.source import TensorInfo, Wanted
 from lamella_checkpoint._formats.checksums import Checksums
-from lamella_checkpoint._formats.items import Copy, ItemRead, read_object, read_tensors
+from lamella_checkpoint._formats.items import Copy, ItemRead, read_tensors
 from lamella_checkpoint._formats.metadata import WRITTEN_BY, Item, StoredMetadata
+from lamella_checkpoint._formats.objects import read_object
 
 
 class StoredCheckpoint:

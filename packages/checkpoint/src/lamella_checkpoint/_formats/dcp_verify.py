@@ -15,8 +15,9 @@ from lamella_checkpoint._base.small_files import file_size, read_bytes
 from lamella_checkpoint._formats.checksums import CHECKSUMS_FILE, Checksums
 from lamella_checkpoint._formats.dcp_open import dcp_directory
 from lamella_checkpoint._formats.dcp_read import check_place, too_large
-from lamella_checkpoint._formats.items import Expected, ItemRead, check_object, check_tensors
+from lamella_checkpoint._formats.items import ItemRead, check_tensors
 from lamella_checkpoint._formats.metadata import WRITTEN_BY, Item, StoredMetadata
+from lamella_checkpoint._formats.objects import Expected, check_object
 
 
 def verify(

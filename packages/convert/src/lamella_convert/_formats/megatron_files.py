@@ -23,14 +23,8 @@ from lamella_checkpoint.dcp import StoredCheckpoint
 from lamella_checkpoint.files import Inert, file_size, read_json, read_pickle, read_text, short
 from lamella_checkpoint.sources import Renamed, WithObjects, whole_box
 from lamella_convert._formats.torch_file import TorchFile
-from lamella_convert._translation.megatron import (
-    Counters,
-    Dialect,
-    counters,
-    dialect_of,
-    read_fsdp_dtensor,
-    sizes_of_args,
-)
+from lamella_convert._translation.megatron import Dialect, dialect_of, read_fsdp_dtensor
+from lamella_convert._translation.megatron_args import Counters, counters, sizes_of_args
 from lamella_convert._translation.torch_dist import read_torch_dist
 
 TRACKER: Final = "latest_checkpointed_iteration.txt"

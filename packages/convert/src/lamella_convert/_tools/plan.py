@@ -27,7 +27,7 @@ from lamella_convert._formats.safetensors_write import stored_dtype
 from lamella_convert._formats.untrained import Completed
 from lamella_convert._tools.between import Between, Convention, convention_of, layers_along, route
 from lamella_convert._tools.published import Published, ties_of
-from lamella_convert._translation.megatron import EXPECTED_OBJECTS
+from lamella_convert._translation.megatron_args import EXPECTED_OBJECTS
 from lamella_convert._translation.translate import Translated
 
 Target = Literal["dcp", "hf", "torch", "fsdp_dtensor"]

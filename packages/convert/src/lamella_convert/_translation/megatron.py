@@ -34,7 +34,7 @@ Note [Dialects]
 
 import re
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal, get_args
 
@@ -48,89 +48,27 @@ from lamella_convert._translation.hybrid_stack import (
     nested_names,
     with_final_norm,
 )
-from lamella_convert._translation.rules import Grouped, Join, Rule, Rules
+from lamella_convert._translation.megatron_args import OF_ARGS, args_of, check_heads
+from lamella_convert._translation.megatron_rules import (
+    FUSED,
+    FUSED_MLA,
+    GATED,
+    GDN,
+    MAMBA,
+    MAMBA_IN,
+    OLDER_MAMBA,
+    SEQUENTIAL_EXPERTS,
+    without_ungated,
+)
+from lamella_convert._translation.rules import Rules
 from lamella_convert._translation.translate import Translated, parameter_shapes, translate
 
-GDN_PARTS: Final = ("query", "key", "value", "z", "beta", "alpha")
-GDN_SIZES: Final = ("qk", "qk", "v", "v", "nvh", "nvh")
-MAMBA_PARTS: Final = ("z", "x", "B", "C", "dt")
-MAMBA_SIZES: Final = ("d_inner", "d_inner", "d_state", "d_state", "nheads")
-
-
-def _rank_major(fused: str, name: str, parts: Sequence[str], sizes: tuple[str, ...]) -> Rule:
-    """Components of `name`, stored by tensor-parallel ranks as one tensor `fused`."""
-    return Rule(Join(tuple(f"{name}.{part}" for part in parts), sizes), Grouped(fused, "tp", sizes))
-
-
-_GDN: Final = "**.self_attention."
-_MIXER: Final = "**.mixer."
-
-GDN: Final = (
-    _rank_major(f"{_GDN}in_proj.weight", f"{_GDN}in_proj.weight", GDN_PARTS, GDN_SIZES),
-    _rank_major(f"{_GDN}conv1d.weight", f"{_GDN}conv1d.weight", GDN_PARTS[:3], GDN_SIZES[:3]),
-    _rank_major(f"{_GDN}conv1d.bias", f"{_GDN}conv1d.bias", GDN_PARTS[:3], GDN_SIZES[:3]),
-)
-"""Gated delta networks: components on the left, a model's tensors on the right."""
-
-
-def _mamba_conv(separator: str) -> tuple[Rule, ...]:
-    return tuple(
-        _rank_major(f"{_MIXER}conv1d{separator}{each}", f"{_MIXER}conv1d.{each}", MAMBA_PARTS[1:4], MAMBA_SIZES[1:4])
-        for each in ("weight", "bias")
-    )
-
-
-MAMBA_IN: Final = (_rank_major(f"{_MIXER}in_proj.weight", f"{_MIXER}in_proj.weight", MAMBA_PARTS, MAMBA_SIZES),)
-"""The projection into a Mamba mixer."""
-
-MAMBA: Final = _mamba_conv("_")
-"""Convolutions of Mamba mixers of megatron-core 0.19, whose parameters are the mixer's own."""
-
-OLDER_MAMBA: Final = _mamba_conv(".")
-"""Convolutions of Mamba mixers as separate modules."""
-
-FUSED: Final = (*GDN, *MAMBA_IN, *MAMBA)
-"""Tensors stored rank-major by megatron-core 0.19, except gated layers."""
-
-_MLA: Final = "**.self_attention."
-FUSED_MLA: Final = (
-    Rule(
-        Join((f"{_MLA}linear_q_down_proj.weight", f"{_MLA}linear_kv_down_proj.weight"), ("q_down", "kv_down")),
-        f"{_MLA}linear_qkv_down_proj.weight",
-    ),
-    *(
-        Rule(
-            f"**.input_layernorm.{each}",
-            f"{_MLA}linear_qkv_down_proj.layer_norm_{each}",
-            left_beside=f"{_MLA}linear_q_down_proj.weight",
-        )
-        for each in ("weight", "bias")
-    ),
-)
-"""Latent attention with one tensor for two down projections, and the norm before them."""
-
-FC1: Final = tuple(
-    f"**.mlp.{name}"
-    for each in ("weight", "bias")
-    for name in (
-        f"linear_fc1.{each}",
-        f"shared_experts.linear_fc1.{each}",
-        f"experts.linear_fc1.{each}{{expert}}",
-        f"experts.local_experts.{{expert}}.linear_fc1.{each}",
-    )
-)
-
-"""First layers of MLPs."""
-
-GATED: Final = tuple(Rule(name, Join((f"{name}_w", f"{name}_v"), (1, 1))) for name in FC1)
-"""The two halves of a gated MLP's first layer: one tensor on the left, `_w` and `_v` on the right."""
-
-SEQUENTIAL_EXPERTS: Final = tuple(
-    Rule(f"**.mlp.experts.{layer}.{each}{{expert}}", f"**.mlp.experts.local_experts.{{expert}}.{layer}.{each}")
-    for layer in ("linear_fc1", "linear_fc2")
-    for each in ("weight", "bias")
-)
-"""Experts of a layer with joint computation, on the left, and as modules of their own."""
+_OF_PROCESSES: Final = frozenset({"rng_state", "rerun_state_machine"})
+_MODEL: Final = re.compile(r"^model(\d*)\.((?:module\.)*)(.+)$")
+_STATE: Final = re.compile(r"^optimizer\.state\.(?:module\.)*(.+)$")
+_OPTIONS: Final = re.compile(r"^optimizer\.param_to_group_meta\.(?:module\.)*(.+)$")
+_MTP: Final = re.compile(r"((?:^|\.)mtp\.layers\.\d+\.)(?:transformer_layer|mtp_model_layer)\.")
+_LAYER: Final = re.compile(r"^((?:language_model\.)?decoder\.layers\.)(\d+)(\..+)$")
 
 DialectName = Literal["release-0.19", "bridge"]
 MtpLayer = Literal["mtp_model_layer", "transformer_layer"]
@@ -174,29 +112,6 @@ class Dialect:
 
 RELEASE_0_19: Final = Dialect(name="release-0.19", splits_gdn=False)
 BRIDGE: Final = Dialect(name="bridge", splits_gdn=True)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Counters:
-    """The progress of training in a checkpoint of Megatron, and missing counters.
-
-    `found` are plain values by name; `lacking` are names expected by a resumed run.
-    """
-
-    found: Mapping[str, object] = field(default_factory=dict)
-    lacking: tuple[str, ...] = ()
-
-
-EXPECTED_OBJECTS: Final = (
-    "checkpoint_version",
-    "iteration",
-    "args",
-    "optimizer",
-    "opt_param_scheduler",
-    "rng_state",
-    "num_floating_point_operations_so_far",
-)
-"""Top-level names in a checkpoint of megatron-core's own training."""
 
 
 def is_fsdp_dtensor(source: Source) -> bool:
@@ -291,8 +206,8 @@ def write_fsdp_dtensor(
 
     Effects: reads `args`.
     """
-    args = _args_of(source) if args is None else args
-    source = rename(source, lambda name: None if name.startswith(_OF_ARGS) else name)
+    args = args_of(source) if args is None else args
+    source = rename(source, lambda name: None if name.startswith(OF_ARGS) else name)
     if dialect.sequential_experts:
         source = translate(source, Rules(SEQUENTIAL_EXPERTS).match(parameter_shapes(source), "left"), to="right")
     shapes = parameter_shapes(source)
@@ -308,7 +223,7 @@ def write_fsdp_dtensor(
     present = {*cut.objects, *cut.tensors}
     told = dict(args)
     if (num_ranks := (sizes or {}).get("tp")) is not None:
-        _check_heads(shapes, told, num_ranks)
+        check_heads(shapes, told, num_ranks)
         told["tensor_model_parallel_size"] = num_ranks
     defaults = {"checkpoint_version": 3.0, "iteration": 0}
     given = {name: value for name, value in defaults.items() if name not in present}
@@ -316,36 +231,15 @@ def write_fsdp_dtensor(
     return rename(complete, stored_names(dialect, tuple(parameter_shapes(cut)), chunks))
 
 
-_OF_ARGS: Final = "args."
-"""Before the names of single values, as readers of `torch_dist` give them."""
+def _of_options(
+    shapes: Mapping[str, tuple[int, ...]], *, older_mamba: bool = False, fused_mla: bool = True
+) -> list[Correspondence]:
+    """Canonical names (left) and the model's names (right), where parameters differ.
 
-
-def _args_of(source: Source) -> dict[str, object]:
-    """The values of Megatron's `args` in a source, by name; empty without any."""
-    if "args" in source.objects:
-        known = source.read_object("args")
-        return dict(known if isinstance(known, Mapping) else vars(known))
-    single = [name for name in source.objects if name.startswith(_OF_ARGS)]
-    return {name.removeprefix(_OF_ARGS): source.read_object(name) for name in single}
-
-
-_HEADS: Final = {
-    ".mixer.in_proj.": ("mamba_num_groups", "mamba_num_heads"),
-    ".self_attention.in_proj.": ("linear_num_key_heads", "linear_num_value_heads"),
-}
-"""Names in `args` of numbers that tensor-parallel ranks share, by a part of the names of layers that have them."""
-
-
-def _check_heads(names: Iterable[str], args: Mapping[str, object], num_ranks: int) -> None:
-    """Refuse parts of heads or groups: they would be written, and no model could read them."""
-    for layer, options in _HEADS.items():
-        for option in options if any(layer in name for name in names) else ():
-            number = args.get(option)
-            if isinstance(number, int) and number % num_ranks:
-                raise ValueError(
-                    f"Expected a number of tensor-parallel ranks that divides the checkpoint's `{option}` ({number}), "
-                    f"got {num_ranks}."
-                )
+    For options, which have no shape: any number of tensor-parallel ranks will do.
+    """
+    rules = (*GDN, *MAMBA_IN, *(OLDER_MAMBA if older_mamba else MAMBA), *(FUSED_MLA if fused_mla else ()))
+    return Rules(rules, {"tp": 1}).match(shapes, "left")
 
 
 def is_of_processes(name: str) -> bool:
@@ -364,100 +258,6 @@ def keys_of(name: str) -> tuple[str, ...]:
 def canonical_name(name: str) -> str:
     """A parameter's name (or a name with this prefix) with the canonical spelling of multi-token prediction."""
     return _MTP.sub(r"\1mtp_model_layer.", name)
-
-
-def sizes_of_args(args: Mapping[str, object]) -> dict[str, int]:
-    """The rules' sizes computable from Megatron's `args`, by name."""
-    known = {name: value for name, value in args.items() if isinstance(value, int)}
-    if {"hidden_size", "mamba_head_dim"} <= set(known) and known["mamba_head_dim"] > 0:
-        # Mixers without a number of heads are twice as wide as the model.
-        known.setdefault("mamba_num_heads", 2 * known["hidden_size"] // known["mamba_head_dim"])
-
-    def product(*names: str) -> int | None:
-        result = 1
-        for name in names:
-            if name not in known:
-                return None
-            result *= known[name]
-        return result
-
-    sizes = {
-        "tp": product("tensor_model_parallel_size"),
-        "qk": product("linear_num_key_heads", "linear_key_head_dim"),
-        "v": product("linear_num_value_heads", "linear_value_head_dim"),
-        "nvh": product("linear_num_value_heads"),
-        "d_inner": product("mamba_num_heads", "mamba_head_dim"),
-        "d_state": product("mamba_num_groups", "mamba_state_dim"),
-        "nheads": product("mamba_num_heads"),
-        "q_down": product("q_lora_rank"),
-    }
-    if "kv_lora_rank" in known and "qk_pos_emb_head_dim" in known:
-        sizes["kv_down"] = known["kv_lora_rank"] + known["qk_pos_emb_head_dim"]
-    return {name: size for name, size in sizes.items() if size is not None}
-
-
-def counters(source: Source, beside: Mapping[str, object] | None = None) -> Counters:
-    """The progress of training, from a checkpoint of Megatron or a conversion by Megatron-Bridge.
-
-    Args:
-        source: Canonical or stored names.
-        beside: Plain values from files beside the checkpoint. Bridge's counters are in `train_state.pt`, and its
-            entries in the checkpoint are placeholders: values beside take precedence.
-
-    Effects: reads the counters, and neither `args` nor random states.
-    """
-    present = {re.split(r"[./]", name, maxsplit=1)[0] for name in [*source.tensors, *source.objects]}
-    found: dict[str, object] = {}
-    for name in ("checkpoint_version", "iteration", "num_floating_point_operations_so_far"):
-        if name in source.objects:
-            found[name] = source.read_object(name)
-    found |= {"iteration" if name == "step" else name: value for name, value in (beside or {}).items()}
-    lacking = tuple(name for name in EXPECTED_OBJECTS if name not in present and name not in found)
-    return Counters(found=found, lacking=lacking)
-
-
-def _of_options(
-    shapes: Mapping[str, tuple[int, ...]], *, older_mamba: bool = False, fused_mla: bool = True
-) -> list[Correspondence]:
-    """Canonical names (left) and the model's names (right), where parameters differ.
-
-    For options, which have no shape: any number of tensor-parallel ranks will do.
-    """
-    rules = (*GDN, *MAMBA_IN, *(OLDER_MAMBA if older_mamba else MAMBA), *(FUSED_MLA if fused_mla else ()))
-    return Rules(rules, {"tp": 1}).match(shapes, "left")
-
-
-def without_ungated(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """All tensors except first layers of ungated MLPs.
-
-    A gated MLP's first layer has twice as many rows as the second layer has columns.
-
-    Raises:
-        ValueError: The second layer is absent, or has neither as many columns nor half as many.
-    """
-    return {
-        name: shape for name, shape in shapes.items() if not _FC1_NAME.search(name) or _is_gated(name, shape, shapes)
-    }
-
-
-def _is_gated(name: str, shape: tuple[int, ...], shapes: Mapping[str, tuple[int, ...]]) -> bool:
-    second = _FC1_NAME.sub(lambda match: f"{match[1]}linear_fc2.weight{match[2]}", name)
-    columns = shapes.get(second, (0, 0))[-1]
-    if columns not in (shape[0], shape[0] // 2) or not columns:
-        raise ValueError(
-            f"Expected {second!r} with as many columns as {name!r} has rows ({shape[0]}), or half as many, got "
-            f"{shapes.get(second)!r}: whether its halves are to be split cannot be told."
-        )
-    return columns * 2 == shape[0]
-
-
-_OF_PROCESSES: Final = frozenset({"rng_state", "rerun_state_machine"})
-_FC1_NAME: Final = re.compile(r"((?:^|\.)mlp\.(?:.+\.)?)linear_fc1\.(?:weight|bias)(\d*)$")
-_MODEL: Final = re.compile(r"^model(\d*)\.((?:module\.)*)(.+)$")
-_STATE: Final = re.compile(r"^optimizer\.state\.(?:module\.)*(.+)$")
-_OPTIONS: Final = re.compile(r"^optimizer\.param_to_group_meta\.(?:module\.)*(.+)$")
-_MTP: Final = re.compile(r"((?:^|\.)mtp\.layers\.\d+\.)(?:transformer_layer|mtp_model_layer)\.")
-_LAYER: Final = re.compile(r"^((?:language_model\.)?decoder\.layers\.)(\d+)(\..+)$")
 
 
 def _reads(names: Sequence[str]) -> Callable[[str], str | None]:

@@ -13,7 +13,8 @@ from typing import Final
 from lamella_checkpoint import Correspondence, Source
 from lamella_checkpoint.sources import rename, split_section
 from lamella_convert._translation.hybrid_stack import logical_name, nested_groups
-from lamella_convert._translation.megatron import (
+from lamella_convert._translation.megatron import Dialect, canonical_name
+from lamella_convert._translation.megatron_rules import (
     FC1,
     FUSED_MLA,
     GDN,
@@ -21,8 +22,6 @@ from lamella_convert._translation.megatron import (
     MAMBA_IN,
     OLDER_MAMBA,
     SEQUENTIAL_EXPERTS,
-    Dialect,
-    canonical_name,
     without_ungated,
 )
 from lamella_convert._translation.rules import Grouped, Join, Rule, Rules

@@ -17,16 +17,16 @@ Note [Once for all layers]
     once for all layers and experts of the same shapes, under templates of the names, and the numbers are filled in.
 """
 
-import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from itertools import accumulate, product
-from typing import Final, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from lamella_checkpoint import Correspondence, Piece, Place
 from lamella_checkpoint.sources import Side, carried, meetings, whole_box
 from lamella_convert._errors import SizeUnknown
+from lamella_convert._translation.templates import Names, captures_of, fill
 from lamella_layout import Chunk
 
 Size: TypeAlias = "int | str"
@@ -99,7 +99,7 @@ class Padded:
 
 
 Term: TypeAlias = "str | Join | Stack | Grouped | Padded"
-"""A name is a template: `{layer}` is a number, `{rest*}` is any text, and a leading `**.` any names before, or none."""
+"""A name is a template, as of `templates`: `{layer}` is a number, `{rest*}` any text, a leading `**.` any names."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class Rule:
     right_beside: str | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        captures = {frozenset(_captures(leaf.template)) - {*leaf.indices} for leaf in _leaves(self)}
+        captures = {frozenset(captures_of(leaf.template)) - {*leaf.indices} for leaf in _leaves(self)}
         if len(captures) != 1:
             raise ValueError(f"Expected the same numbers in all names of a rule, got {self!r}.")
 
@@ -151,7 +151,7 @@ class Rules:
         Raises:
             ValueError: A needed size is unknown or does not fit, or numbers are missing in a stack.
         """
-        names = _Names(shapes)
+        names = Names(shapes)
         taken: set[str] = set()
         found = []
         for rule in self.rules:
@@ -166,7 +166,7 @@ class Rules:
                 known = tuple((template, tuple(shapes[name])) for template, name in instance.names.items())
                 if known not in made:  # Note [Once for all layers]
                     made[known] = _correspondence(near, far, instance, dict(known), self.sizes, rule.shift, side)
-                filled = partial(_fill, captures=instance.captures)
+                filled = partial(fill, captures=instance.captures)
                 found.append(made[known].renamed(filled, filled))
         return found
 
@@ -220,25 +220,7 @@ def _leaves_of(term: Term) -> list[_Leaf]:
     return _leaves_of(term.term)
 
 
-class _Names:
-    """Names grouped by form without numbers: a template finds matches among thousands without a full scan."""
-
-    def __init__(self, names: Iterable[str]) -> None:
-        self._by_look: dict[str, list[tuple[int, str]]] = {}
-        for position, name in enumerate(names):
-            self._by_look.setdefault(_NUMBERS.sub("0", name), []).append((position, name))
-
-    def matches(self, template: str) -> Iterator[re.Match[str]]:
-        """The names that match a template, in order."""
-        look = _look(template)
-        looks = [look] if isinstance(look, str) else [each for each in self._by_look if look.fullmatch(each)]
-        found = [each for look in looks for each in self._by_look.get(look, ())]
-        for _, name in found if len(looks) == 1 else sorted(found):
-            if match := _pattern(template).fullmatch(name):
-                yield match
-
-
-def _instances(term: Term, beside: str | None, names: _Names, taken: set[str]) -> Iterator[_Instance]:
+def _instances(term: Term, beside: str | None, names: Names, taken: set[str]) -> Iterator[_Instance]:
     """The complete sets of names for `term`."""
     leaves = _leaves_of(term)
     besides = None if beside is None else {_key(match.groupdict()) for match in names.matches(beside)}
@@ -254,7 +236,7 @@ def _instances(term: Term, beside: str | None, names: _Names, taken: set[str]) -
         if all(by_leaf) and (besides is None or key in besides):
             captures = dict(key)
             of_template = {
-                _fill(leaf.template, leaf.numbers(index)) if index else leaf.template: name
+                fill(leaf.template, leaf.numbers(index)) if index else leaf.template: name
                 for leaf, of_leaf in zip(leaves, by_leaf, strict=True)
                 for index, name in of_leaf.items()
             }
@@ -272,7 +254,7 @@ def _counts(
     for leaf, of_leaf in zip(leaves, by_leaf, strict=True):
         for index in product(*(range(counts[name]) for name in leaf.indices)):
             if index not in of_leaf:
-                missing = _fill(leaf.template, {**captures, **leaf.numbers(index)})
+                missing = fill(leaf.template, {**captures, **leaf.numbers(index)})
                 raise ValueError(f"Expected {counts!r} stacked tensors, got no {missing!r}.")
     return counts
 
@@ -329,7 +311,7 @@ def _make(
 ) -> _Made:
     """Compose a term from tensors of known shapes."""
     if isinstance(term, str):
-        name = _fill(term, numbers)
+        name = fill(term, numbers)
         whole = whole_box(shapes[name])
         return _Made(shapes[name], [(Place(name, whole), whole)])
     if isinstance(term, Join):
@@ -410,7 +392,7 @@ def _shapes_of(
 ) -> tuple[dict[str, tuple[int, ...]], dict[str, int]]:
     """The shapes of the tensors in a term of this shape, and the count of each stack."""
     if isinstance(term, str):
-        return {_fill(term, numbers): shape}, {}
+        return {fill(term, numbers): shape}, {}
     if isinstance(term, Grouped):
         return _shapes_of(term.term, numbers, shape, sizes)
     if isinstance(term, Padded):
@@ -419,7 +401,7 @@ def _shapes_of(
             raise ValueError(
                 f"Expected {term.rows} ({num_rows}) rows, and {term.to} to be no less, got {shape[0]} and {num_stored}."
             )
-        return {_fill(term.name, numbers): _with(shape, 0, num_stored)}, {}
+        return {fill(term.name, numbers): _with(shape, 0, num_stored)}, {}
     parts: list[tuple[Term, Mapping[str, str], tuple[int, ...]]]
     counts: dict[str, int] = {}
     if isinstance(term, Stack):
@@ -473,40 +455,3 @@ def _along(box: Chunk, dim: int, offset: int, size: int) -> Chunk:
 
 def _key(captures: Mapping[str, str]) -> frozenset[tuple[str, str]]:
     return frozenset(captures.items())
-
-
-_PLACEHOLDER = re.compile(r"^\*\*\.|\{(\w+)(\*?)\}")
-
-
-def _captures(template: str) -> list[str]:
-    return [match[1] or "before" for match in _PLACEHOLDER.finditer(template)]
-
-
-@cache
-def _pattern(template: str) -> re.Pattern[str]:
-    parts, end = [], 0
-    for match in _PLACEHOLDER.finditer(template):
-        parts.append(re.escape(template[end : match.start()]))
-        if match[1] is None:
-            parts.append(r"(?P<before>(?:.*\.)?)")
-        else:
-            parts.append(rf"(?P<{match[1]}>{'.+' if match[2] else '0|[1-9][0-9]*'})")
-        end = match.end()
-    return re.compile("".join([*parts, re.escape(template[end:])]))
-
-
-_NUMBERS: Final = re.compile(r"[0-9]+")
-
-
-@cache
-def _look(template: str) -> str | re.Pattern[str]:
-    """The form of names that match a template, with a 0 for each number; a pattern for a template with open text."""
-    is_open = template.startswith("**.") or "*}" in template
-    numbered = _PLACEHOLDER.sub(lambda match: "0" if match[1] and not match[2] else match[0], template)
-    look = _NUMBERS.sub("0", numbered)
-    return _pattern(look) if is_open else look
-
-
-def _fill(template: str, captures: Mapping[str, str]) -> str:
-    """A template with the captures filled in; other placeholders stay open."""
-    return _PLACEHOLDER.sub(lambda match: captures.get(match[1] or "before", match[0]), template)

@@ -482,12 +482,12 @@ def refresh_scales(groups: Iterable[ParameterGroup]) -> None:
     Effects: on the current stream: a MAX all-reduce for all groups on the same axes, on the shard axis and on the outer
         axis. Blocks the host on gloo.
     """
-    by_axes: dict[DataAxes, list[tuple[ParameterGroup, Scales]]] = {}
+    together: dict[DataAxes, list[tuple[ParameterGroup, Scales]]] = {}
     for group in groups:
         if group.scales is not None:
             group.measure()
-            by_axes.setdefault(group.axes, []).append((group, group.scales))
-    for same in by_axes.values():
+            together.setdefault(group.axes, []).append((group, group.scales))
+    for same in together.values():
         first = same[0][0]
         amaxes = [scales.amaxes for _, scales in same]
         for transport in (first.transport, first.outer):

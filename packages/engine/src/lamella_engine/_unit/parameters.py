@@ -84,10 +84,58 @@ class UnitParameters:
         for group in self.groups:
             group.parts = None
 
+    def drop_gathered_shards(self) -> None:
+        """Drop the parts kept for neighbours, and shards gathered over an outer axis: main weights may have changed."""
+        for group in self.groups:
+            group.parts = None
+            group.model_weights.clear()
+
+    @property
+    def is_replaced(self) -> bool:
+        """Whether a shard, or the storage of a shard, was replaced; the unit must be sharded."""
+        for group in self.groups:
+            if group.is_replaced:
+                return True
+        return False
+
+    @property
+    def versions(self) -> list[tuple[int, int]]:
+        """Torch's version counters of each sharded parameter: a write to the local shard leaves the DTensor's alone."""
+        return [(p.sharded._version, p.shard._version) for group in self.groups for p in group.parameters]
+
     @property
     def home(self) -> torch.device:
         """The device where shards rest."""
         return CPU if self.is_offloaded else self.context.streams.device
+
+    def refuse_meta(self) -> None:
+        """Refuse to gather a parameter that has no storage; nothing if all have.
+
+        Raises:
+            RuntimeError: A parameter is on the meta device.
+        """
+        names = [parameter.full_name for group in self.groups for parameter in group.on_meta()]
+        if names:
+            raise RuntimeError(
+                f"Expected the parameters of {self.title} on {self.home}. FSDP parameters should be materialized from "
+                f"meta device before training, but the following were still on meta device: {names}. Call "
+                f'`module.to_empty(device="{self.home.type}")`, and `module.reset_parameters()` on each module.'
+            )
+
+    def check_at_home(self) -> None:
+        """Refuse to gather shards that should rest on the CPU and do not.
+
+        Raises:
+            RuntimeError: A group's shards are on another device.
+        """
+        if away := [group for group in self.groups if not group.is_at_home]:
+            devices = [(p.full_name, p.shard.device) for group in away for p in group.parameters]
+            raise RuntimeError(
+                f"Expected the parameters of {self.title} on the CPU, as `offload_policy` says. FSDP parameters should "
+                "be materialized on CPU when enabling CPU offloading: load a CPU state dict, or call "
+                '`model.to_empty(device="cpu")` and initialise them. Found following parameters on non-CPU device: '
+                f"{devices}."
+            )
 
     @property
     def is_trainable(self) -> bool:

@@ -163,14 +163,14 @@ class UnitWeights:
             return
         context = parameters.context
         if self.contents is not Contents.CURRENT:
-            self._drop_stale()
+            parameters.drop_gathered_shards()
         if context.phase is Phase.RESTING:
             self.adopt_replaced_shards()
             context.streams.order_gathers_after_updates()
             self._is_measured = False  # main weights may have been written by anyone, with no event
         for group in parameters.groups:
             if group.is_meta:
-                self._check_materialized()
+                parameters.refuse_meta()
         if self.residency is Residency.KEPT:
             if self.contents is Contents.CURRENT:
                 self._holders.add(holder)
@@ -196,7 +196,7 @@ class UnitWeights:
         there = self._there
         if any(group.chosen(direction, there) for group in self.parameters.groups):
             if self.contents is not Contents.CURRENT:
-                self._drop_stale()
+                self.parameters.drop_gathered_shards()
             self._start_gathers("gather more", direction, there)
         self._there = direction.joined(there)
 
@@ -219,7 +219,7 @@ class UnitWeights:
         parameters = self.parameters
         context, streams = parameters.context, parameters.context.streams
         if parameters.is_offloaded:
-            self._check_at_home()
+            parameters.check_at_home()
         if context.order_check is not None:
             parameters.check_order(verb, lambda: parameters.unsharded_nbytes)
         if parameters.is_offloaded:
@@ -371,14 +371,9 @@ class UnitWeights:
 
         Effects: the gather stream waits for the compute stream; no host sync on CUDA; not a collective.
         """
-        self._drop_stale()
+        self.parameters.drop_gathered_shards()
         if self.residency is Residency.KEPT:
             self._free()
-
-    def _drop_stale(self) -> None:
-        for group in self.parameters.groups:
-            group.parts = None
-            group.model_weights.clear()
 
     def abandon(self) -> None:
         """Drop every holder, and reshard: a pass was dropped."""
@@ -424,7 +419,7 @@ class UnitWeights:
         if self.residency not in (Residency.SHARDED, Residency.KEPT):
             return
         parameters = self.parameters
-        if is_replaced := self._is_replaced:
+        if is_replaced := parameters.is_replaced:
             self.drop_copy()
             parameters.context.streams.post_optim_event = None  # too early for the copies made here
             parameters.replace_groups(merge_tied(parameters.groups, keep_parameters=keep_parameters))
@@ -432,13 +427,6 @@ class UnitWeights:
             parameters.replace_groups(split_extended(parameters.groups))
         for group in parameters.groups if is_replaced else ():
             group.adopt_replaced_shards(keep_parameters=keep_parameters)
-
-    @property
-    def _is_replaced(self) -> bool:
-        for group in self.parameters.groups:
-            if group.is_replaced:
-                return True
-        return False
 
     def drop_stale_weights(self) -> None:
         """Reshard if main weights changed since the gather: the unsharded weights were kept over an optimizer step.
@@ -483,7 +471,7 @@ class UnitWeights:
         Effects: those of `unshard` between passes. The bytes stay until the forward.
         """
         self.unshard(Direction.FORWARD)
-        self.early = self._versions()
+        self.early = self.parameters.versions
 
     def drop_early(self) -> None:
         """Free an early gather; nothing once a forward uses the weights.
@@ -499,9 +487,9 @@ class UnitWeights:
         A DTensor is written by every rank alike, so all ranks gather again. A local shard may be written by this rank
         alone, and a gather that other ranks do not begin would never end.
         """
-        if self._is_replaced:
+        if self.parameters.is_replaced:
             return True
-        now = self._versions()
+        now = self.parameters.versions
         if [of_whole for of_whole, _ in before] != [of_whole for of_whole, _ in now]:
             return True
         if before != now:
@@ -511,32 +499,6 @@ class UnitWeights:
                 "forward already (overlap_optimizer)."
             )
         return False
-
-    def _versions(self) -> list[tuple[int, int]]:
-        # Both, as a write to the local shard leaves the DTensor's counter alone.
-        return [(p.sharded._version, p.shard._version) for group in self.parameters.groups for p in group.parameters]
-
-    # -- parameters that cannot be gathered --------------------------------------------------------------------------
-
-    def _check_materialized(self) -> None:
-        names = [parameter.full_name for group in self.parameters.groups for parameter in group.on_meta()]
-        if names:
-            title, home = self.parameters.title, self.parameters.home
-            raise RuntimeError(
-                f"Expected the parameters of {title} on {home}. FSDP parameters should be materialized from meta "
-                f"device before training, but the following were still on meta device: {names}. Call "
-                f'`module.to_empty(device="{home.type}")`, and `module.reset_parameters()` on each module.'
-            )
-
-    def _check_at_home(self) -> None:
-        if away := [group for group in self.parameters.groups if not group.is_at_home]:
-            devices = [(p.full_name, p.shard.device) for group in away for p in group.parameters]
-            raise RuntimeError(
-                f"Expected the parameters of {self.parameters.title} on the CPU, as `offload_policy` says. FSDP "
-                "parameters should be materialized on CPU when enabling CPU offloading: load a CPU state dict, or call "
-                '`model.to_empty(device="cpu")` and initialise them. Found following parameters on non-CPU device: '
-                f"{devices}."
-            )
 
 
 def measure(units: Sequence[UnitWeights]) -> None:

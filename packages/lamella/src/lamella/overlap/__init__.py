@@ -6,6 +6,7 @@
 `torch.profiler` exports the trace. The units of lamella and of FSDP2 leave ranges of the same names.
 """
 
+from lamella.overlap._account import overlap_report as overlap_report
 from lamella.overlap._html import as_html as as_html
 from lamella.overlap._report import HostGap as HostGap
 from lamella.overlap._report import NodeReport as NodeReport
@@ -15,7 +16,6 @@ from lamella.overlap._report import StepReport as StepReport
 from lamella.overlap._report import Timeline as Timeline
 from lamella.overlap._report import Traffic as Traffic
 from lamella.overlap._report import UnitReport as UnitReport
-from lamella.overlap._report import overlap_report as overlap_report
 from lamella.overlap._tables import as_json as as_json
 from lamella.overlap._tables import as_text as as_text
 from lamella.overlap._trace import Breakdown as Breakdown

@@ -1,0 +1,253 @@
+"""From a trace to its report: each kernel's unit and role, and the time of each step accounted for."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from lamella.overlap._host import GATHER, OPTIMIZER, REDUCE, Host, HostRange
+from lamella.overlap._intervals import Interval, gaps, intersect, length, union
+from lamella.overlap._report import (
+    HostGap,
+    NodeReport,
+    OverlapReport,
+    Placed,
+    Role,
+    StepReport,
+    Timeline,
+    Traffic,
+    UnitReport,
+    without_compute,
+)
+from lamella.overlap._trace import (
+    Kernel,
+    Kind,
+    Trace,
+    TraceError,
+    breakdown,
+    events_of,
+    kernels_of,
+    operators_of,
+)
+
+
+def overlap_report(trace: Trace, source: str = "the trace") -> OverlapReport:
+    """Account for the time of a profile, recorded by `torch.profiler` during steps of sharded units.
+
+    Units of lamella and of FSDP2 leave ranges of the same names. A step ends with the last kernel launched in the step.
+
+    Args:
+        trace: Trace from `read_trace`.
+        source: Name of the trace in errors.
+
+    Raises:
+        TraceError: The trace has no kernels, or no ranges of units.
+    """
+    kernels = kernels_of(trace)
+    on_gpu = bool(kernels)
+    kernels = kernels or _stand_ins(trace, source)
+    host = Host(trace)
+    if not host.has_nodes and not any(found.unit != OPTIMIZER for found in host.ranges):
+        raise TraceError(
+            f"Expected ranges of sharded units (FSDP::...) in {source!r}, got none. Record with ProfilerActivity.CPU "
+            "steps of a model under fully_shard, without replays of a CUDA graph."
+        )
+    placed = _one_a_push(_place(kernel, host) for kernel in kernels)
+    placed.sort(key=lambda each: each.kernel.start_us)
+    kernels = [each.kernel for each in placed]
+    timeline = Timeline(
+        placed=placed,
+        windows=_windows(trace, kernels, source),
+        ranges=host.ranges,
+        host_gaps=_host_gaps(kernels, host) if on_gpu else (),
+    )
+    info = trace.get("distributedInfo", {})
+    return OverlapReport(
+        rank=info.get("rank"),
+        num_ranks=info.get("world_size"),
+        on_gpu=on_gpu,
+        steps=tuple(_step(name, window, timeline, on_gpu) for name, window in timeline.windows.items()),
+        total=_step("all steps", timeline.span, timeline, on_gpu),
+        timeline=timeline,
+    )
+
+
+def _stand_ins(trace: Trace, source: str) -> list[Kernel]:
+    """Return the operators of a CPU's trace, in place of kernels."""
+    names = [event["name"] for event in events_of(trace, "user_annotation")]
+    if trace.get("distributedInfo", {}).get("backend") == "nccl" or any(name.startswith("nccl:") for name in names):
+        raise TraceError(
+            f"Expected GPU kernels in {source!r}, got none. Record with ProfilerActivity.CUDA; if the profile was "
+            "recorded with CUDA, CUPTI does not work on the profiled machine."
+        )
+    operators = operators_of(trace)
+    if not operators:
+        raise TraceError(f"Expected kernels or operators in {source!r}, got none. Profile steps of training.")
+    return operators
+
+
+def _place(kernel: Kernel, host: Host) -> Placed:
+    found = host.launching(kernel)
+    if found is not None and kernel.launched_us is None:  # The range's start is the earliest possible launch.
+        kernel = replace(kernel, thread=found.thread, launched_us=found.start_us)
+    node = host.node_about(kernel, found) if kernel.kind.is_collective else None
+    if node is not None:
+        return Placed(kernel=kernel, range=node, role=Role.EXCHANGE)
+    return Placed(kernel=kernel, range=found, role=_role(kernel, found, host))
+
+
+def _one_a_push(placed: Iterable[Placed]) -> list[Placed]:
+    """Join the copies into peers' memory of one gather: between copies the gather waits until peers are ready."""
+    kept: list[Placed] = []
+    pushes: dict[int, list[Placed]] = defaultdict(list)
+    for each in placed:
+        is_push = each.kernel.name.startswith("Memcpy PtoP") and each.range is not None and each.range.phase == GATHER
+        (pushes[id(each.range)] if is_push else kept).append(each)
+    return kept + [_joined(copies) for copies in pushes.values()]
+
+
+def _joined(copies: Sequence[Placed]) -> Placed:
+    start = min(each.kernel.start_us for each in copies)
+    end = max(each.kernel.end_us for each in copies)
+    sent = sum(each.kernel.sent_nbytes or 0.0 for each in copies)
+    kernel = replace(copies[0].kernel, start_us=start, duration_us=end - start, operator=None, sent_nbytes=sent)
+    return replace(copies[0], kernel=kernel)
+
+
+def _role(kernel: Kernel, found: HostRange | None, host: Host) -> Role | None:
+    """Return a collective's role, from the kernel's kind, or from the range's phase for kernels of generic names."""
+    if not kernel.kind.is_collective:
+        return None
+    if found is None or found.unit == OPTIMIZER:
+        return Role.OTHER
+    if kernel.kind is Kind.ALL_GATHER or found.phase == GATHER:
+        return Role.BACKWARD_GATHER if host.in_backward(found.start_us) else Role.FORWARD_GATHER
+    return Role.REDUCE if kernel.kind is Kind.REDUCE_SCATTER or found.phase == REDUCE else Role.OTHER
+
+
+def _windows(trace: Trace, kernels: Sequence[Kernel], source: str) -> dict[str, Interval]:
+    """Return the interval of each step with kernels; intervals are contiguous."""
+    marks = [event for event in events_of(trace, "user_annotation") if event["name"].startswith("ProfilerStep#")]
+    marks.sort(key=lambda event: event["ts"])
+    names = [mark["name"] for mark in marks] or ["whole trace"]
+    begins = [float(mark["ts"]) for mark in marks[1:]]
+    ends: dict[str, float] = {}
+    for kernel in kernels:
+        launched = kernel.start_us if kernel.launched_us is None else kernel.launched_us
+        name = names[bisect_right(begins, launched)]
+        ends[name] = max(kernel.end_us, ends.get(name, kernel.end_us))
+    start, windows = kernels[0].start_us, {}
+    for name in names:
+        if (end := ends.get(name, start)) > start:
+            windows[name] = start, end
+            start = end
+    if not windows:
+        raise TraceError(f"Expected kernels that took some time in {source!r}, got none. Profile steps of training.")
+    return windows
+
+
+def _host_gaps(kernels: Sequence[Kernel], host: Host) -> list[HostGap]:
+    """Return the idle times at whose start the next kernel had not been launched.
+
+    In other idle times the GPU needed the time to start a launched kernel.
+    """
+    busy = union(kernel.interval for kernel in kernels)
+    found: list[HostGap] = []
+    for start, end in gaps(busy, busy[0][0], busy[-1][1]):
+        following = kernels[bisect_left(kernels, end, key=lambda kernel: kernel.start_us)]
+        if following.launched_us is not None and following.launched_us > start:
+            found.append(HostGap(unit=host.unit_about(following), start_us=start, end_us=end))
+    return found
+
+
+def _step(name: str, window: Interval, timeline: Timeline, on_gpu: bool) -> StepReport:
+    placed = _clip(timeline.placed, window)
+    waits = [gap for gap in timeline.host_gaps if window[0] <= gap.start_us < window[1]]
+    found = breakdown([each.kernel for each in placed], window)
+    uncovered = without_compute(placed, window) if on_gpu else None
+    by_unit: dict[str, list[Placed]] = {}
+    by_node: dict[tuple[str, str], list[Placed]] = {}
+    for each in placed:
+        if each.role is Role.EXCHANGE and each.range is not None:
+            by_node.setdefault((each.range.unit, each.range.phase), []).append(each)
+            continue
+        by_unit.setdefault(each.unit, []).append(each)
+    for gap in waits:
+        by_unit.setdefault(gap.unit, [])
+    units = [_unit(unit, mine, [gap for gap in waits if gap.unit == unit], uncovered) for unit, mine in by_unit.items()]
+    others = union(each.kernel.interval for each in placed if not each.kernel.kind.is_collective and not each.is_copy)
+    return StepReport(
+        name=name,
+        span=found.span,
+        compute=found.span - found.exposed - found.idle,
+        exposed=found.exposed,
+        idle=found.idle,
+        by_kind=found.by_kind,
+        collectives=found.collectives,
+        optimizer=_ms(each for each in placed if each.is_step),
+        lone_copies=_ms((each for each in placed if each.is_copy), gaps(others, *window)),
+        whole=_unit("all", placed, waits, uncovered),
+        units=tuple(unit for unit in units if unit.is_worth_a_line),
+        nodes=tuple(
+            NodeReport(layer=layer, node=node, traffic=_traffic(mine, uncovered))
+            for (layer, node), mine in by_node.items()
+        ),
+    )
+
+
+def _clip(placed: Iterable[Placed], window: Interval) -> list[Placed]:
+    """Return the kernels in a window, cut at its ends."""
+    start, end = window
+    return [
+        each if start <= each.kernel.start_us and each.kernel.end_us <= end else _cut(each, window)
+        for each in placed
+        if each.kernel.start_us < end and start < each.kernel.end_us
+    ]
+
+
+def _cut(placed: Placed, window: Interval) -> Placed:
+    kernel = placed.kernel
+    start, end = max(kernel.start_us, window[0]), min(kernel.end_us, window[1])
+    cut = replace(kernel, start_us=start, duration_us=end - start)
+    return replace(placed, kernel=cut, is_rest=kernel.start_us < window[0])
+
+
+def _unit(
+    unit: str, placed: Sequence[Placed], waits: Sequence[HostGap], uncovered: Sequence[Interval] | None
+) -> UnitReport:
+    by_role: dict[Role, list[Placed]] = {role: [] for role in Role}
+    for each in placed:
+        if each.role is not None:
+            by_role[each.role].append(each)
+    return UnitReport(
+        unit=unit,
+        traffic={role: _traffic(collectives, uncovered) for role, collectives in by_role.items()},
+        copies=_ms(each for each in placed if each.is_copy),
+        host_gaps=None if uncovered is None else length(gap.interval for gap in waits) / 1e3,
+    )
+
+
+def _traffic(placed: Sequence[Placed], uncovered: Sequence[Interval] | None) -> Traffic:
+    begun = [each for each in placed if not each.is_rest]
+    calls = {
+        id(each.range)
+        for each in begun
+        if each.range is not None and (each.range.phase in (GATHER, REDUCE) or each.role is Role.EXCHANGE)
+    }
+    # An operator may launch several kernels, each with the byte count of the whole operator: count one of them.
+    sent = {each.kernel.operator or each.kernel.start_us: each.kernel.sent_nbytes for each in begun}
+    known = [nbytes for nbytes in sent.values() if nbytes is not None]
+    return Traffic(
+        num=len(calls) or len(begun),
+        duration=_ms(placed),
+        exposed=None if uncovered is None else _ms(placed, uncovered),
+        sent_nbytes=sum(known) if known and len(known) == len(sent) else None,
+    )
+
+
+def _ms(placed: Iterable[Placed], within: Sequence[Interval] | None = None) -> float:
+    """Return the milliseconds with at least one of the kernels running."""
+    busy = union(each.kernel.interval for each in placed)
+    return length(busy if within is None else intersect(busy, within)) / 1e3
