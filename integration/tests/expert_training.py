@@ -23,7 +23,8 @@ from transformers import (
 )
 
 from lamella.experts import chunk, shard_with_experts, spread_experts
-from lamella_engine import FSDPModule, UnitResidence
+from lamella_engine import FSDPModule, MixedPrecisionPolicy, UnitResidence
+from lamella_precision import Float8Recipe, matrices_of
 from lamella_schedule import run
 
 MICROBATCHES, LENGTH, VOCABULARY = 4, 10, 32
@@ -83,14 +84,23 @@ def moe(family: str, experts: str = "eager", width: int = 12, num_layers: int = 
     return found
 
 
-def sharded(model: nn.Module, ep: int, device: str = "cpu", **options: Any) -> nn.Module:
+def sharded(
+    model: nn.Module, ep: int, device: str = "cpu", recipe: Float8Recipe | None = None, **options: Any
+) -> nn.Module:
     """Experts on `ep` ranks and sharded over the other ranks, all else sharded over all ranks."""
     world = dist.get_world_size()
     if device != "cpu":  # models on the meta device stay there
         model.to(device)
     spread_experts(model, init_device_mesh(device, (world // ep, ep), mesh_dim_names=("edp", "ep")))
+    if recipe:
+        options["mp_policy"] = float8_policy(model, recipe)
     shard_with_experts(model, mesh=init_device_mesh(device, (world,), mesh_dim_names=("dp",)), **options)
     return model
+
+
+def float8_policy(model: Any, recipe: Float8Recipe) -> MixedPrecisionPolicy:
+    """The layers' matrices in a recipe's format, all else in its compute dtype."""
+    return MixedPrecisionPolicy(recipe.compute_dtype, torch.float32, recipe=matrices_of(model.model.layers, recipe))
 
 
 def batches_of(rank: int) -> list[Batch]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,8 +28,16 @@ from transformers import AutoModelForCausalLM
 
 from lamella_checkpoint import AsyncSaver, load, save
 from lamella_convert import save_safetensors
-from lamella_engine import MixedPrecisionPolicy, Rows, ShardingOptions, fully_shard
+from lamella_engine import (
+    MixedPrecisionPolicy,
+    Rows,
+    ShardingOptions,
+    fully_shard,
+    load_scaling_state,
+    scaling_state,
+)
 from lamella_optim import clip_grad_norm_, step_on_local_shards
+from lamella_precision import Float8Recipe
 from lamella_testing import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -180,6 +189,29 @@ def test_a_resumed_run_equals_the_uninterrupted_run(tmp_path: Path, saved: Any) 
     for num_unequal, num_changed in run_ranks(on_each_rank, 2):
         assert num_unequal == 0
         assert num_changed > 10
+
+
+def test_delayed_scales_of_spread_experts_go_on_from_a_state_for_each_part_of_the_experts(tmp_path: Path) -> None:
+    recipe = Float8Recipe(num_past_amaxes=2, compute_dtype=torch.float32)
+
+    def on_each_rank() -> list[bool]:
+        uninterrupted, resumed, forgetful = (_training(2, seed=seed, recipe=recipe) for seed in (3, 4, 5))
+        model: Any = uninterrupted[0]
+        experts = model.model.layers[0].mlp.experts.mesh
+        _step(*uninterrupted)
+        with pytest.raises(ValueError, match=r"experts.* to have the same scales on all ranks of `group`"):
+            scaling_state(model)
+        state = scaling_state(model, group=experts.get_group(0))
+        save(tmp_path / "step", model=model, optimizer=uninterrupted[1])
+        for training in (resumed, forgetful):
+            load(tmp_path / "step", model=training[0], optimizer=training[1])
+        load_scaling_state(resumed[0], json.loads(json.dumps(state)))
+        expected, found, other = (
+            [*_step(*training), *_bits(*training)] for training in (uninterrupted, resumed, forgetful)
+        )
+        return [all(map(torch.equal, expected, found)), all(map(torch.equal, expected, other))]
+
+    assert run_ranks(on_each_rank, 4) == [[True, False]] * 4
 
 
 def test_a_model_that_had_no_memory_is_filled_from_a_checkpoint(tmp_path: Path) -> None:

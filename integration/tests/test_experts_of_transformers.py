@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, cast
 from unittest.mock import patch
 
@@ -9,14 +10,14 @@ import pytest
 import torch
 import torch._dynamo  # once here instead of once a rank
 import torch.distributed as dist
-from expert_training import MICROBATCHES, batches_of, moe, plain_step, scheduled_step, sharded
+from expert_training import MICROBATCHES, batches_of, float8_policy, moe, plain_step, scheduled_step, sharded
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from lamella.experts import chunk, shard_with_experts, spread_experts
-from lamella_engine import ZERO1, ZERO3, MixedPrecisionPolicy, ShardingOptions, fully_shard
-from lamella_precision import Float8Recipe, QuantizedWeight, matrices_of
+from lamella_engine import ZERO1, ZERO3, MixedPrecisionPolicy, ShardingOptions, fully_shard, quantization_errors
+from lamella_precision import Float8Recipe, MXFP8Recipe, QuantizedWeight, matrices_of
 from lamella_testing import run_ranks
 
 STEPS = 3
@@ -115,13 +116,75 @@ def test_the_configs_implementation_of_experts_is_used() -> None:
     assert run_ranks(on_each_rank, 2) != [True, True]
 
 
-def _saved_bytes(experts: str, recipe: Float8Recipe | None) -> tuple[int, list[torch.Tensor]]:
-    """Bytes that autograd keeps between forward and backward, where units are resharded; and the gradients."""
-    model = cast(Any, moe("qwen3_moe", experts, 16))  # a row in bf16 is a multiple of 16 bytes, as kernels ask
-    chosen = matrices_of(model.model.layers, recipe) if recipe else None
+def _never_spread(model: Any, policy: MixedPrecisionPolicy) -> nn.Module:
     for layer in model.model.layers:
-        fully_shard(layer, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32, recipe=chosen))
-    fully_shard(model, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+        fully_shard(layer, mp_policy=policy)
+    fully_shard(model, mp_policy=replace(policy, recipe=None))
+    return cast(nn.Module, model)
+
+
+RECIPES = {
+    "tensor": Float8Recipe(compute_dtype=torch.float32),
+    "delayed": Float8Recipe(num_past_amaxes=2, compute_dtype=torch.float32),
+    "row": Float8Recipe((1, None), compute_dtype=torch.float32),
+    "block": Float8Recipe((8, 8), compute_dtype=torch.float32),
+}
+
+
+Trained = tuple[torch.Tensor, list[torch.Tensor], dict[str, float]]
+
+
+def _train_in_float8(recipe: Float8Recipe, num_spread: int, num_ranks: int) -> Trained:
+    """Losses, by step, of this rank's batches, or of all ranks'; whole weights; and the quantisation's errors."""
+    made = moe("qwen3_moe", num_layers=1)
+    model = sharded(made, num_spread, recipe=recipe) if num_spread else _never_spread(made, float8_policy(made, recipe))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    losses = []
+    for _ in range(STEPS):
+        for rank in [dist.get_rank()] if num_spread else range(num_ranks):
+            loss = model(**batches_of(rank)[0], use_cache=False).loss
+            (loss / (1 if num_spread else num_ranks)).backward()
+            losses.append(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = [cast(DTensor, parameter).full_tensor().detach() for parameter in model.parameters()]
+    errors = {name: error.relative for name, error in quantization_errors(model).items()}
+    return torch.stack(losses).view(STEPS, -1), weights, errors
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "names"),
+    [
+        (4, ["delayed", "block"]),
+        *(pytest.param(num_ranks, list(RECIPES), marks=pytest.mark.slow) for num_ranks in (2, 4)),
+    ],
+)
+def test_spread_experts_in_float8_train_as_all_experts_on_one_rank(num_ranks: int, names: list[str]) -> None:
+    """Scales are of matrices, rows and blocks, none of which a rank shares with ranks of other experts."""
+
+    def on_each_rank(num_spread: int) -> dict[str, Trained]:
+        return {name: _train_in_float8(RECIPES[name], num_spread, num_ranks) for name in names}
+
+    [expected] = run_ranks(lambda: on_each_rank(0), 1)
+    for rank, found in enumerate(run_ranks(lambda: on_each_rank(2), num_ranks)):
+        for name, (losses, weights, errors) in found.items():
+            expected_losses, expected_weights, expected_errors = expected[name]
+            torch.testing.assert_close(losses[:, 0], expected_losses[:, rank], rtol=1e-6, atol=1e-6)
+            torch.testing.assert_close(weights, expected_weights, rtol=1e-5, atol=1e-6)
+            assert errors == pytest.approx(expected_errors, rel=1e-4)
+            assert 0.01 < errors["model.layers.0.mlp.experts.down_proj"] < 0.05
+            assert (losses[0] - losses[-1]).abs().min() > 1e-2, "nothing changed"
+
+
+def _saved_bytes(experts: str, recipe: Float8Recipe | None, num_spread: int) -> tuple[int, list[torch.Tensor]]:
+    """Bytes that autograd keeps between forward and backward, where units are resharded; and the gradients."""
+    made = moe("qwen3_moe", experts, 16)  # a row in bf16 is a multiple of 16 bytes, as kernels ask
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    if num_spread:
+        options: dict[str, Any] = {"recipe": recipe} if recipe else {"mp_policy": policy}
+        model = sharded(made, num_spread, **options)
+    else:
+        model = _never_spread(made, float8_policy(made, recipe) if recipe else policy)
     saved: dict[int, torch.UntypedStorage] = {}
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
@@ -133,17 +196,17 @@ def _saved_bytes(experts: str, recipe: Float8Recipe | None) -> tuple[int, list[t
         loss = model(**batches_of(0)[0], use_cache=False).loss
     num_bytes = sum(storage.nbytes() for storage in saved.values())
     loss.backward()
-    return num_bytes, [parameter.grad.full_tensor() for parameter in model.parameters()]
+    return num_bytes, [cast(DTensor, parameter.grad).full_tensor() for parameter in model.parameters()]
 
 
-@pytest.mark.parametrize("experts", ["eager", "grouped_mm"])
-def test_stacks_of_experts_in_float8_save_no_more_than_in_bf16(experts: str) -> None:
+@pytest.mark.parametrize(("experts", "num_spread"), [("eager", 0), ("grouped_mm", 0), ("grouped_mm", 2)])
+def test_stacks_of_experts_in_float8_save_no_more_than_in_bf16(experts: str, num_spread: int) -> None:
     def on_each_rank() -> tuple[int, int]:
         recipe = Float8Recipe()
-        in_bf16, _ = _saved_bytes(experts, None)
-        in_float8, gradients = _saved_bytes(experts, recipe)
+        in_bf16, _ = _saved_bytes(experts, None, num_spread)
+        in_float8, gradients = _saved_bytes(experts, recipe, num_spread)
         with patch("lamella_precision._quantized.views_by", return_value=None):  # a copy of the values for each view
-            in_copies, expected = _saved_bytes(experts, recipe)
+            in_copies, expected = _saved_bytes(experts, recipe, num_spread)
         assert in_copies > in_bf16
         torch.testing.assert_close(gradients, expected, rtol=0.0, atol=0.0)
         return in_float8, in_bf16
@@ -193,10 +256,10 @@ def test_wrong_models_and_meshes_are_refused() -> None:
         spread_experts(model, _mesh())
         with pytest.raises(ValueError, match=r"Call spread_experts once"):
             spread_experts(model, _mesh())
-        recipe = matrices_of(model.model.layers, Float8Recipe())
-        float8 = MixedPrecisionPolicy(torch.bfloat16, torch.float32, recipe=recipe)
-        with pytest.raises(NotImplementedError, match=r"got a DTensor .* Let `recipe` return None for it"):
-            shard_with_experts(model, mesh=_mesh()["ep"], mp_policy=float8)
+        recipe = matrices_of(model.model.layers, MXFP8Recipe(), names="mlp.experts.*")
+        mxfp8 = MixedPrecisionPolicy(torch.bfloat16, torch.float32, recipe=recipe)
+        with pytest.raises(NotImplementedError, match=r"for a DTensor .* Let `recipe` return None for it"):
+            shard_with_experts(model, mesh=_mesh()["ep"], mp_policy=mxfp8)
         model.model.gradient_checkpointing = True
         with pytest.raises(ValueError, match=r"Expected a model without activation checkpointing"):
             chunk(model, **batches_of(0)[0])

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from lamella_checkpoint import load, save
 from lamella_engine import MixedPrecisionPolicy
 from lamella_integration.repeatable import use_repeatable_kernels
+from lamella_precision import Float8Recipe
 from lamella_testing import run_ranks
 
 pytestmark = [
@@ -29,12 +30,19 @@ pytestmark = [
 
 DEVICE: Final = "cuda"
 FAMILY = "qwen2_moe"  # with a shared expert
+CASES: Final = [
+    ("eager", None),
+    ("grouped_mm", None),
+    ("eager", Float8Recipe((1, None))),
+    ("grouped_mm", Float8Recipe()),
+]
 
 
-def _training(experts: str, ep: int, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+def _training(experts: str, recipe: Float8Recipe | None, ep: int, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    options: dict[str, Any] = {"recipe": recipe} if recipe else {"mp_policy": policy}
     # A row in bf16 is a multiple of 16 bytes, as grouped kernels ask.
-    model = sharded(moe(FAMILY, experts, width=16, seed=seed), ep, DEVICE, mp_policy=policy)
+    model = sharded(moe(FAMILY, experts, width=16, seed=seed), ep, DEVICE, **options)
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
@@ -56,16 +64,16 @@ def _whole(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Ten
     return [(each.full_tensor() if isinstance(each, DTensor) else each).detach().clone() for each in found]
 
 
-def _assert_same_bits(path: Path, experts: str, num_ranks: int) -> None:
+def _assert_same_bits(path: Path, experts: str, recipe: Float8Recipe | None, num_ranks: int) -> None:
     def on_each_rank() -> tuple[list[int], int]:
         use_repeatable_kernels()
-        plain, scheduled = _training(experts, num_ranks, 3), _training(experts, num_ranks, 3)
+        plain, scheduled = (_training(experts, recipe, num_ranks, 3) for _ in range(2))
         losses = [
             [loss for _ in range(3) for loss in _step(*training, is_scheduled=training is scheduled)]
             for training in (plain, scheduled)
         ]
         save(path, model=scheduled[0], optimizer=scheduled[1])
-        resumed = _training(experts, 1, 4)
+        resumed = _training(experts, recipe, 1, 4)
         load(path, model=resumed[0], optimizer=resumed[1])
         trained = _whole(*scheduled)
         pairs = [losses, (_whole(*plain), trained), (trained, _whole(*resumed))]
@@ -78,12 +86,14 @@ def _assert_same_bits(path: Path, experts: str, num_ranks: int) -> None:
 
 
 @pytest.mark.gpu1
-@pytest.mark.parametrize("experts", ["eager", "grouped_mm"])
-def test_a_schedule_and_a_checkpoint_change_no_bit(tmp_path: Path, experts: str) -> None:
-    _assert_same_bits(tmp_path / "step", experts, 1)
+@pytest.mark.parametrize(("experts", "recipe"), CASES)
+def test_a_schedule_and_a_checkpoint_change_no_bit(tmp_path: Path, experts: str, recipe: Float8Recipe | None) -> None:
+    _assert_same_bits(tmp_path / "step", experts, recipe, 1)
 
 
 @pytest.mark.gpu2
-@pytest.mark.parametrize("experts", ["eager", "grouped_mm"])
-def test_a_schedule_and_a_checkpoint_for_other_ranks_change_no_bit_of_two_gpus(tmp_path: Path, experts: str) -> None:
-    _assert_same_bits(tmp_path / "step", experts, 2)
+@pytest.mark.parametrize(("experts", "recipe"), CASES)
+def test_a_schedule_and_a_checkpoint_for_other_ranks_change_no_bit_of_two_gpus(
+    tmp_path: Path, experts: str, recipe: Float8Recipe | None
+) -> None:
+    _assert_same_bits(tmp_path / "step", experts, recipe, 2)

@@ -10,7 +10,7 @@ from float64_oracle import in_float8
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lamella_precision import Float8Recipe, MXFP8Recipe, Part, Recipe, ScaledRecipe
+from lamella_precision import DivisibleRecipe, Float8Recipe, MXFP8Recipe, Part, Recipe, ScaledRecipe
 from lamella_precision.testing import check_recipe, encode_into, measured
 
 FLOAT8 = [
@@ -28,6 +28,16 @@ def test_the_recipes_conform(recipe: Recipe) -> None:
     assert isinstance(recipe, ScaledRecipe) is not isinstance(recipe, MXFP8Recipe)
     check_recipe(recipe, relative_error=1.0)  # the smallest numbers are left with no bits
     check_recipe(recipe, main_dtype=torch.bfloat16, relative_error=1.0)
+
+
+def test_parts_are_weights_between_matrices_of_a_stack_and_between_blocks_of_a_matrix() -> None:
+    rows = range(1, 16)
+    for recipe in FLOAT8:
+        assert all(recipe.divides_at((16, 4, 4), row) for row in rows)
+        length = recipe.block[0] or 16
+        assert [row for row in rows if recipe.divides_at((16, 4), row)] == [row for row in rows if row % length == 0]
+        assert recipe.divides_at((16, 4), 0)
+    assert not isinstance(MXFP8Recipe(), DivisibleRecipe)
 
 
 def _shards(weight: torch.Tensor, num_ranks: int, block_rows: int = 1) -> list[tuple[int, torch.Tensor]]:

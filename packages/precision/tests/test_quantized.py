@@ -79,6 +79,7 @@ def _pieces(x: torch.Tensor, stack: torch.Tensor) -> torch.Tensor:
 
 VIEWS: dict[str, Function] = {
     "an expert": lambda x, w: F.linear(x, w[2]) + x @ w[1].t(),
+    "a view of all": lambda x, w: F.linear(x, w.view_as(w)[2]),
     "a row": lambda x, w: F.linear(x, w[2][0]),
     "all experts": lambda x, w: torch.stack([F.linear(x, expert) for expert in w]),
     "some experts": lambda x, w: _grouped(x, w[1:3]) + _grouped(x, torch.split(w, [2, 2])[0]),

@@ -54,6 +54,13 @@ class _Local(Float8Recipe):
         return super().measure_columns(shards, moved)
 
 
+class _Apart(Float8Recipe):
+    """Lets scales of blocks be cut."""
+
+    def divides_at(self, shape: Sequence[int], row: int) -> bool:
+        return True
+
+
 @pytest.mark.parametrize(
     ("broken", "complaint"),
     [
@@ -61,6 +68,7 @@ class _Local(Float8Recipe):
         (_Copying(), "share the payloads' storage"),
         (_Coarse(), "off by"),
         (_Local((1, None)), "scales of the whole"),
+        (_Apart((2, 2)), "cut at row 1 must be encoded as in the whole"),
     ],
 )
 def test_the_conformance_test_catches_a_broken_recipe(broken: Recipe, complaint: str) -> None:

@@ -27,6 +27,7 @@ def test_the_recipe_conforms(dtype: torch.dtype) -> None:
     recipe = _recipe(torchao.Float8Linear(20, 12, dtype=dtype))
     check_recipe(recipe, relative_error=1.0)
     check_recipe(recipe, main_dtype=torch.bfloat16, relative_error=1.0)
+    assert not any(recipe.divides_at((4, 20, 12), row) for row in range(4))
 
 
 @pytest.mark.parametrize("dtype", FORMATS)

@@ -14,6 +14,7 @@ from lamella_precision._quantized import Dequantizes as Dequantizes
 from lamella_precision._quantized import QuantizedWeight as QuantizedWeight
 from lamella_precision._recipe import CachingRecipe as CachingRecipe
 from lamella_precision._recipe import Direction as Direction
+from lamella_precision._recipe import DivisibleRecipe as DivisibleRecipe
 from lamella_precision._recipe import Part as Part
 from lamella_precision._recipe import PayloadFormat as PayloadFormat
 from lamella_precision._recipe import PlainRecipe as PlainRecipe

@@ -103,6 +103,13 @@ class Float8Recipe:
         """Of the grid of blocks."""
         return grid_of(shape, self.block)
 
+    def divides_at(self, shape: Sequence[int], row: int) -> bool:
+        """Between any matrices of a stack; in a matrix, between its blocks."""
+        if len(shape) > 2 or row == 0:
+            return True
+        num_rows, _ = self.block
+        return num_rows is not None and row % num_rows == 0
+
     @property
     def num_past(self) -> int:
         """The earlier measurements that the next scales depend on."""

@@ -15,6 +15,8 @@ from lamella_precision._linear import as_operand, autocast_dtype, rows_of
 from lamella_precision._recipe import Direction, PayloadFormat
 from lamella_precision._views import View, is_single, views_by
 
+_ALIASES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
+
 
 @runtime_checkable
 class Dequantizes(Protocol):
@@ -197,8 +199,9 @@ class QuantizedWeight(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is torch.ops.aten.detach.default or func is torch.ops.aten.alias.default:
-            (weight,) = args
+        # `DTensor.to_local` takes a view of the local tensor's own shape.
+        if func in _ALIASES or (func is torch.ops.aten.view.default and tuple(args[1]) == tuple(args[0].shape)):
+            weight = args[0]
             return cls(weight.payloads, weight.scales, weight.whole, weight.recipe, weight.views)
         if (views := views_by(func, args)) and (is_single(func) or args[0]._records(views)):
             made = [args[0]._viewed(view) for view in views]

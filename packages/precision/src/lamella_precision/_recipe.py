@@ -191,6 +191,24 @@ class ScaledRecipe(Recipe, Protocol):
 
 
 @runtime_checkable
+class DivisibleRecipe(Recipe, Protocol):
+    """A recipe that serves the parts of a weight that comes as a DTensor, as of experts on several ranks.
+
+    A part is a weight of its own: the engine reduces no amaxes over the ranks with other parts, and makes the decoded
+    part the DTensor's local tensor, whose operators know no direction.
+    """
+
+    def divides_at(self, shape: Sequence[int], row: int) -> bool:
+        """Whether the rows before and from `row` on, each encoded as a weight of its own, are those of the whole.
+
+        Args:
+            shape: Of the whole weight, of at least two dims.
+            row: An index along dim 0. For 0, which cuts nothing: whether a DTensor is served at all.
+        """
+        ...
+
+
+@runtime_checkable
 class CachingRecipe(Recipe, Protocol):
     """A recipe of weights that cache tensors computed from the payloads, as a transpose for backward."""
 

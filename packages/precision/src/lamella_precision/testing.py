@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from lamella_precision._recipe import Direction, Part, Recipe, ScaledRecipe
+from lamella_precision._recipe import Direction, DivisibleRecipe, Part, Recipe, ScaledRecipe
 
 
 def check_recipe(
@@ -21,7 +21,8 @@ def check_recipe(
     Encoding shard by shard and gathering equals encoding the whole, and encoding a single direction's payloads equals
     encoding all; decoding returns the weight within the format's error; the decoded tensor follows refills of the
     payloads' storage; encoding writes every element of its destination and leaves the shard unchanged. Amaxes measured
-    shard by shard, and the largest taken, give the scales of the whole.
+    shard by shard, and the largest taken, give the scales of the whole. Parts of a `DivisibleRecipe` are encoded alone
+    as in the whole.
 
     Args:
         recipe: The recipe to test.
@@ -71,8 +72,29 @@ def check_recipe(
         for whole, made in zip(wholes, alone, strict=True):
             assert made is None or _same_bytes(whole, made), "encoding one direction must equal encoding both"
 
+    if isinstance(recipe, DivisibleRecipe):
+        _check_parts(recipe, weight)
     error = (decoded.double() - weight.double()).abs() / weight.double().abs().clamp_min(1e-6)
     assert error.max().item() <= relative_error, f"decoded weight is off by {error.max().item():.3g} relative"
+
+
+def _check_parts(recipe: DivisibleRecipe, weight: torch.Tensor) -> None:
+    """Assert that the parts between which a recipe divides are encoded alone as in the whole."""
+    whole = _encoded(recipe, weight)
+    for row in range(1, len(weight)):
+        if recipe.divides_at(weight.shape, row):
+            parts = [_encoded(recipe, part) for part in (weight[:row].clone(), weight[row:].clone())]
+            for each, *pieces in zip(whole, *parts, strict=True):
+                assert _same_bytes(each, torch.cat(pieces)), f"parts cut at row {row} must be encoded as in the whole"
+
+
+def _encoded(recipe: Recipe, weight: torch.Tensor) -> list[torch.Tensor]:
+    """The payloads of a weight, and its scales."""
+    scales = _scales(recipe, [weight], weight.shape)
+    formats = recipe.payloads(weight.shape, weight.dtype)
+    payloads = [torch.empty(each.shape, dtype=each.dtype, device=weight.device) for each in formats]
+    encode_into(recipe, weight, payloads, Part(tuple(weight.shape), 0, scales))
+    return payloads if scales is None else [*payloads, scales]
 
 
 def measured(recipe: ScaledRecipe, shards: Sequence[torch.Tensor], shape: Sequence[int]) -> torch.Tensor:

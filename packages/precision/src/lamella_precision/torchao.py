@@ -82,6 +82,10 @@ class CastWeights(Float8Recipe):
     kind: type[torch.Tensor]
     linear_mm_config: Any
 
+    def divides_at(self, shape: Sequence[int], row: int) -> bool:
+        """Nowhere: torchao's tensor is no DTensor's local tensor."""
+        return False
+
     def encode(self, *columns: Sequence[Cut] | None) -> None:
         """Multiply by the scales, saturate, and round to the format.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
+from itertools import product
 from math import prod
 
 import torch
@@ -17,8 +18,8 @@ from lamella_engine._parameters.extended_group import is_extended
 from lamella_engine._parameters.group import dtypes_of
 from lamella_engine._parameters.sharded_parameter import Candidate, Owner, is_sharded, name_of_sharded_original
 from lamella_engine._parameters.sharding import DataAxes, PlacementFn, Sharding, local_of, sharding_of
-from lamella_layout import Rows
-from lamella_precision import MixedPrecisionPolicy, PlainRecipe, Recipe, refuse_quantized
+from lamella_layout import Rows, mesh_region
+from lamella_precision import DivisibleRecipe, MixedPrecisionPolicy, PlainRecipe, Recipe, refuse_quantized
 
 
 def own_modules(modules: list[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
@@ -80,18 +81,31 @@ def _check_recipe(name: str, parameter: nn.Parameter, recipe: Recipe) -> None:
     """Refuse a parameter that a recipe cannot serve.
 
     Raises:
-        ValueError: The recipe has no payloads for the parameter's shape.
-        NotImplementedError: The parameter comes as a DTensor, and the recipe changes its format.
+        ValueError: The recipe has no payloads for the shape of the parameter, or of a DTensor's local part.
+        NotImplementedError: The parameter comes as a DTensor, and its parts are no weights by themselves to the recipe.
     """
-    if isinstance(parameter, DTensor) and not isinstance(recipe, PlainRecipe):
+    if isinstance(parameter, DTensor) and not isinstance(recipe, PlainRecipe) and not _divides(parameter, recipe):
         raise NotImplementedError(
-            f"Expected {name!r} to be a plain parameter, as {recipe!r} needs the whole weight's scales, got a DTensor "
-            f"{parameter.placements}. Let `recipe` return None for it."
+            f"Expected {name!r} to be a plain parameter, or a DTensor cut along dim 0 between matrices or blocks that "
+            f"have scales of their own, got {recipe!r} for a DTensor of shape {tuple(parameter.shape)}, "
+            f"{parameter.placements} over {tuple(parameter.device_mesh.shape)} ranks. Let `recipe` return None for it."
         )
     try:
-        recipe.payloads(parameter.shape, parameter.dtype)
+        recipe.payloads(local_of(parameter).shape, parameter.dtype)
     except ValueError as error:
         raise ValueError(f"Expected a recipe that serves {name!r}, got {recipe!r}: {error}") from error
+
+
+def _divides(parameter: DTensor, recipe: Recipe) -> bool:
+    """Whether each part of a DTensor is encoded alone as in the whole; equal on all ranks, without communication."""
+    if not isinstance(recipe, DivisibleRecipe) or parameter.ndim < 2:
+        return False
+    shape, sizes, placements = parameter.shape, parameter.device_mesh.shape, parameter.placements
+    ranks = [range(1 if each.is_replicate() else size) for each, size in zip(placements, sizes, strict=True)]
+    parts = [mesh_region(shape, sizes, placements, coordinate) for coordinate in product(*ranks)]
+    if any(part.shape[1:] != shape[1:] for part in parts if prod(part.shape)):
+        return False
+    return all(recipe.divides_at(shape, run.start) for part in parts for run in part.runs[0])
 
 
 def _check_packs(name: str, parameter: nn.Parameter, recipe: Recipe) -> None:
