@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from pathlib import Path
 
@@ -22,8 +23,12 @@ def test_the_guides_program_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     program = compile("\n".join(blocks), GUIDE, "exec")
 
     def on_each_rank() -> None:
-        monkeypatch.setattr(dist, "init_process_group", lambda: None)  # The ranks here are in a group already.
+        monkeypatch.setattr(dist, "init_process_group", lambda: None)  # The ranks here are in a group already,
+        monkeypatch.setattr(dist, "destroy_process_group", lambda: None)  # and leave it by themselves.
         exec(program, {"__name__": "__main__"})
+        # Attention's dropout on a GPU refuses to run without this state; the stand-ins for torch.cuda do not.
+        tracker = importlib.import_module("megatron.core.tensor_parallel").get_cuda_rng_tracker()
+        assert "model-parallel-rng" in tracker.get_states()
 
     run_ranks(on_each_rank, 2)
 

@@ -188,6 +188,6 @@ def _fail(report: str) -> None:
     _of_all_groups().num_failures += 1
     raise RuntimeError(
         f"Expected every rank to run the same units and communicate in the same order, got:\n  {report}\n"
-        "Which units run must follow from what every rank knows: not from a rank's own data, number, time or memory. "
-        "Then call reset_iter_state() to go on."
+        "The choice of units must follow from facts that every rank knows: not from a rank's own data, number, time or "
+        "memory. Then call reset_iter_state() to go on."
     )
