@@ -14,6 +14,14 @@ from lamella_engine import FSDPModule
 from lamella_precision import Direction, Float8Recipe, MXFP8Recipe
 
 AnyRecipe = Float8Recipe | MXFP8Recipe
+RECIPES: dict[str, AnyRecipe] = {
+    "tensor": Float8Recipe(compute_dtype=torch.float32),
+    "e5m2": Float8Recipe(dtype=torch.float8_e5m2, compute_dtype=torch.float32),
+    "row": Float8Recipe((1, None), compute_dtype=torch.float32),
+    "block": Float8Recipe((128, 128), compute_dtype=torch.float32),
+    "cut-block": Float8Recipe((8, 8), power_of_two=True, compute_dtype=torch.float32),
+    "mxfp8": MXFP8Recipe(compute_dtype=torch.float32),
+}
 
 
 def fake_quantised(weight: torch.Tensor, recipe: AnyRecipe, direction: Direction) -> torch.Tensor:
