@@ -1,4 +1,4 @@
-"""Workers: one that dies stops the others at once, the cause is told from its consequences, and nobody stays behind."""
+"""A worker's death stops its peers at once, its cause is told from the consequences, and no process stays behind."""
 
 import os
 import signal
@@ -139,7 +139,7 @@ def test_ranks_of_torchrun_wait_for_rank_0_longer_than_torch_does() -> None:
         os.environ.update({name: str(value) for name, value in variables.items()})
         os.environ.pop(STORE_VARIABLE, None)
         if rank == 0:
-            time.sleep(2)  # It makes the tokens.
+            time.sleep(2)  # Rank 0 makes the tokens.
         with process_group(ParallelConfig(device="cpu")) as found:
             total = torch.tensor(found.rank)
             dist.all_reduce(total)

@@ -59,7 +59,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one_on_any_number_of_ranks(config
         assert run.losses == pytest.approx(whole.losses, rel=tolerance)
         assert run.validations == pytest.approx(whole.validations, rel=tolerance)
         steps = [record.step for record in read(run.directory.metrics)]
-        assert steps == sorted(steps)  # What was written after the checkpoint has been dropped.
+        assert steps == sorted(steps)  # Records after the checkpoint have been dropped.
 
 
 def test_a_run_that_goes_on_keeps_its_history(config: Config, train: TrainOn) -> None:
@@ -146,7 +146,7 @@ def test_compiled_layers_are_those_that_are_sharded(shared_config: Config, monke
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("default")  # Dynamo reads what is deprecated, and attributes that warn.
+@pytest.mark.filterwarnings("default")  # Dynamo reads deprecated attributes, which warn.
 @pytest.mark.parametrize("kind", ["no", "tensor"])
 def test_compiled_layers_train_alike(config: Config, train: TrainOn, kind: Any) -> None:
     eager = replace(in_folder(config, "eager"), parallel=replace(config.parallel, float8=kind))

@@ -296,7 +296,7 @@ class Clock:
         assert self.now < DEADLINE_S
 
     def takes(self, seconds: float) -> Callable[[float], bool]:
-        """What can be waited for with a limit, and ends after so many seconds."""
+        """A wait with a limit, for an end after so many seconds."""
 
         def wait(limit: float) -> bool:
             self.limits.append(limit)

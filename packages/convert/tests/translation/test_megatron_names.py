@@ -92,7 +92,7 @@ def checkpoint(
 
 
 def through(source: Source, dialect: Dialect, sizes: Mapping[str, int], chunks: tuple[int, ...] = ()) -> MemorySource:
-    """Written, stored, and what is stored."""
+    """A source written in a dialect, stored, and read back."""
     written = write_fsdp_dtensor(source, dialect, sizes=sizes, chunks=chunks)
     return MemorySource(
         read_in_chunks(written) | scalars(written),

@@ -1,4 +1,4 @@
-"""Which models there are, by name or by a transformers config, and how each is built and cut into sharding units."""
+"""Models by name or by a transformers config: how each is built and cut into sharding units."""
 
 import importlib
 import json
@@ -15,7 +15,7 @@ from lamella._options import ConfigError, in_short, nearest
 
 
 class ModelSpec(Protocol):
-    """What is used of a transformers config."""
+    """The attributes and methods used of a transformers config."""
 
     model_type: str
     vocab_size: int
@@ -25,7 +25,7 @@ class ModelSpec(Protocol):
 
 
 class Adapter(Protocol):
-    """What is used of an adapter package."""
+    """The functions used of an adapter package."""
 
     NAMED_CONFIGS: Mapping[str, Mapping[str, object]]
 

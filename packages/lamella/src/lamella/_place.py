@@ -20,7 +20,6 @@ STORE_VARIABLE = "LAMELLA_STORE"
 
 _PREPARED: Final = "prepared"
 _PREPARATION: Final = timedelta(days=7)  # A large text takes hours to become tokens.
-_STORE_TIMEOUT: Final = timedelta(minutes=30)
 
 
 def under_torchrun() -> bool:
@@ -141,6 +140,7 @@ def process_group(parallel: ParallelConfig) -> Iterator[Rank]:
 def _prepared_store(rank: int, num_ranks: int) -> "Store":
     """Return torchrun's store, once rank 0 has joined. Effects: waits for rank 0, for days if need be."""
     from torch._C._distributed_c10d import PrefixStore
+    from torch.distributed.constants import default_pg_timeout
     from torch.distributed.rendezvous import rendezvous
 
     shared = next(rendezvous("env://", rank, num_ranks, timeout=_PREPARATION))[0]
@@ -149,5 +149,5 @@ def _prepared_store(rank: int, num_ranks: int) -> "Store":
         store.set(_PREPARED, "")
     else:
         store.wait([_PREPARED], _PREPARATION)
-    store.set_timeout(_STORE_TIMEOUT)
+    store.set_timeout(default_pg_timeout)
     return store

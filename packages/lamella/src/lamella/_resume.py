@@ -1,4 +1,4 @@
-"""The checkpoint a run goes on from: which one, whether it fits the settings, and what becomes of later ones."""
+"""Resuming a run: the choice of a checkpoint, its check against the settings, and the removal of later checkpoints."""
 
 import re
 import secrets
@@ -19,7 +19,7 @@ from lamella_checkpoint import CheckpointDamaged, CheckpointDirectory, Checkpoin
 # These settings and the text determine the data stream. After a change, a resumed run would repeat or skip text.
 _STREAM = (("data", "sequence_length"), ("optim", "batch_size"), ("run", "seed"))
 
-# Of a model's config: what a run sets by itself, or what training does not read.
+# Fields of a model's config that a run sets by itself, or that training does not read.
 _NOT_OF_THE_MODEL = ("architectures", "bos_token_id", "eos_token_id", "pad_token_id", "_name_or_path", "use_cache")
 
 _NUM_NAMED: Final = 3
@@ -84,25 +84,26 @@ def check_same_model(spec: ModelSpec, directory: RunDirectory) -> None:
         return
     before, now = load_spec(str(directory.model)).to_dict(), spec.to_dict()
     for name in sorted(before.keys() | now.keys()):
-        if name not in _NOT_OF_THE_MODEL and before.get(name) != now.get(name):
-            raise ConfigError(
-                f"Expected the model's {name} to stay {before.get(name)!r} as in the run to be resumed, got "
-                f"{now.get(name)!r}. Pass the former --model, or another --run-dir."
-            )
+        if name not in _NOT_OF_THE_MODEL:
+            _check_kept(f"the model's {name}", before.get(name), now.get(name), "--model")
 
 
 def _check_stream(stored: Mapping[str, object], config: Config, text: str) -> None:
     """Refuse to resume with other text or other settings of the data stream."""
     for name, value in stream_settings(config).items():
-        if stored.get(name) != value:
-            raise ConfigError(
-                f"Expected {name} to stay {stored.get(name)!r} as in the run to be resumed, got {value!r}. "
-                "Pass the former value, or another --run-dir."
-            )
+        _check_kept(name, stored.get(name), value, "value")
     if stored.get("fingerprint") != text:
         raise ConfigError(
             "Expected the text that the run to be resumed was started on, got another. "
             "Pass the same --data, or another --run-dir."
+        )
+
+
+def _check_kept(name: str, before: object, now: object, option: str) -> None:
+    if before != now:
+        raise ConfigError(
+            f"Expected {name} to stay {before!r} as in the run to be resumed, got {now!r}. "
+            f"Pass the former {option}, or another --run-dir."
         )
 
 
@@ -142,7 +143,7 @@ def damaged(checkpoints: CheckpointDirectory, checkpoint: Path, problem: object)
 
 
 def damage_in(error: CheckpointDamaged | CheckpointFailed) -> str | None:
-    """The damage, as its finder raises it and as the other ranks hear of it; None for another failure."""
+    """The damage, from the rank that found the damage or from its peers' failures; None for another failure."""
     if isinstance(error, CheckpointDamaged):
         return f"{error}"
     kind = f"{CheckpointDamaged.__name__}: "
