@@ -195,13 +195,13 @@ def _release(workload: Workload) -> None:
 
 def _measure(backend: Backend, workload: Workload, options: Options, baseline_gib: float) -> Measurement:
     _reset_peaks(workload.device)
-    training = _on_every_rank(lambda: backend(workload))
+    training = on_every_rank(lambda: backend(workload))
     built_gib = _allocated_gib(workload.device) - baseline_gib
     tokens, labels = workload.batch(options.num_tokens)
-    losses, _ = _on_every_rank(lambda: _steps(training, tokens, labels, options.num_warmup_steps))
+    losses, _ = on_every_rank(lambda: _steps(training, tokens, labels, options.num_warmup_steps))
     if not training.is_captured:
         _reset_peaks(workload.device)
-    more_losses, step_s = _on_every_rank(lambda: _steps(training, tokens, labels, options.num_steps))
+    more_losses, step_s = on_every_rank(lambda: _steps(training, tokens, labels, options.num_steps))
     losses += more_losses
     slowest_s = _over_ranks(statistics.median(step_s), dist.ReduceOp.MAX, workload)
     allocated_gib, reserved_gib = _peaks_gib(workload.device)
@@ -222,7 +222,7 @@ def _measure(backend: Backend, workload: Workload, options: Options, baseline_gi
     if not options.has_phases:
         return measured
     try:
-        return replace(measured, phases=_on_every_rank(lambda: phases_of(training, tokens, labels)))
+        return replace(measured, phases=on_every_rank(lambda: phases_of(training, tokens, labels)))
     except BackendFailed as error:
         return replace(measured, trouble=f"no phases: {error}")
 
@@ -240,12 +240,12 @@ def _with_host_time(row: Measurement, backend: Backend, workload: Workload) -> M
 
 def _host_us(backend: Backend, workload: Workload) -> float:
     """Measure the slowest rank's host time per unit, in microseconds. Effects: collective over all ranks."""
-    seconds = _on_every_rank(lambda: host_seconds(backend, workload))
+    seconds = on_every_rank(lambda: host_seconds(backend, workload))
     _release(workload)
     return _over_ranks(seconds, dist.ReduceOp.MAX, workload) / workload.num_units * 1e6
 
 
-def _on_every_rank(action: Callable[[], T]) -> T:
+def on_every_rank(action: Callable[[], T]) -> T:
     """Return the action's result if the action succeeded on all ranks; else raise `BackendFailed` on all ranks."""
     result, error = None, None
     try:

@@ -31,10 +31,10 @@ import torch.distributed as dist
 from torch import nn
 
 from lamella_integration.launch import leave, process_group
+from lamella_integration.megatron_models import float16_model
 
 ENGINES: Final = ("ddp", "megatron_fsdp", "lamella")
 STAGES: Final = {"1": "optim", "2": "optim_grads", "3": "optim_grads_params"}
-VOCAB_SIZE: Final = 256
 _WARMUP_STEPS: Final = 3
 
 
@@ -117,7 +117,8 @@ def _train(options: argparse.Namespace) -> dict[str, Any]:
         expert_tensor_parallel_size=1,
     )
     importlib.import_module("megatron.core.tensor_parallel").model_parallel_cuda_manual_seed(1234)
-    config, module = _model(options)
+    sizes = {name: getattr(options, name) for name in ("layers", "hidden", "length", "experts", "tp", "ep", "cp")}
+    config, module = float16_model(device=options.device, **sizes)
     wrapped, optimizer = _wrapped(options, config, module)
     config.finalize_model_grads_func = importlib.import_module("megatron.core.distributed").finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss
@@ -164,53 +165,6 @@ def _layout(options: argparse.Namespace) -> str:
         "DP": dist.get_world_size() // options.tp // options.cp,
     }
     return ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "1 rank"
-
-
-def _model(options: argparse.Namespace) -> tuple[Any, nn.Module]:
-    """A `TransformerConfig`, and a GPTModel in a `Float16Module`."""
-    config_class = importlib.import_module("megatron.core.transformer").TransformerConfig
-    specs = importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
-    gpt = importlib.import_module("megatron.core.models.gpt").GPTModel
-    experts: dict[str, Any] = {}
-    if options.experts:
-        experts = {
-            "num_moe_experts": options.experts,
-            "moe_token_dispatcher_type": "alltoall",
-            "moe_router_topk": 2,
-            "moe_aux_loss_coeff": 1e-2,
-            "moe_grouped_gemm": options.device == "cuda",
-        }
-    config = config_class(
-        num_layers=options.layers,
-        hidden_size=options.hidden,
-        num_attention_heads=max(4, options.hidden // 128),
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        add_bias_linear=False,
-        normalization="RMSNorm" if options.device == "cuda" else "LayerNorm",
-        gated_linear_unit=True,
-        activation_func=nn.functional.silu,
-        bf16=True,
-        params_dtype=torch.bfloat16,
-        tensor_model_parallel_size=options.tp,
-        context_parallel_size=options.cp,
-        expert_model_parallel_size=options.ep,
-        expert_tensor_parallel_size=1,
-        sequence_parallel=options.tp > 1,
-        use_cpu_initialization=options.device == "cpu",
-        gradient_accumulation_fusion=False,
-        **experts,
-    )
-    choice = {"num_experts": options.experts or None, "moe_grouped_gemm": bool(options.experts)}
-    if options.device == "cuda":
-        spec = specs.get_gpt_layer_with_transformer_engine_spec(**choice)
-    else:
-        spec = specs.get_gpt_layer_local_spec(num_experts=options.experts or None)
-    torch.manual_seed(1234)
-    model = gpt(config, spec, VOCAB_SIZE, options.length, position_embedding_type="rope")
-    return config, importlib.import_module("megatron.core.transformer.module").Float16Module(
-        config, model.to(options.device)
-    )
 
 
 def _wrapped(options: argparse.Namespace, config: Any, module: nn.Module) -> tuple[Any, Any]:

@@ -1,0 +1,253 @@
+"""Steps of one model with experts, with and without overlap of all-to-alls, by lamella and by megatron-core.
+
+A step is forward, backward and the reduction of gradients, without an optimizer: weights and losses stay the same.
+"""
+
+import importlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Final
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lamella_engine import ZERO1, ZERO2, ZERO3, MixedPrecisionPolicy, ShardingOptions
+from lamella_engine.extending import local_of
+from lamella_integration.megatron_models import VOCAB_SIZE, float16_model
+
+STAGES: Final = {"1": ZERO1, "2": ZERO2, "3": ZERO3}
+Batch = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mode:
+    """A way to step.
+
+    Attributes:
+        is_megatron: Under megatron-core's `DistributedDataParallel` and driver, instead of lamella's units.
+        overlaps: All-to-alls of one microbatch run beside the compute of another.
+        delays: Layers leave weight gradients until after the backward of activations.
+        is_ideal: Local copies of as many bytes stand in for the all-to-alls.
+        plain: Name of the mode without overlap to compare with.
+    """
+
+    is_megatron: bool = False
+    overlaps: bool = False
+    delays: bool = False
+    is_ideal: bool = False
+    plain: str = "lamella"
+
+
+MODES: Final = {
+    "lamella": Mode(),
+    "lamella, overlapped": Mode(overlaps=True),
+    "lamella, overlapped, delayed": Mode(overlaps=True, delays=True),
+    "ideal": Mode(is_ideal=True),
+    "megatron-core": Mode(is_megatron=True, plain="megatron-core"),
+    "megatron-core, its plan": Mode(is_megatron=True, overlaps=True, plain="megatron-core"),
+    "megatron-core, its plan, delayed": Mode(is_megatron=True, overlaps=True, delays=True, plain="megatron-core"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """A model and its microbatches.
+
+    Attributes:
+        hidden: Width.
+        rows: Sequences a microbatch and rank.
+        length: Tokens a sequence.
+        layers: Layers of a GPTModel.
+        experts: Experts a layer over all ranks, two a token.
+        ffn: Inner width of an expert.
+        num_microbatches: Of a step.
+        pattern: A HybridModel's, with brackets around its units, in place of a GPTModel.
+        stage: ZeRO's stage of lamella.
+        device: `cuda` or `cpu`.
+    """
+
+    hidden: int
+    rows: int
+    length: int
+    layers: int
+    experts: int
+    ffn: int
+    num_microbatches: int
+    pattern: str | None
+    stage: str
+    device: str
+
+    def batches(self) -> list[Batch]:
+        """This rank's microbatches, the same in all modes and steps: arguments of the model's forward."""
+        generator = torch.Generator().manual_seed(1 + dist.get_rank())
+        positions = torch.arange(self.length, device=self.device).expand(self.rows, -1)
+        square = 2 * (self.length,)
+        # Transformer Engine's attention is causal without a mask.
+        mask = None if self.device == "cuda" else torch.ones(1, 1, *square, dtype=torch.bool).triu(1)
+        found = []
+        for _ in range(self.num_microbatches):
+            tokens = torch.randint(VOCAB_SIZE, (self.rows, self.length + 1), generator=generator).to(self.device)
+            inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+            found.append({"input_ids": inputs, "position_ids": positions, "attention_mask": mask, "labels": labels})
+        return found
+
+
+class Step:
+    """Take steps of a mode.
+
+    Args:
+        mode: The mode.
+        size: Model and microbatches.
+
+    Effects: builds the model on `size.device`; collective over all ranks.
+    """
+
+    def __init__(self, mode: Mode, size: Size) -> None:
+        self.mode, self._batches = mode, size.batches()
+        # Weights of all modes are the same: the generator of experts' weights starts anew.
+        importlib.import_module("megatron.core.tensor_parallel").model_parallel_cuda_manual_seed(1234)
+        config, module = float16_model(
+            device=size.device,
+            layers=size.layers,
+            hidden=size.hidden,
+            length=size.length,
+            experts=size.experts,
+            ep=dist.get_world_size(),
+            pattern=size.pattern and size.pattern.replace("[", "").replace("]", ""),
+            ffn_hidden_size=size.ffn,
+            # lamella's order needs no such option, but megatron-core allows delays only with it.
+            overlap_moe_expert_parallel_comm=mode.overlaps and (mode.is_megatron or mode.delays),
+            delay_wgrad_compute=mode.delays,
+        )
+        self._model: Any
+        if mode.is_megatron:
+            self._model, self._take = _of_megatron_core(config, module)
+        else:
+            self._model, self._take = _of_lamella(mode, size, module.module)
+
+    def __call__(self) -> list[torch.Tensor]:
+        """Take a step, and return the loss of each microbatch on this rank. Effects: collective over all ranks."""
+        with self._exchange():
+            return self._take(self._model, self._batches)
+
+    def gradient_norm(self) -> float | None:
+        """The norm of the last step's gradients over all ranks; None under megatron-core's wrapper.
+
+        Effects: collective over all ranks.
+        """
+        if self.mode.is_megatron:
+            return None
+        gradients = [local_of(each.grad).float() for each in self._model.parameters() if each.grad is not None]
+        square = torch.stack([gradient.square().sum(dtype=torch.float64) for gradient in gradients]).sum()
+        dist.all_reduce(square)
+        return math.sqrt(square.item())
+
+    def _exchange(self) -> AbstractContextManager[object]:
+        return copies_for_all_to_alls() if self.mode.is_ideal else nullcontext()
+
+
+Take = Callable[[Any, list[Batch]], list[torch.Tensor]]
+
+
+def _of_lamella(mode: Mode, size: Size, model: nn.Module) -> tuple[nn.Module, Take]:
+    fully_shard_model = importlib.import_module("lamella_megatron").fully_shard_model
+    half, single = torch.bfloat16, torch.float32
+    groups = size.pattern if size.pattern and "[" in size.pattern else None
+    fully_shard_model(
+        model,
+        mp_policy=MixedPrecisionPolicy(half, single, cast_forward_inputs=False, main_dtype=single),
+        options=ShardingOptions(placements=STAGES[size.stage]),
+        layer_groups=groups,
+    )
+    training = importlib.import_module("lamella_megatron.training")
+
+    def overlapped(model: Any, batches: list[Batch]) -> list[torch.Tensor]:
+        losses: list[torch.Tensor] = training.forward_backward_overlapped(
+            model, batches, lambda losses: losses.float().mean() / len(batches), layer_groups=groups
+        )
+        return losses
+
+    run = overlapped if mode.overlaps else _one_after_the_other
+
+    def take(model: Any, batches: list[Batch]) -> list[torch.Tensor]:
+        model.zero_grad()
+        losses = run(model, batches)
+        model.wait_for_gradients()
+        return [loss.detach() * len(batches) for loss in losses]
+
+    return model, take
+
+
+def _one_after_the_other(model: Any, batches: list[Batch]) -> list[torch.Tensor]:
+    device = str(batches[0]["labels"].device)
+    importlib.import_module("lamella_testing.megatron").scale_auxiliary_losses(len(batches), device)
+    losses = []
+    for i, batch in enumerate(batches):
+        model.set_is_last_backward(i == len(batches) - 1)
+        loss = model(**batch).float().mean() / len(batches)
+        loss.backward()
+        losses.append(loss.detach())
+    return losses
+
+
+def _of_megatron_core(config: Any, module: nn.Module) -> tuple[nn.Module, Take]:
+    distributed = importlib.import_module("megatron.core.distributed")
+    ddp_config = distributed.DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, overlap_grad_reduce=True, use_distributed_optimizer=True
+    )
+    model = distributed.DistributedDataParallel(config=config, ddp_config=ddp_config, module=module)
+    config.no_sync_func = model.no_sync
+    config.finalize_model_grads_func = distributed.finalize_model_grads
+    driver = importlib.import_module("megatron.core.pipeline_parallel").get_forward_backward_func()
+
+    def take(model: Any, batches: list[Batch]) -> list[torch.Tensor]:
+        model.zero_grad_buffer()
+        stored = driver(
+            forward_step_func=_forward_step,
+            data_iterator=iter(batches),
+            model=[model],
+            num_microbatches=len(batches),
+            seq_length=batches[0]["labels"].shape[1],
+            micro_batch_size=len(batches[0]["labels"]),
+        )
+        return [each["loss"] for each in stored]
+
+    return model, take
+
+
+def _forward_step(batches: Iterator[Batch], model: Any, return_schedule_plan: bool = False) -> tuple[Any, Any]:
+    # The driver of the plan gives the GPTModel itself, and asks for the forward's plan in place of its output.
+    call = model.build_schedule_plan if return_schedule_plan else model
+
+    def loss_of(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        mean = losses.float().mean()
+        return mean, {"loss": mean.detach().clone()}  # the driver divides the mean in place
+
+    return call(**next(batches)), loss_of
+
+
+@contextmanager
+def copies_for_all_to_alls() -> Iterator[None]:
+    """Let local copies stand in for the all-to-alls of megatron-core's dispatcher while the context lasts.
+
+    The output has the size that the all-to-all would give, so that experts compute as many rows, of other tokens.
+    """
+    with patch.object(dist, "all_to_all_single", _copy):
+        yield
+
+
+def _copy(output: torch.Tensor, source: torch.Tensor, *_: object, **__: object) -> None:
+    if not len(source):
+        output.zero_()
+        return
+    for rows in output.split(len(source)):
+        rows.copy_(source[: len(rows)])
+
+
+def largest_distance(losses: Sequence[float], expected: Sequence[float]) -> float:
+    """The largest distance between losses of the same microbatches."""
+    return max(abs(a - b) for a, b in zip(losses, expected, strict=True))
