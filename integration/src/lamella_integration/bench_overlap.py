@@ -26,6 +26,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -146,26 +147,27 @@ def _name(size: Size) -> str:
 
 def _measure(name: str, size: Size, options: argparse.Namespace) -> dict[str, Any]:
     step = on_every_rank(lambda: Step(MODES[name], size))
+    try:
+        found = _times(step, size, options.steps)
+        is_traced = step.mode.overlaps and not step.mode.is_megatron and size == options.sizes[-1]
+        if options.trace is not None and is_traced:
+            stem = f"{name.replace(', ', '-')}-{size.hidden}x{size.rows * size.length}"
+            found |= _traced(step, options.trace, stem)
+        return found
+    finally:
+        step.release()
+
+
+def _times(step: Step, size: Size, num_steps: int) -> dict[str, Any]:
     on_every_rank(lambda: _seconds(step, _WARMUP_STEPS))
     if size.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    losses, seconds = on_every_rank(lambda: _seconds(step, options.steps))
+    losses, seconds = on_every_rank(lambda: _seconds(step, num_steps))
     peak = torch.cuda.max_memory_allocated() if size.device == "cuda" else 0
-    found = {
-        "ms": 1e3 * max(_of_ranks(statistics.median(seconds))),
-        "gib": max(_of_ranks(peak)) / 2**30,
-        "losses": sum(_of_ranks(losses), []),
-        "norm": on_every_rank(step.gradient_norm),
-    }
-    if MODES[name].is_ideal:  # experts saw other tokens
-        del found["losses"], found["norm"]
-    is_traced = MODES[name].overlaps and not MODES[name].is_megatron and size == options.sizes[-1]
-    if options.trace is not None and is_traced:
-        try:
-            found |= _traced(step, options.trace, f"{name.replace(', ', '-')}-{size.hidden}x{size.length * size.rows}")
-        except BackendFailed as error:
-            found["trouble"] = f"no trace: {error}"
-    return found
+    found = {"ms": 1e3 * max(_of_ranks(statistics.median(seconds))), "gib": max(_of_ranks(peak)) / 2**30}
+    if step.mode.is_ideal:  # experts see other tokens
+        return found
+    return {**found, "losses": list(chain(*_of_ranks(losses))), "norm": on_every_rank(step.gradient_norm)}
 
 
 def _of_ranks(value: Any) -> list[Any]:
@@ -194,9 +196,9 @@ def _synchronize() -> None:
 # -- a trace -----------------------------------------------------------------------------------------------------------
 
 
-def _traced(step: Step, folder: Path, name: str) -> dict[str, Any]:
-    """Profile one step; return each rank's hidden share of all-to-alls, and idle share of the step."""
-    path = folder / f"{name}-rank{dist.get_rank()}.json.gz"
+def _traced(step: Step, folder: Path, stem: str) -> dict[str, Any]:
+    """Profile one step; return each rank's hidden share of all-to-alls, and idle share of the step, or the trouble."""
+    path = folder / f"{stem}-rank{dist.get_rank()}.json.gz"
 
     def trace() -> dict[str, float | None]:
         folder.mkdir(parents=True, exist_ok=True)
@@ -206,7 +208,10 @@ def _traced(step: Step, folder: Path, name: str) -> dict[str, Any]:
         profiler.export_chrome_trace(str(path))
         return shares(read_trace(path), str(path))
 
-    ranks = _of_ranks(on_every_rank(trace))
+    try:
+        ranks = _of_ranks(on_every_rank(trace))
+    except BackendFailed as error:
+        return {"trouble": f"no trace: {error}"}
     return {key: [each[key] for each in ranks] for key in ranks[0]}
 
 
@@ -266,8 +271,8 @@ def _cells(row: dict[str, Any], found: dict[tuple[str, str], dict[str, Any]]) ->
         "" if is_plain or mode.is_ideal else _percent(saved, plain.get("ms")),
         _percent(exchange, plain.get("ms")) if row["mode"] == "lamella" else "",
         _percent(saved, exchange) if mode.overlaps and not mode.is_megatron else "",
-        " / ".join(_percent(each, 1.0) for each in row.get("hidden", ())) or row.get("trouble", ""),
-        " / ".join(_percent(each, 1.0) for each in row.get("idle", ())),
+        _of_each_rank(row.get("hidden", ())) or row.get("trouble", ""),
+        _of_each_rank(row.get("idle", ())),
         f"{row['gib']:.2f}",
         f"{row['losses'][-1]:.4f}" if "losses" in row else "",
         *_apart(row, plain),
@@ -280,6 +285,10 @@ def _difference(slow: dict[str, Any], fast: dict[str, Any]) -> float | None:
 
 def _percent(part: float | None, whole: float | None) -> str:
     return "" if part is None or not whole else f"{100 * part / whole:.1f} %"
+
+
+def _of_each_rank(parts: Sequence[float | None]) -> str:
+    return " / ".join(_percent(part, 1.0) for part in parts if part is not None)
 
 
 def _apart(row: dict[str, Any], plain: dict[str, Any]) -> list[str]:

@@ -91,9 +91,9 @@ def _gpt(config: Any, device: str, length: int) -> nn.Module:
 def _hybrid(config: Any, device: str, length: int, pattern: str) -> nn.Module:
     if device == "cpu":
         testing = importlib.import_module("lamella_testing.megatron")
-        model: nn.Module = testing.tiny_hybrid(config, pattern, vocab_size=VOCAB_SIZE, max_sequence_length=length)
-        return model
+        small: nn.Module = testing.tiny_hybrid(config, pattern, vocab_size=VOCAB_SIZE, max_sequence_length=length)
+        return small
     stack = importlib.import_module("megatron.core.models.hybrid.hybrid_layer_specs").hybrid_stack_spec
     hybrid = importlib.import_module("megatron.core.models.hybrid.hybrid_model").HybridModel
-    model = hybrid(config, stack, VOCAB_SIZE, length, hybrid_layer_pattern=pattern)
-    return model
+    built: nn.Module = hybrid(config, stack, VOCAB_SIZE, length, hybrid_layer_pattern=pattern)
+    return built

@@ -146,6 +146,11 @@ class Step:
         dist.all_reduce(square)
         return math.sqrt(square.item())
 
+    def release(self) -> None:
+        """Let the model be collected: autograd's nodes hold hooks of megatron-core's wrapper, which holds the nodes."""
+        if self.mode.is_megatron:
+            self._model.grad_accs.clear()
+
     def _exchange(self) -> AbstractContextManager[object]:
         return copies_for_all_to_alls() if self.mode.is_ideal else nullcontext()
 
@@ -183,8 +188,8 @@ def _of_lamella(mode: Mode, size: Size, model: nn.Module) -> tuple[nn.Module, Ta
 
 
 def _one_after_the_other(model: Any, batches: list[Batch]) -> list[torch.Tensor]:
-    device = str(batches[0]["labels"].device)
-    importlib.import_module("lamella_testing.megatron").scale_auxiliary_losses(len(batches), device)
+    scale = torch.full((1,), 1 / len(batches), device=batches[0]["labels"].device)  # in megatron-core's own shape
+    importlib.import_module("megatron.core.transformer.moe.moe_utils").MoEAuxLossAutoScaler.set_loss_scale(scale)
     losses = []
     for i, batch in enumerate(batches):
         model.set_is_last_backward(i == len(batches) - 1)
@@ -244,7 +249,7 @@ def _copy(output: torch.Tensor, source: torch.Tensor, *_: object, **__: object) 
     if not len(source):
         output.zero_()
         return
-    for rows in output.split(len(source)):
+    for rows in torch.split(output, len(source)):
         rows.copy_(source[: len(rows)])
 
 
