@@ -147,7 +147,14 @@ class Step:
         return math.sqrt(square.item())
 
     def release(self) -> None:
-        """Let the model be collected: autograd's nodes hold hooks of megatron-core's wrapper, which holds the nodes."""
+        """Let the model be collected: Python cannot see cycles through autograd's nodes.
+
+        Dispatchers keep tensors of the last forward, with its graph, whose hooks hold the wrapper and the model.
+        """
+        for dispatcher in filter(None, (getattr(module, "token_dispatcher", None) for module in self._model.modules())):
+            kept = [name for name, value in vars(dispatcher).items() if isinstance(value, torch.Tensor)]
+            for name in kept:
+                setattr(dispatcher, name, None)
         if self.mode.is_megatron:
             self._model.grad_accs.clear()
 
