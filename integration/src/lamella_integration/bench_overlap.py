@@ -76,7 +76,8 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--modes", nargs="+", choices=MODES, metavar="MODE", help=f"default: all for the model, of {', '.join(MODES)}")
     add("--rows", type=int, default=1, help="sequences of a microbatch")
     add("--layers", type=int, default=4)
-    add("--experts", type=int, default=8, help="experts a layer over all ranks, two a token")
+    add("--experts", type=int, default=8, help="experts a layer over all ranks")
+    add("--top-k", type=int, default=2, help="experts a token")
     add("--ffn", type=int, help="inner width of an expert; default: the hidden width")
     add("--pattern", help="a HybridModel's, units in brackets, such as [*E][*E], in place of a GPTModel")
     add("--microbatches", type=int, default=4)
@@ -112,6 +113,7 @@ def _size(text: str, options: argparse.Namespace) -> Size:
         length=num_tokens // options.rows,
         layers=options.layers,
         experts=options.experts,
+        top_k=options.top_k,
         ffn=options.ffn or hidden,
         num_microbatches=options.microbatches,
         pattern=options.pattern,
@@ -142,7 +144,7 @@ def _measure_and_write(name: str, size: Size, options: argparse.Namespace) -> di
 
 def _name(size: Size) -> str:
     model = size.pattern or f"{size.layers} layers"
-    return f"{size.hidden}x{size.rows * size.length}, {model}, {size.experts} experts of {size.ffn}"
+    return f"{size.hidden}x{size.rows * size.length}, {model}, {size.top_k} of {size.experts} experts of {size.ffn}"
 
 
 def _measure(name: str, size: Size, options: argparse.Namespace) -> dict[str, Any]:

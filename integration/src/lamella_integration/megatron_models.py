@@ -16,6 +16,7 @@ def float16_model(
     hidden: int,
     length: int,
     experts: int,
+    top_k: int = 2,
     tp: int = 1,
     ep: int = 1,
     cp: int = 1,
@@ -29,7 +30,8 @@ def float16_model(
         layers: Number of layers of a GPTModel.
         hidden: Width.
         length: Tokens a sequence.
-        experts: Experts a layer, two a token; 0 for dense layers.
+        experts: Experts a layer; 0 for dense layers.
+        top_k: Experts a token.
         tp: Tensor-parallel ranks, with sequence parallelism.
         ep: Expert-parallel ranks.
         cp: Context-parallel ranks.
@@ -45,7 +47,7 @@ def float16_model(
         of_experts = {
             "num_moe_experts": experts,
             "moe_token_dispatcher_type": "alltoall",
-            "moe_router_topk": 2,
+            "moe_router_topk": top_k,
             "moe_aux_loss_coeff": 1e-2,
             "moe_grouped_gemm": device == "cuda",
         }

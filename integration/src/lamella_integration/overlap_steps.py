@@ -62,7 +62,8 @@ class Size:
         rows: Sequences a microbatch and rank.
         length: Tokens a sequence.
         layers: Layers of a GPTModel.
-        experts: Experts a layer over all ranks, two a token.
+        experts: Experts a layer over all ranks.
+        top_k: Experts a token.
         ffn: Inner width of an expert.
         num_microbatches: Of a step.
         pattern: A HybridModel's, with brackets around its units, in place of a GPTModel.
@@ -75,6 +76,7 @@ class Size:
     length: int
     layers: int
     experts: int
+    top_k: int
     ffn: int
     num_microbatches: int
     pattern: str | None
@@ -116,6 +118,7 @@ class Step:
             hidden=size.hidden,
             length=size.length,
             experts=size.experts,
+            top_k=size.top_k,
             ep=dist.get_world_size(),
             pattern=size.pattern and size.pattern.replace("[", "").replace("]", ""),
             ffn_hidden_size=size.ffn,
