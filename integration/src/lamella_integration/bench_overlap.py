@@ -141,7 +141,9 @@ def _measure_and_write(name: str, size: Size, options: argparse.Namespace) -> di
 
 def _name(size: Size) -> str:
     model = size.pattern or f"{size.layers} layers"
-    return f"{size.hidden}x{size.rows * size.length}, {model}, {size.experts} experts of {size.ffn}"
+    parts = [f"{size.hidden}x{size.rows * size.length}", model, f"{size.experts} experts of {size.ffn}"]
+    parts += [f"{size.num_microbatches} microbatches"] + ([f"of {size.rows} rows"] if size.rows > 1 else [])
+    return ", ".join([*parts, f"ZeRO-{size.stage}"])
 
 
 def _measure(name: str, size: Size, options: argparse.Namespace) -> dict[str, Any]:
