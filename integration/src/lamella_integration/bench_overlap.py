@@ -36,7 +36,6 @@ from torch.profiler import ProfilerActivity
 from torch.profiler import profile as torch_profile
 
 from lamella.overlap import overlap_report, read_trace
-from lamella.overlap._trace import Trace
 from lamella_integration.bench import BackendFailed, on_every_rank
 from lamella_integration.launch import leave, process_group
 from lamella_integration.overlap_steps import MODES, STAGES, Size, Step, largest_distance
@@ -144,7 +143,10 @@ def _measure_and_write(name: str, size: Size, options: argparse.Namespace) -> di
 
 def _name(size: Size) -> str:
     model = size.pattern or f"{size.layers} layers"
-    return f"{size.hidden}x{size.rows * size.length}, {model}, {size.top_k} of {size.experts} experts of {size.ffn}"
+    experts = f"{size.top_k} of {size.experts} experts of {size.ffn}"
+    parts = [f"{size.hidden}x{size.rows * size.length}", model, experts]
+    parts += [f"{size.num_microbatches} microbatches"] + ([f"of {size.rows} rows"] if size.rows > 1 else [])
+    return ", ".join([*parts, f"ZeRO-{size.stage}"])
 
 
 def _measure(name: str, size: Size, options: argparse.Namespace) -> dict[str, Any]:
@@ -205,9 +207,15 @@ def _traced(step: Step, folder: Path, stem: str) -> dict[str, Any]:
     def trace() -> dict[str, float | None]:
         folder.mkdir(parents=True, exist_ok=True)
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
-        with torch_profile(activities=activities, acc_events=True) as profiler:
-            _seconds(step, 1)
-        profiler.export_chrome_trace(str(path))
+        with torch_profile(
+            activities=activities,
+            schedule=torch.profiler.schedule(wait=0, warmup=1, active=1, repeat=1),  # the first step starts slowly
+            on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(path)),
+            acc_events=True,
+        ) as profiler:
+            for _ in range(2):
+                _seconds(step, 1)
+                profiler.step()
         return shares(read_trace(path), str(path))
 
     try:
@@ -217,7 +225,7 @@ def _traced(step: Step, folder: Path, stem: str) -> dict[str, Any]:
     return {key: [each[key] for each in ranks] for key in ranks[0]}
 
 
-def shares(trace: Trace, source: str = "the trace") -> dict[str, float | None]:
+def shares(trace: dict[str, Any], source: str = "the trace") -> dict[str, float | None]:
     """The share of the time of dispatches' and combines' all-to-alls with compute beside, and the idle share.
 
     Args:
@@ -247,9 +255,11 @@ def shares(trace: Trace, source: str = "the trace") -> dict[str, float | None]:
 def table(rows: list[dict[str, Any]]) -> str:
     """The rows as Markdown; of several rows of one size and mode, the last.
 
-    *all-to-all* is the share of the plain step that goes without all-to-alls, *gone* the share of it that the mode
-    saves. megatron-core's plain step less *ideal*'s saving is not known: *gain* is the share of the plain step that the
-    mode saves, for both.
+    Columns: *gain* is the share of the step's time that the mode saves against the plain mode of its engine;
+    *all-to-all* the share that *ideal* saves, and *gone* the part of it that the mode saves; *hidden* the share of
+    all-to-alls' time with compute beside, and *idle* of the step's time without a kernel, both of a profiled step, a
+    rank each; *apart* the largest distance of losses, and the relative distance of norms of gradients, from the plain
+    mode's.
     """
     head = ["size", "mode", "ms a step", "gain", "all-to-all", "gone", "hidden", "idle", "peak GiB", "loss, last"]
     head += ["losses apart", "norms apart"]

@@ -125,6 +125,7 @@ class Step:
             # lamella's order needs no such option, but megatron-core allows delays only with it.
             overlap_moe_expert_parallel_comm=mode.overlaps and (mode.is_megatron or mode.delays),
             delay_wgrad_compute=mode.delays,
+            high_priority_a2a_comm_stream=mode.is_megatron and size.device == "cuda",  # as lamella's always is
         )
         self._model: Any
         if mode.is_megatron:
@@ -212,7 +213,11 @@ def _one_after_the_other(model: Any, batches: list[Batch]) -> list[torch.Tensor]
 def _of_megatron_core(config: Any, module: nn.Module) -> tuple[nn.Module, Take]:
     distributed = importlib.import_module("megatron.core.distributed")
     ddp_config = distributed.DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True, overlap_grad_reduce=True, use_distributed_optimizer=True
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=True,
+        use_distributed_optimizer=True,
+        # Without the field, the wrapper waits for delayed gradients in hooks of a backward that does not make them.
+        delay_wgrad_compute=config.delay_wgrad_compute,
     )
     model = distributed.DistributedDataParallel(config=config, ddp_config=ddp_config, module=module)
     config.no_sync_func = model.no_sync
