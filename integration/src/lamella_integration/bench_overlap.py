@@ -77,6 +77,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--layers", type=int, default=4)
     add("--experts", type=int, default=8, help="experts a layer over all ranks")
     add("--top-k", type=int, default=2, help="experts a token")
+    add("--balanced", action="store_true", help="route at random: experts have as many tokens in every mode")
     add("--ffn", type=int, help="inner width of an expert; default: the hidden width")
     add("--pattern", help="a HybridModel's, units in brackets, such as [*E][*E], in place of a GPTModel")
     add("--microbatches", type=int, default=4)
@@ -114,6 +115,7 @@ def _size(text: str, options: argparse.Namespace) -> Size:
         experts=options.experts,
         top_k=options.top_k,
         ffn=options.ffn or hidden,
+        balances=options.balanced,
         num_microbatches=options.microbatches,
         pattern=options.pattern,
         stage=options.stage,
@@ -146,6 +148,7 @@ def _name(size: Size) -> str:
     experts = f"{size.top_k} of {size.experts} experts of {size.ffn}"
     parts = [f"{size.hidden}x{size.rows * size.length}", model, experts]
     parts += [f"{size.num_microbatches} microbatches"] + ([f"of {size.rows} rows"] if size.rows > 1 else [])
+    parts += ["routed at random"] if size.balances else []
     return ", ".join([*parts, f"ZeRO-{size.stage}"])
 
 

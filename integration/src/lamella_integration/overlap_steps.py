@@ -65,6 +65,7 @@ class Size:
         experts: Experts a layer over all ranks.
         top_k: Experts a token.
         ffn: Inner width of an expert.
+        balances: Routers choose at random, alike in all modes: each expert has about as many tokens.
         num_microbatches: Of a step.
         pattern: A HybridModel's, with brackets around its units, in place of a GPTModel.
         stage: ZeRO's stage of lamella.
@@ -78,6 +79,7 @@ class Size:
     experts: int
     top_k: int
     ffn: int
+    balances: bool
     num_microbatches: int
     pattern: str | None
     stage: str
@@ -125,6 +127,7 @@ class Step:
             # lamella's order needs no such option, but megatron-core allows delays only with it.
             overlap_moe_expert_parallel_comm=mode.overlaps and (mode.is_megatron or mode.delays),
             delay_wgrad_compute=mode.delays,
+            moe_router_force_load_balancing=size.balances,
             high_priority_a2a_comm_stream=mode.is_megatron and size.device == "cuda",  # as lamella's always is
         )
         self._model: Any
@@ -214,7 +217,8 @@ def _of_megatron_core(config: Any, module: nn.Module) -> tuple[nn.Module, Take]:
     distributed = importlib.import_module("megatron.core.distributed")
     ddp_config = distributed.DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
-        overlap_grad_reduce=True,
+        # Hooks of reductions that overlap expect gradients from backward itself, unless linears add into `main_grad`.
+        overlap_grad_reduce=not config.delay_wgrad_compute,
         use_distributed_optimizer=True,
         # Without the field, the wrapper waits for delayed gradients in hooks of a backward that does not make them.
         delay_wgrad_compute=config.delay_wgrad_compute,

@@ -60,15 +60,17 @@ def refuse_originals(optimizer: Optimizer, *_: object) -> None:
 
 
 def refuse_kernels_on_dtensors(optimizer: Optimizer, *_: object) -> None:
-    """Refuse DTensors to optimizers whose kernels take the address of a shard and the size of the whole.
+    """Refuse units' DTensors to optimizers whose kernels take the address of a shard and the size of the whole.
+
+    DTensors of other engines are their own affair: Megatron-FSDP gives its own to Transformer Engine's optimizers.
 
     Raises:
-        TypeError: The optimizer is Transformer Engine's or apex's, and holds a DTensor.
+        TypeError: The optimizer is Transformer Engine's or apex's, and holds a unit's DTensor.
     """
     library = type(optimizer).__module__.partition(".")[0]
     if library not in _LIBRARIES_OF_KERNELS:
         return
-    if any(isinstance(parameter, DTensor) for parameter in held_by(optimizer)):
+    if any(isinstance(parameter, DTensor) and is_sharded(parameter) for parameter in held_by(optimizer)):
         raise TypeError(
             f"Expected {library}'s {type(optimizer).__name__} to be given plain tensors, all that its kernels know, "
             "got DTensors, beside whose shards it would write. Call lamella_optim.step_on_local_shards(optimizer) once."

@@ -18,6 +18,8 @@ from engine_models import (
     twins,
 )
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
@@ -130,6 +132,8 @@ def test_kernels_that_know_no_dtensors_are_refused(library: str) -> None:
         LOSS(model).backward()
         with pytest.raises(TypeError, match=r"got DTensors.*lamella_optim\.step_on_local_shards\(optimizer\) once"):
             optimizer.step()
+        mesh = init_device_mesh("cpu", (2,))
+        kind([nn.Parameter(distribute_tensor(torch.ones(2), mesh, [Shard(0)]))]).step()  # another engine's affair
 
     run_ranks(check, 2)
     kind([nn.Parameter(torch.ones(1))]).step()  # of plain tensors they may be
