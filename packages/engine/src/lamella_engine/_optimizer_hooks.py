@@ -70,7 +70,7 @@ def refuse_kernels_on_dtensors(optimizer: Optimizer, *_: object) -> None:
     library = type(optimizer).__module__.partition(".")[0]
     if library not in _LIBRARIES_OF_KERNELS:
         return
-    if any(isinstance(parameter, DTensor) and is_sharded(parameter) for parameter in held_by(optimizer)):
+    if any(isinstance(parameter, nn.Parameter) and is_sharded(parameter) for parameter in held_by(optimizer)):
         raise TypeError(
             f"Expected {library}'s {type(optimizer).__name__} to be given plain tensors, all that its kernels know, "
             "got DTensors, beside whose shards it would write. Call lamella_optim.step_on_local_shards(optimizer) once."

@@ -1,6 +1,6 @@
 """Scales of whole tensors: each rank measures its rows, and a MAX reduction gives all ranks the amaxes of all blocks.
 
-begin of a pass   every unit at rest is measured: one reduction for all units on the same axes
+a forward's own   the unit is measured with some later ones: one reduction for all on the same axes
 a gather at rest  (a verb, or a gather inside the optimizer's step): the unit alone is measured
 other gathers     the scales of the pass
 """

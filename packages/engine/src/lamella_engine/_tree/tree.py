@@ -13,10 +13,11 @@ from lamella_engine._options.options import DEFAULT_OPTIONS, ShardingOptions
 from lamella_engine._parameters.sharded_parameter import ShardedParameter
 from lamella_engine._streams.context import Context, Phase
 from lamella_engine._streams.order_check import OrderCheck
+from lamella_engine._tree.measurements import Measurements
 from lamella_engine._tree.prefetch import Prefetch
 from lamella_engine._unit.gradients import Ended
 from lamella_engine._unit.unit import Unit
-from lamella_engine._unit.weights import Residency, measure
+from lamella_engine._unit.weights import Residency
 from lamella_precision import Direction
 
 # The process's: a step hook is called for every optimizer, and looks for trees with its parameters here. Weak: modules
@@ -76,6 +77,7 @@ class Tree:
         # Weak: an optimizer's hooks own its listener, which must not be called after the optimizer is gone.
         self._listeners: list[weakref.ref[Listener]] = []
         self._prefetch = Prefetch(self._units)
+        self._measurements = Measurements(self._units)
         self._forward_root: int | None = None
         # Until all reductions are waited for: a delayed gradient may come on a stream other than the backward's.
         self._last_backward_ended_on: torch.Stream | None = None
@@ -174,9 +176,11 @@ class Tree:
             unit.begin_forward(module_id)
         if is_recomputed:
             unit.direction_in_backward = Direction.BOTH
+        self._measurements.before_gather_of(unit)
         weights.unshard(Direction.BOTH if is_recomputed else Direction.FORWARD)
         for other in ahead:
             with label(f"forward_prefetch for {other.parameters.name}"):
+                self._measurements.before_gather_of(other)
                 other.weights.unshard(Direction.FORWARD)
         # Last: the prefetches are queued behind this unit's gather before the host blocks on it (gloo).
         weights.wait_for_unshard()
@@ -198,9 +202,7 @@ class Tree:
                 unit.begin_pass()
             # The optimizer wrote shards on the compute stream: a gather without the wait reads half-written weights.
             self.streams.order_gathers_after_updates()
-            scaled = [unit.weights for unit in self.units if unit.parameters.has_scales]
-            if due := [weights for weights in scaled if weights.may_be_measured]:
-                measure(due)
+            self._measurements.begin_pass()
 
     def is_forward_root(self, unit: Unit) -> bool:
         """Whether the pass under way is a forward which began with `unit`."""

@@ -167,7 +167,7 @@ class UnitWeights:
         if context.phase is Phase.RESTING:
             self.adopt_replaced_shards()
             context.streams.order_gathers_after_updates()
-            self._is_measured = False  # main weights may have been written by anyone, with no event
+            self.forget_scales()  # main weights may have been written by anyone, with no event
         for group in parameters.groups:
             if group.is_meta:
                 parameters.refuse_meta()
@@ -178,7 +178,7 @@ class UnitWeights:
                 self.add_payloads(direction)
                 return
             self.drop_copy()
-        if parameters.has_scales and not self._is_measured:
+        if self.awaits_scales:
             measure([self])
         self._start_gathers("gather", direction, None)
         self._there = direction
@@ -446,9 +446,18 @@ class UnitWeights:
         is_kept = self.residency is Residency.KEPT and self.contents is not Contents.CURRENT
         return is_kept or self.residency is Residency.SHARDED
 
+    @property
+    def awaits_scales(self) -> bool:
+        """Whether the next gather needs scales of main weights that were not measured in this pass."""
+        return self.parameters.has_scales and not self._is_measured
+
+    def forget_scales(self) -> None:
+        """Measure main weights again before the next gather."""
+        self._is_measured = False
+
     def note_update(self) -> None:
         """Note that main weights may have changed: earlier unsharded weights are stale."""
-        self._is_measured = False
+        self.forget_scales()
         if self.contents is not Contents.NONE:
             self.contents = Contents.STALE
 

@@ -1,0 +1,52 @@
+"""Scales of whole tensors, measured a few units at a time, ahead of the units' gathers.
+
+A measurement reads all main weights of its units. Of all units at once, the first gather of a pass would wait for a
+read of the whole model, with no compute beside; of each unit alone, every gather would wait for a reduction.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+
+from lamella_engine._unit.unit import Unit
+from lamella_engine._unit.weights import UnitWeights, measure
+
+_MOST = 8  # units: a longer read than a unit's compute would hold up the next gather
+
+
+class Measurements:
+    """The measurements of a tree's forward passes.
+
+    The first gather waits for two units; later ones find units measured in growing numbers beside earlier units'
+    compute.
+
+    Args:
+        units: The tree's, in the order of their `fully_shard` calls: equal on every rank.
+    """
+
+    def __init__(self, units: Sequence[weakref.ref[Unit]]) -> None:
+        self._units = units
+        self._num_measured = 0
+
+    def begin_pass(self) -> None:
+        """Let all units at rest be measured again: main weights may have been written by anyone, with no event."""
+        self._num_measured = 0
+        for weights in self._at_rest():
+            weights.forget_scales()
+
+    def before_gather_of(self, unit: Unit) -> None:
+        """Compute the scales of a unit that is about to be gathered, and of some others; nothing with scales at hand.
+
+        Effects: those of `measure`.
+        """
+        if unit.weights.awaits_scales and unit.weights.may_be_measured:
+            others = [each for each in self._at_rest() if each.awaits_scales and each is not unit.weights]
+            num_together = min(max(self._num_measured, 2), _MOST)
+            due = [unit.weights, *others[: num_together - 1]]
+            self._num_measured += len(due)
+            measure(due)
+
+    def _at_rest(self) -> list[UnitWeights]:
+        living = [unit for ref in self._units if (unit := ref()) is not None]
+        return [unit.weights for unit in living if unit.weights.may_be_measured]
