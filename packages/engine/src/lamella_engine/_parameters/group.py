@@ -38,7 +38,7 @@ from lamella_engine._parameters.sharded_parameter import (
 from lamella_engine._parameters.sharding import DataAxes, local_of
 from lamella_engine._parameters.unsharded_weight import PayloadLayouts, UnshardedWeight
 from lamella_layout import EvenLayout, FlatLayout
-from lamella_precision import CachingRecipe, Direction, MixedPrecisionPolicy, ScaledRecipe
+from lamella_precision import CachingRecipe, Direction, MixedPrecisionPolicy, ScaledRecipe, read_directly
 
 MEAN, SUM = dist.ReduceOp.AVG, dist.ReduceOp.SUM
 
@@ -181,6 +181,7 @@ class ParameterGroup:
             whole = parameter.sharding.wrap(weight)
             parameter.unsharded = nn.Parameter(whole, requires_grad=parameter.sharded.requires_grad)
             vars(parameter.unsharded).update(vars(parameter.sharded))
+            read_directly(parameter.unsharded)
         for buffer in self.buffers:
             buffer.free()  # only now: torch checks new views against the storage's size
         self._chosen = self._choices(formats)
