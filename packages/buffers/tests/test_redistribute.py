@@ -1,5 +1,8 @@
+import gc
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -9,6 +12,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from lamella_buffers import (
     CachingAllocator,
+    GatherPlan,
+    LocalTransport,
     Payload,
     Pending,
     ReduceOp,
@@ -21,6 +26,7 @@ from lamella_buffers import (
     standalone,
     transport_for,
 )
+from lamella_buffers._payload import Payloads
 from lamella_layout import EvenLayout, FlatLayout, Rows, Whole
 from lamella_testing import run_ranks
 
@@ -64,6 +70,30 @@ def test_shards_are_what_torch_chunk_gives(num_ranks: int) -> None:
             chunks = tensor.chunk(num_ranks)
             expected = chunks[rank] if rank < len(chunks) else tensor[:0]
             assert torch.equal(shard, expected)
+
+
+def test_plans_of_a_unit_are_put_together_once_and_only_while_all_live() -> None:
+    layout = EvenLayout.build(SHAPES, 1)
+    dtypes = torch.float32, torch.bfloat16, torch.uint8
+    wholes = [UnshardedBuffer(layout, 0, dtype, CPU, CachingAllocator()) for dtype in dtypes]
+    first, *others = [GatherPlan([(_sharded(layout, 0).slots, whole)]) for whole in wholes]
+
+    def gather() -> weakref.ref[Payloads]:
+        for whole in wholes:
+            whole.allocate()
+        with patch.object(LocalTransport, "all_gather", autospec=True, side_effect=LocalTransport.all_gather) as sent:
+            all_gather([first, *others], LocalTransport())
+        for whole in wholes:
+            assert all(torch.equal(a, b.to(a.dtype)) for a, b in zip(whole.tensors, _tensors(), strict=True))
+            whole.free()
+        return weakref.ref(sent.call_args.args[1])
+
+    made = gather()
+    assert made() is not None and gather()() is made()
+    others[0] = GatherPlan([(_sharded(layout, 0).slots, wholes[1])])  # main weights were replaced
+    gc.collect()  # the mock's calls
+    assert made() is None
+    assert gather()() is not None
 
 
 @EITHER_LAYOUT

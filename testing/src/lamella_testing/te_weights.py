@@ -203,7 +203,12 @@ class _Quantised(torch.Tensor):
         plain = tree_map(_values, (tuple(args), kwargs or {}))
         return func(*plain[0], **plain[1])
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        # As the original's: Python runs for each attribute that torch reads, and then nothing but torch's own function.
+        return torch._C._disabled_torch_function_impl(func, types, tuple(args), kwargs or {})
 
 
 def _values(each: object) -> object:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from functools import cached_property, lru_cache
 
@@ -235,6 +236,16 @@ class GatherPlan:
             fillings = [Filling(fill, columns, [0 if is_whole else begins[i] for i in tensors])]
         # Views hold the buffers' storages, not their bytes: between gathers the storages are empty.
         self.payloads = Payloads(found, fillings)
+        self._joined: weakref.WeakKeyDictionary[GatherPlan, GatherPlan] = weakref.WeakKeyDictionary()
+
+    def joined(self, other: GatherPlan) -> GatherPlan:
+        """The gathers of two plans as a single gather: put together once, and kept as long as both plans live."""
+        made = self._joined.get(other)
+        if made is None:
+            made = self._joined[other] = GatherPlan([])
+            made.payloads = Payloads.joined([self.payloads, other.payloads])
+            made.beside = [*self.beside, *other.beside]
+        return made
 
 
 def _with_casts(

@@ -13,6 +13,7 @@ Each function takes a list, and makes a single call of it: the groups of a unit 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import reduce
 
 import torch
 
@@ -37,18 +38,18 @@ def all_gather(
         overlapped with them if the transport has a `fill_and_gather`. No further copy on either side, except for
         tensors with non-contiguous chunks: staged, waited for, and copied into place.
     """
-    plans = [move if isinstance(move, GatherPlan) else GatherPlan([move]) for move in moves]
-    if len(plans) == 1 and not plans[0].beside:
-        return _gather(plans[0].payloads, transport)
-    beside = [each for plan in plans for each in plan.beside]
+    if not moves:
+        return Done()
+    plan = reduce(GatherPlan.joined, [move if isinstance(move, GatherPlan) else GatherPlan([move]) for move in moves])
+    if not plan.beside:
+        return _gather(plan.payloads, transport)
     # Freed at return, on this stream: the wait and the copy below order the reuse of these bytes.
-    gathered = [torch.empty_like(full) for _, full, _ in beside]
-    staged = Payloads(Payload(shard, into) for (shard, _, _), into in zip(beside, gathered, strict=True))
-    pending = _gather(Payloads.joined([*(plan.payloads for plan in plans), staged]), transport)
-    if beside:
-        pending.wait()
-        places = [place for _, _, place in beside]
-        torch._foreach_copy_(places, [each.view(place.shape) for each, place in zip(gathered, places, strict=True)])
+    gathered = [torch.empty_like(full) for _, full, _ in plan.beside]
+    staged = Payloads(Payload(shard, into) for (shard, _, _), into in zip(plan.beside, gathered, strict=True))
+    pending = _gather(Payloads.joined([plan.payloads, staged]), transport)
+    pending.wait()
+    places = [place for _, _, place in plan.beside]
+    torch._foreach_copy_(places, [each.view(place.shape) for each, place in zip(gathered, places, strict=True)])
     return pending
 
 

@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import (
 from torch.profiler import record_function
 
 from lamella_buffers._exchange import add_up, arrivals_numel, places_for, widened
-from lamella_buffers._payload import Payload, Payloads, by_dtype, flat_bytes, of_one_dtype, unpack
+from lamella_buffers._payload import Payload, Payloads, by_dtype, flat_bytes, unpack
 
 ReduceOp = dist.ReduceOp.RedOpType
 """A reduction's operator: torch's `SUM`, `AVG` and so on."""
@@ -165,9 +165,10 @@ class NcclTransport(_GroupTransport):
 
         Effects: a collective on the group, on the current stream; in place where `shard` is a slice of `full`.
         """
-        same = of_one_dtype(payloads)  # required by grouped calls
-        columns = same if isinstance(same, Payloads) else Payloads(same)
-        self._group.allgather_into_tensor_coalesced(columns.wholes, columns.shards, _GATHER)
+        columns = payloads if isinstance(payloads, Payloads) else Payloads(payloads)
+        # Grouped calls have one dtype.
+        shards, wholes = (columns.shards, columns.wholes) if len(columns.dtypes) == 1 else columns.flat_bytes
+        self._group.allgather_into_tensor_coalesced(wholes, shards, _GATHER)
         return Done()
 
     def _reduce(self, payloads: Sequence[Payload], op: ReduceOp) -> None:

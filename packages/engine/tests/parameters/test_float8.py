@@ -48,6 +48,7 @@ from lamella_engine import (
     scaling_state,
 )
 from lamella_engine._modules.attached import state_of
+from lamella_engine._parameters.scales import Scales, rescale
 from lamella_layout import Rows
 from lamella_precision import Direction, Float8Recipe, MXFP8Recipe, QuantizedWeight, matrices_of
 from lamella_testing import load_compiler, run_ranks
@@ -319,6 +320,36 @@ def test_units_are_measured_together_in_growing_numbers_and_after_writes_without
     run_ranks(check, 2)
 
 
+def test_a_recipe_computes_the_scales_of_all_units_at_once() -> None:
+    def check() -> None:
+        row, delayed = Float8Recipe((1, None), compute_dtype=FP32), Float8Recipe(num_past_amaxes=2, compute_dtype=FP32)
+        model = decoder(num_layers=3)
+        for layer, recipe in zip(model.layers, (row, delayed, row), strict=True):
+            fully_shard(layer, mp_policy=MixedPrecisionPolicy(recipe=matrices_of(layer, recipe)))
+        fully_shard(model)
+        with patch.object(Float8Recipe, "rescale", autospec=True, side_effect=Float8Recipe.rescale) as rescale:
+            train(model, 2)
+        assert [call.args[0] for call in rescale.call_args_list] == 2 * [row, delayed]
+
+    run_ranks(check, 2)
+
+
+@pytest.mark.parametrize("num_past", [0, 2])
+def test_scales_computed_together_are_those_of_each_alone(num_past: int) -> None:
+    recipe, shapes = Float8Recipe((1, None), num_past_amaxes=num_past), [(3, 5), (2, 7)]
+    together, alone = ([Scales(recipe, shapes[i:], torch.device("cpu")) for i in (0, 1, 0)] for _ in range(2))
+    for step in range(4):
+        for i, pair in enumerate(zip(together, alone, strict=True)):
+            for each in pair:
+                each.amaxes.copy_(torch.rand(len(each.amaxes), generator=torch.Generator().manual_seed(3 * step + i)))
+        rescale(together, torch.cat([each.amaxes for each in together]))
+        for each in alone:
+            rescale([each], each.amaxes)
+        for i in range(3):
+            assert together[i].state_of(0) == alone[i].state_of(0)
+            assert max(together[i].state_of(0)[0]) < 1.0  # computed: scales begin at 1
+
+
 def test_verbs_at_rest_measure_their_unit_alone() -> None:
     def check() -> None:
         recipe = RECIPES["row"]
@@ -574,6 +605,7 @@ def test_the_engine_reads_no_attribute_of_a_wrapped_weight_through_python() -> N
             loss_of(model).backward()  # type: ignore[no-untyped-call]
             model.set_requires_gradient_sync(True)  # type: ignore[operator]
             train(model, 1)
+            model.zero_grad()  # drops unreduced gradients too
         return [
             name for name in callers if name.startswith("lamella_engine")
         ], "float8_models" in callers  # whose layers call `linear`

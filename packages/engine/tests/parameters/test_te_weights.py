@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any, cast
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -247,6 +248,33 @@ def test_copies_for_backward_are_made_in_backward_and_go_when_the_unit_is_reshar
         loss.backward()  # type: ignore[no-untyped-call]
         assert found == [0, 1, 0, 1]  # before each layer's backward: no copy of the other block is left
         assert _copies(model) == 0
+
+    run_ranks(check, 2)
+
+
+def test_no_step_runs_the_classes_python_for_attributes_of_gathered_weights() -> None:
+    def check() -> None:
+        called: list[object] = []
+
+        def override(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> object:
+            called.append(func)
+            return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
+
+        def read(module: te.Linear, args: object) -> None:
+            assert module.weight.requires_grad and module.weight.shape == module.weight.size()
+
+        model = _sharded(_model("current"))
+        for module in model.modules():
+            if isinstance(module, te.Linear):
+                module.register_forward_pre_hook(read)
+        with patch.object(te.Float8Tensor, "__torch_function__", classmethod(override)):
+            for loss in _losses(model, 0):
+                loss.backward()  # type: ignore[no-untyped-call]
+            assert not called
+            block = cast(Any, model.blocks[0])
+            block.unshard()
+            assert type(block.up.weight) is te.Float8Tensor
+            assert block.up.weight.detach().requires_grad is False and len(called) == 1  # the class's own does
 
     run_ranks(check, 2)
 

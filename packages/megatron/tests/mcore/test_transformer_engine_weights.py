@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -229,6 +230,28 @@ def _assert_gradients(kind: str, recipe: str) -> None:
     for _ in range(1 if recipe == "delayed" else 2):
         _backward(model, recipe, batches[dist.get_rank()])
         _assert_near(_gradients(model), expected, 1e-3)
+
+
+@pytest.mark.gpu1
+@pytest.mark.parametrize("kind", LAYERS)
+def test_layers_read_gathered_weights_without_the_classes_python(kind: str) -> None:
+    def check() -> None:
+        read: list[object] = []
+        base = _te().QuantizedTensor
+        of_class = base.__dict__["__torch_function__"].__func__
+
+        def noted(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> object:
+            read.extend(each for each in args if isinstance(each, nn.Parameter))
+            return of_class(cls, func, types, args, kwargs)
+
+        model, alone = _shard(_make(kind, "current")), _make(kind, "current")
+        with patch.object(base, "__torch_function__", classmethod(noted)):
+            _backward(model, "current", _microbatches(1)[0])
+            assert not read
+            _backward(alone, "current", _microbatches(1)[0])
+            assert read
+
+    run_ranks(check, 1, device="cuda")
 
 
 @pytest.mark.gpu1

@@ -3,6 +3,7 @@
 from lamella_precision._choice import matrices_of as matrices_of
 from lamella_precision._devices import multiplies_in_float8 as multiplies_in_float8
 from lamella_precision._float8 import Float8Recipe as Float8Recipe
+from lamella_precision._foreign import read_directly as read_directly
 from lamella_precision._foreign import refuse_quantized as refuse_quantized
 from lamella_precision._matmul import Float8Linear as Float8Linear
 from lamella_precision._matmul import drop_float8_matmul as drop_float8_matmul

@@ -144,7 +144,7 @@ class Float8Recipe:
         return Cut(tiles_of(shard.shape, part.shape, part.first_row, self.block), shard, into, part.scales)
 
     def rescale(self, amaxes: torch.Tensor, scales: torch.Tensor, past: torch.Tensor) -> None:
-        """Compute the scales of all blocks of a group from amaxes of whole blocks, and note the amaxes.
+        """Compute the scales of all blocks of some groups from amaxes of whole blocks, and note the amaxes.
 
         Args:
             amaxes: (blocks,), fp32.

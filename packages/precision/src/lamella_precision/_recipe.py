@@ -181,7 +181,7 @@ class ScaledRecipe(Recipe, Protocol):
         """Compute scales from amaxes of whole blocks.
 
         Args:
-            amaxes: (n,), fp32, reduced over the ranks.
+            amaxes: (n,), fp32, reduced over the ranks: of one group of weights, or of several one after the other.
             scales: (n,), fp32, written.
             past: (num_past, n), fp32, the recipe's to read and write; -1 before the first measurement.
 

@@ -179,7 +179,7 @@ class ScaledWeights:
         self._tiling.measure(*columns)
 
     def rescale(self, amaxes: torch.Tensor, scales: torch.Tensor, past: torch.Tensor) -> None:
-        """Compute the scales of all weights of a group from amaxes of whole blocks, and note the amaxes.
+        """Compute the scales of all weights of some groups from amaxes of whole blocks, and note the amaxes.
 
         Args:
             amaxes: (n,), fp32.

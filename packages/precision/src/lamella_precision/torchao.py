@@ -95,7 +95,7 @@ class CastWeights(Float8Recipe):
         encode_cuts(cuts or (), self.largest, multiplies=True)
 
     def rescale(self, amaxes: torch.Tensor, scales: torch.Tensor, past: torch.Tensor) -> None:
-        """Compute the scales of all weights of a group from amaxes of whole weights.
+        """Compute the scales of all weights of some groups from amaxes of whole weights.
 
         Args:
             amaxes: (n,), fp32.

@@ -25,7 +25,7 @@ from lamella_buffers import (
     transport_for,
 )
 from lamella_engine._parameters.offload import Offload
-from lamella_engine._parameters.scales import Scales
+from lamella_engine._parameters.scales import Scales, joined, rescale
 from lamella_engine._parameters.sharded_parameter import (
     Candidate,
     ShardedParameter,
@@ -38,7 +38,7 @@ from lamella_engine._parameters.sharded_parameter import (
 from lamella_engine._parameters.sharding import DataAxes, local_of
 from lamella_engine._parameters.unsharded_weight import PayloadLayouts, UnshardedWeight
 from lamella_layout import EvenLayout, FlatLayout
-from lamella_precision import CachingRecipe, Direction, MixedPrecisionPolicy, ScaledRecipe
+from lamella_precision import CachingRecipe, Direction, MixedPrecisionPolicy, ScaledRecipe, read_directly
 
 MEAN, SUM = dist.ReduceOp.AVG, dist.ReduceOp.SUM
 
@@ -181,6 +181,7 @@ class ParameterGroup:
             whole = parameter.sharding.wrap(weight)
             parameter.unsharded = nn.Parameter(whole, requires_grad=parameter.sharded.requires_grad)
             vars(parameter.unsharded).update(vars(parameter.sharded))
+            read_directly(parameter.unsharded)
         for buffer in self.buffers:
             buffer.free()  # only now: torch checks new views against the storage's size
         self._chosen = self._choices(formats)
@@ -357,7 +358,7 @@ class ParameterGroup:
         return self._plans[chosen]
 
     def measure(self) -> None:
-        """Write the amaxes of this rank's rows into `scales`.
+        """Raise the amaxes of `scales`, which must be zeros, to those of this rank's rows.
 
         Effects: on the current stream. If main weights rest on the CPU, a copy of this rank's to the device.
         """
@@ -480,21 +481,23 @@ def refresh_scales(groups: Iterable[ParameterGroup]) -> None:
     """Measure main weights, and compute scales of whole parameters; nothing for groups without.
 
     Effects: on the current stream: a MAX all-reduce for all groups on the same axes, on the shard axis and on the outer
-        axis. Blocks the host on gloo.
+        axis, and a computation for all of a recipe. Blocks the host on gloo.
     """
-    together: dict[DataAxes, list[tuple[ParameterGroup, Scales]]] = {}
-    for group in groups:
-        if group.scales is not None:
-            group.measure()
-            together.setdefault(group.axes, []).append((group, group.scales))
-    for same in together.values():
-        first = same[0][0]
-        amaxes = [scales.amaxes for _, scales in same]
-        for transport in (first.transport, first.outer):
+    scaled = [(group, group.scales) for group in groups if group.scales is not None]
+    torch._foreach_zero_([scales.amaxes for _, scales in scaled])
+    together: dict[DataAxes, dict[ScaledRecipe, list[Scales]]] = {}
+    for group, scales in scaled:
+        group.measure()
+        together.setdefault(group.axes, {}).setdefault(scales.recipe, []).append(scales)
+    transports = {group.axes: (group.transport, group.outer) for group, _ in scaled}
+    for axes, by_recipe in together.items():
+        amaxes = joined([scales.amaxes for same in by_recipe.values() for scales in same])
+        for transport in transports[axes]:
             if transport is not None:
-                transport.all_reduce(amaxes, dist.ReduceOp.MAX).wait()
-        for _, scales in same:
-            scales.rescale()
+                transport.all_reduce([amaxes], dist.ReduceOp.MAX).wait()
+        numels = [sum(len(scales.amaxes) for scales in same) for same in by_recipe.values()]
+        for same, own in zip(by_recipe.values(), torch.split(amaxes, numels), strict=True):
+            rescale(same, own)
 
 
 class _Borrowed:

@@ -29,8 +29,8 @@ class Scales:
         device: Of gathers.
 
     Attributes:
-        amaxes: (n,), fp32, of all parameters, each from a multiple of 16 bytes on: of this rank's rows, and of all
-            ranks' after the reduction.
+        recipe: As given.
+        amaxes: (n,), fp32, of all parameters, each from a multiple of 16 bytes on, as `measure` raised them.
         of_each: For each parameter its scales, of the recipe's `scale_shape`.
         num_past: Earlier measurements that the next scales depend on.
 
@@ -38,7 +38,7 @@ class Scales:
     """
 
     def __init__(self, recipe: ScaledRecipe, shapes: Sequence[tuple[int, ...]], device: torch.device) -> None:
-        self._recipe = recipe
+        self.recipe = recipe
         own = [recipe.scale_shape(shape) for shape in shapes]
         self.amaxes = torch.zeros(sum(_aligned(shape) for shape in own), device=device)
         self._scales = torch.ones_like(self.amaxes)
@@ -50,7 +50,7 @@ class Scales:
         self._columns: tuple[Sequence[object], ...] | None = None  # of main weights that stay where they are
 
     def measure(self, main_weight: ShardedBuffer, *, stays: bool) -> None:
-        """Write the amaxes of this rank's rows.
+        """Raise `amaxes`, which must be zeros, to those of this rank's rows.
 
         Args:
             main_weight: This rank's.
@@ -61,17 +61,9 @@ class Scales:
         columns = self._columns
         if columns is None:
             _, shards, parts = parts_in(main_weight, self._amaxes_of_each)
-            columns = self._recipe.measure_columns(shards, parts)
+            columns = self.recipe.measure_columns(shards, parts)
             self._columns = columns if stays else None
-        self.amaxes.zero_()
-        self._recipe.measure(*columns)
-
-    def rescale(self) -> None:
-        """Compute the scales from the reduced amaxes.
-
-        Effects: as the recipe's `rescale`, on the current stream.
-        """
-        self._recipe.rescale(self.amaxes, self._scales, self._past)
+        self.recipe.measure(*columns)
 
     def state_shape(self, i: int) -> tuple[int, int]:
         """Rows and columns of `state_of`."""
@@ -94,6 +86,30 @@ class Scales:
 
     def _rows(self, i: int) -> list[torch.Tensor]:
         return [self.of_each[i], *(past[i] for past in self._past_of_each)]
+
+
+def rescale(several: Sequence[Scales], amaxes: torch.Tensor) -> None:
+    """Compute scales of one recipe: a recipe's twenty small kernels would cost the host as much for each unit again.
+
+    Args:
+        several: Of equal recipes, at least one.
+        amaxes: (n,), fp32, of all ranks' rows: of all `several`, one after the other.
+
+    Effects: as the recipe's `rescale`, on the current stream; for more than one a copy each way.
+    """
+    scales = joined([each._scales for each in several])
+    past = joined([each._past for each in several], dim=1)
+    several[0].recipe.rescale(amaxes, scales, past)
+    if len(several) > 1:
+        numels = [len(each.amaxes) for each in several]
+        torch._foreach_copy_([each._scales for each in several], torch.split(scales, numels))
+        if len(past):
+            torch._foreach_copy_([each._past for each in several], torch.split(past, numels, dim=1))
+
+
+def joined(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
+    """The tensors one after the other along a dim: one alone is itself."""
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors), dim)
 
 
 def parts_in(

@@ -20,6 +20,7 @@ from lamella_buffers import reduce_scatter
 from lamella_engine._common.labels import label
 from lamella_engine._parameters import reduction
 from lamella_engine._parameters.group import ParameterGroup, Reduced, by_axes
+from lamella_engine._parameters.sharded_parameter import attributes_alone
 from lamella_engine._streams.streams import Reduction
 from lamella_engine._unit.delayed import DelayedGradients
 from lamella_engine._unit.parameters import UnitParameters
@@ -122,10 +123,11 @@ class Gradients:
     def drop(self) -> None:
         """Forget unreduced gradients."""
         self.has_sums = False
-        for group in self.parameters.groups:
-            group.partial = None
-            for parameter in group.parameters:
-                parameter.drop_gradient()
+        with attributes_alone():
+            for group in self.parameters.groups:
+                group.partial = None
+                for parameter in group.parameters:
+                    parameter.drop_gradient()
         self._drop_main_grads()
 
     def _wait_for_later(self) -> bool:
