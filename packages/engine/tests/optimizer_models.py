@@ -19,7 +19,7 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
 # What torch itself cannot do with DTensors, whoever made them. Each raises at its first step, on every rank alike;
 # when one stops raising, it belongs among those that are compared.
 WHOLE_TENSORS_ONLY = {
-    "Adafactor": "scales by norms of rows and columns in place, and a DTensor's partial norm has no in-place power",
+    "Adafactor": "scales by norms, which a DTensor has in part on each rank",
     "LBFGS": "flattens all parameters into one vector, which DTensor refuses for chunks of unequal size",
     "Muon": "orthogonalises whole matrices, and adds in place what DTensor has replicated to do so",
     "Rprop": "writes through boolean indices, or copies lists of tensors, for which DTensor has no in-place strategy",

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from validation import nats_per_byte
 
 from lamella import Config, ConfigError
 from lamella._models import load_spec, outline
+from lamella._place import place
 from lamella._prepare import prepare
 from lamella._pretrained import check_weights, load_weights
 from lamella._text import collect
@@ -142,6 +144,24 @@ def test_any_models_weights_are_started_from(
     directory = save(model)
     one = train(starting_from(config, directory), 1)
     assert one.validations[0] == pytest.approx(nats_per_byte(model.float(), one.directory), rel=1e-5)
+
+
+def test_other_weights_of_an_equal_config_are_refused_and_moved_ones_resume(
+    config: Config, train: TrainOn, save: Callable[[nn.Module], Path], model_file: Path, tmp_path: Path
+) -> None:
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**json.loads(model_file.read_text())))  # type: ignore[no-untyped-call]
+    directory = save(model)
+    run = train(starting_from(config, directory), 1)
+    longer = replace(config, optim=replace(config.optim, steps=9))
+
+    moved = Path(shutil.copytree(directory, tmp_path / "moved"))
+    assert prepare(place(starting_from(longer, moved))).first_step == 6
+    weights = load_file(moved / "model.safetensors")
+    save_file({**weights, "model.norm.weight": weights["model.norm.weight"] * 2}, moved / "model.safetensors")
+    before = run.directory.weights.read_text()[:12]
+    with pytest.raises(ConfigError, match=rf"started from \({before}\) in --model, got others in '{moved}' "):
+        prepare(place(starting_from(longer, moved)))
+    assert prepare(place(starting_from(longer, directory))).first_step == 6
 
 
 def test_settings_suit_weights_that_were_trained_before(save: Callable[[nn.Module], Path]) -> None:

@@ -11,6 +11,7 @@ from lamella._config import GROUPS, read_file, resolve, to_toml, to_values
 from lamella._models import NAMED
 from lamella._options import fields_of
 from lamella._prepare import run_root
+from lamella._train import learning_rate
 
 
 def config_of(*argv: str) -> Config:
@@ -84,6 +85,18 @@ def test_an_unknown_option_is_refused_with_the_nearest_one() -> None:
 )
 def test_a_value_that_does_not_fit_is_refused_by_the_options_name(argv: list[str], expected: str) -> None:
     assert refusal(*argv) == expected
+
+
+def test_a_warm_up_past_the_last_step_is_refused_and_the_defaults_end_in_time() -> None:
+    assert refusal("--steps", "6", "--warmup-steps", "7") == (
+        "Expected --warmup-steps of at most --steps, 6, got 7. Pass --warmup-steps 6 or fewer, or more --steps."
+    )
+    assert config_of("--steps", "6", "--warmup-steps", "6").optim.num_warmup_steps == 6
+    for model, steps, expected in (("llama-small", 6, 6), ("llama-small", 500, 40), ("llama-1b", 6, 6)):
+        optim = config_of("--model", model, "--steps", str(steps)).optim
+        assert optim.num_warmup_steps == expected
+        assert max(learning_rate(step, optim) for step in range(steps)) == optim.lr
+    assert config_of("--model", "llama-1b").optim.num_warmup_steps == 100
 
 
 def test_an_option_without_its_value_is_refused() -> None:

@@ -64,6 +64,24 @@ def test_nothing_is_written_before_all_names_are_known_to_fit(path: Path) -> Non
     assert not optimizer.state
 
 
+def test_a_buffer_that_is_an_expanded_view_is_refused_by_name_and_its_clone_is_loaded(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    model.register_buffer("row", torch.arange(4.0).expand(1, 4))  # one row: each element has memory of its own
+    model.register_buffer("ones", torch.ones(1).expand(4))
+    save(tmp_path / "b", model=model)
+    model.get_parameter("weight").data.zero_()
+    for read in (check, load):
+        with pytest.raises(ValueError, match=r"'ones'.* strides \(0,\), as `expand` makes.*`clone\(\)`"):
+            read(tmp_path / "b", model=model)
+    assert not model.get_parameter("weight").any()
+
+    model.ones = torch.zeros(4)
+    model.get_buffer("row").zero_()
+    load(tmp_path / "b", model=model)
+    assert model.get_parameter("weight").all()
+    assert model.get_buffer("ones").tolist() == [1] * 4 and model.get_buffer("row").tolist() == [[0, 1, 2, 3]]
+
+
 def test_a_checkpoint_can_be_checked_against_a_model_that_has_no_memory_yet(
     kit: Kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,7 +7,7 @@ replaces entries by name (`replace_step_hook`), in place.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -60,21 +60,64 @@ def refuse_originals(optimizer: Optimizer, *_: object) -> None:
 
 
 def refuse_kernels_on_dtensors(optimizer: Optimizer, *_: object) -> None:
-    """Refuse units' DTensors to optimizers whose kernels take the address of a shard and the size of the whole.
+    """Refuse units' DTensors to optimizers that would write past a shard, or end in an error of DTensor's dispatch.
 
-    DTensors of other engines are their own affair: Megatron-FSDP gives its own to Transformer Engine's optimizers.
+    Kernels take the address of a shard and the size of the whole. DTensors of other engines are their own affair:
+    Megatron-FSDP gives its own to Transformer Engine's optimizers.
 
     Raises:
+        NotImplementedError: The optimizer is torch's Adafactor and holds a unit's parameter that is cut, or torch's
+            LBFGS and holds one that is cut unevenly.
         TypeError: The optimizer is Transformer Engine's or apex's, and holds a unit's DTensor.
     """
+    if (unfit := _UNFIT.get(type(optimizer))) is not None:
+        _refuse_first_unfit(optimizer, *unfit)
     library = type(optimizer).__module__.partition(".")[0]
     if library not in _LIBRARIES_OF_KERNELS:
         return
-    if any(isinstance(parameter, nn.Parameter) and is_sharded(parameter) for parameter in held_by(optimizer)):
+    if next(_sharded(optimizer), None) is not None:
         raise TypeError(
             f"Expected {library}'s {type(optimizer).__name__} to be given plain tensors, all that its kernels know, "
             "got DTensors, beside whose shards it would write. Call lamella_optim.step_on_local_shards(optimizer) once."
         )
+
+
+def _sharded(optimizer: Optimizer) -> Iterator[DTensor]:
+    """The units' DTensors of an optimizer."""
+    for parameter in held_by(optimizer):
+        if isinstance(parameter, nn.Parameter) and isinstance(parameter, DTensor) and is_sharded(parameter):
+            yield parameter
+
+
+@_disable_dynamo
+def _refuse_first_unfit(optimizer: Optimizer, is_unfit: Callable[[DTensor], bool], needs: str) -> None:
+    for parameter in _sharded(optimizer):
+        if is_unfit(parameter):
+            raise NotImplementedError(
+                f"Expected {type(optimizer).__name__} to hold {needs}, got one of shape {tuple(parameter.shape)} with "
+                f"placements {parameter.placements} on {parameter.device_mesh.size()} ranks. Use an optimizer that "
+                "updates each element by itself, such as torch.optim.AdamW, for the sharded parameters."
+            )
+
+
+def _is_cut(parameter: DTensor) -> bool:
+    return not all(placement.is_replicate() for placement in parameter.placements)
+
+
+def _cannot_be_flattened(parameter: DTensor) -> bool:
+    try:
+        parameter.detach().view(-1)
+    except (NotImplementedError, RuntimeError):
+        return True
+    return False
+
+
+# torch's optimizers that look beyond an element. LBFGS fails in DTensor's dispatch, and so does Adafactor for matrices;
+# the update of a vector would be scaled by norms of each rank's own rows, without an error.
+_UNFIT: dict[type[Optimizer], tuple[Callable[[DTensor], bool], str]] = {
+    torch.optim.Adafactor: (_is_cut, "parameters that are not cut, of which it takes norms"),
+    torch.optim.LBFGS: (_cannot_be_flattened, "parameters of as many rows on each rank, which flatten into one vector"),
+}
 
 
 @_disable_dynamo

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import io
+import pickle
 from collections.abc import Callable
 
 import pytest
@@ -97,6 +99,30 @@ def test_a_sharded_module_is_not_copied() -> None:
         for module in (model, model.layers[0], model.layers, nn.Sequential(model)):
             with pytest.raises(ValueError, match=r"Expected to copy a module before it is sharded"):
                 copy.deepcopy(module)
+
+    _on_one_rank(check)
+
+
+def test_a_sharded_module_is_not_pickled_and_its_state_dict_is() -> None:
+    def check() -> None:
+        model = shard(Net())
+        for module in (model, nn.Sequential(model)):
+            with pytest.raises(pickle.PicklingError, match=r"sharded module FSDPNet.*Save model\.state_dict\(\)"):
+                torch.save(module, io.BytesIO())
+        torch.save(model.state_dict(), io.BytesIO())
+
+    _on_one_rank(check)
+
+
+def test_a_lazy_module_is_refused_by_name_until_its_first_forward() -> None:
+    def check() -> None:
+        model = nn.Sequential(nn.LazyLinear(4), nn.Tanh())
+        with pytest.raises(ValueError, match=r"'0\.weight' to have a shape, got a Uninit.*Call the model once on"):
+            fully_shard(model)
+        assert type(model) is nn.Sequential
+        model(torch.ones(1, 2))
+        fully_shard(model)(torch.ones(1, 2)).sum().backward()
+        assert all(isinstance(parameter.grad, DTensor) for parameter in model.parameters())
 
     _on_one_rank(check)
 

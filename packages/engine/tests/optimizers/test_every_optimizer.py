@@ -21,7 +21,7 @@ from optimizer_models import (
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from lamella_engine import fully_shard
+from lamella_engine import DDP, ZERO3, Rows, ShardingOptions, fully_shard
 from lamella_testing import run_ranks
 
 MakeOptimizer = Callable[..., torch.optim.Optimizer]
@@ -33,7 +33,10 @@ def _train(model: nn.Module, make_optimizer: partial[torch.optim.Optimizer]) -> 
     # Muon is for matrices, and says so when it is made.
     matrices = make_optimizer.func is torch.optim.Muon
     optimizer = make_optimizer([p for p in model.parameters() if p.ndim == 2 or not matrices])
+    _step(model, optimizer)
 
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     def closure() -> Any:
         optimizer.zero_grad()
         loss = LOSS(model)
@@ -85,6 +88,42 @@ def test_what_torch_cannot_do_with_dtensors_is_an_error_on_every_rank_and_not_a_
         assert_at_rest(sharded)
 
     run_ranks(check, 4)
+
+
+@pytest.mark.parametrize(("name", "needs"), [("Adafactor", "parameters that are not cut"), ("LBFGS", "as many rows")])
+def test_a_step_beyond_elements_is_refused_by_the_optimizers_name_before_its_closure(name: str, needs: str) -> None:
+    def check() -> None:
+        for options in (ShardingOptions(), ShardingOptions(keep_together=Rows(1))):
+            _, sharded = twins(Short, partial(fully_shard, options=options))
+            optimizer = OPTIMIZERS[name](sharded.parameters())
+            with pytest.raises(
+                NotImplementedError, match=rf"Expected {name} to hold .*{needs}.* shape \(2, 3\) .* on 4 ranks.*AdamW"
+            ):
+                optimizer.step(lambda: pytest.fail("the closure was called"))
+
+    run_ranks(check, 4)
+
+
+def test_lbfgs_steps_what_is_cut_evenly_as_unsharded_and_adafactor_what_is_not_cut() -> None:
+    def check() -> None:
+        for name, held, placements in (("LBFGS", "two", ZERO3), ("Adafactor", "three", DDP)):
+            reference, sharded = twins(Short, partial(fully_shard, options=ShardingOptions(placements=placements)))
+            for model in (reference, sharded):
+                _step(model, OPTIMIZERS[name](model.get_submodule(held).parameters()))
+            assert_weights_equal(reference, sharded, rtol=1e-4, atol=1e-6)
+
+    run_ranks(check, 2)
+
+
+def test_adafactor_is_refused_vectors_that_are_cut() -> None:
+    """torch scales their updates by norms of each rank's own rows, without an error."""
+
+    def check() -> None:
+        _, sharded = twins(Short, fully_shard)
+        with pytest.raises(NotImplementedError, match=r"parameters that are not cut.* shape \(2,\) "):
+            _step(sharded, torch.optim.Adafactor([sharded.get_parameter("two.bias")]))
+
+    run_ranks(check, 2)
 
 
 def test_a_fused_optimizer_does_not_touch_the_rows_of_neighbours() -> None:

@@ -7,9 +7,11 @@ import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 from lamella._options import ConfigError, Option, check_fields, fields_of, nearest
+
+_WARMUP_STEPS: Final = 40
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,13 +51,20 @@ class OptimConfig:
     batch_size: Annotated[int, Option("Sequences in a step, over all ranks.", at_least=1)] = 16
     accumulation: Annotated[int, Option("Microbatches a rank adds up in a step.", at_least=1)] = 1
     lr: Annotated[float, Option("Highest learning rate.", above=0)] = 5e-3
-    warmup_steps: Annotated[int, Option("Steps of linear warm-up.", at_least=0)] = 40
+    warmup_steps: Annotated[
+        int | None, Option("Steps of linear warm-up, at most --steps (default: 40, or all of fewer).", at_least=0)
+    ] = None
     final_lr_fraction: Annotated[float, Option("Learning rate at the end, as a share of --lr.", at_least=0)] = 0.1
     weight_decay: Annotated[float, Option("AdamW's weight decay.", at_least=0)] = 0.1
     beta1: Annotated[float, Option("AdamW's first beta.", at_least=0, below=1)] = 0.9
     beta2: Annotated[float, Option("AdamW's second beta.", at_least=0, below=1)] = 0.95
     eps: Annotated[float, Option("AdamW's epsilon.", above=0)] = 1e-8
     clip_norm: Annotated[float, Option("Gradients are scaled down to this norm.", above=0)] = 1.0
+
+    @property
+    def num_warmup_steps(self) -> int:
+        """Steps of linear warm-up: those given, or the default."""
+        return min(_WARMUP_STEPS, self.steps) if self.warmup_steps is None else self.warmup_steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,6 +141,16 @@ class Config:
     def __post_init__(self) -> None:
         for group in GROUPS:
             check_fields(getattr(self, group))
+        _check_warmup(self.optim)
+
+
+def _check_warmup(optim: OptimConfig) -> None:
+    """Refuse a warm-up that would not end: the learning rate would never reach `--lr`."""
+    if optim.num_warmup_steps > optim.steps:
+        raise ConfigError(
+            f"Expected --warmup-steps of at most --steps, {optim.steps}, got {optim.num_warmup_steps}. "
+            f"Pass --warmup-steps {optim.steps} or fewer, or more --steps."
+        )
 
 
 Group = ModelConfig | DataConfig | OptimConfig | ParallelConfig | RunConfig

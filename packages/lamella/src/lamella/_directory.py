@@ -28,6 +28,11 @@ class RunDirectory:
         return self.model / "config.json"
 
     @property
+    def weights(self) -> Path:
+        """The fingerprint of the weights that the run started from; no file without such weights."""
+        return self.root / "weights.sha256"
+
+    @property
     def tokens(self) -> Path:
         """The folder of the text's tokens, memory-mapped by the ranks."""
         return self.root / "tokens"

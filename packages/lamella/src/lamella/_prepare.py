@@ -20,9 +20,9 @@ from lamella._documents import first_chat
 from lamella._float8 import check_float8
 from lamella._models import NAMED, ModelSpec, check_context, load_spec, outline, sharding_units
 from lamella._options import ConfigError
-from lamella._pretrained import check_weights, pretrained_directory, told_of_weights
+from lamella._pretrained import check_weights, fingerprint_of_weights, pretrained_directory, told_of_weights
 from lamella._profile import NUM_WARMUP_STEPS
-from lamella._resume import check_resumable, check_same_model, go_back, wanted_checkpoint
+from lamella._resume import check_resumable, check_same_model, check_same_weights, go_back, wanted_checkpoint
 from lamella._text import Corpus, collect
 from lamella._tokenizer import RunTokenizer, read_tokenizer
 from lamella._tokens import check_tokens, fingerprint, prepare_tokens
@@ -77,6 +77,8 @@ def prepare(config: Config) -> Prepared:
     if latest is not None:
         first_step = check_resumable(latest, model, config, text)
         check_same_model(spec, directory)
+        if pretrained is not None:
+            check_same_weights(pretrained, directory)
     if first_step < config.optim.steps:
         _check_profile(config, first_step)
         with _writing(directory):
@@ -87,6 +89,7 @@ def prepare(config: Config) -> Prepared:
                 _write_model(spec, model, directory)
             elif latest is None:
                 _keep_published(pretrained, directory.model, untrained)
+                directory.weights.write_text(f"{fingerprint_of_weights(pretrained) or ''}\n", encoding="ascii")
             # Without `from_step`: the next run with this config.json must not set the new checkpoints aside again.
             again = replace(config, run=replace(config.run, from_step=None))
             directory.config.write_text(json.dumps(to_values(again), indent=2) + "\n", encoding="utf-8")

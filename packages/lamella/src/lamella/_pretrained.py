@@ -1,5 +1,6 @@
 """Weights that a run starts from: the safetensors of a Hugging Face directory, read straight into shards."""
 
+import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,8 +15,19 @@ from lamella._config import Values
 from lamella._conversion import correspondences
 from lamella._models import ModelSpec, build_model, load_spec, outline
 from lamella._options import ConfigError
-from lamella_checkpoint import CheckpointDamaged, CheckpointMismatch, Correspondence, Differences, Source, check, load
+from lamella_checkpoint import (
+    CheckpointDamaged,
+    CheckpointMismatch,
+    Correspondence,
+    Differences,
+    Source,
+    TensorInfo,
+    Wanted,
+    check,
+    load,
+)
 from lamella_convert import find_family, open_checkpoint, parameter_shapes, translate
+from lamella_layout import Chunk
 
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 _OTHER_WEIGHTS = (
@@ -30,6 +42,7 @@ _OTHER_WEIGHTS = (
     "*.msgpack",
 )
 _NUM_NAMED = 3
+_NUM_COMPARED: Final = 256
 
 FINE_TUNING: Final[Values] = {"optim": {"lr": 2e-5}}
 """Settings for weights that have been trained before."""
@@ -88,6 +101,33 @@ def check_weights(directory: Path, outline: nn.Module, spec: ModelSpec) -> tuple
     except (CheckpointDamaged, ValueError) as error:
         raise ConfigError(f"{error}") from error
     return ()
+
+
+def fingerprint_of_weights(directory: Path) -> str | None:
+    """Return a hash of the weights' names, shapes, dtypes and first elements; None where they cannot be read.
+
+    A file's header is the same for all weights of one config. A row's first elements differ between two trainings, and
+    take a short read a tensor where whole files take minutes. The hash is the same in whatever files the tensors lie.
+    """
+    try:
+        source = open_checkpoint(directory).raw
+        first = [_first_elements(name, info) for name, info in sorted(source.tensors.items())]
+        source.read(first)
+    except CheckpointDamaged:
+        return None
+    found = hashlib.sha256()
+    for wanted in first:
+        info = source.tensors[wanted.name]
+        found.update(f"{wanted.name} {info.shape} {info.dtype} ".encode())
+        found.update(wanted.into.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def _first_elements(name: str, info: TensorInfo) -> Wanted:
+    """The wish for the first elements of a tensor's first row."""
+    *outer, inner = info.shape or (1,)
+    sizes = (*(min(1, size) for size in outer), min(_NUM_COMPARED, inner))[: len(info.shape)]
+    return Wanted(name, Chunk((0,) * len(sizes), sizes), torch.empty(sizes, dtype=info.dtype))
 
 
 def _names_in_files(directory: Path, model: nn.Module, spec: ModelSpec, names: Iterable[str]) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from lamella._directory import RunDirectory
 from lamella._models import ModelSpec, load_spec
 from lamella._options import ConfigError
 from lamella._output import one_line
+from lamella._pretrained import fingerprint_of_weights
 from lamella._report import rewind
 from lamella_checkpoint import CheckpointDamaged, CheckpointDirectory, CheckpointFailed, CheckpointMismatch, check
 
@@ -86,6 +87,20 @@ def check_same_model(spec: ModelSpec, directory: RunDirectory) -> None:
     for name in sorted(before.keys() | now.keys()):
         if name not in _NOT_OF_THE_MODEL:
             _check_kept(f"the model's {name}", before.get(name), now.get(name), "--model")
+
+
+def check_same_weights(pretrained: Path, directory: RunDirectory) -> None:
+    """Refuse to resume with other weights of an equal config: the checkpoint goes on from those before.
+
+    Weights that are gone or damaged since the run began pass: a checkpoint needs none of them.
+    """
+    before = directory.weights.read_text(encoding="ascii").strip() if directory.weights.is_file() else None
+    now = fingerprint_of_weights(pretrained)
+    if before and now and before != now:
+        raise ConfigError(
+            f"Expected the weights that the run in {str(directory.root)!r} started from ({before[:12]}) in --model, "
+            f"got others in {str(pretrained)!r} ({now[:12]}). Pass the former --model, or another --run-dir."
+        )
 
 
 def _check_stream(stored: Mapping[str, object], config: Config, text: str) -> None:

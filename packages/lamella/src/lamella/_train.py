@@ -35,9 +35,10 @@ from lamella_engine import FSDPModule, MixedPrecisionPolicy, fully_shard, load_s
 
 def learning_rate(step: int, optim: OptimConfig) -> float:
     """Return the learning rate of step `step`, from 0 on: linear warm-up, then a cosine down to the final fraction."""
-    if step < optim.warmup_steps:
-        return optim.lr * (step + 1) / optim.warmup_steps
-    done = (step - optim.warmup_steps) / max(1, optim.steps - optim.warmup_steps)
+    warmup = optim.num_warmup_steps
+    if step < warmup:
+        return optim.lr * (step + 1) / warmup
+    done = (step - warmup) / max(1, optim.steps - warmup)
     cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
     return optim.lr * (optim.final_lr_fraction + (1 - optim.final_lr_fraction) * cosine)
 

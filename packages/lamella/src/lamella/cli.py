@@ -101,7 +101,17 @@ def config_of(arguments: argparse.Namespace) -> Config:
     if name is None and not arguments.config:
         name = DEFAULT_MODEL
         layers.append({"model": {"name": name}})
-    return resolve(named_settings(str(name)), pretrained_settings(str(name)), *layers)
+    named = _within_the_steps(named_settings(str(name)), layers)
+    return resolve(named, pretrained_settings(str(name)), *layers)
+
+
+def _within_the_steps(named: Values, layers: Sequence[Values]) -> Values:
+    """Return the settings of a named model, without a warm-up longer than the steps that the user asks for."""
+    optim = {name: value for layer in (named, *layers) for name, value in layer.get("optim", {}).items()}
+    steps, warmup, own = optim.get("steps"), named.get("optim", {}).get("warmup_steps"), dict(named.get("optim", {}))
+    if isinstance(steps, int) and isinstance(warmup, int) and warmup > steps:
+        del own["warmup_steps"]
+    return {**named, "optim": own}
 
 
 def _check_command(argv: Sequence[str], known: Sequence[str], program: str) -> None:

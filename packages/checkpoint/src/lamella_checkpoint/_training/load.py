@@ -112,7 +112,8 @@ def load(
         CheckpointUntrusted: A pickle holds more than plain data.
         FileNotFoundError: No checkpoint at the path.
         FormatUnknown: The path is not a DCP checkpoint.
-        ValueError: `trust` or `verify` comes with an open checkpoint, which was given its own.
+        ValueError: `trust` or `verify` comes with an open checkpoint, which was given its own; or elements of a tensor
+            of the model share memory (`expand`).
 
     Effects: collective on the default group, if any (five small object exchanges); each rank reads its
         shards' bytes; allocates missing optimizer state. Waits for the copies of saves in the
@@ -164,7 +165,7 @@ def check(
         CheckpointUntrusted: A pickle holds more than plain data.
         FileNotFoundError: No checkpoint at the path.
         FormatUnknown: The path is not a DCP checkpoint.
-        ValueError: `trust` or `verify` comes with an open checkpoint, which was given its own.
+        ValueError: As for `load`.
 
     Effects: collective on the default group, if any (four small object exchanges).
     """
@@ -197,6 +198,23 @@ class _Plan:
             self.optimizer.assign(slots)
 
 
+def _check_writable(live: LiveModel) -> None:
+    """Refuse expanded views: copies into their one element of memory fail, and would be taken for damage of a file.
+
+    Raises:
+        ValueError: Elements of a tensor share memory.
+    """
+    for name, tensor in live.tensors.items():
+        if tensor.layout is not torch.strided:
+            continue
+        if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+            raise ValueError(
+                f"Expected each element of {name!r} to have memory of its own to load into, got shape "
+                f"{tuple(tensor.shape)} with strides {tensor.stride()}, as `expand` makes. Register the tensor's "
+                "`clone()`, or pass persistent=False to register_buffer; the checkpoint may stay as it is."
+            )
+
+
 def _check_same_everywhere(opened: Opened) -> None:
     """Refuse ranks with different checkpoints, as after a directory listing that had not reached all hosts."""
 
@@ -221,6 +239,7 @@ class _Live(NamedTuple):
     @classmethod
     def of(cls, model: nn.Module, optimizer: torch.optim.Optimizer | None, *, allow_meta: bool) -> "_Live":
         named = LiveModel.of(model, allow_meta=allow_meta)
+        _check_writable(named)
         return cls(named, None if optimizer is None else LiveOptimizer.of(optimizer, named))
 
     @property

@@ -147,6 +147,11 @@ def _cuts_blocks(name: str, parameter: nn.Parameter, sharding: Sharding, recipe:
 
 
 def _check_parameter(name: str, parameter: nn.Parameter) -> None:
+    if nn.parameter.is_lazy(parameter):
+        raise ValueError(
+            f"Expected {name!r} to have a shape, got a {type(parameter).__name__}, as lazy modules have until their "
+            "first forward. Call the model once on a small input before fully_shard, on each rank alike."
+        )
     before = "" if (original := name_of_sharded_original(parameter)) is None else f" as {original!r}"
     if is_sharded(parameter) or before:
         raise ValueError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -547,6 +548,13 @@ class FSDPModule(_TorchsModule):
         raise MisuseError(
             f"Expected to copy a module before it is sharded, got {type(self).__name__}: FSDP does not support "
             "deepcopy. Copy first, then call fully_shard on each copy; or copy the state dict."
+        )
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        # Programs that try whether a value can be pickled catch this class of error.
+        raise pickle.PicklingError(
+            f"Expected a state dict to be pickled or saved, got the sharded module {type(self).__name__}, whose groups "
+            "of ranks and streams are this process's. Save model.state_dict(), or use lamella_checkpoint.save."
         )
 
 
