@@ -79,7 +79,7 @@ def megatron_on_cpu() -> Iterator[None]:
     """Import megatron-core, and run its models on CPU ranks while the context lasts: forks inherit it.
 
     Tensors asked for on CUDA are made on the CPU, and streams do nothing. Random states of megatron-core are the CPU's;
-    a state without a seed is the default one. Collectives take parts of different sizes, and sizes as tensors, as
+    one without a seed is an error, as on a GPU. Collectives take parts of different sizes, and sizes as tensors, as
     NCCL's do. Attention takes keys and values of different widths, as Transformer Engine's does. Norms are torch's,
     with sequence parallelism's mark. Mamba layers run as in `mamba_by_torch`, gated delta nets as in
     `gated_delta_nets_by_torch`. Saves start no process, and ask no psutil. Functions that megatron-core compiles
@@ -173,8 +173,7 @@ def _add_state(tracker: Any, name: str, seed: int) -> None:
 @contextlib.contextmanager
 def _forked(tracker: Any, name: str = "model-parallel-rng") -> Iterator[None]:
     if name not in tracker.states_:
-        yield
-        return
+        raise Exception(f"cuda rng state {name} is not added")
     outside = torch.get_rng_state()
     torch.set_rng_state(tracker.states_[name])
     try:
@@ -304,6 +303,15 @@ def scan_in_steps(
         state = state * (dt_t * A).exp()[..., None, None] + added
         outputs.append((state * c_t[:, :, None]).sum(-1) + D[:, None] * x_t)
     return (torch.stack(outputs, dim=1).flatten(2) * F.silu(gate)).to(zxbcdt.dtype)
+
+
+def seed_random_states(seed: int) -> None:
+    """Seed torch's random state and megatron-core's tracker, whose states a model's layers draw from by name.
+
+    The groups of megatron-core have been made. A second call starts all states anew.
+    """
+    torch.manual_seed(seed)
+    importlib.import_module("megatron.core.tensor_parallel").model_parallel_cuda_manual_seed(seed)
 
 
 def tiny_config(**changes: Any) -> Any:

@@ -26,6 +26,7 @@ from lamella_testing.megatron import (
     MULTI_LATENT_ATTENTION,
     NUM_EXPERTS,
     VOCAB_SIZE,
+    seed_random_states,
     tiny_config,
     tiny_gpt,
     tiny_hybrid,
@@ -94,8 +95,7 @@ def make_model(kind: str, layout: Layout, **changes: Any) -> nn.Module:
     Effects: collective over the world.
     """
     layout.initialize()
-    torch.manual_seed(0)
-    importlib.import_module("megatron.core.tensor_parallel").model_parallel_cuda_manual_seed(0)
+    seed_random_states(0)
     fields: dict[str, Any] = {
         "tensor_model_parallel_size": layout.tp,
         "expert_model_parallel_size": layout.ep,

@@ -11,7 +11,15 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lamella_testing.megatron import LENGTH, VOCAB_SIZE, ddp_config, tiny_config, tiny_gpt, token_losses
+from lamella_testing.megatron import (
+    LENGTH,
+    VOCAB_SIZE,
+    ddp_config,
+    seed_random_states,
+    tiny_config,
+    tiny_gpt,
+    token_losses,
+)
 
 if TYPE_CHECKING:
     from lamella_megatron.training import ShardedModel, ShardedOptimizer
@@ -56,8 +64,7 @@ def make_model(ddp: dict[str, Any], *, device: str = "cpu", **fields: Any) -> Sh
 
     if not parallel_state.is_initialized():
         parallel_state.initialize_model_parallel()
-    torch.manual_seed(0)
-    importlib.import_module("megatron.core.tensor_parallel").model_parallel_cuda_manual_seed(0)
+    seed_random_states(0)
     config = tiny_config(bf16=True, params_dtype=BF16, **fields)
     return ShardedModel(config, ddp_config(**ddp), tiny_gpt(config).to(device, BF16))
 

@@ -21,7 +21,16 @@ from lamella_convert import open_checkpoint
 from lamella_layout import Chunk
 from lamella_megatron import fully_shard_model, load_checkpoint, save_checkpoint
 from lamella_testing import run_ranks
-from lamella_testing.megatron import EXPERTS, LENGTH, VOCAB_SIZE, tiny_config, tiny_gpt, tiny_hybrid, token_losses
+from lamella_testing.megatron import (
+    EXPERTS,
+    LENGTH,
+    VOCAB_SIZE,
+    seed_random_states,
+    tiny_config,
+    tiny_gpt,
+    tiny_hybrid,
+    token_losses,
+)
 
 BATCH = torch.randint(VOCAB_SIZE, (4, LENGTH + 1), generator=torch.Generator().manual_seed(1))
 
@@ -90,7 +99,7 @@ def build(world: World, kind: str, seed: int) -> nn.Module:
     from megatron.core import parallel_state
 
     fields, of_model = MODELS[kind]
-    torch.manual_seed(seed)
+    seed_random_states(seed)
     config = tiny_config(
         tensor_model_parallel_size=world.tp,
         expert_model_parallel_size=world.ep,

@@ -9,7 +9,7 @@ from torch import nn
 from lamella_engine import fully_shard
 from lamella_mamba import bind_live_parameters
 from lamella_testing import assert_trains_as_unsharded, run_ranks
-from lamella_testing.megatron import MAMBA, tiny_config
+from lamella_testing.megatron import MAMBA, seed_random_states, tiny_config
 
 BATCH = torch.randn(4, 6, 32, generator=torch.Generator().manual_seed(1))
 CACHED = {"A_log", "D", "dt_bias", "conv1d_weight", "conv1d_bias"}
@@ -38,7 +38,7 @@ def _make() -> nn.Module:
     from megatron.core import parallel_state
 
     parallel_state.initialize_model_parallel()
-    torch.manual_seed(0)
+    seed_random_states(0)
     return nn.Sequential(_Block(), _Block())
 
 

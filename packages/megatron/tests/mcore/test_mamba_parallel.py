@@ -16,7 +16,7 @@ from lamella_convert import from_megatron_model, translate
 from lamella_engine import fully_shard
 from lamella_mamba import Split, annotate, bind_live_parameters, merge, split
 from lamella_testing import run_ranks
-from lamella_testing.megatron import tiny_config
+from lamella_testing.megatron import seed_random_states, tiny_config
 
 WIDTH, HEADS, HEAD, STATE = 32, 8, 8, 4
 BATCH = torch.randn(
@@ -53,7 +53,7 @@ def _make(num_groups: int, num_blocks: int = 1, **parallel: int) -> nn.Sequentia
     from megatron.core import parallel_state
 
     parallel_state.initialize_model_parallel(**parallel)
-    torch.manual_seed(dist.get_rank())  # ranks of a part need not agree with other parts
+    seed_random_states(dist.get_rank())  # ranks of a part need not agree with other parts
     model = nn.Sequential(*(_Block(num_groups, **parallel) for _ in range(num_blocks)))
     for name, parameter in model.named_parameters():
         if name.endswith("dt_bias"):

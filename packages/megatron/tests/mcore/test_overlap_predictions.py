@@ -27,7 +27,14 @@ from torch import nn
 
 from lamella_engine._modules.attached import units_of
 from lamella_testing import run_ranks
-from lamella_testing.megatron import EXPERTS, LENGTH, scale_auxiliary_losses, tiny_config, tiny_hybrid
+from lamella_testing.megatron import (
+    EXPERTS,
+    LENGTH,
+    scale_auxiliary_losses,
+    seed_random_states,
+    tiny_config,
+    tiny_hybrid,
+)
 from lamella_testing.megatron_parity import Layout, make_model
 
 
@@ -139,7 +146,7 @@ def _stage() -> Any:
         expert_model_parallel_size=2,
         **EXPERTS,
     )
-    torch.manual_seed(0)
+    seed_random_states(0)
     model: Any = tiny_hybrid(config, "*E|/*E", pre_process=is_first, post_process=not is_first)
     if not is_first:
         nn.init.normal_(model.decoder.final_norm.weight)

@@ -17,7 +17,7 @@ from torch import nn
 from lamella_convert import MegatronOptions, convert, find_family, save_safetensors
 from lamella_megatron import fully_shard_model, load_checkpoint, save_checkpoint
 from lamella_testing import run_ranks, write_entry_points
-from lamella_testing.megatron import LENGTH, VOCAB_SIZE, tiny_config
+from lamella_testing.megatron import LENGTH, VOCAB_SIZE, seed_random_states, tiny_config
 
 QWEN = Path(__file__).parents[3] / "qwen" / "pyproject.toml"
 CONFIG: dict[str, Any] = {
@@ -136,7 +136,7 @@ def _make(world: World, seed: int = 0) -> nn.Module:
         expert_model_parallel_size=world.ep,
         expert_tensor_parallel_size=world.etp,
     )
-    torch.manual_seed(seed)
+    seed_random_states(seed)
     config = tiny_config(
         tensor_model_parallel_size=world.tp,
         expert_model_parallel_size=world.ep,

@@ -24,6 +24,7 @@ from lamella_testing.megatron import (
     LENGTH,
     VOCAB_SIZE,
     ddp_config,
+    seed_random_states,
     tiny_config,
     tiny_gpt,
     token_losses,
@@ -52,7 +53,7 @@ def _model(*, tp: int = 1, **changes: Any) -> tuple[Any, nn.Module]:
 
     if not parallel_state.is_initialized():
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp)
-    torch.manual_seed(0)
+    seed_random_states(0)
     config = tiny_config(tensor_model_parallel_size=tp, **changes)
     return config, tiny_gpt(config)
 
@@ -271,6 +272,7 @@ def test_groups_of_the_wrapper_are_the_optimizers() -> None:
         from lamella_megatron.training import ShardedModel, sharded_optimizer
 
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+        seed_random_states(0)
         groups = ProcessGroupCollection.use_mpu_process_groups()
         config = tiny_config(tensor_model_parallel_size=2)
         model = ShardedModel(config, ddp_config(), tiny_gpt(config, pg_collection=groups), pg_collection=groups)
@@ -587,6 +589,7 @@ def _train_stages(
     parallel_state.initialize_model_parallel(
         pipeline_model_parallel_size=pp, virtual_pipeline_model_parallel_size=chunks
     )
+    seed_random_states(0)
     config = tiny_config(
         num_layers=8,
         pipeline_model_parallel_size=pp,

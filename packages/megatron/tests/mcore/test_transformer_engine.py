@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from lamella_megatron import fully_shard_model
 from lamella_testing import run_ranks
-from lamella_testing.megatron import tiny_config, tiny_gpt, token_losses
+from lamella_testing.megatron import seed_random_states, tiny_config, tiny_gpt, token_losses
 from lamella_testing.megatron_parity import BATCH, LEARNING_RATE, Layout
 
 pytestmark = pytest.mark.filterwarnings("ignore::Warning")  # of megatron-core and Transformer Engine
@@ -27,8 +27,7 @@ Weights = dict[str, torch.Tensor]
 def _make(*, fuse: bool = False) -> nn.Module:
     """A GPTModel on the current GPU. Effects: collective over the world."""
     Layout(num_ranks=dist.get_world_size()).initialize()
-    torch.manual_seed(0)
-    importlib.import_module("megatron.core.tensor_parallel").model_parallel_cuda_manual_seed(0)
+    seed_random_states(0)
     specs = importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
     config = tiny_config(
         hidden_size=128,

@@ -20,6 +20,7 @@ from lamella_testing.megatron import (
     LENGTH,
     VOCAB_SIZE,
     ddp_config,
+    seed_random_states,
     tiny_config,
     tiny_gpt,
     token_losses,
@@ -36,7 +37,7 @@ def _wrapped(*, half: bool = False, ddp: dict[str, Any] | None = None, seed: int
 
     if not parallel_state.is_initialized():
         parallel_state.initialize_model_parallel()
-    torch.manual_seed(seed)
+    seed_random_states(seed)
     config = tiny_config(**({"bf16": True, "params_dtype": torch.bfloat16} if half else {}), **changes)
     module = tiny_gpt(config)
     return ShardedModel(config, ddp_config(**(ddp or {})), Float16Module(config, module) if half else module)
@@ -92,6 +93,7 @@ def test_parameters_that_the_model_keeps_in_fp32_compute_in_fp32() -> None:
         from lamella_megatron.training import ShardedModel
 
         parallel_state.initialize_model_parallel()
+        seed_random_states(0)
         config = tiny_config(params_dtype=torch.bfloat16, bf16=True)
         module: Any = tiny_gpt(config).bfloat16()
         norm = module.decoder.final_layernorm
@@ -217,6 +219,7 @@ def test_a_parameter_that_no_rank_used_has_a_gradient_of_zeros() -> None:
         from lamella_megatron.training import ShardedModel
 
         parallel_state.initialize_model_parallel()
+        seed_random_states(0)
         config = tiny_config()
         module = tiny_gpt(config)
         module.decoder.layers[0].unused = nn.Linear(3, 5)  # type: ignore[union-attr, index]
@@ -292,7 +295,7 @@ def test_a_model_that_is_sharded_while_it_is_built_trains_in_the_wrapper() -> No
         whole = _wrapped()
         config = tiny_config()
         options = ShardingOptions(placements=ZERO2)
-        torch.manual_seed(0)
+        seed_random_states(0)
         module = build_sharded_model(lambda: tiny_gpt(config), options=options)
         with pytest.raises(ValueError, match=r"stage that `ddp_config` names, .* got "):
             ShardedModel(config, ddp_config(), module)
