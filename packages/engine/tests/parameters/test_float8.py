@@ -311,25 +311,25 @@ def test_units_are_measured_together_in_growing_numbers_and_after_writes_without
                     parameter.mul_(3.0)  # no optimizer, and no gradient
                 loss_of(each)
             assert loss_of(model).item() == loss_of(oracle).item()
-        first_units = ["layers.0", "layers.2", "layers.4"]
-        assert [event.unit for event in log.events if event.kind == "all-reduce"] == 2 * first_units
+        last_units = ["layers.1", "layers.3", "layers.6"]  # of each measurement
+        assert [event.unit for event in log.events if event.kind == "all-reduce"] == 2 * last_units
         log.clear()
         loss_of(model).backward()  # type: ignore[no-untyped-call]
-        assert [event.unit for event in log.events if event.kind == "all-reduce"] == first_units
+        assert [event.unit for event in log.events if event.kind == "all-reduce"] == last_units
 
     run_ranks(check, 2)
 
 
-def test_a_recipe_computes_the_scales_of_all_units_at_once() -> None:
+def test_a_recipe_computes_the_scales_of_units_measured_together_at_once() -> None:
     def check() -> None:
         row, delayed = Float8Recipe((1, None), compute_dtype=FP32), Float8Recipe(num_past_amaxes=2, compute_dtype=FP32)
-        model = decoder(num_layers=3)
-        for layer, recipe in zip(model.layers, (row, delayed, row), strict=True):
+        model = decoder(num_layers=4)
+        for layer, recipe in zip(model.layers, (row, row, delayed, row), strict=True):
             fully_shard(layer, mp_policy=MixedPrecisionPolicy(recipe=matrices_of(layer, recipe)))
         fully_shard(model)
         with patch.object(Float8Recipe, "rescale", autospec=True, side_effect=Float8Recipe.rescale) as rescale:
             train(model, 2)
-        assert [call.args[0] for call in rescale.call_args_list] == 2 * [row, delayed]
+        assert [call.args[0] for call in rescale.call_args_list] == 2 * [row, delayed, row]
 
     run_ranks(check, 2)
 

@@ -38,6 +38,9 @@ class Measurements:
     def before_gather_of(self, unit: Unit) -> None:
         """Compute the scales of a unit that is about to be gathered, and of some others; nothing with scales at hand.
 
+        Args:
+            unit: One that `has_scales`.
+
         Effects: those of `measure`.
         """
         if unit.weights.awaits_scales and unit.weights.may_be_measured:
@@ -49,4 +52,4 @@ class Measurements:
 
     def _at_rest(self) -> list[UnitWeights]:
         living = [unit for ref in self._units if (unit := ref()) is not None]
-        return [unit.weights for unit in living if unit.weights.may_be_measured]
+        return [unit.weights for unit in living if unit.parameters.has_scales and unit.weights.may_be_measured]

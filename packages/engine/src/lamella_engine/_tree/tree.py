@@ -176,11 +176,13 @@ class Tree:
             unit.begin_forward(module_id)
         if is_recomputed:
             unit.direction_in_backward = Direction.BOTH
-        self._measurements.before_gather_of(unit)
+        if unit.parameters.has_scales:
+            self._measurements.before_gather_of(unit)
         weights.unshard(Direction.BOTH if is_recomputed else Direction.FORWARD)
         for other in ahead:
             with label(f"forward_prefetch for {other.parameters.name}"):
-                self._measurements.before_gather_of(other)
+                if other.parameters.has_scales:
+                    self._measurements.before_gather_of(other)
                 other.weights.unshard(Direction.FORWARD)
         # Last: the prefetches are queued behind this unit's gather before the host blocks on it (gloo).
         weights.wait_for_unshard()

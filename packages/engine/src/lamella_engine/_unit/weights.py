@@ -178,7 +178,7 @@ class UnitWeights:
                 self.add_payloads(direction)
                 return
             self.drop_copy()
-        if self.awaits_scales:
+        if parameters.has_scales and self.awaits_scales:
             measure([self])
         self._start_gathers("gather", direction, None)
         self._there = direction
@@ -448,8 +448,8 @@ class UnitWeights:
 
     @property
     def awaits_scales(self) -> bool:
-        """Whether the next gather needs scales of main weights that were not measured in this pass."""
-        return self.parameters.has_scales and not self._is_measured
+        """Whether main weights were not measured in this pass; of a unit that `has_scales`."""
+        return not self._is_measured
 
     def forget_scales(self) -> None:
         """Measure main weights again before the next gather."""
