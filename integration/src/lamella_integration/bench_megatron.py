@@ -116,7 +116,6 @@ def _train(options: argparse.Namespace) -> dict[str, Any]:
         expert_model_parallel_size=options.ep,
         expert_tensor_parallel_size=1,
     )
-    importlib.import_module("megatron.core.tensor_parallel").model_parallel_cuda_manual_seed(1234)
     sizes = {name: getattr(options, name) for name in ("layers", "hidden", "length", "experts", "tp", "ep", "cp")}
     config, module = float16_model(device=options.device, **sizes)
     wrapped, optimizer = _wrapped(options, config, module)

@@ -23,7 +23,7 @@ def float16_model(
     pattern: str | None = None,
     **changes: Any,
 ) -> tuple[Any, Any]:
-    """Build a model in bf16, with the same weights on each call after the same `model_parallel_cuda_manual_seed`.
+    """Build a model in bf16, with the same weights and later random numbers on each call.
 
     Args:
         device: `cuda` or `cpu`.
@@ -73,7 +73,7 @@ def float16_model(
         **of_experts,
         **changes,
     )
-    torch.manual_seed(1234)
+    importlib.import_module("lamella_testing.megatron").seed_random_states(1234)
     model = _gpt(config, device, length) if pattern is None else _hybrid(config, device, length, pattern)
     return config, importlib.import_module("megatron.core.transformer.module").Float16Module(config, model.to(device))
 

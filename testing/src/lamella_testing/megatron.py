@@ -343,7 +343,8 @@ def scale_auxiliary_losses(num_microbatches: int, device: str = "cpu") -> None:
     """
     for module, name in (("moe.moe_utils", "MoEAuxLossAutoScaler"), ("multi_token_prediction", "MTPLossAutoScaler")):
         scaler = getattr(importlib.import_module(f"megatron.core.transformer.{module}"), name)
-        scaler.set_loss_scale(torch.tensor(1 / num_microbatches, device=device))
+        # Of one dim: the driver copies its own scale of one element into the one that it finds.
+        scaler.set_loss_scale(torch.full((1,), 1 / num_microbatches, device=device))
 
 
 def ddp_config(**changes: Any) -> Any:

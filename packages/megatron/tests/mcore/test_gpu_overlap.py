@@ -24,6 +24,7 @@ from lamella_testing.megatron import (
     gated_delta_nets_by_torch,
     mamba_by_torch,
     scale_auxiliary_losses,
+    seed_random_states,
     tiny_config,
 )
 from lamella_testing.megatron_parity import Layout
@@ -52,7 +53,6 @@ def _model(kind: str, *, delays: bool, shares: bool) -> nn.Module:
     torch.use_deterministic_algorithms(True, warn_only="G" in kind or "M" in kind)
     num_ranks = dist.get_world_size()
     Layout(num_ranks=num_ranks, ep=num_ranks).initialize()
-    importlib.import_module("megatron.core.tensor_parallel").model_parallel_cuda_manual_seed(0)
     specs = importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
     gpt = importlib.import_module("megatron.core.models.gpt").GPTModel
     hybrid = importlib.import_module("megatron.core.models.hybrid.hybrid_model").HybridModel
@@ -83,7 +83,7 @@ def _model(kind: str, *, delays: bool, shares: bool) -> nn.Module:
         delay_wgrad_compute=delays,
         **{"deterministic_mode": True, **mixer},
     )
-    torch.manual_seed(0)
+    seed_random_states(0)
     if not kind.startswith("gpt"):
         stack = hybrid_specs.hybrid_stack_spec
         model: nn.Module = hybrid(config, stack, VOCABULARY, LENGTH, hybrid_layer_pattern=pattern)
