@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from lamella_integration.bench_overlap import main, shares, table
-from lamella_integration.overlap_steps import MODES, copies_for_all_to_alls
+from lamella_integration.overlap_steps import MODES, logits_in_turn, no_all_to_alls
 
 SIZE = "64x32, 2 layers, 4 experts of 64"
 
@@ -71,12 +71,22 @@ def test_an_all_to_all_hides_beside_compute_of_another_stream() -> None:
 
 
 @pytest.mark.parametrize(("num_in", "num_out"), [(2, 5), (5, 2), (3, 3), (0, 2), (2, 0)])
-def test_a_copy_in_place_of_an_all_to_all_fills_the_output(num_in: int, num_out: int) -> None:
+def test_without_an_all_to_all_the_output_is_of_the_source(num_in: int, num_out: int) -> None:
     source, output = torch.arange(1.0, num_in + 1).expand(2, -1).T.clone(), torch.full((num_out, 2), -1.0)
-    with copies_for_all_to_alls():
+    with no_all_to_alls():
         dist.all_to_all_single(output, source, output_split_sizes=[num_out], input_split_sizes=[num_in])
     expected = [i % num_in + 1.0 if num_in else 0.0 for i in range(num_out)]
     assert output.tolist() == [[value, value] for value in expected]
+    assert (output.data_ptr() == source.data_ptr()) == (num_in == num_out)
+
+
+def test_experts_in_turn_have_as_many_tokens_each_and_logits_their_gradient() -> None:
+    logits = torch.randn(3, 2, 4, requires_grad=True)  # (length, batch, experts)
+    chosen = logits_in_turn(logits, top_k=2)
+    assert chosen.topk(2).indices.tolist() == 3 * [[[0, 1], [2, 3]]]
+    gradient = torch.arange(24.0).view(3, 2, 4)
+    [found] = torch.autograd.grad(chosen, logits, gradient)
+    assert torch.equal(found, gradient)
 
 
 @pytest.mark.parametrize(

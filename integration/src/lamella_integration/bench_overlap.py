@@ -8,8 +8,8 @@ A size is HIDDENxTOKENS: the width, and the tokens of a microbatch on each rank.
 All modes of all sizes run one after another in one process a rank, with the same weights and tokens. A step is forward,
 backward and the reduction of gradients, without an optimizer: modes compare with the plain mode of the same engine,
 because lamella also gathers parameters (ZeRO-3 unless `--stage` asks otherwise) and keeps fp32 weights, and
-megatron-core's `DistributedDataParallel` does neither without a `DistributedOptimizer`. *ideal* is lamella with
-local copies in place of the all-to-alls.
+megatron-core's `DistributedDataParallel` does neither without a `DistributedOptimizer`. *ideal* is lamella without
+all-to-alls, with as many rows of a rank's own for its experts: with `--balanced`, where they are.
 
 A row is appended when its mode is done. An error becomes the row's; a rank failing alone inside a step leaves its
 peers in a collective until the group times out, and `--modes` takes the remaining modes up. `--trace` profiles one
@@ -77,7 +77,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--layers", type=int, default=4)
     add("--experts", type=int, default=8, help="experts a layer over all ranks")
     add("--top-k", type=int, default=2, help="experts a token")
-    add("--balanced", action="store_true", help="route at random: experts have as many tokens in every mode")
+    add("--balanced", action="store_true", help="experts take tokens in turn: all have as many")
     add("--ffn", type=int, help="inner width of an expert; default: the hidden width")
     add("--pattern", help="a HybridModel's, units in brackets, such as [*E][*E], in place of a GPTModel")
     add("--microbatches", type=int, default=4)
@@ -148,7 +148,7 @@ def _name(size: Size) -> str:
     experts = f"{size.top_k} of {size.experts} experts of {size.ffn}"
     parts = [f"{size.hidden}x{size.rows * size.length}", model, experts]
     parts += [f"{size.num_microbatches} microbatches"] + ([f"of {size.rows} rows"] if size.rows > 1 else [])
-    parts += ["routed at random"] if size.balances else []
+    parts += ["routed in turn"] if size.balances else []
     return ", ".join([*parts, f"ZeRO-{size.stage}"])
 
 

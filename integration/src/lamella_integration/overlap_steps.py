@@ -6,8 +6,9 @@ A step is forward, backward and the reduction of gradients, without an optimizer
 import importlib
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 from unittest.mock import patch
 
@@ -31,7 +32,7 @@ class Mode:
         is_megatron: Under megatron-core's `DistributedDataParallel` and driver, instead of lamella's units.
         overlaps: All-to-alls of one microbatch run beside the compute of another.
         delays: Layers leave weight gradients until after the backward of activations.
-        is_ideal: Local copies of as many bytes stand in for the all-to-alls.
+        is_ideal: Without all-to-alls: experts compute as many rows of their own rank, where the rows are.
         plain: Name of the mode without overlap to compare with.
     """
 
@@ -65,7 +66,7 @@ class Size:
         experts: Experts a layer over all ranks.
         top_k: Experts a token.
         ffn: Inner width of an expert.
-        balances: Routers choose at random, alike in all modes: each expert has about as many tokens.
+        balances: Routers send token after token to the next experts in turn: each expert has as many.
         num_microbatches: Of a step.
         pattern: A HybridModel's, with brackets around its units, in place of a GPTModel.
         stage: ZeRO's stage of lamella.
@@ -111,7 +112,7 @@ class Step:
     """
 
     def __init__(self, mode: Mode, size: Size) -> None:
-        self.mode, self._batches = mode, size.batches()
+        self.mode, self._size, self._batches = mode, size, size.batches()
         config, module = float16_model(
             device=size.device,
             layers=size.layers,
@@ -163,8 +164,13 @@ class Step:
         if self.mode.is_megatron:
             self._model.grad_accs.clear()
 
-    def _exchange(self) -> AbstractContextManager[object]:
-        return copies_for_all_to_alls() if self.mode.is_ideal else nullcontext()
+    @contextmanager
+    def _exchange(self) -> Iterator[None]:
+        with (
+            no_all_to_alls() if self.mode.is_ideal else nullcontext(),
+            experts_in_turn(self._size.top_k) if self._size.balances else nullcontext(),
+        ):
+            yield
 
 
 Take = Callable[[Any, list[Batch]], list[torch.Tensor]]
@@ -253,21 +259,47 @@ def _forward_step(batches: Iterator[Batch], model: Any, return_schedule_plan: bo
 
 
 @contextmanager
-def copies_for_all_to_alls() -> Iterator[None]:
-    """Let local copies stand in for the all-to-alls of megatron-core's dispatcher while the context lasts.
+def no_all_to_alls() -> Iterator[None]:
+    """Leave out the all-to-alls of megatron-core's dispatcher while the context lasts.
 
-    The output has the size that the all-to-all would give, so that experts compute as many rows, of other tokens.
+    The output is the source, in the same memory. An output of another size is a copy, so that experts compute as many
+    rows as after the all-to-all.
     """
-    with patch.object(dist, "all_to_all_single", _copy):
+    with patch.object(dist, "all_to_all_single", _stay):
         yield
 
 
-def _copy(output: torch.Tensor, source: torch.Tensor, *_: object, **__: object) -> None:
-    if not len(source):
+def _stay(output: torch.Tensor, source: torch.Tensor, *_: object, **__: object) -> None:
+    if output.shape == source.shape:
+        output.data = source
+    elif len(source):
+        for rows in torch.split(output, len(source)):
+            rows.copy_(source[: len(rows)])
+    else:
         output.zero_()
-        return
-    for rows in torch.split(output, len(source)):
-        rows.copy_(source[: len(rows)])
+
+
+@contextmanager
+def experts_in_turn(top_k: int) -> Iterator[None]:
+    """Let routers of `moe_router_force_load_balancing` choose in turn, where megatron-core's choose at random.
+
+    Where tokens fill whole turns, ranks send as many rows as they receive.
+    """
+    with patch("megatron.core.transformer.moe.router.apply_random_logits", partial(logits_in_turn, top_k=top_k)):
+        yield
+
+
+def logits_in_turn(logits: torch.Tensor, top_k: int) -> torch.Tensor:
+    """Logits by which the first token goes to the first `top_k` experts, the second to the next, and so on.
+
+    Args:
+        logits: (..., experts). Their gradient is that of the result, as of megatron-core's random logits.
+    """
+    num_experts = logits.shape[-1]
+    places = torch.arange(logits.numel(), device=logits.device)
+    tokens, experts = places // num_experts, places % num_experts
+    turns = (experts - top_k * tokens) % num_experts
+    return logits - (logits + turns.view_as(logits)).detach()
 
 
 def largest_distance(losses: Sequence[float], expected: Sequence[float]) -> float:
