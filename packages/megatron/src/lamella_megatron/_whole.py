@@ -11,6 +11,9 @@ Note [Parts of whole tensors]
         [4, 2] RaggedShard        [8, 2] RaggedShard, Shard(0)  dim 0 by tp, each part's rows at bounds by dp_cp
         [4] Shard(0), no mark     [4]    Shard(0), Replicate    dim 0 by dp_cp; the same on all tensor-parallel ranks
 
+    HFSDP's parameters have two data-parallel axes. The inner one cuts before the outer one, and both after `tp`: the
+    mesh of the whole records the order, in place of the `_StridedShard` of the parameter.
+
     Reads into the whole fill the parameter. Experts have their own ranks: `expt_dp` and `expt_tp`.
 """
 
@@ -27,13 +30,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from lamella_checkpoint.live import on_device_of
 from lamella_checkpoint.sources import whole_box
 from lamella_convert import regrouped
 from lamella_engine.extending import dtensor_over
-from lamella_layout import Chunk, RaggedShard
+from lamella_layout import Chunk, strided_placements
 from lamella_megatron._placement import expert_parameters
 from lamella_megatron._stages import Stage, unwrapped
 from lamella_megatron._units import groups_of_all_stages
@@ -103,8 +106,8 @@ class WholeModel(nn.Module):
         names: Of the tensors here, by the sharded model's names without the wrappers' `module.`.
 
     Raises:
-        NotImplementedError: A parameter's placements record an order of cuts (`_StridedShard`), the model is a chunk of
-            a rank's several virtual pipeline stages, or a stage has two copies of the embedding.
+        NotImplementedError: A parameter's axes cut neither first to last nor last to first, the model is a chunk of a
+            rank's several virtual pipeline stages, or a stage has two copies of the embedding.
         ValueError: A group is missing, a parameter is not sharded, or `layer_groups` is the pattern of other layers.
 
     Effects: collective: one exchange of ranks along each tensor-parallel group and data-parallel mesh. Runs the model's
@@ -183,7 +186,7 @@ class _Wholes:
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
-        self._meshes: dict[tuple[DeviceMesh, bool], DeviceMesh] = {}
+        self._meshes: dict[tuple[DeviceMesh, tuple[int, ...], bool], DeviceMesh] = {}
 
     def of(self, name: str, parameter: torch.Tensor, *, is_expert: bool) -> torch.Tensor:
         if not isinstance(parameter, DTensor):
@@ -191,42 +194,55 @@ class _Wholes:
                 f"Expected parameters sharded by fully_shard_model, got {name!r} as a plain tensor of shape "
                 f"{tuple(parameter.shape)}. Call lamella_megatron.fully_shard_model(model) first."
             )
-        if others := [each for each in parameter.placements if type(each) not in (Shard, RaggedShard, Replicate)]:
-            raise NotImplementedError(
-                f"Expected {name!r} placed by Shard, RaggedShard and Replicate alone, got {others[0]!r}, which records "
-                "an order of cuts that leaves out tensor parallelism. Shard the model with one sharding axis."
-            )
-        mesh = self._mesh(parameter.device_mesh, is_expert=is_expert)
+        placements, order = _cuts_of(name, parameter)
+        mesh = self._mesh(parameter.device_mesh, order, is_expert=is_expert)
         dim = getattr(parameter, "partition_dim", -1) if getattr(parameter, "tensor_model_parallel", False) else -1
         shape = list(parameter.shape)
         placement: Placement = Replicate()
         if dim >= 0:
             shape[dim] *= mesh.size(mesh.ndim - 1)
             placement = Shard(dim)
-        made = over(parameter, mesh, (*parameter.placements, placement), torch.Size(shape))
+        made = over(parameter, mesh, (*placements, placement), torch.Size(shape))
         return nn.Parameter(made, requires_grad=parameter.requires_grad)
 
-    def _mesh(self, data: DeviceMesh, *, is_expert: bool) -> DeviceMesh:
-        if (data, is_expert) not in self._meshes:
+    def _mesh(self, data: DeviceMesh, order: tuple[int, ...], *, is_expert: bool) -> DeviceMesh:
+        if (data, order, is_expert) not in self._meshes:
             tp = self._ranks.expt_tp if is_expert else self._ranks.tp
             if tp is None:
                 raise ValueError(
                     "Expected `groups` with the process group `expt_tp`, whose ranks share an expert, got none. Pass "
                     "the ProcessGroupCollection that the model was built with."
                 )
-            self._meshes[data, is_expert] = _with_axis(data, tp)
-        return self._meshes[data, is_expert]
+            self._meshes[data, order, is_expert] = _with_axis(data, tp, order)
+        return self._meshes[data, order, is_expert]
 
 
-def _with_axis(data: DeviceMesh, tp: dist.ProcessGroup) -> DeviceMesh:
-    """A mesh with a last axis, which cuts first. Effects: collective on the axis."""
+def _cuts_of(name: str, parameter: DTensor) -> tuple[tuple[Placement, ...], tuple[int, ...]]:
+    """A parameter's placements without `_StridedShard`, and the order in which the axes of its mesh cut.
+
+    HFSDP's inner axis, the last one, cuts first: a `_StridedShard` on the outer axis records it.
+    """
+    found, sizes = tuple(parameter.placements), tuple(parameter.device_mesh.shape)
+    plain = tuple(Shard(each.dim) if isinstance(each, _StridedShard) else each for each in found)
+    first_to_last = tuple(range(len(sizes)))
+    for order in (first_to_last, first_to_last[::-1]):
+        if strided_placements(sizes, plain, order=order) == found:
+            return plain, order
+    raise NotImplementedError(
+        f"Expected the axes of {name!r} to cut it first to last, or last to first, got {found!r} on a mesh of "
+        f"{sizes}. Shard the model by fully_shard_model."
+    )
+
+
+def _with_axis(data: DeviceMesh, tp: dist.ProcessGroup, order: tuple[int, ...]) -> DeviceMesh:
+    """A mesh with a last axis, which cuts first, before the others in their order. Effects: collective on the axis."""
     parts: list[Any] = [None] * tp.size()
     dist.all_gather_object(parts, data.mesh.tolist(), group=tp)
     # Placements alone would cut by the first axis first. The checkpoint packages read the order from the mesh.
     names = (*(f"data{axis}" for axis in range(data.ndim)), "tensor")
     groups, grid = [*data.get_all_groups(), tp], torch.tensor(parts).movedim(0, -1)
     mesh: Any = DeviceMesh.from_group(groups, data.device_type, mesh=grid, mesh_dim_names=names)
-    mesh._shard_order = [data.ndim, *range(data.ndim)]
+    mesh._shard_order = [data.ndim, *order]
     return mesh  # type: ignore[no-any-return]
 
 

@@ -44,11 +44,13 @@ class World:
     ep: int = 1
     etp: int | None = None
     pp: int = 1
+    instances: int = 1
 
     def __str__(self) -> str:
         stages = "" if self.pp == 1 else f"-pp{self.pp}"
         expert = "" if self.ep == 1 and self.etp is None else f"-ep{self.ep}-etp{self.etp}"
-        return f"{self.num_ranks}ranks-tp{self.tp}{stages}{expert}"
+        instances = "" if self.instances == 1 else f"-instances{self.instances}"
+        return f"{self.num_ranks}ranks-tp{self.tp}{stages}{expert}{instances}"
 
 
 GATED = {"gated_linear_unit": True, "activation_func": functional.silu}
@@ -90,6 +92,7 @@ def make(world: World, kind: str, seed: int = 0) -> nn.Module:
         expert_model_parallel_size=world.ep,
         expert_tensor_parallel_size=world.etp,
         pipeline_model_parallel_size=world.pp,
+        num_distributed_optimizer_instances=world.instances,
     )
     return build(world, kind, seed)
 

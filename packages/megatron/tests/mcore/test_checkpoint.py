@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from resuming import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 
-from lamella_engine import DDP, ZERO1, ZERO2, ShardingOptions, fully_shard
+from lamella_engine import DDP, HFSDP, ZERO1, ZERO2, ZERO3, ShardingOptions, fully_shard
 from lamella_megatron import fully_shard_model, load_checkpoint, save_checkpoint
 from lamella_testing import run_ranks
 
@@ -116,11 +117,29 @@ def _save_in_stage(world: World, kind: str, path: Path, stage: Any) -> None:
     save_checkpoint(path / "1", model=model, optimizer=optimizer, groups=groups)
 
 
-@pytest.mark.parametrize("stage", [DDP, ZERO1, ZERO2], ids=str)
-def test_every_stage_saves_and_loads_what_full_sharding_does(tmp_path: Path, stage: Any) -> None:
-    world = World(4, tp=2, ep=2, etp=1)
-    on_rank_zero(world, _save_in_stage, "experts", tmp_path, stage)
-    on_rank_zero(world, save_random, "experts", tmp_path / "full")
+EXPERTS = "experts", World(4, tp=2, ep=2, etp=1)
+OVER_TWO_AXES = (HFSDP, ZERO3), "gated", World(4, instances=2)
+OVER_THREE_AXES = (HFSDP, ZERO3), "gated", World(8, tp=2, instances=2)
+EXPERTS_OVER_TWO_AXES = (HFSDP, ZERO3), "experts", World(4, ep=2, instances=2)
+
+
+@pytest.mark.parametrize(
+    ("stage", "kind", "world"),
+    [
+        (DDP, *EXPERTS),
+        (ZERO1, *EXPERTS),
+        (ZERO2, *EXPERTS),
+        OVER_TWO_AXES,
+        OVER_THREE_AXES,
+        EXPERTS_OVER_TWO_AXES,
+    ],
+    ids=str,
+)
+def test_every_stage_saves_and_loads_what_full_sharding_does(
+    tmp_path: Path, stage: Any, kind: str, world: World
+) -> None:
+    on_rank_zero(world, _save_in_stage, kind, tmp_path, stage)
+    on_rank_zero(replace(world, instances=1), save_random, kind, tmp_path / "full")
     assert_equal(read(tmp_path / "0"), read(tmp_path / "full"))
     assert_equal(read(tmp_path / "1"), read(tmp_path / "full"))
 
