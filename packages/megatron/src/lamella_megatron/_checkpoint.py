@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args, overload
@@ -42,7 +42,7 @@ _Format = Literal["fsdp_dtensor", "torch_dist"]
 def save_checkpoint(
     path: str | os.PathLike[str],
     *,
-    model: nn.Module,
+    model: nn.Module | Sequence[nn.Module],
     optimizer: torch.optim.Optimizer | None = None,
     format: _Format = "fsdp_dtensor",
     iteration: int = 0,
@@ -56,7 +56,7 @@ def save_checkpoint(
 def save_checkpoint(
     path: str | os.PathLike[str],
     *,
-    model: nn.Module,
+    model: nn.Module | Sequence[nn.Module],
     optimizer: torch.optim.Optimizer | None = None,
     format: _Format = "fsdp_dtensor",
     iteration: int = 0,
@@ -69,7 +69,7 @@ def save_checkpoint(
 def save_checkpoint(
     path: str | os.PathLike[str],
     *,
-    model: nn.Module,
+    model: nn.Module | Sequence[nn.Module],
     optimizer: torch.optim.Optimizer | None = None,
     format: _Format = "fsdp_dtensor",  # noqa: A002  # As lamella_convert names it.
     iteration: int = 0,
@@ -88,7 +88,7 @@ def save_checkpoint(
     Args:
         path: The checkpoint's directory, on storage that every rank sees. Rank 0's counts. A checkpoint there is
             replaced.
-        model: Read only.
+        model: Read only. Of virtual pipeline stages the rank's chunks, the list that megatron-core's driver takes.
         optimizer: Over the model's parameters. None leaves the optimizer out.
         format: "fsdp_dtensor" resumes training. "torch_dist" is for `megatron.core.dist_checkpointing.load` with a
             plain model's `sharded_state_dict`; the options of parameter groups are not in it.
@@ -112,10 +112,12 @@ def save_checkpoint(
         CheckpointFailed: Another rank failed. A failed rank raises its own error. With `saver` also: the previous save
             failed, on any rank; every rank raises, and nothing has begun.
         FileExistsError: `path` holds something else than a checkpoint.
-        NotImplementedError: The model is one of several chunks, of virtual pipeline stages.
+        NotImplementedError: A pipeline stage has two copies of the embedding: a shared output layer's and that of
+            multi-token prediction.
         TypeError: `optimizer` is no `torch.optim.Optimizer`, such as a `ShardedOptimizer`.
-        ValueError: The model is not sharded, a group is missing, `args` has another tensor-parallel size, a
-            parameter of the optimizer is not the model's, or `layer_groups` is the pattern of other layers. For
+        ValueError: The model is not sharded, or lacks chunks of the rank; a group is missing, `args` has another
+            tensor-parallel size, a parameter of the optimizer is not the model's, or `layer_groups` is the pattern of
+            other layers. For
             "torch_dist" also: a group has two layers of a kind, whose keys would be the same.
 
     Effects: collective on the default group (two exchanges of small objects) and on the tensor-parallel groups (one a
@@ -126,15 +128,16 @@ def save_checkpoint(
     _check_optimizer(optimizer)
     if format not in get_args(_Format):
         raise ValueError(f"Expected `format` to be one of {get_args(_Format)}, got {format!r}.")
-    whole = WholeModel(model, groups, has_copies=False, layer_groups=layer_groups)
+    chunks = _chunks(model)
+    whole = WholeModel(chunks, groups, has_copies=False, layer_groups=layer_groups)
     num_tp = whole.ranks.tp.size()
-    given = _plain_options(model, whole) if args is None else vars(args)
+    given = _plain_options(chunks, whole) if args is None else vars(args)
     _check_told(given, num_tp)
     told = {**given, "tensor_model_parallel_size": num_tp}
     beside = {**(objects or {}), "checkpoint_version": 3.0, "iteration": iteration, "args": Namespace(**told)}
     of_optimizer = None if optimizer is None else WholeOptimizer(optimizer, whole)
     if format == "torch_dist":
-        places = Places.of(model, whole, groups)
+        places = Places.of(chunks, whole, groups)
         return save_torch_dist(
             path,
             model=whole,
@@ -148,8 +151,8 @@ def save_checkpoint(
         path,
         model=whole,
         optimizer=of_optimizer,
-        sizes=_sizes(model, whole),
-        first_expert=whole.ranks.first_expert(_config(model).num_moe_experts),
+        sizes=_sizes(chunks, whole),
+        first_expert=whole.ranks.first_expert(_config(chunks).num_moe_experts),
         objects=beside,
         saver=saver,
     )
@@ -159,7 +162,7 @@ def save_checkpoint(
 def load_checkpoint(
     path: str | os.PathLike[str],
     *,
-    model: nn.Module,
+    model: nn.Module | Sequence[nn.Module],
     optimizer: torch.optim.Optimizer | None = None,
     tensor_parallel_size: int | None = None,
     strict: Literal[True] = True,
@@ -172,7 +175,7 @@ def load_checkpoint(
 def load_checkpoint(
     path: str | os.PathLike[str],
     *,
-    model: nn.Module,
+    model: nn.Module | Sequence[nn.Module],
     optimizer: torch.optim.Optimizer | None = None,
     tensor_parallel_size: int | None = None,
     strict: Literal[False],
@@ -184,7 +187,7 @@ def load_checkpoint(
 def load_checkpoint(
     path: str | os.PathLike[str],
     *,
-    model: nn.Module,
+    model: nn.Module | Sequence[nn.Module],
     optimizer: torch.optim.Optimizer | None = None,
     tensor_parallel_size: int | None = None,
     strict: bool = True,
@@ -201,7 +204,8 @@ def load_checkpoint(
 
     Args:
         path: The directory of one iteration, or of several with a file that names the newest.
-        model: The same model on any number of tensor-, data- and expert-parallel ranks.
+        model: The same model on any number of tensor-, data- and expert-parallel ranks and pipeline stages; chunks as
+            for `save_checkpoint`.
         optimizer: Over the model's parameters, stepped or not. None leaves the checkpoint's optimizer alone.
         tensor_parallel_size: Number of tensor-parallel ranks that wrote the checkpoint; needed for tensors stored
             rank-major (gated delta networks, Mamba) where neither `args` nor `run_config.yaml` tells.
@@ -222,17 +226,18 @@ def load_checkpoint(
         NotImplementedError: As for `save_checkpoint`.
         SizeUnknown: Tensors are stored rank-major, and the number of ranks is unknown.
         TypeError: `optimizer` is no `torch.optim.Optimizer`.
-        ValueError: The model is not sharded, a group is missing, `tensor_parallel_size` differs from the checkpoint's
-            own, a parameter's state is another optimizer's, or parameters were stepped differently and the optimizer
-            counts once a group.
+        ValueError: The model is not sharded, or lacks chunks of the rank; a group is missing, `tensor_parallel_size`
+            differs from the checkpoint's own, a parameter's state is another optimizer's, or parameters were stepped
+            differently and the optimizer counts once a group.
 
     Effects: collective on the default group (five small exchanges) and on the tensor-parallel groups (one a mesh); each
         rank reads its own parts; allocates missing optimizer state.
     """
     _check_optimizer(optimizer)
-    whole = WholeModel(model, groups, layer_groups=layer_groups)
-    config = _config(model)
-    sizes = _sizes(model, whole)
+    chunks = _chunks(model)
+    whole = WholeModel(chunks, groups, layer_groups=layer_groups)
+    config = _config(chunks)
+    sizes = _sizes(chunks, whole)
     parts = from_megatron_model(
         whole.shapes, sizes=sizes, first_expert=whole.ranks.first_expert(config.num_moe_experts)
     )
@@ -245,7 +250,7 @@ def load_checkpoint(
             known["tp"] = tensor_parallel_size
         found = open_checkpoint(path, trust=trust, verify=verify, sizes=known)
         if found.format is Format.TORCH_DIST:
-            spelling.update(Places.of(model, whole, groups).spelling())
+            spelling.update(Places.of(chunks, whole, groups).spelling())
         return found
 
     of_optimizer = None if optimizer is None else WholeOptimizer(optimizer, whole)
@@ -311,30 +316,39 @@ def _check_written_by(path: str | os.PathLike[str], num_tp: int) -> None:
         )
 
 
-def _config(model: nn.Module) -> Any:
-    """The `TransformerConfig` of a model, or of the model in wrappers."""
-    found = next((module.config for module in model.modules() if hasattr(module, "config")), None)
+def _chunks(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
+    return [model] if isinstance(model, nn.Module) else list(model)
+
+
+def _modules(chunks: Sequence[nn.Module]) -> Iterator[Any]:
+    return (module for chunk in chunks for module in chunk.modules())
+
+
+def _config(chunks: Sequence[nn.Module]) -> Any:
+    """The `TransformerConfig` of a model's chunks, also in wrappers."""
+    found = next((module.config for module in _modules(chunks) if hasattr(module, "config")), None)
     if found is None:
+        kinds = ", ".join(type(chunk).__name__ for chunk in chunks)
         raise ValueError(
-            f"Expected a megatron-core model with a `config`, got {type(model).__name__} without one. Pass a GPTModel, "
+            f"Expected a megatron-core model with a `config`, got {kinds or 'nothing'} without one. Pass a GPTModel, "
             "MambaModel or HybridModel."
         )
     return found
 
 
-def _plain_options(model: nn.Module, whole: WholeModel) -> dict[str, Any]:
+def _plain_options(chunks: Sequence[nn.Module], whole: WholeModel) -> dict[str, Any]:
     """The plain values of a model's `config`, by name; with the number of Mamba heads, which mixers may compute.
 
     Effects: an exchange between several pipeline stages: not every stage has a mixer, and all read a checkpoint's.
     """
-    options = {name: value for name, value in vars(_config(model)).items() if isinstance(value, int | float | str)}
-    mixer: Any = next((each for each in model.modules() if hasattr(each, "ngroups") and hasattr(each, "nheads")), None)
+    options = {name: value for name, value in vars(_config(chunks)).items() if isinstance(value, int | float | str)}
+    mixer = next((each for each in _modules(chunks) if hasattr(each, "ngroups") and hasattr(each, "nheads")), None)
     num_heads = [num for num in whole.stage.on_each(None if mixer is None else int(mixer.nheads)) if num is not None]
     return {**options, "mamba_num_heads": num_heads[0]} if num_heads else options
 
 
-def _sizes(model: nn.Module, whole: WholeModel) -> dict[str, int]:
+def _sizes(chunks: Sequence[nn.Module], whole: WholeModel) -> dict[str, int]:
     """Sizes of the components of rank-major tensors."""
     expt_tp = whole.ranks.expt_tp
-    sizes = {**sizes_of_args(_plain_options(model, whole)), "tp": whole.ranks.tp.size()}
+    sizes = {**sizes_of_args(_plain_options(chunks, whole)), "tp": whole.ranks.tp.size()}
     return sizes if expt_tp is None else {**sizes, "etp": expt_tp.size()}

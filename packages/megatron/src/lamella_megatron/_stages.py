@@ -7,7 +7,7 @@ Checkpoints number all layers and have one embedding, so that they open on any n
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Sequence
 from typing import TypeVar
 
 import torch
@@ -32,35 +32,35 @@ def unwrapped(name: str) -> str:
 
 
 class Stage:
-    """Names of a model on one pipeline stage; of a model on the only stage, the model's own.
+    """Names of a rank's chunks of a model, one or several virtual stages; of a model on the only stage, its own.
 
     Args:
-        model: Sharded, or a wrapper around it.
+        chunks: Sharded, or wrappers around sharded models.
         pp: The ranks with the other stages; None for a single stage.
 
     Raises:
-        NotImplementedError: A rank has several chunks, of virtual stages.
+        ValueError: Fewer or more chunks than the rank has.
     """
 
-    def __init__(self, model: nn.Module, pp: dist.ProcessGroup | None) -> None:
+    def __init__(self, chunks: Sequence[nn.Module], pp: dist.ProcessGroup | None) -> None:
+        _check_chunks(chunks)
         self._pp = pp if pp is not None and pp.size() > 1 else None
-        self._numbers: dict[str, int] = {}
-        if self._pp is not None:
-            _refuse_virtual_stages(model)
+        self._numbers: dict[tuple[int, str], int] = {}
+        for chunk, model in enumerate(chunks) if self._pp is not None else ():
             for path, module in model.named_modules():
                 number = getattr(module, "layer_number", None)
                 if number is not None and _LAYER.fullmatch(unwrapped(path)):
-                    self._numbers[unwrapped(path)] = number - 1  # megatron-core counts from 1, over all stages
+                    self._numbers[chunk, unwrapped(path)] = number - 1  # megatron-core counts from 1, over all stages
 
-    def name(self, name: str, tensor: torch.Tensor) -> str:
-        """The name in a model of one stage, of a tensor of a state dict."""
+    def name(self, chunk: int, name: str, tensor: torch.Tensor) -> str:
+        """The name in a model of one stage, of a tensor of a chunk's state dict."""
         own = unwrapped(name)
         if self.is_copy(name, tensor):
             return _EMBEDDING
         found = _LAYER.match(own)
-        if found is None or found[0] not in self._numbers:
+        if found is None or (chunk, found[0]) not in self._numbers:
             return own
-        return f"{found[1]}{self._numbers[found[0]]}{own[found.end() :]}"
+        return f"{found[1]}{self._numbers[chunk, found[0]]}{own[found.end() :]}"
 
     def is_copy(self, name: str, tensor: torch.Tensor) -> bool:
         """Whether a tensor is a later stage's copy of the first stage's embedding."""
@@ -99,15 +99,16 @@ def without(source: Source, others: Container[str]) -> Source:
     return rename(source, kept)
 
 
-def _refuse_virtual_stages(model: nn.Module) -> None:
-    """A single chunk would be saved without the rank's other layers."""
-    for module in model.modules():
-        num_chunks = getattr(getattr(module, "config", None), "virtual_pipeline_model_parallel_size", None)
-        if num_chunks is not None:
-            raise NotImplementedError(
-                f"Expected a rank's whole stage in one model, got one of {num_chunks} chunks "
-                "(virtual_pipeline_model_parallel_size). Build the model without virtual stages, from the same weights."
-            )
+def _check_chunks(chunks: Sequence[nn.Module]) -> None:
+    """A single chunk of several would be saved without the rank's other layers."""
+    configs = (getattr(module, "config", None) for chunk in chunks for module in chunk.modules())
+    told = (getattr(config, "virtual_pipeline_model_parallel_size", None) for config in configs)
+    num_chunks = next(filter(None, told), 1)
+    if len(chunks) != num_chunks:
+        raise ValueError(
+            f"Expected all {num_chunks} chunks of the rank (`config.virtual_pipeline_model_parallel_size`), got "
+            f"{len(chunks)}. Pass the list that megatron-core's driver takes."
+        )
 
 
 def _place(name: str) -> str:

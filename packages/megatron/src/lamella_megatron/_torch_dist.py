@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,12 +30,12 @@ class Places:
     objects: Mapping[str, object]
 
     @classmethod
-    def of(cls, model: nn.Module, whole: WholeModel, groups: Any = None) -> Places:
-        """Call a sharded model's `sharded_state_dict`, which reads shapes of parameters and no values.
+    def of(cls, chunks: Sequence[nn.Module], whole: WholeModel, groups: Any = None) -> Places:
+        """Call `sharded_state_dict` of sharded models, which reads shapes of parameters and no values.
 
         Args:
-            model: Sharded by `fully_shard_model`.
-            whole: Of the model.
+            chunks: Sharded by `fully_shard_model`.
+            whole: Of the chunks.
             groups: With `dp_cp`; None takes the groups of `parallel_state`.
         """
         mapping = importlib.import_module("megatron.core.dist_checkpointing.mapping")
@@ -43,16 +43,17 @@ class Places:
             config = importlib.import_module("megatron.core.process_groups_config")
             groups = config.ProcessGroupCollection.use_mpu_process_groups(["dp_cp"])
         # A wrapper would put `module.` before its keys. The class's: the model's own refuses.
-        asked: Any = innermost(model)
-        told = type(asked).sharded_state_dict(asked, metadata={"dp_cp_group": groups.dp_cp})
+        models: list[Any] = [innermost(chunk) for chunk in chunks]
+        metadata = {"dp_cp_group": groups.dp_cp}
+        told = [type(model).sharded_state_dict(model, metadata=metadata) for model in models]
         parts: dict[str, list[StoredPart]] = {}
         objects: dict[str, object] = {}
-        for name, value in told.items():
+        for i, name, value in ((i, *item) for i, of_chunk in enumerate(told) for item in of_chunk.items()):
             if isinstance(value, mapping.ShardedObject):
                 if mapping.is_main_replica(value.replica_id):
                     objects[value.unique_key] = value.data
                 continue
-            own = whole.names.get(unwrapped(name))
+            own = whole.names.get((i, unwrapped(name)))
             if own is None:
                 continue
             held = whole.part_of(own)

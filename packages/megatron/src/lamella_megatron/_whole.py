@@ -20,8 +20,9 @@ Note [Parts of whole tensors]
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -92,7 +93,8 @@ class WholeModel(nn.Module):
     model of one stage does. `load_state_dict` tells the sharded model that its weights are new.
 
     Args:
-        model: Sharded by `fully_shard_model`, or a wrapper around it.
+        chunks: Of this rank: one model, or one for each virtual pipeline stage; each sharded by `fully_shard_model`, or
+            a wrapper around such a model.
         groups: As for `fully_shard_model`.
         has_copies: With a last pipeline stage's copy of the embedding, which loads and is not saved again.
         layer_groups: The pattern of all layers of a HybridModel, with brackets: names are those of stacks of stacks.
@@ -103,44 +105,53 @@ class WholeModel(nn.Module):
         stage: Of the pipeline.
         layer_groups: As given.
         copies: The parameters that are left out, by `id`.
-        names: Of the tensors here, by the sharded model's names without the wrappers' `module.`.
+        names: Of the tensors here, by the chunk and the name there without the wrappers' `module.`.
 
     Raises:
-        NotImplementedError: A parameter's axes cut neither first to last nor last to first, the model is a chunk of a
-            rank's several virtual pipeline stages, or a stage has two copies of the embedding.
-        ValueError: A group is missing, a parameter is not sharded, or `layer_groups` is the pattern of other layers.
+        NotImplementedError: A parameter's axes cut neither first to last nor last to first, or a stage has two copies
+            of the embedding.
+        ValueError: A group is missing, a parameter is not sharded, the rank has another number of chunks, or
+            `layer_groups` is the pattern of other layers.
 
     Effects: collective: one exchange of ranks along each tensor-parallel group and data-parallel mesh. Runs the model's
         state-dict hooks, which reshard it.
     """
 
     def __init__(
-        self, model: nn.Module, groups: Any = None, *, has_copies: bool = True, layer_groups: str | None = None
+        self,
+        chunks: Sequence[nn.Module],
+        groups: Any = None,
+        *,
+        has_copies: bool = True,
+        layer_groups: str | None = None,
     ) -> None:
         super().__init__()
         self.ranks = Ranks.of(groups)
-        self.stage = Stage(model, self.ranks.pp)
+        self.stage = Stage(chunks, self.ranks.pp)
         self._wholes = _Wholes(self.ranks)
-        self._sharded = [model]  # In a list: a registered module would add its own names.
+        self._chunks = list(chunks)  # In a list: registered modules would add their own names.
         held = {
-            name: value for name, value in model.state_dict(keep_vars=True).items() if not name.endswith(_EXTRA_STATE)
+            (i, name): value
+            for i, chunk in enumerate(chunks)
+            for name, value in chunk.state_dict(keep_vars=True).items()
+            if not name.endswith(_EXTRA_STATE)
         }
-        copies = {name for name, value in held.items() if not has_copies and self.stage.is_copy(name, value)}
-        self.copies = {id(held[name]) for name in copies}
-        self._own = {name: value for name, value in held.items() if name not in copies}
-        parameters = dict(model.named_parameters())
-        experts = {id(parameters[name]) for name in expert_parameters(model)}
+        copies = {own for own, value in held.items() if not has_copies and self.stage.is_copy(own[1], value)}
+        self.copies = {id(held[own]) for own in copies}
+        self._own = {own: value for own, value in held.items() if own not in copies}
+        experts = {id(chunk.get_parameter(name)) for chunk in chunks for name in expert_parameters(chunk)}
         self._of: dict[int, torch.Tensor] = {}
-        with on_device_of(model.parameters()):
-            for name, value in self._own.items():
+        with on_device_of(self.parameters()):
+            for (_, name), value in self._own.items():
                 if isinstance(value, nn.Parameter):
                     self._of.setdefault(id(value), self._wholes.of(name, value, is_expert=id(value) in experts))
         self.layer_groups = layer_groups
-        flat = {name: self.stage.name(name, value) for name, value in self._own.items()}
+        flat = {own: self.stage.name(*own, value) for own, value in self._own.items()}
         nested: dict[str, str] = {}
         if layer_groups is not None:
-            nested = regrouped(flat.values(), groups_of_all_stages(model, layer_groups).flat, layer_groups)
-        self.names = {unwrapped(name): nested.get(of_all, of_all) for name, of_all in flat.items()}
+            patterns = [groups_of_all_stages(chunk, layer_groups) for chunk in chunks]
+            nested = regrouped(flat.values(), patterns[0].flat, layer_groups)
+        self.names = {(i, unwrapped(name)): nested.get(of_all, of_all) for (i, name), of_all in flat.items()}
         if len(set(self.names.values())) < len(self.names):
             raise NotImplementedError(
                 "Expected one copy of the embedding on a pipeline stage, got two: an output layer's that shares it and "
@@ -173,12 +184,13 @@ class WholeModel(nn.Module):
         return dict(self._whole)
 
     def load_state_dict(self, *_: Any, **__: Any) -> Any:
-        """Run the sharded model's hooks of a load: all data is in place."""
-        return self._sharded[0].load_state_dict(self._own, strict=False)
+        """Run the chunks' hooks of a load: all data is in place."""
+        for i, chunk in enumerate(self._chunks):
+            chunk.load_state_dict({name: value for (of, name), value in self._own.items() if of == i}, strict=False)
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """The sharded model's."""
-        return self._sharded[0].parameters(recurse)
+        """The chunks'."""
+        return chain.from_iterable(chunk.parameters(recurse) for chunk in self._chunks)
 
 
 class _Wholes:

@@ -44,10 +44,11 @@ class World:
     ep: int = 1
     etp: int | None = None
     pp: int = 1
+    vp: int | None = None
     instances: int = 1
 
     def __str__(self) -> str:
-        stages = "" if self.pp == 1 else f"-pp{self.pp}"
+        stages = "" if self.pp == 1 else f"-pp{self.pp}" + (f"-vp{self.vp}" if self.vp else "")
         expert = "" if self.ep == 1 and self.etp is None else f"-ep{self.ep}-etp{self.etp}"
         instances = "" if self.instances == 1 else f"-instances{self.instances}"
         return f"{self.num_ranks}ranks-tp{self.tp}{stages}{expert}{instances}"
@@ -85,6 +86,12 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def make(world: World, kind: str, seed: int = 0) -> nn.Module:
+    [model] = make_chunks(world, kind, seed)
+    return model
+
+
+def make_chunks(world: World, kind: str, seed: int = 0) -> list[nn.Module]:
+    """This rank's model, or one for each of its virtual pipeline stages."""
     from megatron.core import parallel_state
 
     parallel_state.initialize_model_parallel(
@@ -92,13 +99,14 @@ def make(world: World, kind: str, seed: int = 0) -> nn.Module:
         expert_model_parallel_size=world.ep,
         expert_tensor_parallel_size=world.etp,
         pipeline_model_parallel_size=world.pp,
+        virtual_pipeline_model_parallel_size=world.vp,
         num_distributed_optimizer_instances=world.instances,
     )
-    return build(world, kind, seed)
+    return [build(world, kind, seed, chunk) for chunk in (range(world.vp) if world.vp else [None])]
 
 
-def build(world: World, kind: str, seed: int) -> nn.Module:
-    """A model on this rank's pipeline stage."""
+def build(world: World, kind: str, seed: int, chunk: int | None = None) -> nn.Module:
+    """A model on this rank's pipeline stage, or one of its virtual stages."""
     from megatron.core import parallel_state
 
     fields, of_model = MODELS[kind]
@@ -108,14 +116,17 @@ def build(world: World, kind: str, seed: int) -> nn.Module:
         expert_model_parallel_size=world.ep,
         expert_tensor_parallel_size=world.etp,
         pipeline_model_parallel_size=world.pp,
+        virtual_pipeline_model_parallel_size=world.vp,
         pipeline_dtype=torch.float32,
         sequence_parallel=world.tp > 1 and "num_moe_experts" in fields,
         **fields,
     )
-    is_first, is_last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
-    stage = {"pre_process": is_first, "post_process": is_last}
+    of_stage = {"vp_stage": chunk, "ignore_virtual": chunk is None}
+    is_first = parallel_state.is_pipeline_first_stage(**of_stage)
+    is_last = parallel_state.is_pipeline_last_stage(**of_stage)
+    stage = {"pre_process": is_first, "post_process": is_last, "vp_stage": chunk}
     if kind == "hybrid":
-        return tiny_hybrid(config, "*-MG" if world.pp == 1 else "*-|MG", **stage)
+        return tiny_hybrid(config, {1: "*-MG", 2: "*-|MG", 4: "*|-|M|G"}[world.pp * (world.vp or 1)], **stage)
     if kind == "mtp":
         specs = importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
         spec = specs.get_gpt_mtp_block_spec(config, specs.get_gpt_layer_local_spec(), use_transformer_engine=False)
@@ -143,13 +154,11 @@ def on_rank_zero(world: World, run: Callable[..., Any], *args: Any) -> Any:
 
 
 def name_in_the_whole(model: Any, name: str) -> str:
-    """A parameter's name in a model of one stage, with equally many layers on each stage."""
-    from megatron.core import parallel_state
-
+    """A parameter's name in a model of one stage, which counts layers from 0."""
     if name == "output_layer.weight" and getattr(model, "share_embeddings_and_output_weights", False):
         return "embedding.word_embeddings.weight"
-    first = parallel_state.get_pipeline_model_parallel_rank() * len(model.decoder.layers)
-    return re.sub(r"(?<=decoder\.layers\.)\d+", lambda found: str(first + int(found[0])), name)
+    numbers = [layer.layer_number - 1 for layer in model.decoder.layers]
+    return re.sub(r"(?<=decoder\.layers\.)\d+", lambda found: str(numbers[int(found[0])]), name)
 
 
 def fill(model: nn.Module) -> None:
@@ -169,16 +178,18 @@ def save_random(
     world: World, kind: str, path: Path, written: Any = "fsdp_dtensor"
 ) -> dict[str, tuple[torch.Tensor, int | None]]:
     """Save after a step; this rank's tensor-parallel parts of what is neither fused nor an expert's, and their dims."""
-    model = make(world, kind)
-    fill(model)
-    fully_shard_model(model)
-    optimizer = torch.optim.AdamW(model.parameters())
-    for parameter in model.parameters():
+    chunks = make_chunks(world, kind)
+    for chunk in chunks:
+        fill(chunk)
+        fully_shard_model(chunk)
+    parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
+    optimizer = torch.optim.AdamW(parameters)
+    for parameter in parameters:
         parameter.grad = torch.sin(100 * parameter.detach())
     optimizer.step()
-    save_checkpoint(path, model=model, optimizer=optimizer, format=written)
+    save_checkpoint(path, model=chunks, optimizer=optimizer, format=written)
     found = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in (item for chunk in chunks for item in chunk.named_parameters()):
         assert isinstance(parameter, DTensor)
         whole = parameter.full_tensor().detach()
         if not any(each in name for each in ("linear_fc1", "in_proj", "conv1d", ".experts.")):

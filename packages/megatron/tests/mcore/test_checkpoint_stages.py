@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from resuming import World, assert_equal, on_rank_zero, read, save_random, sharded
+from resuming import World, assert_equal, make_chunks, on_rank_zero, read, save_random, sharded
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lamella_checkpoint import CheckpointMismatch
-from lamella_megatron import load_checkpoint, save_checkpoint
+from lamella_megatron import fully_shard_model, load_checkpoint, save_checkpoint
 from lamella_testing import run_ranks
 
 
@@ -24,19 +24,23 @@ def _local(parameter: nn.Parameter) -> torch.Tensor:
 
 def _load_and_save(world: World, kind: str, path: Path, again: Path) -> None:
     """Read into a stage with zeros, and write what was read."""
-    model, optimizer = sharded(world, kind)
+    chunks = [fully_shard_model(chunk) for chunk in make_chunks(world, kind)]
+    named = [item for chunk in chunks for item in chunk.named_parameters()]
+    optimizer = torch.optim.AdamW([parameter for _, parameter in named])
     with torch.no_grad():
-        for parameter in model.parameters():
+        for _, parameter in named:
             parameter.zero_()
-    load_checkpoint(path, model=model, optimizer=optimizer)
-    save_checkpoint(again, model=model, optimizer=optimizer)
+    load_checkpoint(path, model=chunks, optimizer=optimizer)
+    save_checkpoint(again, model=chunks, optimizer=optimizer)
     # The last stage's copy of the embedding, which nothing saves, has been read too.
-    copies = [p for name, p in model.named_parameters() if name == "output_layer.weight"]
+    copies = [parameter for name, parameter in named if name == "output_layer.weight"]
     assert all(copy.detach().abs().sum() > 0 and optimizer.state[copy]["exp_avg"].abs().sum() > 0 for copy in copies)
 
 
 GATED = "gated", [World(4, tp=2, pp=2), World(4, pp=2), World(2)]
 TIED = "tied", [World(2, pp=2), World(1), World(4, pp=4)]
+VIRTUAL = "tied", [World(4, pp=2, vp=2), World(1), World(2, pp=2)]
+VIRTUAL_HYBRID = "hybrid", [World(2, pp=2, vp=2), World(2, pp=2)]
 HYBRID = "hybrid", [World(4, tp=2, pp=2), World(1)]
 PREDICTION = "mtp", [World(2, pp=2), World(1)]
 EXPERTS = "experts", [World(4, ep=2, pp=2), World(2, pp=2), World(2, ep=2)]
@@ -47,11 +51,15 @@ EXPERTS = "experts", [World(4, ep=2, pp=2), World(2, pp=2), World(2, ep=2)]
     [
         ("fsdp_dtensor", *GATED),
         ("fsdp_dtensor", *TIED),
+        ("fsdp_dtensor", *VIRTUAL),
+        ("fsdp_dtensor", *VIRTUAL_HYBRID),
         ("fsdp_dtensor", *HYBRID),
         ("fsdp_dtensor", *PREDICTION),
         pytest.param("fsdp_dtensor", *EXPERTS, marks=pytest.mark.slow),
         pytest.param("torch_dist", *GATED, marks=pytest.mark.slow),
         ("torch_dist", *TIED),
+        ("torch_dist", *VIRTUAL),
+        pytest.param("torch_dist", *VIRTUAL_HYBRID, marks=pytest.mark.slow),
         ("torch_dist", *HYBRID),
         pytest.param("torch_dist", *EXPERTS, marks=pytest.mark.slow),
     ],
@@ -61,7 +69,7 @@ def test_stages_save_what_one_stage_does_and_read_it_on_others(
     tmp_path: Path, form: Any, kind: str, worlds: list[World]
 ) -> None:
     first = worlds[0]
-    one = replace(first, num_ranks=first.num_ranks // first.pp, pp=1)
+    one = replace(first, num_ranks=first.num_ranks // first.pp, pp=1, vp=None)
     on_rank_zero(one, save_random, kind, tmp_path / "one", form)
     on_rank_zero(first, save_random, kind, tmp_path / "0", form)
     assert_equal(read(tmp_path / "0"), read(tmp_path / "one"))
@@ -92,10 +100,9 @@ def test_a_layer_that_no_stage_has_is_refused_on_every_stage(tmp_path: Path) -> 
 
 def test_a_chunk_of_several_is_refused(tmp_path: Path) -> None:
     def on_each_rank() -> None:
-        model: Any = sharded(World(2, pp=2), "gated")[0]
-        model.config.virtual_pipeline_model_parallel_size = 2
-        with pytest.raises(NotImplementedError, match="one of 2 chunks"):
-            save_checkpoint(tmp_path / "no", model=model)
+        first, _ = [fully_shard_model(chunk) for chunk in make_chunks(World(2, pp=2, vp=2), "tied")]
+        with pytest.raises(ValueError, match=r"all 2 chunks of the rank .*, got 1\. Pass the list"):
+            save_checkpoint(tmp_path / "no", model=first)
 
     run_ranks(on_each_rank, 2)
     assert not any(tmp_path.iterdir())

@@ -257,20 +257,6 @@ def test_weights_move_between_whole_matrices_and_even_shards_without_the_optimiz
     assert_equal(read(tmp_path / "again"), weights)
 
 
-def test_even_shards_over_two_axes_are_refused_by_name(tmp_path: Path) -> None:
-    layout, options = STAGED["HFSDP"]
-
-    def on_each_rank() -> None:
-        model = wrapped("gpt", layout, for_muon=False, **options)
-        words = (
-            r"'embedding\.word_embeddings\.weight' placed by Shard, RaggedShard and Replicate alone, got _StridedShard"
-        )
-        with pytest.raises(NotImplementedError, match=words):
-            save_checkpoint(tmp_path, model=model)
-
-    run_ranks(on_each_rank, layout.num_ranks)
-
-
 def test_lamellas_own_checkpoints_resume_and_tell_muon_from_other_optimizers(tmp_path: Path) -> None:
     """A model of torch's modules: megatron-core's have state without tensors, which lamella-checkpoint refuses."""
 
