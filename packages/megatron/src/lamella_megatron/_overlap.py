@@ -22,7 +22,7 @@ from lamella_megatron._cuts import (
 )
 from lamella_megatron._model import innermost
 from lamella_megatron._patterns import parse_pattern
-from lamella_megatron._slots import Entered, Item, Prediction, layers_inside
+from lamella_megatron._slots import Delayable, Entered, Item, Prediction, delayable, layers_inside
 from lamella_megatron._units import is_group, refuse_groups_of_stacks
 from lamella_schedule import Chunk, Flight, Lanes, run, run_order, run_pair
 
@@ -300,11 +300,13 @@ class _Parts:
         decoder: The layers of each item of the decoder.
         predictions: The layers of multi-token prediction, one a depth.
         units: The units of each item and each depth.
+        delayable: Of each item and each depth: the modules that may leave weight gradients.
     """
 
     decoder: list[list[nn.Module]]
     predictions: list[nn.Module]
     units: list[list[nn.Module]]
+    delayable: list[Delayable]
 
 
 def _parts(model: Any, layer_groups: str | None) -> _Parts:
@@ -314,7 +316,9 @@ def _parts(model: Any, layer_groups: str | None) -> _Parts:
     else:
         units = [[item[0]] for item in decoder]  # the layers of a group are one unit
     units += [_units_of(each, layers_inside(each)) for each in predictions]
-    return _Parts(decoder, predictions, units)
+    found = [delayable(item) for item in decoder]
+    found += [delayable(layers_inside(each), before=(each.get_submodule("eh_proj"),)) for each in predictions]
+    return _Parts(decoder, predictions, units, found)
 
 
 def _units_of(owner: nn.Module, inside: list[nn.Module]) -> list[nn.Module]:
@@ -371,9 +375,10 @@ def _chunk(
         _, _, _, normed, *predicted = values
         return loss_of(forward_after_prediction(model, batch, normed, predicted))
 
-    slots = [Item(layers, given).slots() for layers in parts.decoder]
+    of_each = iter(parts.delayable)
+    slots = [Item(layers, given, next(of_each)).slots() for layers in parts.decoder]
     slots += [
-        Prediction(layer, of_predictions, enter if depth == 0 else None).slots()
+        Prediction(layer, of_predictions, next(of_each), enter if depth == 0 else None).slots()
         for depth, layer in enumerate(parts.predictions)
     ]
     return Chunk(preprocess, slots, postprocess)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
@@ -19,6 +19,7 @@ from lamella_schedule import LayerSlots, Slot
 
 Along: TypeAlias = torch.Tensor | int | None
 Entered: TypeAlias = tuple[torch.Tensor, tuple[Along, ...]]
+Delayable: TypeAlias = Mapping[Slot, list[Any]]
 
 # Arguments of the decoder that layers take too, under the same names.
 _OF_ATTENTION = (
@@ -40,17 +41,17 @@ class Item:
     Attributes:
         layers: In order.
         given: The arguments of layers, once the forward has begun.
-        before: Modules that the first slot calls before the layers.
+        delayable: As of `delayable`.
     """
 
     layers: list[nn.Module]
     given: dict[str, Any]
-    before: tuple[nn.Module, ...] = ()
+    delayable: Delayable
 
     def slots(self) -> LayerSlots:
         """The functions of the schedule's slots."""
         last: Any = self.layers[-1]
-        delayed = self._delayed()
+        delayed = _delayed(self.delayable)
         if _has_experts(last):
             return LayerSlots(
                 pre=self._route,
@@ -145,16 +146,6 @@ class Item:
     def _chosen(self, names: tuple[str, ...]) -> dict[str, Any]:
         return {name: self.given[name] for name in names if name in self.given}
 
-    def _delayed(self) -> dict[Slot, Callable[[], object]]:
-        """Weight gradients left out by backward: the experts' or the MLP's, and those of all else."""
-        last: Any = self.layers[-1]
-        ends = last.mlp if _has_mlp(last) else None
-        late = [] if ends is None else _delaying(getattr(ends, "experts", None) or ends)
-        modules = (*self.layers, *self.before)
-        early = [each for module in modules for each in _delaying(module) if each not in late]
-        found = {Slot.PRE: early, Slot.EXPERTS: late}
-        return {slot: _all_of(modules) for slot, modules in found.items() if modules}
-
 
 @dataclass
 class Prediction:
@@ -166,17 +157,19 @@ class Prediction:
     Attributes:
         layer: megatron-core's layer of the depth.
         given: The arguments of all depths, once the first has begun.
+        delayable: As of `delayable`.
         enter: Of the first depth: from the decoder's last hidden states to this depth's input and the values above.
     """
 
     layer: Any
     given: dict[str, Any]
+    delayable: Delayable
     enter: Callable[[torch.Tensor], Entered] | None = None
     _inside: dict[str, Any] = field(default_factory=dict)
 
     def slots(self) -> LayerSlots:
         """The functions of the schedule's slots."""
-        inner = Item(layers_inside(self.layer), self._inside, before=(self.layer.eh_proj,)).slots()
+        inner = Item(layers_inside(self.layer), self._inside, self.delayable).slots()
         return replace(inner, pre=lambda *values: inner.pre(*self._project(*values)), post=self._norm)
 
     def _project(self, *values: Any) -> tuple[Along, ...]:
@@ -209,16 +202,31 @@ def layers_inside(prediction: Any) -> list[nn.Module]:
     return list(getattr(inner, "layers", None) or [inner])
 
 
-def _delaying(module: nn.Module) -> list[Any]:
-    """The modules that compute their weight gradients in `backward_dw`, in the order of backward."""
-    inside = [each for each in module.modules() if _delays(each)]
-    return inside[::-1]
+def delayable(layers: list[nn.Module], before: Sequence[nn.Module] = ()) -> Delayable:
+    """The modules that may leave weight gradients to `backward_dw`, in the order of backward.
+
+    Those of the experts or the MLP, and those of all else. A scan of all modules: for a step, not for each microbatch.
+
+    Args:
+        layers: Of an item.
+        before: Modules that the first slot calls before the layers.
+    """
+    last: Any = layers[-1]
+    ends = last.mlp if _has_mlp(last) else None
+    late = [] if ends is None else _delayable_in(getattr(ends, "experts", None) or ends)
+    early = [each for module in (*layers, *before) for each in _delayable_in(module) if each not in late]
+    return {Slot.PRE: early, Slot.EXPERTS: late}
 
 
-def _delays(module: Any) -> bool:
-    """Whether a layer of Transformer Engine's kind delays: a wrapper around such layers has no store of its own."""
-    needs = getattr(module, "need_backward_dw", None)
-    return needs is not None and bool(needs())
+def _delayable_in(module: nn.Module) -> list[Any]:
+    """Layers of Transformer Engine's kind: a wrapper around such layers has no store of its own."""
+    return [each for each in module.modules() if getattr(each, "need_backward_dw", None) is not None][::-1]
+
+
+def _delayed(found: Delayable) -> dict[Slot, Callable[[], object]]:
+    """Weight gradients left out by backward. Modules are asked for each microbatch: the answer may change."""
+    needing = {slot: [module for module in modules if module.need_backward_dw()] for slot, modules in found.items()}
+    return {slot: _all_of(modules) for slot, modules in needing.items() if modules}
 
 
 def _all_of(modules: list[Any]) -> Callable[[], None]:

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 from overlap_runs import Case, all_cases, assert_equal_bits, delay_weight_gradients
+from torch import nn
 
-from lamella_megatron._slots import Item
+from lamella_megatron._slots import Item, delayable
 from lamella_schedule import Slot
 from lamella_testing import run_ranks
 from lamella_testing.megatron_parity import Layout, make_model
@@ -63,7 +64,8 @@ def test_weight_gradients_of_mixers_and_shared_experts_are_computed_after_pre() 
                 names.append(name)
                 module.backward_dw = partial(called.append, name)
         found = {}
-        for slot, compute in Item(list(model.decoder.layers), {}).slots().delayed.items():
+        layers = list(model.decoder.layers)
+        for slot, compute in Item(layers, {}, delayable(layers)).slots().delayed.items():
             called.clear()
             compute()
             found[slot] = list(called)
@@ -75,3 +77,12 @@ def test_weight_gradients_of_mixers_and_shared_experts_are_computed_after_pre() 
     assert sorted(found[Slot.PRE]) == sorted(name for name in names if ".experts." not in name)
     layers = [int(name.split(".")[0]) for name in found[Slot.PRE]]
     assert {0, 1, 2, 3} == set(layers), "each mixer, and the shared expert"
+
+
+@pytest.mark.parametrize("needs", [True, False])
+def test_layers_are_asked_for_each_microbatch_whether_they_delay(needs: bool) -> None:
+    layer: Any = nn.Linear(1, 1)
+    layer.need_backward_dw = lambda: not needs
+    item = Item([layer], {}, delayable([layer]))
+    layer.need_backward_dw = lambda: needs
+    assert item.slots().delayed.keys() == ({Slot.PRE} if needs else set())

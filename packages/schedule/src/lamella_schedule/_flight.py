@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import TypeAlias, cast
 
 import torch
@@ -11,13 +11,12 @@ from torch.profiler import record_function
 
 from lamella_schedule._chunk import Chunk
 from lamella_schedule._events import Event, Kind, Slot
-from lamella_schedule._lanes import Chain, Lanes
+from lamella_schedule._lanes import NOTHING, Chain, Lanes
 from lamella_schedule._nodes import Gradients, Node, Values
 
 Around: TypeAlias = Callable[[Event], AbstractContextManager[object]]
 
 _is_profiled = torch._C._autograd._profiler_enabled
-NOTHING = nullcontext()
 
 
 class Flight:
@@ -92,15 +91,18 @@ class Flight:
     def run(self, event: Event, around: Around) -> None:
         """Run one event on its lane."""
         # Delayed weight gradients are outside the chain: Note [Waits].
-        is_delayed = event.kind is Kind.WEIGHT_GRADIENT
-        on_lane = self.lanes.on(event.lane) if is_delayed else self._chain.on(event.lane)
-        with on_lane, _label(event), around(event):
+        is_delayed, lane = event.kind is Kind.WEIGHT_GRADIENT, event.lane
+        if not is_delayed:
+            self._chain.begin(lane)
+        with self.lanes.on(lane), _label(event), around(event):
             if is_delayed:
                 self._delayed[event.layer, event.slot]()
             elif event.kind is Kind.FORWARD:
                 self._at_head = self._nodes[event.layer, event.slot].forward(self._at_head)
             else:
                 self._at_head = self._nodes.pop((event.layer, event.slot)).backward(cast(Gradients, self._at_head))
+        if not is_delayed:
+            self._chain.end(lane)
 
     def drop(self) -> None:
         """Let go of all tensors."""

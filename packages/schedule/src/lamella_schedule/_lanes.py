@@ -25,13 +25,15 @@ A CPU has torch's null streams, and the same code runs.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
 from lamella_schedule._events import Lane
+
+NOTHING = nullcontext()
 
 
 class Lanes:
@@ -55,8 +57,15 @@ class Lanes:
         """Return the stream of a lane."""
         return self._streams[lane]
 
+    def on_compute(self) -> AbstractContextManager[object]:
+        """Make the compute stream current, around the events of a pair: most are on this stream, and switch nothing."""
+        entered: AbstractContextManager[object] = self._module.stream(self._streams[Lane.COMPUTE])
+        return entered
+
     def on(self, lane: Lane) -> AbstractContextManager[object]:
-        """Make a lane's stream current."""
+        """Make a lane's stream current, inside `on_compute`."""
+        if lane is Lane.COMPUTE:
+            return NOTHING
         entered: AbstractContextManager[object] = self._module.stream(self._streams[lane])
         return entered
 
@@ -108,15 +117,14 @@ class Chain:
         self._lanes = lanes
         self._event: Any = None
 
-    @contextmanager
-    def on(self, lane: Lane) -> Iterator[None]:
-        """Run a node on a lane's stream, behind the node before."""
-        stream = self._lanes.stream(lane)
+    def begin(self, lane: Lane) -> None:
+        """Order a lane's stream behind the node before."""
         if self._event is not None:
-            stream.wait_event(self._event)
-        with self._lanes.on(lane):
-            yield
-        self._event = stream.record_event()
+            self._lanes.stream(lane).wait_event(self._event)
+
+    def end(self, lane: Lane) -> None:
+        """Take a lane's work so far as the node that the next one waits for."""
+        self._event = self._lanes.stream(lane).record_event()
 
 
 def _module(device: torch.device) -> Any:

@@ -10,11 +10,11 @@ freed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import torch
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 
 from lamella_schedule._lanes import Lanes
 
@@ -55,12 +55,8 @@ class Node:
         """
         assert self._function is not None
         self._lanes.mark_read(values)
-        inside = self._inside(values)
-        begun = [
-            (value, value.grad_fn, value._version)
-            for value in inside
-            if isinstance(value, torch.Tensor) and value.grad_fn is not None
-        ]
+        inside, entered = self._inside(values)
+        begun = [(tensor, tensor.grad_fn, tensor._version) for tensor in entered]
         outputs = _as_tuple(self._function(*inside))
         self._function = None  # its closure may hold the microbatch
         _refuse_shared_write(begun, self._title)
@@ -70,9 +66,12 @@ class Node:
                 _refuse_nest(output, self._title)
                 self._edges.append(None)
                 found.append(output)
-                continue
-            self._edges.append(get_gradient_edge(output) if output.requires_grad else None)
-            found.append(output.detach().requires_grad_(output.requires_grad))
+            elif output.requires_grad:
+                self._edges.append(get_gradient_edge(output))
+                found.append(output.detach().requires_grad_())
+            else:
+                self._edges.append(None)
+                found.append(output.detach())
         return tuple(found)
 
     def backward(self, gradients: Gradients) -> Gradients:
@@ -94,7 +93,11 @@ class Node:
         ]
         with self._box:
             if roots:
-                torch.autograd.backward([edge for edge, _ in roots], [gradient for _, gradient in roots])
+                # As torch.autograd.backward, without its comparison of shapes, which costs more than the engine's own
+                # work: each gradient is from a border, where the engine has compared, or from `begin_backward`.
+                _engine_run_backward(
+                    *zip(*roots, strict=True), False, False, (), allow_unreachable=True, accumulate_grad=True
+                )
         found = tuple(self._box.gradients)
         self.drop()
         return found
@@ -104,20 +107,23 @@ class Node:
         self._function = None
         self._edges, self._box.gradients = [], []
 
-    def _inside(self, values: Values) -> list[object]:
-        """The values for the function: tensors with `requires_grad` begin a graph here."""
+    def _inside(self, values: Values) -> tuple[list[object], Sequence[torch.Tensor]]:
+        """The values for the function, and the tensors among them that begin a graph here: those with a gradient."""
         inside = list(values)
         self._box.gradients = [None] * len(values)
-        tensors = [value for value in values if isinstance(value, torch.Tensor) and value.requires_grad]
-        self._box.places = [
-            place for place, value in enumerate(values) if isinstance(value, torch.Tensor) and value.requires_grad
-        ]
-        if tensors and torch.is_grad_enabled():
-            start = torch.empty(0, requires_grad=True)
-            begun = _Border.apply(start, self._box, *[tensor.detach() for tensor in tensors])  # type: ignore[no-untyped-call]
-            for place, tensor in zip(self._box.places, begun, strict=True):
-                inside[place] = tensor
-        return inside
+        tensors = {
+            place: value
+            for place, value in enumerate(values)
+            if isinstance(value, torch.Tensor) and value.requires_grad
+        }
+        self._box.places = list(tensors)
+        if not tensors or not torch.is_grad_enabled():
+            return inside, ()
+        start = torch.empty(0, requires_grad=True)
+        entered: tuple[torch.Tensor, ...] = _Border.apply(start, self._box, tensors.values())  # type: ignore[no-untyped-call]
+        for place, tensor in zip(tensors, entered, strict=True):
+            inside[place] = tensor
+        return inside, entered
 
 
 class _Box:
@@ -146,18 +152,21 @@ class _Box:
 
 
 class _Border(torch.autograd.Function):
-    """The beginning of a node's graph: data goes in unchanged, gradients go into the node's box."""
+    """The beginning of a node's graph: data goes in unchanged, gradients go into the node's box.
+
+    Tensors in a collection are none of the function's inputs for autograd: the graph begins here, without their bytes.
+    """
 
     @staticmethod
-    def forward(ctx: Any, start: torch.Tensor, box: _Box, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, start: torch.Tensor, box: _Box, tensors: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         ctx.box = box
         ctx.set_materialize_grads(False)  # a tensor without a gradient must not cost zeros
         return tuple(tensor.detach() for tensor in tensors)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, ...]:
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, None, None]:
         ctx.box.put(gradients)
-        return (None, None, *(None for _ in gradients))
+        return None, None, None
 
 
 def _as_tuple(outputs: object) -> Values:

@@ -12,6 +12,7 @@ weight gradients of the experts stand behind the backward all-to-all's chance to
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, TypeAlias
 
@@ -19,6 +20,7 @@ from lamella_schedule._events import Action, Event, Kind, Lane, LayerPlan, Phase
 
 AnyEvent: TypeAlias = Event | ResidenceEvent
 Layers: TypeAlias = int | Sequence[LayerPlan]
+Plans: TypeAlias = tuple[LayerPlan, ...]
 
 _F, _B = Phase.FORWARD, Phase.BACKWARD
 _PAIR: Final = (
@@ -80,9 +82,8 @@ def order(
         )
     if ahead < 0:
         raise ValueError(f"Expected ahead to be a number of layers, got {ahead}. Give 0 for no layer ahead.")
-    pair = _Pair(_plans(forward), forward_microbatch, _plans(backward), backward_microbatch, delayed)
-    template = _PAIR_WITH_EARLY_RELEASE if early_release else _PAIR
-    return tuple(with_residence(pair.events(template), ahead=ahead))
+    forward, backward = _plans(forward), _plans(backward)
+    return _events(forward, forward_microbatch, backward, backward_microbatch, early_release, delayed, ahead)
 
 
 def run_order(
@@ -129,12 +130,27 @@ def work(events: Iterable[AnyEvent]) -> tuple[Event, ...]:
     return tuple(event for event in events if isinstance(event, Event))
 
 
-def _plans(layers: Layers | None) -> list[LayerPlan] | None:
+@functools.lru_cache(maxsize=256)  # each step repeats the pairs of the step before
+def _events(
+    forward: Plans | None,
+    forward_microbatch: int,
+    backward: Plans | None,
+    backward_microbatch: int,
+    early_release: bool,
+    delayed: bool,
+    ahead: int,
+) -> tuple[AnyEvent, ...]:
+    template = _PAIR_WITH_EARLY_RELEASE if early_release else _PAIR
+    pair = _Pair(forward, forward_microbatch, backward, backward_microbatch, delayed)
+    return tuple(with_residence(pair.events(template), ahead=ahead))
+
+
+def _plans(layers: Layers | None) -> Plans | None:
     if isinstance(layers, int):
         if layers < 0:
             raise ValueError(f"Expected a number of layers, got {layers}. Give 0 for a chunk without layers.")
-        return [LayerPlan()] * layers
-    return None if layers is None else list(layers)
+        return (LayerPlan(),) * layers
+    return None if layers is None else tuple(layers)
 
 
 class _Pair:
@@ -142,9 +158,9 @@ class _Pair:
 
     def __init__(
         self,
-        forward: list[LayerPlan] | None,
+        forward: Plans | None,
         forward_microbatch: int,
-        backward: list[LayerPlan] | None,
+        backward: Plans | None,
         backward_microbatch: int,
         delayed: bool,
     ) -> None:
@@ -180,7 +196,7 @@ class _Pair:
                 yield from self._slot(phase, layer, slot, kind)
 
     def _slot(self, phase: Phase, layer: int, slot: Slot, kind: Kind) -> Iterator[Event]:
-        plan = (self._plans[phase] or [])[layer]
+        plan = (self._plans[phase] or ())[layer]
         is_there = self._delayed and slot in plan.delayed if kind is Kind.WEIGHT_GRADIENT else slot in plan.slots
         if is_there:
             yield Event(self._microbatch[phase], layer, slot, kind)

@@ -10,8 +10,8 @@ import torch
 
 from lamella_schedule._chunk import Chunk
 from lamella_schedule._events import Action, Event, ResidenceEvent
-from lamella_schedule._flight import NOTHING, Around, Flight
-from lamella_schedule._lanes import Lanes
+from lamella_schedule._flight import Around, Flight
+from lamella_schedule._lanes import NOTHING, Lanes
 from lamella_schedule._measure import device_of
 from lamella_schedule._nodes import Values
 from lamella_schedule._order import order
@@ -158,12 +158,13 @@ def run_pair(
         backward.check_backward()
     try:
         lanes.begin()
-        for event in events:
-            if isinstance(event, Event):
-                flights[event.microbatch].run(event, around or _nothing_around)
-            elif residence is not None:
-                with lanes.on(event.lane):
-                    _step_of(residence, event)
+        with lanes.on_compute():
+            for event in events:
+                if isinstance(event, Event):
+                    flights[event.microbatch].run(event, around or _nothing_around)
+                elif residence is not None:
+                    with lanes.on(event.lane):
+                        _step_of(residence, event)
         lanes.end()
     except BaseException:
         lanes.join()  # tensors go back to their allocator next, whichever stream reads them
