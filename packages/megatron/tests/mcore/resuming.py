@@ -60,6 +60,7 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "dense": ({}, {}),
     "gated": ({**GATED, "ffn_hidden_size": 48}, {}),
     "tied": ({**GATED, "num_layers": 4}, TIED),
+    "eight": ({**GATED, "num_layers": 8}, TIED),
     "biases": ({"add_bias_linear": True, "num_query_groups": 2}, {}),
     "experts": ({**EXPERTS, **GATED}, {}),
     "wider": ({**GATED, "ffn_hidden_size": 48, "hidden_size": 64}, {}),
@@ -135,13 +136,18 @@ def build(world: World, kind: str, seed: int, chunk: int | None = None) -> nn.Mo
 
 
 def sharded(world: World, kind: str, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = fully_shard_model(make(world, kind, seed))
-    return model, adamw(model)
+    [model], optimizer = sharded_chunks(world, kind, seed)
+    return model, optimizer
 
 
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    is_norm = {name: "norm" in name for name, _ in model.named_parameters()}
-    groups = [[p for name, p in model.named_parameters() if is_norm[name] == which] for which in (False, True)]
+def sharded_chunks(world: World, kind: str, seed: int = 0) -> tuple[list[nn.Module], torch.optim.Optimizer]:
+    chunks = [fully_shard_model(chunk) for chunk in make_chunks(world, kind, seed)]
+    return chunks, adamw(*chunks)
+
+
+def adamw(*chunks: nn.Module) -> torch.optim.Optimizer:
+    named = [item for chunk in chunks for item in chunk.named_parameters()]
+    groups = [[parameter for name, parameter in named if ("norm" in name) == which] for which in (False, True)]
     # Some gradients are zero but for rounding (of a key's bias), and a small eps would make steps of the rounding.
     return torch.optim.AdamW(
         [{"params": groups[0], "weight_decay": 0.1}, {"params": groups[1], "weight_decay": 0.0}], lr=1e-2, eps=1e-4
@@ -204,8 +210,9 @@ def load_and_save(world: World, kind: str, path: Path, again: Path) -> None:
     save_checkpoint(again, model=model, optimizer=optimizer)
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, num_steps: int = 2) -> list[float]:
+def train(model: nn.Module | list[nn.Module], optimizer: torch.optim.Optimizer, num_steps: int = 2) -> list[float]:
     """Steps on the data-parallel rank's rows of one batch; the losses of the whole batch."""
+    chunks = model if isinstance(model, list) else [model]
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -219,13 +226,14 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, num_steps: int = 2
     for _ in range(num_steps):
         found = get_forward_backward_func()(
             forward_step_func=forward,
-            data_iterator=None,
-            model=model,
-            num_microbatches=1,
+            data_iterator=[None for _ in chunks],
+            model=chunks,
+            # The interleaved schedule asks for a microbatch a stage: all have the same rows.
+            num_microbatches=1 if len(chunks) == 1 else parallel_state.get_pipeline_model_parallel_world_size(),
             seq_length=LENGTH,
             micro_batch_size=len(rows),
         )
-        for parameter in model.parameters():
+        for parameter in (each for chunk in chunks for each in chunk.parameters()):
             if getattr(parameter, "sequence_parallel", False):  # Each rank saw a part of the tokens.
                 assert isinstance(parameter.grad, DTensor)
                 dist.all_reduce(parameter.grad.to_local(), group=parallel_state.get_tensor_model_parallel_group())

@@ -18,7 +18,7 @@ from resuming import (
     on_rank_zero,
     read,
     save_random,
-    sharded,
+    sharded_chunks,
     train,
 )
 from torch.distributed.device_mesh import init_device_mesh
@@ -30,21 +30,21 @@ from lamella_testing import run_ranks
 
 def _begin(world: World, kind: str, path: Path) -> list[float]:
     """Train, save, and train on: the run that never stopped."""
-    model, optimizer = sharded(world, kind)
-    train(model, optimizer)
-    save_checkpoint(path / "saved", model=model, optimizer=optimizer, iteration=2)
-    losses = train(model, optimizer)
-    save_checkpoint(path / "went on", model=model, optimizer=optimizer, iteration=4)
+    chunks, optimizer = sharded_chunks(world, kind)
+    train(chunks, optimizer)
+    save_checkpoint(path / "saved", model=chunks, optimizer=optimizer, iteration=2)
+    losses = train(chunks, optimizer)
+    save_checkpoint(path / "went on", model=chunks, optimizer=optimizer, iteration=4)
     return losses
 
 
 def _resume(world: World, kind: str, path: Path) -> list[float]:
-    model, optimizer = sharded(world, kind, seed=7)
-    extra = load_checkpoint(path / "saved", model=model, optimizer=optimizer)
+    chunks, optimizer = sharded_chunks(world, kind, seed=7)
+    extra = load_checkpoint(path / "saved", model=chunks, optimizer=optimizer)
     assert extra["iteration"] == 2
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
-    losses = train(model, optimizer)
-    save_checkpoint(path / f"resumed {world}", model=model, optimizer=optimizer, iteration=4)
+    losses = train(chunks, optimizer)
+    save_checkpoint(path / f"resumed {world}", model=chunks, optimizer=optimizer, iteration=4)
     return losses
 
 
@@ -60,6 +60,8 @@ def _resume(world: World, kind: str, path: Path) -> list[float]:
         ("gated", World(4, pp=2), [World(2), World(4, tp=2, pp=2)]),
         ("tied", World(4, pp=2), [World(2), World(2, pp=2)]),
         ("tied", World(2), [World(4, pp=2)]),
+        # On two stages gloo would mix up the interleaved schedule's messages to the next and to the last stage.
+        ("eight", World(4, pp=4, vp=2), [World(2), World(4, pp=4, vp=2)]),
     ],
     ids=str,
 )
