@@ -133,7 +133,7 @@ def test_ranks_of_torchrun_wait_for_rank_0_longer_than_torch_does() -> None:
 
     def on_rank() -> tuple[int, bool]:
         rank = dist.get_rank()
-        dist.barrier()  # a rank that leaves while the other one still joins closes its connection
+        dist.barrier()  # a rank that leaves while its peer joins closes the peer's connection
         dist.destroy_process_group()
         setattr(dist.distributed_c10d, "default_pg_timeout", timedelta(seconds=1))  # noqa: B010
         variables = {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}

@@ -32,7 +32,7 @@ def unwrapped(name: str) -> str:
 
 
 class Stage:
-    """Names of a rank's chunks of a model, one or several virtual stages; of a model on the only stage, its own.
+    """Names of the tensors in a rank's chunks, one or several virtual stages; on an only stage the model's own names.
 
     Args:
         chunks: Sharded, or wrappers around sharded models.

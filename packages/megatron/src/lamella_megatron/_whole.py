@@ -94,7 +94,7 @@ class WholeModel(nn.Module):
 
     Args:
         chunks: Of this rank: one model, or one for each virtual pipeline stage; each sharded by `fully_shard_model`, or
-            a wrapper around such a model.
+            a wrapper around a sharded model.
         groups: As for `fully_shard_model`.
         has_copies: With a last pipeline stage's copy of the embedding, which loads and is not saved again.
         layer_groups: The pattern of all layers of a HybridModel, with brackets: names are those of stacks of stacks.

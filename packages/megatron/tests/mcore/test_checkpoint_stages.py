@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from resuming import World, assert_equal, make_chunks, on_rank_zero, read, save_random, sharded
+from resuming import World, assert_equal, on_rank_zero, read, save_random, sharded, sharded_chunks
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lamella_checkpoint import CheckpointMismatch
-from lamella_megatron import fully_shard_model, load_checkpoint, save_checkpoint
+from lamella_megatron import load_checkpoint, save_checkpoint
 from lamella_testing import run_ranks
 
 
@@ -24,9 +24,8 @@ def _local(parameter: nn.Parameter) -> torch.Tensor:
 
 def _load_and_save(world: World, kind: str, path: Path, again: Path) -> None:
     """Read into a stage with zeros, and write what was read."""
-    chunks = [fully_shard_model(chunk) for chunk in make_chunks(world, kind)]
+    chunks, optimizer = sharded_chunks(world, kind)
     named = [item for chunk in chunks for item in chunk.named_parameters()]
-    optimizer = torch.optim.AdamW([parameter for _, parameter in named])
     with torch.no_grad():
         for _, parameter in named:
             parameter.zero_()
@@ -100,7 +99,7 @@ def test_a_layer_that_no_stage_has_is_refused_on_every_stage(tmp_path: Path) -> 
 
 def test_a_chunk_of_several_is_refused(tmp_path: Path) -> None:
     def on_each_rank() -> None:
-        first, _ = [fully_shard_model(chunk) for chunk in make_chunks(World(2, pp=2, vp=2), "tied")]
+        [first, _], _ = sharded_chunks(World(2, pp=2, vp=2), "tied")
         with pytest.raises(ValueError, match=r"all 2 chunks of the rank .*, got 1\. Pass the list"):
             save_checkpoint(tmp_path / "no", model=first)
 
