@@ -190,7 +190,7 @@ def _of_lamella(mode: Mode, size: Size, model: nn.Module) -> tuple[nn.Module, Ta
 
     def overlapped(model: Any, batches: list[Batch]) -> list[torch.Tensor]:
         losses: list[torch.Tensor] = training.forward_backward_overlapped(
-            model, batches, lambda losses: losses.float().mean() / len(batches), layer_groups=groups
+            model, batches, lambda losses: losses.float().mean() / len(batches)
         )
         return losses
 

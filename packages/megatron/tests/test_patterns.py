@@ -39,7 +39,7 @@ def test_a_pattern_is_taken_apart(text: str, expected: Pattern, flat: str) -> No
     found = parse_pattern(text)
     assert found == expected
     assert found.flat == flat
-    assert [number for item in found.items for number in item.layers] == list(range(found.num_layers))
+    assert [number for item in found.items for number in item.layers] == list(range(len(found.symbols)))
 
 
 @pytest.mark.parametrize(

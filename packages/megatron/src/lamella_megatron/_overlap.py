@@ -12,7 +12,7 @@ from megatron.core.pipeline_parallel.utils import AbstractSchedulePlan
 from torch import nn
 
 from lamella_engine import FSDPModule, UnitResidence
-from lamella_engine.extending import local_of
+from lamella_engine.extending import local_of, unit_of
 from lamella_megatron._auxiliary import book_predictions, scale_auxiliary_losses
 from lamella_megatron._cuts import (
     arguments_of_decoder,
@@ -21,9 +21,8 @@ from lamella_megatron._cuts import (
     forward_after_prediction,
 )
 from lamella_megatron._model import innermost
-from lamella_megatron._patterns import parse_pattern
 from lamella_megatron._slots import Delayable, Entered, Item, Prediction, delayable, layers_inside
-from lamella_megatron._units import is_group, refuse_groups_of_stacks
+from lamella_megatron._units import is_group
 from lamella_schedule import Chunk, Flight, Lanes, run, run_order, run_pair
 
 
@@ -32,7 +31,6 @@ def forward_backward_overlapped(
     microbatches: Sequence[Mapping[str, Any]],
     loss_of: Callable[[torch.Tensor], torch.Tensor],
     *,
-    layer_groups: str | None = None,
     early_release: bool | None = None,
     ahead: int = 1,
 ) -> list[torch.Tensor]:
@@ -56,7 +54,6 @@ def forward_backward_overlapped(
         loss_of: Takes the model's output for a microbatch, returns a 0-D loss: the microbatch's share of the step's,
             scaled as by `config.grad_scale_func`. Losses of routers and of multi-token prediction are scaled as by
             megatron-core's driver.
-        layer_groups: As for `fully_shard_model`, and the same; None where groups are stacks of their own.
         early_release: As for `lamella_schedule.run`; None for `config.ep_overlap_early_attn_memory_release`.
         ahead: As for `lamella_schedule.run`.
 
@@ -65,7 +62,8 @@ def forward_backward_overlapped(
 
     Raises:
         ValueError: An option of the model's configuration leaves nothing to overlap, or no order of slots keeps; or
-            `layer_groups` does not fit; or the model is another stage than the last, or lacks its input tensor.
+            layers of one unit have others between them; or the model is another stage than the last, or lacks its
+            input tensor.
 
     Effects: as of `lamella_schedule.run` and `UnitResidence`; reductions of gradients are not waited for on the host.
         Sets the scales of megatron-core's auxiliary losses, which all models of the process share, and books the
@@ -74,7 +72,7 @@ def forward_backward_overlapped(
     inner = innermost(model)
     _check_schedulable(inner.config)
     _check_stage(inner, microbatches)
-    parts = _parts(inner, layer_groups)
+    parts = _parts(inner)
     chunks = [_chunk(inner, parts, batch, loss_of) for batch in microbatches]
     book_predictions(inner)
     scale_auxiliary_losses(inner, len(chunks))
@@ -86,7 +84,6 @@ def overlapped_peak_nbytes(
     model: nn.Module,
     num_microbatches: int,
     *,
-    layer_groups: str | None = None,
     early_release: bool | None = None,
     ahead: int = 1,
 ) -> int:
@@ -95,7 +92,6 @@ def overlapped_peak_nbytes(
     Args:
         model: In units of `fully_shard_model`, also in wrappers.
         num_microbatches: Of a step.
-        layer_groups: As for `fully_shard_model`, and the same.
         early_release: As for `forward_backward_overlapped`.
         ahead: As for `forward_backward_overlapped`.
 
@@ -103,10 +99,10 @@ def overlapped_peak_nbytes(
         As `UnitResidence.peak_nbytes`, equal on every rank.
 
     Raises:
-        ValueError: `model` is not in units, or `layer_groups` does not fit.
+        ValueError: `model` is not in units, or layers of one unit have others between them.
     """
     inner = innermost(model)
-    parts = _parts(inner, layer_groups)
+    parts = _parts(inner)
     plans = _chunk(inner, parts, {}, lambda output: output).plans
     residence = UnitResidence(inner, parts.units)
     is_early = _releases_early(inner, early_release)
@@ -197,7 +193,7 @@ class _Schedule:
         return SchedulePlan(self, {**given, "decoder_input": decoder_input, "labels": labels, **more})
 
 
-def schedule_by_plans(model: Any, layer_groups: str | None) -> None:
+def schedule_by_plans(model: Any) -> None:
     """Let megatron-core's driver overlap a model's microbatches: give a sharded model a `build_schedule_plan`.
 
     Raises:
@@ -210,7 +206,7 @@ def schedule_by_plans(model: Any, layer_groups: str | None) -> None:
             "stages have a driver of their own. Step without overlap, or run the last stage by "
             "lamella_megatron.training.forward_backward_overlapped."
         )
-    parts = _parts(model, layer_groups)
+    parts = _parts(model)
     residence = UnitResidence(model, parts.units)
     lanes = Lanes(local_of(next(model.parameters())).device)
     model.build_schedule_plan = _Schedule(model, parts, lanes, residence, itertools.count()).build
@@ -309,22 +305,20 @@ class _Parts:
     delayable: list[Delayable]
 
 
-def _parts(model: Any, layer_groups: str | None) -> _Parts:
-    decoder, predictions = _items(model, layer_groups), _predictions(model)
-    if layer_groups is None:
-        units = [_units_of(*pair) for pair in zip(model.decoder.layers, decoder, strict=True)]
-    else:
-        units = [[item[0]] for item in decoder]  # the layers of a group are one unit
-    units += [_units_of(each, layers_inside(each)) for each in predictions]
+def _parts(model: Any) -> _Parts:
+    groups, predictions = _groups(model), _predictions(model)
+    decoder = [_single_layers(group) for group in groups]
+    units = [_units_of(*pair) for pair in zip(groups, decoder, strict=True)]
+    units += [_units_of([each], layers_inside(each)) for each in predictions]
     found = [delayable(item) for item in decoder]
     found += [delayable(layers_inside(each), before=(each.get_submodule("eh_proj"),)) for each in predictions]
     return _Parts(decoder, predictions, units, found)
 
 
-def _units_of(owner: nn.Module, inside: list[nn.Module]) -> list[nn.Module]:
-    """A layer around others, if it is a unit, and the units among the others."""
-    units: list[nn.Module] = [each for each in dict.fromkeys((owner, *inside)) if isinstance(each, FSDPModule)]
-    return units or [owner]
+def _units_of(owners: list[nn.Module], inside: list[nn.Module]) -> list[nn.Module]:
+    """A module of each unit among layers and the layers inside; the first layer, if none is a unit."""
+    units: list[nn.Module] = list({unit_of(each): each for each in (*owners, *inside) if unit_of(each)}.values())
+    return units or owners[:1]
 
 
 def _predictions(model: Any) -> list[nn.Module]:
@@ -336,19 +330,27 @@ def _predictions(model: Any) -> list[nn.Module]:
     return [] if is_repeated or not getattr(model, "mtp_process", False) else list(model.mtp.layers)
 
 
-def _items(model: Any, layer_groups: str | None) -> list[list[nn.Module]]:
-    """The layers of each item of the decoder."""
-    layers = list(model.decoder.layers)
-    if layer_groups is None:
-        return [list(layer.layers) if is_group(layer) else [layer] for layer in layers]
-    refuse_groups_of_stacks(layers)
-    pattern = parse_pattern(layer_groups)
-    if pattern.num_layers != len(layers):
-        raise ValueError(
-            f"Expected `layer_groups` of the model's {len(layers)} layers, got {layer_groups!r}, of "
-            f"{pattern.num_layers}. Pass what fully_shard_model was given."
-        )
-    return [layers[item.first : item.layers.stop] for item in pattern.items]
+def _groups(model: Any) -> list[list[nn.Module]]:
+    """The layers of the decoder, those of one unit together: a unit reduced twice a pass would lose count."""
+    groups: list[list[nn.Module]] = []
+    for layer in model.decoder.layers:
+        unit = unit_of(layer)
+        if unit is not None and groups and unit is unit_of(groups[-1][0]):
+            groups[-1].append(layer)
+        elif unit is not None and any(unit is unit_of(group[0]) for group in groups):
+            raise ValueError(
+                f"Expected the layers of a unit next to each other for an overlapped step, got {unit.parameters.title} "
+                "with others between them. Group neighbours, as `layer_groups` of fully_shard_model does."
+            )
+        else:
+            groups.append([layer])
+    return groups
+
+
+def _single_layers(group: list[nn.Module]) -> list[nn.Module]:
+    return [
+        each for layer in group for each in (layer.get_submodule("layers").children() if is_group(layer) else [layer])
+    ]
 
 
 def _chunk(

@@ -67,11 +67,6 @@ class Pattern:
         return "".join(item.symbols for item in self.items)
 
     @property
-    def num_layers(self) -> int:
-        """Physical layers, without those of multi-token prediction."""
-        return len(self.symbols)
-
-    @property
     def flat(self) -> str:
         """The pattern without brackets."""
         main = _BREAK.join("".join(item.symbols for item in segment) for segment in self.segments)

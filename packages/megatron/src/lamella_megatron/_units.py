@@ -1,7 +1,7 @@
 """The units of megatron-core models. megatron-core is imported when a function is called."""
 
 import importlib
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from torch import nn
@@ -123,21 +123,12 @@ def _stack(model: nn.Module) -> Any:
             f"Expected a HybridModel for `layer_groups`, got {type(model).__name__}, whose layers have no pattern. "
             "Leave `layer_groups` out."
         )
-    refuse_groups_of_stacks(found.layers)
-    return found
-
-
-def refuse_groups_of_stacks(layers: Iterable[nn.Module]) -> None:
-    """Refuse `layer_groups` for layers of which some are groups already.
-
-    Raises:
-        ValueError: A group is a stack of its own.
-    """
-    if (place := next((i for i, layer in enumerate(layers) if is_group(layer)), None)) is not None:
+    if (place := next((i for i, layer in enumerate(found.layers) if is_group(layer)), None)) is not None:
         raise ValueError(
             f"Expected a model of single layers for `layer_groups`, got one whose layer {place} is a group in a stack "
             "of its own, a unit and an item of the schedule already. Leave `layer_groups` out."
         )
+    return found
 
 
 def _check_layers(groups: str, symbols: str, stack: Any) -> None:

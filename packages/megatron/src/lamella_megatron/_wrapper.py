@@ -105,7 +105,7 @@ class ShardedModel(_BaseDataParallel):  # type: ignore[misc]  # megatron-core ha
             fully_shard_model(self._root, groups=pg_collection, **given)
         self._check_stage()
         if config.overlap_moe_expert_parallel_comm:
-            schedule_by_plans(self._root, fully_shard_kwargs.get("layer_groups"))
+            schedule_by_plans(self._root)
         # A rank whose experts saw no token has no gradients, and would not come to the all-reduces of
         # finalize_model_grads and of the norm with as many elements as its peers.
         self._root.set_reduce_scatter_unused_params(True)

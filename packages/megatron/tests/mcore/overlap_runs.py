@@ -169,9 +169,7 @@ def share(losses: torch.Tensor) -> torch.Tensor:
 def overlapped(model: Any, step: torch.Tensor, case: Case) -> list[torch.Tensor]:
     from lamella_megatron.training import forward_backward_overlapped
 
-    return forward_backward_overlapped(
-        model, microbatches(step, case), share, layer_groups=case.layer_groups, early_release=case.early
-    )
+    return forward_backward_overlapped(model, microbatches(step, case), share, early_release=case.early)
 
 
 def overlapped_batches(model: Any, batches: list[dict[str, Any]]) -> None:

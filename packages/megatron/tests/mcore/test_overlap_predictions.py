@@ -55,7 +55,7 @@ def test_units_of_predictions_are_gathered_once_a_pass_and_reduced_once_a_microb
             dense = unit.parameters.groups[0]
             dense.transport = _Counting(dense.transport, unit.parameters.name, gathers, reductions, weigh)
         overlapped(model, DATA[0], case)
-        assert max(counted) == overlapped_peak_nbytes(model, NUM_MICROBATCHES, layer_groups=case.groups)
+        assert max(counted) == overlapped_peak_nbytes(model, NUM_MICROBATCHES)
         return gathers, reductions
 
     of_depths = [f"mtp.layers.{depth}{inner}" for depth in (0, 1) for inner in ("", *INSIDE)]

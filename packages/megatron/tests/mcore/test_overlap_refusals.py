@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from overlap_runs import DATA, Case, model_of, overlapped, share
+from overlap_runs import share
 
-from lamella_engine import FSDPModule
+from lamella_engine import FSDPModule, fully_shard
 from lamella_testing import run_ranks
 from lamella_testing.megatron_parity import Layout, make_model
 
@@ -57,9 +57,15 @@ def test_stages_are_refused_for_megatron_cores_driver() -> None:
     run_ranks(on_one_rank, 1)
 
 
-def test_groups_of_other_layers_are_refused() -> None:
-    def on_each_rank() -> None:
-        with pytest.raises(ValueError, match=r"of the model's 4 layers, got '\[\*E\]', of 2"):
-            overlapped(model_of(Case(kind="*E*E")), DATA[0], Case(kind="*E*E", groups="[*E]"))
+def test_a_unit_of_layers_with_others_between_is_refused() -> None:
+    def on_one_rank() -> None:
+        from lamella_megatron.training import forward_backward_overlapped
 
-    run_ranks(on_each_rank, 2)
+        model: Any = make_model("*E*E", Layout(num_ranks=1))
+        layers = model.decoder.layers
+        for unit in ([layers[0], layers[2]], [layers[1]], [layers[3]], model):
+            fully_shard(unit)
+        with pytest.raises(ValueError, match=r"next to each other .*'decoder.layers.0, decoder.layers.2' with others"):
+            forward_backward_overlapped(model, [], share)
+
+    run_ranks(on_one_rank, 1)

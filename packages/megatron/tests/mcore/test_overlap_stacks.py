@@ -17,7 +17,6 @@ from overlap_runs import (
     nest,
     one_after_the_other,
     overlapped,
-    share,
 )
 
 from lamella_engine import FSDPModule
@@ -47,7 +46,7 @@ def test_a_stack_steps_as_a_group_of_a_flat_model() -> None:
         case = Case(kind="*E*E", groups="[*E][*E]", nests=nests)
         model = model_of(case)
         units = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
-        peak = overlapped_peak_nbytes(model, NUM_MICROBATCHES, layer_groups=case.layer_groups)
+        peak = overlapped_peak_nbytes(model, NUM_MICROBATCHES)
         return [loss.item() for loss in overlapped(model, DATA[0], case)], units, peak
 
     [(losses, units, peak), *_], [(flat_losses, _, flat_peak), *_] = (
@@ -90,7 +89,6 @@ def _losses_and_gradients(model: Any, losses: list[torch.Tensor]) -> list[torch.
 def test_layer_groups_of_stacks_are_refused() -> None:
     def on_one_rank() -> None:
         from lamella_megatron import fully_shard_model
-        from lamella_megatron.training import forward_backward_overlapped
 
         case = Case(kind="*E*E", groups="[*E][*E]", num_ranks=1)
         model = make_model(case.kind, case.layout)
@@ -98,8 +96,5 @@ def test_layer_groups_of_stacks_are_refused() -> None:
         words = r"single layers for `layer_groups`, got one whose layer 0 is a group"
         with pytest.raises(ValueError, match=words):
             fully_shard_model(model, layer_groups="[*E][*E]")
-        for groups in ("[*E][*E]", "[*E]"):  # the second fits the number of stacks
-            with pytest.raises(ValueError, match=words):
-                forward_backward_overlapped(model, [], share, layer_groups=groups)
 
     run_ranks(on_one_rank, 1)
