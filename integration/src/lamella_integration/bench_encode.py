@@ -3,7 +3,8 @@
     python -m lamella_integration.bench_encode --size 8b --ranks 4
 
 The weights are the rows of rank 0 of the matrices of one decoder block, in fp32. A measurement reads 4 bytes an
-element; an encoding reads 4 and writes 1. *copy* copies the weights in fp32: the bytes a second that are to be had.
+element; an encoding reads 4 and writes 1, and measures too with delayed scaling. *copy* copies the weights in fp32:
+the bytes a second that are to be had.
 """
 
 import argparse
@@ -37,8 +38,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     copied = _seconds(lambda: torch._foreach_copy_(copies, weights), options.device)
     print(f"| copy | - | - | {copied * 1e6:.0f} | {8 * numel / copied / 1e9:,.0f} |")
     for name, recipe in RECIPES.items():
-        if recipe.num_past:
-            continue  # the same kernels
         measure, encode = _calls(recipe, weights, shapes)
         with patch("lamella_precision._float8._kernels_for", lambda cuts: None):
             rows = {"multi-tensor calls": [_seconds(call, options.device) for call in (measure, encode)]}
@@ -56,7 +55,8 @@ def _calls(
 ) -> tuple[Callable[[], object], Callable[[], object]]:
     """A measurement and an encoding of all weights."""
     scales = [torch.ones(recipe.scale_shape(shape), device=weights[0].device) for shape in shapes]
-    parts = [Part(tuple(shape), 0, each) for shape, each in zip(shapes, scales, strict=True)]
+    amaxes = [torch.zeros_like(each) if recipe.num_past else None for each in scales]
+    parts = [Part(tuple(shape), 0, *each) for shape, *each in zip(shapes, scales, amaxes, strict=True)]
     data = [torch.empty(weight.shape, dtype=recipe.dtype, device=weight.device) for weight in weights]
     measured, encoded = recipe.measure_columns(weights, parts), recipe.columns(weights, [data], parts)
     return lambda: recipe.measure(*measured), lambda: recipe.encode(*encoded)

@@ -151,15 +151,22 @@ def test_dequantised_values_are_data_times_scales(recipe: Float8Recipe | MXFP8Re
     assert error.max() < 2**-3
 
 
-def test_delayed_scales_follow_earlier_amaxes_and_ignore_a_second_measurement_of_the_same_weight() -> None:
+def test_delayed_scales_follow_the_latest_amaxes_and_ignore_a_second_measurement_of_the_same_weight() -> None:
     recipe = Float8Recipe(num_past_amaxes=2)
     scales, past = torch.empty(1), torch.full((2, 1), -1.0)
     found = []
-    for amax in (4.0, 8.0, 8.0, 2.0, 1.0, 1.0, 16.0):
+    for amax in (4.0, 8.0, 8.0, 2.0, 1.0, 1.0, 0.0, 16.0):
         recipe.rescale(torch.tensor([amax]), scales, past)
         found.append(scales.item() * 448)
-    # The first is current. Then the largest of the two before: (4), the same again, (8, 4), (2, 8), again, (1, 2).
-    assert found == pytest.approx([4.0, 4.0, 4.0, 8.0, 8.0, 8.0, 2.0])
+    # The largest of the latest two: (4), (8, 4), the same again, (2, 8), (1, 2), again, nothing measured, (16, 1).
+    assert found == pytest.approx([4.0, 8.0, 8.0, 8.0, 2.0, 2.0, 2.0, 16.0])
+
+
+def test_a_weight_of_zeros_keeps_the_scale_from_before() -> None:
+    recipe = Float8Recipe(num_past_amaxes=2)
+    scales, past = torch.ones(2), torch.full((2, 2), -1.0)
+    recipe.rescale(torch.tensor([0.0, 448.0 * 3]), scales, past)
+    assert scales.tolist() == [1.0, 3.0], "a scale of nothing would saturate whatever the optimizer writes next"
 
 
 def test_a_weight_that_outgrew_its_delayed_scale_saturates_and_nan_stays_nan() -> None:

@@ -66,14 +66,15 @@ def _run(
     shards = _slots([each.shape for each in cut], weights[0].dtype, gap)
     into = _slots([each.shape for each in cut], torch.float32, 2 * gap)
     grids = [recipe.scale_shape(weight.shape) for weight in weights]
-    amaxes, scales = _slots(grids, torch.float32, 0), _slots(grids, torch.float32, 0)
+    amaxes, scales, raised = (_slots(grids, torch.float32, 0) for _ in range(3))
     for shard, each in zip(shards, cut, strict=True):
         shard.copy_(each)
     shapes = [tuple(weight.shape) for weight in weights]
     recipe.measure(*recipe.measure_columns(shards, list(map(Part, shapes, firsts, amaxes))))
     for of_weight, found in zip(scales, amaxes, strict=True):
-        recipe.rescale(found.view(-1), of_weight.view(-1), torch.empty(0, found.numel()))
-    (column,) = recipe.columns(shards, [into], list(map(Part, shapes, firsts, scales)))
+        recipe.rescale(found.view(-1), of_weight.view(-1), torch.full((recipe.num_past, found.numel()), -1.0))
+    own = list(map(Part, shapes, firsts, scales, raised if recipe.num_past else [None] * len(shapes)))
+    (column,) = recipe.columns(shards, [into], own)
     assert column is not None
     storage = into[0].untyped_storage()
     num_bytes = storage.nbytes()
@@ -82,9 +83,13 @@ def _run(
     into[0].as_strided((num_bytes // 4,), (1,), 0).fill_(7.0)
     recipe.encode(column[:1])  # a transport may ask for parts
     recipe.encode(column[1:])
+    if recipe.num_past:
+        for each, expected in zip(raised, amaxes, strict=True):
+            torch.testing.assert_close(each, expected, rtol=0.0, atol=0.0, equal_nan=True)
     return torch.cat([each.view(-1) for each in amaxes]), into[0].as_strided((num_bytes // 4,), (1,), 0)
 
 
+@pytest.mark.parametrize("num_past", [0, 2])
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
 @pytest.mark.parametrize(("gap", "dtype"), [(0, torch.float32), (3, torch.bfloat16)], ids=str)
 def test_kernels_write_the_bits_of_multi_tensor_calls(
@@ -93,8 +98,9 @@ def test_kernels_write_the_bits_of_multi_tensor_calls(
     block: tuple[int | None, int | None],
     gap: int,
     dtype: torch.dtype,
+    num_past: int,
 ) -> None:
-    recipe = Float8Recipe(block)
+    recipe = Float8Recipe(block, num_past_amaxes=num_past)
     weights = _weights(dtype)
     weights[0][60, 30] = float("nan")
     _use(monkeypatch, None)
@@ -112,7 +118,8 @@ def test_kernels_write_the_bits_of_transformer_engines_scales_too(
     monkeypatch: pytest.MonkeyPatch, interpreted: Any, block: tuple[int | None, int | None]
 ) -> None:
     """Multiplied by a factor beside its reciprocal; and divided by the cells of padded rows."""
-    recipe = ScaledWeights(Float8Tensor, {}, torch.float8_e4m3fn, block, False, 0.0, 0, 0, torch.bfloat16)
+    num_past = 2 * (block == (None, None))  # delayed scaling is of whole matrices alone
+    recipe = ScaledWeights(Float8Tensor, {}, torch.float8_e4m3fn, block, False, 0.0, num_past, 0, torch.bfloat16)
     weights = [weight for weight in _weights() if weight.ndim == 2]
     _use(monkeypatch, None)
     expected = _run(recipe, weights, 3)
@@ -143,16 +150,19 @@ def test_weights_of_two_storages_are_encoded_by_one_call(monkeypatch: pytest.Mon
 
 
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")  # No product meets a sum in these kernels.
+@pytest.mark.parametrize("measures", [False, True])
 @pytest.mark.parametrize(("multiplies", "scaling"), [(False, "div.rn.f32"), (True, "mul.f32")])
 def test_compiled_for_hopper_they_move_whole_vectors_and_round_exactly(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, multiplies: bool, scaling: str
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, multiplies: bool, scaling: str, measures: bool
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    sizes = {"multiplies": multiplies, "chunk_rows": 32, "chunk_columns": 128, "alignment": 16}
-    pointers = {"source": "*fp32", "into": "*fp8e4nv", "cells": "*fp32", "lines": "*i64", "line_of": "*i32"}
+    sizes = {"multiplies": multiplies, "measures": measures, "chunk_rows": 32, "chunk_columns": 128, "alignment": 16}
+    pointers = {"source": "*fp32", "into": "*fp8e4nv", "cells": "*fp32", "amaxes": "*i32", "lines": "*i64"}
+    pointers |= {"line_of": "*i32"}
     kinds = {**pointers, "largest": "fp32", **dict.fromkeys(sizes, "constexpr")}
     aligned = {(i,): [["tt.divisibility", 16]] for i in range(len(pointers))}
     source = ASTSource(_fused._encode, kinds, sizes, aligned)
     code = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
     for instruction in ("ld.global.v4.b32", "st.global.v4.b32", scaling, "cvt.rn.satfinite.e4m3x2.f32"):
         assert instruction in code
+    assert ("atom.global" in code) == measures

@@ -133,7 +133,7 @@ def test_tied_weights_stay_tied_and_equal_formats_share_a_recipe() -> None:
     assert plain is None and delayed != first
 
 
-def test_delayed_scales_come_from_earlier_weights_with_the_recipes_margin() -> None:
+def test_delayed_scales_come_from_the_latest_weights_with_the_recipes_margin() -> None:
     layer = _layer(te.Float8Quantizer())
     layer.fp8_meta["recipe"] = te.delayed_scaling(2, margin=1)
     recipe = _recipe(layer)
@@ -143,8 +143,8 @@ def test_delayed_scales_come_from_earlier_weights_with_the_recipes_margin() -> N
     for amax in (1.0, 4.0, 4.0, 2.0, 8.0, 1.0):
         recipe.rescale(torch.tensor([amax, 0.0, 8.0, 0.0]), scales, past)
         found.append(scales[1].item())
-    # The first is of the weight itself, and an unchanged weight is no new measurement.
-    assert found == [448 / amax / 2 for amax in (1.0, 1.0, 1.0, 4.0, 4.0, 8.0)]
+    # Of the latest two, and an unchanged weight is no new measurement.
+    assert found == [448 / amax / 2 for amax in (1.0, 4.0, 4.0, 4.0, 8.0, 8.0)]
     assert scales[0].item() == torch.tensor(1 / found[-1]).item()
     assert scales[3].item() == 448 / 8 / 2
 

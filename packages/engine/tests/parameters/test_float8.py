@@ -350,6 +350,66 @@ def test_scales_computed_together_are_those_of_each_alone(num_past: int) -> None
             assert max(together[i].state_of(0)[0]) < 1.0  # computed: scales begin at 1
 
 
+def test_delayed_scaling_reads_weights_once_and_reduces_the_amaxes_of_all_units_once_an_update() -> None:
+    def check() -> None:
+        recipe = Float8Recipe(num_past_amaxes=4, compute_dtype=FP32)
+        model: Any = _sharded(decoder(num_layers=7), recipe)
+        log = record(model)
+
+        def reductions() -> list[str]:
+            found = [event.unit for event in log.events if event.kind == "all-reduce"]
+            log.clear()
+            return found
+
+        with patch.object(Float8Recipe, "measure", autospec=True, side_effect=Float8Recipe.measure) as measure:
+            train(model, 1)
+            assert measure.call_count == 7
+            assert reductions() == ["layers.1", "layers.3", "layers.6"]
+            with torch.no_grad():
+                loss_of(model)
+            assert reductions() == ["layers.6"]
+            model.set_is_last_backward(False)
+            loss_of(model).backward()  # type: ignore[no-untyped-call]
+            model.set_is_last_backward(True)
+            loss_of(model).backward()  # type: ignore[no-untyped-call]
+            assert reductions() == []
+            descend(model)
+            scaling_state(model)
+            assert reductions() == ["layers.6"]
+            loss_of(model).backward()  # type: ignore[no-untyped-call]
+            assert reductions() == []
+            assert measure.call_count == 7
+
+    run_ranks(check, 2)
+
+
+@pytest.mark.parametrize("placements", [ZERO1, ZERO2, ZERO3])
+def test_delayed_scales_are_of_the_steps_before(placements: Any) -> None:
+    """Of two microbatches a step: the same scales for both."""
+
+    def check() -> None:
+        recipe = Float8Recipe(num_past_amaxes=2, compute_dtype=FP32)
+        model: Any = _sharded(decoder(), recipe, options=ShardingOptions(placements=placements))
+        name = "layers.0.qkv.weight"
+        amaxes: list[float] = []
+        with patch.object(Float8Recipe, "rescale", autospec=True, side_effect=Float8Recipe.rescale) as rescale:
+            for step in range(5):
+                weight = cast(DTensor, model.get_parameter(name)).full_tensor()
+                amaxes.append(weight.abs().max().item())
+                for is_last in (False, True):
+                    model.set_is_last_backward(is_last)
+                    loss_of(model).backward()  # type: ignore[no-untyped-call]
+                descend(model)
+                latest = amaxes[-2:]
+                scale, *past = scaling_state(model)[name]
+                assert past == [[each] for each in (latest if step else [-1.0, *latest])[::-1]]
+                assert scale == pytest.approx([max(latest) / 448])
+        assert len(amaxes) == len(set(amaxes)), "each step must change the largest magnitude"
+        assert rescale.call_count > 5
+
+    run_ranks(check, 2)
+
+
 def test_verbs_at_rest_measure_their_unit_alone() -> None:
     def check() -> None:
         recipe = RECIPES["row"]

@@ -35,7 +35,8 @@ class Float8Recipe:
             row. (128, 128): a scale a square.
         dtype: torch.float8_e4m3fn or torch.float8_e5m2.
         num_past_amaxes: 0: current scaling. Else delayed scaling: the scale comes from the largest of that many amaxes
-            of earlier measurements; a weight that grew since saturates. The first scale is of the current weight.
+            of earlier steps' weights, measured as they were encoded, with no other read; a weight that grew since
+            saturates. The first scale is of the current weight.
         power_of_two: Round scales up to a power of two: dequantisation is then exact.
         compute_dtype: Dtype of the dequantised weight and of its gradient.
 
@@ -94,6 +95,8 @@ class Float8Recipe:
     def encode(self, *columns: Sequence[Cut] | None) -> None:
         """Divide by the scales, saturate, and round to the format: one kernel for all weights, or multi-tensor calls.
 
+        Amaxes of parts that have them are raised on the way.
+
         Effects: a temporary fp32 copy of the shards, where Triton does not run.
         """
         (cuts,) = columns
@@ -112,7 +115,7 @@ class Float8Recipe:
 
     @property
     def num_past(self) -> int:
-        """The earlier measurements that the next scales depend on."""
+        """The latest measurements that scales depend on."""
         return self.num_past_amaxes
 
     def measure_columns(self, shards: Sequence[torch.Tensor], parts: Sequence[Part]) -> tuple[Sequence[Cut]]:
@@ -120,7 +123,7 @@ class Float8Recipe:
         return ([self._cut(shard, shard, part) for shard, part in zip(shards, parts, strict=True)],)
 
     def measure(self, *columns: Sequence[Cut]) -> None:
-        """Write the largest magnitude of each block's part on this rank.
+        """Raise amaxes to the largest magnitude of each block's part on this rank.
 
         Effects: a kernel for all weights; where Triton does not run, two multi-tensor calls, and with several scales a
             matrix a kernel for each run of equal blocks too.
@@ -132,28 +135,23 @@ class Float8Recipe:
             fused.measure(cuts)
             return
         tiles, _, cells = _tensors(cuts)
-        if all(cell.numel() == 1 for cell in cells):
-            norms = torch._foreach_norm(tiles, float("inf"))
-            found = [norm.view(cell.shape) for norm, cell in zip(norms, cells, strict=True)]
-        else:
-            found = [torch.linalg.vector_norm(tile, float("inf"), (2, 4), True) for tile in tiles]
-        torch._foreach_copy_(cells, found)
+        _raise_amaxes(cells, tiles)
 
     def _cut(self, shard: torch.Tensor, into: torch.Tensor, part: Part) -> Cut:
         assert part.scales is not None
-        return Cut(tiles_of(shard.shape, part.shape, part.first_row, self.block), shard, into, part.scales)
+        return Cut(tiles_of(shard.shape, part.shape, part.first_row, self.block), shard, into, part.scales, part.amaxes)
 
     def rescale(self, amaxes: torch.Tensor, scales: torch.Tensor, past: torch.Tensor) -> None:
         """Compute the scales of all blocks of some groups from amaxes of whole blocks, and note the amaxes.
 
         Args:
-            amaxes: (blocks,), fp32.
+            amaxes: (blocks,), fp32; 0 where nothing was measured since.
             scales: (blocks,), fp32, written.
             past: (num_past, blocks), fp32, the latest amaxes first; negative where nothing was measured.
 
         Effects: a few kernels on the current stream, no host sync.
         """
-        scales.copy_(newest_scales(amaxes, scales, past, self._scale))
+        write_scales(scales, amaxes, past, self._scale)
 
     def _scale(self, amaxes: torch.Tensor) -> torch.Tensor:
         return scale_for(amaxes, self.largest, power_of_two=self.power_of_two)
@@ -183,6 +181,11 @@ def _is_block(value: object) -> bool:
 def encode_cuts(cuts: Sequence[Cut], largest: float, *, multiplies: bool = False) -> None:
     """Divide by the cells, or multiply by them, saturate, and round to the destinations' format.
 
+    Args:
+        cuts: All with amaxes, which are raised, or all without.
+        largest: The format's largest number.
+        multiplies: By the cells, not to divide.
+
     Effects: one kernel for all cuts; where Triton does not run, multi-tensor calls and a temporary fp32 copy.
     """
     if not cuts:
@@ -191,6 +194,7 @@ def encode_cuts(cuts: Sequence[Cut], largest: float, *, multiplies: bool = False
         fused.encode(cuts, largest, multiplies=multiplies)
     else:
         sources, into, scales = _tensors(cuts)
+        _raise_amaxes(list(chain.from_iterable([cut.amaxes for cut in cuts])), sources)
         scaled = torch._foreach_mul if multiplies else torch._foreach_div
         round_to(into, scaled(as_float(sources), scales), largest)
 
@@ -221,6 +225,18 @@ def _tensors(cuts: Sequence[Cut]) -> tuple[list[torch.Tensor], list[torch.Tensor
     )
 
 
+def _raise_amaxes(cells: list[torch.Tensor], tiles: list[torch.Tensor]) -> None:
+    """Raise cells to the largest magnitudes of the blocks of their tiles; nothing without cells."""
+    if not cells:
+        return
+    if all(cell.numel() == 1 for cell in cells):
+        norms = torch._foreach_norm(tiles, float("inf"))
+        found = [norm.view(cell.shape) for norm, cell in zip(norms, cells, strict=True)]
+    else:
+        found = [torch.linalg.vector_norm(tile, float("inf"), (2, 4), True) for tile in tiles]
+    torch._foreach_maximum_(cells, [each.float() for each in found])
+
+
 def as_float(shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The shards in fp32: a division in 16 bits would round twice."""
     return [shard if shard.dtype == torch.float32 else shard.float() for shard in shards]
@@ -242,26 +258,26 @@ def scale_for(amaxes: torch.Tensor, largest: float, *, power_of_two: bool) -> to
     return power_of(exponents_for(scales))
 
 
-def newest_scales(
-    amaxes: torch.Tensor, scales: torch.Tensor, past: torch.Tensor, scale: Callable[[torch.Tensor], torch.Tensor]
-) -> torch.Tensor:
-    """The scales of measured amaxes (current scaling), or of the largest of earlier amaxes (delayed scaling).
+def write_scales(
+    scales: torch.Tensor, amaxes: torch.Tensor, past: torch.Tensor, scale: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    """Write the scales of measured amaxes (current scaling), or of the largest of the latest amaxes (delayed scaling).
 
     Args:
-        amaxes: (n,), fp32.
-        scales: (n,), fp32: the scales before.
+        scales: (n,), fp32; left as they are where nothing was ever measured but zeros.
+        amaxes: (n,), fp32, measured since the last call; 0 where nothing was.
         past: (num_past, n), fp32, the latest amaxes first; negative where nothing was measured. Written. No rows:
             current scaling.
         scale: A scale for each of some amaxes.
     """
-    made = scale(amaxes)
-    if len(past):
-        before = past.amax(0)
-        is_first, is_new = before < 0, amaxes != past[0]
-        made = torch.where(is_first, made, torch.where(is_new, scale(before), scales))
-        # An unchanged weight (a second microbatch, an evaluation) is not measured twice.
-        past.copy_(torch.where(is_new, torch.cat([amaxes[None], past[:-1]]), past))
-    return made
+    if not len(past):
+        scales.copy_(scale(amaxes))
+        return
+    # An unchanged weight (a second microbatch, an evaluation) is not measured twice.
+    is_new = (amaxes != 0) & (amaxes != past[0])
+    past.copy_(torch.where(is_new, torch.cat([amaxes[None], past[:-1]]), past))
+    latest = past.amax(0)
+    scales.copy_(torch.where(latest < 0, scales, scale(latest)))
 
 
 def exponents_for(scales: torch.Tensor) -> torch.Tensor:

@@ -27,7 +27,7 @@ _CACHED = 1 << 14  # lists of lines: one or two a unit and direction, a few hund
 
 
 class _Launch(NamedTuple):
-    """A kernel's arguments for tensors in the same three storages.
+    """A kernel's arguments for tensors in the same four storages.
 
     Attributes:
         lines: (lines, fields), int64: a line's first program, its fields as `Cut.lines` has them, and its chunks along
@@ -44,12 +44,15 @@ class _Launch(NamedTuple):
 def encode(cuts: Sequence[Cut], largest: float, *, multiplies: bool) -> None:
     """Divide every block by its cell, or multiply it, saturate, and round into the destination's float8 format.
 
+    Cuts with amaxes are measured by the same read, as `measure` does; all cuts or none.
+
     Effects: one kernel on the current stream for all cuts in the same storages, no temporary memory, no host sync; but
     the first call with new shapes copies their lines to the device, for which the host waits.
     """
-    for (source, into, cells), launch in _launches(cuts):
-        arguments = source, into, cells, launch.lines, launch.line_of, largest
-        _encode[(len(launch.line_of),)](*arguments, multiplies=multiplies, **launch.sizes)
+    measures = bool(cuts[0].amaxes)
+    for (source, into, cells, amaxes), launch in _launches(cuts):
+        arguments = source, into, cells, amaxes.view(torch.int32), launch.lines, launch.line_of, largest
+        _encode[(len(launch.line_of),)](*arguments, multiplies=multiplies, measures=measures, **launch.sizes)
 
 
 def measure(cuts: Sequence[Cut]) -> None:
@@ -57,7 +60,7 @@ def measure(cuts: Sequence[Cut]) -> None:
 
     Effects: as `encode`'s.
     """
-    for (source, _, cells), launch in _launches(cuts):
+    for (source, _, cells, _), launch in _launches(cuts):
         arguments = source, cells.view(torch.int32), launch.lines, launch.line_of
         _measure[(len(launch.line_of),)](*arguments, **launch.sizes)
 
@@ -76,16 +79,16 @@ def _launches(cuts: Sequence[Cut]) -> list[tuple[tuple[torch.Tensor, ...], _Laun
 @lru_cache(_CACHED)
 def _launch(lines_of_cuts: tuple[tuple[tuple[int, ...], ...], ...], device: torch.device) -> _Launch:
     lines = [line for lines in lines_of_cuts for line in lines]
-    columns = min(_ELEMENTS, triton.next_power_of_2(max(line[7] for line in lines)))
-    rows = min(_ELEMENTS // columns, triton.next_power_of_2(max(line[6] for line in lines)))
+    columns = min(_ELEMENTS, triton.next_power_of_2(max(line[8] for line in lines)))
+    rows = min(_ELEMENTS // columns, triton.next_power_of_2(max(line[7] for line in lines)))
     whole, numbers, first = [], [], 0
     for line in lines:
-        matrices, grid_rows, grid_columns, num_rows, num_columns = line[3:8]
+        matrices, grid_rows, grid_columns, num_rows, num_columns = line[4:9]
         chunks = -(-num_columns // columns)
         whole.append((first, *line, chunks))
         numbers.append(matrices * grid_rows * grid_columns * -(-num_rows // rows) * chunks)
         first += numbers[-1]
-    is_aligned = all(each % _ALIGNMENT == 0 for line in lines for each in (*line[:2], *line[7:10]))
+    is_aligned = all(each % _ALIGNMENT == 0 for line in lines for each in (*line[:2], *line[8:11]))
     return _Launch(
         torch.tensor(whole, device=device),
         torch.arange(len(lines), dtype=torch.int32).repeat_interleave(torch.tensor(numbers)).to(device),
@@ -95,18 +98,18 @@ def _launch(lines_of_cuts: tuple[tuple[tuple[int, ...], ...], ...], device: torc
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _chunk(lines, line_of, chunk_rows: tl.constexpr, chunk_columns: tl.constexpr, alignment: tl.constexpr):  # type: ignore[no-untyped-def]
-    """This program's offsets into source and destination, the elements of them that exist, and the cell's offset.
+    """This program's offsets into source and destination, the elements of them that exist, the cell's and the amax's.
 
     Args:
         lines: Of `_Launch`, whose fields are read by number.
     """
     program = tl.program_id(0)
-    line = lines + tl.load(line_of + program) * 15
-    source, into, cell = tl.load(line + 1), tl.load(line + 2), tl.load(line + 3)
-    grid_rows, grid_columns = tl.load(line + 5), tl.load(line + 6)
-    num_rows, num_columns = tl.load(line + 7), tl.load(line + 8)
-    of_row, of_matrix = tl.load(line + 9), tl.load(line + 10)
-    chunks = tl.load(line + 14)
+    line = lines + tl.load(line_of + program) * 16
+    source, into = tl.load(line + 1), tl.load(line + 2)
+    grid_rows, grid_columns = tl.load(line + 6), tl.load(line + 7)
+    num_rows, num_columns = tl.load(line + 8), tl.load(line + 9)
+    of_row, of_matrix = tl.load(line + 10), tl.load(line + 11)
+    chunks = tl.load(line + 15)
 
     left = program - tl.load(line)
     chunk_column, left = left % chunks, left // chunks
@@ -114,7 +117,7 @@ def _chunk(lines, line_of, chunk_rows: tl.constexpr, chunk_columns: tl.constexpr
     chunk_row, left = left % row_chunks, left // row_chunks
     grid_column, left = left % grid_columns, left // grid_columns
     grid_row, matrix = left % grid_rows, left // grid_rows
-    cell += matrix * tl.load(line + 11) + grid_row * tl.load(line + 12) + grid_column * tl.load(line + 13)
+    block = matrix * tl.load(line + 12) + grid_row * tl.load(line + 13) + grid_column * tl.load(line + 14)
 
     begin = matrix * of_matrix + (grid_row * num_rows + chunk_row * chunk_rows) * of_row
     begin = tl.multiple_of(begin + grid_column * num_columns + chunk_column * chunk_columns, alignment)
@@ -126,7 +129,7 @@ def _chunk(lines, line_of, chunk_rows: tl.constexpr, chunk_columns: tl.constexpr
     exists = (rows < rows_left)[:, None] & (columns < tl.multiple_of(columns_left, alignment))[None, :]
     source = tl.multiple_of(source, alignment) + begin + within
     into = tl.multiple_of(into, alignment) + begin + within
-    return source, into, exists, cell
+    return source, into, exists, tl.load(line + 3) + block, tl.load(line + 4) + block
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -134,16 +137,20 @@ def _encode(  # type: ignore[no-untyped-def]
     source,
     into,
     cells,
+    amaxes,
     lines,
     line_of,
     largest,
     multiplies: tl.constexpr,
+    measures: tl.constexpr,
     chunk_rows: tl.constexpr,
     chunk_columns: tl.constexpr,
     alignment: tl.constexpr,
 ):
-    of_source, of_into, exists, cell = _chunk(lines, line_of, chunk_rows, chunk_columns, alignment)
+    of_source, of_into, exists, cell, amax = _chunk(lines, line_of, chunk_rows, chunk_columns, alignment)
     values = tl.load(source + of_source, mask=exists, other=0.0).to(tl.float32)
+    if measures:
+        _raise(amaxes + amax, values)
     scale = tl.load(cells + cell)
     # Rounded as the division of the other devices: an approximate one may round an element to its neighbour.
     values = values * scale if multiplies else tl.div_rn(values, scale)
@@ -163,11 +170,18 @@ def _measure(  # type: ignore[no-untyped-def]
     chunk_columns: tl.constexpr,
     alignment: tl.constexpr,
 ):
-    of_source, _, exists, cell = _chunk(lines, line_of, chunk_rows, chunk_columns, alignment)
+    of_source, _, exists, cell, _ = _chunk(lines, line_of, chunk_rows, chunk_columns, alignment)
     values = tl.load(source + of_source, mask=exists, other=0.0).to(tl.float32)
+    _raise(cells + cell, values)
+
+
+@triton.jit
+def _raise(cell, values):  # type: ignore[no-untyped-def]
+    """Raise the bits of a cell to those of the largest magnitude."""
     # Bits of numbers that are not negative are ordered as the numbers are, and those of NaN come after infinity.
-    bits = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    tl.atomic_max(cells + cell, tl.reduce(bits, None, _larger))
+    bits = tl.reduce(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, None, _larger)
+    # A cell only rises: where another program has raised it already, an atomic operation would wait for nothing.
+    tl.atomic_max(cell, bits, mask=bits > tl.load(cell))
 
 
 @triton.jit

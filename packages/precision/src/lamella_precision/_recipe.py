@@ -1,6 +1,6 @@
 """Communication formats of weights: main weights are encoded into payloads, payloads are decoded.
 
-main weight, all ranks' rows    --measure-->  scales of whole tensors        once a step, for some recipes
+main weight, all ranks' rows    --measure-->  scales of whole tensors        once a step, for current scaling
 main weight, this rank's rows   --encode-->  payloads, this rank's rows     with every gather, a group at a time
 payloads, all rows              --decode-->  the module's compute tensor    once; gathers refill its storage
 """
@@ -60,11 +60,13 @@ class Part(NamedTuple):
         shape: Of the whole weight.
         first_row: The first of this rank's rows (slices along dim 0) in the whole weight.
         scales: Scales of the whole weight, of `ScaledRecipe.scale_shape`; None for a recipe without.
+        amaxes: Memory of the same shape, raised by the encoding to the amaxes of this rank's rows; None: not measured.
     """
 
     shape: tuple[int, ...]
     first_row: int
     scales: torch.Tensor | None
+    amaxes: torch.Tensor | None = None
 
 
 @runtime_checkable
@@ -147,11 +149,14 @@ class ScaledRecipe(Recipe, Protocol):
 
     Each rank measures its rows, the engine reduces the amaxes (largest magnitudes) of many units by one MAX reduction,
     and every rank computes all scales.
+
+    With delayed scaling (`num_past` above 0) `encode` measures too, into `Part.amaxes`: the next scales need no other
+    read of the weights. Only weights never measured before are measured by themselves.
     """
 
     @property
     def num_past(self) -> int:
-        """Earlier measurements that the next scales depend on (delayed scaling); 0 for the current alone."""
+        """The latest measurements that scales depend on (delayed scaling); 0 for the current weight's alone."""
         ...
 
     def scale_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
@@ -168,7 +173,7 @@ class ScaledRecipe(Recipe, Protocol):
         ...
 
     def measure(self, *columns: Any) -> None:
-        """Write amaxes of this rank's rows, into memory that holds zeros.
+        """Raise amaxes to those of this rank's rows.
 
         Args:
             columns: From `measure_columns`.
@@ -181,7 +186,8 @@ class ScaledRecipe(Recipe, Protocol):
         """Compute scales from amaxes of whole blocks.
 
         Args:
-            amaxes: (n,), fp32, reduced over the ranks: of one group of weights, or of several one after the other.
+            amaxes: (n,), fp32, reduced over the ranks: of one group of weights, or of several one after the other. 0
+                where nothing was measured since.
             scales: (n,), fp32, written.
             past: (num_past, n), fp32, the recipe's to read and write; -1 before the first measurement.
 

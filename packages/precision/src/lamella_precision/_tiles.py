@@ -61,41 +61,58 @@ class Tile(NamedTuple):
 
 
 class Cut:
-    """A weight's rows on this rank as tiles, for kernels: of the source, of the destination, and of the scales.
+    """A weight's rows on this rank as tiles, for kernels: of the source, the destination, the scales and the amaxes.
 
     Args:
         tiles: Of the shard.
         shard: The main weight's rows, contiguous.
         into: Contiguous memory of the shard's shape, to be written; the shard itself where nothing is written.
         grid: A cell for each block of the whole weight, contiguous or with padded rows.
+        amaxes: Cells like those of `grid`, for the largest magnitudes; None where nothing is measured.
 
     Attributes:
         sources: Views of the shard, a tile each, as `Tile.of`.
         into: The same views of the destination.
         cells: The tiles' cells, as `Tile.cells`.
-        beginnings: One element at the beginning of each of the three storages: a view, whose address is read when a
-            kernel is launched.
-        storages: Numbers that identify the three storages.
-        lines: For each tile its place in the storages, in elements: the offsets of source, destination and cells;
-            matrices, grid rows, grid columns, rows and columns of a block; the strides of rows and matrices; the
-            cells' strides of matrices, rows and columns.
+        amaxes: The same of the amaxes, or none.
+        beginnings: One element at the beginning of each of the four storages: a view, whose address is read when a
+            kernel is launched. Without amaxes, the storage of the cells stands in the place.
+        storages: Numbers that identify the four storages.
+        lines: For each tile its place in the storages, in elements: the offsets of source, destination, cells and
+            amaxes; matrices, grid rows, grid columns, rows and columns of a block; the strides of rows and matrices;
+            the strides of matrices, rows and columns of cells and amaxes.
     """
 
-    def __init__(self, tiles: Sequence[Tile], shard: torch.Tensor, into: torch.Tensor, grid: torch.Tensor) -> None:
+    def __init__(
+        self,
+        tiles: Sequence[Tile],
+        shard: torch.Tensor,
+        into: torch.Tensor,
+        grid: torch.Tensor,
+        amaxes: torch.Tensor | None = None,
+    ) -> None:
         self.sources = [tile.of(shard) for tile in tiles]
         self.into = [tile.of(into) for tile in tiles]
-        self.cells = [tile.cells(grid, len(each)) for tile, each in zip(tiles, self.sources, strict=True)]
-        self.beginnings = tuple([each.as_strided((1,), (1,), 0) for each in (shard, into, grid)])
-        self.storages = tuple([each.untyped_storage()._cdata for each in (shard, into, grid)])
-        self.lines = tuple([_line(*of_tile) for of_tile in zip(self.sources, self.into, self.cells, strict=True)])
+        self.cells = _cells(tiles, self.sources, grid)
+        self.amaxes = [] if amaxes is None else _cells(tiles, self.sources, amaxes)
+        owners = (shard, into, grid, grid if amaxes is None else amaxes)
+        self.beginnings = tuple([each.as_strided((1,), (1,), 0) for each in owners])
+        self.storages = tuple([each.untyped_storage()._cdata for each in owners])
+        of_tiles = zip(self.sources, self.into, self.cells, self.amaxes or self.cells, strict=True)
+        self.lines = tuple([_line(*of_tile) for of_tile in of_tiles])
 
 
-def _line(source: torch.Tensor, into: torch.Tensor, cells: torch.Tensor) -> tuple[int, ...]:
+def _cells(tiles: Sequence[Tile], sources: Sequence[torch.Tensor], grid: torch.Tensor) -> list[torch.Tensor]:
+    return [tile.cells(grid, len(each)) for tile, each in zip(tiles, sources, strict=True)]
+
+
+def _line(source: torch.Tensor, into: torch.Tensor, cells: torch.Tensor, amaxes: torch.Tensor) -> tuple[int, ...]:
     matrices, grid_rows, rows, grid_columns, columns = source.shape
     of_matrix, _, of_row, _, _ = source.stride()
     if grid_columns == 1 and of_row == columns:  # whole rows, one after the other: a single long row
         rows, columns, of_row = 1, rows * columns, rows * columns
-    offsets = [int(each.storage_offset()) for each in (source, into, cells)]
+    offsets = [int(each.storage_offset()) for each in (source, into, cells, amaxes)]
+    assert cells.stride() == amaxes.stride()
     of_cells = (cells.stride(0), cells.stride(1), cells.stride(3))
     return (*offsets, matrices, grid_rows, grid_columns, rows, columns, of_row, of_matrix, *of_cells)
 

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn as nn
 
-from lamella_precision._float8 import Float8Recipe, encode_cuts, newest_scales, times_scales
+from lamella_precision._float8 import Float8Recipe, encode_cuts, times_scales, write_scales
 from lamella_precision._foreign import is_quantized, replace_weights
 from lamella_precision._recipe import Direction, Part, PayloadFormat, Recipe
 from lamella_precision._te_mxfp8 import MULTIPLE, MXFP8Weights
@@ -145,7 +145,10 @@ class ScaledWeights:
         self, shards: Sequence[torch.Tensor], payloads: Sequence[Sequence[torch.Tensor] | None], parts: Sequence[Part]
     ) -> tuple[Sequence[Cut] | None]:
         """For each weight the views of equal blocks: sources, destinations and scales."""
-        return self._tiling.columns(shards, payloads, [self._with_cells(part, encodes=True) for part in parts])
+        own = [part._replace(scales=self._factor_cells(part.scales, part.shape)) for part in parts]
+        if own and own[0].amaxes is not None:
+            own = [part._replace(amaxes=self._amax_cells(part.amaxes, part.shape)) for part in own]
+        return self._tiling.columns(shards, payloads, own)
 
     def encode(self, *columns: Sequence[Cut] | None) -> None:
         """Scale, saturate, and round to the format.
@@ -164,15 +167,16 @@ class ScaledWeights:
 
     @property
     def num_past(self) -> int:
-        """The earlier measurements that the next scales depend on."""
+        """The latest measurements that scales depend on."""
         return self.num_past_amaxes
 
     def measure_columns(self, shards: Sequence[torch.Tensor], parts: Sequence[Part]) -> tuple[Sequence[Cut]]:
         """For each weight the views of equal blocks, and of their amaxes."""
-        return self._tiling.measure_columns(shards, [self._with_cells(part, encodes=False) for part in parts])
+        own = [part._replace(scales=self._amax_cells(part.scales, part.shape)) for part in parts]
+        return self._tiling.measure_columns(shards, own)
 
     def measure(self, *columns: Sequence[Cut]) -> None:
-        """Write the largest magnitude of each block's part on this rank.
+        """Raise amaxes to the largest magnitude of each block's part on this rank.
 
         Effects: as `Float8Recipe.measure`.
         """
@@ -192,7 +196,7 @@ class ScaledWeights:
             scales.copy_(self._factor(amaxes).reciprocal())
             return
         reciprocals, factors = scales[::2], scales[1::2]
-        factors.copy_(newest_scales(amaxes[::2], factors, past[:, ::2], self._factor))
+        write_scales(factors, amaxes[::2], past[:, ::2], self._factor)
         reciprocals.copy_(factors.reciprocal())
 
     def _factor(self, amaxes: torch.Tensor) -> torch.Tensor:
@@ -204,12 +208,18 @@ class ScaledWeights:
             made = (made.view(torch.int32) & 0x7F800000).view(torch.float32)
         return torch.where(torch.isfinite(amaxes) & (amaxes.clamp_min(self.epsilon) > 0), made, 1.0)
 
-    def _with_cells(self, part: Part, *, encodes: bool) -> Part:
-        """A part with the scales alone that the encoding reads, or a measurement writes."""
-        assert part.scales is not None
-        if self._is_whole:
-            return part._replace(scales=part.scales[1:] if encodes else part.scales[:1])
-        return part._replace(scales=part.scales[:, : grid_of(part.shape, self.block)[1]])
+    def _factor_cells(self, grid: torch.Tensor | None, shape: Sequence[int]) -> torch.Tensor:
+        """The scales alone that the encoding reads."""
+        assert grid is not None
+        return grid[1:] if self._is_whole else self._squares(grid, shape)
+
+    def _amax_cells(self, grid: torch.Tensor | None, shape: Sequence[int]) -> torch.Tensor:
+        """The amaxes alone that are raised."""
+        assert grid is not None
+        return grid[:1] if self._is_whole else self._squares(grid, shape)
+
+    def _squares(self, grid: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+        return grid[:, : grid_of(shape, self.block)[1]]
 
     def decode(
         self, payloads: Sequence[torch.Tensor], shape: torch.Size, scales: torch.Tensor | None = None
@@ -233,7 +243,7 @@ class ScaledWeights:
         """Data times the factors' reciprocals, multiplied in fp32 and rounded to `compute_dtype`."""
         (data,) = payloads
         assert scales is not None
-        cells = scales[:1].view(1, 1) if self._is_whole else scales[:, : grid_of(shape, self.block)[1]]
+        cells = scales[:1].view(1, 1) if self._is_whole else self._squares(scales, shape)
         return times_scales(data, cells, shape, self.block, self.compute_dtype)
 
     def cached_nbytes(self, shape: Sequence[int]) -> int:

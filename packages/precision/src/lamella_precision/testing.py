@@ -21,8 +21,8 @@ def check_recipe(
     Encoding shard by shard and gathering equals encoding the whole, and encoding a single direction's payloads equals
     encoding all; decoding returns the weight within the format's error; the decoded tensor follows refills of the
     payloads' storage; encoding writes every element of its destination and leaves the shard unchanged. Amaxes measured
-    shard by shard, and the largest taken, give the scales of the whole. Parts of a `DivisibleRecipe` are encoded alone
-    as in the whole.
+    shard by shard, and the largest taken, give the scales of the whole; with delayed scaling, encodings raise amaxes as
+    measurements do. Parts of a `DivisibleRecipe` are encoded alone as in the whole.
 
     Args:
         recipe: The recipe to test.
@@ -72,10 +72,26 @@ def check_recipe(
         for whole, made in zip(wholes, alone, strict=True):
             assert made is None or _same_bytes(whole, made), "encoding one direction must equal encoding both"
 
+    if isinstance(recipe, ScaledRecipe) and recipe.num_past:
+        assert scales is not None
+        _check_amaxes(recipe, weight.chunk(num_shards), scales)
     if isinstance(recipe, DivisibleRecipe):
         _check_parts(recipe, weight)
     error = (decoded.double() - weight.double()).abs() / weight.double().abs().clamp_min(1e-6)
     assert error.max().item() <= relative_error, f"decoded weight is off by {error.max().item():.3g} relative"
+
+
+def _check_amaxes(recipe: ScaledRecipe, shards: Sequence[torch.Tensor], scales: torch.Tensor) -> None:
+    """Assert that encodings of delayed scaling measure on the way."""
+    shape = (sum(map(len, shards)), *shards[0].shape[1:])
+    amaxes, row = torch.zeros_like(scales), 0
+    for shard in shards:
+        formats = recipe.payloads(shard.shape, shard.dtype)
+        data = [torch.empty(each.shape, dtype=each.dtype, device=shard.device) for each in formats]
+        encode_into(recipe, shard, data, Part(shape, row, scales, amaxes))
+        row += len(shard)
+    expected = measured(recipe, shards, shape)
+    assert torch.equal(amaxes.view(-1), expected), "with delayed scaling `encode` must raise `Part.amaxes`"
 
 
 def _check_parts(recipe: DivisibleRecipe, weight: torch.Tensor) -> None:

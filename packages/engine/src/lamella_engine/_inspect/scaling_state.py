@@ -34,10 +34,14 @@ def scaling_state(model: nn.Module, *, group: dist.ProcessGroup | None = None) -
     Raises:
         ValueError: Ranks have other numbers under the same name.
 
-    Effects: collective on the group: an all-gather of 16 bytes a parameter and its name, and a broadcast from one rank
-        of each pipeline stage of parameters that other stages lack; waits for the device.
+    Effects: collective: a MAX all-reduce of amaxes as in a forward; on the group an all-gather of 16 bytes a parameter
+        and its name, and a broadcast from one rank of each pipeline stage of parameters that other stages lack; waits
+        for the device.
     """
     finish_left()
+    _synchronize(model)
+    for tree in {id(state.tree): state.tree for module in model.modules() if (state := find_state(module))}.values():
+        tree.compute_measured_scales()
     _synchronize(model)
     own = {name: scales.state_of(i) for name, scales, i in _delayed(model)}
     return _of_all_ranks(own, group) if dist.is_initialized() else own

@@ -358,7 +358,7 @@ class ParameterGroup:
         return self._plans[chosen]
 
     def measure(self) -> None:
-        """Raise the amaxes of `scales`, which must be zeros, to those of this rank's rows.
+        """Raise the amaxes of `scales` to those of this rank's rows.
 
         Effects: on the current stream. If main weights rest on the CPU, a copy of this rank's to the device.
         """
@@ -478,16 +478,16 @@ class ParameterGroup:
 
 
 def refresh_scales(groups: Iterable[ParameterGroup]) -> None:
-    """Measure main weights, and compute scales of whole parameters; nothing for groups without.
+    """Measure main weights, and compute scales of whole parameters; nothing for groups whose scales are not due.
 
     Effects: on the current stream: a MAX all-reduce for all groups on the same axes, on the shard axis and on the outer
         axis, and a computation for all of a recipe. Blocks the host on gloo.
     """
-    scaled = [(group, group.scales) for group in groups if group.scales is not None]
-    torch._foreach_zero_([scales.amaxes for _, scales in scaled])
+    scaled = [(group, group.scales) for group in groups if group.scales is not None and group.scales.are_due]
     together: dict[DataAxes, dict[ScaledRecipe, list[Scales]]] = {}
     for group, scales in scaled:
-        group.measure()
+        if not scales.are_measured:
+            group.measure()
         together.setdefault(group.axes, {}).setdefault(scales.recipe, []).append(scales)
     transports = {group.axes: (group.transport, group.outer) for group, _ in scaled}
     for axes, by_recipe in together.items():
@@ -498,6 +498,9 @@ def refresh_scales(groups: Iterable[ParameterGroup]) -> None:
         numels = [sum(len(scales.amaxes) for scales in same) for same in by_recipe.values()]
         for same, own in zip(by_recipe.values(), torch.split(amaxes, numels), strict=True):
             rescale(same, own)
+    for _, scales in scaled:
+        scales.are_due, scales.are_measured = False, scales.num_past > 0
+    torch._foreach_zero_([scales.amaxes for _, scales in scaled])  # measurements and encodings raise them
 
 
 class _Borrowed:

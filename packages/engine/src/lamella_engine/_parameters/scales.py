@@ -3,6 +3,9 @@
 a forward's own   the unit is measured with some later ones: one reduction for all on the same axes
 a gather at rest  (a verb, or a gather inside the optimizer's step): the unit alone is measured
 other gathers     the scales of the pass
+
+Delayed scaling reads weights for no measurement but the first: encodings raise the amaxes, which are reduced, for all
+units at once, before the first gather after the weights' update.
 """
 
 from __future__ import annotations
@@ -30,9 +33,13 @@ class Scales:
 
     Attributes:
         recipe: As given.
-        amaxes: (n,), fp32, of all parameters, each from a multiple of 16 bytes on, as `measure` raised them.
+        amaxes: (n,), fp32, of all parameters, each from a multiple of 16 bytes on, as `measure` and encodings raised
+            them.
+        amaxes_of_each: For each parameter those that its encodings raise; None with current scaling.
         of_each: For each parameter its scales, of the recipe's `scale_shape`.
-        num_past: Earlier measurements that the next scales depend on.
+        num_past: The latest measurements that scales depend on.
+        are_due: Whether the next gather from rest needs scales anew.
+        are_measured: Whether the amaxes of weights encoded since the last scales are at hand (delayed scaling).
 
     Effects: allocates 4 * (2 + num_past) bytes a scale, on the current stream.
     """
@@ -47,10 +54,20 @@ class Scales:
         self.of_each = _split(self._scales, own)
         self._past_of_each = [_split(row, own) for row in self._past]
         self._amaxes_of_each = _split(self.amaxes, own)
+        self.amaxes_of_each = self._amaxes_of_each if recipe.num_past else [None] * len(own)
+        self.are_due, self.are_measured = True, False
         self._columns: tuple[Sequence[object], ...] | None = None  # of main weights that stay where they are
 
+    def expire(self, *, is_updated: bool) -> None:
+        """Need scales anew, but where encodings measure and no update of the weights is known.
+
+        Args:
+            is_updated: An update is known; else anyone may have written the weights, with no event.
+        """
+        self.are_due |= is_updated or not self.are_measured
+
     def measure(self, main_weight: ShardedBuffer, *, stays: bool) -> None:
-        """Raise `amaxes`, which must be zeros, to those of this rank's rows.
+        """Raise `amaxes` to those of this rank's rows; with delayed scaling, those that were never measured.
 
         Args:
             main_weight: This rank's.
@@ -63,7 +80,12 @@ class Scales:
             _, shards, parts = parts_in(main_weight, self._amaxes_of_each)
             columns = self.recipe.measure_columns(shards, parts)
             self._columns = columns if stays else None
+        if not self.num_past:
+            self.recipe.measure(*columns)
+            return
+        raised = self.amaxes.clone()
         self.recipe.measure(*columns)
+        self.amaxes.copy_(torch.where(self._past[0] < 0, self.amaxes, raised))  # of a group, some may start anew
 
     def state_shape(self, i: int) -> tuple[int, int]:
         """Rows and columns of `state_of`."""
@@ -78,11 +100,17 @@ class Scales:
         """Write the numbers of `state_of`. Effects: on the current stream."""
         for row, values in zip(self._rows(i), rows, strict=True):
             row.copy_(values.view(row.shape))
+        self._measure_anew(i)
 
     def forget(self, i: int) -> None:
         """Let the next scales of parameter `i` be of the weight then. Effects: on the current stream; no host sync."""
         for past in self._past_of_each:
             past[i].fill_(_NEVER)
+        self._measure_anew(i)
+
+    def _measure_anew(self, i: int) -> None:
+        self._amaxes_of_each[i].zero_()  # of the weight before
+        self.are_due, self.are_measured = True, False
 
     def _rows(self, i: int) -> list[torch.Tensor]:
         return [self.of_each[i], *(past[i] for past in self._past_of_each)]
@@ -113,17 +141,21 @@ def joined(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
 
 
 def parts_in(
-    main_weight: ShardedBuffer, scales: Sequence[torch.Tensor | None]
+    main_weight: ShardedBuffer,
+    scales: Sequence[torch.Tensor | None],
+    amaxes: Sequence[torch.Tensor | None] | None = None,
 ) -> tuple[list[int], list[torch.Tensor], list[Part]]:
     """The parameters with elements on this rank: indices, shards, and their places in the whole.
 
     Args:
         main_weight: This rank's shards.
         scales: For each parameter the scales of the whole, or None.
+        amaxes: For each parameter the amaxes that encodings raise, or None.
     """
     layout, rank, shards = main_weight.layout, main_weight.rank, main_weight.shards
+    amaxes = [None] * len(shards) if amaxes is None else amaxes
     owned = [i for i, shard in enumerate(shards) if shard.numel() > 0]
-    parts = [Part(layout.shapes[i], layout.chunk(i, rank).offsets[0], scales[i]) for i in owned]
+    parts = [Part(layout.shapes[i], layout.chunk(i, rank).offsets[0], scales[i], amaxes[i]) for i in owned]
     return owned, [shards[i] for i in owned], parts
 
 

@@ -112,7 +112,9 @@ class UnshardedWeight:
         self._main_layouts = payloads.like(main_layout)
         self._rank, self._main_rank = ranks
         self._encode = _Encode(payloads.recipe)
-        self._scales = [None] * layout.num_tensors if scales is None else scales.of_each
+        nothing = [None] * layout.num_tensors
+        self._scales: Sequence[torch.Tensor | None] = nothing if scales is None else scales.of_each
+        self._amaxes: Sequence[torch.Tensor | None] = nothing if scales is None else scales.amaxes_of_each
         pairs = list(zip(payloads.formats, payloads.layouts, strict=True))
         self.buffers = tuple(UnshardedBuffer(lies, ranks[0], each.dtype, device, allocator) for each, lies in pairs)
         for buffer in self.buffers:
@@ -141,7 +143,7 @@ class UnshardedWeight:
         self, main_weight: ShardedBuffer, into: dict[int, list[torch.Tensor]]
     ) -> tuple[list[int], tuple[Sequence[object] | None, ...]]:
         """The parameters with rows on this rank, and the arguments of `_Encode` for them."""
-        owned, shards, parts = parts_in(main_weight, self._scales)
+        owned, shards, parts = parts_in(main_weight, self._scales, self._amaxes)
         payloads = [[into[p][i] for i in owned] if p in into else None for p in range(len(self.buffers))]
         return owned, self._payloads.recipe.columns(shards, payloads, parts)
 

@@ -1,7 +1,8 @@
 """Scales of whole tensors, measured a few units at a time, ahead of the units' gathers.
 
 A measurement reads all main weights of its units. Of all units at once, the first gather of a pass would wait for a
-read of the whole model, with no compute beside; of each unit alone, every gather would wait for a reduction.
+read of the whole model, with no compute beside; of each unit alone, every gather would wait for a reduction. Units that
+encodings have measured (delayed scaling) read nothing, and come all at once.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Measurements:
         """Let all units at rest be measured again: main weights may have been written by anyone, with no event."""
         self._num_measured = 0
         for weights in self._at_rest():
-            weights.forget_scales()
+            weights.expire_scales()
 
     def before_gather_of(self, unit: Unit) -> None:
         """Compute the scales of a unit that is about to be gathered, and of some others; nothing with scales at hand.
@@ -46,8 +47,16 @@ class Measurements:
         if unit.weights.awaits_scales and unit.weights.may_be_measured:
             others = [each for each in self._at_rest() if each.awaits_scales and each is not unit.weights]
             num_together = min(max(self._num_measured, 2), _MOST)
-            due = [unit.weights, *others[: num_together - 1]]
-            self._num_measured += len(due)
+            read = [each for each in others if not each.are_measured][: num_together - 1]
+            self._num_measured += 1 + len(read)
+            measure([unit.weights, *read, *(each for each in others if each.are_measured)])
+
+    def compute_measured(self) -> None:
+        """Compute the scales of units at rest that encodings have measured since, for a checkpoint.
+
+        Effects: those of `measure`; none without delayed scaling.
+        """
+        if due := [each for each in self._at_rest() if each.awaits_scales and each.are_measured]:
             measure(due)
 
     def _at_rest(self) -> list[UnitWeights]:

@@ -132,10 +132,12 @@ class Tree:
         return [listener for ref in self._listeners if (listener := ref()) is not None]
 
     def _note_end(self, unit: Unit, ended: Ended) -> None:
-        """Tell listeners of a unit's gradients; after the final ones, renew weight copies at the next use."""
+        """Tell listeners of a unit's gradients; after the final ones, renew scales and copies at the next use."""
         for listener in self.listeners if ended.installed_on and self._listeners else ():
             listener.gradients_reduced(self, unit, ended.installed_on)
         if ended.is_final:
+            if unit.parameters.has_scales:
+                unit.weights.expire_scales(is_updated=True)
             if unit.parameters.keeps_copies:
                 unit.weights.expect_update()
             for listener in self.listeners if self._listeners else ():
@@ -286,6 +288,13 @@ class Tree:
             with label(f"optimizer_prefetch for {unit.parameters.name}"):
                 unit.weights.gather_early()
             self._prefetch.count_ahead(unit)
+
+    def compute_measured_scales(self) -> None:
+        """Compute the scales that the next forward would compute from measurements of encodings.
+
+        Effects: those of `Measurements.compute_measured`.
+        """
+        self._measurements.compute_measured()
 
     def leave_nothing_but_shards(self, unit: Unit) -> None:
         """Return a unit to rest before main weights are read, written or replaced.

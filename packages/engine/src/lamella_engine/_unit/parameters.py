@@ -11,6 +11,7 @@ import torch.nn as nn
 from lamella_engine._options.placements import Strategy
 from lamella_engine._parameters.group import ParameterGroup
 from lamella_engine._parameters.offload import CPU
+from lamella_engine._parameters.scales import Scales
 from lamella_engine._parameters.sharded_parameter import attributes_alone
 from lamella_engine._streams.context import Context
 from lamella_engine._unit.main_grads import MainGrads
@@ -49,6 +50,11 @@ class UnitParameters:
         self.is_offloaded = any(group.offload is not None for group in self.groups)
         self.keeps_copies = self.strategy.keeps_copy or any(group.outer is not None for group in self.groups)
         self.has_scales = any(isinstance(group.policy.recipe, ScaledRecipe) for group in self.groups)
+
+    @property
+    def scales(self) -> list[Scales]:
+        """The scales of whole tensors, of the groups that have some."""
+        return [group.scales for group in self.groups if group.scales is not None]
 
     def rename(self, name: str) -> None:
         """Become an inner unit, under a name in the outer unit, which error messages use."""

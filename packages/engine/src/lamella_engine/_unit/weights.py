@@ -93,7 +93,6 @@ class UnitWeights:
         self._gathered: torch.Event | None = None  # for streams that use the weights after another stream has waited
         self._there: Direction | None = None  # the passes whose payloads are gathered
         self.early: list[tuple[int, int]] | None = None
-        self._is_measured = False  # scales of whole tensors are of the main weights of this pass
 
     def _become(self, to: Residency) -> None:
         assert (self.residency, to) in _LEGAL, f"{self.parameters.name}: {self.residency} -> {to}"
@@ -167,7 +166,8 @@ class UnitWeights:
         if context.phase is Phase.RESTING:
             self.adopt_replaced_shards()
             context.streams.order_gathers_after_updates()
-            self.forget_scales()  # main weights may have been written by anyone, with no event
+            if parameters.has_scales:
+                self.expire_scales()  # main weights may have been written by anyone, with no event
         for group in parameters.groups:
             if group.is_meta:
                 parameters.refuse_meta()
@@ -448,16 +448,22 @@ class UnitWeights:
 
     @property
     def awaits_scales(self) -> bool:
-        """Whether main weights were not measured in this pass; of a unit that `has_scales`."""
-        return not self._is_measured
+        """Whether the next gather needs scales anew; of a unit that `has_scales`."""
+        return any([scales.are_due for scales in self.parameters.scales])
 
-    def forget_scales(self) -> None:
-        """Measure main weights again before the next gather."""
-        self._is_measured = False
+    @property
+    def are_measured(self) -> bool:
+        """Whether scales that are due need no read of main weights: encodings have measured them."""
+        return all([scales.are_measured for scales in self.parameters.scales if scales.are_due])
+
+    def expire_scales(self, *, is_updated: bool = False) -> None:
+        """Compute scales anew before the next gather, as `Scales.expire`."""
+        for scales in self.parameters.scales:
+            scales.expire(is_updated=is_updated)
 
     def note_update(self) -> None:
         """Note that main weights may have changed: earlier unsharded weights are stale."""
-        self.forget_scales()
+        self.expire_scales(is_updated=True)
         if self.contents is not Contents.NONE:
             self.contents = Contents.STALE
 
@@ -517,16 +523,16 @@ def measure(units: Sequence[UnitWeights]) -> None:
         units: Of one tree, at least one; each with `UnitParameters.has_scales`, and one that `may_be_measured` or is
             about to be gathered.
 
-    Effects: on the gather stream: reads the main weights, and a MAX all-reduce for all units on the same axes; blocks
-        the host on gloo.
+    Effects: on the gather stream: reads the main weights, but those that encodings have measured, and a MAX all-reduce
+        for all units on the same axes; blocks the host on gloo.
     """
     scaled = [unit.parameters for unit in units]
-    for unit in units:
-        unit._is_measured = True
     first, streams = scaled[0], scaled[0].context.streams
     streams.reads_shards |= any(parameters.is_offloaded for parameters in scaled)
     groups = [group for parameters in scaled for group in parameters.groups]
-    first.check_order("measure", lambda: sum(group.scales.amaxes.nbytes for group in groups if group.scales))
+    first.check_order(
+        "measure", lambda: sum(scales.amaxes.nbytes for parameters in scaled for scales in parameters.scales)
+    )
     with label("measure", first.name), streams.on(streams.all_gather_stream):
         refresh_scales(groups)
 
