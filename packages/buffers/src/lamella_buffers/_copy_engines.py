@@ -12,10 +12,12 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
+from importlib import import_module
+from importlib.util import find_spec
 from itertools import accumulate, count
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -306,9 +308,14 @@ class CopyEngineTransport(NcclTransport):
             ]
         )
         pushes.copies.enqueue(move.stream)
-        torch._foreach_copy_(arrivals.own, self._own(wholes))
-        move.close()
-        add_up(arrivals.places, [shard for shard, _ in payloads], op)
+        shards, own = [shard for shard, _ in payloads], self._own(wholes)
+        if shards[0].is_cuda and shards[0].dtype == torch.float32 and (fused := _fused_sums()):
+            move.close()
+            fused.add_up(arrivals.places, own, shards, self.rank, averages=op == dist.ReduceOp.AVG)
+        else:
+            torch._foreach_copy_(arrivals.own, own)
+            move.close()
+            add_up(arrivals.places, shards, op)
         # Before the sum has run: the window's next user waits for this stream before its "open", and peers write only
         # after the "open".
         self._arrivals.free(buffer)
@@ -344,6 +351,12 @@ class CopyEngineTransport(NcclTransport):
         offset = mine.data_ptr() - window.addresses[self.rank]
         assert 0 <= offset <= window.nbytes - mine.nbytes, "a buffer lies outside of its window"
         return offset
+
+
+@cache
+def _fused_sums() -> Any:
+    """The module of Triton's kernel, or None without Triton, which torch's wheels for GPUs bring."""
+    return import_module("lamella_buffers._fused_sums") if find_spec("triton") else None
 
 
 def _num_first(nbytes: Sequence[int]) -> int:
