@@ -295,6 +295,10 @@ class CopyEngineTransport(NcclTransport):
         buffer = arrivals.buffer
         self._arrivals.allocate(buffer)
         pushes = arrivals.pushes.get(buffer.data_ptr()) or self._new_pushes(payloads, arrivals)
+        shards = [shard for shard, _ in payloads]
+        fused = _fused_sums() if shards[0].is_cuda and shards[0].dtype == torch.float32 else None
+        # Before peers are told: the host may wait for the stream here, and the stream waits for the peers then.
+        launches = [] if fused is None else fused.launches_for(arrivals.places, shards)
         move = self._exchanges.begin(pushes.name)
         move.open()
         # By addresses: a view for each piece would cost the host more than the copies. Autograd allocates gradients
@@ -308,14 +312,14 @@ class CopyEngineTransport(NcclTransport):
             ]
         )
         pushes.copies.enqueue(move.stream)
-        shards, own = [shard for shard, _ in payloads], self._own(wholes)
-        if shards[0].is_cuda and shards[0].dtype == torch.float32 and (fused := _fused_sums()):
-            move.close()
-            fused.add_up(arrivals.places, own, shards, self.rank, averages=op == dist.ReduceOp.AVG)
-        else:
+        own = self._own(wholes)
+        if fused is None:
             torch._foreach_copy_(arrivals.own, own)
             move.close()
             add_up(arrivals.places, shards, op)
+        else:
+            move.close()
+            fused.add_up(launches, arrivals.places, own, shards, self.rank, averages=op == dist.ReduceOp.AVG)
         # Before the sum has run: the window's next user waits for this stream before its "open", and peers write only
         # after the "open".
         self._arrivals.free(buffer)

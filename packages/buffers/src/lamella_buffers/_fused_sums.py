@@ -20,8 +20,8 @@ _MOST = 16  # payloads of a launch, an argument each: gradients lie elsewhere in
 _CACHED = 1 << 12  # tables: a few a unit, some hundred bytes each
 
 
-class _Launch(NamedTuple):
-    """A kernel's arguments for shards in the same storage.
+class _Table(NamedTuple):
+    """A kernel's arguments that stay, for shards in the same storage.
 
     Attributes:
         lines: (payloads, 4), int64: a payload's first program, its offsets in arrivals and shards, its elements.
@@ -34,7 +34,37 @@ class _Launch(NamedTuple):
     is_aligned: bool
 
 
+class Launch(NamedTuple):
+    """A run of the kernel: the indices of its payloads, and their table."""
+
+    payloads: list[int]
+    table: _Table
+
+
+def launches_for(places: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]) -> list[Launch]:
+    """The launches of a sum, one for each storage of shards and for each 16 payloads.
+
+    Args:
+        places: For each payload a (num_ranks, numel) tensor, a row a rank; all in one storage, with equal strides.
+        shards: Flat, fp32.
+
+    Effects: the first call with new sizes copies a table to the device, for which the host waits.
+    """
+    by_storage: dict[int, list[int]] = {}
+    for i, shard in enumerate(shards):
+        if shard.numel():
+            by_storage.setdefault(shard.untyped_storage()._cdata, []).append(i)
+    found = []
+    for same in by_storage.values():
+        for first in range(0, len(same), _MOST):
+            some = same[first : first + _MOST]
+            sizes = [(places[i].storage_offset(), shards[i].storage_offset(), shards[i].numel()) for i in some]
+            found.append(Launch(some, _table(tuple(sizes), places[0].device)))
+    return found
+
+
 def add_up(
+    launches: Sequence[Launch],
     places: Sequence[torch.Tensor],
     own: Sequence[torch.Tensor],
     shards: Sequence[torch.Tensor],
@@ -45,50 +75,41 @@ def add_up(
     """Reduce each payload's pieces into its shard, in fp32 and in the order of the ranks.
 
     Args:
-        places: For each payload a (num_ranks, numel) tensor, a row a rank; all in one storage, with equal strides. This
-            rank's row is not read.
+        launches: Of `launches_for`, for these places and shards.
+        places: As given there. This rank's row is not read.
         own: This rank's flat pieces, anywhere, in the places' dtype.
-        shards: Flat, fp32.
+        shards: As given there.
         rank: This rank's.
         averages: Divide by the number of ranks.
 
-    Effects: on the current stream, a kernel for each storage of shards, and for each 16 payloads; no host sync, but the
-    first call with new sizes copies a table to the device, for which the host waits.
+    Effects: kernels on the current stream, no host sync.
     """
     num_ranks = len(places[0])
     arrivals = places[0].as_strided((1,), (1,), 0)
-    by_storage: dict[int, list[int]] = {}
-    for i, shard in enumerate(shards):
-        by_storage.setdefault(shard.untyped_storage()._cdata, []).append(i)
-    for same in by_storage.values():
-        for first in range(0, len(same), _MOST):
-            some = same[first : first + _MOST]
-            sizes = [(places[i].storage_offset(), shards[i].storage_offset(), shards[i].numel()) for i in some]
-            launch = _launch(tuple(sizes), arrivals.device)
-            addresses = [own[i].data_ptr() for i in some]
-            into = shards[some[0]].as_strided((1,), (1,), 0)
-            is_aligned = launch.is_aligned and not any([address % _ALIGNMENT for address in addresses])
-            _add_up[(len(launch.line_of),)](
-                arrivals,
-                into,
-                launch.lines,
-                launch.line_of,
-                places[0].stride(0),
-                *addresses,
-                *addresses[:1] * (_MOST - len(some)),  # of the type that an address has
-                rank=rank,
-                num_ranks=num_ranks,
-                factor=1.0 / num_ranks if averages else 1.0,
-                elements=_ELEMENTS,
-                alignment=_ALIGNMENT if is_aligned else 1,
-            )
+    for payloads, table in launches:
+        addresses = [own[i].data_ptr() for i in payloads]
+        is_aligned = table.is_aligned and not any([address % _ALIGNMENT for address in addresses])
+        _add_up[(len(table.line_of),)](
+            arrivals,
+            shards[payloads[0]].as_strided((1,), (1,), 0),
+            table.lines,
+            table.line_of,
+            places[0].stride(0),
+            *addresses,
+            *addresses[:1] * (_MOST - len(addresses)),  # of the type that an address has
+            rank=rank,
+            num_ranks=num_ranks,
+            factor=1.0 / num_ranks if averages else 1.0,
+            elements=_ELEMENTS,
+            alignment=_ALIGNMENT if is_aligned else 1,
+        )
 
 
 @lru_cache(_CACHED)
-def _launch(sizes: tuple[tuple[int, int, int], ...], device: torch.device) -> _Launch:
+def _table(sizes: tuple[tuple[int, int, int], ...], device: torch.device) -> _Table:
     numbers = [-(-numel // _ELEMENTS) for _, _, numel in sizes]
     lines = [(sum(numbers[:i]), *each) for i, each in enumerate(sizes)]
-    return _Launch(
+    return _Table(
         torch.tensor(lines, device=device),
         torch.arange(len(lines), dtype=torch.int32).repeat_interleave(torch.tensor(numbers)).to(device),
         all(number % _ALIGNMENT == 0 for each in sizes for number in each),

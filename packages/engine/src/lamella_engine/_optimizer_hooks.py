@@ -23,6 +23,7 @@ from lamella_engine._parameters.sharded_parameter import is_sharded, sharded_ori
 from lamella_engine._parameters.sharding import local_of
 from lamella_engine._ragged.dtensor import dtensor_over
 from lamella_engine._tree.tree import finish_left, living_trees
+from lamella_engine._unit.unit import Unit
 
 # Kernels of these libraries take the address of a DTensor's shard and the size of the whole, and write past the shard.
 _LIBRARIES_OF_KERNELS = {"apex", "transformer_engine"}
@@ -170,6 +171,21 @@ def wait_for_offloaded_shards(optimizer: Optimizer, *_: object) -> None:
 @_disable_dynamo
 def note_step(optimizer: Optimizer, *_: object) -> None:
     """Make every unit with some of the optimizer's parameters stale: the step may have changed main weights."""
+    for unit in _units_of(optimizer):
+        unit.weights.note_update()
+
+
+def forget_measured(optimizer: Optimizer) -> None:
+    """Drop the amaxes that evaluations have measured of an optimizer's units, before a replay of a captured step.
+
+    Effects: as of `UnitWeights.forget_measured`.
+    """
+    for unit in _units_of(optimizer):
+        unit.weights.forget_measured()
+
+
+def _units_of(optimizer: Optimizer) -> Iterator[Unit]:
+    """The units with some of the optimizer's parameters."""
     updated = {id(p): p for p in held_by(optimizer) if isinstance(p, DTensor)}
     if not updated:
         return
@@ -178,7 +194,7 @@ def note_step(optimizer: Optimizer, *_: object) -> None:
     for tree in living_trees():
         for unit in tree.units:
             if not is_known or unit.parameters.holds_any(updated):
-                unit.weights.note_update()
+                yield unit
 
 
 @_disable_dynamo

@@ -20,6 +20,7 @@ from lamella_engine._common.tensors import tensors_in as tensors_in
 from lamella_engine._modules.attached import unit_of as unit_of
 from lamella_engine._optimizer_hooks import StepHook as StepHook
 from lamella_engine._optimizer_hooks import before_step as before_step
+from lamella_engine._optimizer_hooks import forget_measured as forget_measured
 from lamella_engine._optimizer_hooks import held_by as held_by
 from lamella_engine._optimizer_hooks import is_compiled as is_compiled
 from lamella_engine._optimizer_hooks import note_step as note_step
@@ -51,6 +52,7 @@ __all__ = [
     "before_step",
     "dtensor_over",
     "finish_left",
+    "forget_measured",
     "groups_that_share",
     "held_by",
     "hides_tensors",

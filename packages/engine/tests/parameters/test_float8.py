@@ -49,6 +49,7 @@ from lamella_engine import (
 )
 from lamella_engine._modules.attached import state_of
 from lamella_engine._parameters.scales import Scales, rescale
+from lamella_engine.extending import forget_measured, note_step
 from lamella_layout import Rows
 from lamella_precision import Direction, Float8Recipe, MXFP8Recipe, QuantizedWeight, matrices_of
 from lamella_testing import load_compiler, run_ranks
@@ -368,12 +369,11 @@ def test_delayed_scaling_reads_weights_once_and_reduces_the_amaxes_of_all_units_
             with torch.no_grad():
                 loss_of(model)
             assert reductions() == ["layers.6"]
-            model.set_is_last_backward(False)
-            loss_of(model).backward()  # type: ignore[no-untyped-call]
-            model.set_is_last_backward(True)
-            loss_of(model).backward()  # type: ignore[no-untyped-call]
+            for _ in range(2):  # microbatches that the engine takes for steps
+                loss_of(model).backward()  # type: ignore[no-untyped-call]
             assert reductions() == []
             descend(model)
+            model.mark_updated()
             scaling_state(model)
             assert reductions() == ["layers.6"]
             loss_of(model).backward()  # type: ignore[no-untyped-call]
@@ -384,28 +384,126 @@ def test_delayed_scaling_reads_weights_once_and_reduces_the_amaxes_of_all_units_
 
 
 @pytest.mark.parametrize("placements", [ZERO1, ZERO2, ZERO3])
-def test_delayed_scales_are_of_the_steps_before(placements: Any) -> None:
+@pytest.mark.parametrize("says_last", [True, False])
+def test_delayed_scales_are_of_the_steps_before(placements: Any, says_last: bool) -> None:
     """Of two microbatches a step: the same scales for both."""
 
     def check() -> None:
         recipe = Float8Recipe(num_past_amaxes=2, compute_dtype=FP32)
         model: Any = _sharded(decoder(), recipe, options=ShardingOptions(placements=placements))
-        name = "layers.0.qkv.weight"
-        amaxes: list[float] = []
-        with patch.object(Float8Recipe, "rescale", autospec=True, side_effect=Float8Recipe.rescale) as rescale:
-            for step in range(5):
-                weight = cast(DTensor, model.get_parameter(name)).full_tensor()
-                amaxes.append(weight.abs().max().item())
-                for is_last in (False, True):
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        name, amaxes = "layers.0.qkv.weight", list[float]()
+        [(scales, place)] = [
+            (cast(Scales, group.scales), i)
+            for group in state_of(model.layers[0]).unit.parameters.groups
+            for i, parameter in enumerate(group.parameters)
+            if parameter.name == "qkv.weight"
+        ]
+        for step in range(5):
+            amaxes.append(cast(DTensor, model.get_parameter(name)).full_tensor().abs().max().item())
+            used = []
+            for is_last in (False, True):
+                if says_last:
                     model.set_is_last_backward(is_last)
-                    loss_of(model).backward()  # type: ignore[no-untyped-call]
-                descend(model)
-                latest = amaxes[-2:]
-                scale, *past = scaling_state(model)[name]
-                assert past == [[each] for each in (latest if step else [-1.0, *latest])[::-1]]
-                assert scale == pytest.approx([max(latest) / 448])
+                loss_of(model).backward()  # type: ignore[no-untyped-call]
+                used.append(scales.of_each[place].item())
+            # The first scale is of the weight itself.
+            assert used == pytest.approx(2 * [max(amaxes[max(0, step - 2) : max(1, step)]) / 448])
+            optimizer.step()
+            optimizer.zero_grad()
+            scale, *past = scaling_state(model)[name]
+            assert past == [[each] for each in (amaxes[-2:] if step else [-1.0, *amaxes])[::-1]]
+            assert scale == pytest.approx([max(amaxes[-2:]) / 448])
         assert len(amaxes) == len(set(amaxes)), "each step must change the largest magnitude"
-        assert rescale.call_count > 5
+
+    run_ranks(check, 2)
+
+
+@pytest.mark.parametrize("num_past", [0, 2])
+def test_scales_stay_during_a_backward_that_gathers_a_unit_twice(num_past: int) -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = (nn.Linear(16, 16, bias=False) for _ in range(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            made: torch.Tensor = self.a(self.b(self.a(x)))
+            return made
+
+    def check() -> None:
+        torch.manual_seed(0)
+        model = Twice()
+        for unit in (model.a, model.b):
+            recipe = matrices_of(model, Float8Recipe(num_past_amaxes=num_past, compute_dtype=FP32))
+            fully_shard(unit, mp_policy=MixedPrecisionPolicy(recipe=recipe))
+        fully_shard(model)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        log = record(model)
+        for _ in range(3):
+            loss = model(torch.ones(4, 16)).square().mean()
+            log.clear()
+            loss.backward()
+            assert not [event for event in log.events if event.kind == "all-reduce"]
+            optimizer.step()
+            optimizer.zero_grad()
+
+    run_ranks(check, 2)
+
+
+def test_delayed_scales_follow_weights_that_are_written_by_hand_before_each_pass() -> None:
+    def check() -> None:
+        torch.manual_seed(0)
+        model = _delayed(torch.randn(16, 16))
+        overflows = []
+        for _ in range(5):
+            with torch.no_grad():
+                model[0].weight.mul_(1.5)
+            _pass(model)
+            overflows.append(quantization_errors(model)["0.weight"].overflow)
+        assert max(overflows) < 0.1, "scales must be one write old, not five"
+
+    run_ranks(check, 2)
+
+
+@pytest.mark.parametrize("name", ["evaluates", "saves", "both"])
+def test_replays_of_a_captured_step_have_the_scales_of_eager_steps(name: str) -> None:
+    """A replay repeats the captured step's work on the device, and no line of Python: host flags are put back here."""
+
+    def check() -> None:
+        recipe = Float8Recipe(num_past_amaxes=2, compute_dtype=FP32)
+        found = []
+        for replays in (False, True):
+            model = _sharded(decoder(), recipe)
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            every = [scales for _, unit in units(model) for scales in unit.parameters.scales]
+
+            def step(model: nn.Module = model, optimizer: torch.optim.Optimizer = optimizer) -> float:
+                loss = loss_of(model)
+                loss.backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+                optimizer.zero_grad()
+                return loss.item()
+
+            seen: list[object] = [step() for _ in range(2)]
+            for turn in range(4):
+                if name in ("evaluates", "both"):
+                    with torch.no_grad():
+                        seen.append(loss_of(model).item())
+                if name in ("saves", "both") and turn % 2:
+                    seen.append(scaling_state(model))
+                if not replays:
+                    seen.append(step())
+                    continue
+                forget_measured(optimizer)
+                flags = [scales.are_due for scales in every]
+                for scales in every:
+                    scales.are_due = True  # as at the capture
+                seen.append(step())
+                for scales, is_due in zip(every, flags, strict=True):
+                    scales.are_due = is_due
+                note_step(optimizer)
+            found.append(seen)
+        assert found[0] == found[1]
 
     run_ranks(check, 2)
 

@@ -5,6 +5,7 @@ Note [Inputs of a replay]
     inputs are copied to the captured inputs' memory, and generators of random numbers advance. Python code does not
     run: a number read during the capture is the number of every replay. Therefore plain inputs, shapes and options of
     param groups are compared with the captured values, and pre-hooks of the optimizer that only wait are called.
+    Evaluations run between replays on the weights that a replay has written: units are made stale after each.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from lamella_engine.extending import held_by, hides_tensors, map_tensors, tensors_in
+from lamella_engine.extending import forget_measured, held_by, hides_tensors, map_tensors, note_step, tensors_in
 from lamella_optim._hooks import wait_before_update
 from lamella_optim._overlap import drop_early
 
@@ -67,7 +68,9 @@ class CapturedStep(Generic[P, R]):
             self._recorded = self._capture(self._stream)
         replay, outputs = self._recorded
         wait_before_update(self._optimizer)
+        forget_measured(self._optimizer)
         replay()
+        note_step(self._optimizer)  # no hook has run
         return _own(outputs)
 
     def _take(self, leaves: list[Any], tree: pytree.TreeSpec) -> None:
@@ -117,6 +120,7 @@ class CapturedStep(Generic[P, R]):
 
     def _capture(self, stream: torch.cuda.Stream) -> tuple[Callable[[], object], R]:
         drop_early(self._optimizer)
+        note_step(self._optimizer)  # an evaluation has renewed copies and scales, which each replay must renew
         torch.cuda.synchronize(self._device)
         gc.collect()
         torch.cuda.empty_cache()  # A graph has a memory pool of its own: cached blocks of eager steps would lie beside.

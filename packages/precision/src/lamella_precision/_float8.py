@@ -115,7 +115,7 @@ class Float8Recipe:
 
     @property
     def num_past(self) -> int:
-        """The latest measurements that scales depend on."""
+        """Number of the latest measurements that scales depend on."""
         return self.num_past_amaxes
 
     def measure_columns(self, shards: Sequence[torch.Tensor], parts: Sequence[Part]) -> tuple[Sequence[Cut]]:

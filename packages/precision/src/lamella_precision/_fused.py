@@ -51,7 +51,8 @@ def encode(cuts: Sequence[Cut], largest: float, *, multiplies: bool) -> None:
     """
     measures = bool(cuts[0].amaxes)
     for (source, into, cells, amaxes), launch in _launches(cuts):
-        arguments = source, into, cells, amaxes.view(torch.int32), launch.lines, launch.line_of, largest
+        raised = amaxes.view(torch.int32) if measures else cells
+        arguments = source, into, cells, raised, launch.lines, launch.line_of, largest
         _encode[(len(launch.line_of),)](*arguments, multiplies=multiplies, measures=measures, **launch.sizes)
 
 

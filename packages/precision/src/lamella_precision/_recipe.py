@@ -1,6 +1,6 @@
 """Communication formats of weights: main weights are encoded into payloads, payloads are decoded.
 
-main weight, all ranks' rows    --measure-->  scales of whole tensors        once a step, for current scaling
+main weight, all ranks' rows    --measure-->  scales of whole tensors        once a pass, for current scaling
 main weight, this rank's rows   --encode-->  payloads, this rank's rows     with every gather, a group at a time
 payloads, all rows              --decode-->  the module's compute tensor    once; gathers refill its storage
 """
@@ -156,7 +156,7 @@ class ScaledRecipe(Recipe, Protocol):
 
     @property
     def num_past(self) -> int:
-        """The latest measurements that scales depend on (delayed scaling); 0 for the current weight's alone."""
+        """Number of the latest measurements that scales depend on (delayed scaling); 0 for the weight's own alone."""
         ...
 
     def scale_shape(self, shape: Sequence[int]) -> tuple[int, ...]:

@@ -167,7 +167,7 @@ class ScaledWeights:
 
     @property
     def num_past(self) -> int:
-        """The latest measurements that scales depend on."""
+        """Number of the latest measurements that scales depend on."""
         return self.num_past_amaxes
 
     def measure_columns(self, shards: Sequence[torch.Tensor], parts: Sequence[Part]) -> tuple[Sequence[Cut]]:

@@ -222,7 +222,8 @@ class FSDPModule(_TorchsModule):
 
         For example by swapping an average in, or by a copy through `.data`. Needed only for weights that outlive a
         pass: units that stay unsharded, and copies that `placements` keep (DDP, ZERO1, ZERO2, and HFSDP's shards in the
-        compute dtype). All other weights are gathered anew each time.
+        compute dtype), and for delayed scales once an optimizer has stepped. All other weights are gathered anew each
+        time.
         """
         for unit in state_of(self).tree.units:
             unit.weights.note_update()

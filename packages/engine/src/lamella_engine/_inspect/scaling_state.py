@@ -34,9 +34,9 @@ def scaling_state(model: nn.Module, *, group: dist.ProcessGroup | None = None) -
     Raises:
         ValueError: Ranks have other numbers under the same name.
 
-    Effects: collective: a MAX all-reduce of amaxes as in a forward; on the group an all-gather of 16 bytes a parameter
-        and its name, and a broadcast from one rank of each pipeline stage of parameters that other stages lack; waits
-        for the device.
+    Effects: collective on the units' axes, also with `group`: a MAX all-reduce, as of a forward; on the group an
+        all-gather of 16 bytes a parameter and its name, and a broadcast from one rank of each pipeline stage of
+        parameters that other stages lack; waits for the device.
     """
     finish_left()
     _synchronize(model)

@@ -5,7 +5,8 @@ a gather at rest  (a verb, or a gather inside the optimizer's step): the unit al
 other gathers     the scales of the pass
 
 Delayed scaling reads weights for no measurement but the first: encodings raise the amaxes, which are reduced, for all
-units at once, before the first gather after the weights' update.
+units at once, before the first gather after an update. Updates are an optimizer's steps and `mark_updated`; until the
+first of these each pass counts as an update, since anyone may write main weights.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ class Scales:
             them.
         amaxes_of_each: For each parameter those that its encodings raise; None with current scaling.
         of_each: For each parameter its scales, of the recipe's `scale_shape`.
-        num_past: The latest measurements that scales depend on.
-        are_due: Whether the next gather from rest needs scales anew.
-        are_measured: Whether the amaxes of weights encoded since the last scales are at hand (delayed scaling).
+        num_past: Number of the latest measurements that scales depend on.
+        are_due: Whether the next gather from rest computes scales anew.
+        are_measured: Whether no read of main weights is needed then: encodings measure (delayed scaling).
 
     Effects: allocates 4 * (2 + num_past) bytes a scale, on the current stream.
     """
@@ -56,15 +57,16 @@ class Scales:
         self._amaxes_of_each = _split(self.amaxes, own)
         self.amaxes_of_each = self._amaxes_of_each if recipe.num_past else [None] * len(own)
         self.are_due, self.are_measured = True, False
+        self._hears_updates = False
         self._columns: tuple[Sequence[object], ...] | None = None  # of main weights that stay where they are
 
-    def expire(self, *, is_updated: bool) -> None:
-        """Need scales anew, but where encodings measure and no update of the weights is known.
+    def expire(self) -> None:
+        """Compute scales anew before the next gather, unless encodings measure and updates are known by events."""
+        self.are_due |= not (self.are_measured and self._hears_updates)
 
-        Args:
-            is_updated: An update is known; else anyone may have written the weights, with no event.
-        """
-        self.are_due |= is_updated or not self.are_measured
+    def note_update(self) -> None:
+        """Note an event of an update: scales are due."""
+        self._hears_updates = self.are_due = True
 
     def measure(self, main_weight: ShardedBuffer, *, stays: bool) -> None:
         """Raise `amaxes` to those of this rank's rows; with delayed scaling, those that were never measured.

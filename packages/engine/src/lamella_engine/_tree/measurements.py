@@ -31,7 +31,7 @@ class Measurements:
         self._num_measured = 0
 
     def begin_pass(self) -> None:
-        """Let all units at rest be measured again: main weights may have been written by anyone, with no event."""
+        """Let scales of all units at rest expire: main weights may have been written by anyone, with no event."""
         self._num_measured = 0
         for weights in self._at_rest():
             weights.expire_scales()
@@ -46,17 +46,20 @@ class Measurements:
         """
         if unit.weights.awaits_scales and unit.weights.may_be_measured:
             others = [each for each in self._at_rest() if each.awaits_scales and each is not unit.weights]
-            num_together = min(max(self._num_measured, 2), _MOST)
-            read = [each for each in others if not each.are_measured][: num_together - 1]
-            self._num_measured += 1 + len(read)
-            measure([unit.weights, *read, *(each for each in others if each.are_measured)])
+            read = [each for each in (unit.weights, *others) if not each.are_measured]
+            due = read[: min(max(self._num_measured, 2), _MOST)]
+            self._num_measured += len(due)
+            measure([*due, *(each for each in (unit.weights, *others) if each.are_measured)])
 
     def compute_measured(self) -> None:
-        """Compute the scales of units at rest that encodings have measured since, for a checkpoint.
+        """Compute scales that are due of units at rest, where encodings have measured.
 
         Effects: those of `measure`; none without delayed scaling.
         """
-        if due := [each for each in self._at_rest() if each.awaits_scales and each.are_measured]:
+        at_rest = self._at_rest()
+        for weights in at_rest:
+            weights.expire_scales()
+        if due := [each for each in at_rest if each.awaits_scales and each.are_measured]:
             measure(due)
 
     def _at_rest(self) -> list[UnitWeights]:

@@ -132,12 +132,10 @@ class Tree:
         return [listener for ref in self._listeners if (listener := ref()) is not None]
 
     def _note_end(self, unit: Unit, ended: Ended) -> None:
-        """Tell listeners of a unit's gradients; after the final ones, renew scales and copies at the next use."""
+        """Tell listeners of a unit's gradients; after the final ones, renew weight copies at the next use."""
         for listener in self.listeners if ended.installed_on and self._listeners else ():
             listener.gradients_reduced(self, unit, ended.installed_on)
         if ended.is_final:
-            if unit.parameters.has_scales:
-                unit.weights.expire_scales(is_updated=True)
             if unit.parameters.keeps_copies:
                 unit.weights.expect_update()
             for listener in self.listeners if self._listeners else ():
@@ -281,16 +279,18 @@ class Tree:
     def gather_early(self, units: Iterable[Unit]) -> None:
         """Prefetch for the next forward, while an optimizer still updates other units.
 
-        Effects: the gather stream waits for the compute stream; those of the units' gathers.
+        Effects: the gather stream waits for the compute stream; those of the units' gathers, and of
+            `compute_measured_scales`.
         """
         self.streams.post_optim_event = None  # recorded at an earlier update
+        self.compute_measured_scales()
         for unit in units:
             with label(f"optimizer_prefetch for {unit.parameters.name}"):
                 unit.weights.gather_early()
             self._prefetch.count_ahead(unit)
 
     def compute_measured_scales(self) -> None:
-        """Compute the scales that the next forward would compute from measurements of encodings.
+        """Compute scales that are due of units at rest, where encodings have measured.
 
         Effects: those of `Measurements.compute_measured`.
         """

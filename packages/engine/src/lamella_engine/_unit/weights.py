@@ -167,7 +167,7 @@ class UnitWeights:
             self.adopt_replaced_shards()
             context.streams.order_gathers_after_updates()
             if parameters.has_scales:
-                self.expire_scales()  # main weights may have been written by anyone, with no event
+                self.expire_scales()
         for group in parameters.groups:
             if group.is_meta:
                 parameters.refuse_meta()
@@ -411,6 +411,22 @@ class UnitWeights:
                 group.forget_past(replaced)
         streams.compute_stream.wait_stream(streams.all_gather_stream)
 
+    def forget_measured(self) -> None:
+        """Drop amaxes that passes since the last update have measured; the next pass measures the same weights again.
+
+        A replay of a captured step, whose amaxes always count as those of the step before, would take them in twice.
+
+        Effects: on the gather stream, which the compute stream then waits for; none where an update waits for its
+            scales, and without delayed scaling.
+        """
+        amaxes = [scales.amaxes for scales in self.parameters.scales if scales.num_past and not scales.are_due]
+        if not amaxes:
+            return
+        streams = self.parameters.context.streams
+        with streams.on(streams.all_gather_stream):
+            torch._foreach_zero_(amaxes)
+        streams.compute_stream.wait_stream(streams.all_gather_stream)
+
     def adopt_replaced_shards(self, *, keep_parameters: bool = False) -> None:
         """Take back shards whose storage or Parameter the user replaced while the unit was at rest.
 
@@ -453,17 +469,18 @@ class UnitWeights:
 
     @property
     def are_measured(self) -> bool:
-        """Whether scales that are due need no read of main weights: encodings have measured them."""
+        """Whether no scales that are due need a read of main weights: encodings have measured them."""
         return all([scales.are_measured for scales in self.parameters.scales if scales.are_due])
 
-    def expire_scales(self, *, is_updated: bool = False) -> None:
-        """Compute scales anew before the next gather, as `Scales.expire`."""
+    def expire_scales(self) -> None:
+        """Let scales expire: main weights may have been written by anyone, with no event."""
         for scales in self.parameters.scales:
-            scales.expire(is_updated=is_updated)
+            scales.expire()
 
     def note_update(self) -> None:
         """Note that main weights may have changed: earlier unsharded weights are stale."""
-        self.expire_scales(is_updated=True)
+        for scales in self.parameters.scales:
+            scales.note_update()
         if self.contents is not Contents.NONE:
             self.contents = Contents.STALE
 
