@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,21 +13,14 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-import lamella_buffers
 from lamella_buffers import Payload, _fused_sums
 from lamella_buffers._exchange import add_up, arrivals_numel, places_for
+from lamella_testing.interpreted import interpreted_copy
 
 
 @pytest.fixture
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A copy of the module whose kernel runs in Python: other tests on a GPU need a compiled one."""
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    path = Path(lamella_buffers.__file__).with_name("_fused_sums.py")
-    spec = importlib.util.spec_from_file_location("interpreted_sums", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module: Any = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+def interpreted() -> Any:
+    module = interpreted_copy(_fused_sums)
     module._ELEMENTS = 128  # several programs for a small payload
     return module
 

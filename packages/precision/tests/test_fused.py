@@ -6,7 +6,6 @@ Destinations are fp32 there: the interpreter's own rounding to float8 loses carr
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-import lamella_precision
 from lamella_precision import Float8Recipe, Part, _fused
 from lamella_precision.te import ScaledWeights
+from lamella_testing.interpreted import interpreted_copy
 from lamella_testing.te_weights import Float8Tensor
 
 SHAPES = [(70, 40), (3, 10, 24), (5, 7), (2, 300)]
@@ -27,15 +26,8 @@ BLOCKS = [(None, None), (1, None), (16, 32), (None, 100)]
 
 
 @pytest.fixture
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A copy of the module whose kernels run in Python: other tests on a GPU need compiled ones."""
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    path = Path(lamella_precision.__file__).with_name("_fused.py")
-    spec = importlib.util.spec_from_file_location("interpreted_kernels", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module: Any = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+def interpreted() -> Any:
+    module = interpreted_copy(_fused)
     module._ELEMENTS = 256  # several chunks in a block of a small weight
     return module
 

@@ -103,6 +103,7 @@ class Scales:
         for row, values in zip(self._rows(i), rows, strict=True):
             row.copy_(values.view(row.shape))
         self._measure_anew(i)
+        self._hears_updates = True  # as the run that saved: its microbatches changed no scale either
 
     def forget(self, i: int) -> None:
         """Let the next scales of parameter `i` be of the weight then. Effects: on the current stream; no host sync."""
