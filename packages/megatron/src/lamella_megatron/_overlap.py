@@ -348,9 +348,10 @@ def _groups(model: Any) -> list[list[nn.Module]]:
 
 
 def _single_layers(group: list[nn.Module]) -> list[nn.Module]:
-    return [
-        each for layer in group for each in (layer.get_submodule("layers").children() if is_group(layer) else [layer])
-    ]
+    found: list[nn.Module] = []
+    for layer in group:
+        found += layer.get_submodule("layers").children() if is_group(layer) else [layer]
+    return found
 
 
 def _chunk(

@@ -39,7 +39,6 @@ def scaling_state(model: nn.Module, *, group: dist.ProcessGroup | None = None) -
         parameters that other stages lack; waits for the device.
     """
     finish_left()
-    _synchronize(model)
     for tree in {id(state.tree): state.tree for module in model.modules() if (state := find_state(module))}.values():
         tree.compute_measured_scales()
     _synchronize(model)

@@ -36,7 +36,7 @@ class Scales:
         recipe: As given.
         amaxes: (n,), fp32, of all parameters, each from a multiple of 16 bytes on, as `measure` and encodings raised
             them.
-        amaxes_of_each: For each parameter those that its encodings raise; None with current scaling.
+        amaxes_of_each: The amaxes of each parameter, as `of_each`.
         of_each: For each parameter its scales, of the recipe's `scale_shape`.
         num_past: Number of the latest measurements that scales depend on.
         are_due: Whether the next gather from rest computes scales anew.
@@ -54,8 +54,7 @@ class Scales:
         self._past = torch.full((recipe.num_past, len(self.amaxes)), _NEVER, device=device)
         self.of_each = _split(self._scales, own)
         self._past_of_each = [_split(row, own) for row in self._past]
-        self._amaxes_of_each = _split(self.amaxes, own)
-        self.amaxes_of_each = self._amaxes_of_each if recipe.num_past else [None] * len(own)
+        self.amaxes_of_each = _split(self.amaxes, own)
         self.are_due, self.are_measured = True, False
         self._hears_updates = False
         self._columns: tuple[Sequence[object], ...] | None = None  # of main weights that stay where they are
@@ -79,7 +78,7 @@ class Scales:
         """
         columns = self._columns
         if columns is None:
-            _, shards, parts = parts_in(main_weight, self._amaxes_of_each)
+            _, shards, parts = parts_in(main_weight, self.amaxes_of_each)
             columns = self.recipe.measure_columns(shards, parts)
             self._columns = columns if stays else None
         if not self.num_past:
@@ -112,7 +111,7 @@ class Scales:
         self._measure_anew(i)
 
     def _measure_anew(self, i: int) -> None:
-        self._amaxes_of_each[i].zero_()  # of the weight before
+        self.amaxes_of_each[i].zero_()  # of the weight before
         self.are_due, self.are_measured = True, False
 
     def _rows(self, i: int) -> list[torch.Tensor]:
@@ -146,19 +145,19 @@ def joined(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
 def parts_in(
     main_weight: ShardedBuffer,
     scales: Sequence[torch.Tensor | None],
-    amaxes: Sequence[torch.Tensor | None] | None = None,
+    amaxes: Sequence[torch.Tensor] | None = None,
 ) -> tuple[list[int], list[torch.Tensor], list[Part]]:
     """The parameters with elements on this rank: indices, shards, and their places in the whole.
 
     Args:
         main_weight: This rank's shards.
         scales: For each parameter the scales of the whole, or None.
-        amaxes: For each parameter the amaxes that encodings raise, or None.
+        amaxes: For each parameter the amaxes that encodings raise; None for encodings that do not measure.
     """
     layout, rank, shards = main_weight.layout, main_weight.rank, main_weight.shards
-    amaxes = [None] * len(shards) if amaxes is None else amaxes
     owned = [i for i, shard in enumerate(shards) if shard.numel() > 0]
-    parts = [Part(layout.shapes[i], layout.chunk(i, rank).offsets[0], scales[i], amaxes[i]) for i in owned]
+    raised = [None] * len(shards) if amaxes is None else amaxes
+    parts = [Part(layout.shapes[i], layout.chunk(i, rank).offsets[0], scales[i], raised[i]) for i in owned]
     return owned, [shards[i] for i in owned], parts
 
 

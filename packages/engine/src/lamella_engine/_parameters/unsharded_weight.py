@@ -112,9 +112,8 @@ class UnshardedWeight:
         self._main_layouts = payloads.like(main_layout)
         self._rank, self._main_rank = ranks
         self._encode = _Encode(payloads.recipe)
-        nothing = [None] * layout.num_tensors
-        self._scales: Sequence[torch.Tensor | None] = nothing if scales is None else scales.of_each
-        self._amaxes: Sequence[torch.Tensor | None] = nothing if scales is None else scales.amaxes_of_each
+        self._scales = [None] * layout.num_tensors if scales is None else scales.of_each
+        self._amaxes = scales.amaxes_of_each if scales is not None and scales.num_past else None
         pairs = list(zip(payloads.formats, payloads.layouts, strict=True))
         self.buffers = tuple(UnshardedBuffer(lies, ranks[0], each.dtype, device, allocator) for each, lies in pairs)
         for buffer in self.buffers:

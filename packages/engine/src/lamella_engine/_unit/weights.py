@@ -547,9 +547,7 @@ def measure(units: Sequence[UnitWeights]) -> None:
     first, streams = scaled[0], scaled[0].context.streams
     streams.reads_shards |= any(parameters.is_offloaded for parameters in scaled)
     groups = [group for parameters in scaled for group in parameters.groups]
-    first.check_order(
-        "measure", lambda: sum(scales.amaxes.nbytes for parameters in scaled for scales in parameters.scales)
-    )
+    first.check_order("measure", lambda: sum(group.scales.amaxes.nbytes for group in groups if group.scales))
     with label("measure", first.name), streams.on(streams.all_gather_stream):
         refresh_scales(groups)
 
