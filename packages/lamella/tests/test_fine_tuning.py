@@ -214,3 +214,21 @@ def test_a_damaged_file_is_named(config: Config, save: Callable[[nn.Module], Pat
     weights.write_bytes(weights.read_bytes()[:-10])
     with pytest.raises(ConfigError, match="damaged file .*model.safetensors"):
         prepare(starting_from(config, directory))
+
+
+def test_a_head_of_its_own_under_a_config_that_ties_it_is_refused(
+    config: Config, save: Callable[[nn.Module], Path]
+) -> None:
+    values = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    values |= {"num_key_value_heads": 2}
+    spec = AutoConfig.for_model("llama", vocab_size=300, tie_word_embeddings=False, **values)
+    directory = save(AutoModelForCausalLM.from_config(spec))  # type: ignore[no-untyped-call]
+    file = directory / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"tie_word_embeddings": True}), encoding="utf-8")
+    starting = place(starting_from(config, directory))
+    with pytest.raises(ConfigError, match=r"Expected 'lm_head.weight' in .* \"tie_word_embeddings\": false"):
+        prepare(starting)
+    weights = load_file(directory / "model.safetensors")
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    save_file(weights, directory / "model.safetensors", {"format": "pt"})
+    prepare(starting)

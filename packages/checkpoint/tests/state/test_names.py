@@ -12,7 +12,7 @@ from torch.distributed.checkpoint import FileSystemReader  # type: ignore[attr-d
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from lamella_checkpoint import CheckpointMismatch, load, save
+from lamella_checkpoint import CheckpointMismatch, check, load, save
 from lamella_testing import run_ranks
 from lamella_testing.tiny import Kit
 
@@ -224,8 +224,26 @@ def test_tied_names_with_different_values_are_refused_before_anything_is_read_in
     assert torch.equal(model.embed.weight, before)
     untied = Tied(tied=False)
     load(tmp_path / "a", model=untied)
-    load(tmp_path / "a", model=model, strict=False)
+    left = load(tmp_path / "a", model=model, strict=False).left
     assert torch.equal(model.embed.weight, untied.embed.weight)
+    assert left.tied == ("model.head.weight",) and not left.shapes and not left.missing and not left.unexpected
+
+
+def test_a_check_compares_tied_names_where_it_may_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lamella_checkpoint._training.load._PIECE_NBYTES", 4096)  # 63 pieces of 64 KB
+    stored = Tied(tied=False)
+    save(tmp_path / "a", model=stored)
+    stored.head.weight.data.copy_(stored.embed.weight.data)
+    save(tmp_path / "alike", model=stored)
+    stored.head.weight.data[-1, -1] += 1.0
+    save(tmp_path / "last-differs", model=stored)
+    with torch.device("meta"):
+        model = Tied()
+    check(tmp_path / "a", model=model)
+    check(tmp_path / "alike", model=model, compare_tied=True)
+    for name in ("a", "last-differs"):
+        with pytest.raises(CheckpointMismatch, match="head.weight: other values"):
+            check(tmp_path / name, model=model, compare_tied=True)
 
 
 def test_tied_names_stored_twice_alike_are_loaded(tmp_path: Path) -> None:

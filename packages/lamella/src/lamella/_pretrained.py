@@ -88,19 +88,36 @@ def check_weights(directory: Path, outline: nn.Module, spec: ModelSpec) -> tuple
         The names, in the files, of what the model has no modules for, and a run does not train.
 
     Raises:
-        ConfigError: A tensor is absent or of another shape, or a file is damaged; it is named.
+        ConfigError: A tensor is absent or of another shape, tensors that the config ties differ, or a file is damaged;
+            it is named.
+
+    Effects: reads tensors that the config ties, where the files hold both.
     """
     try:
         check(
-            partial(open_checkpoint, directory), model=outline, translate=partial(_as_modules, model=outline, spec=spec)
+            partial(open_checkpoint, directory),
+            model=outline,
+            translate=partial(_as_modules, model=outline, spec=spec),
+            compare_tied=True,
         )
     except CheckpointMismatch as error:
+        if tied := error.differences.tied:
+            raise ConfigError(_untied_weights(directory, outline, spec, tied)) from error
         if unfit := _unfit(error.differences):
             raise ConfigError(f"Expected the weights in {str(directory)!r} to be the model's, got {unfit}.") from error
         return _names_in_files(directory, outline, spec, error.unexpected)
     except (CheckpointDamaged, ValueError) as error:
         raise ConfigError(f"{error}") from error
     return ()
+
+
+def _untied_weights(directory: Path, model: nn.Module, spec: ModelSpec, names: Sequence[str]) -> str:
+    stored = ", ".join(map(repr, _names_in_files(directory, model, spec, names)))
+    return (
+        f"Expected {stored} in {str(directory)!r} to have the values of the input embedding, which the config ties to "
+        f'it, got other values. Set "tie_word_embeddings": false in {str(directory / "config.json")!r} to train both, '
+        "or remove the tensor from the files to train one."
+    )
 
 
 def fingerprint_of_weights(directory: Path) -> str | None:

@@ -3,17 +3,20 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from lamella_checkpoint._base.text import printable, short
 
 _LINES_SHOWN = 10
 
+TIED: Final = "tied to it"
+"""`NameDifference.live` of a name tied in the model, whose values in the checkpoint differ from the tie's."""
+
 
 class NameDifference(NamedTuple):
-    """One name absent on one side (checkpoint or live), or with different shapes.
+    """One name absent on one side (checkpoint or live), with different shapes, or with other values than its tie.
 
-    `saved` and `live` are shapes as text; None means absent on this side.
+    `saved` and `live` are shapes as text; None means absent on this side. See `Differences.tied` for ties.
     """
 
     name: str
@@ -68,7 +71,12 @@ class Differences:
     @property
     def shapes(self) -> tuple[NameDifference, ...]:
         """Common names with different shapes."""
-        return tuple(each for each in self.names if each.saved is not None and each.live is not None)
+        return tuple(each for each in self.names if each.saved is not None and each.live not in (None, TIED))
+
+    @property
+    def tied(self) -> tuple[str, ...]:
+        """Names tied in the model to another name, which has other values in the checkpoint."""
+        return tuple(each.name for each in self.names if each.live == TIED)
 
     def __bool__(self) -> bool:
         return bool(self.names or self.conflicts or self.kinds)

@@ -1,15 +1,16 @@
 """`load`: a checkpoint read into a live model and optimizer, after a check of all names."""
 
+import math
 import os
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, NamedTuple, overload
 
 import torch
 from torch import nn
 
-from lamella_checkpoint._base.errors import CheckpointMismatch, Differences, NameDifference, OptionConflict
+from lamella_checkpoint._base.errors import TIED, CheckpointMismatch, Differences, NameDifference, OptionConflict
 from lamella_checkpoint._base.live_boxes import local_boxes
 from lamella_checkpoint._base.manifest import Manifest
 from lamella_checkpoint._base.opened import ForLive, Opened
@@ -22,6 +23,7 @@ from lamella_checkpoint._state.model import LiveModel
 from lamella_checkpoint._state.optimizer import LiveOptimizer, kind_of
 from lamella_checkpoint._state.optimizer_load import OptimizerLoad
 from lamella_checkpoint._training.copies import await_copies
+from lamella_layout import Chunk
 
 Openable = str | os.PathLike[str] | Source | Callable[[], Source]
 """The path of a DCP checkpoint, an open checkpoint of any format, or a function that opens a checkpoint."""
@@ -94,7 +96,8 @@ def load(
         optimizer: Over the model's parameters, stepped or not. Options become the checkpoint's, except for the
             implementation of a step (`foreach`, `fused`, `capturable`, `differentiable`), which stays. None leaves the
             checkpoint's optimizer alone.
-        strict: False loads every match, and returns the rest; a tied tensor gets the values of its first name.
+        strict: False loads every match, and returns the rest. A tied tensor gets the values of its first name; other
+            values stored under its further names are among the differences.
         trust: Allow unpickling of types that torch does not know as plain data, where this load needs such values.
             **Unsafe: can execute code.**
         verify: False skips checksums, and reads only the needed part of large chunks.
@@ -145,8 +148,9 @@ def check(
     optimizer: torch.optim.Optimizer | None = None,
     trust: bool = False,
     translate: Translate | None = None,
+    compare_tied: bool = False,
 ) -> dict[str, Any]:
-    """Raise the errors of `load`, without reading a tensor.
+    """Raise the errors of `load`, without reading a tensor unless asked to.
 
     Args:
         source: As for `load`.
@@ -154,6 +158,7 @@ def check(
         optimizer: As for `load`.
         trust: As for `load`.
         translate: As for `load`.
+        compare_tied: Read tensors that are tied in the model and stored under several names, and compare their values.
 
     Returns:
         The saved `extra`.
@@ -161,7 +166,8 @@ def check(
     Raises:
         CheckpointDamaged: A file is absent, unreadable or truncated.
         CheckpointFailed: Another rank failed. A failed rank raises its own error.
-        CheckpointMismatch: Names or shapes differ, or parameters of one group have different options.
+        CheckpointMismatch: Names or shapes differ, or parameters of one group have different options; with
+            `compare_tied`, or names tied in the model have different values.
         CheckpointUntrusted: A pickle holds more than plain data.
         FileNotFoundError: No checkpoint at the path.
         FormatUnknown: The path is not a DCP checkpoint.
@@ -171,7 +177,15 @@ def check(
     """
     with on_device_of(model.parameters()):
         return _find(
-            _Request(source=source, model=model, optimizer=optimizer, trust=trust, translate=translate, allow_meta=True)
+            _Request(
+                source=source,
+                model=model,
+                optimizer=optimizer,
+                trust=trust,
+                translate=translate,
+                allow_meta=True,
+                compare_tied=compare_tied,
+            )
         ).extra
 
 
@@ -260,6 +274,7 @@ class _Request:
     verify: bool = True
     translate: Translate | None = None
     allow_meta: bool = False
+    compare_tied: bool = True
 
     def live(self) -> _Live:
         """The names of the model and the optimizer."""
@@ -304,8 +319,9 @@ def _plan(opened: Opened, live: _Live, request: _Request) -> _Plan:
         kinds = _different_kinds(opened.manifest, live.optimizer.optimizer)
         load = None if kinds else found.without(unfit)
     differences = Differences(names=tuple(names), conflicts=conflicts, kinds=kinds)
-    if request.strict and not differences and not request.allow_meta:
-        differences = Differences(names=tuple(_untied(source, live.model)))
+    if request.compare_tied and not (request.strict and any(each.live is not None for each in names)):
+        tied = _tied_differences(source, live.model, targets)
+        differences = replace(differences, names=(*differences.names, *tied))
     if request.strict and differences:
         raise CheckpointMismatch(str(opened.path), differences, opened.way_out)
     return _Plan(
@@ -319,6 +335,8 @@ def _plan(opened: Opened, live: _Live, request: _Request) -> _Plan:
         stripped=opened.stripped,
     )
 
+
+_PIECE_NBYTES: Final = 64 << 20
 
 # Last parts of names of scales: `weight_scale`, `weight_scale_inv`, `scale_weight`, bitsandbytes' `SCB`.
 _SCALE: Final = re.compile(r"\.(?:[^.]*scale[^.]*|SCB)$")
@@ -356,16 +374,16 @@ def _module_of(full_name: str) -> str:
     return full_name.rpartition(".")[0]
 
 
-def _untied(source: Source, live: LiveModel) -> Iterator[NameDifference]:
+def _tied_differences(source: Source, live: LiveModel, targets: Mapping[str, torch.Tensor]) -> Iterator[NameDifference]:
     """Names tied in the model, with different values in the checkpoint: the tensor can hold those of one name alone.
 
     Effects: reads this rank's part of a tied tensor twice, unless both names have one place.
     """
     for name, names in live.all_names().items():
         first, *others = [f"model.{each}" for each in names if f"model.{each}" in source.tensors] or [""]
-        for other in others:
+        for other in others if first in targets else ():
             if not _are_alike(source, first, other, live.tensors[name]):
-                yield NameDifference(other, f"other values than {first!r}", "tied to it")
+                yield NameDifference(other, f"other values than {first!r}", TIED)
 
 
 def _are_alike(source: Source, one: str, other: str, tensor: torch.Tensor) -> bool:
@@ -373,13 +391,25 @@ def _are_alike(source: Source, one: str, other: str, tensor: torch.Tensor) -> bo
         return True
     if source.tensors[one].shape != source.tensors[other].shape:
         return False
-    for chunk, local in local_boxes(tensor):
-        both = [torch.empty_like(local, memory_format=torch.contiguous_format) for _ in range(2)]
-        source.read([Wanted(name, chunk, into) for name, into in zip((one, other), both, strict=True)])
-        bits = [into.view(-1).view(torch.uint8) for into in both]  # By value, NaNs would differ from themselves.
-        if not torch.equal(*bits):
-            return False
-    return True
+    pieces = [piece for chunk, _ in local_boxes(tensor) for piece in _row_pieces(chunk, tensor.itemsize)]
+    return all(_are_alike_in(source, one, other, piece, tensor.dtype) for piece in pieces)
+
+
+def _are_alike_in(source: Source, one: str, other: str, chunk: Chunk, dtype: torch.dtype) -> bool:
+    both = [torch.empty(chunk.sizes, dtype=dtype, device="cpu") for _ in range(2)]
+    source.read([Wanted(name, chunk, into) for name, into in zip((one, other), both, strict=True)])
+    return torch.equal(*(into.view(-1).view(torch.uint8) for into in both))  # NaNs differ from themselves by value.
+
+
+def _row_pieces(chunk: Chunk, itemsize: int) -> Iterator[Chunk]:
+    """Cut a box along dim 0 into boxes of at most 64 MiB, or of one row: an embedding takes gigabytes."""
+    if not chunk.sizes:
+        yield chunk
+        return
+    (start, *offsets), (num_rows, *sizes) = chunk.offsets, chunk.sizes
+    step = max(1, _PIECE_NBYTES // max(1, math.prod(sizes) * itemsize))
+    for row in range(0, num_rows, step):
+        yield Chunk((start + row, *offsets), (min(step, num_rows - row), *sizes))
 
 
 def _unexpected(source: Source, live: LiveModel) -> Iterator[NameDifference]:
