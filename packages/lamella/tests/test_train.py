@@ -14,10 +14,11 @@ from trained_runs import Run, TrainOn
 
 from lamella import Config, MixedPrecisionPolicy, OptimConfig, ParallelConfig
 from lamella._float8 import in_float8
+from lamella._loss import target_losses
 from lamella._models import build_model, load_spec
 from lamella._report import StepRecord, read
 from lamella._tokens import BatchStream, inputs_and_targets, load_tokens
-from lamella._train import learning_rate, shard, token_losses
+from lamella._train import learning_rate, shard
 from lamella_precision import Float8Linear
 from lamella_testing import RankFailure, run_ranks
 
@@ -221,7 +222,7 @@ def test_parameters_of_a_state_space_model_compute_in_fp32_beside_bf16(tmp_path:
         mixer.register_forward_pre_hook(
             lambda module, _: seen.update({name: each.dtype for name, each in module.named_parameters()})
         )
-        losses, _ = token_losses(model, torch.arange(18).view(2, 9))
+        losses, _ = target_losses(model, torch.arange(16).view(2, 8), torch.arange(1, 17).view(2, 8))
         losses.sum().backward()  # type: ignore[no-untyped-call]
         return seen
 

@@ -26,6 +26,10 @@ class ModelConfig:
             name="model",
         ),
     ]
+    kernels: Annotated[
+        Literal["none", "liger"],
+        Option("Library of fused kernels for the model's layers and loss: liger, on GPUs (lamella[kernels])."),
+    ] = "none"
 
 
 @dataclass(frozen=True, kw_only=True)

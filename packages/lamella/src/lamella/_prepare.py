@@ -18,6 +18,7 @@ from lamella._config import Config, ParallelConfig, to_values
 from lamella._directory import RunDirectory
 from lamella._documents import first_chat
 from lamella._float8 import check_float8
+from lamella._kernels import check_kernels
 from lamella._models import NAMED, ModelSpec, check_context, load_spec, outline, sharding_units
 from lamella._options import ConfigError
 from lamella._pretrained import check_weights, fingerprint_of_weights, pretrained_directory, told_of_weights
@@ -64,6 +65,7 @@ def prepare(config: Config) -> Prepared:
     check_context(spec, config.data.sequence_length)
     model = outline(spec)
     check_float8(sharding_units(model, spec.model_type), config.parallel)
+    check_kernels(config.model, spec.model_type, config.parallel)
     _check_compiler(config.parallel)
     tokenizer = None if pretrained is None else read_tokenizer(pretrained, spec.vocab_size)
     corpus = collect(config.data.paths, config.data.validation_fraction, without=directory.root)

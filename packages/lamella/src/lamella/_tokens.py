@@ -170,14 +170,24 @@ class BatchStream:
         """Return a rank's part of step `step`, from 0 on: (batch_size / num_ranks, sequence_length + 1) int64."""
         share = self.batch_size // num_ranks
         start = step * self.batch_size + rank * share
-        indices = [self._index(position) for position in range(start, start + share)]
-        return sequences(self.tokens, torch.tensor(indices), self.sequence_length)
+        return sequences(self.tokens, self._indices(start, share), self.sequence_length)
 
     def num_targets(self, step: int) -> int:
         """Count the targets in the loss of a step over all ranks, at least 1: the divisor of the mean."""
         if not self.is_masked:
             return self.batch_size * self.sequence_length
-        return max(1, int((self.batch(step, 0, 1)[:, 1:] >= 0).sum()))
+        return max(1, int(self._num_targets[self._indices(step * self.batch_size, self.batch_size)].sum()))
+
+    @functools.cached_property
+    def _num_targets(self) -> torch.Tensor:
+        """The targets of each sequence, (num_sequences,) int32: counted once, as a step needs those of all ranks."""
+        count = num_sequences(self.tokens, self.sequence_length)
+        targets = self.tokens[1 : 1 + count * self.sequence_length].view(count, self.sequence_length)
+        pieces = torch.split(targets, max(1, (1 << 22) // self.sequence_length))  # A mapped text may exceed the memory.
+        return torch.cat([(piece >= 0).sum(1, dtype=torch.int32) for piece in pieces])
+
+    def _indices(self, start: int, num_positions: int) -> torch.Tensor:
+        return torch.tensor([self._index(position) for position in range(start, start + num_positions)])
 
     def _index(self, position: int) -> int:
         count = num_sequences(self.tokens, self.sequence_length)

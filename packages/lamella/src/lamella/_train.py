@@ -8,7 +8,6 @@ from typing import cast
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -19,6 +18,8 @@ from lamella._config import Config, OptimConfig, ParallelConfig
 from lamella._directory import RunDirectory
 from lamella._endings import LossNotFiniteError, StorageError
 from lamella._float8 import in_float8, told_of_products, told_of_scales
+from lamella._kernels import use_kernels
+from lamella._loss import LossFunction, ModelLoss, choose_loss, loss_of_logits, target_losses
 from lamella._measure import Interval, Speed, peak_flops
 from lamella._models import ModelSpec, build_model, flops_per_token, fp32_parameters, load_spec, sharding_units
 from lamella._place import Rank
@@ -43,8 +44,14 @@ def learning_rate(step: int, optim: OptimConfig) -> float:
     return optim.lr * (optim.final_lr_fraction + (1 - optim.final_lr_fraction) * cosine)
 
 
-def shard(model: nn.Module, spec: ModelSpec, parallel: ParallelConfig) -> None:
-    """Shard each unit, then the root module with the remaining parameters. Effects: collective over all ranks."""
+def shard(model: nn.Module, spec: ModelSpec, parallel: ParallelConfig) -> list[nn.Module]:
+    """Shard each unit, then the root module with the remaining parameters.
+
+    Returns:
+        The units but the root.
+
+    Effects: collective over all ranks.
+    """
     mesh = init_device_mesh(parallel.device, (dist.get_world_size(),))
     policy = MixedPrecisionPolicy()
     if parallel.precision == "bf16":
@@ -56,10 +63,9 @@ def shard(model: nn.Module, spec: ModelSpec, parallel: ParallelConfig) -> None:
     units = sharding_units(model, spec.model_type)
     of_units = policy if parallel.float8 == "no" else in_float8(units, policy, parallel)
     for unit in units:
-        if parallel.compile:
-            unit.compile()
         fully_shard(unit, mesh=mesh, mp_policy=of_units, reshard_after_forward=parallel.reshard_after_forward)
     fully_shard(model, mesh=mesh, mp_policy=policy)
+    return units
 
 
 def make_optimizer(model: nn.Module, optim: OptimConfig) -> torch.optim.AdamW:
@@ -84,22 +90,6 @@ def seed_of(seed: int, step: int, rank: int) -> int:
     return random.Random(f"{seed} {step} {rank}").getrandbits(63)
 
 
-def token_losses(model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the cross entropy of every predicted token, (num_sequences, sequence_length) fp32, and the auxiliary loss.
-
-    Tokens outside the loss have 0; see Note [A complement is read and not predicted]. The auxiliary loss, 0-D, balances
-    the experts of a model whose config has `output_router_logits`; None for other models.
-
-    Args:
-        model: A causal language model of transformers.
-        batch: (num_sequences, sequence_length + 1) int64.
-    """
-    inputs, targets = inputs_and_targets(batch)
-    outputs = model(input_ids=inputs, use_cache=False)
-    losses = F.cross_entropy(outputs.logits.float().transpose(1, 2), targets, reduction="none")
-    return losses, getattr(outputs, "aux_loss", None)
-
-
 class Trainer:
     """One rank's model, optimizer and share of the data."""
 
@@ -121,10 +111,12 @@ class Trainer:
         self._pretrained = pretrained_directory(config.model.name)
         self._model = self._build()
         self._speed = self._measure(self._spec)
-        shard(self._model, self._spec, config.parallel)
+        self._replacements = use_kernels(self._model, config.model.kernels, is_compiled=config.parallel.compile)
+        self._units = shard(self._model, self._spec, config.parallel)
         if self._pretrained is not None:
             materialise(self._model, rank.device)
         self._optimizer = make_optimizer(self._model, config.optim)
+        self._loss: LossFunction = loss_of_logits
         self._saves = Saves(directory, config.run.keep_checkpoints, self._model, self._optimizer)
 
     def _build(self) -> nn.Module:
@@ -156,9 +148,16 @@ class Trainer:
         Effects: collective over all ranks. Rank 0 prints, and writes metrics, plot and profile. All ranks write
             checkpoints, in the background; the call waits for the last checkpoint.
         """
+        try:
+            return self._train()
+        finally:
+            self._replacements.undo()
+
+    def _train(self) -> int:
         first_step, told = self._restore()
         progress = Progress(first_step, self._config.optim.steps, enabled=self._rank.is_first)
-        for line in (*told_of_products(self._config.parallel, self._rank.device), *told):
+        told_of_loss = self._choose_loss()
+        for line in (*told_of_products(self._config.parallel, self._rank.device), *told, told_of_loss):
             progress.say(line)
         if first_step == 0:
             self._report([self._validate(0)], progress)
@@ -183,6 +182,19 @@ class Trainer:
             if stopping:
                 return signum
         return 0
+
+    def _choose_loss(self) -> str:
+        """Choose the loss function, then compile the units; return a line to print. Effects: as `choose_loss`."""
+        device = self._rank.device
+        self._loss = choose_loss(self._model, self._spec.vocab_size, balance_coefficient(self._spec), device)
+        if self._config.parallel.compile:
+            # After the trial, whose few tokens would be a first shape: the next shape would compile for any shape.
+            for unit in self._units:
+                unit.compile()
+        kernels = "" if self._config.model.kernels == "none" else f", with kernels of {self._config.model.kernels}"
+        if isinstance(self._loss, ModelLoss):
+            return f"loss: the model's own{kernels}"
+        return f"loss: over the logits; {self._spec.model_type!r} does not heed the arguments of its own{kernels}"
 
     def _restore(self) -> tuple[int, list[str]]:
         """Load the latest checkpoint, or the weights to start from; return the steps done, and lines to print."""
@@ -210,11 +222,12 @@ class Trainer:
         optim = self._config.optim
         torch.manual_seed(seed_of(self._config.run.seed, step, self._rank.rank))
         batch = self._stream.batch(step, self._rank.rank, self._rank.num_ranks)
-        microbatches = batch.to(self._rank.device).chunk(optim.accumulation)
-        # Gradients are averaged over ranks with unequal numbers of targets. The factor makes the mean one over targets.
-        scale = self._rank.num_ranks / self._stream.num_targets(step)
+        microbatches = self._on_device(batch).chunk(optim.accumulation)
+        # Gradients are averaged over ranks with unequal numbers of targets: a mean over all targets divides by
+        # the targets of all ranks over the number of ranks, on each rank alike.
+        num_targets = self._stream.num_targets(step) / self._rank.num_ranks
         losses = [
-            self._backward(microbatch, scale, is_last=index == len(microbatches) - 1)
+            self._backward(microbatch, num_targets, is_last=index == len(microbatches) - 1)
             for index, microbatch in enumerate(microbatches)
         ]
         self._agreement.ask(self._requests.signum)  # Overlaps with the optimizer step; see Agreement.
@@ -226,15 +239,21 @@ class Trainer:
         self._optimizer.zero_grad()
         return torch.stack(losses).sum(), _whole(grad_norm), lr
 
-    def _backward(self, microbatch: torch.Tensor, scale: float, *, is_last: bool) -> torch.Tensor:
+    def _on_device(self, batch: torch.Tensor) -> torch.Tensor:
+        """Copy a batch to the device. Effects: no host sync; from pageable memory the host would wait for all work."""
+        if self._rank.device.type == "cpu":
+            return batch
+        return batch.pin_memory().to(self._rank.device, non_blocking=True)
+
+    def _backward(self, microbatch: torch.Tensor, num_targets: float, *, is_last: bool) -> torch.Tensor:
         assert isinstance(self._model, FSDPModule)
         self._model.set_requires_gradient_sync(is_last)
-        losses, balance = token_losses(self._model, microbatch)
-        loss = objective = losses.sum() * scale
+        objective, balance = self._loss(self._model, *inputs_and_targets(microbatch), num_targets)
+        loss = objective.detach()
         if balance is not None:  # a mean over the tokens of one microbatch
-            objective = loss + balance_coefficient(self._spec) / self._config.optim.accumulation * balance
+            objective = objective + balance_coefficient(self._spec) / self._config.optim.accumulation * balance
         objective.backward()  # type: ignore[no-untyped-call]
-        return loss.detach()
+        return loss
 
     def _is_due(self, step: int) -> bool:
         run = self._config.run
@@ -300,7 +319,8 @@ class Trainer:
         self._model.eval()
         sums = torch.zeros(2, dtype=torch.float64, device=self._rank.device)
         for batch, weights in self._validation_batches():
-            losses = token_losses(self._model, batch.to(self._rank.device))[0].double().sum(1)
+            inputs, targets = inputs_and_targets(self._on_device(batch))
+            losses = target_losses(self._model, inputs, targets)[0].double().sum(1)
             num_units = self._data.num_units(inputs_and_targets(batch)[1])
             sums += torch.stack([losses, num_units.to(losses)]) @ weights.to(losses)
         self._model.train()

@@ -1,0 +1,174 @@
+"""`transformers.Trainer` on the weights, batches and learning rates of a `lamella train` run: the recipe's peer.
+
+    torchrun --nproc-per-node 2 -m lamella_integration.recipe_peer RUN_DIR --engine fsdp2 [--kernels liger] [--compile]
+
+Every rank builds the run's model from the run's seed, and trains on the batches that the run's stream has for this
+rank: the first losses are equal, later ones differ by rounding. `--engine lamella` puts lamella's engine in FSDP2's
+place (`lamella_engine.install`).
+"""
+
+import argparse
+import json
+import os
+import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from lamella._config import Config, read_file, resolve
+from lamella._directory import RunDirectory
+from lamella._models import build_model, load_spec
+from lamella._tokens import BatchStream, inputs_and_targets, load_tokens
+from lamella._train import learning_rate
+
+
+def run_rows(stream: BatchStream, num_steps: int) -> list[dict[str, torch.Tensor]]:
+    """Return the sequences of a run's steps in memory: step by step, and rank by rank within a step.
+
+    A row holds inputs and targets of one sequence, (sequence_length,) int64 each.
+    """
+    rows = []
+    for step in range(num_steps):
+        inputs, targets = inputs_and_targets(stream.batch(step, 0, 1))
+        rows += [
+            {"input_ids": sequence, "labels": labels.contiguous(), "shift_labels": labels.contiguous()}
+            for sequence, labels in zip(inputs, targets, strict=True)
+        ]
+    return rows
+
+
+class StepClock(TrainerCallback):
+    """Times steps between synchronizations of the device, after `num_skipped` steps."""
+
+    def __init__(self, num_skipped: int) -> None:
+        self._num_skipped = num_skipped
+        self._began = 0.0
+        self.num_steps = 0
+        self.seconds = 0.0
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Read the clock once when timing begins, and after each later step without waiting for the device."""
+        if state.global_step == self._num_skipped:
+            _synchronize()
+            self._began = time.perf_counter()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Take the time of the steps since."""
+        _synchronize()
+        self.num_steps = state.global_step - self._num_skipped
+        self.seconds = time.perf_counter() - self._began
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+class RunTrainer(Trainer):
+    """A Trainer with a run's order of batches and learning rates."""
+
+    run: Config
+
+    def _get_train_sampler(self, *_: Any, **__: Any) -> Any:
+        return torch.utils.data.SequentialSampler(cast(list[object], self.train_dataset))
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """Return the run's schedule of the learning rate."""
+        optim = self.run.optim
+
+        def fraction(step: int) -> float:
+            return learning_rate(step, optim) / optim.lr
+
+        optimizer = cast(torch.optim.Optimizer, optimizer or self.optimizer)
+        self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, fraction)
+        return self.lr_scheduler
+
+
+def main() -> None:
+    """Train, and print one JSON line on rank 0."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--engine", choices=["fsdp2", "lamella"], default="fsdp2")
+    parser.add_argument("--kernels", choices=["none", "liger"], default="none")
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--num-skipped", type=int, default=20)
+    options = parser.parse_args()
+    if options.engine == "lamella":
+        import lamella_engine
+        import lamella_optim  # noqa: F401  as users would: optimizers then step on plain shards
+
+        lamella_engine.install()
+    directory = RunDirectory(options.run)
+    run = resolve(read_file(str(directory.config)))
+    with TemporaryDirectory() as folder:
+        trainer = _trainer(run, directory, options, folder)
+        clock = StepClock(options.num_skipped)
+        trainer.add_callback(clock)
+        trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    tokens = run.optim.batch_size * run.data.sequence_length
+    if dist.get_rank() == 0:
+        record = {
+            "tokens_per_s": clock.num_steps * tokens / clock.seconds,
+            "peak_gib": torch.cuda.max_memory_reserved() / 2**30 if torch.cuda.is_available() else 0.0,
+            "losses": losses,
+        }
+        print(json.dumps(record), flush=True)
+    dist.destroy_process_group()
+
+
+def _trainer(run: Config, directory: RunDirectory, options: argparse.Namespace, folder: str) -> RunTrainer:
+    tokens = load_tokens(directory.tokens)
+    stream = BatchStream(
+        tokens=tokens.train,
+        sequence_length=run.data.sequence_length,
+        batch_size=run.optim.batch_size,
+        seed=run.run.seed,
+        is_masked=tokens.is_masked,
+    )
+    num_ranks = int(os.environ["WORLD_SIZE"])
+    make_arguments: Any = TrainingArguments  # The type of `fsdp` differs between releases.
+    arguments = make_arguments(
+        output_dir=folder,
+        bf16=True,
+        fsdp=True,
+        fsdp_config={
+            "version": 2,
+            "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "reshard_after_forward": run.parallel.reshard_after_forward,
+        },
+        per_device_train_batch_size=run.optim.batch_size // (num_ranks * run.optim.accumulation),
+        gradient_accumulation_steps=run.optim.accumulation,
+        learning_rate=run.optim.lr,
+        weight_decay=run.optim.weight_decay,
+        adam_beta1=run.optim.beta1,
+        adam_beta2=run.optim.beta2,
+        adam_epsilon=run.optim.eps,
+        max_grad_norm=run.optim.clip_norm,
+        max_steps=run.optim.steps,
+        use_liger_kernel=options.kernels == "liger",
+        torch_compile=options.compile,
+        logging_steps=1 if run.optim.steps <= options.num_skipped else options.num_skipped,
+        logging_first_step=True,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        remove_unused_columns=False,
+        dataloader_num_workers=0,
+    )
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    model: Any = build_model(load_spec(str(directory.model)), device, run.run.seed)
+    trainer = RunTrainer(model=model, args=arguments, train_dataset=run_rows(stream, run.optim.steps))
+    trainer.run = run
+    return trainer
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""The model's own loss is taken where it heeds its arguments, and equals the loss over logits."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from lamella._loss import LossFunction, ModelLoss, choose_loss, loss_of_logits, target_losses
+from lamella._tokens import IGNORED
+from lamella_testing import run_ranks
+
+VOCAB_SIZE = 300
+TARGETS = torch.randint(VOCAB_SIZE, (2, 12), generator=torch.Generator().manual_seed(1))
+INPUTS = torch.randint(VOCAB_SIZE, (2, 12), generator=torch.Generator().manual_seed(2))
+TARGETS[0, :5] = IGNORED
+
+LLAMA = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+LLAMA |= {"num_key_value_heads": 2}
+MIXTRAL = LLAMA | {"num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 0.5}
+XLNET = {"d_model": 16, "n_layer": 1, "n_head": 2, "d_inner": 24}
+BART = {"d_model": 16, "decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 24, "is_decoder": True}
+
+
+def causal_model(model_type: str, values: dict[str, Any]) -> nn.Module:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(model_type, vocab_size=VOCAB_SIZE, **values)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    model.train()
+    return model
+
+
+def choice(model: nn.Module, balance_coefficient: float = 0.0) -> LossFunction:
+    [function] = run_ranks(lambda: choose_loss(model, VOCAB_SIZE, balance_coefficient, torch.device("cpu")), 1)
+    return function
+
+
+@pytest.mark.parametrize(
+    ("model_type", "values", "coefficient"),
+    [("llama", LLAMA, 0.0), ("gpt2", {"n_embd": 16, "n_layer": 1, "n_head": 2}, 0.0), ("mixtral", MIXTRAL, 0.5)],
+)
+def test_a_model_that_heeds_the_arguments_computes_its_own_loss(
+    model_type: str, values: dict[str, Any], coefficient: float
+) -> None:
+    model = causal_model(model_type, values)  # In training mode: gpt2 drops out, in every forward of the trial alike.
+    assert isinstance(choice(model, coefficient), ModelLoss)
+    model.eval()
+    own = ModelLoss(coefficient)(model, INPUTS, TARGETS, 5.0)
+    expected = loss_of_logits(model, INPUTS, TARGETS, 5.0)
+    torch.testing.assert_close(own, expected)
+    assert (own.balance is not None) == (model_type == "mixtral")
+
+
+@pytest.mark.parametrize(("model_type", "values"), [("xlnet", XLNET), ("bart", BART)])
+def test_a_model_that_swallows_the_arguments_takes_the_loss_over_its_logits(
+    model_type: str, values: dict[str, Any]
+) -> None:
+    assert choice(causal_model(model_type, values)) is loss_of_logits
+
+
+class _Faulty(nn.Module):
+    """A causal model whose loss is wrong in one way."""
+
+    def __init__(self, loss: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(VOCAB_SIZE, 16)
+        self.head = nn.Linear(16, VOCAB_SIZE)
+        self._loss = loss
+
+    def forward(
+        self, input_ids: torch.Tensor, labels: torch.Tensor | None = None, use_cache: bool = False, **options: Any
+    ) -> Any:
+        class Output:
+            logits = self.head(self.embedding(input_ids))
+            loss = None if labels is None else self._loss(logits.flatten(0, 1), labels, **options)
+
+        return Output()
+
+
+def _right(logits: torch.Tensor, labels: torch.Tensor, num_items_in_batch: float, **_: Any) -> torch.Tensor:
+    return F.cross_entropy(logits, labels.flatten(), reduction="sum") / num_items_in_batch
+
+
+def _mean(logits: torch.Tensor, labels: torch.Tensor, **_: Any) -> torch.Tensor:
+    return F.cross_entropy(logits, labels.flatten())
+
+
+def _shifted(logits: torch.Tensor, labels: torch.Tensor, num_items_in_batch: float, **_: Any) -> torch.Tensor:
+    shifted = F.pad(labels, (0, 1), value=IGNORED)[:, 1:]
+    return F.cross_entropy(logits, shifted.flatten(), reduction="sum") / num_items_in_batch
+
+
+def _unmasked(logits: torch.Tensor, labels: torch.Tensor, num_items_in_batch: float, **_: Any) -> torch.Tensor:
+    return F.cross_entropy(logits, labels.flatten().clamp(min=0), reduction="sum") / num_items_in_batch
+
+
+@pytest.mark.parametrize(("loss", "is_heeded"), [(_right, True), (_mean, False), (_shifted, False), (_unmasked, False)])
+def test_a_loss_of_another_divisor_position_or_mask_is_refused(
+    loss: Callable[..., torch.Tensor], is_heeded: bool
+) -> None:
+    assert isinstance(choice(_Faulty(loss)), ModelLoss) == is_heeded
+
+
+def test_a_trial_leaves_the_random_state_alone() -> None:
+    model = causal_model("gpt2", {"n_embd": 16, "n_layer": 1, "n_head": 2})
+
+    def random_states() -> tuple[torch.Tensor, torch.Tensor]:
+        state = torch.get_rng_state()
+        choose_loss(model, VOCAB_SIZE, 0.0, torch.device("cpu"))
+        return state, torch.get_rng_state()
+
+    [(before, after)] = run_ranks(random_states, 1)
+    assert torch.equal(before, after)
+
+
+def test_ignored_targets_have_no_loss() -> None:
+    losses, balance = target_losses(causal_model("llama", LLAMA), INPUTS, TARGETS)
+    assert losses.shape == TARGETS.shape and balance is None
+    assert torch.equal(losses == 0, TARGETS == IGNORED)
