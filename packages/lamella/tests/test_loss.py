@@ -1,17 +1,19 @@
 """The model's own loss is taken where it heeds its arguments, and equals the loss over logits."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from lamella._chunked_loss import linear_cross_entropy
 from lamella._loss import LossFunction, ModelLoss, choose_loss, loss_of_logits, target_losses
 from lamella._tokens import IGNORED
-from lamella_testing import run_ranks
 
 VOCAB_SIZE = 300
 TARGETS = torch.randint(VOCAB_SIZE, (2, 12), generator=torch.Generator().manual_seed(1))
@@ -34,8 +36,15 @@ def causal_model(model_type: str, values: dict[str, Any]) -> nn.Module:
 
 
 def choice(model: nn.Module, balance_coefficient: float = 0.0) -> LossFunction:
-    [function] = run_ranks(lambda: choose_loss(model, VOCAB_SIZE, balance_coefficient, torch.device("cpu")), 1)
-    return function
+    return choose_loss(model, VOCAB_SIZE, balance_coefficient, torch.device("cpu"))
+
+
+@pytest.fixture(autouse=True)
+def group(tmp_path: Path) -> Iterator[None]:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(
@@ -46,12 +55,47 @@ def test_a_model_that_heeds_the_arguments_computes_its_own_loss(
     model_type: str, values: dict[str, Any], coefficient: float
 ) -> None:
     model = causal_model(model_type, values)  # In training mode: gpt2 drops out, in every forward of the trial alike.
-    assert isinstance(choice(model, coefficient), ModelLoss)
+    loss_function = choice(model, coefficient)
+    assert isinstance(loss_function, ModelLoss) and loss_function.is_chunked
     model.eval()
-    own = ModelLoss(coefficient)(model, INPUTS, TARGETS, 5.0)
-    expected = loss_of_logits(model, INPUTS, TARGETS, 5.0)
-    torch.testing.assert_close(own, expected)
-    assert (own.balance is not None) == (model_type == "mixtral")
+    losses = [function(model, INPUTS, TARGETS, 5.0) for function in (loss_function, loss_of_logits)]
+    torch.testing.assert_close(*losses)
+    assert (losses[0].balance is not None) == (model_type == "mixtral")
+    torch.testing.assert_close(*(gradients(model, loss.cross_entropy) for loss in losses))
+
+
+def gradients(model: nn.Module, loss: torch.Tensor) -> list[torch.Tensor]:
+    return [*torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad], materialize_grads=True)]
+
+
+@pytest.mark.parametrize("model_type", ["gemma2", "granite"])
+def test_a_model_that_changes_its_logits_after_the_head_keeps_them_whole(model_type: str) -> None:
+    values = LLAMA | {"head_dim": 8, "final_logit_softcapping": 30.0, "logits_scaling": 4.0}
+    model = causal_model(model_type, values)
+    loss_function = choice(model)
+    assert isinstance(loss_function, ModelLoss) and not loss_function.is_chunked
+    losses = [function(model.eval(), INPUTS, TARGETS, 5.0) for function in (loss_function, loss_of_logits)]
+    torch.testing.assert_close(*losses)
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_a_loss_a_piece_at_a_time_has_the_gradients_of_whole_logits(
+    has_bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lamella._chunked_loss._PIECE_NBYTES", 4 * 7 * VOCAB_SIZE)  # 24 rows in pieces of 7
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(24, 16, dtype=torch.double), torch.randn(VOCAB_SIZE, 16, dtype=torch.double)
+    tensors = [hidden, weight, *([torch.randn(VOCAB_SIZE, dtype=torch.double)] if has_bias else [])]
+    for tensor in tensors:
+        tensor.requires_grad_()
+    bias = tensors[2] if has_bias else None
+    pieces = 3.0 * linear_cross_entropy(hidden, weight, bias, TARGETS.flatten(), 5.0)
+    logits = F.linear(hidden, weight, bias)
+    expected = 3.0 * F.cross_entropy(logits, TARGETS.flatten(), reduction="sum") / 5.0
+    torch.testing.assert_close(pieces.double(), expected)
+    torch.testing.assert_close(
+        torch.autograd.grad(pieces, tensors), torch.autograd.grad(expected, tensors), rtol=1e-5, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize(("model_type", "values"), [("xlnet", XLNET), ("bart", BART)])
@@ -108,13 +152,9 @@ def test_a_loss_of_another_divisor_position_or_mask_is_refused(
 def test_a_trial_leaves_the_random_state_alone() -> None:
     model = causal_model("gpt2", {"n_embd": 16, "n_layer": 1, "n_head": 2})
 
-    def random_states() -> tuple[torch.Tensor, torch.Tensor]:
-        state = torch.get_rng_state()
-        choose_loss(model, VOCAB_SIZE, 0.0, torch.device("cpu"))
-        return state, torch.get_rng_state()
-
-    [(before, after)] = run_ranks(random_states, 1)
-    assert torch.equal(before, after)
+    state = torch.get_rng_state()
+    choice(model)
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_ignored_targets_have_no_loss() -> None:

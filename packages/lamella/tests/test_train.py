@@ -18,7 +18,7 @@ from lamella._loss import target_losses
 from lamella._models import build_model, load_spec
 from lamella._report import StepRecord, read
 from lamella._tokens import BatchStream, inputs_and_targets, load_tokens
-from lamella._train import learning_rate, shard
+from lamella._train import compile_units, learning_rate, shard
 from lamella_precision import Float8Linear
 from lamella_testing import RankFailure, run_ranks
 
@@ -136,7 +136,7 @@ def test_compiled_layers_are_those_that_are_sharded(shared_config: Config, monke
         calls: list[nn.Module] = []
         with monkeypatch.context() as patched:
             patched.setattr(nn.Module, "compile", lambda module: calls.append(module))
-            shard(model, spec, parallel)
+            compile_units(shard(model, spec, parallel), parallel)
         return [name for name, module in model.named_modules() if module in calls]
 
     def check() -> None:

@@ -11,6 +11,7 @@ Note [The model's own loss]
 
 import inspect
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Final, NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from lamella._chunked_loss import DeferredHead
 from lamella._tokens import IGNORED
 
 _TRIAL_SHAPE: Final = (2, 16)
@@ -57,9 +59,13 @@ def target_losses(
         the experts of a model whose config has `output_router_logits`, None for other models.
     """
     output = model(input_ids=inputs, use_cache=False)
-    # Over flat logits: torch's softmax over a middle dim takes 8 of a GPU's 132 multiprocessors.
-    losses = F.cross_entropy(output.logits.float().flatten(0, 1), targets.flatten(), reduction="none")
-    return losses.view(targets.shape), getattr(output, "aux_loss", None)
+    # Over flat logits: torch's softmax over a middle dim takes 8 of a GPU's 132 multiprocessors. A sequence at a time:
+    # fp32 copies of all logits would take gigabytes.
+    losses = [
+        F.cross_entropy(logits.float(), labels, reduction="none")
+        for logits, labels in zip(output.logits, targets, strict=True)
+    ]
+    return torch.stack(losses), getattr(output, "aux_loss", None)
 
 
 def loss_of_logits(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor, num_targets: float) -> MicrobatchLoss:
@@ -73,45 +79,69 @@ class ModelLoss:
 
     Args:
         balance_coefficient: The weight of the auxiliary loss in the model's loss, which `cross_entropy` leaves out.
+        head: Runs a few rows at a time inside the loss; None for whole logits, or a fused forward.
     """
 
-    def __init__(self, balance_coefficient: float) -> None:
-        self._balance_coefficient = balance_coefficient
+    def __init__(self, balance_coefficient: float, head: DeferredHead | None = None) -> None:
+        self._balance_coefficient, self._head = balance_coefficient, head
+
+    @property
+    def is_chunked(self) -> bool:
+        """True where the model's logits never exist as a whole."""
+        return self._head is not None
 
     def __call__(
         self, model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor, num_targets: float
     ) -> MicrobatchLoss:
         """Return the loss of a microbatch."""
         labels = targets.contiguous()  # Loss functions flatten by `view`.
-        output = model(
-            input_ids=inputs, use_cache=False, labels=labels, shift_labels=labels, num_items_in_batch=num_targets
-        )
+        with nullcontext() if self._head is None else self._head.deferred():
+            output = model(
+                input_ids=inputs, use_cache=False, labels=labels, shift_labels=labels, num_items_in_batch=num_targets
+            )
         balance = getattr(output, "aux_loss", None)
         if balance is None:
             return MicrobatchLoss(output.loss, None)
         return MicrobatchLoss(output.loss - self._balance_coefficient * balance, balance)
 
 
-def choose_loss(model: nn.Module, vocab_size: int, balance_coefficient: float, device: torch.device) -> LossFunction:
-    """Return `ModelLoss` for a model that heeds the arguments of its loss in a trial, else `loss_of_logits`.
+def choose_loss(
+    model: nn.Module, vocab_size: int, balance_coefficient: float, device: torch.device, *, is_fused: bool = False
+) -> LossFunction:
+    """Return the cheapest loss that equals the loss over the model's logits in a trial.
+
+    `ModelLoss` with a deferred head comes before `ModelLoss` with whole logits, and `loss_of_logits` is the last.
 
     Args:
         model: Has its weights, sharded or not.
         vocab_size: A bound of the trial's tokens.
         balance_coefficient: As for `ModelLoss`.
         device: The device of the model's inputs.
+        is_fused: The model's forward fuses head and loss: no head is deferred.
 
-    Effects: collective over all ranks: three forwards of 32 tokens in the model's present mode, and one all-reduce.
-        The random state stays; waits for the device.
+    Effects: collective over all ranks: for one loss or two, three forwards of 32 tokens in the model's present mode,
+        and one all-reduce. The random state stays; waits for the device. May replace the head's forward, as
+        `DeferredHead` does.
     """
-    model_loss = ModelLoss(balance_coefficient)
     if not _takes_labels(model):
         return loss_of_logits
+    head = None if is_fused else DeferredHead.of(model)
+    with_whole_logits = ModelLoss(balance_coefficient)
+    is_heeded = _equals_loss_of_logits(model, with_whole_logits, vocab_size, device)
+    if head is not None:
+        in_pieces = ModelLoss(balance_coefficient, head)
+        if is_heeded and head.can_be_deferred and _equals_loss_of_logits(model, in_pieces, vocab_size, device):
+            return in_pieces
+        head.remove()
+    return with_whole_logits if is_heeded else loss_of_logits
+
+
+def _equals_loss_of_logits(model: nn.Module, model_loss: LossFunction, vocab_size: int, device: torch.device) -> bool:
     expected, actual = _trial_losses(model, model_loss, vocab_size, device)
     # Ranks that differ in the last bits must not differ in the choice.
-    is_heeded = torch.tensor(float(abs(actual - expected) <= _TRIAL_TOLERANCE * abs(expected)), device=device)
-    dist.all_reduce(is_heeded, op=dist.ReduceOp.MIN)
-    return model_loss if is_heeded.item() else loss_of_logits
+    is_equal = torch.tensor(float(abs(actual - expected) <= _TRIAL_TOLERANCE * abs(expected)), device=device)
+    dist.all_reduce(is_equal, op=dist.ReduceOp.MIN)
+    return bool(is_equal.item())
 
 
 def _takes_labels(model: nn.Module) -> bool:

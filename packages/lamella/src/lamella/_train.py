@@ -2,7 +2,7 @@
 
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -66,6 +66,12 @@ def shard(model: nn.Module, spec: ModelSpec, parallel: ParallelConfig) -> list[n
         fully_shard(unit, mesh=mesh, mp_policy=of_units, reshard_after_forward=parallel.reshard_after_forward)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     return units
+
+
+def compile_units(units: Sequence[nn.Module], parallel: ParallelConfig) -> None:
+    """Compile each unit at its next forward, where the settings ask for it."""
+    for unit in units if parallel.compile else ():
+        unit.compile()
 
 
 def make_optimizer(model: nn.Module, optim: OptimConfig) -> torch.optim.AdamW:
@@ -186,14 +192,13 @@ class Trainer:
     def _choose_loss(self) -> str:
         """Choose the loss function, then compile the units; return a line to print. Effects: as `choose_loss`."""
         device = self._rank.device
-        self._loss = choose_loss(self._model, self._spec.vocab_size, balance_coefficient(self._spec), device)
-        if self._config.parallel.compile:
-            # After the trial, whose few tokens would be a first shape: the next shape would compile for any shape.
-            for unit in self._units:
-                unit.compile()
-        kernels = "" if self._config.model.kernels == "none" else f", with kernels of {self._config.model.kernels}"
+        coefficient, has_kernels = balance_coefficient(self._spec), self._config.model.kernels != "none"
+        self._loss = choose_loss(self._model, self._spec.vocab_size, coefficient, device, is_fused=has_kernels)
+        # After the trial, whose few tokens would be a first shape: the next shape would compile for any shape.
+        compile_units(self._units, self._config.parallel)
+        kernels = f", with kernels of {self._config.model.kernels}" if has_kernels else ""
         if isinstance(self._loss, ModelLoss):
-            return f"loss: the model's own{kernels}"
+            return f"loss: the model's own{', logits a piece at a time' if self._loss.is_chunked else kernels}"
         return f"loss: over the logits; {self._spec.model_type!r} does not heed the arguments of its own{kernels}"
 
     def _restore(self) -> tuple[int, list[str]]:
