@@ -133,10 +133,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         num_rows = max(1, _PIECE_NBYTES // (4 * weight.shape[0]))
         for start in range(0, hidden.shape[0], num_rows):
             rows = slice(start, start + num_rows)
-            logits = nn.functional.linear(hidden[rows], weight, bias).float()
-            loss += _loss_of(logits, targets[rows])
+            logits = nn.functional.linear(hidden[rows], weight, bias)
+            piece_loss, logits_grad = _loss_and_gradient(logits, targets[rows], num_targets)
+            loss += piece_loss
             if needs_gradients:
-                logits_grad = _softmax_gradient_(logits, targets[rows], num_targets).to(hidden.dtype)
                 if hidden_grad is not None:
                     torch.mm(logits_grad, weight, out=hidden_grad[rows])
                 if weight_grad is not None:
@@ -152,13 +152,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return (*gradients, None, None)
 
 
-def _loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    losses = logits.logsumexp(-1) - logits.gather(1, targets.clamp(min=0)[:, None])[:, 0]
-    return torch.where(targets == IGNORED, 0.0, losses).sum()
+def _loss_and_gradient(
+    logits: torch.Tensor, targets: torch.Tensor, num_targets: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the sum of a piece's losses, and the gradient of the mean by the logits, in their memory.
 
-
-def _softmax_gradient_(logits: torch.Tensor, targets: torch.Tensor, num_targets: float) -> torch.Tensor:
-    """Turn fp32 logits into the gradient of the loss by them, in place."""
-    gradient = logits.sub_(logits.logsumexp(-1, keepdim=True)).exp_()
-    gradient.scatter_add_(1, targets.clamp(min=0)[:, None], gradient.new_full((len(targets), 1), -1.0))
-    return gradient.mul_(((targets != IGNORED) / num_targets)[:, None])
+    Moves 20 bytes for each bf16 logit, as torch's cross entropy and its backward do.
+    """
+    is_target = targets != IGNORED
+    indices = targets.clamp(min=0)[:, None]
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    log_probabilities = nn.functional.log_softmax(logits, -1, dtype=dtype)
+    loss = torch.where(is_target, log_probabilities.gather(1, indices)[:, 0], 0.0).sum().neg()
+    gradient = log_probabilities.exp_()
+    gradient.scatter_add_(1, indices, gradient.new_full(indices.shape, -1.0))
+    return loss, torch.mul(gradient, (is_target / num_targets).to(dtype)[:, None], out=logits)

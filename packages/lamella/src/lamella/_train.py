@@ -10,9 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 
-import lamella_optim as lamella_optim  # its import has optimizers step on plain shards
+import lamella_optim  # Its import has optimizers step on plain shards.
 from lamella._agreement import Agreement, agreed_error
 from lamella._config import Config, OptimConfig, ParallelConfig
 from lamella._directory import RunDirectory
@@ -236,13 +235,13 @@ class Trainer:
             for index, microbatch in enumerate(microbatches)
         ]
         self._agreement.ask(self._requests.signum)  # Overlaps with the optimizer step; see Agreement.
-        grad_norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), optim.clip_norm)
+        grad_norm = lamella_optim.clip_grad_norm_(self._model.parameters(), optim.clip_norm)
         lr = learning_rate(step, optim)
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         self._optimizer.step()
         self._optimizer.zero_grad()
-        return torch.stack(losses).sum(), _whole(grad_norm), lr
+        return torch.stack(losses).sum(), grad_norm, lr
 
     def _on_device(self, batch: torch.Tensor) -> torch.Tensor:
         """Copy a batch to the device. Effects: no host sync; from pageable memory the host would wait for all work."""
@@ -350,8 +349,3 @@ class Trainer:
         for start in range(0, len(indices), share):
             part = indices[start : start + share]
             yield sequences(self._data.validation, part, length), weights[start : start + share]
-
-
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a norm as a plain tensor. Effects: collective if the norm is a DTensor."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
