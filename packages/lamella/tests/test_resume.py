@@ -5,18 +5,21 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
 from trained_runs import TrainOn
 
-from lamella import Config, ConfigError
+from lamella import Config, ConfigError, _train
 from lamella._directory import RunDirectory
 from lamella._place import Rank, place
 from lamella._prepare import prepare
 from lamella._report import read
-from lamella._train import Trainer
+from lamella._train import Trainer, seed_of, token_losses
 from lamella_testing import run_ranks
 
 
@@ -156,3 +159,34 @@ def test_a_step_after_resuming_has_the_dropout_of_an_uninterrupted_run(
     config = replace(config, model=replace(config.model, name=str(model)))
     whole = train(config, 2)
     assert train(replace(config, run=replace(config.run, from_step=3)), 2).losses == whole.losses
+
+
+def _dropout_masks(config: Config) -> list[list[list[bool]]]:
+    """The first dropout mask of each training forward, of 64 elements: by rank, and by step."""
+    directory = prepare(place(config)).directory
+
+    def on_rank() -> list[list[bool]]:
+        masks: list[list[bool]] = []
+
+        def losses_after_a_mask(model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+            if model.training:
+                with torch.random.fork_rng(devices=[]):
+                    masks.append(F.dropout(torch.ones(64), 0.5).bool().tolist())
+            return token_losses(model, batch)
+
+        rank = Rank(rank=dist.get_rank(), num_ranks=2, device=torch.device("cpu"))
+        with patch.object(_train, "token_losses", losses_after_a_mask):
+            Trainer(config, directory, rank).train()
+        return masks
+
+    return run_ranks(on_rank, 2)
+
+
+def test_dropout_differs_by_step_and_rank_and_is_a_resumed_runs_too(config: Config) -> None:
+    by_rank = _dropout_masks(config)
+    masks = [tuple(mask) for masks in by_rank for mask in masks]
+    assert [len(masks) for masks in by_rank] == [config.optim.steps] * 2
+    assert len(set(masks)) == len(masks)
+    resumed = _dropout_masks(replace(config, run=replace(config.run, from_step=3)))
+    assert resumed == [masks[3:] for masks in by_rank]
+    assert seed_of(0, 3, 1) != seed_of(1, 3, 1)

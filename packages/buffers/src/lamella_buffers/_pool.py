@@ -66,6 +66,10 @@ class PoolAllocator:
 
     An object may serve several models; their units must not run in several threads at a time.
 
+    Note [Interrupted moves]. A KeyboardInterrupt may end `allocate` or `free` between two lines. Memory moves in one
+    call; `allocate` records the move before, and `free` after. So a buffer with bytes is always recorded, and a buffer
+    recorded without bytes was interrupted: its next `allocate` drops the record, and no plan is made of the round.
+
     Args:
         source: Allocates the plan's memory, and everything outside the plan. None means a `CachingAllocator`.
 
@@ -82,14 +86,14 @@ class PoolAllocator:
         self._source = CachingAllocator() if source is None else source
         self._serials = count()
         self._buffers: dict[int, _Buffer] = {}
-        self._num_live = 0
+        self._live_nbytes: dict[int, int] = {}  # by serial, of the buffers with bytes
         self._round = _Round(0)
         self._seen: deque[int] = deque(maxlen=_NUM_REMEMBERED)
         self._learned: list[_Trace] = []
         self._plan_is_due = False
         self._plan = _Plan([])
         self._num_plans = self._num_inside = self._num_outside = 0
-        self._live_nbytes = self._peak_nbytes = 0
+        self._peak_nbytes = 0
 
     def create(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Make the buffer, outside of the plan.
@@ -118,21 +122,24 @@ class PoolAllocator:
         mine = self._known(buffer, storage)
         if mine is None:
             return
+        if mine.serial in self._live_nbytes:
+            self._retract(mine)
         # Only between rounds: a buffer in the old plan would overlap places of the new.
-        if self._num_live == 0 and self._plan_is_due:
+        if self._plan_is_due and not self._live_nbytes:
             self._make_plan()
         stream = _current_stream(buffer.device)
-        found = self._plan.free_place(_Request(stream, mine.serial, self._round.turn_of(mine)))
-        if found is None:
+        place = self._plan.free_place(_Request(stream, mine.serial, self._round.turn_of(mine)))
+        # Recorded before the memory moves: Note [Interrupted moves].
+        mine.place, mine.is_new = place, False
+        self._count(mine)
+        self._round.note(_Event(mine.serial, stream))
+        if place is None:
             self._source.allocate(buffer)
             self._num_outside += 1
             self._round.left_plan = True
         else:
-            found.lend_to(buffer, self._source)
+            place.lend_to(buffer, self._source)
             self._num_inside += 1
-        self._round.note(_Event(mine.serial, stream))
-        mine.place, mine.is_new = found, False
-        self._count(mine)
 
     def free(self, buffer: torch.Tensor) -> None:
         """Take the bytes back.
@@ -177,17 +184,21 @@ class PoolAllocator:
     # -- rounds -----------------------------------------------------------------------------------------------------
 
     def _count(self, mine: _Buffer) -> None:
-        mine.is_live = True
-        self._num_live += 1
-        self._live_nbytes += mine.nbytes
-        self._peak_nbytes = max(self._peak_nbytes, self._live_nbytes)
+        self._live_nbytes[mine.serial] = mine.nbytes
+        self._peak_nbytes = max(self._peak_nbytes, sum(self._live_nbytes.values()))
 
     def _uncount(self, mine: _Buffer) -> None:
-        mine.is_live, mine.place = False, None
-        self._num_live -= 1
-        self._live_nbytes -= mine.nbytes
-        if self._num_live == 0:
+        mine.place = None
+        self._live_nbytes.pop(mine.serial, None)
+        if not self._live_nbytes:
             self._end_round()
+
+    def _retract(self, mine: _Buffer) -> None:
+        """Drop the record of a move that an interrupt ended: Note [Interrupted moves]."""
+        self._round.is_complete = False
+        if mine.place is not None:
+            mine.place.vacate()
+        self._uncount(mine)
 
     def _end_round(self) -> None:
         ended, self._round = self._round, _Round(self._round.number + 1)
@@ -220,9 +231,9 @@ class PoolAllocator:
             # The dead storage took the place's memory along, so `home` is empty for good. Serials are never reused: no
             # request leads to this place again.
             mine.place.vacate()
-        if self._num_live:
+        if self._live_nbytes:
             self._round.is_complete = False
-        if mine.is_live:
+        if mine.serial in self._live_nbytes:
             self._uncount(mine)
         self._plan_is_due = bool(self._learned)
         if not self._buffers:
@@ -257,7 +268,6 @@ class _Buffer:
     storage: weakref.ref[torch.UntypedStorage]
     serial: int
     nbytes: int
-    is_live: bool = False
     is_new: bool = True  # still with the bytes of `create`, which belong to no round
     place: _Place | None = None
     round: int = -1
@@ -389,9 +399,9 @@ class _Place:
     def lend_to(self, buffer: torch.Tensor, source: Allocator) -> None:
         if self.home is None:
             self.home = self.chunk.storage_at(self.start, buffer.nbytes, source, buffer.device)
+        self.chunk.occupied.add((self.start, self.end))
         # Swapped, not copied or resized: parameters and autograd's graph hold views of this storage object.
         swap_memory(buffer.untyped_storage(), self.home)
-        self.chunk.occupied.add((self.start, self.end))
 
     def take_back(self, storage: torch.UntypedStorage) -> None:
         assert self.home is not None
@@ -399,7 +409,7 @@ class _Place:
         self.vacate()
 
     def vacate(self) -> None:
-        self.chunk.occupied.remove((self.start, self.end))
+        self.chunk.occupied.discard((self.start, self.end))
 
 
 def _current_stream(device: torch.device) -> Hashable:

@@ -273,9 +273,9 @@ class _GlooGather:
         if self._work is None:
             return
         self._work.wait()
-        self._work = None
         with record_function("gloo::all_gather"):
             self._unpack()
+        self._work = None  # last: an interrupted wait may be repeated
 
 
 def transport_for(group: dist.ProcessGroup, device_type: str) -> Transport:

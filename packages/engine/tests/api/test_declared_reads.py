@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -154,5 +154,71 @@ def test_what_was_not_declared_is_named_when_it_is_met_as_a_shard() -> None:
         with pytest.raises(RuntimeError, match="something else") as caught:
             model(X)
         assert not getattr(caught.value, "__notes__", [])
+
+    run_ranks(check, 2)
+
+
+class _Backbone(nn.Module):
+    """A unit, and a method beside its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 7)
+        self.project = nn.Linear(7, 7)
+
+    def look_up(self, ids: torch.Tensor) -> torch.Tensor:
+        return cast(torch.Tensor, self.embed(ids))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return cast(torch.Tensor, self.project(x))
+
+
+class _Wrapper(nn.Module):
+    """Embeds before the backbone runs: by the embedding itself, or by a method of the backbone."""
+
+    calls_method = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.language = _Backbone()
+        self.head = nn.Linear(7, 5)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        embed = self.language.look_up if self.calls_method else self.language.embed
+        return cast(torch.Tensor, self.head(self.language(embed(ids))))
+
+
+@pytest.mark.parametrize("calls_method", [False, True])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_module_of_an_inner_unit_that_another_calls_is_named_with_the_declaration_that_helps(
+    calls_method: bool, depth: int
+) -> None:
+    ids = torch.arange(4)
+    name = ".".join([*["0"] * (depth - 1), "language.embed.weight"])
+
+    def shard(model: nn.Module) -> None:
+        for wrapper in model.modules():
+            if isinstance(wrapper, _Wrapper):
+                wrapper.calls_method = calls_method
+                fully_shard(wrapper.language)
+        fully_shard(model)
+
+    def make() -> nn.Module:
+        return _Wrapper() if depth == 1 else nn.Sequential(_Wrapper())
+
+    def declared(model: nn.Module) -> None:
+        declare_reads(model, name)
+        shard(model)
+
+    def check() -> None:
+        model = make()
+        shard(model)
+        with pytest.raises(RuntimeError, match="mixed torch.Tensor and DTensor") as caught:
+            model(ids)
+        (note,) = caught.value.__notes__
+        assert "Wrapper's forward was running" in note
+        assert "these parameters were sharded: language.embed.weight. They" in note
+        assert "declare_reads(module, 'language.embed.weight')" in note
+        assert_trains_alike(*twins(make, declared), lambda model: model(ids).square().mean())
 
     run_ranks(check, 2)

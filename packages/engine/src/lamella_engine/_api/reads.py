@@ -11,7 +11,7 @@ from __future__ import annotations
 import difflib
 import sys
 import traceback
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 import torch.nn as nn
@@ -172,9 +172,7 @@ def explain_undeclared(module: nn.Module, *_: object) -> None:
     error, state = sys.exc_info()[1], find_state(module)
     if error is None or state is None or "mixed torch.Tensor and DTensor" not in str(error):
         return
-    reader = _innermost_module(error)
-    below = [] if reader is None else list(_parameters_below(reader))
-    names = [clean_name(name) for name, p in below if is_sharded(p) and isinstance(p, DTensor)]
+    reader, names = _undeclared(module, _running_modules(error))
     if names:
         error.add_note(
             f"{type(reader).__name__}'s forward was running, and below it these parameters were sharded: "
@@ -184,7 +182,36 @@ def explain_undeclared(module: nn.Module, *_: object) -> None:
         )
 
 
-def _innermost_module(error: BaseException) -> nn.Module | None:
-    """The innermost module with a method running at the raise."""
+def _undeclared(outermost: nn.Module, running: Sequence[nn.Module]) -> tuple[nn.Module, list[str]]:
+    """The module that has to declare a read, and the names below the module of the parameters it may have read.
+
+    Args:
+        outermost: Of the units.
+        running: The modules with a method running, the innermost first.
+    """
+    innermost = running[0] if running else outermost
+    called = {id(p) for p in innermost.parameters(recurse=False) if _is_at_rest(p)}
+    if not called:  # the innermost module has read a parameter of a module below
+        return innermost, [clean_name(name) for name, p in _parameters_below(innermost) if _is_at_rest(p)]
+    # A part of a unit was called, and the unit's module was not: the reader is outside the unit.
+    inside = {id(module) for unit in _units_with(outermost, called) for module in unit.modules()}
+    reader = next((module for module in running if id(module) not in inside), outermost)
+    return reader, [clean_name(name) for name, p in _parameters_below(reader) if id(p) in called]
+
+
+def _units_with(outermost: nn.Module, parameters: Container[int]) -> Iterator[nn.Module]:
+    """The modules of the units that hold some parameters, by the parameters' ids."""
+    for module in outermost.modules():
+        state = find_state(module)
+        if state is not None and state.acting.unit.parameters.holds_any(parameters):
+            yield module
+
+
+def _is_at_rest(parameter: nn.Parameter) -> bool:
+    return is_sharded(parameter) and isinstance(parameter, DTensor)
+
+
+def _running_modules(error: BaseException) -> list[nn.Module]:
+    """The modules with a method running at the raise, the innermost first."""
     selves = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return next((each for each in reversed(selves) if isinstance(each, nn.Module)), None)
+    return [each for each in reversed(selves) if isinstance(each, nn.Module)]

@@ -12,6 +12,11 @@ Note [Recomputed forwards]. Activation checkpointing runs forward again inside b
 its backward ends: a recomputed forward unshards if needed, prefetches nothing and does not reshard. Both kinds of
 checkpointing recompute inside a graph task of autograd, which tells a recomputed forward from a first one.
 
+Note [Graphs of backwards]. A backward with `create_graph=True` records a graph of itself, which holds views of weights
+that are freed when the unit's backward ends. A later walk through this graph comes to the unit by the gradients of the
+unit's inputs: a hook on these gradients gathers again. The walk ends the unit with its own pass, or sooner, where it
+goes on through the unit's forward.
+
 Note [Units of several modules]. Hooks run for each module of the unit. Every output is watched, but only the inputs of
 the first module to run: autograd's work for the other modules comes before. A module called again while other modules
 have not run is part of the same forward; a call after all modules have run begins a new forward.
@@ -24,7 +29,7 @@ nothing. Called anywhere else, an inner module is a forward of the outer unit by
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -161,7 +166,7 @@ def _watch_inputs(state: FSDPState, args: Args, kwargs: Kwargs) -> tuple[Args, K
     is_transformed = torch._C._are_functorch_transforms_active()
     passes = _EndTransformedBackward if is_transformed else _EndBackward
     # The graph holds the state for as long as an output lives: the state must not hold the graph.
-    passed = iter(passes.apply(state.end_backward, *inputs))  # type: ignore[no-untyped-call]
+    passed = iter(passes.apply(state, *inputs))  # type: ignore[no-untyped-call]
     return map_tensors(lambda tensor: next(passed) if tensor.requires_grad else tensor, (args, kwargs))
 
 
@@ -169,14 +174,16 @@ class _EndBackward(torch.autograd.Function):
     """The identity on a unit's inputs; its backward runs after all of the unit's backward."""
 
     @staticmethod
-    def forward(ctx: Any, end: Callable[[], None], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.end = end
+    def forward(ctx: Any, state: FSDPState, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.state = state
         ctx.set_materialize_grads(False)  # an unused input gets no gradient, as without sharding; not zeros
         return inputs
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        ctx.end()
+        ctx.state.end_backward()
+        if torch.is_grad_enabled():
+            _watch_gradients(ctx.state, gradients)
         return (None, *gradients)
 
     @staticmethod
@@ -189,13 +196,20 @@ class _EndTransformedBackward(_EndBackward):
     """The same in the form for transforms of `torch.func`, whose calls cost the host more."""
 
     @staticmethod
-    def forward(end: Callable[[], None], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+    def forward(state: FSDPState, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
         return inputs
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
-        ctx.end = inputs[0]
+        ctx.state = inputs[0]
         ctx.set_materialize_grads(False)
+
+
+def _watch_gradients(state: FSDPState, gradients: Iterable[torch.Tensor | None]) -> None:
+    """Begin the unit's backward again when a gradient of its inputs' gradients arrives: Note [Graphs of backwards]."""
+    for gradient in gradients:
+        if gradient is not None and (recorded := _innermost(gradient)).requires_grad:
+            recorded.register_hook(state.begin_backward)  # type: ignore[no-untyped-call]
 
 
 def _move(tree: T, device: torch.device) -> T:

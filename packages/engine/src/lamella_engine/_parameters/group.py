@@ -33,6 +33,7 @@ from lamella_engine._parameters.sharded_parameter import (
     dtensor_for,
     install,
     put,
+    put_back,
     sharded_parameter,
 )
 from lamella_engine._parameters.sharding import DataAxes, local_of
@@ -441,6 +442,22 @@ class ParameterGroup:
             held, self._held = self._held, ()
             for p in held:
                 self.buffers[p].free()
+
+    def settle_bytes(self, *, frees: bool) -> None:
+        """Find out which unsharded buffers have bytes, after an exception at any point of a gather or of its end.
+
+        Args:
+            frees: Give the bytes back, as `free_unsharded` does.
+
+        Effects: those of `free_unsharded`.
+        """
+        self._held = tuple([p for p, buffer in enumerate(self.buffers) if buffer.has_bytes])
+        if frees:
+            self.free_unsharded()
+
+    def put_back(self) -> None:
+        """Make the modules hold the DTensors wherever they hold unsharded parameters."""
+        put_back(self.parameters)
 
     def install_unsharded(self) -> list[str]:
         """Make the modules hold the unsharded parameters.

@@ -230,6 +230,17 @@ def put(parameters: Iterable[ShardedParameter]) -> None:
             held[name] = parameter.sharded
 
 
+def put_back(parameters: Iterable[ShardedParameter]) -> None:
+    """Put the sharded form into owners that hold the unsharded form, after an `install` that may not have ended."""
+    for parameter in parameters:
+        sharded, unsharded = parameter.sharded, parameter.unsharded
+        holders = [(held, name) for held, name, _ in parameter.owners if held.get(name) is unsharded]
+        if holders:
+            sharded.requires_grad_(unsharded.requires_grad)
+        for held, name in holders:
+            held[name] = sharded
+
+
 def any_replaced(parameters: Iterable[ShardedParameter]) -> bool:
     """Whether an owner holds a new Parameter, or a shard got new storage (`to_empty`, `.to()`, `assign=True`)."""
     try:

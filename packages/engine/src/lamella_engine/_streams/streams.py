@@ -150,9 +150,10 @@ class Streams:
         while len(self._reductions) > num_left:
             # The last reference to the gradients, whose memory goes back to the allocating streams. Without the waits
             # backward would write new gradients there while the collective still reads.
-            reduction = self._reductions.popleft()
+            reduction = self._reductions[0]
             for stream in {self.compute_stream, *reduction.allocated_on}:
                 stream.wait_event(reduction.event)
+            self._reductions.popleft()  # only now: an interrupt before the waits leaves the reduction to wait for
             for free in reduction.frees:
                 free()
 
@@ -160,7 +161,8 @@ class Streams:
         """Hold the input of a second reduction until the allocating stream, the reduce stream, waits for the event."""
         self._all_reductions.append(reduction)
         if len(self._all_reductions) > 2:
-            self.reduce_scatter_stream.wait_event(self._all_reductions.popleft().event)
+            self.reduce_scatter_stream.wait_event(self._all_reductions[0].event)
+            self._all_reductions.popleft()
 
     def finish_reductions(self) -> None:
         """Order the compute stream after every reduction, and release the reductions' inputs.
@@ -174,9 +176,10 @@ class Streams:
             self.compute_stream.wait_stream(self.reduce_scatter_stream)
         self.retire_all_but(0)
         while self._all_reductions:
-            event = self._all_reductions.popleft().event
+            event = self._all_reductions[0].event
             self.compute_stream.wait_event(event)
             self.reduce_scatter_stream.wait_event(event)  # allocated the input, and may hand out the memory next
+            self._all_reductions.popleft()
         self._wait_for_gradients()
 
     def leave_reductions(self) -> None:
@@ -213,8 +216,8 @@ class Streams:
         """Let the host wait for the compute stream, which has waited for the copies of gradients to the CPU."""
         if not self._awaits_gradients:
             return
-        self._awaits_gradients = self.reads_shards = False
         _wait_on_host(self.compute_stream)
+        self._awaits_gradients = self.reads_shards = False
         on_arrival, self._on_arrival = self._on_arrival, {}
         with torch.no_grad():
             for call in on_arrival:
@@ -226,8 +229,8 @@ class Streams:
         Effects: a host sync if a gather started since the last host sync, else none.
         """
         if self.reads_shards:
-            self.reads_shards = False
             _wait_on_host(self.all_gather_stream)
+            self.reads_shards = False
 
 
 def _wait_on_host(stream: torch.Stream) -> None:

@@ -509,9 +509,10 @@ class Tree:
         self.awaits_finalization = False
 
     def reset(self) -> None:
-        """Return to rest after an exception."""
+        """Return to rest after an exception, also one between any two lines of a pass; may be called again."""
         self.num_resets += 1
         self.awaits_finalization = False
+        self.say_last_backward(self._says_last_backward)  # `finalize` may have been interrupted
         for unit in self.units:
             unit.abandon()
         self._last_backward_ended_on = None

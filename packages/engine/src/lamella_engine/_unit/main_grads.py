@@ -75,13 +75,14 @@ class MainGrads:
         """
         if self._buffer is not None:
             return
-        self._buffer = self._new_buffer()
-        self._buffer.allocate()
-        self._buffer.flat.zero_()
+        buffer = self._new_buffer()
+        buffer.allocate()
+        buffer.flat.zero_()
         self._stream = self._streams.compute_stream
         # A layer may add on another stream: without a wait for this event, its sum would race with the zeroing.
         self._zeroed = self._stream.record_event()
-        for parameter, view in zip(self.parameters, self._buffer.tensors, strict=True):
+        self._buffer = buffer  # last: an interrupt before leaves no buffer, and no half-made one to be freed
+        for parameter, view in zip(self.parameters, buffer.tensors, strict=True):
             vars(parameter.unsharded)["main_grad"] = view
 
     def view(self, i: int) -> torch.Tensor:

@@ -72,6 +72,11 @@ class UnitWeights:
     Each user of the unsharded parameters is a holder. Hooks and plain verbs count as one, and every `Hold` as another;
     the parameters go when the last holder lets go.
 
+    Note [Interrupts]. A KeyboardInterrupt may end any method between two lines, with the parameters of some modules
+    installed and of others not, and some buffers allocated. `residency` and `contents` follow the actions, and only
+    vouch for a complete gather: parameters whose residency is UNSHARDED or KEPT have the values of one. `abandon`
+    therefore looks at modules and storages themselves, and may be interrupted and called again.
+
     Args:
         parameters: Of the unit.
 
@@ -233,8 +238,8 @@ class UnitWeights:
                     if not isinstance(started := _start_gather(same, direction, there), Done):
                         pending.append(started)
             except BaseException:
-                for group in parameters.groups if there is None else ():  # else modules use the earlier payloads
-                    group.free_unsharded()
+                for group in parameters.groups:
+                    group.settle_bytes(frees=there is None)  # else modules use the earlier payloads
                 raise
             self._gather = _Gather(pending, stream.record_event())
 
@@ -277,7 +282,7 @@ class UnitWeights:
     def _finish_gather(self) -> None:
         assert self._gather is not None
         streams = self.parameters.context.streams
-        (pending, event), self._gather = self._gather, None
+        pending, event = self._gather
         if self._forbidden is not None:
             self._forbidden.__exit__(None, None, None)  # graphs of the forward saved the counters from before
             self._forbidden = None
@@ -290,6 +295,7 @@ class UnitWeights:
         # A device-side wait: the host goes on, and the compute stream reads the buffers only after the gather.
         self._gathered = event
         streams.compute_stream.wait_event(event)
+        self._gather = None  # last: until then an interrupt leaves a gather to wait for
 
     def order_after_gather(self) -> None:
         """Order the current stream after the gather, which another stream may have waited for first."""
@@ -351,10 +357,11 @@ class UnitWeights:
                 # Copied on the stream that has just waited, before the bytes go.
                 with torch.no_grad(), streams.on(streams.all_gather_stream):
                     group.keep_part()
-            group.free_unsharded()
         if self.residency is not Residency.SHARDED:
-            self._become(Residency.SHARDED)
+            self._become(Residency.SHARDED)  # first: a copy that an interrupt has freed in part would count as KEPT
             self._there = None
+        for group in self.parameters.groups:
+            group.free_unsharded()
 
     def keep_bytes(self, keep: bool) -> None:
         """Choose whether unsharded buffers keep their bytes when the parameters are resharded.
@@ -376,9 +383,38 @@ class UnitWeights:
             self._free()
 
     def abandon(self) -> None:
-        """Drop every holder, and reshard: a pass was dropped."""
+        """Return to rest from any point of a dropped pass: Note [Interrupts]. Values of a complete gather may be kept.
+
+        A tensor that the user put into a module stays there, for the next forward to adopt or refuse.
+
+        Effects: as `reshard`. Waits for a gather in flight if the ZeRO stage keeps the gathered values.
+        """
         self._holders.clear()
-        self.reshard()
+        streams, groups = self.parameters.context.streams, self.parameters.groups
+        for group in groups:
+            group.put_back()
+            group.parts = None
+        for event in self._readers:
+            streams.all_gather_stream.wait_event(event)
+        self._readers.clear()
+        if self.early is not None:
+            self.expect_update()
+        if self._forbidden is not None:
+            self._forbidden.__exit__(None, None, None)
+            self._forbidden = None
+        if self.residency is not Residency.SHARDED and self.parameters.strategy.keeps_copy:
+            if self._gather is not None:
+                self._finish_gather()
+            self.early = None
+            self.residency = Residency.KEPT
+        else:
+            # Memory that a gather still writes goes back to the gather stream's pool, behind the gather. gloo writes
+            # into memory of its own, which is copied into place by a wait.
+            self._gather = self.early = self._there = None
+            self.residency = Residency.SHARDED
+            streams.order_gathers_after_compute()
+        for group in groups:
+            group.settle_bytes(frees=self.residency is Residency.SHARDED)
 
     # -- main weights that change ------------------------------------------------------------------------------------
 
