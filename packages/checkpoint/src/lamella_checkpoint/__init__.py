@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from lamella_checkpoint._training.load import PartialLoad as PartialLoad
     from lamella_checkpoint._training.load import check as check
     from lamella_checkpoint._training.load import load as load
+    from lamella_checkpoint._training.random_states import random_states as random_states
+    from lamella_checkpoint._training.random_states import restore_random_states as restore_random_states
     from lamella_checkpoint._training.save import save as save
 
 _LATER: Final = {
@@ -49,6 +51,7 @@ _LATER: Final = {
     "lamella_checkpoint._training.async_save": ("AsyncSaver", "SaveHandle"),
     "lamella_checkpoint._training.checkpoint_directory": ("CheckpointDirectory",),
     "lamella_checkpoint._training.load": ("PartialLoad", "check", "load"),
+    "lamella_checkpoint._training.random_states": ("random_states", "restore_random_states"),
     "lamella_checkpoint._training.save": ("save",),
 }
 _HOMES: Final = {name: module for module, names in _LATER.items() for name in names}

@@ -12,12 +12,14 @@ from typing import Any
 import torch
 
 from lamella_checkpoint._base.errors import CheckpointDamaged
+from lamella_checkpoint._base.extra import encode_extra, has_tags
 from lamella_checkpoint._base.small_files import file_size, read_json, unreadable
 from lamella_checkpoint._base.text import short
 
 MANIFEST_FILE = "lamella.json"
 _FORMAT = "lamella-checkpoint"
-_FORMAT_VERSION = 1
+_FORMAT_VERSION = 2
+"""Of a manifest with tagged values or with values by rank; any other has version 1, for earlier releases."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +42,14 @@ class OptimizerKind:
 class Manifest:
     """The contents of `lamella.json`.
 
-    `extra` is the caller's; `checksums` is the name of the checksum file; `side_files` is the folder with the files
-    beside the weights in the Hugging Face directory behind a conversion.
+    Attributes:
+        extra: The caller's values on rank 0, as `encode_extra` makes them.
+        num_ranks: The number of ranks that wrote the checkpoint.
+        optimizer: The optimizer's kind; None without an optimizer.
+        checksums: The name of the checksum file.
+        side_files: The folder with the files beside the weights in the Hugging Face directory behind a conversion.
+        extra_by_rank: Keys of `extra` whose values differ between ranks; those of other ranks are objects of the
+            checkpoint.
     """
 
     extra: Mapping[str, Any]
@@ -49,13 +57,10 @@ class Manifest:
     optimizer: OptimizerKind | None
     checksums: str | None = None
     side_files: str | None = None
+    extra_by_rank: tuple[str, ...] = ()
 
     def write(self, directory: Path) -> None:
-        """Write the file, and wait until the contents are on the disk.
-
-        Raises:
-            TypeError: `extra` holds a value outside JSON.
-        """
+        """Write the file, and wait until the contents are on the disk."""
         with (directory / MANIFEST_FILE).open("w", encoding="utf-8") as file:
             json.dump(self._as_json(), file, indent=2)
             file.write("\n")
@@ -74,10 +79,10 @@ class Manifest:
         content = read_json(file)
         try:
             version = content["format_version"]
-            if version != _FORMAT_VERSION:
+            if version not in range(1, _FORMAT_VERSION + 1):
                 raise CheckpointDamaged(
                     str(file),
-                    f"expected format version {_FORMAT_VERSION}, got {version!r}; "
+                    f"expected format version {_FORMAT_VERSION} or less, got {version!r}; "
                     f"a newer lamella-checkpoint may read it",
                 )
             return cls._from_json(content)
@@ -88,9 +93,10 @@ class Manifest:
 
     def _as_json(self) -> dict[str, object]:
         kind = self.optimizer
+        is_plain = not self.extra_by_rank and not has_tags(self.extra)
         return {
             "format": _FORMAT,
-            "format_version": _FORMAT_VERSION,
+            "format_version": 1 if is_plain else _FORMAT_VERSION,
             "num_ranks": self.num_ranks,
             "torch": torch.__version__,
             "packages": _packages(),
@@ -103,18 +109,27 @@ class Manifest:
             "checksums": self.checksums,
             "side_files": self.side_files,
             "extra": dict(self.extra),
+            **({"extra_by_rank": sorted(self.extra_by_rank)} if self.extra_by_rank else {}),
         }
 
     @classmethod
     def _from_json(cls, content: Mapping[str, Any]) -> "Manifest":
-        if not isinstance(content["extra"], dict):
-            raise ValueError(f"expected extra to be a dict, got {type(content['extra']).__name__}")
+        extra, num_ranks = content["extra"], content["num_ranks"]
+        if not isinstance(extra, dict):
+            raise ValueError(f"expected extra to be a dict, got {type(extra).__name__}")
+        by_rank = content.get("extra_by_rank", [])
+        if not isinstance(by_rank, list) or not all(isinstance(key, str) for key in by_rank):
+            raise ValueError(f"expected extra_by_rank to be keys, got {short(by_rank)}")
+        if not isinstance(num_ranks, int) or num_ranks < 1:
+            raise ValueError(f"expected a number of ranks, got {short(num_ranks)}")
         return cls(
-            extra=content["extra"],
-            num_ranks=content["num_ranks"],
+            # In version 1 a dict with the tag's key is the caller's.
+            extra=encode_extra(extra) if content["format_version"] == 1 else extra,
+            num_ranks=num_ranks,
             optimizer=content["optimizer"] and _kind_from_json(content["optimizer"]),
             checksums=content.get("checksums"),
             side_files=content.get("side_files"),
+            extra_by_rank=tuple(by_rank),
         )
 
 
@@ -124,30 +139,6 @@ def _kind_from_json(content: Mapping[str, Any]) -> OptimizerKind:
         if not isinstance(value, str):
             raise ValueError(f"expected names of the optimizer's, got {short(value)}")
     return OptimizerKind(class_name=content["class"], options=frozenset(options), local_slots=frozenset(local_slots))
-
-
-def check_extra(extra: Mapping[str, object]) -> None:
-    """Refuse an `extra` that would not survive a round trip through JSON.
-
-    Raises:
-        TypeError: A value that JSON cannot encode, or a key that is no string (JSON would convert the key).
-    """
-    try:
-        json.dumps(dict(extra))
-    except (TypeError, ValueError, RecursionError) as error:
-        raise TypeError(f"Expected `extra` to hold what JSON can, got {short(extra)}: {error}.") from error
-    _check_keys(extra, "extra")
-
-
-def _check_keys(value: object, path: str) -> None:
-    if isinstance(value, Mapping):
-        for key, each in value.items():
-            if not isinstance(key, str):
-                raise TypeError(f"Expected the keys of {path} to be strings, got {key!r}.")
-            _check_keys(each, f"{path}[{key!r}]")
-    elif isinstance(value, list | tuple):
-        for each in value:
-            _check_keys(each, path)
 
 
 @cache  # Listing the installed distributions takes a tenth of a second.

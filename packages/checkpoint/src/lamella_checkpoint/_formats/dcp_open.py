@@ -9,8 +9,10 @@ from lamella_checkpoint._base.directories import METADATA_FILE, find
 from lamella_checkpoint._base.errors import FormatUnknown
 from lamella_checkpoint._base.manifest import MANIFEST_FILE
 from lamella_checkpoint._base.opened import Opened, native
+from lamella_checkpoint._base.ranks import rank
 from lamella_checkpoint._base.sections import LiveNames
 from lamella_checkpoint._formats.dcp_read import StoredCheckpoint
+from lamella_checkpoint._formats.extra_by_rank import extra_of_rank
 
 _WAY_OUT: Final = "lamella-convert opens {}: pass lamella_convert.open_checkpoint(path) in place of the path."
 
@@ -41,10 +43,11 @@ def open_dcp(
 
 
 def opened_dcp(stored: StoredCheckpoint, live: LiveNames | None = None) -> Opened:
-    """A checkpoint with loaded metadata, under native names."""
+    """A checkpoint with loaded metadata, under native names, with this rank's `extra`."""
     if stored.manifest is None:
         return native(stored, stored.metadata.paths, live, identity=stored.save_id)
-    return Opened(source=stored, extra=dict(stored.manifest.extra), manifest=stored.manifest, identity=stored.save_id)
+    extra = extra_of_rank(stored, stored.manifest, rank())
+    return Opened(source=stored, extra=extra, manifest=stored.manifest, identity=stored.save_id)
 
 
 def dcp_directory(path: str | os.PathLike[str]) -> Path:

@@ -37,6 +37,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from lamella_checkpoint._base.directories import METADATA_FILE
 from lamella_checkpoint._base.manifest import MANIFEST_FILE, Manifest
 from lamella_checkpoint._formats.checksums import CHECKSUMS_FILE, Checksums, ChecksumStream, Span, of_whole_file
+from lamella_checkpoint._formats.extra_by_rank import without_equal_values
 from lamella_checkpoint._formats.metadata import WRITTEN_BY
 from lamella_checkpoint._state.shares import Encoded, Item
 from lamella_layout import Chunk
@@ -97,8 +98,8 @@ def complete(
 
     Effects: waits until the three files' contents are on the disk.
     """
-    places = _first_of_each(parts)
-    write_metadata(directory, places, save_id=save_id)
+    needed, manifest = without_equal_values(parts, manifest)
+    write_metadata(directory, _first_of_each(needed), save_id=save_id)
     replace(manifest, checksums=CHECKSUMS_FILE).write(directory)
     files: dict[str, dict[Span, int]] = {}
     for placed in (placed for part in parts for placed in part):

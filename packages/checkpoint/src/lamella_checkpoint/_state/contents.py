@@ -9,7 +9,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from lamella_checkpoint._base.manifest import Manifest, check_extra
+from lamella_checkpoint._base.extra import encode_extra
+from lamella_checkpoint._base.manifest import Manifest
 from lamella_checkpoint._base.names import in_model
 from lamella_checkpoint._base.ranks import num_ranks
 from lamella_checkpoint._state.model import LiveModel
@@ -45,13 +46,13 @@ class Contents:
 
         Raises:
             NotImplementedError: The optimizer keeps state that is neither a tensor nor plain data.
-            TypeError: `extra` or an option is no plain data, or an entry of the model's state dict no tensor.
+            TypeError: `extra` holds a value that would not come back, an option is no plain data, or an entry of the
+                model's state dict is no tensor.
             ValueError: A parameter of the optimizer is not the model's, or a tensor has no storage.
 
         Effects: runs the model's state-dict hooks; no collective.
         """
-        extra = extra or {}
-        check_extra(extra)
+        encoded = encode_extra(extra or {})
         live = LiveModel.of(model)
         values: dict[str, object] = {in_model(name): value for name, value in live.tensors.items()}
         aliases = {in_model(alias): in_model(name) for alias, name in live.aliases.items()}
@@ -69,7 +70,7 @@ class Contents:
             aliases=aliases,
             params=params,
             everyone=_everyone(live),
-            manifest=Manifest(extra=extra, num_ranks=num_ranks(), optimizer=kind),
+            manifest=Manifest(extra=encoded, num_ranks=num_ranks(), optimizer=kind),
         )
 
     @property

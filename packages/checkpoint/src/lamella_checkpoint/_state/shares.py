@@ -18,8 +18,8 @@ Note [Assignment of writers]
 import hashlib
 import heapq
 import io
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, Final, NamedTuple
 
@@ -162,6 +162,12 @@ class Share:
             if rank in ranks:
                 held.setdefault(ranks, []).append(item)
         return cls(held={ranks: tuple(items) for ranks, items in held.items()}, rank=rank)
+
+    def with_own(self, values: Iterable[tuple[str, object]]) -> "Share":
+        """The share with further plain data by name, which this rank alone writes."""
+        items = tuple(Item(names=(name,), value=value) for name, value in values)
+        own = (self.rank,)
+        return replace(self, held={**self.held, own: (*self.held.get(own, ()), *items)})
 
     @property
     def digests(self) -> dict[Ranks, str]:

@@ -3,6 +3,7 @@
 import math
 import os
 import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, NamedTuple, overload
@@ -14,7 +15,8 @@ from lamella_checkpoint._base.errors import TIED, CheckpointMismatch, Difference
 from lamella_checkpoint._base.live_boxes import local_boxes
 from lamella_checkpoint._base.manifest import Manifest
 from lamella_checkpoint._base.opened import ForLive, Opened
-from lamella_checkpoint._base.ranks import everywhere, exchange, on_device_of
+from lamella_checkpoint._base.ranks import everywhere, exchange, num_ranks, on_device_of
+from lamella_checkpoint._base.ranks import rank as this_rank
 from lamella_checkpoint._base.sections import LiveNames
 from lamella_checkpoint._base.source import Source, Translate, Wanted
 from lamella_checkpoint._formats.dcp_open import open_dcp
@@ -104,7 +106,9 @@ def load(
         translate: Maps the checkpoint's names to the model's: an adapter's rules.
 
     Returns:
-        The saved `extra`; with `strict=False` a `PartialLoad`.
+        The saved `extra`, with this rank's values; with `strict=False` a `PartialLoad`. On another number of ranks than
+        saved, ranks below the saved number get the values of the same rank, and others None for each key whose values
+        differed between ranks; rank 0 warns.
 
     Raises:
         CheckpointDamaged: A file is absent, unreadable or truncated. The model is untouched, unless the damage shows
@@ -244,6 +248,19 @@ def _check_same_everywhere(opened: Opened) -> None:
     exchange("open the same checkpoint", lambda: (str(opened.path), opened.identity), compare)
 
 
+def _warn_of_other_ranks(manifest: Manifest | None) -> None:
+    """Warn, on rank 0, of values of `extra` that another number of ranks saved, each its own."""
+    if manifest is None or not manifest.extra_by_rank or manifest.num_ranks == num_ranks() or this_rank() != 0:
+        return
+    saved, present = manifest.num_ranks, num_ranks()
+    outcome = "ranks from {} on get None" if present > saved else "values of ranks from {} on are left out"
+    warnings.warn(
+        f"Expected {saved} ranks, each with its own {', '.join(map(repr, manifest.extra_by_rank))} in the saved "
+        f"`extra`, got {present}: {outcome.format(min(saved, present))}.",
+        stacklevel=2,
+    )
+
+
 class _Live(NamedTuple):
     """The named model and optimizer to load into."""
 
@@ -303,6 +320,7 @@ def _open(request: _Request, live: LiveNames) -> Opened:
 
 
 def _plan(opened: Opened, live: _Live, request: _Request) -> _Plan:
+    _warn_of_other_ranks(opened.manifest)  # Inside an exchange: filters may turn the warning into an error.
     source = opened.source
     if request.translate is not None:
         source = request.translate(source)

@@ -13,6 +13,7 @@ from lamella_checkpoint._base.correspondence import Correspondence
 from lamella_checkpoint._base.directories import publish, save_id_of, stage
 from lamella_checkpoint._base.ranks import exchange, num_ranks, on_device_of, rank
 from lamella_checkpoint._formats.dcp_write import Form, Placed, WithManifest, write_items
+from lamella_checkpoint._formats.extra_by_rank import texts
 from lamella_checkpoint._state.contents import Contents, Ranks
 from lamella_checkpoint._state.recut import recut
 from lamella_checkpoint._state.shares import Share, Tables, differing
@@ -39,8 +40,10 @@ def save(
         path: The checkpoint's directory, on storage that every rank sees. Rank 0's counts.
         model: Sharded by `fully_shard`, wrapped by DDP, compiled or plain. Read only.
         optimizer: Over the model's parameters. None leaves the optimizer out.
-        extra: Other resume state: the step, random states, the data loader's position. Kept as JSON, where
-            tuples become lists. Rank 0's counts.
+        extra: Other resume state: the step, `random_states()`, a scheduler's `state_dict()`, the data loader's
+            position. Plain data of any types of Python's, tensors and NumPy's arrays and scalars come back as they
+            were, tensors on the host; up to 16 MiB each. Each rank gets its own values back. A key that a rank does
+            not give, or None in place of all, stands for rank 0's value.
         correspondences: Rules whose left side is the checkpoint's form and right side the model's, as to store fused
             tensors by component. The same on every rank. `load` takes the way back as `translate`.
 
@@ -52,6 +55,7 @@ def save(
         FileExistsError: `path` holds something else than a checkpoint.
         NotImplementedError: The optimizer keeps state that is neither a tensor nor plain data (LBFGS does); or a tensor
             is sparse, or of a class that no load would read (quantised weights, 8-bit optimizer state).
+        TypeError: A value of `extra` would not come back; the error names its key.
         ValueError: A parameter of the optimizer is not the model's, a slot has another number of elements than its
             parameter and than this rank's part of the parameter, or a tensor is on the meta device; or the ranks' parts
             do not form one model.
@@ -91,6 +95,8 @@ class Part:
         """The part of a checkpoint in lamella's own form: arguments of `save`, and `tables` as of `Share.of`."""
         contents = Contents.of(model, optimizer, extra)
         share = recut(Share.of(contents, rank(), tables), correspondences)
+        if num_ranks() > 1:
+            share = share.with_own(texts(contents.manifest.extra, rank()))
         return cls(share=share, form=WithManifest(contents.manifest), steady=contents.steady)
 
 

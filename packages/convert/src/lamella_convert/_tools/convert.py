@@ -13,7 +13,7 @@ from typing import Final
 import torch
 
 from lamella_checkpoint import FormatUnknown, Source, TensorInfo
-from lamella_checkpoint.dcp import Manifest
+from lamella_checkpoint.dcp import Manifest, encode_extra
 from lamella_checkpoint.dcp_writer import write_dcp
 from lamella_checkpoint.files import check_vacant, find, publish, stage, sync
 from lamella_checkpoint.sources import BUFFER_NBYTES, OnBytes, WriteOptions
@@ -217,7 +217,7 @@ def _keep_originals(plan: Plan, dtype: torch.dtype | None, folder: Path) -> tupl
 def _manifest(opened: OpenCheckpoint, side_files: str | None) -> Manifest:
     """The manifest of a converted checkpoint: the still valid part of the source's."""
     kind = None if opened.manifest is None else opened.manifest.optimizer
-    return Manifest(extra=extra_of(opened), num_ranks=1, optimizer=kind, side_files=side_files)
+    return Manifest(extra=encode_extra(extra_of(opened)), num_ranks=1, optimizer=kind, side_files=side_files)
 
 
 def _check_replaceable(source: Path, to: Target, target: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any, Final, Literal, cast
 import torch
 
 from lamella_checkpoint import Source, TensorInfo
-from lamella_checkpoint.dcp import check_extra
+from lamella_checkpoint.dcp import encode_extra
 from lamella_checkpoint.sources import MODEL, Renamed, WithObjects, in_model, is_of_model, own_name, rename
 from lamella_convert._formats.float8 import (
     Dequantised,
@@ -246,13 +246,13 @@ def _config_of(source: Source, config: Mapping[str, Any] | None, dtype: torch.dt
 
 
 def extra_of(opened: OpenCheckpoint) -> dict[str, Any]:
-    """Values beside the sections, limited to JSON."""
+    """Values beside the sections that `extra` of a checkpoint holds."""
     return {name: value for name, value in opened.extra.items() if _is_plain(name, value)}
 
 
 def _is_plain(name: str, value: object) -> bool:
     try:
-        check_extra({name: value})
+        encode_extra({name: value})
     except TypeError:
         return False
     return True

@@ -25,7 +25,7 @@ def scaling_state(model: nn.Module, *, group: dist.ProcessGroup | None = None) -
         model: Sharded, between steps.
         group: The ranks whose parameters are in the state; None for all. Ranks with other parameters under the same
             names, as of other experts or of pipeline stages that count from 0, need a state for each such part of the
-            ranks, and a file for each: `extra` is rank 0's alone.
+            ranks, and a file for each.
 
     Returns:
         For each such parameter on any rank of the group, by name: its scales, and its past amaxes from the latest on, a
