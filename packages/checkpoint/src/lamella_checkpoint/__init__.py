@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from lamella_checkpoint._state.shards import PiecesOfTensor as PiecesOfTensor
     from lamella_checkpoint._state.shards import written_pieces as written_pieces
     from lamella_checkpoint._training.async_save import AsyncSaver as AsyncSaver
-    from lamella_checkpoint._training.async_save import SaveHandle as SaveHandle
     from lamella_checkpoint._training.checkpoint_directory import CheckpointDirectory as CheckpointDirectory
+    from lamella_checkpoint._training.handle import SaveHandle as SaveHandle
     from lamella_checkpoint._training.load import PartialLoad as PartialLoad
     from lamella_checkpoint._training.load import check as check
     from lamella_checkpoint._training.load import load as load
@@ -48,8 +48,9 @@ _LATER: Final = {
     "lamella_checkpoint._formats.dcp_verify": ("verify",),
     "lamella_checkpoint._state.fill": ("Filled", "fill"),
     "lamella_checkpoint._state.shards": ("LiveCut", "LivePiece", "LiveShard", "PiecesOfTensor", "written_pieces"),
-    "lamella_checkpoint._training.async_save": ("AsyncSaver", "SaveHandle"),
+    "lamella_checkpoint._training.async_save": ("AsyncSaver",),
     "lamella_checkpoint._training.checkpoint_directory": ("CheckpointDirectory",),
+    "lamella_checkpoint._training.handle": ("SaveHandle",),
     "lamella_checkpoint._training.load": ("PartialLoad", "check", "load"),
     "lamella_checkpoint._training.random_states": ("random_states", "restore_random_states"),
     "lamella_checkpoint._training.save": ("save",),

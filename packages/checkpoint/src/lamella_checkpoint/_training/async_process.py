@@ -6,10 +6,9 @@ Note [A checkpoint without a collective]
     metadata and renames the directory. No main thread and no process group is involved, so a checkpoint completes while
     training computes, and also after training has ended.
 
-    A failing process leaves `failed-<rank>` in the directory, with the reason. Rank 0's process then gives up, and
-    writes `failed-0`. The others wait until the directory is the target, or holds `failed-0`: a save has one outcome on
-    all ranks. For a killed process, the rank writes the marker (`async_save`). When the rank is gone too, a process
-    waiting for other ranks gives up after a minute without progress.
+    A failing process leaves `failed-<rank>` in the directory, with the reason; for a killed process, the rank writes
+    the marker. Rank 0's process then gives up, and writes `failed-0`. When the rank is gone too, rank 0's process gives
+    up after a minute without progress. Ranks learn the outcome elsewhere: Note [One outcome].
 
 Note [Training comes first]
     The process has the highest nice value, and training's session. Linux weighs nice values only among the processes of
@@ -26,7 +25,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -36,15 +35,13 @@ from lamella_checkpoint._formats.dcp_write import Form, Placed, write_items
 from lamella_checkpoint._formats.metadata import is_of_save
 from lamella_checkpoint._state.contents import Ranks
 from lamella_checkpoint._state.shares import Item, differing
+from lamella_checkpoint._training.outcomes import Failures
 from lamella_checkpoint._training.retention import Retention, clean
 from lamella_checkpoint._training.staging import Memory, Slot
 from lamella_layout import Chunk
 
 _PATIENCE_S: Final = 60.0
 _PAUSES_S: Final = (0.01, 0.5)
-
-Failures = Mapping[int, str]
-"""Reasons of a failed save, by rank; empty if the checkpoint is in place."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,8 +73,20 @@ class Job:
     is_first: bool
 
 
+class Answer(NamedTuple):
+    """The end of a process's work on a save; the process no longer reads the rank's memory.
+
+    Attributes:
+        staged: The save's staged directory: Note [Answers name their save].
+        failures: On rank 0 the save's outcome; elsewhere this rank's failure, or nothing once its part is written.
+    """
+
+    staged: Path
+    failures: Failures
+
+
 def serve(connection: Connection, memory: Memory) -> None:
-    """Run jobs one after another, and answer each with the failures; end when the rank is gone."""
+    """Run jobs one after another, and answer each; end when the rank is gone."""
     while True:
         try:
             job: Job = connection.recv()
@@ -86,33 +95,30 @@ def serve(connection: Connection, memory: Memory) -> None:
         # A readable connection during a job means end of file: the rank sends the next job only after the answer.
         failures = run(job, memory, is_orphan=connection.poll)
         try:
-            connection.send(failures)
+            connection.send(Answer(job.staged, failures))
         except OSError:
             return
 
 
 def run(job: Job, memory: Memory, is_orphan: Callable[[], bool]) -> Failures:
-    """Write this rank's part; on rank 0, complete and publish the checkpoint; elsewhere, wait for the outcome."""
-    waiting = _Waiting(is_orphan)
+    """Write this rank's part; on rank 0, complete and publish the checkpoint."""
     try:
         _write_part(job, memory)
         if job.rank == 0:
-            _publish_when_whole(job, waiting)
-            return {}
-        waiting.until(lambda: is_settled(job.target, job.staged), lambda: "nothing of rank 0")
-        failures = outcome(job.target, job.staged)
+            _publish_when_whole(job, _Waiting(is_orphan))
     except _Failed as failed:
-        mark_failed(job.staged, job.rank, "another rank failed")
-        failures = failed.failures
+        _give_up(job, "another rank failed")
+        return failed.failures
     except Exception as error:  # noqa: BLE001  Any error must reach every rank, or the other ranks wait.
-        text = describe(error)
         if job.staged.exists() or not is_orphan():  # Else a later run has cleaned up; a marker would be a leftover.
-            _discard_files(job)
-            mark_failed(job.staged, job.rank, text)
-        failures = {job.rank: text}
-    if failures:
-        _discard_files(job)
-    return failures
+            _give_up(job, describe(error))
+        return {job.rank: describe(error)}
+    return {}
+
+
+def _give_up(job: Job, reason: str) -> None:
+    discard_files(job)  # First: a full disk then has room for the marker's text.
+    mark_failed(job.staged, job.rank, reason)
 
 
 def is_settled(target: Path, staged: Path) -> bool:
@@ -128,7 +134,7 @@ def is_published(target: Path, staged: Path) -> bool:
     return is_of_save(target, save_id_of(staged))
 
 
-def outcome(target: Path, staged: Path) -> Failures:
+def outcome_on_disk(target: Path, staged: Path) -> Failures:
     """The failures of a settled save; empty after success."""
     if is_published(target, staged):
         return {}
@@ -165,7 +171,10 @@ class _Failed(Exception):
 
 
 class _Waiting:
-    """Polls for other processes' files with growing pauses; gives up only after the rank itself is gone."""
+    """Polls for other processes' files with growing pauses; gives up only after the rank itself is gone.
+
+    A rank that lives ends the process after the saver's time limit.
+    """
 
     def __init__(self, is_orphan: Callable[[], bool]) -> None:
         self._is_orphan = is_orphan
@@ -248,7 +257,7 @@ def _clean(job: Job) -> None:
         clean(job.retention.root, spare=job.staged)
 
 
-def _discard_files(job: Job) -> None:
+def discard_files(job: Job) -> None:
     """Free disk space: remove this rank's files of a failed save."""
     for file in job.staged.glob(f"__{job.rank}_*"):
         file.unlink(missing_ok=True)

@@ -3,19 +3,14 @@
 import hashlib
 import os
 import secrets
-import subprocess
-import sys
-import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
-from functools import partial
-from multiprocessing import Pipe
 from pathlib import Path
 from types import TracebackType
-from typing import Final, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import torch
 from torch import nn
@@ -26,99 +21,18 @@ from lamella_checkpoint._base.errors import CheckpointFailed
 from lamella_checkpoint._base.ranks import exchange, num_ranks, on_device_of, rank
 from lamella_checkpoint._state.contents import Ranks
 from lamella_checkpoint._state.shares import Tables, differing
-from lamella_checkpoint._training.async_process import (
-    Failures,
-    Job,
-    describe,
-    is_published,
-    is_settled,
-    mark_failed,
-    outcome,
-    part_name,
-)
+from lamella_checkpoint._training.async_process import Job
 from lamella_checkpoint._training.copies import Copies
+from lamella_checkpoint._training.handle import Limits, SaveHandle
+from lamella_checkpoint._training.outcomes import Outcomes
 from lamella_checkpoint._training.retention import Retention
 from lamella_checkpoint._training.save import Part
 from lamella_checkpoint._training.staging import Memory, lay_out
-
-_PAUSE_S: Final = 0.1
-
-
-class SaveHandle:
-    """A save in the background.
-
-    Attributes:
-        path: The checkpoint's absolute path.
-        stage_seconds: Duration of the call to `save`, without the wait for the previous save.
-        waited_seconds: Duration of the wait for the previous save.
-    """
-
-    def __init__(self, saver: "AsyncSaver", path: Path, staged: Path) -> None:
-        self.path = path
-        self.stage_seconds = 0.0
-        self.waited_seconds = 0.0
-        self._saver = saver
-        self._staged = staged
-        self._copies: Copies | None = None
-        self._sender: threading.Thread | None = None
-        self._failures: Failures | None = None  # None until the save is settled.
-        self._is_told = False
-
-    @property
-    def done(self) -> bool:
-        """Whether the save has ended: the checkpoint is complete, or `wait` raises."""
-        return self._saver._settle(self, timeout=0.0)
-
-    @property
-    def held_seconds(self) -> float:
-        """Seconds the host has waited for the copies so far, before an optimizer's step or in `wait_staged`."""
-        return self._copies.waited_seconds if self._copies is not None else 0.0
-
-    def wait_staged(self) -> None:
-        """Wait until the state may be changed.
-
-        Optimizers of `torch.optim` and `load` wait by themselves. Call this before any other change of parameters or
-        optimizer state: swapped or hand-written weights, an optimizer of another make, a graph that replays a whole
-        step, other ways to load.
-
-        Effects: no collective. Blocks until host tensors have been copied; on an accelerator the current stream
-            waits, and the host does not.
-        """
-        if self._copies is not None:
-            self._copies.wait()
-
-    def wait(self, timeout: float | None = None) -> Path:
-        """Return the path once the checkpoint is complete and on the disk.
-
-        Args:
-            timeout: Seconds after which to give up; None waits without limit.
-
-        Raises:
-            CheckpointFailed: The save failed, with the reasons by rank. Every rank raises the error, once.
-            TimeoutError: The save has not ended yet.
-
-        Effects: no collective; blocks this thread.
-        """
-        if not self._saver._settle(self, timeout):
-            raise TimeoutError(
-                f"Expected the checkpoint {str(self.path)!r} within {timeout} s; it is still being written."
-            )
-        self._tell()
-        return self.path
-
-    def _fail(self, error: BaseException) -> None:
-        """This rank's part will not come."""
-        self._failures = {rank(): describe(error)}
-        mark_failed(self._staged, rank(), describe(error))
-
-    def _tell(self) -> None:
-        if self._failures and not self._is_told:
-            self._is_told = True
-            raise CheckpointFailed(f"save the checkpoint {str(self.path)!r} in the background", self._failures)
+from lamella_checkpoint._training.writer import Writer
 
 
 class _Session(NamedTuple):
-    """The ranks' agreement, for a save or from their first save on."""
+    """The ranks' agreement, for a save or from their first save on, until the saver is closed."""
 
     token: str
     apart: frozenset[Ranks]
@@ -163,16 +77,31 @@ class AsyncSaver(Closing):
     The host memory is as large as this rank's part, is reused from save to save, and is pinned if the state is on CUDA.
     """
 
-    def __init__(self) -> None:
-        """Effects: starts the process, which takes a few seconds and imports torch, but uses no GPU."""
+    def __init__(self, *, timeout: float | None = 600.0, print_line: Callable[[str], object] | None = None) -> None:
+        """Start the process.
+
+        Args:
+            timeout: Seconds from the end of a save's copies, within which every rank has to write its part, and rank 0
+                to complete the checkpoint. A save that takes longer (a disk that does not answer, a process that was
+                stopped) fails on every rank, with the late ranks in the error, and its late process is killed. Raise
+                the limit for large states on slow disks; None sets none. The same on every rank.
+            print_line: Called with a line for each minute that a save, `wait` or `close` waits for an earlier save, in
+                the waiting thread: "checkpoint step_00000040: waiting for rank 1's part since 60 s". None logs the line
+                as a warning of the logger "lamella_checkpoint".
+
+        Raises:
+            ValueError: `timeout` is not above zero.
+
+        Effects: the process takes a few seconds to start and imports torch, but uses no GPU.
+        """
+        self._limits = Limits(timeout, print_line)
         self._memory = Memory()
-        self._process: _Process | None = _Process(self._memory)
+        self._process: Writer | None = Writer(self._memory)
         self._session: _Session | None = None
         self._tables = Tables()
         self._retention: Retention | None = None  # Set by `CheckpointDirectory`.
         self._num_saves = 0
-        self._last: SaveHandle | None = None
-        self._asking = threading.Lock()  # An answer arrives once; any thread may wait for it.
+        self._saves: list[SaveHandle] = []  # The last, and any whose failure has not been raised.
 
     def save(
         self,
@@ -192,6 +121,9 @@ class AsyncSaver(Closing):
 
         One save is in flight at a time: the call waits for the previous save, which has ended unless checkpoints
         come faster than the writer.
+
+        An interrupted call (Ctrl-C) leaves its save in flight, or fails the save on every rank. If a rank has left out
+        a call, close the saver on every rank: the next save agrees anew.
 
         Args:
             path: As for `save`; every rank's counts, and must be the same.
@@ -215,17 +147,15 @@ class AsyncSaver(Closing):
             stream, which waits for work already queued on the current stream. No host sync.
         """
         began = time.perf_counter()
-        self.wait()
-        staging = time.perf_counter()
+        self._num_saves += 1  # At once: after an interrupt on some ranks, parts of two calls must not have one name.
 
         def collect() -> Part:
             return Part.of(model, optimizer, extra, correspondences, self._tables)
 
         with on_device_of(model.parameters()):
-            self._session = self._session or _agree(collect)
-            handle = self._begin(path, self._session, collect)
-        handle.waited_seconds, handle.stage_seconds = staging - began, time.perf_counter() - staging
-        return handle
+            if self._session is None:
+                self._session = self._agree(collect)
+            return self._begin(path, self._session, collect, began)
 
     def save_part(self, path: str | os.PathLike[str], collect: Callable[[], Part]) -> SaveHandle:
         """Begin to write a checkpoint, of any form, from each rank's part: for packages with further formats.
@@ -248,17 +178,14 @@ class AsyncSaver(Closing):
         Effects: as `save`, on the current device, with one small exchange on the default group at each call.
         """
         began = time.perf_counter()
-        self.wait()
-        staging = time.perf_counter()
+        self._num_saves += 1
         parts: list[Part] = []
 
         def collected() -> Part:
             parts.append(collect())
             return parts[0]
 
-        handle = self._begin(path, _agree(collected), lambda: parts[0])
-        handle.waited_seconds, handle.stage_seconds = staging - began, time.perf_counter() - staging
-        return handle
+        return self._begin(path, self._agree(collected), lambda: parts[0], began)
 
     def wait(self) -> None:
         """Wait until no save is in flight.
@@ -266,160 +193,88 @@ class AsyncSaver(Closing):
         Raises:
             CheckpointFailed: The last save failed, and the failure has not been raised yet.
         """
-        if self._last is not None:
-            self._last.wait()
+        for handle in tuple(self._saves):
+            handle.wait()
+            with suppress(ValueError):  # Another thread waited too.
+                self._saves.remove(handle)
 
     def close(self) -> None:
-        """Wait as `wait` does, then free the process and the memory. The next save allocates new ones.
+        """Wait as `wait` does, then free the process and the memory. The next save allocates new ones, and agrees anew.
 
         Raises:
             CheckpointFailed: As `wait`.
         """
         try:
             self.wait()
-        finally:
-            if self._last is not None and self._last._sender is not None:
-                self._last._sender.join()  # The thread copies into the memory: unmapped meanwhile, it would crash.
-            if self._process is not None:
-                self._process.close()
-                self._process = None
-            self._memory.close()
+        except CheckpointFailed:
+            self._free()
+            raise
+        self._free()  # Not after an interrupt: a save may be in flight, and completes by itself.
 
-    def _begin(self, path: str | os.PathLike[str], session: _Session, collect: Callable[[], Part]) -> SaveHandle:
-        """Start the copies of this rank's part. No save is in flight."""
-        self._num_saves += 1
+    def _free(self) -> None:
+        self._session, self._num_saves = None, 0
+        self._saves.clear()
+        if self._process is not None:
+            self._process.close()
+            self._process = None
+        self._memory.close()
+
+    def _agree(self, collect: Callable[[], Part]) -> _Session:
+        """Agree on all ranks, or raise on all. Effects: waits for the previous save; collective, one exchange."""
+
+        def begin(digests: list[dict[Ranks, str]]) -> list[_Session]:
+            return [_Session(secrets.token_hex(16), differing(digests))] * num_ranks()
+
+        def digests_after_wait() -> dict[Ranks, str]:
+            self.wait()  # Inside the exchange: a failure that one rank alone raised would leave its peers there.
+            return collect().share.digests
+
+        return exchange("begin to save in the background", digests_after_wait, begin)
+
+    def _begin(
+        self, path: str | os.PathLike[str], session: _Session, collect: Callable[[], Part], began: float
+    ) -> SaveHandle:
+        """Wait for the previous save, and start the copies of this rank's part."""
         token = hashlib.sha256(f"{session.token} {self._num_saves}".encode()).hexdigest()[:8]
         target = Path(os.path.realpath(path))
-        self._last = handle = SaveHandle(self, target, staging_path(target, token))
+        handle = SaveHandle(target, staging_path(target, token), Outcomes(session.token), self._limits)
         try:
-            part = collect()
-            items, copies = lay_out(part.share.items(session.apart), self._memory)
-            handle._copies = Copies(copies, part.steady)
-            digests = part.share.digests.items()
-            job = Job(
-                target=target,
-                staged=handle._staged,
-                rank=rank(),
-                num_ranks=num_ranks(),
-                memory_nbytes=self._memory.nbytes,
-                items=items,
-                digests={ranks: digest for ranks, digest in digests if ranks not in session.apart},
-                form=deepcopy(part.form),
-                retention=self._retention,
-                is_first=self._num_saves == 1,
-            )
-            self._process = self._process or _Process(self._memory)
-            handle._sender = handle._copies.start(partial(_send_or_fail, self._process, job, handle))
+            self.wait()
+            staging = time.perf_counter()
+            self._saves.append(handle)
+            self._copy(handle, session, collect())
         except BaseException as error:
-            handle._fail(error)
+            if handle not in self._saves:
+                if isinstance(error, CheckpointFailed):  # The previous save's, on every rank: none has begun.
+                    raise
+                self._saves.append(handle)  # An interrupted wait: the other ranks begin, and have to be told.
+            handle.abandon(error)
             raise
+        handle.waited_seconds, handle.stage_seconds = staging - began, time.perf_counter() - staging
         return handle
 
-    def _settle(self, handle: SaveHandle, timeout: float | None) -> bool:
-        """Learn the outcome of a save, if known within the time."""
-        if handle._failures is not None:
-            return True
-        deadline = None if timeout is None else time.monotonic() + timeout
-        if handle._sender is not None:
-            handle._sender.join(_left(deadline))
-            if handle._sender.is_alive():
-                return False
-        left = _left(deadline)
-        if not self._asking.acquire(timeout=-1 if left is None else left):
-            return False
-        try:
-            if handle._failures is None:
-                handle._failures = self._answer(handle, deadline)
-        finally:
-            self._asking.release()
-        return handle._failures is not None
-
-    def _answer(self, handle: SaveHandle, deadline: float | None) -> Failures | None:
-        """The process's answer for a save, or its substitute if the process died; None if unknown in time."""
-        if self._process is not None:
-            try:
-                return self._process.connection.recv() if self._process.connection.poll(_left(deadline)) else None
-            except (EOFError, OSError):
-                exit_code = self._process.close()
-                self._process = None  # The next save starts another process.
-                failures = _answer_of_dead(handle, exit_code)
-                if failures is not None:
-                    return failures
-        while not is_settled(handle.path, handle._staged):
-            if _left(deadline) == 0.0:
-                return None
-            time.sleep(_PAUSE_S)
-        return outcome(handle.path, handle._staged)
-
-
-def _agree(collect: Callable[[], Part]) -> _Session:
-    """Agree on all ranks, or raise on all. Effects: collective, one exchange."""
-
-    def begin(digests: list[dict[Ranks, str]]) -> list[_Session]:
-        return [_Session(secrets.token_hex(16), differing(digests))] * num_ranks()
-
-    return exchange("begin to save in the background", lambda: collect().share.digests, begin)
-
-
-class _Process:
-    """A process that runs `async_process.serve`: started by exec, since a fork is unsafe beside CUDA."""
-
-    def __init__(self, memory: Memory) -> None:
-        self.connection, theirs = Pipe()
-        # Note [Training comes first]: low priority before the imports. A scheduler sends SIGTERM to every process of a
-        # job, and may leave training time to end in order: without SIG_IGN, the checkpoint in flight would be lost.
-        code = (
-            "import os, signal; os.nice(19); signal.signal(signal.SIGTERM, signal.SIG_IGN); "
-            "from lamella_checkpoint._training.async_process import main; main()"
+    def _copy(self, handle: SaveHandle, session: _Session, part: Part) -> None:
+        writer = self._usable_writer()
+        items, copies = lay_out(part.share.items(session.apart), self._memory)
+        digests = part.share.digests.items()
+        job = Job(
+            target=handle.path,
+            staged=handle._staged,
+            rank=rank(),
+            num_ranks=num_ranks(),
+            memory_nbytes=self._memory.nbytes,
+            items=items,
+            digests={ranks: digest for ranks, digest in digests if ranks not in session.apart},
+            form=deepcopy(part.form),
+            retention=self._retention,
+            is_first=self._num_saves == 1,
         )
-        descriptors = (theirs.fileno(), memory.descriptor)
-        self._popen = subprocess.Popen(
-            [sys.executable, "-P", "-c", code, *map(str, descriptors)],
-            pass_fds=descriptors,
-            stdin=subprocess.DEVNULL,
-            process_group=0,  # Without a session of its own, by the same note.
-            env=os.environ | {
-                "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-                "CUDA_VISIBLE_DEVICES": "",  # A CUDA context would take device memory from training.
-                "OMP_NUM_THREADS": "1",
-            },
-        )  # fmt: skip
-        theirs.close()  # Kept open here, the connection would never show the process's death as end of file.
+        handle.begin(Copies(copies, part.steady), writer, job)
 
-    def send(self, job: Job) -> None:
-        """Send a job."""
-        with suppress(BrokenPipeError, ConnectionResetError):  # A dead process shows when its answer is awaited.
-            self.connection.send(job)
-
-    def close(self) -> int:
-        """Let the process finish its work and end; returns the exit code."""
-        self.connection.close()
-        return self._popen.wait()
-
-
-def _answer_of_dead(handle: SaveHandle, exit_code: int) -> Failures | None:
-    """The failures of a save whose process died; None if its part is complete, so other ranks may publish."""
-    # In this order: publication moves the part, so a part absent here and from the published checkpoint never existed.
-    has_part = (handle._staged / part_name(rank())).exists()
-    if is_published(handle.path, handle._staged):
-        return {}
-    if rank() != 0 and has_part:
-        return None
-    text = f"the process that writes checkpoints died (exit code {exit_code})"
-    mark_failed(handle._staged, rank(), text)
-    return {rank(): text}
-
-
-def _left(deadline: float | None) -> float | None:
-    """Seconds until the deadline."""
-    return None if deadline is None else max(0.0, deadline - time.monotonic())
-
-
-def _send_or_fail(process: _Process, job: Job, handle: SaveHandle, error: BaseException | None) -> None:
-    """Continue a save after its copies. Effects: raises nothing, as no caller would receive the error."""
-    try:
-        if error is not None:
-            raise error
-        process.send(job)
-    except BaseException as caught:  # noqa: BLE001
-        handle._fail(caught)
+    def _usable_writer(self) -> Writer:
+        """The process, or another one in place of one that has died."""
+        if self._process is not None and self._process.is_stuck:
+            self._memory = Memory()  # A process that could not be killed may read the former.
+        if self._process is None or not self._process.is_usable:
+            self._process = Writer(self._memory)
+        return self._process

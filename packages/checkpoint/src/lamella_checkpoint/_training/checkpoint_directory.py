@@ -1,15 +1,16 @@
 """A directory of checkpoints by step, with the newest kept."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from lamella_checkpoint._base.correspondence import Correspondence
-from lamella_checkpoint._base.ranks import on_device_of, on_rank_zero
-from lamella_checkpoint._training.async_save import AsyncSaver, Closing, SaveHandle
+from lamella_checkpoint._base.ranks import exchange, num_ranks, on_device_of, on_rank_zero
+from lamella_checkpoint._training.async_save import AsyncSaver, Closing
+from lamella_checkpoint._training.handle import SaveHandle
 from lamella_checkpoint._training.retention import Retention, clean, path_of, steps_in
 from lamella_checkpoint._training.save import save
 
@@ -20,12 +21,21 @@ class CheckpointDirectory(Closing):
     Only complete checkpoints are listed: leftovers of killed saves have other names, and the next save removes them.
     """
 
-    def __init__(self, root: str | os.PathLike[str], keep: int | None = 3) -> None:
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        keep: int | None = 3,
+        *,
+        timeout: float | None = 600.0,
+        print_line: Callable[[str], object] | None = None,
+    ) -> None:
         """Use `root`, which need not exist yet.
 
         Args:
             root: On storage that every rank sees.
             keep: Number of newest complete checkpoints kept after a save; None keeps all.
+            timeout: Of saves in the background, in seconds: as for `AsyncSaver`.
+            print_line: As for `AsyncSaver`.
 
         The first `save` creates the directory.
         """
@@ -33,6 +43,7 @@ class CheckpointDirectory(Closing):
             raise ValueError(f"Expected to keep at least one checkpoint, got keep={keep!r}. None keeps all.")
         self.root = Path(os.path.realpath(root))
         self.keep = keep
+        self._timeout, self._print_line = timeout, print_line
         self._saver: AsyncSaver | None = None
 
     def path(self, step: int) -> Path:
@@ -80,9 +91,14 @@ class CheckpointDirectory(Closing):
             exchanges; rank 0 removes leftovers of killed saves anywhere under the root, and older checkpoints.
         """
         path = self.path(step)
-        self.wait()
+
+        def clean_root(_: object) -> list[None]:
+            clean(self.root)
+            return [None] * num_ranks()
+
         with on_device_of(model.parameters()):
-            on_rank_zero("clean the checkpoint directory", lambda: clean(self.root))
+            # The wait is inside the exchange: a failure that one rank alone raised would leave its peers there.
+            exchange("end the save in the background and clean the directory", self.wait, clean_root)
             save(path, model=model, optimizer=optimizer, extra=extra, correspondences=correspondences)
             on_rank_zero("remove older checkpoints", lambda: self._retention.apply(path))
         return path
@@ -108,7 +124,7 @@ class CheckpointDirectory(Closing):
             under the root are removed in the background.
         """
         path = self.path(step)
-        self._saver = self._saver or AsyncSaver()
+        self._saver = self._saver or AsyncSaver(timeout=self._timeout, print_line=self._print_line)
         self._saver._retention = self._retention
         return self._saver.save(path, model=model, optimizer=optimizer, extra=extra, correspondences=correspondences)
 

@@ -94,6 +94,8 @@ class Copies:
         self._called = {device: _now_on(torch.accelerator.current_stream(device)) for device in devices}
         self._copied: list[torch.Event] = []
         self._are_queued = threading.Event()
+        self._is_decided = threading.Event()
+        self._decision: dict[str, bool] = {}  # Whether the copies are made: see `cancel`.
 
     def start(self, end: Callable[[BaseException | None], object]) -> threading.Thread:
         """Make the copies in a separate thread, and call `end` there.
@@ -104,13 +106,20 @@ class Copies:
         """
         thread = threading.Thread(target=self._run, args=(end,), name="lamella-checkpoint")
         _register_hook()
-        _in_flight.add(self)
-        try:
-            thread.start()
-        except BaseException:
-            _in_flight.discard(self)
-            raise
+        thread.start()
+        self._is_decided.wait()  # From here on the next step waits.
         return thread
+
+    def cancel(self) -> bool:
+        """Return whether the copies never begin; False once they have begun.
+
+        An exception may leave `start` at any point, with a thread that runs, one about to run, or none. The first of
+        the thread and this call decides; the answer stays the same.
+        """
+        return not self._decide(False)
+
+    def _decide(self, proposal: bool) -> bool:
+        return self._decision.setdefault("are_made", proposal)  # Atomic, and the same after an interrupt.
 
     def wait(self) -> None:
         """Wait until the state may be changed.
@@ -128,11 +137,21 @@ class Copies:
     def _run(self, end: Callable[[BaseException | None], object]) -> None:
         error = None
         try:
+            # In this thread, where no keyboard interrupt is raised: left among those in flight without a thread that
+            # copies, the copies would be awaited for ever.
+            are_made = self._decide(True)
+            if are_made:
+                _in_flight.add(self)
+            self._is_decided.set()
+            if not are_made:
+                return
             self._copy()
         except BaseException as caught:  # noqa: BLE001  A thread cannot raise to a caller: the next call raises it.
             error = caught
-        self._let_go()
-        _in_flight.discard(self)
+        finally:
+            self._are_queued.set()
+            _in_flight.discard(self)
+            self._let_go()
         end(error)
 
     @torch.no_grad()

@@ -81,12 +81,12 @@ class Memory:
     def close(self) -> None:
         """Free the memory. Effects: waits for nothing; all copies into the memory must have completed."""
         self._unpin()
+        self.nbytes = 0  # First: an interrupt must leave no size without its mapping.
         self._last = ([], [])
         self._bytes = torch.empty(0, dtype=torch.uint8)
-        self.nbytes = 0
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            os.close(descriptor)
 
     @torch.inference_mode(mode=False)
     def tensor(self, slot: Slot) -> torch.Tensor:
