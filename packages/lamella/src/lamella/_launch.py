@@ -18,6 +18,7 @@ Note [Signals wait for a worker]
 """
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -32,6 +33,8 @@ from pathlib import Path
 from typing import Final, NoReturn
 
 from lamella._endings import EXIT_CODES, FAILED, Stopped
+from lamella._lock import LOCK_FILE, locked
+from lamella._options import ConfigError
 from lamella._output import say
 from lamella._place import BOARD_VARIABLE, STORE_VARIABLE
 from lamella._stop import SIGNALS, StopRequests, listening
@@ -41,6 +44,9 @@ _ERROR_FILE_VARIABLE = "LAMELLA_ERROR_FILE"
 _POLL_S = 0.05
 # Time for every dying worker to write its traceback. Without the wait, a peer's error could pass for the oldest.
 _GRACE_S = 0.3
+
+_FOLDER_PREFIX: Final = "lamella-workers-"
+_STARTING_S: Final = 5.0
 
 _AT_ONCE: Final = 192  # plus the signal: exit code of a worker that left without saving
 
@@ -132,17 +138,33 @@ def run_workers(
     Effects: starts `num_ranks` processes and waits for them. On any exception, `KeyboardInterrupt` included, all
         workers are killed before the call ends.
     """
-    with tempfile.TemporaryDirectory(prefix="lamella-") as folder:
+    with _shared_folder() as (folder, locks):
         workers: list[_Worker] = []
         try:
             # Appended one by one, not in a comprehension: an interruption must find every started worker in the list.
             for rank in range(num_ranks):
-                worker = _start(command, rank, num_ranks, num_threads, Path(folder), descriptors)
+                worker = _start(command, rank, num_ranks, num_threads, folder, (*descriptors, *locks))
                 workers.append(worker)
             watch = None if limits is None else Watch(num_ranks, limits, time.monotonic())
-            _wait(workers, requests or StopRequests(), watch, FileBoard(_board_file(Path(folder)), num_ranks))
+            _wait(workers, requests or StopRequests(), watch, FileBoard(_board_file(folder), num_ranks))
         finally:
             _stop(workers)
+
+
+@contextmanager
+def _shared_folder() -> Iterator[tuple[Path, tuple[int, ...]]]:
+    """Yield a folder for the files between workers and their parent, and the descriptors of its lock.
+
+    Effects: removes folders that killed parents left behind: nobody holds their locks.
+    """
+    for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDER_PREFIX}*"):
+        with suppress(OSError, ConfigError):
+            # A folder that a starting run has just made is not locked yet.
+            if time.time() - folder.stat().st_mtime > _STARTING_S and (folder / LOCK_FILE).exists():
+                with locked(folder):
+                    shutil.rmtree(folder, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=_FOLDER_PREFIX) as name, locked(Path(name)) as locks:
+        yield Path(name), locks
 
 
 def _start(

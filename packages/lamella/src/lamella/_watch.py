@@ -270,9 +270,7 @@ class Watch:
         """Return the error of a run that has waited too long, on one line; None for a run that may wait on."""
         is_starting = self._is_starting()
         limit = self._limits.startup_s if is_starting else self._limits.step_s
-        # A stopped process does not save either.
-        waited = max((self._clock - self._beat_at[rank] for rank in self._silent()), default=0.0)
-        if max(waited, self.waited_s) < limit:
+        if self.waited_s < limit:
             return None
         option = "--startup-timeout" if is_starting else "--timeout"
         return (
@@ -315,7 +313,8 @@ class Watch:
         """True while the ranks that the others wait for are saving, and have a limit of their own."""
         running = self._running()
         ranks = self.absent() or running
-        return bool(running) and all(rank in running and running[rank].phase == Phase.SAVING for rank in ranks)
+        is_saving = [running[rank].phase == Phase.SAVING for rank in ranks if rank in running]
+        return bool(is_saving) and all(is_saving) and not self._silent()
 
     def _waiting(self) -> str:
         ranks = self.absent()
