@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from lamella._endings import Stopped as Stopped
     from lamella._endings import StorageError as StorageError
     from lamella._launch import WorkerError as WorkerError
+    from lamella._launch import WorkerTimeoutError as WorkerTimeoutError
     from lamella._options import ConfigError as ConfigError
     from lamella._run import Result as Result
     from lamella._run import train as train
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 _NAMES: Final = {
     "lamella._config": ("Config", "DataConfig", "ModelConfig", "OptimConfig", "ParallelConfig", "RunConfig"),
     "lamella._endings": ("LossNotFiniteError", "Stopped", "StorageError"),
-    "lamella._launch": ("WorkerError",),
+    "lamella._launch": ("WorkerError", "WorkerTimeoutError"),
     "lamella._options": ("ConfigError",),
     "lamella._run": ("Result", "train"),
     "lamella_checkpoint": ("CheckpointDirectory", "load", "save"),

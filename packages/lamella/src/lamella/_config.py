@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Annotated, Final, Literal
 
 from lamella._options import ConfigError, Option, check_fields, fields_of, nearest
+from lamella._watch import WaitLimits
 
 _WARMUP_STEPS: Final = 40
+_FOREVER_S: Final = 1e7  # nanoseconds of longer times do not fit into the integers of torch's timeouts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,6 +132,17 @@ class RunConfig:
     profile: Annotated[
         int | None, Option("Steps to profile, after three others, for a trace and an overlap report.", at_least=1)
     ] = None
+    timeout: Annotated[
+        float, Option("Seconds to wait for a rank, or for a save, before the run ends.", above=0, below=_FOREVER_S)
+    ] = 600.0
+    startup_timeout: Annotated[
+        float, Option("The same up to the end of the first step, which may compile.", above=0, below=_FOREVER_S)
+    ] = 3600.0
+
+    @property
+    def wait_limits(self) -> WaitLimits:
+        """The limits of the watch over the ranks."""
+        return WaitLimits(self.timeout, self.startup_timeout)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,7 +38,7 @@ EXIT_CODES: Final[Mapping[type[Exception], int]] = {ConfigError: 2, LossNotFinit
 EXIT_CODES_IN_WORDS: Final = """\
 exit codes:
   0    every step is done
-  1    a rank died; its traceback is printed
+  1    a rank died, and its traceback is printed; or a rank did not go on within --timeout
   2    refused: the settings, the data, the folder or a damaged checkpoint
   3    the loss, the gradient or a weight is not finite; nothing of that was saved
   4    a checkpoint or the metrics could not be written; earlier checkpoints are whole

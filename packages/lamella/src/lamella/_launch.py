@@ -18,6 +18,7 @@ Note [Signals wait for a worker]
 """
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -32,13 +33,20 @@ from pathlib import Path
 from typing import Final, NoReturn
 
 from lamella._endings import EXIT_CODES, FAILED, Stopped
-from lamella._place import STORE_VARIABLE
+from lamella._lock import LOCK_FILE, locked
+from lamella._options import ConfigError
+from lamella._output import say
+from lamella._place import BOARD_VARIABLE, STORE_VARIABLE
 from lamella._stop import SIGNALS, StopRequests, listening
+from lamella._watch import FileBoard, WaitLimits, Watch
 
 _ERROR_FILE_VARIABLE = "LAMELLA_ERROR_FILE"
 _POLL_S = 0.05
 # Time for every dying worker to write its traceback. Without the wait, a peer's error could pass for the oldest.
 _GRACE_S = 0.3
+
+_FOLDER_PREFIX: Final = "lamella-workers-"
+_STARTING_S: Final = 5.0
 
 _AT_ONCE: Final = 192  # plus the signal: exit code of a worker that left without saving
 
@@ -48,6 +56,18 @@ class WorkerError(RuntimeError):
 
     def __init__(self, rank: int, report: str) -> None:
         super().__init__(f"Rank {rank} died, and the others have been stopped.\n{report.rstrip()}")
+        self.rank = rank
+
+
+class WorkerTimeoutError(RuntimeError):
+    """The workers made no progress within the limits, and have been stopped.
+
+    Attributes:
+        rank: The first worker that the others waited for; None where no worker was behind.
+    """
+
+    def __init__(self, text: str, rank: int | None) -> None:
+        super().__init__(text)
         self.rank = rank
 
 
@@ -97,6 +117,7 @@ def run_workers(
     *,
     requests: StopRequests | None = None,
     descriptors: Sequence[int] = (),
+    limits: WaitLimits | None = None,
 ) -> None:
     """Run `command` once per rank, with the rank variables of torchrun, until all workers are done.
 
@@ -106,25 +127,44 @@ def run_workers(
         num_threads: Compute threads of each worker; the variable OMP_NUM_THREADS takes precedence.
         requests: Signals received by this process, forwarded to the workers.
         descriptors: Open files inherited by the workers.
+        limits: Limits on the time without progress of any worker, for workers that call `process_group`.
 
     Raises:
         ConfigError, LossNotFiniteError, StorageError: Raised by every worker.
-        Stopped: A signal stopped the workers; any step in progress has been saved.
+        Stopped: A signal stopped the workers. The step in progress has been saved, unless a worker did not go on.
         WorkerError: A worker died.
+        WorkerTimeoutError: No worker made progress within the limits.
 
     Effects: starts `num_ranks` processes and waits for them. On any exception, `KeyboardInterrupt` included, all
         workers are killed before the call ends.
     """
-    with tempfile.TemporaryDirectory(prefix="lamella-") as folder:
+    with _shared_folder() as (folder, locks):
         workers: list[_Worker] = []
         try:
             # Appended one by one, not in a comprehension: an interruption must find every started worker in the list.
             for rank in range(num_ranks):
-                worker = _start(command, rank, num_ranks, num_threads, Path(folder), descriptors)
+                worker = _start(command, rank, num_ranks, num_threads, folder, (*descriptors, *locks))
                 workers.append(worker)
-            _wait(workers, requests or StopRequests())
+            watch = None if limits is None else Watch(num_ranks, limits, time.monotonic())
+            _wait(workers, requests or StopRequests(), watch, FileBoard(_board_file(folder), num_ranks))
         finally:
             _stop(workers)
+
+
+@contextmanager
+def _shared_folder() -> Iterator[tuple[Path, tuple[int, ...]]]:
+    """Yield a folder for the files between workers and their parent, and the descriptors of its lock.
+
+    Effects: removes folders that killed parents left behind: nobody holds their locks.
+    """
+    for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDER_PREFIX}*"):
+        with suppress(OSError, ConfigError):
+            # A folder that a starting run has just made is not locked yet.
+            if time.time() - folder.stat().st_mtime > _STARTING_S and (folder / LOCK_FILE).exists():
+                with locked(folder):
+                    shutil.rmtree(folder, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=_FOLDER_PREFIX) as name, locked(Path(name)) as locks:
+        yield Path(name), locks
 
 
 def _start(
@@ -137,6 +177,7 @@ def _start(
         "WORLD_SIZE": num_ranks,
         "LOCAL_WORLD_SIZE": num_ranks,
         STORE_VARIABLE: f"file://{folder / 'store'}",
+        BOARD_VARIABLE: _board_file(folder),
         _ERROR_FILE_VARIABLE: error_file,
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", num_threads),
     }
@@ -149,6 +190,10 @@ def _start(
     return _Worker(rank=rank, process=process, error_file=error_file)
 
 
+def _board_file(folder: Path) -> Path:
+    return folder / "board"
+
+
 @contextmanager
 def _signals_blocked() -> Iterator[None]:
     # A child inherits the signal mask of the thread that starts it: see Note [Signals wait for a worker].
@@ -159,7 +204,7 @@ def _signals_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _wait(workers: Sequence[_Worker], requests: StopRequests) -> None:
+def _wait(workers: Sequence[_Worker], requests: StopRequests, watch: Watch | None, board: FileBoard) -> None:
     is_passed_on = False
     while any(worker.process.poll() is None for worker in workers):
         if any(worker.died() for worker in workers):
@@ -167,12 +212,24 @@ def _wait(workers: Sequence[_Worker], requests: StopRequests) -> None:
         if requests.signum and not is_passed_on:
             is_passed_on = True
             _pass_on(requests.signum, workers)
+        if watch is not None:
+            say(watch.look(time.monotonic(), board.read(), is_asked_to_stop=is_passed_on))
+            _end_wait(watch, requests.signum)
         time.sleep(_POLL_S)
     if any(worker.died() for worker in workers):
         time.sleep(_GRACE_S)
         raise min((worker for worker in workers if worker.died()), key=_Worker.died_at).failure()
     if signum := max(worker.stopped_for() for worker in workers):
         raise Stopped(signum)
+
+
+def _end_wait(watch: Watch, signum: int) -> None:
+    """Raise where the workers are not to be waited for: see Note [A blocked main thread handles no signal]."""
+    if (line := watch.abandons_step()) is not None:
+        say([line])
+        raise Stopped(signum)
+    if (error := watch.timeout()) is not None:
+        raise WorkerTimeoutError(error, next(iter(watch.absent()), None))
 
 
 def _pass_on(signum: int, workers: Sequence[_Worker]) -> None:

@@ -42,7 +42,8 @@ def locked(root: Path) -> Iterator[tuple[int, ...]]:
         yield () if descriptor is None else (descriptor,)
     finally:
         if descriptor is not None:
-            path.unlink(missing_ok=True)
+            with suppress(OSError):  # In a folder with the sticky bit, only the file's owner may remove the file.
+                path.unlink()
             os.close(descriptor)
         with suppress(OSError):
             for folder in made:
@@ -59,12 +60,17 @@ def _acquired(path: Path) -> int | None:
                 f"lamella: {str(path.parent)!r} cannot be locked ({error.strerror}). Start no second run in it.",
                 file=sys.stderr,
             )
+        elif os.path.lexists(path):  # Another user's run may hold a lock that this user cannot open.
+            raise ConfigError(
+                f"Expected to lock {str(path)!r}, got {error.strerror}. Another run may be using the folder: pass "
+                "another --run-dir, or remove the file if there is none."
+            ) from error
         return None
 
 
 def _acquire(path: Path) -> int:
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        descriptor = _open(path)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if _is_at(descriptor, path):
@@ -81,6 +87,14 @@ def _acquire(path: Path) -> int:
             os.close(descriptor)
             raise
         os.close(descriptor)  # The file was removed by a run that has just ended: open the path again.
+
+
+def _open(path: Path) -> int:
+    """Open the lock file; only for reading where the file is another user's, which is enough to lock."""
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    except PermissionError:
+        return os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
 def _is_at(descriptor: int, path: Path) -> bool:

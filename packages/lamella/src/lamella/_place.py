@@ -2,14 +2,15 @@
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from lamella._config import Config, ParallelConfig
 from lamella._options import ConfigError
+from lamella._watch import Board, FileBoard, Pulse, StoreBoard, WaitLimits
 
 if TYPE_CHECKING:
     import torch  # The command line's help needs none.
@@ -17,9 +18,11 @@ if TYPE_CHECKING:
 
 _TORCHRUN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 STORE_VARIABLE = "LAMELLA_STORE"
+BOARD_VARIABLE = "LAMELLA_BOARD"
 
 _PREPARED: Final = "prepared"
 _PREPARATION: Final = timedelta(days=7)  # A large text takes hours to become tokens.
+_MARGIN: Final = timedelta(minutes=1)  # for the watch to end the run before torch does, whose error names no rank
 
 
 def under_torchrun() -> bool:
@@ -90,11 +93,21 @@ def _num_ranks(asked: int | None, default: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Rank:
-    """This process among the workers."""
+    """This process among the workers.
+
+    Attributes:
+        rank: Number of the worker, from 0 on.
+        num_ranks: Number of workers.
+        device: The worker's device.
+        pulse: The worker's progress.
+        board: The progress of all workers; None where no process watches.
+    """
 
     rank: int
     num_ranks: int
     device: "torch.device"
+    pulse: Pulse = field(default_factory=Pulse)
+    board: Board | None = None
 
     @property
     def is_first(self) -> bool:
@@ -103,12 +116,17 @@ class Rank:
 
 
 @contextmanager
-def process_group(parallel: ParallelConfig) -> Iterator[Rank]:
+def process_group(parallel: ParallelConfig, limits: WaitLimits | None = None) -> Iterator[Rank]:
     """Set up the default process group from the environment; destroy the group after the block, unless it raised.
 
-    Under torchrun, the other ranks wait for rank 0 as long as it prepares, and for each other as long as torch waits.
+    Under torchrun, the other ranks wait for rank 0 as long as it prepares.
 
-    Effects: collective over all ranks, at both ends; sets this process's CUDA device or its number of CPU threads.
+    Args:
+        parallel: The device, and the threads of a CPU rank.
+        limits: The limits of the watch; torch's own limit on a collective lies above both. None: torch's default.
+
+    Effects: collective over all ranks, at both ends; sets this process's CUDA device or its number of CPU threads;
+        starts a thread that publishes this rank's progress until the block ends.
     """
     import torch
     import torch.distributed as dist
@@ -120,24 +138,40 @@ def process_group(parallel: ParallelConfig) -> Iterator[Rank]:
         torch.cuda.set_device(device)
     elif parallel.threads:
         torch.set_num_threads(parallel.threads)
-    store = None if STORE_VARIABLE in os.environ else _prepared_store(rank, num_ranks)
-    dist.init_process_group(
-        # Ranks on GPUs need gloo too: checkpoints and messages are exchanged as CPU objects.
-        "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
-        init_method=os.environ.get(STORE_VARIABLE),
-        store=store,
-        rank=rank,
-        world_size=num_ranks,
-        device_id=device if on_gpu else None,
-    )
-    if store is not None and rank == 0:
-        store.delete_key(_PREPARED)  # A second run of these processes waits anew.
-    yield Rank(rank=rank, num_ranks=num_ranks, device=device)
+    timeout = None if limits is None else timedelta(seconds=sum(limits)) + _MARGIN
+    store = None if STORE_VARIABLE in os.environ else _prepared_store(rank, num_ranks, timeout)
+    board = _board(store, num_ranks)
+    pulse = Pulse()
+    with ExitStack() as beating:
+        if board is not None:
+            beating.enter_context(pulse.published(board, rank))
+        dist.init_process_group(
+            # Ranks on GPUs need gloo too: checkpoints and messages are exchanged as CPU objects.
+            "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+            init_method=os.environ.get(STORE_VARIABLE),
+            store=store,
+            rank=rank,
+            world_size=num_ranks,
+            timeout=timeout,
+            device_id=device if on_gpu else None,
+        )
+        pulse.group = dist.group.WORLD
+        if store is not None and rank == 0:
+            store.delete_key(_PREPARED)  # A second run of these processes waits anew.
+        yield Rank(rank=rank, num_ranks=num_ranks, device=device, pulse=pulse, board=board)
     # Not in a `finally`: after an exception the peers do not take part, and the call would hang.
     dist.destroy_process_group()
 
 
-def _prepared_store(rank: int, num_ranks: int) -> "Store":
+def _board(store: "Store | None", num_ranks: int) -> Board | None:
+    """Return the board of the launcher: a file of the parent's, or torchrun's store."""
+    if store is not None:
+        return StoreBoard(store.clone(), num_ranks)  # type: ignore[attr-defined]
+    path = os.environ.get(BOARD_VARIABLE)
+    return None if path is None else FileBoard(Path(path), num_ranks)
+
+
+def _prepared_store(rank: int, num_ranks: int, timeout: timedelta | None) -> "Store":
     """Return torchrun's store, once rank 0 has joined. Effects: waits for rank 0, for days if need be."""
     from torch._C._distributed_c10d import PrefixStore
     from torch.distributed.constants import default_pg_timeout
@@ -149,5 +183,5 @@ def _prepared_store(rank: int, num_ranks: int) -> "Store":
         store.set(_PREPARED, "")
     else:
         store.wait([_PREPARED], _PREPARATION)
-    store.set_timeout(default_pg_timeout)
+    store.set_timeout(timeout or default_pg_timeout)
     return store

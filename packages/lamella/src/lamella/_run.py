@@ -6,13 +6,14 @@ import sys
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import torch.distributed as dist
 
 from lamella._config import Config, to_toml
 from lamella._directory import RunDirectory
-from lamella._endings import Stopped
-from lamella._launch import run_workers, say_stopping
+from lamella._endings import FAILED, Stopped
+from lamella._launch import WorkerTimeoutError, run_workers, say_stopping
 from lamella._lock import locked
 from lamella._options import ConfigError
 from lamella._output import say
@@ -20,6 +21,7 @@ from lamella._place import place, process_group, under_torchrun
 from lamella._prepare import Prepared, prepare, run_root
 from lamella._report import ValidationRecord, read
 from lamella._stop import StopRequests, interrupted, listening
+from lamella._watch import Watch, watched
 from lamella_checkpoint import CheckpointDirectory
 
 
@@ -61,6 +63,7 @@ def train(config: Config) -> Result:
         Stopped: SIGINT or SIGTERM arrived, and the step in progress is saved. A second signal stops the run at once.
         StorageError: A checkpoint, the metrics or the plot cannot be written.
         WorkerError: A worker died, and all other workers have been stopped.
+        WorkerTimeoutError: A worker did not go on within `config.run.timeout`, and all workers have been stopped.
 
     Effects: prints the resolved configuration, progress and the result. Called in the main thread, handles SIGINT and
         SIGTERM until the call ends.
@@ -71,6 +74,8 @@ def train(config: Config) -> Result:
     try:
         with interrupted() as requests:
             return _train_with_workers(config, requests)
+    except WorkerTimeoutError as error:
+        raise WorkerTimeoutError(f"{error} {_way_on(config)}", error.rank) from None
     except KeyboardInterrupt as interrupt:
         signum = interrupt.signum if isinstance(interrupt, Stopped) else signal.SIGINT
         raise Stopped(signum, _told_of_stop(config, signum)) from None
@@ -88,6 +93,7 @@ def _train_with_workers(config: Config, requests: StopRequests) -> Result:
                 config.parallel.threads or 1,
                 requests=requests,
                 descriptors=descriptors,
+                limits=config.run.wait_limits,
             )
         return _result(prepared.directory, aloud=True)
 
@@ -97,36 +103,56 @@ def _train_as_rank(config: Config) -> Result:
 
     is_first = os.environ["RANK"] == "0"
 
-    def leave(signum: int) -> None:
-        if is_first:
-            with suppress(OSError):
-                print(f"lamella: {_told_of_stop(config, signum)}", file=sys.stderr)
-        os._exit(128 + signum)
+    def leave(signum: int, *, prints: bool = is_first) -> None:
+        _exit(_told_of_stop(config, signum), 128 + signum, prints=prints)
+
+    def end_wait(watch: Watch, signum: int, prints: bool) -> None:
+        if (line := watch.abandons_step()) is not None:
+            say([line] if prints else [])
+            leave(signum, prints=prints)
+        if (error := watch.timeout()) is not None:
+            _exit(f"error: {error} {_way_on(config)}", FAILED, prints=prints)
 
     with ExitStack() as held:
         requests = held.enter_context(listening(leave, say_stopping if is_first else lambda _: None))
         # Rank 0 prepares before it joins the process group; the other ranks wait for rank 0 in `process_group`.
         outcome = _attempt(config, held) if is_first else None
         signum = 0
-        with process_group(config.parallel) as rank:
+        with process_group(config.parallel, config.run.wait_limits) as rank:
             prepared = _agreed(outcome)
             if not _is_complete(config, prepared):
-                signum = Trainer(config, prepared.directory, rank, requests).train()
+                with watched(rank, config.run.wait_limits, requests, end_wait):
+                    signum = Trainer(config, prepared.directory, rank, requests).train()
         if signum:
             raise Stopped(signum, _told_of_stop(config, signum))
         return _result(prepared.directory, aloud=is_first)
 
 
+def _exit(message: str, code: int, *, prints: bool) -> NoReturn:
+    """End a rank whose main thread may be blocked."""
+    if prints:
+        with suppress(OSError):
+            print(f"lamella: {message}", file=sys.stderr, flush=True)
+    os._exit(code)
+
+
 def _told_of_stop(config: Config, signum: int) -> str:
     """Describe the last saved step of a stopped run, and the command to resume."""
-    steps = CheckpointDirectory(RunDirectory(run_root(config)).checkpoints).steps()
-    stopped = f"stopped by {signal.Signals(signum).name}"
+    before = "" if _saved_steps(config) else " before a step was saved"
+    return f"stopped by {signal.Signals(signum).name}{before}. {_way_on(config)}"
+
+
+def _way_on(config: Config) -> str:
+    """Name the last saved step of a run that has ended early, and the command to resume."""
+    steps = _saved_steps(config)
     if not steps:
-        return f"{stopped} before a step was saved. There is nothing to go on from: the same command starts anew."
+        return "There is nothing to go on from: the same command starts anew."
     without = " without --no-resume" if config.run.resume is False else ""
-    return (
-        f"{stopped}. Step {steps[-1]} is saved in {str(run_root(config))!r}; the same command{without} goes on from it."
-    )
+    return f"Step {steps[-1]} is saved in {str(run_root(config))!r}; the same command{without} goes on from it."
+
+
+def _saved_steps(config: Config) -> list[int]:
+    return CheckpointDirectory(RunDirectory(run_root(config)).checkpoints).steps()
 
 
 def _attempt(config: Config, held: ExitStack) -> Prepared | ConfigError:

@@ -8,7 +8,9 @@ Note [A save that failed]
 import errno
 import os
 import shutil
+import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -73,14 +75,18 @@ class Saves:
 
     def cannot_write(self, what: str, reason: str) -> str:
         """Return one line on an unwritable file, with the free space a checkpoint needs and the way to resume."""
-        free = _told_nbytes(shutil.disk_usage(self._directory.root).free)
+        root = self._directory.root
+        error = f"Expected to write {what} in {str(root)!r}, got {reason}."
+        if not self._directory.config.is_file():  # written before the first step
+            return f"{error} The folder was moved or removed during the run. Pass its new place as --run-dir to go on."
         way_out = "Make it writable"
-        if any(os.strerror(code) in reason for code in _FULL):
-            way_out = f"Free {_told_nbytes(self._nbytes())} for a checkpoint (the disk has {free})"
-        return (
-            f"Expected to write {what} in {str(self._directory.root)!r}, got {reason}. {way_out}, then run the same "
-            f"command again. {self.told_of_last()}"
-        )
+        needed, free = self._nbytes(), _free_nbytes(root)
+        if free < needed or any(os.strerror(code) in reason for code in _FULL):
+            # A checkpoint is more than its tensors: free space of their size has turned out not to be enough.
+            is_close = needed <= free < 2 * needed
+            more_than = f"more than {_told_nbytes(free)}" if is_close else _told_nbytes(needed)
+            way_out = f"Free {more_than} for a checkpoint (the disk has {_told_nbytes(free)})"
+        return f"{error} {way_out}, then run the same command again. {self.told_of_last()}"
 
     def _check_weights(self, step: int) -> None:
         found = find_nonfinite(self._model, of="weight")
@@ -103,10 +109,19 @@ TRY = "Try a smaller --lr or more --warmup-steps; docs/how-to/find-a-nan.md tell
 def reason_of(error: OSError | CheckpointFailed) -> str:
     """Return the reason a file was not written, on one line."""
     if isinstance(error, CheckpointFailed):
-        rank, text = min(error.failures.items())
-        return one_line(f"{text} (rank {rank})")
+        # A writer on a full disk cannot write its reason either: a peer's reason says more.
+        rank, text = min(error.failures.items(), key=lambda failure: (not failure[1].strip(), failure[0]))
+        return one_line(f"{text.strip() or 'no reason, which a full disk leaves no room for'} (rank {rank})")
     where = f": {error.filename!r}" if error.filename is not None else ""
     return one_line(f"{error.strerror or error}{where}")
+
+
+def _free_nbytes(root: Path) -> int:
+    """Return the free bytes of a disk; many where the disk does not say."""
+    try:
+        return shutil.disk_usage(root).free
+    except OSError:
+        return sys.maxsize
 
 
 def _told_nbytes(nbytes: int) -> str:

@@ -169,13 +169,15 @@ class Trainer:
         with profiled(self._config.run.profile, self._directory, self._rank, progress.say) as end_step:
             signum = self._train_from(first_step, progress, end_step)
         progress.close()
-        self._saves.close()
+        with self._rank.pulse.saving():
+            self._saves.close()
         return signum
 
     def _train_from(self, first_step: int, progress: Progress, end_step: Callable[[], None]) -> int:
         self._requests.wait_from_now_on()  # From here on a stop request waits for the step in progress to be saved.
         interval = Interval(first_step)
         for step in range(first_step, self._config.optim.steps):
+            self._rank.pulse.begin_step(step + 1)
             interval.add(*self._step(step))
             signum = self._agreement.answer()
             end_step()
@@ -315,7 +317,8 @@ class Trainer:
         extra = stream_settings(self._config) | {"fingerprint": self._data.fingerprint, "step": step}
         if scaling := scaling_state(self._model):
             extra["scaling"] = scaling
-        self._saves.save(step, extra, progress.say, wait=wait)
+        with self._rank.pulse.saving():
+            self._saves.save(step, extra, progress.say, wait=wait)
 
     @torch.no_grad()
     def _validate(self, step: int) -> ValidationRecord:

@@ -17,7 +17,7 @@ def _work(requests: StopRequests) -> None:
 
     directory = RunDirectory(Path(sys.argv[1]))
     config = resolve(read_file(str(directory.config)))
-    with process_group(config.parallel) as rank:
+    with process_group(config.parallel, config.run.wait_limits) as rank:
         signum = Trainer(config, directory, rank, requests).train()
     if signum:
         raise Stopped(signum)

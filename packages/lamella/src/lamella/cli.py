@@ -13,7 +13,7 @@ from typing import Any, Final, Literal, NoReturn
 from lamella import __version__, _ckpt_options
 from lamella._config import GROUPS, Config, Group, Values, read_file, resolve, to_toml
 from lamella._endings import EXIT_CODES, EXIT_CODES_IN_WORDS, FAILED, Stopped
-from lamella._launch import WorkerError
+from lamella._launch import WorkerError, WorkerTimeoutError
 from lamella._options import ConfigError, Field, describe, fields_of, inner, nearest
 from lamella._output import show, write
 from lamella.overlap import TraceError, as_html, as_json, as_text, overlap_report, read_trace
@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run(argv)
     except TraceError as error:
         return _leave(f"error: {error}", _REFUSED)
-    except (WorkerError, _ckpt_options.DamageError) as error:
+    except (WorkerError, WorkerTimeoutError, _ckpt_options.DamageError) as error:
         return _leave(f"error: {error}", FAILED)
     except tuple(EXIT_CODES) as error:
         return _leave(f"error: {error}", EXIT_CODES[type(error)])
