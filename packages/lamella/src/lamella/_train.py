@@ -14,13 +14,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import lamella_optim as lamella_optim  # its import has optimizers step on plain shards
-from lamella._agreement import Agreement, agreed_error
+from lamella._agreement import Agreement, agreed_error, from_first_rank
 from lamella._config import Config, OptimConfig, ParallelConfig
 from lamella._directory import RunDirectory
 from lamella._endings import LossNotFiniteError, StorageError
 from lamella._float8 import in_float8, told_of_products, told_of_scales
 from lamella._measure import Interval, Speed, peak_flops
 from lamella._models import ModelSpec, build_model, flops_per_token, fp32_parameters, load_spec, sharding_units
+from lamella._output import say
 from lamella._place import Rank
 from lamella._pretrained import build_without_parameters, load_weights, materialise, pretrained_directory
 from lamella._profile import profiled
@@ -125,7 +126,13 @@ class Trainer:
         if self._pretrained is not None:
             materialise(self._model, rank.device)
         self._optimizer = make_optimizer(self._model, config.optim)
-        self._saves = Saves(directory, config.run.keep_checkpoints, self._model, self._optimizer)
+        self._saves = Saves(
+            directory, config.run.keep_checkpoints, self._model, self._optimizer, print_line=self._print_line
+        )
+
+    def _print_line(self, line: str) -> None:
+        if self._rank.is_first:
+            say([line])
 
     def _build(self) -> nn.Module:
         if self._pretrained is None:
@@ -187,7 +194,8 @@ class Trainer:
     def _restore(self) -> tuple[int, list[str]]:
         """Load the latest checkpoint, or the weights to start from; return the steps done, and lines to print."""
         checkpoints = CheckpointDirectory(self._directory.checkpoints)
-        latest = checkpoints.latest()
+        # Both ways from here run collectives, and a network file system may show ranks different directories.
+        latest = from_first_rank(checkpoints.latest())
         if latest is None:
             if self._pretrained is not None:
                 load_weights(self._pretrained, self._model, self._spec)
