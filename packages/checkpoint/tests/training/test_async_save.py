@@ -2,12 +2,11 @@
 
 import os
 import signal
-import threading
 import time
 import warnings
 from collections.abc import Callable
+from multiprocessing import Pipe
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,9 +17,14 @@ from torch import nn
 
 from lamella_checkpoint import AsyncSaver, CheckpointDirectory, CheckpointFailed, SaveHandle, load, save
 from lamella_checkpoint._formats.checksums import Checksums
+from lamella_checkpoint._formats.dcp_write import WithoutManifest
 from lamella_checkpoint._formats.metadata import StoredMetadata
-from lamella_checkpoint._training import async_save as _async_save
-from lamella_checkpoint._training.async_process import is_settled, mark_failed, part_name
+from lamella_checkpoint._training import handle as _handle
+from lamella_checkpoint._training import writer as _writer
+from lamella_checkpoint._training.async_process import Answer, Job, is_settled, part_name
+from lamella_checkpoint._training.handle import Limits
+from lamella_checkpoint._training.outcomes import Failures, Outcomes
+from lamella_checkpoint._training.writer import Following
 from lamella_testing import run_ranks
 from lamella_testing.harmed_files import no_file_larger_than
 from lamella_testing.tiny import Kit
@@ -281,97 +285,163 @@ def test_the_process_that_writes_gives_way_to_training_and_outlives_its_process_
         assert os.getpgid(pid) not in (os.getpgid(0), os.getpgid(os.getppid()))
 
 
-class Clock:
-    """Time that passes only where somebody waits for it."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self.limits: list[float] = []
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-        assert self.now < DEADLINE_S
-
-    def takes(self, seconds: float) -> Callable[[float], bool]:
-        """A wait with a limit, for an end after so many seconds."""
-
-        def wait(limit: float) -> bool:
-            self.limits.append(limit)
-            self.now += min(seconds, limit)
-            return seconds <= limit
-
-        return wait
+def job_of(target: Path, rank: int, num_ranks: int = 2) -> Job:
+    """A save of nothing."""
+    return Job(
+        target=target,
+        staged=target.with_name(f"{target.name}.saving-01234567"),
+        rank=rank,
+        num_ranks=num_ranks,
+        memory_nbytes=0,
+        items=(),
+        digests={},
+        form=WithoutManifest(path_of=lambda name: (name,)),
+        retention=None,
+        is_first=False,
+    )
 
 
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(_async_save, "time", clock)
-    return clock
+class Answers:
+    """A process that writes, with prepared answers: a NamedTuple to return, or an error to raise."""
+
+    def __init__(self, *answers: Answer | type[Exception]) -> None:
+        self._answers = list(answers)
+        self.is_killed = False
+
+    def answer(self, staged: Path, timeout: float) -> Failures | None:
+        answer = self._answers.pop(0) if self._answers else None
+        if isinstance(answer, type):
+            raise answer
+        return answer.failures if answer is not None and answer.staged == staged else None
+
+    def close(self) -> int:
+        return -signal.SIGKILL
+
+    def kill(self) -> None:
+        self.is_killed = True
 
 
-def handle_of(monkeypatch: pytest.MonkeyPatch, target: Path, poll: Callable[[float], bool]) -> SaveHandle:
-    """A save by a process that answers as `poll` does, and is dead once nobody listens to it."""
-    process = SimpleNamespace(connection=SimpleNamespace(poll=poll), close=lambda: -signal.SIGKILL)
-    monkeypatch.setattr(_async_save, "_Process", lambda _: process)
-    return SaveHandle(AsyncSaver(), target, target.with_name(f"{target.name}.saving-01234567"))
+def test_an_answer_for_another_save_is_dropped(tmp_path: Path) -> None:
+    with AsyncSaver() as saver:
+        assert saver._process is not None
+        receiver, sender = Pipe()
+        connection, saver._process._connection = saver._process._connection, receiver
+        sender.send(Answer(tmp_path / "a.saving-1", {0: "no room"}))
+        sender.send(Answer(tmp_path / "a.saving-2", {}))
+        answers = [saver._process.answer(tmp_path / "a.saving-2", timeout=0.0) for _ in range(3)]
+        saver._process._connection = connection
+    assert answers == [None, {}, None]
 
 
-def test_one_time_limit_holds_for_copying_and_writing_together(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock
-) -> None:
-    handle = handle_of(monkeypatch, tmp_path / "a", poll=clock.takes(60))
-    handle._sender = SimpleNamespace(join=clock.takes(3), is_alive=lambda: clock.now < 3)  # type: ignore[assignment]
-    with pytest.raises(TimeoutError, match="within 5 s"):
-        handle.wait(timeout=5)
-    assert clock.limits == [5, 2]
+def test_a_written_part_of_a_lost_process_counts_and_the_outcome_is_that_of_rank_0(tmp_path: Path) -> None:
+    job, outcomes = job_of(tmp_path / "a", rank=1), Outcomes("token")
+    job.staged.mkdir()
+    (job.staged / part_name(1)).touch()
+    outcomes.agree(job.staged.name, {0: "no room"})
+    writer: Any = Answers(EOFError)
+    assert Following(writer, outcomes, job, timeout=DEADLINE_S).run() == {0: "no room"}
 
 
-def test_who_has_written_its_part_and_lost_its_process_waits_for_the_others_as_long_as_allowed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock
-) -> None:
-    def is_dead(_: object) -> bool:
-        raise EOFError
-
-    handle = handle_of(monkeypatch, tmp_path / "a", poll=is_dead)
-    monkeypatch.setattr(_async_save, "rank", lambda: 1)
-    handle._staged.mkdir()
-    (handle._staged / part_name(1)).touch()
-    assert not handle.done and clock.now == 0
-    with pytest.raises(TimeoutError):
-        handle.wait(timeout=5)
-    assert clock.now == pytest.approx(5, abs=0.2)
-    mark_failed(handle._staged, 0, "no room")
-    with pytest.raises(CheckpointFailed, match="rank 0: no room"):
-        handle.wait()
+def test_a_silent_process_is_killed_at_the_time_limit_and_late_ranks_are_named(tmp_path: Path) -> None:
+    job = job_of(tmp_path / "a", rank=0, num_ranks=4)
+    job.staged.mkdir()
+    for rank in (0, 2):
+        (job.staged / part_name(rank)).touch()
+    writer: Any = Answers()
+    failures = Following(writer, Outcomes("token"), job, timeout=0.001).run()
+    assert writer.is_killed and sorted(failures) == [1, 3]
+    assert set(failures.values()) == {"nothing was written within 0.001 s"}
 
 
-def test_several_threads_may_wait_for_a_save_and_one_answer_is_taken(
+def test_the_thread_of_an_outcome_that_fails_ends_the_process(tmp_path: Path) -> None:
+    writer: Any = Answers(KeyError)
+    assert Following(writer, Outcomes("token"), job_of(tmp_path / "a", rank=0), timeout=DEADLINE_S).run().keys() == {0}
+    assert writer.is_killed
+
+
+def test_the_first_proposal_of_an_outcome_counts() -> None:
+    outcomes = Outcomes("token")
+    assert outcomes.read("a") is None
+    assert outcomes.agree("a", {1: "no room"}) == {1: "no room"}
+    assert outcomes.agree("a", {}) == outcomes.read("a") == {1: "no room"}
+    assert outcomes.agree("b", {}) == outcomes.read("b") == {}
+
+
+def test_a_wait_prints_the_late_rank_and_ends_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_handle, "_LINE_EVERY_S", 0.01)
+    monkeypatch.setattr(_handle, "_PAUSE_S", 0.001)
+    lines: list[str] = []
+    job = job_of(tmp_path / "step_00000040", rank=0)
+    job.staged.mkdir()
+    (job.staged / part_name(0)).touch()
+    handle = SaveHandle(job.target, job.staged, Outcomes("token"), Limits(600.0, lines.append))
+    handle._num_ranks, handle._is_begun = 2, True
+    handle._following = Following(Answers(), Outcomes("token"), job, timeout=600.0)  # type: ignore[arg-type]
+    with pytest.raises(TimeoutError, match="Expected the checkpoint '.*/step_00000040' within 0.1 s"):
+        handle.wait(timeout=0.1)
+    assert lines[0] == "checkpoint step_00000040: waiting for rank 1's part since 0.01 s"
+    (job.staged / part_name(1)).touch()
+    assert handle._delay() == "rank 0 to complete it"
+
+
+@pytest.mark.parametrize("timeout", [0, -1.0, float("nan")])
+def test_a_time_limit_is_above_zero(timeout: float) -> None:
+    with pytest.raises(ValueError, match="Expected a timeout above 0 s, got timeout="):
+        AsyncSaver(timeout=timeout)
+
+
+def test_a_save_has_one_outcome_on_all_ranks_though_its_checkpoint_is_moved_away_and_seen_by_one_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    is_asked, is_answered = threading.Event(), threading.Event()
-    num_asked: list[float | None] = []
+    def save_three() -> list[str]:
+        if dist.get_rank() == 1:  # A network file system that shows nothing of the others' files.
+            monkeypatch.setattr(_writer, "is_published", lambda *_: False)
+            monkeypatch.setattr(_writer, "is_settled", lambda *_: False)
+        outcomes = []
+        with CheckpointDirectory(tmp_path / "runs") as checkpoints:
+            for step in range(3):
+                handle = checkpoints.save_async(step, model=filled(float(step)))
+                if dist.get_rank() == 0:
+                    until((handle.path / ".metadata").exists)
+                    handle.path.rename(tmp_path / f"moved-{step}")
+                outcomes.append(handle.wait().name)
+        return outcomes
 
-    def poll(limit: float | None) -> bool:
-        num_asked.append(limit)
-        is_asked.set()
-        return is_answered.wait(DEADLINE_S if limit is None else limit)
+    assert run_ranks(save_three, 2) == [[f"step_0000000{step}" for step in range(3)]] * 2
+    assert [value_at(tmp_path / f"moved-{step}") for step in range(3)] == [0.0, 1.0, 2.0]
 
-    handle = handle_of(monkeypatch, tmp_path / "a", poll)
-    assert handle._saver._process is not None
-    monkeypatch.setattr(handle._saver._process.connection, "recv", dict, raising=False)
-    (waiting := threading.Thread(target=handle.wait)).start()
-    assert is_asked.wait(DEADLINE_S)
-    assert not handle.done
-    with pytest.raises(TimeoutError):
-        handle.wait(timeout=0.01)
-    is_answered.set()
-    waiting.join()
-    assert handle.wait() == tmp_path / "a"
-    assert num_asked == [None]
+
+def test_a_stopped_process_fails_the_save_on_every_rank_at_the_time_limit(tmp_path: Path) -> None:
+    def save_stopped() -> list[int]:
+        with AsyncSaver(timeout=1.0) as saver:
+            assert saver._process is not None
+            if dist.get_rank() == 1:
+                os.kill(saver._process._popen.pid, signal.SIGSTOP)
+            handle = saver.save(tmp_path / "a", model=filled(1.0))
+            with pytest.raises(CheckpointFailed, match="rank 1: nothing was written within 1 s") as info:
+                handle.wait()
+            assert saver._process._popen.poll() == -signal.SIGKILL or dist.get_rank() == 0
+            assert not saver._process.is_usable or dist.get_rank() == 0
+        return sorted(info.value.failures)
+
+    failures = run_ranks(save_stopped, 2)
+    assert failures[0] == failures[1]
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_failure_that_one_rank_alone_knows_is_raised_on_every_rank_before_a_collective(tmp_path: Path) -> None:
+    def save_after_failure() -> None:
+        checkpoints = CheckpointDirectory(tmp_path / "runs")
+
+        def wait() -> None:
+            if dist.get_rank() == 1:
+                raise CheckpointFailed("save", {1: "no room"})
+
+        checkpoints.wait = wait  # type: ignore[method-assign]
+        with pytest.raises(CheckpointFailed, match="no room"):
+            checkpoints.save(1, model=filled(1.0))
+
+    run_ranks(save_after_failure, 2)
 
 
 def test_a_published_save_is_settled_though_what_it_replaced_resists_removal(tmp_path: Path) -> None:

@@ -6,8 +6,12 @@ Note [All stop after the same step]
     rank. The hosts exchange signals while gradient clipping and the optimizer step run.
 """
 
+from typing import TypeVar
+
 import torch
 import torch.distributed as dist
+
+T = TypeVar("T")
 
 
 class Agreement:
@@ -37,6 +41,21 @@ class Agreement:
 
 def agreed_error(error: str | None) -> str | None:
     """Return rank 0's error on every rank. Effects: collective broadcast of an object between hosts."""
-    told = [error]
-    dist.broadcast_object_list(told)
-    return told[0]
+    return from_first_rank(error)
+
+
+def from_first_rank(value: T) -> T:
+    """Return rank 0's value on every rank. Effects: collective broadcast of an object between hosts."""
+    values = [value]
+    dist.broadcast_object_list(values)
+    return values[0]
+
+
+def agreed_failure(failure: str | None) -> str | None:
+    """Return the failure of the first rank that has one, the same on every rank; None if no rank has one.
+
+    Effects: collective all-gather of an object between hosts.
+    """
+    failures: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(failures, failure)
+    return next((text for text in failures if text is not None), None)

@@ -2,7 +2,8 @@
 
 Note [A save that failed]
     A background save fails after its call has returned, and the ranks learn of the failure at the next save. The run
-    waits for the next save: a disk still full then ends the run at once, not hours of training later.
+    waits for the next save: a disk still full then ends the run at once, not hours of training later. Saves that are
+    waited for run collectives and background saves do not, so the ranks agree on the failure before they choose.
 """
 
 import errno
@@ -15,6 +16,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from lamella._agreement import agreed_failure
 from lamella._directory import RunDirectory
 from lamella._endings import LossNotFiniteError, StorageError
 from lamella._output import one_line
@@ -28,10 +30,29 @@ class Saves:
     """Saves one model and optimizer by step. Every rank makes the same calls."""
 
     def __init__(
-        self, directory: RunDirectory, num_kept: int, model: nn.Module, optimizer: torch.optim.Optimizer
+        self,
+        directory: RunDirectory,
+        num_kept: int,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        timeout_s: float = 600.0,
+        print_line: Callable[[str], object] | None = None,
     ) -> None:
+        """Save to a run's directory.
+
+        Args:
+            directory: The run's.
+            num_kept: Number of newest checkpoints kept.
+            model: Sharded.
+            optimizer: Over the model's parameters.
+            timeout_s: Seconds that a save in the background may take: `timeout` of `CheckpointDirectory`.
+            print_line: Called on this rank with a line for each minute of a wait for a save; None logs the line.
+        """
         self._directory = directory
-        self._checkpoints = CheckpointDirectory(directory.checkpoints, keep=num_kept)
+        self._checkpoints = CheckpointDirectory(
+            directory.checkpoints, keep=num_kept, timeout=timeout_s, print_line=print_line
+        )
         self._model, self._optimizer = model, optimizer
 
     def save(self, step: int, extra: Mapping[str, object], say: Callable[[str], None], *, wait: bool) -> None:
@@ -44,7 +65,7 @@ class Saves:
         Effects: collective over all ranks; waits for the previous save.
         """
         self._check_weights(step)
-        failure = self.settle()
+        failure = agreed_failure(self.settle())
         if failure is not None:
             say(f"{failure} Saving step {step} in its place.")
         save = self._checkpoints.save if wait or failure is not None else self._checkpoints.save_async

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import lamella_optim  # Its import has optimizers step on plain shards.
-from lamella._agreement import Agreement, agreed_error
+from lamella._agreement import Agreement, agreed_error, from_first_rank
 from lamella._config import Config, OptimConfig, ParallelConfig
 from lamella._directory import RunDirectory
 from lamella._endings import LossNotFiniteError, StorageError
@@ -21,6 +21,7 @@ from lamella._kernels import use_kernels
 from lamella._loss import LossFunction, ModelLoss, choose_loss, loss_of_logits, target_losses
 from lamella._measure import Interval, Speed, peak_flops
 from lamella._models import ModelSpec, build_model, flops_per_token, fp32_parameters, load_spec, sharding_units
+from lamella._output import say
 from lamella._place import Rank
 from lamella._pretrained import build_without_parameters, load_weights, materialise, pretrained_directory
 from lamella._profile import profiled
@@ -122,7 +123,13 @@ class Trainer:
             materialise(self._model, rank.device)
         self._optimizer = make_optimizer(self._model, config.optim)
         self._loss: LossFunction = loss_of_logits
-        self._saves = Saves(directory, config.run.keep_checkpoints, self._model, self._optimizer)
+        self._saves = Saves(
+            directory, config.run.keep_checkpoints, self._model, self._optimizer, print_line=self._print_line
+        )
+
+    def _print_line(self, line: str) -> None:
+        if self._rank.is_first:
+            say([line])
 
     def _build(self) -> nn.Module:
         if self._pretrained is None:
@@ -205,7 +212,8 @@ class Trainer:
     def _restore(self) -> tuple[int, list[str]]:
         """Load the latest checkpoint, or the weights to start from; return the steps done, and lines to print."""
         checkpoints = CheckpointDirectory(self._directory.checkpoints)
-        latest = checkpoints.latest()
+        # Both ways from here run collectives, and a network file system may show ranks different directories.
+        latest = from_first_rank(checkpoints.latest())
         if latest is None:
             if self._pretrained is not None:
                 load_weights(self._pretrained, self._model, self._spec)
