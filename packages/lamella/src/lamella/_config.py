@@ -2,17 +2,18 @@
 
 import dataclasses
 import json
-import tomllib
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
-from lamella._options import ConfigError, Option, check_fields, fields_of, nearest
+from lamella._json import parse_json, parse_toml, read_settings
+from lamella._options import ConfigError, Option, check_fields, fields_of, nearest, shown
 from lamella._watch import WaitLimits
 
 _WARMUP_STEPS: Final = 40
+_LARGEST_STEP: Final = 1 << 30
 _FOREVER_S: Final = 1e7  # nanoseconds of longer times do not fit into the integers of torch's timeouts
 
 
@@ -106,7 +107,7 @@ class ParallelConfig:
         bool, Option("Compile each layer with torch's inductor: the first step takes longer, later ones less.")
     ] = False
     threads: Annotated[
-        int | None, Option("Compute threads of a CPU worker (default: its share of the cores).", at_least=1)
+        int | None, Option("Compute threads of a CPU worker (default: its share of the cores).", at_least=1, below=4097)
     ] = None
 
 
@@ -159,6 +160,7 @@ class Config:
         for group in GROUPS:
             check_fields(getattr(self, group))
         _check_warmup(self.optim)
+        _check_tokens(self.optim.batch_size, self.data.sequence_length)
 
 
 def _check_warmup(optim: OptimConfig) -> None:
@@ -167,6 +169,15 @@ def _check_warmup(optim: OptimConfig) -> None:
         raise ConfigError(
             f"Expected --warmup-steps of at most --steps, {optim.steps}, got {optim.num_warmup_steps}. "
             f"Pass --warmup-steps {optim.steps} or fewer, or more --steps."
+        )
+
+
+def _check_tokens(batch_size: int, sequence_length: int) -> None:
+    """Refuse steps that no memory holds, before any is set aside."""
+    if batch_size * sequence_length > _LARGEST_STEP:
+        raise ConfigError(
+            f"Expected --batch-size times --sequence-length of at most {_LARGEST_STEP:,} tokens in a step, got "
+            f"{batch_size} * {sequence_length}. Pass a smaller one."
         )
 
 
@@ -201,8 +212,8 @@ def read_file(path: str) -> Values:
         ConfigError: The file cannot be read, or names an unknown group or field.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
-        loaded = json.loads(text) if path.endswith(".json") else tomllib.loads(text)
+        text = read_settings(Path(path))
+        loaded = parse_json(text) if path.endswith(".json") else parse_toml(text)
     except (OSError, ValueError) as error:
         raise ConfigError(f"Expected a configuration in {path!r}, got {_reason(error)}.") from error
     if not isinstance(loaded, dict):
@@ -218,7 +229,7 @@ def _known(group: str, values: object, path: str) -> Mapping[str, object]:
     if group not in GROUPS:
         raise ConfigError(f"Expected one of {sorted(GROUPS)} in {path!r}, got {group!r}.{nearest(group, GROUPS)}")
     if not isinstance(values, dict):
-        raise ConfigError(f"Expected a table [{group}] in {path!r}, got {values!r}.")
+        raise ConfigError(f"Expected a table [{group}] in {path!r}, got {shown(values)}.")
     names = [field.name for field in fields_of(GROUPS[group])]
     for name in values:
         if name not in names:

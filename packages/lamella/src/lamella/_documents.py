@@ -1,19 +1,35 @@
 """The documents of a text file: the file itself, or the text or conversation on each of its JSON lines."""
 
-import json
+import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
+from lamella._json import has_half_characters, kind_of, parse_json
 from lamella._options import ConfigError
 from lamella._text import TextFile
 
-_SUFFIXES: Final = (".jsonl", ".ndjson")
 _CONVERSATIONS: Final = ("messages", "conversations")
 _ROLES: Final[Mapping[str, str]] = {"human": "user", "gpt": "assistant", "bot": "assistant"}
 """ShareGPT's names of roles -> chat templates' names."""
 
 _PIECE_LENGTH: Final = 1 << 16
+_NUM_NAMED: Final = 8
+
+
+class LinePosition(NamedTuple):
+    """A line of a file, in words by `str`.
+
+    Attributes:
+        file: The file, or a part of one that begins at a line.
+        number: Number of the line in the file or its part, from 1 on.
+    """
+
+    file: TextFile
+    number: int
+
+    def __str__(self) -> str:
+        return f"line {self.file.num_lines_before() + self.number} of {str(self.file.path)!r}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +44,7 @@ class Chat:
 
     messages: Sequence[Mapping[str, object]]
     tools: Sequence[object] | None
-    place: str
+    place: LinePosition
 
 
 class EndOfText(NamedTuple):
@@ -53,10 +69,10 @@ def parts(files: Iterable[TextFile]) -> Iterator[Part]:
         ConfigError: A JSON line holds no document. Names the file, the line and the line's keys.
     """
     for file in files:
-        if file.path.suffix.lower() in _SUFFIXES:
+        if file.is_json_lines:
             for number, line in enumerate(file.lines(), start=1):
                 if line.strip():
-                    yield from _parsed(line, _place(file, number))
+                    yield from _parsed(line, LinePosition(file, number))
         else:
             yield from file.pieces()
             yield EndOfText()
@@ -71,7 +87,7 @@ def first_chat(files: Iterable[TextFile]) -> Chat | None:
 
     Effects: reads all files of JSON lines.
     """
-    lines = [file for file in files if file.path.suffix.lower() in _SUFFIXES]
+    lines = [file for file in files if file.is_json_lines]
     first = None
     for part in parts(lines):
         if isinstance(part, Chat) and first is None:
@@ -79,53 +95,69 @@ def first_chat(files: Iterable[TextFile]) -> Chat | None:
     return first
 
 
-def _place(file: TextFile, number: int) -> str:
-    # The second part of a split file cannot number its lines: the number of earlier lines is unknown.
-    return f"line {number} of {str(file.path)!r}" if file.start == 0 else f"{str(file.path)!r}"
-
-
-def _parsed(line: str, place: str) -> Iterator[Part]:
+def _parsed(line: str, position: LinePosition) -> Iterator[Part]:
     try:
-        record = json.loads(line)
+        record = parse_json(line, is_line=True)
     except ValueError as error:
-        raise ConfigError(f"Expected JSON in {place}, got {str(error).rstrip('.')}.") from error
-    if isinstance(record, dict):
-        for name in _CONVERSATIONS:
-            if name in record:
-                yield _chat(record, name, place)
-                return
-        if isinstance(text := record.get("text"), str):
-            yield from (text[start : start + _PIECE_LENGTH] for start in range(0, len(text), _PIECE_LENGTH))
-            yield EndOfText()
-            return
-    got = (
-        f"the keys {', '.join(map(repr, record)) or 'of nothing'}"
-        if isinstance(record, dict)
-        else type(record).__name__
-    )
-    raise ConfigError(f"Expected an object with a text 'text', or with 'messages', in {place}, got {got}.")
+        raise ConfigError(f"Expected JSON in {position}, got {error}.") from error
+    fields = record if isinstance(record, dict) else {}
+    # Tables written out as JSON lines have every column on every line: null stands for an absent one.
+    name = next((name for name in _CONVERSATIONS if fields.get(name) is not None), None)
+    if name is not None:
+        _check_characters(line, position, fields[name], fields.get("tools"))
+        yield _chat(fields, name, position)
+    elif isinstance(text := fields.get("text"), str):
+        _check_characters(line, position, text)
+        yield from (text[start : start + _PIECE_LENGTH] for start in range(0, len(text), _PIECE_LENGTH))
+        yield EndOfText()
+    else:
+        got = f"no object but {kind_of(record)}" if not isinstance(record, dict) else _described(fields)
+        raise ConfigError(f"Expected an object with a text 'text', or with 'messages', in {position}, got {got}.")
 
 
-def _chat(record: Mapping[str, object], name: str, place: str) -> Chat:
+def _described(fields: Mapping[str, object]) -> str:
+    """Describe an object that is no document: the document's field of another kind, or the keys."""
+    for name in ("text", *_CONVERSATIONS):
+        if name in fields:
+            return f"{kind_of(fields[name])} under {name!r}"
+    return _keys(fields)
+
+
+def _keys(fields: Mapping[str, object]) -> str:
+    names = [repr(name) for name in list(fields)[:_NUM_NAMED]]
+    more = f" and {len(fields) - _NUM_NAMED} more" if len(fields) > _NUM_NAMED else ""
+    return f"the keys {textwrap.shorten(', '.join(names), 200) or 'of nothing'}{more}"
+
+
+def _check_characters(line: str, position: LinePosition, *values: object) -> None:
+    if has_half_characters(line, *values):
+        raise ConfigError(
+            f"Expected whole characters in {position}, got half of one (an escape from \\ud800 to \\udfff without its "
+            "other half). Replace the escape, or leave the line out."
+        )
+
+
+def _chat(record: Mapping[str, object], name: str, position: LinePosition) -> Chat:
     given = record[name]
     if not isinstance(given, list) or not given:
-        raise ConfigError(f"Expected a list of messages under {name!r} in {place}, got {given!r:.60}.")
+        got = "an empty one" if given == [] else kind_of(given)
+        raise ConfigError(f"Expected a list of messages under {name!r} in {position}, got {got}.")
     tools = record.get("tools")
     return Chat(
-        messages=tuple(_message(each, name, place) for each in given),
+        messages=tuple(_message(message, name, position) for message in given),
         tools=tools if isinstance(tools, list) and tools else None,
-        place=place,
+        place=position,
     )
 
 
-def _message(given: object, name: str, place: str) -> Mapping[str, object]:
+def _message(given: object, name: str, position: LinePosition) -> Mapping[str, object]:
     """Return a message with "role" and "content", converted from ShareGPT's "from" and "value" where necessary."""
     if isinstance(given, dict):
         if isinstance(given.get("role"), str) and ("content" in given or "tool_calls" in given):
             return given
         if isinstance(role := given.get("from"), str) and isinstance(given.get("value"), str):
             return {"role": _ROLES.get(role, role), "content": given["value"]}
-    got = f"the keys {', '.join(map(repr, given))}" if isinstance(given, dict) else type(given).__name__
+    got = _keys(given) if isinstance(given, dict) else kind_of(given)
     raise ConfigError(
-        f"Expected messages with 'role' and 'content', or 'from' and 'value', under {name!r} in {place}, got {got}."
+        f"Expected messages with 'role' and 'content', or 'from' and 'value', under {name!r} in {position}, got {got}."
     )

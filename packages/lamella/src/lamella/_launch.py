@@ -213,7 +213,8 @@ def _wait(workers: Sequence[_Worker], requests: StopRequests, watch: Watch | Non
             is_passed_on = True
             _pass_on(requests.signum, workers)
         if watch is not None:
-            say(watch.look(time.monotonic(), board.read(), is_asked_to_stop=is_passed_on))
+            if lines := watch.look(time.monotonic(), board.read(), is_asked_to_stop=is_passed_on):
+                say(lines)
             _end_wait(watch, requests.signum)
         time.sleep(_POLL_S)
     if any(worker.died() for worker in workers):

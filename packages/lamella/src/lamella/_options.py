@@ -12,10 +12,16 @@ import types
 import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 if typing.TYPE_CHECKING:
     from _typeshed import DataclassInstance
+
+
+LARGEST: Final = 2**63 - 1
+"""The largest integer of a setting."""
+
+_SHOWN_LENGTH: Final = 80
 
 
 class ConfigError(ValueError):
@@ -42,9 +48,9 @@ class Option:
         return " and ".join(f"{word} {bound}" for word, bound in words.items() if bound is not None)
 
     def admits(self, value: float) -> bool:
-        """True for finite values within the bounds."""
+        """True for finite values within the bounds; integers fit into 64 bits, as they must in tensors and files."""
         return (
-            math.isfinite(value)
+            (abs(value) <= LARGEST if isinstance(value, int) else math.isfinite(value))
             and (self.at_least is None or value >= self.at_least)
             and (self.above is None or value > self.above)
             and (self.below is None or value < self.below)
@@ -88,9 +94,15 @@ def check_fields(values: "DataclassInstance") -> None:
 
 def _check(value: object, field: Field) -> None:
     if not _is_kind(value, field.kind):
-        raise ConfigError(f"Expected {field.flag} to be {describe(field.kind)}, got {value!r}.")
+        raise ConfigError(f"Expected {field.flag} to be {describe(field.kind)}, got {shown(value)}.")
     if isinstance(value, int | float) and not isinstance(value, bool) and not field.option.admits(value):
-        raise ConfigError(f"Expected {field.flag} {field.option.bounds() or 'to be finite'}, got {value!r}.")
+        bounds = field.option.bounds() or "to be finite"
+        if isinstance(value, int) and value > LARGEST:
+            bounds = f"of at most {LARGEST}"
+        raise ConfigError(f"Expected {field.flag} {bounds}, got {shown(value)}.")
+    texts = value if isinstance(value, tuple) else (value,)
+    if any(isinstance(text, str) and "\0" in text for text in texts):
+        raise ConfigError(f"Expected {field.flag} without NUL characters, got {shown(value)}.")
 
 
 def _is_kind(value: object, kind: object) -> bool:
@@ -124,6 +136,15 @@ def nearest(word: str, known: Iterable[str]) -> str:
     """Return ` Did you mean ...?` with the closest known word, else an empty string."""
     close = difflib.get_close_matches(word, list(known), n=1)
     return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def shown(value: object) -> str:
+    """Return a value for an error message, cut to a readable length."""
+    try:
+        text = repr(value)
+    except (RecursionError, ValueError):  # nested too deeply, or an integer of thousands of digits
+        return f"{type(value).__name__} too long to print"
+    return text if len(text) <= _SHOWN_LENGTH else f"{text[:_SHOWN_LENGTH]}..."
 
 
 def in_short(error: Exception) -> str:

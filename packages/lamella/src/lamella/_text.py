@@ -20,6 +20,7 @@ from lamella._options import ConfigError
 
 _BLOCK_NBYTES: Final = 1 << 20
 _PIECE_LENGTH: Final = 1 << 16
+_JSON_LINES: Final = (".jsonl", ".ndjson")
 _NAMES_OF_MARKS: Final = {codecs.BOM_UTF16_LE: "UTF-16", codecs.BOM_UTF16_BE: "UTF-16", b"\x1f\x8b": "gzip"}
 
 
@@ -45,6 +46,15 @@ class TextFile:
     def nbytes(self) -> int:
         """Bytes of the range."""
         return self.stop - self.start
+
+    @property
+    def is_json_lines(self) -> bool:
+        """True for a file with a document on each line."""
+        return self.path.suffix.lower() in _JSON_LINES
+
+    def num_lines_before(self) -> int:
+        """Return the number of line ends before the range. Effects: reads the file up to the range."""
+        return sum(block.count(b"\n") for block in _blocks(self.path, 0, self.start)) if self.start else 0
 
     def pieces(self) -> Iterator[str]:
         """Yield the text in pieces of at most 65,536 characters, cut at line ends unless a line is longer.
@@ -113,7 +123,11 @@ class Corpus:
         """Return a hash of the names, contents and split."""
         digest = hashlib.sha256()
         for file in (*self.train, None, *self.validation):
-            digest.update(b"\0split\0" if file is None else f"\0{file.name}\0{file.nbytes}\0{file.digest}".encode())
+            digest.update(
+                b"\0split\0"
+                if file is None
+                else f"\0{file.name}\0{file.nbytes}\0{file.digest}".encode(errors="surrogateescape")
+            )
         return digest.hexdigest()
 
     def describe(self) -> str:
@@ -252,7 +266,7 @@ def _split(files: list[TextFile], fraction: float) -> tuple[Iterable[TextFile], 
 
 
 def _hash(name: str) -> bytes:
-    return hashlib.sha256(name.encode()).digest()
+    return hashlib.sha256(os.fsencode(name)).digest()
 
 
 def _cut(file: TextFile, fraction: float) -> tuple[Iterable[TextFile], Iterable[TextFile]]:
@@ -261,6 +275,8 @@ def _cut(file: TextFile, fraction: float) -> tuple[Iterable[TextFile], Iterable[
     with file.path.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as content:
         if line := content.rfind(b"\n", 0, at) + 1:
             at = line
+        elif file.is_json_lines:  # Half a document is none.
+            at = content.find(b"\n", at) + 1 or file.nbytes
         while at and content[at : at + 1] and content[at] & 0xC0 == 0x80:  # a continuation byte of a character
             at -= 1
     parts = ((start, stop) for start, stop in ((0, at), (at, file.nbytes)) if stop > start)

@@ -14,8 +14,8 @@ from lamella import __version__, _ckpt_options
 from lamella._config import GROUPS, Config, Group, Values, read_file, resolve, to_toml
 from lamella._endings import EXIT_CODES, EXIT_CODES_IN_WORDS, FAILED, Stopped
 from lamella._launch import WorkerError, WorkerTimeoutError
-from lamella._options import ConfigError, Field, describe, fields_of, inner, nearest
-from lamella._output import show, write
+from lamella._options import ConfigError, Field, describe, fields_of, inner, nearest, shown
+from lamella._output import printable, show, write
 from lamella.overlap import TraceError, as_html, as_json, as_text, overlap_report, read_trace
 
 DEFAULT_MODEL = "llama-small"
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (WorkerError, WorkerTimeoutError, _ckpt_options.DamageError) as error:
         return _leave(f"error: {error}", FAILED)
     except tuple(EXIT_CODES) as error:
-        return _leave(f"error: {error}", EXIT_CODES[type(error)])
+        return _leave(f"error: {printable(str(error))}", EXIT_CODES[type(error)])
     except Stopped as stopped:
         return _leave(f"{stopped}", stopped.exit_code)
     except KeyboardInterrupt:
@@ -233,4 +233,4 @@ def _typed(given: str | bool | list[str], field: Field) -> object:
     try:
         return int(given) if kind is int else float(given) if kind is float else given
     except ValueError:
-        raise ConfigError(f"Expected {field.flag} to be {describe(kind)}, got {given!r}.") from None
+        raise ConfigError(f"Expected {field.flag} to be {describe(kind)}, got {shown(given)}.") from None
