@@ -33,6 +33,7 @@ from lamella_checkpoint.archives import (
 )
 from lamella_checkpoint.files import Inert, read_pickle
 from lamella_checkpoint.sources import whole_box
+from lamella_convert._formats.rank_parts import RankPart, held_whole, is_rank_part
 
 Keys: TypeAlias = tuple[str | int, ...]
 
@@ -57,6 +58,7 @@ class TorchFile:
             CheckpointDamaged: The file is absent or unreadable.
             CheckpointUntrusted: The file holds an object of another type, such as a module, instead of a dict.
             FormatUnknown: The file holds no dict: one tensor without a name, say.
+            RankPart: The file holds one rank's parts of tensors.
         """
         self.path = path
         self._trust = trust
@@ -69,10 +71,14 @@ class TorchFile:
         try:
             for keys, value in _leaves(self._dict_of(root), self._files):
                 self._add(keys, value)
+            opaque = {name: value for name, value in self._held.items() if isinstance(value, torch.Tensor)}
+            parts = [name for name, value in (self._values | opaque).items() if is_rank_part(value)]
         except CheckpointDamaged:
             raise
         except Exception as error:  # Malformed values can raise any exception.
             raise _damaged(self.path, error) from error
+        if parts:
+            raise RankPart(str(path), parts)
 
     @cached_property
     def tensors(self) -> Mapping[str, TensorInfo]:
@@ -249,7 +255,7 @@ def _leaves(node: object, files: Mapping[str, Record], path: Keys = ()) -> Itera
 
     Lists are values, unless they contain something to name; dicts with unusable keys are values too.
     """
-    tensor = node if isinstance(node, torch.Tensor) else stored_tensor(node, files)
+    tensor = _tensor(node, files)
     if tensor is not None:
         yield path, tensor
     elif isinstance(node, dict) and node and all(isinstance(key, str | int) for key in node):
@@ -265,7 +271,13 @@ def _leaves(node: object, files: Mapping[str, Record], path: Keys = ()) -> Itera
 def _is_named(node: object, files: Mapping[str, Record]) -> bool:
     if isinstance(node, list | tuple):
         return any(_is_named(each, files) for each in node)
-    return isinstance(node, dict | torch.Tensor) or stored_tensor(node, files) is not None
+    return isinstance(node, dict) or _tensor(node, files) is not None
+
+
+def _tensor(node: object, files: Mapping[str, Record]) -> StoredTensor | torch.Tensor | None:
+    if isinstance(node, torch.Tensor):
+        return node
+    return stored_tensor(node, files) or held_whole(node, files)
 
 
 def _kinds(value: object) -> set[str]:

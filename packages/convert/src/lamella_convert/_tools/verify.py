@@ -11,6 +11,7 @@ from lamella_checkpoint import verify as verify_dcp
 from lamella_checkpoint.archives import check_tensors
 from lamella_checkpoint.files import Findings, OnProgress, verification
 from lamella_convert._formats.open import Format, find_files
+from lamella_convert._formats.rank_parts import RankPart
 from lamella_convert._formats.safetensors import SafetensorsSource
 from lamella_convert._formats.torch_file import TorchFile, archive_records, whole_read
 
@@ -64,6 +65,8 @@ def _names_of_records(findings: Findings, trust: bool) -> tuple[Mapping[str, Seq
         return TorchFile(findings.path, trust=trust, verify=False).names_of_records(), []
     except CheckpointUntrusted:
         raise
+    except RankPart as error:
+        return {}, [error]
     except FormatUnknown as error:
         findings.notes.append(f"not a checkpoint of named tensors: it holds {error.problem}")
         return {}, []

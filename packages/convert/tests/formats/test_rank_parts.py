@@ -1,0 +1,78 @@
+"""A file with one rank's part of sharded tensors is never taken for the tensors."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from lamella_checkpoint.testing import read_tensor
+from lamella_convert import convert, inspect, open_checkpoint, verify
+from lamella_convert._formats.rank_parts import RankPart
+from lamella_testing import run_ranks
+
+
+def written_by_two(tmp_path: Path, placement: Placement, *, is_archive: bool = True, nests: bool = False) -> Path:
+    """The file of rank 1 of two."""
+
+    def write() -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        tensor = DTensor.from_local(torch.arange(4.0).view(2, 2), mesh, [placement], run_check=False)
+        value: Any = {"model": {"weight": nn.Parameter(tensor), "bias": torch.ones(2)}}
+        if nests:
+            value = {"model": {"bias": torch.ones(2)}, "optimizer": {("a", 1): [tensor]}}
+        file = tmp_path / f"rank_{dist.get_rank()}.pt"
+        torch.save(value, file, _use_new_zipfile_serialization=is_archive)
+
+    run_ranks(write, 2)
+    return tmp_path / "rank_1.pt"
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1), Partial()], ids=str)
+@pytest.mark.parametrize("nests", [False, True], ids=["named", "inside a value"])
+def test_a_ranks_part_is_refused_by_every_tool(tmp_path: Path, placement: Placement, nests: bool) -> None:
+    file = written_by_two(tmp_path, placement, nests=nests)
+    [problem] = verify(file).problems
+    assert problem.problem.startswith("one rank's part of")
+    for refuses in (inspect, open_checkpoint, lambda file: convert(file, tmp_path / "out", to="hf")):
+        with pytest.raises(RankPart, match=r"Expected whole tensors in '.*rank_1.pt', got one rank's part of") as info:
+            refuses(file)
+        assert "full_tensor()" in str(info.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_all_parts_are_counted(tmp_path: Path) -> None:
+    def write() -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        tensors = {name: DTensor.from_local(torch.ones(1), mesh, [Shard(0)]) for name in "abc"}
+        torch.save(tensors, tmp_path / "a.pt")
+
+    run_ranks(write, 2)
+    with pytest.raises(RankPart, match="part of 'a' and 2 more"):
+        inspect(tmp_path / "a.pt")
+
+
+def test_replicas_are_whole(tmp_path: Path) -> None:
+    file = written_by_two(tmp_path, Replicate())
+    assert torch.equal(read_tensor(open_checkpoint(file), "model.weight"), torch.arange(4.0).view(2, 2))
+    assert verify(file)
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_tensor_sharded_over_one_rank_is_whole(tmp_path: Path) -> None:
+    mesh = init_device_mesh("cpu", (1,))
+    values = torch.arange(6.0).view(3, 2)
+    torch.save({"weight": DTensor.from_local(values, mesh, [Shard(0)])}, tmp_path / "a.pt")
+    assert torch.equal(read_tensor(open_checkpoint(tmp_path / "a.pt"), "model.weight"), values)
