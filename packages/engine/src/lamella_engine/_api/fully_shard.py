@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -13,9 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lamella_buffers import Transport, transport_for
 from lamella_engine._api.candidates import by_kind, candidates_of, move_to, own_modules
+from lamella_engine._api.module import FSDPModule
 from lamella_engine._api.outside_holders import refuse_outside_holders
 from lamella_engine._api.reads import explain_undeclared, note_in_unit, units_read
-from lamella_engine._api.unit_class import unit_class, warn_of_clashes
 from lamella_engine._common.errors import MisuseError
 from lamella_engine._modules.attached import attach_state, find_state, is_torchs_unit, view_of
 from lamella_engine._modules.hooks import register_hooks
@@ -158,8 +159,7 @@ def fully_shard(
     taken = [each for below in read for each in _modules_of(below, modules)]
     _put_inside(state, inner, read)
     for each in modules:
-        warn_of_clashes(each)
-        each.__class__ = unit_class(each)
+        each.__class__ = _unit_class(type(each))  # type: ignore[arg-type]
         state.hooks_of_outermost.append(each.register_forward_hook(explain_undeclared, always_call=True))
     hooks = register_hooks(modules, owners, state)
     attach_state(modules, state, StateView(state, modules, policy, hooks), besides=taken)
@@ -320,3 +320,8 @@ def _device_of(mesh: DeviceMesh) -> torch.device:
     if mesh.device_type == "cpu":
         return torch.device("cpu")
     return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
+
+
+@cache
+def _unit_class(original: type[nn.Module]) -> type[nn.Module]:
+    return type(f"FSDP{original.__name__}", (FSDPModule, original), {})
