@@ -200,7 +200,7 @@ class ShardedModel(_BaseDataParallel):  # type: ignore[misc]  # megatron-core ha
                 f"{self.ddp_config.data_parallel_sharding_strategy!r}: ranks hold shards of gradients. Read "
                 "`parameter.grad.full_tensor()` instead."
             )
-        self._root.wait_for_gradients()
+        FSDPModule.wait_for_gradients(self._root)
         for weight in self._shared_embeddings:
             if weight.grad is not None:
                 # finalize_model_grads sums the shard over pipeline stages in place, then assigns it: `.grad` refuses a
@@ -278,19 +278,19 @@ class ShardedModel(_BaseDataParallel):  # type: ignore[misc]  # megatron-core ha
             for parameter in self._root.parameters():
                 for group in replica_groups(parameter):
                     dist.broadcast(local_of(parameter), group=group, group_src=0)
-        self._root.mark_updated()
+        FSDPModule.mark_updated(self._root)
 
     def start_param_sync(self, *_: object, force_sync: bool = False, force_dispatch: bool = False) -> None:
         """Nothing, or with `force_sync` copies of weights are made anew: forward gathers each unit ahead of its use."""
         if force_sync:
-            self._root.mark_updated()
+            FSDPModule.mark_updated(self._root)
 
     def synchronize_param_gather(self) -> None:
         """Nothing: a unit's forward waits for the unit's own gather."""
 
     def stop_communication(self) -> None:
         """Wait for all reductions of gradients, on the compute stream."""
-        self._root.wait_for_gradients()
+        FSDPModule.wait_for_gradients(self._root)
 
     def enable_forward_pre_hook(self) -> None:
         """Nothing: units gather in every forward."""
@@ -316,7 +316,7 @@ class ShardedModel(_BaseDataParallel):  # type: ignore[misc]  # megatron-core ha
         loaded = self.module.load_state_dict(
             {name: _as_placed(value, own.get(name)) for name, value in state_dict.items()}, strict=strict
         )
-        self._root.mark_updated()
+        FSDPModule.mark_updated(self._root)
         return loaded
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import warnings
+from collections.abc import Collection, Iterable, Sequence
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,9 @@ from lamella_buffers import Transport, transport_for
 from lamella_engine._api.candidates import by_kind, candidates_of, move_to, own_modules
 from lamella_engine._api.module import FSDPModule
 from lamella_engine._api.outside_holders import refuse_outside_holders
+from lamella_engine._api.own_names import hidden_names
 from lamella_engine._api.reads import explain_undeclared, note_in_unit, units_read
+from lamella_engine._api.verbs import UnitVerbs
 from lamella_engine._common.errors import MisuseError
 from lamella_engine._modules.attached import attach_state, find_state, is_torchs_unit, view_of
 from lamella_engine._modules.hooks import register_hooks
@@ -144,6 +147,8 @@ def fully_shard(
     )
     neighbours = _neighbours(candidates, reshard_after_forward)
     offload = Offload.of(offload_policy, device)
+    _warn_of_hidden(modules)
+    classes = [_unit_class(type(each)) for each in modules]  # type: ignore[arg-type]  # a class may refuse
     move_to(modules, device, CPU if offload else device, ignored_params or set())
 
     tree = Tree(device, options)
@@ -158,8 +163,8 @@ def fully_shard(
     state = FSDPState(unit, tree, policy, options)
     taken = [each for below in read for each in _modules_of(below, modules)]
     _put_inside(state, inner, read)
-    for each in modules:
-        each.__class__ = _unit_class(type(each))  # type: ignore[arg-type]
+    for each, unit_class in zip(modules, classes, strict=True):
+        object.__setattr__(each, "__class__", unit_class)  # past a model's own `__setattr__`, which may refuse
         state.hooks_of_outermost.append(each.register_forward_hook(explain_undeclared, always_call=True))
     hooks = register_hooks(modules, owners, state)
     attach_state(modules, state, StateView(state, modules, policy, hooks), besides=taken)
@@ -324,4 +329,22 @@ def _device_of(mesh: DeviceMesh) -> torch.device:
 
 @cache
 def _unit_class(original: type[nn.Module]) -> type[nn.Module]:
-    return type(f"FSDP{original.__name__}", (FSDPModule, original), {})
+    # `UnitVerbs` is named once more, behind the last of the model's classes: all of these come before it in the order
+    # that Python looks names up in. `Generic` is no base without parameters, and has no names of a model.
+    last = next(cls for cls in reversed(original.__mro__[:-1]) if cls not in (Generic, Protocol))
+    return type(f"FSDP{original.__name__}", tuple(dict.fromkeys((FSDPModule, original, last, UnitVerbs))), {})
+
+
+# Not `zero_grad`, which calls the model's own.
+_FSDP2_METHODS = frozenset(name for name in vars(FSDPModule) if not name.startswith("_")) - {"zero_grad"}
+
+
+def _warn_of_hidden(modules: Iterable[nn.Module]) -> None:
+    """Name the attributes of modules that FSDP2's methods are about to hide."""
+    for module in modules:
+        if names := hidden_names(module, _FSDP2_METHODS):
+            warnings.warn(
+                f"Expected {type(module).__name__} to have no attribute with the name of one of FSDP2's methods, got "
+                f"{names}: the unit's methods hide them, as in FSDP2. Rename them, or shard a module around this one.",
+                stacklevel=3,
+            )

@@ -20,24 +20,23 @@ from lamella_engine._api.transports import (
     reduce_by,
     separate_reductions,
 )
+from lamella_engine._api.verbs import UnitVerbs, fresh_weights, outermost
 from lamella_engine._common.errors import MisuseError
 from lamella_engine._modules.attached import state_of, unit_state_of, units_of, view_of
-from lamella_engine._modules.handles import GradientReductionHandle, Hold, UnshardHandle
+from lamella_engine._modules.handles import GradientReductionHandle, UnshardHandle
 from lamella_engine._modules.state import FSDPState
-from lamella_engine._options.options import ShardingOptions
 from lamella_engine._parameters.custom_collectives import AllGather, ReduceScatter
 from lamella_engine._unit.unit import Unit
-from lamella_engine._unit.weights import UnitWeights
 
 _TorchsModule = fsdp2.FSDPModule  # bound here: a program may rebind torch's name
 
 
-class FSDPModule(_TorchsModule):
+class FSDPModule(_TorchsModule, UnitVerbs):
     """Mixed into a module's class by `fully_shard`; never made by itself.
 
     A subclass of torch's class, so that programs which look for FSDP2's modules find lamella's. Nothing of torch's is
     used: every method is defined here. Methods with `recurse=True` reach the units below too. Meanings are FSDP2's.
-    lamella adds a few verbs (`hold`, `reduce_gradients`, `wait_for_gradients`, `mark_updated`) and `set_options`.
+    lamella adds the methods of `UnitVerbs`, which give way to a model's own; FSDP2's win, as in FSDP2.
     """
 
     _orig_cls_mro_index = 3  # torch's: the place of the module's earlier class
@@ -49,31 +48,6 @@ class FSDPModule(_TorchsModule):
         made = original.__new__(original, *args, **kwargs) if takes_arguments else original.__new__(original)
         made.__init__(*args, **kwargs)
         return cast(Self, made)
-
-    # -- lamella's own knobs -----------------------------------------------------------------------------------------
-
-    @property
-    def sharding_options(self) -> ShardingOptions:
-        """The options that count for this unit; fields of the tree are the outermost unit's."""
-        state = state_of(self)
-        return state.options.in_tree_of(state.tree.options)
-
-    def set_options(self, **changes: object) -> None:
-        """Change fields of `sharding_options` that belong to the tree, for all units of the tree.
-
-            model.set_options(prefetch_budget=2 << 30, keep_budget=12 << 30)
-            model.set_options(order_check=True)
-
-        Args:
-            changes: Names and new values, equal on every rank.
-
-        Raises:
-            RuntimeError: The unit is not the outermost.
-            TypeError: A name is no field, or a value is of the wrong kind.
-            ValueError: A field belongs to the unit, or a value is out of range.
-        """
-        tree = _outermost(self, "set_options").tree
-        tree.follow(tree.options.changed(changes))
 
     # -- verbs -------------------------------------------------------------------------------------------------------
 
@@ -97,7 +71,7 @@ class FSDPModule(_TorchsModule):
         Effects: collective on the unit's axis; allocates the unsharded parameters, on the gather stream, which between
             passes waits for the current stream; no host sync on CUDA.
         """
-        weights = _fresh_weights(self)
+        weights = fresh_weights(self)
         weights.unshard()
         handle = UnshardHandle(weights)
         if async_op:
@@ -115,60 +89,6 @@ class FSDPModule(_TorchsModule):
         Effects: not a collective; the gather stream waits for the current stream; no host sync on CUDA.
         """
         state_of(self).unit.weights.reshard()
-
-    def hold(self) -> Hold:
-        """Start gathering this unit's parameters, and keep them until the hold is released; not those of units below.
-
-        For a schedule with several microbatches in a unit at a time: one hold for each microbatch, from before the
-        forward (or backward) to after the end of it. The first hold gathers, the last release reshards, and hooks that
-        run in between free nothing. Hooks count as one more holder.
-
-        Returns:
-            The hold. Call `wait()` before the parameters are used, and `release()` after; or use the hold in a `with`
-            statement.
-
-        Raises:
-            RuntimeError: Parameters are on the meta device.
-
-        Effects: as `unshard(async_op=True)`, if nobody holds the parameters yet.
-        """
-        return Hold(_fresh_weights(self))
-
-    def reduce_gradients(self) -> None:
-        """End this unit's backward: reduce its unsharded gradients into its sharded parameters; not for units below.
-
-        Hooks do so at the end of the unit's backward; a schedule that runs without hooks calls the method once after
-        each backward of the unit. As after hooks, gradients are kept for a later microbatch if
-        `set_requires_gradient_sync(False)` or, with ZeRO-1 and DDP, `set_is_last_backward(False)` was called. With
-        delayed gradients (`delay_gradient`) everything happens when the last delayed gradient has come. Call it on a
-        stream that is ordered after the streams that made gradients.
-
-        Raises:
-            RuntimeError: There are no gradients, or a hook is going to end this backward.
-
-        Effects: collective on the unit's axis, on the reduce stream; the current stream waits for the unit reduced
-            before, and `wait_for_gradients()` for the gradients. No host sync on CUDA.
-        """
-        state = state_of(self)
-        state.tree.end_backward_by_hand(state.unit)
-
-    def wait_for_gradients(self) -> None:
-        """End the backward of the whole tree where no hook ends it, and make the current stream wait for gradients.
-
-        A schedule that runs without hooks calls the method before the optimizer steps, and may call it after each
-        microbatch too, with `set_is_last_backward(False)` before every microbatch but the last. Units with gradients
-        are reduced, and units that were unsharded without a hold are resharded. After a backward that hooks ended, only
-        late gradients are waited for (`overlap_optimizer`).
-
-        Raises:
-            RuntimeError: The unit is not the outermost; hooks are running a pass; or the last backward is over, and a
-                hold was not released, or a delayed gradient has not come. The message names them.
-
-        Effects: as `reduce_gradients` for gradients that are left; with the last backward the current stream waits for
-            all reductions, and copies of the parameters are stale. No host sync on CUDA, unless shards rest on the CPU:
-            then the host waits for their gradients.
-        """
-        _outermost(self, "wait_for_gradients").tree.end_step()
 
     @overload
     def finalize_backward(self, *, async_op: Literal[False] = False) -> None: ...
@@ -201,7 +121,7 @@ class FSDPModule(_TorchsModule):
         Effects: as `wait_for_gradients`; with `async_op` the current stream waits for all reductions but the last,
             whose unreduced gradients are held.
         """
-        tree = _outermost(self, "finalize_backward").tree
+        tree = outermost(self, "finalize_backward").tree
         tree.finalize(leaves=async_op)
         return GradientReductionHandle(tree) if async_op else None
 
@@ -215,23 +135,18 @@ class FSDPModule(_TorchsModule):
 
         Effects: waits for all gathers and reductions in flight; not a collective.
         """
-        _outermost(self, "reset_iter_state").tree.reset()
+        outermost(self, "reset_iter_state").tree.reset()
 
-    def mark_updated(self) -> None:
-        """Note that main weights of the whole tree were written other than by a `torch.optim` optimizer.
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """Clear gradients of the sharded parameters, and gradients kept unreduced, of this unit and all units below.
 
-        For example by swapping an average in, or by a copy through `.data`. Needed only for weights that outlive a
-        pass: units that stay unsharded, and copies that `placements` keep (DDP, ZERO1, ZERO2, and HFSDP's shards in the
-        compute dtype), and for delayed scales once an optimizer has stepped. All other weights are gathered anew each
-        time.
+        Args:
+            args: Of the model's own `zero_grad`, which is called first; torch's takes `set_to_none`, True by default.
+            kwargs: The same by name.
         """
-        for unit in state_of(self).tree.units:
-            unit.weights.note_update()
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear gradients of the sharded parameters, and gradients kept unreduced, of this unit and all units below."""
+        set_to_none = kwargs.get("set_to_none", args[0] if args else True)
         state_of(self).tree.finish_left()
-        super().zero_grad(set_to_none)  # type: ignore[misc]
+        super().zero_grad(*args, **kwargs)  # type: ignore[misc]
         for unit in units_of(self, recurse=True):
             unit.gradients.drop()
             for parameter in (p.sharded for group in unit.parameters.groups for p in group.parameters):
@@ -264,7 +179,7 @@ class FSDPModule(_TorchsModule):
             RuntimeError: The unit is not the outermost; or the mode would change within a backward, or after a backward
                 that was not finalized.
         """
-        tree = _outermost(self, "set_manual_backward_finalization").tree
+        tree = outermost(self, "set_manual_backward_finalization").tree
         if enabled != tree.finalizes_by_hand and (tree.context.is_in_backward or tree.awaits_finalization):
             raise RuntimeError(
                 "Expected the mode to stay until the backward is finalized, got a change: "
@@ -524,7 +439,7 @@ class FSDPModule(_TorchsModule):
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """The old name of `set_gradient_divide_factor`."""
         warnings.warn("Call set_gradient_divide_factor(factor) instead.", DeprecationWarning, stacklevel=2)
-        self.set_gradient_divide_factor(factor)
+        FSDPModule.set_gradient_divide_factor(self, factor)  # the model may have one of its own
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Taken and not used.
@@ -559,14 +474,6 @@ class FSDPModule(_TorchsModule):
         )
 
 
-def _fresh_weights(module: object) -> UnitWeights:
-    """A unit's weights, without unsharded parameters from before the last update: a verb may come between passes."""
-    weights = state_of(module).unit.weights
-    if weights.parameters.context.is_resting and not weights.num_holds:
-        weights.drop_stale_weights()
-    return weights
-
-
 def _references(modules: Sequence[object]) -> tuple[Callable[[], Unit | None], ...]:
     return tuple(_reference(unit_state_of(module)) for module in modules)
 
@@ -575,13 +482,3 @@ def _reference(state: FSDPState) -> Callable[[], Unit | None]:
     # Weak: two units that name each other would keep a deleted model's memory until the cyclic collector runs.
     ref = weakref.ref(state)
     return lambda: None if (state := ref()) is None else state.acting.unit
-
-
-def _outermost(module: object, method: str) -> FSDPState:
-    state = state_of(module)
-    if not state.unit.is_outermost:
-        raise RuntimeError(
-            f"Expected the outermost unit, got {state.unit.parameters.name!r}. Call {method}() on the module that "
-            f"was given to the last fully_shard: {method} must be called on the root FSDP module."
-        )
-    return state

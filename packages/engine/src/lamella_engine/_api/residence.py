@@ -69,7 +69,7 @@ class UnitResidence:
             self._presence = self._nothing_present()  # between steps budgets may change
         units = self._units_of(event)
         if self._presence.acquire(key_of(event)):
-            self._holds[key_of(event)] = [unit.hold() for unit in units]
+            self._holds[key_of(event)] = [FSDPModule.hold(unit) for unit in units]
         if event.layer is None and event.phase == "backward":
             _keep_sums_apart(self._model)
 
@@ -80,7 +80,7 @@ class UnitResidence:
             budget had no room then.
         """
         if self._presence.use(key_of(event)):
-            self._holds[key_of(event)] = [unit.hold() for unit in self._units_of(event)]
+            self._holds[key_of(event)] = [FSDPModule.hold(unit) for unit in self._units_of(event)]
         for hold in self._holds[key_of(event)]:
             hold.wait()
 
@@ -94,10 +94,10 @@ class UnitResidence:
         if event.phase == "backward":
             is_last = event.microbatch == self._last
             if self._last is not None:
-                self._model.set_is_last_backward(is_last)
+                FSDPModule.set_is_last_backward(self._model, is_last)
             for unit in self._units_of(event):
                 _mark_read(unit)
-                unit.reduce_gradients()
+                FSDPModule.reduce_gradients(unit)
             ends_step = is_last and event.layer is None
         holds = self._holds.pop(key_of(event))
         if not self._presence.finish(key_of(event)):
@@ -107,7 +107,7 @@ class UnitResidence:
             hold.release()
         if ends_step:
             self._last = None
-            self._model.wait_for_gradients()
+            FSDPModule.wait_for_gradients(self._model)
 
     def drop(self) -> None:
         """Return the whole tree to rest after an exception; gradients of the step are lost.
@@ -117,7 +117,7 @@ class UnitResidence:
         self._last = None
         self._holds.clear()
         self._presence = self._nothing_present()
-        self._model.reset_iter_state()
+        FSDPModule.reset_iter_state(self._model)
 
     def peak_nbytes(self, events: Iterable[object]) -> int:
         """Compute the bytes of unsharded parameters at the peak of an order, with padding, equal on every rank.
@@ -132,7 +132,7 @@ class UnitResidence:
         return peak(events, self._nothing_present())
 
     def _nothing_present(self) -> Presence:
-        options = self._model.sharding_options
+        options = state_of(self._model).effective_options
         return Presence(
             self._nbytes,
             [layer for layer, units in self._acting.items() if all(u.parameters.strategy.keeps_copy for u in units)],

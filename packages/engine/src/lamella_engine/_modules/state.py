@@ -38,6 +38,11 @@ class FSDPState:
         tree.add(unit)
 
     @property
+    def effective_options(self) -> ShardingOptions:
+        """The options that count for the unit; fields of the tree are the outermost unit's."""
+        return self.options.in_tree_of(self.tree.options)
+
+    @property
     def acting(self) -> FSDPState:
         """The state whose unit has the parameters: `self`, or the reader's state after a takeover."""
         return self if self.reader is None else self.reader.acting
