@@ -50,6 +50,16 @@ def test_a_sharded_parameter_is_the_dtensor_of_torchs_chunks(api: Api, num_ranks
     on_ranks(scenario, num_ranks)
 
 
+def test_ranks_with_different_weights_keep_the_rows_of_their_own(api: Api) -> None:
+    def scenario() -> None:
+        model = nn.Linear(3, 4, device=Where.device)
+        nn.init.constant_(model.weight, dist.get_rank())
+        api.fully_shard(model)
+        assert whole(model.weight)[:, 0].tolist() == [0, 0, 1, 1]
+
+    on_ranks(scenario, 2)
+
+
 def test_a_unit_is_of_a_class_of_its_own_and_still_of_the_old_one(api: Api) -> None:
     def scenario() -> None:
         model = nn.Sequential(Block(), Block(), Block())

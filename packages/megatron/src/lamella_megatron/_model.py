@@ -16,7 +16,7 @@ from lamella_engine import DDP, FSDPModule, fully_shard
 from lamella_mamba import bind_live_parameters
 from lamella_megatron._auxiliary import book_predictions
 from lamella_megatron._fused_layers import connect_fused_layers
-from lamella_megatron._placement import GroupsByName, Meshes, Placement
+from lamella_megatron._placement import GroupsByName, Meshes, Placement, broadcast_weights
 from lamella_megatron._units import layers_of, with_groups
 from lamella_megatron._units import unit_classes as _layer_classes
 
@@ -41,8 +41,9 @@ def fully_shard_model(
     Tensor-parallel parameters keep this rank's part, sharded over the data- and context-parallel ranks with the
     same part; experts are sharded over the ranks with the same experts; all gradients are divided by the number of
     data- and context-parallel ranks. With several instances of the distributed optimizer parameters are sharded over
-    the ranks of an instance and replicated over the instances (HSDP). The context-parallel helper of Mamba mixers looks
-    parameters up in its mixer from now on. Layers that fuse or delay weight gradients do (`connect_fused_layers`).
+    the ranks of an instance and replicated over the instances (HSDP). Values are those of the first rank that holds the
+    parameter, whatever the seeds of its peers. The context-parallel helper of Mamba mixers looks parameters up in its
+    mixer from now on. Layers that fuse or delay weight gradients do (`connect_fused_layers`).
 
     Args:
         model: A GPTModel, MambaModel or HybridModel, changed in place.
@@ -70,7 +71,8 @@ def fully_shard_model(
             does not fit; or the errors of `fully_shard`.
         TypeError: `mesh` or `shard_placement_fn` was given: both follow from the groups.
 
-    Effects: as `lamella_engine.fully_shard`, once a unit; not a collective.
+    Effects: as `lamella_engine.fully_shard`, once a unit; a broadcast of each parameter with values over its ranks, in
+        the parameter's dtype.
     """
     _refuse_arguments(fully_shard_kwargs, "mesh", "shard_placement_fn")
     layers = layers_of(model, unit_classes)
@@ -121,8 +123,8 @@ def build_sharded_model(
         TypeError: `mesh` or `shard_placement_fn` was given: both follow from the groups. Or `groups_by_name` or
             `layer_groups`, which need the whole model.
 
-    Effects: as `lamella_engine.fully_shard`, once a unit; not a collective. The constructors of megatron-core's layers
-        are exchanged while `build` runs, for all threads.
+    Effects: as `fully_shard_model`. The constructors of megatron-core's layers are exchanged while `build` runs, for
+        all threads.
     """
     _refuse_arguments(fully_shard_kwargs, *_WAYS_OUT)
     sharding = _Sharding(groups, fully_shard_kwargs)
@@ -185,6 +187,7 @@ class _Sharding:
         modules = module if isinstance(module, list) else [module]
         for each in modules:
             bind_live_parameters(each)
+            broadcast_weights(each, placement, self.kwargs.get("ignored_params") or ())
         fully_shard(module, mesh=self.meshes.dense, shard_placement_fn=placement, **self.kwargs)
         unit = modules[0]
         assert isinstance(unit, FSDPModule)

@@ -15,7 +15,7 @@ is the size of `dp_cp`. An average over `expt_dp` would be too large by the numb
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -152,6 +152,7 @@ class Placement:
         groups_by_name: GroupsByName | None = None,
     ) -> None:
         meshes.check(model)
+        self._dense = meshes.dense
         self._infos: dict[int, _MeshInfo] = {}
         parameters = dict(model.named_parameters())
         if meshes.experts is not None and meshes.experts is not meshes.dense:
@@ -179,6 +180,40 @@ class Placement:
         """The mesh of one parameter; None is the unit's own."""
         info = self._infos.get(id(parameter))
         return None if info is None else _OnMesh(Shard(0), info)
+
+    def mesh_of(self, parameter: nn.Parameter) -> DeviceMesh:
+        """The mesh of the ranks that hold the same parameter."""
+        info = self._infos.get(id(parameter))
+        return self._dense if info is None else info.mesh
+
+
+def broadcast_weights(module: nn.Module, placement: Placement, ignored: Collection[nn.Parameter]) -> None:
+    """Give the parameters that `fully_shard` is about to cut the values of the first rank of their mesh.
+
+    Ranks that initialise with seeds of their own (Megatron-LM's `--data-parallel-random-init`) would each keep their
+    own rows, and the model would be of no seed. Sharded parameters stay, and tensors that `fully_shard` refuses.
+
+    Args:
+        module: The unit to be.
+        placement: Of the parameters below `module`.
+        ignored: Parameters that stay as they are on each rank.
+
+    Effects: a broadcast of each parameter over each axis of its mesh, in the parameter's dtype; parameters on another
+        device than the mesh's travel by a copy.
+    """
+    ignored_ids = {id(parameter) for parameter in ignored}
+    for parameter in module.parameters():
+        weight = parameter.detach()
+        is_plain = type(weight) is torch.Tensor and weight.is_contiguous()
+        if id(parameter) in ignored_ids or is_sharded(parameter) or not is_plain or weight.is_meta:
+            continue
+        mesh = placement.mesh_of(parameter)
+        on_mesh = weight if weight.device.type == mesh.device_type else weight.to(mesh.device_type)
+        for axis in range(mesh.ndim):
+            if mesh.size(axis) > 1:
+                dist.broadcast(on_mesh, group=mesh.get_group(axis), group_src=0)
+        if on_mesh is not weight:
+            weight.copy_(on_mesh)
 
 
 def expert_parameters(model: nn.Module) -> Iterator[str]:

@@ -71,7 +71,7 @@ class ShardedModel(_BaseDataParallel):  # type: ignore[misc]  # megatron-core ha
             on the meta device, or units of another stage; or as `fully_shard_model`.
         TypeError: As `fully_shard_model`.
 
-    Effects: as `fully_shard_model`; not a collective.
+    Effects: as `fully_shard_model`; none for a model of `build_sharded_model`.
 
     Source: `_BaseDataParallel` and `DistributedDataParallel` of megatron-core 0.19.2.
     """
@@ -270,7 +270,7 @@ class ShardedModel(_BaseDataParallel):  # type: ignore[misc]  # megatron-core ha
                 vars(parameter).pop("decoupled_grad", None)
 
     def broadcast_params(self) -> None:
-        """Give every replica the weights of its first rank; shards, of which each rank has its own, stay.
+        """Give every replica the weights of its first rank; shards stay, cut from the first rank's weights.
 
         Effects: a broadcast a parameter and replicated mesh axis.
         """

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lamella_engine import FSDPModule
 from lamella_megatron import build_sharded_model, fully_shard_model, mark
 from lamella_testing import run_ranks
-from lamella_testing.megatron import token_losses
+from lamella_testing.megatron import seed_random_states, tiny_config, tiny_gpt, token_losses
 from lamella_testing.megatron_parity import (
     BATCH,
     Layout,
@@ -55,6 +56,22 @@ def test_weights_are_those_of_the_model_built_whole(kind: str, layout: Layout) -
     first, second = run_ranks(on_each_rank, layout.num_ranks)[:2]
     differ = {name for name in first if not torch.equal(first[name], second[name])}
     assert bool(differ) == (layout.tp > 1 or layout.ep > 1), "the states of model-parallel ranks, and no others, differ"
+
+
+def test_a_model_built_from_a_seed_a_rank_is_the_first_ranks() -> None:
+    def on_each_rank() -> None:
+        def build(seed: int) -> nn.Module:
+            seed_random_states(seed)
+            return tiny_gpt(tiny_config())
+
+        Layout(num_ranks=2).initialize()
+        first = {name: parameter.detach() for name, parameter in build(7).named_parameters()}
+        model = build_sharded_model(lambda: build(7 + dist.get_rank()))
+        for name, parameter in model.named_parameters():
+            assert isinstance(parameter, DTensor)
+            assert torch.equal(parameter.full_tensor(), first[name]), name
+
+    run_ranks(on_each_rank, 2)
 
 
 def test_no_rank_holds_two_whole_layers() -> None:

@@ -73,6 +73,41 @@ def test_parameters_lie_on_the_ranks_that_hold_them() -> None:
         assert found == {"dense": (dense, lies), "experts": (experts, lies)}, layout
 
 
+def test_every_parameter_has_the_values_of_the_first_rank_that_holds_it() -> None:
+    """Ranks that initialise with seeds of their own would each keep their own rows."""
+    layouts = [Layout(cp=2, ep=2), Layout(tp=2, expert_tp=1), Layout(ep=2, instances=2)]
+
+    def build(layout: Layout) -> nn.Module:
+        model = make_model("ME", layout)
+        for parameter in model.parameters():
+            nn.init.constant_(parameter, dist.get_rank())
+        return model
+
+    def on_each_rank() -> None:
+        from megatron.core import parallel_state
+
+        for layout in layouts:
+            model = fully_shard_model(build(layout))
+            for name, parameter in model.named_parameters():
+                assert isinstance(parameter, DTensor)
+                first = parameter.device_mesh.mesh.flatten()[0]
+                assert (parameter.to_local() == first).all(), (layout, name, parameter)
+            parallel_state.destroy_model_parallel()
+
+    run_ranks(on_each_rank, 4)
+
+
+def test_ignored_parameters_keep_each_ranks_values() -> None:
+    def on_each_rank() -> None:
+        model: Any = make_model("gpt", Layout(num_ranks=2))
+        bias = model.decoder.layers[0].mlp.linear_fc1.bias
+        nn.init.constant_(bias, dist.get_rank())
+        fully_shard_model(model, ignored_params={bias})
+        assert (bias == dist.get_rank()).all()
+
+    run_ranks(on_each_rank, 2)
+
+
 def test_a_collection_of_groups_places_as_parallel_state() -> None:
     def on_each_rank() -> Any:
         from megatron.core import parallel_state

@@ -276,12 +276,28 @@ def test_whole_weights_and_shards_are_loaded(strategy: str) -> None:
     run_ranks(on_each_rank, 2)
 
 
-def test_replicas_take_the_weights_of_their_first_rank() -> None:
-    def on_each_rank() -> torch.Tensor:
-        model = _wrapped(ddp={"data_parallel_sharding_strategy": "no_shard"}, seed=dist.get_rank())
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads_params"])
+def test_a_model_of_a_seed_a_rank_is_the_first_ranks(strategy: str) -> None:
+    """As with `--data-parallel-random-init` of Megatron-LM, which calls `broadcast_params` after the wrapper."""
+
+    def on_each_rank() -> None:
+        ddp = {"data_parallel_sharding_strategy": strategy}
+        model, expected = (_wrapped(half=True, ddp=ddp, seed=seed) for seed in (7 + dist.get_rank(), 7))
         model.broadcast_params()
-        whole: torch.Tensor = model.module.output_layer.weight.to_local()
-        return whole.detach().clone()
+        for parameter, first in zip(model.parameters(), expected.parameters(), strict=True):
+            assert torch.equal(_whole(parameter), _whole(first))
+        assert torch.equal(_backward(model), _backward(expected))
+
+    run_ranks(on_each_rank, 2)
+
+
+def test_replicas_that_went_apart_take_the_weights_of_their_first_rank() -> None:
+    def on_each_rank() -> torch.Tensor:
+        model = _wrapped(ddp={"data_parallel_sharding_strategy": "no_shard"})
+        weight: torch.Tensor = model.module.output_layer.weight.to_local().detach()
+        weight.fill_(dist.get_rank())
+        model.broadcast_params()
+        return weight.clone()
 
     first, second = run_ranks(on_each_rank, 2)
     assert torch.equal(first, second)

@@ -117,8 +117,9 @@ def fully_shard(
 
     Effects: creates a process group if there is none and `mesh` is None, which is a collective on all ranks. On GPUs
         the first call on a mesh axis without an allocator is a collective on the axis, after which the host waits for
-        the device (`lamella_buffers.copy_engines_of`). Else not a collective: every rank must hold the same values.
-        Moves the unit's parameters and buffers to the mesh's device; with `CPUOffloadPolicy` parameters to the CPU.
+        the device (`lamella_buffers.copy_engines_of`). Else not a collective: every rank must hold the same values, as
+        each keeps the rows of its own copy, and nothing is broadcast. Moves the unit's parameters and buffers to the
+        mesh's device; with `CPUOffloadPolicy` parameters to the CPU.
 
     Source: the signature and its meaning are torch.distributed.fsdp.fully_shard's.
     """
