@@ -105,7 +105,8 @@ def _trainer(variant: str, arguments: Sequence[str], options: argparse.Namespace
     peer = ["-m", "lamella_integration.recipe_peer", str(root), "--num-skipped", str(options.num_skipped)]
     output = _output([*torchrun, *peer, *arguments], options.timeout)
     [record] = [json.loads(line) for line in output.splitlines() if line.startswith('{"tokens_per_s"')]
-    return RecipeRow(variant=variant, **record)
+    first, skipped, *measured = record.pop("losses")  # means of `num_skipped` steps each, from the second on
+    return RecipeRow(variant=variant, losses=[first, skipped, fmean(measured)], **record)
 
 
 def _output(command: Sequence[str], timeout: float) -> str:
