@@ -420,8 +420,8 @@ def test_a_stopped_process_fails_the_save_on_every_rank_at_the_time_limit(tmp_pa
             handle = saver.save(tmp_path / "a", model=filled(1.0))
             with pytest.raises(CheckpointFailed, match="rank 1: nothing was written within 1 s") as info:
                 handle.wait()
-            assert saver._process._popen.poll() == -signal.SIGKILL or dist.get_rank() == 0
-            assert not saver._process.is_usable or dist.get_rank() == 0
+            if dist.get_rank() == 1:
+                assert saver._process._popen.poll() == -signal.SIGKILL and not saver._process.is_usable
         return sorted(info.value.failures)
 
     failures = run_ranks(save_stopped, 2)

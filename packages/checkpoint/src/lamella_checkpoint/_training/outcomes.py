@@ -43,7 +43,6 @@ class Outcomes:
         self._rank, self._num_ranks = rank(), num_ranks()  # The group may end before the last save does.
         store: Store = dist.distributed_c10d._get_default_store() if self._num_ranks > 1 else HashStore()
         self._store = PrefixStore(f"lamella_checkpoint/{token}", store)
-        self._readable: list[str] = []
 
     def agree(self, save: str, proposal: Failures) -> Failures:
         """Return the outcome of a save: the proposal, unless a rank proposed another before.
@@ -71,21 +70,18 @@ class Outcomes:
         Raises:
             RuntimeError: The store is gone.
 
-        Effects: rank 0 sleeps for up to ten seconds, and removes values that all ranks have read.
+        Effects: rank 0 sleeps for up to ten seconds, and removes an outcome that all ranks have read.
         """
         if self._rank != 0:
             self._store.add(_readers(save), 1)
             return
-        self._readable.append(save)
         deadline = time.monotonic() + _LONGEST_READ_S
         while self._store.add(_readers(save), 0) < self._num_ranks - 1:
             if time.monotonic() > deadline:
                 return
             time.sleep(_PAUSE_S)
-        # A rank that has read this outcome has read all earlier ones: its saves run one at a time.
-        for key in (key for past in self._readable for key in (past, _readers(past))):
+        for key in (save, _readers(save)):
             self._store.delete_key(key)
-        self._readable.clear()
 
 
 def _readers(save: str) -> str:
