@@ -5,6 +5,7 @@ For packages that open or write checkpoints, as lamella-convert does. Names may 
 
 from lamella_checkpoint._base.boxes import are_sizes as are_sizes
 from lamella_checkpoint._base.boxes import box_of as box_of
+from lamella_checkpoint._base.boxes import first_overlap as first_overlap
 from lamella_checkpoint._base.boxes import whole_box as whole_box
 from lamella_checkpoint._base.correspondence import Side as Side
 from lamella_checkpoint._base.correspondence import carried as carried

@@ -22,7 +22,8 @@ from lamella_convert._formats.megatron_files import (
     iteration_directory,
     megatron_checkpoint,
 )
-from lamella_convert._formats.safetensors import WEIGHTS_FILE, SafetensorsSource, has_weights
+from lamella_convert._formats.safetensors import SafetensorsSource
+from lamella_convert._formats.safetensors_files import INDEX_FILE, WEIGHTS_FILE, has_weights, parts_without_index
 from lamella_convert._formats.torch_file import TorchFile
 from lamella_convert._translation.megatron import is_fsdp_dtensor
 
@@ -250,5 +251,7 @@ def _is_torch_file(file: Path) -> bool:
 def _unknown(path: Path) -> str:
     if not path.is_dir():
         return "a file that is neither torch.save's nor safetensors"
+    if parts := parts_without_index(path):
+        return f"{len(parts)} parts of a model, {parts[0]!r} the first, and no {INDEX_FILE}"
     held = sorted(each.name for each in path.iterdir())[:8]
     return f"{held} and no {METADATA_FILE}, {WEIGHTS_FILE} or iteration" if held else "an empty directory"

@@ -15,19 +15,22 @@ from lamella_checkpoint.files import Inert
 
 _OF_RANKS: Final = ("DTensorSpec", "ShardedTensor")
 _PARTIAL: Final = ("Partial", "_Partial")
+_WAY_OUT: Final = (
+    "Load each rank's file with torch.load, on as many ranks, and save by lamella_checkpoint.save; or save "
+    "full_tensor() of each DTensor."
+)
 
 
 class RankPart(FormatUnknown):
     """A file with one rank's parts of tensors, which no reader can take for the tensors."""
 
-    def __init__(self, file: str, names: list[str]) -> None:
+    def __init__(self, file: str, names: list[str], way_out: str = _WAY_OUT) -> None:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         super().__init__(
             file,
             f"one rank's part of {names[0]!r}{more}",
             expected="whole tensors",
-            way_out="Load each rank's file with torch.load, on as many ranks, and save by lamella_checkpoint.save; or "
-            "save full_tensor() of each DTensor.",
+            way_out=way_out,
         )
 
 

@@ -13,7 +13,8 @@ from lamella_convert._formats.float8 import (
 )
 from lamella_convert._formats.hf_files import read_published
 from lamella_convert._formats.open import Format, OpenCheckpoint
-from lamella_convert._formats.safetensors import SafetensorsSource, has_weights
+from lamella_convert._formats.safetensors import SafetensorsSource
+from lamella_convert._formats.safetensors_files import has_weights
 from lamella_convert._formats.torch_file import TorchFile
 from lamella_convert._formats.untrained import ORIGINALS_FILE, UNTRAINED_FILE, Completed, kept_in
 

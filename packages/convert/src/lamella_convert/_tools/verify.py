@@ -77,6 +77,8 @@ def _names_of_records(findings: Findings, trust: bool) -> tuple[Mapping[str, Seq
 def _check_safetensors(findings: Findings, *, trust: bool) -> None:
     """Compare headers with file sizes and the index, by opening; the format has no checksums."""
     source = SafetensorsSource(findings.path)
+    findings.notes += source.notes
+    findings.unneeded += source.unneeded
     findings.total = sum(prod(info.shape) * info.dtype.itemsize for info in source.tensors.values())
     findings.num_unverified_bytes = findings.total
     findings.count(findings.total)
