@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from lamella.overlap import Kernel, Kind, breakdown, kernels_of, operators_of, streams_of
+from lamella_trace import Kernel, Kind, breakdown, kernels_of, operators_of, streams_of
 
 # As torch 2.11 and NCCL 2.28 spell them, shortened.
 NAMES = {

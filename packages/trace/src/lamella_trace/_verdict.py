@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from lamella.overlap._report import OverlapReport, Role, StepReport
+from lamella_trace._report import OverlapReport, Role, StepReport
 
 _NOTHING = 0.02  # share of a step below which a loss is not worth a change of settings
 _MOST = 0.5

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from lamella.overlap._host import NO_UNIT, STEP, HostRange
-from lamella.overlap._intervals import Interval, gaps, intersect, union
-from lamella.overlap._trace import Kernel, Kind
+from lamella_trace._host import NO_UNIT, STEP, HostRange
+from lamella_trace._intervals import Interval, gaps, intersect, union
+from lamella_trace._trace import Kernel, Kind
 
 _COPIES = (Kind.COPY, Kind.TRANSFER)
 

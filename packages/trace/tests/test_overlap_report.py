@@ -3,20 +3,14 @@
 import gzip
 import json
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from torch import nn
-from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from torch.profiler import ProfilerActivity, profile, schedule
 from traces import (
     ADAM,
     ALL_GATHER,
@@ -31,7 +25,7 @@ from traces import (
     two_units_in_two_steps,
 )
 
-from lamella.overlap import (
+from lamella_trace import (
     OverlapReport,
     Role,
     StepReport,
@@ -45,11 +39,8 @@ from lamella.overlap import (
     read_trace,
     verdict,
 )
-from lamella.overlap._html import NUM_COLUMNS
-from lamella.overlap._intervals import gaps, intersect, length, union
-from lamella_engine import fully_shard
-from lamella_schedule import Chunk, LayerSlots, Splits, exchange, run
-from lamella_testing import run_ranks
+from lamella_trace._html import NUM_COLUMNS
+from lamella_trace._intervals import gaps, intersect, length, union
 
 
 def _unit(step: StepReport, name: str) -> UnitReport:
@@ -498,54 +489,6 @@ TIMELESS = [event | {"dur": 0} for event in _trace(("kernel", MATMUL), UNITS)["t
 def test_a_trace_that_cannot_be_accounted_for_is_refused(trace: dict[str, Any], problem: str) -> None:
     with pytest.raises(TraceError, match=problem):
         overlap_report(trace, "some.json")
-
-
-@pytest.mark.parametrize("shard", [fully_shard, torch_fully_shard], ids=["lamella", "fsdp2"])
-def test_recorded_steps_of_lamella_and_of_fsdp2_are_read_alike(shard: Callable[..., object], tmp_path: Path) -> None:
-    def record() -> None:
-        model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
-        for layer in model:
-            shard(layer)
-        shard(model)
-        when = schedule(wait=1, warmup=1, active=2, repeat=1)
-        with profile(activities=[ProfilerActivity.CPU], schedule=when, acc_events=True) as profiler:
-            for _ in range(4):
-                model(torch.ones(2, 8)).sum().backward()
-                profiler.step()
-        profiler.export_chrome_trace(str(tmp_path / f"trace-{dist.get_rank()}.json.gz"))
-
-    run_ranks(record, 2)
-    report = overlap_report(read_trace(tmp_path / "trace-1.json.gz"))
-    assert (report.rank, report.num_ranks, report.on_gpu, len(report.steps)) == (1, 2, False, 2)
-    for name in ("0", "1", "2"):
-        traffic = _unit(report.total, name).traffic
-        assert [traffic[role].num for role in (Role.FORWARD_GATHER, Role.REDUCE)] == [2, 2]
-        assert traffic[Role.BACKWARD_GATHER].num == 2 or name == "2"
-    for step in report.steps:
-        assert step.compute + step.exposed + step.idle == pytest.approx(step.span)
-
-
-def test_a_recorded_schedule_has_each_layers_exchanges(tmp_path: Path) -> None:
-    def record() -> None:
-        def exchanged(values: torch.Tensor) -> torch.Tensor:
-            return exchange(values, Splits((2, 2), (2, 2), None))
-
-        def chunk() -> Chunk:
-            x = torch.ones(4, 8, requires_grad=True)
-            layer = LayerSlots(pre=linear, dispatch=exchanged, experts=linear, combine=exchanged)
-            return Chunk(lambda: x * 1, [layer, layer], lambda y: y.sum())
-
-        linear = nn.Linear(8, 8)
-        with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
-            run([chunk(), chunk(), chunk()])
-        profiler.export_chrome_trace(str(tmp_path / f"trace-{dist.get_rank()}.json.gz"))
-
-    run_ranks(record, 2)
-    report = overlap_report(read_trace(tmp_path / "trace-1.json.gz"))
-    found = {(each.layer, each.node): each.traffic.num for each in report.total.nodes}
-    nodes = [f"{slot} {kind}" for slot in ("dispatch", "combine") for kind in ("forward", "backward")]
-    assert found == {(f"layer {i}", node): 3 for i in range(2) for node in nodes}
-    assert "exposed" not in as_text(report).split("No GPU")[0]
 
 
 def test_without_a_gpu_nothing_is_said_of_exposure() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from lamella.overlap._trace import Kernel, Trace, args_of, events_of
+from lamella_trace._trace import Kernel, Trace, args_of, events_of
 
 OUTERMOST = "(outermost)"
 OPTIMIZER = "(optimizer)"

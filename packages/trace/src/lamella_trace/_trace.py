@@ -14,7 +14,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from lamella.overlap._intervals import Interval, length, union
+from lamella_trace._intervals import Interval, length, union
 
 Trace = dict[str, Any]
 

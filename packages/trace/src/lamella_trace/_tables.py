@@ -5,8 +5,8 @@ import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
-from lamella.overlap._report import OverlapReport, StepReport, Traffic, UnitReport
-from lamella.overlap._verdict import losses, verdict
+from lamella_trace._report import OverlapReport, StepReport, Traffic, UnitReport
+from lamella_trace._verdict import losses, verdict
 
 Row = Sequence[str]
 

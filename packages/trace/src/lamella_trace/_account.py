@@ -7,9 +7,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from lamella.overlap._host import GATHER, OPTIMIZER, REDUCE, Host, HostRange
-from lamella.overlap._intervals import Interval, gaps, intersect, length, union
-from lamella.overlap._report import (
+from lamella_trace._host import GATHER, OPTIMIZER, REDUCE, Host, HostRange
+from lamella_trace._intervals import Interval, gaps, intersect, length, union
+from lamella_trace._report import (
     HostGap,
     NodeReport,
     OverlapReport,
@@ -21,7 +21,7 @@ from lamella.overlap._report import (
     UnitReport,
     without_compute,
 )
-from lamella.overlap._trace import (
+from lamella_trace._trace import (
     Kernel,
     Kind,
     Trace,

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from lamella.overlap._intervals import Interval, intersect
-from lamella.overlap._report import OverlapReport, Timeline
-from lamella.overlap._tables import NODE_CAPTION, Row, headline, node_table, step_table, unit_caption, unit_table
-from lamella.overlap._verdict import verdict
+from lamella_trace._intervals import Interval, intersect
+from lamella_trace._report import OverlapReport, Timeline
+from lamella_trace._tables import NODE_CAPTION, Row, headline, node_table, step_table, unit_caption, unit_table
+from lamella_trace._verdict import verdict
 
 NUM_COLUMNS = 8000  # Columns per step. Bars narrower than a column share a column.
 _MOST_COLUMNS = 32000
