@@ -14,7 +14,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPo
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.profiler import record_function
 
-from lamella.overlap import Kernel, Kind, streams_of
 from lamella_buffers import Allocator, CachingAllocator
 from lamella_engine import MixedPrecisionPolicy, ShardingOptions, fully_shard
 from lamella_integration import bench
@@ -27,6 +26,7 @@ from lamella_integration.report import Measurement
 from lamella_integration.tasks import TASKS, Recipe, Trace, shard, train, unsharded
 from lamella_integration.trace import check_zero_copy, parameter_copies
 from lamella_testing import run_ranks
+from lamella_trace import Kernel, Kind, streams_of
 
 ONE = pytest.param(1, marks=pytest.mark.gpu1)
 TWO = pytest.param(2, marks=pytest.mark.gpu2)

@@ -9,7 +9,6 @@ import torch
 import torch._dynamo  # As in test_nccl: once here instead of once a rank.
 from torch import nn
 
-from lamella.overlap import Kernel, Kind
 from lamella_buffers import _driver
 from lamella_engine import MixedPrecisionPolicy, fully_shard
 from lamella_integration.backends import Workload, lamella
@@ -17,6 +16,7 @@ from lamella_integration.profile import PROOF, profile_steps
 from lamella_integration.tasks import TASKS, shard, unsharded
 from lamella_optim import _overlap, capture_step, overlap_optimizer
 from lamella_testing import run_ranks
+from lamella_trace import Kernel, Kind
 
 ALL_RANKS = pytest.mark.parametrize(
     "num_ranks", [pytest.param(num, marks=getattr(pytest.mark, f"gpu{num}")) for num in (1, 2, 4)]

@@ -14,7 +14,6 @@ from four_gpus import WAYS, mesh
 from late_streams import LLAMA, LONGEST_SLEEP, delay_streams
 from torch import nn
 
-from lamella.overlap import Kernel, Kind
 from lamella_engine import MixedPrecisionPolicy, fully_shard
 from lamella_engine._modules.attached import state_of
 from lamella_integration.backends import BACKENDS, Workload
@@ -23,6 +22,7 @@ from lamella_integration.repeatable import use_repeatable_kernels
 from lamella_integration.tasks import Recipe, Trace, shard, train
 from lamella_optim import overlap_optimizer
 from lamella_testing import run_ranks
+from lamella_trace import Kernel, Kind
 
 HERE = [way for way in WAYS if way not in ("HSDP, ZERO2", "HSDP, ZERO3")]
 NUM_STRESSED_STEPS = 200

@@ -11,7 +11,6 @@ from four_gpus import Options, mesh
 from late_streams import LLAMA, delay_streams
 from torch import nn
 
-from lamella.overlap import Kind, streams_of
 from lamella_buffers import NcclTransport, ShardedBuffer, reduce_scatter
 from lamella_buffers.testing import check_transport
 from lamella_engine import HFSDP, HSDP, ZERO1, ZERO2, ZERO3, MixedPrecisionPolicy, Rows, ShardingOptions, fully_shard
@@ -26,6 +25,7 @@ from lamella_integration.tasks import TASKS, Recipe, Trace, shard, train
 from lamella_integration.trace import check_zero_copy
 from lamella_layout import EvenLayout
 from lamella_testing import run_ranks
+from lamella_trace import Kind, streams_of
 
 MANY_RANKS = pytest.mark.parametrize(
     "num_ranks", [pytest.param(2, marks=pytest.mark.gpu2), pytest.param(4, marks=pytest.mark.gpu4)]

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from lamella.overlap import Kernel
 from lamella_integration.trace import ParameterSizes, check_zero_copy, copied_numel, parameter_copies
+from lamella_trace import Kernel
 
 MATRIX, SHARD, TOKENS = 4096, 1024, 61
 SIZES = ParameterSizes(

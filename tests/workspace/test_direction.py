@@ -13,6 +13,7 @@ CONTRACTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["import
 PLANTED = [
     ("lamella_layout", "lamella_buffers", "Every arrow points down"),
     ("lamella_schedule", "lamella_layout", "Every arrow points down"),
+    ("lamella_trace", "lamella_schedule", "Every arrow points down"),
     ("lamella_precision", "lamella_buffers", "Every arrow points down"),
     ("lamella_engine", "lamella_optim", "Every arrow points down"),
     ("lamella_qwen", "lamella_mamba", "Every arrow points down"),
@@ -25,6 +26,7 @@ PLANTED = [
     ("lamella_qwen", "causal_conv1d", "Only the Mamba adapter imports state-space kernels"),
     ("lamella_engine", "megatron", "Only the Megatron adapter imports megatron-core"),
     ("lamella_checkpoint", "transformers", "The layers know no model library"),
+    ("lamella_trace", "torch", "Profiles are read by the standard library alone"),
     ("lamella_optim._plain", "lamella_optim._overlap", "Optimizers read from the bottom up"),
     (
         "lamella_engine._unit.weights",

@@ -35,11 +35,11 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity
 from torch.profiler import profile as torch_profile
 
-from lamella.overlap import overlap_report, read_trace
 from lamella_integration.bench import BackendFailed, on_every_rank
 from lamella_integration.launch import leave, process_group
 from lamella_integration.overlap_steps import MODES, STAGES, Size, Step, largest_distance
 from lamella_integration.profile import load_profiler
+from lamella_trace import overlap_report, read_trace
 
 _WARMUP_STEPS = 3
 _TIMEOUT_MINUTES = 2  # of megatron-core's groups, half an hour by default

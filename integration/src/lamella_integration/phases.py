@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import torch
 
-from lamella.overlap import Kind, breakdown
 from lamella_integration.backends import Backend, Training, Workload
 from lamella_integration.profile import NUM_STEPS, profile_steps
 from lamella_integration.report import Phases
+from lamella_trace import Kind, breakdown
 
 THIN_HEAD_DIM = 16
 THIN_NUM_TOKENS = 64

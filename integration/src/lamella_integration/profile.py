@@ -17,12 +17,12 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, record_function
 from torch.profiler import profile as torch_profile
 
-from lamella.overlap import Breakdown, Kernel, Kind, breakdown, kernels_of, operators_of, read_trace
 from lamella_integration.backends import REDUCE_DTYPES, Training, Workload
 from lamella_integration.launch import leave, process_group
 from lamella_integration.llama import SIZES, Llama, LlamaConfig
 from lamella_integration.trace import ParameterSizes, check_zero_copy
 from lamella_integration.variants import backend_of
+from lamella_trace import Breakdown, Kernel, Kind, breakdown, kernels_of, operators_of, read_trace
 
 PROOF = LlamaConfig(dim=1536, num_layers=4, num_heads=12, num_kv_heads=4, ffn_dim=4096, vocab_size=5120)
 PROOF_SMALL = LlamaConfig(dim=96, num_layers=3, num_heads=6, num_kv_heads=2, ffn_dim=256, vocab_size=320)

@@ -1,12 +1,12 @@
 """Copies in a profile: whole parameters, or only casts of shards and activations.
 
-Pure functions on lists of kernels. `profile` runs the profiler, and `lamella.overlap` reads the trace.
+Pure functions on lists of kernels. `profile` runs the profiler, and `lamella_trace` reads the trace.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from lamella.overlap import Kernel, Kind
+from lamella_trace import Kernel, Kind
 
 
 @dataclass(frozen=True, kw_only=True)

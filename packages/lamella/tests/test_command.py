@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from traces import two_units_in_two_steps
 
 from lamella import Config
 from lamella.cli import main
@@ -234,7 +233,10 @@ def test_a_report_on_nothing_is_refused(argv: list[str], expected: str, capsys: 
 def test_a_report_that_cannot_be_written_is_refused_by_its_path(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "trace.json").write_text(json.dumps(two_units_in_two_steps()))
+    event = {"ph": "X", "ts": 1, "dur": 2, "pid": 1, "tid": 1, "args": {}}
+    unit, operator = ("user_annotation", "FSDP::all_gather (a)"), ("cpu_op", "aten::mm")
+    events = [event | {"cat": category, "name": name} for category, name in (unit, operator)]
+    (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": events}))
     assert main(["overlap-report", str(tmp_path / "trace.json"), "--html", str(tmp_path / "absent" / "page.html")]) == 2
     assert "page.html', got No such file or directory." in capsys.readouterr().err
 

@@ -8,7 +8,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from lamella._directory import RunDirectory
 from lamella._place import Rank
-from lamella.overlap import TraceError, as_html, as_json, as_text, overlap_report, read_trace, verdict
+from lamella_trace import TraceError, as_html, as_json, as_text, overlap_report, read_trace, verdict
 
 NUM_WARMUP_STEPS = 3  # The first steps allocate and learn the order of units; the profiler warms up in the last.
 

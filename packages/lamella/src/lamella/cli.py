@@ -16,7 +16,7 @@ from lamella._endings import EXIT_CODES, EXIT_CODES_IN_WORDS, FAILED, Stopped
 from lamella._launch import WorkerError, WorkerTimeoutError
 from lamella._options import ConfigError, Field, describe, fields_of, inner, nearest, shown
 from lamella._output import printable, show, write
-from lamella.overlap import TraceError, as_html, as_json, as_text, overlap_report, read_trace
+from lamella_trace import TraceError, as_html, as_json, as_text, overlap_report, read_trace
 
 DEFAULT_MODEL = "llama-small"
 COMMANDS: Final = ("train", "ckpt", "overlap-report")

@@ -11,7 +11,6 @@ import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.utils.weak import WeakIdKeyDictionary
 
 from lamella_buffers import plain_values, standalone
 from lamella_engine._parameters.sharding import Sharding, local_of

@@ -14,7 +14,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from lamella.overlap._intervals import Interval, length, union
+from lamella_trace._intervals import Interval, length, union
 
 Trace = dict[str, Any]
 
@@ -177,8 +177,8 @@ def operators_of(trace: Trace) -> list[Kernel]:
     leaves: list[dict[str, Any]] = []
     opaque_until = -math.inf
     labels = (event for event in events_of(trace, "user_annotation") if event["name"].startswith("gloo::"))
-    ours = (event for event in (*events_of(trace, "cpu_op"), *labels) if event["tid"] == event["pid"])
-    for event in sorted(ours, key=lambda event: (event["ts"], -event["dur"])):
+    main_thread_events = (event for event in (*events_of(trace, "cpu_op"), *labels) if event["tid"] == event["pid"])
+    for event in sorted(main_thread_events, key=lambda event: (event["ts"], -event["dur"])):
         if event["ts"] < opaque_until:
             continue
         if leaves and event["ts"] < leaves[-1]["ts"] + leaves[-1]["dur"]:
@@ -253,8 +253,10 @@ def _sent_nbytes(name: str, args: Mapping[str, Any]) -> float | None:
     times = 2 if "allreduce" in name.lower() else 1 if kind.is_collective and kind is not Kind.COLLECTIVE else 0
     if not num_ranks or not times or "Out msg nelems" not in args:
         return None
-    whole = max(args["Out msg nelems"], args.get("In msg nelems", 0)) * _ITEM_NBYTES.get(args.get("dtype", ""), 1)
-    return float(times * whole * (num_ranks - 1) / num_ranks)
+    tensor_nbytes = max(args["Out msg nelems"], args.get("In msg nelems", 0)) * _ITEM_NBYTES.get(
+        args.get("dtype", ""), 1
+    )
+    return float(times * tensor_nbytes * (num_ranks - 1) / num_ranks)
 
 
 def _numels(event: dict[str, Any]) -> tuple[int, ...]:

@@ -7,9 +7,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from lamella.overlap._host import GATHER, OPTIMIZER, REDUCE, Host, HostRange
-from lamella.overlap._intervals import Interval, gaps, intersect, length, union
-from lamella.overlap._report import (
+from lamella_trace._host import GATHER, OPTIMIZER, REDUCE, Host, HostRange
+from lamella_trace._intervals import Interval, gaps, intersect, length, union
+from lamella_trace._report import (
     HostGap,
     NodeReport,
     OverlapReport,
@@ -21,7 +21,7 @@ from lamella.overlap._report import (
     UnitReport,
     without_compute,
 )
-from lamella.overlap._trace import (
+from lamella_trace._trace import (
     Kernel,
     Kind,
     Trace,
@@ -49,14 +49,14 @@ def overlap_report(trace: Trace, source: str = "the trace") -> OverlapReport:
     on_gpu = bool(kernels)
     kernels = kernels or _stand_ins(trace, source)
     host = Host(trace)
-    if not host.has_nodes and not any(found.unit != OPTIMIZER for found in host.ranges):
+    if not host.has_nodes and not any(host_range.unit != OPTIMIZER for host_range in host.ranges):
         raise TraceError(
             f"Expected ranges of sharded units (FSDP::...) in {source!r}, got none. Record with ProfilerActivity.CPU "
             "steps of a model under fully_shard, without replays of a CUDA graph."
         )
     placed = _one_a_push(_place(kernel, host) for kernel in kernels)
-    placed.sort(key=lambda each: each.kernel.start_us)
-    kernels = [each.kernel for each in placed]
+    placed.sort(key=lambda launch: launch.kernel.start_us)
+    kernels = [launch.kernel for launch in placed]
     timeline = Timeline(
         placed=placed,
         windows=_windows(trace, kernels, source),
@@ -89,42 +89,44 @@ def _stand_ins(trace: Trace, source: str) -> list[Kernel]:
 
 
 def _place(kernel: Kernel, host: Host) -> Placed:
-    found = host.launching(kernel)
-    if found is not None and kernel.launched_us is None:  # The range's start is the earliest possible launch.
-        kernel = replace(kernel, thread=found.thread, launched_us=found.start_us)
-    node = host.node_about(kernel, found) if kernel.kind.is_collective else None
+    host_range = host.launching(kernel)
+    if host_range is not None and kernel.launched_us is None:  # The range's start is the earliest possible launch.
+        kernel = replace(kernel, thread=host_range.thread, launched_us=host_range.start_us)
+    node = host.node_about(kernel, host_range) if kernel.kind.is_collective else None
     if node is not None:
         return Placed(kernel=kernel, range=node, role=Role.EXCHANGE)
-    return Placed(kernel=kernel, range=found, role=_role(kernel, found, host))
+    return Placed(kernel=kernel, range=host_range, role=_role(kernel, host_range, host))
 
 
 def _one_a_push(placed: Iterable[Placed]) -> list[Placed]:
     """Join the copies into peers' memory of one gather: between copies the gather waits until peers are ready."""
-    kept: list[Placed] = []
+    launches: list[Placed] = []
     pushes: dict[int, list[Placed]] = defaultdict(list)
-    for each in placed:
-        is_push = each.kernel.name.startswith("Memcpy PtoP") and each.range is not None and each.range.phase == GATHER
-        (pushes[id(each.range)] if is_push else kept).append(each)
-    return kept + [_joined(copies) for copies in pushes.values()]
+    for launch in placed:
+        is_push = (
+            launch.kernel.name.startswith("Memcpy PtoP") and launch.range is not None and launch.range.phase == GATHER
+        )
+        (pushes[id(launch.range)] if is_push else launches).append(launch)
+    return launches + [_joined(copies) for copies in pushes.values()]
 
 
 def _joined(copies: Sequence[Placed]) -> Placed:
-    start = min(each.kernel.start_us for each in copies)
-    end = max(each.kernel.end_us for each in copies)
-    sent = sum(each.kernel.sent_nbytes or 0.0 for each in copies)
+    start = min(copy.kernel.start_us for copy in copies)
+    end = max(copy.kernel.end_us for copy in copies)
+    sent = sum(copy.kernel.sent_nbytes or 0.0 for copy in copies)
     kernel = replace(copies[0].kernel, start_us=start, duration_us=end - start, operator=None, sent_nbytes=sent)
     return replace(copies[0], kernel=kernel)
 
 
-def _role(kernel: Kernel, found: HostRange | None, host: Host) -> Role | None:
+def _role(kernel: Kernel, host_range: HostRange | None, host: Host) -> Role | None:
     """Return a collective's role, from the kernel's kind, or from the range's phase for kernels of generic names."""
     if not kernel.kind.is_collective:
         return None
-    if found is None or found.unit == OPTIMIZER:
+    if host_range is None or host_range.unit == OPTIMIZER:
         return Role.OTHER
-    if kernel.kind is Kind.ALL_GATHER or found.phase == GATHER:
-        return Role.BACKWARD_GATHER if host.in_backward(found.start_us) else Role.FORWARD_GATHER
-    return Role.REDUCE if kernel.kind is Kind.REDUCE_SCATTER or found.phase == REDUCE else Role.OTHER
+    if kernel.kind is Kind.ALL_GATHER or host_range.phase == GATHER:
+        return Role.BACKWARD_GATHER if host.in_backward(host_range.start_us) else Role.FORWARD_GATHER
+    return Role.REDUCE if kernel.kind is Kind.REDUCE_SCATTER or host_range.phase == REDUCE else Role.OTHER
 
 
 def _windows(trace: Trace, kernels: Sequence[Kernel], source: str) -> dict[str, Interval]:
@@ -154,45 +156,50 @@ def _host_gaps(kernels: Sequence[Kernel], host: Host) -> list[HostGap]:
     In other idle times the GPU needed the time to start a launched kernel.
     """
     busy = union(kernel.interval for kernel in kernels)
-    found: list[HostGap] = []
+    waits: list[HostGap] = []
     for start, end in gaps(busy, busy[0][0], busy[-1][1]):
         following = kernels[bisect_left(kernels, end, key=lambda kernel: kernel.start_us)]
         if following.launched_us is not None and following.launched_us > start:
-            found.append(HostGap(unit=host.unit_about(following), start_us=start, end_us=end))
-    return found
+            waits.append(HostGap(unit=host.unit_about(following), start_us=start, end_us=end))
+    return waits
 
 
 def _step(name: str, window: Interval, timeline: Timeline, on_gpu: bool) -> StepReport:
     placed = _clip(timeline.placed, window)
     waits = [gap for gap in timeline.host_gaps if window[0] <= gap.start_us < window[1]]
-    found = breakdown([each.kernel for each in placed], window)
+    times = breakdown([launch.kernel for launch in placed], window)
     uncovered = without_compute(placed, window) if on_gpu else None
     by_unit: dict[str, list[Placed]] = {}
     by_node: dict[tuple[str, str], list[Placed]] = {}
-    for each in placed:
-        if each.role is Role.EXCHANGE and each.range is not None:
-            by_node.setdefault((each.range.unit, each.range.phase), []).append(each)
+    for launch in placed:
+        if launch.role is Role.EXCHANGE and launch.range is not None:
+            by_node.setdefault((launch.range.unit, launch.range.phase), []).append(launch)
             continue
-        by_unit.setdefault(each.unit, []).append(each)
+        by_unit.setdefault(launch.unit, []).append(launch)
     for gap in waits:
         by_unit.setdefault(gap.unit, [])
-    units = [_unit(unit, mine, [gap for gap in waits if gap.unit == unit], uncovered) for unit, mine in by_unit.items()]
-    others = union(each.kernel.interval for each in placed if not each.kernel.kind.is_collective and not each.is_copy)
+    units = [
+        _unit(unit, launches, [gap for gap in waits if gap.unit == unit], uncovered)
+        for unit, launches in by_unit.items()
+    ]
+    compute = union(
+        launch.kernel.interval for launch in placed if not launch.kernel.kind.is_collective and not launch.is_copy
+    )
     return StepReport(
         name=name,
-        span=found.span,
-        compute=found.span - found.exposed - found.idle,
-        exposed=found.exposed,
-        idle=found.idle,
-        by_kind=found.by_kind,
-        collectives=found.collectives,
-        optimizer=_ms(each for each in placed if each.is_step),
-        lone_copies=_ms((each for each in placed if each.is_copy), gaps(others, *window)),
+        span=times.span,
+        compute=times.span - times.exposed - times.idle,
+        exposed=times.exposed,
+        idle=times.idle,
+        by_kind=times.by_kind,
+        collectives=times.collectives,
+        optimizer=_ms(launch for launch in placed if launch.is_step),
+        lone_copies=_ms((launch for launch in placed if launch.is_copy), gaps(compute, *window)),
         whole=_unit("all", placed, waits, uncovered),
         units=tuple(unit for unit in units if unit.is_worth_a_line),
         nodes=tuple(
-            NodeReport(layer=layer, node=node, traffic=_traffic(mine, uncovered))
-            for (layer, node), mine in by_node.items()
+            NodeReport(layer=layer, node=node, traffic=_traffic(launches, uncovered))
+            for (layer, node), launches in by_node.items()
         ),
     )
 
@@ -201,9 +208,9 @@ def _clip(placed: Iterable[Placed], window: Interval) -> list[Placed]:
     """Return the kernels in a window, cut at its ends."""
     start, end = window
     return [
-        each if start <= each.kernel.start_us and each.kernel.end_us <= end else _cut(each, window)
-        for each in placed
-        if each.kernel.start_us < end and start < each.kernel.end_us
+        launch if start <= launch.kernel.start_us and launch.kernel.end_us <= end else _cut(launch, window)
+        for launch in placed
+        if launch.kernel.start_us < end and start < launch.kernel.end_us
     ]
 
 
@@ -218,36 +225,36 @@ def _unit(
     unit: str, placed: Sequence[Placed], waits: Sequence[HostGap], uncovered: Sequence[Interval] | None
 ) -> UnitReport:
     by_role: dict[Role, list[Placed]] = {role: [] for role in Role}
-    for each in placed:
-        if each.role is not None:
-            by_role[each.role].append(each)
+    for launch in placed:
+        if launch.role is not None:
+            by_role[launch.role].append(launch)
     return UnitReport(
         unit=unit,
         traffic={role: _traffic(collectives, uncovered) for role, collectives in by_role.items()},
-        copies=_ms(each for each in placed if each.is_copy),
+        copies=_ms(launch for launch in placed if launch.is_copy),
         host_gaps=None if uncovered is None else length(gap.interval for gap in waits) / 1e3,
     )
 
 
 def _traffic(placed: Sequence[Placed], uncovered: Sequence[Interval] | None) -> Traffic:
-    begun = [each for each in placed if not each.is_rest]
+    begun = [launch for launch in placed if not launch.is_rest]
     calls = {
-        id(each.range)
-        for each in begun
-        if each.range is not None and (each.range.phase in (GATHER, REDUCE) or each.role is Role.EXCHANGE)
+        id(launch.range)
+        for launch in begun
+        if launch.range is not None and (launch.range.phase in (GATHER, REDUCE) or launch.role is Role.EXCHANGE)
     }
     # An operator may launch several kernels, each with the byte count of the whole operator: count one of them.
-    sent = {each.kernel.operator or each.kernel.start_us: each.kernel.sent_nbytes for each in begun}
-    known = [nbytes for nbytes in sent.values() if nbytes is not None]
+    sent = {launch.kernel.operator or launch.kernel.start_us: launch.kernel.sent_nbytes for launch in begun}
+    known_nbytes = [nbytes for nbytes in sent.values() if nbytes is not None]
     return Traffic(
         num=len(calls) or len(begun),
         duration=_ms(placed),
         exposed=None if uncovered is None else _ms(placed, uncovered),
-        sent_nbytes=sum(known) if known and len(known) == len(sent) else None,
+        sent_nbytes=sum(known_nbytes) if known_nbytes and len(known_nbytes) == len(sent) else None,
     )
 
 
 def _ms(placed: Iterable[Placed], within: Sequence[Interval] | None = None) -> float:
     """Return the milliseconds with at least one of the kernels running."""
-    busy = union(each.kernel.interval for each in placed)
+    busy = union(launch.kernel.interval for launch in placed)
     return length(busy if within is None else intersect(busy, within)) / 1e3

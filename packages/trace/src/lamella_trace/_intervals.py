@@ -19,25 +19,25 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 def gaps(covered: Iterable[Interval], start: float, end: float) -> list[Interval]:
     """Return the times from `start` to `end` outside `covered`."""
-    found: list[Interval] = []
-    for left, right in covered:
-        if left > start:
-            found.append((start, min(left, end)))
-        start = max(start, right)
+    uncovered: list[Interval] = []
+    for covered_start, covered_end in covered:
+        if covered_start > start:
+            uncovered.append((start, min(covered_start, end)))
+        start = max(start, covered_end)
         if start >= end:
-            return found
-    return [*found, (start, end)]
+            return uncovered
+    return [*uncovered, (start, end)]
 
 
-def intersect(few: Iterable[Interval], many: Sequence[Interval]) -> list[Interval]:
-    """Return the times in both sets. Costs a bisection of `many` per interval of `few`."""
+def intersect(intervals: Iterable[Interval], times: Sequence[Interval]) -> list[Interval]:
+    """Return the intersection of both sets. Costs a bisection of `times` per interval of `intervals`."""
     common: list[Interval] = []
-    for start, end in few:
-        index = max(0, bisect_right(many, start, key=lambda interval: interval[0]) - 1)
-        while index < len(many) and many[index][0] < end:
-            left, right = max(start, many[index][0]), min(end, many[index][1])
-            if left < right:
-                common.append((left, right))
+    for start, end in intervals:
+        index = max(0, bisect_right(times, start, key=lambda interval: interval[0]) - 1)
+        while index < len(times) and times[index][0] < end:
+            common_start, common_end = max(start, times[index][0]), min(end, times[index][1])
+            if common_start < common_end:
+                common.append((common_start, common_end))
             index += 1
     return common
 

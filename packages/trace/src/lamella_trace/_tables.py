@@ -5,8 +5,8 @@ import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
-from lamella.overlap._report import OverlapReport, StepReport, Traffic, UnitReport
-from lamella.overlap._verdict import losses, verdict
+from lamella_trace._report import OverlapReport, StepReport, Traffic, UnitReport
+from lamella_trace._verdict import losses, verdict
 
 Row = Sequence[str]
 
@@ -30,8 +30,8 @@ def step_table(report: OverlapReport) -> list[Row]:
 
 def _step_row(step: StepReport) -> Row:
     parts = [step.span, step.compute, step.exposed, step.idle]
-    others = [step.collectives, step.whole.copies, step.optimizer, step.whole.host_gaps]
-    return [step.name, *map(_ms, parts), "", *map(_ms, others)]
+    details = [step.collectives, step.whole.copies, step.optimizer, step.whole.host_gaps]
+    return [step.name, *map(_ms, parts), "", *map(_ms, details)]
 
 
 def unit_table(report: OverlapReport) -> list[Row]:
@@ -39,10 +39,12 @@ def unit_table(report: OverlapReport) -> list[Row]:
     roles = ["forward", "backward", "reduced", "exchanged", "other"]
     header = ["unit", *(cell for role in roles for cell in (role, "ms", "exposed", "GB/s")), "copies", "host gaps"]
     num_steps = len(report.steps)
-    return _known(header, [_unit_row(unit, num_steps) for unit in (*report.total.units, report.total.whole)])
+    return _without_empty_columns(
+        header, [_unit_row(unit, num_steps) for unit in (*report.total.units, report.total.whole)]
+    )
 
 
-def _known(header: Row, rows: Sequence[Row]) -> list[Row]:
+def _without_empty_columns(header: Row, rows: Sequence[Row]) -> list[Row]:
     """The table without columns that have no values."""
     columns = zip(header, *rows, strict=True)
     return list(zip(*(column for column in columns if any(cell not in ("", "-") for cell in column[1:])), strict=True))
@@ -53,13 +55,13 @@ def node_table(report: OverlapReport) -> list[Row]:
 
     Empty for a report without nodes.
     """
-    nodes = list(dict.fromkeys(each.node for each in report.total.nodes))
-    layers = list(dict.fromkeys(each.layer for each in report.total.nodes))
-    found = {(each.layer, each.node): each.traffic for each in report.total.nodes}
-    cells = {key: _traffic_cells(traffic, len(report.steps))[1:3] for key, traffic in found.items()}
+    nodes = list(dict.fromkeys(exchange.node for exchange in report.total.nodes))
+    layers = list(dict.fromkeys(exchange.layer for exchange in report.total.nodes))
+    traffic = {(exchange.layer, exchange.node): exchange.traffic for exchange in report.total.nodes}
+    cells = {key: _traffic_cells(node_traffic, len(report.steps))[1:3] for key, node_traffic in traffic.items()}
     header = ["node", *(cell for node in nodes for cell in (node, "exposed"))]
     rows = [[layer, *(cell for node in nodes for cell in cells.get((layer, node), ("", "")))] for layer in layers]
-    return _known(header, rows)
+    return _without_empty_columns(header, rows)
 
 
 NODE_CAPTION = "Mean per step: milliseconds of each layer's exchanges of tokens."

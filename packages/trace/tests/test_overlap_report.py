@@ -1,22 +1,16 @@
-"""The overlap report, on traces whose answers are known: whose time was exposed, copied, or waited for."""
+"""The overlap report on hand-written traces: exposed time, copies and waits of each unit."""
 
 import gzip
 import json
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from torch import nn
-from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from torch.profiler import ProfilerActivity, profile, schedule
 from traces import (
     ADAM,
     ALL_GATHER,
@@ -31,7 +25,7 @@ from traces import (
     two_units_in_two_steps,
 )
 
-from lamella.overlap import (
+from lamella_trace import (
     OverlapReport,
     Role,
     StepReport,
@@ -45,11 +39,8 @@ from lamella.overlap import (
     read_trace,
     verdict,
 )
-from lamella.overlap._html import NUM_COLUMNS
-from lamella.overlap._intervals import gaps, intersect, length, union
-from lamella_engine import fully_shard
-from lamella_schedule import Chunk, LayerSlots, Splits, exchange, run
-from lamella_testing import run_ranks
+from lamella_trace._html import NUM_COLUMNS
+from lamella_trace._intervals import gaps, intersect, length, union
 
 
 def _unit(step: StepReport, name: str) -> UnitReport:
@@ -57,7 +48,7 @@ def _unit(step: StepReport, name: str) -> UnitReport:
 
 
 def _times(unit: UnitReport, role: Role) -> tuple[int, float, float]:
-    """How often, and microseconds in all and exposed."""
+    """Return the number of collectives, and their microseconds: all and exposed."""
     traffic = unit.traffic[role]
     assert traffic.exposed is not None
     return traffic.num, round(1000 * traffic.duration, 6), round(1000 * traffic.exposed, 6)
@@ -72,41 +63,41 @@ def test_a_step_is_compute_exposed_communication_and_idleness() -> None:
     first, second = report.steps
     assert (first.name, second.name) == ("ProfilerStep#5", "ProfilerStep#6")
     for step, parts in ((first, [870, 510, 300, 60]), (second, [320.25, 100.25, 99.5, 120.5])):
-        assert [1000 * each for each in (step.span, step.compute, step.exposed, step.idle)] == pytest.approx(parts)
-    others = (first.collectives, first.optimizer, first.lone_copies)
-    assert [1000 * each for each in others] == pytest.approx([400, 100, 10])
+        assert [1000 * ms for ms in (step.span, step.compute, step.exposed, step.idle)] == pytest.approx(parts)
+    overlapping = (first.collectives, first.optimizer, first.lone_copies)
+    assert [1000 * ms for ms in overlapping] == pytest.approx([400, 100, 10])
 
 
 def test_each_unit_has_its_gathers_reductions_copies_and_waits() -> None:
     first, second = overlap_report(two_units_in_two_steps()).steps
     a, b = _unit(first, "a"), _unit(first, "b")
     assert _times(a, Role.FORWARD_GATHER) == (1, 100, 100)
-    assert _times(b, Role.FORWARD_GATHER) == (1, 150, 60)  # prefetched by a, and its own
+    assert _times(b, Role.FORWARD_GATHER) == (1, 150, 60)  # one prefetched by a, one by b
     assert _times(a, Role.BACKWARD_GATHER) == (0, 0, 0)
     assert _times(b, Role.BACKWARD_GATHER) == (1, 40, 40)  # launched on autograd's thread
     assert _times(a, Role.REDUCE) == (1, 60, 50)
     assert _times(b, Role.REDUCE) == (1, 50, 50)
     assert (1000 * a.copies, b.copies) == pytest.approx((10, 0))
-    assert (a.host_gaps, b.host_gaps) == pytest.approx((0.050, 0))  # the GPU's own latency before b's gather is none
-    assert _times(_unit(second, "a"), Role.FORWARD_GATHER) == (1, 99.5, 99.5)  # a backward that is over
+    assert (a.host_gaps, b.host_gaps) == pytest.approx((0.050, 0))  # latency of the GPU before b's gather is no wait
+    assert _times(_unit(second, "a"), Role.FORWARD_GATHER) == (1, 99.5, 99.5)  # after the end of backward
     assert _unit(second, "a").host_gaps == pytest.approx(0.1205)
 
 
-def test_rates_come_from_what_nccl_says_of_a_message() -> None:
+def test_rates_come_from_the_message_sizes_of_nccl() -> None:
     first, _ = overlap_report(two_units_in_two_steps()).steps
     traffic = _unit(first, "a").traffic
     assert traffic[Role.FORWARD_GATHER].sent_nbytes == 3 / 4 * 400_000 * 2
     assert traffic[Role.FORWARD_GATHER].gb_per_s == pytest.approx(600_000 / 100e-6 / 1e9)
     assert traffic[Role.REDUCE].sent_nbytes is None
-    assert first.whole.traffic[Role.FORWARD_GATHER].sent_nbytes is None  # of b's gather nothing is said
+    assert first.whole.traffic[Role.FORWARD_GATHER].sent_nbytes is None  # b's gather has no bytes in the trace
 
 
 def test_exchanges_of_tokens_belong_to_their_layer_and_node() -> None:
     report = overlap_report(two_microbatches_of_two_layers())
-    found = {(each.layer, each.node): each.traffic for each in report.total.nodes}
-    assert list(found) == [("layer 0", "dispatch forward"), ("layer 1", "combine backward")]
-    for key, (num, duration, exposed) in zip(found, [(2, 90, 70), (1, 40, 30)], strict=True):
-        traffic = found[key]
+    exchanges = {(node.layer, node.node): node.traffic for node in report.total.nodes}
+    assert list(exchanges) == [("layer 0", "dispatch forward"), ("layer 1", "combine backward")]
+    for key, (num, duration, exposed) in zip(exchanges, [(2, 90, 70), (1, 40, 30)], strict=True):
+        traffic = exchanges[key]
         assert traffic.exposed is not None
         assert (traffic.num, 1000 * traffic.duration, 1000 * traffic.exposed) == pytest.approx((num, duration, exposed))
     assert _times(report.total.whole, Role.EXCHANGE) == (3, 130, 100)
@@ -118,7 +109,7 @@ def test_exchanges_of_tokens_belong_to_their_layer_and_node() -> None:
     assert " ".join(rows["node"]) == "node dispatch forward exposed combine backward exposed"
     assert rows["layer 0"][2:] == ["0.09", "0.07"]
     assert "layer 1" in as_html(report)
-    assert [each["node"] for each in json.loads(as_json(report))["total"]["nodes"]] == [node for _, node in found]
+    assert [node["node"] for node in json.loads(as_json(report))["total"]["nodes"]] == [name for _, name in exchanges]
 
 
 def test_the_total_is_that_of_all_steps() -> None:
@@ -128,7 +119,7 @@ def test_the_total_is_that_of_all_steps() -> None:
     assert _times(report.total.whole, Role.REDUCE) == (2, 110, 100)
 
 
-def test_without_steps_the_whole_trace_is_one() -> None:
+def test_a_trace_without_step_marks_is_one_step() -> None:
     trace = two_units_in_two_steps()
     trace["traceEvents"] = [event for event in trace["traceEvents"] if "ProfilerStep" not in event["name"]]
     [step] = overlap_report(trace).steps
@@ -136,86 +127,86 @@ def test_without_steps_the_whole_trace_is_one() -> None:
 
 
 def test_a_gather_that_runs_over_the_end_of_its_step_is_cut_there_and_counts_once() -> None:
-    made = TraceMaker()
-    made.host("ProfilerStep#0", 0, 50)
-    made.host("FSDP::pre_forward", 0, 5)
-    made.kernel(MATMUL, 10, 110, COMPUTE, 6)
-    made.host("ProfilerStep#1", 50, 100)
-    made.host("FSDP::all_gather", 52, 56)
-    made.kernel(ALL_GATHER, 60, 160, GATHER, 54)
-    first, second = overlap_report(made.trace()).steps
+    maker = TraceMaker()
+    maker.host("ProfilerStep#0", 0, 50)
+    maker.host("FSDP::pre_forward", 0, 5)
+    maker.kernel(MATMUL, 10, 110, COMPUTE, 6)
+    maker.host("ProfilerStep#1", 50, 100)
+    maker.host("FSDP::all_gather", 52, 56)
+    maker.kernel(ALL_GATHER, 60, 160, GATHER, 54)
+    first, second = overlap_report(maker.trace()).steps
     assert _times(_unit(first, "(outermost)"), Role.FORWARD_GATHER) == (1, 50, 0)
     assert _times(second.whole, Role.FORWARD_GATHER) == (0, 50, 50)
 
 
-def test_the_kernels_of_one_call_count_once_and_speak_of_the_same_bytes() -> None:
-    made = TraceMaker()
-    made.host("FSDP::all_gather (a)", 0, 10)
-    said: dict[str, Any] = {
+def test_several_kernels_of_one_collective_count_once() -> None:
+    maker = TraceMaker()
+    maker.host("FSDP::all_gather (a)", 0, 10)
+    message: dict[str, Any] = {
         "dtype": "Float",
         "Group size": 2,
         "In msg nelems": 5,
         "Out msg nelems": 10,
         "External id": 4,
     }
-    made.kernel("ncclDevKernel_AllGather", 20, 30, GATHER, 1, **said)
-    made.kernel("ncclDevKernel_AllGather", 30, 40, GATHER, 2, **said)
-    made.host("FSDP::post_backward_reduce (a)", 50, 60)
-    made.kernel("ncclDevKernel_AllReduce", 70, 80, REDUCE, 51, **said | {"External id": 5})
-    unit = _unit(overlap_report(made.trace()).total, "a")
+    maker.kernel("ncclDevKernel_AllGather", 20, 30, GATHER, 1, **message)
+    maker.kernel("ncclDevKernel_AllGather", 30, 40, GATHER, 2, **message)
+    maker.host("FSDP::post_backward_reduce (a)", 50, 60)
+    maker.kernel("ncclDevKernel_AllReduce", 70, 80, REDUCE, 51, **message | {"External id": 5})
+    unit = _unit(overlap_report(maker.trace()).total, "a")
     assert _times(unit, Role.FORWARD_GATHER) == (1, 20, 20) and unit.traffic[Role.FORWARD_GATHER].sent_nbytes == 20
     assert _times(unit, Role.REDUCE) == (1, 10, 10) and unit.traffic[Role.REDUCE].sent_nbytes == 40
 
 
-def test_a_name_that_says_little_is_told_by_the_range_it_was_launched_in() -> None:
-    made = TraceMaker()
-    made.host("FSDP::pre_backward (a)", 0, 30)
-    made.host("FSDP::backward_prefetch for (a).b", 2, 20)
-    made.host("FSDP::all_gather ((a).b)", 3, 10)
-    made.kernel("Memcpy PtoP (Device -> Device)", 40, 50, GATHER, 4)
-    made.kernel("Memcpy DtoD (Device -> Device)", 50, 51, COMPUTE, 15)  # after the gather, in the prefetch
-    made.host("FSDP::post_backward_rs_wait ()", 31, 34)
-    made.host("FSDP::post_backward_reduce", 35, 39)
-    made.kernel("ncclDevKernel_Generic_4", 60, 70, REDUCE, 36)
-    total = overlap_report(made.trace()).total
+def test_kernels_of_generic_names_take_their_role_from_the_range_of_the_launch() -> None:
+    maker = TraceMaker()
+    maker.host("FSDP::pre_backward (a)", 0, 30)
+    maker.host("FSDP::backward_prefetch for (a).b", 2, 20)
+    maker.host("FSDP::all_gather ((a).b)", 3, 10)
+    maker.kernel("Memcpy PtoP (Device -> Device)", 40, 50, GATHER, 4)
+    maker.kernel("Memcpy DtoD (Device -> Device)", 50, 51, COMPUTE, 15)  # after the gather, in the prefetch
+    maker.host("FSDP::post_backward_rs_wait ()", 31, 34)
+    maker.host("FSDP::post_backward_reduce", 35, 39)
+    maker.kernel("ncclDevKernel_Generic_4", 60, 70, REDUCE, 36)
+    total = overlap_report(maker.trace()).total
     assert _times(_unit(total, "(a).b"), Role.BACKWARD_GATHER) == (1, 10, 10)
     assert _unit(total, "(a).b").copies == pytest.approx(0.001)
     assert _times(_unit(total, "(outermost)"), Role.REDUCE) == (1, 10, 10)
 
 
 def test_a_gather_by_copy_engines_is_one_from_its_first_copy_to_its_last() -> None:
-    made = TraceMaker()
+    maker = TraceMaker()
     for name, begin in (("FSDP::all_gather (a)", 0), ("FSDP::all_gather (b)", 110)):
-        number = made.host(name, begin, begin + 10)
-        made.device(number, name, begin + 20, begin + 81, GATHER)
-        made.push(begin + 20, begin + 21, 4)
-        made.push(begin + 50, begin + 80, 1000)  # until then peers were not ready
-        made.push(begin + 80, begin + 81, 4)
-    made.kernel(MATMUL, 60, 100, COMPUTE, 1)
-    total = overlap_report(made.trace()).total
+        number = maker.host(name, begin, begin + 10)
+        maker.device(number, name, begin + 20, begin + 81, GATHER)
+        maker.push(begin + 20, begin + 21, 4)
+        maker.push(begin + 50, begin + 80, 1000)  # peers became ready at 50
+        maker.push(begin + 80, begin + 81, 4)
+    maker.kernel(MATMUL, 60, 100, COMPUTE, 1)
+    total = overlap_report(maker.trace()).total
     a, b = _unit(total, "a"), _unit(total, "b")
     assert _times(a, Role.FORWARD_GATHER) == (1, 61, 40) and _times(b, Role.FORWARD_GATHER) == (1, 61, 61)
     assert a.traffic[Role.FORWARD_GATHER].sent_nbytes == 1008
-    assert (a.host_gaps, b.host_gaps) == pytest.approx((0, 0.030))  # b was asked for after a's compute
+    assert (a.host_gaps, b.host_gaps) == pytest.approx((0, 0.030))  # b's gather was launched after a's compute
 
 
-def test_an_optimizer_that_steps_inside_backward_is_an_optimizer() -> None:
-    made = TraceMaker()
-    made.host("FSDP::post_backward_reduce (a)", 0, 20)
-    made.host("Optimizer.step#AdamW.step", 5, 15)
-    made.kernel("void multi_tensor_apply_kernel<BinaryOpScalarFunctor>", 30, 40, COMPUTE, 6)
-    made.kernel(CAST, 40, 45, COMPUTE, 7)
-    made.kernel(MATMUL, 45, 55, COMPUTE, 16)
-    total = overlap_report(made.trace()).total
+def test_a_step_of_the_optimizer_inside_backward_counts_for_the_optimizer() -> None:
+    maker = TraceMaker()
+    maker.host("FSDP::post_backward_reduce (a)", 0, 20)
+    maker.host("Optimizer.step#AdamW.step", 5, 15)
+    maker.kernel("void multi_tensor_apply_kernel<BinaryOpScalarFunctor>", 30, 40, COMPUTE, 6)
+    maker.kernel(CAST, 40, 45, COMPUTE, 7)
+    maker.kernel(MATMUL, 45, 55, COMPUTE, 16)
+    total = overlap_report(maker.trace()).total
     assert (total.optimizer, total.whole.copies) == pytest.approx((0.015, 0))
 
 
-def test_collectives_outside_of_all_units_have_a_line_of_their_own() -> None:
-    made = TraceMaker()
-    made.host("FSDP::post_backward_reduce (a)", 0, 10)
-    made.kernel(REDUCE_SCATTER, 10, 20, REDUCE, 1)
-    made.kernel("ncclDevKernel_AllReduce", 20, 30, COMPUTE, 12)
-    assert _times(_unit(overlap_report(made.trace()).total, "(no unit)"), Role.OTHER) == (1, 10, 10)
+def test_collectives_outside_of_all_units_have_a_line() -> None:
+    maker = TraceMaker()
+    maker.host("FSDP::post_backward_reduce (a)", 0, 10)
+    maker.kernel(REDUCE_SCATTER, 10, 20, REDUCE, 1)
+    maker.kernel("ncclDevKernel_AllReduce", 20, 30, COMPUTE, 12)
+    assert _times(_unit(overlap_report(maker.trace()).total, "(no unit)"), Role.OTHER) == (1, 10, 10)
 
 
 # -- properties ------------------------------------------------------------------------------------------------------
@@ -231,17 +222,17 @@ def _instants(kernels: list[tuple[str, int, int, int]], *names: str) -> set[int]
 
 
 @given(KERNELS, st.integers(20, 60))
-def test_parts_add_up_whatever_runs_when(kernels: list[tuple[str, int, int, int]], cut: int) -> None:
-    made = TraceMaker()
+def test_compute_exposed_and_idle_time_add_up_to_the_span(kernels: list[tuple[str, int, int, int]], cut: int) -> None:
+    maker = TraceMaker()
     for name, start, end in (("ProfilerStep#0", 0, cut), ("ProfilerStep#1", cut, 100)):
-        made.host(name, start, end)
+        maker.host(name, start, end)
     for begin in range(0, 90, 10):
-        made.host(f"FSDP::all_gather (layers.{begin % 30})", begin, begin + 6)
-        made.host(f"FSDP::post_backward_reduce (layers.{begin % 20})", begin + 6, begin + 9)
+        maker.host(f"FSDP::all_gather (layers.{begin % 30})", begin, begin + 6)
+        maker.host(f"FSDP::post_backward_reduce (layers.{begin % 20})", begin + 6, begin + 9)
     for name, start, duration, lead in kernels:
-        made.kernel(name, start, start + duration, COMPUTE, start - lead)
+        maker.kernel(name, start, start + duration, COMPUTE, start - lead)
     assume(any(duration for _, _, duration, _ in kernels))
-    report = overlap_report(made.trace())
+    report = overlap_report(maker.trace())
     computed, communicated = _instants(kernels, MATMUL, CAST, ADAM), _instants(kernels, ALL_GATHER, REDUCE_SCATTER)
     assert 1000 * report.total.compute == pytest.approx(len(computed))
     assert 1000 * report.total.exposed == pytest.approx(len(communicated - computed))
@@ -260,17 +251,17 @@ PAIRS = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 9)).map(lambda pai
 
 
 @given(PAIRS, PAIRS)
-def test_arithmetic_on_intervals_is_that_of_sets(some: list[tuple[int, int]], others: list[tuple[int, int]]) -> None:
+def test_arithmetic_on_intervals_is_that_of_sets(first: list[tuple[int, int]], second: list[tuple[int, int]]) -> None:
     def instants(intervals: list[Any]) -> set[int]:
         return {time for start, end in intervals for time in range(start, end)}
 
-    merged = union(some)
-    assert instants(merged) == instants(some) and length(merged) == len(instants(some))
-    assert instants(gaps(merged, 5, 45)) == set(range(5, 45)) - instants(some)
-    assert instants(intersect(merged, union(others))) == instants(some) & instants(others)
+    merged = union(first)
+    assert instants(merged) == instants(first) and length(merged) == len(instants(first))
+    assert instants(gaps(merged, 5, 45)) == set(range(5, 45)) - instants(first)
+    assert instants(intersect(merged, union(second))) == instants(first) & instants(second)
 
 
-# -- what is said ----------------------------------------------------------------------------------------------------
+# -- texts and page -------------------------------------------------------------------------------------------------
 
 
 def test_the_text_has_a_line_a_step_and_a_line_a_unit() -> None:
@@ -291,11 +282,14 @@ def _report(
     lone_copies: float = 0.0,
     collectives: float = 10.0,
 ) -> OverlapReport:
-    """A step of 100 ms that loses 20 in one way."""
+    """Return the report of a 100 ms step with one loss of 20 ms."""
     report = overlap_report(two_units_in_two_steps())
     unit = report.total.whole
-    traffic = {role: replace(each, exposed=20.0 if role is exposed else 0.0) for role, each in unit.traffic.items()}
-    whole = replace(unit, traffic=traffic, host_gaps=host_gaps)
+    traffic = {
+        role: replace(role_traffic, exposed=20.0 if role is exposed else 0.0)
+        for role, role_traffic in unit.traffic.items()
+    }
+    totals = replace(unit, traffic=traffic, host_gaps=host_gaps)
     total = replace(
         report.total,
         span=100.0,
@@ -303,8 +297,8 @@ def _report(
         collectives=collectives,
         idle=host_gaps + latencies,
         lone_copies=lone_copies,
-        whole=whole,
-        units=(whole,),
+        whole=totals,
+        units=(totals,),
     )
     return replace(report, steps=report.steps[:1], total=total)
 
@@ -322,21 +316,21 @@ def _report(
         (_report(lone_copies=20.0), "copies of units that nothing else runs beside", "divides by the number of ranks"),
     ],
 )
-def test_the_verdict_names_the_largest_loss_and_what_moves_it(report: OverlapReport, loss: str, knob: str) -> None:
+def test_the_verdict_names_the_largest_loss_and_a_setting(report: OverlapReport, loss: str, knob: str) -> None:
     assert losses(report)[0].name == loss
     assert verdict(report).startswith(f"The largest loss is 20.00 ms a step (20.0%) of {loss}.")
     assert knob in verdict(report)
 
 
-def test_where_nothing_is_lost_the_verdict_says_so() -> None:
+def test_the_verdict_on_a_step_without_losses() -> None:
     assert verdict(_report()).startswith("Nothing stands out")
 
 
-def test_what_is_exposed_at_one_unit_is_said_of_that_unit() -> None:
+def test_the_verdict_names_a_unit_with_most_of_the_exposed_time() -> None:
     assert "Most of it is of 'a'." in verdict(overlap_report(two_units_in_two_steps()))
 
 
-def test_json_has_what_the_report_has() -> None:
+def test_json_has_the_values_of_the_report() -> None:
     report = overlap_report(two_units_in_two_steps())
     values = json.loads(as_json(report))
     assert [step["name"] for step in values["steps"]] == ["ProfilerStep#5", "ProfilerStep#6"]
@@ -347,7 +341,7 @@ def test_json_has_what_the_report_has() -> None:
 
 
 class _Page(HTMLParser):
-    """Tags that are open, and what was read of them."""
+    """The open tags of a page, and the content read so far."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -366,7 +360,7 @@ class _Page(HTMLParser):
         if tag == "rect":
             self.rects.append(dict(attrs))
         self._style = dict(attrs).get("style")
-        assert not {name for name, _ in attrs} & {"src", "href"}  # nothing from elsewhere
+        assert not {name for name, _ in attrs} & {"src", "href"}  # the page loads no other file
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         assert tag == "line"
@@ -382,7 +376,7 @@ class _Page(HTMLParser):
             self.marks[data] = self._style
 
 
-def test_the_page_is_well_formed_and_names_each_unit_and_what_was_exposed() -> None:
+def test_the_page_is_well_formed_and_names_units_and_exposed_kernels() -> None:
     names = ("blocks.0<script>&", 'blocks."1"')
     text = as_html(overlap_report(two_units_in_two_steps(*names)))
     page = _Page(text)
@@ -412,11 +406,11 @@ def test_the_axis_names_steps_and_milliseconds_where_they_begin() -> None:
 
 
 def test_a_page_of_very_many_kernels_stays_small() -> None:
-    made = TraceMaker()
-    made.host("FSDP::all_gather (a)", 0, 1)
+    maker = TraceMaker()
+    maker.host("FSDP::all_gather (a)", 0, 1)
     for i in range(100_000):
-        made.kernel(MATMUL, 10 + 2 * i, 11 + 2 * i, COMPUTE, 5)
-    page = _Page(as_html(overlap_report(made.trace())))
+        maker.kernel(MATMUL, 10 + 2 * i, 11 + 2 * i, COMPUTE, 5)
+    page = _Page(as_html(overlap_report(maker.trace())))
     assert len(page.rects) <= 2 * NUM_COLUMNS
     assert sum(int(title.split(" and ")[1].split()[0]) + 1 for title in page.titles if " more" in title) > 90_000
 
@@ -453,7 +447,7 @@ COMPLETE = {"ph": "X", "cat": "kernel", "name": MATMUL, "ts": 1, "dur": 2, "pid"
         ),
     ],
 )
-def test_what_is_no_trace_is_refused_by_name(tmp_path: Path, content: bytes, problem: str) -> None:
+def test_a_file_without_a_trace_is_refused_by_its_path(tmp_path: Path, content: bytes, problem: str) -> None:
     path = tmp_path / "some.json"
     path.write_bytes(content)
     with pytest.raises(TraceError, match="Expected what export_chrome_trace") as refused:
@@ -461,7 +455,7 @@ def test_what_is_no_trace_is_refused_by_name(tmp_path: Path, content: bytes, pro
     assert str(path) in str(refused.value) and problem in str(refused.value)
 
 
-def test_a_file_that_is_not_there_is_refused_by_name(tmp_path: Path) -> None:
+def test_an_absent_file_is_refused_by_its_path(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="got No such file or directory"):
         read_trace(tmp_path / "absent.json")
 
@@ -495,60 +489,12 @@ TIMELESS = [event | {"dur": 0} for event in _trace(("kernel", MATMUL), UNITS)["t
         ),
     ],
 )
-def test_a_trace_that_cannot_be_accounted_for_is_refused(trace: dict[str, Any], problem: str) -> None:
+def test_a_trace_without_kernels_or_units_is_refused(trace: dict[str, Any], problem: str) -> None:
     with pytest.raises(TraceError, match=problem):
         overlap_report(trace, "some.json")
 
 
-@pytest.mark.parametrize("shard", [fully_shard, torch_fully_shard], ids=["lamella", "fsdp2"])
-def test_recorded_steps_of_lamella_and_of_fsdp2_are_read_alike(shard: Callable[..., object], tmp_path: Path) -> None:
-    def record() -> None:
-        model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
-        for layer in model:
-            shard(layer)
-        shard(model)
-        when = schedule(wait=1, warmup=1, active=2, repeat=1)
-        with profile(activities=[ProfilerActivity.CPU], schedule=when, acc_events=True) as profiler:
-            for _ in range(4):
-                model(torch.ones(2, 8)).sum().backward()
-                profiler.step()
-        profiler.export_chrome_trace(str(tmp_path / f"trace-{dist.get_rank()}.json.gz"))
-
-    run_ranks(record, 2)
-    report = overlap_report(read_trace(tmp_path / "trace-1.json.gz"))
-    assert (report.rank, report.num_ranks, report.on_gpu, len(report.steps)) == (1, 2, False, 2)
-    for name in ("0", "1", "2"):
-        traffic = _unit(report.total, name).traffic
-        assert [traffic[role].num for role in (Role.FORWARD_GATHER, Role.REDUCE)] == [2, 2]
-        assert traffic[Role.BACKWARD_GATHER].num == 2 or name == "2"
-    for step in report.steps:
-        assert step.compute + step.exposed + step.idle == pytest.approx(step.span)
-
-
-def test_a_recorded_schedule_has_each_layers_exchanges(tmp_path: Path) -> None:
-    def record() -> None:
-        def exchanged(values: torch.Tensor) -> torch.Tensor:
-            return exchange(values, Splits((2, 2), (2, 2), None))
-
-        def chunk() -> Chunk:
-            x = torch.ones(4, 8, requires_grad=True)
-            layer = LayerSlots(pre=linear, dispatch=exchanged, experts=linear, combine=exchanged)
-            return Chunk(lambda: x * 1, [layer, layer], lambda y: y.sum())
-
-        linear = nn.Linear(8, 8)
-        with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
-            run([chunk(), chunk(), chunk()])
-        profiler.export_chrome_trace(str(tmp_path / f"trace-{dist.get_rank()}.json.gz"))
-
-    run_ranks(record, 2)
-    report = overlap_report(read_trace(tmp_path / "trace-1.json.gz"))
-    found = {(each.layer, each.node): each.traffic.num for each in report.total.nodes}
-    nodes = [f"{slot} {kind}" for slot in ("dispatch", "combine") for kind in ("forward", "backward")]
-    assert found == {(f"layer {i}", node): 3 for i in range(2) for node in nodes}
-    assert "exposed" not in as_text(report).split("No GPU")[0]
-
-
-def test_without_a_gpu_nothing_is_said_of_exposure() -> None:
+def test_without_a_gpu_exposure_is_unknown() -> None:
     trace = _trace(UNITS, ("user_annotation", "gloo::all_gather"), ("cpu_op", "aten::mm"))
     trace["traceEvents"][2] |= {"ts": 5}
     report = overlap_report(trace)

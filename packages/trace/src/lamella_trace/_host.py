@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from lamella.overlap._trace import Kernel, Trace, args_of, events_of
+from lamella_trace._trace import Kernel, Trace, args_of, events_of
 
 OUTERMOST = "(outermost)"
 OPTIMIZER = "(optimizer)"
@@ -54,10 +54,10 @@ class Host:
         for event in _in_order(events_of(trace, "user_annotation")):
             if (node := _NODE.fullmatch(event["name"])) is not None:
                 start, end = _times(event)
-                place = HostRange(
+                node_range = HostRange(
                     phase=node["node"], unit=node["layer"], thread=event["tid"], start_us=start, end_us=end
                 )
-                self._nodes.add(start, end, place)
+                self._nodes.add(start, end, node_range)
                 continue
             phase, unit = _parse(event["name"])
             if phase in _TURNS:
@@ -66,19 +66,19 @@ class Host:
                 by_number[args_of(event).get("External id")] = self._add(phase, unit, event)
         # Ranges on the device's timeline: the only link from copies by driver calls, without a launch event, to units.
         for event in _in_order(events_of(trace, "gpu_user_annotation")):
-            found = by_number.get(args_of(event).get("External id"))
-            if found is not None and _parse(event["name"]) == (found.phase, found.unit):
-                self._streams[event["tid"]].add(*_times(event), found)
+            host_range = by_number.get(args_of(event).get("External id"))
+            if host_range is not None and _parse(event["name"]) == (host_range.phase, host_range.unit):
+                self._streams[event["tid"]].add(*_times(event), host_range)
 
     def _add(self, phase: str, unit: str, event: dict[str, Any]) -> HostRange:
         start, end = _times(event)
         thread = self._threads[event["tid"]]
-        found = HostRange(
+        host_range = HostRange(
             phase=phase, unit=unit, thread=event["tid"], start_us=start, end_us=end, depth=thread.depth_at(start)
         )
-        thread.add(start, end, found)
-        self.ranges.append(found)
-        return found
+        thread.add(start, end, host_range)
+        self.ranges.append(host_range)
+        return host_range
 
     def launching(self, kernel: Kernel) -> HostRange | None:
         """Return the innermost range around a kernel's launch."""
@@ -91,7 +91,7 @@ class Host:
         """Whether a schedule's dispatches and combines were recorded."""
         return self._nodes.after(-math.inf) is not None
 
-    def node_about(self, kernel: Kernel, found: HostRange | None) -> HostRange | None:
+    def node_about(self, kernel: Kernel, unit_range: HostRange | None) -> HostRange | None:
         """Return the dispatch or combine of a schedule in which a kernel was launched, outside of ranges of units.
 
         By time alone: autograd launches the kernels of a backward on a thread of its own, while the schedule's thread
@@ -99,10 +99,10 @@ class Host:
 
         Args:
             kernel: The kernel.
-            found: The unit's range around the launch.
+            unit_range: The unit's range around the launch.
         """
         node = self._nodes.at(kernel.start_us if kernel.launched_us is None else kernel.launched_us)
-        return None if node is None or (found is not None and found.start_us >= node.start_us) else node
+        return None if node is None or (unit_range is not None and unit_range.start_us >= node.start_us) else node
 
     def unit_about(self, kernel: Kernel) -> str:
         """Return the unit of the range around a kernel's launch, or of the next range on the launching thread.
@@ -112,8 +112,8 @@ class Host:
         if kernel.thread is None or kernel.launched_us is None:
             return NO_UNIT
         thread = self._threads[kernel.thread]
-        found = thread.at(kernel.launched_us) or thread.after(kernel.launched_us)
-        return NO_UNIT if found is None else found.unit
+        host_range = thread.at(kernel.launched_us) or thread.after(kernel.launched_us)
+        return NO_UNIT if host_range is None else host_range.unit
 
     def in_backward(self, time_us: float) -> bool:
         """True between the beginning and the end of a backward."""
@@ -130,11 +130,11 @@ class _Nest:
         self._parents: list[int] = []
         self._ranges: list[HostRange] = []
 
-    def add(self, start_us: float, end_us: float, found: HostRange) -> None:
+    def add(self, start_us: float, end_us: float, host_range: HostRange) -> None:
         self._parents.append(self._around(start_us))
         self._starts.append(start_us)
         self._ends.append(end_us)
-        self._ranges.append(found)
+        self._ranges.append(host_range)
 
     def at(self, time_us: float) -> HostRange | None:
         index = self._around(time_us)
@@ -145,8 +145,8 @@ class _Nest:
         return self._ranges[index] if index < len(self._ranges) else None
 
     def depth_at(self, time_us: float) -> int:
-        found = self.at(time_us)
-        return 0 if found is None else found.depth + 1
+        parent = self.at(time_us)
+        return 0 if parent is None else parent.depth + 1
 
     def _around(self, time_us: float) -> int:
         """Return the index of the innermost range around a time; -1 for none."""

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from lamella.overlap import Kernel, Kind, breakdown, kernels_of, operators_of, streams_of
+from lamella_trace import Kernel, Kind, breakdown, kernels_of, operators_of, streams_of
 
 # As torch 2.11 and NCCL 2.28 spell them, shortened.
 NAMES = {
@@ -39,7 +39,7 @@ NAMES = {
 
 
 @pytest.mark.parametrize(("name", "kind"), NAMES.items())
-def test_a_kernel_is_told_by_its_name(name: str, kind: Kind) -> None:
+def test_the_kind_of_a_kernel_follows_from_its_name(name: str, kind: Kind) -> None:
     assert _kernel(name, 0, 1).kind is kind
 
 
@@ -60,26 +60,26 @@ STEP = [
 
 
 def test_time_is_exposed_where_collectives_run_alone_and_idle_where_nothing_runs() -> None:
-    found = breakdown(STEP)
-    assert found.span == pytest.approx(0.244)
-    assert found.by_kind[Kind.MATMUL] == pytest.approx(0.100)
-    assert found.by_kind[Kind.ALL_GATHER] == pytest.approx(0.100)
-    assert found.collectives == pytest.approx(0.150)
-    assert found.exposed == pytest.approx(0.050 + 0.050)  # until the matmul starts; the whole reduction
-    assert found.idle == pytest.approx(0.001 + 0.004 + 0.010 + 0.010)
+    times = breakdown(STEP)
+    assert times.span == pytest.approx(0.244)
+    assert times.by_kind[Kind.MATMUL] == pytest.approx(0.100)
+    assert times.by_kind[Kind.ALL_GATHER] == pytest.approx(0.100)
+    assert times.collectives == pytest.approx(0.150)
+    assert times.exposed == pytest.approx(0.050 + 0.050)  # until the matmul starts; the whole reduction
+    assert times.idle == pytest.approx(0.001 + 0.004 + 0.010 + 0.010)
 
 
 def test_kernels_that_overlap_in_one_kind_are_not_counted_twice() -> None:
-    found = breakdown([_kernel("nvjet", 0, 10), _kernel("nvjet", 5, 10, stream=8)])
-    assert found.by_kind[Kind.MATMUL] == pytest.approx(0.015)
+    times = breakdown([_kernel("nvjet", 0, 10), _kernel("nvjet", 5, 10, stream=8)])
+    assert times.by_kind[Kind.MATMUL] == pytest.approx(0.015)
 
 
 def test_a_window_around_the_kernels_is_idle_where_none_runs() -> None:
-    found = breakdown([_kernel("nvjet", 10, 10)], (5, 30))
-    assert (found.span, found.idle) == pytest.approx((0.025, 0.015))
+    times = breakdown([_kernel("nvjet", 10, 10)], (5, 30))
+    assert (times.span, times.idle) == pytest.approx((0.025, 0.015))
 
 
-def test_streams_are_told_by_kind() -> None:
+def test_the_streams_of_a_kind() -> None:
     assert streams_of(STEP, Kind.ALL_GATHER) == {13}
     assert streams_of(STEP, Kind.MATMUL, Kind.REDUCE_SCATTER) == {7, 17}
 

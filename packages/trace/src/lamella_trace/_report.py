@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from lamella.overlap._host import NO_UNIT, STEP, HostRange
-from lamella.overlap._intervals import Interval, gaps, intersect, union
-from lamella.overlap._trace import Kernel, Kind
+from lamella_trace._host import NO_UNIT, STEP, HostRange
+from lamella_trace._intervals import Interval, gaps, intersect, union
+from lamella_trace._trace import Kernel, Kind
 
 _COPIES = (Kind.COPY, Kind.TRANSFER)
 
@@ -198,10 +198,10 @@ class Timeline:
     @property
     def exposed(self) -> list[Interval]:
         """The times at which only collectives ran."""
-        collectives = union(each.kernel.interval for each in self.placed if each.kernel.kind.is_collective)
+        collectives = union(launch.kernel.interval for launch in self.placed if launch.kernel.kind.is_collective)
         return intersect(collectives, without_compute(self.placed, self.span))
 
 
 def without_compute(placed: Iterable[Placed], window: Interval) -> list[Interval]:
     """The times without compute: no kernel ran, or only collectives."""
-    return gaps(union(each.kernel.interval for each in placed if not each.kernel.kind.is_collective), *window)
+    return gaps(union(launch.kernel.interval for launch in placed if not launch.kernel.kind.is_collective), *window)

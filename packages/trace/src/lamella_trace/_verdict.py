@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
-from lamella.overlap._report import OverlapReport, Role, StepReport
+from lamella_trace._report import OverlapReport, Role, StepReport
 
-_NOTHING = 0.02  # share of a step below which a loss is not worth a change of settings
-_MOST = 0.5
+_NEGLIGIBLE_SHARE = 0.02  # share of a step below which a loss is not worth a change of settings
+_DOMINANT_SHARE = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +22,7 @@ def losses(report: OverlapReport) -> list[Loss]:
     total, num_steps = report.total, len(report.steps)
     if not report.on_gpu:
         return []
-    found = [
+    step_losses = [
         Loss(name=name, ms=_exposed(total, role) / num_steps, advice=_advice(total, role))
         for role, name in (
             (Role.FORWARD_GATHER, "exposed gathers in forward"),
@@ -32,13 +32,13 @@ def losses(report: OverlapReport) -> list[Loss]:
             (Role.OTHER, "exposed collectives that are no unit's"),
         )
     ]
-    others = total.idle - (total.whole.host_gaps or 0.0)
-    found.append(Loss(name="idleness that is not the host's", ms=others / num_steps, advice=_LATENCIES))
-    found.append(Loss(name="waits for the host", ms=(total.whole.host_gaps or 0.0) / num_steps, advice=_HOST))
-    found.append(
+    latencies = total.idle - (total.whole.host_gaps or 0.0)
+    step_losses.append(Loss(name="idleness that is not the host's", ms=latencies / num_steps, advice=_LATENCIES))
+    step_losses.append(Loss(name="waits for the host", ms=(total.whole.host_gaps or 0.0) / num_steps, advice=_HOST))
+    step_losses.append(
         Loss(name="copies of units that nothing else runs beside", ms=total.lone_copies / num_steps, advice=_COPIES)
     )
-    return sorted(found, key=lambda loss: -loss.ms)
+    return sorted(step_losses, key=lambda loss: -loss.ms)
 
 
 def verdict(report: OverlapReport) -> str:
@@ -50,7 +50,7 @@ def verdict(report: OverlapReport) -> str:
         )
     largest, span = losses(report)[0], report.total.span / len(report.steps)
     shown = f"{largest.ms:.2f} ms a step ({largest.ms / span:.1%}) of {largest.name}"
-    if largest.ms < _NOTHING * span:
+    if largest.ms < _NEGLIGIBLE_SHARE * span:
         return f"Nothing stands out: the largest loss is {shown}."
     return f"The largest loss is {shown}. {largest.advice}"
 
@@ -103,7 +103,7 @@ def _advice(total: StepReport, role: Role) -> str:
         return f"Collectives take longer than all compute, so they cannot hide: {_FEWER_BYTES[role]}."
     exposed = _exposed(total, role)
     worst = max(total.units, key=lambda unit: unit.traffic[role].exposed or 0.0, default=None)
-    if worst is not None and len(total.units) > 1 and (worst.traffic[role].exposed or 0.0) > _MOST * exposed:
+    if worst is not None and len(total.units) > 1 and (worst.traffic[role].exposed or 0.0) > _DOMINANT_SHARE * exposed:
         return f"Most of it is of {worst.unit!r}. {_ENDS[role]}"
     return _LATE[role]
 

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from lamella.overlap._intervals import Interval, intersect
-from lamella.overlap._report import OverlapReport, Timeline
-from lamella.overlap._tables import NODE_CAPTION, Row, headline, node_table, step_table, unit_caption, unit_table
-from lamella.overlap._verdict import verdict
+from lamella_trace._intervals import Interval, intersect
+from lamella_trace._report import OverlapReport, Timeline
+from lamella_trace._tables import NODE_CAPTION, Row, headline, node_table, step_table, unit_caption, unit_table
+from lamella_trace._verdict import verdict
 
 NUM_COLUMNS = 8000  # Columns per step. Bars narrower than a column share a column.
 _MOST_COLUMNS = 32000
@@ -39,15 +39,15 @@ _COLOURS = {
 class _Bar:
     """A range of columns of a lane, its kind and its tooltip."""
 
-    left: int
-    right: int
+    begin: int
+    end: int
     kind: str
     text: str
     num_more: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Item:
+class _Span:
     interval: Interval
     kind: str
     text: str
@@ -129,76 +129,78 @@ def _ticks(timeline: Timeline) -> Iterator[tuple[Interval, str]]:
     power = 10 ** math.floor(math.log10((end - start) / _MOST_TICKS))
     tick = next(power * factor for factor in (1, 2, 5, 10) if power * factor * _MOST_TICKS >= end - start)
     for number in range(math.ceil((end - start) / tick)):
-        left = start + number * tick
-        yield (left, min(left + tick, end)), f"{number * tick / 1e3:g}"
+        tick_start = start + number * tick
+        yield (tick_start, min(tick_start + tick, end)), f"{number * tick / 1e3:g}"
 
 
 def _marks(named: Iterable[tuple[Interval, str]], timeline: Timeline) -> str:
     """Draw each name over its interval."""
     start, end = timeline.span
     return "".join(
-        f'<span style="left:{(left - start) / (end - start):.3%};width:{(right - left) / (end - start):.3%}">'
+        f'<span style="left:{(mark[0] - start) / (end - start):.3%};width:{(mark[1] - mark[0]) / (end - start):.3%}">'
         f"{escape(name)}</span>"
-        for (left, right), name in named
+        for mark, name in named
     )
 
 
-def _lanes(report: OverlapReport) -> dict[str, list[_Item]]:
+def _lanes(report: OverlapReport) -> dict[str, list[_Span]]:
     """Make a lane per stream, a lane of waits for the host, and a lane per depth of each thread's ranges."""
     timeline = report.timeline
     exposed = timeline.exposed if report.on_gpu else []
-    lanes: dict[str, list[_Item]] = defaultdict(list)
-    for each in timeline.placed:
-        kernel = each.kernel
+    lanes: dict[str, list[_Span]] = defaultdict(list)
+    for launch in timeline.placed:
+        kernel = launch.kernel
         lane = lanes[f"stream {kernel.stream}" if report.on_gpu else "main thread"]
-        text = f"{each.unit}: {kernel.name[:_LONGEST_NAME]}"
-        lane.append(_Item(interval=kernel.interval, kind=kernel.kind.name.lower(), text=text))
+        text = f"{launch.unit}: {kernel.name[:_LONGEST_NAME]}"
+        lane.append(_Span(interval=kernel.interval, kind=kernel.kind.name.lower(), text=text))
         if kernel.kind.is_collective:
             parts = intersect([kernel.interval], exposed)
-            lane.extend(_Item(interval=part, kind=_EXPOSED, text=f"{each.unit}: exposed") for part in parts)
+            lane.extend(_Span(interval=part, kind=_EXPOSED, text=f"{launch.unit}: exposed") for part in parts)
     for gap in timeline.host_gaps:
-        lanes["waits for the host"].append(_Item(interval=gap.interval, kind="host_gap", text=gap.unit))
-    threads = list(dict.fromkeys(found.thread for found in timeline.ranges))
-    for found in sorted(timeline.ranges, key=lambda found: (threads.index(found.thread), found.depth)):
-        lane = lanes[f"host thread {threads.index(found.thread)}{' +' * found.depth}"]
-        interval, text = (found.start_us, found.end_us), f"{found.unit}: {found.phase}"
-        lane.append(_Item(interval=interval, kind="range", text=text))
+        lanes["waits for the host"].append(_Span(interval=gap.interval, kind="host_gap", text=gap.unit))
+    threads = list(dict.fromkeys(host_range.thread for host_range in timeline.ranges))
+    for host_range in sorted(
+        timeline.ranges, key=lambda host_range: (threads.index(host_range.thread), host_range.depth)
+    ):
+        lane = lanes[f"host thread {threads.index(host_range.thread)}{' +' * host_range.depth}"]
+        interval, text = (host_range.start_us, host_range.end_us), f"{host_range.unit}: {host_range.phase}"
+        lane.append(_Span(interval=interval, kind="range", text=text))
     return lanes
 
 
-def _drawing(timeline: Timeline, lanes: Iterable[Sequence[_Item]], num_columns: int) -> Iterator[str]:
+def _drawing(timeline: Timeline, lanes: Iterable[Sequence[_Span]], num_columns: int) -> Iterator[str]:
     """Yield the rectangles of all lanes, and a line at the start of each step."""
     start, end = timeline.span
     scale = num_columns / (end - start)
-    for index, items in enumerate(lanes):
-        bars = [item for item in items if item.kind != _EXPOSED]
-        marks = [item for item in items if item.kind == _EXPOSED]
+    for index, spans in enumerate(lanes):
+        bars = [span for span in spans if span.kind != _EXPOSED]
+        marks = [span for span in spans if span.kind == _EXPOSED]
         top = index * _LANE_HEIGHT
         yield from (_rect(bar, top + 2, _LANE_HEIGHT - 7) for bar in _bars(bars, start, scale))
         yield from (_rect(bar, top + _LANE_HEIGHT - 5, 3) for bar in _bars(marks, start, scale))
-    for left, _ in timeline.windows.values():
-        x = (left - start) * scale
+    for step_start, _ in timeline.windows.values():
+        x = (step_start - start) * scale
         yield f'<line class="step" x1="{x:.0f}" x2="{x:.0f}" y1="0" y2="100%"/>\n'
 
 
-def _bars(items: Iterable[_Item], start: float, scale: float) -> list[_Bar]:
-    """Reduce a lane to bars: one per item of at least a column, and one per column for all narrower items."""
+def _bars(spans: Iterable[_Span], start: float, scale: float) -> list[_Bar]:
+    """Reduce a lane to bars: one per span of at least a column, and one per column for all narrower spans."""
     bars: list[_Bar] = []
-    for item in items:
-        left, right = (int((time - start) * scale) for time in item.interval)
-        if right < 0:  # Ranges of the host before the first kernel: the host runs ahead of the GPU.
+    for span in spans:
+        begin, end = (int((time - start) * scale) for time in span.interval)
+        if end < 0:  # Ranges of the host before the first kernel: the host runs ahead of the GPU.
             continue
-        text = f"{item.text}, {item.interval[1] - item.interval[0]:.1f} us"
-        taken = bars[-1].right if bars else 0
-        if right <= left and left < taken:
+        text = f"{span.text}, {span.interval[1] - span.interval[0]:.1f} us"
+        last_end = bars[-1].end if bars else 0
+        if end <= begin and begin < last_end:
             bars[-1].num_more += 1
         else:
-            left = max(left, taken)
-            bars.append(_Bar(left, max(right, left + 1), item.kind, text))
+            begin = max(begin, last_end)
+            bars.append(_Bar(begin, max(end, begin + 1), span.kind, text))
     return bars
 
 
 def _rect(bar: _Bar, top: int, height: int) -> str:
     more = f", and {bar.num_more} more" if bar.num_more else ""
-    place = f'x="{bar.left}" y="{top}" width="{bar.right - bar.left}" height="{height}"'
-    return f'<rect class="{bar.kind}" {place}><title>{escape(bar.text)}{more}</title></rect>\n'
+    position = f'x="{bar.begin}" y="{top}" width="{bar.end - bar.begin}" height="{height}"'
+    return f'<rect class="{bar.kind}" {position}><title>{escape(bar.text)}{more}</title></rect>\n'
