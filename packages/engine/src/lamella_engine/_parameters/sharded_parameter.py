@@ -11,6 +11,7 @@ import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.utils.weak import WeakIdKeyDictionary
 
 from lamella_buffers import plain_values, standalone
 from lamella_engine._parameters.sharding import Sharding, local_of
@@ -21,7 +22,8 @@ from lamella_precision import MixedPrecisionPolicy
 # original found in an optimizer no longer trains, and an unsharded form in an optimizer never does. Keys and values are
 # weak: the table keeps no original's memory alive. Sharded tensors are no keys: torch cannot swap the contents of a
 # tensor with weak references. The process's table: an optimizer's hook knows only Parameters, and an original with a
-# weak reference as an attribute could not be pickled. _sharded_originals = WeakIdKeyDictionary()
+# weak reference as an attribute could not be pickled.
+_sharded_originals = WeakIdKeyDictionary()
 # The process's: a module may be given a parameter of any other model, whose tree this model's units do not know.
 _living: weakref.WeakSet[ShardedParameter] = weakref.WeakSet()
 _MARK = "_is_lamella_shard"
