@@ -90,7 +90,6 @@ def test_a_sum_of_ranks_is_rounded_once(stage: str) -> None:
     run_ranks(check, 4 if len(shape) == 2 else 2)
 
 
-@pytest.mark.skipif(torch.__version__ < "2.12", reason="the flat layout needs torch 2.12")
 def test_a_flat_layout_rounds_once() -> None:
     def check() -> None:
         wide, narrow = _pair(options=ShardingOptions(keep_together=Rows(1)))

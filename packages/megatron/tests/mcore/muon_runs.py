@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
-import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -21,7 +20,6 @@ from lamella_testing.megatron_parity import BATCH, Layout, make_model
 if TYPE_CHECKING:
     from lamella_megatron.training import ShardedModel, ShardedOptimizer
 
-NEEDS_FLAT_LAYOUT = pytest.mark.skipif(torch.__version__ < "2.12", reason="the flat layout needs torch 2.12")
 STAGES = {"DDP": "no_shard", "ZeRO-1": "optim", "ZeRO-3": "optim_grads_params"}
 NUM_STEPS = 3
 

@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from muon_runs import (
-    NEEDS_FLAT_LAYOUT,
     NUM_STEPS,
     STAGES,
     made,
@@ -63,7 +62,6 @@ def _on_one_data_parallel_rank(kind: str, tp: int, is_split: bool) -> list[Weigh
     return run_ranks(on_each_rank, tp)
 
 
-@NEEDS_FLAT_LAYOUT
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize(
     ("kind", "layout", "is_split"),
@@ -120,7 +118,6 @@ def test_queries_keys_and_values_are_matrices_of_their_own() -> None:
         )
 
 
-@NEEDS_FLAT_LAYOUT
 def test_state_and_learning_rates_are_one_optimizers(tmp_path: Path) -> None:
     def on_each_rank() -> None:
         from lamella_megatron.training import sharded_optimizer

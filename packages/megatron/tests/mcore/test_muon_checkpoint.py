@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from background import FORMATS
-from muon_runs import NEEDS_FLAT_LAYOUT, made, muon_config, products_in_fp64, train, whole_of, wrapped
+from muon_runs import made, muon_config, products_in_fp64, train, whole_of, wrapped
 from resuming import World, assert_equal, fill, make, on_rank_zero, read
 from torch import nn
 
@@ -23,7 +23,7 @@ from lamella_megatron import fully_shard_model, load_checkpoint, save_checkpoint
 from lamella_testing import run_ranks
 from lamella_testing.megatron_parity import Layout, Weights, own_part
 
-pytestmark = [NEEDS_FLAT_LAYOUT, pytest.mark.filterwarnings("ignore::Warning")]  # of megatron-core's own loads
+pytestmark = pytest.mark.filterwarnings("ignore::Warning")  # of megatron-core's own loads
 
 TWO = Layout(num_ranks=2)
 

@@ -241,6 +241,15 @@ def _resume(world: World, path: Path) -> list[float]:
     return losses
 
 
+def test_queries_and_keys_are_normed_as_by_the_kernel_of_transformers() -> None:
+    """With transformers' eps: a norm without one lengthens heads of small elements, and the logits are others."""
+    from megatron.core.ssm.gated_delta_net import common
+
+    heads = torch.tensor([[1e-3, 0.0], [0.0, 1.0], [0.0, 0.0]], dtype=torch.float64)
+    expected = torch.tensor([0.5, 1 / (1 + 1e-6), 0.0], dtype=torch.float64).sqrt()
+    torch.testing.assert_close(common.l2norm(heads).norm(dim=-1), expected, rtol=1e-12, atol=0)
+
+
 def test_qwen_trains_on_other_ranks_and_goes_back_to_hugging_face(tmp_path: Path) -> None:
     _publish(tmp_path / "hf")
     convert(tmp_path / "hf", tmp_path / "bridge", to="fsdp_dtensor", megatron=MegatronOptions(dialect="bridge"))
