@@ -19,11 +19,13 @@ from engine_models import (
     assert_at_rest,
     assert_weights_equal,
     case,
+    fsdp,
     inputs,
     mean_square,
     rows_of_this_rank,
     shard,
     shard_on,
+    twins,
     whole,
 )
 from flat_models import flat
@@ -108,6 +110,31 @@ def test_it_goes_on_as_if_nothing_had_been_sharded_whether_or_not_it_has_stepped
                     reference, sharded, optimizer = _pair(optimize, before=before)
                     assert_weights_equal(reference, sharded, rtol=1e-4, atol=1e-6)
                     assert_at_rest(sharded)
+                    _assert_holds_shards(optimizer, sharded)
+
+    run_ranks(check, 2)
+
+
+def test_an_optimizer_of_parameters_that_are_unsharded_just_then_trains_the_shards() -> None:
+    def keep(model: Net) -> None:
+        for module in (*model.layers, model):
+            fully_shard(module, reshard_after_forward=False)
+
+    def check() -> None:
+        for name, apply, unshard in (
+            ("a forward whose backward has not come", shard, LOSS),
+            ("unshard()", shard, lambda model: fsdp(model).unshard()),
+            ("units that stay", keep, LOSS),
+        ):
+            for optimize in (ADAMW, OPTIMIZERS["Adagrad"]):
+                with case(name):
+                    reference, sharded = twins(Net, apply)
+                    unshard(sharded)
+                    assert any(not isinstance(parameter, DTensor) for parameter in sharded.parameters())
+                    optimizer = optimize(sharded.parameters())
+                    _steps(reference, optimize(reference.parameters()), 3)
+                    _steps(sharded, optimizer, 3)
+                    assert_weights_equal(reference, sharded, rtol=1e-4, atol=1e-6)
                     _assert_holds_shards(optimizer, sharded)
 
     run_ranks(check, 2)

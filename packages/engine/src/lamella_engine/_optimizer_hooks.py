@@ -46,18 +46,27 @@ def is_compiled() -> bool:
 
 @_disable_dynamo
 def refuse_originals(optimizer: Optimizer, *_: object) -> None:
-    """Refuse an optimizer with parameters from before `fully_shard`: its step would train no model.
+    """Refuse an optimizer with parameters from before `fully_shard`, or unsharded forms: its step would train no model.
 
     Raises:
-        RuntimeError: The optimizer holds the original of a sharded parameter whose unit is alive.
+        RuntimeError: The optimizer holds the original or the unsharded form of a parameter whose unit is alive.
     """
-    names = [parameter.name for parameter in sharded_originals(held_by(optimizer)).values()]
-    if names:
+    names = {tensor: parameter.full_name for tensor, parameter in sharded_originals(held_by(optimizer)).items()}
+    if not names:
+        return
+    unsharded = [name for tensor, name in names.items() if isinstance(tensor, nn.Parameter) and is_sharded(tensor)]
+    if unsharded:
         raise RuntimeError(
-            f"Expected {type(optimizer).__name__} to hold sharded parameters, got {len(names)} from before "
-            f"fully_shard, {names[0]!r} among them. Build the optimizer after fully_shard; or install lamella-optim "
-            "and `import lamella_optim`: then it goes on with the shards."
+            f"Expected {type(optimizer).__name__} to hold sharded parameters, got {len(unsharded)} that were listed "
+            f"while their unit was unsharded, {unsharded[0]!r} among them. Build the optimizer before the first "
+            "forward, or after reshard() of each unit; or install lamella-optim and `import lamella_optim`: then it "
+            "goes on with the shards."
         )
+    raise RuntimeError(
+        f"Expected {type(optimizer).__name__} to hold sharded parameters, got {len(names)} from before fully_shard, "
+        f"{next(iter(names.values()))!r} among them. Build the optimizer after fully_shard; or install lamella-optim "
+        "and `import lamella_optim`: then it goes on with the shards."
+    )
 
 
 def refuse_kernels_on_dtensors(optimizer: Optimizer, *_: object) -> None:
@@ -243,9 +252,9 @@ def replace_step_hook(name: str, hook: StepHook) -> None:
     """Put a function in the place of an entry of `BEFORE_STEP` or `AFTER_STEP`: the order stays as written.
 
     Args:
-        name: "originals": parameters from before `fully_shard`. "kernels": optimizers whose kernels know no DTensors.
-            "gradients": reductions that are still under way. "view": the arguments that the step is called with.
-            "staleness": units whose main weights the step may have changed.
+        name: "originals": parameters from before `fully_shard`, and unsharded forms. "kernels": optimizers whose
+            kernels know no DTensors. "gradients": reductions that are still under way. "view": the arguments that the
+            step is called with. "staleness": units whose main weights the step may have changed.
         hook: Called with a hook's arguments (optimizer, args, kwargs) at every step of every `torch.optim` optimizer.
 
     Raises:
@@ -264,8 +273,8 @@ def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]
         The arguments that the step is called with, if one of the functions returned some.
 
     Raises:
-        RuntimeError: The optimizer was built before `fully_shard`; or gradients of its parameters are missing: delayed
-            gradients, or gradients of a backward not finalized by hand yet.
+        RuntimeError: The optimizer was built before `fully_shard`, or over unsharded parameters; or gradients of its
+            parameters are missing: delayed gradients, or gradients of a backward not finalized by hand yet.
         TypeError: The optimizer's kernels write beside the shards of DTensors.
 
     Effects: the current stream, and the host for shards on the CPU, wait for gradients and gathers in flight.

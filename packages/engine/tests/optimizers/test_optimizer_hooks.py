@@ -113,6 +113,18 @@ def test_an_optimizer_from_before_sharding_is_refused_with_both_ways_out() -> No
     run_ranks(check, 2)
 
 
+def test_an_optimizer_of_unsharded_parameters_is_refused_at_its_first_step() -> None:
+    def check() -> None:
+        model = shard(Net())
+        model(inputs())  # the outermost unit stays, as backward is likely next
+        optimizer = torch.optim.SGD(model.parameters())
+        model(inputs()).sum().backward()
+        with pytest.raises(RuntimeError, match=r"got 4 that were listed while their unit was unsharded, 'stem.weight'"):
+            optimizer.step()
+
+    run_ranks(check, 2)
+
+
 def test_an_optimizer_of_a_model_that_is_gone_is_let_be() -> None:
     def check() -> None:
         model, optimizer = _built_before()

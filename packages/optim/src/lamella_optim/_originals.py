@@ -1,4 +1,4 @@
-"""Optimizers built before `fully_shard` continue with the sharded parameters."""
+"""Optimizers built before `fully_shard`, or while units are unsharded, continue with the sharded parameters."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ Opt = TypeVar("Opt", bound=Optimizer)
 
 
 def shard_optimizer(optimizer: Opt) -> Opt:
-    """Let an optimizer built before `fully_shard` continue with the sharded parameters.
+    """Let an optimizer built before `fully_shard`, or while units are unsharded, continue with the sharded parameters.
 
-    Each original parameter is replaced by its sharded parameter at the same place of its param group; options stay.
-    State of the parameter's shape becomes DTensors with the parameter's placements, in the main weights' dtype where
-    the state had the parameter's dtype; single values (`step`) stay. Parameters outside of all units stay, and an
-    optimizer built after `fully_shard` stays unchanged.
+    Each original parameter, and each parameter that was listed while its unit was unsharded, is replaced by its sharded
+    parameter at the same place of its param group; options stay. State of the parameter's shape becomes DTensors with
+    the parameter's placements, in the main weights' dtype where the state had the parameter's dtype; single values
+    (`step`) stay. Parameters outside of all units stay, and an optimizer of shards stays unchanged.
 
     The first `step()` of a `torch.optim` optimizer does the same by itself. Call this function if other code reads the
     optimizer's parameters before the step (`GradScaler`, clipping by param group, checkpoints), or to save memory:
@@ -58,8 +58,8 @@ def _check_single(optimizer: Optimizer, replaced: dict[torch.Tensor, ShardedPara
     for parameter in replaced.values():
         if parameter.sharded in held:
             raise ValueError(
-                f"Expected {parameter.name!r} once in {type(optimizer).__name__}, got it both unsharded, from before "
-                "fully_shard, and sharded. Build the optimizer from one of them; either will do."
+                f"Expected {parameter.name!r} once in {type(optimizer).__name__}, got it both unsharded and sharded. "
+                "Build the optimizer from one of them; either will do."
             )
 
 

@@ -285,9 +285,7 @@ class _Extension:
             return
         made, self.inner = shard.fsdp_post_all_gather(gathered, self._metadata, dtype)
         whole = self._parameter.sharding.wrap(torch.as_strided(made, self._shape, _stride(self._shape), 0))
-        unsharded = nn.Parameter(whole, requires_grad=self._parameter.sharded.requires_grad)
-        vars(unsharded).update(self._parameter.marks)
-        self._parameter.unsharded = unsharded
+        self._parameter.compute_with(nn.Parameter(whole, requires_grad=self._parameter.sharded.requires_grad))
         self._is_built = True
 
     @property

@@ -179,8 +179,7 @@ class ParameterGroup:
         self.buffers = self._unsharded.buffers
         for parameter, weight in zip(self.parameters, self._unsharded.weights, strict=True):
             whole = parameter.sharding.wrap(weight)
-            parameter.unsharded = nn.Parameter(whole, requires_grad=parameter.sharded.requires_grad)
-            vars(parameter.unsharded).update(vars(parameter.sharded))
+            parameter.compute_with(nn.Parameter(whole, requires_grad=parameter.sharded.requires_grad))
             read_directly(parameter.unsharded)
         for buffer in self.buffers:
             buffer.free()  # only now: torch checks new views against the storage's size

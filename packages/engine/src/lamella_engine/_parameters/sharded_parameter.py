@@ -19,13 +19,15 @@ from lamella_engine._ragged.dtensor import dtensor_over, lie_alike
 from lamella_precision import MixedPrecisionPolicy
 
 # Original parameters, to name and sharded parameter. An original found in a module later was tied to the parameter; an
-# original found in an optimizer no longer trains. Keys and values are weak: the table keeps no original's memory alive.
-# Sharded tensors are no keys: torch cannot swap the contents of a tensor with weak references. The process's table: an
-# optimizer's hook knows only Parameters, and an original with a weak reference as an attribute could not be pickled.
+# original found in an optimizer no longer trains, and an unsharded form in an optimizer never does. Keys and values are
+# weak: the table keeps no original's memory alive. Sharded tensors are no keys: torch cannot swap the contents of a
+# tensor with weak references. The process's table: an optimizer's hook knows only Parameters, and an original with a
+# weak reference as an attribute could not be pickled.
 _sharded_originals = WeakIdKeyDictionary()
 # The process's: a module may be given a parameter of any other model, whose tree this model's units do not know.
 _living: weakref.WeakSet[ShardedParameter] = weakref.WeakSet()
 _MARK = "_is_lamella_shard"
+_UNSHARDED = "unsharded"  # the mark's value on unsharded forms, to which it is copied
 
 
 class Owner(NamedTuple):
@@ -66,6 +68,16 @@ class ShardedParameter:
     accumulated: torch.Tensor | None = None
     keeps_grad_clear: bool = False
     prefix: str = ""
+
+    def compute_with(self, unsharded: nn.Parameter) -> None:
+        """Make `unsharded` the computing form, with the marks of the sharded form.
+
+        An optimizer built while the unit is gathered holds the form, which never has a gradient after a reduction.
+        """
+        vars(unsharded).update(vars(self.sharded))
+        vars(unsharded)[_MARK] = _UNSHARDED
+        self.unsharded = unsharded
+        _sharded_originals[unsharded] = (self.full_name, weakref.ref(self))
 
     @property
     def full_name(self) -> str:
@@ -256,25 +268,28 @@ class Candidate(NamedTuple):
 
 
 def is_sharded(parameter: nn.Parameter) -> bool:
-    """Whether a parameter is a unit's sharded form."""
+    """Whether a parameter is a unit's, in the sharded or in the unsharded form."""
     return bool(getattr(parameter, _MARK, False))
 
 
 def name_of_sharded_original(parameter: nn.Parameter) -> str | None:
-    """The name under which a parameter object was sharded before, or None."""
+    """The name of the sharded parameter that a parameter object became, or is the unsharded form of; or None."""
     name, _ = _sharded_originals.get(parameter, (None, None))  # type: ignore[no-untyped-call]
     return cast("str | None", name)
 
 
 def sharded_originals(held: Iterable[torch.Tensor]) -> dict[torch.Tensor, ShardedParameter]:
-    """The originals among some tensors, each with the sharded parameter; without originals of deleted units."""
+    """The originals and unsharded forms among some tensors, each with the sharded parameter.
+
+    Without tensors of deleted units.
+    """
     if not _sharded_originals:
         return {}
     return {original: parameter for original in held if (parameter := _sharded_from(original)) is not None}
 
 
 def _sharded_from(original: torch.Tensor) -> ShardedParameter | None:
-    if isinstance(original, nn.Parameter) and is_sharded(original):
+    if isinstance(original, nn.Parameter) and getattr(original, _MARK, None) is True:
         return None  # the quick answer: asked of every parameter at every step
     _, became = _sharded_originals.get(original, (None, lambda: None))  # type: ignore[no-untyped-call]
     return cast("ShardedParameter | None", became())
