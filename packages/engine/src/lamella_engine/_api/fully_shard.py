@@ -30,6 +30,7 @@ from lamella_engine._options.placements import Strategy
 from lamella_engine._options.policies import DataParallelMeshDims, OffloadPolicy
 from lamella_engine._parameters.extended_group import new_group
 from lamella_engine._parameters.offload import CPU, Offload
+from lamella_engine._parameters.registrations import watch
 from lamella_engine._parameters.sharded_parameter import Candidate
 from lamella_engine._parameters.sharding import DataAxes, PlacementFn
 from lamella_engine._parameters.strategy import strategy_of
@@ -170,6 +171,7 @@ def fully_shard(
     hooks = register_hooks(modules, owners, state)
     attach_state(modules, state, StateView(state, modules, policy, hooks), besides=taken)
     note_in_unit(owners)
+    watch(owners, unit.parameters)
     return module
 
 

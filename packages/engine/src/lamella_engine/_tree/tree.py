@@ -10,6 +10,7 @@ from torch.autograd import Variable
 
 from lamella_engine._common.labels import label
 from lamella_engine._options.options import DEFAULT_OPTIONS, ShardingOptions
+from lamella_engine._parameters.registrations import refuse_late_parameters, registrations
 from lamella_engine._parameters.sharded_parameter import ShardedParameter
 from lamella_engine._streams.context import Context, Phase
 from lamella_engine._streams.order_check import OrderCheck
@@ -202,6 +203,8 @@ class Tree:
             self._prefetch.begin_forward(root)
             for unit in self.units:
                 unit.begin_pass()
+            if registrations:
+                refuse_late_parameters(unit.parameters for unit in self.units)
             # The optimizer wrote shards on the compute stream: a gather without the wait reads half-written weights.
             self.streams.order_gathers_after_updates()
             self._measurements.begin_pass()

@@ -1,0 +1,106 @@
+"""Parameters that modules of a unit were given after `fully_shard`, which no unit gathers or reduces.
+
+torch calls hooks for every registration in the process, so a step asks only whether there was one.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Hashable, Iterable, Iterator
+
+import torch
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+
+from lamella_engine._parameters.sharded_parameter import is_sharded
+
+# The process's, as torch's hooks are. Modules of units, to the tree's context: weak, as modules own their units.
+_watched: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Hashable]] = weakref.WeakKeyDictionary()
+# Read by every step, which calls nothing where the list is empty.
+registrations: list[tuple[weakref.ref[nn.Module], str]] = []
+_handles: list[object] = []
+
+
+def watch(modules: Iterable[nn.Module], owner: Hashable) -> None:
+    """Note later registrations in a unit's modules.
+
+    Args:
+        modules: Of the unit, outside inner units.
+        owner: The unit's parameters.
+
+    Effects: the first call registers two hooks of torch, for registrations in all modules of the process.
+    """
+    if not _handles:
+        _handles.append(register_module_parameter_registration_hook(_note_parameter))
+        _handles.append(register_module_module_registration_hook(_note_module))
+    for module in modules:
+        _watched[module] = weakref.ref(owner)
+
+
+def _note_parameter(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+    # An assignment over an earlier parameter is `adopt_replaced_shards`' affair, or the owner's of an ignored one.
+    if parameter is not None and module in _watched and module._parameters.get(name) is None:
+        registrations.append((weakref.ref(module), name))
+
+
+def _note_module(module: nn.Module, name: str, added: nn.Module | None) -> None:
+    if added is not None and (owner := _watched.get(module)) is not None:
+        registrations.append((weakref.ref(module), name))
+        for inner in added.modules():
+            _watched.setdefault(inner, owner)
+
+
+def refuse_late_parameters(owners: Iterable[Hashable]) -> None:
+    """Refuse trainable parameters registered in units' modules after `fully_shard`: ranks would drift apart.
+
+    Args:
+        owners: The parameters of a tree's units.
+
+    Raises:
+        RuntimeError: Some are still in place, in no unit.
+    """
+    if not torch.is_grad_enabled():
+        return
+    mine = set(owners)
+    names = [
+        late
+        for reference, name in registrations
+        if _owner_of(reference()) in mine
+        for late in _late_names(reference(), name)
+    ]
+    if names:
+        raise RuntimeError(
+            f"Expected the parameters of a unit's modules to be registered before fully_shard, got {names} after it, "
+            "which no unit reduces: each rank would train values of its own. Register them before fully_shard, call "
+            "fully_shard on the new module itself, or freeze them."
+        )
+    # Parameters frozen for now may be trained later, so entries go only with the parameters.
+    registrations[:] = [each for each in registrations if each[0]() is not None and _is_pending(*each)]
+
+
+def _owner_of(module: nn.Module | None) -> Hashable:
+    owner = None if module is None else _watched.get(module)
+    return None if owner is None else owner()
+
+
+def _late_names(module: nn.Module | None, name: str) -> Iterator[str]:
+    """The trainable parameters in no unit, of a name of the module."""
+    for full_name, parameter in _parameters_at(module, name):
+        if parameter.requires_grad and not is_sharded(parameter):
+            yield f"{type(module).__name__}.{full_name}"
+
+
+def _is_pending(reference: weakref.ref[nn.Module], name: str) -> bool:
+    return any(not is_sharded(parameter) for _, parameter in _parameters_at(reference(), name))
+
+
+def _parameters_at(module: nn.Module | None, name: str) -> Iterator[tuple[str, nn.Parameter]]:
+    if module is None:
+        return
+    if (parameter := module._parameters.get(name)) is not None:
+        yield name, parameter
+    elif (inner := module._modules.get(name)) is not None:
+        yield from inner.named_parameters(prefix=name)
