@@ -3,13 +3,16 @@
 import errno
 import json
 import math
+import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,9 +24,10 @@ from lamella._endings import EXIT_CODES
 from lamella._launch import run_workers
 from lamella._place import Rank, place
 from lamella._prepare import prepare
+from lamella._saves import Saves, reason_of
 from lamella._train import Trainer
 from lamella.cli import main, parse
-from lamella_checkpoint import AsyncSaver, CheckpointDirectory
+from lamella_checkpoint import AsyncSaver, CheckpointDirectory, CheckpointFailed
 from lamella_convert import verify
 from lamella_testing import run_ranks
 
@@ -106,6 +110,43 @@ def test_a_save_in_the_background_that_failed_is_told_and_the_next_one_is_waited
     told = [line for line in capfd.readouterr().out.splitlines() if "not saved" in line]
     assert len(told) == 1 and "File too large" in told[0] and told[0].endswith("Saving step 6 in its place.")
     assert checkpoints_of(config).steps() == [6]
+
+
+@pytest.mark.parametrize("is_moved", [True, False])
+def test_a_folder_that_is_moved_or_removed_during_the_run_ends_the_run_in_one_line(
+    config: Config, errors_of: Callable[..., list[str]], is_moved: bool
+) -> None:
+    root = Path(str(config.run.directory))
+
+    def take_away(trainer: Trainer, step: int) -> None:
+        if step == 5 and trainer._rank.is_first:
+            trainer._saves.settle()
+            root.rename(root.with_name("elsewhere"))
+            if not is_moved:
+                shutil.rmtree(root.with_name("elsewhere"))
+
+    for text in errors_of(StorageError, take_away):
+        assert f"in {str(root)!r}, got " in text and "The folder was moved or removed during the run." in text
+
+
+def test_a_writer_that_could_not_write_its_reason_is_told_by_its_peers_or_as_such() -> None:
+    assert reason_of(CheckpointFailed("save", {0: "", 1: "OSError: [Errno 28] No space"})) == (
+        "OSError: [Errno 28] No space (rank 1)"
+    )
+    assert reason_of(CheckpointFailed("save", {1: " "})) == ("no reason, which a full disk leaves no room for (rank 1)")
+
+
+def test_a_disk_with_room_for_the_tensors_and_no_more_is_told_as_too_small(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = torch.nn.Linear(512, 512)  # 1 MiB
+    prepare(place(config))
+    saves = Saves(RunDirectory(Path(str(config.run.directory))), 1, model, torch.optim.SGD(model.parameters()))
+    full = os.strerror(errno.ENOSPC)
+    for free_mib, expected in ((1.5, "Free more than 1.5 MiB"), (0.5, "Free 1.0 MiB")):
+        usage = SimpleNamespace(free=int(free_mib * 2**20))
+        monkeypatch.setattr("lamella._saves.shutil.disk_usage", lambda _, usage=usage: usage)
+        assert f"{expected} for a checkpoint (the disk has {free_mib} MiB), then" in saves.cannot_write("it", full)
 
 
 def test_metrics_that_cannot_be_written_end_the_run_on_every_rank(

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from lamella import ParallelConfig, WorkerError
 from lamella._launch import run_workers
+from lamella._lock import LOCK_FILE, locked
 from lamella._place import STORE_VARIABLE, process_group
 from lamella_testing import run_ranks
 
@@ -118,6 +119,23 @@ def test_an_interrupted_parent_takes_its_workers_along(parent: "subprocess.Popen
     _, errors = parent.communicate(timeout=DEADLINE_S)
     assert "KeyboardInterrupt" in errors
     assert not any(is_alive(pid) for pid in pids(tmp_path))
+
+
+def test_the_folder_of_a_parent_that_was_killed_is_removed_by_the_next_run_and_others_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    names = ("lamella-workers-killed", "lamella-workers-running", "lamella-workers-starting", "mine")
+    for name in names:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "error-0").touch()
+    for name in names[:2]:
+        (tmp_path / name / LOCK_FILE).touch()
+    with locked(tmp_path / names[1]):
+        for name in names:
+            os.utime(tmp_path / name, (0, 0))
+        run_workers(program(tmp_path, "pass"), 1, 1)
+        assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == sorted(names[1:])
 
 
 def test_workers_leave_when_their_parent_is_killed(parent: "subprocess.Popen[str]", tmp_path: Path) -> None:

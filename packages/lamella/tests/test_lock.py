@@ -63,6 +63,31 @@ def test_the_lock_of_a_run_that_was_killed_is_taken_over_once_its_workers_are_go
         assert (tmp_path / LOCK_FILE).read_text().startswith(f"of process {os.getpid()} ")
 
 
+def test_a_lock_file_that_may_only_be_read_locks_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lock file of another user; a test as root may write to any."""
+    open_file = os.open
+
+    def open_for_reading_only(path: Path, flags: int, *mode: int) -> int:
+        if Path(path).name == LOCK_FILE and flags & os.O_RDWR:
+            raise PermissionError(13, "Permission denied", str(path))
+        return open_file(path, flags, *mode)
+
+    with locked(tmp_path):
+        monkeypatch.setattr("os.open", open_for_reading_only)
+        with pytest.raises(ConfigError, match=f"got one of process {os.getpid()} on "), locked(tmp_path):
+            pass
+    (tmp_path / LOCK_FILE).touch()  # of a run that was killed
+    with locked(tmp_path) as descriptors:
+        assert len(descriptors) == 1
+
+
+def test_a_lock_that_cannot_be_opened_refuses_the_run(options: list[str], tmp_path: Path) -> None:
+    (tmp_path / "run" / LOCK_FILE).mkdir(parents=True)
+    assert main(options) == 2
+    with pytest.raises(ConfigError, match="Expected to lock .*lock', got Is a directory. Another run may be using"):
+        locked(tmp_path / "run").__enter__()
+
+
 def test_a_file_system_without_locks_is_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

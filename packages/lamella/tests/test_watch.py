@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from lamella import ParallelConfig, RunConfig, Stopped, WorkerTimeoutError
 from lamella._launch import run_workers
@@ -213,7 +214,7 @@ def test_a_stop_request_ends_workers_that_wait_for_a_stopped_one(
 
 
 def test_a_rank_of_torchrun_watches_the_others_by_their_store() -> None:
-    board, pulse = StoreBoard(dist.HashStore(), 2), Pulse()
+    board, pulse = StoreBoard(HashStore(), 2), Pulse()
     rank = Rank(rank=0, num_ranks=2, device=torch.device("cpu"), pulse=pulse, board=board)
     ends: list[tuple[str, bool]] = []
 

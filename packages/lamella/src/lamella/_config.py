@@ -227,13 +227,13 @@ def _reason(error: Exception) -> str:
 
 def _known(group: str, values: object, path: str) -> Mapping[str, object]:
     if group not in GROUPS:
-        raise ConfigError(f"Expected one of {sorted(GROUPS)} in {path!r}, got {group!r}.{nearest(group, GROUPS)}")
+        raise ConfigError(f"Expected one of {sorted(GROUPS)} in {path!r}, got {shown(group)}.{nearest(group, GROUPS)}")
     if not isinstance(values, dict):
         raise ConfigError(f"Expected a table [{group}] in {path!r}, got {shown(values)}.")
     names = [field.name for field in fields_of(GROUPS[group])]
     for name in values:
         if name not in names:
-            raise ConfigError(f"Expected a field of [{group}] in {path!r}, got {name!r}.{nearest(name, names)}")
+            raise ConfigError(f"Expected a field of [{group}] in {path!r}, got {shown(name)}.{nearest(name, names)}")
     return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
 
 

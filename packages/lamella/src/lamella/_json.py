@@ -38,13 +38,17 @@ def parse_json(text: str, *, is_line: bool = False) -> object:
         is_line: The document is a line of a file: errors name the column alone.
 
     Raises:
-        ValueError: The text is not JSON, or is nested too deeply. The message is one line.
+        ValueError: The text is not JSON, is nested too deeply or, unless a line, has a key twice. The message is one
+            line.
     """
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=None if is_line else _without_duplicates)
     except json.JSONDecodeError as error:
         row = "" if is_line else f"line {error.lineno}, "
-        raise ValueError(f"{error.msg.lower()} at {row}column {error.colno}") from error
+        reason = error.msg[:1].lower() + error.msg[1:].removesuffix(" at")
+        raise ValueError(f"{reason} at {row}column {error.colno}") from error
+    except _DuplicateKeyError:
+        raise
     except RecursionError as error:
         raise ValueError("values that are nested too deeply") from error
     except ValueError as error:  # int() refuses thousands of digits.
@@ -61,6 +65,22 @@ def parse_toml(text: str) -> dict[str, object]:
         return tomllib.loads(text)
     except RecursionError as error:
         raise ValueError("values that are nested too deeply") from error
+    except tomllib.TOMLDecodeError:
+        raise
+    except ValueError as error:
+        raise ValueError("an integer of too many digits") from error
+
+
+class _DuplicateKeyError(ValueError):
+    """A key appears twice in an object: one of its values would be dropped."""
+
+
+def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise _DuplicateKeyError(f"the key {max(names, key=names.count)!r:.80} twice")
+    return fields
 
 
 def has_half_characters(line: str, *values: object) -> bool:

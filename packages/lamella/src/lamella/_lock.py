@@ -35,7 +35,7 @@ def locked(root: Path) -> Iterator[tuple[int, ...]]:
 
     Effects: creates the folder; removes the created folders again if still empty.
     """
-    made = [folder for folder in (root, *root.parents) if not folder.exists()]
+    made = [folder for folder in (root, *root.parents) if not os.path.exists(folder)]
     path = root / LOCK_FILE
     descriptor = _acquired(path)
     try:

@@ -1,17 +1,19 @@
 """Models by name or by a transformers config: how each is built and cut into sharding units."""
 
 import importlib
-import json
+import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Final, Protocol, cast
 
 import torch
 from torch import nn
 
 from lamella._config import Values
-from lamella._options import ConfigError, in_short, nearest
+from lamella._json import parse_json, read_settings
+from lamella._options import LARGEST, ConfigError, in_short, nearest, shown
 
 
 class ModelSpec(Protocol):
@@ -83,6 +85,11 @@ NAMED: Mapping[str, NamedModel] = {
 
 SMALLEST_VOCABULARY = 257
 
+_COUNT: Final = re.compile(r"layer|expert|block|depth")
+_RATE: Final = re.compile(r"dropout|pdrop")
+_LARGEST_COUNT: Final = 10_000
+"""The largest number of layers or experts: forty times those of any published model."""
+
 ADAPTERS: Mapping[str, str] = {"qwen3_5_text": "qwen", "qwen3_5_moe_text": "qwen", "mamba2": "mamba"}
 """Model type -> the extra whose package knows its sharding units. Other models name theirs themselves."""
 
@@ -105,7 +112,8 @@ def load_spec(name: str, vocab_size: int | None = None) -> ModelSpec:
     if vocab_size is not None:
         values["vocab_size"] = vocab_size
     # Main weights are fp32 whatever the config of a published checkpoint says; precision is the run's choice.
-    for key in ("dtype", "torch_dtype", "transformers_version"):
+    # The training loop reads outputs by name, which `return_dict` would turn into tuples.
+    for key in ("dtype", "torch_dtype", "transformers_version", "return_dict"):
         values.pop(key, None)
     return _to_spec(name, values)
 
@@ -121,7 +129,7 @@ def _read_values(name: str) -> Mapping[str, object]:
     from transformers import PreTrainedConfig
 
     path = Path(name)
-    if not path.exists():
+    if not os.path.exists(path):  # Path.exists() raises where a name is too long.
         known = ", ".join(map(repr, NAMED))
         raise ConfigError(
             f"Expected a path or one of {known} as --model, got {name!r}.{nearest(name, NAMED) or _from_a_hub(name)}"
@@ -129,13 +137,29 @@ def _read_values(name: str) -> Mapping[str, object]:
     if path.is_dir():
         path /= "config.json"
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = parse_json(read_settings(path))
     except (OSError, ValueError) as error:
         raise ConfigError(f"Expected a transformers config in {str(path)!r}, got {in_short(error)}") from error
     if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
         raise ConfigError(f"Expected a field 'model_type' in {str(path)!r}, got none.")
-    # Read once more by transformers, which has its own way to write what JSON has no numbers for: infinity.
-    return PreTrainedConfig.get_config_dict(path, local_files_only=True)[0]
+    _check_numbers(str(path), values)
+    try:
+        # Read once more by transformers, which has its own way to write what JSON has no numbers for: infinity.
+        return PreTrainedConfig.get_config_dict(path, local_files_only=True)[0]
+    except Exception as error:  # It raises what its parts raise.
+        raise ConfigError(f"Expected a transformers config in {str(path)!r}, got {in_short(error)}") from error
+
+
+def _check_numbers(name: str, values: Mapping[str, object]) -> None:
+    """Refuse numbers that transformers accepts: counts of modules that take hours to build, and dropout rates."""
+    for key, value in values.items():
+        if isinstance(value, dict):
+            _check_numbers(name, value)
+        elif _RATE.search(key) and isinstance(value, int | float) and not 0 <= value <= 1:
+            raise ConfigError(f"Expected {key!r} from 0 to 1 in {name!r}, got {shown(value)}.")
+        elif isinstance(value, int) and abs(value) > (_LARGEST_COUNT if _COUNT.search(key) else LARGEST):
+            bound = _LARGEST_COUNT if _COUNT.search(key) else LARGEST
+            raise ConfigError(f"Expected {key!r} of at most {bound} in {name!r}, got {shown(value)}.")
 
 
 def _from_a_hub(name: str) -> str:
@@ -151,7 +175,7 @@ def _text_part(name: str, values: Mapping[str, object]) -> Mapping[str, object]:
     if part is None:
         return values
     if not isinstance(part, dict) or not isinstance(part.get("model_type"), str):
-        raise ConfigError(f"Expected a text_config with a model_type in {name!r}, got {part!r}.")
+        raise ConfigError(f"Expected a text_config with a model_type in {name!r}, got {shown(part)}.")
     # The outer config decides on this one: the inner value may be a library's default.
     return part | {key: values[key] for key in ("tie_word_embeddings",) if key in values}
 
@@ -265,7 +289,9 @@ def _num_positions(spec: ModelSpec) -> int | None:
     positions = getattr(spec, "max_position_embeddings", None)
     if not isinstance(positions, int) or positions < 1:
         return None
-    rope = getattr(spec, "rope_parameters", None) or {}
+    rope = getattr(spec, "rope_parameters", None)
+    if not isinstance(rope, dict):
+        return positions
     before, factor = rope.get("original_max_position_embeddings"), rope.get("factor")
     if isinstance(before, int) and isinstance(factor, int | float):
         return max(positions, int(before * factor))

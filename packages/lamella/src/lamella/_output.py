@@ -2,11 +2,12 @@
 
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from io import TextIOWrapper
 from pathlib import Path
 
-from lamella._options import ConfigError
+from lamella._options import ConfigError, shown
 
 
 def show(lines: Iterable[str], as_json: str, to: str | None) -> None:
@@ -58,3 +59,18 @@ def write(path: str, text: str) -> None:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"Expected to write {path!r}, got {error.strerror}.") from error
+
+
+@contextmanager
+def refused_paths() -> Iterator[None]:
+    """Turn errors of the file system into refusals: a name that is too long, a path that may not be searched.
+
+    Raises:
+        ConfigError: Names the path and the reason. Errors without a path pass.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            raise
+        raise ConfigError(f"Expected a usable path, got {error.strerror}: {shown(error.filename)}.") from error

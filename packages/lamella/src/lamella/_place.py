@@ -20,6 +20,7 @@ _TORCHRUN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTE
 STORE_VARIABLE = "LAMELLA_STORE"
 BOARD_VARIABLE = "LAMELLA_BOARD"
 
+_RANKS_PER_CORE: Final = 64  # Each is a process of several hundred MB.
 _PREPARED: Final = "prepared"
 _PREPARATION: Final = timedelta(days=7)  # A large text takes hours to become tokens.
 _MARGIN: Final = timedelta(minutes=1)  # for the watch to end the run before torch does, whose error names no rank
@@ -62,6 +63,11 @@ def _decide(asked: ParallelConfig) -> ParallelConfig:
     if device == "cuda" and here > num_gpus:
         raise ConfigError(
             f"Expected at most one rank a GPU, {num_gpus} here, got {here} ranks. Pass --ranks {num_gpus}."
+        )
+    if not under_torchrun() and ranks > _RANKS_PER_CORE * (os.cpu_count() or 1):
+        raise ConfigError(
+            f"Expected at most {_RANKS_PER_CORE} ranks for each of the {os.cpu_count() or 1} cores here, got {ranks}. "
+            "Pass fewer --ranks."
         )
     return replace(
         asked,

@@ -64,6 +64,8 @@ def prepare(config: Config) -> Prepared:
     spec = load_spec(config.model.name, config.data.vocab_size)
     check_context(spec, config.data.sequence_length)
     model = outline(spec)
+    if pretrained is None and latest is None:
+        _check_memory(model, config.parallel)
     check_float8(sharding_units(model, spec.model_type), config.parallel)
     check_kernels(config.model, spec.model_type, config.parallel)
     _check_compiler(config.parallel)
@@ -96,6 +98,21 @@ def prepare(config: Config) -> Prepared:
             again = replace(config, run=replace(config.run, from_step=None))
             directory.config.write_text(json.dumps(to_values(again), indent=2) + "\n", encoding="utf-8")
     return Prepared(directory=directory, first_step=first_step, summary=summary)
+
+
+def _check_memory(model: nn.Module, parallel: ParallelConfig) -> None:
+    """Refuse a model that a rank cannot build: each rank makes all fresh weights, in fp32, before it shards them."""
+    needed = sum(parameter.numel() * torch.float32.itemsize for parameter in model.parameters())
+    place = "a GPU" if parallel.device == "cuda" else "this machine"
+    if parallel.device == "cuda":
+        memory = torch.cuda.get_device_properties(0).total_memory
+    else:
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > memory:
+        raise ConfigError(
+            f"Expected a model whose fresh weights fit into the memory of {place}, {memory / 2**30:,.0f} GiB, got "
+            f"{needed / 2**30:,.0f} GiB. Pass a smaller --model."
+        )
 
 
 def _check_compiler(parallel: ParallelConfig) -> None:
@@ -205,6 +222,10 @@ def _check_vocabulary(config: Config, pretrained: Path | None) -> None:
 
 def _check_writable(directory: RunDirectory) -> None:
     """Refuse an unwritable run directory, before reading the text takes time."""
+    try:
+        str(directory.root.absolute()).encode()
+    except UnicodeEncodeError:  # The tokenizers library writes only to such paths.
+        raise ConfigError(f"Expected a --run-dir whose name is UTF-8, got {str(directory.root)!r}.") from None
     there = next(path for path in (directory.root, *directory.root.absolute().parents) if path.exists())
     if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
         got = "cannot be written to" if there.is_dir() else "is a file"

@@ -16,7 +16,7 @@ from lamella._endings import FAILED, Stopped
 from lamella._launch import WorkerTimeoutError, run_workers, say_stopping
 from lamella._lock import locked
 from lamella._options import ConfigError
-from lamella._output import say
+from lamella._output import refused_paths, say
 from lamella._place import place, process_group, under_torchrun
 from lamella._prepare import Prepared, prepare, run_root
 from lamella._report import ValidationRecord, read
@@ -174,7 +174,8 @@ def _agreed(outcome: Prepared | ConfigError | None) -> Prepared:
 
 def _prepare_aloud(config: Config) -> Prepared:
     """Prepare, then print the settings and the summary. A refused run prints nothing here."""
-    prepared = prepare(config)
+    with refused_paths():
+        prepared = prepare(config)
     lines = [to_toml(config), *prepared.summary]
     done, steps = prepared.first_step, config.optim.steps
     if _is_complete(config, prepared):

@@ -15,7 +15,7 @@ from lamella._config import GROUPS, Config, Group, Values, read_file, resolve, t
 from lamella._endings import EXIT_CODES, EXIT_CODES_IN_WORDS, FAILED, Stopped
 from lamella._launch import WorkerError, WorkerTimeoutError
 from lamella._options import ConfigError, Field, describe, fields_of, inner, nearest, shown
-from lamella._output import printable, show, write
+from lamella._output import printable, refused_paths, show, write
 from lamella_trace import TraceError, as_html, as_json, as_text, overlap_report, read_trace
 
 DEFAULT_MODEL = "llama-small"
@@ -92,17 +92,21 @@ def config_of(arguments: argparse.Namespace) -> Config:
     Raises:
         ConfigError: An option's value has the wrong type or is out of bounds.
     """
-    from lamella._models import named_settings
-    from lamella._pretrained import pretrained_settings
-
     layers = [read_file(path) for path in arguments.config]
     layers.append(_values(arguments))
     name = next((layer["model"]["name"] for layer in reversed(layers) if "name" in layer.get("model", {})), None)
     if name is None and not arguments.config:
         name = DEFAULT_MODEL
         layers.append({"model": {"name": name}})
-    named = _within_the_steps(named_settings(str(name)), layers)
-    return resolve(named, pretrained_settings(str(name)), *layers)
+    with refused_paths():
+        return resolve(*_settings_of_model(str(name), layers), *layers)
+
+
+def _settings_of_model(name: str, layers: Sequence[Values]) -> tuple[Values, Values]:
+    from lamella._models import named_settings
+    from lamella._pretrained import pretrained_settings
+
+    return _within_the_steps(named_settings(name), layers), pretrained_settings(name)
 
 
 def _within_the_steps(named: Values, layers: Sequence[Values]) -> Values:
