@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,8 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
 from lamella_checkpoint import CheckpointUntrusted, save, verify
-from lamella_checkpoint.testing import forget_checksums
+from lamella_checkpoint._formats.dcp_read import StoredCheckpoint
+from lamella_checkpoint.testing import forget_checksums, read_tensor
 from lamella_testing import run_ranks
 from lamella_testing.harmed_files import flip
 from lamella_testing.hostile_pickles import Runs
@@ -36,6 +38,36 @@ def test_what_is_whole_is_found_to_be(own: Path, tmp_path: Path) -> None:
     for path in (own, dcp_save({"model": nn.Linear(2, 2).state_dict()}, tmp_path / "dcp")):
         check(path)
     assert verify(own).num_unverified_bytes == 0
+
+
+def test_a_checkpoint_that_is_removed_meanwhile_is_gone_and_not_damaged(own: Path) -> None:
+    """Retention renames first, and removes the files then."""
+
+    def remove_meanwhile(done: int, total: int) -> None:
+        if own.exists():
+            own.rename(own.with_name("own.removed-01234567"))
+            shutil.rmtree(own.with_name("own.removed-01234567"))
+
+    with pytest.raises(FileNotFoundError, match="to stay while it is read, got a removal") as info:
+        verify(own, on_progress=remove_meanwhile)
+    assert info.value.filename == str(own)
+
+
+def test_a_checkpoint_that_another_replaces_meanwhile_is_neither_whole_nor_damaged(own: Path) -> None:
+    def replace_meanwhile(done: int, total: int) -> None:
+        if done == total:
+            save(own, model=nn.Linear(2, 2))
+
+    with pytest.raises(FileNotFoundError, match="got another checkpoint at its path"):
+        verify(own, on_progress=replace_meanwhile)
+
+
+def test_a_read_of_a_removed_checkpoint_says_so(own: Path) -> None:
+    stored = StoredCheckpoint(own)
+    shutil.rmtree(own)
+    [name, *_] = stored.tensors
+    with pytest.raises(FileNotFoundError, match="to stay while it is read, got a removal"):
+        read_tensor(stored, name)
 
 
 def test_all_that_is_wrong_is_told(kit: Kit, tmp_path: Path) -> None:

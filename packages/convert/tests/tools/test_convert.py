@@ -22,7 +22,8 @@ from lamella_checkpoint._base.manifest import Manifest
 from lamella_checkpoint.sources import rename
 from lamella_checkpoint.testing import read_tensor
 from lamella_convert import Target, convert, diff, open_both, save_safetensors
-from lamella_convert._formats.safetensors import DTYPES, SafetensorsSource
+from lamella_convert._formats.safetensors import SafetensorsSource
+from lamella_convert._formats.safetensors_header import DTYPES
 from lamella_convert._tools.published import SIDE_FILES
 from lamella_testing.bits import all_same_bits, random_bits, same_bits
 

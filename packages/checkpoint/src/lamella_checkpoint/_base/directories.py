@@ -20,7 +20,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -133,6 +133,37 @@ def find(target: Path) -> Path:
         return beside["replaced"]
     got = f"an unfinished save of it ({beside['saving'].name!r})" if "saving" in beside else "nothing"
     raise FileNotFoundError(errno.ENOENT, f"Expected a checkpoint, got {got}", str(target))
+
+
+@contextmanager
+def unless_gone(target: Path) -> Iterator[None]:
+    """Report a checkpoint that was removed or replaced inside the block, instead of a reader's secondary result.
+
+    Raises:
+        FileNotFoundError: At the end of the block, the path is absent or leads to another directory or file. Retention
+            removes old checkpoints while others read.
+    """
+    before = _identity(target)
+    try:
+        yield
+    finally:
+        after = _identity(target)
+        if after != before or after is None:
+            raise gone(target, "another checkpoint at its path" if after else "a removal")
+
+
+def gone(target: Path, got: str = "a removal") -> FileNotFoundError:
+    """The error of a checkpoint that was removed or replaced while it was read."""
+    return FileNotFoundError(errno.ENOENT, f"Expected the checkpoint to stay while it is read, got {got}", str(target))
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """A value that changes with a replacement; None for an absent path."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
 
 
 def _check_finished(target: Path) -> None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from lamella_checkpoint._base.directories import unless_gone
 from lamella_checkpoint._base.errors import CheckpointDamaged, CheckpointUntrusted
 from lamella_checkpoint._base.text import printable
 
@@ -122,11 +123,13 @@ def verification(path: Path, on_progress: OnProgress, check: Callable[[Findings]
     """Run `check`, and sum up its findings.
 
     Raises:
+        FileNotFoundError: The path was removed or replaced during the check.
         CheckpointUntrusted: `check` meets a type that may run code. Other damage is a problem in the result.
     """
     findings = Findings(path, on_progress)
     try:
-        check(findings)
+        with unless_gone(path):
+            check(findings)
     except CheckpointUntrusted:
         raise
     except CheckpointDamaged as error:

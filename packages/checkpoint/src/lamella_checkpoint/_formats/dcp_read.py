@@ -6,7 +6,7 @@ from math import prod
 from pathlib import Path
 
 from lamella_checkpoint._base.boxes import first_overlap
-from lamella_checkpoint._base.directories import METADATA_FILE
+from lamella_checkpoint._base.directories import METADATA_FILE, gone
 from lamella_checkpoint._base.errors import CheckpointDamaged
 from lamella_checkpoint._base.manifest import MANIFEST_FILE, Manifest
 from lamella_checkpoint._base.small_files import file_size, read_bytes
@@ -31,6 +31,7 @@ class StoredCheckpoint:
         Raises:
             CheckpointDamaged: A file is absent, unreadable, misplaced, or shorter than the metadata requires.
             CheckpointUntrusted: The metadata holds other types.
+            FileNotFoundError: The directory was removed meanwhile; also in `read` and `read_object`.
         """
         self.path = directory
         self._trust = trust
@@ -38,8 +39,8 @@ class StoredCheckpoint:
         self._values: dict[Item, object] = {}
         self._verified: set[Item] = set()
         self._identity = _identity(directory)
-        _check_directory(directory)
         with self._unless_replaced():
+            _check_directory(directory)
             self._checksums = Checksums.of(directory) if verify else None
             known = self._check_file(METADATA_FILE)
             self.metadata = StoredMetadata.read(directory, trust=trust)
@@ -170,10 +171,12 @@ class StoredCheckpoint:
 
     @contextmanager
     def _unless_replaced(self) -> Iterator[None]:
-        """Report a replaced checkpoint as such, instead of the reader's secondary error."""
+        """Report a removed or replaced checkpoint as such, instead of the reader's secondary error."""
         try:
             yield
         finally:
+            if not self.path.exists():  # Retention removes old checkpoints while others read.
+                raise gone(self.path)
             if _identity(self.path) != self._identity:
                 raise CheckpointDamaged(str(self.path), "it was replaced while it was being read")
 

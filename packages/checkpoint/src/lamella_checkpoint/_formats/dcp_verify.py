@@ -32,7 +32,7 @@ def verify(
 
     Raises:
         CheckpointUntrusted: The metadata holds other types, without `trust`.
-        FileNotFoundError: `path` does not exist.
+        FileNotFoundError: `path` does not exist, or was removed or replaced meanwhile.
         FormatUnknown: `path` is not torch DCP.
 
     Effects: reads every stored chunk, several at a time, and holds 16 MiB of each; no collective, no accelerator.

@@ -29,7 +29,7 @@ def verify(
 
     Raises:
         CheckpointUntrusted: The checkpoint holds other types, without `trust`.
-        FileNotFoundError: `path` does not exist.
+        FileNotFoundError: `path` does not exist, or was removed or replaced meanwhile.
         FormatUnknown: No format has these files.
 
     Effects: reads every stored chunk, several at a time, and holds 16 MiB of each; no collective, no accelerator.
