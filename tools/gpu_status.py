@@ -43,9 +43,8 @@ class Run:
         """A line of the page's table."""
         tests = f"{self.folder} ({self.selection})" if self.selection else self.folder
         counts = f"{self.passed} | {self.failed} | {self.skipped}"
-        return (
-            f"| {self.session} | {tests} | {counts} | {self.date} | `{self.commit}` | {self.hardware} | {self.torch} |"
-        )
+        commit = f"`{self.commit}`" if self.commit else "-"  # none: the history has not kept it
+        return f"| {self.session} | {tests} | {counts} | {self.date} | {commit} | {self.hardware} | {self.torch} |"
 
 
 def record(report: Path, into: Path, *, session: str, folder: Path, selection: str) -> None:

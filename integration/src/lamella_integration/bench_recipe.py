@@ -20,8 +20,7 @@ from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
 
-from lamella._directory import RunDirectory
-from lamella._report import StepRecord, read
+from lamella.testing import RunDirectory, StepRecord, read_metrics
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +85,7 @@ def _lamella(
     command += ["--validation-sequences", str(options.ranks), "--run-dir", str(root), "--no-resume", *arguments]
     output = _output(command, options.timeout)
     shutil.rmtree(RunDirectory(root).checkpoints)  # 12 bytes a parameter, for each variant.
-    records = [record for record in read(RunDirectory(root).metrics) if isinstance(record, StepRecord)]
+    records = [record for record in read_metrics(RunDirectory(root).metrics) if isinstance(record, StepRecord)]
     return RecipeRow(
         variant=variant,
         tokens_per_s=records[-1].tokens_per_s,

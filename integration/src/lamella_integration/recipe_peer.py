@@ -19,11 +19,18 @@ import torch
 import torch.distributed as dist
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from lamella._config import Config, read_file, resolve
-from lamella._directory import RunDirectory
-from lamella._models import build_model, load_spec
-from lamella._tokens import BatchStream, inputs_and_targets, load_tokens
-from lamella._train import learning_rate
+from lamella import Config
+from lamella.testing import (
+    BatchStream,
+    RunDirectory,
+    build_model,
+    inputs_and_targets,
+    learning_rate,
+    load_spec,
+    load_tokens,
+    read_file,
+    resolve,
+)
 
 
 def run_rows(stream: BatchStream, num_steps: int) -> list[dict[str, torch.Tensor]]:

@@ -25,8 +25,8 @@ def check_kernels(model: ModelConfig, model_type: str, parallel: ParallelConfig)
         )
     if importlib.util.find_spec("liger_kernel") is None:
         raise ConfigError(
-            "Expected liger-kernel to be installed for --kernels liger, got none. Install it from a clone: "
-            "uv pip install './packages/lamella[kernels]', or pass --kernels none."
+            "Expected liger-kernel to be installed for --kernels liger, got none. Pass --kernels none, or install it "
+            "from a clone: uv pip install './packages/lamella[kernels]'"
         )
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 
