@@ -11,15 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
 from trained_runs import TrainOn
 
-from lamella import Config, ConfigError, _train
+from lamella import Config, ConfigError
 from lamella._directory import RunDirectory
 from lamella._place import Rank, place
 from lamella._prepare import prepare
 from lamella._report import read
-from lamella._train import Trainer, seed_of, token_losses
+from lamella._train import Trainer, seed_of
 from lamella_testing import run_ranks
 
 
@@ -168,14 +167,15 @@ def _dropout_masks(config: Config) -> list[list[list[bool]]]:
     def on_rank() -> list[list[bool]]:
         masks: list[list[bool]] = []
 
-        def losses_after_a_mask(model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-            if model.training:
-                with torch.random.fork_rng(devices=[]):
-                    masks.append(F.dropout(torch.ones(64), 0.5).bool().tolist())
-            return token_losses(model, batch)
+        backward = Trainer._backward
+
+        def backward_after_a_mask(trainer: Trainer, *args: Any, **options: Any) -> torch.Tensor:
+            with torch.random.fork_rng(devices=[]):
+                masks.append(F.dropout(torch.ones(64), 0.5).bool().tolist())
+            return backward(trainer, *args, **options)
 
         rank = Rank(rank=dist.get_rank(), num_ranks=2, device=torch.device("cpu"))
-        with patch.object(_train, "token_losses", losses_after_a_mask):
+        with patch.object(Trainer, "_backward", backward_after_a_mask):
             Trainer(config, directory, rank).train()
         return masks
 
