@@ -124,7 +124,12 @@ class Trainer:
         self._optimizer = make_optimizer(self._model, config.optim)
         self._loss: LossFunction = loss_of_logits
         self._saves = Saves(
-            directory, config.run.keep_checkpoints, self._model, self._optimizer, print_line=self._print_line
+            directory,
+            config.run.keep_checkpoints,
+            self._model,
+            self._optimizer,
+            timeout_s=config.run.timeout,
+            print_line=self._print_line,
         )
 
     def _print_line(self, line: str) -> None:

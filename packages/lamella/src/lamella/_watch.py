@@ -377,5 +377,5 @@ def _until_the_store_ends(work: Callable[[], None]) -> None:
 
 def _names(ranks: Sequence[int]) -> str:
     first = ", ".join(map(str, ranks[:_NUM_NAMED]))
-    others = f" and {len(ranks) - _NUM_NAMED} more" if len(ranks) > _NUM_NAMED else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {first}{others}"
+    remainder = f" and {len(ranks) - _NUM_NAMED} more" if len(ranks) > _NUM_NAMED else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {first}{remainder}"
