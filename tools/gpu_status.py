@@ -47,19 +47,21 @@ class Run:
         return f"| {self.session} | {tests} | {counts} | {self.date} | {commit} | {self.hardware} | {self.torch} |"
 
 
-def record(report: Path, into: Path, *, session: str, folder: Path, selection: str) -> None:
+def record(reports: Iterable[Path], into: Path, *, session: str, folder: Path, selection: str) -> None:
     """Append the record of a run to a file.
 
     Args:
-        report: The JUnit report of the run.
+        reports: The JUnit reports of the run, one of each part.
         into: A file of JSON lines.
         session: Such as "gpu(2)".
         folder: Of the tests.
         selection: The arguments that left tests out, if any.
     """
-    suite = ET.parse(report).getroot().find("testsuite")
-    assert suite is not None, f"{report} holds no test suite"
-    count = {name: int(suite.get(name, 0)) for name in ("tests", "failures", "errors", "skipped")}
+    suites = [suite for report in reports for suite in ET.parse(report).getroot().iter("testsuite")]
+    assert suites, "the reports hold no test suite"
+    count = {
+        name: sum(int(suite.get(name, 0)) for suite in suites) for name in ("tests", "failures", "errors", "skipped")
+    }
     failed = count["failures"] + count["errors"]
     run = Run(
         session=session,

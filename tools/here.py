@@ -18,7 +18,8 @@ makes no environment and installs nothing.
     python tools/here.py python -m lamella train    any Python command with the sources on its path
 
 With LAMELLA_RANKS_PER_GPU=2 in the environment two ranks of a test share a GPU, so that `gpu 2` needs one: the same
-results, at the speed of sockets. `-n 4` shares the tests of a folder among four processes (pytest-xdist).
+results, at the speed of sockets. `-n 4` shares the tests of a folder among four processes (pytest-xdist); tests marked
+`alone` run after them, one at a time.
 """
 
 import os
@@ -86,16 +87,30 @@ def _pytest(marker: str, args: list[str], *, session: str, folders: list[Path] =
     results: list[int] = []
     for folder, chosen in _selected(marked, args).items():
         with TemporaryDirectory() as temporary:
-            report = Path(temporary) / "report.xml"
-            results.append(_pytest_in(marker, [*others, f"--junitxml={report}", *chosen]))
-            if results[-1] < 0:
-                print(f"pytest in {folder} was killed by signal {-results[-1]}.", file=sys.stderr)
-            if status is not None and results[-1] != NO_TESTS_RAN and report.is_file():
+            reports = []
+            for i, (expression, arguments) in enumerate(_parts(marker, folder, chosen)):
+                report = Path(temporary) / f"report{i}.xml"
+                results.append(_pytest_in(expression, [*others, f"--junitxml={report}", *arguments]))
+                if results[-1] < 0:
+                    print(f"pytest in {folder} was killed by signal {-results[-1]}.", file=sys.stderr)
+                reports += [report] if results[-1] != NO_TESTS_RAN else []
+            if status is not None and reports and all(report.is_file() for report in reports):
                 selection = _selection([arg for arg in chosen if arg != str(folder)])
-                gpu_status.record(report, status, session=recorded, folder=folder, selection=selection)
+                gpu_status.record(reports, status, session=recorded, folder=folder, selection=selection)
     # The first that failed, not the greatest: a child killed by a signal has a negative code.
     ran = [result for result in results if result != NO_TESTS_RAN]
     return next((result for result in ran if result), 0 if ran else NO_TESTS_RAN)
+
+
+def _parts(marker: str, folder: Path, args: list[str]) -> list[tuple[str, list[str]]]:
+    """The runs of pytest for a folder, each a marker expression and arguments.
+
+    With several processes (`-n`) a second run has the tests marked `alone`: beside others on the GPU they would fail.
+    """
+    if "-n" not in args or not any("mark.alone" in text for text in _sources(folder)):
+        return [(marker, args)]
+    value = args.index("-n") + 1
+    return [(f"{marker} and not alone", args), (f"{marker} and alone", [*args[:value], "0", *args[value + 1 :]])]
 
 
 def _selected(folders: list[Path], args: list[str]) -> dict[Path, list[str]]:

@@ -249,6 +249,7 @@ def _profiled(
     return profile_steps(training, *workload.batch(num_tokens))
 
 
+@pytest.mark.alone
 @MANY_RANKS
 def test_gathers_reductions_and_compute_have_streams_of_their_own_and_overlap(num_ranks: int) -> None:
     """Both are copies to peers; behind those of a reduction its stream adds up what arrived."""

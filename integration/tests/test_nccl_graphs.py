@@ -165,6 +165,7 @@ def _captured_kernels() -> tuple[list[Kernel], _Rows]:
     return kernels, _Rows(*map(sum, zip(*captured, strict=True)))
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     "num_ranks", [pytest.param(2, marks=pytest.mark.gpu2), pytest.param(4, marks=pytest.mark.gpu4)]
 )

@@ -118,6 +118,7 @@ def _profile_of_steps_that_start_together(**options: Any) -> list[Kernel]:
     return profile_steps(replace(training, optimizer_step=step), *workload.batch(NUM_TOKENS))
 
 
+@pytest.mark.alone
 @pytest.mark.gpu2
 def test_what_forward_gathers_first_is_on_its_way_while_the_optimizer_goes_on() -> None:
     def profiles() -> tuple[list[Kernel], ...]:
@@ -142,6 +143,7 @@ def _profile_of_steps_whose_last_reduction_is_late(**options: Any) -> list[Kerne
     return profile_steps(replace(training, optimizer_step=step), *workload.batch(NUM_TOKENS))
 
 
+@pytest.mark.alone
 @pytest.mark.gpu2
 def test_a_step_updates_others_while_the_last_gradients_are_still_being_reduced() -> None:
     """One that does not wait for them itself finds all gradients there, and one that does begins without the last."""

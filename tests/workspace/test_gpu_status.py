@@ -16,7 +16,9 @@ def _run(workspace: Path, *args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-def _record(workspace: Path, into: Path, *, session: str = "gpu(2)", selection: str = "", date: str = "") -> None:
+def _record(
+    workspace: Path, into: Path, *, session: str = "gpu(2)", selection: str = "", date: str = "", num_parts: int = 1
+) -> None:
     """A record as the session writes it, without torch: the questions put to it are answered here."""
     (into.parent / "report.xml").write_text(REPORT)
     program = f"""
@@ -24,7 +26,7 @@ import sys; sys.path.insert(0, {str(workspace / "tools")!r})
 from pathlib import Path
 import gpu_status
 gpu_status._ask = lambda question: "2 x NVIDIA H200" if "cuda" in question else "2.11.0"
-gpu_status.record(Path({str(into.parent / "report.xml")!r}), Path({str(into)!r}), session={session!r},
+gpu_status.record([Path({str(into.parent / "report.xml")!r})] * {num_parts}, Path({str(into)!r}), session={session!r},
     folder=gpu_status.ROOT / "integration" / "tests", selection={selection!r})
 """
     subprocess.run([sys.executable, "-c", program], check=True)
@@ -47,6 +49,13 @@ def test_a_record_is_taken_over_and_a_page_without_it_is_old(copy_of_the_workspa
     assert _run(copy_of_the_workspace, "--check").returncode == 0
     page.write_text(page.read_text().replace("| 3 | 2 | 2 |", "| 5 | 0 | 2 |"))
     assert _run(copy_of_the_workspace, "--check").returncode == 1
+
+
+def test_a_run_of_two_parts_is_one_record(copy_of_the_workspace: Path, tmp_path: Path) -> None:
+    _record(copy_of_the_workspace, tmp_path / "runs.jsonl", num_parts=2)
+    [line] = (tmp_path / "runs.jsonl").read_text().splitlines()
+    record = json.loads(line)
+    assert (record["passed"], record["failed"], record["skipped"]) == (6, 4, 4)
 
 
 def test_the_latest_run_counts_and_a_later_selection_has_a_row_of_its_own(

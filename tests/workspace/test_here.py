@@ -49,6 +49,21 @@ def test_the_first_folder_that_fails_is_the_result(
     assert capsys.readouterr().err.splitlines() == said
 
 
+@pytest.mark.parametrize(
+    ("args", "source", "expected"),
+    [
+        (["-n", "4", "-q"], "mark.alone", [("gpu2 and not alone", "-n 4 -q"), ("gpu2 and alone", "-n 0 -q")]),
+        (["-n", "4", "-q"], "mark.gpu2", [("gpu2", "-n 4 -q")]),
+        (["-q"], "mark.alone", [("gpu2", "-q")]),
+    ],
+)
+def test_tests_that_need_the_gpu_alone_run_after_those_of_several_processes(
+    here: ModuleType, args: list[str], source: str, expected: list[tuple[str, str]], tmp_path: Path
+) -> None:
+    (tmp_path / "test_one.py").write_text(f"pytest.{source}\n")
+    assert [(marker, " ".join(rest)) for marker, rest in here._parts("gpu2", tmp_path, args)] == expected
+
+
 @pytest.mark.parametrize("rest", [[], ["-q"]])
 def test_status_without_a_file_is_refused(rest: list[str]) -> None:
     command = [sys.executable, str(ROOT / "tools" / "here.py"), "soak", "--status", *rest]

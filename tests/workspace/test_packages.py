@@ -126,3 +126,24 @@ def test_names_that_are_imported_when_first_used_are_the_ones_that_type_checkers
         assert table is not None
         later = [(module, name) for module, names in ast.literal_eval(table).items() for name in names]
         assert sorted(later) == sorted((str(module), name) for module, name in imported), file
+
+
+def test_the_readme_names_the_siblings_that_a_package_may_import(packages: Packages) -> None:
+    names = set(map(_name, packages))
+    for folder, pyproject in packages.items():
+        if folder.name == "lamella":  # all packages
+            continue
+        [_, text] = re.split(r"May import", (folder / "README.md").read_text())
+        listed = set(re.findall(r"lamella-[a-z]+", text.partition("Stability")[0]))
+        assert listed & names == {each.name for each in _requirements(pyproject)} & names, folder.name
+
+
+def test_a_release_names_every_package_in_their_order_and_every_session_for_gpus() -> None:
+    text = " ".join((ROOT / "RELEASING.md").read_text().split())
+    noxfile = (ROOT / "noxfile.py").read_text()
+    listed = re.search(r"the lowest first: ([a-z, ]+)\.", text)
+    names = re.search(r"^PACKAGES = \[(.*?)\]$", noxfile, flags=re.MULTILINE | re.DOTALL)
+    assert listed is not None and names is not None
+    assert listed[1].split(", ") == re.findall(r'"(\w+)"', names[1])
+    sessions = {*(f"gpu({n})" for n in (1, 2, 4)), "te", "ssm(gpu-1)", *(f"megatron(gpu-{n})" for n in (1, 2, 4))}
+    assert not [session for session in sessions if not re.search(rf'`\./dev "?{re.escape(session)}"?`', text)]
