@@ -6,7 +6,8 @@ A value neither tensor nor plain data is read by torch on request, with tensors 
 
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -69,7 +70,8 @@ class TorchFile:
         self._verified: set[Record] = set()
         root, self._files = self._open()
         try:
-            for keys, value in _leaves(self._dict_of(root), self._files):
+            self._root = self._dict_of(root)
+            for keys, value in _leaves(self._root, self._files):
                 self._add(keys, value)
             opaque = {name: value for name, value in self._held.items() if isinstance(value, torch.Tensor)}
             parts = [name for name, value in (self._values | opaque).items() if is_rank_part(value)]
@@ -140,7 +142,9 @@ class TorchFile:
         """The names of the values that refer to each record; a record may be absent from the archive."""
         found: dict[str, dict[str, None]] = {}
         for name, value in (*self._held.items(), *self._values.items()):
-            for record in [value.record.name] if isinstance(value, StoredTensor) else storage_records(value):
+            records_read = [value.record.name] if isinstance(value, StoredTensor) else []
+            # A DTensor refers to the record of its mesh too.
+            for record in (*records_read, *storage_records(reduce(getitem, self.paths[name], self._root))):
                 found.setdefault(record, {})[name] = None
         return {record: [*names] for record, names in found.items()}
 
