@@ -72,7 +72,7 @@ def test_json_comes_back_as_it_went_in_a_manifest_that_earlier_releases_read(tmp
         np.str_("ä"),
         np.datetime64("2020-02-03"),
     ],
-    ids=repr,
+    ids=lambda value: type(value).__name__,  # the order of a set's repr differs between processes
 )
 def test_a_value_comes_back_with_its_type(tmp_path: Path, value: object) -> None:
     [back] = round_trip(tmp_path, {"value": value}).values()
