@@ -194,6 +194,12 @@ def docs(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def install_lines(session: nox.Session) -> None:
+    """Try each line of the documentation that pip reads, in an empty environment; words choose lines that have them."""
+    session.run("python", str(ROOT / "tools" / "install_lines.py"), "--try", *session.posargs)
+
+
+@nox.session(default=False)
 @nox.parametrize("package", PACKAGES, ids=PACKAGES)
 def build(session: nox.Session, package: str) -> None:
     """Build one package for release into dist/ and test the wheel outside the workspace.
