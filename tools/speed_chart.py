@@ -113,25 +113,25 @@ def picture(record: str) -> str:
     return "\n".join([*lines, f'<text class="axis" x="{LEFT}" y="{height - 12}">{SOURCE}</text>', "</svg>", ""])
 
 
-def _panel(panel: Panel, rows: dict[str, tuple[float, float]], left: int) -> Iterator[str]:
+def _panel(panel: Panel, rows: dict[str, tuple[float, float]], origin: int) -> Iterator[str]:
     (lowest_memory, highest_memory, memory_step), (lowest, highest, step) = panel.memory, panel.speed
 
     def x_of(memory: float) -> float:
-        return left + WIDTH * (memory - lowest_memory) / (highest_memory - lowest_memory)
+        return origin + WIDTH * (memory - lowest_memory) / (highest_memory - lowest_memory)
 
     def y_of(speed: float) -> float:
         return TOP + HEIGHT * (highest - speed) / (highest - lowest)
 
-    yield f'<text x="{left}" y="52">{panel.title}</text>'
-    for speed in range(lowest, highest + 1, step):
-        y = y_of(speed)
-        yield f'<line x1="{left}" x2="{left + WIDTH}" y1="{y:.1f}" y2="{y:.1f}"/>'
-        yield f'<text class="axis" x="{left - 8}" y="{y + 4:.1f}" text-anchor="end">{speed} %</text>'
-    for memory in range(lowest_memory, highest_memory + 1, memory_step):
-        x = x_of(memory)
+    yield f'<text x="{origin}" y="52">{panel.title}</text>'
+    for percentage in range(lowest, highest + 1, step):
+        y = y_of(percentage)
+        yield f'<line x1="{origin}" x2="{origin + WIDTH}" y1="{y:.1f}" y2="{y:.1f}"/>'
+        yield f'<text class="axis" x="{origin - 8}" y="{y + 4:.1f}" text-anchor="end">{percentage} %</text>'
+    for gibibytes in range(lowest_memory, highest_memory + 1, memory_step):
+        x = x_of(gibibytes)
         yield f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{TOP + HEIGHT}"/>'
-        yield f'<text class="axis" x="{x:.1f}" y="{TOP + HEIGHT + 18}" text-anchor="middle">{memory}</text>'
-    right, below = left + WIDTH, TOP + HEIGHT + 36
+        yield f'<text class="axis" x="{x:.1f}" y="{TOP + HEIGHT + 18}" text-anchor="middle">{gibibytes}</text>'
+    right, below = origin + WIDTH, TOP + HEIGHT + 36
     yield f'<text class="axis" x="{right}" y="{below}" text-anchor="end">peak memory, GiB a GPU</text>'
     for backend in BACKENDS:
         speed, peak = rows[backend.row]
