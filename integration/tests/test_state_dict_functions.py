@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 
-from lamella_integration.in_place import Device, run_in_both, units, whole
+from lamella_integration.in_place import Device, run_in_both, units, unsharded
 
 ON_BOTH = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu2)])
 
@@ -119,7 +119,7 @@ def taken(folder: Path, *, options: dict[str, Any]) -> object:
         get_optimizer_state_dict(model, optimizer, options=chosen),
         *get_state_dict(model, optimizer, options=chosen),
     ]
-    return [units(model), shapes(states), whole(states)]
+    return [units(model), shapes(states), unsharded(states)]
 
 
 def given(folder: Path, *, options: dict[str, Any]) -> object:
@@ -139,8 +139,8 @@ def given(folder: Path, *, options: dict[str, Any]) -> object:
         units(target),
         list(keys.missing_keys),
         list(keys.unexpected_keys),
-        whole(losses),
-        whole(target.state_dict()),
+        unsharded(losses),
+        unsharded(target.state_dict()),
     ]
 
 
@@ -155,7 +155,7 @@ def resumed(folder: Path) -> object:
     set_state_dict(target, other, model_state_dict=model_state, optim_state_dict=optimizer_state)
     losses = [[train(model, steps, 5) for _ in range(2)] for model, steps in ((source, optimizer), (target, other))]
     assert torch.equal(*(torch.stack(each) for each in losses)), losses
-    return [units(target), whole(losses)]
+    return [units(target), unsharded(losses)]
 
 
 def refused(folder: Path) -> object:

@@ -1,4 +1,4 @@
-"""Lines that say how to install something work from a clone: nothing is on a package index yet."""
+"""Lines of installation work from a clone: nothing is on a package index yet."""
 
 import re
 import tomllib
@@ -9,7 +9,7 @@ from typing import Any
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[2]
-LINE = re.compile(r"\b(?P<uv>uv )?pip install (?P<what>[^`#|\n]*)")
+LINE = re.compile(r"\b(?P<uv>uv )?pip install (?P<arguments>[^`#|\n]*)")
 PATH = re.compile(r"^\./packages/(?P<names>\{[\w,]+\}|\w+)(?:\[(?P<extras>[\w,{}]+)\])?$")
 
 
@@ -20,11 +20,15 @@ def _places() -> Iterator[tuple[Path, str]]:
 
 
 def _lines() -> Iterator[tuple[str, bool, list[str]]]:
-    """Each line's place, whether it is uv's, and what it installs."""
+    """Each line's place, whether the line is uv's, and the installed packages."""
     for file, text in _places():
-        for found in LINE.finditer(text):
-            what = found["what"].replace("'", " ").replace('"', " ").split()
-            yield f"{file.relative_to(ROOT)}: {found[0]}", bool(found["uv"]), [each.rstrip(".,") for each in what]
+        for match in LINE.finditer(text):
+            arguments = match["arguments"].replace("'", " ").replace('"', " ").split()
+            yield (
+                f"{file.relative_to(ROOT)}: {match[0]}",
+                bool(match["uv"]),
+                [argument.rstrip(".,") for argument in arguments],
+            )
 
 
 def _project(name: str) -> dict[str, Any]:
@@ -33,27 +37,30 @@ def _project(name: str) -> dict[str, Any]:
 
 
 def _siblings(name: str, extras: list[str]) -> set[str]:
-    """The packages of this repository that a package needs, itself included."""
+    """The packages of this repository that a package needs, the package itself included."""
     project = _project(name)
-    needed = [*project["dependencies"], *(each for extra in extras for each in project["optional-dependencies"][extra])]
-    found = {name}
+    needed = [
+        *project["dependencies"],
+        *(extra_requirement for extra in extras for extra_requirement in project["optional-dependencies"][extra]),
+    ]
+    names = {name}
     for requirement in map(Requirement, needed):
         if requirement.name.startswith("lamella-"):
-            found |= _siblings(requirement.name.removeprefix("lamella-"), [*requirement.extras])
-    return found
+            names |= _siblings(requirement.name.removeprefix("lamella-"), [*requirement.extras])
+    return names
 
 
-def test_what_is_installed_is_in_this_repository_and_pip_is_told_of_siblings() -> None:
+def test_installed_packages_are_in_this_repository_and_pip_gets_the_siblings() -> None:
     lines = [*_lines()]
     assert len(lines) >= 5
-    for place, is_uv, what in lines:
+    for place, is_uv, arguments in lines:
         named: set[str] = set()
         needed: set[str] = set()
-        for each in what:
-            if each in ("-c", "constraints.txt"):
+        for argument in arguments:
+            if argument in ("-c", "constraints.txt"):
                 continue
-            path = PATH.match(each)
-            assert path is not None, f"{place}: expected ./packages/NAME, got {each!r}"
+            path = PATH.match(argument)
+            assert path is not None, f"{place}: expected ./packages/NAME, got {argument!r}"
             extras = [extra for extra in (path["extras"] or "").split(",") if extra and "{" not in extra]
             for name in path["names"].strip("{}").split(","):
                 named.add(name)

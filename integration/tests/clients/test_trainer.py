@@ -11,7 +11,7 @@ import torch
 from client_models import let_accelerate_shard_on_cpus, tiny_llama, tokens
 from transformers import Trainer, TrainingArguments
 
-from lamella_integration.in_place import Device, run_in_both, units, whole
+from lamella_integration.in_place import Device, run_in_both, units, unsharded
 
 ROWS = [{"input_ids": row, "labels": row} for row in tokens(32)]
 
@@ -61,7 +61,7 @@ def trained_and_resumed(folder: Path, *, state_dict_type: str) -> object:
     assert logged(second) == logged(first)
     assert len(logged(second)) == 4
     files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
-    return [names, logged(first), logged(second), evaluated, whole(first.model.state_dict()), files]
+    return [names, logged(first), logged(second), evaluated, unsharded(first.model.state_dict()), files]
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu2)])
