@@ -83,7 +83,7 @@ def units(model: nn.Module) -> list[str]:
     return list(units_by_name)
 
 
-def unsharded(values: object) -> object:
+def unsharded_copy(values: object) -> object:
     """Copy containers, with every tensor unsharded and on the CPU.
 
     Effects: collective on the meshes of all DTensors; host sync.
@@ -94,9 +94,9 @@ def unsharded(values: object) -> object:
         case torch.Tensor():
             return values.detach().cpu().clone()
         case Mapping():
-            return {key: unsharded(value) for key, value in values.items()}
+            return {key: unsharded_copy(value) for key, value in values.items()}
         case list() | tuple():
-            return [unsharded(value) for value in values]
+            return [unsharded_copy(value) for value in values]
     return values
 
 
