@@ -12,7 +12,7 @@ RESULTS = ROOT / "docs" / "benchmarks" / "README.md"
 PAGES = [ROOT / "README.md", *ROOT.glob("packages/*/README.md"), *ROOT.glob("docs/**/*.md")]
 COMMIT = re.compile(r"`((?=[a-f]*\d)[0-9a-f]{7,40})(?:-dirty)?`")
 RECORD = re.compile(r"\]\((docs/(?:benchmarks/\d|reference/gpu-status)[\w-]*\.md)")
-# "91.0 %", "8 to 34 %", "33.8 GiB", "1.09 to 1.23 times", "54 passed": a figure, or two, and its unit.
+# "91.0 %", "8 to 34 %", "33.8 GiB", "1.09 to 1.23 times", "54 passed": a figure, or two, and the unit.
 FIGURE = re.compile(r"(\d[\d.,]*)(?: to (\d[\d.,]*))? (?:%|GiB|times|passed|failed)")
 DATE = re.compile(r"\d{4}-\d\d-\d\d")
 
@@ -22,7 +22,7 @@ def _commits(text: str) -> set[str]:
 
 
 def _paragraphs(text: str) -> list[str]:
-    """The paragraphs of a page; a list's item is one, and a table belongs to the paragraph below it."""
+    """The paragraphs of a page; a list's item is a paragraph, and a table belongs to the paragraph below."""
     joined = re.sub(r"\|\n\n", "|\n", text)
     return re.split(r"\n\n|\n(?=\* )", joined)
 
