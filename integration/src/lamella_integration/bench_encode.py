@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"| copy | - | - | {copied * 1e6:.0f} | {8 * numel / copied / 1e9:,.0f} |")
     for name, recipe in RECIPES.items():
         measure, encode = _calls(recipe, weights, shapes)
-        with patch("lamella_precision._float8._kernels_for", lambda cuts: None):
+        with patch("lamella_precision._scales.encoding._kernels_for", lambda cuts: None):
             rows = {"multi-tensor calls": [_seconds(call, options.device) for call in (measure, encode)]}
         rows["one kernel"] = [_seconds(call, options.device) for call in (measure, encode)]
         for kind, seconds in rows.items():

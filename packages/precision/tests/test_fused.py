@@ -16,7 +16,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from lamella_precision import Float8Recipe, Part, _fused
+from lamella_precision import Float8Recipe, Part
+from lamella_precision._scales import kernels
 from lamella_precision.te import ScaledWeights
 from lamella_testing.interpreted import interpreted_copy
 from lamella_testing.te_weights import Float8Tensor
@@ -27,13 +28,13 @@ BLOCKS = [(None, None), (1, None), (16, 32), (None, 100)]
 
 @pytest.fixture
 def interpreted() -> Any:
-    module = interpreted_copy(_fused)
+    module = interpreted_copy(kernels)
     module._ELEMENTS = 256  # several chunks in a block of a small weight
     return module
 
 
 def _use(monkeypatch: pytest.MonkeyPatch, kernels: Any) -> None:
-    monkeypatch.setattr("lamella_precision._float8._kernels_for", lambda cuts: kernels)
+    monkeypatch.setattr("lamella_precision._scales.encoding._kernels_for", lambda cuts: kernels)
 
 
 def _weights(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
@@ -153,7 +154,7 @@ def test_compiled_for_hopper_they_move_whole_vectors_and_round_exactly(
     pointers |= {"line_of": "*i32"}
     kinds = {**pointers, "largest": "fp32", **dict.fromkeys(sizes, "constexpr")}
     aligned = {(i,): [["tt.divisibility", 16]] for i in range(len(pointers))}
-    source = ASTSource(_fused._encode, kinds, sizes, aligned)
+    source = ASTSource(kernels._encode, kinds, sizes, aligned)
     code = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
     for instruction in ("ld.global.v4.b32", "st.global.v4.b32", scaling, "cvt.rn.satfinite.e4m3x2.f32"):
         assert instruction in code

@@ -18,8 +18,8 @@ from lamella_precision import (
     multiplies_in_float8,
     use_float8_matmul,
 )
-from lamella_precision._operands import quantised
-from lamella_precision._tiles import Block
+from lamella_precision._products.operands import quantised
+from lamella_precision._scales.tiles import Block
 
 TENSOR, ROW, SQUARE = Float8Recipe(), Float8Recipe((1, None)), Float8Recipe((128, 128))
 RECIPES = pytest.mark.parametrize("recipe", [TENSOR, ROW, SQUARE], ids=["tensor", "row", "square"])

@@ -20,7 +20,7 @@ def test_the_default_policy_keeps_every_parameters_own_dtype() -> None:
 def test_gradients_are_reduced_as_fsdp2_of_this_torch_reduces_them_unless_told_otherwise(
     is_new: bool, unsaid: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lamella_precision._policy._REDUCES_IN_MAIN_DTYPE", is_new)
+    monkeypatch.setattr("lamella_precision._choice.policy._REDUCES_IN_MAIN_DTYPE", is_new)
     assert MixedPrecisionPolicy(torch.bfloat16).reduce_dtype_of(torch.float32) == unsaid
     assert MixedPrecisionPolicy(torch.bfloat16, torch.float32).reduce_dtype_of(torch.float32) == torch.float32
     assert MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16).reduce_dtype_of(torch.float32) == torch.bfloat16

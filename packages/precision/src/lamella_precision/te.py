@@ -22,11 +22,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn as nn
 
-from lamella_precision._float8 import Float8Recipe, encode_cuts, times_scales, write_scales
-from lamella_precision._foreign import is_quantized, replace_weights
-from lamella_precision._recipe import Direction, Part, PayloadFormat, Recipe
-from lamella_precision._te_mxfp8 import MULTIPLE, MXFP8Weights
-from lamella_precision._tiles import Block, Cut, grid_of
+from lamella_precision._choice.foreign import is_quantized, replace_weights
+from lamella_precision._protocol import Direction, Part, PayloadFormat, Recipe
+from lamella_precision._recipes.float8 import Float8Recipe
+from lamella_precision._recipes.te_mxfp8 import MULTIPLE, MXFP8Weights
+from lamella_precision._scales.encoding import encode_cuts
+from lamella_precision._scales.scales import times_scales, write_scales
+from lamella_precision._scales.tiles import Block, Cut, grid_of
 
 _DTYPES = {"kFloat8E4M3": torch.float8_e4m3fn, "kFloat8E5M2": torch.float8_e5m2}
 _SQUARES: Block = (128, 128)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from lamella_precision._recipe import Direction, DivisibleRecipe, Part, Recipe, ScaledRecipe
+from lamella_precision._protocol import Direction, DivisibleRecipe, Part, Recipe, ScaledRecipe
 
 
 def check_recipe(

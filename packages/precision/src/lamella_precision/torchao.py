@@ -10,10 +10,11 @@ import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
-from lamella_precision._float8 import Float8Recipe, encode_cuts
-from lamella_precision._foreign import replace_weights
-from lamella_precision._recipe import Direction, Recipe
-from lamella_precision._tiles import Cut
+from lamella_precision._choice.foreign import replace_weights
+from lamella_precision._protocol import Direction, Recipe
+from lamella_precision._recipes.float8 import Float8Recipe
+from lamella_precision._scales.encoding import encode_cuts
+from lamella_precision._scales.tiles import Cut
 
 _CLASS = "WeightWithDynamicFloat8CastTensor"
 _EPSILON = 1e-12  # torchao's smallest amax

@@ -8,7 +8,8 @@ from dataclasses import KW_ONLY, dataclass, replace
 import torch
 import torch.nn as nn
 
-from lamella_precision._recipe import PlainRecipe, Recipe
+from lamella_precision._protocol import Recipe
+from lamella_precision._recipes.plain import PlainRecipe
 
 # With `reduce_dtype` None, FSDP2 reduces in the main dtype since 2.15, and in the compute dtype before.
 _REDUCES_IN_MAIN_DTYPE = torch.__version__ >= "2.15"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from lamella_precision import _blockwise
-from lamella_precision._float8 import Float8Recipe, has_float8
+from lamella_precision._products import squares
+from lamella_precision._recipes.float8 import Float8Recipe
+from lamella_precision._scales.encoding import has_float8
 
 
 def multiplies_in_float8(recipe: Float8Recipe, device: torch.device) -> bool:
@@ -18,5 +19,5 @@ def multiplies_in_float8(recipe: Float8Recipe, device: torch.device) -> bool:
     if device.type != "cuda":
         return False
     index = torch.cuda.current_device() if device.index is None else device.index  # type: ignore[redundant-expr]
-    squares = (_blockwise.LENGTH, _blockwise.LENGTH)
-    return bool(_blockwise._has_kernels(index)) if recipe.block == squares else has_float8(index)
+    block = (squares.LENGTH, squares.LENGTH)
+    return bool(squares._has_kernels(index)) if recipe.block == block else has_float8(index)

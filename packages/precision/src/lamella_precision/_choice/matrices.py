@@ -8,7 +8,7 @@ from fnmatch import fnmatch
 import torch.nn as nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lamella_precision._recipe import Recipe
+from lamella_precision._protocol import Recipe
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 
 Block = tuple[int | None, int | None]
+Tiles = Sequence[torch.Tensor]
 
 
 class _Run(NamedTuple):

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import torch
 
-from lamella_precision._float8 import scale_for
-from lamella_precision._linear import is_autocast
-from lamella_precision._tiles import Block
+from lamella_precision._scales.scales import scale_for
+from lamella_precision._scales.tiles import Block
+from lamella_precision._weights.linear_arguments import is_autocast
 
 _DTYPE = torch.float8_e4m3fn
 

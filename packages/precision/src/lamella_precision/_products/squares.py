@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from lamella_precision._operands import Operand, product
+from lamella_precision._products.operands import Operand, product
 
 LENGTH = 128
 _DTYPE = torch.float8_e4m3fn

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
-from lamella_precision._float8 import Tiles, power_of
-from lamella_precision._mxfp8 import MXFP8Recipe, encode_directions, exponents_of
-from lamella_precision._recipe import Direction, Part, PayloadFormat
+from lamella_precision._protocol import Direction, Part, PayloadFormat
+from lamella_precision._recipes.mxfp8 import MXFP8Recipe, encode_directions, exponents_of
+from lamella_precision._scales.scales import power_of
+from lamella_precision._scales.tiles import Tiles
 
 MULTIPLE = 128  # of both sizes: the class's scales are padded to multiples of 128 rows or columns, and payloads are not
 _SMALLEST = 448 * 2.0**-127  # amax with the byte 0; data is not scaled then

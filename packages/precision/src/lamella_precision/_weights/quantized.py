@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lamella_precision._linear import as_operand, autocast_dtype, rows_of
-from lamella_precision._recipe import Direction, PayloadFormat
-from lamella_precision._views import View, is_single, views_by
+from lamella_precision._protocol import Direction, PayloadFormat
+from lamella_precision._weights.linear_arguments import as_operand, autocast_dtype, rows_of
+from lamella_precision._weights.views import View, is_single, views_by
 
 _ALIASES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn as nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lamella_precision._recipe import Recipe
+from lamella_precision._protocol import Recipe
 
 _WAYS_OUT = {
     "transformer_engine": (

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
-from importlib import import_module
-from importlib.util import find_spec
-from itertools import chain
-from typing import Any
 
 import torch
 
-from lamella_precision._quantized import QuantizedWeight
-from lamella_precision._recipe import Direction, Part, PayloadFormat
-from lamella_precision._tiles import Block, Cut, grid_of, tiles_of
+from lamella_precision._protocol import Direction, Part, PayloadFormat
+from lamella_precision._scales.encoding import encode_cuts, measure_cuts
+from lamella_precision._scales.scales import scale_for, times_scales, write_scales
+from lamella_precision._scales.tiles import Block, Cut, grid_of, tiles_of
+from lamella_precision._weights.quantized import QuantizedWeight
 
-_SMALLEST_SCALE = 2.0**-126  # no subnormal scale: its reciprocal overflows, and kernels may flush it to zero
 _FORMATS = (torch.float8_e4m3fn, torch.float8_e5m2)
-
-Tiles = Sequence[torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -129,13 +123,7 @@ class Float8Recipe:
             matrix a kernel for each run of equal blocks too.
         """
         (cuts,) = columns
-        if not cuts:
-            return
-        if fused := _kernels_for(cuts):
-            fused.measure(cuts)
-            return
-        tiles, _, cells = _tensors(cuts)
-        _raise_amaxes(cells, tiles)
+        measure_cuts(cuts)
 
     def _cut(self, shard: torch.Tensor, into: torch.Tensor, part: Part) -> Cut:
         assert part.scales is not None
@@ -176,127 +164,3 @@ def _is_block(value: object) -> bool:
         return each is None or (isinstance(each, int) and each >= 1)
 
     return isinstance(value, tuple) and len(value) == 2 and all(map(is_length, value))
-
-
-def encode_cuts(cuts: Sequence[Cut], largest: float, *, multiplies: bool = False) -> None:
-    """Divide by the cells, or multiply by them, saturate, and round to the destinations' format.
-
-    Args:
-        cuts: All with amaxes, which are raised, or all without.
-        largest: The format's largest number.
-        multiplies: By the cells, not to divide.
-
-    Effects: one kernel for all cuts; where Triton does not run, multi-tensor calls and a temporary fp32 copy.
-    """
-    if not cuts:
-        return
-    if fused := _kernels_for(cuts):
-        fused.encode(cuts, largest, multiplies=multiplies)
-    else:
-        sources, into, scales = _tensors(cuts)
-        _raise_amaxes(list(chain.from_iterable([cut.amaxes for cut in cuts])), sources)
-        scaled = torch._foreach_mul if multiplies else torch._foreach_div
-        round_to(into, scaled(as_float(sources), scales), largest)
-
-
-def _kernels_for(cuts: Sequence[Cut]) -> Any:
-    """The module of Triton's kernels, or None on devices without."""
-    device = cuts[0].beginnings[0].device
-    return _fused() if device.type == "cuda" and has_float8(device.index) else None
-
-
-@cache
-def _fused() -> Any:
-    return import_module("lamella_precision._fused") if find_spec("triton") else None
-
-
-@cache
-def has_float8(index: int) -> bool:
-    """Whether a CUDA device converts and multiplies float8: compute capability 8.9 and above."""
-    return torch.cuda.get_device_capability(index) >= (8, 9)
-
-
-def _tensors(cuts: Sequence[Cut]) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
-    """Sources, destinations and cells of all cuts."""
-    return (
-        list(chain.from_iterable([cut.sources for cut in cuts])),
-        list(chain.from_iterable([cut.into for cut in cuts])),
-        list(chain.from_iterable([cut.cells for cut in cuts])),
-    )
-
-
-def _raise_amaxes(cells: list[torch.Tensor], tiles: list[torch.Tensor]) -> None:
-    """Raise cells to the largest magnitudes of the blocks of their tiles; nothing without cells."""
-    if not cells:
-        return
-    if all(cell.numel() == 1 for cell in cells):
-        norms = torch._foreach_norm(tiles, float("inf"))
-        found = [norm.view(cell.shape) for norm, cell in zip(norms, cells, strict=True)]
-    else:
-        found = [torch.linalg.vector_norm(tile, float("inf"), (2, 4), True) for tile in tiles]
-    torch._foreach_maximum_(cells, [each.float() for each in found])
-
-
-def as_float(shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The shards in fp32: a division in 16 bits would round twice."""
-    return [shard if shard.dtype == torch.float32 else shard.float() for shard in shards]
-
-
-def round_to(into: Sequence[torch.Tensor], values: tuple[torch.Tensor, ...], largest: float) -> None:
-    """Saturate values in place, and round into float8: torch's own cast makes NaN of values out of range."""
-    torch._foreach_clamp_min_(values, -largest)
-    torch._foreach_clamp_max_(values, largest)
-    torch._foreach_copy_(list(into), values)
-
-
-def scale_for(amaxes: torch.Tensor, largest: float, *, power_of_two: bool) -> torch.Tensor:
-    """`amax / largest`, at least 2^-126; as a power of two, rounded up."""
-    # A tensor as divisor: CUDA multiplies by the reciprocal of a number, which rounds twice.
-    scales = (amaxes / torch.full_like(amaxes, largest)).clamp_min(_SMALLEST_SCALE)
-    if not power_of_two:
-        return scales
-    return power_of(exponents_for(scales))
-
-
-def write_scales(
-    scales: torch.Tensor, amaxes: torch.Tensor, past: torch.Tensor, scale: Callable[[torch.Tensor], torch.Tensor]
-) -> None:
-    """Write the scales of measured amaxes (current scaling), or of the largest of the latest amaxes (delayed scaling).
-
-    Args:
-        scales: (n,), fp32; left as they are where nothing was ever measured but zeros.
-        amaxes: (n,), fp32, measured since the last call; 0 where nothing was.
-        past: (num_past, n), fp32, the latest amaxes first; negative where nothing was measured. Written. No rows:
-            current scaling.
-        scale: A scale for each of some amaxes.
-    """
-    if not len(past):
-        scales.copy_(scale(amaxes))
-        return
-    # An unchanged weight (a second microbatch, an evaluation) is not measured twice.
-    is_new = (amaxes != 0) & (amaxes != past[0])
-    past.copy_(torch.where(is_new, torch.cat([amaxes[None], past[:-1]]), past))
-    latest = past.amax(0)
-    scales.copy_(torch.where(latest < 0, scales, scale(latest)))
-
-
-def exponents_for(scales: torch.Tensor) -> torch.Tensor:
-    """Biased exponents (int32, 1 to 254) of positive normal fp32 numbers rounded up to powers of two; NaN, inf: 255."""
-    # On bits, since neither `log2` nor `pow` is exact on every device.
-    return ((scales.view(torch.int32) & 0x7FFFFFFF) + 0x7FFFFF) >> 23
-
-
-def power_of(exponents: torch.Tensor) -> torch.Tensor:
-    """The fp32 numbers with the biased exponents 1 to 254; inf for 255."""
-    return (exponents << 23).view(torch.float32)
-
-
-def times_scales(
-    data: torch.Tensor, scales: torch.Tensor, shape: torch.Size, block: Block, dtype: torch.dtype
-) -> torch.Tensor:
-    """Whole data times the scales of its blocks, in `dtype`."""
-    values = torch.empty(shape, dtype=dtype, device=data.device)
-    for tile in tiles_of(shape, shape, 0, block):
-        blocks = tile.of(data)
-        tile.of(values).copy_(blocks.float() * tile.cells(scales, len(blocks)))
-    return values

@@ -8,10 +8,11 @@ from itertools import chain
 
 import torch
 
-from lamella_precision._float8 import Tiles, as_float, exponents_for, power_of, round_to, scale_for, times_scales
-from lamella_precision._quantized import QuantizedWeight
-from lamella_precision._recipe import Direction, Part, PayloadFormat
-from lamella_precision._tiles import Block, grid_of, tiles_of
+from lamella_precision._protocol import Direction, Part, PayloadFormat
+from lamella_precision._scales.encoding import as_float, round_to
+from lamella_precision._scales.scales import exponents_for, power_of, scale_for, times_scales
+from lamella_precision._scales.tiles import Block, Tiles, grid_of, tiles_of
+from lamella_precision._weights.quantized import QuantizedWeight
 
 _LENGTH = 32
 _ROWS: Block = (1, _LENGTH)

@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from lamella_precision._tiles import Cut
+from lamella_precision._scales.tiles import Cut
 
 _ELEMENTS = 4096  # of a chunk
 _ALIGNMENT = 16  # elements: with every offset a multiple, a thread reads and writes whole vectors

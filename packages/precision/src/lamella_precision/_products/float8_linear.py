@@ -6,7 +6,7 @@
     gradient of weight  gradient.T, x      of each              of features; of features
 
 There no operand has scales along the dim that a product adds up over: the gradient is multiplied by those of the
-weight's rows first. Squares have: see `_blockwise`.
+weight's rows first. Squares have: see `squares`.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from lamella_precision import _blockwise
-from lamella_precision._float8 import Float8Recipe, has_float8
-from lamella_precision._linear import as_operand, rows_of
-from lamella_precision._operands import Operand, product, quantised
-from lamella_precision._quantized import QuantizedWeight
-from lamella_precision._tiles import Block
+from lamella_precision._products import squares
+from lamella_precision._products.operands import Operand, product, quantised
+from lamella_precision._recipes.float8 import Float8Recipe
+from lamella_precision._scales.encoding import has_float8
+from lamella_precision._scales.tiles import Block
+from lamella_precision._weights.linear_arguments import as_operand, rows_of
+from lamella_precision._weights.quantized import QuantizedWeight
 
 _ALIGNMENT = 16  # elements: of every dim that a kernel adds up over, and of the rows of the second operand
 
@@ -218,12 +219,12 @@ def _gradients_by_blocks(
     of_x = of_weight = None
     if needed[0]:
         data, scales = _weight_operand(weight, recipe)
-        of_x = _blockwise.multiply(quantised(gradient, _VECTOR), Operand(_transposed(data), scales.t()), x.dtype)
+        of_x = squares.multiply(quantised(gradient, _VECTOR), Operand(_transposed(data), scales.t()), x.dtype)
     if needed[1]:
-        padding = -len(x) % _blockwise.LENGTH  # tokens of zeros, which add nothing
+        padding = -len(x) % squares.LENGTH  # tokens of zeros, which add nothing
         whole = [F.pad(each, (0, 0, 0, padding)) if padding else each for each in (gradient, x)]
         ours, theirs = (quantised(_transposed(each), _VECTOR) for each in whole)
-        of_weight = _blockwise.multiply(ours, theirs, weight.dtype)
+        of_weight = squares.multiply(ours, theirs, weight.dtype)
     return of_x, of_weight
 
 
@@ -291,11 +292,9 @@ class _Scaling(NamedTuple):
     gradients: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Float8Recipe, Sequence[bool]], _Gradients]
 
 
-_VECTOR: Block = (1, _blockwise.LENGTH)
+_VECTOR: Block = (1, squares.LENGTH)
 _SCALINGS: dict[Block, _Scaling] = {
     (None, None): _Scaling((None, None), _ALIGNMENT, _multiply_fast, _gradients_by_tensors),
     (1, None): _Scaling((1, None), _ALIGNMENT, _multiply_fast, _gradients_by_rows),
-    (_blockwise.LENGTH, _blockwise.LENGTH): _Scaling(
-        _VECTOR, _blockwise.LENGTH, _blockwise.multiply, _gradients_by_blocks
-    ),
+    (squares.LENGTH, squares.LENGTH): _Scaling(_VECTOR, squares.LENGTH, squares.multiply, _gradients_by_blocks),
 }
