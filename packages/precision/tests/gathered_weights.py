@@ -12,7 +12,10 @@ def gathered(weight: torch.Tensor, recipe: Float8Recipe | MXFP8Recipe) -> Quanti
     """A whole weight in a recipe's format, with the payloads of both directions."""
     scales = _scales(weight, recipe) if isinstance(recipe, Float8Recipe) else None
     formats = recipe.payloads(weight.shape, weight.dtype)
-    payloads = [torch.empty(each.shape, dtype=each.dtype, device=weight.device) for each in formats]
+    payloads = [
+        torch.empty(payload_format.shape, dtype=payload_format.dtype, device=weight.device)
+        for payload_format in formats
+    ]
     encode_into(recipe, weight, payloads, Part(tuple(weight.shape), 0, scales))
     return recipe.decode(payloads, weight.shape, scales)
 

@@ -28,7 +28,7 @@ class _Forgetful(PlainRecipe):
     """Leaves out the last element."""
 
     def encode(self, *columns: Columns | None) -> None:
-        super().encode(*[column and [each[:-1] for each in column] for column in columns])
+        super().encode(*[column and [tensor[:-1] for tensor in column] for column in columns])
 
 
 class _Copying(PlainRecipe):

@@ -44,8 +44,8 @@ def test_encoded_shards_are_the_bytes_and_the_scale_of_the_weights_own_method(
 ) -> None:
     weight = (torch.randn(rows, columns) * 2.0**exponent).to(main_dtype)
     weight *= exponent != 0  # zeros alone
-    own = torchao.WeightWithDynamicFloat8CastTensor(weight, (), dtype)
-    (expected,), (expected_scale,) = own.fsdp_pre_all_gather(None)
+    cast_weight = torchao.WeightWithDynamicFloat8CastTensor(weight, (), dtype)
+    (expected,), (expected_scale,) = cast_weight.fsdp_pre_all_gather(None)
     recipe = _recipe(torchao.Float8Linear(columns, rows, dtype=dtype))
     shards = weight.tensor_split(num_ranks)
     amaxes = measured(recipe, shards, weight.shape)

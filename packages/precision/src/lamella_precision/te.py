@@ -147,10 +147,10 @@ class ScaledWeights:
         self, shards: Sequence[torch.Tensor], payloads: Sequence[Sequence[torch.Tensor] | None], parts: Sequence[Part]
     ) -> tuple[Sequence[Cut] | None]:
         """For each weight the views of equal blocks: sources, destinations and scales."""
-        own = [part._replace(scales=self._factor_cells(part.scales, part.shape)) for part in parts]
-        if own and own[0].amaxes is not None:
-            own = [part._replace(amaxes=self._amax_cells(part.amaxes, part.shape)) for part in own]
-        return self._tiling.columns(shards, payloads, own)
+        adapted_rows = [part._replace(scales=self._factor_cells(part.scales, part.shape)) for part in parts]
+        if adapted_rows and adapted_rows[0].amaxes is not None:
+            adapted_rows = [part._replace(amaxes=self._amax_cells(part.amaxes, part.shape)) for part in adapted_rows]
+        return self._tiling.columns(shards, payloads, adapted_rows)
 
     def encode(self, *columns: Sequence[Cut] | None) -> None:
         """Scale, saturate, and round to the format.
@@ -174,8 +174,8 @@ class ScaledWeights:
 
     def measure_columns(self, shards: Sequence[torch.Tensor], parts: Sequence[Part]) -> tuple[Sequence[Cut]]:
         """For each weight the views of equal blocks, and of their amaxes."""
-        own = [part._replace(scales=self._amax_cells(part.scales, part.shape)) for part in parts]
-        return self._tiling.measure_columns(shards, own)
+        adapted_rows = [part._replace(scales=self._amax_cells(part.scales, part.shape)) for part in parts]
+        return self._tiling.measure_columns(shards, adapted_rows)
 
     def measure(self, *columns: Sequence[Cut]) -> None:
         """Raise amaxes to the largest magnitude of each block's part on this rank.
@@ -204,11 +204,11 @@ class ScaledWeights:
     def _factor(self, amaxes: torch.Tensor) -> torch.Tensor:
         """The numbers that weights are multiplied by; 1 for a block of zeros."""
         # A tensor as dividend: a number over a tensor is multiplied by a rounded reciprocal.
-        made = torch.full_like(amaxes, self._tiling.largest) / amaxes.clamp_min(self.epsilon)
-        made = made.clamp_max(torch.finfo(torch.float32).max) / 2**self.margin
+        factors = torch.full_like(amaxes, self._tiling.largest) / amaxes.clamp_min(self.epsilon)
+        factors = factors.clamp_max(torch.finfo(torch.float32).max) / 2**self.margin
         if self.power_of_two:
-            made = (made.view(torch.int32) & 0x7F800000).view(torch.float32)
-        return torch.where(torch.isfinite(amaxes) & (amaxes.clamp_min(self.epsilon) > 0), made, 1.0)
+            factors = (factors.view(torch.int32) & 0x7F800000).view(torch.float32)
+        return torch.where(torch.isfinite(amaxes) & (amaxes.clamp_min(self.epsilon) > 0), factors, 1.0)
 
     def _factor_cells(self, grid: torch.Tensor | None, shape: Sequence[int]) -> torch.Tensor:
         """The scales alone that the encoding reads."""
@@ -236,8 +236,8 @@ class ScaledWeights:
             tensors |= {"columnwise_data": None, "columnwise_scale_inv": None}
         make: Any = self.kind
         options = {"shape": shape, "dtype": self.compute_dtype, "device": data.device, "requires_grad": False}
-        made: torch.Tensor = make(**options, **{**self.metadata, **tensors})
-        return made
+        weight: torch.Tensor = make(**options, **{**self.metadata, **tensors})
+        return weight
 
     def dequantize(
         self, payloads: Sequence[torch.Tensor], scales: torch.Tensor | None, shape: torch.Size, direction: Direction

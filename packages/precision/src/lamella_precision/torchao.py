@@ -116,8 +116,8 @@ class CastWeights(Float8Recipe):
         (data,) = payloads
         make: Any = self.kind
         maker = make(data, self.linear_mm_config, self.dtype)
-        made, _ = maker.fsdp_post_all_gather((data,), (scales.view(()),), self.compute_dtype)
-        decoded: torch.Tensor = made
+        gathered, _ = maker.fsdp_post_all_gather((data,), (scales.view(()),), self.compute_dtype)
+        decoded: torch.Tensor = gathered
         return decoded
 
     def dequantize(

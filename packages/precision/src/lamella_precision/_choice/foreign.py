@@ -67,26 +67,26 @@ def replace_weights(
     Returns:
         A function of a parameter: its recipe or None, which keeps no parameter alive. None: no parameter has a recipe.
     """
-    found: dict[int, tuple[nn.Parameter, Recipe, list[tuple[nn.Module, str]]]] = {}
+    quantized: dict[int, tuple[nn.Parameter, Recipe, list[tuple[nn.Module, str]]]] = {}
     for prefix, module in model.named_modules():
-        for own_name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            if id(parameter) not in found:
-                recipe = recipe_of(f"{prefix}.{own_name}" if prefix else own_name, module, parameter)
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            if id(parameter) not in quantized:
+                recipe = recipe_of(f"{prefix}.{name}" if prefix else name, module, parameter)
                 if recipe is None:
                     continue
-                found[id(parameter)] = parameter, recipe, []
-            found[id(parameter)][2].append((module, own_name))
-    if not found:
+                quantized[id(parameter)] = parameter, recipe, []
+            quantized[id(parameter)][2].append((module, name))
+    if not quantized:
         return None
     recipes = WeakIdKeyDictionary()
-    while found:  # an original's memory goes as soon as its values are copied
-        _, (parameter, recipe, places) = found.popitem()
+    while quantized:  # an original's memory goes as soon as its values are copied
+        _, (parameter, recipe, holders) = quantized.popitem()
         plain = nn.Parameter(values_of(parameter).detach(), requires_grad=parameter.requires_grad)
         unmarked = (*vars(parameter.detach()), *dropped, "_is_param")  # the class's, and what makes it a parameter
         vars(plain).update({key: mark for key, mark in vars(parameter).items() if key not in unmarked})
         recipes[plain] = recipe
-        for module, own_name in places:
-            setattr(module, own_name, plain)
+        for module, name in holders:
+            setattr(module, name, plain)
 
     def choose(parameter: nn.Parameter) -> Recipe | None:
         chosen: Recipe | None = recipes.get(parameter)  # type: ignore[no-untyped-call]

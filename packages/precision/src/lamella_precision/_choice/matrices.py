@@ -46,17 +46,17 @@ def matrices_of(
     if isinstance(recipe, type) or not isinstance(recipe, Recipe):
         raise TypeError(f"Expected `recipe` to be a Recipe, got {recipe!r}. Pass an instance, such as Float8Recipe().")
     is_single = isinstance(modules, nn.Module) and not isinstance(modules, nn.ModuleList)
-    given: list[nn.Module] = [modules] if is_single else list(modules)  # type: ignore[arg-type,list-item]
-    products = [product for module in given for product in _products(module)]
-    everything = [name for module in given for name, _ in module.named_parameters()]
-    wanted, unwanted = _listed("*" if names is None else names), _listed(except_names)
-    _check_used("names", [] if names is None else wanted, [name for name, _ in products], "a matrix")
-    _check_used("except_names", unwanted, everything, "a parameter")
-    left_out = {id(parameter) for name, parameter in products if _matches(name, unwanted)}
-    chosen = [p for name, p in products if id(p) not in left_out and _matches(name, wanted)]
+    roots: list[nn.Module] = [modules] if is_single else list(modules)  # type: ignore[arg-type,list-item]
+    products = [product for module in roots for product in _products(module)]
+    parameter_names = [name for module in roots for name, _ in module.named_parameters()]
+    patterns, except_patterns = _listed("*" if names is None else names), _listed(except_names)
+    _check_used("names", [] if names is None else patterns, [name for name, _ in products], "a matrix")
+    _check_used("except_names", except_patterns, parameter_names, "a parameter")
+    left_out = {id(parameter) for name, parameter in products if _matches(name, except_patterns)}
+    chosen = [p for name, p in products if id(p) not in left_out and _matches(name, patterns)]
     if not chosen:
         raise ValueError(
-            f"Expected weights of two dims or stacks of matrices in {[type(module).__name__ for module in given]}, "
+            f"Expected weights of two dims or stacks of matrices in {[type(module).__name__ for module in roots]}, "
             "got none that `names` and `except_names` leave. Choose by a function of a parameter, or pass no recipe."
         )
     return _chooser(chosen, recipe)
@@ -70,21 +70,21 @@ def _chooser(parameters: Iterable[nn.Parameter], recipe: Recipe) -> Callable[[nn
 
     def choose(parameter: nn.Parameter) -> Recipe | None:
         nonlocal has_served
-        found: Recipe | None = chosen.get(parameter)  # type: ignore[no-untyped-call]
-        has_served |= found is not None
+        chosen_recipe: Recipe | None = chosen.get(parameter)  # type: ignore[no-untyped-call]
+        has_served |= chosen_recipe is not None
         if not has_served and not len(chosen):  # after the first choice, sharding itself replaces parameters
             raise ValueError(
                 f"Expected parameters that `matrices_of` chose, got other objects in the place of all {num_chosen}. "
                 "Call matrices_of after what replaces parameters, such as `to_empty`."
             )
-        return found
+        return chosen_recipe
 
     return choose
 
 
 def _products(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Names and parameters that are matrices of products, without tables and routers."""
-    tables = {id(each.weight) for each in module.modules() if isinstance(each, nn.Embedding)}
+    tables = {id(layer.weight) for layer in module.modules() if isinstance(layer, nn.Embedding)}
     routers = {id(inner) for router in _routers(module) for inner in router.modules()}
     for prefix, owner in module.named_modules():
         for name, parameter in owner.named_parameters(prefix, recurse=False):
@@ -99,10 +99,10 @@ def _is_stack(parameter: nn.Parameter) -> bool:
 
 
 def _routers(module: nn.Module) -> Iterator[nn.Module]:
-    for each in module.modules():
-        holds_experts = any(_is_stack(parameter) for parameter in each.parameters(recurse=False))
-        holds_experts |= hasattr(each, "experts")
-        for name, child in each.named_children():
+    for layer in module.modules():
+        holds_experts = any(_is_stack(parameter) for parameter in layer.parameters(recurse=False))
+        holds_experts |= hasattr(layer, "experts")
+        for name, child in layer.named_children():
             if "router" in name or (holds_experts and "gate" in name):
                 yield child
 

@@ -92,11 +92,11 @@ class MixedPrecisionPolicy:
         if self.recipe is not None:
             recipe = self._recipe_for(parameter)
             policy = replace(policy, recipe=recipe)
-            wanted = policy.compute_dtype_of(parameter.dtype)
-            if recipe is not None and recipe.compute_dtype not in (None, wanted):
+            compute_dtype = policy.compute_dtype_of(parameter.dtype)
+            if recipe is not None and recipe.compute_dtype not in (None, compute_dtype):
                 raise ValueError(
                     f"Expected `param_dtype` {recipe.compute_dtype} for a parameter of shape {tuple(parameter.shape)}, "
-                    f"as {recipe!r} computes in it, got {wanted}. Give both the same dtype."
+                    f"as {recipe!r} computes in it, got {compute_dtype}. Give both the same dtype."
                 )
         return policy
 
@@ -106,13 +106,13 @@ class MixedPrecisionPolicy:
             return None
         if isinstance(recipe, Recipe):
             return recipe
-        given = recipe(parameter)
-        if given is not None and (isinstance(given, type) or not isinstance(given, Recipe)):
+        chosen = recipe(parameter)
+        if chosen is not None and (isinstance(chosen, type) or not isinstance(chosen, Recipe)):
             raise TypeError(
                 f"Expected `recipe` to return a Recipe or None for a parameter of shape {tuple(parameter.shape)}, got "
-                f"{given!r}. A recipe has compute_dtype, block_rows, payloads, columns, encode and decode."
+                f"{chosen!r}. A recipe has compute_dtype, block_rows, payloads, columns, encode and decode."
             )
-        return given
+        return chosen
 
     def recipe_of(self, main_dtype: torch.dtype) -> Recipe:
         """The recipe of a parameter with a main weight in `main_dtype`; the policy must be resolved beforehand."""

@@ -65,23 +65,23 @@ def use_float8_matmul(
     patterns = [names] if isinstance(names, str) else list(names)
     linear = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
     matched = [[name for name in linear if fnmatch(name, pattern)] for pattern in patterns]
-    unused = [pattern for pattern, own in zip(patterns, matched, strict=True) if not own]
+    unused = [pattern for pattern, matches in zip(patterns, matched, strict=True) if not matches]
     if unused or not patterns:
         raise ValueError(
             f"Expected every one of `names` to match an nn.Linear, got none for {unused}. Call it before fully_shard."
         )
-    found = {name: module for name, module in linear.items() if any(name in own for own in matched)}
+    layers = {name: module for name, module in linear.items() if any(name in matches for matches in matched)}
     fit = set(float8_matmul_layers(model, recipe))
-    for name, module in found.items():
+    for name, module in layers.items():
         if name not in fit:
             raise ValueError(
                 f"Expected sizes of {name!r} that are multiples of {_alignment(recipe)}, as float8 kernels need, got "
                 f"{module.in_features} and {module.out_features}. Leave it out of `names`."
             )
-    for module in found.values():
+    for module in layers.values():
         module.__class__ = Float8Linear
         module.recipe = recipe  # type: ignore[assignment]
-    return list(found)
+    return list(layers)
 
 
 def float8_matmul_layers(model: nn.Module, recipe: Float8Recipe) -> list[str]:
@@ -115,16 +115,16 @@ def drop_float8_matmul(model: nn.Module) -> list[str]:
     Raises:
         ValueError: Such a layer is a unit itself, or of a subclass; nothing is changed.
     """
-    found = {name: module for name, module in model.named_modules() if isinstance(module, Float8Linear)}
-    if others := {name: type(module).__name__ for name, module in found.items() if type(module) is not Float8Linear}:
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, Float8Linear)}
+    if units := {name: type(module).__name__ for name, module in layers.items() if type(module) is not Float8Linear}:
         raise ValueError(
-            f"Expected linear layers that are no units themselves, got {others}. Call drop_float8_matmul before "
+            f"Expected linear layers that are no units themselves, got {units}. Call drop_float8_matmul before "
             "fully_shard."
         )
-    for module in found.values():
+    for module in layers.values():
         del module.recipe
         module.__class__ = nn.Linear  # type: ignore[assignment]
-    return list(found)
+    return list(layers)
 
 
 class Float8Linear(nn.Linear):
@@ -138,8 +138,8 @@ class Float8Linear(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002  # the name in `nn.Linear`
         """(..., in_features) to (..., out_features), in the input's dtype, or in autocast's."""
-        made: torch.Tensor = _Product.apply(as_operand(input), self.weight, self.recipe)  # type: ignore[no-untyped-call]
-        return made if self.bias is None else made + as_operand(self.bias)  # type: ignore[redundant-expr]
+        output: torch.Tensor = _Product.apply(as_operand(input), self.weight, self.recipe)  # type: ignore[no-untyped-call]
+        return output if self.bias is None else output + as_operand(self.bias)  # type: ignore[redundant-expr]
 
 
 class _Product(torch.autograd.Function):
@@ -151,19 +151,19 @@ class _Product(torch.autograd.Function):
         ctx.recipe = recipe
         rows = rows_of(x)
         # No tokens, as of an expert that none was sent to: amaxes of nothing are undefined.
-        made = _output(rows, weight, recipe) if len(rows) else x.new_empty(0, len(weight))
-        return made.view(*x.shape[:-1], len(weight))
+        output = _output(rows, weight, recipe) if len(rows) else x.new_empty(0, len(weight))
+        return output.view(*x.shape[:-1], len(weight))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         recipe: Float8Recipe = ctx.recipe
-        rows, of_output = rows_of(x), rows_of(gradients[0])
+        rows, grad_output = rows_of(x), rows_of(gradients[0])
         if not len(rows):
             return torch.zeros_like(x), _zeros_like(weight) if ctx.needs_input_grad[1] else None, None
-        of_x, of_weight = _SCALINGS[recipe.block].gradients(of_output, rows, weight, recipe, ctx.needs_input_grad)
-        return None if of_x is None else of_x.view(x.shape), of_weight, None
+        grad_x, grad_weight = _SCALINGS[recipe.block].gradients(grad_output, rows, weight, recipe, ctx.needs_input_grad)
+        return None if grad_x is None else grad_x.view(x.shape), grad_weight, None
 
 
 def _zeros_like(weight: torch.Tensor) -> torch.Tensor:
@@ -184,48 +184,48 @@ def _gradients_by_tensors(
     gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, recipe: Float8Recipe, needed: Sequence[bool]
 ) -> _Gradients:
     """The gradients of x and weight, with a scale a tensor: transposed when an element is a byte."""
-    of_x = of_weight = None
+    grad_x = grad_weight = None
     ours = quantised(gradient, recipe.block, torch.float8_e5m2)
     if needed[0]:
         data, scales = _weight_operand(weight, recipe)
-        of_x = _multiply(ours, Operand(_transposed(data), scales), x.dtype)
+        grad_x = _multiply(ours, Operand(_transposed(data), scales), x.dtype)
     if needed[1]:
         operands = ours, quantised(x, recipe.block)
         columns, theirs = (_padded(Operand(_transposed(data), scales)) for data, scales in operands)
-        of_weight = _multiply(columns, theirs, weight.dtype)
-    return of_x, of_weight
+        grad_weight = _multiply(columns, theirs, weight.dtype)
+    return grad_x, grad_weight
 
 
 def _gradients_by_rows(
     gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, recipe: Float8Recipe, needed: Sequence[bool]
 ) -> _Gradients:
     """The gradients of x and weight, with scales of rows: of tokens in the first product, of features in the other."""
-    of_x = of_weight = None
+    grad_x = grad_weight = None
     if needed[0]:
         data, scales = _weight_operand(weight, recipe)
         scaled = quantised(gradient * scales.view(1, -1), recipe.block)
-        ones = torch.ones_like(scales[:1]).expand(data.shape[1], 1)
-        of_x = _multiply(scaled, Operand(_transposed(data), ones.contiguous()), x.dtype)
+        unit_scales = torch.ones_like(scales[:1]).expand(data.shape[1], 1)
+        grad_x = _multiply(scaled, Operand(_transposed(data), unit_scales.contiguous()), x.dtype)
     if needed[1]:
-        ours, theirs = (_padded(quantised(_transposed(each), recipe.block)) for each in (gradient, x))
-        of_weight = _multiply(ours, theirs, weight.dtype)
-    return of_x, of_weight
+        ours, theirs = (_padded(quantised(_transposed(factor), recipe.block)) for factor in (gradient, x))
+        grad_weight = _multiply(ours, theirs, weight.dtype)
+    return grad_x, grad_weight
 
 
 def _gradients_by_blocks(
     gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, recipe: Float8Recipe, needed: Sequence[bool]
 ) -> _Gradients:
     """The gradients of x and weight, with scales of blocks along the dim that is added up: features, then tokens."""
-    of_x = of_weight = None
+    grad_x = grad_weight = None
     if needed[0]:
         data, scales = _weight_operand(weight, recipe)
-        of_x = squares.multiply(quantised(gradient, _VECTOR), Operand(_transposed(data), scales.t()), x.dtype)
+        grad_x = squares.multiply(quantised(gradient, _VECTOR), Operand(_transposed(data), scales.t()), x.dtype)
     if needed[1]:
         padding = -len(x) % squares.LENGTH  # tokens of zeros, which add nothing
-        whole = [F.pad(each, (0, 0, 0, padding)) if padding else each for each in (gradient, x)]
-        ours, theirs = (quantised(_transposed(each), _VECTOR) for each in whole)
-        of_weight = squares.multiply(ours, theirs, weight.dtype)
-    return of_x, of_weight
+        factors = [F.pad(factor, (0, 0, 0, padding)) if padding else factor for factor in (gradient, x)]
+        ours, theirs = (quantised(_transposed(factor), _VECTOR) for factor in factors)
+        grad_weight = squares.multiply(ours, theirs, weight.dtype)
+    return grad_x, grad_weight
 
 
 def _padded(operand: Operand) -> Operand:
@@ -244,14 +244,17 @@ def _weight_operand(weight: torch.Tensor, recipe: Float8Recipe) -> Operand:
     """The gathered data as it is; or a plain weight, quantised."""
     if not isinstance(weight, QuantizedWeight):
         return quantised(weight.detach(), recipe.block, power_of_two=recipe.power_of_two)
-    own = weight.recipe
-    is_operand = isinstance(own, Float8Recipe) and (own.block, own.dtype) == (recipe.block, recipe.dtype)
+    gather_recipe = weight.recipe
+    is_operand = isinstance(gather_recipe, Float8Recipe) and (gather_recipe.block, gather_recipe.dtype) == (
+        recipe.block,
+        recipe.dtype,
+    )
     if is_operand and not weight.views:
         assert weight.scales is not None
         # Not by `payloads`: a compiled graph would call the property again in each pass, to guard what it returned.
         return Operand(weight.payload_0, weight.scales)
-    plain = weight.dequantize_for(weight.gathered_direction())
-    return quantised(plain, recipe.block, power_of_two=recipe.power_of_two)
+    plain_weight = weight.dequantize_for(weight.gathered_direction())
+    return quantised(plain_weight, recipe.block, power_of_two=recipe.power_of_two)
 
 
 def _multiply(a: Operand, b: Operand, dtype: torch.dtype, *, is_fast: bool = False) -> torch.Tensor:
@@ -260,9 +263,9 @@ def _multiply(a: Operand, b: Operand, dtype: torch.dtype, *, is_fast: bool = Fal
     if a.data.is_cuda and _has_kernels(a.data.device.index):
         is_single = a.scales.numel() == 1 and b.scales.numel() == 1
         out = dtype if is_single and dtype == torch.float32 else torch.bfloat16  # scales of rows: bf16 alone
-        of_b = b.scales if is_single else b.scales.t()
-        made = torch._scaled_mm(a.data, b.data.t(), a.scales, of_b, out_dtype=out, use_fast_accum=is_fast)
-        return made.to(dtype)
+        scales_b = b.scales if is_single else b.scales.t()
+        output = torch._scaled_mm(a.data, b.data.t(), a.scales, scales_b, out_dtype=out, use_fast_accum=is_fast)
+        return output.to(dtype)
     return (product(a.data, b.data) * a.scales * b.scales.view(1, -1)).to(dtype)
 
 

@@ -30,30 +30,30 @@ def multiply(a: Operand, b: Operand, dtype: torch.dtype) -> torch.Tensor:
 
 def _by_kernel(a: Operand, b: Operand) -> torch.Tensor:
     """The product in bf16. Scales of 1 x 128 are read column by column, those of squares row by row."""
-    (ours, of_ours), (theirs, of_theirs) = a, b
-    num_rows = len(ours)
+    (data_a, scales_a), (data_b, scales_b) = a, b
+    num_rows = len(data_a)
     if padding := -num_rows % _ALIGNMENT:
-        ours = F.pad(ours.view(torch.uint8), (0, 0, 0, padding)).view(_DTYPE)
-        of_ours = F.pad(of_ours, (0, 0, 0, padding))
-    kind = F.ScalingType.BlockWise1x128
-    if len(of_theirs) == len(theirs):
-        kind_of_theirs, of_theirs = kind, _by_columns(of_theirs)
+        data_a = F.pad(data_a.view(torch.uint8), (0, 0, 0, padding)).view(_DTYPE)
+        scales_a = F.pad(scales_a, (0, 0, 0, padding))
+    scaling_a = F.ScalingType.BlockWise1x128
+    if len(scales_b) == len(data_b):
+        scaling_b, scales_b = scaling_a, _by_columns(scales_b)
     else:
-        kind_of_theirs, of_theirs = F.ScalingType.BlockWise128x128, _padded(of_theirs).t()
+        scaling_b, scales_b = F.ScalingType.BlockWise128x128, _padded(scales_b).t()
     # The operator of `torch.nn.functional.scaled_mm`, a function that Dynamo cannot trace under torch 2.11.
-    made: torch.Tensor = torch.ops.aten._scaled_mm_v2.default(
-        ours,
-        theirs.t(),
-        [_by_columns(of_ours)],
-        [kind.value],
+    output: torch.Tensor = torch.ops.aten._scaled_mm_v2.default(
+        data_a,
+        data_b.t(),
+        [_by_columns(scales_a)],
+        [scaling_a.value],
         [],
-        [of_theirs],
-        [kind_of_theirs.value],
+        [scales_b],
+        [scaling_b.value],
         [],
         None,
         torch.bfloat16,
     )
-    return made[:num_rows]
+    return output[:num_rows]
 
 
 def _by_columns(scales: torch.Tensor) -> torch.Tensor:

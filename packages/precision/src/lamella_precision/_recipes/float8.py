@@ -84,7 +84,7 @@ class Float8Recipe:
         (destinations,) = payloads
         if destinations is None:
             return (None,)
-        return ([self._cut(*each) for each in zip(shards, destinations, parts, strict=True)],)
+        return ([self._cut(*arguments) for arguments in zip(shards, destinations, parts, strict=True)],)
 
     def encode(self, *columns: Sequence[Cut] | None) -> None:
         """Divide by the scales, saturate, and round to the format: one kernel for all weights, or multi-tensor calls.
@@ -159,8 +159,8 @@ class Float8Recipe:
         return times_scales(data, scales, shape, self.block, self.compute_dtype)
 
 
-def _is_block(value: object) -> bool:
-    def is_length(each: object) -> bool:
-        return each is None or (isinstance(each, int) and each >= 1)
+def _is_block(block: object) -> bool:
+    def is_length(length: object) -> bool:
+        return length is None or (isinstance(length, int) and length >= 1)
 
-    return isinstance(value, tuple) and len(value) == 2 and all(map(is_length, value))
+    return isinstance(block, tuple) and len(block) == 2 and all(map(is_length, block))

@@ -54,27 +54,29 @@ class MXFP8Recipe:
         if len(shape) != 2:
             raise ValueError(f"Expected a matrix for {self}, got shape {tuple(shape)}. Give the weight no recipe.")
         return tuple(
-            PayloadFormat(dtype, tuple(of_payload), Direction.BOTH if self.gathers_both else direction)
+            PayloadFormat(dtype, tuple(payload_shape), Direction.BOTH if self.gathers_both else direction)
             for direction, block in ((Direction.FORWARD, _ROWS), (Direction.BACKWARD, _COLUMNS))
-            for dtype, of_payload in ((torch.float8_e4m3fn, shape), (torch.uint8, grid_of(shape, block)))
+            for dtype, payload_shape in ((torch.float8_e4m3fn, shape), (torch.uint8, grid_of(shape, block)))
         )
 
     def columns(
         self, shards: Sequence[torch.Tensor], payloads: Sequence[Sequence[torch.Tensor] | None], parts: Sequence[Part]
     ) -> tuple[Sequence[object] | None, ...]:
         """For each direction views of equal blocks: sources, data and scales of each weight."""
-        made: list[Sequence[object] | None] = []
+        views: list[Sequence[object] | None] = []
         by_rows, row_scales, by_columns, column_scales = payloads
         for block, data, scales in ((_ROWS, by_rows, row_scales), (_COLUMNS, by_columns, column_scales)):
             if data is None or scales is None:
-                made += [None, None, None]
+                views += [None, None, None]
                 continue
             # Cuts fall between blocks: a shard's blocks are counted from its own first row.
-            of_each = [tiles_of(shard.shape, shard.shape, 0, block) for shard in shards]
-            made.append([[tile.of(shard) for tile in own] for own, shard in zip(of_each, shards, strict=True)])
-            made.append([[tile.of(each) for tile in own] for own, each in zip(of_each, data, strict=True)])
-            made.append([[tile.cells(each, 1) for tile in own] for own, each in zip(of_each, scales, strict=True)])
-        return tuple(made)
+            tilings = [tiles_of(shard.shape, shard.shape, 0, block) for shard in shards]
+            views.append([[tile.of(shard) for tile in tiling] for tiling, shard in zip(tilings, shards, strict=True)])
+            views.append([[tile.of(payload) for tile in tiling] for tiling, payload in zip(tilings, data, strict=True)])
+            views.append(
+                [[tile.cells(grid, 1) for tile in tiling] for tiling, grid in zip(tilings, scales, strict=True)]
+            )
+        return tuple(views)
 
     def encode(self, *columns: Sequence[Tiles] | None) -> None:
         """Find the amaxes, a kernel a weight and direction, then scale and round all weights by multi-tensor calls.
@@ -114,13 +116,18 @@ def encode_directions(
         if not sources:
             continue
         sources = as_float(sources)
-        amaxes = [torch.linalg.vector_norm(each, float("inf"), (2, 4), True) for each in sources]
-        exponents, divisors = scales_of(torch.cat([each.view(-1) for each in amaxes]))
-        numels = [each.numel() for each in amaxes]
-        stored, of_blocks = torch.split(exponents.to(torch.uint8), numels), torch.split(divisors, numels)
-        torch._foreach_copy_(scales, [e.view(like.shape) for e, like in zip(stored, amaxes, strict=True)])
-        own = [each.view(like.shape) for each, like in zip(of_blocks, amaxes, strict=True)]
-        round_to(data, torch._foreach_div(sources, own), _LARGEST)
+        amaxes = [torch.linalg.vector_norm(blocks, float("inf"), (2, 4), True) for blocks in sources]
+        exponents, divisors = scales_of(torch.cat([block_amaxes.view(-1) for block_amaxes in amaxes]))
+        numels = [block_amaxes.numel() for block_amaxes in amaxes]
+        exponents_by_weight, divisors_by_weight = (
+            torch.split(exponents.to(torch.uint8), numels),
+            torch.split(divisors, numels),
+        )
+        torch._foreach_copy_(scales, [e.view(like.shape) for e, like in zip(exponents_by_weight, amaxes, strict=True)])
+        shaped_divisors = [
+            block_divisors.view(like.shape) for block_divisors, like in zip(divisors_by_weight, amaxes, strict=True)
+        ]
+        round_to(data, torch._foreach_div(sources, shaped_divisors), _LARGEST)
 
 
 def exponents_of(amaxes: torch.Tensor) -> torch.Tensor:

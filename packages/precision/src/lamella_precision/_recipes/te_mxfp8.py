@@ -68,8 +68,8 @@ class MXFP8Weights:
         tensors = {name: payload.view(torch.uint8) for name, payload in zip(names, payloads, strict=True)}
         make: Any = self.kind
         options = {"shape": shape, "dtype": self.compute_dtype, "device": payloads[0].device, "requires_grad": False}
-        made: torch.Tensor = make(**options, **{**self.metadata, **tensors})
-        return made
+        weight: torch.Tensor = make(**options, **{**self.metadata, **tensors})
+        return weight
 
     def dequantize(
         self, payloads: Sequence[torch.Tensor], scales: torch.Tensor | None, shape: torch.Size, direction: Direction

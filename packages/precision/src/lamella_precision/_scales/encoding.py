@@ -82,10 +82,10 @@ def _raise_amaxes(cells: list[torch.Tensor], tiles: list[torch.Tensor]) -> None:
         return
     if all(cell.numel() == 1 for cell in cells):
         norms = torch._foreach_norm(tiles, float("inf"))
-        found = [norm.view(cell.shape) for norm, cell in zip(norms, cells, strict=True)]
+        amaxes = [norm.view(cell.shape) for norm, cell in zip(norms, cells, strict=True)]
     else:
-        found = [torch.linalg.vector_norm(tile, float("inf"), (2, 4), True) for tile in tiles]
-    torch._foreach_maximum_(cells, [each.float() for each in found])
+        amaxes = [torch.linalg.vector_norm(tile, float("inf"), (2, 4), True) for tile in tiles]
+    torch._foreach_maximum_(cells, [amax.float() for amax in amaxes])
 
 
 def as_float(shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:

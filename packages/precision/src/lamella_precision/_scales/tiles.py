@@ -55,9 +55,9 @@ class Tile(NamedTuple):
 
     def cells(self, grid: torch.Tensor, num_matrices: int) -> torch.Tensor:
         """The tile's cells of a grid, maybe of padded rows: (num_matrices, grid rows, 1, grid columns, 1), a view."""
-        of_all = grid.view(-1, *self.grid)[self.first_matrix : self.first_matrix + num_matrices]
+        matrices = grid.view(-1, *self.grid)[self.first_matrix : self.first_matrix + num_matrices]
         rows, columns = self.rows, self.columns
-        cut = of_all[:, rows.first_cell : rows.first_cell + rows.num_cells]
+        cut = matrices[:, rows.first_cell : rows.first_cell + rows.num_cells]
         return cut[:, :, columns.first_cell : columns.first_cell + columns.num_cells][:, :, None, :, None]
 
 
@@ -97,25 +97,25 @@ class Cut:
         self.cells = _cells(tiles, self.sources, grid)
         self.amaxes = [] if amaxes is None else _cells(tiles, self.sources, amaxes)
         owners = (shard, into, grid, grid if amaxes is None else amaxes)
-        self.beginnings = tuple([each.as_strided((1,), (1,), 0) for each in owners])
-        self.storages = tuple([each.untyped_storage()._cdata for each in owners])
-        of_tiles = zip(self.sources, self.into, self.cells, self.amaxes or self.cells, strict=True)
-        self.lines = tuple([_line(*of_tile) for of_tile in of_tiles])
+        self.beginnings = tuple([owner.as_strided((1,), (1,), 0) for owner in owners])
+        self.storages = tuple([owner.untyped_storage()._cdata for owner in owners])
+        tensors_by_tile = zip(self.sources, self.into, self.cells, self.amaxes or self.cells, strict=True)
+        self.lines = tuple([_line(*tensors) for tensors in tensors_by_tile])
 
 
 def _cells(tiles: Sequence[Tile], sources: Sequence[torch.Tensor], grid: torch.Tensor) -> list[torch.Tensor]:
-    return [tile.cells(grid, len(each)) for tile, each in zip(tiles, sources, strict=True)]
+    return [tile.cells(grid, len(source)) for tile, source in zip(tiles, sources, strict=True)]
 
 
 def _line(source: torch.Tensor, into: torch.Tensor, cells: torch.Tensor, amaxes: torch.Tensor) -> tuple[int, ...]:
     matrices, grid_rows, rows, grid_columns, columns = source.shape
-    of_matrix, _, of_row, _, _ = source.stride()
-    if grid_columns == 1 and of_row == columns:  # whole rows, one after the other: a single long row
-        rows, columns, of_row = 1, rows * columns, rows * columns
-    offsets = [int(each.storage_offset()) for each in (source, into, cells, amaxes)]
+    matrix_stride, _, row_stride, _, _ = source.stride()
+    if grid_columns == 1 and row_stride == columns:  # whole rows, one after the other: a single long row
+        rows, columns, row_stride = 1, rows * columns, rows * columns
+    offsets = [int(tensor.storage_offset()) for tensor in (source, into, cells, amaxes)]
     assert cells.stride() == amaxes.stride()
-    of_cells = (cells.stride(0), cells.stride(1), cells.stride(3))
-    return (*offsets, matrices, grid_rows, grid_columns, rows, columns, of_row, of_matrix, *of_cells)
+    cell_strides = (cells.stride(0), cells.stride(1), cells.stride(3))
+    return (*offsets, matrices, grid_rows, grid_columns, rows, columns, row_stride, matrix_stride, *cell_strides)
 
 
 def grid_of(shape: Sequence[int], block: Block) -> tuple[int, ...]:
@@ -124,26 +124,26 @@ def grid_of(shape: Sequence[int], block: Block) -> tuple[int, ...]:
     return (*shape[:-2], rows, columns)
 
 
-def tiles_of(shard: Sequence[int], whole: Sequence[int], first_row: int, block: Block) -> list[Tile]:
+def tiles_of(shard: Sequence[int], parameter_shape: Sequence[int], first_row: int, block: Block) -> list[Tile]:
     """The tiles of a shard: none if the shard has no elements.
 
     Args:
-        shard: Shape of the shard, which differs from `whole` along dim 0 alone.
-        whole: Shape of the parameter, of at least two dims.
+        shard: Shape of the shard, which differs from `parameter_shape` along dim 0 alone.
+        parameter_shape: Shape of the parameter, of at least two dims.
         first_row: The shard's first index along dim 0 of the parameter.
         block: Rows and columns of a block; None for all.
     """
     if not prod(shard):
         return []
     matrix = (shard[-2], shard[-1])
-    is_stack = len(whole) > 2
-    first_matrix = first_row * prod(whole[1:-2]) if is_stack else 0
+    is_stack = len(parameter_shape) > 2
+    first_matrix = first_row * prod(parameter_shape[1:-2]) if is_stack else 0
     start = 0 if is_stack else first_row
-    num_rows, num_columns = grid_of(whole, block)[-2:]
+    num_rows, num_columns = grid_of(parameter_shape, block)[-2:]
     return [
         Tile(matrix, (num_rows, num_columns), first_matrix, rows, columns)
-        for rows in _runs(start, matrix[0], block[0] or whole[-2])
-        for columns in _runs(0, matrix[1], block[1] or whole[-1])
+        for rows in _runs(start, matrix[0], block[0] or parameter_shape[-2])
+        for columns in _runs(0, matrix[1], block[1] or parameter_shape[-1])
     ]
 
 

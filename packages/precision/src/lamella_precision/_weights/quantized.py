@@ -61,14 +61,14 @@ class QuantizedWeight(torch.Tensor):
     Attributes:
         scales: As given.
         recipe: As given.
-        whole: The weight's shape, before the views.
+        weight_shape: The weight's shape, before the views.
         views: As given.
         is_matrix: Whether there are two dims after the views.
     """
 
     scales: torch.Tensor | None
     recipe: Dequantizes
-    whole: torch.Size
+    weight_shape: torch.Size
     views: tuple[View, ...]
     is_matrix: bool  # without a call of `__torch_function__`, as `ndim` makes
     payload_0: torch.Tensor
@@ -85,18 +85,18 @@ class QuantizedWeight(torch.Tensor):
     ) -> Self:
         """The wrapper, with the payloads' device and the recipe's compute dtype."""
         size, strides = (tuple(shape), None) if not views else _layout(shape, views)
-        made = torch.Tensor._make_wrapper_subclass(
+        weight = torch.Tensor._make_wrapper_subclass(
             cls, size, strides=strides, dtype=recipe.compute_dtype, device=payloads[0].device
         )
-        made.scales = scales
-        made.recipe = recipe
-        made.whole = torch.Size(shape)
-        made.views = tuple(views)
-        made.is_matrix = len(size) == 2
-        made._names = tuple([f"payload_{i}" for i in range(len(payloads))])
-        for name, payload in zip(made._names, payloads, strict=True):
-            setattr(made, name, payload)
-        return made
+        weight.scales = scales
+        weight.recipe = recipe
+        weight.weight_shape = torch.Size(shape)
+        weight.views = tuple(views)
+        weight.is_matrix = len(size) == 2
+        weight._names = tuple([f"payload_{i}" for i in range(len(payloads))])
+        for name, payload in zip(weight._names, payloads, strict=True):
+            setattr(weight, name, payload)
+        return weight
 
     @property
     def payloads(self) -> tuple[torch.Tensor, ...]:
@@ -114,11 +114,11 @@ class QuantizedWeight(torch.Tensor):
         payloads = self.payloads
         if not _have_bytes(payloads) and not _have_bytes(self._payloads_for(direction)):
             raise RuntimeError(
-                f"Expected a weight of shape {tuple(self.whole)} that is gathered for {direction.value}, got payloads "
-                f"without bytes, of {self.recipe}. Read the weight in its module's own forward, or between `unshard` "
-                "and `reshard`."
+                f"Expected a weight of shape {tuple(self.weight_shape)} that is gathered for {direction.value}, got "
+                f"payloads without bytes, of {self.recipe}. Read the weight in its module's own forward, or between "
+                "`unshard` and `reshard`."
             )
-        values = self.recipe.dequantize(payloads, self.scales, self.whole, direction)
+        values = self.recipe.dequantize(payloads, self.scales, self.weight_shape, direction)
         for view in self.views:
             values = view.of(values)
         return values
@@ -130,16 +130,18 @@ class QuantizedWeight(torch.Tensor):
         return Direction.BACKWARD
 
     def _payloads_for(self, direction: Direction) -> list[torch.Tensor]:
-        formats = self.recipe.payloads(self.whole, self.recipe.compute_dtype)
+        formats = self.recipe.payloads(self.weight_shape, self.recipe.compute_dtype)
         return [
-            payload for payload, each in zip(self.payloads, formats, strict=True) if each.direction.meets(direction)
+            payload
+            for payload, payload_format in zip(self.payloads, formats, strict=True)
+            if payload_format.direction.meets(direction)
         ]
 
     def _viewed(self, view: View) -> QuantizedWeight:
         """A view that is dequantised where an operator asks for its values."""
         if view.is_part_of_stack and self._is_stack:
             return self._part(view)
-        return QuantizedWeight(self.payloads, self.scales, self.whole, self.recipe, (*self.views, view))
+        return QuantizedWeight(self.payloads, self.scales, self.weight_shape, self.recipe, (*self.views, view))
 
     def _records(self, views: Sequence[View]) -> bool:
         """Whether several views are wrappers: pieces are, indices are not where each would dequantise all."""
@@ -149,20 +151,20 @@ class QuantizedWeight(torch.Tensor):
     def _is_stack(self) -> bool:
         """Whether an index along dim 0 has payloads and scales of its own."""
         return (
-            len(self.whole) > 2
+            len(self.weight_shape) > 2
             and self.scales is not None
-            and all(len(each) == self.whole[0] for each in (*self.payloads, self.scales))
+            and all(len(tensor) == self.weight_shape[0] for tensor in (*self.payloads, self.scales))
             and all(view.keeps_first_dim for view in self.views)
         )
 
     def _part(self, view: View) -> QuantizedWeight:
         """Some indices along dim 0 of a stack, or one."""
         assert self.scales is not None
-        payloads, scales = [view.of(each) for each in self.payloads], view.of(self.scales)
+        payloads, scales = [view.of(payload) for payload in self.payloads], view.of(self.scales)
         if view.name == "select":
-            views = [each.of_each() for each in self.views]
-            return QuantizedWeight(payloads, scales, self.whole[1:], self.recipe, views)
-        return QuantizedWeight(payloads, scales, (len(scales), *self.whole[1:]), self.recipe, self.views)
+            views = [recorded.without_first_dim() for recorded in self.views]
+            return QuantizedWeight(payloads, scales, self.weight_shape[1:], self.recipe, views)
+        return QuantizedWeight(payloads, scales, (len(scales), *self.weight_shape[1:]), self.recipe, self.views)
 
     def __repr__(self, **_: object) -> str:  # type: ignore[override]
         return f"QuantizedWeight({tuple(self.shape)}, {self.recipe})"
@@ -171,16 +173,16 @@ class QuantizedWeight(torch.Tensor):
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         names = [*self._names, *(["scales"] if self.scales is not None else [])]
-        return names, (self.recipe, self.whole if self.views else None, self.views)
+        return names, (self.recipe, self.weight_shape if self.views else None, self.views)
 
     @staticmethod
     def __tensor_unflatten__(
         inner: dict[str, torch.Tensor], context: Any, size: Sequence[int], stride: Sequence[int]
     ) -> QuantizedWeight:
-        recipe, whole, views = context
+        recipe, weight_shape, views = context
         scales = inner.get("scales")
         payloads = [inner[name] for name in inner if name != "scales"]
-        return QuantizedWeight(payloads, scales, size if whole is None else whole, recipe, views)
+        return QuantizedWeight(payloads, scales, size if weight_shape is None else weight_shape, recipe, views)
 
     @classmethod
     def __torch_function__(
@@ -202,10 +204,10 @@ class QuantizedWeight(torch.Tensor):
         # `DTensor.to_local` takes a view of the local tensor's own shape.
         if func in _ALIASES or (func is torch.ops.aten.view.default and tuple(args[1]) == tuple(args[0].shape)):
             weight = args[0]
-            return cls(weight.payloads, weight.scales, weight.whole, weight.recipe, weight.views)
+            return cls(weight.payloads, weight.scales, weight.weight_shape, weight.recipe, weight.views)
         if (views := views_by(func, args)) and (is_single(func) or args[0]._records(views)):
-            made = [args[0]._viewed(view) for view in views]
-            return made[0] if is_single(func) else made
+            wrappers = [args[0]._viewed(view) for view in views]
+            return wrappers[0] if is_single(func) else wrappers
         _refuse_write(func, args, kwargs or {})
         plain = tree_map(_values, (tuple(args), kwargs or {}))
         return func(*plain[0], **plain[1])
@@ -224,19 +226,20 @@ def _have_bytes(payloads: Sequence[torch.Tensor]) -> bool:
     if torch.compiler.is_compiling():
         return True
     return all(
-        type(each) is not torch.Tensor or each.untyped_storage().nbytes() or not each.numel() for each in payloads
+        type(payload) is not torch.Tensor or payload.untyped_storage().nbytes() or not payload.numel()
+        for payload in payloads
     )
 
 
 def _refuse_write(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     """Refuse an operator that writes to a quantised weight: the values written would be lost with a temporary."""
-    for place, name in _written(func):
-        given = args[place] if place < len(args) else kwargs.get(name)
-        for each in tree_leaves(given):
-            if isinstance(each, QuantizedWeight):
+    for index, name in _written(func):
+        argument = args[index] if index < len(args) else kwargs.get(name)
+        for leaf in tree_leaves(argument):
+            if isinstance(leaf, QuantizedWeight):
                 raise RuntimeError(
                     f"Expected a gathered weight to be read, got {func} writing to a weight of shape "
-                    f"{tuple(each.shape)}, gathered by {each.recipe}: the values would be lost. Write to the sharded "
+                    f"{tuple(leaf.shape)}, gathered by {leaf.recipe}: the values would be lost. Write to the sharded "
                     "parameter, which the module holds after `reshard`."
                 )
 
@@ -247,11 +250,13 @@ def _written(func: Any) -> tuple[tuple[int, str], ...]:
     if func is torch.ops.aten.record_stream.default:  # its schema calls the mark a write
         return ()
     arguments = enumerate(func._schema.arguments)
-    return tuple((place, each.name) for place, each in arguments if each.alias_info and each.alias_info.is_write)
+    return tuple(
+        (index, argument.name) for index, argument in arguments if argument.alias_info and argument.alias_info.is_write
+    )
 
 
-def _values(each: object) -> object:
-    return each.dequantize_for(each.gathered_direction()) if isinstance(each, QuantizedWeight) else each
+def _values(leaf: object) -> object:
+    return leaf.dequantize_for(leaf.gathered_direction()) if isinstance(leaf, QuantizedWeight) else leaf
 
 
 def _linear(
@@ -263,8 +268,8 @@ def _linear(
         with torch._C.DisableTorchFunctionSubclass():
             return F.linear(input, weight, bias)
     dtype = autocast_dtype(weight.recipe.compute_dtype, input.device)
-    made: torch.Tensor = _Linear.apply(as_operand(input), weight, dtype)  # type: ignore[no-untyped-call]
-    return made if bias is None else made + as_operand(bias)
+    output: torch.Tensor = _Linear.apply(as_operand(input), weight, dtype)  # type: ignore[no-untyped-call]
+    return output if bias is None else output + as_operand(bias)
 
 
 class _Linear(torch.autograd.Function):
@@ -276,7 +281,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: QuantizedWeight, dtype: torch.dtype) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.dtype, ctx.of_weight = dtype, weight.recipe.compute_dtype
+        ctx.dtype, ctx.weight_dtype = dtype, weight.recipe.compute_dtype
         return F.linear(x, weight.dequantize_for(Direction.FORWARD).to(dtype))
 
     @staticmethod
@@ -284,11 +289,11 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (gradient,) = gradients
         x, weight = ctx.saved_tensors
-        of_x = of_weight = None
+        grad_x = grad_weight = None
         if ctx.needs_input_grad[0]:
             # Hooks of saved tensors may have put a plain copy in the wrapper's place.
             is_wrapper = isinstance(weight, QuantizedWeight)
-            of_x = gradient @ (weight.dequantize_for(Direction.BACKWARD) if is_wrapper else weight).to(ctx.dtype)
+            grad_x = gradient @ (weight.dequantize_for(Direction.BACKWARD) if is_wrapper else weight).to(ctx.dtype)
         if ctx.needs_input_grad[1]:
-            of_weight = (rows_of(gradient).t() @ rows_of(x)).to(ctx.of_weight)
-        return of_x, of_weight, None
+            grad_weight = (rows_of(gradient).t() @ rows_of(x)).to(ctx.weight_dtype)
+        return grad_x, grad_weight, None

@@ -33,8 +33,8 @@ class View(NamedTuple):
     @property
     def is_part_of_stack(self) -> bool:
         """Whether the view is a run of neighbours along dim 0, or one of them."""
-        first, *others = self.arguments
-        return first == 0 and (self.name == "select" or (self.name == "slice" and others[2:] in ([], [1])))
+        first, *further_arguments = self.arguments
+        return first == 0 and (self.name == "select" or (self.name == "slice" and further_arguments[2:] in ([], [1])))
 
     @property
     def keeps_first_dim(self) -> bool:
@@ -42,11 +42,12 @@ class View(NamedTuple):
         first = self.arguments[0]
         return bool(first[0] == 0) if self.name == "permute" else first != 0
 
-    def of_each(self) -> View:
+    def without_first_dim(self) -> View:
         """The same view of each entry along dim 0; for views that keep it."""
-        first, *others = self.arguments
+        first, *further_arguments = self.arguments
         return View(
-            self.name, (tuple([dim - 1 for dim in first[1:]]) if self.name == "permute" else first - 1, *others)
+            self.name,
+            (tuple([dim - 1 for dim in first[1:]]) if self.name == "permute" else first - 1, *further_arguments),
         )
 
 
@@ -57,8 +58,8 @@ def views_by(func: object, arguments: Sequence[Any]) -> list[View] | None:
         func: An operator of ATen.
         arguments: A tensor, and the rest.
     """
-    of_func = _VIEWS.get(func)
-    return None if of_func is None else of_func(*arguments)
+    recorder = _VIEWS.get(func)
+    return None if recorder is None else recorder(*arguments)
 
 
 def is_single(func: object) -> bool:
