@@ -70,11 +70,11 @@ def _launches(cuts: Sequence[Cut]) -> list[tuple[tuple[torch.Tensor, ...], _Laun
     by_storages: dict[tuple[int, ...], list[Cut]] = {}
     for cut in cuts:
         by_storages.setdefault(cut.storages, []).append(cut)
-    found = []
-    for same in by_storages.values():
-        launch = _launch(tuple([cut.lines for cut in same]), same[0].beginnings[0].device)
-        found.append((same[0].beginnings, launch))
-    return found
+    launches = []
+    for storage_cuts in by_storages.values():
+        launch = _launch(tuple([cut.lines for cut in storage_cuts]), storage_cuts[0].beginnings[0].device)
+        launches.append((storage_cuts[0].beginnings, launch))
+    return launches
 
 
 @lru_cache(_CACHED)
@@ -82,17 +82,17 @@ def _launch(lines_of_cuts: tuple[tuple[tuple[int, ...], ...], ...], device: torc
     lines = [line for lines in lines_of_cuts for line in lines]
     columns = min(_ELEMENTS, triton.next_power_of_2(max(line[8] for line in lines)))
     rows = min(_ELEMENTS // columns, triton.next_power_of_2(max(line[7] for line in lines)))
-    whole, numbers, first = [], [], 0
+    line_fields, program_counts, first = [], [], 0
     for line in lines:
         matrices, grid_rows, grid_columns, num_rows, num_columns = line[4:9]
         chunks = -(-num_columns // columns)
-        whole.append((first, *line, chunks))
-        numbers.append(matrices * grid_rows * grid_columns * -(-num_rows // rows) * chunks)
-        first += numbers[-1]
-    is_aligned = all(each % _ALIGNMENT == 0 for line in lines for each in (*line[:2], *line[8:11]))
+        line_fields.append((first, *line, chunks))
+        program_counts.append(matrices * grid_rows * grid_columns * -(-num_rows // rows) * chunks)
+        first += program_counts[-1]
+    is_aligned = all(extent % _ALIGNMENT == 0 for line in lines for extent in (*line[:2], *line[8:11]))
     return _Launch(
-        torch.tensor(whole, device=device),
-        torch.arange(len(lines), dtype=torch.int32).repeat_interleave(torch.tensor(numbers)).to(device),
+        torch.tensor(line_fields, device=device),
+        torch.arange(len(lines), dtype=torch.int32).repeat_interleave(torch.tensor(program_counts)).to(device),
         {"chunk_rows": rows, "chunk_columns": columns, "alignment": _ALIGNMENT if is_aligned else 1},
     )
 
@@ -109,27 +109,27 @@ def _chunk(lines, line_of, chunk_rows: tl.constexpr, chunk_columns: tl.constexpr
     source, into = tl.load(line + 1), tl.load(line + 2)
     grid_rows, grid_columns = tl.load(line + 6), tl.load(line + 7)
     num_rows, num_columns = tl.load(line + 8), tl.load(line + 9)
-    of_row, of_matrix = tl.load(line + 10), tl.load(line + 11)
+    row_stride, matrix_stride = tl.load(line + 10), tl.load(line + 11)
     chunks = tl.load(line + 15)
 
-    left = program - tl.load(line)
-    chunk_column, left = left % chunks, left // chunks
+    remainder = program - tl.load(line)
+    chunk_column, remainder = remainder % chunks, remainder // chunks
     row_chunks = (num_rows + chunk_rows - 1) // chunk_rows
-    chunk_row, left = left % row_chunks, left // row_chunks
-    grid_column, left = left % grid_columns, left // grid_columns
-    grid_row, matrix = left % grid_rows, left // grid_rows
+    chunk_row, remainder = remainder % row_chunks, remainder // row_chunks
+    grid_column, remainder = remainder % grid_columns, remainder // grid_columns
+    grid_row, matrix = remainder % grid_rows, remainder // grid_rows
     block = matrix * tl.load(line + 12) + grid_row * tl.load(line + 13) + grid_column * tl.load(line + 14)
 
-    begin = matrix * of_matrix + (grid_row * num_rows + chunk_row * chunk_rows) * of_row
+    begin = matrix * matrix_stride + (grid_row * num_rows + chunk_row * chunk_rows) * row_stride
     begin = tl.multiple_of(begin + grid_column * num_columns + chunk_column * chunk_columns, alignment)
     # Within a chunk 32 bits suffice, and arithmetic on vectors of 64 bits would take longer than the memory.
     rows, columns = tl.arange(0, chunk_rows), tl.arange(0, chunk_columns)
-    within = rows[:, None] * tl.multiple_of(of_row.to(tl.int32), alignment) + columns[None, :]
+    chunk_offsets = rows[:, None] * tl.multiple_of(row_stride.to(tl.int32), alignment) + columns[None, :]
     rows_left = tl.minimum(num_rows - chunk_row * chunk_rows, chunk_rows).to(tl.int32)
     columns_left = tl.minimum(num_columns - chunk_column * chunk_columns, chunk_columns).to(tl.int32)
     exists = (rows < rows_left)[:, None] & (columns < tl.multiple_of(columns_left, alignment))[None, :]
-    source = tl.multiple_of(source, alignment) + begin + within
-    into = tl.multiple_of(into, alignment) + begin + within
+    source = tl.multiple_of(source, alignment) + begin + chunk_offsets
+    into = tl.multiple_of(into, alignment) + begin + chunk_offsets
     return source, into, exists, tl.load(line + 3) + block, tl.load(line + 4) + block
 
 
@@ -148,8 +148,8 @@ def _encode(  # type: ignore[no-untyped-def]
     chunk_columns: tl.constexpr,
     alignment: tl.constexpr,
 ):
-    of_source, of_into, exists, cell, amax = _chunk(lines, line_of, chunk_rows, chunk_columns, alignment)
-    values = tl.load(source + of_source, mask=exists, other=0.0).to(tl.float32)
+    source_offsets, into_offsets, exists, cell, amax = _chunk(lines, line_of, chunk_rows, chunk_columns, alignment)
+    values = tl.load(source + source_offsets, mask=exists, other=0.0).to(tl.float32)
     if measures:
         _raise(amaxes + amax, values)
     scale = tl.load(cells + cell)
@@ -158,7 +158,7 @@ def _encode(  # type: ignore[no-untyped-def]
     # Comparisons keep NaN, where a minimum and a maximum would drop it.
     values = tl.where(values > largest, largest, values)
     values = tl.where(values < -largest, -largest, values)
-    tl.store(into + of_into, values.to(into.dtype.element_ty), mask=exists)
+    tl.store(into + into_offsets, values.to(into.dtype.element_ty), mask=exists)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -171,8 +171,8 @@ def _measure(  # type: ignore[no-untyped-def]
     chunk_columns: tl.constexpr,
     alignment: tl.constexpr,
 ):
-    of_source, _, exists, cell, _ = _chunk(lines, line_of, chunk_rows, chunk_columns, alignment)
-    values = tl.load(source + of_source, mask=exists, other=0.0).to(tl.float32)
+    source_offsets, _, exists, cell, _ = _chunk(lines, line_of, chunk_rows, chunk_columns, alignment)
+    values = tl.load(source + source_offsets, mask=exists, other=0.0).to(tl.float32)
     _raise(cells + cell, values)
 
 
