@@ -15,9 +15,9 @@ from lamella_integration.tasks import TASKS
 from lamella_precision import (
     Float8Recipe,
     MXFP8Recipe,
-    Part,
     QuantizedWeight,
     ScaledRecipe,
+    WeightRows,
     matrices_of,
     use_float8_matmul,
 )
@@ -86,7 +86,7 @@ def _encoded_whole(recipe: Float8Recipe | MXFP8Recipe, weight: torch.Tensor) -> 
         recipe.rescale(amaxes, scales, torch.full((recipe.num_past, len(amaxes)), -1.0))
         scales = scales.view(recipe.scale_shape(weight.shape))
     payloads = [torch.empty(each.shape, dtype=each.dtype) for each in recipe.payloads(weight.shape, weight.dtype)]
-    encode_into(recipe, weight, payloads, Part(tuple(weight.shape), 0, scales))
+    encode_into(recipe, weight, payloads, WeightRows(tuple(weight.shape), 0, scales))
     return payloads
 
 

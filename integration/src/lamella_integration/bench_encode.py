@@ -16,7 +16,7 @@ import torch
 
 from lamella_integration.backends import RECIPES
 from lamella_integration.llama import SIZES, Block
-from lamella_precision import Float8Recipe, Part
+from lamella_precision import Float8Recipe, WeightRows
 
 _NUM_WARMUPS, _NUM_TIMES = 10, 50
 
@@ -56,7 +56,7 @@ def _calls(
     """A measurement and an encoding of all weights."""
     scales = [torch.ones(recipe.scale_shape(shape), device=weights[0].device) for shape in shapes]
     amaxes = [torch.zeros_like(each) if recipe.num_past else None for each in scales]
-    parts = [Part(tuple(shape), 0, *each) for shape, *each in zip(shapes, scales, amaxes, strict=True)]
+    parts = [WeightRows(tuple(shape), 0, *each) for shape, *each in zip(shapes, scales, amaxes, strict=True)]
     data = [torch.empty(weight.shape, dtype=recipe.dtype, device=weight.device) for weight in weights]
     measured, encoded = recipe.measure_columns(weights, parts), recipe.columns(weights, [data], parts)
     return lambda: recipe.measure(*measured), lambda: recipe.encode(*encoded)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lamella_precision import Float8Recipe, MXFP8Recipe, Part, QuantizedWeight
+from lamella_precision import Float8Recipe, MXFP8Recipe, QuantizedWeight, WeightRows
 from lamella_precision.testing import encode_into, measured
 
 
@@ -16,7 +16,7 @@ def gathered(weight: torch.Tensor, recipe: Float8Recipe | MXFP8Recipe) -> Quanti
         torch.empty(payload_format.shape, dtype=payload_format.dtype, device=weight.device)
         for payload_format in formats
     ]
-    encode_into(recipe, weight, payloads, Part(tuple(weight.shape), 0, scales))
+    encode_into(recipe, weight, payloads, WeightRows(tuple(weight.shape), 0, scales))
     return recipe.decode(payloads, weight.shape, scales)
 
 

@@ -10,7 +10,7 @@ from float64_oracle import in_float8
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lamella_precision import DivisibleRecipe, Float8Recipe, MXFP8Recipe, Part, Recipe, ScaledRecipe
+from lamella_precision import DivisibleRecipe, Float8Recipe, MXFP8Recipe, Recipe, ScaledRecipe, WeightRows
 from lamella_precision.testing import check_recipe, encode_into, measured
 
 FLOAT8 = [
@@ -84,7 +84,7 @@ def _encoded(recipe: Recipe, weight: torch.Tensor, num_ranks: int) -> tuple[list
                 else payload[first // recipe.block_rows : -(-(first + len(shard)) // recipe.block_rows)]
                 for payload, per in zip(payloads, per_row, strict=True)
             ]
-            encode_into(recipe, shard.clone(), shard_payloads, Part(tuple(weight.shape), first, scales))
+            encode_into(recipe, shard.clone(), shard_payloads, WeightRows(tuple(weight.shape), first, scales))
     return payloads, scales
 
 
@@ -176,7 +176,7 @@ def test_a_weight_that_outgrew_its_delayed_scale_saturates_and_nan_stays_nan() -
     recipe = Float8Recipe(num_past_amaxes=1, compute_dtype=torch.float32)
     weight = torch.tensor([[1000.0, -1000.0], [float("nan"), 1.0]])
     data, scales = torch.empty(2, 2, dtype=torch.float8_e4m3fn), torch.full((1, 1), 1.0)
-    encode_into(recipe, weight, [data], Part((2, 2), 0, scales))
+    encode_into(recipe, weight, [data], WeightRows((2, 2), 0, scales))
     assert torch.equal(data.float().nan_to_num(7.0), torch.tensor([[448.0, -448.0], [7.0, 1.0]]))
 
 

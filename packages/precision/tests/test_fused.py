@@ -16,7 +16,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from lamella_precision import Float8Recipe, Part
+from lamella_precision import Float8Recipe, WeightRows
 from lamella_precision._scales import kernels
 from lamella_precision.te import ScaledWeights
 from lamella_testing.interpreted import interpreted_copy
@@ -63,12 +63,12 @@ def _run(
     for shard, rows in zip(shards, shards_on_host, strict=True):
         shard.copy_(rows)
     shapes = [tuple(weight.shape) for weight in weights]
-    recipe.measure(*recipe.measure_columns(shards, list(map(Part, shapes, firsts, amaxes))))
+    recipe.measure(*recipe.measure_columns(shards, list(map(WeightRows, shapes, firsts, amaxes))))
     for weight_scales, weight_amaxes in zip(scales, amaxes, strict=True):
         recipe.rescale(
             weight_amaxes.view(-1), weight_scales.view(-1), torch.full((recipe.num_past, weight_amaxes.numel()), -1.0)
         )
-    weight_rows = list(map(Part, shapes, firsts, scales, raised if recipe.num_past else [None] * len(shapes)))
+    weight_rows = list(map(WeightRows, shapes, firsts, scales, raised if recipe.num_past else [None] * len(shapes)))
     (column,) = recipe.columns(shards, [into], weight_rows)
     assert column is not None
     storage = into[0].untyped_storage()
@@ -130,7 +130,7 @@ def test_values_out_of_range_saturate_and_nan_stays(monkeypatch: pytest.MonkeyPa
     recipe = Float8Recipe(num_past_amaxes=1)
     shard = torch.tensor([[1000.0, -1000.0], [float("nan"), float("-inf")]])
     into = torch.zeros(2, 2)
-    recipe.encode(*recipe.columns([shard], [[into]], [Part((2, 2), 0, torch.full((1, 1), 2.0))]))
+    recipe.encode(*recipe.columns([shard], [[into]], [WeightRows((2, 2), 0, torch.full((1, 1), 2.0))]))
     assert torch.equal(into.nan_to_num(7.0), torch.tensor([[448.0, -448.0], [7.0, -448.0]]))
 
 
@@ -140,7 +140,7 @@ def test_weights_of_two_storages_are_encoded_by_one_call(monkeypatch: pytest.Mon
     shards = [torch.randn(4, 5), torch.randn(6, 3)]
     into = [torch.zeros(4, 5), torch.zeros(6, 3)]
     scales = [torch.full((1, 1), 2.0), torch.full((1, 1), 3.0)]
-    parts = [Part(tuple(shard.shape), 0, scale) for shard, scale in zip(shards, scales, strict=True)]
+    parts = [WeightRows(tuple(shard.shape), 0, scale) for shard, scale in zip(shards, scales, strict=True)]
     recipe.encode(*recipe.columns(shards, [into], parts))
     for shard, encoded, scale in zip(shards, into, scales, strict=True):
         assert torch.equal(encoded, shard / scale)

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from lamella_precision import CachingRecipe, Part, Recipe, refuse_quantized
+from lamella_precision import CachingRecipe, Recipe, WeightRows, refuse_quantized
 from lamella_precision.te import ScaledWeights, replace_quantized_weights
 from lamella_precision.testing import check_recipe, encode_into, measured
 from lamella_testing import te_weights as te
@@ -72,7 +72,7 @@ def test_encoded_shards_are_the_bytes_of_the_layers_own_quantisation(
     first_row = 0
     for shard, into in zip(shards, data.tensor_split(num_ranks), strict=True):
         if shard.numel():
-            encode_into(recipe, shard, [into], Part(weight.shape, first_row, scales))
+            encode_into(recipe, shard, [into], WeightRows(weight.shape, first_row, scales))
         first_row += len(shard)
     decoded: Any = recipe.decode([data], weight.shape, scales)
     assert type(decoded) is type(expected)
@@ -185,7 +185,9 @@ def test_mxfp8_shards_are_the_bytes_of_the_layers_own_quantisation(num_ranks: in
         shard_payloads = [
             payload[first:last] if len(payload) == 8 else payload[32 * first : 32 * last] for payload in payloads
         ]
-        encode_into(recipe, weight[32 * first : 32 * last], shard_payloads, Part(weight.shape, 32 * int(first), None))
+        encode_into(
+            recipe, weight[32 * first : 32 * last], shard_payloads, WeightRows(weight.shape, 32 * int(first), None)
+        )
     decoded: Any = recipe.decode(payloads, weight.shape, None)
     assert type(decoded) is type(expected)
     for name, tensor in expected.get_metadata().items():

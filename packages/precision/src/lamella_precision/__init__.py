@@ -1,5 +1,8 @@
 """Number formats of sharded training: the frozen policy, and the recipes for weights on the wire."""
 
+from typing import TYPE_CHECKING
+from warnings import warn
+
 from lamella_precision._choice.foreign import read_directly as read_directly
 from lamella_precision._choice.foreign import refuse_quantized as refuse_quantized
 from lamella_precision._choice.matrices import matrices_of as matrices_of
@@ -12,12 +15,24 @@ from lamella_precision._products.float8_linear import use_float8_matmul as use_f
 from lamella_precision._protocol import CachingRecipe as CachingRecipe
 from lamella_precision._protocol import Direction as Direction
 from lamella_precision._protocol import DivisibleRecipe as DivisibleRecipe
-from lamella_precision._protocol import Part as Part
 from lamella_precision._protocol import PayloadFormat as PayloadFormat
 from lamella_precision._protocol import Recipe as Recipe
 from lamella_precision._protocol import ScaledRecipe as ScaledRecipe
+from lamella_precision._protocol import WeightRows as WeightRows
 from lamella_precision._recipes.float8 import Float8Recipe as Float8Recipe
 from lamella_precision._recipes.mxfp8 import MXFP8Recipe as MXFP8Recipe
 from lamella_precision._recipes.plain import PlainRecipe as PlainRecipe
 from lamella_precision._weights.quantized import Dequantizes as Dequantizes
 from lamella_precision._weights.quantized import QuantizedWeight as QuantizedWeight
+
+if not TYPE_CHECKING:  # Hidden from type checkers: a module `__getattr__` makes every misspelt name type-check.
+
+    def __getattr__(name: str) -> object:
+        if name != "Part":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        warn(
+            "lamella_precision.Part is deprecated and will be removed in lamella-precision 0.2: use WeightRows.",
+            FutureWarning,
+            stacklevel=2,
+        )
+        return WeightRows

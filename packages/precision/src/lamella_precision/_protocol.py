@@ -52,11 +52,11 @@ class PayloadFormat:
     is_main_weight: bool = False
 
 
-class Part(NamedTuple):
-    """A rank's part of a weight, for an encoding.
+class WeightRows(NamedTuple):
+    """A rank's rows of a weight, for an encoding.
 
     Attributes:
-        shape: Of the whole weight.
+        shape: Shape of the whole weight.
         first_row: The first of this rank's rows (slices along dim 0) in the whole weight.
         scales: Scales of the whole weight, of `ScaledRecipe.scale_shape`; None for a recipe without.
         amaxes: Memory of the same shape, raised by the encoding to the amaxes of this rank's rows; None: not measured.
@@ -97,15 +97,18 @@ class Recipe(Protocol):
         ...
 
     def columns(
-        self, shards: Sequence[torch.Tensor], payloads: Sequence[Sequence[torch.Tensor] | None], parts: Sequence[Part]
+        self,
+        shards: Sequence[torch.Tensor],
+        payloads: Sequence[Sequence[torch.Tensor] | None],
+        weight_rows: Sequence[WeightRows],
     ) -> tuple[Sequence[object] | None, ...]:
         """The arguments of `encode`, made once for many gathers from the same memory.
 
         Args:
             shards: This rank's rows of each main weight, at least one element each. Read by `encode`, never written.
-            payloads: For each payload the same rows of each weight. None: unused in this gather's direction. With
-                `is_main_weight` a destination may be the shard itself.
-            parts: For each weight the place of the rows.
+            payloads: Destinations, the same rows of each weight for each payload. None: unused in this gather's
+                direction. With `is_main_weight` a destination may be the shard itself.
+            weight_rows: The rows' place in each weight.
 
         Returns:
             Columns with an entry for each weight, or None: `encode` may be called with a slice of every column, or with
@@ -131,7 +134,7 @@ class Recipe(Protocol):
             payloads: Each whole payload, in its shape. A payload's storage has no bytes between uses, nor in a pass
                 without need of the payload.
             shape: The weight's whole shape.
-            scales: Of the whole weight, always the same tensor, whose values follow the main weights
+            scales: Scales of the whole weight, always the same tensor, whose values follow the main weights
                 (`ScaledRecipe`); else None.
 
         Returns:
@@ -149,8 +152,8 @@ class ScaledRecipe(Recipe, Protocol):
     Each rank measures its rows, the engine reduces the amaxes (largest magnitudes) of many units by one MAX reduction,
     and every rank computes all scales.
 
-    With delayed scaling (`num_past` above 0) `encode` measures too, into `Part.amaxes`: the next scales need no other
-    read of the weights. Only weights never measured before are measured by themselves.
+    With delayed scaling (`num_past` above 0) `encode` measures too, into `WeightRows.amaxes`: the next scales need no
+    other read of the weights. Only weights never measured before are measured by themselves.
     """
 
     @property
@@ -162,12 +165,14 @@ class ScaledRecipe(Recipe, Protocol):
         """Shape of the scales of a weight of `shape`."""
         ...
 
-    def measure_columns(self, shards: Sequence[torch.Tensor], parts: Sequence[Part]) -> tuple[Sequence[object], ...]:
+    def measure_columns(
+        self, shards: Sequence[torch.Tensor], weight_rows: Sequence[WeightRows]
+    ) -> tuple[Sequence[object], ...]:
         """The arguments of `measure`, made once for many measurements of the same memory.
 
         Args:
             shards: This rank's rows of each main weight, at least one element each.
-            parts: The place of the rows, with fp32 memory for amaxes in place of scales.
+            weight_rows: The rows' place in each weight, with fp32 memory for amaxes in place of scales.
         """
         ...
 
@@ -207,7 +212,7 @@ class DivisibleRecipe(Recipe, Protocol):
         """Whether the rows before and from `row` on, each encoded as a weight of its own, are those of the whole.
 
         Args:
-            shape: Of the whole weight, of at least two dims.
+            shape: Shape of the whole weight, of at least two dims.
             row: An index along dim 0. For 0, which cuts nothing: whether a DTensor is served at all.
         """
         ...

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from lamella_precision._protocol import Direction, DivisibleRecipe, Part, Recipe, ScaledRecipe
+from lamella_precision._protocol import Direction, DivisibleRecipe, Recipe, ScaledRecipe, WeightRows
 
 
 def check_recipe(
@@ -60,12 +60,16 @@ def check_recipe(
         payload.zero_()
     assert not decoded.double().any(), "`decode` must share the payloads' storage, so that a refill is seen"
 
-    encode_into(recipe, weight, payloads, Part(weight.shape, 0, scales))
-    parts = [[torch.empty_like(part) for part in payload.chunk(num_shards)] for payload in payloads]
-    for i, (shard, *shard_payloads) in enumerate(zip(weight.chunk(num_shards), *parts, strict=True)):
-        encode_into(recipe, shard, shard_payloads, Part(weight.shape, i * rows // num_shards, scales))
+    encode_into(recipe, weight, payloads, WeightRows(weight.shape, 0, scales))
+    shard_payloads_by_payload = [
+        [torch.empty_like(shard_payload) for shard_payload in payload.chunk(num_shards)] for payload in payloads
+    ]
+    for i, (shard, *shard_payloads) in enumerate(
+        zip(weight.chunk(num_shards), *shard_payloads_by_payload, strict=True)
+    ):
+        encode_into(recipe, shard, shard_payloads, WeightRows(weight.shape, i * rows // num_shards, scales))
     assert torch.equal(weight, before), "`encode` must not write the main weight"
-    for payload, pieces in zip(payloads, parts, strict=True):
+    for payload, pieces in zip(payloads, shard_payloads_by_payload, strict=True):
         assert _same_bytes(payload, torch.cat(pieces)), "encoding shards must equal encoding the whole tensor"
     for direction in (Direction.FORWARD, Direction.BACKWARD):
         needed = [payload_format.direction.meets(direction) for payload_format in formats]
@@ -73,7 +77,7 @@ def check_recipe(
             torch.empty_like(payload) if is_needed else None
             for payload, is_needed in zip(payloads, needed, strict=True)
         ]
-        encode_into(recipe, weight, direction_payloads, Part(weight.shape, 0, scales))
+        encode_into(recipe, weight, direction_payloads, WeightRows(weight.shape, 0, scales))
         for payload, direction_payload in zip(payloads, direction_payloads, strict=True):
             assert direction_payload is None or _same_bytes(payload, direction_payload), (
                 "encoding one direction must equal encoding both"
@@ -98,10 +102,10 @@ def _check_amaxes(recipe: ScaledRecipe, shards: Sequence[torch.Tensor], scales: 
             torch.empty(payload_format.shape, dtype=payload_format.dtype, device=shard.device)
             for payload_format in formats
         ]
-        encode_into(recipe, shard, data, Part(shape, row, scales, amaxes))
+        encode_into(recipe, shard, data, WeightRows(shape, row, scales, amaxes))
         row += len(shard)
     expected = measured(recipe, shards, shape)
-    assert torch.equal(amaxes.view(-1), expected), "with delayed scaling `encode` must raise `Part.amaxes`"
+    assert torch.equal(amaxes.view(-1), expected), "with delayed scaling `encode` must raise `WeightRows.amaxes`"
 
 
 def _check_parts(recipe: DivisibleRecipe, weight: torch.Tensor) -> None:
@@ -124,7 +128,7 @@ def _encoded(recipe: Recipe, weight: torch.Tensor) -> list[torch.Tensor]:
         torch.empty(payload_format.shape, dtype=payload_format.dtype, device=weight.device)
         for payload_format in formats
     ]
-    encode_into(recipe, weight, payloads, Part(tuple(weight.shape), 0, scales))
+    encode_into(recipe, weight, payloads, WeightRows(tuple(weight.shape), 0, scales))
     return payloads if scales is None else [*payloads, scales]
 
 
@@ -135,20 +139,22 @@ def measured(recipe: ScaledRecipe, shards: Sequence[torch.Tensor], shape: Sequen
     for shard in shards:
         shard_amaxes = torch.zeros_like(largest)
         if shard.numel():
-            recipe.measure(*recipe.measure_columns([shard], [Part(tuple(shape), row, shard_amaxes)]))
+            recipe.measure(*recipe.measure_columns([shard], [WeightRows(tuple(shape), row, shard_amaxes)]))
         row += len(shard)
         largest = torch.maximum(largest, shard_amaxes)
     return largest.view(-1)
 
 
-def encode_into(recipe: Recipe, shard: torch.Tensor, payloads: Sequence[torch.Tensor | None], part: Part) -> None:
+def encode_into(
+    recipe: Recipe, shard: torch.Tensor, payloads: Sequence[torch.Tensor | None], weight_rows: WeightRows
+) -> None:
     """Encode a shard with elements twice, into memory with different earlier bytes.
 
     Raises:
         AssertionError: An element of a payload was not written.
     """
     encodings = []
-    columns = recipe.columns([shard], [None if payload is None else [payload] for payload in payloads], [part])
+    columns = recipe.columns([shard], [None if payload is None else [payload] for payload in payloads], [weight_rows])
     for before in (1, 2):
         for payload in payloads:
             if payload is not None:

@@ -90,7 +90,8 @@ class CastWeights(Float8Recipe):
     def encode(self, *columns: Sequence[Cut] | None) -> None:
         """Multiply by the scales, saturate, and round to the format.
 
-        Effects: as `Float8Recipe.encode`.
+        Effects: one kernel for all weights; where Triton does not run, multi-tensor calls and a temporary fp32 copy of
+            the shards.
         """
         (cuts,) = columns
         encode_cuts(cuts or (), self.largest, multiplies=True)

@@ -31,7 +31,7 @@ def matrices_of(
 
     Args:
         modules: A module, or several (a list of blocks), before `fully_shard` and after what replaces parameters.
-        recipe: For the chosen parameters.
+        recipe: The recipe of the chosen parameters.
         names: Shell patterns of names of parameters in a module ("attn.*"), one of which must match; None for all.
         except_names: Shell patterns of names of parameters in a module that are left out.
 

@@ -13,8 +13,8 @@ def multiplies_in_float8(recipe: Float8Recipe, device: torch.device) -> bool:
     """Whether layers of `use_float8_matmul` run float8 kernels; else the same values are multiplied in fp32.
 
     Args:
-        recipe: Of the layers.
-        device: Of the layers. CUDA without an index is the current device.
+        recipe: The recipe of the layers.
+        device: The device of the layers. CUDA without an index is the current device.
     """
     if device.type != "cuda":
         return False

@@ -131,7 +131,7 @@ class Float8Linear(nn.Linear):
     """A linear layer whose products take float8 operands; see `use_float8_matmul`.
 
     Attributes:
-        recipe: Of the operands.
+        recipe: The recipe of the operands.
     """
 
     recipe: Float8Recipe
@@ -283,10 +283,10 @@ class _Scaling(NamedTuple):
     """How a weight's blocks are multiplied.
 
     Attributes:
-        block: Of activations.
-        alignment: Divides both sizes of a layer.
+        block: Rows and columns of activations with a common scale.
+        alignment: A divisor of both sizes of a layer.
         multiply: The output of two operands.
-        gradients: Of the input and the weight.
+        gradients: The gradients of the input and of the weight, from the output's.
     """
 
     block: Block

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lamella_precision._protocol import Direction, Part, PayloadFormat
+from lamella_precision._protocol import Direction, PayloadFormat, WeightRows
 from lamella_precision._scales.encoding import encode_cuts, measure_cuts
 from lamella_precision._scales.scales import scale_for, times_scales, write_scales
 from lamella_precision._scales.tiles import Block, Cut, grid_of, tiles_of
@@ -78,13 +78,16 @@ class Float8Recipe:
         return (PayloadFormat(self.dtype, tuple(shape)),)
 
     def columns(
-        self, shards: Sequence[torch.Tensor], payloads: Sequence[Sequence[torch.Tensor] | None], parts: Sequence[Part]
+        self,
+        shards: Sequence[torch.Tensor],
+        payloads: Sequence[Sequence[torch.Tensor] | None],
+        weight_rows: Sequence[WeightRows],
     ) -> tuple[Sequence[Cut] | None]:
         """For each weight the views of equal blocks: sources, destinations and scales."""
         (destinations,) = payloads
         if destinations is None:
             return (None,)
-        return ([self._cut(*arguments) for arguments in zip(shards, destinations, parts, strict=True)],)
+        return ([self._cut(*arguments) for arguments in zip(shards, destinations, weight_rows, strict=True)],)
 
     def encode(self, *columns: Sequence[Cut] | None) -> None:
         """Divide by the scales, saturate, and round to the format: one kernel for all weights, or multi-tensor calls.
@@ -112,9 +115,11 @@ class Float8Recipe:
         """Number of the latest measurements that scales depend on."""
         return self.num_past_amaxes
 
-    def measure_columns(self, shards: Sequence[torch.Tensor], parts: Sequence[Part]) -> tuple[Sequence[Cut]]:
+    def measure_columns(
+        self, shards: Sequence[torch.Tensor], weight_rows: Sequence[WeightRows]
+    ) -> tuple[Sequence[Cut]]:
         """For each weight the views of equal blocks, and of their amaxes."""
-        return ([self._cut(shard, shard, part) for shard, part in zip(shards, parts, strict=True)],)
+        return ([self._cut(shard, shard, rows) for shard, rows in zip(shards, weight_rows, strict=True)],)
 
     def measure(self, *columns: Sequence[Cut]) -> None:
         """Raise amaxes to the largest magnitude of each block's part on this rank.
@@ -125,9 +130,9 @@ class Float8Recipe:
         (cuts,) = columns
         measure_cuts(cuts)
 
-    def _cut(self, shard: torch.Tensor, into: torch.Tensor, part: Part) -> Cut:
-        assert part.scales is not None
-        return Cut(tiles_of(shard.shape, part.shape, part.first_row, self.block), shard, into, part.scales, part.amaxes)
+    def _cut(self, shard: torch.Tensor, into: torch.Tensor, rows: WeightRows) -> Cut:
+        assert rows.scales is not None
+        return Cut(tiles_of(shard.shape, rows.shape, rows.first_row, self.block), shard, into, rows.scales, rows.amaxes)
 
     def rescale(self, amaxes: torch.Tensor, scales: torch.Tensor, past: torch.Tensor) -> None:
         """Compute the scales of all blocks of some groups from amaxes of whole blocks, and note the amaxes.

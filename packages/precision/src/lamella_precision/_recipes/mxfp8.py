@@ -8,7 +8,7 @@ from itertools import chain
 
 import torch
 
-from lamella_precision._protocol import Direction, Part, PayloadFormat
+from lamella_precision._protocol import Direction, PayloadFormat, WeightRows
 from lamella_precision._scales.encoding import as_float, round_to
 from lamella_precision._scales.scales import exponents_for, power_of, scale_for, times_scales
 from lamella_precision._scales.tiles import Block, Tiles, grid_of, tiles_of
@@ -60,7 +60,10 @@ class MXFP8Recipe:
         )
 
     def columns(
-        self, shards: Sequence[torch.Tensor], payloads: Sequence[Sequence[torch.Tensor] | None], parts: Sequence[Part]
+        self,
+        shards: Sequence[torch.Tensor],
+        payloads: Sequence[Sequence[torch.Tensor] | None],
+        weight_rows: Sequence[WeightRows],
     ) -> tuple[Sequence[object] | None, ...]:
         """For each direction views of equal blocks: sources, data and scales of each weight."""
         views: list[Sequence[object] | None] = []

@@ -8,7 +8,7 @@ from operator import is_
 
 import torch
 
-from lamella_precision._protocol import Part, PayloadFormat
+from lamella_precision._protocol import PayloadFormat, WeightRows
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class PlainRecipe:
         self,
         shards: Sequence[torch.Tensor],
         payloads: Sequence[Sequence[torch.Tensor] | None],
-        parts: Sequence[Part] = (),
+        weight_rows: Sequence[WeightRows] = (),
     ) -> tuple[Sequence[torch.Tensor] | None, ...]:
         """The destinations and the shards."""
         (destinations,) = payloads

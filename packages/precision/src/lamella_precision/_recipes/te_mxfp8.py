@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from lamella_precision._protocol import Direction, Part, PayloadFormat
+from lamella_precision._protocol import Direction, PayloadFormat, WeightRows
 from lamella_precision._recipes.mxfp8 import MXFP8Recipe, encode_directions, exponents_of
 from lamella_precision._scales.scales import power_of
 from lamella_precision._scales.tiles import Tiles
@@ -51,13 +51,20 @@ class MXFP8Weights:
         return self._format.payloads(shape, main_dtype)
 
     def columns(
-        self, shards: Sequence[torch.Tensor], payloads: Sequence[Sequence[torch.Tensor] | None], parts: Sequence[Part]
+        self,
+        shards: Sequence[torch.Tensor],
+        payloads: Sequence[Sequence[torch.Tensor] | None],
+        weight_rows: Sequence[WeightRows],
     ) -> tuple[Sequence[object] | None, ...]:
-        """As `MXFP8Recipe.columns`."""
-        return self._format.columns(shards, payloads, parts)
+        """For each direction views of equal blocks: sources, data and scales of each weight."""
+        return self._format.columns(shards, payloads, weight_rows)
 
     def encode(self, *columns: Sequence[Tiles] | None) -> None:
-        """As `MXFP8Recipe.encode`, with the scales of Transformer Engine."""
+        """Find the amaxes, then scale by Transformer Engine's powers of two and round.
+
+        Effects: a kernel a weight and direction, then multi-tensor calls; a temporary fp32 copy of the shards, for one
+            direction at a time.
+        """
         encode_directions(columns, _scales)
 
     def decode(
@@ -74,7 +81,7 @@ class MXFP8Weights:
     def dequantize(
         self, payloads: Sequence[torch.Tensor], scales: torch.Tensor | None, shape: torch.Size, direction: Direction
     ) -> torch.Tensor:
-        """As `MXFP8Recipe.dequantize`."""
+        """Data times scales of a direction, multiplied in fp32 and rounded to `compute_dtype`."""
         return self._format.dequantize(payloads, scales, shape, direction)
 
 

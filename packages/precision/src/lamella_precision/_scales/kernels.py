@@ -33,7 +33,7 @@ class _Launch(NamedTuple):
         lines: (lines, fields), int64: a line's first program, its fields as `Cut.lines` has them, and its chunks along
             a block's columns.
         line_of: (programs,), int32: each program's line.
-        sizes: Of a chunk; and what all offsets are multiples of.
+        sizes: Rows and columns of a chunk, and a common divisor of all offsets.
     """
 
     lines: torch.Tensor
@@ -59,7 +59,8 @@ def encode(cuts: Sequence[Cut], largest: float, *, multiplies: bool) -> None:
 def measure(cuts: Sequence[Cut]) -> None:
     """Raise every block's cell to the largest magnitude of the block; a NaN is largest.
 
-    Effects: as `encode`'s.
+    Effects: one kernel on the current stream for all cuts in the same storages, no temporary memory, no host sync; but
+        the first call with new shapes copies their lines to the device, for which the host waits.
     """
     for (source, _, cells, _), launch in _launches(cuts):
         arguments = source, cells.view(torch.int32), launch.lines, launch.line_of
@@ -102,7 +103,7 @@ def _chunk(lines, line_of, chunk_rows: tl.constexpr, chunk_columns: tl.constexpr
     """This program's offsets into source and destination, the elements of them that exist, the cell's and the amax's.
 
     Args:
-        lines: Of `_Launch`, whose fields are read by number.
+        lines: The lines of a `_Launch`, whose fields are read by number.
     """
     program = tl.program_id(0)
     line = lines + tl.load(line_of + program) * 16

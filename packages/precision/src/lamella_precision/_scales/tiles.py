@@ -65,7 +65,7 @@ class Cut:
     """A weight's rows on this rank as tiles, for kernels: of the source, the destination, the scales and the amaxes.
 
     Args:
-        tiles: Of the shard.
+        tiles: The shard's tiles.
         shard: The main weight's rows, contiguous.
         into: Contiguous memory of the shard's shape, to be written; the shard itself where nothing is written.
         grid: A cell for each block of the whole weight, contiguous or with padded rows.
@@ -73,13 +73,13 @@ class Cut:
 
     Attributes:
         sources: Views of the shard, a tile each, as `Tile.of`.
-        into: The same views of the destination.
+        into: Views of the destination, a tile each.
         cells: The tiles' cells, as `Tile.cells`.
-        amaxes: The same of the amaxes, or none.
+        amaxes: The tiles' cells of the amaxes, or none.
         beginnings: One element at the beginning of each of the four storages: a view, whose address is read when a
             kernel is launched. Without amaxes, the storage of the cells stands in the place.
         storages: Numbers that identify the four storages.
-        lines: For each tile its place in the storages, in elements: the offsets of source, destination, cells and
+        lines: Each tile's place in the storages, in elements: the offsets of source, destination, cells and
             amaxes; matrices, grid rows, grid columns, rows and columns of a block; the strides of rows and matrices;
             the strides of matrices, rows and columns of cells and amaxes.
     """

@@ -28,11 +28,11 @@ class Dequantizes(Protocol):
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """Of the values."""
+        """Dtype of the values."""
         ...
 
     def payloads(self, shape: Sequence[int], main_dtype: torch.dtype) -> Sequence[PayloadFormat]:
-        """The payloads of a weight, as `Recipe.payloads`."""
+        """The payloads of a weight, the same dtypes and directions for every shape."""
         ...
 
     def dequantize(
@@ -52,17 +52,17 @@ class QuantizedWeight(torch.Tensor):
     write to the weight are refused.
 
     Args:
-        payloads: Whole, as the recipe describes.
-        scales: Of the blocks of the whole weight; None if the payloads have the scales.
-        shape: The weight's.
-        recipe: Reads the values back.
-        views: Taken of the values, one after the other.
+        payloads: The whole payloads, as the recipe describes.
+        scales: Scales of the whole weight's blocks; None if the payloads have the scales.
+        shape: The whole weight's shape.
+        recipe: The recipe that reads the values back.
+        views: Views taken of the values, one after the other.
 
     Attributes:
-        scales: As given.
-        recipe: As given.
+        scales: Scales of the whole weight's blocks, or None.
+        recipe: The recipe that reads the values back.
         weight_shape: The weight's shape, before the views.
-        views: As given.
+        views: The views taken of the values, one after the other.
         is_matrix: Whether there are two dims after the views.
     """
 

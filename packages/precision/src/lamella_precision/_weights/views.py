@@ -18,8 +18,9 @@ class View(NamedTuple):
     """A select, a slice or a permutation.
 
     Attributes:
-        name: Of ATen's operator.
-        arguments: After the tensor; the dim, or the order of all dims, is the first and counts from 0.
+        name: Name of ATen's operator.
+        arguments: The operator's arguments after the tensor; the dim, or the order of all dims, is the first and
+            counts from 0.
     """
 
     name: str  # and not the operator: compilers compare and store the views of a wrapper
@@ -56,7 +57,7 @@ def views_by(func: object, arguments: Sequence[Any]) -> list[View] | None:
 
     Args:
         func: An operator of ATen.
-        arguments: A tensor, and the rest.
+        arguments: The operator's arguments, a tensor first.
     """
     recorder = _VIEWS.get(func)
     return None if recorder is None else recorder(*arguments)
