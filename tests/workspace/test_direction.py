@@ -52,6 +52,11 @@ PLANTED = [
         )
     ),
     (
+        "lamella_megatron._model.units",
+        "lamella_megatron._checkpoint.stages",
+        "The Megatron adapter reads from the bottom up",
+    ),
+    (
         "lamella_checkpoint._formats.items",
         "lamella_checkpoint._training.save",
         "Checkpoints read from the bottom up, as docs/design/0007-checkpoints.md has it",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lamella_megatron._patterns import Item, Pattern, parse_pattern
+from lamella_megatron._model.patterns import Item, Pattern, parse_pattern
 
 
 def _group(symbols: str, first: int) -> Item:

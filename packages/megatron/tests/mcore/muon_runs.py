@@ -88,7 +88,7 @@ def wrapped(kind: str, layout: Layout, stage: str = "ZeRO-3", *, for_muon: bool 
         stage: A key of `STAGES`.
         for_muon: Keep matrices whole on single ranks; False shards all parameters evenly.
     """
-    from lamella_megatron._configuration import placements_of
+    from lamella_megatron._model.configuration import placements_of
     from lamella_megatron.training import ShardedModel, keep_matrices
 
     model: Any = made(kind, layout)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lamella_engine import ZERO1, ZERO3, ShardingOptions
-from lamella_megatron._patterns import parse_pattern
+from lamella_megatron._model.patterns import parse_pattern
 from lamella_testing import run_ranks
 from lamella_testing.megatron import LENGTH, VOCAB_SIZE, scale_auxiliary_losses
 from lamella_testing.megatron_parity import Layout, has_experts, make_model

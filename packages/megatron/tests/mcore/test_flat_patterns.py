@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 
-from lamella_megatron._patterns import parse_pattern
+from lamella_megatron._model.patterns import parse_pattern
 
 pytestmark = pytest.mark.filterwarnings("ignore::Warning")  # of megatron-core's import
 

@@ -18,7 +18,7 @@ from lamella_convert import open_checkpoint
 from lamella_engine import FSDPModule
 from lamella_engine.extending import unit_of
 from lamella_megatron import fully_shard_model, load_checkpoint, save_checkpoint, sharding_units
-from lamella_megatron._patterns import parse_pattern
+from lamella_megatron._model.patterns import parse_pattern
 from lamella_testing import run_ranks
 from lamella_testing.megatron import tiny_config, tiny_hybrid, token_losses
 from lamella_testing.megatron_parity import BATCH, Layout, assert_trains_as_on_one_rank, make_model

@@ -40,7 +40,7 @@ def _on_one_data_parallel_rank(kind: str, tp: int, is_split: bool) -> list[Weigh
     """Three steps of torch's Muon and AdamW over plain parameters, by tensor-parallel rank."""
 
     def on_each_rank() -> Weights:
-        from lamella_megatron._muon import MuonAndAdam
+        from lamella_megatron._driver.muon import MuonAndAdam
 
         model: Any = made(kind, Layout(num_ranks=tp, tp=tp))
         heads, groups, width = (
@@ -95,7 +95,7 @@ def test_shards_take_the_steps_of_whole_matrices(kind: str, layout: Layout, is_s
 
 
 def test_queries_keys_and_values_are_matrices_of_their_own() -> None:
-    from lamella_megatron._muon import MuonAndAdam
+    from lamella_megatron._driver.muon import MuonAndAdam
 
     rows, num_groups = (4, 2, 3), 3
     generator = torch.Generator().manual_seed(0)
@@ -172,7 +172,7 @@ def test_muon_that_torch_does_not_have_is_refused(fields: dict[str, Any], words:
 
 
 def test_a_fused_matrix_of_other_rows_than_the_config_says_is_refused() -> None:
-    from lamella_megatron._muon import muon_maker
+    from lamella_megatron._driver.muon import muon_maker
 
     model_config = SimpleNamespace(num_attention_heads=4, num_query_groups=2, kv_channels=3, attention_output_gate=True)
     name, words = (

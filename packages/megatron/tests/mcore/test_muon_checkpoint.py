@@ -116,7 +116,7 @@ def test_every_stage_is_saved_and_resumed(tmp_path: Path, first: str, other: str
 
 
 def _with_muon(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
-    from lamella_megatron._muon import MuonAndAdam
+    from lamella_megatron._driver.muon import MuonAndAdam
     from lamella_megatron.training import keep_matrices
 
     fully_shard_model(model, options=ShardingOptions(keep_together=keep_matrices))
@@ -261,7 +261,7 @@ def test_lamellas_own_checkpoints_resume_and_tell_muon_from_other_optimizers(tmp
     """A model of torch's modules: megatron-core's have state without tensors, which lamella-checkpoint refuses."""
 
     def made_and_sharded() -> tuple[nn.Module, torch.optim.Optimizer]:
-        from lamella_megatron._muon import MuonAndAdam
+        from lamella_megatron._driver.muon import MuonAndAdam
         from lamella_megatron.training import keep_matrices
 
         torch.manual_seed(0)

@@ -10,7 +10,7 @@ import pytest
 from overlap_runs import Case, all_cases, assert_equal_bits, delay_weight_gradients
 from torch import nn
 
-from lamella_megatron._slots import Item, delayable
+from lamella_megatron._overlap.layer_slots import Item, delayable
 from lamella_schedule import Slot
 from lamella_testing import run_ranks
 from lamella_testing.megatron_parity import Layout, make_model

@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lamella_engine import DDP, HFSDP, HSDP, ZERO1, ZERO2, ZERO3, ShardingOptions
-from lamella_megatron import _configuration as tables
-from lamella_megatron._configuration import placements_of, policy_of
+from lamella_megatron._model import configuration as tables
+from lamella_megatron._model.configuration import placements_of, policy_of
 from lamella_testing import run_ranks
 from lamella_testing.megatron import (
     LENGTH,

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import nn
 
-from lamella_megatron._patterns import Pattern, parse_pattern
-from lamella_megatron._placement import differs_between_ranks
+from lamella_megatron._model.patterns import Pattern, parse_pattern
+from lamella_megatron._model.placement import differs_between_ranks
 
 _UNIT_CLASSES = {
     "TransformerLayer": "megatron.core.transformer.transformer_layer",

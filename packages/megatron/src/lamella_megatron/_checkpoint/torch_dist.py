@@ -12,9 +12,9 @@ from torch import nn
 
 from lamella_convert import StoredPart, canonical_name, logical_name, logical_names
 from lamella_layout import Chunk
-from lamella_megatron._model import innermost
-from lamella_megatron._stages import unwrapped
-from lamella_megatron._whole import WholeModel
+from lamella_megatron._checkpoint.global_tensors import WholeModel
+from lamella_megatron._checkpoint.stages import unwrapped
+from lamella_megatron._model.sharded_model import innermost
 
 
 @dataclass(frozen=True)

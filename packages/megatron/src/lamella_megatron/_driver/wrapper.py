@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from lamella_engine import ZERO3, FSDPModule, parameter_norms
 from lamella_engine.extending import local_of
-from lamella_megatron._configuration import (
+from lamella_megatron._model.configuration import (
     check_model_config,
     check_options,
     options_of,
@@ -37,9 +37,9 @@ from lamella_megatron._configuration import (
     policy_of,
     strategy_of,
 )
-from lamella_megatron._model import fully_shard_model, innermost
-from lamella_megatron._overlap import schedule_by_plans
-from lamella_megatron._placement import check_group, num_instances, split_parameters
+from lamella_megatron._model.placement import check_group, num_instances, split_parameters
+from lamella_megatron._model.sharded_model import fully_shard_model, innermost
+from lamella_megatron._overlap.schedule_plan import schedule_by_plans
 
 
 class ShardedModel(_BaseDataParallel):  # type: ignore[misc]  # megatron-core has no types

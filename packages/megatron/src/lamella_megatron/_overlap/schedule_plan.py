@@ -13,16 +13,16 @@ from torch import nn
 
 from lamella_engine import FSDPModule, UnitResidence
 from lamella_engine.extending import local_of, unit_of
-from lamella_megatron._auxiliary import book_predictions, scale_auxiliary_losses
-from lamella_megatron._cuts import (
+from lamella_megatron._model.auxiliary_losses import book_predictions, scale_auxiliary_losses
+from lamella_megatron._model.sharded_model import innermost
+from lamella_megatron._model.units import is_group
+from lamella_megatron._overlap.forward_segments import (
     arguments_of_decoder,
     arguments_of_prediction,
     forward_after_decoder,
     forward_after_prediction,
 )
-from lamella_megatron._model import innermost
-from lamella_megatron._slots import Delayable, Entered, Item, Prediction, delayable, layers_inside
-from lamella_megatron._units import is_group
+from lamella_megatron._overlap.layer_slots import Delayable, Entered, Item, Prediction, delayable, layers_inside
 from lamella_schedule import Chunk, Flight, Lanes, run, run_order, run_pair
 
 

@@ -30,10 +30,10 @@ from lamella_convert import (
     sizes_of_args,
     to_megatron_model,
 )
-from lamella_megatron._stages import without
-from lamella_megatron._torch_dist import Places
-from lamella_megatron._whole import WholeModel
-from lamella_megatron._whole_optimizer import WholeOptimizer
+from lamella_megatron._checkpoint.global_optimizer import WholeOptimizer
+from lamella_megatron._checkpoint.global_tensors import WholeModel
+from lamella_megatron._checkpoint.stages import without
+from lamella_megatron._checkpoint.torch_dist import Places
 
 _Format = Literal["fsdp_dtensor", "torch_dist"]
 

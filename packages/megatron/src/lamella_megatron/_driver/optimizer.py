@@ -24,11 +24,11 @@ from megatron.core.transformer.module import param_is_not_shared
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from lamella_engine.extending import local_of
-from lamella_megatron._model import refuse_sharded_state_dict
-from lamella_megatron._muon import muon_maker
-from lamella_megatron._placement import check_group
-from lamella_megatron._precision_aware import bytes_at_rest, check_gradient_dtypes, fused_adam
-from lamella_megatron._wrapper import ShardedModel, replica_groups
+from lamella_megatron._driver.muon import muon_maker
+from lamella_megatron._driver.precision_aware import bytes_at_rest, check_gradient_dtypes, fused_adam
+from lamella_megatron._driver.wrapper import ShardedModel, replica_groups
+from lamella_megatron._model.placement import check_group
+from lamella_megatron._model.sharded_model import refuse_sharded_state_dict
 
 MakeOptimizer = Callable[[list[dict[str, Any]]], Optimizer]
 

@@ -13,7 +13,7 @@ from torch.optim import SGD, Adam, Muon
 from lamella_checkpoint import Source
 from lamella_checkpoint.sources import OPTIONS, STATE, rename
 from lamella_engine.extending import held_by
-from lamella_megatron._whole import WholeModel, over
+from lamella_megatron._checkpoint.global_tensors import WholeModel, over
 
 
 class WholeOptimizer(torch.optim.Optimizer):

@@ -14,11 +14,11 @@ from torch import nn
 
 from lamella_engine import DDP, FSDPModule, fully_shard
 from lamella_mamba import bind_live_parameters
-from lamella_megatron._auxiliary import book_predictions
-from lamella_megatron._fused_layers import connect_fused_layers
-from lamella_megatron._placement import GroupsByName, Meshes, Placement, broadcast_weights
-from lamella_megatron._units import layers_of, with_groups
-from lamella_megatron._units import unit_classes as _layer_classes
+from lamella_megatron._model.auxiliary_losses import book_predictions
+from lamella_megatron._model.fused_layers import connect_fused_layers
+from lamella_megatron._model.placement import GroupsByName, Meshes, Placement, broadcast_weights
+from lamella_megatron._model.units import layers_of, with_groups
+from lamella_megatron._model.units import unit_classes as _layer_classes
 
 M = TypeVar("M", bound=nn.Module)
 

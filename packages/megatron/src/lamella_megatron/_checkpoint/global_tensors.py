@@ -38,9 +38,9 @@ from lamella_checkpoint.sources import whole_box
 from lamella_convert import regrouped
 from lamella_engine.extending import dtensor_over
 from lamella_layout import Chunk, strided_placements
-from lamella_megatron._placement import expert_parameters
-from lamella_megatron._stages import Stage, unwrapped
-from lamella_megatron._units import groups_of_all_stages
+from lamella_megatron._checkpoint.stages import Stage, unwrapped
+from lamella_megatron._model.placement import expert_parameters
+from lamella_megatron._model.units import groups_of_all_stages
 
 _EXTRA_STATE = "_extra_state"
 
