@@ -132,7 +132,7 @@ def nest(model: Any, groups: str) -> None:
     """Put a HybridModel's groups into stacks of their own, as a branch of megatron-core (PR 4943) builds them."""
     stack = importlib.import_module("megatron.core.models.hybrid.hybrid_block")
     decoder, items = model.decoder, []
-    for item in parse_pattern(groups).items:
+    for item in parse_pattern(groups).groups:
         layers = decoder.layers[item.first : item.layers.stop]
         if not item.is_group:
             items.append(layers[0])

@@ -123,7 +123,7 @@ def test_checkpoints_open_whatever_groups_the_units_have(
     _assert_same(found, expected)
     stored = open_checkpoint(tmp_path / "saved").tensors
     numbers = {int(match[1]) for name in stored if (match := re.search(r"decoder\.layers\.(\d+)\.", name))}
-    assert numbers == set(range(len(parse_pattern(groups or kind).items)))
+    assert numbers == set(range(len(parse_pattern(groups or kind).groups)))
 
 
 def _assert_same(found: list[dict[str, torch.Tensor]], expected: list[dict[str, torch.Tensor]]) -> None:

@@ -10,7 +10,7 @@ import pytest
 from overlap_runs import Case, all_cases, assert_equal_bits, delay_weight_gradients
 from torch import nn
 
-from lamella_megatron._overlap.layer_slots import Item, delayable
+from lamella_megatron._overlap.layer_slots import SlottedLayers, delayable
 from lamella_schedule import Slot
 from lamella_testing import run_ranks
 from lamella_testing.megatron_parity import Layout, make_model
@@ -65,7 +65,7 @@ def test_weight_gradients_of_mixers_and_shared_experts_are_computed_after_pre() 
                 module.backward_dw = partial(called.append, name)
         found = {}
         layers = list(model.decoder.layers)
-        for slot, compute in Item(layers, {}, delayable(layers)).slots().delayed.items():
+        for slot, compute in SlottedLayers(layers, {}, delayable(layers)).slots().delayed.items():
             called.clear()
             compute()
             found[slot] = list(called)
@@ -83,6 +83,6 @@ def test_weight_gradients_of_mixers_and_shared_experts_are_computed_after_pre() 
 def test_layers_are_asked_for_each_microbatch_whether_they_delay(needs: bool) -> None:
     layer: Any = nn.Linear(1, 1)
     layer.need_backward_dw = lambda: not needs
-    item = Item([layer], {}, delayable([layer]))
+    item = SlottedLayers([layer], {}, delayable([layer]))
     layer.need_backward_dw = lambda: needs
     assert item.slots().delayed.keys() == ({Slot.PRE} if needs else set())

@@ -30,10 +30,10 @@ from lamella_convert import (
     sizes_of_args,
     to_megatron_model,
 )
-from lamella_megatron._checkpoint.global_optimizer import WholeOptimizer
-from lamella_megatron._checkpoint.global_tensors import WholeModel
+from lamella_megatron._checkpoint.global_optimizer import GlobalOptimizer
+from lamella_megatron._checkpoint.global_tensors import GlobalModel
 from lamella_megatron._checkpoint.stages import without
-from lamella_megatron._checkpoint.torch_dist import Places
+from lamella_megatron._checkpoint.torch_dist import StoredPlaces
 
 _Format = Literal["fsdp_dtensor", "torch_dist"]
 
@@ -129,31 +129,31 @@ def save_checkpoint(
     if format not in get_args(_Format):
         raise ValueError(f"Expected `format` to be one of {get_args(_Format)}, got {format!r}.")
     chunks = _chunks(model)
-    whole = WholeModel(chunks, groups, has_copies=False, layer_groups=layer_groups)
-    num_tp = whole.ranks.tp.size()
-    given = _plain_options(chunks, whole) if args is None else vars(args)
-    _check_told(given, num_tp)
-    told = {**given, "tensor_model_parallel_size": num_tp}
-    beside = {**(objects or {}), "checkpoint_version": 3.0, "iteration": iteration, "args": Namespace(**told)}
-    of_optimizer = None if optimizer is None else WholeOptimizer(optimizer, whole)
+    global_model = GlobalModel(chunks, groups, has_copies=False, layer_groups=layer_groups)
+    num_tp = global_model.model_groups.tp.size()
+    options = _plain_options(chunks, global_model) if args is None else vars(args)
+    _check_told(options, num_tp)
+    written_args = {**options, "tensor_model_parallel_size": num_tp}
+    common = {**(objects or {}), "checkpoint_version": 3.0, "iteration": iteration, "args": Namespace(**written_args)}
+    global_optimizer = None if optimizer is None else GlobalOptimizer(optimizer, global_model)
     if format == "torch_dist":
-        places = Places.of(chunks, whole, groups)
+        places = StoredPlaces.of(chunks, global_model, groups)
         return save_torch_dist(
             path,
-            model=whole,
-            optimizer=of_optimizer,
+            model=global_model,
+            optimizer=global_optimizer,
             parts=places.parts,
             objects=places.objects,
-            common=beside,
+            common=common,
             saver=saver,
         )
     return save_fsdp_dtensor(
         path,
-        model=whole,
-        optimizer=of_optimizer,
-        sizes=_sizes(chunks, whole),
-        first_expert=whole.ranks.first_expert(_config(chunks).num_moe_experts),
-        objects=beside,
+        model=global_model,
+        optimizer=global_optimizer,
+        sizes=_sizes(chunks, global_model),
+        first_expert=global_model.model_groups.first_expert(_config(chunks).num_moe_experts),
+        objects=common,
         saver=saver,
     )
 
@@ -235,57 +235,59 @@ def load_checkpoint(
     """
     _check_optimizer(optimizer)
     chunks = _chunks(model)
-    whole = WholeModel(chunks, groups, layer_groups=layer_groups)
+    global_model = GlobalModel(chunks, groups, layer_groups=layer_groups)
     config = _config(chunks)
-    sizes = _sizes(chunks, whole)
+    sizes = _sizes(chunks, global_model)
     parts = from_megatron_model(
-        whole.shapes, sizes=sizes, first_expert=whole.ranks.first_expert(config.num_moe_experts)
+        global_model.shapes, sizes=sizes, first_expert=global_model.model_groups.first_expert(config.num_moe_experts)
     )
-    known = {name: size for name, size in sizes.items() if name not in ("tp", "etp")}
+    sizes_of_components = {name: size for name, size in sizes.items() if name not in ("tp", "etp")}
     spelling: dict[str, str] = {}
 
     def opened() -> OpenCheckpoint:
         if tensor_parallel_size is not None:
             _check_written_by(path, tensor_parallel_size)
-            known["tp"] = tensor_parallel_size
-        found = open_checkpoint(path, trust=trust, verify=verify, sizes=known)
-        if found.format is Format.TORCH_DIST:
-            spelling.update(Places.of(chunks, whole, groups).spelling())
-        return found
+            sizes_of_components["tp"] = tensor_parallel_size
+        checkpoint = open_checkpoint(path, trust=trust, verify=verify, sizes=sizes_of_components)
+        if checkpoint.format is Format.TORCH_DIST:
+            spelling.update(StoredPlaces.of(chunks, global_model, groups).spelling())
+        return checkpoint
 
-    of_optimizer = None if optimizer is None else WholeOptimizer(optimizer, whole)
+    global_optimizer = None if optimizer is None else GlobalOptimizer(optimizer, global_model)
 
     # Where the names differ, as of a hybrid model's last norm, a source has the checkpoint's or the model's. Exchanged
     # before the checkpoint is opened: a rank that could not open it would leave the others waiting.
-    others = whole.stage.others({*whole.shapes, *(name for each in parts for name in each.left)})
+    foreign_modules = global_model.stage.only_elsewhere(
+        {*global_model.shapes, *(name for rule in parts for name in rule.left)}
+    )
 
     def translate(source: Source) -> Source:
-        found = to_megatron_model(without(rename(source, partial(_spelled, spelling)), others), parts)
-        return found if of_optimizer is None else of_optimizer.readable(found)
+        readable = to_megatron_model(without(rename(source, partial(_spelled, spelling)), foreign_modules), parts)
+        return readable if global_optimizer is None else global_optimizer.readable(readable)
 
     loaded: dict[str, Any] | PartialLoad
     try:
         if strict:
-            loaded = load(opened, model=whole, optimizer=of_optimizer, translate=translate)
+            loaded = load(opened, model=global_model, optimizer=global_optimizer, translate=translate)
         else:
-            loaded = load(opened, model=whole, optimizer=of_optimizer, strict=False, translate=translate)
+            loaded = load(opened, model=global_model, optimizer=global_optimizer, strict=False, translate=translate)
     except SizeUnknown as error:
         if error.size != "tp":
             raise
         way_out = "Say how many tensor-parallel ranks wrote the checkpoint, by `tensor_parallel_size`."
         raise SizeUnknown(error.size, error.known, error.needed_for, way_out) from None
-    if of_optimizer is not None:
-        of_optimizer.give_back()
+    if global_optimizer is not None:
+        global_optimizer.give_back()
     return loaded
 
 
 def _spelled(spelling: Mapping[str, str], name: str) -> str:
     """A native name with the model's own name of the tensor."""
-    section, rest = split_section(name)
+    section, local_name = split_section(name)
     if section == MODEL:
-        return in_model(spelling.get(rest, rest))
-    parameter, entry = longest_known(rest, spelling) if section else (None, "")
-    return name if parameter is None else f"{section}{spelling[parameter]}.{entry}"
+        return in_model(spelling.get(local_name, local_name))
+    parameter, suffix = longest_known(local_name, spelling) if section else (None, "")
+    return name if parameter is None else f"{section}{spelling[parameter]}.{suffix}"
 
 
 def _check_optimizer(optimizer: object) -> None:
@@ -299,20 +301,20 @@ def _check_optimizer(optimizer: object) -> None:
 
 def _check_told(args: Mapping[str, Any], num_tp: int) -> None:
     """Refuse `args` of other ranks: readers take rank-major tensors apart by this number."""
-    told = args.get("tensor_model_parallel_size", num_tp)
-    if told != num_tp:
+    num_told = args.get("tensor_model_parallel_size", num_tp)
+    if num_told != num_tp:
         raise ValueError(
             f"Expected `args.tensor_model_parallel_size` to be the number of tensor-parallel ranks ({num_tp}), got "
-            f"{told!r}: readers would take fused tensors apart by it. Pass the args that the model was built with."
+            f"{num_told!r}: readers would take fused tensors apart by it. Pass the args that the model was built with."
         )
 
 
 def _check_written_by(path: str | os.PathLike[str], num_tp: int) -> None:
-    told = open_megatron(Path(path)).sizes.get("tp", num_tp)
-    if told != num_tp:
+    num_written = open_megatron(Path(path)).sizes.get("tp", num_tp)
+    if num_written != num_tp:
         raise ValueError(
-            f"Expected `tensor_parallel_size` to be the number of ranks that wrote {str(path)!r} ({told}, as its files "
-            f"tell), got {num_tp}. Leave it out."
+            f"Expected `tensor_parallel_size` to be the number of ranks that wrote {str(path)!r} ({num_written}, as "
+            f"its files tell), got {num_tp}. Leave it out."
         )
 
 
@@ -326,29 +328,37 @@ def _modules(chunks: Sequence[nn.Module]) -> Iterator[Any]:
 
 def _config(chunks: Sequence[nn.Module]) -> Any:
     """The `TransformerConfig` of a model's chunks, also in wrappers."""
-    found = next((module.config for module in _modules(chunks) if hasattr(module, "config")), None)
-    if found is None:
+    config = next((module.config for module in _modules(chunks) if hasattr(module, "config")), None)
+    if config is None:
         kinds = ", ".join(type(chunk).__name__ for chunk in chunks)
         raise ValueError(
             f"Expected a megatron-core model with a `config`, got {kinds or 'nothing'} without one. Pass a GPTModel, "
             "MambaModel or HybridModel."
         )
-    return found
+    return config
 
 
-def _plain_options(chunks: Sequence[nn.Module], whole: WholeModel) -> dict[str, Any]:
+def _plain_options(chunks: Sequence[nn.Module], global_model: GlobalModel) -> dict[str, Any]:
     """The plain values of a model's `config`, by name; with the number of Mamba heads, which mixers may compute.
 
     Effects: an exchange between several pipeline stages: not every stage has a mixer, and all read a checkpoint's.
     """
-    options = {name: value for name, value in vars(_config(chunks)).items() if isinstance(value, int | float | str)}
-    mixer = next((each for each in _modules(chunks) if hasattr(each, "ngroups") and hasattr(each, "nheads")), None)
-    num_heads = [num for num in whole.stage.on_each(None if mixer is None else int(mixer.nheads)) if num is not None]
+    options = {
+        name: setting for name, setting in vars(_config(chunks)).items() if isinstance(setting, int | float | str)
+    }
+    mixer = next(
+        (module for module in _modules(chunks) if hasattr(module, "ngroups") and hasattr(module, "nheads")), None
+    )
+    num_heads = [
+        num
+        for num in global_model.stage.from_every_stage(None if mixer is None else int(mixer.nheads))
+        if num is not None
+    ]
     return {**options, "mamba_num_heads": num_heads[0]} if num_heads else options
 
 
-def _sizes(chunks: Sequence[nn.Module], whole: WholeModel) -> dict[str, int]:
+def _sizes(chunks: Sequence[nn.Module], global_model: GlobalModel) -> dict[str, int]:
     """Sizes of the components of rank-major tensors."""
-    expt_tp = whole.ranks.expt_tp
-    sizes = {**sizes_of_args(_plain_options(chunks, whole)), "tp": whole.ranks.tp.size()}
+    expt_tp = global_model.model_groups.expt_tp
+    sizes = {**sizes_of_args(_plain_options(chunks, global_model)), "tp": global_model.model_groups.tp.size()}
     return sizes if expt_tp is None else {**sizes, "etp": expt_tp.size()}

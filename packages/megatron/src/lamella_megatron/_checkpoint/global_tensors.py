@@ -46,7 +46,7 @@ _EXTRA_STATE = "_extra_state"
 
 
 @dataclass(frozen=True)
-class Ranks:
+class ModelParallelGroups:
     """The groups that hold different parts of a model, besides the data-parallel groups of the parameters' meshes.
 
     Attributes:
@@ -62,7 +62,7 @@ class Ranks:
     pp: dist.ProcessGroup | None
 
     @classmethod
-    def of(cls, groups: Any) -> Ranks:
+    def of(cls, groups: Any) -> ModelParallelGroups:
         """The groups of a `ProcessGroupCollection`; None takes those of `parallel_state`.
 
         Raises:
@@ -86,7 +86,7 @@ class Ranks:
         return int(self.ep.rank() * (num_experts // self.ep.size()))
 
 
-class WholeModel(nn.Module):
+class GlobalModel(nn.Module):
     """A sharded megatron-core model for `lamella_checkpoint`: names, and tensors of global shapes over the same memory.
 
     `state_dict` leaves out `_extra_state` and the wrappers' `module.`, and names the tensors of a pipeline stage as a
@@ -101,7 +101,7 @@ class WholeModel(nn.Module):
             None: each layer has a number of its own.
 
     Attributes:
-        ranks: Of the parts.
+        model_groups: Of the parts.
         stage: Of the pipeline.
         layer_groups: As given.
         copies: The parameters that are left out, by `id`.
@@ -126,78 +126,88 @@ class WholeModel(nn.Module):
         layer_groups: str | None = None,
     ) -> None:
         super().__init__()
-        self.ranks = Ranks.of(groups)
-        self.stage = Stage(chunks, self.ranks.pp)
-        self._wholes = _Wholes(self.ranks)
+        self.model_groups = ModelParallelGroups.of(groups)
+        self.stage = Stage(chunks, self.model_groups.pp)
+        self._global_maker = _GlobalTensors(self.model_groups)
         self._chunks = list(chunks)  # In a list: registered modules would add their own names.
-        held = {
-            (i, name): value
+        tensors = {
+            (i, name): tensor
             for i, chunk in enumerate(chunks)
-            for name, value in chunk.state_dict(keep_vars=True).items()
+            for name, tensor in chunk.state_dict(keep_vars=True).items()
             if not name.endswith(_EXTRA_STATE)
         }
-        copies = {own for own, value in held.items() if not has_copies and self.stage.is_copy(own[1], value)}
-        self.copies = {id(held[own]) for own in copies}
-        self._own = {own: value for own, value in held.items() if own not in copies}
+        copies = {key for key, tensor in tensors.items() if not has_copies and self.stage.is_copy(key[1], tensor)}
+        self.copies = {id(tensors[key]) for key in copies}
+        self._local_tensors = {key: tensor for key, tensor in tensors.items() if key not in copies}
         experts = {id(chunk.get_parameter(name)) for chunk in chunks for name in expert_parameters(chunk)}
-        self._of: dict[int, torch.Tensor] = {}
+        self._global_by_id: dict[int, torch.Tensor] = {}
         with on_device_of(self.parameters()):
-            for (_, name), value in self._own.items():
-                if isinstance(value, nn.Parameter):
-                    self._of.setdefault(id(value), self._wholes.of(name, value, is_expert=id(value) in experts))
+            for (_, name), tensor in self._local_tensors.items():
+                if isinstance(tensor, nn.Parameter):
+                    self._global_by_id.setdefault(
+                        id(tensor), self._global_maker.of(name, tensor, is_expert=id(tensor) in experts)
+                    )
         self.layer_groups = layer_groups
-        flat = {own: self.stage.name(*own, value) for own, value in self._own.items()}
+        flat = {key: self.stage.name(*key, tensor) for key, tensor in self._local_tensors.items()}
         nested: dict[str, str] = {}
         if layer_groups is not None:
             patterns = [groups_of_all_stages(chunk, layer_groups) for chunk in chunks]
             nested = regrouped(flat.values(), patterns[0].flat, layer_groups)
-        self.names = {(i, unwrapped(name)): nested.get(of_all, of_all) for (i, name), of_all in flat.items()}
+        self.names = {
+            (i, unwrapped(name)): nested.get(stage_free_name, stage_free_name)
+            for (i, name), stage_free_name in flat.items()
+        }
         if len(set(self.names.values())) < len(self.names):
             raise NotImplementedError(
                 "Expected one copy of the embedding on a pipeline stage, got two: an output layer's that shares it and "
                 "multi-token prediction's. Build the model with share_embeddings_and_output_weights=False."
             )
-        self._by_name = dict(zip(self.names.values(), self._own.values(), strict=True))
-        self._whole = {name: self.whole_of(value) for name, value in self._by_name.items()}
+        self._by_name = dict(zip(self.names.values(), self._local_tensors.values(), strict=True))
+        self._global_tensors = {name: self.global_of(tensor) for name, tensor in self._by_name.items()}
 
-    def whole_of(self, tensor: torch.Tensor) -> torch.Tensor:
+    def global_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """The whole of a parameter; a buffer itself."""
-        return self._of.get(id(tensor), tensor)
+        return self._global_by_id.get(id(tensor), tensor)
 
     def part_of(self, name: str) -> Chunk:
         """The box of this rank's tensor-parallel part in a whole tensor."""
-        whole, own = self._whole[name], self._by_name[name]
-        chunk = whole_box(whole.shape)
-        if not isinstance(whole, DTensor) or whole.shape == own.shape:
+        global_tensor, local_tensor = self._global_tensors[name], self._by_name[name]
+        chunk = whole_box(global_tensor.shape)
+        if not isinstance(global_tensor, DTensor) or global_tensor.shape == local_tensor.shape:
             return chunk
-        coordinate = whole.device_mesh.get_local_rank("tensor")
-        offsets = tuple(0 if a == b else coordinate * b for a, b in zip(whole.shape, own.shape, strict=True))
-        return Chunk(offsets, tuple(own.shape))
+        coordinate = global_tensor.device_mesh.get_local_rank("tensor")
+        offsets = tuple(
+            0 if a == b else coordinate * b for a, b in zip(global_tensor.shape, local_tensor.shape, strict=True)
+        )
+        return Chunk(offsets, tuple(local_tensor.shape))
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Global shapes by name."""
-        return {name: tuple(value.shape) for name, value in self._whole.items()}
+        return {name: tuple(tensor.shape) for name, tensor in self._global_tensors.items()}
 
     def state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:  # type: ignore[override]
         """The tensors by name; the parameters themselves, as with `keep_vars`."""
-        return dict(self._whole)
+        return dict(self._global_tensors)
 
     def load_state_dict(self, *_: Any, **__: Any) -> Any:
         """Run the chunks' hooks of a load: all data is in place."""
         for i, chunk in enumerate(self._chunks):
-            chunk.load_state_dict({name: value for (of, name), value in self._own.items() if of == i}, strict=False)
+            chunk.load_state_dict(
+                {name: tensor for (chunk_index, name), tensor in self._local_tensors.items() if chunk_index == i},
+                strict=False,
+            )
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """The chunks'."""
         return chain.from_iterable(chunk.parameters(recurse) for chunk in self._chunks)
 
 
-class _Wholes:
+class _GlobalTensors:
     """Makes wholes; meshes are shared between parameters."""
 
-    def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
+    def __init__(self, ranks: ModelParallelGroups) -> None:
+        self._model_groups = ranks
         self._meshes: dict[tuple[DeviceMesh, tuple[int, ...], bool], DeviceMesh] = {}
 
     def of(self, name: str, parameter: torch.Tensor, *, is_expert: bool) -> torch.Tensor:
@@ -214,12 +224,12 @@ class _Wholes:
         if dim >= 0:
             shape[dim] *= mesh.size(mesh.ndim - 1)
             placement = Shard(dim)
-        made = over(parameter, mesh, (*placements, placement), torch.Size(shape))
-        return nn.Parameter(made, requires_grad=parameter.requires_grad)
+        global_tensor = over(parameter, mesh, (*placements, placement), torch.Size(shape))
+        return nn.Parameter(global_tensor, requires_grad=parameter.requires_grad)
 
     def _mesh(self, data: DeviceMesh, order: tuple[int, ...], *, is_expert: bool) -> DeviceMesh:
         if (data, order, is_expert) not in self._meshes:
-            tp = self._ranks.expt_tp if is_expert else self._ranks.tp
+            tp = self._model_groups.expt_tp if is_expert else self._model_groups.tp
             if tp is None:
                 raise ValueError(
                     "Expected `groups` with the process group `expt_tp`, whose ranks share an expert, got none. Pass "
@@ -234,25 +244,27 @@ def _cuts_of(name: str, parameter: DTensor) -> tuple[tuple[Placement, ...], tupl
 
     HFSDP's inner axis, the last one, cuts first: a `_StridedShard` on the outer axis records it.
     """
-    found, sizes = tuple(parameter.placements), tuple(parameter.device_mesh.shape)
-    plain = tuple(Shard(each.dim) if isinstance(each, _StridedShard) else each for each in found)
+    placements, sizes = tuple(parameter.placements), tuple(parameter.device_mesh.shape)
+    plain = tuple(
+        Shard(placement.dim) if isinstance(placement, _StridedShard) else placement for placement in placements
+    )
     first_to_last = tuple(range(len(sizes)))
     for order in (first_to_last, first_to_last[::-1]):
-        if strided_placements(sizes, plain, order=order) == found:
+        if strided_placements(sizes, plain, order=order) == placements:
             return plain, order
     raise NotImplementedError(
-        f"Expected the axes of {name!r} to cut it first to last, or last to first, got {found!r} on a mesh of "
+        f"Expected the axes of {name!r} to cut it first to last, or last to first, got {placements!r} on a mesh of "
         f"{sizes}. Shard the model by fully_shard_model."
     )
 
 
 def _with_axis(data: DeviceMesh, tp: dist.ProcessGroup, order: tuple[int, ...]) -> DeviceMesh:
     """A mesh with a last axis, which cuts first, before the others in their order. Effects: collective on the axis."""
-    parts: list[Any] = [None] * tp.size()
-    dist.all_gather_object(parts, data.mesh.tolist(), group=tp)
+    rank_grids: list[Any] = [None] * tp.size()
+    dist.all_gather_object(rank_grids, data.mesh.tolist(), group=tp)
     # Placements alone would cut by the first axis first. The checkpoint packages read the order from the mesh.
     names = (*(f"data{axis}" for axis in range(data.ndim)), "tensor")
-    groups, grid = [*data.get_all_groups(), tp], torch.tensor(parts).movedim(0, -1)
+    groups, grid = [*data.get_all_groups(), tp], torch.tensor(rank_grids).movedim(0, -1)
     mesh: Any = DeviceMesh.from_group(groups, data.device_type, mesh=grid, mesh_dim_names=names)
     mesh._shard_order = [data.ndim, *order]
     return mesh  # type: ignore[no-any-return]

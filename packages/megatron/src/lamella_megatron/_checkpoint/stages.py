@@ -19,8 +19,8 @@ from lamella_checkpoint.sources import rename, split_section
 from lamella_convert import canonical_name
 
 _LAYER = re.compile(r"(decoder\.layers\.)(\d+)\b")
-_PLACE = re.compile(r"\w+\.layers\.\d+|\w+\.\w+")
-Told = TypeVar("Told")
+_MODULE = re.compile(r"\w+\.layers\.\d+|\w+\.\w+")
+StageObject = TypeVar("StageObject")
 _COPY, _EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
 
 
@@ -54,56 +54,56 @@ class Stage:
 
     def name(self, chunk: int, name: str, tensor: torch.Tensor) -> str:
         """The name in a model of one stage, of a tensor of a chunk's state dict."""
-        own = unwrapped(name)
+        own_name = unwrapped(name)
         if self.is_copy(name, tensor):
             return _EMBEDDING
-        found = _LAYER.match(own)
-        if found is None or (chunk, found[0]) not in self._numbers:
-            return own
-        return f"{found[1]}{self._numbers[chunk, found[0]]}{own[found.end() :]}"
+        layer_match = _LAYER.match(own_name)
+        if layer_match is None or (chunk, layer_match[0]) not in self._numbers:
+            return own_name
+        return f"{layer_match[1]}{self._numbers[chunk, layer_match[0]]}{own_name[layer_match.end() :]}"
 
     def is_copy(self, name: str, tensor: torch.Tensor) -> bool:
         """Whether a tensor is a later stage's copy of the first stage's embedding."""
         if self._pp is None or not self._pp.rank():
             return False
-        own = unwrapped(name)  # multi-token prediction has an embedding of its own on the last stage
-        return own == _EMBEDDING or (own == _COPY and getattr(tensor, "shared_embedding", False))
+        own_name = unwrapped(name)  # multi-token prediction has an embedding of its own on the last stage
+        return own_name == _EMBEDDING or (own_name == _COPY and getattr(tensor, "shared_embedding", False))
 
-    def on_each(self, mine: Told) -> list[Told]:
+    def from_every_stage(self, mine: StageObject) -> list[StageObject]:
         """A small object of each stage, in order. Effects: an exchange along the pipeline, if it has several stages."""
         if self._pp is None:
             return [mine]
-        told = [mine] * self._pp.size()
-        dist.all_gather_object(told, mine, group=self._pp)
-        return told
+        stage_objects = [mine] * self._pp.size()
+        dist.all_gather_object(stage_objects, mine, group=self._pp)
+        return stage_objects
 
-    def others(self, names: Iterable[str]) -> frozenset[str]:
+    def only_elsewhere(self, names: Iterable[str]) -> frozenset[str]:
         """The layers and modules that only other stages have.
 
         Args:
             names: Of this stage's tensors.
 
-        Effects: as `on_each`.
+        Effects: as `from_every_stage`.
         """
-        own = {_place(canonical_name(name)) for name in names}
-        return frozenset[str]().union(*self.on_each(own)) - own
+        own_modules = {_module_of(canonical_name(name)) for name in names}
+        return frozenset[str]().union(*self.from_every_stage(own_modules)) - own_modules
 
 
-def without(source: Source, others: Container[str]) -> Source:
+def without(source: Source, modules: Container[str]) -> Source:
     """A checkpoint, under native names, without the tensors of `Stage.others`."""
 
-    def kept(name: str) -> str | None:
-        section, rest = split_section(name)
-        return None if section and _place(canonical_name(rest)) in others else name
+    def remaining_name(name: str) -> str | None:
+        section, local_name = split_section(name)
+        return None if section and _module_of(canonical_name(local_name)) in modules else name
 
-    return rename(source, kept)
+    return rename(source, remaining_name)
 
 
 def _check_chunks(chunks: Sequence[nn.Module]) -> None:
     """A single chunk of several would be saved without the rank's other layers."""
     configs = (getattr(module, "config", None) for chunk in chunks for module in chunk.modules())
-    told = (getattr(config, "virtual_pipeline_model_parallel_size", None) for config in configs)
-    num_chunks = next(filter(None, told), 1)
+    stage_counts = (getattr(config, "virtual_pipeline_model_parallel_size", None) for config in configs)
+    num_chunks = next(filter(None, stage_counts), 1)
     if len(chunks) != num_chunks:
         raise ValueError(
             f"Expected all {num_chunks} chunks of the rank (`config.virtual_pipeline_model_parallel_size`), got "
@@ -111,7 +111,7 @@ def _check_chunks(chunks: Sequence[nn.Module]) -> None:
         )
 
 
-def _place(name: str) -> str:
+def _module_of(name: str) -> str:
     """The layer, or the module beside the layers, that a tensor belongs to."""
-    found = _PLACE.match(name)
-    return name if found is None else found[0]
+    module_match = _MODULE.match(name)
+    return name if module_match is None else module_match[0]

@@ -54,7 +54,7 @@ def _step_in_turns(
         return
     rows, width = group["rows"], weight.shape[1]
     options = {name: group[name] for name in _OPTIONS}
-    turns = [torch.split(each.view(-1, sum(rows), width), list(rows), 1) for each in (weight, gradient, momentum)]
+    turns = [torch.split(tensor.view(-1, sum(rows), width), list(rows), 1) for tensor in (weight, gradient, momentum)]
     for parts in zip(*turns, strict=True):
         own_weight, own_gradient, own_momentum = (
             part.clone(memory_format=torch.contiguous_format).view(-1, width) for part in parts
@@ -86,14 +86,14 @@ class MuonAndAdam(Optimizer):
         fused: Mapping[torch.Tensor, tuple[int, ...]] | None = None,
     ) -> None:
         groups, fused = list(groups), fused or {}
-        own: dict[type[Optimizer], Callable[[torch.Tensor], bool]] = {
+        chooses_by_class: dict[type[Optimizer], Callable[[torch.Tensor], bool]] = {
             Muon: lambda parameter: is_matrix(parameter) and parameter not in fused,
             SplitMuon: lambda parameter: is_matrix(parameter) and parameter in fused,
             AdamW: lambda parameter: not is_matrix(parameter),
         }
         self.parts: list[Optimizer] = []
-        for kind, is_own in own.items():
-            chosen = [{**group, "params": list(filter(is_own, group["params"]))} for group in groups]
+        for kind, chooses in chooses_by_class.items():
+            chosen = [{**group, "params": list(filter(chooses, group["params"]))} for group in groups]
             if chosen := [group for group in chosen if group["params"]]:
                 if kind is SplitMuon:
                     chosen = [{**group, "rows": fused[group["params"][0]]} for group in chosen]
@@ -160,13 +160,14 @@ def muon_maker(
             "Expected `config.muon_scale_mode` and `config.muon_extra_scale_factor` to be one of torch's scales, "
             f"{list(_SCALES)}, got {scale}. Set one of them, or pass `make`."
         )
-    wanted = {"muon_coefficient_type": "quintic", "muon_scalar_optimizer": "adam"}
+    required = {"muon_coefficient_type": "quintic", "muon_scalar_optimizer": "adam"}
     if tp_size > 1:
-        wanted["muon_tp_mode"] = "blockwise"
-    for name, value in wanted.items():
-        if (found := getattr(config, name)) != value:
+        required["muon_tp_mode"] = "blockwise"
+    for name, required_value in required.items():
+        if (configured := getattr(config, name)) != required_value:
             raise ValueError(
-                f"Expected `config.{name}` to be {value!r} for torch's Muon, got {found!r}. Set it, or pass `make`."
+                f"Expected `config.{name}` to be {required_value!r} for torch's Muon, got {configured!r}. Set it, or "
+                "pass `make`."
             )
     for name, parameter in parameters:
         if is_matrix(parameter) and len(local := local_of(parameter)) not in (0, len(parameter)):
@@ -175,16 +176,16 @@ def muon_maker(
                 "options=ShardingOptions(placements=..., keep_together=lamella_megatron.training.keep_matrices)."
             )
     common = {"lr": config.lr, "weight_decay": config.weight_decay}
-    of_muon = {
+    muon_options = {
         **common,
         "momentum": config.muon_momentum,
         "nesterov": config.muon_nesterov,
         "ns_steps": config.muon_num_ns_steps,
         "adjust_lr_fn": _SCALES[scale],
     }
-    adam = {**common, "betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_eps, "fused": True}
+    adam_options = {**common, "betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_eps, "fused": True}
     fused = _fused(parameters, model_config) if config.muon_split_qkv else None
-    return lambda groups: MuonAndAdam(groups, muon=of_muon, adam=adam, fused=fused)
+    return lambda groups: MuonAndAdam(groups, muon=muon_options, adam=adam_options, fused=fused)
 
 
 def _fused(parameters: Iterable[tuple[str, torch.Tensor]], model_config: Any) -> dict[torch.Tensor, tuple[int, ...]]:
@@ -195,7 +196,9 @@ def _fused(parameters: Iterable[tuple[str, torch.Tensor]], model_config: Any) ->
 
     Source: `_get_qkv_split_shapes` of megatron-core 0.19.2.
     """
-    matrices = {name: each for name, each in parameters if "linear_qkv.weight" in name and is_matrix(each)}
+    matrices = {
+        name: parameter for name, parameter in parameters if "linear_qkv.weight" in name and is_matrix(parameter)
+    }
     if not matrices:
         return {}
     kv = model_config.kv_channels

@@ -135,9 +135,9 @@ class ShardedOptimizer(MegatronOptimizer):  # type: ignore[misc]  # megatron-cor
             if pg_collection is not None
             else parallel_state.get_inter_distributed_optimizer_instance_group(check_initialized=False)
         )
-        self._everyone = [self.grad_stats_parallel_group]
+        self._model_groups = [self.grad_stats_parallel_group]
         if instances is not None and instances.size() > 1:
-            self._everyone.append(instances)
+            self._model_groups.append(instances)
         self._shares = {parameter: self._share(parameter) for parameter in self.get_parameters()}
         self._device = next((local_of(p).device for p in self._shares), torch.device("cpu"))
 
@@ -151,7 +151,7 @@ class ShardedOptimizer(MegatronOptimizer):  # type: ignore[misc]  # megatron-cor
 
     def _reduce(self, number: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
         """All-reduce over the model's ranks. Effects: an all-reduce, and one more with several instances."""
-        for group in self._everyone:
+        for group in self._model_groups:
             dist.all_reduce(number, op=op, group=group)
 
     # -- gradients -----------------------------------------------------------------------------------------------------
@@ -167,14 +167,14 @@ class ShardedOptimizer(MegatronOptimizer):  # type: ignore[misc]  # megatron-cor
         """
         if self.grad_scaler is None:
             return False
-        found = torch.zeros((), dtype=torch.float32, device=self._device)
-        if gradients := [each for each in _gradients(self._shares) if each.numel() > 0]:
+        non_finite = torch.zeros((), dtype=torch.float32, device=self._device)
+        if gradients := [gradient for gradient in _gradients(self._shares) if gradient.numel() > 0]:
             # Not by `torch._amp_foreach_non_finite_check_and_unscale_`, which CUDA lacks for gradients in bf16.
             largest = torch.stack(torch._foreach_norm(gradients, math.inf, torch.float32))
-            found = (~largest.isfinite()).any().to(torch.float32)
+            non_finite = (~largest.isfinite()).any().to(torch.float32)
             torch._foreach_mul_(gradients, self.grad_scaler.inv_scale.reshape(()).to(self._device))
-        self._reduce(found, dist.ReduceOp.MAX)
-        has_inf = bool(found.item())
+        self._reduce(non_finite, dist.ReduceOp.MAX)
+        has_inf = bool(non_finite.item())
         self.grad_scaler.update(has_inf)
         return has_inf
 
@@ -297,10 +297,10 @@ class ShardedOptimizer(MegatronOptimizer):  # type: ignore[misc]  # megatron-cor
 
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's state, with shards as DTensors, and the scaler's."""
-        found: dict[str, Any] = {"optimizer": self.optimizer.state_dict()}
+        state: dict[str, Any] = {"optimizer": self.optimizer.state_dict()}
         if self.grad_scaler is not None:
-            found["grad_scaler"] = self.grad_scaler.state_dict()
-        return found
+            state["grad_scaler"] = self.grad_scaler.state_dict()
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` returned, on as many ranks as it was taken on."""

@@ -24,17 +24,22 @@ def check_gradient_dtypes(config: Any, parameters: Iterable[tuple[str, torch.Ten
     for name, parameter in parameters:
         if not parameter.requires_grad:
             continue
-        given = _gradient_dtype(parameter)
-        wanted = config.main_grads_dtype if is_aware else parameter.dtype
-        if given == wanted or (config.optimizer == "sgd" and not is_aware):
+        gradient_dtype = _gradient_dtype(parameter)
+        expected_dtype = config.main_grads_dtype if is_aware else parameter.dtype
+        if gradient_dtype == expected_dtype or (config.optimizer == "sgd" and not is_aware):
             continue
         if is_aware:
             source = "`config.main_grads_dtype`"
-            way_out = f"Set ddp_config.megatron_fsdp_main_grads_dtype={wanted}, or config.main_grads_dtype={given}."
+            way_out = (
+                f"Set ddp_config.megatron_fsdp_main_grads_dtype={expected_dtype}, or "
+                f"config.main_grads_dtype={gradient_dtype}."
+            )
         else:
             source = "the dtype of the main weights"
             way_out = "Set use_precision_aware_optimizer=True, or leave ddp_config.megatron_fsdp_main_grads_dtype out."
-        raise ValueError(f"Expected gradients in {wanted}, {source}, got {given} for {name!r}. {way_out}")
+        raise ValueError(
+            f"Expected gradients in {expected_dtype}, {source}, got {gradient_dtype} for {name!r}. {way_out}"
+        )
 
 
 def fused_adam(config: Any, parameters: Iterable[torch.Tensor]) -> Callable[[list[dict[str, Any]]], Optimizer]:
@@ -84,14 +89,14 @@ def bytes_at_rest(optimizer: Optimizer) -> dict[str, int]:
 
     Effects: none; no step is needed before.
     """
-    found = dict.fromkeys(("weights", "gradients", "state"), 0)
+    nbytes = dict.fromkeys(("weights", "gradients", "state"), 0)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             num = local_of(parameter).numel()
-            found["weights"] += num * parameter.dtype.itemsize
-            found["gradients"] += num * _gradient_dtype(parameter).itemsize * parameter.requires_grad
-            found["state"] += num * _state_itemsize(optimizer, group, parameter.dtype)
-    return found
+            nbytes["weights"] += num * parameter.dtype.itemsize
+            nbytes["gradients"] += num * _gradient_dtype(parameter).itemsize * parameter.requires_grad
+            nbytes["state"] += num * _state_itemsize(optimizer, group, parameter.dtype)
+    return nbytes
 
 
 def _state_itemsize(optimizer: Any, group: dict[str, Any], dtype: torch.dtype) -> int:
@@ -101,7 +106,9 @@ def _state_itemsize(optimizer: Any, group: dict[str, Any], dtype: torch.dtype) -
     if isinstance(optimizer, Adam):  # AdamW is a subclass
         return dtype.itemsize * (3 if group["amsgrad"] else 2)
     if hasattr(optimizer, "exp_avg_sq_dtype"):
-        moments = sum(_moment_itemsize(each) for each in (optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype))
+        moments = sum(
+            _moment_itemsize(moment_dtype) for moment_dtype in (optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype)
+        )
         if not optimizer.master_weights:
             return int(moments)
         has_remainders = optimizer.store_param_remainders and dtype == torch.bfloat16

@@ -101,8 +101,12 @@ class ShardedModel(_BaseDataParallel):  # type: ignore[misc]  # megatron-core ha
         else:
             _check_values(self._root)
             policy = policy_of(ddp_config, module)
-            given = {"mp_policy": policy, "options": options_of(ddp_config, policy.param_dtype), **fully_shard_kwargs}
-            fully_shard_model(self._root, groups=pg_collection, **given)
+            arguments = {
+                "mp_policy": policy,
+                "options": options_of(ddp_config, policy.param_dtype),
+                **fully_shard_kwargs,
+            }
+            fully_shard_model(self._root, groups=pg_collection, **arguments)
         self._check_stage()
         if config.overlap_moe_expert_parallel_comm:
             schedule_by_plans(self._root)
@@ -154,17 +158,17 @@ class ShardedModel(_BaseDataParallel):  # type: ignore[misc]  # megatron-core ha
         Raises:
             ValueError: They differ.
         """
-        wanted, found = placements_of(self.ddp_config), self._root.sharding_options.placements or ZERO3
-        if found != wanted:
+        expected, sharded_by = placements_of(self.ddp_config), self._root.sharding_options.placements or ZERO3
+        if sharded_by != expected:
             raise ValueError(
-                f"Expected units of the stage that `ddp_config` names, {wanted}, got {found}. Give "
+                f"Expected units of the stage that `ddp_config` names, {expected}, got {sharded_by}. Give "
                 "options=ShardingOptions(placements=...) of the strategy, or change data_parallel_sharding_strategy."
             )
 
     @property
     def _device(self) -> torch.device:
-        found: torch.device = local_of(next(self._root.parameters())).device
-        return found
+        device: torch.device = local_of(next(self._root.parameters())).device
+        return device
 
     def _units(self) -> Iterator[FSDPModule]:
         return (module for module in self._root.modules() if isinstance(module, FSDPModule))
@@ -303,8 +307,8 @@ class ShardedModel(_BaseDataParallel):  # type: ignore[misc]  # megatron-core ha
 
     def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
         """`state_dict`, with shards as DTensors."""
-        found: dict[str, Any] = self.state_dict(prefix=prefix, keep_vars=keep_vars)
-        return found
+        state_dict: dict[str, Any] = self.state_dict(prefix=prefix, keep_vars=keep_vars)
+        return state_dict
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
         """Load DTensors placed as the parameters, or whole tensors, of which each rank keeps its part.
@@ -312,9 +316,9 @@ class ShardedModel(_BaseDataParallel):  # type: ignore[misc]  # megatron-core ha
         Raises:
             RuntimeError: Names or shapes differ, as `nn.Module.load_state_dict` says.
         """
-        own = dict(self._root.named_parameters())
+        parameters = dict(self._root.named_parameters())
         loaded = self.module.load_state_dict(
-            {name: _as_placed(value, own.get(name)) for name, value in state_dict.items()}, strict=strict
+            {name: _as_placed(tensor, parameters.get(name)) for name, tensor in state_dict.items()}, strict=strict
         )
         FSDPModule.mark_updated(self._root)
         return loaded
@@ -365,13 +369,13 @@ def _check_groups(ddp_config: Any, groups: Any) -> None:
     Raises:
         ValueError: They make another number of optimizer instances, or have none over which gradients are checked.
     """
-    wanted, found = ddp_config.num_distributed_optimizer_instances, num_instances(groups)
-    if wanted != found:
+    num_configured, num_grouped = ddp_config.num_distributed_optimizer_instances, num_instances(groups)
+    if num_configured != num_grouped:
         raise ValueError(
-            f"Expected process groups of {wanted} instances of the distributed optimizer, "
-            f"`ddp_config.num_distributed_optimizer_instances`, got groups of {found}. Call "
-            f"parallel_state.initialize_model_parallel(num_distributed_optimizer_instances={wanted}), or set the "
-            f"option to {found}."
+            f"Expected process groups of {num_configured} instances of the distributed optimizer, "
+            f"`ddp_config.num_distributed_optimizer_instances`, got groups of {num_grouped}. Call "
+            f"parallel_state.initialize_model_parallel(num_distributed_optimizer_instances={num_configured}), or set "
+            f"the option to {num_grouped}."
         )
     if ddp_config.check_for_nan_in_grad and groups is not None:
         check_group(groups, "mp", "whose ranks check gradients together (`ddp_config.check_for_nan_in_grad`)")
@@ -379,15 +383,15 @@ def _check_groups(ddp_config: Any, groups: Any) -> None:
 
 def _check_values(model: nn.Module) -> None:
     """Refuse a model without values: nothing after the wrapper would give it any."""
-    if (name := next((name for name, each in model.named_parameters() if each.is_meta), None)) is not None:
+    if (name := next((name for name, parameter in model.named_parameters() if parameter.is_meta), None)) is not None:
         raise ValueError(
             f"Expected parameters with values, got {name!r} on the meta device. Build the model by "
             "lamella_megatron.build_sharded_model, which shards each layer as soon as it is built."
         )
 
 
-def _as_placed(value: Any, parameter: torch.Tensor | None) -> Any:
+def _as_placed(tensor: Any, parameter: torch.Tensor | None) -> Any:
     """A whole tensor as this rank's part of it; everything else as it is."""
-    if not isinstance(parameter, DTensor) or isinstance(value, DTensor) or not isinstance(value, torch.Tensor):
-        return value
-    return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    if not isinstance(parameter, DTensor) or isinstance(tensor, DTensor) or not isinstance(tensor, torch.Tensor):
+        return tensor
+    return distribute_tensor(tensor, parameter.device_mesh, parameter.placements, src_data_rank=None)

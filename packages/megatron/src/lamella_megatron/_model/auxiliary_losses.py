@@ -36,7 +36,7 @@ def scale_auxiliary_losses(model: Any, num_microbatches: int) -> None:
     )
 
 
-def book_predictions(model: Any) -> None:
+def number_prediction_routers(model: Any) -> None:
     """Number the routers of predictions behind the decoder's layers, for megatron-core's records of losses.
 
     In a hybrid stack megatron-core numbers a prediction's layers from 1 on, without a mark on its layers of experts:

@@ -97,11 +97,11 @@ def check_model_config(config: Any) -> None:
     Raises:
         ValueError: The first such option, its value and the value to set are in the message.
     """
-    for name, (wanted, reason) in _REFUSED_OF_MODELS.items():
+    for name, (supported, reason) in _REFUSED_OF_MODELS.items():
         if name == "delay_wgrad_compute" and config.overlap_moe_expert_parallel_comm:
             continue
-        if (value := getattr(config, name, wanted)) != wanted:
-            raise ValueError(f"Expected `config.{name}` to be {wanted!r}, got {value!r}. {reason}")
+        if (value := getattr(config, name, supported)) != supported:
+            raise ValueError(f"Expected `config.{name}` to be {supported!r}, got {value!r}. {reason}")
 
 
 def check_options(ddp_config: Any) -> None:

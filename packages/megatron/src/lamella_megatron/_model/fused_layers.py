@@ -39,11 +39,11 @@ def connect_fused_layers(model: nn.Module) -> None:
         for layer in _within(unit):
             if getattr(layer, "gradient_accumulation_fusion", False):
                 layer.gradient_accumulation_fusion = False  # type: ignore[assignment]
-            own = list(layer.parameters(recurse=False))
+            parameters = list(layer.parameters(recurse=False))
             if getattr(layer, "fuse_wgrad_accumulation", False):
-                weights += [parameter for parameter in own if parameter.ndim == 2]  # no bias, no norm
+                weights += [parameter for parameter in parameters if parameter.ndim == 2]  # no bias, no norm
             if (register := getattr(layer, "register_wgrad_accumulation_and_reduce_hooks", None)) is not None:
-                for parameter in own:
+                for parameter in parameters:
                     if getattr(parameter, "skip_backward_post_hook", False):
                         register(delay_gradient(unit, parameter))
     for module, weights in fused.values():

@@ -25,21 +25,21 @@ def mark(model: nn.Module, name: str, **attributes: object) -> None:
 
     Effects: none on storage; not a collective.
     """
-    held = model.get_parameter(name)
-    parameter = _sharded_parameter(held)
-    forms = [held] if parameter is None else [parameter.sharded, parameter.unsharded]
+    visible_form = model.get_parameter(name)
+    parameter = _sharded_parameter(visible_form)
+    forms = [visible_form] if parameter is None else [parameter.sharded, parameter.unsharded]
     for form in forms:
         vars(form).update(attributes)
     if parameter is not None:
         parameter.marks.update(attributes)  # for forms to be made anew
 
 
-def _sharded_parameter(held: nn.Parameter) -> ShardedParameter | None:
+def _sharded_parameter(form: nn.Parameter) -> ShardedParameter | None:
     """The parameter with a tensor as a form, or None."""
     for tree in living_trees():
         for unit in tree.units:
             for group in unit.parameters.groups:
                 for parameter in group.parameters:
-                    if held is parameter.sharded or held is parameter.unsharded:
+                    if form is parameter.sharded or form is parameter.unsharded:
                         return parameter
     return None

@@ -20,7 +20,7 @@ _BREAK, _DEPTH, _OPEN, _CLOSE = "|/[]"
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class LayerGroup:
     """A layer by itself, or a group of layers.
 
     Attributes:
@@ -52,24 +52,24 @@ class Pattern:
         num_depths: Depths of multi-token prediction.
     """
 
-    segments: tuple[tuple[Item, ...], ...]
+    segments: tuple[tuple[LayerGroup, ...], ...]
     mtp: str = ""
     num_depths: int = 0
 
     @property
-    def items(self) -> tuple[Item, ...]:
+    def groups(self) -> tuple[LayerGroup, ...]:
         """The items of all segments. The place of an item is its logical number."""
-        return tuple(item for segment in self.segments for item in segment)
+        return tuple(group for segment in self.segments for group in segment)
 
     @property
     def symbols(self) -> str:
         """One for each physical layer, without those of multi-token prediction."""
-        return "".join(item.symbols for item in self.items)
+        return "".join(group.symbols for group in self.groups)
 
     @property
     def flat(self) -> str:
         """The pattern without brackets."""
-        main = _BREAK.join("".join(item.symbols for item in segment) for segment in self.segments)
+        main = _BREAK.join("".join(group.symbols for group in segment) for segment in self.segments)
         return _DEPTH.join([main, *[self.mtp] * self.num_depths])
 
 
@@ -86,12 +86,12 @@ def parse_pattern(text: str) -> Pattern:
             megatron-core does not mix.
     """
     main, *depths = text.split(_DEPTH)
-    segments: list[tuple[Item, ...]] = []
+    segments: list[tuple[LayerGroup, ...]] = []
     first = start = 0
     for segment in main.split(_BREAK):
-        items = tuple(_items(text, start, segment, first))
-        segments.append(items)
-        first += sum(len(item.symbols) for item in items)
+        groups = tuple(_groups(text, start, segment, first))
+        segments.append(groups)
+        first += sum(len(group.symbols) for group in groups)
         start += len(segment) + 1
     start = len(main) + 1
     if not any(depths):
@@ -103,12 +103,12 @@ def parse_pattern(text: str) -> Pattern:
         if depth != depths[0] or not depth:
             raise _error(text, start, f"the layers of the first depth again ({depths[0]!r}), or no depth at all")
         start += len(depth) + 1
-    found = Pattern(tuple(segments), depths[0] if depths else "", len(depths))
-    _check_attention(text, found)
-    return found
+    pattern = Pattern(tuple(segments), depths[0] if depths else "", len(depths))
+    _check_attention(text, pattern)
+    return pattern
 
 
-def _items(text: str, start: int, segment: str, first: int) -> Iterator[Item]:
+def _groups(text: str, start: int, segment: str, first: int) -> Iterator[LayerGroup]:
     """The items of a segment, which begins at `start` in the text."""
     opened: int | None = None
     for at, symbol in enumerate(segment, start):
@@ -125,12 +125,12 @@ def _items(text: str, start: int, segment: str, first: int) -> Iterator[Item]:
             if EXPERTS in symbols[:-1]:
                 place = opened + 1 + symbols.index(EXPERTS)
                 raise _error(text, place, "experts at the end of their group, whose tokens leave the rank once")
-            yield Item(symbols, first, is_group=True)
+            yield LayerGroup(symbols, first, is_group=True)
             first, opened = first + len(symbols), None
         elif symbol not in SYMBOLS:
             raise _error(text, at, f"one of {sorted(SYMBOLS)}, '[', ']', '|' or '/'")
         elif opened is None:
-            yield Item(symbol, first, is_group=False)
+            yield LayerGroup(symbol, first, is_group=False)
             first += 1
     if opened is not None:
         raise _error(text, start + len(segment), "']' within the stage: a group lies in one stage")
@@ -138,11 +138,11 @@ def _items(text: str, start: int, segment: str, first: int) -> Iterator[Item]:
 
 def _check_attention(text: str, pattern: Pattern) -> None:
     for start, layers in ((0, pattern.symbols), (text.find(_DEPTH), pattern.mtp)):
-        if "*" in layers and (others := ATTENTIONS & set(layers) - {"*"}):
-            at = min(text.index(other, start) for other in others)
+        if "*" in layers and (other_kinds := ATTENTIONS & set(layers) - {"*"}):
+            at = min(text.index(other, start) for other in other_kinds)
             raise _error(text, at, "no other kind of attention beside '*', which megatron-core does not mix")
 
 
 def _error(text: str, at: int, expected: str) -> ValueError:
-    found = repr(text[at]) if at < len(text) else "the end"
-    return ValueError(f"Expected {expected}, got {found} at position {at} of the pattern {text!r}.")
+    symbol = repr(text[at]) if at < len(text) else "the end"
+    return ValueError(f"Expected {expected}, got {symbol} at position {at} of the pattern {text!r}.")

@@ -76,7 +76,7 @@ class Meshes:
         """
         for name, parameter in model.named_parameters():
             if not is_sharded(parameter):
-                _check_whole(name, parameter)
+                _check_plain(name, parameter)
         _check_disjoint(model, "dp_cp", self.dense, ("tp", "pp"))
         expert = next(expert_parameters(model), None)
         if expert is None:
@@ -108,7 +108,7 @@ class Meshes:
 
 
 @dataclass
-class _MeshInfo:
+class _DataParallelMesh:
     """FSDP2's `FSDPMeshInfo` or `HSDPMeshInfo`, as `fully_shard` reads it."""
 
     mesh: DeviceMesh
@@ -116,14 +116,14 @@ class _MeshInfo:
     replicate_mesh_dim: int | None
 
     @classmethod
-    def of(cls, mesh: DeviceMesh, *, is_replicated: bool) -> _MeshInfo:
+    def of(cls, mesh: DeviceMesh, *, is_replicated: bool) -> _DataParallelMesh:
         if is_replicated:
             return cls(mesh, None, 0)
         return cls(mesh, mesh.ndim - 1, 0 if mesh.ndim == 2 else None)
 
 
 @dataclass
-class _OnMesh:
+class _ParameterPlacement:
     """FSDP2's `ShardPlacementResult`: a dim, and the mesh of a single parameter."""
 
     placement: Shard | None
@@ -153,14 +153,14 @@ class Placement:
     ) -> None:
         meshes.check(model)
         self._dense = meshes.dense
-        self._infos: dict[int, _MeshInfo] = {}
+        self._mesh_infos: dict[int, _DataParallelMesh] = {}
         parameters = dict(model.named_parameters())
         if meshes.experts is not None and meshes.experts is not meshes.dense:
-            info = _MeshInfo.of(meshes.experts, is_replicated=is_replicated)
-            self._infos = {id(parameters[name]): info for name in expert_parameters(model)}
+            mesh_info = _DataParallelMesh.of(meshes.experts, is_replicated=is_replicated)
+            self._mesh_infos = {id(parameters[name]): mesh_info for name in expert_parameters(model)}
         if groups_by_name is None:
             return
-        infos: dict[dist.ProcessGroup, _MeshInfo] = {}
+        meshes_by_group: dict[dist.ProcessGroup, _DataParallelMesh] = {}
         for name, parameter in parameters.items():
             group = None if is_sharded(parameter) else groups_by_name(name)
             if group is None:
@@ -171,20 +171,20 @@ class Placement:
                     f"one of {group.size()} ranks for {name!r}: replicas of its shards are unknown. Leave "
                     "`groups_by_name` out, or train one instance."
                 )
-            if group not in infos:
+            if group not in meshes_by_group:
                 mesh = DeviceMesh.from_group(group, meshes.dense.device_type)
-                infos[group] = _MeshInfo.of(mesh, is_replicated=is_replicated)
-            self._infos[id(parameter)] = infos[group]
+                meshes_by_group[group] = _DataParallelMesh.of(mesh, is_replicated=is_replicated)
+            self._mesh_infos[id(parameter)] = meshes_by_group[group]
 
-    def __call__(self, parameter: nn.Parameter) -> _OnMesh | None:
+    def __call__(self, parameter: nn.Parameter) -> _ParameterPlacement | None:
         """The mesh of one parameter; None is the unit's own."""
-        info = self._infos.get(id(parameter))
-        return None if info is None else _OnMesh(Shard(0), info)
+        mesh_info = self._mesh_infos.get(id(parameter))
+        return None if mesh_info is None else _ParameterPlacement(Shard(0), mesh_info)
 
     def mesh_of(self, parameter: nn.Parameter) -> DeviceMesh:
         """The mesh of the ranks that hold the same parameter."""
-        info = self._infos.get(id(parameter))
-        return self._dense if info is None else info.mesh
+        mesh_info = self._mesh_infos.get(id(parameter))
+        return self._dense if mesh_info is None else mesh_info.mesh
 
 
 def broadcast_weights(module: nn.Module, placement: Placement, ignored: Collection[nn.Parameter]) -> None:
@@ -239,16 +239,16 @@ def differs_between_ranks(model: nn.Module) -> str | None:
 
 def split_parameters(model: nn.Module) -> dict[dist.ProcessGroup, list[str]]:
     """Names of the parameters of which a rank holds a tensor-parallel part, by the group that holds all parts."""
-    found: dict[dist.ProcessGroup, list[str]] = {}
+    names_by_group: dict[dist.ProcessGroup, list[str]] = {}
     for name, parameter in model.named_parameters():
         if getattr(parameter, "tensor_model_parallel", False):
             group = _group(model, "expt_tp" if ".experts." in name else "tp")
             if group is not None and group.size() > 1:
-                found.setdefault(group, []).append(name)
-    return found
+                names_by_group.setdefault(group, []).append(name)
+    return names_by_group
 
 
-def _check_whole(name: str, parameter: nn.Parameter) -> None:
+def _check_plain(name: str, parameter: nn.Parameter) -> None:
     """Refuse a parameter in parts beyond the marks of tensor and expert parallelism."""
     if isinstance(parameter, DTensor):
         raise ValueError(
@@ -263,16 +263,19 @@ def _check_whole(name: str, parameter: nn.Parameter) -> None:
         )
 
 
-def _check_disjoint(model: nn.Module, name: str, mesh: DeviceMesh, others: tuple[str, ...]) -> None:
+def _check_disjoint(model: nn.Module, name: str, mesh: DeviceMesh, model_groups: tuple[str, ...]) -> None:
     """Refuse a data-parallel group with a rank that holds another part of the model than this rank."""
     shared = set(mesh.mesh.flatten().tolist())
-    for other in others:
-        group = _group(model, other)
-        if group is not None and len(both := sorted(shared.intersection(dist.get_process_group_ranks(group)))) > 1:
+    for model_group in model_groups:
+        group = _group(model, model_group)
+        if (
+            group is not None
+            and len(common_ranks := sorted(shared.intersection(dist.get_process_group_ranks(group)))) > 1
+        ):
             raise ValueError(
-                f"Expected `{name}` to have the ranks that hold the same parameters, got ranks {both} with "
-                f"different parameters, as ranks of the model's group `{other}`. Pass the ProcessGroupCollection that "
-                "the model was built with."
+                f"Expected `{name}` to have the ranks that hold the same parameters, got ranks {common_ranks} with "
+                f"different parameters, as ranks of the model's group `{model_group}`. Pass the ProcessGroupCollection "
+                "that the model was built with."
             )
 
 
@@ -285,11 +288,11 @@ def _size(model: nn.Module, name: str) -> int:
 def _group(model: nn.Module, name: str) -> dist.ProcessGroup | None:
     """A model-parallel group given to the model's constructor, or the group of `parallel_state`, or None."""
     built_with = (getattr(module, "pg_collection", None) for module in model.modules())
-    groups = next((each for each in built_with if each is not None), None)
-    found: dist.ProcessGroup | None = getattr(groups, name, None)
-    if found is None and importlib.import_module("megatron.core.parallel_state").is_initialized():
-        found = getattr(_process_groups([name]), name)
-    return found
+    groups = next((collection for collection in built_with if collection is not None), None)
+    group: dist.ProcessGroup | None = getattr(groups, name, None)
+    if group is None and importlib.import_module("megatron.core.parallel_state").is_initialized():
+        group = getattr(_process_groups([name]), name)
+    return group
 
 
 def check_group(pg_collection: Any, name: str, use: str) -> None:
@@ -308,8 +311,8 @@ def check_group(pg_collection: Any, name: str, use: str) -> None:
 def num_instances(groups: Any) -> int:
     """How many instances of the distributed optimizer the groups make; None takes the groups of `parallel_state`."""
     groups = _groups_of_parallel_state() if groups is None else groups
-    whole, inner = getattr(groups, "dp_cp", None), getattr(groups, "intra_dp_cp", None)
-    return 1 if whole is None or inner is None else int(whole.size()) // int(inner.size())
+    all_instances, inner = getattr(groups, "dp_cp", None), getattr(groups, "intra_dp_cp", None)
+    return 1 if all_instances is None or inner is None else int(all_instances.size()) // int(inner.size())
 
 
 def _groups_of_parallel_state() -> Any:
@@ -325,35 +328,35 @@ def _process_groups(names: list[str]) -> Any:
 
 def _mesh(groups: Any, name: str, device_type: str) -> DeviceMesh | None:
     """The mesh over a data-parallel group: 2-D if its ranks make several instances of the distributed optimizer."""
-    whole, inner = getattr(groups, name, None), getattr(groups, f"intra_{name}", None)
-    if whole is None:
+    all_instances, inner = getattr(groups, name, None), getattr(groups, f"intra_{name}", None)
+    if all_instances is None:
         return None
-    if inner is None or inner.size() == whole.size():
-        return DeviceMesh.from_group(whole, device_type)
+    if inner is None or inner.size() == all_instances.size():
+        return DeviceMesh.from_group(all_instances, device_type)
     outer = getattr(groups, "inter_dist_opt", None)
     if outer is None:
         raise ValueError(
             f"Expected `groups` with the process group `inter_dist_opt`, as `intra_{name}` has {inner.size()} of the "
-            f"{whole.size()} ranks of `{name}`, got none. Pass the ProcessGroupCollection that the model was built "
-            "with."
+            f"{all_instances.size()} ranks of `{name}`, got none. Pass the ProcessGroupCollection that the model was "
+            "built with."
         )
-    grid = _instances(name, *(dist.get_process_group_ranks(group) for group in (whole, inner, outer)))
+    grid = _instances(name, *(dist.get_process_group_ranks(group) for group in (all_instances, inner, outer)))
     return DeviceMesh.from_group([outer, inner], device_type, mesh=grid, mesh_dim_names=("replicate", "shard"))
 
 
-def _instances(name: str, whole: list[int], inner: list[int], outer: list[int]) -> torch.Tensor:
+def _instances(name: str, ranks: list[int], inner: list[int], outer: list[int]) -> torch.Tensor:
     """The ranks of a data-parallel group, (num_instances, ranks of an instance).
 
     Raises:
         ValueError: This rank's groups are not a row and a column of consecutive ranks in rows.
     """
     num = len(inner)
-    place = whole.index(dist.get_rank())
-    row, column = whole[place // num * num :][:num], whole[place % num :: num]
-    if len(whole) % num or (inner, outer) != (row, column):
+    place = ranks.index(dist.get_rank())
+    row, column = ranks[place // num * num :][:num], ranks[place % num :: num]
+    if len(ranks) % num or (inner, outer) != (row, column):
         raise ValueError(
-            f"Expected `intra_{name}` and `inter_dist_opt` to divide `{name}`, of ranks {whole}, into instances of "
+            f"Expected `intra_{name}` and `inter_dist_opt` to divide `{name}`, of ranks {ranks}, into instances of "
             f"consecutive ranks, got ranks {inner} and {outer}. Pass the ProcessGroupCollection that the model was "
             "built with."
         )
-    return torch.tensor(whole).view(-1, num)
+    return torch.tensor(ranks).view(-1, num)

@@ -14,7 +14,7 @@ from torch import nn
 
 from lamella_engine import DDP, FSDPModule, fully_shard
 from lamella_mamba import bind_live_parameters
-from lamella_megatron._model.auxiliary_losses import book_predictions
+from lamella_megatron._model.auxiliary_losses import number_prediction_routers
 from lamella_megatron._model.fused_layers import connect_fused_layers
 from lamella_megatron._model.placement import GroupsByName, Meshes, Placement, broadcast_weights
 from lamella_megatron._model.units import layers_of, with_groups
@@ -82,7 +82,7 @@ def fully_shard_model(
             "which no module was sharded."
         )
     units = layers if layer_groups is None else with_groups(model, layers, layer_groups)
-    sharding = _Sharding(groups, fully_shard_kwargs, _device_type(model), groups_by_name)
+    sharding = _UnitArguments(groups, fully_shard_kwargs, _device_type(model), groups_by_name)
     placement = sharding.placement(model)
     for unit in (*units, model):
         sharding.shard(unit, placement)
@@ -127,7 +127,7 @@ def build_sharded_model(
         all threads.
     """
     _refuse_arguments(fully_shard_kwargs, *_WAYS_OUT)
-    sharding = _Sharding(groups, fully_shard_kwargs)
+    sharding = _UnitArguments(groups, fully_shard_kwargs)
 
     def shard(module: nn.Module) -> None:
         sharding.find_device(module)
@@ -149,7 +149,7 @@ def innermost(module: nn.Module) -> nn.Module:
 
 
 @dataclass
-class _Sharding:
+class _UnitArguments:
     """The arguments of every unit."""
 
     groups: Any
@@ -174,7 +174,9 @@ class _Sharding:
         Raises:
             ValueError: Parameters are on the meta device.
         """
-        if (name := next((name for name, each in module.named_parameters() if each.is_meta), None)) is not None:
+        if (
+            name := next((name for name, parameter in module.named_parameters() if parameter.is_meta), None)
+        ) is not None:
             raise ValueError(
                 f"Expected `build` to give parameters values, got {name!r} of {type(module).__name__} on the meta "
                 "device. Build outside torch.device('meta'), without init_model_with_meta_device; a model whose "
@@ -185,9 +187,9 @@ class _Sharding:
     def shard(self, module: nn.Module | list[nn.Module], placement: Placement) -> None:
         """Make a module, or several together, a unit."""
         modules = module if isinstance(module, list) else [module]
-        for each in modules:
-            bind_live_parameters(each)
-            broadcast_weights(each, placement, self.kwargs.get("ignored_params") or ())
+        for unit_module in modules:
+            bind_live_parameters(unit_module)
+            broadcast_weights(unit_module, placement, self.kwargs.get("ignored_params") or ())
         fully_shard(module, mesh=self.meshes.dense, shard_placement_fn=placement, **self.kwargs)
         unit = modules[0]
         assert isinstance(unit, FSDPModule)
@@ -195,8 +197,8 @@ class _Sharding:
 
 
 @contextlib.contextmanager
-def _after_construction(classes: tuple[type[nn.Module], ...], then: Callable[[nn.Module], None]) -> Iterator[None]:
-    """Call `then` with each new object of some classes and of their subclasses, once all its constructors are done."""
+def _after_construction(classes: tuple[type[nn.Module], ...], callback: Callable[[nn.Module], None]) -> Iterator[None]:
+    """Call `callback` with each new object of some classes and of their subclasses, once all constructors are done."""
     under_construction: set[int] = set()
 
     def watched(construct: Callable[..., None]) -> Callable[..., None]:
@@ -210,24 +212,28 @@ def _after_construction(classes: tuple[type[nn.Module], ...], then: Callable[[nn
                 construct(self, *args, **kwargs)
             finally:
                 under_construction.remove(id(self))
-            then(self)
+            callback(self)
 
         return init
 
-    originals = {each: vars(each)["__init__"] for each in _with_subclasses(classes) if "__init__" in vars(each)}
+    originals = {
+        layer_class: vars(layer_class)["__init__"]
+        for layer_class in _with_subclasses(classes)
+        if "__init__" in vars(layer_class)
+    }
     try:
-        for each, construct in originals.items():
-            each.__init__ = watched(construct)  # type: ignore[method-assign]
+        for layer_class, construct in originals.items():
+            layer_class.__init__ = watched(construct)  # type: ignore[method-assign]
         yield
     finally:
-        for each, construct in originals.items():
-            each.__init__ = construct  # type: ignore[method-assign]
+        for layer_class, construct in originals.items():
+            layer_class.__init__ = construct  # type: ignore[method-assign]
 
 
 def _with_subclasses(classes: tuple[type[nn.Module], ...]) -> Iterator[type[nn.Module]]:
-    for each in classes:
-        yield each
-        yield from _with_subclasses(tuple(each.__subclasses__()))
+    for layer_class in classes:
+        yield layer_class
+        yield from _with_subclasses(tuple(layer_class.__subclasses__()))
 
 
 _WAYS_OUT = {
@@ -251,7 +257,7 @@ def _refuse_arguments(kwargs: dict[str, Any], *names: str) -> None:
 def _finish(model: nn.Module) -> None:
     """Connect what goes past hooks, once all units are made; refuse what would describe shards as whole tensors."""
     connect_fused_layers(model)
-    book_predictions(model)
+    number_prediction_routers(model)
     model.sharded_state_dict = refuse_sharded_state_dict  # type: ignore[assignment]
 
 
@@ -274,8 +280,8 @@ def _units_in(model: nn.Module) -> Iterator[str]:
 
 def _device_type(model: nn.Module) -> str:
     """The type of device that parameters compute on: a model on the meta device goes to the accelerator, if any."""
-    found = {parameter.device.type for parameter in model.parameters()} - {"meta"}
-    if len(found) == 1:
-        return found.pop()
+    device_types = {parameter.device.type for parameter in model.parameters()} - {"meta"}
+    if len(device_types) == 1:
+        return device_types.pop()
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return accelerator.type if accelerator else "cpu"

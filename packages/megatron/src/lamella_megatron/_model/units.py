@@ -47,10 +47,10 @@ def layers_of(model: nn.Module, classes: Collection[type[nn.Module]] | None = No
         ImportError: megatron-core is not installed.
         ValueError: The model has none.
     """
-    found = _inner_first(model, unit_classes() if classes is None else tuple(classes))
-    layers = [module for module in dict.fromkeys(found) if module is not model]
+    candidates = _inner_first(model, unit_classes() if classes is None else tuple(classes))
+    layers = [module for module in dict.fromkeys(candidates) if module is not model]
     if not layers:
-        expected = sorted(_UNIT_CLASSES) if classes is None else sorted(each.__name__ for each in classes)
+        expected = sorted(_UNIT_CLASSES) if classes is None else sorted(layer_class.__name__ for layer_class in classes)
         raise ValueError(f"Expected a megatron-core model with layers {expected}, got {type(model).__name__}.")
     return layers
 
@@ -85,15 +85,17 @@ def with_groups(model: nn.Module, layers: list[nn.Module], groups: str) -> list[
     stack = _stack(model)
     pattern = parse_pattern(groups)
     _check_layers(groups, pattern.symbols, stack)
-    begins = {stack.layers[item.first]: list(stack.layers)[item.first : item.layers.stop] for item in pattern.items}
-    inside = {layer for members in begins.values() for layer in members}
-    found: list[nn.Module | list[nn.Module]] = []
+    members_by_first = {
+        stack.layers[group.first]: list(stack.layers)[group.first : group.layers.stop] for group in pattern.groups
+    }
+    grouped_layers = {layer for members in members_by_first.values() for layer in members}
+    units: list[nn.Module | list[nn.Module]] = []
     for layer in layers:
-        if layer not in inside:
-            found.append(layer)
-        elif (members := begins.get(layer)) is not None:
-            found.append(members if len(members) > 1 else layer)
-    return found
+        if layer not in grouped_layers:
+            units.append(layer)
+        elif (members := members_by_first.get(layer)) is not None:
+            units.append(members if len(members) > 1 else layer)
+    return units
 
 
 def groups_of_all_stages(model: nn.Module, groups: str) -> Pattern:
@@ -117,18 +119,18 @@ def groups_of_all_stages(model: nn.Module, groups: str) -> Pattern:
 
 
 def _stack(model: nn.Module) -> Any:
-    found: Any = next((each for each in model.modules() if hasattr(each, "layer_type_list")), None)
-    if found is None:
+    stack: Any = next((module for module in model.modules() if hasattr(module, "layer_type_list")), None)
+    if stack is None:
         raise ValueError(
             f"Expected a HybridModel for `layer_groups`, got {type(model).__name__}, whose layers have no pattern. "
             "Leave `layer_groups` out."
         )
-    if (place := next((i for i, layer in enumerate(found.layers) if is_group(layer)), None)) is not None:
+    if (place := next((i for i, layer in enumerate(stack.layers) if is_group(layer)), None)) is not None:
         raise ValueError(
             f"Expected a model of single layers for `layer_groups`, got one whose layer {place} is a group in a stack "
             "of its own, a unit and an item of the schedule already. Leave `layer_groups` out."
         )
-    return found
+    return stack
 
 
 def _check_layers(groups: str, symbols: str, stack: Any) -> None:

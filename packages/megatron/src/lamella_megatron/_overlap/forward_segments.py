@@ -18,16 +18,16 @@ import torch
 from torch import nn
 
 
-class _LeftError(Exception):
+class _ForwardEndedError(Exception):
     """Ends a model's forward at a stand-in."""
 
 
 def arguments_of_decoder(model: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments that a model's forward gives to the decoder."""
-    found: dict[str, Any] = {}
-    with _in_front_of(model.decoder, forward=_Leaves(found)), contextlib.suppress(_LeftError):
+    arguments: dict[str, Any] = {}
+    with _in_front_of(model.decoder, forward=_ArgumentsRecorder(arguments)), contextlib.suppress(_ForwardEndedError):
         model.forward(**batch)
-    return found
+    return arguments
 
 
 def arguments_of_prediction(
@@ -43,11 +43,11 @@ def arguments_of_prediction(
     Returns:
         The arguments, and the decoder's output.
     """
-    normed, found = _final_norm(model.decoder, hidden), dict[str, Any]()
-    stand_ins = [_Leaves(found)] * len(model.mtp.layers)
-    with _in_front_of(model.mtp, layers=stand_ins), contextlib.suppress(_LeftError):
+    normed, arguments = _final_norm(model.decoder, hidden), dict[str, Any]()
+    stand_ins = [_ArgumentsRecorder(arguments)] * len(model.mtp.layers)
+    with _in_front_of(model.mtp, layers=stand_ins), contextlib.suppress(_ForwardEndedError):
         _forward_past_decoder(model, batch, normed)
-    return found, normed
+    return arguments, normed
 
 
 def forward_after_decoder(model: Any, batch: Mapping[str, Any], hidden: torch.Tensor) -> torch.Tensor:
@@ -66,15 +66,15 @@ def forward_after_prediction(
         normed: (length, batch, width), the decoder's output.
         predicted: Of each depth, (length, batch, width).
     """
-    with _in_front_of(model.mtp, layers=[_Returns(hidden) for hidden in predicted]):
+    with _in_front_of(model.mtp, layers=[_HiddenStates(hidden) for hidden in predicted]):
         return _forward_past_decoder(model, batch, normed)
 
 
 def _forward_past_decoder(model: Any, batch: Mapping[str, Any], normed: torch.Tensor) -> torch.Tensor:
     with _in_front_of(model.decoder, forward=lambda **_: normed):
         # Given hidden states, the model looks up no embeddings for the decoder.
-        made: torch.Tensor = model.forward(**{**batch, "decoder_input": normed})
-    return made
+        output: torch.Tensor = model.forward(**{**batch, "decoder_input": normed})
+    return output
 
 
 def _final_norm(decoder: Any, hidden: torch.Tensor) -> torch.Tensor:
@@ -83,18 +83,18 @@ def _final_norm(decoder: Any, hidden: torch.Tensor) -> torch.Tensor:
     return normed
 
 
-class _Leaves:
+class _ArgumentsRecorder:
     """Stands in for a module: keeps the arguments, and ends the model's forward."""
 
-    def __init__(self, found: dict[str, Any]) -> None:
-        self._found = found
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        self._arguments = arguments
 
-    def __call__(self, **arguments: Any) -> None:
-        self._found.update(arguments)
-        raise _LeftError
+    def __call__(self, **call_arguments: Any) -> None:
+        self._arguments.update(call_arguments)
+        raise _ForwardEndedError
 
 
-class _Returns:
+class _HiddenStates:
     """Stands in for a layer of multi-token prediction: returns hidden states, and the tokens as they came."""
 
     def __init__(self, hidden: torch.Tensor) -> None:

@@ -17,12 +17,12 @@ from torch import nn
 from lamella_engine import FSDPModule
 from lamella_schedule import LayerSlots, Slot
 
-Along: TypeAlias = torch.Tensor | int | None
-Entered: TypeAlias = tuple[torch.Tensor, tuple[Along, ...]]
+PassedOn: TypeAlias = torch.Tensor | int | None
+PredictionInput: TypeAlias = tuple[torch.Tensor, tuple[PassedOn, ...]]
 Delayable: TypeAlias = Mapping[Slot, list[Any]]
 
 # Arguments of the decoder that layers take too, under the same names.
-_OF_ATTENTION = (
+_ATTENTION_ARGUMENTS = (
     "attention_mask",
     "rotary_pos_emb",
     "rotary_pos_cos",
@@ -31,21 +31,21 @@ _OF_ATTENTION = (
     "sequence_len_offset",
     "padding_mask",
 )
-_OF_MAMBA = ("attention_mask", "packed_seq_params")
+_MAMBA_ARGUMENTS = ("attention_mask", "packed_seq_params")
 
 
 @dataclass
-class Item:
+class SlottedLayers:
     """A layer, or a group of layers: the last one's MLP or experts by themselves, all before them together.
 
     Attributes:
         layers: In order.
-        given: The arguments of layers, once the forward has begun.
+        arguments: The arguments of layers, once the forward has begun.
         delayable: As of `delayable`.
     """
 
     layers: list[nn.Module]
-    given: dict[str, Any]
+    arguments: dict[str, Any]
     delayable: Delayable
 
     def slots(self) -> LayerSlots:
@@ -63,26 +63,26 @@ class Item:
         experts = self._run_mlp if _has_mlp(last) else lambda *values: values
         return LayerSlots(pre=self._run_to_mlp, experts=experts, delayed=delayed)
 
-    def _run_to_mlp(self, hidden: torch.Tensor, *along: Along) -> tuple[Along, ...]:
-        return self._attend(hidden), *along
+    def _run_to_mlp(self, hidden: torch.Tensor, *passed_on: PassedOn) -> tuple[PassedOn, ...]:
+        return self._attend(hidden), *passed_on
 
-    def _run_mlp(self, hidden: torch.Tensor, *along: Along) -> tuple[Along, ...]:
+    def _run_mlp(self, hidden: torch.Tensor, *passed_on: PassedOn) -> tuple[PassedOn, ...]:
         last: Any = self.layers[-1]
-        return last._forward_mlp(hidden), *along
+        return last._forward_mlp(hidden), *passed_on
 
     def _attend(self, hidden: torch.Tensor) -> torch.Tensor:
         """All layers up to the last one's MLP."""
         with _random_states(self.layers[-1]):
             *before, last = self.layers
             for layer in before:
-                hidden = self._whole(layer, hidden)
+                hidden = self._uncut(layer, hidden)
             if not _is_transformer(last):
-                return self._whole(last, hidden)
+                return self._uncut(last, hidden)
             attention: Any = last
-            hidden, _ = attention._forward_attention(hidden, **self._chosen(_OF_ATTENTION))
+            hidden, _ = attention._forward_attention(hidden, **self._chosen(_ATTENTION_ARGUMENTS))
             return hidden
 
-    def _route(self, hidden: torch.Tensor, *along: Along) -> tuple[Along, ...]:
+    def _route(self, hidden: torch.Tensor, *passed_on: PassedOn) -> tuple[PassedOn, ...]:
         """Up to the rows that leave the rank; what the combine needs goes along.
 
         That is the residual, the shared experts' output, the samples in a row (None: as they came), and the indices
@@ -98,26 +98,26 @@ class Item:
                 residual = residual.float()
             experts = last.mlp
             normed, mask, num_samples = last._maybe_unflatten_for_moe(
-                normed, self.given.get("padding_mask"), self.given.get("packed_seq_params")
+                normed, self.arguments.get("padding_mask"), self.arguments.get("packed_seq_params")
             )
             shared = experts.shared_experts_compute(normed)
             probabilities, routing = experts.route(normed, None if mask is None else mask.transpose(0, 1).bool())
             leaving = experts.preprocess(normed, probabilities, routing)
-            kept = _indices_of(experts.token_dispatcher)
-            return (*leaving, residual, shared, num_samples, len(kept), *kept, *along)
+            kept_indices = _indices_of(experts.token_dispatcher)
+            return (*leaving, residual, shared, num_samples, len(kept_indices), *kept_indices, *passed_on)
 
-    def _dispatch(self, rows: torch.Tensor, probabilities: torch.Tensor, *along: Along) -> tuple[Along, ...]:
+    def _dispatch(self, rows: torch.Tensor, probabilities: torch.Tensor, *passed_on: PassedOn) -> tuple[PassedOn, ...]:
         last: Any = self.layers[-1]
-        return (*last.mlp.dispatch(rows, probabilities), *along)
+        return (*last.mlp.dispatch(rows, probabilities), *passed_on)
 
-    def _compute(self, rows: torch.Tensor, probabilities: torch.Tensor, *along: Along) -> tuple[Along, ...]:
+    def _compute(self, rows: torch.Tensor, probabilities: torch.Tensor, *passed_on: PassedOn) -> tuple[PassedOn, ...]:
         last: Any = self.layers[-1]
         with _random_states(last):
-            made, _ = last.mlp.routed_experts_compute(rows, probabilities)
+            output, _ = last.mlp.routed_experts_compute(rows, probabilities)
         if last.recompute_pre_mlp_layernorm:
             # Here, and not again after the combine: the norm would be recomputed too early, into other gradients.
-            last.pre_mlp_norm_checkpoint.discard_output_and_register_recompute(made)
-        return (made, *along)
+            last.pre_mlp_norm_checkpoint.discard_output_and_register_recompute(output)
+        return (output, *passed_on)
 
     def _combine(
         self,
@@ -126,25 +126,25 @@ class Item:
         shared: torch.Tensor | None,
         num_samples: int | None,
         num_kept: int,
-        *along: Along,
-    ) -> tuple[Along, ...]:
+        *passed_on: PassedOn,
+    ) -> tuple[PassedOn, ...]:
         last: Any = self.layers[-1]
         with _random_states(last), last.bias_dropout_add_exec_handler():
-            made = last.mlp.postprocess(last.mlp.combine(rows), shared)
-            made = last._maybe_reflatten_from_moe(made, self.given.get("packed_seq_params"), num_samples)
+            output = last.mlp.postprocess(last.mlp.combine(rows), shared)
+            output = last._maybe_reflatten_from_moe(output, self.arguments.get("packed_seq_params"), num_samples)
             add = last.mlp_bda(last.training, last.config.bias_dropout_fusion)
-            return add((made, None), residual, last.hidden_dropout), *along[num_kept:]
+            return add((output, None), residual, last.hidden_dropout), *passed_on[num_kept:]
 
-    def _whole(self, layer: Any, hidden: torch.Tensor) -> torch.Tensor:
+    def _uncut(self, layer: Any, hidden: torch.Tensor) -> torch.Tensor:
         """A layer without cuts, past the hooks of its unit, which the schedule holds."""
         if _is_transformer(layer):
-            hidden, _ = layer.forward(hidden_states=hidden, **self._chosen(_OF_ATTENTION))
+            hidden, _ = layer.forward(hidden_states=hidden, **self._chosen(_ATTENTION_ARGUMENTS))
             return hidden
-        made: torch.Tensor = layer.forward(hidden_states=hidden, **self._chosen(_OF_MAMBA))
-        return made
+        output: torch.Tensor = layer.forward(hidden_states=hidden, **self._chosen(_MAMBA_ARGUMENTS))
+        return output
 
     def _chosen(self, names: tuple[str, ...]) -> dict[str, Any]:
-        return {name: self.given[name] for name in names if name in self.given}
+        return {name: self.arguments[name] for name in names if name in self.arguments}
 
 
 @dataclass
@@ -156,26 +156,26 @@ class Prediction:
 
     Attributes:
         layer: megatron-core's layer of the depth.
-        given: The arguments of all depths, once the first has begun.
+        arguments: The arguments of all depths, once the first has begun.
         delayable: As of `delayable`.
         enter: Of the first depth: from the decoder's last hidden states to this depth's input and the values above.
     """
 
     layer: Any
-    given: dict[str, Any]
+    arguments: dict[str, Any]
     delayable: Delayable
-    enter: Callable[[torch.Tensor], Entered] | None = None
-    _inside: dict[str, Any] = field(default_factory=dict)
+    enter: Callable[[torch.Tensor], PredictionInput] | None = None
+    _inner_arguments: dict[str, Any] = field(default_factory=dict)
 
     def slots(self) -> LayerSlots:
         """The functions of the schedule's slots."""
-        inner = Item(layers_inside(self.layer), self._inside, self.delayable).slots()
+        inner = SlottedLayers(layers_inside(self.layer), self._inner_arguments, self.delayable).slots()
         return replace(inner, pre=lambda *values: inner.pre(*self._project(*values)), post=self._norm)
 
-    def _project(self, *values: Any) -> tuple[Along, ...]:
+    def _project(self, *passed_on: Any) -> tuple[PassedOn, ...]:
         """The input of the layers inside, from the hidden states of the depth before and the next tokens."""
-        hidden, values = (values[-1], values) if self.enter is None else self.enter(*values)
-        ids, positions, mask, *outputs = values
+        hidden, passed_on = (passed_on[-1], passed_on) if self.enter is None else self.enter(*passed_on)
+        ids, positions, mask, *outputs = passed_on
         if isinstance(self.layer, FSDPModule):
             # Without overlap the unit's hooks sum the gradients of all uses inside before adding others; summed in
             # another order, gradients of norms of several operators round differently.
@@ -183,17 +183,17 @@ class Prediction:
         ids, positions, mask, embedded, hidden = self.layer._get_embeddings(
             input_ids=ids,
             position_ids=positions,
-            embedding=self.given["embedding"],
+            embedding=self.arguments["embedding"],
             hidden_states=hidden,
-            packed_seq_params=self.given.get("packed_seq_params"),
+            packed_seq_params=self.arguments.get("packed_seq_params"),
             padding_mask=mask,
         )
-        self._inside.update(self.given, padding_mask=mask)
+        self._inner_arguments.update(self.arguments, padding_mask=mask)
         with _random_states(self.layer):
             return self.layer._concat_embeddings(hidden, embedded), ids, positions, mask, *outputs
 
-    def _norm(self, hidden: torch.Tensor, *along: Along) -> tuple[Along, ...]:
-        return *along, self.layer._postprocess(hidden)
+    def _norm(self, hidden: torch.Tensor, *passed_on: PassedOn) -> tuple[PassedOn, ...]:
+        return *passed_on, self.layer._postprocess(hidden)
 
 
 def layers_inside(prediction: Any) -> list[nn.Module]:
@@ -214,18 +214,20 @@ def delayable(layers: list[nn.Module], before: Sequence[nn.Module] = ()) -> Dela
     last: Any = layers[-1]
     ends = last.mlp if _has_mlp(last) else None
     late = [] if ends is None else _delayable_in(getattr(ends, "experts", None) or ends)
-    early = [each for module in (*layers, *before) for each in _delayable_in(module) if each not in late]
+    early = [layer for module in (*layers, *before) for layer in _delayable_in(module) if layer not in late]
     return {Slot.PRE: early, Slot.EXPERTS: late}
 
 
 def _delayable_in(module: nn.Module) -> list[Any]:
     """Layers of Transformer Engine's kind: a wrapper around such layers has no store of its own."""
-    return [each for each in module.modules() if getattr(each, "need_backward_dw", None) is not None][::-1]
+    return [layer for layer in module.modules() if getattr(layer, "need_backward_dw", None) is not None][::-1]
 
 
-def _delayed(found: Delayable) -> dict[Slot, Callable[[], object]]:
+def _delayed(delayable_modules: Delayable) -> dict[Slot, Callable[[], object]]:
     """Weight gradients left out by backward. Modules are asked for each microbatch: the answer may change."""
-    needing = {slot: [module for module in modules if module.need_backward_dw()] for slot, modules in found.items()}
+    needing = {
+        slot: [module for module in modules if module.need_backward_dw()] for slot, modules in delayable_modules.items()
+    }
     return {slot: _all_of(modules) for slot, modules in needing.items() if modules}
 
 
@@ -250,8 +252,12 @@ def _random_states(layer: Any) -> Iterator[None]:
 def _indices_of(dispatcher: Any) -> tuple[torch.Tensor, ...]:
     """The indices that a dispatcher of tokens keeps for its exchanges, made on the compute stream."""
     owners = (dispatcher, getattr(dispatcher, "_comm_manager", None))
-    kept = [each for owner in owners if owner is not None for each in vars(owner).values()]
-    return tuple(each for each in kept if isinstance(each, torch.Tensor) and not each.is_floating_point())
+    attributes = [attribute for owner in owners if owner is not None for attribute in vars(owner).values()]
+    return tuple(
+        attribute
+        for attribute in attributes
+        if isinstance(attribute, torch.Tensor) and not attribute.is_floating_point()
+    )
 
 
 def _is_transformer(layer: nn.Module) -> bool:

@@ -13,7 +13,7 @@ from torch import nn
 
 from lamella_engine import FSDPModule, UnitResidence
 from lamella_engine.extending import local_of, unit_of
-from lamella_megatron._model.auxiliary_losses import book_predictions, scale_auxiliary_losses
+from lamella_megatron._model.auxiliary_losses import number_prediction_routers, scale_auxiliary_losses
 from lamella_megatron._model.sharded_model import innermost
 from lamella_megatron._model.units import is_group
 from lamella_megatron._overlap.forward_segments import (
@@ -22,7 +22,14 @@ from lamella_megatron._overlap.forward_segments import (
     forward_after_decoder,
     forward_after_prediction,
 )
-from lamella_megatron._overlap.layer_slots import Delayable, Entered, Item, Prediction, delayable, layers_inside
+from lamella_megatron._overlap.layer_slots import (
+    Delayable,
+    Prediction,
+    PredictionInput,
+    SlottedLayers,
+    delayable,
+    layers_inside,
+)
 from lamella_schedule import Chunk, Flight, Lanes, run, run_order, run_pair
 
 
@@ -72,11 +79,11 @@ def forward_backward_overlapped(
     inner = innermost(model)
     _check_schedulable(inner.config)
     _check_stage(inner, microbatches)
-    parts = _parts(inner)
-    chunks = [_chunk(inner, parts, batch, loss_of) for batch in microbatches]
-    book_predictions(inner)
+    scheduled = _scheduled_layers(inner)
+    chunks = [_model_chunk(inner, scheduled, batch, loss_of) for batch in microbatches]
+    number_prediction_routers(inner)
     scale_auxiliary_losses(inner, len(chunks))
-    residence = UnitResidence(inner, parts.units) if isinstance(inner, FSDPModule) else None
+    residence = UnitResidence(inner, scheduled.units) if isinstance(inner, FSDPModule) else None
     return run(chunks, residence=residence, early_release=_releases_early(inner, early_release), ahead=ahead)
 
 
@@ -102,9 +109,9 @@ def overlapped_peak_nbytes(
         ValueError: `model` is not in units, or layers of one unit have others between them.
     """
     inner = innermost(model)
-    parts = _parts(inner)
-    plans = _chunk(inner, parts, {}, lambda output: output).plans
-    residence = UnitResidence(inner, parts.units)
+    scheduled = _scheduled_layers(inner)
+    plans = _model_chunk(inner, scheduled, {}, lambda output: output).plans
+    residence = UnitResidence(inner, scheduled.units)
     is_early = _releases_early(inner, early_release)
     return residence.peak_nbytes(run_order(num_microbatches, plans, early_release=is_early, ahead=ahead))
 
@@ -117,10 +124,12 @@ class SchedulePlan(AbstractSchedulePlan):  # type: ignore[misc]  # megatron-core
         batch: The arguments of the model's forward.
     """
 
-    def __init__(self, schedule: _Schedule, batch: Mapping[str, Any]) -> None:
+    def __init__(self, schedule: _ModelSchedule, batch: Mapping[str, Any]) -> None:
         self.schedule = schedule
         self.flight = Flight(
-            _chunk(schedule.model, schedule.parts, batch, lambda output: output), schedule.lanes, next(schedule.numbers)
+            _model_chunk(schedule.model, schedule.layers, batch, lambda output: output),
+            schedule.lanes,
+            next(schedule.numbers),
         )
         self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # for the driver's loss; the lanes have others
 
@@ -129,7 +138,7 @@ class SchedulePlan(AbstractSchedulePlan):  # type: ignore[misc]  # megatron-core
         f_schedule_plan: SchedulePlan | None,
         b_schedule_plan: SchedulePlan | None,
         b_grad: torch.Tensor | None = None,
-        **of_stages: object,
+        **stage_functions: object,
     ) -> torch.Tensor | None:
         """Run the forward of one plan beside the backward of another.
 
@@ -137,22 +146,27 @@ class SchedulePlan(AbstractSchedulePlan):  # type: ignore[misc]  # megatron-core
             f_schedule_plan: A new plan, or None.
             b_schedule_plan: A plan after its forward, or None.
             b_grad: Of the second plan's output.
-            of_stages: Functions that pipeline stages call in between; None.
+            stage_functions: Functions that pipeline stages call in between; None.
 
         Returns:
             The first plan's output, detached.
 
         Effects: as of `lamella_schedule.run_pair` and `UnitResidence`.
         """
-        assert not any(of_stages.values()), "pipeline stages are refused by the wrapper"
+        assert not any(stage_functions.values()), "pipeline stages are refused by the wrapper"
         plan = f_schedule_plan or b_schedule_plan
         assert plan is not None, "the driver gives one plan at least"
         if b_schedule_plan is not None:
             b_schedule_plan.flight.begin_backward((b_grad,))
-        forward, backward = (each and each.flight for each in (f_schedule_plan, b_schedule_plan))
+        forward, backward = (
+            schedule_plan and schedule_plan.flight for schedule_plan in (f_schedule_plan, b_schedule_plan)
+        )
         schedule = plan.schedule
         run_pair(
-            forward, backward, residence=schedule.residence, early_release=_releases_early(schedule.model, wanted=None)
+            forward,
+            backward,
+            residence=schedule.residence,
+            early_release=_releases_early(schedule.model, early_release=None),
         )
         if forward is None:
             return None
@@ -162,19 +176,19 @@ class SchedulePlan(AbstractSchedulePlan):  # type: ignore[misc]  # megatron-core
 
 
 @dataclass
-class _Schedule:
+class _ModelSchedule:
     """The plans of a model.
 
     Attributes:
         model: In units.
-        parts: The layers.
+        layers: The layers.
         lanes: The streams of all plans.
         residence: Of the units.
         numbers: Of microbatches, over all steps.
     """
 
     model: Any
-    parts: _Parts
+    layers: _ScheduledLayers
     lanes: Lanes
     residence: UnitResidence
     numbers: Iterator[int]
@@ -189,8 +203,8 @@ class _Schedule:
         **more: Any,
     ) -> SchedulePlan:
         """A plan of one microbatch; takes the arguments of the model's forward."""
-        given = {"input_ids": input_ids, "position_ids": position_ids, "attention_mask": attention_mask}
-        return SchedulePlan(self, {**given, "decoder_input": decoder_input, "labels": labels, **more})
+        arguments = {"input_ids": input_ids, "position_ids": position_ids, "attention_mask": attention_mask}
+        return SchedulePlan(self, {**arguments, "decoder_input": decoder_input, "labels": labels, **more})
 
 
 def schedule_by_plans(model: Any) -> None:
@@ -206,14 +220,14 @@ def schedule_by_plans(model: Any) -> None:
             "stages have a driver of their own. Step without overlap, or run the last stage by "
             "lamella_megatron.training.forward_backward_overlapped."
         )
-    parts = _parts(model)
-    residence = UnitResidence(model, parts.units)
+    scheduled = _scheduled_layers(model)
+    residence = UnitResidence(model, scheduled.units)
     lanes = Lanes(local_of(next(model.parameters())).device)
-    model.build_schedule_plan = _Schedule(model, parts, lanes, residence, itertools.count()).build
+    model.build_schedule_plan = _ModelSchedule(model, scheduled, lanes, residence, itertools.count()).build
 
 
-def _releases_early(model: Any, wanted: bool | None) -> bool:
-    return bool(model.config.ep_overlap_early_attn_memory_release) if wanted is None else wanted
+def _releases_early(model: Any, early_release: bool | None) -> bool:
+    return bool(model.config.ep_overlap_early_attn_memory_release) if early_release is None else early_release
 
 
 def _check_schedulable(config: Any) -> None:
@@ -223,7 +237,7 @@ def _check_schedulable(config: Any) -> None:
         ValueError: The first such option, its value and the reason are in the message.
     """
     modules = getattr(config, "recompute_modules", None) or []
-    for name, found, wanted, reason in (
+    for name, setting, supported, reason in (
         (
             "virtual_pipeline_model_parallel_size",
             config.virtual_pipeline_model_parallel_size,
@@ -256,11 +270,11 @@ def _check_schedulable(config: Any) -> None:
         ("fp8", config.fp8, None, "Scales of float8 follow the order of microbatches."),
         ("fp4", config.fp4, None, "Scales of 4-bit formats follow the order of microbatches."),
     ):
-        if found != wanted:
-            value = getattr(config, name)
+        if setting != supported:
+            configured = getattr(config, name)
             raise ValueError(
-                f"Expected another value of `config.{name}` for an overlapped step, got {value!r}. {reason} Change the "
-                "option, or step without overlap."
+                f"Expected another value of `config.{name}` for an overlapped step, got {configured!r}. {reason} "
+                "Change the option, or step without overlap."
             )
     if config.num_moe_experts and config.moe_token_dispatcher_type == "allgather":
         raise ValueError(
@@ -289,7 +303,7 @@ def _check_stage(model: Any, microbatches: Sequence[Mapping[str, Any]]) -> None:
 
 
 @dataclass(frozen=True)
-class _Parts:
+class _ScheduledLayers:
     """The layers of a model's schedule, in order.
 
     Attributes:
@@ -305,19 +319,24 @@ class _Parts:
     delayable: list[Delayable]
 
 
-def _parts(model: Any) -> _Parts:
+def _scheduled_layers(model: Any) -> _ScheduledLayers:
     groups, predictions = _groups(model), _predictions(model)
     decoder = [_single_layers(group) for group in groups]
     units = [_units_of(*pair) for pair in zip(groups, decoder, strict=True)]
-    units += [_units_of([each], layers_inside(each)) for each in predictions]
-    found = [delayable(item) for item in decoder]
-    found += [delayable(layers_inside(each), before=(each.get_submodule("eh_proj"),)) for each in predictions]
-    return _Parts(decoder, predictions, units, found)
+    units += [_units_of([prediction], layers_inside(prediction)) for prediction in predictions]
+    delayable_modules = [delayable(item) for item in decoder]
+    delayable_modules += [
+        delayable(layers_inside(prediction), before=(prediction.get_submodule("eh_proj"),))
+        for prediction in predictions
+    ]
+    return _ScheduledLayers(decoder, predictions, units, delayable_modules)
 
 
-def _units_of(owners: list[nn.Module], inside: list[nn.Module]) -> list[nn.Module]:
+def _units_of(owners: list[nn.Module], inner_layers: list[nn.Module]) -> list[nn.Module]:
     """A module of each unit among layers and the layers inside; the first layer, if none is a unit."""
-    units: list[nn.Module] = list({unit_of(each): each for each in (*owners, *inside) if unit_of(each)}.values())
+    units: list[nn.Module] = list(
+        {unit_of(layer): layer for layer in (*owners, *inner_layers) if unit_of(layer)}.values()
+    )
     return units or owners[:1]
 
 
@@ -348,40 +367,40 @@ def _groups(model: Any) -> list[list[nn.Module]]:
 
 
 def _single_layers(group: list[nn.Module]) -> list[nn.Module]:
-    found: list[nn.Module] = []
+    single_layers: list[nn.Module] = []
     for layer in group:
-        found += layer.get_submodule("layers").children() if is_group(layer) else [layer]
-    return found
+        single_layers += layer.get_submodule("layers").children() if is_group(layer) else [layer]
+    return single_layers
 
 
-def _chunk(
-    model: Any, parts: _Parts, batch: Mapping[str, Any], loss_of: Callable[[torch.Tensor], torch.Tensor]
+def _model_chunk(
+    model: Any, scheduled: _ScheduledLayers, batch: Mapping[str, Any], loss_of: Callable[[torch.Tensor], torch.Tensor]
 ) -> Chunk:
     # The arguments of layers, from the beginning of the forward, or of the first prediction, on.
-    given, of_predictions = dict[str, Any](), dict[str, Any]()
+    decoder_arguments, prediction_arguments = dict[str, Any](), dict[str, Any]()
 
     def preprocess() -> torch.Tensor:
-        given.update(arguments_of_decoder(model, batch))
-        hidden: torch.Tensor = given.pop("hidden_states")
+        decoder_arguments.update(arguments_of_decoder(model, batch))
+        hidden: torch.Tensor = decoder_arguments.pop("hidden_states")
         return hidden
 
-    def enter(hidden: torch.Tensor) -> Entered:
-        found, normed = arguments_of_prediction(model, batch, hidden)
-        tokens = [found.pop(name) for name in ("input_ids", "position_ids", "padding_mask")]
-        first: torch.Tensor = found.pop("hidden_states")
-        of_predictions.update(found)
+    def enter(hidden: torch.Tensor) -> PredictionInput:
+        first_arguments, normed = arguments_of_prediction(model, batch, hidden)
+        tokens = [first_arguments.pop(name) for name in ("input_ids", "position_ids", "padding_mask")]
+        first: torch.Tensor = first_arguments.pop("hidden_states")
+        prediction_arguments.update(first_arguments)
         return first, (*tokens, normed)
 
-    def postprocess(*values: torch.Tensor) -> torch.Tensor:
-        if not parts.predictions:
-            return loss_of(forward_after_decoder(model, batch, *values))
-        _, _, _, normed, *predicted = values
+    def postprocess(*hidden_states: torch.Tensor) -> torch.Tensor:
+        if not scheduled.predictions:
+            return loss_of(forward_after_decoder(model, batch, *hidden_states))
+        _, _, _, normed, *predicted = hidden_states
         return loss_of(forward_after_prediction(model, batch, normed, predicted))
 
-    of_each = iter(parts.delayable)
-    slots = [Item(layers, given, next(of_each)).slots() for layers in parts.decoder]
+    delayable_modules = iter(scheduled.delayable)
+    slots = [SlottedLayers(group, decoder_arguments, next(delayable_modules)).slots() for group in scheduled.decoder]
     slots += [
-        Prediction(layer, of_predictions, next(of_each), enter if depth == 0 else None).slots()
-        for depth, layer in enumerate(parts.predictions)
+        Prediction(layer, prediction_arguments, next(delayable_modules), enter if depth == 0 else None).slots()
+        for depth, layer in enumerate(scheduled.predictions)
     ]
     return Chunk(preprocess, slots, postprocess)
