@@ -17,7 +17,19 @@ from itertools import groupby, zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
-Token = tuple[str, int]  # a node's kind, or a literal; its line
+
+class Token(NamedTuple):
+    """A part of a tree.
+
+    Attributes:
+        text: A node's kind, a field, or a literal.
+        line: Line in the source.
+        blanked: A literal with renamed parts blanked; else the text.
+    """
+
+    text: str
+    line: int
+    blanked: str
 
 
 class FilePair(NamedTuple):
@@ -58,9 +70,9 @@ def _differences(pairs: list[FilePair]) -> Iterator[str]:
             continue
         old = _tokens(ast.parse(pair.old), old_names - new_names)
         new = _tokens(ast.parse(pair.new), new_names - old_names)
-        for (one, old_line), (other, new_line) in zip_longest(old, new, fillvalue=("the end", 0)):
-            if one != other:
-                yield f"{pair.after}:{new_line}: {other}, was {one} in line {old_line} of {pair.before}"
+        for one, other in zip_longest(old, new, fillvalue=_token("the end", 0)):
+            if one.text != other.text and one.blanked != other.blanked:
+                yield f"{pair.after}:{other.line}: {other.text}, was {one.text} in line {one.line} of {pair.before}"
                 break
 
 
@@ -94,22 +106,26 @@ def _identifiers(node: ast.AST) -> Iterator[str]:
 def _tokens(node: ast.AST, renamed: set[str], line: int = 0) -> Iterator[Token]:
     """A tree in order of its fields, names blanked."""
     line = getattr(node, "lineno", line)
-    yield type(node).__name__, line
+    yield _token(type(node).__name__, line)
     if isinstance(node, ast.Constant):
-        yield _literal(node.value, renamed), line
+        yield Token(repr(node.value), line, _blanked(node.value, renamed))
         return
     for field, content in ast.iter_fields(node):
         if isinstance(content, ast.AST):
             yield from _tokens(content, renamed, line)
         elif isinstance(content, list):
-            yield f"{field}:", line
+            yield _token(f"{field}:", line)
             for child in _statements(content):
-                yield from _tokens(child, renamed, line) if isinstance(child, ast.AST) else [("name", line)]
+                yield from _tokens(child, renamed, line) if isinstance(child, ast.AST) else [_token("name", line)]
         else:
-            yield f"{field} {'name' if isinstance(content, str) else content!r}", line
+            yield _token(f"{field} {'name' if isinstance(content, str) else content!r}", line)
 
 
-def _literal(literal: object, renamed: set[str]) -> str:
+def _token(text: str, line: int) -> Token:
+    return Token(text, line, text)
+
+
+def _blanked(literal: object, renamed: set[str]) -> str:
     if isinstance(literal, str) and re.fullmatch(r"\w+(\.\w+)*", literal):
         return repr(".".join("_" if part in renamed else part for part in literal.split(".")))
     return repr(literal)

@@ -57,6 +57,13 @@ def test_renamed_variables_arguments_functions_and_strings_that_spell_them_pass(
     )
 
 
+def test_a_string_that_stays_passes_where_a_name_of_its_letters_goes(tmp_path: Path) -> None:
+    before = BEFORE + "made = 'made'\n"
+    after = before.replace("made", "sums").replace("'sums'", "'made'")
+    status, output = _compared(tmp_path, {"module.py": before}, {"module.py": after})
+    assert status == 0, output
+
+
 def test_a_file_that_moves_is_compared_with_the_old_one(tmp_path: Path) -> None:
     moved = BEFORE.replace("made", "partial_sum").replace('"module.', '"sums.')
     status, output = _compared(tmp_path, {"module.py": BEFORE}, {"sums.py": moved}, "HEAD")
