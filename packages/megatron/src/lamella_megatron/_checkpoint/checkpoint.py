@@ -89,7 +89,7 @@ def save_checkpoint(
         path: The checkpoint's directory, on storage that every rank sees. Rank 0's counts. A checkpoint there is
             replaced.
         model: Read only. Of virtual pipeline stages the rank's chunks, the list that megatron-core's driver takes.
-        optimizer: Over the model's parameters. None leaves the optimizer out.
+        optimizer: An optimizer over the model's parameters. None leaves the optimizer out.
         format: "fsdp_dtensor" resumes training. "torch_dist" is for `megatron.core.dist_checkpointing.load` with a
             plain model's `sharded_state_dict`; the options of parameter groups are not in it.
         iteration: Returned by `load_checkpoint`, and read by Megatron.
@@ -99,7 +99,8 @@ def save_checkpoint(
         layer_groups: The pattern of all layers of a HybridModel, with brackets, for readers with a stack for each group
             in brackets ("[*E][*E]"). The groups of the units may be others, and change no name. None numbers each
             layer.
-        groups: As for `fully_shard_model`; with `tp`, and `ep` and `expt_tp` for a model with experts.
+        groups: The `ProcessGroupCollection` of `fully_shard_model`; with `tp`, and `ep` and `expt_tp` for a model with
+            experts.
         saver: Writes in the background: the call returns while the state is copied to host memory, and the checkpoint
             appears once every rank has written. Steps of optimizers of `torch.optim`, and loads, wait for the copies;
             before any other change of parameters or optimizer state call `wait_staged` of the handle. Every rank's
@@ -206,14 +207,15 @@ def load_checkpoint(
         path: The directory of one iteration, or of several with a file that names the newest.
         model: The same model on any number of tensor-, data- and expert-parallel ranks and pipeline stages; chunks as
             for `save_checkpoint`.
-        optimizer: Over the model's parameters, stepped or not. None leaves the checkpoint's optimizer alone.
+        optimizer: An optimizer over the model's parameters, stepped or not. None leaves the checkpoint's optimizer
+            alone.
         tensor_parallel_size: Number of tensor-parallel ranks that wrote the checkpoint; needed for tensors stored
             rank-major (gated delta networks, Mamba) where neither `args` nor `run_config.yaml` tells.
         strict: False loads every match, and returns the rest.
         trust: Allow unpickling of types beyond plain data. **Unsafe: can execute code.**
         verify: Verify checksums while reading.
-        layer_groups: As for `save_checkpoint`, of the model that wrote the checkpoint.
-        groups: As for `save_checkpoint`.
+        layer_groups: The pattern of all layers with brackets, of the model that wrote the checkpoint.
+        groups: The `ProcessGroupCollection` of `save_checkpoint`.
 
     Returns:
         Entries beside the tensors: `iteration`, `checkpoint_version`; with `strict=False` a `PartialLoad`.
@@ -223,7 +225,7 @@ def load_checkpoint(
         CheckpointFailed: Another rank failed. A failed rank raises its own error.
         CheckpointMismatch: Names or shapes differ.
         FileNotFoundError: No checkpoint at the path.
-        NotImplementedError: As for `save_checkpoint`.
+        NotImplementedError: A pipeline stage has two copies of the embedding.
         SizeUnknown: Tensors are stored rank-major, and the number of ranks is unknown.
         TypeError: `optimizer` is no `torch.optim.Optimizer`.
         ValueError: The model is not sharded, or lacks chunks of the rank; a group is missing, `tensor_parallel_size`

@@ -51,7 +51,7 @@ class GlobalOptimizer(torch.optim.Optimizer):
     def give_back(self) -> None:
         """Set the optimizer's options and state to these.
 
-        Effects: as `Optimizer.load_state_dict`; with the tensors themselves and not copies, unless the optimizer keeps
+        Effects: replaces the optimizer's state by the tensors themselves and no copies, unless the optimizer keeps
             state in a form of its own.
         """
         for group, global_group in zip(self._sharded.param_groups, self.param_groups, strict=True):

@@ -93,19 +93,20 @@ class GlobalModel(nn.Module):
     model of one stage does. `load_state_dict` tells the sharded model that its weights are new.
 
     Args:
-        chunks: Of this rank: one model, or one for each virtual pipeline stage; each sharded by `fully_shard_model`, or
+        chunks: This rank's chunks: one model, or one for each virtual pipeline stage; each sharded by
+            `fully_shard_model`, or
             a wrapper around a sharded model.
-        groups: As for `fully_shard_model`.
-        has_copies: With a last pipeline stage's copy of the embedding, which loads and is not saved again.
+        groups: The `ProcessGroupCollection` of `fully_shard_model`.
+        has_copies: Keep a last pipeline stage's copy of the embedding, which loads and is not saved again.
         layer_groups: The pattern of all layers of a HybridModel, with brackets: names are those of stacks of stacks.
             None: each layer has a number of its own.
 
     Attributes:
-        model_groups: Of the parts.
-        stage: Of the pipeline.
-        layer_groups: As given.
+        model_groups: The groups whose ranks hold different parts.
+        stage: The rank's pipeline stage.
+        layer_groups: The pattern of all layers with brackets, or None.
         copies: The parameters that are left out, by `id`.
-        names: Of the tensors here, by the chunk and the name there without the wrappers' `module.`.
+        names: Names of the tensors here, by the chunk and the name there without the wrappers' `module.`.
 
     Raises:
         NotImplementedError: A parameter's axes cut neither first to last nor last to first, or a stage has two copies

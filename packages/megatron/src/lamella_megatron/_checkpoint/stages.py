@@ -81,9 +81,9 @@ class Stage:
         """The layers and modules that only other stages have.
 
         Args:
-            names: Of this stage's tensors.
+            names: Names of this stage's tensors.
 
-        Effects: as `from_every_stage`.
+        Effects: an exchange along the pipeline, if it has several stages.
         """
         own_modules = {_module_of(canonical_name(name)) for name in names}
         return frozenset[str]().union(*self.from_every_stage(own_modules)) - own_modules

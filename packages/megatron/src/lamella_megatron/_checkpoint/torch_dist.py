@@ -22,7 +22,7 @@ class StoredPlaces:
     """Where this rank's tensors lie in `torch_dist`.
 
     Attributes:
-        parts: By the model's own names.
+        parts: Stored parts by the model's own names.
         objects: Values of modules (`_extra_state`) that this rank writes, by stored name.
     """
 
@@ -35,7 +35,7 @@ class StoredPlaces:
 
         Args:
             chunks: Sharded by `fully_shard_model`.
-            global_model: Of the chunks.
+            global_model: The global tensors of the chunks.
             groups: With `dp_cp`; None takes the groups of `parallel_state`.
         """
         mapping = importlib.import_module("megatron.core.dist_checkpointing.mapping")

@@ -62,10 +62,10 @@ def sharded_optimizer(
             moments in `exp_avg_dtype` and `exp_avg_sq_dtype`. Over main weights in bf16
             (`ddp_config.megatron_fsdp_main_params_dtype`) the optimizer keeps main weights in `main_params_dtype`, or
             with `store_param_remainders` the missing 16 bits.
-        model_chunks: As the training loop has them.
+        model_chunks: The training loop's list of models.
         make: Builds another optimizer from the parameter groups: one whose kernels take DTensors, or that
             `lamella_optim.step_on_local_shards` gave plain shards, such as Transformer Engine's FusedAdam.
-        config_overrides: As for megatron-core's `get_megatron_optimizer`.
+        config_overrides: megatron-core's overrides of options by parameter, as `get_megatron_optimizer` takes them.
         pg_collection: The groups of the model; None takes those that the chunks were wrapped with.
 
     Raises:
@@ -107,7 +107,7 @@ class ShardedOptimizer(MegatronOptimizer):  # type: ignore[misc]  # megatron-cor
     weights, in either direction.
 
     Args:
-        optimizer: Holds the parameters of the chunks.
+        optimizer: The optimizer that holds the parameters of the chunks.
         config: megatron-core's OptimizerConfig.
         model_chunks: Whose gradients are cleared, by `zero_grad`.
         pg_collection: With `intra_dist_opt`, `tp` and `expt_tp`, and `inter_dist_opt` for several instances; None takes
@@ -192,7 +192,7 @@ class ShardedOptimizer(MegatronOptimizer):  # type: ignore[misc]  # megatron-cor
         Returns:
             The norm before, on the device.
 
-        Effects: as `get_grad_norm`.
+        Effects: an all-reduce of one number a norm, over the model's ranks; no host sync.
         """
         norms = self._norms()
         self.grad_norms_by_group = {name: norm for name, norm in norms.items() if name is not None}
@@ -256,7 +256,8 @@ class ShardedOptimizer(MegatronOptimizer):  # type: ignore[misc]  # megatron-cor
             Whether the weights changed; the norm of the gradients before clipping, 0 without clipping; the number of
             zeros, if `config.log_num_zeros_in_grad`, else 0. (False, None, None) if a scaled gradient is not finite.
 
-        Effects: as `prepare_grads`, `clip_grad_norm` and `count_zeros`.
+        Effects: all-reduces of one number: with a loss scale (and a host sync), for each norm, and with
+            `log_num_zeros_in_grad` (and a host sync).
         """
         self.grad_norms_by_group = {}
         if self.prepare_grads():

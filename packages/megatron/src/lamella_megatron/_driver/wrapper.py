@@ -64,14 +64,15 @@ class ShardedModel(_BaseDataParallel):  # type: ignore[misc]  # megatron-core ha
             `build_sharded_model` stays as it is: its stage must be the strategy's.
         disable_bucketing: Changes nothing: units are the buckets.
         pg_collection: megatron-core's `ProcessGroupCollection`; None takes the groups of `parallel_state`.
-        fully_shard_kwargs: For `lamella_megatron.fully_shard_model`, over what `ddp_config` says.
+        fully_shard_kwargs: Arguments of `lamella_megatron.fully_shard_model`, over what `ddp_config` says.
 
     Raises:
         ValueError: An option of either configuration is refused, or does not fit the groups; `module` has parameters
             on the meta device, or units of another stage; or as `fully_shard_model`.
-        TypeError: As `fully_shard_model`.
+        TypeError: `mesh` or `shard_placement_fn` was given.
 
-    Effects: as `fully_shard_model`; none for a model of `build_sharded_model`.
+    Effects: shards the model, with a broadcast of each parameter over its ranks; none for a model of
+        `build_sharded_model`.
 
     Source: `_BaseDataParallel` and `DistributedDataParallel` of megatron-core 0.19.2.
     """
@@ -251,9 +252,10 @@ class ShardedModel(_BaseDataParallel):  # type: ignore[misc]  # megatron-core ha
             of: "gradient" for `.grad`, "weight" for the parameters.
 
         Raises:
-            ValueError: As `lamella_engine.parameter_norms`.
+            ValueError: `lamella_engine.parameter_norms` refuses `of`.
 
-        Effects: as `lamella_engine.parameter_norms`, and an all-reduce of 8 bytes a split parameter over `tp`, and over
+        Effects: the all-reduce of `lamella_engine.parameter_norms`, and one of 8 bytes a split parameter over `tp`,
+            and over
             `expt_tp` for experts; a host sync each.
         """
         norms = parameter_norms(self._root, of=of)

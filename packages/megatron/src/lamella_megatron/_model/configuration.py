@@ -141,7 +141,7 @@ def placements_of(ddp_config: Any) -> AxisPlacement | tuple[AxisPlacement, ...]:
     """The stage of the strategy, behind replicas if there are several instances of the optimizer.
 
     Raises:
-        ValueError: As `strategy_of`; or the strategy is none over replicas.
+        ValueError: The strategy is unknown; or the strategy is none over replicas.
     """
     strategy, outer = strategy_of(ddp_config), ddp_config.outer_dp_sharding_strategy
     stage = STAGES[strategy]

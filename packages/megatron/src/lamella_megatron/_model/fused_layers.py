@@ -22,14 +22,15 @@ def connect_fused_layers(model: nn.Module) -> None:
     `fully_shard_model` and `build_sharded_model` have done this already.
 
     Args:
-        model: Of units of `fully_shard`. Call once, before training.
+        model: A model in units of `fully_shard`. Call once, before training.
 
     Raises:
         NotImplementedError: A weight of a layer that fuses is a DTensor of other axes, or of a class that defines the
             gather.
         RuntimeError: A unit is in the middle of a step.
 
-    Effects: as `lamella_engine.set_main_grads`; the layers hold the callbacks.
+    Effects: from the next backward on, allocates and zeroes the buffer of each unit with fusing weights; the layers hold
+        the callbacks.
 
     Source: Transformer Engine 2.11's linears; `ColumnParallelLinear` of megatron-core 0.19.2.
     """

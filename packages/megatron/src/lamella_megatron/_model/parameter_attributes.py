@@ -17,7 +17,7 @@ def mark(model: nn.Module, name: str, **attributes: object) -> None:
 
     Args:
         model: The outermost unit, a unit, or a module below a unit.
-        name: Of the parameter below `model`.
+        name: Name of the parameter below `model`.
         attributes: New values, by name.
 
     Raises:

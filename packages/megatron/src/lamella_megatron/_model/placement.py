@@ -36,8 +36,9 @@ class Meshes:
     """Data-parallel meshes of a megatron-core model: 1-D, or 2-D with several instances of the distributed optimizer.
 
     Attributes:
-        dense: Over `dp_cp`.
-        experts: Over `expt_dp`, the same object as `dense` where both have the same ranks; None for a model without
+        dense: The mesh over `dp_cp`.
+        experts: The mesh over `expt_dp`, the same object as `dense` where both have the same ranks; None for a model
+            without
             expert-parallel parameters.
     """
 
@@ -50,7 +51,7 @@ class Meshes:
 
         Args:
             groups: megatron-core's `ProcessGroupCollection`; None takes the groups of `parallel_state`.
-            device_type: Of the model's parameters in compute.
+            device_type: Type of the device that the model's parameters compute on.
 
         Raises:
             ValueError: `dp_cp` is missing: the groups cannot be known. Or a group of one instance of the distributed
@@ -140,7 +141,8 @@ class Placement:
         groups_by_name: Counts before marks and names: the process group of a parameter, or None.
 
     Raises:
-        ValueError: As `Meshes.check`; or several instances of the distributed optimizer and a group by name.
+        ValueError: The meshes cannot place the model's parameters; or several instances of the distributed optimizer
+            and a group by name.
     """
 
     def __init__(
@@ -195,7 +197,7 @@ def broadcast_weights(module: nn.Module, placement: Placement, ignored: Collecti
 
     Args:
         module: The unit to be.
-        placement: Of the parameters below `module`.
+        placement: The placement of the parameters below `module`.
         ignored: Parameters that stay as they are on each rank.
 
     Effects: a broadcast of each parameter over each axis of its mesh, in the parameter's dtype; parameters on another

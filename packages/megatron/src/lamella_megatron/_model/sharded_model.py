@@ -50,15 +50,18 @@ def fully_shard_model(
         groups: megatron-core's `ProcessGroupCollection` with `dp_cp`, and `expt_dp` for a model with experts; for
             several instances also `intra_dp_cp`, `intra_expt_dp` and `inter_dist_opt`. None takes the groups of
             `parallel_state`.
-        unit_classes: Of the modules that become units. None: megatron-core's layers. Modules inside each other are
+        unit_classes: Classes of the modules that become units. None: megatron-core's layers. Modules inside each other
+            are
             units inside each other.
-        groups_by_name: For parameters that marks do not describe: the process group of the ranks that hold the same
+        groups_by_name: A function for parameters that marks do not describe: the process group of the ranks that hold
+            the same
             tensor, by the parameter's name, or None to go by marks. The same answer on all ranks of the group. The
             divisor stays the size of `dp_cp`.
-        layer_groups: For a HybridModel: its pattern with brackets around layers that become one unit, as in
+        layer_groups: A HybridModel's pattern with brackets around layers that become one unit, as in
             `"M[M*][ME]"`. Names, checkpoints and the forward stay as they are. A model whose groups are stacks of
             their own needs no argument.
-        fully_shard_kwargs: For every `fully_shard` call alike, but `mesh` and `shard_placement_fn`. `placements` in
+        fully_shard_kwargs: Arguments of every `fully_shard` call alike, but `mesh` and `shard_placement_fn`.
+            `placements` in
             `options` are one ZeRO stage, or two with several instances: (HSDP, ZERO3).
 
     Returns:
@@ -71,7 +74,8 @@ def fully_shard_model(
             does not fit; or the errors of `fully_shard`.
         TypeError: `mesh` or `shard_placement_fn` was given: both follow from the groups.
 
-    Effects: as `lamella_engine.fully_shard`, once a unit; a broadcast of each parameter with values over its ranks, in
+    Effects: the allocations of `lamella_engine.fully_shard`, once a unit; a broadcast of each parameter with values
+        over its ranks, in
         the parameter's dtype.
     """
     _refuse_arguments(fully_shard_kwargs, "mesh", "shard_placement_fn")
@@ -110,9 +114,9 @@ def build_sharded_model(
 
     Args:
         build: Builds the model, of parameters with values, on the device of training or on the CPU.
-        groups: As for `fully_shard_model`.
-        unit_classes: As for `fully_shard_model`.
-        fully_shard_kwargs: For every `fully_shard` call alike, but `mesh` and `shard_placement_fn`.
+        groups: The `ProcessGroupCollection` of `fully_shard_model`.
+        unit_classes: Classes of the modules that become units. None: megatron-core's layers.
+        fully_shard_kwargs: Arguments of every `fully_shard` call alike, but `mesh` and `shard_placement_fn`.
 
     Returns:
         The model, sharded.
@@ -123,7 +127,8 @@ def build_sharded_model(
         TypeError: `mesh` or `shard_placement_fn` was given: both follow from the groups. Or `groups_by_name` or
             `layer_groups`, which need the whole model.
 
-    Effects: as `fully_shard_model`. The constructors of megatron-core's layers are exchanged while `build` runs, for
+    Effects: a broadcast of each parameter over its ranks, and shards, a layer at a time. The constructors of
+        megatron-core's layers are exchanged while `build` runs, for
         all threads.
     """
     _refuse_arguments(fully_shard_kwargs, *_WAYS_OUT)

@@ -74,8 +74,8 @@ def with_groups(model: nn.Module, layers: list[nn.Module], groups: str) -> list[
     """The layers of a HybridModel, with those of a group in brackets together.
 
     Args:
-        model: With a flat stack of layers.
-        layers: Of `layers_of`.
+        model: A model with a flat stack of layers.
+        layers: The layers from `layers_of`.
         groups: The pattern of the model's layers, with brackets. A pipeline stage's model has the stage's layers.
 
     Raises:
@@ -102,7 +102,7 @@ def groups_of_all_stages(model: nn.Module, groups: str) -> Pattern:
     """The pattern of a HybridModel's layers on all pipeline stages, with groups.
 
     Args:
-        model: Of one stage.
+        model: The model of one stage.
         groups: The pattern of all stages' layers, with brackets.
 
     Raises:

@@ -36,9 +36,9 @@ def arguments_of_prediction(
     """The arguments that a model's forward gives to the first layer of multi-token prediction.
 
     Args:
-        model: With layers of multi-token prediction.
+        model: A model with layers of multi-token prediction.
         batch: The arguments of the model's forward.
-        hidden: (length, batch, width), of the decoder's last layer.
+        hidden: (length, batch, width), hidden states of the decoder's last layer.
 
     Returns:
         The arguments, and the decoder's output.
@@ -61,10 +61,10 @@ def forward_after_prediction(
     """The model's output, from the hidden states of each depth of multi-token prediction on.
 
     Args:
-        model: With layers of multi-token prediction.
+        model: A model with layers of multi-token prediction.
         batch: The arguments of the model's forward.
         normed: (length, batch, width), the decoder's output.
-        predicted: Of each depth, (length, batch, width).
+        predicted: Hidden states of each depth, (length, batch, width).
     """
     with _in_front_of(model.mtp, layers=[_HiddenStates(hidden) for hidden in predicted]):
         return _forward_past_decoder(model, batch, normed)

@@ -39,9 +39,9 @@ class SlottedLayers:
     """A layer, or a group of layers: the last one's MLP or experts by themselves, all before them together.
 
     Attributes:
-        layers: In order.
+        layers: The layers in order.
         arguments: The arguments of layers, once the forward has begun.
-        delayable: As of `delayable`.
+        delayable: The modules that may leave weight gradients to `backward_dw`, by slot.
     """
 
     layers: list[nn.Module]
@@ -157,8 +157,9 @@ class Prediction:
     Attributes:
         layer: megatron-core's layer of the depth.
         arguments: The arguments of all depths, once the first has begun.
-        delayable: As of `delayable`.
-        enter: Of the first depth: from the decoder's last hidden states to this depth's input and the values above.
+        delayable: The modules that may leave weight gradients to `backward_dw`, by slot.
+        enter: The first depth's function from the decoder's last hidden states to this depth's input and the values
+            above.
     """
 
     layer: Any
@@ -208,7 +209,7 @@ def delayable(layers: list[nn.Module], before: Sequence[nn.Module] = ()) -> Dela
     Those of the experts or the MLP, and those of all else. A scan of all modules: for a step, not for each microbatch.
 
     Args:
-        layers: Of an item.
+        layers: The layers of a `SlottedLayers`.
         before: Modules that the first slot calls before the layers.
     """
     last: Any = layers[-1]

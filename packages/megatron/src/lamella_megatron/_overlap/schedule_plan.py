@@ -55,14 +55,16 @@ def forward_backward_overlapped(
     Args:
         model: A GPTModel or HybridModel, whole or the last pipeline stage, also in wrappers; in units of
             `fully_shard_model`, or without units.
-        microbatches: Of each, the arguments of the model's forward: `input_ids`, `position_ids`, `attention_mask`,
+        microbatches: The arguments of the model's forward for each microbatch: `input_ids`, `position_ids`,
+            `attention_mask`,
             `labels`. For a last stage also `decoder_input`, the stage's input tensor, (length, batch, width): a leaf
             with `requires_grad`, whose `.grad` is for the stage before.
         loss_of: Takes the model's output for a microbatch, returns a 0-D loss: the microbatch's share of the step's,
             scaled as by `config.grad_scale_func`. Losses of routers and of multi-token prediction are scaled as by
             megatron-core's driver.
-        early_release: As for `lamella_schedule.run`; None for `config.ep_overlap_early_attn_memory_release`.
-        ahead: As for `lamella_schedule.run`.
+        early_release: Run attention's backward before the forward's experts, to free saved memory earlier; None for
+            `config.ep_overlap_early_attn_memory_release`.
+        ahead: Number of layers whose units are gathered before their use.
 
     Returns:
         The loss of each microbatch.
@@ -72,7 +74,8 @@ def forward_backward_overlapped(
             layers of one unit have others between them; or the model is another stage than the last, or lacks its
             input tensor.
 
-    Effects: as of `lamella_schedule.run` and `UnitResidence`; reductions of gradients are not waited for on the host.
+    Effects: streams of `lamella_schedule.run`, gathers and reductions of `UnitResidence`; reductions of gradients are
+        not waited for on the host.
         Sets the scales of megatron-core's auxiliary losses, which all models of the process share, and books the
         losses of predictions' routers behind those of all decoder layers.
     """
@@ -97,10 +100,10 @@ def overlapped_peak_nbytes(
     """Compute the bytes of unsharded parameters at the peak of an overlapped step, within the model's budgets.
 
     Args:
-        model: In units of `fully_shard_model`, also in wrappers.
-        num_microbatches: Of a step.
-        early_release: As for `forward_backward_overlapped`.
-        ahead: As for `forward_backward_overlapped`.
+        model: A model in units of `fully_shard_model`, also in wrappers.
+        num_microbatches: Number of a step's microbatches.
+        early_release: The step's choice; None for `config.ep_overlap_early_attn_memory_release`.
+        ahead: Number of layers whose units are gathered before their use.
 
     Returns:
         As `UnitResidence.peak_nbytes`, equal on every rank.
@@ -120,7 +123,7 @@ class SchedulePlan(AbstractSchedulePlan):  # type: ignore[misc]  # megatron-core
     """One microbatch on its way, for megatron-core's driver with `overlap_moe_expert_parallel_comm`.
 
     Args:
-        schedule: Of the model.
+        schedule: The schedule of the model.
         batch: The arguments of the model's forward.
     """
 
@@ -145,13 +148,13 @@ class SchedulePlan(AbstractSchedulePlan):  # type: ignore[misc]  # megatron-core
         Args:
             f_schedule_plan: A new plan, or None.
             b_schedule_plan: A plan after its forward, or None.
-            b_grad: Of the second plan's output.
+            b_grad: The gradient of the second plan's output.
             stage_functions: Functions that pipeline stages call in between; None.
 
         Returns:
             The first plan's output, detached.
 
-        Effects: as of `lamella_schedule.run_pair` and `UnitResidence`.
+        Effects: streams of `lamella_schedule.run_pair`, gathers and reductions of `UnitResidence`.
         """
         assert not any(stage_functions.values()), "pipeline stages are refused by the wrapper"
         plan = f_schedule_plan or b_schedule_plan
@@ -180,11 +183,11 @@ class _ModelSchedule:
     """The plans of a model.
 
     Attributes:
-        model: In units.
+        model: The model in units.
         layers: The layers.
         lanes: The streams of all plans.
-        residence: Of the units.
-        numbers: Of microbatches, over all steps.
+        residence: The residence of the units.
+        numbers: Numbers of microbatches, over all steps.
     """
 
     model: Any
@@ -211,7 +214,7 @@ def schedule_by_plans(model: Any) -> None:
     """Let megatron-core's driver overlap a model's microbatches: give a sharded model a `build_schedule_plan`.
 
     Raises:
-        ValueError: As `forward_backward_overlapped`.
+        ValueError: An option of the configuration leaves nothing to overlap, or the model has several pipeline stages.
     """
     _check_schedulable(model.config)
     if (num := model.config.pipeline_model_parallel_size) > 1:
@@ -310,7 +313,7 @@ class _ScheduledLayers:
         decoder: The layers of each item of the decoder.
         predictions: The layers of multi-token prediction, one a depth.
         units: The units of each item and each depth.
-        delayable: Of each item and each depth: the modules that may leave weight gradients.
+        delayable: The modules of each item and each depth that may leave weight gradients to later.
     """
 
     decoder: list[list[nn.Module]]
