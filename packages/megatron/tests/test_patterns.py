@@ -36,10 +36,10 @@ def _layer(symbol: str, first: int) -> LayerGroup:
     ],
 )
 def test_a_pattern_is_taken_apart(text: str, expected: Pattern, flat: str) -> None:
-    found = parse_pattern(text)
-    assert found == expected
-    assert found.flat == flat
-    assert [number for group in found.groups for number in group.layers] == list(range(len(found.symbols)))
+    pattern = parse_pattern(text)
+    assert pattern == expected
+    assert pattern.flat == flat
+    assert [number for group in pattern.groups for number in group.layers] == list(range(len(pattern.symbols)))
 
 
 @pytest.mark.parametrize(

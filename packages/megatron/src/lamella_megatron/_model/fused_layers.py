@@ -29,7 +29,7 @@ def connect_fused_layers(model: nn.Module) -> None:
             gather.
         RuntimeError: A unit is in the middle of a step.
 
-    Effects: from the next backward on, allocates and zeroes the buffer of each unit with fusing weights; the layers hold
+    Effects: from the next backward on, allocates and zeroes a buffer for each unit with fusing weights; layers hold
         the callbacks.
 
     Source: Transformer Engine 2.11's linears; `ColumnParallelLinear` of megatron-core 0.19.2.
