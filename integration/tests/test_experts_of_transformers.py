@@ -209,7 +209,9 @@ def test_stacks_of_experts_in_float8_save_no_more_than_in_bf16(experts: str, num
         recipe = Float8Recipe()
         in_bf16, _ = _saved_bytes(experts, None, num_spread)
         in_float8, gradients = _saved_bytes(experts, recipe, num_spread)
-        with patch("lamella_precision._quantized.views_by", return_value=None):  # a copy of the values for each view
+        with patch(
+            "lamella_precision._weights.quantized.views_by", return_value=None
+        ):  # a copy of the values for each view
             in_copies, expected = _saved_bytes(experts, recipe, num_spread)
         assert in_copies > in_bf16
         torch.testing.assert_close(gradients, expected, rtol=0.0, atol=0.0)

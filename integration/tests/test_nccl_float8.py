@@ -15,9 +15,9 @@ from lamella_integration.tasks import TASKS
 from lamella_precision import (
     Float8Recipe,
     MXFP8Recipe,
-    Part,
     QuantizedWeight,
     ScaledRecipe,
+    WeightRows,
     matrices_of,
     use_float8_matmul,
 )
@@ -88,7 +88,7 @@ def _encoded_whole(recipe: Float8Recipe | MXFP8Recipe, weight: torch.Tensor) -> 
     payloads = [
         torch.empty(payload.shape, dtype=payload.dtype) for payload in recipe.payloads(weight.shape, weight.dtype)
     ]
-    encode_into(recipe, weight, payloads, Part(tuple(weight.shape), 0, scales))
+    encode_into(recipe, weight, payloads, WeightRows(tuple(weight.shape), 0, scales))
     return payloads
 
 

@@ -29,6 +29,11 @@ PLANTED = [
     ("lamella_trace", "torch", "Profiles are read by the standard library alone"),
     ("lamella_optim._plain", "lamella_optim._overlap", "Optimizers read from the bottom up"),
     (
+        "lamella_precision._scales.tiles",
+        "lamella_precision._recipes.float8",
+        "Number formats read from the bottom up",
+    ),
+    (
         "lamella_engine._unit.weights",
         "lamella_engine._tree.tree",
         "The engine's rooms, as docs/design/0001-engine.md draws them",
@@ -45,6 +50,11 @@ PLANTED = [
             ("_ragged", "ops", "dtensor"),
             ("_options", "placements", "options"),
         )
+    ),
+    (
+        "lamella_megatron._model.units",
+        "lamella_megatron._checkpoint.stages",
+        "The Megatron adapter reads from the bottom up",
     ),
     (
         "lamella_checkpoint._formats.items",

@@ -16,7 +16,7 @@ import torch
 
 from lamella_integration.backends import RECIPES
 from lamella_integration.llama import SIZES, Block
-from lamella_precision import Float8Recipe, Part
+from lamella_precision import Float8Recipe, WeightRows
 
 _NUM_WARMUPS, _NUM_TIMES = 10, 50
 
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"| copy | - | - | {copied * 1e6:.0f} | {8 * numel / copied / 1e9:,.0f} |")
     for name, recipe in RECIPES.items():
         measure, encode = _calls(recipe, weights, shapes)
-        with patch("lamella_precision._float8._kernels_for", lambda cuts: None):
+        with patch("lamella_precision._scales.encoding._kernels_for", lambda cuts: None):
             rows = {"multi-tensor calls": [_seconds(call, options.device) for call in (measure, encode)]}
         rows["one kernel"] = [_seconds(call, options.device) for call in (measure, encode)]
         for kind, seconds in rows.items():
@@ -56,7 +56,7 @@ def _calls(
     """A measurement and an encoding of all weights."""
     scales = [torch.ones(recipe.scale_shape(shape), device=weights[0].device) for shape in shapes]
     amaxes = [torch.zeros_like(scale) if recipe.num_past else None for scale in scales]
-    parts = [Part(tuple(shape), 0, *scale) for shape, *scale in zip(shapes, scales, amaxes, strict=True)]
+    parts = [WeightRows(tuple(shape), 0, *scale) for shape, *scale in zip(shapes, scales, amaxes, strict=True)]
     data = [torch.empty(weight.shape, dtype=recipe.dtype, device=weight.device) for weight in weights]
     measured, encoded = recipe.measure_columns(weights, parts), recipe.columns(weights, [data], parts)
     return lambda: recipe.measure(*measured), lambda: recipe.encode(*encoded)

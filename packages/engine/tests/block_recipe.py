@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from lamella_precision import Direction, Part, PayloadFormat
+from lamella_precision import Direction, PayloadFormat, WeightRows
 
 BLOCK = 4
 Columns = Sequence[torch.Tensor]
@@ -113,7 +113,7 @@ class BlockRecipe:
         )
 
     def columns(
-        self, shards: Columns, payloads: Sequence[Columns | None], parts: Sequence[Part]
+        self, shards: Columns, payloads: Sequence[Columns | None], weight_rows: Sequence[WeightRows]
     ) -> tuple[Columns | None, ...]:
         return shards, *payloads
 

@@ -44,18 +44,18 @@ def coordinates(mesh_shape: tuple[int, ...]) -> list[tuple[int, ...]]:
     return list(product(*map(range, mesh_shape)))
 
 
-def pick(whole: torch.Tensor, region: Region) -> torch.Tensor:
+def pick(full: torch.Tensor, region: Region) -> torch.Tensor:
     """Index a tensor by a region, by brute force."""
     for dim, runs in enumerate(region.runs):
-        whole = whole.index_select(dim, torch.tensor([index for run in runs for index in range(*run)], dtype=torch.int))
-    return whole
+        full = full.index_select(dim, torch.tensor([index for run in runs for index in range(*run)], dtype=torch.int))
+    return full
 
 
-def cut_as_torch_does(whole: torch.Tensor, placement: Placement, num_ranks: int, rank: int) -> torch.Tensor:
+def cut_as_torch_does(full: torch.Tensor, placement: Placement, num_ranks: int, rank: int) -> torch.Tensor:
     """What DTensor itself calls to cut a tensor along one axis."""
     if isinstance(placement, Shard | _StridedShard):
-        return placement._split_tensor(whole, num_ranks, with_padding=False)[0][rank]
-    return whole
+        return placement._split_tensor(full, num_ranks, with_padding=False)[0][rank]
+    return full
 
 
 @given(placed(strided=True))
@@ -64,13 +64,13 @@ def test_every_rank_holds_the_elements_that_dtensor_gives_it_in_the_same_order(
 ) -> None:
     shape, mesh_shape, placements = case
     for coordinate in coordinates(mesh_shape):
-        whole = torch.arange(prod(shape)).view(shape)
-        expected = whole
+        full = torch.arange(prod(shape)).view(shape)
+        expected = full
         for placement, num_ranks, rank in zip(placements, mesh_shape, coordinate, strict=True):
             expected = cut_as_torch_does(expected, placement, num_ranks, rank)
         region = mesh_region(shape, mesh_shape, placements, coordinate)
         assert region.shape == expected.shape
-        assert torch.equal(pick(whole, region), expected)
+        assert torch.equal(pick(full, region), expected)
 
 
 @given(placed(strided=True))
@@ -108,14 +108,16 @@ def test_a_box_of_what_a_rank_holds_is_that_box_of_its_local_tensor(
     case: tuple[tuple[int, ...], tuple[int, ...], list[Placement]], data: st.DataObject
 ) -> None:
     shape, mesh_shape, placements = case
-    whole = torch.arange(prod(shape)).view(shape)
+    full = torch.arange(prod(shape)).view(shape)
     region = mesh_region(shape, mesh_shape, placements, data.draw(st.sampled_from(coordinates(mesh_shape))))
     ends = [sorted(data.draw(st.tuples(st.integers(0, size), st.integers(0, size)))) for size in region.shape]
-    box = Chunk.of([Range(*each) for each in ends])
-    expected = pick(whole, region)[tuple(slice(*indices) for indices in box.ranges)]
-    assert torch.equal(pick(whole, region.take(box)), expected)
-    held = [whole[tuple(slice(*indices) for indices in chunk.ranges)].flatten() for chunk in region.take(box).chunks]
-    assert sorted(torch.cat([*held, whole.flatten()[:0]]).tolist()) == sorted(expected.flatten().tolist())
+    box = Chunk.of([Range(*limits) for limits in ends])
+    expected = pick(full, region)[tuple(slice(*indices) for indices in box.ranges)]
+    assert torch.equal(pick(full, region.take(box)), expected)
+    held_elements = [
+        full[tuple(slice(*indices) for indices in chunk.ranges)].flatten() for chunk in region.take(box).chunks
+    ]
+    assert sorted(torch.cat([*held_elements, full.flatten()[:0]]).tolist()) == sorted(expected.flatten().tolist())
 
 
 @st.composite
@@ -142,11 +144,15 @@ def test_a_ragged_cut_beside_others_takes_the_rows_between_the_bounds(
     case: tuple[tuple[int, ...], tuple[int, ...], list[Placement], tuple[int, ...]],
 ) -> None:
     shape, mesh_shape, placements, order = case
-    whole, owners = torch.arange(prod(shape)).view(shape), torch.zeros(shape, dtype=torch.int)
+    full, owners = torch.arange(prod(shape)).view(shape), torch.zeros(shape, dtype=torch.int)
     for coordinate in coordinates(mesh_shape):
-        ragged = [(each, at) for each, at in zip(placements, coordinate, strict=True) if isinstance(each, RaggedShard)]
-        bounds, rank = ragged[0][0].bounds, sum(each.stride * at for each, at in ragged)
-        expected, is_cut = whole, False
+        ragged = [
+            (placement, at)
+            for placement, at in zip(placements, coordinate, strict=True)
+            if isinstance(placement, RaggedShard)
+        ]
+        bounds, rank = ragged[0][0].bounds, sum(placement.stride * at for placement, at in ragged)
+        expected, is_cut = full, False
         for axis in order:
             if not isinstance(placements[axis], RaggedShard):
                 expected = cut_as_torch_does(expected, placements[axis], mesh_shape[axis], coordinate[axis])
@@ -154,7 +160,7 @@ def test_a_ragged_cut_beside_others_takes_the_rows_between_the_bounds(
                 expected, is_cut = expected[bounds[rank] : bounds[rank + 1]], True
         region = mesh_region(shape, mesh_shape, placements, coordinate, order=order)
         assert region.shape == expected.shape
-        assert torch.equal(pick(whole, region), expected)
+        assert torch.equal(pick(full, region), expected)
         owners.view(-1)[expected.flatten()] += 1
     copies = prod(n for n, p in zip(mesh_shape, placements, strict=True) if isinstance(p, Replicate | Partial))
     assert bool((owners == copies).all())
@@ -176,7 +182,7 @@ def test_either_layout_inside_outer_cuts_is_a_partition_of_what_the_outer_ranks_
             for rank in range(num_shards):
                 for chunk in layout.chunks(0, rank, inside=outer):
                     owners[layout is even][tuple(slice(*indices) for indices in chunk.ranges)] += 1
-    assert all(bool((each == copies).all()) for each in owners.values())
+    assert all(bool((owner_counts == copies).all()) for owner_counts in owners.values())
 
 
 @given(placed(strided=False), st.data())
@@ -281,7 +287,7 @@ def test_an_uneven_cut_inside_tp_blocks_splits_a_fused_input_projection(
 ) -> None:
     # [32, 1] over TP 2 and DP 2: TP-local 16 rows of six components, of which DP rank 0 owns 6 rows.
     table = fused_table(16, 1, 6, component)
-    assert {(chunk.offsets[0], chunk.sizes[0]) for held in table for chunk in held} == chunks
+    assert {(chunk.offsets[0], chunk.sizes[0]) for rank_chunks in table for chunk in rank_chunks} == chunks
 
 
 @pytest.mark.parametrize(

@@ -42,10 +42,10 @@ def test_every_rank_owns_the_chunk_that_torch_chunk_gives_it(
     layout: EvenLayout,
 ) -> None:
     for index, (shape, dim) in enumerate(zip(layout.shapes, layout.dims, strict=True)):
-        whole = torch.arange(torch.Size(shape).numel()).view(shape)
+        full = torch.arange(torch.Size(shape).numel()).view(shape)
         for rank, expected in enumerate(torch_chunks(shape, dim, layout.num_shards)):
             offsets, sizes = layout.chunk(index, rank)
-            box = whole[tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))]
+            box = full[tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))]
             assert torch.equal(box, expected)
             assert layout.shard_shape(index, rank) == sizes == tuple(expected.shape)
             assert layout.shard_offsets(index, rank) == offsets
@@ -58,7 +58,7 @@ def test_slots_are_aligned_in_order_and_do_not_overlap(layout: EvenLayout) -> No
         ([layout.full_slot(i) for i in range(layout.num_tensors)], layout.full_numel),
     ):
         assert all(slot.start % layout.alignment == 0 for slot in slots)
-        assert all(left.stop <= right.start < left.stop + layout.alignment for left, right in pairwise(slots))
+        assert all(lower.stop <= upper.start < lower.stop + layout.alignment for lower, upper in pairwise(slots))
         assert slots[-1].stop == numel
 
 
@@ -76,7 +76,7 @@ def test_a_slot_holds_every_rank_s_chunk_and_the_unsharded_slot_holds_every_rank
         pieces = [layout.full_shard(index, rank) for rank in ranks]
         assert [piece.numel for piece in pieces] == [layout.slot_numel(index)] * layout.num_shards
         assert (pieces[0].start, pieces[-1].stop) == layout.full_slot(index)
-        assert all(left.stop == right.start for left, right in pairwise(pieces))
+        assert all(lower.stop == upper.start for lower, upper in pairwise(pieces))
 
 
 @given(even_layouts())
@@ -84,12 +84,12 @@ def test_contiguous_means_exactly_that_chunks_gathered_into_the_slot_are_the_ten
     layout: EvenLayout,
 ) -> None:
     for index, (shape, dim) in enumerate(zip(layout.shapes, layout.dims, strict=True)):
-        whole = torch.arange(torch.Size(shape).numel())
+        full = torch.arange(torch.Size(shape).numel())
         slot = torch.full((layout.full_slot(index).numel,), -1)
         for rank, chunk in enumerate(torch_chunks(shape, dim, layout.num_shards)):
             place = layout.full_shard(index, rank).shift(-layout.full_slot(index).start)
             slot[place.start : place.start + chunk.numel()] = chunk.flatten()
-        assert torch.equal(slot[: whole.numel()], whole) == layout.is_contiguous(index)
+        assert torch.equal(slot[: full.numel()], full) == layout.is_contiguous(index)
 
 
 @given(even_layouts())

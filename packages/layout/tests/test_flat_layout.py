@@ -70,10 +70,10 @@ def test_shards_laid_one_after_another_hold_every_tensor_in_one_piece(layout: Fl
 def test_every_element_is_owned_by_exactly_one_rank_in_rank_order(layout: FlatLayout) -> None:
     for index, shape in enumerate(layout.shapes):
         owned = [layout.owned(index, rank) for rank in range(layout.num_shards)]
-        held = [part for part in owned if part.numel]
-        assert [part.stop for part in held[:-1]] == [part.start for part in held[1:]]
-        assert sum(part.numel for part in held) == prod(shape)
-        assert not held or (held[0].start, held[-1].stop) == (0, prod(shape))
+        held_ranges = [part for part in owned if part.numel]
+        assert [part.stop for part in held_ranges[:-1]] == [part.start for part in held_ranges[1:]]
+        assert sum(part.numel for part in held_ranges) == prod(shape)
+        assert not held_ranges or (held_ranges[0].start, held_ranges[-1].stop) == (0, prod(shape))
 
 
 @given(flat_layouts())
@@ -90,22 +90,22 @@ def test_starts_are_aligned_in_the_whole_buffer_and_in_every_shard(layout: FlatL
 def test_what_must_stay_together_is_on_one_rank(layout: FlatLayout) -> None:
     for index, (shape, keep) in enumerate(zip(layout.shapes, layout.keep, strict=True)):
         row_numel = prod(shape[1:])
-        held = [part for rank in range(layout.num_shards) if (part := layout.owned(index, rank)).numel]
+        held_ranges = [part for rank in range(layout.num_shards) if (part := layout.owned(index, rank)).numel]
         for row in range(0, shape[0] if row_numel else 0, max(1, block_rows(shape, keep))):
             last = min(row + block_rows(shape, keep), shape[0])
             block = Range(row * row_numel, last * row_numel)
-            assert sum(part.intersection(block).numel > 0 for part in held) == 1
+            assert sum(part.intersection(block).numel > 0 for part in held_ranges) == 1
 
 
 @given(flat_layouts())
 def test_chunks_are_boxes_of_exactly_the_owned_elements(layout: FlatLayout) -> None:
     for index, shape in enumerate(layout.shapes):
-        whole = torch.arange(prod(shape)).view(shape)
+        full = torch.arange(prod(shape)).view(shape)
         for rank in range(layout.num_shards):
             owned, chunks = layout.owned(index, rank), layout.chunks(index, rank)
             assert len(chunks) == (1 if owned.numel else 0)
             for chunk in chunks:
-                assert whole[tuple(slice(*indices) for indices in chunk.ranges)].flatten().tolist() == [*range(*owned)]
+                assert full[tuple(slice(*indices) for indices in chunk.ranges)].flatten().tolist() == [*range(*owned)]
 
 
 @given(flat_layouts())
@@ -129,7 +129,7 @@ def test_padding_stays_below_the_bound_that_is_promised(layout: FlatLayout) -> N
     enough = ceil((sum(padded for _, padded, *_ in tensors) + gaps) / num_shards)
     bounds = []
     for longest in {0} | {numel for numel, *_ in tensors}:
-        if all(numel <= longest for numel, *_, whole in tensors if whole):
+        if all(numel <= longest for numel, *_, stays_whole in tensors if stays_whole):
             quantum = lcm(alignment, *(step for numel, _, step, _ in tensors if numel > longest))
             bounds.append(ceil(max(enough, longest) / quantum) * quantum)
     assert layout.shard_numel <= min(bounds)
@@ -284,7 +284,7 @@ def test_empty_tensors_and_empty_groups_take_no_memory() -> None:
 def test_starts_keep_no_more_distance_than_alignment_asks_for_when_everything_fits_one_shard() -> None:
     layout = FlatLayout.build([(10,), (7,), (30,)], 1, alignment=8)
     ranges = sorted(layout.tensor_range(index) for index in range(3))
-    assert all(right.start - left.stop < 8 for left, right in pairwise(ranges))
+    assert all(upper.start - lower.stop < 8 for lower, upper in pairwise(ranges))
     assert layout.shard_numel == 56
 
 

@@ -38,9 +38,9 @@ def test_scales_of_a_flat_layout_are_where_their_blocks_are(blocks: list[int], n
     scales = layout.with_shapes([(num, 8) for num in blocks])
     for i in range(len(blocks)):
         for rank in range(num_shards):
-            rows, own = layout.chunk(i, rank), scales.chunk(i, rank)
+            rows, own_chunk = layout.chunk(i, rank), scales.chunk(i, rank)
             assume(rows.sizes[0])
-            assert (own.offsets[0], own.sizes[0]) == (rows.offsets[0] // 4, rows.sizes[0] // 4)
+            assert (own_chunk.offsets[0], own_chunk.sizes[0]) == (rows.offsets[0] // 4, rows.sizes[0] // 4)
 
 
 def test_a_flat_layout_refuses_forms_that_no_one_ratio_describes() -> None:

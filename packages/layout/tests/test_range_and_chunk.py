@@ -24,19 +24,19 @@ def elements(chunk: Chunk) -> set[tuple[int, ...]]:
 
 @given(RANGES, RANGES)
 def test_the_intersection_of_ranges_holds_what_both_hold(one: Range, other: Range) -> None:
-    both = one.intersection(other)
-    assert set(range(*both)) == set(range(*one)) & set(range(*other))
-    assert both.numel == len(range(*both))
+    common = one.intersection(other)
+    assert set(range(*common)) == set(range(*one)) & set(range(*other))
+    assert common.numel == len(range(*common))
 
 
 @given(RANGES, RANGES)
 def test_an_empty_intersection_lies_at_the_nearer_end(one: Range, other: Range) -> None:
-    both = one.intersection(other)
-    assert one.start <= both.start <= both.stop <= one.stop
+    common = one.intersection(other)
+    assert one.start <= common.start <= common.stop <= one.stop
     if one.stop <= other.start:
-        assert both == (one.stop, one.stop)
+        assert common == (one.stop, one.stop)
     if other.stop <= one.start:
-        assert both == (one.start, one.start)
+        assert common == (one.start, one.start)
 
 
 @given(RANGES, st.integers(-20, 20))

@@ -79,13 +79,13 @@ def test_the_sources_read_no_parameter_that_is_not_declared(family: str) -> None
     """Reads are looked up in transformers' source: a new one would need a row in the table."""
     model = make_model(family, tie_word_embeddings=False)
     join_tied_blocks(model)
-    found = {f"{name}.{child}".lstrip(".") for name, module in model.named_modules() for child in _read_by(module)}
-    assert any(name.endswith("conv1d") for name in found)
+    read_names = {f"{name}.{child}".lstrip(".") for name, module in model.named_modules() for child in _read_by(module)}
+    assert any(name.endswith("conv1d") for name in read_names)
     declare_direct_reads(model)
     plan = plan_units(model, units=1)
-    assert not found & {unit.name for unit in plan.units}
+    assert not read_names & {unit.name for unit in plan.units}
     notes = {note.split(" ")[0] for note in plan.notes if "without calling its module" in note}
-    assert notes == found
+    assert notes == read_names
 
 
 def _read_by(module: nn.Module) -> set[str]:
@@ -93,7 +93,7 @@ def _read_by(module: nn.Module) -> set[str]:
     if "transformers.models" not in type(module).__module__:
         return set()
     [tree] = ast.parse(textwrap.dedent(inspect.getsource(type(module)))).body
-    methods = [each for each in ast.iter_child_nodes(tree) if isinstance(each, ast.FunctionDef)]
+    methods = [definition for definition in ast.iter_child_nodes(tree) if isinstance(definition, ast.FunctionDef)]
     chains = [
         ast.unparse(node)
         for method in methods
@@ -143,8 +143,8 @@ def test_units_come_before_the_units_around_them() -> None:
     join_tied_blocks(model)
     order = {id(unit): place for place, unit in enumerate(sharding_units(model))}
     for unit in sharding_units(model):
-        inside = [order[id(module)] for module in unit.modules() if id(module) in order and module is not unit]
-        assert all(place < order[id(unit)] for place in inside)
+        inner_positions = [order[id(module)] for module in unit.modules() if id(module) in order and module is not unit]
+        assert all(place < order[id(unit)] for place in inner_positions)
 
 
 def test_options_that_leave_a_read_module_out_need_no_declaration() -> None:

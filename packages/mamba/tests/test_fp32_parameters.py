@@ -62,8 +62,8 @@ def test_they_compute_in_fp32_and_all_others_in_bf16(family: str) -> None:
 @pytest.mark.parametrize("mixer", [Mamba, Mamba2, Mamba3], ids=lambda cls: cls.__name__)
 def test_marks_survive_sharding(mixer: Callable[[int], nn.Module]) -> None:
     def marks(model: nn.Module) -> dict[str, list[str]]:
-        wanted = ("_no_weight_decay", "_no_reinit")
-        return {name: [mark for mark in wanted if getattr(p, mark, False)] for name, p in model.named_parameters()}
+        mark_names = ("_no_weight_decay", "_no_reinit")
+        return {name: [mark for mark in mark_names if getattr(p, mark, False)] for name, p in model.named_parameters()}
 
     def check() -> None:
         model = MambaLMHeadModel(mixer)
@@ -105,8 +105,8 @@ def test_parameters_that_replace_those_of_a_model_on_the_meta_device_are_known()
         model = MambaLMHeadModel(Mamba2)
     override = keep_fp32(model)
     model.to_empty(device="cpu")
-    known = [name for name, p in model.named_parameters() if override(p) == torch.float32]
-    assert known == [name for name, _ in model.named_parameters() if name.rpartition(".")[2] in FP32_NAMES]
+    fp32_names = [name for name, p in model.named_parameters() if override(p) == torch.float32]
+    assert fp32_names == [name for name, _ in model.named_parameters() if name.rpartition(".")[2] in FP32_NAMES]
 
 
 def test_a_model_that_was_cast_in_between_is_refused_by_name() -> None:

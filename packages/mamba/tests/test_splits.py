@@ -49,16 +49,16 @@ def test_parts_for_another_number_of_ranks_do_not_depend_on_the_way(
 @given(_cases(), NUM_RANKS)
 def test_a_part_has_the_part_of_the_split(case: tuple[torch.Tensor, Split], num_ranks: int) -> None:
     tensor, by = case
-    own = by.part(num_ranks)
-    assert own.whole(num_ranks) == by
+    rank_split = by.part(num_ranks)
+    assert rank_split.whole(num_ranks) == by
     for rank in range(num_ranks):
         part = split(tensor, by, rank, num_ranks)
-        starts = torch.tensor([0, *own.sizes]).cumsum(0)[:-1]
+        starts = torch.tensor([0, *rank_split.sizes]).cumsum(0)[:-1]
         wholes = torch.tensor([0, *by.sizes]).cumsum(0)[:-1]
-        for start, whole, size in zip(starts.tolist(), wholes.tolist(), own.sizes, strict=True):
+        for start, full_start, size in zip(starts.tolist(), wholes.tolist(), rank_split.sizes, strict=True):
             assert by.dim is not None
             section = part.narrow(by.dim, start, size)
-            assert section.equal(tensor.narrow(by.dim, whole + rank * size, size))
+            assert section.equal(tensor.narrow(by.dim, full_start + rank * size, size))
 
 
 def test_every_rank_has_a_share_of_every_section() -> None:
@@ -77,9 +77,9 @@ def test_tensors_that_every_rank_holds_stay() -> None:
 
 
 def test_gradients_reach_the_whole() -> None:
-    whole = torch.ones(4, requires_grad=True)
-    split(whole, Split(dim=0, sizes=(2, 2)), 1, 2).sum().backward()  # type: ignore[no-untyped-call]
-    assert whole.grad is not None and whole.grad.tolist() == [0, 1, 0, 1]
+    full_tensor = torch.ones(4, requires_grad=True)
+    split(full_tensor, Split(dim=0, sizes=(2, 2)), 1, 2).sum().backward()  # type: ignore[no-untyped-call]
+    assert full_tensor.grad is not None and full_tensor.grad.tolist() == [0, 1, 0, 1]
 
 
 def test_a_group_is_not_cut() -> None:

@@ -23,9 +23,9 @@ def _inputs() -> dict[str, torch.Tensor]:
         "A": (HEADS,),
         "D": (HEADS,),
     }
-    made = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-    made["A"] = -made["A"].exp()
-    return {name: tensor.cuda().requires_grad_() for name, tensor in made.items()}
+    inputs = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    inputs["A"] = -inputs["A"].exp()
+    return {name: tensor.cuda().requires_grad_() for name, tensor in inputs.items()}
 
 
 @pytest.mark.ssm
@@ -36,8 +36,8 @@ def test_the_scan_in_steps_is_the_fused_kernels() -> None:
         results = []
         for scan in (kernels.mamba_split_conv1d_scan_combined, scan_in_steps):
             inputs = _inputs()
-            *others, d = inputs.values()
-            out = scan(*others, D=d, chunk_size=16, activation="silu", headdim=HEADDIM, ngroups=GROUPS)
+            *scan_inputs, d = inputs.values()
+            out = scan(*scan_inputs, D=d, chunk_size=16, activation="silu", headdim=HEADDIM, ngroups=GROUPS)
             gradients = torch.autograd.grad(out.square().mean(), list(inputs.values()))
             results.append({"out": out, **dict(zip(inputs, gradients, strict=True))})
         for name, expected in results[1].items():

@@ -31,10 +31,10 @@ def _make() -> nn.Module:
     config = importlib.import_module("mamba_ssm.models.config_mamba").MambaConfig
     model = importlib.import_module("mamba_ssm.models.mixer_seq_simple").MambaLMHeadModel
     torch.manual_seed(0)
-    made: nn.Module = model(
+    built: nn.Module = model(
         config(d_model=768, n_layer=24, vocab_size=VOCABULARY, ssm_cfg={"layer": "Mamba2"}), device="cuda"
     )
-    return made
+    return built
 
 
 def _loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
@@ -101,8 +101,8 @@ def _in_units(num_steps: int) -> list[float]:
 def test_the_smallest_units_train_on_the_fused_path_as_no_units_do() -> None:
     [expected] = run_ranks(_without_units, 1, NUM_STEPS, device="cuda", timeout_s=TIMEOUT_S)
     assert expected[-1] < expected[0] - 1.0, f"nothing was learned: {expected}"
-    [found] = run_ranks(_in_units, 1, NUM_STEPS, device="cuda", timeout_s=TIMEOUT_S)
-    assert found == expected
+    [trained] = run_ranks(_in_units, 1, NUM_STEPS, device="cuda", timeout_s=TIMEOUT_S)
+    assert trained == expected
 
 
 def test_fsdp2_fails_in_the_same_units() -> None:

@@ -53,8 +53,8 @@ def test_a_norm_without_marks_is_replicated(norm: nn.Module) -> None:
 
 
 def test_weight_and_bias_of_the_convolution_have_sections_of_x_b_and_c() -> None:
-    found = annotate(mamba_ssm_like.Mamba2(WIDTH))
-    assert found["conv1d.weight"] == found["conv1d.bias"] == CONVOLVED
+    splits = annotate(mamba_ssm_like.Mamba2(WIDTH))
+    assert splits["conv1d.weight"] == splits["conv1d.bias"] == CONVOLVED
 
 
 def test_a_convolution_of_the_mixers_own_parameters_has_the_same_sections() -> None:
@@ -90,10 +90,10 @@ def test_the_projection_into_a_mixer_has_five_sections() -> None:
 def test_the_projection_out_of_a_mixer_is_split_by_its_input() -> None:
     mixer = mamba_ssm_like.Mamba2(WIDTH)
     mixer.out_proj = nn.Linear(INNER, WIDTH)
-    found = annotate(mixer)
-    assert found["out_proj.weight"] == Split(dim=1, sizes=(INNER,), blocks=(HEAD,))
-    assert found["out_proj.weight"].kind == "row"
-    assert found["out_proj.bias"] == REPLICATED
+    splits = annotate(mixer)
+    assert splits["out_proj.weight"] == Split(dim=1, sizes=(INNER,), blocks=(HEAD,))
+    assert splits["out_proj.weight"].kind == "row"
+    assert splits["out_proj.bias"] == REPLICATED
 
 
 def test_marks_count_on_a_single_tensor_parallel_rank() -> None:
@@ -120,12 +120,12 @@ def test_marks_of_a_module_do_not_count() -> None:
 
 def test_names_are_those_of_the_model() -> None:
     model = MambaLMHeadModel(mamba_ssm_like.Mamba2, mamba_ssm_like.Mamba)
-    found = annotate(model)
-    assert set(found) == {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    assert found["backbone.layers.0.mixer.in_proj.weight"] == FUSED
-    assert found["backbone.layers.1.mixer.in_proj.weight"] == Split(dim=0, sizes=(INNER, INNER))
-    assert found["backbone.layers.1.norm.weight"] == found["backbone.norm_f.weight"] == REPLICATED
-    assert found["lm_head.weight"] is None
+    splits = annotate(model)
+    assert set(splits) == {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    assert splits["backbone.layers.0.mixer.in_proj.weight"] == FUSED
+    assert splits["backbone.layers.1.mixer.in_proj.weight"] == Split(dim=0, sizes=(INNER, INNER))
+    assert splits["backbone.layers.1.norm.weight"] == splits["backbone.norm_f.weight"] == REPLICATED
+    assert splits["lm_head.weight"] is None
 
 
 def test_marks_without_sections_keep_the_blocks_that_the_class_knows() -> None:
@@ -158,9 +158,9 @@ def test_grouped_experts_have_halves_that_marks_leave_out(options: dict[str, obj
         experts.linear_fc2.register_parameter(f"weight{i}", nn.Parameter(torch.ones(2, 8)))
         _mark(experts.linear_fc1.get_parameter(f"weight{i}"))
         _mark(experts.linear_fc2.get_parameter(f"weight{i}"), dim=1)
-    found = annotate(experts)
-    assert [found[f"linear_fc1.weight{i}"] for i in range(2)] == [expected, expected]
-    assert found["linear_fc2.weight1"] == Split(dim=1, sizes=(8,))
+    splits = annotate(experts)
+    assert [splits[f"linear_fc1.weight{i}"] for i in range(2)] == [expected, expected]
+    assert splits["linear_fc2.weight1"] == Split(dim=1, sizes=(8,))
 
 
 @pytest.mark.parametrize(
@@ -173,24 +173,26 @@ def test_what_linear_layers_leave_unmarked_is_replicated(class_name: str, parame
 
 
 def test_first_mixers_share_their_channels() -> None:
-    found = annotate(mamba_ssm_like.Mamba(WIDTH))
+    splits = annotate(mamba_ssm_like.Mamba(WIDTH))
     channels = Split(dim=0, sizes=(INNER,))
-    assert all(found[f"{name}"] == channels for name in ("A_log", "D", "dt_proj.bias", "dt_proj.weight", "conv1d.bias"))
-    assert found["x_proj.weight"] == found["out_proj.weight"] == Split(dim=1, sizes=(INNER,))
-    assert found["out_proj.bias"] == REPLICATED
+    assert all(
+        splits[f"{name}"] == channels for name in ("A_log", "D", "dt_proj.bias", "dt_proj.weight", "conv1d.bias")
+    )
+    assert splits["x_proj.weight"] == splits["out_proj.weight"] == Split(dim=1, sizes=(INNER,))
+    assert splits["out_proj.bias"] == REPLICATED
 
 
 @pytest.mark.parametrize("family", sorted(set(CONFIGS) - {"qwen3_next", "zamba"}))
 def test_every_parameter_of_a_familys_mixer_is_known(family: str) -> None:
     with torch.device("meta"):
         model = make_model(family)
-    found = annotate(model)
+    splits = annotate(model)
     mixers = [name for name, module in model.named_modules() if hasattr(module, "conv1d")]
     assert mixers
-    for name, how in found.items():
+    for name, how in splits.items():
         if any(name.startswith(f"{mixer}.") for mixer in mixers):
             assert how is not None, name
-    num_sections = {len(how.sizes) for name, how in found.items() if how and name.endswith("in_proj.weight")}
+    num_sections = {len(how.sizes) for name, how in splits.items() if how and name.endswith("in_proj.weight")}
     assert num_sections == {2 if family in {"mamba", "falcon_mamba", "jamba"} else 5}
 
 

@@ -35,8 +35,8 @@ class GroupedLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weights = [self.get_parameter(f"weight{i}") for i in range(self.num_gemms)]
         biases = [self.get_parameter(f"bias{i}") for i in range(self.num_gemms)]
-        made: torch.Tensor = _Grouped.apply(self, x, *weights, *biases)  # type: ignore[no-untyped-call]
-        return made
+        output: torch.Tensor = _GroupedProduct.apply(self, x, *weights, *biases)  # type: ignore[no-untyped-call]
+        return output
 
     @torch.no_grad()
     def backward_dw(self) -> None:
@@ -46,7 +46,7 @@ class GroupedLinear(nn.Module):
             hook()
 
 
-class _Grouped(torch.autograd.Function):
+class _GroupedProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, layer: GroupedLinear, x: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
         n = layer.num_gemms
@@ -74,15 +74,15 @@ class _Grouped(torch.autograd.Function):
                 weight.main_grad = buffer
 
         def weight_gradients() -> list[torch.Tensor | None]:
-            made: list[torch.Tensor | None] = []
+            gradients_of_weights: list[torch.Tensor | None] = []
             for (part, rows), weight, buffer in zip(pairs, ctx.weights, buffers, strict=True):
                 if buffer is None:
-                    made.append(part.T @ rows)
+                    gradients_of_weights.append(part.T @ rows)
                     continue
                 product = (part.T @ rows).to(buffer.dtype)
                 buffer.copy_(product) if weight.overwrite_main_grad else buffer.add_(product)
-                made.append(None)
-            return made
+                gradients_of_weights.append(None)
+            return gradients_of_weights
 
         dummies: list[torch.Tensor | None] = [None] * n
         if layer.fuse_wgrad_accumulation:
@@ -90,13 +90,18 @@ class _Grouped(torch.autograd.Function):
                 weight.grad_added_to_main_grad = True
                 dummies[i] = torch.full_like(weight, 99.0)
         if not layer.delays:
-            made = weight_gradients()
-            return None, inputs, *(dummies if layer.fuse_wgrad_accumulation else made), *(part.sum(0) for part in parts)
+            gradients_of_weights = weight_gradients()
+            return (
+                None,
+                inputs,
+                *(dummies if layer.fuse_wgrad_accumulation else gradients_of_weights),
+                *(part.sum(0) for part in parts),
+            )
 
         def later() -> None:
-            for weight, found in zip(ctx.weights, weight_gradients(), strict=True):
-                if found is not None:
-                    weight.grad = found
+            for weight, weight_gradient in zip(ctx.weights, weight_gradients(), strict=True):
+                if weight_gradient is not None:
+                    weight.grad = weight_gradient
             for bias, part in zip(ctx.biases, parts, strict=True):
                 if bias.grad is None:
                     bias.grad = part.sum(0)

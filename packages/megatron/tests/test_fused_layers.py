@@ -33,11 +33,11 @@ def _gradients(model: nn.Module, microbatches: torch.Tensor) -> dict[str, torch.
         for layer in model.modules():
             if isinstance(layer, GroupedLinear) and layer.delays:
                 layer.backward_dw()
-    found = {}
+    gradients = {}
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
-        found[name] = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
-    return found
+        gradients[name] = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+    return gradients
 
 
 def _shard(model: nn.Sequential, stage: AxisPlacement) -> None:
@@ -58,14 +58,14 @@ def test_gradients_are_those_of_plain_layers(
     def on_each_rank() -> None:
         parts = batches.chunk(NUM_RANKS, dim=1)  # a grouped linear tells its rows apart by their place
         alone = [_gradients(_make(), part) for part in parts]
-        expected = {name: sum(each[name] for each in alone) / NUM_RANKS for name in alone[0]}
+        expected = {name: sum(rank_gradients[name] for rank_gradients in alone) / NUM_RANKS for name in alone[0]}
         model = _make(fuse=fuse, delay=delay)
         _shard(model, stage)
         for _ in range(2):  # a second step finds buffers and callbacks as the first did
-            found = _gradients(model, parts[dist.get_rank()])
-            assert found.keys() == expected.keys()
+            gradients = _gradients(model, parts[dist.get_rank()])
+            assert gradients.keys() == expected.keys()
             for name, gradient in expected.items():
-                torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-6, msg=name)
+                torch.testing.assert_close(gradients[name], gradient, rtol=1e-5, atol=1e-6, msg=name)
             model.zero_grad()
 
     run_ranks(on_each_rank, NUM_RANKS)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from lamella_megatron._patterns import Item, Pattern, parse_pattern
+from lamella_megatron._model.patterns import LayerGroup, Pattern, parse_pattern
 
 
-def _group(symbols: str, first: int) -> Item:
-    return Item(symbols, first, is_group=True)
+def _group(symbols: str, first: int) -> LayerGroup:
+    return LayerGroup(symbols, first, is_group=True)
 
 
-def _layer(symbol: str, first: int) -> Item:
-    return Item(symbol, first, is_group=False)
+def _layer(symbol: str, first: int) -> LayerGroup:
+    return LayerGroup(symbol, first, is_group=False)
 
 
 @pytest.mark.parametrize(
@@ -36,10 +36,10 @@ def _layer(symbol: str, first: int) -> Item:
     ],
 )
 def test_a_pattern_is_taken_apart(text: str, expected: Pattern, flat: str) -> None:
-    found = parse_pattern(text)
-    assert found == expected
-    assert found.flat == flat
-    assert [number for item in found.items for number in item.layers] == list(range(len(found.symbols)))
+    pattern = parse_pattern(text)
+    assert pattern == expected
+    assert pattern.flat == flat
+    assert [number for group in pattern.groups for number in group.layers] == list(range(len(pattern.symbols)))
 
 
 @pytest.mark.parametrize(

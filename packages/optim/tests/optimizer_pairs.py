@@ -159,9 +159,9 @@ class Overlapped(Pair):
 def held_nbytes(model: nn.Module) -> dict[str, int]:
     """The bytes that units hold unsharded."""
     modules = [(name, module) for name, module in model.named_modules() if hasattr(module, "unshard")]
-    held = {name or "root": state_of(module).unit for name, module in modules}
+    units = {name or "root": state_of(module).unit for name, module in modules}
     return {
         name: nbytes
-        for name, unit in held.items()
+        for name, unit in units.items()
         if (nbytes := sum(group.unsharded_weight.flat.untyped_storage().nbytes() for group in unit.parameters.groups))
     }

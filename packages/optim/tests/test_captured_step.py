@@ -63,22 +63,22 @@ def test_sharded_it_takes_the_steps_of_the_plain_loop() -> None:
 
 
 def test_what_comes_back_is_a_copy_without_history() -> None:
-    kept = torch.zeros(3)
-    captured = capture_step(lambda: (kept, "a name"), Loop(Net()).optimizer)
+    state = torch.zeros(3)
+    captured = capture_step(lambda: (state, "a name"), Loop(Net()).optimizer)
     for _ in range(5):
         tensor, name = captured()
         tensor += 1
         assert name == "a name"
-    assert not kept.any()
+    assert not state.any()
     assert not Loop(Net()).captured(inputs(4))["loss"].requires_grad
 
 
 def test_no_batch_is_written_to() -> None:
     loop = Loop(Net())
-    given = list(batches())
-    for x in given:
+    batch_list = list(batches())
+    for x in batch_list:
         loop.captured(x)
-    assert all(map(torch.equal, given, batches()))
+    assert all(map(torch.equal, batch_list, batches()))
 
 
 @pytest.mark.parametrize("num_before", [1, 4])
@@ -111,13 +111,13 @@ def test_inputs_that_may_hide_tensors_are_refused_before_anything_runs(kind: typ
 
 
 def test_outputs_are_seen_in_records_and_refused_where_they_may_hide() -> None:
-    kept = torch.zeros(3)
+    state = torch.zeros(3)
     optimizer = Loop(Net()).optimizer
-    record = capture_step(lambda: Record(kept), optimizer)()
+    record = capture_step(lambda: Record(state), optimizer)()
     record.x += 1
-    assert not kept.any()
+    assert not state.any()
     with pytest.raises(ValueError, match="what is returned by a captured step .* got Batch"):
-        capture_step(lambda: Batch(kept), optimizer)()
+        capture_step(lambda: Batch(state), optimizer)()
 
 
 def test_a_learning_rate_may_change_before_the_capture_and_not_after_it() -> None:

@@ -102,7 +102,7 @@ def test_gradients_that_float32_does_not_hold_are_clipped_as_unsharded(dtype: to
 class _Holder(nn.Module):
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         super().__init__()
-        self.held = nn.ParameterList(parameters)
+        self.parameter_list = nn.ParameterList(parameters)
 
     def forward(self) -> None: ...
 

@@ -66,7 +66,7 @@ def test_clipping_waits_for_a_backward_that_was_finalized_and_not_waited_for(sta
 def test_optimizers_that_hide_their_steps_step_after_the_end(wrap: Callable[..., object], async_op: bool) -> None:
     def check() -> None:
         reference, sharded, model = _by_hand()
-        optimizers = [sgd(list(each.parameters())) for each in (reference, sharded)]
+        optimizers = [sgd(list(model.parameters())) for model in (reference, sharded)]
         wrapped = wrap(optimizers[1])
         for step in range(3):
             for microbatch in range(2):

@@ -62,9 +62,11 @@ class _Noting(Lion):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         if self.late is not None:
-            held = [p for group in self.param_groups for p in group["params"] if id(p) in self.late.installed]
-            assert all(self.late.installed[id(p)].is_before(self.late.streams.current.seen) for p in held)
-            self.late.optimizer.num_seen += len(held)
+            late_parameters = [
+                p for group in self.param_groups for p in group["params"] if id(p) in self.late.installed
+            ]
+            assert all(self.late.installed[id(p)].is_before(self.late.streams.current.seen) for p in late_parameters)
+            self.late.optimizer.num_seen += len(late_parameters)
         super().step()
 
 

@@ -63,12 +63,12 @@ class PlainAdam(torch.optim.Optimizer):
             parameter.sub_(lr * mean / (square.sqrt() + 1e-8))
 
     def state_dict(self) -> dict[str, Any]:
-        found = super().state_dict()
-        for key, parameter in self._by_key(found).items():
-            if key in found["state"]:
-                packed = found["state"][key].items()
-                found["state"][key] = {name: value * self.scales[parameter] for name, value in packed}
-        return found
+        state = super().state_dict()
+        for key, parameter in self._by_key(state).items():
+            if key in state["state"]:
+                packed = state["state"][key].items()
+                state["state"][key] = {name: value * self.scales[parameter] for name, value in packed}
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
@@ -108,7 +108,7 @@ def test_plain_kernels_take_the_unsharded_steps() -> None:
         assert_at_rest(sharded)
         return [p.to_local().numel() for p in sharded.parameters() if isinstance(p, DTensor)]
 
-    assert any(numel == 0 for of_rank in run_ranks(check, 4) for numel in of_rank)
+    assert any(numel == 0 for numels in run_ranks(check, 4) for numel in numels)
 
 
 def test_without_it_the_kernels_refuse() -> None:
@@ -211,8 +211,8 @@ def test_state_dicts_hold_dtensors_and_load() -> None:
         resumed.load_state_dict(saved)
         _train(sharded, resumed, 1)
         assert_weights_equal(reference, sharded, rtol=1e-5, atol=1e-6)
-        for state, wanted in zip(resumed.state.values(), expected.state.values(), strict=True):
-            torch.testing.assert_close({k: whole(v) for k, v in state.items()}, wanted, rtol=1e-5, atol=1e-6)
+        for state, expected_state in zip(resumed.state.values(), expected.state.values(), strict=True):
+            torch.testing.assert_close({k: whole(v) for k, v in state.items()}, expected_state, rtol=1e-5, atol=1e-6)
 
     run_ranks(check, 4)
 
@@ -244,10 +244,10 @@ def test_ranks_that_own_nothing_have_the_state_of_torchs_optimizers_too() -> Non
         found: Any = get_optimizer_state_dict(sharded, optimizer)["state"]
         return [sorted(state) for state in found.values()]
 
-    assert all(found == [["exp_avg", "exp_avg_sq", "step"]] * 6 for found in run_ranks(check, 4))
+    assert all(state_names == [["exp_avg", "exp_avg_sq", "step"]] * 6 for state_names in run_ranks(check, 4))
 
 
-@pytest.mark.parametrize("through", [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])
+@pytest.mark.parametrize("through", [copy.deepcopy, lambda optimizer: pickle.loads(pickle.dumps(optimizer))])
 def test_a_copy_of_it_steps_too(through: Callable[[Any], Any]) -> None:
     def check() -> None:
         optimizer = step_on_local_shards(torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.5, momentum=0.5))

@@ -24,12 +24,12 @@ def _model() -> Net:
 
 def _backward(model: Net) -> dict[str, DTensor]:
     model(rows_of_this_rank(inputs())).float().square().mean().backward()
-    found = {}
+    gradients = {}
     for name, parameter in model.named_parameters():
         assert isinstance(parameter.grad, DTensor), name
         assert parameter.grad.dtype == BF16
-        found[name] = parameter.grad
-    return found
+        gradients[name] = parameter.grad
+    return gradients
 
 
 def test_clipping_takes_the_norm_in_fp32() -> None:

@@ -77,10 +77,10 @@ def _pair(
 
 
 def _assert_holds_shards(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    assert [id(parameter) for parameter in held] == [id(parameter) for parameter in model.parameters()]
-    assert set(optimizer.state) <= set(held)
-    for parameter in held:
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    assert [id(parameter) for parameter in parameters] == [id(parameter) for parameter in model.parameters()]
+    assert set(optimizer.state) <= set(parameters)
+    for parameter in parameters:
         state = [t for t in pytree.tree_leaves(optimizer.state.get(parameter, {})) if isinstance(t, torch.Tensor)]
         for tensor in state:
             assert tensor.ndim == 0 or (tensor.shape, tensor.placements) == (parameter.shape, parameter.placements)  # type: ignore[attr-defined]
@@ -174,8 +174,10 @@ def test_groups_keep_their_order_their_options_and_parameters_that_no_unit_took(
         model, outside = Net(), nn.Parameter(torch.ones(3))
         ignored = model.head.bias
         first = [model.stem.weight, outside, ignored]
-        rest = [p for p in model.parameters() if p is not model.stem.weight and p is not ignored]
-        optimizer = torch.optim.SGD([{"params": first, "lr": 0.5}, {"params": rest, "weight_decay": 0.1}], lr=0.1)
+        other_parameters = [p for p in model.parameters() if p is not model.stem.weight and p is not ignored]
+        optimizer = torch.optim.SGD(
+            [{"params": first, "lr": 0.5}, {"params": other_parameters, "weight_decay": 0.1}], lr=0.1
+        )
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
         for layer in model.layers:
             fully_shard(layer)
@@ -361,12 +363,12 @@ def test_unsharded_parameters_and_state_are_held_until_the_first_step_and_no_lon
         model = Net()
         optimizer = ADAMW(model.parameters())
         _steps(model, optimizer, 1)
-        held = [weakref.ref(t) for p, state in optimizer.state.items() for t in (p, state["exp_avg"])]
+        references = [weakref.ref(t) for p, state in optimizer.state.items() for t in (p, state["exp_avg"])]
         shard(model)
         gc.collect()
-        assert all(ref() is not None for ref in held)
+        assert all(ref() is not None for ref in references)
         _steps(model, optimizer, 1)
-        assert all(ref() is None for ref in held), "without the cyclic collector"
+        assert all(ref() is None for ref in references), "without the cyclic collector"
         assert all(t.untyped_storage().nbytes() < 4 * p.numel() for p, t in _local_states(optimizer) if p.shape[0] > 1)
 
     run_ranks(check, 2)

@@ -95,11 +95,11 @@ def _a_refused_step_counts_no_write(prepare: Callable[[FSDPModule, Net], object]
     optimizer = torch.optim.AdamW(model.parameters())
     prepare(fsdp(model), model)
     _backward(model)
-    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    versions = [parameter._version for parameter in held]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    versions = [parameter._version for parameter in parameters]
     with pytest.raises(RuntimeError):
         optimizer.step()
-    assert [parameter._version for parameter in held] == versions
+    assert [parameter._version for parameter in parameters] == versions
 
 
 def _refusing_an_unfinished_backward_counts_no_write() -> None:
@@ -138,8 +138,8 @@ def test_one_hook_is_called_before_a_step_and_one_after() -> None:
         (torch_optimizer._global_optimizer_pre_hooks, hooks.before_step),
         (torch_optimizer._global_optimizer_post_hooks, hooks.after_step),
     ):
-        found = [hook for hook in registered.values() if hook.__module__.startswith("lamella_")]
-        assert found == [ours]
+        own_hooks = [hook for hook in registered.values() if hook.__module__.startswith("lamella_")]
+        assert own_hooks == [ours]
 
 
 def test_this_packages_functions_are_at_the_places_that_the_order_has_for_them() -> None:
@@ -174,6 +174,6 @@ def test_a_step_goes_wrong_wherever_a_pair_is_swapped(pair: Pair) -> None:
 def _orders_that_break(pair: Pair) -> Iterator[tuple[str, ...]]:
     """Each place where the later of a pair can stand ahead of the earlier, with all others in the written order."""
     earlier, later = pair
-    others = [name for name in NAMES if name not in pair]
-    for first, second in itertools.combinations_with_replacement(range(len(others) + 1), 2):
-        yield (*others[:first], later, *others[first:second], earlier, *others[second:])
+    other_names = [name for name in NAMES if name not in pair]
+    for first, second in itertools.combinations_with_replacement(range(len(other_names) + 1), 2):
+        yield (*other_names[:first], later, *other_names[first:second], earlier, *other_names[second:])

@@ -111,8 +111,8 @@ def test_two_units_are_held_between_a_step_and_the_next_forward_whatever_the_pre
                 pair = Overlapped()
                 fsdp(pair.model).set_options(prefetch_budget=budget)
                 assert pair.train() == ["root", "layers.0"]
-                held = {name: state_of(pair.model.get_submodule(name)).unit for name in ("", "layers.0")}
-                nbytes = {name or "root": unit.parameters.unsharded_nbytes for name, unit in held.items()}
+                units = {name: state_of(pair.model.get_submodule(name)).unit for name in ("", "layers.0")}
+                nbytes = {name or "root": unit.parameters.unsharded_nbytes for name, unit in units.items()}
                 assert held_nbytes(pair.model) == nbytes
 
     run_ranks(check, 2)
@@ -188,12 +188,12 @@ def test_options_and_several_groups_count(options: dict[str, Any], name: str) ->
     def check() -> None:
         def optimizer(model: nn.Module) -> Optimizer:
             matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
-            others = [parameter for parameter in model.parameters() if parameter.ndim <= 1]
-            groups = [{"params": matrices}, {"params": others, **options, "weight_decay": 0.0}]
+            vectors = [parameter for parameter in model.parameters() if parameter.ndim <= 1]
+            groups = [{"params": matrices}, {"params": vectors, **options, "weight_decay": 0.0}]
             return OPTIMIZERS[name](groups, **options)
 
         pair = Overlapped(optimizer=optimizer)
-        schedulers = [torch.optim.lr_scheduler.ExponentialLR(each, 0.5) for each in pair.optimizers]
+        schedulers = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5) for optimizer in pair.optimizers]
         for _ in range(3):
             assert pair.train(1) == ["root", "layers.0"]
             for scheduler in schedulers:
@@ -415,21 +415,21 @@ class _Raises(Lion):
 def test_after_a_step_that_raised_the_next_forward_sees_what_it_has_updated() -> None:
     def check() -> None:
         def optimizer(model: nn.Module) -> Optimizer:
-            made = _Raises(model.parameters())
-            made.last = list(model.get_submodule("layers.2").parameters())[-1]
-            return made
+            raising = _Raises(model.parameters())
+            raising.last = list(model.get_submodule("layers.2").parameters())[-1]
+            return raising
 
         pair = Overlapped(apply=_last_layer_last, optimizer=optimizer)
         pair.train()
         pair.backward()
-        for each in pair.optimizers:
-            each.raises = True  # type: ignore[attr-defined]
+        for stepped in pair.optimizers:
+            stepped.raises = True  # type: ignore[attr-defined]
             with pytest.raises(ArithmeticError):
-                each.step()
-            each.raises = False  # type: ignore[attr-defined]
-        for model, each in zip(pair.models, pair.optimizers, strict=True):
+                stepped.step()
+            stepped.raises = False  # type: ignore[attr-defined]
+        for model, stepped in zip(pair.models, pair.optimizers, strict=True):
             nums_updates = _count_updates(model)
-            each.step(lambda: 0.0)
+            stepped.step(lambda: 0.0)
             assert all(nums_updates.values()), "the step that raised is not the one that was counted"
         pair.assert_looks_alike()
         pair.train()

@@ -47,12 +47,12 @@ def _write_rows(model: nn.Module) -> None:
 def _replace_storage(model: nn.Module) -> None:
     """As `.to()` on a module inside of a unit, which the unit is not told of."""
     stem = model.get_submodule("stem")
-    held = dict(stem.named_parameters())
+    parameters = dict(stem.named_parameters())
     stem.to(torch.float64)
     stem.to(torch.float32)
     with torch.no_grad():
         for name, parameter in stem.named_parameters():
-            assert parameter is held[name]
+            assert parameter is parameters[name]
             local(parameter).mul_(2.0)
 
 
@@ -165,15 +165,15 @@ def test_weights_that_change_before_a_unit_is_unsharded_by_hand_are_gathered_aga
                 pair.train()
                 for model in pair.models:
                     _write(model)
-                held = [getattr(fsdp(model), use)() for model in pair.models]
-                for each in held:
-                    if each is not None:
-                        each.wait()
+                handles = [getattr(fsdp(model), use)() for model in pair.models]
+                for handle in handles:
+                    if handle is not None:
+                        handle.wait()
                 weights = [model.get_parameter("stem.weight").detach().clone() for model in pair.models]
                 assert torch.equal(*weights)
-                for model, each in zip(pair.models, held, strict=True):
-                    if each is not None:
-                        each.release()
+                for model, handle in zip(pair.models, handles, strict=True):
+                    if handle is not None:
+                        handle.release()
                     fsdp(model).reshard()
 
     run_ranks(check, 2)

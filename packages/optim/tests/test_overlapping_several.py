@@ -35,22 +35,22 @@ def _train_with(optimizers: Sequence[Optimizer], model: nn.Module, num_steps: in
 @pytest.mark.parametrize("overlapped", [(True, True), (True, False), (False, True)])
 def test_each_of_several_optimizers_gathers_the_units_that_are_all_its_own(overlapped: tuple[bool, bool]) -> None:
     def check() -> None:
-        models, found = [], []
+        models, overlapped_units = [], []
         for overlaps in (False, True):
             torch.manual_seed(0)
             models.append(model := shard(Net()))
             inner = [p for layer in model.layers for p in layer.parameters()]
             outer = [p for p in model.parameters() if not any(p is other for other in inner)]
             optimizers = [torch.optim.AdamW([*outer, *inner[4:8]]), torch.optim.SGD([*inner[:4], *inner[8:]], lr=0.1)]
-            for optimizer, wanted in zip(optimizers, overlapped, strict=True):
-                if overlaps and wanted:
+            for optimizer, names in zip(optimizers, overlapped, strict=True):
+                if overlaps and names:
                     overlap_optimizer(optimizer)
-            found.append(_train_with(optimizers, model))
+            overlapped_units.append(_train_with(optimizers, model))
         assert_same_weights(*models)
-        first, second, forward = found[1]
+        first, second, forward = overlapped_units[1]
         assert first == (["root"] if overlapped[0] else [])  # layers.0 is the other's
         assert second == []  # it has not the first unit, which is gathered before others
-        assert first + second + forward == found[0][-1]  # what one has gathered outlives the other's step
+        assert first + second + forward == overlapped_units[0][-1]  # what one has gathered outlives the other's step
 
     run_ranks(check, 2)
 
@@ -59,8 +59,8 @@ def test_a_unit_that_two_optimizers_share_is_not_gathered_in_the_step_of_either(
     def check() -> None:
         model = shard(Net())
         matrices = [p for p in model.parameters() if p.ndim > 1]
-        others = [p for p in model.parameters() if p.ndim <= 1]
-        optimizers = [torch.optim.AdamW(parameters) for parameters in (matrices, others)]
+        vectors = [p for p in model.parameters() if p.ndim <= 1]
+        optimizers = [torch.optim.AdamW(parameters) for parameters in (matrices, vectors)]
         for optimizer in optimizers:
             overlap_optimizer(optimizer)
         *gathered, _ = _train_with(optimizers, model)

@@ -47,8 +47,8 @@ def test_gathers_come_behind_the_update_of_what_they_read_and_not_behind_the_res
         assert len(seen) == 2
         for name, parameter in model.named_parameters():
             is_late = name.startswith(("layers.1", "layers.2"))
-            for each in seen:
-                assert optimizer.work[id(parameter)].is_before(each) != is_late, name
+            for event in seen:
+                assert optimizer.work[id(parameter)].is_before(event) != is_late, name
 
     run_ranks(check, 2)
 

@@ -88,9 +88,9 @@ def _assert_equal(pair: list[tuple[nn.Module, Optimizer]]) -> None:
         states = [optimizer.state[p] for p in parameters]
         assert list(optimizer.state) == parameters == [p for g in optimizer.param_groups for p in g["params"]]
         found.append((parameters, states, optimizer.state_dict()))
-    ones, others = (pytree.tree_flatten(each) for each in found)
-    assert ones[1] == others[1]
-    for one, other in zip(ones[0], others[0], strict=True):
+    leaves, other_leaves = (pytree.tree_flatten(state) for state in found)
+    assert leaves[1] == other_leaves[1]
+    for one, other in zip(leaves[0], other_leaves[0], strict=True):
         assert type(one) is type(other)
         if isinstance(one, DTensor):
             assert one.placements == other.placements
@@ -144,9 +144,9 @@ def test_parameters_in_the_flat_layout_are_stepped_alike_and_kernels_see_no_empt
         shards = [p.to_local() for p in pair[0][0].parameters() if isinstance(p, DTensor)]
         return all(shard.numel() > 0 for shard in shards), _check_alike(pair)[1] == 0
 
-    found = [*run_ranks(check, 1), *run_ranks(check, 2)]
-    assert all(has_rows == is_below for has_rows, is_below in found)
-    assert {has_rows for has_rows, _ in found} == {True, False}
+    outcomes = [*run_ranks(check, 1), *run_ranks(check, 2)]
+    assert all(has_rows == is_below for has_rows, is_below in outcomes)
+    assert {has_rows for has_rows, _ in outcomes} == {True, False}
 
 
 def test_gradients_that_a_hook_exchanges_are_the_ones_that_count() -> None:
@@ -245,9 +245,9 @@ def test_options_and_groups_may_change_between_steps() -> None:
         assert _check_alike(_pair(), halve)[1] == 0
         pair = _pair()
         for model, optimizer in pair:
-            first, *rest = model.parameters()
+            first, *other_parameters = model.parameters()
             optimizer.param_groups[0]["params"] = [first]
-            optimizer.add_param_group({"params": rest, "lr": 3e-2})
+            optimizer.add_param_group({"params": other_parameters, "lr": 3e-2})
         assert _check_alike(pair)[1] == 0
 
     run_ranks(check, 2)
@@ -285,19 +285,19 @@ def test_parameters_beside_units_are_stepped_too() -> None:
     def check() -> None:
         for _ in range(2):
             pair = _pair(foreach=False)
-            beside = [nn.Parameter(torch.ones(3)) for _ in pair]
-            for (_, optimizer), parameter in zip(pair, beside, strict=True):
+            unsharded = [nn.Parameter(torch.ones(3)) for _ in pair]
+            for (_, optimizer), parameter in zip(pair, unsharded, strict=True):
                 optimizer.add_param_group({"params": [parameter]})
-            for (model, optimizer), parameter in zip(pair, beside, strict=True):
+            for (model, optimizer), parameter in zip(pair, unsharded, strict=True):
 
                 def step(optimizer: Optimizer, parameter: nn.Parameter = parameter) -> None:
                     parameter.grad = torch.full((3,), 0.5)
 
-                with patch("lamella_optim._plain.has_other_hooks", return_value=parameter is beside[0]):
+                with patch("lamella_optim._plain.has_other_hooks", return_value=parameter is unsharded[0]):
                     num = _train(model, optimizer, before_step=step)
-                assert (num > 0) == (parameter is beside[0])
-            assert torch.equal(*beside)
-            assert torch.equal(*(o.state[p]["exp_avg"] for (_, o), p in zip(pair, beside, strict=True)))
+                assert (num > 0) == (parameter is unsharded[0])
+            assert torch.equal(*unsharded)
+            assert torch.equal(*(o.state[p]["exp_avg"] for (_, o), p in zip(pair, unsharded, strict=True)))
 
     run_ranks(check, 2)
 
@@ -353,11 +353,11 @@ def test_what_a_step_notes_on_its_optimizer_is_noted_there() -> None:
     def check() -> None:
         model, optimizer = _pair()[0]
         noted: list[Any] = []
-        own = torch.optim.AdamW._init_group
+        class_function = torch.optim.AdamW._init_group
 
         def init_group(self: Any, *args: Any, **kwargs: Any) -> Any:
             self.was_stepped = True
-            return own(self, *args, **kwargs)  # type: ignore[no-untyped-call]
+            return class_function(self, *args, **kwargs)  # type: ignore[no-untyped-call]
 
         optimizer.register_step_post_hook(lambda optimizer, *_: setattr(optimizer, "note", len(noted)))
         with patch.object(torch.optim.Adam, "_init_group", init_group):
@@ -388,7 +388,7 @@ def test_hooks_after_a_step_are_given_the_optimizer_that_they_were_registered_on
             for _ in range(3):
                 (model(X).square().mean() * scale).backward()
                 optimizer.step()
-                assert [[each is optimizer for each in given] for given in seen] == [[True, True]] * 3
+                assert [[argument is optimizer for argument in arguments] for arguments in seen] == [[True, True]] * 3
                 seen.clear()
             handle.remove()
 

@@ -12,14 +12,14 @@ Block = tuple[int | None, int | None]
 def _numbers(dtype: torch.dtype) -> list[tuple[float, int]]:
     """The finite numbers of a float8 format from zero up, with their bytes, from the bits' definition."""
     mantissa, bias = (3, 7) if dtype == torch.float8_e4m3fn else (2, 15)
-    found = []
+    numbers = []
     for byte in range(128):
         exponent, fraction = byte >> mantissa, (byte & (1 << mantissa) - 1) / (1 << mantissa)
         value = (fraction * 2.0 ** (1 - bias)) if exponent == 0 else (1 + fraction) * 2.0 ** (exponent - bias)
         if (dtype == torch.float8_e4m3fn and byte == 0x7F) or (dtype == torch.float8_e5m2 and byte >= 0x7C):
             break
-        found.append((value, byte))
-    return found
+        numbers.append((value, byte))
+    return numbers
 
 
 def _rounded(value: float, numbers: list[tuple[float, int]]) -> int:
@@ -60,6 +60,6 @@ def in_float8(
                 scale = power
             scales[i, j] = scale
             quotients = (exact[cut] / scale).float().double()
-            own = [_rounded(value, numbers) for value in quotients.flatten().tolist()]
-            data[cut] = torch.tensor(own, dtype=torch.uint8).view(quotients.shape)
+            rounded = [_rounded(value, numbers) for value in quotients.flatten().tolist()]
+            data[cut] = torch.tensor(rounded, dtype=torch.uint8).view(quotients.shape)
     return data, scales

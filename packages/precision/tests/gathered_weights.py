@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lamella_precision import Float8Recipe, MXFP8Recipe, Part, QuantizedWeight
+from lamella_precision import Float8Recipe, MXFP8Recipe, QuantizedWeight, WeightRows
 from lamella_precision.testing import encode_into, measured
 
 
@@ -12,8 +12,11 @@ def gathered(weight: torch.Tensor, recipe: Float8Recipe | MXFP8Recipe) -> Quanti
     """A whole weight in a recipe's format, with the payloads of both directions."""
     scales = _scales(weight, recipe) if isinstance(recipe, Float8Recipe) else None
     formats = recipe.payloads(weight.shape, weight.dtype)
-    payloads = [torch.empty(each.shape, dtype=each.dtype, device=weight.device) for each in formats]
-    encode_into(recipe, weight, payloads, Part(tuple(weight.shape), 0, scales))
+    payloads = [
+        torch.empty(payload_format.shape, dtype=payload_format.dtype, device=weight.device)
+        for payload_format in formats
+    ]
+    encode_into(recipe, weight, payloads, WeightRows(tuple(weight.shape), 0, scales))
     return recipe.decode(payloads, weight.shape, scales)
 
 

@@ -87,8 +87,8 @@ def test_what_layers_multiply_by_is_chosen_and_routers_are_not() -> None:
 
 def test_names_choose_among_the_matrices_and_except_names_leave_some_out() -> None:
     assert _chosen(_block(), names="mlp.*") == {"mlp.gate.weight", "mlp.up_proj.weight"}
-    left = _chosen(_block(), except_names=["*experts*", "stacked.gate.weight", "*up_proj*"])
-    assert left == {
+    chosen = _chosen(_block(), except_names=["*experts*", "stacked.gate.weight", "*up_proj*"])
+    assert chosen == {
         "mlp.gate.weight",
         "foreign.weight",
         "mixer.in_proj.weight",

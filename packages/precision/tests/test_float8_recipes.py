@@ -10,7 +10,7 @@ from float64_oracle import in_float8
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lamella_precision import DivisibleRecipe, Float8Recipe, MXFP8Recipe, Part, Recipe, ScaledRecipe
+from lamella_precision import DivisibleRecipe, Float8Recipe, MXFP8Recipe, Recipe, ScaledRecipe, WeightRows
 from lamella_precision.testing import check_recipe, encode_into, measured
 
 FLOAT8 = [
@@ -71,18 +71,21 @@ def _encoded(recipe: Recipe, weight: torch.Tensor, num_ranks: int) -> tuple[list
     shards = _shards(weight, num_ranks, recipe.block_rows)
     scales = _scales_of(recipe, shards, weight.shape) if isinstance(recipe, ScaledRecipe) else None
     formats = recipe.payloads(weight.shape, weight.dtype)
-    wholes = [torch.empty(each.shape, dtype=each.dtype, device=weight.device) for each in formats]
+    payloads = [
+        torch.empty(payload_format.shape, dtype=payload_format.dtype, device=weight.device)
+        for payload_format in formats
+    ]
     for first, shard in shards:
         if shard.numel():
-            per_row = [len(weight) if len(whole) == len(weight) else 0 for whole in wholes]
-            own = [
-                whole[first : first + len(shard)]
+            per_row = [len(weight) if len(payload) == len(weight) else 0 for payload in payloads]
+            shard_payloads = [
+                payload[first : first + len(shard)]
                 if per
-                else whole[first // recipe.block_rows : -(-(first + len(shard)) // recipe.block_rows)]
-                for whole, per in zip(wholes, per_row, strict=True)
+                else payload[first // recipe.block_rows : -(-(first + len(shard)) // recipe.block_rows)]
+                for payload, per in zip(payloads, per_row, strict=True)
             ]
-            encode_into(recipe, shard.clone(), own, Part(tuple(weight.shape), first, scales))
-    return wholes, scales
+            encode_into(recipe, shard.clone(), shard_payloads, WeightRows(tuple(weight.shape), first, scales))
+    return payloads, scales
 
 
 @pytest.mark.parametrize("recipe", FLOAT8, ids=repr)
@@ -143,10 +146,10 @@ def test_dequantised_values_are_data_times_scales(recipe: Float8Recipe | MXFP8Re
     decoded = recipe.decode(payloads, weight.shape, scales)
     block, dtype = ((1, 32), torch.float8_e4m3fn) if isinstance(recipe, MXFP8Recipe) else (recipe.block, recipe.dtype)
     power_of_two = isinstance(recipe, MXFP8Recipe) or recipe.power_of_two
-    data, of_blocks = in_float8(weight, block, dtype, power_of_two=power_of_two)
+    data, block_scales = in_float8(weight, block, dtype, power_of_two=power_of_two)
     height, width = block[0] or 70, block[1] or 50
-    each = of_blocks.repeat_interleave(height, 0)[:70].repeat_interleave(width, 1)[:, :50]
-    assert torch.equal(decoded + 0, data.view(dtype).float() * each)
+    element_scales = block_scales.repeat_interleave(height, 0)[:70].repeat_interleave(width, 1)[:, :50]
+    assert torch.equal(decoded + 0, data.view(dtype).float() * element_scales)
     error = (decoded - weight).abs().double() / weight.abs().amax()
     assert error.max() < 2**-3
 
@@ -154,12 +157,12 @@ def test_dequantised_values_are_data_times_scales(recipe: Float8Recipe | MXFP8Re
 def test_delayed_scales_follow_the_latest_amaxes_and_ignore_a_second_measurement_of_the_same_weight() -> None:
     recipe = Float8Recipe(num_past_amaxes=2)
     scales, past = torch.empty(1), torch.full((2, 1), -1.0)
-    found = []
+    amaxes = []
     for amax in (4.0, 8.0, 8.0, 2.0, 1.0, 1.0, 0.0, 16.0):
         recipe.rescale(torch.tensor([amax]), scales, past)
-        found.append(scales.item() * 448)
+        amaxes.append(scales.item() * 448)
     # The largest of the latest two: (4), (8, 4), the same again, (2, 8), (1, 2), again, nothing measured, (16, 1).
-    assert found == pytest.approx([4.0, 8.0, 8.0, 8.0, 2.0, 2.0, 2.0, 16.0])
+    assert amaxes == pytest.approx([4.0, 8.0, 8.0, 8.0, 2.0, 2.0, 2.0, 16.0])
 
 
 def test_a_weight_of_zeros_keeps_the_scale_from_before() -> None:
@@ -173,7 +176,7 @@ def test_a_weight_that_outgrew_its_delayed_scale_saturates_and_nan_stays_nan() -
     recipe = Float8Recipe(num_past_amaxes=1, compute_dtype=torch.float32)
     weight = torch.tensor([[1000.0, -1000.0], [float("nan"), 1.0]])
     data, scales = torch.empty(2, 2, dtype=torch.float8_e4m3fn), torch.full((1, 1), 1.0)
-    encode_into(recipe, weight, [data], Part((2, 2), 0, scales))
+    encode_into(recipe, weight, [data], WeightRows((2, 2), 0, scales))
     assert torch.equal(data.float().nan_to_num(7.0), torch.tensor([[448.0, -448.0], [7.0, 1.0]]))
 
 
@@ -203,12 +206,13 @@ def test_weights_that_a_recipe_cannot_serve_are_refused(recipe: Recipe, shape: t
 @pytest.mark.parametrize("recipe", [*FLOAT8, Float8Recipe((1, None), power_of_two=True), MXFP8Recipe()], ids=repr)
 def test_a_gpu_encodes_the_same_bits(recipe: Recipe) -> None:
     weight = _weight(300, 200, 0)
-    here, scales = _encoded(recipe, weight, 3)
-    there, scales_there = _encoded(recipe, weight.cuda(), 3)
-    for one, other in zip(here, there, strict=True):
+    cpu_payloads, scales = _encoded(recipe, weight, 3)
+    gpu_payloads, gpu_scales = _encoded(recipe, weight.cuda(), 3)
+    for one, other in zip(cpu_payloads, gpu_payloads, strict=True):
         assert torch.equal(one.view(torch.uint8), other.cpu().view(torch.uint8))
-    assert scales is None or (scales_there is not None and torch.equal(scales, scales_there.cpu()))
+    assert scales is None or (gpu_scales is not None and torch.equal(scales, gpu_scales.cpu()))
     values = [
-        recipe.decode(payloads, weight.shape, own) + 0 for payloads, own in ((here, scales), (there, scales_there))
+        recipe.decode(payloads, weight.shape, device_scales) + 0
+        for payloads, device_scales in ((cpu_payloads, scales), (gpu_payloads, gpu_scales))
     ]
     assert torch.equal(values[0], values[1].cpu())

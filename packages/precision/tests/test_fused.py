@@ -16,7 +16,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from lamella_precision import Float8Recipe, Part, _fused
+from lamella_precision import Float8Recipe, WeightRows
+from lamella_precision._scales import kernels
 from lamella_precision.te import ScaledWeights
 from lamella_testing.interpreted import interpreted_copy
 from lamella_testing.te_weights import Float8Tensor
@@ -27,13 +28,13 @@ BLOCKS = [(None, None), (1, None), (16, 32), (None, 100)]
 
 @pytest.fixture
 def interpreted() -> Any:
-    module = interpreted_copy(_fused)
+    module = interpreted_copy(kernels)
     module._ELEMENTS = 256  # several chunks in a block of a small weight
     return module
 
 
 def _use(monkeypatch: pytest.MonkeyPatch, kernels: Any) -> None:
-    monkeypatch.setattr("lamella_precision._float8._kernels_for", lambda cuts: kernels)
+    monkeypatch.setattr("lamella_precision._scales.encoding._kernels_for", lambda cuts: kernels)
 
 
 def _weights(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
@@ -54,19 +55,21 @@ def _run(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The amaxes and the encoding of the last two thirds of each weight's rows, from one storage into another."""
     firsts = [len(weight) // 3 for weight in weights]
-    cut = [weight[first:] for weight, first in zip(weights, firsts, strict=True)]
-    shards = _slots([each.shape for each in cut], weights[0].dtype, gap)
-    into = _slots([each.shape for each in cut], torch.float32, 2 * gap)
+    shards_on_host = [weight[first:] for weight, first in zip(weights, firsts, strict=True)]
+    shards = _slots([rows.shape for rows in shards_on_host], weights[0].dtype, gap)
+    into = _slots([rows.shape for rows in shards_on_host], torch.float32, 2 * gap)
     grids = [recipe.scale_shape(weight.shape) for weight in weights]
     amaxes, scales, raised = (_slots(grids, torch.float32, 0) for _ in range(3))
-    for shard, each in zip(shards, cut, strict=True):
-        shard.copy_(each)
+    for shard, rows in zip(shards, shards_on_host, strict=True):
+        shard.copy_(rows)
     shapes = [tuple(weight.shape) for weight in weights]
-    recipe.measure(*recipe.measure_columns(shards, list(map(Part, shapes, firsts, amaxes))))
-    for of_weight, found in zip(scales, amaxes, strict=True):
-        recipe.rescale(found.view(-1), of_weight.view(-1), torch.full((recipe.num_past, found.numel()), -1.0))
-    own = list(map(Part, shapes, firsts, scales, raised if recipe.num_past else [None] * len(shapes)))
-    (column,) = recipe.columns(shards, [into], own)
+    recipe.measure(*recipe.measure_columns(shards, list(map(WeightRows, shapes, firsts, amaxes))))
+    for weight_scales, weight_amaxes in zip(scales, amaxes, strict=True):
+        recipe.rescale(
+            weight_amaxes.view(-1), weight_scales.view(-1), torch.full((recipe.num_past, weight_amaxes.numel()), -1.0)
+        )
+    weight_rows = list(map(WeightRows, shapes, firsts, scales, raised if recipe.num_past else [None] * len(shapes)))
+    (column,) = recipe.columns(shards, [into], weight_rows)
     assert column is not None
     storage = into[0].untyped_storage()
     num_bytes = storage.nbytes()
@@ -76,9 +79,11 @@ def _run(
     recipe.encode(column[:1])  # a transport may ask for parts
     recipe.encode(column[1:])
     if recipe.num_past:
-        for each, expected in zip(raised, amaxes, strict=True):
-            torch.testing.assert_close(each, expected, rtol=0.0, atol=0.0, equal_nan=True)
-    return torch.cat([each.view(-1) for each in amaxes]), into[0].as_strided((num_bytes // 4,), (1,), 0)
+        for weight_amaxes, expected in zip(raised, amaxes, strict=True):
+            torch.testing.assert_close(weight_amaxes, expected, rtol=0.0, atol=0.0, equal_nan=True)
+    return torch.cat([weight_amaxes.view(-1) for weight_amaxes in amaxes]), into[0].as_strided(
+        (num_bytes // 4,), (1,), 0
+    )
 
 
 @pytest.mark.parametrize("num_past", [0, 2])
@@ -98,10 +103,10 @@ def test_kernels_write_the_bits_of_multi_tensor_calls(
     _use(monkeypatch, None)
     expected = _run(recipe, weights, gap)
     _use(monkeypatch, interpreted)
-    found = _run(recipe, weights, gap)
+    outputs = _run(recipe, weights, gap)
     assert expected[1].isnan().any()
     assert (expected[1] == 7.0).any() == (gap > 0), "memory between the slots must stay as it was"
-    for one, other in zip(found, expected, strict=True):
+    for one, other in zip(outputs, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=0.0, atol=0.0, equal_nan=True)
 
 
@@ -125,7 +130,7 @@ def test_values_out_of_range_saturate_and_nan_stays(monkeypatch: pytest.MonkeyPa
     recipe = Float8Recipe(num_past_amaxes=1)
     shard = torch.tensor([[1000.0, -1000.0], [float("nan"), float("-inf")]])
     into = torch.zeros(2, 2)
-    recipe.encode(*recipe.columns([shard], [[into]], [Part((2, 2), 0, torch.full((1, 1), 2.0))]))
+    recipe.encode(*recipe.columns([shard], [[into]], [WeightRows((2, 2), 0, torch.full((1, 1), 2.0))]))
     assert torch.equal(into.nan_to_num(7.0), torch.tensor([[448.0, -448.0], [7.0, -448.0]]))
 
 
@@ -135,10 +140,10 @@ def test_weights_of_two_storages_are_encoded_by_one_call(monkeypatch: pytest.Mon
     shards = [torch.randn(4, 5), torch.randn(6, 3)]
     into = [torch.zeros(4, 5), torch.zeros(6, 3)]
     scales = [torch.full((1, 1), 2.0), torch.full((1, 1), 3.0)]
-    parts = [Part(tuple(each.shape), 0, own) for each, own in zip(shards, scales, strict=True)]
+    parts = [WeightRows(tuple(shard.shape), 0, scale) for shard, scale in zip(shards, scales, strict=True)]
     recipe.encode(*recipe.columns(shards, [into], parts))
-    for shard, made, scale in zip(shards, into, scales, strict=True):
-        assert torch.equal(made, shard / scale)
+    for shard, encoded, scale in zip(shards, into, scales, strict=True):
+        assert torch.equal(encoded, shard / scale)
 
 
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")  # No product meets a sum in these kernels.
@@ -153,7 +158,7 @@ def test_compiled_for_hopper_they_move_whole_vectors_and_round_exactly(
     pointers |= {"line_of": "*i32"}
     kinds = {**pointers, "largest": "fp32", **dict.fromkeys(sizes, "constexpr")}
     aligned = {(i,): [["tt.divisibility", 16]] for i in range(len(pointers))}
-    source = ASTSource(_fused._encode, kinds, sizes, aligned)
+    source = ASTSource(kernels._encode, kinds, sizes, aligned)
     code = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
     for instruction in ("ld.global.v4.b32", "st.global.v4.b32", scaling, "cvt.rn.satfinite.e4m3x2.f32"):
         assert instruction in code

@@ -18,8 +18,8 @@ from lamella_precision import (
     multiplies_in_float8,
     use_float8_matmul,
 )
-from lamella_precision._operands import quantised
-from lamella_precision._tiles import Block
+from lamella_precision._products.operands import quantised
+from lamella_precision._scales.tiles import Block
 
 TENSOR, ROW, SQUARE = Float8Recipe(), Float8Recipe((1, None)), Float8Recipe((128, 128))
 RECIPES = pytest.mark.parametrize("recipe", [TENSOR, ROW, SQUARE], ids=["tensor", "row", "square"])
@@ -37,30 +37,30 @@ def _quantised(matrix: torch.Tensor, block: Block, dtype: torch.dtype = E4M3) ->
     """The float64 values of a matrix in float8, with a scale for each block; cut blocks are padded with zeros."""
     rows, columns = (length or numel for length, numel in zip(block, matrix.shape, strict=True))
     num_rows, num_columns = matrix.shape
-    whole = nn.functional.pad(matrix.detach().float(), (0, -num_columns % columns, 0, -num_rows % rows))
-    values = whole.view(len(whole) // rows, rows, whole.shape[1] // columns, columns)
+    padded = nn.functional.pad(matrix.detach().float(), (0, -num_columns % columns, 0, -num_rows % rows))
+    values = padded.view(len(padded) // rows, rows, padded.shape[1] // columns, columns)
     amaxes = values.abs().amax((1, 3), keepdim=True)
     # CUDA rounds a division by a number twice.
     scales = (amaxes / torch.full_like(amaxes, torch.finfo(dtype).max)).clamp_min(2.0**-126)
-    found: torch.Tensor = (values / scales).to(dtype).double() * scales.double()
-    return found.reshape(whole.shape)[:num_rows, :num_columns]
+    quantised_matrix: torch.Tensor = (values / scales).to(dtype).double() * scales.double()
+    return quantised_matrix.reshape(padded.shape)[:num_rows, :num_columns]
 
 
 def _expected(
     x: torch.Tensor, weight: torch.Tensor, gradient: torch.Tensor, block: Block
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The output and both gradients of quantised operands, multiplied in float64."""
-    of_x, of_gradients = BLOCKS_OF[block]
+    x_block, gradient_block = BLOCKS_OF[block]
     values = _quantised(weight, block)
-    output = _quantised(x, of_x) @ values.T
+    output = _quantised(x, x_block) @ values.T
     if block == (1, None):
         amaxes = weight.detach().float().abs().amax(1)
         scales = amaxes / torch.full_like(amaxes, 448)
-        gradient_of_x = _quantised(gradient.float() * scales, of_x) @ (values / scales.double()[:, None])
+        grad_x = _quantised(gradient.float() * scales, x_block) @ (values / scales.double()[:, None])
     else:
-        gradient_of_x = _quantised(gradient, of_x, of_gradients) @ values
-    of_weight = _quantised(gradient.T, of_x, of_gradients) @ _quantised(x.T, of_x).T
-    return output, gradient_of_x, of_weight
+        grad_x = _quantised(gradient, x_block, gradient_block) @ values
+    grad_weight = _quantised(gradient.T, x_block, gradient_block) @ _quantised(x.T, x_block).T
+    return output, grad_x, grad_weight
 
 
 def _layer(recipe: Float8Recipe, device: str = "cpu", dtype: torch.dtype = torch.float32) -> nn.Linear:
@@ -81,13 +81,13 @@ def _without_ties(matrix: torch.Tensor, block: tuple[int | None, int | None]) ->
     Compiled division on GPUs is off by a bit, which rounds a quotient halfway between two float8 numbers to the other.
     Quotients by a prime number of the mantissa's size lie on no half.
     """
-    made = matrix.detach().clone()
-    for view in (made, made.t()):
+    changed = matrix.detach().clone()
+    for view in (changed, changed.t()):
         rows, columns = (length or size for length, size in zip(block, view.shape, strict=True))
         for tile in (part for band in torch.split(view, rows) for part in torch.split(band, columns, 1)):
             at = divmod(int(tile.abs().argmax()), tile.shape[1])
             tile[at] = 251 / 64 * tile.abs().max().log2().floor().exp2()
-    return made
+    return changed
 
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu1)]
@@ -115,10 +115,10 @@ def test_the_products_are_of_the_quantised_operands(
         is_dynamic = False if recipe is SQUARE and not on_gpu else None
         layer.compile(fullgraph=True, backend="inductor" if on_gpu else "aot_eager", dynamic=is_dynamic)
     generator = torch.Generator().manual_seed(1)
-    of_x = (1, 128) if recipe is SQUARE else recipe.block
+    x_block = (1, 128) if recipe is SQUARE else recipe.block
     for num_tokens in (7, 32):  # the gradient of the weight adds up over tokens, in multiples of 16 or 128
         x, gradient = (
-            _without_ties(torch.randn(2 * num_tokens, size, generator=generator).bfloat16(), of_x)
+            _without_ties(torch.randn(2 * num_tokens, size, generator=generator).bfloat16(), x_block)
             .view(2, num_tokens, size)
             .to(device)
             for size in (layer.in_features, layer.out_features)
@@ -141,23 +141,23 @@ def test_blocks_along_the_summed_dim_have_the_bytes_of_exact_arithmetic(block: t
     matrix = (torch.randn(128, 256) * torch.exp2(torch.arange(256.0) / 16 - 8)).bfloat16()[-block[0] :]
     matrix[0, 3] = 0.0
     data, scales = quantised(matrix, block)
-    expected, of_blocks = in_float8(matrix, block, E4M3)
+    expected, expected_scales = in_float8(matrix, block, E4M3)
     assert torch.equal(data.view(torch.uint8), expected)
-    assert torch.equal(scales, of_blocks)
+    assert torch.equal(scales, expected_scales)
 
 
 @RECIPES
 def test_a_gathered_weight_computes_the_bits_of_a_plain_one(recipe: Float8Recipe) -> None:
-    results = []
+    gradients = []
     for is_gathered in (False, True):
         layer = _layer(recipe)
         x = torch.randn(5, layer.in_features, generator=torch.Generator().manual_seed(1)).bfloat16()
         if is_gathered:
             layer.weight = nn.Parameter(gathered(layer.weight.detach(), recipe))
-        own = x.clone().requires_grad_()
-        layer(own).square().sum().backward()
-        results.append((own.grad, layer.weight.grad))
-    for one, other in zip(*results, strict=True):
+        leaf = x.clone().requires_grad_()
+        layer(leaf).square().sum().backward()
+        gradients.append((leaf.grad, layer.weight.grad))
+    for one, other in zip(*gradients, strict=True):
         assert one is not None
         assert other is not None
         assert torch.equal(one.to(other.dtype), other)  # the gathered weight computes in bf16
@@ -174,11 +174,11 @@ def test_a_vector_and_no_tokens_are_taken_as_by_linear_layers(recipe: Float8Reci
     assert x.grad is not None and layer.weight.grad is not None
     if not shape:
         row = x.detach()[None].requires_grad_()
-        of_vector, layer.weight.grad = layer.weight.grad, None
+        vector_gradient, layer.weight.grad = layer.weight.grad, None
         layer(row).square().sum().backward()
         assert torch.equal(output, layer(row)[0])
         assert torch.equal(x.grad[None], cast(torch.Tensor, row.grad))
-        assert torch.equal(of_vector, cast(torch.Tensor, layer.weight.grad))
+        assert torch.equal(vector_gradient, cast(torch.Tensor, layer.weight.grad))
     else:
         assert not layer.weight.grad.any()
 
@@ -188,17 +188,17 @@ def test_autocast_gives_its_dtype_and_the_bits_of_inputs_in_it(recipe: Float8Rec
     layer = _layer(recipe)
     layer.bias = nn.Parameter(torch.randn(layer.out_features))
     x = torch.randn(3, layer.in_features)
-    made = []
+    outputs = []
     for is_autocast in (True, False):
-        own = (x if is_autocast else x.bfloat16()).clone().requires_grad_()
+        leaf = (x if is_autocast else x.bfloat16()).clone().requires_grad_()
         layer.zero_grad()
         with torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
-            output = layer(own)
+            output = layer(leaf)
             output.square().sum().backward()  # inside: a product of the fallback stays one in fp32
-        made.append((output, cast(torch.Tensor, own.grad).bfloat16(), layer.weight.grad))
+        outputs.append((output, cast(torch.Tensor, leaf.grad).bfloat16(), layer.weight.grad))
         layer.bias = nn.Parameter(layer.bias.detach().bfloat16())
-    assert made[0][0].dtype == torch.bfloat16
-    assert all(torch.equal(one, other) for one, other in zip(*made, strict=True))
+    assert outputs[0][0].dtype == torch.bfloat16
+    assert all(torch.equal(one, other) for one, other in zip(*outputs, strict=True))
     assert layer.to("meta")(torch.empty(3, layer.in_features, device="meta")).shape == (3, layer.out_features)
 
 

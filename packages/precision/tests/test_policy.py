@@ -20,7 +20,7 @@ def test_the_default_policy_keeps_every_parameters_own_dtype() -> None:
 def test_gradients_are_reduced_as_fsdp2_of_this_torch_reduces_them_unless_told_otherwise(
     is_new: bool, unsaid: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lamella_precision._policy._REDUCES_IN_MAIN_DTYPE", is_new)
+    monkeypatch.setattr("lamella_precision._choice.policy._REDUCES_IN_MAIN_DTYPE", is_new)
     assert MixedPrecisionPolicy(torch.bfloat16).reduce_dtype_of(torch.float32) == unsaid
     assert MixedPrecisionPolicy(torch.bfloat16, torch.float32).reduce_dtype_of(torch.float32) == torch.float32
     assert MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16).reduce_dtype_of(torch.float32) == torch.bfloat16
@@ -29,10 +29,10 @@ def test_gradients_are_reduced_as_fsdp2_of_this_torch_reduces_them_unless_told_o
 def test_a_parameter_may_be_said_to_compute_in_its_own_dtype() -> None:
     answers = {2: torch.float32, 3: torch.bfloat16, 4: None}
     policy = MixedPrecisionPolicy(torch.bfloat16, param_dtype_override_fn=lambda parameter: answers[len(parameter)])
-    found = {size: policy.resolved_for(nn.Parameter(torch.zeros(size))) for size in answers}
-    own, *others = found.values()
-    assert own == MixedPrecisionPolicy(torch.float32)
-    assert others == 2 * [MixedPrecisionPolicy(torch.bfloat16)]
+    policies = {size: policy.resolved_for(nn.Parameter(torch.zeros(size))) for size in answers}
+    fp32_policy, *bf16_policies = policies.values()
+    assert fp32_policy == MixedPrecisionPolicy(torch.float32)
+    assert bf16_policies == 2 * [MixedPrecisionPolicy(torch.bfloat16)]
     assert MixedPrecisionPolicy().resolved_for(nn.Parameter(torch.zeros(2))) == MixedPrecisionPolicy()
 
 

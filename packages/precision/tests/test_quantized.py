@@ -19,9 +19,9 @@ Function = Callable[[torch.Tensor, torch.Tensor], Any]
 
 
 def _release(weight: QuantizedWeight, *directions: Direction) -> None:
-    formats = weight.recipe.payloads(weight.whole, FP32)
-    for payload, each in zip(weight.payloads, formats, strict=True):
-        if each.direction in directions:
+    formats = weight.recipe.payloads(weight.weight_shape, FP32)
+    for payload, payload_format in zip(weight.payloads, formats, strict=True):
+        if payload_format.direction in directions:
             payload.untyped_storage().resize_(0)
 
 
@@ -39,8 +39,10 @@ def test_backward_reads_the_payloads_that_are_gathered_for_it(multiply: Function
     torch.manual_seed(0)
     magnitudes = torch.exp2(torch.randint(-12, 12, (64, 32)))  # some are subnormal in blocks of one direction alone
     weight = gathered(torch.randn(64, 32) * magnitudes, MXFP8)
-    of_forward, of_backward = (weight.dequantize_for(each) for each in (Direction.FORWARD, Direction.BACKWARD))
-    assert not torch.equal(of_forward, of_backward)
+    forward_weight, backward_weight = (
+        weight.dequantize_for(direction) for direction in (Direction.FORWARD, Direction.BACKWARD)
+    )
+    assert not torch.equal(forward_weight, backward_weight)
     payloads = [payload.clone() for payload in weight.payloads]
     _release(weight, Direction.BACKWARD)
     parameter = nn.Parameter(weight)
@@ -51,11 +53,11 @@ def test_backward_reads_the_payloads_that_are_gathered_for_it(multiply: Function
         payload.untyped_storage().resize_(payload.nbytes)
         payload.copy_(before)
     output.sum().backward()
-    own = x.detach().requires_grad_()
-    assert torch.equal(output, multiply(own, of_forward))
-    multiply(own, of_backward).sum().backward()
-    assert x.grad is not None and own.grad is not None
-    assert torch.equal(x.grad, own.grad)
+    leaf = x.detach().requires_grad_()
+    assert torch.equal(output, multiply(leaf, forward_weight))
+    multiply(leaf, backward_weight).sum().backward()
+    assert x.grad is not None and leaf.grad is not None
+    assert torch.equal(x.grad, leaf.grad)
 
 
 @pytest.mark.parametrize("recipe", [MXFP8, Float8Recipe()], ids=["mxfp8", "float8"])
@@ -99,9 +101,9 @@ def test_views_of_a_stack_save_no_values_and_compute_the_same_bits(
 ) -> None:
     torch.manual_seed(0)
     weight = gathered(torch.randn(4, 32, 64, device=device), recipe)
-    made = []
-    for each in (weight, weight + 0):
-        parameter = nn.Parameter(each)
+    outputs = []
+    for stack in (weight, weight + 0):
+        parameter = nn.Parameter(stack)
         x = torch.ones(24, 64, dtype=torch.bfloat16, device=device, requires_grad=True)
         saved: list[torch.Tensor] = []
 
@@ -112,11 +114,11 @@ def test_views_of_a_stack_save_no_values_and_compute_the_same_bits(
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
             output = VIEWS[name](x, parameter)
         output.square().sum().backward()
-        made.append((output, x.grad, parameter.grad))
-        if each is weight:
+        outputs.append((output, x.grad, parameter.grad))
+        if stack is weight:
             shapes = {t.shape for t in saved if not isinstance(t, QuantizedWeight) and t.ndim > 1}
             assert not [shape for shape in shapes if 32 in shape and 64 in shape]
-    for one, other in zip(*made, strict=True):
+    for one, other in zip(*outputs, strict=True):
         assert one is not None and other is not None
         # On GPUs a product of other strides, as torch's own gradients of `linear` have, may add up in another order.
         error = (one - other).abs().max() / other.abs().max()
@@ -127,7 +129,7 @@ def test_a_selected_expert_is_dequantised_alone() -> None:
     stack = gathered(torch.randn(4, 32, 64), Float8Recipe())
     for expert in (stack[2], stack[1:][1], stack.transpose(1, 2)[2].t(), stack.unbind()[2]):
         assert isinstance(expert, QuantizedWeight)
-        assert expert.whole == (32, 64)
+        assert expert.weight_shape == (32, 64)
         assert expert.payload_0.data_ptr() == stack.payload_0[2].data_ptr()
         assert torch.equal(expert + 0, (stack + 0)[2])
 
@@ -141,13 +143,13 @@ def test_views_are_compiled_in_one_graph() -> None:
     def all_of(x: torch.Tensor, w: torch.Tensor) -> Any:
         return VIEWS["an expert"](x, w).square().sum() + VIEWS["pieces"](x, w).square().sum()
 
-    made = []
+    outputs = []
     for function in (all_of, torch.compile(all_of, backend="aot_eager", fullgraph=True)):
         parameter, x = nn.Parameter(weight), torch.ones(16, 64, dtype=torch.bfloat16, requires_grad=True)
         output = function(x, parameter)
         output.backward()
-        made.append((output, x.grad, parameter.grad))
-    assert all(torch.equal(one, other) for one, other in zip(*made, strict=True))
+        outputs.append((output, x.grad, parameter.grad))
+    assert all(torch.equal(one, other) for one, other in zip(*outputs, strict=True))
 
 
 @pytest.mark.parametrize("index", [None, 1], ids=["matrix", "expert"])
@@ -170,14 +172,14 @@ def test_linear_takes_what_it_takes_with_a_plain_weight(shape: tuple[int, ...], 
     torch.manual_seed(0)
     weight = gathered(torch.randn(32, 64), Float8Recipe(compute_dtype=FP32))
     x, bias = torch.randn(shape), torch.randn(32)
-    made = []
-    for each in (weight, weight + 0):
-        parameter, own, of_bias = nn.Parameter(each), x.clone().requires_grad_(), bias.clone().requires_grad_()
+    outputs = []
+    for matrix in (weight, weight + 0):
+        parameter, leaf, bias_leaf = nn.Parameter(matrix), x.clone().requires_grad_(), bias.clone().requires_grad_()
         with torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
-            output: Any = F.linear(own, parameter, of_bias)
+            output: Any = F.linear(leaf, parameter, bias_leaf)
         output.backward(torch.linspace(-1, 1, output.numel()).view(output.shape).to(output.dtype))
-        made.append((output, own.grad, parameter.grad, of_bias.grad))
-    for one, other in zip(*made, strict=True):
+        outputs.append((output, leaf.grad, parameter.grad, bias_leaf.grad))
+    for one, other in zip(*outputs, strict=True):
         assert one is not None and other is not None
         assert one.dtype == other.dtype
         # The bias is added after the product is rounded.

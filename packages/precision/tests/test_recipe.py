@@ -4,7 +4,8 @@ from typing import Any
 import pytest
 import torch
 
-from lamella_precision import Float8Recipe, Part, PlainRecipe, Recipe
+import lamella_precision
+from lamella_precision import Float8Recipe, PlainRecipe, Recipe, WeightRows
 from lamella_precision.testing import check_recipe
 
 Columns = Sequence[torch.Tensor]
@@ -28,7 +29,7 @@ class _Forgetful(PlainRecipe):
     """Leaves out the last element."""
 
     def encode(self, *columns: Columns | None) -> None:
-        super().encode(*[column and [each[:-1] for each in column] for column in columns])
+        super().encode(*[column and [tensor[:-1] for tensor in column] for column in columns])
 
 
 class _Copying(PlainRecipe):
@@ -49,8 +50,8 @@ class _Coarse(PlainRecipe):
 class _Local(Float8Recipe):
     """Measures each shard alone, and forgets the rows before."""
 
-    def measure_columns(self, shards: Columns, parts: Sequence[Part]) -> tuple[Sequence[Any]]:
-        moved = [part._replace(first_row=0) for part in parts]
+    def measure_columns(self, shards: Columns, weight_rows: Sequence[WeightRows]) -> tuple[Sequence[Any]]:
+        moved = [rows._replace(first_row=0) for rows in weight_rows]
         return super().measure_columns(shards, moved)
 
 
@@ -74,3 +75,12 @@ class _Apart(Float8Recipe):
 def test_the_conformance_test_catches_a_broken_recipe(broken: Recipe, complaint: str) -> None:
     with pytest.raises(AssertionError, match=complaint):
         check_recipe(broken)
+
+
+def test_part_is_the_deprecated_name_of_weight_rows() -> None:
+    replacement = r"will be removed in lamella-precision 0\.2: use WeightRows\.$"
+    with pytest.warns(FutureWarning, match=replacement) as warned:
+        assert lamella_precision.Part is WeightRows  # type: ignore[attr-defined]
+    assert [warning.filename for warning in warned] == [__file__]
+    with pytest.raises(AttributeError, match="'lamella_precision' has no attribute 'Parts'"):
+        _ = lamella_precision.Parts  # type: ignore[attr-defined]

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from lamella_precision import CachingRecipe, Part, Recipe, refuse_quantized
+from lamella_precision import CachingRecipe, Recipe, WeightRows, refuse_quantized
 from lamella_precision.te import ScaledWeights, replace_quantized_weights
 from lamella_precision.testing import check_recipe, encode_into, measured
 from lamella_testing import te_weights as te
@@ -72,7 +72,7 @@ def test_encoded_shards_are_the_bytes_of_the_layers_own_quantisation(
     first_row = 0
     for shard, into in zip(shards, data.tensor_split(num_ranks), strict=True):
         if shard.numel():
-            encode_into(recipe, shard, [into], Part(weight.shape, first_row, scales))
+            encode_into(recipe, shard, [into], WeightRows(weight.shape, first_row, scales))
         first_row += len(shard)
     decoded: Any = recipe.decode([data], weight.shape, scales)
     assert type(decoded) is type(expected)
@@ -91,9 +91,9 @@ def test_a_gathered_weight_asks_for_no_copy_in_forward_and_drops_the_copy_of_bac
         weight.update_usage(columnwise_usage=True)
         assert weight.transposed().shape == (20, 12)
         recipe.drop_caches([weight])
-        held = [value for value in vars(weight).values() if isinstance(value, torch.Tensor)]
+        held_tensors = [tensor for tensor in vars(weight).values() if isinstance(tensor, torch.Tensor)]
         assert (
-            sum(value.numel() for value in held)
+            sum(tensor.numel() for tensor in held_tensors)
             == 12 * 20 + weight.get_metadata().get("rowwise_scale_inv", scales[:1]).numel()
         )
         assert recipe.cached_nbytes((12, 20)) == 12 * 20 + (16 if name == "squares" else 0)
@@ -139,13 +139,13 @@ def test_delayed_scales_come_from_the_latest_weights_with_the_recipes_margin() -
     recipe = _recipe(layer)
     assert recipe.num_past == 2
     scales, past = torch.zeros(4), torch.full((2, 4), -1.0)
-    found = []
+    factors = []
     for amax in (1.0, 4.0, 4.0, 2.0, 8.0, 1.0):
         recipe.rescale(torch.tensor([amax, 0.0, 8.0, 0.0]), scales, past)
-        found.append(scales[1].item())
+        factors.append(scales[1].item())
     # Of the latest two, and an unchanged weight is no new measurement.
-    assert found == [448 / amax / 2 for amax in (1.0, 4.0, 4.0, 4.0, 8.0, 8.0)]
-    assert scales[0].item() == torch.tensor(1 / found[-1]).item()
+    assert factors == [448 / amax / 2 for amax in (1.0, 4.0, 4.0, 4.0, 8.0, 8.0)]
+    assert scales[0].item() == torch.tensor(1 / factors[-1]).item()
     assert scales[3].item() == 448 / 8 / 2
 
 
@@ -176,11 +176,18 @@ def test_mxfp8_shards_are_the_bytes_of_the_layers_own_quantisation(num_ranks: in
     weight[66, :32] = weight[64, 0].nextafter(torch.tensor(torch.inf))
     expected: Any = MXFP8(weight)
     recipe: Recipe = replace_quantized_weights(layer, compute_dtype=torch.float32)(layer.weight)  # type: ignore[assignment]
-    payloads = [torch.empty(each.shape, dtype=each.dtype) for each in recipe.payloads(weight.shape, weight.dtype)]
+    payloads = [
+        torch.empty(payload_format.shape, dtype=payload_format.dtype)
+        for payload_format in recipe.payloads(weight.shape, weight.dtype)
+    ]
     for blocks in torch.arange(8).tensor_split(num_ranks):
         first, last = blocks[0].item(), blocks[-1].item() + 1
-        own = [each[first:last] if len(each) == 8 else each[32 * first : 32 * last] for each in payloads]
-        encode_into(recipe, weight[32 * first : 32 * last], own, Part(weight.shape, 32 * int(first), None))
+        shard_payloads = [
+            payload[first:last] if len(payload) == 8 else payload[32 * first : 32 * last] for payload in payloads
+        ]
+        encode_into(
+            recipe, weight[32 * first : 32 * last], shard_payloads, WeightRows(weight.shape, 32 * int(first), None)
+        )
     decoded: Any = recipe.decode(payloads, weight.shape, None)
     assert type(decoded) is type(expected)
     for name, tensor in expected.get_metadata().items():

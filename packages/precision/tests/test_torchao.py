@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from lamella_precision import Part
+from lamella_precision import WeightRows
 from lamella_precision.testing import check_recipe, encode_into, measured
 from lamella_precision.torchao import CastWeights, replace_quantized_weights
 from lamella_testing import torchao_weights as torchao
@@ -44,8 +44,8 @@ def test_encoded_shards_are_the_bytes_and_the_scale_of_the_weights_own_method(
 ) -> None:
     weight = (torch.randn(rows, columns) * 2.0**exponent).to(main_dtype)
     weight *= exponent != 0  # zeros alone
-    own = torchao.WeightWithDynamicFloat8CastTensor(weight, (), dtype)
-    (expected,), (expected_scale,) = own.fsdp_pre_all_gather(None)
+    cast_weight = torchao.WeightWithDynamicFloat8CastTensor(weight, (), dtype)
+    (expected,), (expected_scale,) = cast_weight.fsdp_pre_all_gather(None)
     recipe = _recipe(torchao.Float8Linear(columns, rows, dtype=dtype))
     shards = weight.tensor_split(num_ranks)
     amaxes = measured(recipe, shards, weight.shape)
@@ -56,7 +56,7 @@ def test_encoded_shards_are_the_bytes_and_the_scale_of_the_weights_own_method(
     first_row = 0
     for shard, into in zip(shards, data.tensor_split(num_ranks), strict=True):
         if shard.numel():
-            encode_into(recipe, shard, [into], Part(weight.shape, first_row, scales))
+            encode_into(recipe, shard, [into], WeightRows(weight.shape, first_row, scales))
         first_row += len(shard)
     assert torch.equal(data.view(torch.uint8), expected.view(torch.uint8))
     decoded: Any = recipe.decode([data], weight.shape, scales)

@@ -27,13 +27,13 @@ class DelayedLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.is_delayed:
             return F.linear(x, self.weight)
-        result: torch.Tensor = _InputGradient.apply(x, self.weight, self.store)  # type: ignore[no-untyped-call]
-        return result
+        output: torch.Tensor = _InputGradient.apply(x, self.weight, self.store)  # type: ignore[no-untyped-call]
+        return output
 
     def backward_dw(self) -> None:
         x, gradient = self.store.pop(0)
-        found = gradient.t() @ x
-        self.weight.grad = found if self.weight.grad is None else self.weight.grad + found
+        weight_gradient = gradient.t() @ x
+        self.weight.grad = weight_gradient if self.weight.grad is None else self.weight.grad + weight_gradient
 
 
 class _InputGradient(torch.autograd.Function):
@@ -131,7 +131,7 @@ class Model(nn.Module):
         super().__init__()
         torch.manual_seed(7)
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.layers = nn.ModuleList(MoELayer(is_delayed) if each == "E" else DenseLayer() for each in pattern)
+        self.layers = nn.ModuleList(MoELayer(is_delayed) if symbol == "E" else DenseLayer() for symbol in pattern)
         self.norm = nn.LayerNorm(WIDTH)
         self.output = nn.Linear(WIDTH, VOCABULARY)
 

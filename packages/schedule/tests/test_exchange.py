@@ -37,8 +37,8 @@ def test_each_expert_has_the_rows_routed_to_it(favours_one: bool) -> None:
         expected = tokens * (weights * scale_of[experts]).sum(-1, keepdim=True)
         torch.testing.assert_close(out, expected)
         seed = torch.randn_like(out)
-        found = torch.autograd.grad(out, (tokens, weights), seed)
-        torch.testing.assert_close(found, torch.autograd.grad(expected, (tokens, weights), seed))
+        gradients = torch.autograd.grad(out, (tokens, weights), seed)
+        torch.testing.assert_close(gradients, torch.autograd.grad(expected, (tokens, weights), seed))
 
     run_ranks(on_each_rank, 2)
 
@@ -65,11 +65,11 @@ def test_a_second_derivative_goes_through_the_exchanges() -> None:
         tokens = torch.randn(NUM_TOKENS, WIDTH, requires_grad=True)
         weights, experts = torch.randn(NUM_TOKENS, NUM_EXPERTS).softmax(-1).topk(2)
         scale_of = torch.tensor([1.0, 2.0, 3.0, 4.0])
-        found = []
+        gradients = []
         for out in (_through(scale_of, tokens, experts, weights), tokens * (weights * scale_of[experts]).sum(-1, True)):
             (first,) = torch.autograd.grad(out.pow(3).sum(), tokens, create_graph=True)
-            found.append(torch.autograd.grad(first.square().sum(), tokens))
-        torch.testing.assert_close(*found)
+            gradients.append(torch.autograd.grad(first.square().sum(), tokens))
+        torch.testing.assert_close(*gradients)
 
     run_ranks(on_each_rank, 2)
 

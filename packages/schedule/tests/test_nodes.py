@@ -31,13 +31,13 @@ def test_a_tensor_crosses_without_its_graph() -> None:
         return x * weight
 
     node = _node(product)
-    given = _value()
-    (out,) = node.forward((given,))
+    tensor = _value()
+    (out,) = node.forward((tensor,))
     assert isinstance(out, torch.Tensor) and out.grad_fn is None and out.requires_grad
-    assert seen[0] is not given and seen[0].data_ptr() == given.data_ptr()
+    assert seen[0] is not tensor and seen[0].data_ptr() == tensor.data_ptr()
     (gradient,) = node.backward((torch.full((3,), 2.0),))
     assert gradient is not None and gradient.tolist() == [2.0, 2.0, 2.0]
-    assert given.grad is None
+    assert tensor.grad is None
     assert weight.grad is not None and weight.grad.tolist() == [0.0, 2.0, 4.0]
 
 
@@ -45,8 +45,8 @@ def test_an_untouched_tensor_is_not_copied_and_gets_the_gradients_of_all_uses() 
     node = _node(lambda x, y, splits: (x * 3, x, y, splits))
     x, y, splits = _value(), torch.arange(3), [1, 2]
     out = node.forward((x, y, splits))
-    for given, made in ((x, out[1]), (y, out[2])):
-        assert isinstance(made, torch.Tensor) and made.data_ptr() == given.data_ptr() and made.grad_fn is None
+    for tensor, output in ((x, out[1]), (y, out[2])):
+        assert isinstance(output, torch.Tensor) and output.data_ptr() == tensor.data_ptr() and output.grad_fn is None
     assert out[3] is splits
     one = torch.ones(3)
     gradients = node.backward((one, one, None, None))
@@ -103,7 +103,7 @@ def test_inputs_that_share_no_memory_may_all_be_written_in_place() -> None:
     node = _node(lambda x, y, z: (x.mul_(5), y.mul_(2), z))
     node.forward((_value().detach().requires_grad_(), torch.ones(3).requires_grad_(), _value()))
     gradients = node.backward((torch.ones(3), torch.ones(3), None))
-    assert [None if each is None else each[0].item() for each in gradients] == [5.0, 2.0, None]
+    assert [None if gradient is None else gradient[0].item() for gradient in gradients] == [5.0, 2.0, None]
 
 
 @pytest.mark.parametrize("has_other_use", [True, False])
@@ -161,13 +161,13 @@ def _chunk(layer: LayerSlots, num_layers: int = 1) -> Chunk:
 
 
 def test_a_tensor_that_reaches_a_later_slot_by_another_way_is_an_error_that_names_its_slot() -> None:
-    kept: list[torch.Tensor] = []
+    stolen: list[torch.Tensor] = []
 
     def pre(x: torch.Tensor) -> torch.Tensor:
-        kept.append(x * 2)
+        stolen.append(x * 2)
         return x + 1
 
-    layer = LayerSlots(pre=pre, experts=lambda x: x + kept.pop())
+    layer = LayerSlots(pre=pre, experts=lambda x: x + stolen.pop())
     with pytest.raises(RuntimeError, match="a tensor of slot pre of layer 0 of microbatch 0 in a later slot's graph"):
         run([_chunk(layer)])
 
@@ -215,18 +215,18 @@ def test_what_is_alive_is_what_the_order_says(early_release: bool) -> None:
 
 
 def test_what_no_slot_saved_is_free_when_it_was_read() -> None:
-    made = Alive()
+    tensors = Alive()
     alive: list[list[int]] = []
 
     def double(x: torch.Tensor) -> torch.Tensor:
         out = x * 2  # a product with a number saves nothing
-        made.note(out)
+        tensors.note(out)
         return out
 
     @contextmanager
     def around(event: Event) -> Iterator[None]:
         yield
-        alive.append(made.places)
+        alive.append(tensors.places)
 
     run([_chunk(LayerSlots(pre=double, dispatch=double, experts=double, combine=double))], around=around)
     # Each slot's output stays until the next slot has read it.

@@ -40,14 +40,14 @@ _OPTIONS = st.fixed_dictionaries({"early_release": st.booleans(), "delayed": st.
 def _expected(microbatch: int, plans: list[LayerPlan], delayed: bool, phase: Phase) -> list[Event]:
     """The events of one pass in the order in which they need each other, each weight gradient behind its backward."""
     kind = Kind.FORWARD if phase is Phase.FORWARD else Kind.BACKWARD
-    found = [Event(microbatch, None, Slot.PREPROCESS, kind)]
+    events = [Event(microbatch, None, Slot.PREPROCESS, kind)]
     for layer, plan in enumerate(plans):
         for slot in plan.forward_order:
             if phase is Phase.BACKWARD and delayed and slot in plan.delayed:
-                found.append(Event(microbatch, layer, slot, Kind.WEIGHT_GRADIENT))
-            found.append(Event(microbatch, layer, slot, kind))
-    found.append(Event(microbatch, None, Slot.POSTPROCESS, kind))
-    return found if phase is Phase.FORWARD else found[::-1]
+                events.append(Event(microbatch, layer, slot, Kind.WEIGHT_GRADIENT))
+            events.append(Event(microbatch, layer, slot, kind))
+    events.append(Event(microbatch, None, Slot.POSTPROCESS, kind))
+    return events if phase is Phase.FORWARD else events[::-1]
 
 
 def _check_pass(events: list[Event], expected: list[Event]) -> None:
@@ -166,8 +166,10 @@ def test_pairs_of_layers_go_as_in_megatron_core(early_release: bool) -> None:
 
     places = {"early": "b.pre.backward", "late": ""} if early_release else {"early": "", "late": "b.pre.backward"}
     between = [*_PAIR.format(**places).split(), *_LAST_PAIR.format(**places).split()]
-    found = [shown(event) for event in work(order([_WITH_POST] * 2, [_WITH_POST] * 2, early_release=early_release))]
-    assert found == [
+    shown_events = [
+        shown(event) for event in work(order([_WITH_POST] * 2, [_WITH_POST] * 2, early_release=early_release))
+    ]
+    assert shown_events == [
         *("f.preprocess.forward", "b.postprocess.backward"),
         *between,
         *("b.pre.weight_gradient", "f.postprocess.forward", "b.preprocess.backward"),

@@ -106,24 +106,24 @@ def test_a_run_needs_parameters_only_where_the_residence_keeps_them() -> None:
     def train() -> list[tuple[bool, int]]:
         return [_gradients_and_layers(0, False), _gradients_and_layers(1, False), _gradients_and_layers(1, True)]
 
-    for found in run_ranks(train, 2):
-        assert [is_equal for is_equal, _ in found] == [True, True, True]
-        assert found[0][1] == 2  # one in each direction
-        assert found[1][1] <= 4 and found[2][1] <= 4
+    for outcomes in run_ranks(train, 2):
+        assert [is_equal for is_equal, _ in outcomes] == [True, True, True]
+        assert outcomes[0][1] == 2  # one in each direction
+        assert outcomes[1][1] <= 4 and outcomes[2][1] <= 4
 
 
-def _layer(made: Alive) -> LayerSlots:
+def _layer(alive: Alive) -> LayerSlots:
     def slot(x: torch.Tensor) -> torch.Tensor:
         out = torch.tanh(x)  # saves its output
-        made.note(out)
+        alive.note(out)
         return out
 
     return LayerSlots(pre=slot, dispatch=slot, experts=slot, combine=slot, delayed={Slot.EXPERTS: lambda: None})
 
 
-def _chunks(made: Alive) -> list[Chunk]:
+def _chunks(alive: Alive) -> list[Chunk]:
     weight = torch.ones(3, requires_grad=True)
-    return [Chunk(lambda: weight * 2, [_layer(made)] * 2, lambda x: x.sum()) for _ in range(3)]
+    return [Chunk(lambda: weight * 2, [_layer(alive)] * 2, lambda x: x.sum()) for _ in range(3)]
 
 
 class Boom(Exception):
@@ -150,7 +150,11 @@ class Empty:
     def finished(self, event: ResidenceEvent) -> None:
         self._fail(event)
         stay = event.microbatch, event.layer, event.phase
-        [acquired] = [each for each in self.present if (each.microbatch, each.layer, each.phase) == stay]
+        [acquired] = [
+            acquired_event
+            for acquired_event in self.present
+            if (acquired_event.microbatch, acquired_event.layer, acquired_event.phase) == stay
+        ]
         self.present.remove(acquired)
 
     def drop(self) -> None:
@@ -169,14 +173,14 @@ class Keeping(Empty):
             super().finished(event)
 
 
-def _run_and_fail(residence: Empty, made: Alive, at: Event | None) -> None:
+def _run_and_fail(residence: Empty, alive: Alive, at: Event | None) -> None:
     def around(event: Event) -> AbstractContextManager[None]:
         if event == at:
             raise Boom
         return nullcontext()
 
     try:
-        run(_chunks(made), residence=residence, around=around)
+        run(_chunks(alive), residence=residence, around=around)
     except Boom:
         return
     raise AssertionError("nothing was raised")
@@ -185,18 +189,18 @@ def _run_and_fail(residence: Empty, made: Alive, at: Event | None) -> None:
 def test_an_exception_anywhere_leaves_nothing_held() -> None:
     plan = _layer(Alive()).plan
     for event in run_order(3, [plan, plan]):
-        made = Alive()
+        alive = Alive()
         is_work = isinstance(event, Event)
         residence = Empty(None if isinstance(event, Event) else event)
-        _run_and_fail(residence, made, event if isinstance(event, Event) else None)
+        _run_and_fail(residence, alive, event if isinstance(event, Event) else None)
         assert residence.present == [], f"{event} {is_work}"
-        assert made.num == 0, str(event)
+        assert alive.num == 0, str(event)
     run(_chunks(Alive()), residence=Empty())
 
 
 def test_an_exception_in_a_pair_empties_both_flights() -> None:
-    lanes, made = Lanes(torch.device("cpu")), Alive()
-    first, second, _ = (Flight(chunk, lanes, i) for i, chunk in enumerate(_chunks(made)))
+    lanes, alive = Lanes(torch.device("cpu")), Alive()
+    first, second, _ = (Flight(chunk, lanes, i) for i, chunk in enumerate(_chunks(alive)))
     run_pair(first, None)
     first.begin_backward((torch.ones(()),))
 
@@ -205,10 +209,10 @@ def test_an_exception_in_a_pair_empties_both_flights() -> None:
             raise Boom
         return nullcontext()
 
-    assert made.num > 0
+    assert alive.num > 0
     with pytest.raises(Boom):
         run_pair(second, first, around=around)
-    assert made.num == 0
+    assert alive.num == 0
     for flight in (first, second):
         with pytest.raises(RuntimeError):
             run_pair(flight, None)
@@ -247,8 +251,8 @@ def test_stages_of_a_pipeline_run_in_pairs_and_find_the_gradients_of_their_input
     linears = [nn.Linear(3, 3) for _ in range(5)]
     layers = [LayerSlots(pre=linear, experts=torch.tanh) for linear in linears]
     data = torch.randn(3, 2, 3)
-    for each in data:
-        x = each
+    for microbatch in data:
+        x = microbatch
         for linear in linears:
             x = torch.tanh(linear(x))
         (x.sum() ** 2).backward()
@@ -344,7 +348,7 @@ def test_every_microbatch_is_checked_before_the_first_runs() -> None:
     calls: dict[Slot, Callable[[], object]] = {}
     changed = LayerSlots(pre=torch.tanh, experts=torch.tanh, delayed=calls)
     calls[Slot.POST] = lambda: None
-    chunks = [Chunk(lambda: weight * 2, [each], lambda x: x.sum()) for each in (layer, layer, changed)]
+    chunks = [Chunk(lambda: weight * 2, [model_layer], lambda x: x.sum()) for model_layer in (layer, layer, changed)]
     with pytest.raises(ValueError, match="alone, got post"):
         run(chunks)
     assert weight.grad is None

@@ -96,8 +96,8 @@ def test_a_picture_has_a_bar_for_each_span() -> None:
     picture = ET.fromstring(svg(timeline))
     rectangles = picture.findall(".//{*}rect")
     assert len(rectangles) == len(timeline.spans)
-    right = max(float(each.attrib["x"]) + float(each.attrib["width"]) for each in rectangles)
-    assert right == pytest.approx(1200 + min(float(each.attrib["x"]) for each in rectangles), abs=0.2)
+    right = max(float(rectangle.attrib["x"]) + float(rectangle.attrib["width"]) for rectangle in rectangles)
+    assert right == pytest.approx(1200 + min(float(rectangle.attrib["x"]) for rectangle in rectangles), abs=0.2)
     title = rectangles[0].find("{*}title")
     assert title is not None and title.text == "0 preprocess fwd: 0 to 3"
 
@@ -110,10 +110,10 @@ def test_exposed_times_of_slots_sum_up_to_the_exposed_time_and_name_the_layer() 
     events = run_order(3, 2)
     times = {(slot, kind): 4.0 if slot is Slot.COMBINE else 1.0 for slot in Slot for kind in Kind}
     timeline = simulate(events, times)
-    found = timeline.exposed_by
-    assert sum(found.values()) == pytest.approx(timeline.exposed)
+    exposed = timeline.exposed_by
+    assert sum(exposed.values()) == pytest.approx(timeline.exposed)
     assert timeline.exposed > 0
-    assert set(found) == {
+    assert set(exposed) == {
         (layer, slot, kind)
         for layer in (0, 1)
         for slot in (Slot.DISPATCH, Slot.COMBINE)
@@ -122,5 +122,5 @@ def test_exposed_times_of_slots_sum_up_to_the_exposed_time_and_name_the_layer() 
     drawn = exposures(timeline, simulate(events, {**times, (Slot.COMBINE, Kind.FORWARD): 0.0})).splitlines()
     assert drawn[0].split() == ["exposed", "measured", "predicted"]
     assert drawn[2].split()[:4] == ["layer", "0", "dispatch", "bwd"]
-    assert drawn[3].split() == ["layer", "0", "combine", "fwd", f"{found[0, Slot.COMBINE, Kind.FORWARD]:.2f}", "0.00"]
+    assert drawn[3].split() == ["layer", "0", "combine", "fwd", f"{exposed[0, Slot.COMBINE, Kind.FORWARD]:.2f}", "0.00"]
     assert drawn[-1].split()[:2] == ["all", f"{timeline.exposed:.2f}"]

@@ -17,21 +17,21 @@ STEPS, MICROBATCHES = 3, 4
 def _train(pattern: str, is_delayed: bool, is_scheduled: bool, early_release: bool, ahead: int) -> list[torch.Tensor]:
     model = Model(pattern, is_delayed=is_delayed)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
-    found = []
+    losses = []
     for step in range(STEPS):
         tokens = microbatches(step, MICROBATCHES)
         if is_scheduled:
-            chunks = [model.chunk(each, 1 / MICROBATCHES) for each in tokens]
-            found += run(chunks, early_release=early_release, ahead=ahead)
+            chunks = [model.chunk(microbatch, 1 / MICROBATCHES) for microbatch in tokens]
+            losses += run(chunks, early_release=early_release, ahead=ahead)
         else:
-            for each in tokens:
-                loss = model(each, 1 / MICROBATCHES)
+            for microbatch in tokens:
+                loss = model(microbatch, 1 / MICROBATCHES)
                 loss.backward()
                 model.finish_delayed()
-                found.append(loss.detach())
+                losses.append(loss.detach())
         optimizer.step()
         optimizer.zero_grad()
-    return [*found, *(parameter.detach() for parameter in model.parameters())]
+    return [*losses, *(parameter.detach() for parameter in model.parameters())]
 
 
 def _differences(pattern: str) -> Iterator[tuple[str, int, float]]:
@@ -49,7 +49,9 @@ def _differences(pattern: str) -> Iterator[tuple[str, int, float]]:
 
 @pytest.mark.parametrize("pattern", ["EEE", "E-E", "E"])
 def test_losses_and_weights_are_those_of_plain_training(pattern: str) -> None:
-    for found in run_ranks(lambda: list(_differences(pattern)), 2):
-        assert len(found) == 8
-        assert [(way, num_unequal) for way, num_unequal, _ in found if num_unequal] == []
-        assert all(learned > 0.1 for _, _, learned in found), "nothing was learned: equal bits would prove nothing"
+    for differences in run_ranks(lambda: list(_differences(pattern)), 2):
+        assert len(differences) == 8
+        assert [(way, num_unequal) for way, num_unequal, _ in differences if num_unequal] == []
+        assert all(learned > 0.1 for _, _, learned in differences), (
+            "nothing was learned: equal bits would prove nothing"
+        )

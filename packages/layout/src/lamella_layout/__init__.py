@@ -41,8 +41,8 @@ if not TYPE_CHECKING:  # A type checker that saw it would take every name for on
     def __getattr__(name: str) -> object:
         if name not in _HOMES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        found = globals()[name] = getattr(import_module(_HOMES[name]), name)
-        return found
+        attribute = globals()[name] = getattr(import_module(_HOMES[name]), name)
+        return attribute
 
 
 def __dir__() -> list[str]:

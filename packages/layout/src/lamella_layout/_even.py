@@ -70,8 +70,8 @@ class EvenLayout:
                 length, or `num_shards` or `alignment` is below 1.
         """
         frozen = as_shapes(shapes)
-        given = per_tensor("dim", [0] * len(frozen) if dims is None else dims, len(frozen))
-        normal = tuple(normal_dim(dim, len(shape)) for dim, shape in zip(given, frozen, strict=True))
+        requested_dims = per_tensor("dim", [0] * len(frozen) if dims is None else dims, len(frozen))
+        normal = tuple(normal_dim(dim, len(shape)) for dim, shape in zip(requested_dims, frozen, strict=True))
         return cls(shapes=frozen, dims=normal, num_shards=num_shards, alignment=alignment)
 
     def __post_init__(self) -> None:
@@ -177,14 +177,15 @@ class EvenLayout:
         frozen = as_shapes(shapes)
         if frozen == self.shapes:
             return self
-        made = EvenLayout.build(frozen, self.num_shards, dims=self.dims, alignment=self.alignment)
-        for i, (shape, own) in enumerate(zip(frozen, self.shapes, strict=True)):
-            if shape != own and not (self.dims[i] == 0 and cuts_alike(own[0], shape[0], self.num_shards)):
+        layout = EvenLayout.build(frozen, self.num_shards, dims=self.dims, alignment=self.alignment)
+        for i, (shape, own_shape) in enumerate(zip(frozen, self.shapes, strict=True)):
+            if shape != own_shape and not (self.dims[i] == 0 and cuts_alike(own_shape[0], shape[0], self.num_shards)):
                 raise ValueError(
-                    f"Expected shards of {own!r} along dim 0 whose rows are whole blocks of {shape!r}, got a tensor "
-                    f"sharded over {self.num_shards} ranks along dim {self.dims[i]}. Keep blocks of rows together."
+                    f"Expected shards of {own_shape!r} along dim 0 whose rows are whole blocks of {shape!r}, got a "
+                    f"tensor sharded over {self.num_shards} ranks along dim {self.dims[i]}. Keep blocks of rows "
+                    "together."
                 )
-        return made
+        return layout
 
     def region(self, index: int, rank: int, *, inside: Region | None = None) -> Region:
         """Return the region of tensor `index` owned by `rank`, ready for further cuts.

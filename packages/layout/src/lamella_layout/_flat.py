@@ -10,7 +10,7 @@ from lamella_layout._arithmetic import ceil_div
 from lamella_layout._checks import Shape, as_shapes, check_at_least_one, check_rank, check_shapes, per_tensor
 from lamella_layout._chunk import Chunk
 from lamella_layout._keep import Keep, Rows, Whole, kept_numel
-from lamella_layout._packing import Item, pack
+from lamella_layout._packing import PackedTensor, pack
 from lamella_layout._ragged import RaggedShard
 from lamella_layout._range import Range
 from lamella_layout._region import Region, region_of
@@ -84,8 +84,10 @@ class FlatLayout:
         check_shapes(frozen)
         packing = pack(
             [
-                Item(index=index, numel=prod(shape), kept_numel=kept_numel(shape, kept), alignment=alignment)
-                for index, (shape, kept) in enumerate(zip(frozen, keeps, strict=True))
+                PackedTensor(
+                    index=index, numel=prod(shape), kept_numel=kept_numel(shape, tensor_keep), alignment=alignment
+                )
+                for index, (shape, tensor_keep) in enumerate(zip(frozen, keeps, strict=True))
                 if prod(shape)
             ],
             num_shards,
@@ -190,8 +192,8 @@ class FlatLayout:
     @cached_property
     def gaps(self) -> tuple[Range, ...]:
         """Return the ranges of the unsharded buffer outside every tensor, in order."""
-        taken = sorted(lies for index in range(self.num_tensors) if (lies := self.tensor_range(index)).numel)
-        edges = [Range(0, 0), *taken, Range(self.full_numel, self.full_numel)]
+        tensor_ranges = sorted(lies for index in range(self.num_tensors) if (lies := self.tensor_range(index)).numel)
+        edges = [Range(0, 0), *tensor_ranges, Range(self.full_numel, self.full_numel)]
         return tuple(Range(a.stop, b.start) for a, b in pairwise(edges) if b.start > a.stop)
 
     def region(self, index: int, rank: int, *, inside: Region | None = None) -> Region:
@@ -243,8 +245,12 @@ class FlatLayout:
         frozen = as_shapes(shapes)
         if frozen == self.shapes:
             return self
-        pairs = [(prod(own), prod(shape)) for own, shape in zip(self.shapes, frozen, strict=True) if prod(own)]
-        ratios = {own // numel if numel and own % numel == 0 else 0 for own, numel in pairs}
+        pairs = [
+            (prod(own_numel), prod(shape))
+            for own_numel, shape in zip(self.shapes, frozen, strict=True)
+            if prod(own_numel)
+        ]
+        ratios = {own_numel // numel if numel and own_numel % numel == 0 else 0 for own_numel, numel in pairs}
         ratio = next(iter(ratios), 1)
         if len(ratios) > 1 or not ratio or self.alignment % ratio:
             raise ValueError(
@@ -273,9 +279,11 @@ class FlatLayout:
 
     def _check_overlap(self) -> None:
         ranges = ((self.tensor_range(index), index) for index in range(self.num_tensors))
-        for (left, left_index), (right, right_index) in pairwise(sorted(lies for lies in ranges if lies[0].numel)):
-            if left.stop > right.start:
-                raise ValueError(f"Expected tensors apart, got {left_index} in {left!r} and {right_index} in {right!r}")
+        for (lower, lower_index), (upper, upper_index) in pairwise(sorted(lies for lies in ranges if lies[0].numel)):
+            if lower.stop > upper.start:
+                raise ValueError(
+                    f"Expected tensors apart, got {lower_index} in {lower!r} and {upper_index} in {upper!r}"
+                )
 
     def _check_cuts(self) -> None:
         """Check that no shard boundary falls inside a block. Shards tile the buffer: every element has one owner."""

@@ -32,7 +32,7 @@ from lamella_layout._range import Range
 
 
 @dataclass(frozen=True, kw_only=True)
-class Item:
+class PackedTensor:
     """One tensor to place.
 
     Attributes:
@@ -71,20 +71,20 @@ class Packing:
     starts: dict[int, int]
 
 
-def pack(items: Sequence[Item], num_shards: int) -> Packing:
+def pack(tensors: Sequence[PackedTensor], num_shards: int) -> Packing:
     """Find a small shard size and a place for every item.
 
     Args:
-        items: Non-empty tensors, all of one alignment.
+        tensors: Non-empty tensors, all of one alignment.
         num_shards: Number of equal shards of the buffer.
 
     Returns:
         The same packing on every rank, a function of the arguments alone.
     """
-    if not items:
+    if not tensors:
         return Packing(shard_numel=0, starts={})
     # Large blocks first: they allow the fewest cuts, and small blocks fill the gaps left behind.
-    ordered = sorted(items, key=lambda item: (-item.step, -item.numel, item.index))
+    ordered = sorted(tensors, key=lambda tensor: (-tensor.step, -tensor.numel, tensor.index))
     safe_sizes = sorted(_safe_sizes(ordered, num_shards))
     best = _fit(ordered, num_shards, safe_sizes[0][0])
     assert best is not None, "Note [Packing bound]"
@@ -95,7 +95,7 @@ def pack(items: Sequence[Item], num_shards: int) -> Packing:
     return best
 
 
-def _search(items: Sequence[Item], num_shards: int, candidates: range) -> Packing | None:
+def _search(tensors: Sequence[PackedTensor], num_shards: int, candidates: range) -> Packing | None:
     """Look for a small candidate that fits: first the lowest, a frequent hit, then by bisection.
 
     Fitting is not monotonic in the shard size, so bisection may miss the smallest candidate.
@@ -104,62 +104,62 @@ def _search(items: Sequence[Item], num_shards: int, candidates: range) -> Packin
     low = middle = 0
     high = len(candidates)
     while low < high:
-        found = _fit(items, num_shards, candidates[middle])
-        if found is None:
+        packing = _fit(tensors, num_shards, candidates[middle])
+        if packing is None:
             low = middle + 1
         else:
-            best, high = found, middle
+            best, high = packing, middle
         middle = (low + high) // 2
     return best
 
 
-def _lowest_size(items: Sequence[Item], num_shards: int) -> int:
+def _lowest_size(tensors: Sequence[PackedTensor], num_shards: int) -> int:
     """Return a lower bound of the shard size: an equal part of all items, and at least the largest block."""
-    equal_part = ceil_div(sum(item.padded_numel for item in items), num_shards)
-    return round_up(max(equal_part, *(item.kept_numel for item in items)), items[0].alignment)
+    equal_part = ceil_div(sum(tensor.padded_numel for tensor in tensors), num_shards)
+    return round_up(max(equal_part, *(tensor.kept_numel for tensor in tensors)), tensors[0].alignment)
 
 
-def _safe_sizes(items: Sequence[Item], num_shards: int) -> Iterator[tuple[int, int]]:
+def _safe_sizes(tensors: Sequence[PackedTensor], num_shards: int) -> Iterator[tuple[int, int]]:
     """Yield shard sizes at which a pass must succeed, each with its quantum; see Note [Packing bound].
 
     The quantum is a common multiple of the steps of tensors longer than the shard. The walk goes from large shards (no
     tensor is longer) to small shards (all may be longer), and stops when the quantum alone exceeds the first size.
     """
-    alignment = items[0].alignment
-    gaps = (num_shards - 1) * (max(item.step for item in items) - alignment)
-    enough = ceil_div(sum(item.padded_numel for item in items) + gaps, num_shards)
-    enough = max([enough, *(item.numel for item in items if item.is_whole)])
-    cuttable = sorted((item for item in items if not item.is_whole), key=lambda item: -item.numel)
+    alignment = tensors[0].alignment
+    gaps = (num_shards - 1) * (max(tensor.step for tensor in tensors) - alignment)
+    enough = ceil_div(sum(tensor.padded_numel for tensor in tensors) + gaps, num_shards)
+    enough = max([enough, *(tensor.numel for tensor in tensors if tensor.is_whole)])
+    cuttable = sorted((tensor for tensor in tensors if not tensor.is_whole), key=lambda tensor: -tensor.numel)
 
-    first = round_up(max([enough, *(item.numel for item in cuttable[:1])]), alignment)
+    first = round_up(max([enough, *(tensor.numel for tensor in cuttable[:1])]), alignment)
     quantum = alignment
-    for item in cuttable:
-        if quantum % item.step:  # the smallest size for the quantum so far still holds `item` whole
-            yield round_up(max(enough, item.numel), quantum), quantum
-            quantum = lcm(quantum, item.step)
+    for tensor in cuttable:
+        if quantum % tensor.step:  # the smallest size for the quantum so far still holds `tensor` whole
+            yield round_up(max(enough, tensor.numel), quantum), quantum
+            quantum = lcm(quantum, tensor.step)
         if quantum > first:
             return
     yield round_up(enough, quantum), quantum
 
 
-def _fit(items: Sequence[Item], num_shards: int, shard_numel: int) -> Packing | None:
+def _fit(tensors: Sequence[PackedTensor], num_shards: int, shard_numel: int) -> Packing | None:
     """Place the items, in the given order, into shards of `shard_numel`; None when an item does not fit."""
     starts: dict[int, int] = {}
     gaps: list[tuple[int, int]] = []  # (numel, start), sorted: bisection finds the smallest sufficient gap
     head = 0
-    for item in items:
-        smallest = bisect_left(gaps, (item.padded_numel, 0))
+    for tensor in tensors:
+        smallest = bisect_left(gaps, (tensor.padded_numel, 0))
         if smallest < len(gaps):
             numel, start = gaps.pop(smallest)
-            unused = [Range(start + item.padded_numel, start + numel)]
+            unused = [Range(start + tensor.padded_numel, start + numel)]
         else:
-            found = _next_start(item, head, shard_numel)
-            if found is None or found + item.numel > num_shards * shard_numel:
+            next_start = _next_start(tensor, head, shard_numel)
+            if next_start is None or next_start + tensor.numel > num_shards * shard_numel:
                 return None
-            start = found
+            start = next_start
             unused = _split_at_boundary(Range(head, start), shard_numel)
-            head = start + item.padded_numel
-        starts[item.index] = start
+            head = start + tensor.padded_numel
+        starts[tensor.index] = start
         for gap in unused:
             if gap.numel:
                 insort(gaps, (gap.numel, gap.start))
@@ -172,16 +172,16 @@ def _split_at_boundary(gap: Range, shard_numel: int) -> list[Range]:
     return [Range(gap.start, boundary), Range(boundary, gap.stop)] if gap.stop > boundary else [gap]
 
 
-def _next_start(item: Item, head: int, shard_numel: int) -> int | None:
+def _next_start(tensor: PackedTensor, head: int, shard_numel: int) -> int | None:
     """Return the first start at or after `head` from which no boundary inside the item cuts a block.
 
     Searches the shard of `head` and the next shard; None when neither has such a start.
     """
     room = shard_numel - head % shard_numel
-    if item.numel <= room:
+    if tensor.numel <= room:
         return head
     for boundary, available in ((head + room, room), (head + room + shard_numel, shard_numel)):
-        before = available - available % item.step  # elements of the item before the boundary
-        if item.numel - before <= shard_numel or shard_numel % item.step == 0:
+        before = available - available % tensor.step  # elements of the item before the boundary
+        if tensor.numel - before <= shard_numel or shard_numel % tensor.step == 0:
             return boundary - before
     return None

@@ -145,8 +145,8 @@ def _source_spans(layout: EvenLayout) -> list[Span]:
 
 
 def _flat_legend(layout: FlatLayout, names: Sequence[str]) -> Iterator[str]:
-    kept = [f"rows of {keep.num_rows}" if isinstance(keep, Rows) else "whole" for keep in layout.keep]
-    yield from _tensor_legend(layout, names, kept)
+    keep_texts = [f"rows of {keep.num_rows}" if isinstance(keep, Rows) else "whole" for keep in layout.keep]
+    yield from _tensor_legend(layout, names, keep_texts)
     if layout.padding_numel:
         share = layout.padding_numel / layout.full_numel
         yield f"{GAP}  padding: {_count(layout.padding_numel, 'element')}, {share:.1%} of all"

@@ -72,10 +72,14 @@ def ragged_rows(placements: Sequence[Placement], coordinate: Sequence[int]) -> R
     Raises:
         ValueError: Two ragged axes have different bounds.
     """
-    ragged = [(each, at) for each, at in zip(placements, coordinate, strict=True) if isinstance(each, RaggedShard)]
+    ragged = [
+        (placement, position)
+        for placement, position in zip(placements, coordinate, strict=True)
+        if isinstance(placement, RaggedShard)
+    ]
     if not ragged:
         return None
     first = ragged[0][0]
-    if any(each.bounds != first.bounds for each, _ in ragged):
+    if any(placement.bounds != first.bounds for placement, _ in ragged):
         raise ValueError(f"Expected ragged axes with the same bounds, got {tuple(placements)!r}.")
-    return first.rows(sum(each.stride * at for each, at in ragged))
+    return first.rows(sum(placement.stride * position for placement, position in ragged))

@@ -74,40 +74,40 @@ class Region:
         runs = self.runs[dim]
         blocks = [torch_chunk(_numel(runs), split_factor, block) for block in range(split_factor)]
         pieces = [torch_chunk(block.numel, num_shards, rank).shift(block.start) for block in blocks]
-        kept = _merge(run for piece in pieces for run in _take(runs, piece))
-        return Region((*self.runs[:dim], kept, *self.runs[dim + 1 :]))
+        remaining_runs = _merge(run for piece in pieces for run in _take(runs, piece))
+        return Region((*self.runs[:dim], remaining_runs, *self.runs[dim + 1 :]))
 
 
-def region_of(chunk: Chunk, shape: Sequence[int], inside: Region | None) -> Region:
+def region_of(chunk: Chunk, shape: Sequence[int], outer: Region | None) -> Region:
     """Map a chunk of a local tensor to the global tensor.
 
     Args:
         chunk: A rank's box of the local tensor.
         shape: Shape of the local tensor.
-        inside: Region of the global tensor held by the local tensor; None when the two are the same.
+        outer: Region of the global tensor held by the local tensor; None when the two are the same.
     """
-    if inside is None:
+    if outer is None:
         return Region.whole(shape).take(chunk)
-    if inside.shape != tuple(shape):
+    if outer.shape != tuple(shape):
         raise ValueError(
-            f"Expected a region of shape {tuple(shape)!r}, the tensor's in the layout, got one of {inside.shape!r}."
+            f"Expected a region of shape {tuple(shape)!r}, the tensor's in the layout, got one of {outer.shape!r}."
         )
-    return inside.take(chunk)
+    return outer.take(chunk)
 
 
 def _numel(runs: Runs) -> int:
     return sum(run.numel for run in runs)
 
 
-def _take(runs: Runs, wanted: Range) -> Runs:
-    """Keep the indices at local positions `wanted`."""
-    taken, position = [], 0
+def _take(runs: Runs, positions: Range) -> Runs:
+    """Keep the indices at local positions `positions`."""
+    runs_taken, position = [], 0
     for run in runs:
         # Positions count from the start of the first run, indices from 0: intersect positions, return indices.
         offset = run.start - position
-        taken.append(run.shift(-offset).intersection(wanted).shift(offset))
+        runs_taken.append(run.shift(-offset).intersection(positions).shift(offset))
         position += run.numel
-    return _merge(taken)
+    return _merge(runs_taken)
 
 
 def _merge(runs: Iterable[Range]) -> Runs:

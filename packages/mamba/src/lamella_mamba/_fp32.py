@@ -33,21 +33,23 @@ def keep_fp32(model: nn.Module) -> Callable[[nn.Parameter], torch.dtype | None]:
 
     Effects: none.
     """
-    kept: dict[int, tuple[str, weakref.ref[nn.Parameter]]] = {}
-    places: list[tuple[str, weakref.ref[nn.Module]]] = []
+    names_and_references: dict[int, tuple[str, weakref.ref[nn.Parameter]]] = {}
+    layers: list[tuple[str, weakref.ref[nn.Module]]] = []
     for prefix, module in _state_space_layers(model):
-        places.append((prefix, weakref.ref(module)))
+        layers.append((prefix, weakref.ref(module)))
         for name, parameter in _fp32_parameters(prefix, module):
             _check_dtype(name, parameter)
-            kept[id(parameter)] = name, weakref.ref(parameter)
+            names_and_references[id(parameter)] = name, weakref.ref(parameter)
 
     def find(parameter: nn.Parameter) -> str | None:
         # An id may be that of a later parameter, whose weak reference is another.
-        name, found = kept.get(id(parameter), ("", None))
-        if found is not None and found() is parameter:
+        name, parameter_reference = names_and_references.get(id(parameter), ("", None))
+        if parameter_reference is not None and parameter_reference() is parameter:
             return name
-        now = (_fp32_parameters(prefix, held) for prefix, place in places if (held := place()) is not None)
-        return next((name for pairs in now for name, each in pairs if each is parameter), None)
+        current_parameters = (
+            _fp32_parameters(prefix, layer) for prefix, reference in layers if (layer := reference()) is not None
+        )
+        return next((name for pairs in current_parameters for name, candidate in pairs if candidate is parameter), None)
 
     def override(parameter: nn.Parameter) -> torch.dtype | None:
         name = find(parameter)

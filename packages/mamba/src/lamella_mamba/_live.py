@@ -32,9 +32,9 @@ def bind_live_parameters(model: nn.Module) -> list[str]:
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         for attribute, helper in list(vars(module).items()):
             if _is_helper(helper):
-                found = {key: names[id(value)] for key, value in vars(helper).items() if id(value) in names}
-                _bind(helper, module, found)
-                bound += [".".join(filter(None, (prefix, attribute, key))) for key in found]
+                parameter_names = {key: names[id(value)] for key, value in vars(helper).items() if id(value) in names}
+                _bind(helper, module, parameter_names)
+                bound += [".".join(filter(None, (prefix, attribute, key))) for key in parameter_names]
     return bound
 
 
@@ -59,9 +59,9 @@ def _bind(helper: Any, module: nn.Module, names: Mapping[str, str]) -> None:
 
 def _look_up(module: weakref.ref[nn.Module], name: str) -> property:
     def look_up(_: object) -> Any:
-        found = module()
-        assert found is not None, f"the module that holds {name!r} is gone"
-        return reduce(getattr, name.split("."), found)
+        holder = module()
+        assert holder is not None, f"the module that holds {name!r} is gone"
+        return reduce(getattr, name.split("."), holder)
 
     return property(look_up)
 

@@ -129,11 +129,11 @@ def merge(parts: Sequence[torch.Tensor], by: Split) -> torch.Tensor:
         for rank, part in enumerate(parts):
             _check_equal(parts[0], part, rank)
         return parts[0]
-    own = by.part(len(parts))
+    rank_split = by.part(len(parts))
     for rank, part in enumerate(parts):
-        _check_size(part, own)
+        _check_size(part, rank_split)
         _check_alike(parts[0], part, rank, "parts of one dtype and shape")
-    sections = zip(*(torch.split(part, list(own.sizes), dim=by.dim) for part in parts), strict=True)
+    sections = zip(*(torch.split(part, list(rank_split.sizes), dim=by.dim) for part in parts), strict=True)
     return torch.cat([share for section in sections for share in section], dim=by.dim)
 
 

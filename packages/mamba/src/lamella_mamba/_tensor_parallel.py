@@ -43,15 +43,17 @@ def annotate(model: nn.Module) -> dict[str, Split | None]:
     Effects: none.
     """
     by_class = dict(_by_class(model))
-    found: dict[str, Split | None] = {}
+    splits: dict[str, Split | None] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         for own_name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             name = _join(prefix, own_name)
-            known = by_class.get(name) or _of_linear(module, own_name)
-            how = _by_marks(name, parameter, known) or known or (_REPLICATED if _is_norm(module) else None)
-            _check(name, parameter, how)
-            found[name] = how
-    return found
+            class_split = by_class.get(name) or _linear_split(module, own_name)
+            parameter_split = (
+                _by_marks(name, parameter, class_split) or class_split or (_REPLICATED if _is_norm(module) else None)
+            )
+            _check(name, parameter, parameter_split)
+            splits[name] = parameter_split
+    return splits
 
 
 _REPLICATED = Split(dim=None)
@@ -60,7 +62,7 @@ _REPLICATED = Split(dim=None)
 # -- marks on parameters --------------------------------------------------------------------------------------------
 
 
-def _by_marks(name: str, parameter: nn.Parameter, known: Split | None) -> Split | None:
+def _by_marks(name: str, parameter: nn.Parameter, class_split: Split | None) -> Split | None:
     """The split that megatron-core's marks say; sections and blocks on which marks are silent come from the table."""
     is_split = getattr(parameter, "tensor_model_parallel", None)
     if not is_split:
@@ -73,10 +75,14 @@ def _by_marks(name: str, parameter: nn.Parameter, known: Split | None) -> Split 
         )
     size = parameter.shape[dim]
     stride = getattr(parameter, "partition_stride", 1)
-    told = getattr(parameter, "partition_sizes", None)
-    sizes = tuple(told or stride * (size // stride,))
-    if known is not None and known.dim == dim and (known.sizes == sizes or (told is None and stride == 1)):
-        return known
+    marked_sizes = getattr(parameter, "partition_sizes", None)
+    sizes = tuple(marked_sizes or stride * (size // stride,))
+    if (
+        class_split is not None
+        and class_split.dim == dim
+        and (class_split.sizes == sizes or (marked_sizes is None and stride == 1))
+    ):
+        return class_split
     return Split(dim=dim, sizes=sizes)
 
 
@@ -229,17 +235,17 @@ def _by_class(model: nn.Module) -> Iterator[tuple[str, Split]]:
         names = {cls.__name__ for cls in type(module).__mro__}
         for class_name, sizes, layout in _MIXERS:
             if class_name in names and hasattr(module, sizes.inner):
-                yield from _of_mixer(prefix, module, sizes.read(module), layout)
+                yield from _mixer_splits(prefix, module, sizes.read(module), layout)
                 break
 
 
-def _of_mixer(
+def _mixer_splits(
     prefix: str, mixer: nn.Module, sizes: Mapping[str, tuple[int, int]], layout: _Layout
 ) -> Iterator[tuple[str, Split]]:
     for name, parameter in mixer.named_parameters(remove_duplicate=False):
-        if (found := layout.get(re.sub(r"\d+$", "#", name))) is None:
+        if (dim_and_letters := layout.get(re.sub(r"\d+$", "#", name))) is None:
             continue
-        dim, letters = found
+        dim, letters = dim_and_letters
         if name == "D" and letters == "h" and parameter.shape[0] != sizes["h"][0]:
             letters = "x"  # an option: one D for each channel
         sections = [sizes[letter] for letter in letters if sizes[letter][0]]
@@ -253,7 +259,7 @@ def _of_mixer(
 # -- linear layers and norms ----------------------------------------------------------------------------------------
 
 
-def _of_linear(module: nn.Module, name: str) -> Split | None:
+def _linear_split(module: nn.Module, name: str) -> Split | None:
     """Replicated parameters of megatron-core's linear layers, which have no marks."""
     names = {cls.__name__ for cls in type(module).__mro__}
     fused_norm = "TELayerNormColumnParallelLinear" in names and name.startswith("layer_norm_")
@@ -268,13 +274,14 @@ def _is_norm(module: nn.Module) -> bool:
 # -- checks ---------------------------------------------------------------------------------------------------------
 
 
-def _check(name: str, parameter: nn.Parameter, how: Split | None) -> None:
-    if how is None or how.dim is None:
+def _check(name: str, parameter: nn.Parameter, parameter_split: Split | None) -> None:
+    if parameter_split is None or parameter_split.dim is None:
         return
-    if parameter.ndim <= how.dim or parameter.shape[how.dim] != sum(how.sizes):
+    if parameter.ndim <= parameter_split.dim or parameter.shape[parameter_split.dim] != sum(parameter_split.sizes):
         raise ValueError(
-            f"Expected sections of {name!r} that add up to its size along dim {how.dim}, got {how.sizes} for shape "
-            f"{tuple(parameter.shape)}. Correct `partition_sizes` on the parameter: they are a single rank's."
+            f"Expected sections of {name!r} that add up to its size along dim {parameter_split.dim}, got "
+            f"{parameter_split.sizes} for shape {tuple(parameter.shape)}. Correct `partition_sizes` on the parameter: "
+            "they are a single rank's."
         )
 
 

@@ -49,10 +49,10 @@ def sharding_units(model: nn.Module) -> list[nn.Module]:
     """
     units = [module for module in _inner_first(model, set()) if _is_unit(module)]
     if not units:
-        known = [row.class_name for row in TABLE if row.is_unit]
+        class_names = [row.class_name for row in TABLE if row.is_unit]
         raise ValueError(
-            f"Expected a Mamba model with blocks among {known}, got {type(model).__name__}. Choose the units of other "
-            "models by lamella_engine.fully_shard_model(model, units=...)."
+            f"Expected a Mamba model with blocks among {class_names}, got {type(model).__name__}. Choose the units of "
+            "other models by lamella_engine.fully_shard_model(model, units=...)."
         )
     for name, other, _ in _tied_copies(model):
         raise ValueError(
@@ -81,15 +81,15 @@ def join_tied_blocks(model: nn.Module) -> list[str]:
     Effects: none on parameters.
     """
     copies = list(_tied_copies(model))
-    unit = next((name for name, each in model.named_modules() if isinstance(each, FSDPModule)), None)
+    unit = next((name for name, module in model.named_modules() if isinstance(module, FSDPModule)), None)
     if copies and unit is not None:
         raise ValueError(
             f"Expected a model before fully_shard, got one with a unit at {unit!r} and copies of a block at "
             f"{copies[0][0]!r}: units would go on with the copies' modules. Join the blocks first."
         )
-    for name, _, kept in copies:
+    for name, _, shared_block in copies:
         parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, kept)
+        setattr(model.get_submodule(parent), child, shared_block)
     return [name for name, _, _ in copies]
 
 
@@ -100,9 +100,9 @@ def _tied_copies(model: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:
         if not any(row.is_shared and row.matches(module) for row in TABLE):
             continue
         if parameters := tuple(id(parameter) for parameter in module.parameters()):
-            other, kept = first.setdefault(parameters, (name, module))
-            if kept is not module:
-                yield name, other, kept
+            other, shared_block = first.setdefault(parameters, (name, module))
+            if shared_block is not module:
+                yield name, other, shared_block
 
 
 def _inner_first(module: nn.Module, seen: set[int]) -> Iterator[nn.Module]:
@@ -119,5 +119,5 @@ def _is_unit(module: nn.Module) -> bool:
 
 
 def _has_parameters(module: nn.Module, child: str) -> bool:
-    found = getattr(module, child, None)
-    return isinstance(found, nn.Module) and next(found.parameters(), None) is not None
+    submodule = getattr(module, child, None)
+    return isinstance(submodule, nn.Module) and next(submodule.parameters(), None) is not None

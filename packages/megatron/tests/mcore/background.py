@@ -29,13 +29,13 @@ def _stopped(saver: AsyncSaver) -> Iterator[None]:
         os.kill(pid, signal.SIGCONT)
 
 
-def save_thrice(path: Path, meanwhile: Callable[[], object], **told: Any) -> None:
+def save_thrice(path: Path, meanwhile: Callable[[], object], **arguments: Any) -> None:
     """Save one state blocking, in the background, and again before something that the writer sees nothing of."""
-    save_checkpoint(path / "blocking", **told)
+    save_checkpoint(path / "blocking", **arguments)
     with AsyncSaver() as saver:
-        save_checkpoint(path / "earlier", saver=saver, **told).wait()
+        save_checkpoint(path / "earlier", saver=saver, **arguments).wait()
         with _stopped(saver):
-            handle = save_checkpoint(path / "saved", saver=saver, **told)
+            handle = save_checkpoint(path / "saved", saver=saver, **arguments)
             meanwhile()
             assert not handle.done
         assert handle.wait() == path / "saved"
@@ -50,6 +50,6 @@ def assert_same_files(path: Path) -> None:
 
 def _files(path: Path) -> dict[str, object]:
     """The bytes of a checkpoint's files; of the metadata, all but the record of the save."""
-    files: dict[str, object] = {each.name: each.read_bytes() for each in path.iterdir()}
+    files: dict[str, object] = {file.name: file.read_bytes() for file in path.iterdir()}
     metadata = pickle.loads((path / ".metadata").read_bytes())
     return files | {".metadata": dataclasses.replace(metadata, storage_meta=None)}

@@ -24,21 +24,21 @@ def _cases(kind: str) -> list[Case]:
         (1, 2) if kind == "MEME" else (1,),
         STAGES,
     )
-    found = []
+    cases = []
     for tp, ep, expert_tp, cp, stage in itertools.product(*axes):
         layout = Layout(tp=tp, ep=ep, expert_tp=expert_tp, cp=cp, instances=2 if stage == "HSDP" else 1)
         # megatron-core asks for as many ranks with the same experts as instances.
         if layout.num_ranks % (layout.instances * ep * (expert_tp or tp)) == 0:
-            found.append((kind, layout, stage))
-    return found
+            cases.append((kind, layout, stage))
+    return cases
 
 
 def _sampled(cases: dict[str, list[Case]]) -> set[Case]:
     """One case of each kind, and five more."""
     rng = random.Random(0)
-    one_of_each = [rng.choice(of_kind) for of_kind in cases.values()]
-    rest = [case for of_kind in cases.values() for case in of_kind if case not in one_of_each]
-    return {*one_of_each, *rng.sample(rest, 5)}
+    one_of_each = [rng.choice(cases_of_kind) for cases_of_kind in cases.values()]
+    remaining_cases = [case for cases_of_kind in cases.values() for case in cases_of_kind if case not in one_of_each]
+    return {*one_of_each, *rng.sample(remaining_cases, 5)}
 
 
 CASES = {kind: _cases(kind) for kind in KINDS}

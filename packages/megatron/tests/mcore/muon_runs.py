@@ -36,21 +36,21 @@ def _orthogonal(
 ) -> torch.Tensor:
     """torch's Newton-Schulz iteration, in fp64."""
     a, b, c = coefficients
-    found = update.double() / update.double().norm().clamp(min=eps)
+    matrix = update.double() / update.double().norm().clamp(min=eps)
     for _ in range(num_steps):
-        square = found @ found.T
-        found = a * found + (b * square + c * square @ square) @ found
-    return torch.as_tensor(found, dtype=update.dtype)
+        square = matrix @ matrix.T
+        matrix = a * matrix + (b * square + c * square @ square) @ matrix
+    return torch.as_tensor(matrix, dtype=update.dtype)
 
 
 def muon_config(**fields: Any) -> Any:
     from megatron.core.optimizer import OptimizerConfig
 
-    made = OptimizerConfig(optimizer="adam", lr=0.02, weight_decay=0.0, clip_grad=0.5, adam_eps=1e-3)
+    config = OptimizerConfig(optimizer="adam", lr=0.02, weight_decay=0.0, clip_grad=0.5, adam_eps=1e-3)
     torchs = {"optimizer": "muon", "muon_extra_scale_factor": 0.2, "muon_nesterov": True}
     for name, value in {**torchs, **fields}.items():
-        setattr(made, name, value)  # The constructor asks for emerging_optimizers.
-    return made
+        setattr(config, name, value)  # The constructor asks for emerging_optimizers.
+    return config
 
 
 def _fill(model: nn.Module) -> None:
@@ -60,10 +60,10 @@ def _fill(model: nn.Module) -> None:
     first = NUM_EXPERTS // parallel_state.get_expert_model_parallel_world_size()
     first *= parallel_state.get_expert_model_parallel_rank()
     for name, parameter in model.named_parameters():
-        whole = re.sub(r"local_experts\.(\d+)", lambda m: f"local_experts.{first + int(m[1])}", name)
+        full_name = re.sub(r"local_experts\.(\d+)", lambda m: f"local_experts.{first + int(m[1])}", name)
         is_part = getattr(parameter, "tensor_model_parallel", False)
-        whole += str(parallel_state.get_tensor_model_parallel_rank() if is_part else 0)
-        generator = torch.Generator().manual_seed(zlib.crc32(whole.encode()))
+        full_name += str(parallel_state.get_tensor_model_parallel_rank() if is_part else 0)
+        generator = torch.Generator().manual_seed(zlib.crc32(full_name.encode()))
         if parameter.ndim > 1:
             nn.init.normal_(parameter, std=0.1, generator=generator)
 
@@ -83,12 +83,12 @@ def wrapped(kind: str, layout: Layout, stage: str = "ZeRO-3", *, for_muon: bool 
     """A sharded model; keywords change fields of `ddp_config`.
 
     Args:
-        kind: As for `make_model`.
-        layout: As for `make_model`.
+        kind: The kind of model that `make_model` builds.
+        layout: The layout of ranks that `make_model` takes.
         stage: A key of `STAGES`.
         for_muon: Keep matrices whole on single ranks; False shards all parameters evenly.
     """
-    from lamella_megatron._configuration import placements_of
+    from lamella_megatron._model.configuration import placements_of
     from lamella_megatron.training import ShardedModel, keep_matrices
 
     model: Any = made(kind, layout)

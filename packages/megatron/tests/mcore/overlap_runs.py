@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lamella_engine import ZERO1, ZERO3, ShardingOptions
-from lamella_megatron._patterns import parse_pattern
+from lamella_megatron._model.patterns import parse_pattern
 from lamella_testing import run_ranks
 from lamella_testing.megatron import LENGTH, VOCAB_SIZE, scale_auxiliary_losses
 from lamella_testing.megatron_parity import Layout, has_experts, make_model
@@ -29,7 +29,7 @@ class Case:
     """A model, its ranks, and how its step is taken.
 
     Attributes:
-        kind: Of `make_model`.
+        kind: The kind of model that `make_model` builds.
         groups: `layer_groups`.
         num_ranks: With two expert-parallel ranks where there are experts.
         tp: Tensor-parallel ranks, with sequence parallelism.
@@ -132,7 +132,7 @@ def nest(model: Any, groups: str) -> None:
     """Put a HybridModel's groups into stacks of their own, as a branch of megatron-core (PR 4943) builds them."""
     stack = importlib.import_module("megatron.core.models.hybrid.hybrid_block")
     decoder, items = model.decoder, []
-    for item in parse_pattern(groups).items:
+    for item in parse_pattern(groups).groups:
         layers = decoder.layers[item.first : item.layers.stop]
         if not item.is_group:
             items.append(layers[0])
@@ -149,17 +149,17 @@ def nest(model: Any, groups: str) -> None:
         inner.layer_number = item.first + 1  # for the outer stack of a release, which takes the group for a layer
         items.append(inner)
     decoder.layers = nn.ModuleList(items)
-    decoder.layer_type_list = [getattr(each, "layer_type_list", "") for each in items]
+    decoder.layer_type_list = [getattr(layer, "layer_type_list", "") for layer in items]
 
 
 def microbatches(step: torch.Tensor, case: Case | None = None) -> list[dict[str, torch.Tensor]]:
     from megatron.core import parallel_state
 
     num, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
-    found = [inputs_of(rows.chunk(num)[rank]) for rows in step]
-    for i, batch in enumerate(found if case is not None and case.pads else ()):
+    batches = [inputs_of(rows.chunk(num)[rank]) for rows in step]
+    for i, batch in enumerate(batches if case is not None and case.pads else ()):
         batch["padding_mask"] = torch.arange(LENGTH).expand(len(batch["labels"]), -1) >= LENGTH - 4 + i
-    return found
+    return batches
 
 
 def share(losses: torch.Tensor) -> torch.Tensor:
@@ -225,8 +225,8 @@ def train(case: Case, take_step: Callable[[Any, torch.Tensor, Case], list[torch.
 
 def assert_equal_bits(case: Case) -> None:
     expected = run_ranks(train, case.num_ranks, case, one_after_the_other)
-    found = run_ranks(train, case.num_ranks, case, overlapped)
-    for (losses, weights), (other_losses, other_weights) in zip(expected, found, strict=True):
+    trained = run_ranks(train, case.num_ranks, case, overlapped)
+    for (losses, weights), (other_losses, other_weights) in zip(expected, trained, strict=True):
         assert losses == other_losses
         assert losses[0] != losses[1], "nothing was learned"
         for name, weight in weights.items():
@@ -256,8 +256,8 @@ class _Delay:
         layer.backward_dw = self.compute
 
     def forward(self, *, input: torch.Tensor, weight: torch.Tensor, bias: Any, **_: Any) -> torch.Tensor:  # noqa: A002
-        made: torch.Tensor = _WithoutWeight.apply(self, input, weight)  # type: ignore[no-untyped-call]
-        return made if bias is None else made + bias
+        output: torch.Tensor = _WithoutWeight.apply(self, input, weight)  # type: ignore[no-untyped-call]
+        return output if bias is None else output + bias
 
     def compute(self) -> None:
         x, gradient, weight = self.owed.pop(0)

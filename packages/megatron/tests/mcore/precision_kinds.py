@@ -50,10 +50,10 @@ def optimizer_config(**fields: Any) -> Any:
     from megatron.core.optimizer import OptimizerConfig
 
     defaults = {"optimizer": "adam", "lr": 0.01, "weight_decay": 0.1, "clip_grad": 0.5, "adam_eps": 1e-3}
-    made = OptimizerConfig(**{**defaults, "use_distributed_optimizer": True})
+    config = OptimizerConfig(**{**defaults, "use_distributed_optimizer": True})
     for name, value in fields.items():
-        setattr(made, name, value)  # The constructor asks for Transformer Engine itself.
-    return made
+        setattr(config, name, value)  # The constructor asks for Transformer Engine itself.
+    return config
 
 
 def make_model(ddp: dict[str, Any], *, device: str = "cpu", **fields: Any) -> ShardedModel:

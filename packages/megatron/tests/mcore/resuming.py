@@ -110,7 +110,7 @@ def build(world: World, kind: str, seed: int, chunk: int | None = None) -> nn.Mo
     """A model on this rank's pipeline stage, or one of its virtual stages."""
     from megatron.core import parallel_state
 
-    fields, of_model = MODELS[kind]
+    fields, model_arguments = MODELS[kind]
     seed_random_states(seed)
     config = tiny_config(
         tensor_model_parallel_size=world.tp,
@@ -122,17 +122,17 @@ def build(world: World, kind: str, seed: int, chunk: int | None = None) -> nn.Mo
         sequence_parallel=world.tp > 1 and "num_moe_experts" in fields,
         **fields,
     )
-    of_stage = {"vp_stage": chunk, "ignore_virtual": chunk is None}
-    is_first = parallel_state.is_pipeline_first_stage(**of_stage)
-    is_last = parallel_state.is_pipeline_last_stage(**of_stage)
+    stage_arguments = {"vp_stage": chunk, "ignore_virtual": chunk is None}
+    is_first = parallel_state.is_pipeline_first_stage(**stage_arguments)
+    is_last = parallel_state.is_pipeline_last_stage(**stage_arguments)
     stage = {"pre_process": is_first, "post_process": is_last, "vp_stage": chunk}
     if kind == "hybrid":
         return tiny_hybrid(config, {1: "*-MG", 2: "*-|MG", 4: "*|-|M|G"}[world.pp * (world.vp or 1)], **stage)
     if kind == "mtp":
         specs = importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
         spec = specs.get_gpt_mtp_block_spec(config, specs.get_gpt_layer_local_spec(), use_transformer_engine=False)
-        of_model = {"mtp_block_spec": spec}
-    return tiny_gpt(config, **of_model, **stage)
+        model_arguments = {"mtp_block_spec": spec}
+    return tiny_gpt(config, **model_arguments, **stage)
 
 
 def sharded(world: World, kind: str, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -147,7 +147,7 @@ def sharded_chunks(world: World, kind: str, seed: int = 0) -> tuple[list[nn.Modu
 
 def adamw(*chunks: nn.Module) -> torch.optim.Optimizer:
     named = [item for chunk in chunks for item in chunk.named_parameters()]
-    groups = [[parameter for name, parameter in named if ("norm" in name) == which] for which in (False, True)]
+    groups = [[parameter for name, parameter in named if ("norm" in name) == is_norm] for is_norm in (False, True)]
     # Some gradients are zero but for rounding (of a key's bias), and a small eps would make steps of the rounding.
     return torch.optim.AdamW(
         [{"params": groups[0], "weight_decay": 0.1}, {"params": groups[1], "weight_decay": 0.0}], lr=1e-2, eps=1e-4
@@ -164,7 +164,7 @@ def name_in_the_whole(model: Any, name: str) -> str:
     if name == "output_layer.weight" and getattr(model, "share_embeddings_and_output_weights", False):
         return "embedding.word_embeddings.weight"
     numbers = [layer.layer_number - 1 for layer in model.decoder.layers]
-    return re.sub(r"(?<=decoder\.layers\.)\d+", lambda found: str(numbers[int(found[0])]), name)
+    return re.sub(r"(?<=decoder\.layers\.)\d+", lambda match: str(numbers[int(match[0])]), name)
 
 
 def fill(model: nn.Module) -> None:
@@ -194,14 +194,14 @@ def save_random(
         parameter.grad = torch.sin(100 * parameter.detach())
     optimizer.step()
     save_checkpoint(path, model=chunks, optimizer=optimizer, format=written)
-    found = {}
+    tensors = {}
     for name, parameter in (item for chunk in chunks for item in chunk.named_parameters()):
         assert isinstance(parameter, DTensor)
-        whole = parameter.full_tensor().detach()
-        if not any(each in name for each in ("linear_fc1", "in_proj", "conv1d", ".experts.")):
+        full_tensor = parameter.full_tensor().detach()
+        if not any(fused_name in name for fused_name in ("linear_fc1", "in_proj", "conv1d", ".experts.")):
             is_part = getattr(parameter, "tensor_model_parallel", False)
-            found[name] = whole, parameter.partition_dim if is_part else None  # type: ignore[attr-defined]
-    return found
+            tensors[name] = full_tensor, parameter.partition_dim if is_part else None  # type: ignore[attr-defined]
+    return tensors
 
 
 def load_and_save(world: World, kind: str, path: Path, again: Path) -> None:
@@ -224,7 +224,7 @@ def train(model: nn.Module | list[nn.Module], optimizer: torch.optim.Optimizer, 
 
     losses = []
     for _ in range(num_steps):
-        found = get_forward_backward_func()(
+        stage_losses = get_forward_backward_func()(
             forward_step_func=forward,
             data_iterator=[None for _ in chunks],
             model=chunks,
@@ -233,7 +233,7 @@ def train(model: nn.Module | list[nn.Module], optimizer: torch.optim.Optimizer, 
             seq_length=LENGTH,
             micro_batch_size=len(rows),
         )
-        for parameter in (each for chunk in chunks for each in chunk.parameters()):
+        for parameter in (own_parameter for chunk in chunks for own_parameter in chunk.parameters()):
             if getattr(parameter, "sequence_parallel", False):  # Each rank saw a part of the tokens.
                 assert isinstance(parameter.grad, DTensor)
                 dist.all_reduce(parameter.grad.to_local(), group=parallel_state.get_tensor_model_parallel_group())
@@ -242,7 +242,7 @@ def train(model: nn.Module | list[nn.Module], optimizer: torch.optim.Optimizer, 
                 dist.all_reduce(parameter.grad.to_local(), group=parallel_state.get_embedding_group())
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(found[0] if found else torch.zeros(()))  # The last stage has the losses.
+        losses.append(stage_losses[0] if stage_losses else torch.zeros(()))  # The last stage has the losses.
     mean = torch.stack(losses)
     dist.all_reduce(mean, group=parallel_state.get_data_parallel_group())
     dist.all_reduce(mean, group=parallel_state.get_pipeline_model_parallel_group())
@@ -252,15 +252,15 @@ def train(model: nn.Module | list[nn.Module], optimizer: torch.optim.Optimizer, 
 def read(path: Path) -> dict[str, torch.Tensor]:
     """All whole tensors of a checkpoint, by native names."""
     source = open_checkpoint(path)
-    whole = {name: torch.full(info.shape, -1, dtype=info.dtype) for name, info in source.tensors.items()}
-    source.read([Wanted(name, Chunk((0,) * into.ndim, tuple(into.shape)), into) for name, into in whole.items()])
-    return whole
+    full_tensors = {name: torch.full(info.shape, -1, dtype=info.dtype) for name, info in source.tensors.items()}
+    source.read([Wanted(name, Chunk((0,) * into.ndim, tuple(into.shape)), into) for name, into in full_tensors.items()])
+    return full_tensors
 
 
 def assert_equal(
-    found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], *, rtol: float = 0.0, atol: float = 0.0
+    loaded: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], *, rtol: float = 0.0, atol: float = 0.0
 ) -> None:
     """The same names, and values within the tolerances."""
-    assert found.keys() == expected.keys()
+    assert loaded.keys() == expected.keys()
     for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, rtol=rtol, atol=atol, msg=name)
+        torch.testing.assert_close(loaded[name], tensor, rtol=rtol, atol=atol, msg=name)

@@ -90,9 +90,11 @@ def test_every_element_survives_any_change_of_ranks(tmp_path: Path, kind: str, w
     parts = run_ranks(save_random, worlds[0].num_ranks, worlds[0], kind, tmp_path / "0")
     expected = read(tmp_path / "0")
     for name, (part, dim) in parts[0].items():
-        whole = part if dim is None else torch.cat([of_rank[name][0] for of_rank in parts[: worlds[0].tp]], dim)
+        full_tensor = (
+            part if dim is None else torch.cat([rank_parts[name][0] for rank_parts in parts[: worlds[0].tp]], dim)
+        )
         name = name.replace("decoder.final_norm.", "decoder.final_layernorm.")
-        assert torch.equal(expected[f"model.{name}"], whole), name
+        assert torch.equal(expected[f"model.{name}"], full_tensor), name
     for index, world in enumerate(worlds[1:]):
         on_rank_zero(world, load_and_save, kind, tmp_path / f"{index}", tmp_path / f"{index + 1}")
         assert_equal(read(tmp_path / f"{index + 1}"), expected)

@@ -70,18 +70,18 @@ def test_steps_during_a_save_leave_the_files_of_a_blocking_save(
 def _fail(world: World, path: Path, written: Any, cause: str) -> list[int]:
     """Lose a save in place of an earlier one, on rank 1, and learn so from the next."""
     model, optimizer = sharded(world, "gated")
-    told: Any = {"model": model, "optimizer": optimizer, "format": written}
+    arguments: Any = {"model": model, "optimizer": optimizer, "format": written}
     with AsyncSaver() as saver:
-        save_checkpoint(path, saver=saver, iteration=1, **told)
+        save_checkpoint(path, saver=saver, iteration=1, **arguments)
     with no_file_larger_than(1 << 12 if dist.get_rank() == 1 and cause == "File too large" else None):
         saver = AsyncSaver()
     if cause == "died" and dist.get_rank() == 1:
         assert saver._process is not None
         os.kill(saver._process._popen.pid, signal.SIGKILL)
     train(model, optimizer, num_steps=1)
-    save_checkpoint(path, saver=saver, iteration=2, **told)
+    save_checkpoint(path, saver=saver, iteration=2, **arguments)
     with pytest.raises(CheckpointFailed, match=f"save the checkpoint '{path}' in the background.*\n.*{cause}") as error:
-        save_checkpoint(path.with_name("next"), saver=saver, iteration=3, **told)
+        save_checkpoint(path.with_name("next"), saver=saver, iteration=3, **arguments)
     saver.close()  # The failure is raised once.
     assert load_checkpoint(path, model=model)["iteration"] == 1
     return sorted(error.value.failures)
@@ -101,8 +101,8 @@ def test_a_failed_writer_is_reported_on_every_rank_and_leaves_the_earlier_checkp
 ) -> None:
     world = World(2, tp=2)
     assert run_ranks(_fail, 2, world, tmp_path / "kept", written, cause) == [[1], [1]]
-    found = {each.name for each in tmp_path.iterdir() if ".saving-" not in each.name}
-    assert found == {"kept"}
+    names = {file.name for file in tmp_path.iterdir() if ".saving-" not in file.name}
+    assert names == {"kept"}
     assert torch.isfinite(read(tmp_path / "kept")["model.embedding.word_embeddings.weight"]).all()
 
 
@@ -110,13 +110,13 @@ def _leave_unfinished(world: World, path: Path, written: Any) -> None:
     """End as a killed job does: rank 1's process writes nothing more."""
     model, optimizer = sharded(world, "gated")
     saver = AsyncSaver()
-    told: Any = {"model": model, "optimizer": optimizer, "format": written, "saver": saver}
-    save_checkpoint(path / "earlier", iteration=1, **told).wait()
+    arguments: Any = {"model": model, "optimizer": optimizer, "format": written, "saver": saver}
+    save_checkpoint(path / "earlier", iteration=1, **arguments).wait()
     dist.barrier()
     if dist.get_rank() == 1:
         assert saver._process is not None
         os.kill(saver._process._popen.pid, signal.SIGKILL)
-    handle = save_checkpoint(path / "later", iteration=2, **told)
+    handle = save_checkpoint(path / "later", iteration=2, **arguments)
     with pytest.raises(CheckpointFailed):
         handle.wait()
     saver.close()

@@ -36,7 +36,7 @@ from lamella_megatron import fully_shard_model, load_checkpoint, save_checkpoint
 from lamella_testing import run_ranks
 
 
-class _Wrapper(nn.Module):
+class _FakeWrapper(nn.Module):
     """A wrapper of Megatron, by its name alone."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -53,19 +53,19 @@ def _ask_as_megatron_does(world: World, kind: str, path: Path) -> list[str]:
     mesh = init_device_mesh("cpu", (world.num_ranks // world.tp, world.tp), mesh_dim_names=("dp", "tp"))
     index = importlib.import_module(f"{fsdp}.utils").FSDPDistributedIndex(mesh, dp_shard_dim="dp", tp_dim="tp")
     model = make(world, kind, seed=3)
-    wrapped = _Wrapper(_Wrapper(model))
+    wrapped = _FakeWrapper(_FakeWrapper(model))
     rank, num = mesh.get_local_rank("dp"), mesh.size(0)
     weights, slots = {}, {}
     for name, parameter in model.named_parameters():
         shard: Any = parameter
         rows, row = -(-len(parameter) // num), parameter[:1].numel()
-        first, last = (min(rows * each, len(parameter)) for each in (rank, rank + 1))
+        first, last = (min(rows * position, len(parameter)) for position in (rank, rank + 1))
         shard.megatron_fsdp_slice, shard.megatron_fsdp_dist_index = slice(first * row, last * row), index
         blank = [torch.full(((last - first) * row,), -1.0) for _ in range(3)]
-        made = [as_shard(each, parameter, dist_index=index, run_check=True) for each in blank]
-        weights[f"module.{name}"] = made[0]
+        dtensors = [as_shard(tensor, parameter, dist_index=index, run_check=True) for tensor in blank]
+        weights[f"module.{name}"] = dtensors[0]
         slots[f"module.module.module.{name}"] = {
-            "exp_avg": made[1], "exp_avg_sq": made[2], "step": torch.tensor(-1.0),
+            "exp_avg": dtensors[1], "exp_avg_sq": dtensors[2], "step": torch.tensor(-1.0),
         }  # fmt: skip
     asked: dict[str, Any] = {"args": None, "iteration": None, "checkpoint_version": None, "model": weights}
     asked["optimizer"] = {"state": slots}
@@ -87,8 +87,8 @@ def _ask_as_megatron_does(world: World, kind: str, path: Path) -> list[str]:
     for name, parameter in mine.named_parameters():
         mapped = slots[f"module.module.module.{name}"]
         for slot, filled in {"": weights[f"module.{name}"], **mapped}.items():
-            own: Any = optimizer.state[parameter][slot] if slot else parameter
-            local = own.to_local() if isinstance(own, DTensor) else own
+            owner: Any = optimizer.state[parameter][slot] if slot else parameter
+            local = owner.to_local() if isinstance(owner, DTensor) else owner
             got = filled.to_local() if isinstance(filled, DTensor) else filled
             if not torch.equal(got.reshape(-1), local.detach().reshape(-1)):
                 wrong.append(f"{name} {slot}")
@@ -121,11 +121,11 @@ def test_a_conversion_for_other_ranks_is_what_a_model_on_these_ranks_saves(tmp_p
     on_rank_zero(World(2, tp=2), save_random, "hybrid", tmp_path / "two")
     run_ranks(load_and_save, 1, World(1), "hybrid", tmp_path / "two", tmp_path / "one")
     convert(tmp_path / "two", tmp_path / "made", to="fsdp_dtensor", megatron=MegatronOptions(tensor_parallel_size=1))
-    saved, made = open_checkpoint(tmp_path / "one").raw, open_checkpoint(tmp_path / "made").raw
+    saved, converted = open_checkpoint(tmp_path / "one").raw, open_checkpoint(tmp_path / "made").raw
     weights = [name for name in saved.tensors if name.startswith("model.")]
-    assert weights and not set(weights) ^ {name for name in made.tensors if name.startswith("model.")}
+    assert weights and not set(weights) ^ {name for name in converted.tensors if name.startswith("model.")}
     for name in weights:
-        assert read_tensor(made, name).equal(read_tensor(saved, name)), name
+        assert read_tensor(converted, name).equal(read_tensor(saved, name)), name
 
 
 GDN_ROWS = {"query": 16, "key": 16, "value": 32, "z": 32, "beta": 8, "alpha": 8}
@@ -137,7 +137,7 @@ def _by_component(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
         return {name: tensor}
     parts = list(GDN_ROWS)[: 3 if "conv1d" in name else 6]
     cut = tensor.split([GDN_ROWS[part] for part in parts])  # type: ignore[no-untyped-call]
-    return {f"{name}.{part}": each for part, each in zip(parts, cut, strict=True)}
+    return {f"{name}.{part}": component for part, component in zip(parts, cut, strict=True)}
 
 
 def _write_as_bridge_does(world: World, kind: str, path: Path) -> None:
@@ -149,7 +149,9 @@ def _write_as_bridge_does(world: World, kind: str, path: Path) -> None:
         for part, tensor in _by_component(name, parameter.detach()).items():
             halves = {f"{part}_w": tensor.chunk(2)[0], f"{part}_v": tensor.chunk(2)[-1]}
             is_gated = "mlp" in part and "linear_fc1.weight" in part
-            stored |= {f"model.module.{own}": t for own, t in (halves if is_gated else {part: tensor}).items()}
+            stored |= {
+                f"model.module.{stored_name}": t for stored_name, t in (halves if is_gated else {part: tensor}).items()
+            }
     directory = path / "iter_0000003"
     dcp.save(stored, checkpoint_id=directory)  # type: ignore[attr-defined]
     (directory / "run_config.yaml").write_text("model:\n  tensor_model_parallel_size: 1\n")
@@ -189,8 +191,8 @@ def _refused_optimizer(world: World, kind: str, path: Path) -> str:
     model, optimizer = sharded(world, kind, seed=7)
     with pytest.raises(CheckpointMismatch) as error:
         load_checkpoint(path, model=model, optimizer=optimizer)
-    left = load_checkpoint(path, model=model, optimizer=optimizer, strict=False)
-    assert {name.partition(".")[0] for name in left.left.missing} == {"optimizer"}
+    partial_load = load_checkpoint(path, model=model, optimizer=optimizer, strict=False)
+    assert {name.partition(".")[0] for name in partial_load.left.missing} == {"optimizer"}
     assert not optimizer.state
     return str(error.value)
 

@@ -61,9 +61,9 @@ def _megatrons_own(world: World, kind: str, path: Path) -> bool:
     plain.load_state_dict(loaded["model"], strict=False)
     model = fully_shard_model(build(world, kind, seed=5))
     load_checkpoint(path / "fsdp", model=model)
-    for (name, mine), own in zip(model.named_parameters(), plain.parameters(), strict=True):
+    for (name, mine), plain_parameter in zip(model.named_parameters(), plain.parameters(), strict=True):
         assert isinstance(mine, DTensor)
-        assert torch.equal(mine.full_tensor(), own), name
+        assert torch.equal(mine.full_tensor(), plain_parameter), name
     return True
 
 
@@ -130,9 +130,9 @@ def test_torch_dist_of_megatron_core_is_loaded(tmp_path: Path, kind: str, first:
 def test_torch_dist_brings_the_optimizers_state_back(tmp_path: Path, kind: str) -> None:
     on_rank_zero(World(4, tp=2, ep=2 if kind == "experts" else 1, etp=1), _save_both, kind, tmp_path)
     on_rank_zero(World(2), functools.partial(_load_torch_dist, optimizer=True), kind, tmp_path)
-    found = read(tmp_path / "1")
-    assert any(name.endswith("exp_avg_sq") for name in found)
-    assert_equal(found, read(tmp_path / "fsdp"))
+    restored = read(tmp_path / "1")
+    assert any(name.endswith("exp_avg_sq") for name in restored)
+    assert_equal(restored, read(tmp_path / "fsdp"))
 
 
 def _save_main_weights(world: World, kind: str, path: Path) -> dict[str, torch.Tensor]:
@@ -143,15 +143,24 @@ def _save_main_weights(world: World, kind: str, path: Path) -> dict[str, torch.T
     fill(model)
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     exact = {f"model.{name}": parameter.detach().clone() for name, parameter in model.named_parameters()}
-    told = model.sharded_state_dict(metadata={"dp_cp_group": group})  # type: ignore[operator]
-    told = {name: each for name, each in told.items() if isinstance(each.data, torch.Tensor)}
-    main = {name: replace(each, key=f"optimizer.state.fp32_param.{each.key}") for name, each in told.items()}
+    sharded_tensors = model.sharded_state_dict(metadata={"dp_cp_group": group})  # type: ignore[operator]
+    sharded_tensors = {
+        name: sharded_tensor
+        for name, sharded_tensor in sharded_tensors.items()
+        if isinstance(sharded_tensor.data, torch.Tensor)
+    }
+    main = {
+        name: replace(sharded_tensor, key=f"optimizer.state.fp32_param.{sharded_tensor.key}")
+        for name, sharded_tensor in sharded_tensors.items()
+    }
     rounded = {
-        name: replace(each, data=each.data.bfloat16()) for name, each in told.items() if hasattr(each, "build_fn")
+        name: replace(sharded_tensor, data=sharded_tensor.data.bfloat16())
+        for name, sharded_tensor in sharded_tensors.items()
+        if hasattr(sharded_tensor, "build_fn")
     }
     rounded |= {
-        name: replace(each, data=each.data.bfloat16(), dtype=torch.bfloat16)
-        for name, each in told.items()
+        name: replace(sharded_tensor, data=sharded_tensor.data.bfloat16(), dtype=torch.bfloat16)
+        for name, sharded_tensor in sharded_tensors.items()
         if name not in rounded
     }
     (path / "dist").mkdir()

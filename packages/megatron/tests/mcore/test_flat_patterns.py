@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 
-from lamella_megatron._patterns import parse_pattern
+from lamella_megatron._model.patterns import parse_pattern
 
 pytestmark = pytest.mark.filterwarnings("ignore::Warning")  # of megatron-core's import
 
@@ -24,9 +24,9 @@ def test_short_patterns_are_accepted_and_refused_as_by_megatron_core() -> None:
                 with pytest.raises(ValueError, match="Expected"):
                     parse_pattern(text)
                 continue
-            found = parse_pattern(text)
-            main = found.flat.partition("/")[0]
-            assert (main or None, found.mtp or None, found.num_depths) == (
+            pattern = parse_pattern(text)
+            main = pattern.flat.partition("/")[0]
+            assert (main or None, pattern.mtp or None, pattern.num_depths) == (
                 expected.main_pattern or None,
                 expected.mtp_pattern,
                 expected.mtp_num_depths,

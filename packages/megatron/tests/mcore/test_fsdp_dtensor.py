@@ -68,7 +68,7 @@ def held(name: str) -> torch.Tensor:
     return part[:cut] if dp == 0 else part[cut:]
 
 
-class Wrapper(nn.Module):
+class MegatronFsdp(nn.Module):
     """Modules by their parameters' names: what a wrapper that shards, and the ones inside it, look like."""
 
     def add(self, name: str, parameter: nn.Parameter) -> None:
@@ -81,12 +81,12 @@ class Wrapper(nn.Module):
         module.register_parameter(last, parameter)
 
 
-def sharded_model() -> tuple[Wrapper, Any]:
+def sharded_model() -> tuple[MegatronFsdp, Any]:
     """A model as Megatron-FSDP leaves it: each parameter knows its slice, and the meshes."""
     importlib.import_module("megatron.core.parallel_state").initialize_model_parallel(tensor_model_parallel_size=2)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     index = fsdp("utils").FSDPDistributedIndex(device_mesh=mesh, dp_shard_dim="dp", tp_dim="tp")
-    model = Wrapper()
+    model = MegatronFsdp()
     model.config = Namespace(num_moe_experts=None)  # type: ignore[assignment]
     for name, (shape, tp_dim, cut) in PARAMETERS.items():
         part = list(shape)
@@ -99,15 +99,15 @@ def sharded_model() -> tuple[Wrapper, Any]:
     return model, index
 
 
-def state_dict(model: Wrapper, index: Any, *, blank: bool) -> dict[str, Any]:
+def state_dict(model: MegatronFsdp, index: Any, *, blank: bool) -> dict[str, Any]:
     """What Megatron-LM saves, or asks for; blank is to be filled."""
 
     def sharded(name: str, plus: int) -> DTensor:
         parameter = model.get_parameter(f"module.module.{name}")
         values = torch.full_like(held(name), -1) if blank else held(name) + plus
         make = fsdp("param_and_grad_buffer").make_fsdp_dtensor
-        made: DTensor = make(values, parameter, dist_index=index, run_check=True)
-        return made
+        dtensor: DTensor = make(values, parameter, dist_index=index, run_check=True)
+        return dtensor
 
     def slots(name: str) -> dict[str, torch.Tensor]:
         return {"step": torch.tensor(-1.0 if blank else 5.0)} | {
@@ -128,7 +128,7 @@ def state_dict(model: Wrapper, index: Any, *, blank: bool) -> dict[str, Any]:
     }
 
 
-def preprocessed(raw: dict[str, Any], model: Wrapper) -> dict[str, Any]:
+def preprocessed(raw: dict[str, Any], model: MegatronFsdp) -> dict[str, Any]:
     """What Megatron-LM's training does to a state dict with gated layers, by megatron-core's own functions."""
     megatron = checkpointing()
     result = raw.copy()
@@ -157,8 +157,11 @@ def canonical(name: str, plus: int = 0) -> dict[str, torch.Tensor]:
         return {name: torch.cat([*gates, *ups])}
     if name == IN_PROJ:
         rows = [rows // 2 for rows in GDN_ROWS.values()]
-        of_ranks = [part.split(rows) for part in tensor.chunk(2)]  # type: ignore[no-untyped-call]
-        return {f"{name}.{part}": torch.cat([of_rank[i] for of_rank in of_ranks]) for i, part in enumerate(GDN_ROWS)}
+        parts_by_rank = [part.split(rows) for part in tensor.chunk(2)]  # type: ignore[no-untyped-call]
+        return {
+            f"{name}.{part}": torch.cat([rank_parts[i] for rank_parts in parts_by_rank])
+            for i, part in enumerate(GDN_ROWS)
+        }
     return {name: tensor}
 
 
@@ -171,9 +174,9 @@ def expected() -> dict[str, torch.Tensor]:
 
 
 def read_all(source: Source) -> dict[str, torch.Tensor]:
-    whole = {name: torch.full(info.shape, -1, dtype=info.dtype) for name, info in source.tensors.items()}
-    source.read([Wanted(name, Chunk((0,) * into.ndim, tuple(into.shape)), into) for name, into in whole.items()])
-    return whole
+    full_tensors = {name: torch.full(info.shape, -1, dtype=info.dtype) for name, info in source.tensors.items()}
+    source.read([Wanted(name, Chunk((0,) * into.ndim, tuple(into.shape)), into) for name, into in full_tensors.items()])
+    return full_tensors
 
 
 def test_what_megatron_writes_is_read(tmp_path: Path) -> None:

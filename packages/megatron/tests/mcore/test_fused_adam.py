@@ -52,8 +52,8 @@ def _bytes_are_known(kind: str) -> None:
     optimizer.step_with_ready_grads()
     gc.collect()
     buffers = sum(buffer.nbytes for buffer in _buffers(model))
-    held = torch.cuda.memory_allocated() - before - buffers
-    assert held == pytest.approx(sum(optimizer.bytes_at_rest().values()), rel=0.01)
+    num_allocated = torch.cuda.memory_allocated() - before - buffers
+    assert num_allocated == pytest.approx(sum(optimizer.bytes_at_rest().values()), rel=0.01)
 
 
 def _scale_is_taken_out() -> None:
@@ -62,8 +62,8 @@ def _scale_is_taken_out() -> None:
     backward(model)
     scaled = [local_of(p.grad).clone() for p in optimizer.get_parameters() if p.grad is not None]
     assert optimizer.prepare_grads() is False
-    found = [local_of(p.grad) for p in optimizer.get_parameters() if p.grad is not None]
-    assert all(torch.equal(one * 8, other) for one, other in zip(found, scaled, strict=True))
+    gradients = [local_of(p.grad) for p in optimizer.get_parameters() if p.grad is not None]
+    assert all(torch.equal(one * 8, other) for one, other in zip(gradients, scaled, strict=True))
 
 
 def _buffers(model: nn.Module) -> list[Any]:

@@ -96,14 +96,14 @@ def _model(kind: str, *, delays: bool, shares: bool) -> nn.Module:
 
 def _microbatches(step: int) -> list[dict[str, Any]]:
     generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
-    found = []
+    batches = []
     for _ in range(NUM_MICROBATCHES):
         rows = torch.randint(VOCABULARY, (2, LENGTH + 1), generator=generator).cuda()
         positions = torch.arange(LENGTH, device="cuda").expand(2, -1)
-        found.append(
+        batches.append(
             {"input_ids": rows[:, :-1], "position_ids": positions, "attention_mask": None, "labels": rows[:, 1:]}
         )
-    return found
+    return batches
 
 
 def _share(losses: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ from lamella_convert import open_checkpoint
 from lamella_engine import FSDPModule
 from lamella_engine.extending import unit_of
 from lamella_megatron import fully_shard_model, load_checkpoint, save_checkpoint, sharding_units
-from lamella_megatron._patterns import parse_pattern
+from lamella_megatron._model.patterns import parse_pattern
 from lamella_testing import run_ranks
 from lamella_testing.megatron import tiny_config, tiny_hybrid, token_losses
 from lamella_testing.megatron_parity import BATCH, Layout, assert_trains_as_on_one_rank, make_model
@@ -66,7 +66,7 @@ def _weights_after_three_steps(groups: str | None) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("groups", ["[*E][*E]", "[*E]*E"])
 def test_bits_are_those_of_a_unit_a_layer(groups: str) -> None:
-    alone, together = (run_ranks(_weights_after_three_steps, 2, each)[0] for each in (None, groups))
+    alone, together = (run_ranks(_weights_after_three_steps, 2, pattern)[0] for pattern in (None, groups))
     assert all(torch.equal(*pair) for pair in zip(alone, together, strict=True))
 
 
@@ -97,11 +97,11 @@ def _loaded(kind: str, path: Path, of_units: str | None, groups: str | None) -> 
 
 def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """This rank's weights and moments, whole where ranks share them: units of other groups cut them elsewhere."""
-    found = {}
+    tensors = {}
     for name, parameter in model.named_parameters():
         for slot, value in {"": parameter, **optimizer.state[parameter]}.items():
-            found[f"{name}.{slot}"] = (value.full_tensor() if isinstance(value, DTensor) else value).detach()
-    return found
+            tensors[f"{name}.{slot}"] = (value.full_tensor() if isinstance(value, DTensor) else value).detach()
+    return tensors
 
 
 @pytest.mark.parametrize("form", get_args(Form))
@@ -119,15 +119,15 @@ def test_checkpoints_open_whatever_groups_the_units_have(
     tmp_path: Path, form: Form, kind: str, of_units: str | None, groups: str | None, of_other_units: str | None
 ) -> None:
     expected = run_ranks(_saved, 2, kind, tmp_path / "saved", of_units, groups, form)
-    found = run_ranks(_loaded, 2, kind, tmp_path / "saved", of_other_units, groups)
-    _assert_same(found, expected)
+    loaded = run_ranks(_loaded, 2, kind, tmp_path / "saved", of_other_units, groups)
+    _assert_same(loaded, expected)
     stored = open_checkpoint(tmp_path / "saved").tensors
     numbers = {int(match[1]) for name in stored if (match := re.search(r"decoder\.layers\.(\d+)\.", name))}
-    assert numbers == set(range(len(parse_pattern(groups or kind).items)))
+    assert numbers == set(range(len(parse_pattern(groups or kind).groups)))
 
 
-def _assert_same(found: list[dict[str, torch.Tensor]], expected: list[dict[str, torch.Tensor]]) -> None:
-    for one, other in zip(found, expected, strict=True):
+def _assert_same(loaded: list[dict[str, torch.Tensor]], expected: list[dict[str, torch.Tensor]]) -> None:
+    for one, other in zip(loaded, expected, strict=True):
         assert one.keys() == other.keys()
         assert all(tensor.any() for name, tensor in other.items() if name.endswith("exp_avg"))
         assert all(torch.equal(one[name], other[name]) for name in one)
@@ -203,8 +203,8 @@ def test_a_stack_of_its_own_is_the_unit() -> None:
     def on_one_rank() -> None:
         model = make_model("*E*E", Layout(num_ranks=1))
         layers = model.decoder.layers  # type: ignore[union-attr]
-        first, second, *rest = list(layers)  # type: ignore[arg-type]
-        model.decoder.layers = nn.ModuleList([_Group(first, second), *rest])  # type: ignore[union-attr]
+        first, second, *further_layers = list(layers)  # type: ignore[arg-type]
+        model.decoder.layers = nn.ModuleList([_Group(first, second), *further_layers])  # type: ignore[union-attr]
         assert sharding_units(model) == list(model.decoder.layers)  # type: ignore[union-attr]
 
     run_ranks(on_one_rank, 1)

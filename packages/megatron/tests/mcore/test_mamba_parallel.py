@@ -27,7 +27,7 @@ Tensors = dict[str, torch.Tensor]
 Splits = dict[str, Split | None]
 
 
-class _Block(nn.Module):
+class _MixerBlock(nn.Module):
     def __init__(self, num_groups: int, **parallel: int) -> None:
         from megatron.core.process_groups_config import ProcessGroupCollection
         from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
@@ -54,7 +54,7 @@ def _make(num_groups: int, num_blocks: int = 1, **parallel: int) -> nn.Sequentia
 
     parallel_state.initialize_model_parallel(**parallel)
     seed_random_states(dist.get_rank())  # ranks of a part need not agree with other parts
-    model = nn.Sequential(*(_Block(num_groups, **parallel) for _ in range(num_blocks)))
+    model = nn.Sequential(*(_MixerBlock(num_groups, **parallel) for _ in range(num_blocks)))
     for name, parameter in model.named_parameters():
         if name.endswith("dt_bias"):
             parameter.data.uniform_(-1, 1)
@@ -64,22 +64,22 @@ def _make(num_groups: int, num_blocks: int = 1, **parallel: int) -> nn.Sequentia
 # -- tensor parallelism ---------------------------------------------------------------------------------------------
 
 
-def _on_tensor_parallel_ranks(num_ranks: int, whole: Tensors | None) -> tuple[Splits, Tensors, Tensors]:
+def _on_tensor_parallel_ranks(num_ranks: int, full_tensors: Tensors | None) -> tuple[Splits, Tensors, Tensors]:
     """A model on tensor-parallel ranks, given whole weights: the splits, the merged weights, output and gradients."""
 
     def run() -> tuple[Splits, Tensors, Tensors]:
         model = _make(4, tensor_model_parallel_size=num_ranks)
-        found = annotate(model)
-        if whole is not None:
+        splits = annotate(model)
+        if full_tensors is not None:
             for name, parameter in model.named_parameters():
-                how = found[name]
+                how = splits[name]
                 assert how is not None
-                parameter.data.copy_(split(whole[name], how.whole(num_ranks), dist.get_rank(), num_ranks))
-        merged = {name: _merged(p.detach(), found[name], num_ranks) for name, p in model.named_parameters()}
+                parameter.data.copy_(split(full_tensors[name], how.whole(num_ranks), dist.get_rank(), num_ranks))
+        merged = {name: _merged(p.detach(), splits[name], num_ranks) for name, p in model.named_parameters()}
         output = model(BATCH)
         output.square().mean().backward()
-        results = {name: _merged(p.grad, found[name], num_ranks) for name, p in model.named_parameters()}
-        return found, merged, {**results, "output": output.detach()}
+        results = {name: _merged(p.grad, splits[name], num_ranks) for name, p in model.named_parameters()}
+        return splits, merged, {**results, "output": output.detach()}
 
     return run_ranks(run, num_ranks)[0]
 
@@ -92,25 +92,25 @@ def _merged(part: Any, how: Split | None, num_ranks: int) -> torch.Tensor:
 
 
 def test_a_model_of_two_tensor_parallel_ranks_goes_on_with_one_and_with_four() -> None:
-    found, whole, results = _on_tensor_parallel_ranks(2, None)
+    splits, full_tensors, outputs = _on_tensor_parallel_ranks(2, None)
     for num_ranks in (1, 4):
-        later, merged, same = _on_tensor_parallel_ranks(num_ranks, whole)
-        assert all(merged[name].equal(whole[name]) for name in whole)
-        for name, how in found.items():
+        later, merged, unchanged = _on_tensor_parallel_ranks(num_ranks, full_tensors)
+        assert all(merged[name].equal(full_tensors[name]) for name in full_tensors)
+        for name, how in splits.items():
             other = later[name]
             assert how is not None and other is not None
             assert how.whole(2) == other.whole(num_ranks)
-        torch.testing.assert_close(same, results, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(unchanged, outputs, rtol=1e-4, atol=1e-6)
 
 
 def test_the_marks_of_a_mixer_are_found_and_keep_groups_whole() -> None:
-    found, _, _ = _on_tensor_parallel_ranks(2, None)
+    splits, _, _ = _on_tensor_parallel_ranks(2, None)
     names = {"in_proj.weight", "out_proj.weight", *OF_HELPER}
-    assert {name.removeprefix("0.mixer."): how.kind for name, how in found.items() if how} == {
+    assert {name.removeprefix("0.mixer."): how.kind for name, how in splits.items() if how} == {
         name: "row" if name == "out_proj.weight" else "column" for name in names
     }
     inner, groups = HEADS * HEAD // 2, 4 * STATE // 2
-    fused = found["0.mixer.in_proj.weight"]
+    fused = splits["0.mixer.in_proj.weight"]
     assert fused == Split(dim=0, sizes=(inner, inner, groups, groups, HEADS // 2), blocks=(HEAD, HEAD, STATE, STATE, 1))
     with pytest.raises(ValueError, match="divides the 4 blocks"):
         fused.whole(2).part(8)
@@ -119,10 +119,10 @@ def test_the_marks_of_a_mixer_are_found_and_keep_groups_whole() -> None:
 def test_checkpoints_are_converted_by_the_same_sections() -> None:
     """lamella-convert maps stored boxes by the sizes of a config, lamella-mamba cuts tensors by a live mixer's marks.
     Neither may import the other, and both must cut alike."""
-    found, whole, _ = _on_tensor_parallel_ranks(2, None)
+    splits, full_tensors, _ = _on_tensor_parallel_ranks(2, None)
     sizes = {"tp": 2, "d_inner": HEADS * HEAD, "d_state": 4 * STATE, "nheads": HEADS}
     for own_name in ("in_proj.weight", "conv1d_weight", "conv1d_bias"):
-        how, tensor = found[f"0.mixer.{own_name}"], whole[f"0.mixer.{own_name}"]
+        how, tensor = splits[f"0.mixer.{own_name}"], full_tensors[f"0.mixer.{own_name}"]
         assert how is not None
         by_rank = torch.cat([split(tensor, how.whole(2), rank, 2) for rank in range(2)])
         name = f"decoder.layers.0.mixer.{own_name}"
@@ -141,11 +141,11 @@ def test_a_gated_delta_net_has_the_sections_that_its_marks_leave_out() -> None:
         net = model.decoder.layers[3].self_attention
         return annotate(net), tuple(net.in_proj_split_sections)
 
-    found, sections = run_ranks(run, 2)[0]
-    projected, convolved = found["in_proj.weight"], found["conv1d.weight"]
+    splits, sections = run_ranks(run, 2)[0]
+    projected, convolved = splits["in_proj.weight"], splits["conv1d.weight"]
     assert projected is not None and convolved is not None
     assert projected.sizes == sections and convolved.sizes == sections[:3]
-    assert {name for name, how in found.items() if how == Split(dim=None)} == {"out_norm.weight", "out_norm.bias"}
+    assert {name for name, how in splits.items() if how == Split(dim=None)} == {"out_norm.weight", "out_norm.bias"}
     with pytest.raises(ValueError, match="divides the 4 blocks"):
         projected.whole(2).part(8)
 

@@ -40,7 +40,7 @@ def _on_one_data_parallel_rank(kind: str, tp: int, is_split: bool) -> list[Weigh
     """Three steps of torch's Muon and AdamW over plain parameters, by tensor-parallel rank."""
 
     def on_each_rank() -> Weights:
-        from lamella_megatron._muon import MuonAndAdam
+        from lamella_megatron._driver.muon import MuonAndAdam
 
         model: Any = made(kind, Layout(num_ranks=tp, tp=tp))
         heads, groups, width = (
@@ -88,33 +88,34 @@ def test_shards_take_the_steps_of_whole_matrices(kind: str, layout: Layout, is_s
         train(model, optimizer)
         alone = expected[parallel_state.get_tensor_model_parallel_rank()]
         for name, parameter in model.module.named_parameters():
-            wanted = alone[name] if layout.tp > 1 else own_part(name, parameter, alone)
-            torch.testing.assert_close(whole_of(parameter), wanted, rtol=1e-5, atol=1e-6, msg=name)
+            expected_weight = alone[name] if layout.tp > 1 else own_part(name, parameter, alone)
+            torch.testing.assert_close(whole_of(parameter), expected_weight, rtol=1e-5, atol=1e-6, msg=name)
 
     run_ranks(on_each_rank, layout.num_ranks)
 
 
 def test_queries_keys_and_values_are_matrices_of_their_own() -> None:
-    from lamella_megatron._muon import MuonAndAdam
+    from lamella_megatron._driver.muon import MuonAndAdam
 
     rows, num_groups = (4, 2, 3), 3
     generator = torch.Generator().manual_seed(0)
     fused = nn.Parameter(torch.randn(num_groups * sum(rows), 6, generator=generator))
     numbers = torch.split(torch.arange(len(fused)).view(num_groups, sum(rows)), list(rows), 1)
-    apart = [nn.Parameter(fused.detach()[each.flatten()]) for each in numbers]
+    apart = [nn.Parameter(fused.detach()[matrix_rows.flatten()]) for matrix_rows in numbers]
     muon: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}
     optimizer = MuonAndAdam([{"params": [fused]}], muon=muon, adam={}, fused={fused: rows})
     reference = torch.optim.Muon(apart, **muon)
     for _ in range(NUM_STEPS):
         fused.grad = torch.randn(fused.shape, generator=generator)
-        for parameter, each in zip(apart, numbers, strict=True):
-            parameter.grad = fused.grad[each.flatten()]
+        for parameter, matrix_rows in zip(apart, numbers, strict=True):
+            parameter.grad = fused.grad[matrix_rows.flatten()]
         optimizer.step()
         reference.step()  # type: ignore[no-untyped-call]
-    for parameter, each in zip(apart, numbers, strict=True):
-        assert torch.equal(fused.detach()[each.flatten()], parameter)
+    for parameter, matrix_rows in zip(apart, numbers, strict=True):
+        assert torch.equal(fused.detach()[matrix_rows.flatten()], parameter)
         assert torch.equal(
-            optimizer.state[fused]["momentum_buffer"][each.flatten()], reference.state[parameter]["momentum_buffer"]
+            optimizer.state[fused]["momentum_buffer"][matrix_rows.flatten()],
+            reference.state[parameter]["momentum_buffer"],
         )
 
 
@@ -172,7 +173,7 @@ def test_muon_that_torch_does_not_have_is_refused(fields: dict[str, Any], words:
 
 
 def test_a_fused_matrix_of_other_rows_than_the_config_says_is_refused() -> None:
-    from lamella_megatron._muon import muon_maker
+    from lamella_megatron._driver.muon import muon_maker
 
     model_config = SimpleNamespace(num_attention_heads=4, num_query_groups=2, kv_channels=3, attention_output_gate=True)
     name, words = (

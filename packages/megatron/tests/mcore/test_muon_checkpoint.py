@@ -116,7 +116,7 @@ def test_every_stage_is_saved_and_resumed(tmp_path: Path, first: str, other: str
 
 
 def _with_muon(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
-    from lamella_megatron._muon import MuonAndAdam
+    from lamella_megatron._driver.muon import MuonAndAdam
     from lamella_megatron.training import keep_matrices
 
     fully_shard_model(model, options=ShardingOptions(keep_together=keep_matrices))
@@ -204,8 +204,8 @@ def test_an_unsharded_model_reads_the_weights(tmp_path: Path, kind: str, layout:
     def compare() -> None:
         mine = parts[torch.distributed.get_rank()]
         for name, parameter in made(kind, layout).named_parameters():
-            for whole in read_back:
-                assert torch.equal(own_part(name, parameter, whole), mine[name]), name
+            for weights in read_back:
+                assert torch.equal(own_part(name, parameter, weights), mine[name]), name
 
     run_ranks(compare, layout.num_ranks)
 
@@ -246,12 +246,12 @@ def test_weights_move_between_whole_matrices_and_even_shards_without_the_optimiz
         run_ranks(_save_both, layout.num_ranks, "moe", layout, tmp_path)
     path = tmp_path / "fsdp_dtensor"
     errors = run_ranks(_load_weights, other.num_ranks, "moe", other, path, for_muon)
-    held = ("exp_avg, exp_avg_sq, step", "momentum_buffer")
-    here, stored = reversed(held) if for_muon else held
+    slots = ("exp_avg, exp_avg_sq, step", "momentum_buffer")
+    own_slots, stored = reversed(slots) if for_muon else slots
     kind = "Muon" if for_muon else "AdamW"
     assert errors[0] == (
-        f"Expected the checkpoint to hold {here} of 'embedding.position_embeddings.weight', the state of {kind}, got "
-        f"{stored}, another optimizer's. Load the weights alone: leave `optimizer` out."
+        f"Expected the checkpoint to hold {own_slots} of 'embedding.position_embeddings.weight', the state of {kind}, "
+        f"got {stored}, another optimizer's. Load the weights alone: leave `optimizer` out."
     )
     weights = {name: tensor for name, tensor in read(path).items() if name.startswith("model.")}
     assert_equal(read(tmp_path / "again"), weights)
@@ -261,7 +261,7 @@ def test_lamellas_own_checkpoints_resume_and_tell_muon_from_other_optimizers(tmp
     """A model of torch's modules: megatron-core's have state without tensors, which lamella-checkpoint refuses."""
 
     def made_and_sharded() -> tuple[nn.Module, torch.optim.Optimizer]:
-        from lamella_megatron._muon import MuonAndAdam
+        from lamella_megatron._driver.muon import MuonAndAdam
         from lamella_megatron.training import keep_matrices
 
         torch.manual_seed(0)

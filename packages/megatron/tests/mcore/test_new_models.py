@@ -45,13 +45,15 @@ def test_weights_are_those_of_the_model_built_whole(kind: str, layout: Layout) -
     def on_each_rank() -> dict[str, torch.Tensor]:
         from megatron.core import parallel_state
 
-        whole = {name: parameter.detach().clone() for name, parameter in _drawn(kind, layout).named_parameters()}
+        expected_weights = {
+            name: parameter.detach().clone() for name, parameter in _drawn(kind, layout).named_parameters()
+        }
         parallel_state.destroy_model_parallel()
         model = build_sharded_model(lambda: _drawn(kind, layout))
         for name, parameter in model.named_parameters():
             assert isinstance(parameter, DTensor)
-            assert torch.equal(parameter.full_tensor(), whole[name]), name
-        return whole
+            assert torch.equal(parameter.full_tensor(), expected_weights[name]), name
+        return expected_weights
 
     first, second = run_ranks(on_each_rank, layout.num_ranks)[:2]
     differ = {name for name in first if not torch.equal(first[name], second[name])}
@@ -84,7 +86,7 @@ def test_no_rank_holds_two_whole_layers() -> None:
         def note(_: nn.Module, __: str, parameter: Any) -> None:
             if isinstance(parameter, nn.Parameter) and not isinstance(parameter, DTensor):
                 plain.add(parameter)
-                counts.append(sum(each.numel() for each in plain))
+                counts.append(sum(tensor.numel() for tensor in plain))
 
         layout = Layout(num_ranks=2)
         with torch.nn.modules.module.register_module_parameter_registration_hook(note):
@@ -93,8 +95,8 @@ def test_no_rank_holds_two_whole_layers() -> None:
         layer = sum(numel for name, numel in numels.items() if name.startswith("decoder.layers.0."))
         return max(counts), layer, sum(numel for name, numel in numels.items() if "layers." not in name)
 
-    for most, layer, rest in run_ranks(on_each_rank, 2):
-        assert layer <= most <= layer + rest
+    for most, layer, other_counts in run_ranks(on_each_rank, 2):
+        assert layer <= most <= layer + other_counts
 
 
 def test_a_model_sharded_while_built_has_the_same_units() -> None:
@@ -105,8 +107,8 @@ def test_a_model_sharded_while_built_has_the_same_units() -> None:
         return make_model("M*-E", Layout(num_ranks=1))
 
     [built] = run_ranks(units, 1, lambda: build_sharded_model(build))
-    [whole] = run_ranks(units, 1, lambda: fully_shard_model(build()))
-    assert built == whole
+    [expected_units] = run_ranks(units, 1, lambda: fully_shard_model(build()))
+    assert built == expected_units
     assert len(built) == 5
 
 
@@ -155,11 +157,11 @@ def test_a_model_from_the_meta_device_trains_as_on_one_rank(kind: str, layout: L
 
 def _seen_in_forward(model: nn.Module, module: str, attribute: str) -> Any:
     """The attribute of a module's weight while the module runs."""
-    found = []
+    attributes = []
     inner: Any = model.get_submodule(module)
-    inner.register_forward_pre_hook(lambda each, _: found.append(getattr(each.weight, attribute, None)))
+    inner.register_forward_pre_hook(lambda layer, _: attributes.append(getattr(layer.weight, attribute, None)))
     token_losses(model, BATCH)
-    return found[0]
+    return attributes[0]
 
 
 def test_marks_are_on_both_forms_and_attributes_on_one() -> None:

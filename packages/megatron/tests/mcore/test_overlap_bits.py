@@ -108,5 +108,5 @@ def test_an_exception_leaves_the_model_at_rest() -> None:
         return [losses], {}
 
     expected = run_ranks(train, 2, case, one_after_the_other)
-    for (losses, _), (wanted, _) in zip(run_ranks(on_each_rank, 2), expected, strict=True):
-        assert losses == wanted[:1]
+    for (losses, _), (expected_losses, _) in zip(run_ranks(on_each_rank, 2), expected, strict=True):
+        assert losses == expected_losses[:1]

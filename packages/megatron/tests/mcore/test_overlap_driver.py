@@ -27,11 +27,11 @@ def test_a_wrapped_model_steps_by_its_optimizer() -> None:
         losses = []
         for _ in range(NUM_STEPS):
             optimizer.zero_grad()
-            found = overlapped(model, DATA[0], Case(kind="*E*E"))
+            trained = overlapped(model, DATA[0], Case(kind="*E*E"))
             finalize_model_grads([model])
             success, _, _ = optimizer.step()
             assert success
-            losses.append(float(sum(found)))
+            losses.append(float(sum(trained)))
         return losses
 
     for losses in run_ranks(on_each_rank, 2):
@@ -70,11 +70,11 @@ def test_megatron_cores_driver_overlaps(kind: str, groups: str | None, delays: b
             optimizer.zero_grad()
             stored = by_driver(model, step)
             assert optimizer.step()[0]
-            losses += [each["loss"].item() for each in stored]
+            losses += [record["loss"].item() for record in stored]
         return losses, {name: p.detach().full_tensor() for name, p in module.named_parameters()}
 
     expected = run_ranks(on_each_rank, 2, False, False)  # without a schedule the driver calls no backward_dw
-    found = run_ranks(on_each_rank, 2, True, delays)
-    for (losses, weights), (other_losses, other_weights) in zip(expected, found, strict=True):
+    trained = run_ranks(on_each_rank, 2, True, delays)
+    for (losses, weights), (other_losses, other_weights) in zip(expected, trained, strict=True):
         assert losses == other_losses
         assert all(torch.equal(weight, other_weights[name]) for name, weight in weights.items())

@@ -10,7 +10,7 @@ import pytest
 from overlap_runs import Case, all_cases, assert_equal_bits, delay_weight_gradients
 from torch import nn
 
-from lamella_megatron._slots import Item, delayable
+from lamella_megatron._overlap.layer_slots import SlottedLayers, delayable
 from lamella_schedule import Slot
 from lamella_testing import run_ranks
 from lamella_testing.megatron_parity import Layout, make_model
@@ -63,19 +63,19 @@ def test_weight_gradients_of_mixers_and_shared_experts_are_computed_after_pre() 
             if hasattr(module, "need_backward_dw"):
                 names.append(name)
                 module.backward_dw = partial(called.append, name)
-        found = {}
+        computed = {}
         layers = list(model.decoder.layers)
-        for slot, compute in Item(layers, {}, delayable(layers)).slots().delayed.items():
+        for slot, compute in SlottedLayers(layers, {}, delayable(layers)).slots().delayed.items():
             called.clear()
             compute()
-            found[slot] = list(called)
-        return names, found
+            computed[slot] = list(called)
+        return names, computed
 
-    [(names, found)] = run_ranks(on_one_rank, 1)
-    assert found.keys() == {Slot.PRE, Slot.EXPERTS}
-    assert sorted(found[Slot.EXPERTS]) == sorted(name for name in names if ".experts." in name)
-    assert sorted(found[Slot.PRE]) == sorted(name for name in names if ".experts." not in name)
-    layers = [int(name.split(".")[0]) for name in found[Slot.PRE]]
+    [(names, computed)] = run_ranks(on_one_rank, 1)
+    assert computed.keys() == {Slot.PRE, Slot.EXPERTS}
+    assert sorted(computed[Slot.EXPERTS]) == sorted(name for name in names if ".experts." in name)
+    assert sorted(computed[Slot.PRE]) == sorted(name for name in names if ".experts." not in name)
+    layers = [int(name.split(".")[0]) for name in computed[Slot.PRE]]
     assert {0, 1, 2, 3} == set(layers), "each mixer, and the shared expert"
 
 
@@ -83,6 +83,6 @@ def test_weight_gradients_of_mixers_and_shared_experts_are_computed_after_pre() 
 def test_layers_are_asked_for_each_microbatch_whether_they_delay(needs: bool) -> None:
     layer: Any = nn.Linear(1, 1)
     layer.need_backward_dw = lambda: not needs
-    item = Item([layer], {}, delayable([layer]))
+    item = SlottedLayers([layer], {}, delayable([layer]))
     layer.need_backward_dw = lambda: needs
     assert item.slots().delayed.keys() == ({Slot.PRE} if needs else set())

@@ -93,7 +93,7 @@ def test_a_norm_before_experts_is_recomputed_for_their_backward(ran: list[Any]) 
         model: Any = make_model("*E", Layout(num_ranks=1), **recomputing("layernorm"))
         norm, called = model.decoder.layers[1].pre_mlp_layernorm, Counter[Any]()
         forward = norm.forward
-        norm.forward = lambda *given: (called.update([(ran[-1].slot, ran[-1].kind)]), forward(*given))[1]
+        norm.forward = lambda *arguments: (called.update([(ran[-1].slot, ran[-1].kind)]), forward(*arguments))[1]
         overlapped(model, DATA[0], Case(kind="*E", groups="[*E]"))
         when = [(Slot.PRE, Kind.FORWARD), (Slot.EXPERTS, Kind.BACKWARD)]
         assert called == dict.fromkeys(when, NUM_MICROBATCHES)
@@ -102,7 +102,7 @@ def test_a_norm_before_experts_is_recomputed_for_their_backward(ran: list[Any]) 
 
 
 def test_communication_saves_no_tensor_of_another_stream_unmarked(monkeypatch: pytest.MonkeyPatch) -> None:
-    marked, made, unmarked = set[int](), _Made(), list[str]()
+    marked, created, unmarked = set[int](), _CreatedTensors(), list[str]()
     monkeypatch.setattr(Lanes, "mark_read", lambda self, values: marked.update(map(_place, _tensors(values))))
     run = Flight.run
 
@@ -110,17 +110,17 @@ def test_communication_saves_no_tensor_of_another_stream_unmarked(monkeypatch: p
         if event.lane is not Lane.COMMUNICATION or event.kind is not Kind.FORWARD:
             return run(flight, event, around)
         marked.clear()
-        made.places.clear()
+        created.places.clear()
         saved: list[torch.Tensor] = []
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
             saved.append(tensor)
             return tensor
 
-        with made, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        with created, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             run(flight, event, around)
-        known = marked | made.places
-        unmarked.extend(f"{event}: {tuple(each.shape)}" for each in saved if _place(each) not in known)
+        known_places = marked | created.places
+        unmarked.extend(f"{event}: {tuple(tensor.shape)}" for tensor in saved if _place(tensor) not in known_places)
         return None
 
     monkeypatch.setattr(Flight, "run", checked)
@@ -133,7 +133,7 @@ def test_communication_saves_no_tensor_of_another_stream_unmarked(monkeypatch: p
     assert run_ranks(on_one_rank, 1) == [[]]
 
 
-class _Made(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _CreatedTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The memory of tensors made inside."""
 
     def __init__(self) -> None:
@@ -141,10 +141,10 @@ class _Made(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.places: set[int] = set()
 
     def __torch_dispatch__(self, call: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = set(map(_place, _tensors((args, kwargs))))
-        made = call(*args, **(kwargs or {}))
-        self.places.update(place for place in map(_place, _tensors(made)) if place not in given)
-        return made
+        argument_places = set(map(_place, _tensors((args, kwargs))))
+        output = call(*args, **(kwargs or {}))
+        self.places.update(place for place in map(_place, _tensors(output)) if place not in argument_places)
+        return output
 
 
 def _place(tensor: torch.Tensor) -> int:

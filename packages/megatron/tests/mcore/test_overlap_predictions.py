@@ -58,8 +58,8 @@ def test_units_of_predictions_are_gathered_once_a_pass_and_reduced_once_a_microb
         assert max(counted) == overlapped_peak_nbytes(model, NUM_MICROBATCHES)
         return gathers, reductions
 
-    of_depths = [f"mtp.layers.{depth}{inner}" for depth in (0, 1) for inner in ("", *INSIDE)]
-    layers = ["decoder.layers.0, decoder.layers.1", *of_depths]
+    prediction_units = [f"mtp.layers.{depth}{inner}" for depth in (0, 1) for inner in ("", *INSIDE)]
+    layers = ["decoder.layers.0, decoder.layers.1", *prediction_units]
     for gathers, reductions in run_ranks(on_each_rank, 2):
         assert reductions == dict.fromkeys(["", *layers], NUM_MICROBATCHES)
         # The forward and the backward beside it have the depth in the middle at once.
@@ -167,7 +167,7 @@ def test_a_last_stage_without_layers_before_its_prediction_is_its_plain_forward(
         batches, losses = microbatches(DATA[0]), []
         inputs = torch.randn(2, NUM_MICROBATCHES, LENGTH, NUM_ROWS // 2, 32, generator=torch.Generator().manual_seed(2))
         inputs[1] = inputs[0]
-        expected, found = ([each.clone().requires_grad_() for each in copies] for copies in inputs)
+        expected, copied_inputs = ([tensor.clone().requires_grad_() for tensor in copies] for copies in inputs)
         scale_auxiliary_losses(NUM_MICROBATCHES)
         for batch, tensor in zip(batches, expected, strict=True):
             plain.set_input_tensor(tensor)
@@ -175,13 +175,13 @@ def test_a_last_stage_without_layers_before_its_prediction_is_its_plain_forward(
             loss.backward()  # type: ignore[no-untyped-call]
             losses.append(loss.detach())
         normed: list[torch.Tensor] = []
-        model.decoder.final_norm.register_forward_hook(lambda *given: normed.append(given[-1]))
+        model.decoder.final_norm.register_forward_hook(lambda *arguments: normed.append(arguments[-1]))
         with pytest.raises(ValueError, match=r"`decoder_input`.*got none in microbatch 1"):
-            forward_backward_overlapped(model, [{**batches[0], "decoder_input": found[0]}, *batches[1:]], share)
-        stage = [{**batch, "decoder_input": tensor} for batch, tensor in zip(batches, found, strict=True)]
+            forward_backward_overlapped(model, [{**batches[0], "decoder_input": copied_inputs[0]}, *batches[1:]], share)
+        stage = [{**batch, "decoder_input": tensor} for batch, tensor in zip(batches, copied_inputs, strict=True)]
         assert forward_backward_overlapped(model, stage, share) == losses
         assert len(normed) == NUM_MICROBATCHES, "the norm of an empty decoder, once a microbatch"
-        for one, other in zip(expected, found, strict=True):
+        for one, other in zip(expected, copied_inputs, strict=True):
             assert one.grad is not None and other.grad is not None
             assert torch.equal(one.grad, other.grad)
         for (name, weight), other_weight in zip(plain.named_parameters(), model.parameters(), strict=True):
@@ -246,10 +246,10 @@ def test_auxiliary_losses_weigh_as_in_megatron_cores_driver() -> None:
         module.config.finalize_model_grads_func = finalize_model_grads
         overlapped(model, DATA[0], Case(kind="moe-mtp"))  # first: the driver leaves its scales behind
         finalize_model_grads([model])
-        found = {name: parameter.grad.to_local() for name, parameter in module.named_parameters()}
+        gradients = {name: parameter.grad.to_local() for name, parameter in module.named_parameters()}
         module.zero_grad()
         by_driver(model, DATA[0])
         for name, parameter in module.named_parameters():
-            assert torch.equal(parameter.grad.to_local(), found[name]), name
+            assert torch.equal(parameter.grad.to_local(), gradients[name]), name
 
     run_ranks(on_each_rank, 2)

@@ -77,8 +77,8 @@ def test_layers_sharded_before_their_stack_are_gathered_with_it() -> None:
         model = model_of(case)
         return _losses_and_gradients(model, one_after_the_other(model, DATA[0], case))
 
-    for found, expected in zip(run_ranks(on_each_rank, 2), run_ranks(by_hooks, 2), strict=True):
-        assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+    for trained, expected in zip(run_ranks(on_each_rank, 2), run_ranks(by_hooks, 2), strict=True):
+        assert all(torch.equal(*pair) for pair in zip(trained, expected, strict=True))
 
 
 def _losses_and_gradients(model: Any, losses: list[torch.Tensor]) -> list[torch.Tensor]:

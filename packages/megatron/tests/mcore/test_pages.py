@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from lamella_megatron import _configuration as tables
+from lamella_megatron._model import configuration as tables
 from lamella_testing import run_ranks
 
 ROOT = Path(__file__).parents[4]

@@ -38,13 +38,13 @@ def test_a_model_trains_as_on_one_rank(kind: str, layout: Layout, placements: An
 
 def _ranks_of(model: nn.Module) -> dict[str, tuple[Any, tuple[object, ...]]]:
     """For dense parameters and for experts: the mesh, and the placements on it."""
-    found: dict[str, tuple[Any, tuple[object, ...]]] = {}
+    ranks_by_name: dict[str, tuple[Any, tuple[object, ...]]] = {}
     for name, parameter in model.named_parameters():
         assert isinstance(parameter, DTensor)
         kind = "experts" if ".experts." in name else "dense"
         lies = parameter.device_mesh.mesh.tolist(), parameter.placements
-        assert found.setdefault(kind, lies) == lies, name
-    return found
+        assert ranks_by_name.setdefault(kind, lies) == lies, name
+    return ranks_by_name
 
 
 def test_parameters_lie_on_the_ranks_that_hold_them() -> None:
@@ -62,15 +62,15 @@ def test_parameters_lie_on_the_ranks_that_hold_them() -> None:
     def on_each_rank() -> list[Any]:
         from megatron.core import parallel_state
 
-        found = []
+        placements = []
         for layout, *_ in rows:
-            found.append(_ranks_of(fully_shard_model(make_model("ME", layout))))
+            placements.append(_ranks_of(fully_shard_model(make_model("ME", layout))))
             parallel_state.destroy_model_parallel()
-        return found
+        return placements
 
-    for (layout, dense, experts), found in zip(rows, run_ranks(on_each_rank, 4)[0], strict=True):
+    for (layout, dense, experts), placements in zip(rows, run_ranks(on_each_rank, 4)[0], strict=True):
         lies = (Replicate(), Shard(0)) if layout.instances == 2 else (Shard(0),)
-        assert found == {"dense": (dense, lies), "experts": (experts, lies)}, layout
+        assert placements == {"dense": (dense, lies), "experts": (experts, lies)}, layout
 
 
 def test_every_parameter_has_the_values_of_the_first_rank_that_holds_it() -> None:
@@ -119,8 +119,8 @@ def test_a_collection_of_groups_places_as_parallel_state() -> None:
         return _ranks_of(fully_shard_model(model, groups=groups))
 
     lies = (Replicate(), Shard(0))
-    found = run_ranks(on_each_rank, 4)[1]
-    assert found == {"dense": ([[0, 1], [2, 3]], lies), "experts": ([[1], [3]], lies)}
+    placements = run_ranks(on_each_rank, 4)[1]
+    assert placements == {"dense": ([[0, 1], [2, 3]], lies), "experts": ([[1], [3]], lies)}
 
 
 def test_with_ddp_nothing_is_sharded() -> None:
@@ -128,8 +128,8 @@ def test_with_ddp_nothing_is_sharded() -> None:
         options = ShardingOptions(placements=DDP)
         return _ranks_of(fully_shard_model(make_model("ME", Layout(ep=2)), options=options))
 
-    found = run_ranks(on_each_rank, 4)[0]
-    assert found == {"dense": ([0, 1, 2, 3], (Replicate(),)), "experts": ([0, 2], (Replicate(),))}
+    placements = run_ranks(on_each_rank, 4)[0]
+    assert placements == {"dense": ([0, 1, 2, 3], (Replicate(),)), "experts": ([0, 2], (Replicate(),))}
 
 
 def test_experts_on_the_ranks_of_dense_parameters_share_their_collectives() -> None:
@@ -152,8 +152,8 @@ def _units(kind: str) -> list[str]:
         assert len(units) == len(order) + 1, "the layers, and the model"
         return order
 
-    [found] = run_ranks(on_one_rank, 1)
-    return found
+    [unit_names] = run_ranks(on_one_rank, 1)
+    return unit_names
 
 
 def test_units_are_the_layers() -> None:
@@ -182,8 +182,8 @@ def test_units_of_models_whose_ranks_differ_are_refused_by_name(kind: str, layou
 
 def _group_of(lists: list[list[int]]) -> dist.ProcessGroup:
     """This rank's group of some that divide the ranks. Effects: collective over the world."""
-    made: list[tuple[list[int], dist.ProcessGroup]] = [(ranks, dist.new_group(ranks)) for ranks in lists]
-    return next(group for ranks, group in made if dist.get_rank() in ranks)
+    groups: list[tuple[list[int], dist.ProcessGroup]] = [(ranks, dist.new_group(ranks)) for ranks in lists]
+    return next(group for ranks, group in groups if dist.get_rank() in ranks)
 
 
 def _assert_refused(kind: str, layout: Layout, message: str, **groups: list[list[int]] | None) -> None:
@@ -193,11 +193,11 @@ def _assert_refused(kind: str, layout: Layout, message: str, **groups: list[list
         from megatron.core.process_groups_config import ProcessGroupCollection
 
         model = make_model(kind, layout)
-        given = ProcessGroupCollection.use_mpu_process_groups()
+        collection = ProcessGroupCollection.use_mpu_process_groups()
         for name, lists in groups.items():
-            setattr(given, name, None if lists is None else _group_of(lists))
+            setattr(collection, name, None if lists is None else _group_of(lists))
         with pytest.raises(ValueError, match=message):
-            fully_shard_model(model, groups=given)
+            fully_shard_model(model, groups=collection)
         assert not any(isinstance(parameter, DTensor) for parameter in model.parameters()), "nothing has changed"
 
     run_ranks(on_each_rank, layout.num_ranks)

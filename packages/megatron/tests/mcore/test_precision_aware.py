@@ -112,11 +112,11 @@ class FusedAdam(Optimizer):
         return value if value.dtype == torch.int16 else value.float() * self.scales[parameter]
 
     def state_dict(self) -> dict[str, Any]:
-        found = super().state_dict()
-        for key, parameter in _by_key(self, found).items():
-            if slots := found["state"].get(key):
-                found["state"][key] = {name: self.get_unscaled_state(parameter, name) for name in slots}
-        return found
+        state = super().state_dict()
+        for key, parameter in _by_key(self, state).items():
+            if slots := state["state"].get(key):
+                state["state"][key] = {name: self.get_unscaled_state(parameter, name) for name in slots}
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
@@ -162,8 +162,8 @@ def test_fused_adam_steps_on_gradients_and_moments_in_bf16(kind: str, monkeypatc
             backward(model)
             assert {p.grad.dtype for p in copies if p.grad is not None} == {aware["main_grads_dtype"]}
             norm = optimizer.clip_grad_norm(0.5)
-            whole = [p.grad.full_tensor().float() for p in copies if isinstance(p.grad, DTensor)]
-            clipped = torch.stack([g.square().sum() for g in whole]).sum().sqrt()
+            gradients = [p.grad.full_tensor().float() for p in copies if isinstance(p.grad, DTensor)]
+            clipped = torch.stack([g.square().sum() for g in gradients]).sum().sqrt()
             torch.testing.assert_close(clipped, torch.tensor(0.5), rtol=1e-3, atol=0.0)
             assert norm > 0.5, "nothing was clipped"
             for parameter, plain in copies.items():
@@ -207,15 +207,17 @@ def test_megatron_cores_norm_finds_gradients_where_the_option_puts_them(monkeypa
 def _assert_counted(optimizer: ShardedOptimizer) -> None:
     """The bytes that the formula says are the bytes of all tensors, to 1 %."""
     parameters = optimizer.get_parameters()
-    held = {
+    tensors_by_kind = {
         "weights": [local_of(p) for p in parameters],
         "gradients": [local_of(p.grad) for p in parameters if p.grad is not None],
         "state": [local_of(t) for p in parameters for t in optimizer.optimizer.state[p].values() if t.ndim > 0],
     }
-    counted = {name: sum(t.numel() * t.itemsize for t in tensors) for name, tensors in held.items()}
+    counted = {name: sum(t.numel() * t.itemsize for t in tensors) for name, tensors in tensors_by_kind.items()}
     assert optimizer.bytes_at_rest() == counted
     total = sum(
-        {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for ts in held.values() for t in ts}.values()
+        {
+            t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for ts in tensors_by_kind.values() for t in ts
+        }.values()
     )
     assert total <= 1.01 * sum(counted.values()), "more than views of the shards is held"
 
@@ -225,7 +227,7 @@ def test_remainders_make_training_as_exact_as_fp32_main_weights(monkeypatch: pyt
     monkeypatch.setattr("megatron.core.optimizer.Adam", FusedAdam)
 
     def on_each_rank() -> None:
-        found = []
+        weights = []
         for ddp, aware in (KINDS["fp32 main weights"], KINDS["bf16 main weights and remainders"]):
             model = make_model(ddp)
             optimizer = make_optimizer(model, **aware)
@@ -235,14 +237,14 @@ def test_remainders_make_training_as_exact_as_fp32_main_weights(monkeypatch: pyt
                 local_of(parameter.grad).fill_(2.0**-4)
             optimizer.step_with_ready_grads()
             state = optimizer.optimizer.state
-            found.append(
+            weights.append(
                 [
                     _joined(local_of(p), local_of(state[p]["master_param"])) if p.dtype == BF16 else local_of(p)
                     for p in optimizer.get_parameters()
                     if local_of(p).numel() > 0
                 ]
             )
-        assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+        assert all(torch.equal(one, other) for one, other in zip(*weights, strict=True))
 
     run_ranks(on_each_rank, 1)
 
@@ -296,11 +298,11 @@ def test_a_resumed_run_has_the_dtypes_and_the_steps_of_the_saved_run(
             load_checkpoint(tmp_path / "run", model=resumed.module, optimizer=second.optimizer)
         pairs = list(zip(first.get_parameters(), second.get_parameters(), strict=True))
         for one, other in pairs:
-            expected, found = first.optimizer.state[one], second.optimizer.state[other]
-            assert found.keys() == expected.keys()
+            expected, resumed_state = first.optimizer.state[one], second.optimizer.state[other]
+            assert resumed_state.keys() == expected.keys()
             for name in expected:
-                assert found[name].dtype == expected[name].dtype, name
-                assert torch.equal(local_of(found[name]), local_of(expected[name])), name
+                assert resumed_state[name].dtype == expected[name].dtype, name
+                assert torch.equal(local_of(resumed_state[name]), local_of(expected[name])), name
         assert [group["step"] for group in second.optimizer.param_groups] == [2] * len(second.optimizer.param_groups)
         for model, optimizer in ((saved, first), (resumed, second)):
             _train(model, optimizer)
@@ -399,10 +401,10 @@ def test_bytes_of_an_unknown_optimizer_are_refused() -> None:
     def on_each_rank() -> None:
         from lamella_megatron.training import sharded_optimizer
 
-        made = sharded_optimizer(
+        optimizer = sharded_optimizer(
             optimizer_config(), [make_model({})], make=lambda groups: torch.optim.Adagrad(groups, lr=0.1)
         )
         with pytest.raises(NotImplementedError, match="got Adagrad, whose state is unknown"):
-            made.bytes_at_rest()
+            optimizer.bytes_at_rest()
 
     run_ranks(on_each_rank, 1)

@@ -202,8 +202,8 @@ def _publish(path: Path) -> None:
     """Hugging Face's files: names and shapes as transformers has them."""
     shapes = dict(WHOLE)
     for layer in range(4):
-        own = {**(DELTA_NET if layer < 3 else ATTENTION), **MIXTURE}
-        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in own.items()}
+        layer_tensors = {**(DELTA_NET if layer < 3 else ATTENTION), **MIXTURE}
+        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in layer_tensors.items()}
     model, random = nn.Module(), torch.Generator().manual_seed(0)
     for name, shape in shapes.items():
         *steps, last = name.split(".")
@@ -268,5 +268,7 @@ def test_qwen_trains_on_other_ranks_and_goes_back_to_hugging_face(tmp_path: Path
     )
     for name in norms:  # Stored around zero in between.
         torch.testing.assert_close(back[name], published[name])
-    assert {name: each.shape for name, each in trained.items()} == {n: each.shape for n, each in published.items()}
+    assert {name: tensor.shape for name, tensor in trained.items()} == {
+        n: tensor.shape for n, tensor in published.items()
+    }
     assert not any(torch.equal(trained[name], published[name]) for name in published)

@@ -63,14 +63,14 @@ def save_and_tell(path: Path, experts: int | None, num_tp: int) -> dict[str, tor
 
 
 def canonical(name: str) -> str:
-    for own, told in NORMS.items():
-        if own == "pre_mlp_layernorm." and "experts" in name:
+    for norm, stored_norm in NORMS.items():
+        if norm == "pre_mlp_layernorm." and "experts" in name:
             continue
-        name = name.replace(own, told)
-    prefix, found, rest = name.partition("local_experts.")
-    if found:
-        expert, _, rest = rest.partition(".")
-        name = f"{prefix}{rest}{expert}"
+        name = name.replace(norm, stored_norm)
+    prefix, separator, tail = name.partition("local_experts.")
+    if separator:
+        expert, _, tail = tail.partition(".")
+        name = f"{prefix}{tail}{expert}"
     return name
 
 

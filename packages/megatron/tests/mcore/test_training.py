@@ -90,7 +90,7 @@ def _step(model: Any, config: Any, batches: torch.Tensor, *, forward_only: bool 
         micro_batch_size=len(batches[0]) // num,
         forward_only=forward_only,
     )
-    mean = torch.stack([each["loss"] for each in stored] or [torch.zeros(())]).mean()
+    mean = torch.stack([record["loss"] for record in stored] or [torch.zeros(())]).mean()
     dist.all_reduce(mean, group=everyone)
     return mean.div(everyone.size())
 
@@ -136,12 +136,12 @@ def _whole(parameter: nn.Parameter) -> torch.Tensor:
     from megatron.core import parallel_state
 
     assert isinstance(parameter, DTensor)
-    found = parameter.full_tensor()
+    full_tensor = parameter.full_tensor()
     group = parallel_state.get_tensor_model_parallel_group()
     if group.size() == 1 or not getattr(parameter, "tensor_model_parallel", False):
-        return found
-    parts = [torch.empty_like(found) for _ in range(group.size())]
-    dist.all_gather(parts, found, group=group)
+        return full_tensor
+    parts = [torch.empty_like(full_tensor) for _ in range(group.size())]
+    dist.all_gather(parts, full_tensor, group=group)
     return torch.cat(parts, dim=parameter.partition_dim)  # type: ignore[attr-defined]
 
 
@@ -165,15 +165,15 @@ def _reference(optimizer: str = "sgd") -> Trained:
             steps.step()
         return losses, norms, zeros, {name: p.detach() for name, p in module.named_parameters()}
 
-    [found] = run_ranks(on_one_rank, 1)
-    return found
+    [trained] = run_ranks(on_one_rank, 1)
+    return trained
 
 
-def _assert_equal(got: Trained, wanted: Trained) -> None:
-    torch.testing.assert_close(got[:2], wanted[:2], rtol=1e-5, atol=1e-6)
-    assert got[2] == wanted[2]
-    assert got[3].keys() == wanted[3].keys()
-    for name, weight in wanted[3].items():
+def _assert_equal(got: Trained, expected: Trained) -> None:
+    torch.testing.assert_close(got[:2], expected[:2], rtol=1e-5, atol=1e-6)
+    assert got[2] == expected[2]
+    assert got[3].keys() == expected[3].keys()
+    for name, weight in expected[3].items():
         torch.testing.assert_close(got[3][name], weight, rtol=1e-5, atol=1e-6, msg=name)
 
 
@@ -280,14 +280,14 @@ def test_groups_of_the_wrapper_are_the_optimizers() -> None:
         model.finish_grad_sync()
         parallel_state.destroy_model_parallel()
         parallel_state.initialize_model_parallel()  # the layout of another model
-        ours, told = (
-            sharded_optimizer(_optimizer_config(optimizer="adam"), [model], **given)
-            for given in ({}, {"pg_collection": groups})
+        ours, explicit = (
+            sharded_optimizer(_optimizer_config(optimizer="adam"), [model], **arguments)
+            for arguments in ({}, {"pg_collection": groups})
         )
-        return float(ours.get_grad_norm()), float(told.get_grad_norm())
+        return float(ours.get_grad_norm()), float(explicit.get_grad_norm())
 
-    for ours, told in run_ranks(on_each_rank, 2):
-        assert ours == told > 0
+    for ours, explicit in run_ranks(on_each_rank, 2):
+        assert ours == explicit > 0
 
 
 @pytest.mark.parametrize("missing", ["tp", "intra_dist_opt", "mp"])
@@ -321,8 +321,8 @@ def test_norms_of_parameters_are_those_of_all_tensor_parallel_parts() -> None:
         return model.parameter_norms()
 
     [expected] = run_ranks(partial(on_each_rank, 1), 1)
-    for found in run_ranks(partial(on_each_rank, 2), 4):
-        assert found == pytest.approx(expected, rel=1e-4)
+    for norms in run_ranks(partial(on_each_rank, 2), 4):
+        assert norms == pytest.approx(expected, rel=1e-4)
 
 
 def test_in_fp16_steps_are_skipped_until_the_loss_scale_fits_and_the_scheduler_goes_on() -> None:
@@ -341,23 +341,23 @@ def test_in_fp16_steps_are_skipped_until_the_loss_scale_fits_and_the_scheduler_g
         no_decay = {"start_wd": 0.0, "end_wd": 0.0, "wd_incr_steps": 0, "wd_incr_style": "constant"}
         scheduler = OptimizerParamScheduler(optimizer, init_lr=0.0, **decay, **no_decay)
         config.grad_scale_func = optimizer.scale_loss
-        found = []
+        records = []
         for step in range(14):
             optimizer.zero_grad()
             _step(model, config, BATCHES[step % 3])
             success, _, _ = optimizer.step()
             if success:
                 scheduler.step(1)
-            found.append((success, float(optimizer.get_loss_scale()), optimizer.param_groups[0]["lr"]))
-        return found
+            records.append((success, float(optimizer.get_loss_scale()), optimizer.param_groups[0]["lr"]))
+        return records
 
     first, second = run_ranks(on_each_rank, 2)
     assert first == second, "ranks agree on skipped steps"
     scales = [2.0**24, *(scale for _, scale, _ in first)]
-    taken = [success for success, _, _ in first]
-    assert not taken[0]
-    assert any(taken)
-    for success, before, after in zip(taken, scales, scales[1:], strict=False):
+    successes = [success for success, _, _ in first]
+    assert not successes[0]
+    assert any(successes)
+    for success, before, after in zip(successes, scales, scales[1:], strict=False):
         assert after >= before if success else after == before / 2
     assert any(after == 2 * before for before, after in pairwise(scales)), "it grows again"
     rates = [rate for success, _, rate in first if success]
@@ -370,9 +370,9 @@ def test_what_describes_whole_tensors_is_refused() -> None:
 
         config, module = _model()
         described: tuple[Any, ...] = (ShardedModel(config, ddp_config(), module), module)
-        for each in described:
+        for description in described:
             with pytest.raises(NotImplementedError, match="ranks would write their shards over each other"):
-                each.sharded_state_dict()
+                description.sharded_state_dict()
 
     run_ranks(on_the_rank, 1)
 
@@ -455,13 +455,15 @@ def test_parameters_of_a_norm_group_are_clipped_by_their_own_norm() -> None:
         for parameter in apart:
             parameter.grad_norm_group = "mtp"
         _step(model, config, BATCHES[0])
-        others = [p for p in model.parameters() if not hasattr(p, "grad_norm_group")]
-        norms = [torch.cat([p.grad.full_tensor().flatten() for p in group]).norm() for group in (others, apart)]
+        other_parameters = [p for p in model.parameters() if not hasattr(p, "grad_norm_group")]
+        norms = [
+            torch.cat([p.grad.full_tensor().flatten() for p in group]).norm() for group in (other_parameters, apart)
+        ]
         torch.testing.assert_close(optimizer.get_grad_norm().float(), norms[0])
         clip = float(min(norms)) / 2
         torch.testing.assert_close(optimizer.clip_grad_norm(clip).float(), norms[0])
         torch.testing.assert_close(optimizer.grad_norms_by_group["mtp"].float(), norms[1])
-        for group in (others, apart):
+        for group in (other_parameters, apart):
             after = torch.cat([p.grad.full_tensor().flatten() for p in group]).norm()
             torch.testing.assert_close(after, torch.tensor(clip), rtol=1e-4, atol=0)
 
@@ -528,12 +530,12 @@ def test_a_run_over_tensor_and_expert_parallel_ranks_goes_on_over_others(
         optimizer: Any = sharded_optimizer(_optimizer_config(optimizer="adam", lr=0.01), [model])
 
         def steps() -> list[tuple[float, float]]:
-            found = []
+            losses = []
             for batches in BATCHES[:2]:
                 optimizer.zero_grad()
                 loss = _step(model, module.config, batches)
-                found.append((float(loss), float(optimizer.step()[1])))
-            return found
+                losses.append((float(loss), float(optimizer.step()[1])))
+            return losses
 
         if is_first:
             steps()
@@ -544,8 +546,8 @@ def test_a_run_over_tensor_and_expert_parallel_ranks_goes_on_over_others(
 
     expected, *_ = run_ranks(partial(on_each_rank, Layout(tp=2, ep=2), is_first=True), 4)
     for layout in (Layout(num_ranks=2), Layout(ep=4)):
-        for found in run_ranks(partial(on_each_rank, layout, is_first=False), layout.num_ranks):
-            torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
+        for losses in run_ranks(partial(on_each_rank, layout, is_first=False), layout.num_ranks):
+            torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0)
 
 
 def test_another_optimizer_is_built_from_the_groups() -> None:
@@ -626,7 +628,7 @@ def _name_in_the_whole(module: Any, name: str) -> str:
     if name == "output_layer.weight" and module.share_embeddings_and_output_weights:
         return "embedding.word_embeddings.weight"
     return re.sub(
-        r"layers\.(\d+)", lambda found: f"layers.{module.decoder.layers[int(found[1])].layer_number - 1}", name
+        r"layers\.(\d+)", lambda match: f"layers.{module.decoder.layers[int(match[1])].layer_number - 1}", name
     )
 
 
@@ -644,8 +646,8 @@ def test_pipeline_stages_train_as_one_stage(num_ranks: int, pp: int, chunks: int
     [(losses, norms, weights)] = run_ranks(partial(_train_stages, 1, None, is_tied=is_tied), 1)
     got = run_ranks(partial(_train_stages, pp, chunks, is_tied=is_tied), num_ranks)
     torch.testing.assert_close(got[-1][0], losses, rtol=1e-5, atol=1e-6)
-    for _, found, stages in got:
-        torch.testing.assert_close(found, norms, rtol=1e-5, atol=1e-6)
+    for _, trained, stages in got:
+        torch.testing.assert_close(trained, norms, rtol=1e-5, atol=1e-6)
         for name, weight in stages.items():
             torch.testing.assert_close(weight, weights[name], rtol=1e-5, atol=1e-6, msg=name)
     assert {name for _, _, stages in got for name in stages} == weights.keys()

@@ -67,8 +67,8 @@ def _on_one_rank() -> tuple[Weights, list[float], Weights]:
     return before, _train(model, BATCH), _weights(model)
 
 
-def _distance(ones: Weights, others: Weights) -> float:
-    return math.sqrt(sum(float((ones[name] - other).square().sum()) for name, other in others.items()))
+def _distance(weights: Weights, expected: Weights) -> float:
+    return math.sqrt(sum(float((weights[name] - other).square().sum()) for name, other in expected.items()))
 
 
 def _assert_trains_as_without_units(num_ranks: int, *, fuse: bool) -> None:
@@ -84,12 +84,12 @@ def _assert_trains_as_without_units(num_ranks: int, *, fuse: bool) -> None:
         fully_shard_model(model)
         losses = _train(model, BATCH.chunk(num_ranks)[dist.get_rank()])
         torch.testing.assert_close(losses, expected_losses, rtol=1e-2, atol=0.0)
-        found = {}
+        trained = {}
         for name, parameter in model.named_parameters():
             assert isinstance(parameter, DTensor), name
-            found[name] = parameter.full_tensor().detach().cpu().float()
+            trained[name] = parameter.full_tensor().detach().cpu().float()
         # bf16 rounds each update. A gradient that is wrong by a factor of 2 is off by half of the way, or more.
-        assert _distance(found, expected) < 0.25 * _distance(before, expected)
+        assert _distance(trained, expected) < 0.25 * _distance(before, expected)
 
     run_ranks(on_each_rank, num_ranks, device=DEVICE)
 

@@ -33,21 +33,21 @@ Gradients = dict[str, torch.Tensor]
 STAGES = {"ZeRO-1": ZERO1, "ZeRO-2": ZERO2, "ZeRO-3": ZERO3}
 
 
-class _Grouped(nn.Module):
+class _GroupedLinear(nn.Module):
     def __init__(self, **options: Any) -> None:
         super().__init__()
         self.linear = _te().GroupedLinear(NUM_GEMMS, WIDTH, WIDTH, **options)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        made: torch.Tensor = self.linear(x, [len(x) // NUM_GEMMS] * NUM_GEMMS)
-        return made
+        output: torch.Tensor = self.linear(x, [len(x) // NUM_GEMMS] * NUM_GEMMS)
+        return output
 
 
 LAYERS: dict[str, Callable[..., nn.Module]] = {
     "Linear": lambda **options: _te().Linear(WIDTH, WIDTH, **options),
     "LayerNormLinear": lambda **options: _te().LayerNormLinear(WIDTH, WIDTH, **options),
     "LayerNormMLP": lambda **options: _te().LayerNormMLP(WIDTH, 2 * WIDTH, **options),
-    "GroupedLinear": _Grouped,
+    "GroupedLinear": _GroupedLinear,
 }
 
 
@@ -75,15 +75,15 @@ def _backward(model: nn.Module, x: torch.Tensor) -> None:
 def _without_units(kind: str, dtype: torch.dtype, x: torch.Tensor, *, fuse: bool) -> Gradients:
     """Gradients of plain layers in fp32: in `main_grad` by layers that fuse, cast after the backward otherwise."""
     model = _make(kind, dtype, fuse_wgrad_accumulation=fuse)
-    found = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in model.named_parameters()}
+    gradients = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in model.named_parameters()}
     for name, parameter in model.named_parameters():
-        parameter.main_grad = found[name]  # type: ignore[attr-defined]
+        parameter.main_grad = gradients[name]  # type: ignore[attr-defined]
         parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
     _backward(model, x)
     for name, parameter in model.named_parameters():
         if not parameter.grad_added_to_main_grad and parameter.grad is not None:  # type: ignore[attr-defined]
-            found[name] += parameter.grad
-    return found
+            gradients[name] += parameter.grad
+    return gradients
 
 
 def _sum(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
@@ -107,11 +107,11 @@ def _in_units(
     for i, x in enumerate(batches):
         model.set_is_last_backward(i == len(batches) - 1)
         _backward(model, x)
-    found = {}
+    gradients = {}
     for name, parameter in model.named_parameters():
         assert isinstance(parameter.grad, DTensor), name
-        found[name] = parameter.grad.full_tensor()
-    return found
+        gradients[name] = parameter.grad.full_tensor()
+    return gradients
 
 
 def _assert_equal_in_units(kind: str, stage: AxisPlacement, num_ranks: int, *, fuse: bool, delay: bool) -> None:
@@ -124,14 +124,18 @@ def _assert_equal_in_units(kind: str, stage: AxisPlacement, num_ranks: int, *, f
             for num_microbatches in (1, 3):
                 parts = [_microbatches(num_microbatches, rank, dtype) for rank in range(num_ranks)]
                 alone = [[_without_units(kind, dtype, x, fuse=fuses) for x in part] for part in parts]
-                found = _in_units(kind, dtype, parts[dist.get_rank()], stage, **options)
-                assert found.keys() == alone[0][0].keys()
-                for name, gradient in found.items():
-                    of_each = torch.stack([torch.stack([of[name] for of in part]) for part in alone])
+                gradients = _in_units(kind, dtype, parts[dist.get_rank()], stage, **options)
+                assert gradients.keys() == alone[0][0].keys()
+                for name, gradient in gradients.items():
+                    plain_gradients = torch.stack(
+                        [torch.stack([microbatch_gradients[name] for microbatch_gradients in part]) for part in alone]
+                    )
                     # The order in which units add up: ZeRO-1 reduces what the last microbatch completes, others each.
-                    expected = _sum(of_each.unbind(1)).mean(0) if stage is ZERO1 else _sum(of_each.mean(0))
-                    what = f"{name} in {dtype}, {num_microbatches} microbatches"
-                    assert torch.equal(gradient, expected), f"{what}: {(gradient - expected).abs().max()}"
+                    expected = (
+                        _sum(plain_gradients.unbind(1)).mean(0) if stage is ZERO1 else _sum(plain_gradients.mean(0))
+                    )
+                    description = f"{name} in {dtype}, {num_microbatches} microbatches"
+                    assert torch.equal(gradient, expected), f"{description}: {(gradient - expected).abs().max()}"
 
     run_ranks(on_each_rank, num_ranks, device="cuda")
 

@@ -36,8 +36,8 @@ class _Grouped(nn.Module):
         self.linear = _te().GroupedLinear(NUM_GEMMS, WIDTH, WIDTH, **options)
 
     def forward(self, x: torch.Tensor, **options: Any) -> torch.Tensor:
-        made: torch.Tensor = self.linear(x, [len(x) // NUM_GEMMS] * NUM_GEMMS, **options)
-        return made
+        output: torch.Tensor = self.linear(x, [len(x) // NUM_GEMMS] * NUM_GEMMS, **options)
+        return output
 
 
 class _Stack(nn.Sequential):
@@ -90,8 +90,8 @@ def _shard(model: _Stack) -> _Stack:
 
 def _run(model: nn.Module, recipe: str, x: torch.Tensor, **options: Any) -> torch.Tensor:
     with _te().autocast(enabled=True, recipe=RECIPES[recipe]()):
-        made: torch.Tensor = model(x, **options)
-        return made
+        output: torch.Tensor = model(x, **options)
+        return output
 
 
 def _backward(model: _Stack, recipe: str, x: torch.Tensor, **options: Any) -> None:
@@ -111,11 +111,11 @@ def _quantised(model: nn.Module) -> dict[str, Any]:
 
 def _row_bytes(weight: Any) -> dict[str, torch.Tensor]:
     """Data and scales for forward, without the scales' padding."""
-    given = weight.get_metadata()
-    if "data" in given:
-        return {"data": given["data"], "scale": given["fp8_scale_inv"].view(1)}
+    metadata = weight.get_metadata()
+    if "data" in metadata:
+        return {"data": metadata["data"], "scale": metadata["fp8_scale_inv"].view(1)}
     columns = -(-weight.shape[1] // 128)
-    return {"data": given["rowwise_data"], "scale": given["rowwise_scale_inv"][:, :columns]}
+    return {"data": metadata["rowwise_data"], "scale": metadata["rowwise_scale_inv"][:, :columns]}
 
 
 @contextmanager
@@ -147,18 +147,18 @@ def _copy_bytes(weights: dict[str, Any], into: dict[str, Any]) -> None:
 
 def _gradients(model: nn.Module) -> Gradients:
     """Whole gradients in fp32."""
-    found = {}
+    gradients = {}
     for name, parameter in model.named_parameters():
         gradient: Any = parameter.grad
         assert gradient is not None, name
-        found[name] = (gradient.full_tensor() if isinstance(gradient, DTensor) else gradient).float()
+        gradients[name] = (gradient.full_tensor() if isinstance(gradient, DTensor) else gradient).float()
         parameter.grad = None
-    return found
+    return gradients
 
 
-def _assert_near(found: Gradients, expected: Gradients, limit: float) -> None:
-    assert found.keys() == expected.keys()
-    for name, gradient in found.items():
+def _assert_near(gradients: Gradients, expected: Gradients, limit: float) -> None:
+    assert gradients.keys() == expected.keys()
+    for name, gradient in gradients.items():
         distance = (gradient - expected[name]).norm() / expected[name].norm()
         assert distance < limit, f"{name}: {distance:.2e}"
 
@@ -238,11 +238,11 @@ def test_layers_read_gathered_weights_without_the_classes_python(kind: str) -> N
     def check() -> None:
         read: list[object] = []
         base = _te().QuantizedTensor
-        of_class = base.__dict__["__torch_function__"].__func__
+        class_function = base.__dict__["__torch_function__"].__func__
 
         def noted(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> object:
-            read.extend(each for each in args if isinstance(each, nn.Parameter))
-            return of_class(cls, func, types, args, kwargs)
+            read.extend(argument for argument in args if isinstance(argument, nn.Parameter))
+            return class_function(cls, func, types, args, kwargs)
 
         model, alone = _shard(_make(kind, "current")), _make(kind, "current")
         with patch.object(base, "__torch_function__", classmethod(noted)):
@@ -259,13 +259,13 @@ def test_layers_read_gathered_weights_without_the_classes_python(kind: str) -> N
 def test_microbatches_that_reuse_weights_have_the_gradients_of_those_that_do_not(kind: str) -> None:
     def check() -> None:
         batches = _microbatches(2)
-        found: list[Gradients] = []
+        gradients: list[Gradients] = []
         for is_told in (False, True):
             model = _shard(_make(kind, "current"))
             for i, x in enumerate(batches):
                 _backward(model, "current", x, is_first_microbatch=i == 0 if is_told else None)
-            found.append(_gradients(model))
-        _assert_near(found[0], found[1], 1e-3)
+            gradients.append(_gradients(model))
+        _assert_near(gradients[0], gradients[1], 1e-3)
 
     run_ranks(check, 1, device="cuda")
 
@@ -284,12 +284,12 @@ def test_recomputed_layers_have_the_same_gradients(kind: str, recipe: str, libra
             # torch repeats a forward without Transformer Engine's context, so that the context is entered inside.
             return cast(torch.Tensor, checkpoint(partial(_run, layer, recipe), x, use_reentrant=False))
 
-        found: list[Gradients] = []
+        gradients: list[Gradients] = []
         for options in ({}, {"recompute": recompute}):
             model = _shard(_make(kind, recipe))
             _backward(model, recipe, x, **options)
-            found.append(_gradients(model))
-        _assert_near(found[0], found[1], 1e-3)
+            gradients.append(_gradients(model))
+        _assert_near(gradients[0], gradients[1], 1e-3)
 
     run_ranks(check, 1, device="cuda")
 
@@ -309,9 +309,9 @@ def test_outputs_are_near_those_of_layers_in_bf16_with_dequantised_weights(recip
         with torch.no_grad():
             expected = plain(x).float()
             for _ in range(3):  # delayed scales of activations are of passes before
-                found = _run(model, recipe, x).float()
+                output = _run(model, recipe, x).float()
         # Two products with operands of 4 significant bits, in each of two layers.
-        assert (found - expected).norm() / expected.norm() < 0.1
+        assert (output - expected).norm() / expected.norm() < 0.1
 
     run_ranks(check, 1, device="cuda")
 
@@ -324,21 +324,25 @@ def test_layers_train_and_keep_no_copy_for_backward(recipe: str, preserves: bool
         model = _shard(_make("LayerNormMLP", recipe, preserves=preserves))
         optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
         assert all(weight.dtype == torch.float32 for weight in model.parameters())
-        held: dict[str, Any] = {}
+        weights_in_forward: dict[str, Any] = {}
         for name, layer in model.named_children():
             layer.register_forward_pre_hook(
-                lambda own, _, name=name: held.update({f"{name}.{key}": each for key, each in _quantised(own).items()})
+                lambda module, _, name=name: weights_in_forward.update(
+                    {f"{name}.{key}": each for key, each in _quantised(module).items()}
+                )
             )
         (x,) = _microbatches(1)
         losses, nbytes = [], []
         for _ in range(8):
             loss = _run(model, recipe, x).float().square().mean()
-            assert all(weight.get_usages()["rowwise"] for weight in held.values())
-            assert not any(weight.get_usages()["columnwise"] for weight in held.values())
+            assert all(weight.get_usages()["rowwise"] for weight in weights_in_forward.values())
+            assert not any(weight.get_usages()["columnwise"] for weight in weights_in_forward.values())
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             optimizer.zero_grad()
-            assert len(held) == 4 and not any(weight.get_usages()["columnwise"] for weight in held.values())
+            assert len(weights_in_forward) == 4 and not any(
+                weight.get_usages()["columnwise"] for weight in weights_in_forward.values()
+            )
             losses.append(loss.item())
             nbytes.append(torch.cuda.memory_allocated())
         assert losses[-1] < losses[0]
@@ -376,7 +380,7 @@ def _mxfp8() -> Any:
 
 
 def _mxfp8_bytes(weight: Any) -> dict[str, torch.Tensor]:
-    return {name: each.cpu() for name, each in weight.get_metadata().items() if isinstance(each, torch.Tensor)}
+    return {name: tensor.cpu() for name, tensor in weight.get_metadata().items() if isinstance(tensor, torch.Tensor)}
 
 
 def _assert_mxfp8_bytes(quantised: Callable[[torch.Tensor], dict[str, torch.Tensor]]) -> None:
@@ -387,13 +391,13 @@ def _assert_mxfp8_bytes(quantised: Callable[[torch.Tensor], dict[str, torch.Tens
     for _ in range(2):
         main = {name: cast(DTensor, weight).full_tensor() for name, weight in model.named_parameters()}
         with _unsharded(model):
-            found = {name: _mxfp8_bytes(weight) for name, weight in _quantised(model).items()}
-        assert found.keys() == main.keys()
-        for name, got in found.items():
+            bytes_by_weight = {name: _mxfp8_bytes(weight) for name, weight in _quantised(model).items()}
+        assert bytes_by_weight.keys() == main.keys()
+        for name, got in bytes_by_weight.items():
             expected = quantised(main[name])
             assert got.keys() == expected.keys()
-            for part, each in got.items():
-                assert torch.equal(each, expected[part]), f"{name}: {part}"
+            for part, content in got.items():
+                assert torch.equal(content, expected[part]), f"{name}: {part}"
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(1.7)
@@ -403,7 +407,7 @@ def _by_exact_arithmetic(values: torch.Tensor) -> dict[str, torch.Tensor]:
     rows, columns = (in_mxfp8(values.cpu(), by_columns=by_columns) for by_columns in (False, True))
     named = {"rowwise_data": rows[0], "rowwise_scale_inv": rows[1]}
     named |= {"columnwise_data": columns[0], "columnwise_scale_inv": columns[1]}
-    return {name: each.view(torch.uint8) for name, each in named.items()}
+    return {name: tensor.view(torch.uint8) for name, tensor in named.items()}
 
 
 @pytest.mark.parametrize(
@@ -418,22 +422,22 @@ def test_mxfp8_weights_are_gathered_into_their_class_to_the_bytes_of_the_whole(n
 
 def _by_transformer_engine(values: torch.Tensor) -> dict[str, torch.Tensor]:
     quantizer = _mxfp8()
-    made = quantizer.make_empty(values.shape, device="cuda")
-    for each in made.get_metadata().values():
-        if isinstance(each, torch.Tensor):
-            each.fill_(1)
-    quantizer.update_quantized(values, made)
-    return _mxfp8_bytes(made)
+    quantised = quantizer.make_empty(values.shape, device="cuda")
+    for tensor in quantised.get_metadata().values():
+        if isinstance(tensor, torch.Tensor):
+            tensor.fill_(1)
+    quantizer.update_quantized(values, quantised)
+    return _mxfp8_bytes(quantised)
 
 
 def _has_mxfp8_kernels() -> bool:
     """Whether Transformer Engine quantises on this GPU: below compute capability 10 it fails, or writes nothing."""
     try:
-        found = _by_transformer_engine(torch.randn(WIDTH, WIDTH, device="cuda"))
+        tensors = _by_transformer_engine(torch.randn(WIDTH, WIDTH, device="cuda"))
     except RuntimeError:
         assert torch.cuda.get_device_capability() < (10, 0)
         return False
-    return not all((each == 1).all() for each in found.values())
+    return not all((tensor == 1).all() for tensor in tensors.values())
 
 
 @pytest.mark.gpu1

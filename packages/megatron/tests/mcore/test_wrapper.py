@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lamella_engine import DDP, HFSDP, HSDP, ZERO1, ZERO2, ZERO3, ShardingOptions
-from lamella_megatron import _configuration as tables
-from lamella_megatron._configuration import placements_of, policy_of
+from lamella_megatron._model import configuration as tables
+from lamella_megatron._model.configuration import placements_of, policy_of
 from lamella_testing import run_ranks
 from lamella_testing.megatron import (
     LENGTH,
@@ -44,8 +44,8 @@ def _wrapped(*, half: bool = False, ddp: dict[str, Any] | None = None, seed: int
 
 
 def _whole(tensor: Any) -> torch.Tensor:
-    found: torch.Tensor = tensor.full_tensor()
-    return found
+    full_tensor: torch.Tensor = tensor.full_tensor()
+    return full_tensor
 
 
 def _backward(model: Any) -> torch.Tensor:
@@ -114,16 +114,16 @@ def test_one_function_stops_the_sync_of_all_chunks_of_one_configuration() -> Non
 
         first = _wrapped()
         second = ShardedModel(first.config, first.ddp_config, tiny_gpt(first.config))
-        said: list[tuple[object, bool]] = []
+        events: list[tuple[object, bool]] = []
         for chunk in (first, second):
-            chunk.module.set_is_last_backward = lambda is_last, chunk=chunk: said.append((chunk, is_last))
+            chunk.module.set_is_last_backward = lambda is_last, chunk=chunk: events.append((chunk, is_last))
         with first.config.no_sync_func():
-            assert {(first, False), (second, False)} == set(said)
-        assert {(first, True), (second, True)} == set(said[2:])
+            assert {(first, False), (second, False)} == set(events)
+        assert {(first, True), (second, True)} == set(events[2:])
         mine = tiny_config()
-        mine.no_sync_func = own = object()
+        mine.no_sync_func = own_function = object()
         ShardedModel(mine, first.ddp_config, tiny_gpt(mine))
-        assert mine.no_sync_func is own, "the caller's stays"
+        assert mine.no_sync_func is own_function, "the caller's stays"
 
     run_ranks(on_each_rank, 1)
 
@@ -205,9 +205,9 @@ def test_a_rank_with_nan_gradients_stops_all_ranks_and_names_the_parameters() ->
             model.finish_grad_sync()
         return str(error.value)
 
-    other, own = run_ranks(on_each_rank, 2)
+    other, own_message = run_ranks(on_each_rank, 2)
     assert "parameters of other ranks" in other
-    assert "'decoder.layers.1.mlp.linear_fc1.weight'" in own
+    assert "'decoder.layers.1.mlp.linear_fc1.weight'" in own_message
 
 
 def test_a_parameter_that_no_rank_used_has_a_gradient_of_zeros() -> None:
@@ -263,8 +263,8 @@ def test_whole_weights_and_shards_are_loaded(strategy: str) -> None:
         before = _backward(model)
         model.zero_grad_buffer()
         shards = {name: value.clone() for name, value in model.state_dict().items() if value is not None}
-        whole = {name: shard.full_tensor() for name, shard in shards.items()}
-        for state in (whole, shards, model.state_dict_for_save_checkpoint()):
+        full_tensors = {name: shard.full_tensor() for name, shard in shards.items()}
+        for state in (full_tensors, shards, model.state_dict_for_save_checkpoint()):
             other = _wrapped(half=True, seed=1, ddp={"data_parallel_sharding_strategy": strategy})
             assert not torch.equal(_backward(other), before)
             other.zero_grad_buffer()
@@ -308,7 +308,7 @@ def test_a_model_that_is_sharded_while_it_is_built_trains_in_the_wrapper() -> No
         from lamella_megatron import build_sharded_model
         from lamella_megatron.training import ShardedModel
 
-        whole = _wrapped()
+        sharded_afterwards = _wrapped()
         config = tiny_config()
         options = ShardingOptions(placements=ZERO2)
         seed_random_states(0)
@@ -318,7 +318,7 @@ def test_a_model_that_is_sharded_while_it_is_built_trains_in_the_wrapper() -> No
         strategy = ddp_config(data_parallel_sharding_strategy="optim_grads")
         with pytest.raises(ValueError, match=r"no arguments for units .* got \['mp_policy'\]"):
             ShardedModel(config, strategy, module, mp_policy=None)
-        assert torch.equal(_backward(ShardedModel(config, strategy, module)), _backward(whole))
+        assert torch.equal(_backward(ShardedModel(config, strategy, module)), _backward(sharded_afterwards))
         module.bfloat16()  # as Float16Module does
         with pytest.raises(ValueError, match=r"main weights in torch.float32, .* got '.*' in another dtype"):
             ShardedModel(config, strategy, module)
@@ -410,9 +410,9 @@ def test_groups_of_other_instances_than_the_option_says_are_refused(wanted: int,
 
 
 def test_every_option_of_megatron_core_is_used_without_effect_or_refused() -> None:
-    known = tables._USED | tables._NO_EFFECT | tables._REFUSED.keys()
-    assert {field.name for field in dataclasses.fields(ddp_config())} == known
-    assert len(known) == len(tables._USED) + len(tables._NO_EFFECT) + len(tables._REFUSED)
+    listed_options = tables._USED | tables._NO_EFFECT | tables._REFUSED.keys()
+    assert {field.name for field in dataclasses.fields(ddp_config())} == listed_options
+    assert len(listed_options) == len(tables._USED) + len(tables._NO_EFFECT) + len(tables._REFUSED)
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,7 @@ class CapturedStep(Generic[P, R]):
         forget_measured(self._optimizer)
         replay()
         note_step(self._optimizer)  # no hook has run
-        return _own(outputs)
+        return _copies_of(outputs)
 
     def _take(self, leaves: list[Any], tree: pytree.TreeSpec) -> None:
         """Put the inputs in place: on CUDA always at the first call's addresses."""
@@ -87,18 +87,18 @@ class CapturedStep(Generic[P, R]):
                 f"Expected a captured step to be called as the first time, with {self._tree}, got {tree}. "
                 "Capture another one for it."
             )
-        for index, (held, leaf) in enumerate(zip(self._inputs, leaves, strict=True)):
-            if not _is_alike(held, leaf):
+        for index, (input_tensor, leaf) in enumerate(zip(self._inputs, leaves, strict=True)):
+            if not _is_alike(input_tensor, leaf):
                 raise ValueError(
-                    f"Expected input {index} of a captured step to be {_text(held)} in each call, got {_text(leaf)}. "
-                    "Pad batches to one shape, pass numbers as tensors, or capture another step for it."
+                    f"Expected input {index} of a captured step to be {_text(input_tensor)} in each call, got "
+                    f"{_text(leaf)}. Pad batches to one shape, pass numbers as tensors, or capture another step for it."
                 )
         if self._stream is None:
             self._inputs = leaves
             return
-        for held, leaf in zip(self._inputs, leaves, strict=True):
-            if isinstance(held, torch.Tensor):
-                held.copy_(leaf.detach(), non_blocking=True)
+        for input_tensor, leaf in zip(self._inputs, leaves, strict=True):
+            if isinstance(input_tensor, torch.Tensor):
+                input_tensor.copy_(leaf.detach(), non_blocking=True)
 
     def _call(self) -> R:
         assert self._tree is not None
@@ -110,11 +110,11 @@ class CapturedStep(Generic[P, R]):
 
     def _run(self) -> R:
         if self._stream is None:
-            return _own(self._call())
+            return _copies_of(self._call())
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
-            outputs = _own(self._call())
+            outputs = _copies_of(self._call())
         current.wait_stream(self._stream)
         return outputs
 
@@ -132,7 +132,9 @@ class CapturedStep(Generic[P, R]):
 
     def _check_options(self) -> None:
         """Refuse changed options of param groups: a replay would not see them."""
-        now = [{key: each for key, each in group.items() if key != "params"} for group in self._optimizer.param_groups]
+        now = [
+            {key: option for key, option in group.items() if key != "params"} for group in self._optimizer.param_groups
+        ]
         self._options = self._options or now
         if len(now) != len(self._options):
             raise RuntimeError(
@@ -210,10 +212,10 @@ def _held_on(device: torch.device, leaf: object) -> object:
     return torch.empty_like(leaf, device=device, requires_grad=False).copy_(leaf.detach(), non_blocking=True)
 
 
-def _is_alike(held: object, leaf: object) -> bool:
-    if isinstance(held, torch.Tensor):
-        return isinstance(leaf, torch.Tensor) and (leaf.shape, leaf.dtype) == (held.shape, held.dtype)
-    return _is_same(held, leaf)
+def _is_alike(captured: object, leaf: object) -> bool:
+    if isinstance(captured, torch.Tensor):
+        return isinstance(leaf, torch.Tensor) and (leaf.shape, leaf.dtype) == (captured.shape, captured.dtype)
+    return _is_same(captured, leaf)
 
 
 def _is_same(one: object, other: object) -> bool:
@@ -230,14 +232,14 @@ def _text(leaf: object) -> str:
     return f"{tuple(leaf.shape)} in {leaf.dtype}" if isinstance(leaf, torch.Tensor) else repr(leaf)
 
 
-def _own(outputs: R) -> R:
+def _copies_of(outputs: R) -> R:
     """Copies of outputs, which the next call does not overwrite."""
     return map_tensors(torch.Tensor.clone, outputs)
 
 
-def _unseen(what: str, found: object, way_out: str) -> ValueError:
+def _unseen(description: str, hiding_object: object, way_out: str) -> ValueError:
     """An error for an object with hidden tensors: each replay would use the captured ones."""
     return ValueError(
-        f"Expected {what} a captured step to be tensors and plain values, in lists, tuples and dicts, got "
-        f"{type(found).__name__}, which may hold tensors out of sight. {way_out}."
+        f"Expected {description} a captured step to be tensors and plain values, in lists, tuples and dicts, got "
+        f"{type(hiding_object).__name__}, which may hold tensors out of sight. {way_out}."
     )

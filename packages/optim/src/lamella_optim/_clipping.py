@@ -44,11 +44,11 @@ def clip_grad_norm_(
         sharded along, an axis; on the current stream. No host sync except for `error_if_nonfinite`, and for gradients
         on the CPU in a group without a CPU backend: their norms are summed on the group's device.
     """
-    given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    parameter_list = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     if not norm_type > 0:
         raise ValueError(f"Expected `norm_type` above 0, got {norm_type}. 2.0 is the Euclidean norm.")
     finish_left()
-    gradients = [parameter.grad for parameter in given if parameter.grad is not None]
+    gradients = [parameter.grad for parameter in parameter_list if parameter.grad is not None]
     if not gradients:
         return torch.zeros(())
     total = _total_norm(gradients, float(norm_type))
@@ -85,8 +85,8 @@ def _norm_over(groups: tuple[dist.ProcessGroup, ...], locals_: list[torch.Tensor
         owned.setdefault(torch.promote_types(local.dtype, torch.float32), []).append(local)
     # One for each dtype: all ranks must send the same dtype, and a rank may own no element.
     norms = [torch.zeros((), dtype=dtype.to_real(), device=locals_[0].device) for dtype in owned]
-    for dtype, same in owned.items():
-        if owns := [local for local in same if local.numel() > 0]:
+    for dtype, locals_of_dtype in owned.items():
+        if owns := [local for local in locals_of_dtype if local.numel() > 0]:
             norms += torch._foreach_norm(owns, p, dtype=dtype)
     norm = _norm_of(norms, p)
     if math.isinf(p):
@@ -99,10 +99,10 @@ def _norm_over(groups: tuple[dist.ProcessGroup, ...], locals_: list[torch.Tensor
 
 def _largest_over(groups: tuple[dist.ProcessGroup, ...], norm: torch.Tensor) -> torch.Tensor:
     # NaN travels beside: a collective's maximum may lose a NaN, and ranks would clip by different norms.
-    both = torch.stack([norm, norm.isnan().to(norm.dtype)])
+    norm_and_nan = torch.stack([norm, norm.isnan().to(norm.dtype)])
     for group in groups:
-        all_reduce_anywhere(both, group, dist.ReduceOp.MAX)
-    return torch.where(both[1] != 0, math.nan, both[0])
+        all_reduce_anywhere(norm_and_nan, group, dist.ReduceOp.MAX)
+    return torch.where(norm_and_nan[1] != 0, math.nan, norm_and_nan[0])
 
 
 def _norm_of(norms: list[torch.Tensor], p: float) -> torch.Tensor:

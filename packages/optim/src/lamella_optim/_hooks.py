@@ -16,8 +16,8 @@ def has_other_hooks(optimizer: Optimizer, *, than: int = 0) -> bool:
         than: Number of the optimizer's own pre-hooks that belong to this package.
     """
     foreign = [hook for hook in _global_optimizer_pre_hooks.values() if hook is not before_step]
-    own = [hook for hook in optimizer._optimizer_step_pre_hooks.values() if not only_waits(hook)]
-    return not all(map(only_waits, foreign)) or len(own) > than
+    acting_hooks = [hook for hook in optimizer._optimizer_step_pre_hooks.values() if not only_waits(hook)]
+    return not all(map(only_waits, foreign)) or len(acting_hooks) > than
 
 
 def only_waits(hook: object) -> bool:

@@ -83,13 +83,13 @@ class _OnLocalShards(Optimizer):
 
     def state_dict(self) -> State:
         with _holding_locals(self):
-            found: State = super().state_dict()
+            state_dict: State = super().state_dict()
         parameters = held_by(self)
-        found["state"] = {
+        state_dict["state"] = {
             key: _laid_out(parameters[key], state) if isinstance(key, int) else state
-            for key, state in found["state"].items()
+            for key, state in state_dict["state"].items()
         }
-        return found
+        return state_dict
 
     def load_state_dict(self, state_dict: State) -> None:
         local = pytree.tree_map_only(DTensor, local_of, state_dict["state"])
@@ -104,9 +104,9 @@ class _OnLocalShards(Optimizer):
 @cache
 def _on_local_shards(kind: Any) -> Any:
     """A subclass with steps on local shards."""
-    own = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
-    own["step"] = _step_on_local_shards(kind)
-    return types.new_class(kind.__name__, (_OnLocalShards, kind), exec_body=lambda namespace: namespace.update(own))
+    members = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
+    members["step"] = _step_on_local_shards(kind)
+    return types.new_class(kind.__name__, (_OnLocalShards, kind), exec_body=lambda namespace: namespace.update(members))
 
 
 def _step_on_local_shards(kind: Any) -> Any:
@@ -127,8 +127,8 @@ def _step_on_local_shards(kind: Any) -> Any:
             with torch.enable_grad():
                 loss = closure()
         with _holding_locals(self, gradients_of):
-            result = unhooked(self, *((None, *more) if more else ()), **options)
-        return result if closure is None else loss
+            output = unhooked(self, *((None, *more) if more else ()), **options)
+        return output if closure is None else loss
 
     hooked: Any = Optimizer.profile_hook_step(step)
     hooked.hooked = True
@@ -138,10 +138,10 @@ def _step_on_local_shards(kind: Any) -> Any:
 
 def _new(kind: Any) -> Any:
     """An empty optimizer for `copy` and `pickle`, which cannot find a class made at run time."""
-    made = _on_local_shards(kind)
-    found = made.__new__(made)
-    setattr(found, _LOCAL_PARAMETERS, {})
-    return found
+    local_class = _on_local_shards(kind)
+    optimizer = local_class.__new__(local_class)
+    setattr(optimizer, _LOCAL_PARAMETERS, {})
+    return optimizer
 
 
 def _no_shard(shard: torch.Tensor) -> bool:
@@ -166,61 +166,65 @@ def _holding_locals(optimizer: Optimizer, gradients_of: Callable[[torch.Tensor],
         gradients_of: Whether a shard gets its gradient too.
     """
     mine: dict[DTensor, nn.Parameter] = getattr(optimizer, _LOCAL_PARAMETERS)
-    held = [group["params"] for group in optimizer.param_groups]
-    pairs = [(p, _local(mine, p)) for parameters in held for p in parameters if isinstance(p, DTensor)]
+    parameter_lists = [group["params"] for group in optimizer.param_groups]
+    pairs = [(p, _local(mine, p)) for parameters in parameter_lists for p in parameters if isinstance(p, DTensor)]
     state = optimizer.state
-    before = {whole: state.pop(whole) for whole, _ in pairs if whole in state}
-    for whole, local in pairs:
-        if whole in before:
-            state[local] = pytree.tree_map_only(DTensor, local_of, before[whole])
-        if whole.grad is not None and gradients_of(local):
-            gradient = local_of(whole.grad)
+    before = {dtensor: state.pop(dtensor) for dtensor, _ in pairs if dtensor in state}
+    for dtensor, local in pairs:
+        if dtensor in before:
+            state[local] = pytree.tree_map_only(DTensor, local_of, before[dtensor])
+        if dtensor.grad is not None and gradients_of(local):
+            gradient = local_of(dtensor.grad)
             if getattr(optimizer, "use_decoupled_grad", False):
                 local.decoupled_grad = gradient  # type: ignore[attr-defined]
                 continue
             if gradient.dtype != local.dtype:
                 local.grad_dtype = gradient.dtype
             local.grad = gradient
-    of = dict(pairs)
+    local_by_dtensor = dict(pairs)
     for group in optimizer.param_groups:
-        group["params"] = [of.get(parameter, parameter) for parameter in group["params"]]
+        group["params"] = [local_by_dtensor.get(parameter, parameter) for parameter in group["params"]]
     try:
         yield
     finally:
-        for group, parameters in zip(optimizer.param_groups, held, strict=True):
+        for group, parameters in zip(optimizer.param_groups, parameter_lists, strict=True):
             group["params"] = parameters
         state = optimizer.state  # another one, if a state dict was loaded
-        for whole, local in pairs:
+        for dtensor, local in pairs:
             local.grad = None
             vars(local).pop("decoupled_grad", None)
             if local in state:
-                state[whole] = _laid_out(whole, state.pop(local), before.get(whole))
+                state[dtensor] = _laid_out(dtensor, state.pop(local), before.get(dtensor))
 
 
-def _local(mine: dict[DTensor, nn.Parameter], whole: DTensor) -> nn.Parameter:
+def _local(mine: dict[DTensor, nn.Parameter], dtensor: DTensor) -> nn.Parameter:
     """The plain parameter over a DTensor's shard: one object for all steps, as an optimizer may keep its identity."""
-    shard = local_of(whole)
-    local = mine.get(whole)
+    shard = local_of(dtensor)
+    local = mine.get(dtensor)
     if local is None:
-        local = mine[whole] = nn.Parameter(shard, requires_grad=whole.requires_grad)
+        local = mine[dtensor] = nn.Parameter(shard, requires_grad=dtensor.requires_grad)
     elif local.data_ptr() != shard.data_ptr() or local.dtype != shard.dtype:
         local.data = shard  # the shard was moved, cast or loaded
-    local.requires_grad_(whole.requires_grad)
+    local.requires_grad_(dtensor.requires_grad)
     return local
 
 
-def _laid_out(whole: torch.Tensor, state: State, before: State | None = None) -> State:
+def _laid_out(dtensor: torch.Tensor, state: State, before: State | None = None) -> State:
     """An optimizer's state of a local shard, with DTensors in place of tensors of the shard's shape.
 
     Args:
         before: The state before the step: a DTensor over the same local tensor stays the same object.
     """
-    if not isinstance(whole, DTensor):
+    if not isinstance(dtensor, DTensor):
         return state
-    known = {id(local_of(old)): old for old in pytree.tree_leaves(before) if isinstance(old, DTensor)}
+    dtensor_by_local = {
+        id(local_of(old_dtensor)): old_dtensor
+        for old_dtensor in pytree.tree_leaves(before)
+        if isinstance(old_dtensor, DTensor)
+    }
 
     def lay_out(tensor: torch.Tensor) -> torch.Tensor:
-        return known[id(tensor)] if id(tensor) in known else laid_out(whole, tensor)
+        return dtensor_by_local[id(tensor)] if id(tensor) in dtensor_by_local else laid_out(dtensor, tensor)
 
     return pytree.tree_map_only(torch.Tensor, lay_out, state)  # type: ignore[no-any-return]
 

@@ -54,9 +54,9 @@ def shard_optimizer(optimizer: Opt) -> Opt:
 
 
 def _check_single(optimizer: Optimizer, replaced: dict[torch.Tensor, ShardedParameter]) -> None:
-    held = set(held_by(optimizer))
+    optimized = set(held_by(optimizer))
     for parameter in replaced.values():
-        if parameter.sharded in held:
+        if parameter.sharded in optimized:
             raise ValueError(
                 f"Expected {parameter.name!r} once in {type(optimizer).__name__}, got it both unsharded and sharded. "
                 "Build the optimizer from one of them; either will do."
@@ -80,7 +80,7 @@ def _is_single(tensor: torch.Tensor) -> bool:
 
 
 def _lies_alike(tensor: torch.Tensor, original: torch.Tensor) -> bool:
-    placements = [getattr(each, "placements", None) for each in (tensor, original)]
+    placements = [getattr(candidate, "placements", None) for candidate in (tensor, original)]
     return tensor.shape == original.shape and placements[0] == placements[1]
 
 

@@ -121,28 +121,28 @@ class OverlapOptimizer(Listener):
         """Forget the events: the compute stream has waited for all of them."""
         self._reduced.pop(tree, None)
 
-    def _listen_to(self, held: Container[int]) -> None:
+    def _listen_to(self, parameter_ids: Container[int]) -> None:
         """Listen to all trees with some of the optimizer's parameters, also to trees made since the last step.
 
         Trees sharded after the call of `overlap_optimizer` are heard from their second step on.
         """
         for tree in living_trees():
-            if self not in tree.listeners and any(unit.parameters.holds_any(held) for unit in tree.units):
+            if self not in tree.listeners and any(unit.parameters.holds_any(parameter_ids) for unit in tree.units):
                 tree.listen(self)
 
     def _holds_some_of(self, tree: Tree) -> bool:
         optimizer = self._optimizer()
-        held = set() if optimizer is None else _ids_of(optimizer)
-        return any(id(p) in held for unit in tree.units for p in unit.parameters.trained)
+        parameter_ids = set() if optimizer is None else _ids_of(optimizer)
+        return any(id(p) in parameter_ids for unit in tree.units for p in unit.parameters.trained)
 
     def _reduced_first(self, tree: Tree, without: Container[Unit]) -> list[Unit]:
         """The first half, by bytes, of the units with noted gradients, in the order of their reductions."""
         units = [unit for unit in self._reduced.get(tree, ()) if unit not in without]
-        left = sum(unit.parameters.unsharded_nbytes for unit in units) // 2
+        remaining_nbytes = sum(unit.parameters.unsharded_nbytes for unit in units) // 2
         chosen = []
         for unit in units:
-            left -= unit.parameters.unsharded_nbytes
-            if left < 0:
+            remaining_nbytes -= unit.parameters.unsharded_nbytes
+            if remaining_nbytes < 0:
                 break
             chosen.append(unit)
         return chosen
@@ -179,12 +179,12 @@ class OverlapOptimizer(Listener):
         if not (is_plain and self._is_last_hook(optimizer)):
             finish_left()
             return None
-        held = _ids_of(optimizer)
-        self._listen_to(held)
-        first = {tree: _gathered_first(tree, held) for tree in trees}
+        parameter_ids = _ids_of(optimizer)
+        self._listen_to(parameter_ids)
+        first = {tree: _gathered_first(tree, parameter_ids) for tree in trees}
         early = {tree: self._reduced_first(tree, first[tree]) for tree in trees if tree.streams.is_left}
-        *parts, rest = _split(optimizer, [_ids(early), _ids(first)])
-        if not any(rest) or not any(map(any, parts)):
+        *parts, last_part = _split(optimizer, [_ids(early), _ids(first)])
+        if not any(last_part) or not any(map(any, parts)):
             finish_left()
             view = plain_view_of(optimizer, [group["params"] for group in optimizer.param_groups])
             return None if view is None else step_on(view, optimizer, args, kwargs)
@@ -199,7 +199,7 @@ class OverlapOptimizer(Listener):
         for tree, units in first.items():
             tree.gather_early(units)
             self._early.update(dict.fromkeys(units))
-        return step_on(cheapest_view_of(optimizer, rest), optimizer, args, kwargs)
+        return step_on(cheapest_view_of(optimizer, last_part), optimizer, args, kwargs)
 
     def _after_step(self, optimizer: Optimizer, *_: object) -> None:
         """Move this object's pre-hook behind all others."""
@@ -257,7 +257,7 @@ def overlap_optimizer(optimizer: Optimizer, *, late_gradients: bool = False) -> 
     """
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"Expected a torch.optim.Optimizer, got {type(optimizer).__name__}.")
-    if _given(optimizer) is not None:
+    if _overlap_of(optimizer) is not None:
         raise ValueError(
             f"Expected {type(optimizer).__name__} once, got it again. Call remove() on the first call's result before."
         )
@@ -266,24 +266,24 @@ def overlap_optimizer(optimizer: Optimizer, *, late_gradients: bool = False) -> 
     return OverlapOptimizer(optimizer, late_gradients=late_gradients)
 
 
-def _given(optimizer: Optimizer) -> OverlapOptimizer | None:
+def _overlap_of(optimizer: Optimizer) -> OverlapOptimizer | None:
     owners = (getattr(hook, "__self__", None) for hook in optimizer._optimizer_step_pre_hooks.values())
     return next((owner for owner in owners if isinstance(owner, OverlapOptimizer)), None)
 
 
 def drop_early(optimizer: Optimizer) -> None:
     """Free units gathered by an optimizer's last step and not used by a forward."""
-    if (found := _given(optimizer)) is not None:
-        found.drop_early()
+    if (overlap := _overlap_of(optimizer)) is not None:
+        overlap.drop_early()
 
 
-def _gathered_first(tree: Tree, held: Container[int]) -> list[Unit]:
+def _gathered_first(tree: Tree, parameter_ids: Container[int]) -> list[Unit]:
     """The units to gather inside a step: see Note [Units gathered inside a step]."""
     chosen: list[Unit] = []
     if tree.streams.is_captured:
         return chosen
     for unit in tree.first_of_next_forward():
-        if not unit.weights.may_be_early or any(id(p) not in held for p in unit.parameters.trained):
+        if not unit.weights.may_be_early or any(id(p) not in parameter_ids for p in unit.parameters.trained):
             break
         chosen.append(unit)
     return chosen if any(unit.parameters.trained for unit in chosen) else []
@@ -294,15 +294,15 @@ def _ids_of(optimizer: Optimizer) -> set[int]:
 
 
 def _ids(units: Mapping[Tree, Iterable[Unit]]) -> set[int]:
-    return {id(p) for each in units.values() for unit in each for p in unit.parameters.trained}
+    return {id(p) for tree_units in units.values() for unit in tree_units for p in unit.parameters.trained}
 
 
 def _split(optimizer: Optimizer, kinds: Sequence[Container[int]]) -> list[Parts]:
     """The optimizer's parameters by group: one list for each kind (a set of ids), and all others."""
-    wholes = [group["params"] for group in optimizer.param_groups]
-    parts = [[[p for p in whole if id(p) in kind] for whole in wholes] for kind in kinds]
-    others = [[p for p in whole if not any(id(p) in kind for kind in kinds)] for whole in wholes]
-    return [*parts, others]
+    groups = [group["params"] for group in optimizer.param_groups]
+    parts = [[[p for p in group if id(p) in kind] for group in groups] for kind in kinds]
+    last_part = [[p for p in group if not any(id(p) in kind for kind in kinds)] for group in groups]
+    return [*parts, last_part]
 
 
 def _step(optimizer: Optimizer, part: Parts) -> None:
@@ -314,16 +314,16 @@ def _step(optimizer: Optimizer, part: Parts) -> None:
 @_disable_dynamo
 def finish_late_reductions(optimizer: Optimizer, *_: object) -> None:
     """Wait for all gradients, unless the optimizer's own step does and no foreign hook comes before."""
-    found = _given(optimizer)
-    if found is None or not found.waits_late or has_other_hooks(optimizer, than=1):
+    overlap = _overlap_of(optimizer)
+    if overlap is None or not overlap.waits_late or has_other_hooks(optimizer, than=1):
         finish_left()
 
 
 @_disable_dynamo
 def note_overlapped_step(optimizer: Optimizer, *_: object) -> None:
     """Make units stale after a step, unless an overlapped step did so at its begin."""
-    found = _given(optimizer)
-    if found is None:
+    overlap = _overlap_of(optimizer)
+    if overlap is None:
         note_step(optimizer)
     else:
-        found._note_rest(optimizer)
+        overlap._note_rest(optimizer)

@@ -86,15 +86,23 @@ def _try(optimizer: Optimizer, is_apart: bool) -> object:
     tried = view_of(optimizer, [group["params"] for group in optimizer.param_groups])
     tried.state = defaultdict(dict)
     tried.param_groups = groups = [_trial_group(group) for group in tried.param_groups]
-    wholes = [list(group["params"]) for group in groups]
-    parts = [[whole[i : i + 1] for whole in wholes] for i in range(2)] if is_apart else [wholes]
+    parameters_by_group = [list(group["params"]) for group in groups]
+    parts = (
+        [[group_parameters[i : i + 1] for group_parameters in parameters_by_group] for i in range(2)]
+        if is_apart
+        else [parameters_by_group]
+    )
     for scale in (1.0, -3.0):
-        for parameter in (parameter for whole in wholes for parameter in whole):
+        for parameter in (parameter for group_parameters in parameters_by_group for parameter in group_parameters):
             parameter.grad = torch.full_like(parameter, scale) + parameter.detach()
         for part in parts:
             own_step(tried)(view_of(tried, part) if is_apart else tried)
     options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
-    return wholes, [dict(tried.state[parameter]) for whole in wholes for parameter in whole], options
+    return (
+        parameters_by_group,
+        [dict(tried.state[parameter]) for group_parameters in parameters_by_group for parameter in group_parameters],
+        options,
+    )
 
 
 def _trial_group(group: dict[str, Any]) -> dict[str, Any]:
@@ -108,8 +116,8 @@ def _trial_group(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _are_equal(one: object, other: object) -> bool:
-    ones, others = pytree.tree_leaves(one), pytree.tree_leaves(other)
-    if len(ones) != len(others):
+    leaves, other_leaves = pytree.tree_leaves(one), pytree.tree_leaves(other)
+    if len(leaves) != len(other_leaves):
         return False
-    pairs = zip(ones, others, strict=True)
+    pairs = zip(leaves, other_leaves, strict=True)
     return all(torch.equal(a, b) if isinstance(a, torch.Tensor) else bool(a == b) for a, b in pairs)

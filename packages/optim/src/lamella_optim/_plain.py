@@ -58,15 +58,15 @@ def plain_view_of(optimizer: Opt, parts: Sequence[Sequence[torch.Tensor]]) -> Op
     groups = []
     for group, part in zip(optimizer.param_groups, parts, strict=True):
         plain = []
-        for whole in part:
-            if (found := states.plain_of(whole)) is None:
+        for parameter in part:
+            if (plain_parameter := states.plain_of(parameter)) is None:
                 return None
-            plain.append(found)
+            plain.append(plain_parameter)
         if plain:
             groups.append({**group, "params": plain})
-    increment_version([whole for plain, whole in states.wholes.items() if plain.grad is not None])
+    increment_version([parameter for plain, parameter in states.dtensors.items() if plain.grad is not None])
     view = object.__new__(type(optimizer))
-    vars(view).update({**states.given, "param_groups": groups, "state": states})
+    vars(view).update({**states.attributes, "param_groups": groups, "state": states})
     return view
 
 
@@ -74,63 +74,68 @@ class _States(dict[torch.Tensor, State]):
     """An optimizer's state by plain parameters; new state is made in the optimizer's own state too.
 
     Attributes:
-        given: Attributes of the optimizer before the step.
-        wholes: The DTensor of each plain parameter.
+        attributes: Attributes of the optimizer before the step.
+        dtensors: The DTensor of each plain parameter.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         super().__init__()
-        self.given = dict(vars(optimizer))
-        self.wholes: dict[torch.Tensor, DTensor] = {}
-        self._own = optimizer.state
+        self.attributes = dict(vars(optimizer))
+        self.dtensors: dict[torch.Tensor, DTensor] = {}
+        self._optimizer_state = optimizer.state
 
     def __missing__(self, plain: torch.Tensor) -> State:
-        whole = self.wholes.get(plain)
-        self[plain] = found = self._own[plain] if whole is None else _State(whole, self._own[whole])
-        return found
+        dtensor = self.dtensors.get(plain)
+        self[plain] = state = (
+            self._optimizer_state[plain] if dtensor is None else _State(dtensor, self._optimizer_state[dtensor])
+        )
+        return state
 
-    def plain_of(self, whole: torch.Tensor) -> torch.Tensor | None:
+    def plain_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """The plain parameter of a view for a parameter; None if the step must see the DTensor."""
-        if not isinstance(whole, DTensor):
-            return whole
-        shard, gradient = whole._local_tensor, whole.grad
-        if isinstance(whole, RaggedDTensor) and shard.numel() == 0:
+        if not isinstance(parameter, DTensor):
+            return parameter
+        shard, gradient = parameter._local_tensor, parameter.grad
+        if isinstance(parameter, RaggedDTensor) and shard.numel() == 0:
             return None
-        if type(shard) is not torch.Tensor or not (isinstance(whole, nn.Parameter) and is_sharded(whole)):
+        if type(shard) is not torch.Tensor or not (isinstance(parameter, nn.Parameter) and is_sharded(parameter)):
             return None
-        if not all(_is_single(value) or _lies_below(value, whole) for value in self._own.get(whole, {}).values()):
+        if not all(
+            _is_single(value) or _lies_below(value, parameter)
+            for value in self._optimizer_state.get(parameter, {}).values()
+        ):
             return None
         plain = shard.detach()  # not the shard, on which a step that fails would leave the gradient
         if gradient is not None:
             local = local_of(gradient)
-            if not _lies_below(gradient, whole) or local.dtype != shard.dtype:
+            if not _lies_below(gradient, parameter) or local.dtype != shard.dtype:
                 return None
             plain.grad = local
-        self.wholes[plain] = whole
+        self.dtensors[plain] = parameter
         return plain
 
 
 class _State(State):
     """The state of one plain parameter; new entries are laid out in the DTensor's state too."""
 
-    def __init__(self, whole: DTensor, own: State) -> None:
-        super().__init__({key: local_of(value) for key, value in own.items()})
-        self._whole, self._own = whole, own
+    def __init__(self, dtensor: DTensor, dtensor_state: State) -> None:
+        super().__init__({key: local_of(value) for key, value in dtensor_state.items()})
+        self._dtensor, self._dtensor_state = dtensor, dtensor_state
 
     def __setitem__(self, key: str, value: Any) -> None:
         if value is self.get(key, self):
             return  # a buffer updated in place, as SGD's momentum is
         super().__setitem__(key, value)
-        self._own[key] = laid_out(self._whole, value) if isinstance(value, torch.Tensor) else value
+        self._dtensor_state[key] = laid_out(self._dtensor, value) if isinstance(value, torch.Tensor) else value
 
 
-def laid_out(whole: DTensor, tensor: torch.Tensor) -> torch.Tensor:
+def laid_out(parameter: DTensor, tensor: torch.Tensor) -> torch.Tensor:
     """State of a local shard: a DTensor with its parameter's placements if the state has the shard's shape."""
-    shard, spec = local_of(whole), whole._spec
+    shard, spec = local_of(parameter), parameter._spec
     if type(tensor) is not torch.Tensor or tensor.ndim == 0 or tensor.shape != shard.shape:
         return tensor
-    if tensor.dtype != whole.dtype:
-        meta = TensorMeta(whole.shape, whole.stride(), tensor.dtype)
+    if tensor.dtype != parameter.dtype:
+        meta = TensorMeta(parameter.shape, parameter.stride(), tensor.dtype)
         spec = DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta)
     return dtensor_over(tensor, spec)
 
@@ -140,14 +145,18 @@ def _is_single(value: object) -> bool:
     return not isinstance(value, torch.Tensor) or (value.ndim == 0 and not isinstance(value, DTensor))
 
 
-def _lies_below(tensor: torch.Tensor, whole: DTensor) -> bool:
+def _lies_below(tensor: torch.Tensor, parameter: DTensor) -> bool:
     """Whether a tensor's local part covers the rows of a parameter's shard. A plain tensor's rows are unknown."""
     if not isinstance(tensor, DTensor) or type(tensor._local_tensor) is not torch.Tensor:
         return False
-    mine, others = tensor._spec, whole._spec
-    if mine is others:
+    tensor_spec, parameter_spec = tensor._spec, parameter._spec
+    if tensor_spec is parameter_spec:
         return True
-    return tensor.shape == whole.shape and mine.mesh == others.mesh and mine.placements == others.placements
+    return (
+        tensor.shape == parameter.shape
+        and tensor_spec.mesh == parameter_spec.mesh
+        and tensor_spec.placements == parameter_spec.placements
+    )
 
 
 def step_on_plain_tensors(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
@@ -189,5 +198,5 @@ def _leave_view(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         return  # this step used no view
     view, args[0] = args[0], optimizer
     if isinstance(states := view.state, _States):
-        given, noted, ours = states.given, vars(view), ("param_groups", "state")
-        vars(optimizer).update({k: noted[k] for k in noted if noted[k] is not given.get(k) and k not in ours})
+        earlier, noted, ours = states.attributes, vars(view), ("param_groups", "state")
+        vars(optimizer).update({k: noted[k] for k in noted if noted[k] is not earlier.get(k) and k not in ours})

@@ -22,11 +22,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn as nn
 
-from lamella_precision._float8 import Float8Recipe, encode_cuts, times_scales, write_scales
-from lamella_precision._foreign import is_quantized, replace_weights
-from lamella_precision._recipe import Direction, Part, PayloadFormat, Recipe
-from lamella_precision._te_mxfp8 import MULTIPLE, MXFP8Weights
-from lamella_precision._tiles import Block, Cut, grid_of
+from lamella_precision._choice.foreign import is_quantized, replace_weights
+from lamella_precision._protocol import Direction, PayloadFormat, Recipe, WeightRows
+from lamella_precision._recipes.float8 import Float8Recipe
+from lamella_precision._recipes.te_mxfp8 import MULTIPLE, MXFP8Weights
+from lamella_precision._scales.encoding import encode_cuts
+from lamella_precision._scales.scales import times_scales, write_scales
+from lamella_precision._scales.tiles import Block, Cut, grid_of
 
 _DTYPES = {"kFloat8E4M3": torch.float8_e4m3fn, "kFloat8E5M2": torch.float8_e5m2}
 _SQUARES: Block = (128, 128)
@@ -96,13 +98,13 @@ class ScaledWeights:
     own quantisation of the whole weight (for 128 x 128: if scales are powers of two, its default).
 
     Args:
-        kind: The class.
+        kind: The class of the weight.
         metadata: Arguments of the class, but shape, dtype and tensors. Not compared.
         dtype: torch.float8_e4m3fn or torch.float8_e5m2.
         block: Rows and columns with a common scale.
         power_of_two: Round the factor down to a power of two.
         epsilon: The smallest amax.
-        num_past_amaxes: As of `Float8Recipe`.
+        num_past_amaxes: 0 for current scaling; else the number of earlier amaxes whose largest gives the scale.
         margin: Halve the factor so many times.
         compute_dtype: Dtype that the weight stands for, and of its gradient.
     """
@@ -142,18 +144,22 @@ class ScaledWeights:
         return self._tiling.payloads(shape, main_dtype)
 
     def columns(
-        self, shards: Sequence[torch.Tensor], payloads: Sequence[Sequence[torch.Tensor] | None], parts: Sequence[Part]
+        self,
+        shards: Sequence[torch.Tensor],
+        payloads: Sequence[Sequence[torch.Tensor] | None],
+        weight_rows: Sequence[WeightRows],
     ) -> tuple[Sequence[Cut] | None]:
         """For each weight the views of equal blocks: sources, destinations and scales."""
-        own = [part._replace(scales=self._factor_cells(part.scales, part.shape)) for part in parts]
-        if own and own[0].amaxes is not None:
-            own = [part._replace(amaxes=self._amax_cells(part.amaxes, part.shape)) for part in own]
-        return self._tiling.columns(shards, payloads, own)
+        adapted_rows = [rows._replace(scales=self._factor_cells(rows.scales, rows.shape)) for rows in weight_rows]
+        if adapted_rows and adapted_rows[0].amaxes is not None:
+            adapted_rows = [rows._replace(amaxes=self._amax_cells(rows.amaxes, rows.shape)) for rows in adapted_rows]
+        return self._tiling.columns(shards, payloads, adapted_rows)
 
     def encode(self, *columns: Sequence[Cut] | None) -> None:
         """Scale, saturate, and round to the format.
 
-        Effects: as `Float8Recipe.encode`.
+        Effects: one kernel for all weights; where Triton does not run, multi-tensor calls and a temporary fp32 copy of
+            the shards.
         """
         (cuts,) = columns
         encode_cuts(cuts or (), self._tiling.largest, multiplies=self._is_whole)
@@ -170,15 +176,17 @@ class ScaledWeights:
         """Number of the latest measurements that scales depend on."""
         return self.num_past_amaxes
 
-    def measure_columns(self, shards: Sequence[torch.Tensor], parts: Sequence[Part]) -> tuple[Sequence[Cut]]:
+    def measure_columns(
+        self, shards: Sequence[torch.Tensor], weight_rows: Sequence[WeightRows]
+    ) -> tuple[Sequence[Cut]]:
         """For each weight the views of equal blocks, and of their amaxes."""
-        own = [part._replace(scales=self._amax_cells(part.scales, part.shape)) for part in parts]
-        return self._tiling.measure_columns(shards, own)
+        adapted_rows = [rows._replace(scales=self._amax_cells(rows.scales, rows.shape)) for rows in weight_rows]
+        return self._tiling.measure_columns(shards, adapted_rows)
 
     def measure(self, *columns: Sequence[Cut]) -> None:
         """Raise amaxes to the largest magnitude of each block's part on this rank.
 
-        Effects: as `Float8Recipe.measure`.
+        Effects: one kernel for all weights; where Triton does not run, multi-tensor calls.
         """
         self._tiling.measure(*columns)
 
@@ -202,11 +210,11 @@ class ScaledWeights:
     def _factor(self, amaxes: torch.Tensor) -> torch.Tensor:
         """The numbers that weights are multiplied by; 1 for a block of zeros."""
         # A tensor as dividend: a number over a tensor is multiplied by a rounded reciprocal.
-        made = torch.full_like(amaxes, self._tiling.largest) / amaxes.clamp_min(self.epsilon)
-        made = made.clamp_max(torch.finfo(torch.float32).max) / 2**self.margin
+        factors = torch.full_like(amaxes, self._tiling.largest) / amaxes.clamp_min(self.epsilon)
+        factors = factors.clamp_max(torch.finfo(torch.float32).max) / 2**self.margin
         if self.power_of_two:
-            made = (made.view(torch.int32) & 0x7F800000).view(torch.float32)
-        return torch.where(torch.isfinite(amaxes) & (amaxes.clamp_min(self.epsilon) > 0), made, 1.0)
+            factors = (factors.view(torch.int32) & 0x7F800000).view(torch.float32)
+        return torch.where(torch.isfinite(amaxes) & (amaxes.clamp_min(self.epsilon) > 0), factors, 1.0)
 
     def _factor_cells(self, grid: torch.Tensor | None, shape: Sequence[int]) -> torch.Tensor:
         """The scales alone that the encoding reads."""
@@ -234,8 +242,8 @@ class ScaledWeights:
             tensors |= {"columnwise_data": None, "columnwise_scale_inv": None}
         make: Any = self.kind
         options = {"shape": shape, "dtype": self.compute_dtype, "device": data.device, "requires_grad": False}
-        made: torch.Tensor = make(**options, **{**self.metadata, **tensors})
-        return made
+        weight: torch.Tensor = make(**options, **{**self.metadata, **tensors})
+        return weight
 
     def dequantize(
         self, payloads: Sequence[torch.Tensor], scales: torch.Tensor | None, shape: torch.Size, direction: Direction

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from lamella_precision._recipe import Direction, DivisibleRecipe, Part, Recipe, ScaledRecipe
+from lamella_precision._protocol import Direction, DivisibleRecipe, Recipe, ScaledRecipe, WeightRows
 
 
 def check_recipe(
@@ -40,37 +40,48 @@ def check_recipe(
     before = weight.clone()
     formats = recipe.payloads(weight.shape, main_dtype)
     assert formats, "a recipe must name at least one payload"
-    for payload in formats:
-        assert payload.shape[0] in (rows, rows // recipe.block_rows), (
+    for payload_format in formats:
+        assert payload_format.shape[0] in (rows, rows // recipe.block_rows), (
             f"dim 0 of a payload must have the weight's {rows} rows or {rows // recipe.block_rows} blocks, "
-            f"got {payload.shape}"
+            f"got {payload_format.shape}"
         )
 
     scales = _scales(recipe, weight.chunk(num_shards), weight.shape)
     assert _equal(scales, _scales(recipe, [weight], weight.shape)), "amaxes of shards must give the scales of the whole"
-    wholes = [torch.empty(each.shape, dtype=each.dtype, device=device) for each in formats]
-    for whole in wholes:
-        whole.view(torch.uint8).fill_(1)
-    decoded = recipe.decode(wholes, weight.shape, scales)
+    payloads = [
+        torch.empty(payload_format.shape, dtype=payload_format.dtype, device=device) for payload_format in formats
+    ]
+    for payload in payloads:
+        payload.view(torch.uint8).fill_(1)
+    decoded = recipe.decode(payloads, weight.shape, scales)
     assert decoded.shape == weight.shape, f"`decode` must give {tuple(weight.shape)}, gave {tuple(decoded.shape)}"
 
-    for whole in wholes:
-        whole.zero_()
+    for payload in payloads:
+        payload.zero_()
     assert not decoded.double().any(), "`decode` must share the payloads' storage, so that a refill is seen"
 
-    encode_into(recipe, weight, wholes, Part(weight.shape, 0, scales))
-    parts = [[torch.empty_like(part) for part in whole.chunk(num_shards)] for whole in wholes]
-    for i, (shard, *own) in enumerate(zip(weight.chunk(num_shards), *parts, strict=True)):
-        encode_into(recipe, shard, own, Part(weight.shape, i * rows // num_shards, scales))
+    encode_into(recipe, weight, payloads, WeightRows(weight.shape, 0, scales))
+    shard_payloads_by_payload = [
+        [torch.empty_like(shard_payload) for shard_payload in payload.chunk(num_shards)] for payload in payloads
+    ]
+    for i, (shard, *shard_payloads) in enumerate(
+        zip(weight.chunk(num_shards), *shard_payloads_by_payload, strict=True)
+    ):
+        encode_into(recipe, shard, shard_payloads, WeightRows(weight.shape, i * rows // num_shards, scales))
     assert torch.equal(weight, before), "`encode` must not write the main weight"
-    for whole, pieces in zip(wholes, parts, strict=True):
-        assert _same_bytes(whole, torch.cat(pieces)), "encoding shards must equal encoding the whole tensor"
+    for payload, pieces in zip(payloads, shard_payloads_by_payload, strict=True):
+        assert _same_bytes(payload, torch.cat(pieces)), "encoding shards must equal encoding the whole tensor"
     for direction in (Direction.FORWARD, Direction.BACKWARD):
-        wanted = [each.direction.meets(direction) for each in formats]
-        alone = [torch.empty_like(whole) if each else None for whole, each in zip(wholes, wanted, strict=True)]
-        encode_into(recipe, weight, alone, Part(weight.shape, 0, scales))
-        for whole, made in zip(wholes, alone, strict=True):
-            assert made is None or _same_bytes(whole, made), "encoding one direction must equal encoding both"
+        needed = [payload_format.direction.meets(direction) for payload_format in formats]
+        direction_payloads = [
+            torch.empty_like(payload) if is_needed else None
+            for payload, is_needed in zip(payloads, needed, strict=True)
+        ]
+        encode_into(recipe, weight, direction_payloads, WeightRows(weight.shape, 0, scales))
+        for payload, direction_payload in zip(payloads, direction_payloads, strict=True):
+            assert direction_payload is None or _same_bytes(payload, direction_payload), (
+                "encoding one direction must equal encoding both"
+            )
 
     if isinstance(recipe, ScaledRecipe) and recipe.num_past:
         assert scales is not None
@@ -87,29 +98,37 @@ def _check_amaxes(recipe: ScaledRecipe, shards: Sequence[torch.Tensor], scales: 
     amaxes, row = torch.zeros_like(scales), 0
     for shard in shards:
         formats = recipe.payloads(shard.shape, shard.dtype)
-        data = [torch.empty(each.shape, dtype=each.dtype, device=shard.device) for each in formats]
-        encode_into(recipe, shard, data, Part(shape, row, scales, amaxes))
+        data = [
+            torch.empty(payload_format.shape, dtype=payload_format.dtype, device=shard.device)
+            for payload_format in formats
+        ]
+        encode_into(recipe, shard, data, WeightRows(shape, row, scales, amaxes))
         row += len(shard)
     expected = measured(recipe, shards, shape)
-    assert torch.equal(amaxes.view(-1), expected), "with delayed scaling `encode` must raise `Part.amaxes`"
+    assert torch.equal(amaxes.view(-1), expected), "with delayed scaling `encode` must raise `WeightRows.amaxes`"
 
 
 def _check_parts(recipe: DivisibleRecipe, weight: torch.Tensor) -> None:
     """Assert that the parts between which a recipe divides are encoded alone as in the whole."""
-    whole = _encoded(recipe, weight)
+    payloads = _encoded(recipe, weight)
     for row in range(1, len(weight)):
         if recipe.divides_at(weight.shape, row):
             parts = [_encoded(recipe, part) for part in (weight[:row].clone(), weight[row:].clone())]
-            for each, *pieces in zip(whole, *parts, strict=True):
-                assert _same_bytes(each, torch.cat(pieces)), f"parts cut at row {row} must be encoded as in the whole"
+            for payload, *pieces in zip(payloads, *parts, strict=True):
+                assert _same_bytes(payload, torch.cat(pieces)), (
+                    f"parts cut at row {row} must be encoded as in the whole"
+                )
 
 
 def _encoded(recipe: Recipe, weight: torch.Tensor) -> list[torch.Tensor]:
     """The payloads of a weight, and its scales."""
     scales = _scales(recipe, [weight], weight.shape)
     formats = recipe.payloads(weight.shape, weight.dtype)
-    payloads = [torch.empty(each.shape, dtype=each.dtype, device=weight.device) for each in formats]
-    encode_into(recipe, weight, payloads, Part(tuple(weight.shape), 0, scales))
+    payloads = [
+        torch.empty(payload_format.shape, dtype=payload_format.dtype, device=weight.device)
+        for payload_format in formats
+    ]
+    encode_into(recipe, weight, payloads, WeightRows(tuple(weight.shape), 0, scales))
     return payloads if scales is None else [*payloads, scales]
 
 
@@ -118,29 +137,31 @@ def measured(recipe: ScaledRecipe, shards: Sequence[torch.Tensor], shape: Sequen
     largest = torch.zeros(recipe.scale_shape(shape), device=shards[0].device)
     row = 0
     for shard in shards:
-        own = torch.zeros_like(largest)
+        shard_amaxes = torch.zeros_like(largest)
         if shard.numel():
-            recipe.measure(*recipe.measure_columns([shard], [Part(tuple(shape), row, own)]))
+            recipe.measure(*recipe.measure_columns([shard], [WeightRows(tuple(shape), row, shard_amaxes)]))
         row += len(shard)
-        largest = torch.maximum(largest, own)
+        largest = torch.maximum(largest, shard_amaxes)
     return largest.view(-1)
 
 
-def encode_into(recipe: Recipe, shard: torch.Tensor, payloads: Sequence[torch.Tensor | None], part: Part) -> None:
+def encode_into(
+    recipe: Recipe, shard: torch.Tensor, payloads: Sequence[torch.Tensor | None], weight_rows: WeightRows
+) -> None:
     """Encode a shard with elements twice, into memory with different earlier bytes.
 
     Raises:
         AssertionError: An element of a payload was not written.
     """
-    found = []
-    columns = recipe.columns([shard], [None if each is None else [each] for each in payloads], [part])
+    encodings = []
+    columns = recipe.columns([shard], [None if payload is None else [payload] for payload in payloads], [weight_rows])
     for before in (1, 2):
-        for each in payloads:
-            if each is not None:
-                each.view(torch.uint8).fill_(before)
+        for payload in payloads:
+            if payload is not None:
+                payload.view(torch.uint8).fill_(before)
         recipe.encode(*columns)
-        found.append([each.clone() for each in payloads if each is not None])
-    for into, other in zip(*found, strict=True):
+        encodings.append([payload.clone() for payload in payloads if payload is not None])
+    for into, other in zip(*encodings, strict=True):
         assert _same_bytes(into, other), "`encode` must write every element of its destination"
 
 

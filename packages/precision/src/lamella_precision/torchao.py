@@ -10,10 +10,11 @@ import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
-from lamella_precision._float8 import Float8Recipe, encode_cuts
-from lamella_precision._foreign import replace_weights
-from lamella_precision._recipe import Direction, Recipe
-from lamella_precision._tiles import Cut
+from lamella_precision._choice.foreign import replace_weights
+from lamella_precision._protocol import Direction, Recipe
+from lamella_precision._recipes.float8 import Float8Recipe
+from lamella_precision._scales.encoding import encode_cuts
+from lamella_precision._scales.tiles import Cut
 
 _CLASS = "WeightWithDynamicFloat8CastTensor"
 _EPSILON = 1e-12  # torchao's smallest amax
@@ -89,7 +90,8 @@ class CastWeights(Float8Recipe):
     def encode(self, *columns: Sequence[Cut] | None) -> None:
         """Multiply by the scales, saturate, and round to the format.
 
-        Effects: as `Float8Recipe.encode`.
+        Effects: one kernel for all weights; where Triton does not run, multi-tensor calls and a temporary fp32 copy of
+            the shards.
         """
         (cuts,) = columns
         encode_cuts(cuts or (), self.largest, multiplies=True)
@@ -115,8 +117,8 @@ class CastWeights(Float8Recipe):
         (data,) = payloads
         make: Any = self.kind
         maker = make(data, self.linear_mm_config, self.dtype)
-        made, _ = maker.fsdp_post_all_gather((data,), (scales.view(()),), self.compute_dtype)
-        decoded: torch.Tensor = made
+        gathered, _ = maker.fsdp_post_all_gather((data,), (scales.view(()),), self.compute_dtype)
+        decoded: torch.Tensor = gathered
         return decoded
 
     def dequantize(

@@ -46,13 +46,13 @@ def exposures(measured: Timeline, predicted: Timeline) -> str:
     Times are sums over the microbatches, in the timelines' units. The last line has the sum of the lines above.
     """
     one, other = measured.exposed_by, predicted.exposed_by
-    found = {
+    times_by_row = {
         (f"layer {layer}", slot, _SHORT[kind]): (one.get(key, 0.0), other.get(key, 0.0))
         for key in sorted({*one, *other}, key=lambda key: (key[0] or 0, list(Slot).index(key[1]), key[2] != "forward"))
         for layer, slot, kind in [key]
     }
     rows = [f"{'exposed':24} measured predicted"]
-    rows += [f"{' '.join(key):24} {pair[0]:8.2f} {pair[1]:9.2f}" for key, pair in found.items()]
+    rows += [f"{' '.join(key):24} {pair[0]:8.2f} {pair[1]:9.2f}" for key, pair in times_by_row.items()]
     return "\n".join([*rows, f"{'all':24} {sum(one.values()):8.2f} {sum(other.values()):9.2f}"])
 
 
@@ -103,16 +103,16 @@ def svg(timeline: Timeline, width: int = 1200) -> str:
 
 
 def _bar(span: Span, begin: float, scale: float, row: int) -> str:
-    left, width = _LABEL + (span.start - begin) * scale, (span.stop - span.start) * scale
+    x, width = _LABEL + (span.start - begin) * scale, (span.stop - span.start) * scale
     name = escape(_name(span.event))
     shade = "1" if span.event.microbatch % 2 else "0.65"  # neighbours in the pipeline are told apart
     bar = (
-        f'<rect x="{left:.1f}" y="{_ROW * row}" width="{width:.1f}" height="{_BAR}" fill="{_COLORS[span.event.kind]}" '
+        f'<rect x="{x:.1f}" y="{_ROW * row}" width="{width:.1f}" height="{_BAR}" fill="{_COLORS[span.event.kind]}" '
         f'fill-opacity="{shade}" stroke="white"><title>{name}: {span.start:g} to {span.stop:g}</title></rect>'
     )
     if width < 7 * len(name):
         return bar
-    return bar + f'<text x="{left + 3:.1f}" y="{_ROW * row + 17}" fill="white">{name}</text>'
+    return bar + f'<text x="{x + 3:.1f}" y="{_ROW * row + 17}" fill="white">{name}</text>'
 
 
 def _scale(timeline: Timeline, width: int) -> tuple[float, float]:

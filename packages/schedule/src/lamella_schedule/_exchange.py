@@ -81,8 +81,8 @@ def exchange(rows: torch.Tensor, splits: Splits, *, back: bool = False) -> torch
     Effects: an all-to-all on the group, on the current stream, and another in backward.
     """
     sent, received = (splits.received, splits.sent) if back else (splits.sent, splits.received)
-    found = _Exchange.apply(rows, sent, received, splits.group)  # type: ignore[no-untyped-call]
-    return cast(torch.Tensor, found)
+    exchanged = _TokenExchange.apply(rows, sent, received, splits.group)  # type: ignore[no-untyped-call]
+    return cast(torch.Tensor, exchanged)
 
 
 def unroute(rows: torch.Tensor, order: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -100,7 +100,7 @@ def unroute(rows: torch.Tensor, order: torch.Tensor, weights: torch.Tensor) -> t
     return (tokens * weights.unsqueeze(-1).to(rows.dtype)).sum(1)
 
 
-class _Exchange(torch.autograd.Function):
+class _TokenExchange(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -115,7 +115,7 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         sent, received, group = ctx.way
-        exchanged = _Exchange.apply(gradient, received, sent, group)  # type: ignore[no-untyped-call]
+        exchanged = _TokenExchange.apply(gradient, received, sent, group)  # type: ignore[no-untyped-call]
         return exchanged, None, None, None  # by `apply`: a gradient of a gradient comes back too
 
 

@@ -37,7 +37,7 @@ class Flight:
             (i, slot): call for i, layer in enumerate(chunk.layers) for slot, call in layer.delayed.items()
         }
         self._nodes = {
-            (i, slot): Node(function, f"slot {slot}{_of_layer(i)} of microbatch {microbatch}", lanes)
+            (i, slot): Node(function, f"slot {slot}{_layer_text(i)} of microbatch {microbatch}", lanes)
             for i, slot, function in chunk.functions
         }
         self._at_head: Values = ()
@@ -121,7 +121,7 @@ def _label(event: Event) -> AbstractContextManager[object]:
     return record_function(f"schedule::{event.slot} {event.kind} ({layer})")
 
 
-def _of_layer(layer: int | None) -> str:
+def _layer_text(layer: int | None) -> str:
     return "" if layer is None else f" of layer {layer}"
 
 
@@ -129,10 +129,12 @@ def _check_gradient(output: object, gradient: torch.Tensor | None, title: str) -
     if gradient is None:
         return
     if not isinstance(output, torch.Tensor) or not output.requires_grad:
-        found = "a tensor without requires_grad" if isinstance(output, torch.Tensor) else f"a {type(output).__name__}"
+        kind_of_output = (
+            "a tensor without requires_grad" if isinstance(output, torch.Tensor) else f"a {type(output).__name__}"
+        )
         raise ValueError(
-            f"Expected None as gradient of {title}, which is {found}, got a gradient of shape {tuple(gradient.shape)}. "
-            "Give None."
+            f"Expected None as gradient of {title}, which is {kind_of_output}, got a gradient of shape "
+            f"{tuple(gradient.shape)}. Give None."
         )
     if gradient.shape != output.shape:
         raise ValueError(

@@ -55,24 +55,24 @@ class Node:
         """
         assert self._function is not None
         self._lanes.mark_read(values)
-        inside, entered = self._inside(values)
+        arguments, entered = self._arguments(values)
         begun = [(tensor, tensor.grad_fn, tensor._version) for tensor in entered]
-        outputs = _as_tuple(self._function(*inside))
+        outputs = _as_tuple(self._function(*arguments))
         self._function = None  # its closure may hold the microbatch
         _refuse_shared_write(begun, self._title)
-        found: list[object] = []
+        detached: list[object] = []
         for output in outputs:
             if not isinstance(output, torch.Tensor):
                 _refuse_nest(output, self._title)
                 self._edges.append(None)
-                found.append(output)
+                detached.append(output)
             elif output.requires_grad:
                 self._edges.append(get_gradient_edge(output))
-                found.append(output.detach().requires_grad_())
+                detached.append(output.detach().requires_grad_())
             else:
                 self._edges.append(None)
-                found.append(output.detach())
-        return tuple(found)
+                detached.append(output.detach())
+        return tuple(detached)
 
     def backward(self, gradients: Gradients) -> Gradients:
         """Run autograd from the outputs' gradients to the inputs, and add the gradients of parameters.
@@ -98,18 +98,18 @@ class Node:
                 _engine_run_backward(
                     *zip(*roots, strict=True), False, False, (), allow_unreachable=True, accumulate_grad=True
                 )
-        found = tuple(self._box.gradients)
+        gradients_of_inputs = tuple(self._box.gradients)
         self.drop()
-        return found
+        return gradients_of_inputs
 
     def drop(self) -> None:
         """Let go of the graph and of the function."""
         self._function = None
         self._edges, self._box.gradients = [], []
 
-    def _inside(self, values: Values) -> tuple[list[object], Sequence[torch.Tensor]]:
+    def _arguments(self, values: Values) -> tuple[list[object], Sequence[torch.Tensor]]:
         """The values for the function, and the tensors among them that begin a graph here: those with a gradient."""
-        inside = list(values)
+        arguments = list(values)
         self._box.gradients = [None] * len(values)
         tensors = {
             place: value
@@ -118,12 +118,12 @@ class Node:
         }
         self._box.places = list(tensors)
         if not tensors or not torch.is_grad_enabled():
-            return inside, ()
+            return arguments, ()
         start = torch.empty(0, requires_grad=True)
         entered: tuple[torch.Tensor, ...] = _Border.apply(start, self._box, tensors.values())  # type: ignore[no-untyped-call]
         for place, tensor in zip(tensors, entered, strict=True):
-            inside[place] = tensor
-        return inside, entered
+            arguments[place] = tensor
+        return arguments, entered
 
 
 class _Box:
@@ -199,6 +199,8 @@ def _refuse_nest(output: object, title: str) -> None:
         )
 
 
-def _holds_tensors(value: object) -> bool:
-    inside = list(value.values()) if isinstance(value, dict) else value
-    return isinstance(value, torch.Tensor) or (isinstance(inside, (list, tuple)) and any(map(_holds_tensors, inside)))
+def _holds_tensors(output: object) -> bool:
+    contents = list(output.values()) if isinstance(output, dict) else output
+    return isinstance(output, torch.Tensor) or (
+        isinstance(contents, (list, tuple)) and any(map(_holds_tensors, contents))
+    )

@@ -138,11 +138,11 @@ def _events(
     backward_microbatch: int,
     early_release: bool,
     delayed: bool,
-    ahead: int,
+    num_layers_ahead: int,
 ) -> tuple[AnyEvent, ...]:
     template = _PAIR_WITH_EARLY_RELEASE if early_release else _PAIR
     pair = _Pair(forward, forward_microbatch, backward, backward_microbatch, delayed)
-    return tuple(with_residence(pair.events(template), ahead=ahead))
+    return tuple(with_residence(pair.events(template), ahead=num_layers_ahead))
 
 
 def _plans(layers: Layers | None) -> Plans | None:
@@ -226,14 +226,14 @@ def with_residence(events: Iterable[Event], *, ahead: int = 1) -> Iterator[AnyEv
         starts = [first for first, _ in stays.values()]  # those around the layers come first
         for turn, (layer, (first, last)) in enumerate(stays.items()):
             acquired = starts[max(0, turn - ahead)]
-            for place, action, found in (
+            for place, action, residence_events in (
                 (acquired, Action.ACQUIRE, before),
                 (first, Action.USED, before),
                 (last, Action.FINISHED, after),
             ):
                 lane = Lane.COMPUTE if action is Action.ACQUIRE else events[place].lane
                 step = ResidenceEvent(microbatch, layer, phase, action, lane)
-                found.setdefault(place, []).append(step)
+                residence_events.setdefault(place, []).append(step)
     for place, event in enumerate(events):
         yield from sorted(before.get(place, ()), key=lambda step: step.action is not Action.ACQUIRE)
         yield event

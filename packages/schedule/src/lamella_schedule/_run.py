@@ -203,7 +203,7 @@ def _begin(flight: Flight) -> torch.Tensor:
 def _loss(outputs: Values, microbatch: int) -> torch.Tensor:
     loss = outputs[0] if len(outputs) == 1 else None
     if not isinstance(loss, torch.Tensor) or loss.dim() != 0 or not loss.requires_grad:
-        found = [
+        descriptions = [
             f"a tensor of shape {tuple(value.shape)}{'' if value.requires_grad else ' without a gradient'}"
             if isinstance(value, torch.Tensor)
             else type(value).__name__
@@ -211,6 +211,6 @@ def _loss(outputs: Values, microbatch: int) -> torch.Tensor:
         ]
         raise ValueError(
             "Expected postprocess to return one 0-D loss that requires a gradient, got "
-            f"{', '.join(found) or 'nothing'} in microbatch {microbatch}. Return the loss alone."
+            f"{', '.join(descriptions) or 'nothing'} in microbatch {microbatch}. Return the loss alone."
         )
     return loss

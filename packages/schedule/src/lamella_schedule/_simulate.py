@@ -47,10 +47,10 @@ class Timeline:
     @property
     def durations(self) -> dict[tuple[Slot, Kind], float]:
         """The mean duration by slot and kind, for `simulate`."""
-        found: dict[tuple[Slot, Kind], list[float]] = {}
+        durations_by_key: dict[tuple[Slot, Kind], list[float]] = {}
         for span in self.spans:
-            found.setdefault((span.event.slot, span.event.kind), []).append(span.stop - span.start)
-        return {key: sum(each) / len(each) for key, each in found.items()}
+            durations_by_key.setdefault((span.event.slot, span.event.kind), []).append(span.stop - span.start)
+        return {key: sum(spans_of_key) / len(spans_of_key) for key, spans_of_key in durations_by_key.items()}
 
     def busy(self, lane: Lane) -> float:
         """The time of a lane's work."""
@@ -65,13 +65,13 @@ class Timeline:
     @property
     def exposed_by(self) -> dict[tuple[int | None, Slot, Kind], float]:
         """The time of communication without compute by layer, slot and kind, summed over microbatches."""
-        found: dict[tuple[int | None, Slot, Kind], float] = {}
+        exposed: dict[tuple[int | None, Slot, Kind], float] = {}
         compute = self._covered(Lane.COMPUTE)
         for span in self.spans:
             if span.event.lane is Lane.COMMUNICATION:
                 key = span.event.layer, span.event.slot, span.event.kind
-                found[key] = found.get(key, 0.0) + _alone(span.start, span.stop, compute)
-        return found
+                exposed[key] = exposed.get(key, 0.0) + _alone(span.start, span.stop, compute)
+        return exposed
 
     def _covered(self, lane: Lane) -> list[tuple[float, float]]:
         """The lane's spans; spans that meet are joined."""
@@ -133,13 +133,13 @@ def _duration(event: Event, durations: Durations) -> float:
     return duration
 
 
-def peak(events: Iterable[AnyEvent], kept: Callable[[Event], float]) -> float:
+def peak(events: Iterable[AnyEvent], kept_nbytes: Callable[[Event], float]) -> float:
     """Compute the peak of the tensors kept by forwards for backwards, in the order of the host.
 
     Args:
         events: An order.
-        kept: Bytes (or any other unit) kept by the forward of a slot until the slot's backward is over. Called with the
-            event of the forward.
+        kept_nbytes: Bytes (or any other unit) kept by the forward of a slot until the slot's backward is over. Called
+            with the event of the forward.
 
     Returns:
         The peak of the sum, in the same unit. A slot with delayed weight gradients keeps its share until the weight
@@ -152,7 +152,7 @@ def peak(events: Iterable[AnyEvent], kept: Callable[[Event], float]) -> float:
     for place, event in enumerate(events):
         slot = event.microbatch, event.layer, event.slot
         if event.kind is Kind.FORWARD:
-            shares[slot] = kept(event)
+            shares[slot] = kept_nbytes(event)
             present += shares[slot]
             highest = max(highest, present)
         elif last[slot] == place:

@@ -17,7 +17,7 @@ from math import prod
 import torch
 
 from lamella_buffers import ShardedBuffer
-from lamella_precision import Part, ScaledRecipe
+from lamella_precision import ScaledRecipe, WeightRows
 
 # Float8 products on GPUs refuse a scale whose address is no multiple of 16 bytes.
 _ALIGNMENT = 4  # elements
@@ -146,7 +146,7 @@ def parts_in(
     main_weight: ShardedBuffer,
     scales: Sequence[torch.Tensor | None],
     amaxes: Sequence[torch.Tensor] | None = None,
-) -> tuple[list[int], list[torch.Tensor], list[Part]]:
+) -> tuple[list[int], list[torch.Tensor], list[WeightRows]]:
     """The parameters with elements on this rank: indices, shards, and their places in the whole.
 
     Args:
@@ -157,7 +157,7 @@ def parts_in(
     layout, rank, shards = main_weight.layout, main_weight.rank, main_weight.shards
     owned = [i for i, shard in enumerate(shards) if shard.numel() > 0]
     raised = [None] * len(shards) if amaxes is None else amaxes
-    parts = [Part(layout.shapes[i], layout.chunk(i, rank).offsets[0], scales[i], raised[i]) for i in owned]
+    parts = [WeightRows(layout.shapes[i], layout.chunk(i, rank).offsets[0], scales[i], raised[i]) for i in owned]
     return owned, [shards[i] for i in owned], parts
 
 

@@ -1,0 +1,292 @@
+"""A whole megatron-core model in one call: of a model that is built, or while it is built."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from lamella_engine import DDP, FSDPModule, fully_shard
+from lamella_mamba import bind_live_parameters
+from lamella_megatron._model.auxiliary_losses import number_prediction_routers
+from lamella_megatron._model.fused_layers import connect_fused_layers
+from lamella_megatron._model.placement import GroupsByName, Meshes, Placement, broadcast_weights
+from lamella_megatron._model.units import layers_of, with_groups
+from lamella_megatron._model.units import unit_classes as _layer_classes
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def fully_shard_model(
+    model: M,
+    *,
+    groups: Any = None,
+    unit_classes: Collection[type[nn.Module]] | None = None,
+    groups_by_name: GroupsByName | None = None,
+    layer_groups: str | None = None,
+    **fully_shard_kwargs: Any,
+) -> M:
+    """Shard a megatron-core model: one unit a layer, and one for the rest, each parameter over its own ranks.
+
+        parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
+        model = GPTModel(...)
+        fully_shard_model(model, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+
+    Tensor-parallel parameters keep this rank's part, sharded over the data- and context-parallel ranks with the
+    same part; experts are sharded over the ranks with the same experts; all gradients are divided by the number of
+    data- and context-parallel ranks. With several instances of the distributed optimizer parameters are sharded over
+    the ranks of an instance and replicated over the instances (HSDP). Values are those of the first rank that holds the
+    parameter, whatever the seeds of its peers. The context-parallel helper of Mamba mixers looks parameters up in its
+    mixer from now on. Layers that fuse or delay weight gradients do (`connect_fused_layers`).
+
+    Args:
+        model: A GPTModel, MambaModel or HybridModel, changed in place.
+        groups: megatron-core's `ProcessGroupCollection` with `dp_cp`, and `expt_dp` for a model with experts; for
+            several instances also `intra_dp_cp`, `intra_expt_dp` and `inter_dist_opt`. None takes the groups of
+            `parallel_state`.
+        unit_classes: Classes of the modules that become units. None: megatron-core's layers. Modules inside each other
+            are
+            units inside each other.
+        groups_by_name: A function for parameters that marks do not describe: the process group of the ranks that hold
+            the same
+            tensor, by the parameter's name, or None to go by marks. The same answer on all ranks of the group. The
+            divisor stays the size of `dp_cp`.
+        layer_groups: A HybridModel's pattern with brackets around layers that become one unit, as in
+            `"M[M*][ME]"`. Names, checkpoints and the forward stay as they are. A model whose groups are stacks of
+            their own needs no argument.
+        fully_shard_kwargs: Arguments of every `fully_shard` call alike, but `mesh` and `shard_placement_fn`.
+            `placements` in
+            `options` are one ZeRO stage, or two with several instances: (HSDP, ZERO3).
+
+    Returns:
+        `model`, changed.
+
+    Raises:
+        ImportError: megatron-core is not installed.
+        ValueError: The model has no layers, or units already; a process group is missing, or its ranks hold different
+            parts of the model; a parameter is a DTensor or a part of generalized tensor parallelism; `layer_groups`
+            does not fit; or the errors of `fully_shard`.
+        TypeError: `mesh` or `shard_placement_fn` was given: both follow from the groups.
+
+    Effects: the allocations of `lamella_engine.fully_shard`, once a unit; a broadcast of each parameter with values
+        over its ranks, in
+        the parameter's dtype.
+    """
+    _refuse_arguments(fully_shard_kwargs, "mesh", "shard_placement_fn")
+    layers = layers_of(model, unit_classes)
+    if (name := next(_units_in(model), None)) is not None:
+        raise ValueError(
+            f"Expected a model without units, got {name!r}, a unit already. Call fully_shard_model once, on a model of "
+            "which no module was sharded."
+        )
+    units = layers if layer_groups is None else with_groups(model, layers, layer_groups)
+    sharding = _UnitArguments(groups, fully_shard_kwargs, _device_type(model), groups_by_name)
+    placement = sharding.placement(model)
+    for unit in (*units, model):
+        sharding.shard(unit, placement)
+    _finish(model)
+    return model
+
+
+def build_sharded_model(
+    build: Callable[[], M],
+    *,
+    groups: Any = None,
+    unit_classes: Collection[type[nn.Module]] | None = None,
+    **fully_shard_kwargs: Any,
+) -> M:
+    """Build a megatron-core model, and shard each layer as soon as it is built.
+
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+        model = build_sharded_model(lambda: GPTModel(...))
+
+    For new models that fit on no rank. Layers are built in their order and from megatron-core's random states, so the
+    weights are those of the model built whole and sharded by `fully_shard_model`. A rank never holds more than its
+    shards, one whole layer, and the parameters outside layers. The meta device would not do: megatron-core's own
+    linears and embeddings have no `reset_parameters`, and forget how they were initialised. A model whose weights are
+    about to be loaded may be built on the meta device and given to `fully_shard_model`.
+
+    Args:
+        build: Builds the model, of parameters with values, on the device of training or on the CPU.
+        groups: The `ProcessGroupCollection` of `fully_shard_model`.
+        unit_classes: Classes of the modules that become units. None: megatron-core's layers.
+        fully_shard_kwargs: Arguments of every `fully_shard` call alike, but `mesh` and `shard_placement_fn`.
+
+    Returns:
+        The model, sharded.
+
+    Raises:
+        ValueError: Parameters are on the meta device; or the errors of `fully_shard_model`.
+        ImportError: megatron-core is not installed.
+        TypeError: `mesh` or `shard_placement_fn` was given: both follow from the groups. Or `groups_by_name` or
+            `layer_groups`, which need the whole model.
+
+    Effects: a broadcast of each parameter over its ranks, and shards, a layer at a time. The constructors of
+        megatron-core's layers are exchanged while `build` runs, for
+        all threads.
+    """
+    _refuse_arguments(fully_shard_kwargs, *_WAYS_OUT)
+    sharding = _UnitArguments(groups, fully_shard_kwargs)
+
+    def shard(module: nn.Module) -> None:
+        sharding.find_device(module)
+        sharding.shard(module, sharding.placement(module))
+
+    with _after_construction(_layer_classes() if unit_classes is None else tuple(unit_classes), shard):
+        model = build()
+    layers_of(model, unit_classes)  # refuses another family
+    shard(model)
+    _finish(model)
+    return model
+
+
+def innermost(module: nn.Module) -> nn.Module:
+    """The model below wrappers that hold nothing else, such as megatron-core's `Float16Module`."""
+    while isinstance(inner := getattr(module, "module", None), nn.Module):
+        module = inner
+    return module
+
+
+@dataclass
+class _UnitArguments:
+    """The arguments of every unit."""
+
+    groups: Any
+    kwargs: dict[str, Any]
+    device_type: str | None = None
+    groups_by_name: GroupsByName | None = None
+
+    @cached_property
+    def meshes(self) -> Meshes:
+        assert self.device_type is not None
+        return Meshes.of(self.groups, self.device_type)
+
+    def placement(self, module: nn.Module) -> Placement:
+        """The mesh of each parameter of a model, or of a layer; refuses both where the groups do not fit."""
+        options = self.kwargs.get("options")
+        is_replicated = options is not None and options.placements == DDP
+        return Placement(module, self.meshes, is_replicated=is_replicated, groups_by_name=self.groups_by_name)
+
+    def find_device(self, module: nn.Module) -> None:
+        """Take the device of a model that is being built from its first layer.
+
+        Raises:
+            ValueError: Parameters are on the meta device.
+        """
+        if (
+            name := next((name for name, parameter in module.named_parameters() if parameter.is_meta), None)
+        ) is not None:
+            raise ValueError(
+                f"Expected `build` to give parameters values, got {name!r} of {type(module).__name__} on the meta "
+                "device. Build outside torch.device('meta'), without init_model_with_meta_device; a model whose "
+                "weights are about to be loaded goes to fully_shard_model."
+            )
+        self.device_type = self.device_type or _device_type(module)
+
+    def shard(self, module: nn.Module | list[nn.Module], placement: Placement) -> None:
+        """Make a module, or several together, a unit."""
+        modules = module if isinstance(module, list) else [module]
+        for unit_module in modules:
+            bind_live_parameters(unit_module)
+            broadcast_weights(unit_module, placement, self.kwargs.get("ignored_params") or ())
+        fully_shard(module, mesh=self.meshes.dense, shard_placement_fn=placement, **self.kwargs)
+        unit = modules[0]
+        assert isinstance(unit, FSDPModule)
+        unit.set_gradient_divide_factor(float(self.meshes.dense.size()))
+
+
+@contextlib.contextmanager
+def _after_construction(classes: tuple[type[nn.Module], ...], callback: Callable[[nn.Module], None]) -> Iterator[None]:
+    """Call `callback` with each new object of some classes and of their subclasses, once all constructors are done."""
+    under_construction: set[int] = set()
+
+    def watched(construct: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(construct)
+        def init(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+            if id(self) in under_construction:  # called by a subclass's
+                construct(self, *args, **kwargs)
+                return
+            under_construction.add(id(self))
+            try:
+                construct(self, *args, **kwargs)
+            finally:
+                under_construction.remove(id(self))
+            callback(self)
+
+        return init
+
+    originals = {
+        layer_class: vars(layer_class)["__init__"]
+        for layer_class in _with_subclasses(classes)
+        if "__init__" in vars(layer_class)
+    }
+    try:
+        for layer_class, construct in originals.items():
+            layer_class.__init__ = watched(construct)  # type: ignore[method-assign]
+        yield
+    finally:
+        for layer_class, construct in originals.items():
+            layer_class.__init__ = construct  # type: ignore[method-assign]
+
+
+def _with_subclasses(classes: tuple[type[nn.Module], ...]) -> Iterator[type[nn.Module]]:
+    for layer_class in classes:
+        yield layer_class
+        yield from _with_subclasses(tuple(layer_class.__subclasses__()))
+
+
+_WAYS_OUT = {
+    "mesh": "`groups` says over which ranks parameters are sharded. Leave it out, or shard by "
+    "lamella_engine.fully_shard.",
+    "shard_placement_fn": "`groups` says over which ranks parameters are sharded. Leave it out, or shard by "
+    "lamella_engine.fully_shard.",
+    "groups_by_name": "Names below a layer that is being built are not the model's. Build the model whole, and call "
+    "fully_shard_model.",
+    "layer_groups": "A layer that is being built does not know its neighbours. Build the model whole, and call "
+    "fully_shard_model.",
+}
+
+
+def _refuse_arguments(kwargs: dict[str, Any], *names: str) -> None:
+    for name in names:
+        if name in kwargs:
+            raise TypeError(f"Expected no `{name}`, got one. {_WAYS_OUT[name]}")
+
+
+def _finish(model: nn.Module) -> None:
+    """Connect what goes past hooks, once all units are made; refuse what would describe shards as whole tensors."""
+    connect_fused_layers(model)
+    number_prediction_routers(model)
+    model.sharded_state_dict = refuse_sharded_state_dict  # type: ignore[assignment]
+
+
+def refuse_sharded_state_dict(*_: Any, **__: Any) -> Any:
+    """In the place of megatron-core's `sharded_state_dict`, which takes a shard for the whole tensor.
+
+    Raises:
+        NotImplementedError: Always; the way out is in the message.
+    """
+    raise NotImplementedError(
+        "Expected a checkpoint of shards, got a request for megatron-core's sharded state dict, which describes "
+        "whole tensors: ranks would write their shards over each other. Call lamella_megatron.save_checkpoint(path, "
+        "model=..., optimizer=optimizer.optimizer); format='torch_dist' is what megatron-core opens."
+    )
+
+
+def _units_in(model: nn.Module) -> Iterator[str]:
+    return (name or type(model).__name__ for name, module in model.named_modules() if isinstance(module, FSDPModule))
+
+
+def _device_type(model: nn.Module) -> str:
+    """The type of device that parameters compute on: a model on the meta device goes to the accelerator, if any."""
+    device_types = {parameter.device.type for parameter in model.parameters()} - {"meta"}
+    if len(device_types) == 1:
+        return device_types.pop()
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return accelerator.type if accelerator else "cpu"

@@ -1,0 +1,1 @@
+"""Expert-parallel overlap: a model's layers in the slots of a schedule, and its forward in segments."""

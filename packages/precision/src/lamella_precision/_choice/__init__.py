@@ -1,0 +1,1 @@
+"""Which parameters a recipe serves, and which dtypes the others have."""

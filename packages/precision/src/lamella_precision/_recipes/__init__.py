@@ -1,0 +1,1 @@
+"""The formats themselves: how main weights become payloads, and payloads become weights."""
