@@ -1,4 +1,4 @@
-"""Checkpoints of units in the flat layout: other layouts and numbers of ranks resume from them, and they from those."""
+"""Checkpoints of units in the flat layout: resumed in any layout and on any number of ranks, in both directions."""
 
 from pathlib import Path
 from typing import Any

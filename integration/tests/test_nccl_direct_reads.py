@@ -1,11 +1,11 @@
-"""On GPUs: what is read without a call of its module, and optimizers that were built before sharding."""
+"""On GPUs: parameters read without a call of their module, and optimizers built before sharding."""
 
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # `full_tensor` and optimizers import it: once here instead of once a rank.
+import torch._dynamo  # `full_tensor` and optimizers import torch._dynamo: imported once here, instead of once a rank.
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -18,11 +18,11 @@ TWO = pytest.param(2, marks=pytest.mark.gpu2)
 FOUR = pytest.param(4, marks=pytest.mark.gpu4)
 ALL_RANKS = pytest.mark.parametrize("num_ranks", [ONE, TWO, FOUR])
 
-DIM, NUM_LAYERS = 509, 4  # A prime: no number of ranks divides it.
+DIM, NUM_LAYERS = 509, 4  # A prime, divided by no number of ranks.
 
 
 class Mixer(nn.Module):
-    """Reads the weight of its convolution and never calls it."""
+    """Reads the weight of the convolution and never calls the convolution."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""On GPUs: what budgets allow to be gathered ahead or kept is what is allocated, and a departing rank is told so."""
+"""On GPUs: budgets for prefetching and keeping bound the allocated memory, and a rank out of order gets an error."""
 
 from __future__ import annotations
 

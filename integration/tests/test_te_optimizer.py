@@ -1,4 +1,4 @@
-"""On two GPUs: Transformer Engine's FusedAdam steps on local shards, and beside empty ones writes nothing."""
+"""On two GPUs: Transformer Engine's FusedAdam steps on local shards, and writes nothing beside empty shards."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lamella_testing import run_ranks
 
 pytestmark = [
     pytest.mark.te,
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # what Transformer Engine's import says
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # warnings of Transformer Engine's import
     pytest.mark.filterwarnings("ignore:Detected a Jax installation"),
 ]
 
@@ -25,9 +25,9 @@ LR, WEIGHT_DECAY, NUM_STEPS = 1e-2, 0.1, 5
 
 
 class ManyShort(nn.Module):
-    """Matrices of one row among others: an empty shard at every place among more than one launch takes.
+    """Matrices of a single row among larger matrices: empty shards at every place of several kernel launches.
 
-    Linear in each, so that gradients do not depend on the weights: roundings do not grow from step to step.
+    The output is linear in every matrix: gradients do not depend on weights, and rounding errors do not grow.
     """
 
     def __init__(self, num_matrices: int = 300) -> None:
@@ -112,7 +112,7 @@ def test_bf16_weights_have_masters_that_a_state_dict_keeps(moments: torch.dtype)
 
 
 def test_its_state_weighs_what_the_shards_weigh() -> None:
-    """Made of `param.shape`, as it is for DTensors, it would weigh as much as the whole model's."""
+    """State made from a DTensor's `param.shape` would weigh as much as the unsharded model's."""
 
     def check() -> int:
         sharded = fully_shard(nn.Linear(4096, 4096, bias=False, device="cuda"))

@@ -1,4 +1,4 @@
-"""A hook on reduced gradients is shown this rank's shards, and nothing beside them: it may take norms or quantise."""
+"""A hook on reduced gradients is shown this rank's shards alone: the hook may take norms or quantise."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Shown = dict[nn.Module, list[torch.Tensor]]
 
 
 def _watch(model: Stack) -> Shown:
-    """A copy of what the hook of each unit is shown."""
+    """A copy of the buffer shown to the hook of each unit."""
     shown: Shown = {}
     for module in (*model.blocks, model):
         seen = shown.setdefault(module, [])

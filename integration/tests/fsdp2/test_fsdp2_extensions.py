@@ -1,4 +1,4 @@
-"""Tensors that say themselves what is gathered: `fsdp_pre_all_gather` and `fsdp_post_all_gather`."""
+"""Tensors with their own gather format: `fsdp_pre_all_gather` and `fsdp_post_all_gather`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Gathered = tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None
 class Rounded(torch.Tensor):
     """An fp32 tensor that travels as bf16."""
 
-    seen: list[tuple[Any, ...]] = []  # noqa: RUF012  of this process: ranks are processes
+    seen: list[tuple[Any, ...]] = []  # noqa: RUF012  shared by a process: ranks are processes
 
     @staticmethod
     def __new__(cls, data: torch.Tensor) -> Self:
@@ -94,16 +94,16 @@ class Rounded(torch.Tensor):
 
 
 class Releasing(Rounded):
-    """Says that what it makes of the gathered bytes has memory of its own; torch before 2.15 does not ask."""
+    """Declares separate memory for unsharded tensor and gathered bytes; torch before 2.15 does not ask."""
 
     def fsdp_should_release_all_gather_outputs_after_post_all_gather(self) -> bool:
         return True
 
 
 class Halved(Rounded):
-    """Says what is gathered, and not what is made of it."""
+    """Defines the gathered payload, and no conversion of the gathered payload."""
 
-    fsdp_post_all_gather = property()  # `hasattr` is False of it
+    fsdp_post_all_gather = property()  # `hasattr` returns False
 
 
 class Misread(Rounded):
@@ -241,7 +241,7 @@ def test_the_mesh_that_a_tensor_is_told_is_the_one_it_is_gathered_over(api: Api)
 
 
 class TravellingPair(TwoTensor):
-    """Two equal tensors, which both travel. It computes as a pair, so its gradient is one."""
+    """Two equal tensors; both travel. The pair computes as a pair, so the gradient is a pair."""
 
     def fsdp_pre_all_gather(
         self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: tuple[int, ...], module: nn.Module, mp_policy: Any
@@ -281,7 +281,7 @@ def _parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def _assert_gradients_of_pairs(api: Api, num_microbatches: int, hidden: int = 9, **options: Any) -> None:
-    """A model of pairs trains as its twin of plain weights does, which other tests compare with unsharded ones."""
+    """Assert that a model of pairs trains as the twin of plain weights, compared with unsharded models elsewhere."""
     plain, paired = twins(lambda: Stack(hidden=hidden))
     _pair_weights(paired)
     for model in (plain, paired):

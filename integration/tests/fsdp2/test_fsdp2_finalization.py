@@ -1,4 +1,4 @@
-"""Backwards whose end is a call of its own, as pipeline schedules of torch have it; memory that keeps its address."""
+"""Backwards ended by an explicit call, as in torch's pipeline schedules; memory with a constant address."""
 
 from collections.abc import Callable
 from functools import partial
@@ -48,7 +48,7 @@ def _backward(model: nn.Module, seed: int) -> None:
 
 
 def _microbatches(model: Any, *, num: int = 3, seed: int = 0) -> None:
-    """As a schedule has them: nothing is reduced, parameters stay, and then both are wanted."""
+    """Microbatches of a schedule: no reduction and no reshard, until the last microbatch asks for both."""
     model.set_requires_gradient_sync(False)
     model.set_reshard_after_backward(False)
     for microbatch in range(num):
@@ -216,7 +216,7 @@ def test_what_cannot_be_finalized_is_refused_and_after_a_reset_it_goes_on(finali
     on_ranks(scenario)
 
 
-# -- memory that stays ------------------------------------------------------------------------------------------------
+# -- persistent memory ------------------------------------------------------------------------------------------------
 
 
 def test_unsharded_parameters_may_keep_their_addresses(keeping: Api) -> None:

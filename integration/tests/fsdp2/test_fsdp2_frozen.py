@@ -1,4 +1,4 @@
-"""Frozen parameters: gathered with the others, never reduced, and free to thaw."""
+"""Frozen parameters: gathered with trained parameters, never reduced, and free to thaw."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""Ignored parameters: left where and what they are, and whoever looks after them does so."""
+"""Ignored parameters stay unchanged in place, and the user's own code takes care of ignored parameters."""
 
 from collections.abc import Iterator
 
@@ -101,7 +101,7 @@ def test_replication_around_units_leaves_them_alone(api: Api) -> None:
 
 
 class _Run(torch.nn.Module):
-    """The blocks as one module with a forward, which a stack iterates over as over one block."""
+    """The blocks as a single module with a forward; a stack iterates over the module as over a block."""
 
     def __init__(self, blocks: torch.nn.ModuleList) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What fully_shard makes of a module: its parameters, its class, its mesh, and modules built on the meta device."""
+"""The result of fully_shard on a module: parameters, class, mesh, and modules built on the meta device."""
 
 import itertools
 from collections.abc import Callable
@@ -144,7 +144,7 @@ def test_a_mesh_is_made_over_all_ranks_unless_one_is_given(api: Api) -> None:
 
 
 def test_blocks_made_and_sharded_one_after_another_are_told_apart(api: Api) -> None:
-    """Nothing is remembered by an address that a later parameter can get."""
+    """No record is keyed by an address, since a later parameter can get the address."""
 
     def scenario() -> None:
         model = nn.Sequential()
@@ -170,7 +170,7 @@ def test_every_unit_has_a_state_and_no_two_share_one(api: Api) -> None:
 
 
 def test_a_state_names_its_parameters_from_the_outermost_unit_on(api: Api) -> None:
-    """Private names: torch's own tests and tools read them."""
+    """Private names, read by torch's own tests and tools."""
 
     def scenario() -> None:
         model = shard(api, Stack(num_blocks=2))
@@ -215,7 +215,7 @@ def test_a_state_says_whether_its_parameters_are_unsharded_and_which_modules_are
 
 
 class _Buffered(nn.Linear):
-    """Has a buffer, and a method that initialises it too."""
+    """A module with a buffer, and a method for initialising both parameter and buffer."""
 
     offset: torch.Tensor
 

@@ -1,4 +1,4 @@
-"""Where a parameter is cut: along a dim of the user's choice, and after forward over fewer ranks."""
+"""Placement of a parameter: along a dim of the user's choice, and after forward over fewer ranks."""
 
 import torch
 from fsdp2_models import (
