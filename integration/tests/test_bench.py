@@ -90,7 +90,7 @@ def test_rows_in_float8_compare_with_rows_of_their_format_alone() -> None:
     assert "Expected torchao or a recipe of Transformer Engine as float8 of fsdp2, got 'row'." in failed.error
 
 
-def test_the_commit_is_told_where_there_is_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_report_names_the_commit_if_any(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for command in (["init", "-q"], ["add", "bench.py"], ["commit", "-qm", "all"]):
         (tmp_path / "bench.py").touch()
         identity = ["-c", "user.name=n", "-c", "user.email=e", "-c", "commit.gpgsign=false"]
@@ -126,7 +126,7 @@ def test_steps_that_overlap_with_other_things_lose_nothing() -> None:
     assert len(losses) == 1
 
 
-def test_a_backend_that_fails_has_its_error_in_its_row_and_the_others_go_on() -> None:
+def test_a_failed_backend_has_an_error_row_and_further_backends_run() -> None:
     packages = {
         "megatron_fsdp": "megatron-fsdp 0.6.1",
         "megatron_fsdp_experimental": "megatron-fsdp 0.6.1",
@@ -277,7 +277,7 @@ def test_blocks_are_compiled_once_for_all_if_told_so(backend: str) -> None:
         ("lamella:placements=DDP", 0, {"all_reduce": NUM_BLOCKS + 1}),
     ],
 )
-def test_options_change_what_is_communicated(variant: str, num_gathers: int, num_reductions: dict[str, int]) -> None:
+def test_options_change_the_collectives(variant: str, num_gathers: int, num_reductions: dict[str, int]) -> None:
     assert _counts(variant) == ({"all_gather": num_gathers} if num_gathers else {}) | num_reductions
 
 
@@ -310,7 +310,7 @@ def test_phases_are_told_for_every_backend_and_host_time_for_every_unit(
     assert "| backend | span | compute | collectives | exposed |" in report.markdown()
 
 
-def test_a_row_without_its_phases_keeps_its_speed_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_without_phases_keeps_the_speed_and_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("no profiler here")
 
@@ -449,7 +449,7 @@ def test_bad_options_are_refused_before_any_work(arguments: list[str], capsys: p
         ("fsdp2:separate=yes", "Expected separate= with true or false, got 'yes' in"),
     ],
 )
-def test_a_bad_variant_is_refused_with_what_is_known(
+def test_a_bad_variant_is_refused_with_the_known_names(
     variant: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(ValueError, match=message):

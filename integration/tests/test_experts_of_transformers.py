@@ -76,7 +76,7 @@ def _train(family: str, is_scheduled: bool, stage: Any, experts: str = "eager") 
         ),
     ],
 )
-def test_scheduled_bits_are_those_of_the_models_own_forward(family: str, stage: Any, num_ranks: int) -> None:
+def test_scheduled_bits_equal_the_models_own_forward(family: str, stage: Any, num_ranks: int) -> None:
     def on_each_rank() -> tuple[int, list[torch.Tensor]]:
         plain, scheduled = (_train(family, is_scheduled, stage) for is_scheduled in (False, True))
         num_losses = STEPS * MICROBATCHES
@@ -89,7 +89,7 @@ def test_scheduled_bits_are_those_of_the_models_own_forward(family: str, stage: 
         assert all(abs(losses[i] - losses[-MICROBATCHES:][i]) > 1e-3 for i in range(MICROBATCHES)), "nothing changed"
 
 
-def test_given_positions_without_a_mask_are_those_of_the_models_own_forward() -> None:
+def test_explicit_positions_without_a_mask_equal_the_models_own_forward() -> None:
     def alone() -> list[list[float]]:
         losses_by_family = []
         for family in ("mixtral", "qwen2_moe, sliding window", "qwen3_5_moe"):

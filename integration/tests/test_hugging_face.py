@@ -61,7 +61,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("layout", ["even", "flat"])
 @pytest.mark.parametrize("max_shard_nbytes", [1 << 30, 200_000])
-def test_what_ranks_write_from_their_shards_gives_the_same_logits(
+def test_files_written_from_shards_give_the_same_logits(
     published: Path, tmp_path: Path, layout: str, max_shard_nbytes: int
 ) -> None:
     def write() -> None:
@@ -119,7 +119,7 @@ def test_one_file_of_torch_save_loads_into_the_module(published: Path, tmp_path:
     assert torch.equal(_logits(model), _logits(_model()))
 
 
-def test_float8_is_what_transformers_takes_it_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transformers_reads_the_same_float8_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # The quantizer requires accelerate, a package that places weights on accelerators.
     monkeypatch.setattr(quantizer_finegrained_fp8, "is_accelerate_available", lambda *_: True)
     plain = _model(dtype=torch.bfloat16)

@@ -104,19 +104,19 @@ def test_a_model_trains_and_generates_as_with_fsdp2_bit_by_bit(team: Team, name:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "way"), _cases(FEW, tuple(WAYS)[1:3] + tuple(WAYS)[4:]))
-def test_it_does_so_however_units_are_made(team: Team, name: str, way: str) -> None:
+def test_lamella_computes_the_same_for_all_options_of_units(team: Team, name: str, way: str) -> None:
     team.run(partial(_compare, FEW[name], WAYS[way]))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "way"), _cases(MANY, tuple(WAYS)[:4]))
-def test_many_more_do(team: Team, name: str, way: str) -> None:
+def test_lamella_computes_the_same_for_many_more_models(team: Team, name: str, way: str) -> None:
     team.run(partial(_compare, MANY[name], WAYS[way]))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "mixtral", "bert", "transformer of torch"])
-def test_compiled_blocks_do(team: Team, name: str) -> None:
+def test_lamella_computes_the_same_for_compiled_blocks(team: Team, name: str) -> None:
     team.run(partial(_compare, FEW[name], Way(compiled=True)))
 
 

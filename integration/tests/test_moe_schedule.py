@@ -64,7 +64,7 @@ SOME = [("ZERO1", 2, False, True), ("ZERO2", 4, True, False), ("ZERO3", 2, True,
     ("stage", "world", "is_delayed", "has_shared"),
     [pytest.param(*case, marks=[] if case in SOME else pytest.mark.slow) for case in ALL],
 )
-def test_losses_and_weights_are_those_of_hooks(stage: str, world: int, is_delayed: bool, has_shared: bool) -> None:
+def test_losses_and_weights_equal_training_by_hooks(stage: str, world: int, is_delayed: bool, has_shared: bool) -> None:
     def on_each_rank() -> list[int]:
         plain = train(sharded(2, stage, has_shared=has_shared, is_delayed=is_delayed), plain_step)
         learned = sum(plain[:MICROBATCHES]) - sum(plain[(STEPS - 1) * MICROBATCHES : STEPS * MICROBATCHES])
@@ -82,7 +82,7 @@ def test_losses_and_weights_are_those_of_hooks(stage: str, world: int, is_delaye
     assert run_ranks(on_each_rank, world) == [[0, 0]] * world
 
 
-def test_the_bits_are_near_those_of_one_rank() -> None:
+def test_the_results_are_near_a_single_ranks() -> None:
     def alone() -> list[list[torch.Tensor]]:
         model = MoE(LAYERS, has_shared=True)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)

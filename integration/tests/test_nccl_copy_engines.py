@@ -42,7 +42,7 @@ def _shards(numels: Sequence[int], turn: int) -> list[torch.Tensor]:
 
 @MANY_RANKS
 @pytest.mark.parametrize("in_place", [True, False])
-def test_it_gathers_what_a_ring_gathers(num_ranks: int, in_place: bool) -> None:
+def test_copy_engines_gather_the_bytes_of_a_ring(num_ranks: int, in_place: bool) -> None:
     """Into transient buffers, beside compute, with a late rank in turn."""
 
     def check() -> None:
@@ -80,7 +80,7 @@ def test_it_gathers_what_a_ring_gathers(num_ranks: int, in_place: bool) -> None:
 
 
 @pytest.mark.gpu2
-def test_a_gather_that_was_captured_first_leaves_the_next_nothing_that_its_graph_has_yet_to_write() -> None:
+def test_a_captured_gather_leaves_no_pending_flags_for_the_next_gather() -> None:
     """An eager gather into the same place comes before the first replay: peers would wait for a word for ever."""
     numel = 1 << 20
 

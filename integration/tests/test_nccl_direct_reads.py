@@ -77,7 +77,7 @@ def _assert_trains_alike(num_ranks: int, run: Callable[[nn.Module, bool], list[f
 
 
 @ALL_RANKS
-def test_what_is_read_directly_trains_as_on_one_unsharded_gpu(num_ranks: int) -> None:
+def test_weights_read_directly_train_as_on_one_unsharded_gpu(num_ranks: int) -> None:
     def run(model: nn.Module, is_sharded: bool) -> list[float]:
         if is_sharded:
             _shard(model)
@@ -87,7 +87,7 @@ def test_what_is_read_directly_trains_as_on_one_unsharded_gpu(num_ranks: int) ->
 
 
 @ALL_RANKS
-def test_in_bf16_what_is_read_directly_is_freed_after_every_step(num_ranks: int) -> None:
+def test_in_bf16_weights_read_directly_are_freed_after_every_step(num_ranks: int) -> None:
     def check() -> None:
         model = _make()
         _shard(model, MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))

@@ -118,7 +118,7 @@ def test_a_finalized_step_is_one_whose_last_microbatch_is_reduced(way: str) -> N
 
 
 @EVERY_WAY
-def test_kept_storage_has_one_address_and_weighs_what_it_holds(way: str) -> None:
+def test_kept_storage_has_one_address_and_the_size_of_its_parameters(way: str) -> None:
     def check() -> None:
         use_repeatable_kernels()
         results: list[tuple[list[torch.Tensor], list[tuple[str, int]], int]] = []
@@ -174,7 +174,7 @@ def _keep_vectors(parameter: nn.Parameter) -> torch.dtype | None:
 
 @pytest.mark.parametrize("way", ["even", "flat", "replicas"])
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # norms compute in fp32 on bf16 inputs
-def test_parameters_that_keep_their_dtype_are_gathered_in_it_beside_the_others(way: str) -> None:
+def test_parameters_with_a_constant_dtype_are_gathered_in_that_dtype(way: str) -> None:
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16, reduce_dtype=torch.float32, param_dtype_override_fn=_keep_vectors
     )

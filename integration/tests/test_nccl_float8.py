@@ -94,7 +94,9 @@ def _encoded_whole(recipe: Float8Recipe | MXFP8Recipe, weight: torch.Tensor) -> 
 
 @DEVICES
 @pytest.mark.parametrize("name", [name for name in RECIPES if name != "delayed"])
-def test_gathered_bytes_are_those_of_the_whole_encoded_on_the_cpu(device: Device, num_ranks: int, name: str) -> None:
+def test_gathered_bytes_equal_the_unsharded_weight_encoded_on_the_cpu(
+    device: Device, num_ranks: int, name: str
+) -> None:
     recipe = RECIPES[name]
 
     def compare() -> int:

@@ -75,7 +75,7 @@ def _whole_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 @EVERY_WAY
-def test_gradients_are_clipped_by_the_norm_of_all_of_them(way: str) -> None:
+def test_gradients_are_clipped_by_the_norm_of_all_gradients(way: str) -> None:
     def clipped(model: nn.Module, norm_type: float, clip: Any) -> None:
         _backward(model)
         before = _whole_gradients(model)
@@ -118,7 +118,7 @@ def test_clipping_is_one_collective_of_four_bytes_and_the_host_does_not_wait(lay
 
 
 @EVERY_WAY
-def test_each_parameters_norm_is_that_of_its_whole_gradient(way: str) -> None:
+def test_each_parameters_norm_is_the_norm_of_the_unsharded_gradient(way: str) -> None:
     def check() -> None:
         model = _sharded(way)
         _backward(model)
@@ -156,7 +156,7 @@ def test_who_asks_for_norms_waits_for_gradients_that_are_late() -> None:
 
 
 @EVERY_WAY
-def test_nan_and_infinity_spread_by_a_reduction_and_before_it_are_with_the_rank_that_made_them(way: str) -> None:
+def test_nan_and_infinity_are_located_after_a_reduction_and_on_their_rank_before(way: str) -> None:
     def check_of(model: nn.Module, bad: float) -> None:
         _backward(model, bad=bad)
         nonfinite = find_nonfinite(model)

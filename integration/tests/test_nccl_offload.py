@@ -268,7 +268,7 @@ def test_each_gather_costs_one_copy_up_and_each_reduction_one_down(num_ranks: in
 
 
 @pytest.mark.gpu2
-def test_pinned_shards_come_back_from_where_the_model_was_moved_and_others_are_refused() -> None:
+def test_pinned_shards_return_after_the_model_was_moved_and_unpinned_shards_are_refused() -> None:
     def check() -> None:
         for pin_memory in (True, False):
             model = _offloaded(ODD, pin_memory=pin_memory)

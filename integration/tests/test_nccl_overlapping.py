@@ -120,7 +120,7 @@ def _profile_of_steps_that_start_together(**options: Any) -> list[Kernel]:
 
 @pytest.mark.alone
 @pytest.mark.gpu2
-def test_what_forward_gathers_first_is_on_its_way_while_the_optimizer_goes_on() -> None:
+def test_the_first_gather_of_forward_runs_beside_the_optimizer() -> None:
     def profiles() -> tuple[list[Kernel], ...]:
         return tuple(_profile_of_steps_that_start_together(overlap_optimizer=overlap) for overlap in ("false", "true"))
 
@@ -145,7 +145,7 @@ def _profile_of_steps_whose_last_reduction_is_late(**options: Any) -> list[Kerne
 
 @pytest.mark.alone
 @pytest.mark.gpu2
-def test_a_step_updates_others_while_the_last_gradients_are_still_being_reduced() -> None:
+def test_a_step_updates_parameters_while_the_last_gradients_are_being_reduced() -> None:
     """A step without its own waits starts with all gradients; a waiting step starts without the last gradients."""
 
     def profiles() -> tuple[list[Kernel], ...]:

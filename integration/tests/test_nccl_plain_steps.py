@@ -30,7 +30,7 @@ NUM_STEPS = 4
         ("SGD", {"foreach": True, "momentum": 0.9}),
     ],
 )
-def test_steps_are_those_on_dtensors_to_the_bit(num_ranks: int, name: str, options: dict[str, Any]) -> None:
+def test_steps_equal_steps_on_dtensors_bit_by_bit(num_ranks: int, name: str, options: dict[str, Any]) -> None:
     task = TASKS["llama"]
 
     def weights_after(*, on_dtensors: bool) -> dict[str, torch.Tensor]:

@@ -158,7 +158,7 @@ SLACK = 16 * MIB  # temporaries; a block is 116 MiB in bf16
 
 
 @MANY_RANKS
-def test_a_reduction_holds_what_arrives_and_nothing_in_fp32_but_its_shards(num_ranks: int) -> None:
+def test_a_reduction_holds_arriving_gradients_and_in_fp32_only_shards(num_ranks: int) -> None:
     numel = 32 * MIB
 
     def largest_nbytes() -> int:

@@ -159,7 +159,7 @@ def test_bf16_training_equals_torch_fsdp2_bit_by_bit(name: str, num_ranks: int, 
         torch.testing.assert_close(ours.weights, theirs.weights, rtol=0.0, atol=weight_tolerance)
 
 
-def test_names_and_shapes_are_those_of_the_unsharded_model() -> None:
+def test_names_and_shapes_equal_the_unsharded_models() -> None:
     def names() -> dict[str, torch.Size]:
         model = cast(nn.Module, shard(TASKS["llama"].model(), fully_shard))
         return {name: parameter.shape for name, parameter in model.named_parameters()}

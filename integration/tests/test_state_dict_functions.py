@@ -180,7 +180,7 @@ def test_a_state_dict_is_fsdp2s(options: dict[str, Any], device: Device) -> None
 
 @ON_BOTH
 @pytest.mark.parametrize("options", GIVEN.values(), ids=GIVEN)
-def test_a_model_goes_on_from_a_state_dict_that_it_was_given(options: dict[str, Any], device: Device) -> None:
+def test_a_model_trains_on_from_a_loaded_state_dict(options: dict[str, Any], device: Device) -> None:
     run_in_both(partial(loaded_state, options=options), device=device)
 
 

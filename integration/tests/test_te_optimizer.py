@@ -111,7 +111,7 @@ def test_bf16_weights_have_masters_that_a_state_dict_keeps(moments: torch.dtype)
     run_ranks(check, 2, device="cuda")
 
 
-def test_its_state_weighs_what_the_shards_weigh() -> None:
+def test_the_state_has_the_size_of_the_shards() -> None:
     """State made from a DTensor's `param.shape` would weigh as much as the unsharded model's."""
 
     def check() -> int:
@@ -127,7 +127,7 @@ def test_its_state_weighs_what_the_shards_weigh() -> None:
         assert 2 * shard_nbytes <= grown < 2 * shard_nbytes + 2**20
 
 
-def test_left_to_itself_it_is_refused_before_it_writes() -> None:
+def test_fused_adam_without_local_shards_is_refused_before_writing() -> None:
     def check() -> None:
         sharded = fully_shard(_model())
         before = [p.to_local().clone() for p in sharded.parameters() if isinstance(p, DTensor)]

@@ -121,7 +121,7 @@ def test_parameters_may_stay_after_backward(api: Api) -> None:
     on_ranks(scenario)
 
 
-def test_a_pipeline_may_gather_ahead_and_keep_what_it_gathered(api: Api) -> None:
+def test_a_pipeline_may_prefetch_and_keep_gathered_parameters(api: Api) -> None:
     def scenario(explicit: bool, reshard_after_backward: bool) -> None:
         expected, model = twins()
         shard(api, model, reshard_after_forward=False)

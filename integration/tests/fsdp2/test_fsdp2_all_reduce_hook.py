@@ -90,7 +90,7 @@ def test_a_hook_is_shown_a_narrow_reduction_in_its_dtype(api: Api) -> None:
     on_ranks(scenario)
 
 
-def test_over_replicas_a_hook_is_shown_what_all_of_them_have(api: Api) -> None:
+def test_over_replicas_a_hook_is_shown_the_reduction_of_all_replicas(api: Api) -> None:
     def scenario(hidden: int, num_microbatches: int) -> None:
         expected, model = twins(lambda: Stack(hidden=hidden))
         shown = _watch(shard(api, model, mesh=grid("outer", "inner")))
@@ -105,7 +105,7 @@ def test_over_replicas_a_hook_is_shown_what_all_of_them_have(api: Api) -> None:
     on_ranks(scenario, 4, cases=((8, 1), (9, 1), (9, 2)))
 
 
-def test_what_a_hook_changes_in_place_is_installed(api: Api) -> None:
+def test_in_place_changes_of_a_hook_are_installed(api: Api) -> None:
     """Clipping by the unit's own norm, as FSDP2's users do in the hook."""
 
     def scenario(options: dict[str, Any]) -> None:

@@ -139,7 +139,7 @@ def _assert_trains_on_rounded_weights(expected: nn.Module, model: nn.Module) -> 
         assert_close(gradient, expected_chunk, name)
 
 
-def test_a_tensor_that_says_half_of_it_is_refused_in_fsdp2s_words(api: Api) -> None:
+def test_a_tensor_with_half_the_extension_is_refused_in_fsdp2s_words(api: Api) -> None:
     def scenario(kind: type[Rounded], words: str) -> None:
         _, model = twins()
         _round_weights(model, kind)
@@ -210,7 +210,7 @@ def _five_arguments(function: Any, tensor: torch.Tensor) -> Any:
     return bound
 
 
-def test_methods_on_a_plain_local_tensor_decide_what_travels(api: Api) -> None:
+def test_methods_on_a_plain_local_tensor_decide_the_payload(api: Api) -> None:
     def scenario(reshard: bool) -> None:
         expected, model = twins(lambda: nn.Sequential(Block(hidden=8), Block(hidden=8)))
         for module in (*model, model):
@@ -227,7 +227,7 @@ def test_methods_on_a_plain_local_tensor_decide_what_travels(api: Api) -> None:
     on_ranks(scenario, cases=(True, False))
 
 
-def test_the_mesh_that_a_tensor_is_told_is_the_one_it_is_gathered_over(api: Api) -> None:
+def test_a_tensor_receives_the_mesh_of_its_gather(api: Api) -> None:
     def scenario() -> None:
         model = nn.Sequential(Block(hidden=8))
         api.fully_shard(model, mesh=grid("outer", "inner"))

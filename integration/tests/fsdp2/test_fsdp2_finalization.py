@@ -110,7 +110,7 @@ def test_a_single_backward_may_be_finalized(finalizing: Api) -> None:
     on_ranks(scenario, cases=(False, True))
 
 
-def test_replicas_are_reduced_over_when_it_is_finalized(finalizing: Api) -> None:
+def test_finalization_reduces_over_replicas(finalizing: Api) -> None:
     def scenario() -> None:
         expected, model = twins()
         shard(finalizing, model, mesh=grid("outer", "inner"))
@@ -126,7 +126,7 @@ def test_replicas_are_reduced_over_when_it_is_finalized(finalizing: Api) -> None
     on_ranks(scenario, 4)
 
 
-def test_where_no_unit_was_reached_there_is_nothing_to_finalize(finalizing: Api) -> None:
+def test_a_backward_that_reached_no_unit_has_nothing_to_finalize(finalizing: Api) -> None:
     def scenario() -> None:
         expected, model = twins()
         shard(finalizing, model)

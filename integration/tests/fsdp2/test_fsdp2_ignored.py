@@ -53,7 +53,7 @@ def test_a_unit_all_of_whose_parameters_are_ignored_communicates_nothing(api: Ap
     on_ranks(scenario)
 
 
-def test_ddp_may_look_after_what_a_unit_ignores(api: Api) -> None:
+def test_ddp_may_replicate_ignored_parameters(api: Api) -> None:
     def scenario() -> None:
         expected, model = twins()
         ignored = set(model.blocks[1].parameters())

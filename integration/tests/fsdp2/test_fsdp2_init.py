@@ -60,7 +60,7 @@ def test_ranks_with_different_weights_keep_the_rows_of_their_own(api: Api) -> No
     on_ranks(scenario, 2)
 
 
-def test_a_unit_is_of_a_class_of_its_own_and_still_of_the_old_one(api: Api) -> None:
+def test_a_unit_has_a_new_class_derived_from_the_modules_class(api: Api) -> None:
     def scenario() -> None:
         model = nn.Sequential(Block(), Block(), Block())
         assert api.fully_shard(model[0]) is model[0]
@@ -78,7 +78,7 @@ def test_a_unit_is_of_a_class_of_its_own_and_still_of_the_old_one(api: Api) -> N
     on_ranks(scenario, 1)
 
 
-def test_a_unit_owns_what_no_unit_inside_it_owns(api: Api) -> None:
+def test_a_unit_owns_the_parameters_of_no_inner_unit(api: Api) -> None:
     def scenario() -> None:
         model: Any = Stack()
         shard(api, model)

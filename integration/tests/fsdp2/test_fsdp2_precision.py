@@ -33,7 +33,7 @@ KEEPS_MAIN_DTYPE = torch.__version__ >= "2.15"
 LOW = ((BF16, None), (BF16, FP32), (BF16, BF16), (FP16, FP32), (None, BF16))
 
 
-def test_gradients_are_those_of_a_cast_model_reduced_in_the_reduce_dtype(api: Api) -> None:
+def test_gradients_equal_a_cast_models_reduced_in_the_reduce_dtype(api: Api) -> None:
     """The twin computes on a cast copy, and the test sums the twin's gradients in the reduce dtype."""
 
     def scenario(param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None) -> None:

@@ -187,7 +187,7 @@ def test_axes_of_data_parallelism_are_named_on_a_mesh_of_all_axes(api: Api) -> N
     on_ranks(scenario, 4, cases=DIMS)
 
 
-def test_named_axes_communicate_what_their_kind_needs(api: Api) -> None:
+def test_named_axes_communicate_by_their_kind(api: Api) -> None:
     def scenario(case: str, expected_counts: dict[str, int]) -> None:
         mesh = grid("dp", "tp")
         model = Stack()

@@ -89,7 +89,7 @@ def test_a_single_rank_communicates_nothing(api: Api) -> None:
 # -- what the modules hold --------------------------------------------------------------------------------------------
 
 
-def test_after_forward_modules_hold_what_the_flag_says(api: Api) -> None:
+def test_after_forward_modules_hold_parameters_by_the_flag(api: Api) -> None:
     def scenario(reshard: bool | None, nested: bool) -> None:
         _, model = twins()
         if nested:

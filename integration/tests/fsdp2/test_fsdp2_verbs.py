@@ -121,7 +121,7 @@ def _gathers_seen_by(model: Stack, x: torch.Tensor) -> tuple[list[int], list[int
     return forward, backward
 
 
-def test_units_are_gathered_ahead_as_they_are_told(api: Api) -> None:
+def test_units_are_prefetched_as_requested(api: Api) -> None:
     def scenario() -> None:
         expected, model = twins(lambda: Stack(5))
         shard(api, model, reshard_after_forward=True)
@@ -321,7 +321,7 @@ def test_the_old_name_of_the_divide_factor_still_works(api: Api) -> None:
     on_ranks(scenario, 1)
 
 
-def test_a_single_rank_divides_only_by_a_factor_it_was_given(api: Api) -> None:
+def test_a_single_rank_divides_only_by_an_explicit_factor(api: Api) -> None:
     def scenario(factor: float | None) -> None:
         model: Any = nn.Linear(3, 2, bias=False)
         api.fully_shard(model)
@@ -333,7 +333,7 @@ def test_a_single_rank_divides_only_by_a_factor_it_was_given(api: Api) -> None:
     on_ranks(scenario, 1, cases=(None, 1.0, 2.0))
 
 
-def test_a_hook_sees_what_was_reduced_and_may_change_it(api: Api) -> None:
+def test_a_hook_sees_reduced_gradients_and_may_change_gradients(api: Api) -> None:
     def scenario() -> None:
         expected, model = twins()
         shard(api, model)
