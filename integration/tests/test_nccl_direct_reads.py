@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lamella_engine import MixedPrecisionPolicy, declare_reads, fully_shard
+from lamella_integration.tasks import unsharded
 from lamella_optim import shard_optimizer
 from lamella_testing import run_ranks
 
@@ -61,17 +62,13 @@ def _train(model: nn.Module, optimizer: torch.optim.Optimizer, num_steps: int) -
     return losses
 
 
-def _full_value(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
-
-
 def _assert_trains_alike(num_ranks: int, run: Callable[[nn.Module, bool], list[float]]) -> None:
     def check() -> None:
         models = (_make(), _make())
         expected, got = (run(model, is_sharded) for model, is_sharded in zip(models, (False, True), strict=True))
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=0.0)
         for a, b in zip(*(model.parameters() for model in models), strict=True):
-            torch.testing.assert_close(_full_value(b), _full_value(a), rtol=0.0, atol=1e-3)
+            torch.testing.assert_close(unsharded(b).detach(), unsharded(a).detach(), rtol=0.0, atol=1e-3)
 
     run_ranks(check, num_ranks, device="cuda")
 

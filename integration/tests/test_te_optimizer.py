@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lamella_engine import fully_shard
+from lamella_integration.tasks import unsharded
 from lamella_optim import step_on_local_shards
 from lamella_testing import run_ranks
 
@@ -62,14 +63,10 @@ def _on_shards(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
     return step_on_local_shards(_fused_adam(model, **options))
 
 
-def _full_value(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
-
-
 def _assert_close(sharded: nn.Module, reference: nn.Module, **tolerance: Any) -> None:
     for (name, got), expected_parameter in zip(sharded.named_parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(
-            _full_value(got), expected_parameter.detach(), **tolerance, msg=partial("{}: {}".format, name)
+            unsharded(got).detach(), expected_parameter.detach(), **tolerance, msg=partial("{}: {}".format, name)
         )
 
 
