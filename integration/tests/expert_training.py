@@ -89,7 +89,7 @@ def sharded(
 ) -> nn.Module:
     """Experts on `ep` ranks and sharded over the other ranks, all else sharded over all ranks."""
     world = dist.get_world_size()
-    if device != "cpu":  # models on the meta device stay there
+    if device != "cpu":  # models on the meta device stay on meta
         model.to(device)
     spread_experts(model, init_device_mesh(device, (world // ep, ep), mesh_dim_names=("edp", "ep")))
     if recipe:
@@ -99,7 +99,7 @@ def sharded(
 
 
 def float8_policy(model: Any, recipe: Float8Recipe) -> MixedPrecisionPolicy:
-    """The layers' matrices in a recipe's format, all else in its compute dtype."""
+    """The layers' matrices in a recipe's format, other parameters in the compute dtype."""
     return MixedPrecisionPolicy(recipe.compute_dtype, torch.float32, recipe=matrices_of(model.model.layers, recipe))
 
 
@@ -116,7 +116,7 @@ def batches_of(rank: int) -> list[Batch]:
 
 
 def plain_step(model: nn.Module, batches: list[Batch]) -> list[torch.Tensor]:
-    """Forward and backward by hooks, one microbatch after the other."""
+    """Forward and backward by hooks, microbatch after microbatch."""
     losses = []
     for i, batch in enumerate(batches):
         cast(FSDPModule, model).set_is_last_backward(i == len(batches) - 1)

@@ -1,4 +1,4 @@
-"""What tests on four GPUs share: meshes over them, and ways to shard over those."""
+"""Set-ups of tests on four GPUs: meshes, and ways to shard over meshes."""
 
 from collections.abc import Callable
 from functools import cache
@@ -13,7 +13,7 @@ Options = Callable[[], dict[str, Any]]
 
 @cache
 def mesh(*shape: int) -> DeviceMesh:
-    """All ranks as one axis, or as outer by inner."""
+    """All ranks as a single axis, or as outer by inner."""
     return init_device_mesh("cuda", shape, mesh_dim_names=("outer", "inner")[-len(shape) :])
 
 

@@ -1,4 +1,4 @@
-"""What tests of late streams share: batches with a row for each microbatch of four ranks, and streams that sleep."""
+"""Set-ups of tests of late streams: batches with a row for each microbatch of four ranks, and sleeping streams."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,11 +14,11 @@ from lamella_integration.repeatable import use_repeatable_kernels
 from lamella_integration.tasks import TASKS, Batch, Recipe, Task, Trace, train
 from lamella_testing import run_ranks
 
-LONGEST_SLEEP = 400_000  # cycles: 0.2 ms, longer than any of these models' kernels and copies
+LONGEST_SLEEP = 400_000  # cycles: 0.2 ms, longer than any of the models' kernels and copies
 
 
 def _two_rows_a_rank(task: Task) -> Task:
-    """Two batches as one, so that each of four ranks has a row for either microbatch."""
+    """Join two batches, so that each of four ranks has a row for either microbatch."""
 
     def draw(generator: torch.Generator) -> Batch:
         (x, y), (more_x, more_y) = task.draw(generator), task.draw(generator)
@@ -31,7 +31,7 @@ LLAMA, ODD = _two_rows_a_rank(TASKS["llama"]), TASKS["odd"]
 
 
 def delay_streams(model: nn.Module, streams: Streams) -> None:
-    """Let one stream or another sleep at random points of forward and backward; on each rank others."""
+    """Let random streams sleep at random points of forward and backward, differently on each rank."""
     choose = Random(dist.get_rank())
     engines = [streams.all_gather_stream, streams.reduce_scatter_stream, streams.all_reduce_stream]
 
@@ -54,13 +54,13 @@ def assert_no_bit_changes_when_late(
     num_ranks: int,
     training: Callable[[Task, nn.Module, Recipe], Trace] = train,
 ) -> None:
-    """Train twice, with streams in time and with streams that are late: a missing wait shows as another bit.
+    """Train twice, with punctual and with late streams: a missing wait shows as a changed bit.
 
     Args:
         task: With a row for each microbatch of every rank.
         sharded: Makes the model; called on each rank, once for either run.
-        recipe: What both runs do.
-        num_ranks: One a GPU.
+        recipe: Steps and learning rate of both runs.
+        num_ranks: Number of ranks, each on a GPU.
         training: How a run goes.
     """
 

@@ -16,20 +16,20 @@ from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 Inputs = dict[str, Any]
 
 VOCAB = 64
-IMAGE = 60  # the token that stands for a part of an image
+IMAGE = 60  # the token in place of a part of an image
 NUM_ROWS = 2
 LENGTH = 12
 
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """A model, and what it is given.
+    """A model, and the model's inputs.
 
     Attributes:
-        make: Builds it with random weights, in training mode.
-        draw: Its keyword arguments, from a generator. Labels are among them where the model computes its own loss.
-        generate: Whether it has transformers' `generate`.
-        recomputes: Whether it has `gradient_checkpointing_enable`.
+        make: Builds the model with random weights, in training mode.
+        draw: Draws keyword arguments from a generator, with labels if the model computes the loss.
+        generate: Whether the model has transformers' `generate`.
+        recomputes: Whether the model has `gradient_checkpointing_enable`.
     """
 
     make: Callable[[], nn.Module]
@@ -39,7 +39,7 @@ class Subject:
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """The repeated layers: what outermost lists of modules hold. One that comes twice (shared layers) counts once."""
+    """The repeated layers: the modules of outermost module lists. A shared layer counts once."""
     blocks: dict[nn.Module, None] = {}
     for child in model.children():
         if isinstance(child, nn.ModuleList):
@@ -51,7 +51,7 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 
 # -- sizes ------------------------------------------------------------------------------------------------------------
 
-# What configs of transformers call their sizes. A config takes those that it has.
+# Names of sizes in configs of transformers. A config takes the names of its own fields.
 _SIZES: dict[str, Any] = {
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "embed_dim", "hidden_dim", "lru_width"), 32),
     **dict.fromkeys(("attention_hidden_size", "word_embed_proj_dim", "projection_dim"), 32),
@@ -84,18 +84,18 @@ _SIZES: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
     "decoder_start_token_id": 1,
-    # Ranks that leave out different layers gather different units: no implementation can have that.
+    # Layers dropped at random would differ between ranks: ranks would gather different units.
     **dict.fromkeys(("layerdrop", "encoder_layerdrop", "decoder_layerdrop"), 0.0),
 }
 
 
 def small(kind: str | type[PreTrainedConfig], *, without: tuple[str, ...] = (), **settings: Any) -> PreTrainedConfig:
-    """A config with the sizes above, of its parts too, and with one layer at least of each kind that it has.
+    """A config with the sizes above, of sub-configs too, and with at least one layer of each layer type.
 
     Args:
         kind: The class, or its `model_type`.
-        without: Sizes that it computes itself.
-        settings: What goes before the sizes; a dict for each part.
+        without: Sizes computed by the config itself.
+        settings: Fields with precedence over the sizes; a dict for each sub-config.
     """
     cls = CONFIG_MAPPING[kind] if isinstance(kind, str) else kind
     names, defaults = cls.__dataclass_fields__, cls()
@@ -119,7 +119,7 @@ def small(kind: str | type[PreTrainedConfig], *, without: tuple[str, ...] = (), 
     return config
 
 
-# -- what models are given --------------------------------------------------------------------------------------------
+# -- inputs of models -------------------------------------------------------------------------------------------------
 
 
 def _tokens(generator: torch.Generator, length: int = LENGTH) -> torch.Tensor:
@@ -161,7 +161,7 @@ def _spectra(generator: torch.Generator) -> Inputs:
 
 
 def _images_in_text(generator: torch.Generator, *, kinds: str = "", patches: int = 0) -> Inputs:
-    """Four tokens of each row stand for an image. Some models are told which, or given patches of images in a list."""
+    """Four tokens of each row stand for an image. Some models also take the tokens' kinds, or a list of patches."""
     tokens = _tokens(generator)
     tokens[:, 1:5] = IMAGE
     is_image = tokens == IMAGE
@@ -185,7 +185,7 @@ def _vectors(generator: torch.Generator, *shape: int) -> Inputs:
 def _new(head: str, config: Callable[[], PreTrainedConfig]) -> nn.Module:
     cls = getattr(transformers, head)
     model: nn.Module = cls.from_config(config()) if head.startswith("Auto") else cls(config())
-    return model.train()  # a model that is made by itself is for inference
+    return model.train()  # some classes build models in inference mode
 
 
 def _of(head: str, draw: Callable[[torch.Generator], Inputs], *, generates: bool = False) -> Callable[..., Subject]:
@@ -285,7 +285,7 @@ class _Residual(nn.Module):
 
 
 class _Chain(nn.Module):
-    """Blocks, one after another."""
+    """A chain of blocks."""
 
     def __init__(self, *blocks: nn.Module) -> None:
         super().__init__()
@@ -343,7 +343,7 @@ class _Bags(nn.Module):
 
 
 class _Adapted(nn.Module):
-    """A frozen linear layer and a trained one of low rank beside it."""
+    """A frozen linear layer beside a trained layer of low rank."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -357,7 +357,7 @@ class _Adapted(nn.Module):
 
 
 class _Spectral(nn.Module):
-    """Real and complex parameters in one unit."""
+    """Real and complex parameters in a single unit."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -475,7 +475,7 @@ def _all() -> Iterator[tuple[str, Subject]]:
 
 MANY: dict[str, Subject] = {name: subject for name, subject in _all() if name not in FEW}
 
-# With gradients reduced in a dtype of their own, FSDP2 raises on these.
+# With a separate reduce dtype, FSDP2 raises on the following models.
 FSDP2_RAISES: dict[str, Subject] = {
     "a vision tower without images, two microbatches": _gemma3_without_images(),
     "real and complex parameters in one unit": _chain(_Spectral),

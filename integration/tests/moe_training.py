@@ -66,14 +66,14 @@ def sharded(
 
 
 def microbatches(step: int, rank: int | None = None, num_tokens: int = TOKENS) -> list[torch.Tensor]:
-    """Runs of consecutive tokens, which a model can learn to continue."""
+    """Runs of consecutive tokens, learnable for a model."""
     generator = torch.Generator().manual_seed(1000 * step + (dist.get_rank() if rank is None else rank))
     starts = torch.randint(VOCABULARY, (MICROBATCHES, 1), generator=generator)
     return list((starts + torch.arange(num_tokens)) % VOCABULARY)
 
 
 def plain_step(model: MoE, batches: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Forward and backward by hooks, one microbatch after the other."""
+    """Forward and backward by hooks, microbatch after microbatch."""
     losses = []
     assert isinstance(model, FSDPModule)
     for i, batch in enumerate(batches):

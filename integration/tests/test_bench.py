@@ -1,4 +1,4 @@
-"""The benchmark runs here too, on gloo with a tiny model: rows, losses, failures, and what is made of them."""
+"""The benchmark on gloo with a tiny model: rows, losses, failures, and the report."""
 
 import json
 import subprocess
@@ -9,7 +9,7 @@ from typing import cast
 
 import pytest
 import torch
-import torch._dynamo  # The optimizer imports it: once here instead of once a rank.
+import torch._dynamo  # The optimizer imports torch._dynamo: imported once here, instead of once a rank.
 import torch.distributed as dist
 from torch._dynamo.testing import CompileCounter
 from torch.distributed.fsdp import FSDPModule
@@ -24,7 +24,7 @@ from lamella_integration.report import Failure, HostTime, Measurement, Phases, R
 from lamella_integration.variants import backend_of
 from lamella_testing import load_compiler, run_ranks
 
-# The compiler looks for `.grad` on everything that it sees.
+# The compiler reads `.grad` of every tensor.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 
 CPU = torch.device("cpu")
@@ -80,7 +80,7 @@ def test_rows_in_float8_compare_with_rows_of_their_format_alone() -> None:
     rows = report.measurements()
     assert list(rows) == ["ideal:float8=tensor", *names, "lamella"]
     losses = {name: row.first_loss for name, row in rows.items()}
-    # *ideal* quantises weights that were rounded to bf16 before, as the initial weights are: to the same numbers.
+    # *ideal* quantises weights rounded to bf16 before. Initial weights are rounded too: the numbers are equal.
     assert losses[names[0]] == losses[names[1]] == losses["ideal:float8=tensor"]
     assert len({*losses.values()}) == 4  # tensor, row, block, bf16
     assert all(rows[name].last_loss < rows[name].first_loss for name in names)
@@ -90,7 +90,7 @@ def test_rows_in_float8_compare_with_rows_of_their_format_alone() -> None:
     assert "Expected torchao or a recipe of Transformer Engine as float8 of fsdp2, got 'row'." in failed.error
 
 
-def test_the_commit_is_told_where_there_is_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_report_names_the_commit_if_any(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for command in (["init", "-q"], ["add", "bench.py"], ["commit", "-qm", "all"]):
         (tmp_path / "bench.py").touch()
         identity = ["-c", "user.name=n", "-c", "user.email=e", "-c", "commit.gpgsign=false"]
@@ -126,7 +126,7 @@ def test_steps_that_overlap_with_other_things_lose_nothing() -> None:
     assert len(losses) == 1
 
 
-def test_a_backend_that_fails_has_its_error_in_its_row_and_the_others_go_on() -> None:
+def test_a_failed_backend_has_an_error_row_and_further_backends_run() -> None:
     packages = {
         "megatron_fsdp": "megatron-fsdp 0.6.1",
         "megatron_fsdp_experimental": "megatron-fsdp 0.6.1",
@@ -277,7 +277,7 @@ def test_blocks_are_compiled_once_for_all_if_told_so(backend: str) -> None:
         ("lamella:placements=DDP", 0, {"all_reduce": NUM_BLOCKS + 1}),
     ],
 )
-def test_options_change_what_is_communicated(variant: str, num_gathers: int, num_reductions: dict[str, int]) -> None:
+def test_options_change_the_collectives(variant: str, num_gathers: int, num_reductions: dict[str, int]) -> None:
     assert _counts(variant) == ({"all_gather": num_gathers} if num_gathers else {}) | num_reductions
 
 
@@ -292,7 +292,7 @@ def test_a_mesh_is_replicas_by_shards() -> None:
 def test_phases_are_told_for_every_backend_and_host_time_for_every_unit(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(phases, "NUM_HOST_STEPS", 10)  # The fastest tenth is one.
+    monkeypatch.setattr(phases, "NUM_HOST_STEPS", 10)  # The fastest tenth is a single step.
     report = _run(
         "--backends", "ideal", "lamella", "fsdp2", "--phases", "--steps", "1", "--warmup", "1", "--out", str(tmp_path)
     )
@@ -302,7 +302,7 @@ def test_phases_are_told_for_every_backend_and_host_time_for_every_unit(
         assert row.host is not None
         assert 0 < row.phases.compute_ms < row.phases.span_ms
         assert (row.phases.collectives_ms > 0) == (name != "ideal")
-        assert row.phases.exposed_ms == row.phases.collectives_ms  # One thread computes or waits, here.
+        assert row.phases.exposed_ms == row.phases.collectives_ms  # On gloo a single thread computes or waits.
         assert row.host.total_us > 0
     written = json.loads((tmp_path / "report.json").read_text())
     assert written["rows"]["fsdp2"]["phases"].keys() == Phases.__annotations__.keys()
@@ -310,7 +310,7 @@ def test_phases_are_told_for_every_backend_and_host_time_for_every_unit(
     assert "| backend | span | compute | collectives | exposed |" in report.markdown()
 
 
-def test_a_row_without_its_phases_keeps_its_speed_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_without_phases_keeps_the_speed_and_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("no profiler here")
 
@@ -449,7 +449,7 @@ def test_bad_options_are_refused_before_any_work(arguments: list[str], capsys: p
         ("fsdp2:separate=yes", "Expected separate= with true or false, got 'yes' in"),
     ],
 )
-def test_a_bad_variant_is_refused_with_what_is_known(
+def test_a_bad_variant_is_refused_with_the_known_names(
     variant: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(ValueError, match=message):

@@ -1,4 +1,4 @@
-"""The benchmark of checkpoints runs on the host, and says what it measured."""
+"""The benchmark of checkpoints runs on the host, and prints the measurements."""
 
 from pathlib import Path
 

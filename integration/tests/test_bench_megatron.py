@@ -1,4 +1,4 @@
-"""The benchmark of megatron-core's models: its table, and a run on CPU ranks."""
+"""The benchmark of megatron-core's models: the table, and a run on CPU ranks."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""The benchmark of overlapped all-to-alls: its table, the share hidden in a trace, and a run on CPU ranks."""
+"""The benchmark of overlapped all-to-alls: the table, the share hidden in a trace, and a run on CPU ranks."""
 
 import json
 import subprocess

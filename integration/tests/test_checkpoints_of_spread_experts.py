@@ -1,4 +1,4 @@
-"""Checkpoints of models whose experts are spread: of all experts, for other ranks, other programs and other models."""
+"""Checkpoints of models with spread experts: of all experts, for any ranks, programs and models."""
 
 from __future__ import annotations
 
@@ -248,7 +248,7 @@ def test_torchs_whole_state_dicts_have_all_experts_and_set_a_model_on_other_rank
         weights, state = _whole_states(*training)
         shapes = {name: value.shape for name, value in moe(FAMILY, num_layers=1).state_dict().items()}
         assert {name: value.shape for name, value in weights.items()} == shapes
-        set_model_state_dict(other[0], weights, options=full_options)  # torch puts its own values into the given dicts
+        set_model_state_dict(other[0], weights, options=full_options)  # torch writes values into the argument's dicts
         set_optimizer_state_dict(*other, state, options=full_options)
         pairs = list(zip(_whole_states(*training), _whole_states(*other), strict=True))
         momenta = [(a["state"][name], b["state"][name]) for a, b in pairs[1:] for name in a["state"]]
@@ -265,7 +265,7 @@ def test_torchs_whole_state_dicts_have_all_experts_and_set_a_model_on_other_rank
 def test_gradients_norm_is_that_of_all_experts() -> None:
     def on_each_rank() -> float:
         model, _ = _training(2)
-        plain_step(model, batches_of(0)[:1])  # the same on both ranks: means are the gradients of one
+        plain_step(model, batches_of(0)[:1])  # equal on both ranks: means are the gradients of a single rank
         return float(clip_grad_norm_(model.parameters(), 1.0))
 
     def alone() -> float:

@@ -1,4 +1,4 @@
-"""What a ZeRO-3 step communicates and keeps alive, counted: calls, bytes, unsharded units, gradients."""
+"""Communication and live memory of a ZeRO-3 step, counted: calls, bytes, unsharded units, gradients."""
 
 import math
 from collections.abc import Iterable
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # `full_tensor` and optimizers import it: once here instead of once a rank.
+import torch._dynamo  # `full_tensor` and optimizers import torch._dynamo: imported once here, instead of once a rank.
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -46,13 +46,13 @@ def test_a_step_gathers_each_unit_twice_the_root_once_and_reduces_each_once(
     name: str, num_ranks: int, reduce_dtype: torch.dtype
 ) -> None:
     task = TASKS[name]
-    # bf16 gradients that are added up in fp32 are exchanged as they are: in as many calls and bytes.
+    # bf16 gradients with sums in fp32 are exchanged in bf16: in as many calls and bytes.
     reduction = "all_to_all" if reduce_dtype is torch.float32 else "reduce_scatter"
 
     def counted() -> list[tuple[dict[str, int], int, int]]:
         model = _sharded(task, reduce_dtype)
         steps = []
-        for _ in range(3):  # The first learns the order, the others replay it: none may cost more.
+        for _ in range(3):  # The first step records the order, later steps replay the order: no step may cost more.
             with CollectiveCounter() as counter:
                 _pass(task, model)
             steps.append((counter.counts(), counter.nbytes("all_gather"), counter.nbytes(reduction)))
@@ -90,7 +90,7 @@ class _Lifetimes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.gradients: list[list[StorageWeakRef]] = [[] for _ in units]
         self.peak_unsharded = self.peak_gradients = 0
         for index, unit in enumerate(units):
-            # The hook comes after the unit's own: by then its parameters are plain tensors.
+            # The hook runs after the unit's hook: the unit's parameters are plain tensors by then.
             unit.register_forward_pre_hook(lambda module, _, index=index: self._observe(module, index))
 
     def _observe(self, unit: nn.Module, index: int) -> None:

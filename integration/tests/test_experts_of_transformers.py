@@ -33,7 +33,7 @@ IN_THE_GATE = FAMILIES[:4]
 
 
 def _alone(family: str, num_ranks: int) -> list[list[torch.Tensor]]:
-    """The losses of each rank's microbatches, and no rank but one."""
+    """The losses of each rank's microbatches, computed on a single rank."""
     model = moe(family)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     losses: list[list[torch.Tensor]] = [[] for _ in range(num_ranks)]
@@ -76,7 +76,7 @@ def _train(family: str, is_scheduled: bool, stage: Any, experts: str = "eager") 
         ),
     ],
 )
-def test_scheduled_bits_are_those_of_the_models_own_forward(family: str, stage: Any, num_ranks: int) -> None:
+def test_scheduled_bits_equal_the_models_own_forward(family: str, stage: Any, num_ranks: int) -> None:
     def on_each_rank() -> tuple[int, list[torch.Tensor]]:
         plain, scheduled = (_train(family, is_scheduled, stage) for is_scheduled in (False, True))
         num_losses = STEPS * MICROBATCHES
@@ -89,13 +89,13 @@ def test_scheduled_bits_are_those_of_the_models_own_forward(family: str, stage: 
         assert all(abs(losses[i] - losses[-MICROBATCHES:][i]) > 1e-3 for i in range(MICROBATCHES)), "nothing changed"
 
 
-def test_given_positions_without_a_mask_are_those_of_the_models_own_forward() -> None:
+def test_explicit_positions_without_a_mask_equal_the_models_own_forward() -> None:
     def alone() -> list[list[float]]:
         losses_by_family = []
         for family in ("mixtral", "qwen2_moe, sliding window", "qwen3_5_moe"):
             model = sharded(moe(family), 1)
             batch = {name: tokens for name, tokens in batches_of(0)[0].items() if name != "attention_mask"}
-            positions = torch.arange(20).view(2, 10) // torch.tensor([[1], [2]])  # of each row its own
+            positions = torch.arange(20).view(2, 10) // torch.tensor([[1], [2]])  # different for each row
             batches = [{**batch, "position_ids": positions}, batch]
             losses = [*plain_step(model, batches), *scheduled_step(model, batches)]
             losses_by_family.append([float(loss) for loss in losses])
@@ -135,7 +135,7 @@ Trained = tuple[torch.Tensor, list[torch.Tensor], dict[str, float]]
 
 
 def _train_in_float8(recipe: Float8Recipe, num_spread: int, num_ranks: int) -> Trained:
-    """Losses, by step, of this rank's batches, or of all ranks'; whole weights; and the quantisation's errors."""
+    """Losses, by step, of this rank's or of all ranks' batches; unsharded weights; and errors of quantisation."""
     unsharded = moe("qwen3_moe", num_layers=1)
     model = (
         sharded(unsharded, num_spread, recipe=recipe)
@@ -164,7 +164,7 @@ def _train_in_float8(recipe: Float8Recipe, num_spread: int, num_ranks: int) -> T
     ],
 )
 def test_spread_experts_in_float8_train_as_all_experts_on_one_rank(num_ranks: int, names: list[str]) -> None:
-    """Scales are of matrices, rows and blocks, none of which a rank shares with ranks of other experts."""
+    """Scales are of matrices, rows and blocks, never shared by ranks of different experts."""
 
     def on_each_rank(num_spread: int) -> dict[str, Trained]:
         return {name: _train_in_float8(RECIPES[name], num_spread, num_ranks) for name in names}
@@ -181,7 +181,7 @@ def test_spread_experts_in_float8_train_as_all_experts_on_one_rank(num_ranks: in
 
 
 def _saved_bytes(experts: str, recipe: Float8Recipe | None, num_spread: int) -> tuple[int, list[torch.Tensor]]:
-    """Bytes that autograd keeps between forward and backward, where units are resharded; and the gradients."""
+    """Bytes kept by autograd between forward and backward, with resharding; and the gradients."""
     unsharded = moe("qwen3_moe", experts, 16)  # a row in bf16 is a multiple of 16 bytes, as kernels ask
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     if num_spread:
@@ -226,7 +226,7 @@ def test_ranks_without_tokens_take_part_in_backward() -> None:
         model = cast(Any, moe("mixtral"))
         spread_experts(model, _mesh())
         with torch.no_grad():
-            for layer in model.model.layers:  # every token goes to the same two experts, on one rank
+            for layer in model.model.layers:  # every token goes to the same two experts, on a single rank
                 layer.mlp.gate.weight.zero_()
         batch = batches_of(dist.get_rank())[0]
         model(**batch, use_cache=False).loss.backward()

@@ -1,4 +1,4 @@
-"""Checkpoints of units in the flat layout: other layouts and numbers of ranks resume from them, and they from those."""
+"""Checkpoints of units in the flat layout: resumed in any layout and on any number of ranks, in both directions."""
 
 from pathlib import Path
 from typing import Any
@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from lamella_checkpoint import load, save
 from lamella_engine import Rows, ShardingOptions, Whole, fully_shard
 from lamella_engine._parameters import flat_group
+from lamella_integration.tasks import unsharded
 from lamella_layout import Keep
 from lamella_testing import run_ranks
 
@@ -48,10 +48,6 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
-def _full_value(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def test_training_resumes_in_another_layout_on_another_number_of_ranks(tmp_path: Path) -> None:
     def write() -> list[torch.Tensor]:
         for layout in LAYOUTS:
@@ -59,7 +55,7 @@ def test_training_resumes_in_another_layout_on_another_number_of_ranks(tmp_path:
             _step(*training)
             save(tmp_path / layout, model=training[0], optimizer=training[1])
         _step(*training)
-        return [_full_value(parameter.detach()) for parameter in training[0].parameters()]
+        return [unsharded(parameter.detach()) for parameter in training[0].parameters()]
 
     def resume() -> dict[str, list[torch.Tensor]]:
         weights_by_way = {}
@@ -67,7 +63,7 @@ def test_training_resumes_in_another_layout_on_another_number_of_ranks(tmp_path:
             training = _training(target, seed=2)
             load(tmp_path / source, model=training[0], optimizer=training[1])
             _step(*training)
-            weights_by_way[f"{source} to {target}"] = [_full_value(p.detach()) for p in training[0].parameters()]
+            weights_by_way[f"{source} to {target}"] = [unsharded(p.detach()) for p in training[0].parameters()]
         return weights_by_way
 
     expected = run_ranks(write, 3)[0]

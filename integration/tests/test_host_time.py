@@ -1,4 +1,4 @@
-"""The harness for the host's time runs, and its counts say what they say; nothing is timed."""
+"""The harness for the host's time runs, and the counts are right; nothing is timed."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Safetensors of sharded models, as transformers sees them; and transformers' own, as we do."""
+"""Safetensors of sharded models, read by transformers; and transformers' safetensors, read by lamella."""
 
 import os
 
@@ -61,7 +61,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("layout", ["even", "flat"])
 @pytest.mark.parametrize("max_shard_nbytes", [1 << 30, 200_000])
-def test_what_ranks_write_from_their_shards_gives_the_same_logits(
+def test_files_written_from_shards_give_the_same_logits(
     published: Path, tmp_path: Path, layout: str, max_shard_nbytes: int
 ) -> None:
     def write() -> None:
@@ -115,15 +115,15 @@ def test_one_file_of_torch_save_loads_into_the_module(published: Path, tmp_path:
     convert(published, tmp_path / "a.pt", to="torch")
     model = _model(seed=1)
     loaded = model.load_state_dict(torch.load(tmp_path / "a.pt", weights_only=True), strict=False)
-    assert loaded.missing_keys == ["lm_head.weight"]  # Tied: published under one name.
+    assert loaded.missing_keys == ["lm_head.weight"]  # Tied: published under a single name.
     assert torch.equal(_logits(model), _logits(_model()))
 
 
-def test_float8_is_what_transformers_takes_it_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # It asks for a package that places weights on accelerators, where there are any.
+def test_transformers_reads_the_same_float8_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The quantizer requires accelerate, a package that places weights on accelerators.
     monkeypatch.setattr(quantizer_finegrained_fp8, "is_accelerate_available", lambda *_: True)
     plain = _model(dtype=torch.bfloat16)
-    with torch.no_grad():  # Blocks have numbers of sizes of their own: one scale for all would not do.
+    with torch.no_grad():  # Rows differ in size, and float8 blocks with rows: a single scale would not suffice.
         for layer in plain.model.layers:
             layer.mlp.up_proj.weight *= torch.arange(1, 257)
     plain.save_pretrained(tmp_path / "a")

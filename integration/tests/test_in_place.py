@@ -1,4 +1,4 @@
-"""The comparison that the clients' tests rest on: it shards with both, and sees what differs."""
+"""The comparison under the clients' tests: `run_in_both` shards with both implementations, and reports differences."""
 
 from __future__ import annotations
 

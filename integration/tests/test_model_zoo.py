@@ -1,7 +1,7 @@
-"""Real models in one program that is run three ways: unsharded, with FSDP2, and with lamella. Only an import changes.
+"""Real models in a program, run in three ways: unsharded, with FSDP2, and with lamella. Only an import changes.
 
-Each repeated layer is a unit, and so is the rest. Two steps of AdamW, the second of two microbatches, with clipping;
-between them the model is evaluated, and generates with a cache. What lamella computes is what FSDP2 computes, bit for
+Each repeated layer is a unit, and the model is the root. Two steps of AdamW, the second of two microbatches, with
+clipping; between steps the model is evaluated, and generates with a cache. lamella's results equal FSDP2's, bit for
 bit: losses, logits, generated tokens, norms, every gradient, every weight and buffer, and the names in state dicts.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # as in tests/fsdp2: imported once here, every forked rank has it
+import torch._dynamo  # as in tests/fsdp2: imported once here, for every forked rank
 import torch.distributed as dist
 import torch.distributed.fsdp
 import torch.distributed.tensor._random
@@ -32,7 +32,7 @@ FSDP2 = "torch.distributed.fsdp"
 LAMELLA = "lamella_engine"
 UNSHARDED = ""
 
-# What models, and torch for them, say of their own code.
+# Warnings of models, and of torch, about the models' own code.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated"),
     pytest.mark.filterwarnings("ignore:FSDP2-wrapped module"),
@@ -44,16 +44,16 @@ Trace = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """What else such a program says.
+    """Variations of the program.
 
     Attributes:
         compute: `param_dtype` of a mixed-precision policy; None for no policy.
-        reduce: Its `reduce_dtype`.
+        reduce: `reduce_dtype` of the policy.
         recompute: `use_reentrant` of gradient checkpointing; None for none.
         each_layer: Linear layers, embeddings and norms are units too, inside their block.
         reshard: `reshard_after_forward`.
         on_meta: Built on the meta device, and loaded from a whole state dict.
-        compiled: Blocks are compiled, without a backend that generates code.
+        compiled: Blocks are compiled, by a backend without code generation.
     """
 
     compute: torch.dtype | None = None
@@ -75,9 +75,9 @@ WAYS = {
     "kept": Way(compute=BF16, reshard=False),
     "meta": Way(on_meta=True),
 }
-# Their modules keep numbers in a dtype of their own that do not compute in bf16, with FSDP2 as with lamella.
+# Models with numbers in a separate dtype, which do not compute in bf16, with FSDP2 as with lamella.
 FP32_ONLY = {"batch norm", "spectral norm"}
-# Weights of linear layers, handed to a kernel: such a layer can be no unit, with FSDP2 as with lamella.
+# A kernel reads the weights of linear layers: the layers cannot be units, with FSDP2 as with lamella.
 READ_THEIR_CHILDREN = {"falcon_mamba", "jamba"}
 
 
@@ -104,23 +104,23 @@ def test_a_model_trains_and_generates_as_with_fsdp2_bit_by_bit(team: Team, name:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "way"), _cases(FEW, tuple(WAYS)[1:3] + tuple(WAYS)[4:]))
-def test_it_does_so_however_units_are_made(team: Team, name: str, way: str) -> None:
+def test_lamella_computes_the_same_for_all_options_of_units(team: Team, name: str, way: str) -> None:
     team.run(partial(_compare, FEW[name], WAYS[way]))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "way"), _cases(MANY, tuple(WAYS)[:4]))
-def test_many_more_do(team: Team, name: str, way: str) -> None:
+def test_lamella_computes_the_same_for_many_more_models(team: Team, name: str, way: str) -> None:
     team.run(partial(_compare, MANY[name], WAYS[way]))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "mixtral", "bert", "transformer of torch"])
-def test_compiled_blocks_do(team: Team, name: str) -> None:
+def test_lamella_computes_the_same_for_compiled_blocks(team: Team, name: str) -> None:
     team.run(partial(_compare, FEW[name], Way(compiled=True)))
 
 
-# Those that a later torch's FSDP2 trains too.
+# Models that a later torch's FSDP2 trains too.
 RAISED_BEFORE = {"a vision tower without images, two microbatches": "2.15"}
 
 
@@ -138,7 +138,7 @@ def test_lamella_trains_models_that_fsdp2_does_not(team: Team, name: str) -> Non
 
 def _compare(subject: Subject, way: Way) -> None:
     if torch.__version__ >= "2.15" and way.compute is not None:
-        # Where sums are wider, FSDP2 has autograd make gradients wider too: a weight's that is used twice, or in fp32.
+        # With wider sums, FSDP2 lets autograd widen gradients too: of weights used twice, or in fp32.
         way = replace(way, reduce=way.compute)
     theirs, ours = _program(FSDP2, subject, way), _program(LAMELLA, subject, way)
     _assert_equal(theirs, ours, rtol=0, atol=0)
@@ -161,15 +161,15 @@ def _assert_equal(expected: Trace, got: Trace, **tolerance: Any) -> None:
 
 
 def _program(module: str, subject: Subject, way: Way) -> Trace:
-    """What can be seen of two steps on this rank.
+    """The observable results of two steps on this rank.
 
     Args:
-        module: What `fully_shard` is imported from; empty for a model that is not sharded.
+        module: The module with `fully_shard`; empty for an unsharded model.
     """
     api = sys.modules[module] if module else None
     torch.manual_seed(0)
     model: Any = _prepared(api, subject, way)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4)  # an eps above what rounding leaves of zero
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4)  # an eps above the rounding errors of zero
     trace: Trace = {}
 
     _backward(model, subject, 0, trace)
@@ -216,7 +216,7 @@ def _prepared(api: ModuleType | None, subject: Subject, way: Way) -> Any:
         for name, buffer in model.named_buffers():
             buffer.copy_(buffers[name])
         set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True))
-    if subject.generates:  # it may call parts of the model before the model
+    if subject.generates:  # generation may call parts of the model before the model
         api.register_fsdp_forward_method(model, "generate")
     return model
 
@@ -231,7 +231,7 @@ def _shard(api: ModuleType, model: nn.Module, way: Way) -> None:
 
 
 def _layers_of(model: nn.Module) -> list[nn.Module]:
-    """Modules that are called for what they hold, and share it with nobody."""
+    """Modules called for their own parameters, shared with no other module."""
     owners: dict[nn.Parameter, int] = {}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
@@ -242,7 +242,7 @@ def _layers_of(model: nn.Module) -> list[nn.Module]:
 
 
 def _inputs(subject: Subject, number: int) -> Inputs:
-    """The batch of that number, another one on each rank."""
+    """The batch with a number, different on each rank."""
     return subject.draw(torch.Generator().manual_seed(100 * number + dist.get_rank()))
 
 

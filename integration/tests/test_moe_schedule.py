@@ -56,7 +56,7 @@ def _counted(model: MoE) -> Iterator[Counter[str]]:
 
 
 ALL = list(itertools.product(("ZERO1", "ZERO2", "ZERO3"), (2, 4), (False, True), (False, True)))
-# With each change, every value in one case at least; the rest are minutes.
+# With each change, every value in at least one case; all cases take minutes.
 SOME = [("ZERO1", 2, False, True), ("ZERO2", 4, True, False), ("ZERO3", 2, True, True)]
 
 
@@ -64,7 +64,7 @@ SOME = [("ZERO1", 2, False, True), ("ZERO2", 4, True, False), ("ZERO3", 2, True,
     ("stage", "world", "is_delayed", "has_shared"),
     [pytest.param(*case, marks=[] if case in SOME else pytest.mark.slow) for case in ALL],
 )
-def test_losses_and_weights_are_those_of_hooks(stage: str, world: int, is_delayed: bool, has_shared: bool) -> None:
+def test_losses_and_weights_equal_training_by_hooks(stage: str, world: int, is_delayed: bool, has_shared: bool) -> None:
     def on_each_rank() -> list[int]:
         plain = train(sharded(2, stage, has_shared=has_shared, is_delayed=is_delayed), plain_step)
         learned = sum(plain[:MICROBATCHES]) - sum(plain[(STEPS - 1) * MICROBATCHES : STEPS * MICROBATCHES])
@@ -82,7 +82,7 @@ def test_losses_and_weights_are_those_of_hooks(stage: str, world: int, is_delaye
     assert run_ranks(on_each_rank, world) == [[0, 0]] * world
 
 
-def test_the_bits_are_near_those_of_one_rank() -> None:
+def test_the_results_are_near_a_single_ranks() -> None:
     def alone() -> list[list[torch.Tensor]]:
         model = MoE(LAYERS, has_shared=True)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
@@ -148,7 +148,7 @@ class _Budgets:
             "ZERO3",
             [
                 _Budgets(prefetch=None, keep=0, layers_ahead=1, num_present=4),
-                _Budgets(prefetch=0, keep=0, layers_ahead=1, num_present=3),  # one layer ahead, in either pass
+                _Budgets(prefetch=0, keep=0, layers_ahead=1, num_present=3),  # prefetch of one layer, in either pass
                 _Budgets(prefetch=2, keep=0, layers_ahead=1, num_present=4),
                 _Budgets(prefetch=None, keep=0, layers_ahead=0, num_present=2),
                 _Budgets(prefetch=1, keep=3, layers_ahead=1, num_present=4),
@@ -179,7 +179,7 @@ def test_the_counted_peak_in_bytes_is_the_computed_one(stage: str, cases: list[_
 
 
 def _step_within(model: MoE, budgets: _Budgets) -> list[torch.Tensor]:
-    """Take a step within budgets, and hold its peak against the computed one."""
+    """Take a step within budgets, and compare the peak with the computed peak."""
     assert isinstance(model, FSDPModule)
     layers = [unit for layer in layers_of(model) for unit in units_of(layer, recurse=False)]
     [root] = units_of(model, recurse=False)

@@ -1,6 +1,6 @@
 """On GPUs over NCCL: parity, bytes, streams, overlap and zero-copy. The marker says how many GPUs a test needs.
 
-The parent never touches a GPU, so that ranks can be forked from it: what runs on one does so in `run_ranks`.
+The parent never touches a GPU, so that ranks can be forked: all GPU work runs in `run_ranks`.
 """
 
 from collections.abc import Callable, Iterable
@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import torch._dynamo  # `full_tensor` and optimizers import it: once here instead of once a rank.
+import torch._dynamo  # `full_tensor` and optimizers import torch._dynamo: imported once here, instead of once a rank.
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
@@ -35,7 +35,7 @@ ALL_RANKS = pytest.mark.parametrize("num_ranks", [ONE, TWO, FOUR])
 MANY_RANKS = pytest.mark.parametrize("num_ranks", [TWO, FOUR])
 
 # As in test_parity, but a GPU sums in yet another order: near-zero gradients may move a weight by a third of a step.
-# Its matmuls also round differently for every batch size, and a gradient's norm sums that up over all of them.
+# A GPU's matmuls also round differently for every batch size, and a gradient's norm sums all rounding errors.
 LOSS_TOLERANCE = 1e-5
 NORM_TOLERANCE = 1e-4
 WEIGHT_TOLERANCE = 1e-3
@@ -99,10 +99,10 @@ BF16, FP32 = torch.bfloat16, torch.float32
 def test_bf16_training_equals_torch_fsdp2(
     num_ranks: int, reduce_dtype: torch.dtype, sum_dtype: torch.dtype, allocator: Allocator | None
 ) -> None:
-    """Bit by bit on one and two ranks, where a sum has one order. What copy engines push is added up in fp32.
+    """Bit by bit on one and two ranks, since a sum has a single order. Sums over copy engines are in fp32.
 
     Among four, NCCL's rings run through the ranks in different orders, and a flat buffer and grouped tensors are spread
-    over them differently: sums may differ by the rounding of bf16.
+    over rings differently: sums may differ by the rounding of bf16.
     """
     recipe = Recipe(num_steps=10, max_norm=1.0)
     loss_tolerance, weight_tolerance = (0.0, 0.0) if num_ranks <= 2 else (2**-8, 2 * recipe.learning_rate)
@@ -150,7 +150,7 @@ def test_a_model_built_on_meta_starts_with_the_weights_of_one_built_whole(num_ra
 WIDE = LlamaConfig(dim=2048, num_layers=8, num_heads=16, num_kv_heads=4, ffn_dim=8192, vocab_size=4096)
 FEW_TOKENS = 32
 SLACK = 16 * MIB  # Activations and temporaries: 32 tokens of 4096 logits are half a MiB in fp32.
-CUBLAS = 64 * MIB  # Its workspaces come from the same allocator.
+CUBLAS = 64 * MIB  # cuBLAS's workspaces come from the same allocator.
 
 
 def _allocated() -> int:
@@ -193,7 +193,7 @@ def test_a_step_needs_two_unsharded_units_and_two_units_gradients_beside_the_roo
         batch = workload.batch(FEW_TOKENS)
         for _ in range(2):
             training.step(*batch)
-        for _ in range(2):  # The second adds to reduced gradients, which are there all the time: nothing can hide.
+        for _ in range(2):  # The second backward adds to reduced gradients, present all the time: nothing can hide.
             _allocated()
             torch.cuda.reset_peak_memory_stats()
             next_token_loss(training.model(batch[0]), batch[1]).backward()  # type: ignore[no-untyped-call]
@@ -208,7 +208,7 @@ def test_a_step_needs_two_unsharded_units_and_two_units_gradients_beside_the_roo
     states = 3 * everything * 4 // num_ranks  # main weights and both moments
     gradients = everything * 4 // num_ranks  # reduced, waiting for the optimizer
     unsharded_units = 2 * (root + 2 * block)
-    # A unit's reduced shards (bf16, and cast to fp32) are there when the unit before it has given up its gradients.
+    # A unit's reduced shards (bf16, and cast to fp32) exist once the previous unit has freed its gradients.
     unreduced_gradients = 2 * (root + 2 * block)
     bound = states + gradients + unsharded_units + unreduced_gradients + SLACK + CUBLAS
     assert 2 * block > SLACK + CUBLAS, "The slack must not hide a unit."
@@ -254,7 +254,7 @@ def _profiled(
 @pytest.mark.alone
 @MANY_RANKS
 def test_gathers_reductions_and_compute_have_streams_of_their_own_and_overlap(num_ranks: int) -> None:
-    """Both are copies to peers; behind those of a reduction its stream adds up what arrived."""
+    """Both are copies to peers; after a reduction's copies the reduction's stream adds up the arrived gradients."""
 
     def check() -> None:
         kernels = _profiled("lamella", MANY_TOKENS)
@@ -332,7 +332,7 @@ def test_the_profile_finds_the_copies_of_fsdp2_and_a_planted_one() -> None:
 
     for num_copies_of_fsdp2, planted in run_ranks(num_copies, 2, device="cuda"):
         assert num_copies_of_fsdp2 > 10
-        assert planted == 2  # one a step
+        assert planted == 2  # a copy a step
 
 
 @pytest.mark.gpu1
@@ -361,8 +361,10 @@ def test_nsight_sees_phases_and_units_where_pytorch_emits_nvtx_ranges() -> None:
 
 @ALL_RANKS
 @pytest.mark.parametrize("setting", ["", "--units ends --microbatches 2", "--checkpoint --compile aot_eager"])
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # The compiler looks for it.
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # It imports what is so declared.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # The compiler reads `.grad`.
+@pytest.mark.filterwarnings(
+    "ignore:.*torch.jit.script:DeprecationWarning"
+)  # The compiler imports functions of `torch.jit.script`.
 def test_the_benchmark_runs_and_its_losses_agree(num_ranks: int, setting: str) -> None:
     backends = ["ideal", "lamella", "lamella:allocator=mempool,keep=1MiB", "lamella:graph=true", "fsdp2", "ddp"]
     options = bench.parse_options(

@@ -1,4 +1,4 @@
-"""On GPUs: every allocator conforms, changes no bit of training, and a pool takes nothing more once it has a plan."""
+"""On GPUs: every allocator conforms, changes no bit of training, and a pool with a plan allocates nothing more."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from lamella_integration.tasks import TASKS, Recipe, Trace, shard, train
 from lamella_testing import run_ranks
 
 MIB = 2**20
-SLACK = 32 * MIB  # What a segment is rounded up to, a few times.
+SLACK = 32 * MIB  # A few times the granularity of segments.
 WIDE = LlamaConfig(dim=2048, num_layers=8, num_heads=16, num_kv_heads=4, ffn_dim=8192, vocab_size=4096)
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 
@@ -94,11 +94,11 @@ def test_training_is_bit_for_bit_that_of_the_caching_allocator(other: str) -> No
         torch.testing.assert_close(got.weights, expected.weights, rtol=0.0, atol=0.0)
 
 
-# -- what a step takes -----------------------------------------------------------------------------------------------
+# -- allocations of a step -------------------------------------------------------------------------------------------
 
 
 class _CountingAllocator(CachingAllocator):
-    """The caching allocator, with a count of what was asked of it."""
+    """The caching allocator, with a count of the allocations."""
 
     count = 0
 
@@ -109,14 +109,14 @@ class _CountingAllocator(CachingAllocator):
 
 @dataclass(frozen=True)
 class _StepMemory:
-    num_allocations: int  # allocations of any kind in one step
-    num_buffer_allocations: int  # those of unsharded buffers among them
+    num_allocations: int  # allocations of any kind in a step
+    num_buffer_allocations: int  # allocations of unsharded buffers
     reserved_nbytes: int
     planned_nbytes: int
 
 
 def _measure(make: Callable[[_CountingAllocator], Allocator]) -> _StepMemory:
-    """What a step takes when training has settled, and the most that was ever reserved."""
+    """The memory of a step after warm-up, and the peak of reserved memory."""
     source = _CountingAllocator()
     allocator = make(source)
     model = _wide(allocator)

@@ -1,4 +1,4 @@
-"""On GPUs: gathers by copy engines give what rings give, take no multiprocessor, and are what units do by default."""
+"""On GPUs: gathers by copy engines equal gathers by rings, take no multiprocessor, and are the default of units."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -42,8 +42,8 @@ def _shards(numels: Sequence[int], turn: int) -> list[torch.Tensor]:
 
 @MANY_RANKS
 @pytest.mark.parametrize("in_place", [True, False])
-def test_it_gathers_what_a_ring_gathers(num_ranks: int, in_place: bool) -> None:
-    """Into buffers that come and go, beside compute, with ranks that are late in turn."""
+def test_copy_engines_gather_the_bytes_of_a_ring(num_ranks: int, in_place: bool) -> None:
+    """Into transient buffers, beside compute, with a late rank in turn."""
 
     def check() -> None:
         engines, ring = _engines(), NcclTransport(dist.group.WORLD)  # type: ignore[arg-type]
@@ -80,7 +80,7 @@ def test_it_gathers_what_a_ring_gathers(num_ranks: int, in_place: bool) -> None:
 
 
 @pytest.mark.gpu2
-def test_a_gather_that_was_captured_first_leaves_the_next_nothing_that_its_graph_has_yet_to_write() -> None:
+def test_a_captured_gather_leaves_no_pending_flags_for_the_next_gather() -> None:
     """An eager gather into the same place comes before the first replay: peers would wait for a word for ever."""
     numel = 1 << 20
 
@@ -151,7 +151,7 @@ def test_units_gather_so_by_default_and_by_rings_when_told(num_ranks: int) -> No
     num_gathers = 3 * 2  # each before forward, and again before backward
     for (pushed, rings), (pushed_too, rings_too) in run_ranks(check, num_ranks, device="cuda"):
         assert rings == 0
-        assert pushed >= num_gathers * 3  # pieces, and flags twice: a batch each, or one a peer
+        assert pushed >= num_gathers * 3  # pieces, and flags twice: a batch each, or a batch a peer
         assert pushed_too == 0
         assert rings_too >= num_gathers
 
@@ -179,10 +179,12 @@ def test_training_is_that_of_rings(num_ranks: int) -> None:
 
 
 @MANY_RANKS
-@pytest.mark.filterwarnings("ignore:Full backward hook is firing")  # where tokens go in; it fires all the same
+@pytest.mark.filterwarnings(
+    "ignore:Full backward hook is firing"
+)  # torch warns for tokens as input; the hook fires nevertheless
 @pytest.mark.parametrize("stage", [ZERO2, ZERO3], ids=["ZERO2", "ZERO3"])
 def test_streams_that_are_late_at_random_change_no_bit(num_ranks: int, stage: AxisPlacement) -> None:
-    """A missing wait shows as memory that was read, or written by a peer, too early."""
+    """A missing wait shows as memory read, or written by a peer, too early."""
     recipe = Recipe(num_steps=100, num_microbatches=2, max_norm=1.0)
 
     def sharded() -> nn.Module:
@@ -202,7 +204,7 @@ def test_at_rest_windows_hold_no_allocated_bytes(num_ranks: int) -> None:
         before = torch.cuda.memory_allocated()
         with torch.no_grad():
             model(x)
-        assert torch.cuda.memory_allocated() - before < 2**20  # what ranks told one another
+        assert torch.cuda.memory_allocated() - before < 2**20  # messages between ranks
         windows = state_of(model).unit.parameters.groups[0]._windows
         assert windows is not None
         assert windows.reserved_nbytes == 4096 * 4096 * 4

@@ -1,15 +1,16 @@
-"""On GPUs: what is read without a call of its module, and optimizers that were built before sharding."""
+"""On GPUs: parameters read without a call of their module, and optimizers built before sharding."""
 
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # `full_tensor` and optimizers import it: once here instead of once a rank.
+import torch._dynamo  # `full_tensor` and optimizers import torch._dynamo: imported once here, instead of once a rank.
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lamella_engine import MixedPrecisionPolicy, declare_reads, fully_shard
+from lamella_integration.tasks import unsharded
 from lamella_optim import shard_optimizer
 from lamella_testing import run_ranks
 
@@ -18,11 +19,11 @@ TWO = pytest.param(2, marks=pytest.mark.gpu2)
 FOUR = pytest.param(4, marks=pytest.mark.gpu4)
 ALL_RANKS = pytest.mark.parametrize("num_ranks", [ONE, TWO, FOUR])
 
-DIM, NUM_LAYERS = 509, 4  # A prime: no number of ranks divides it.
+DIM, NUM_LAYERS = 509, 4  # A prime, divided by no number of ranks.
 
 
 class Mixer(nn.Module):
-    """Reads the weight of its convolution and never calls it."""
+    """Reads the weight of the convolution and never calls the convolution."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,23 +62,19 @@ def _train(model: nn.Module, optimizer: torch.optim.Optimizer, num_steps: int) -
     return losses
 
 
-def _full_value(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
-
-
 def _assert_trains_alike(num_ranks: int, run: Callable[[nn.Module, bool], list[float]]) -> None:
     def check() -> None:
         models = (_make(), _make())
         expected, got = (run(model, is_sharded) for model, is_sharded in zip(models, (False, True), strict=True))
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=0.0)
         for a, b in zip(*(model.parameters() for model in models), strict=True):
-            torch.testing.assert_close(_full_value(b), _full_value(a), rtol=0.0, atol=1e-3)
+            torch.testing.assert_close(unsharded(b).detach(), unsharded(a).detach(), rtol=0.0, atol=1e-3)
 
     run_ranks(check, num_ranks, device="cuda")
 
 
 @ALL_RANKS
-def test_what_is_read_directly_trains_as_on_one_unsharded_gpu(num_ranks: int) -> None:
+def test_weights_read_directly_train_as_on_one_unsharded_gpu(num_ranks: int) -> None:
     def run(model: nn.Module, is_sharded: bool) -> list[float]:
         if is_sharded:
             _shard(model)
@@ -87,7 +84,7 @@ def test_what_is_read_directly_trains_as_on_one_unsharded_gpu(num_ranks: int) ->
 
 
 @ALL_RANKS
-def test_in_bf16_what_is_read_directly_is_freed_after_every_step(num_ranks: int) -> None:
+def test_in_bf16_weights_read_directly_are_freed_after_every_step(num_ranks: int) -> None:
     def check() -> None:
         model = _make()
         _shard(model, MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))

@@ -1,4 +1,4 @@
-"""On GPUs over NCCL: finalized backwards, unsharded bytes that stay, parameters that keep their dtype."""
+"""On GPUs over NCCL: finalized backwards, persistent unsharded bytes, parameters with a constant dtype."""
 
 from typing import Any
 
@@ -71,7 +71,7 @@ def _descend(model: Any) -> None:
     optimizer.zero_grad()
 
 
-# -- backwards that a call ends --------------------------------------------------------------------------------------
+# -- backwards ended by a call ---------------------------------------------------------------------------------------
 
 
 @EVERY_WAY
@@ -114,11 +114,11 @@ def test_a_finalized_step_is_one_whose_last_microbatch_is_reduced(way: str) -> N
     run_ranks(check, 2, device="cuda")
 
 
-# -- bytes that stay -------------------------------------------------------------------------------------------------
+# -- persistent bytes ------------------------------------------------------------------------------------------------
 
 
 @EVERY_WAY
-def test_kept_storage_has_one_address_and_weighs_what_it_holds(way: str) -> None:
+def test_kept_storage_has_one_address_and_the_size_of_its_parameters(way: str) -> None:
     def check() -> None:
         use_repeatable_kernels()
         results: list[tuple[list[torch.Tensor], list[tuple[str, int]], int]] = []
@@ -146,7 +146,7 @@ def test_kept_storage_has_one_address_and_weighs_what_it_holds(way: str) -> None
                 unsharded_nbytes = sum(
                     group.unsharded_weight.flat.nbytes for u in _units(model) for group in u.parameters.groups
                 )
-                if way != "ZERO1":  # whose copies stay, whatever is kept
+                if way != "ZERO1":  # ZeRO-1 copies stay in either case
                     assert unsharded_nbytes <= freed <= unsharded_nbytes + 512 * len(_units(model))
             else:
                 assert freed == 0
@@ -173,10 +173,8 @@ def _keep_vectors(parameter: nn.Parameter) -> torch.dtype | None:
 
 
 @pytest.mark.parametrize("way", ["even", "flat", "replicas"])
-@pytest.mark.filterwarnings(
-    "ignore:Mismatch dtype between input and weight"
-)  # norms that compute in fp32 on bf16 inputs
-def test_parameters_that_keep_their_dtype_are_gathered_in_it_beside_the_others(way: str) -> None:
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # norms compute in fp32 on bf16 inputs
+def test_parameters_with_a_constant_dtype_are_gathered_in_that_dtype(way: str) -> None:
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16, reduce_dtype=torch.float32, param_dtype_override_fn=_keep_vectors
     )

@@ -77,7 +77,7 @@ def test_fp32_training_takes_the_steps_of_one_unsharded_gpu(num_ranks: int) -> N
 
 @MANY_RANKS
 def test_bf16_training_takes_the_steps_of_the_even_layout(num_ranks: int) -> None:
-    """Bit by bit on two ranks, where a sum has one order; see test_nccl. Norms would not be: nothing is clipped."""
+    """Bit by bit on two ranks, since a sum has a single order; see test_nccl. Without clipping, since norms differ."""
     recipe = Recipe(num_steps=8, foreach=False)
     tolerance = 0.0 if num_ranks == 2 else 2 * recipe.learning_rate
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -143,7 +143,7 @@ def test_a_unit_is_one_gather_and_one_reduction(num_ranks: int) -> None:
 
 
 class _Short(nn.Module):
-    """Parameters that most ranks own nothing of."""
+    """Parameters with empty shards on most ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -192,7 +192,7 @@ def test_optimizers_step_where_ranks_own_nothing_of_some_parameters(name: str, n
                 assert all(isinstance(parameter, RaggedDTensor) for parameter in model.parameters())
             owns_nothing = any(not len(p.to_local()) for p in model.parameters() if isinstance(p, DTensor))
             results.append(_trained(model, make))
-        # Muon computes in bf16, and matmuls of a GPU round as they like.
+        # Muon computes in bf16, and a GPU's matmuls round differently by shape.
         tolerance = 5e-3 if name == "Muon" else 1e-5
         for got, expected in zip(results[1], results[0], strict=True):
             torch.testing.assert_close(got, expected, rtol=1e-4, atol=tolerance)

@@ -1,4 +1,4 @@
-"""Float8 over NCCL and on GPUs: gathered bytes are those of the whole weight, and float8 products train a model."""
+"""Float8 over NCCL and on GPUs: gathered bytes equal the unsharded weight's, and float8 products train a model."""
 
 from collections.abc import Callable
 from typing import Any, Literal
@@ -46,7 +46,7 @@ RECIPES: dict[str, Float8Recipe | MXFP8Recipe] = {
 
 
 class Float8Loop:
-    """A sharded model and steps on it, each rank with the whole batch."""
+    """A sharded model and training steps, with the whole batch on each rank."""
 
     def __init__(
         self,
@@ -94,7 +94,9 @@ def _encoded_whole(recipe: Float8Recipe | MXFP8Recipe, weight: torch.Tensor) -> 
 
 @DEVICES
 @pytest.mark.parametrize("name", [name for name in RECIPES if name != "delayed"])
-def test_gathered_bytes_are_those_of_the_whole_encoded_on_the_cpu(device: Device, num_ranks: int, name: str) -> None:
+def test_gathered_bytes_equal_the_unsharded_weight_encoded_on_the_cpu(
+    device: Device, num_ranks: int, name: str
+) -> None:
     recipe = RECIPES[name]
 
     def compare() -> int:
@@ -129,7 +131,9 @@ def test_every_recipe_trains_near_bf16(device: Device, num_ranks: int, name: str
 @DEVICES
 @pytest.mark.parametrize("name", ["tensor", "row"])
 @pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore:.*should not be instantiated")  # both by Dynamo
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # It imports what is so declared.
+@pytest.mark.filterwarnings(
+    "ignore:.*torch.jit.script:DeprecationWarning"
+)  # The compiler imports functions of `torch.jit.script`.
 def test_float8_products_of_gathered_weights_train(device: Device, num_ranks: int, name: str) -> None:
     recipe = RECIPES[name]
     assert isinstance(recipe, Float8Recipe)
@@ -184,7 +188,9 @@ def _losses_of_blocks(device: Device, prepare: Callable[[nn.Module], nn.Module])
 
 @DEVICES
 @pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore:.*should not be instantiated")  # both by Dynamo
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # It imports what is so declared.
+@pytest.mark.filterwarnings(
+    "ignore:.*torch.jit.script:DeprecationWarning"
+)  # The compiler imports functions of `torch.jit.script`.
 def test_block_wise_products_train_as_on_one_rank_and_in_one_graph(device: Device, num_ranks: int) -> None:
     recipe = Float8Recipe((128, 128), compute_dtype=torch.float32)
     if device == "cpu":
@@ -237,7 +243,7 @@ def test_a_gathered_weight_has_the_shards_of_a_plain_dtensor(device: Device, num
 def test_delayed_scales_start_anew_where_a_state_dict_replaces_weights_that_were_just_measured(
     device: Device, num_ranks: int
 ) -> None:
-    """The past is reset behind the measurement on the gather stream, and the next gather reads it."""
+    """The history is reset behind the measurement on the gather stream, and the next gather reads the history."""
 
     def overflows() -> dict[str, float]:
         loop = Float8Loop(device, RECIPES["delayed"])

@@ -1,4 +1,4 @@
-"""On GPUs: a whole step captured as one CUDA graph and replayed."""
+"""On GPUs: a whole step captured as a CUDA graph and replayed."""
 
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -22,11 +22,11 @@ ALL_RANKS = pytest.mark.parametrize(
     "num_ranks", [pytest.param(num, marks=getattr(pytest.mark, f"gpu{num}")) for num in (1, 2, 4)]
 )
 NUM_STEPS = 8
-MANY_TOKENS = 32749  # so that a unit's matmuls take longer than its copies
+MANY_TOKENS = 32749  # so that a unit's matmuls take longer than the unit's copies
 
 
 class GraphLoop:
-    """A sharded model of several units and a step over it, with a learning rate that falls, and clipping if told."""
+    """A sharded model of several units and a training step, with a falling learning rate, and optional clipping."""
 
     def __init__(self, reduce_dtype: torch.dtype | None = None, *, max_norm: float | None = 0.5) -> None:
         self.max_norm = max_norm
@@ -50,7 +50,7 @@ class GraphLoop:
     def losses(self, step: Any) -> list[float]:
         losses = []
         for index in range(NUM_STEPS):
-            tokens, labels = self.task.batch(index)  # On the host: a captured step brings them to the device.
+            tokens, labels = self.task.batch(index)  # On the host: a captured step copies batches to the device.
             if step == self.step:
                 tokens, labels = tokens.to(self.device), labels.to(self.device)
             losses.append(step(tokens, labels))
@@ -118,7 +118,7 @@ def test_hooks_that_wait_are_called_before_each_replay() -> None:
         def wait(*_: object) -> None:
             waits.append(None)
 
-        setattr(wait, "only_waits", True)  # noqa: B010  Functions have no attributes that a checker knows.
+        setattr(wait, "only_waits", True)  # noqa: B010  Type checkers know no attributes of functions.
         loop.optimizer.register_step_pre_hook(wait)
         step = capture_step(loop.step, loop.optimizer, num_eager_steps=2)
         loop.losses(step)
@@ -138,7 +138,7 @@ def test_an_optimizer_that_cannot_be_captured_is_refused_at_the_call() -> None:
 
 
 class _Rows(NamedTuple):
-    """Of one capture: the copies that were asked for and the ones that were made, and the bytes of either."""
+    """Copies of a capture: numbers of requested and of captured copies, and the bytes of either."""
 
     num_moves: int
     num_rows: int

@@ -1,7 +1,7 @@
 """The schedule on real streams: random sleeps on every stream change no bit of plain training.
 
 `gpu1` needs one GPU: the all-to-all goes over one rank, and sleeps make the communication stream late. `gpu2` sends
-tokens over NCCL. The parent never touches a GPU, so that ranks can be forked from it.
+tokens over NCCL. The parent never touches a GPU, so that ranks can be forked.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lamella_integration.repeatable import use_repeatable_kernels
 from lamella_schedule import Event
 from lamella_testing import run_ranks
 
-# What torch says when a thread of autograd is the first to multiply; it sets the context up and goes on.
+# torch's warning if a thread of autograd multiplies first; torch then sets the context up and goes on.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS, but there was no current CUDA context"),
     pytest.mark.filterwarnings("ignore:.*does not have a deterministic implementation"),
@@ -33,7 +33,7 @@ LONGEST_SLEEP = 1_000_000  # cycles: 0.5 ms, longer than any of the model's kern
 
 
 class _Sleeps:
-    """Lets the event's stream, or one of the engine's, sleep at random; on each rank others."""
+    """Lets the event's stream, or a stream of the engine, sleep at random, differently on each rank."""
 
     def __init__(self, model: MoE) -> None:
         self._choose = Random(dist.get_rank())

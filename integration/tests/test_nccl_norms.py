@@ -1,4 +1,4 @@
-"""On GPUs over NCCL: norms and clipping are those of whole gradients, and NaN and infinity are found where they are."""
+"""On GPUs over NCCL: norms and clipping use unsharded gradients, and NaN and infinity are located."""
 
 import math
 from collections.abc import Callable
@@ -58,7 +58,7 @@ def _sharded(way: str) -> nn.Module:
 
 
 def _backward(model: nn.Module, *, bad: float | None = None) -> None:
-    """Of this rank's rows; what is bad is in the first rank's."""
+    """Run backward on this rank's rows; the first rank's rows hold the bad number."""
     x, y = (tensor.chunk(dist.get_world_size())[dist.get_rank()].to(_cuda()) for tensor in TASK.batch(0))
     if bad is not None and dist.get_rank() == 0:
         x[0, 0] = bad
@@ -66,7 +66,7 @@ def _backward(model: nn.Module, *, bad: float | None = None) -> None:
 
 
 def _whole_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
-    """In float64, of parameters that all have one."""
+    """Unsharded gradients by name, in float64; every parameter must have a gradient."""
     gradients = {}
     for name, parameter in model.named_parameters():
         assert isinstance(parameter.grad, DTensor)
@@ -75,7 +75,7 @@ def _whole_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 @EVERY_WAY
-def test_gradients_are_clipped_by_the_norm_of_all_of_them(way: str) -> None:
+def test_gradients_are_clipped_by_the_norm_of_all_gradients(way: str) -> None:
     def clipped(model: nn.Module, norm_type: float, clip: Any) -> None:
         _backward(model)
         before = _whole_gradients(model)
@@ -92,7 +92,7 @@ def test_gradients_are_clipped_by_the_norm_of_all_of_them(way: str) -> None:
         model = _sharded(way)
         for norm_type in (1.0, 2.0, math.inf):
             clipped(model, norm_type, clip_grad_norm_)
-            if norm_type < math.inf:  # torch's finds no largest element where a rank has none
+            if norm_type < math.inf:  # torch's norm of an empty shard has no largest element
                 clipped(model, norm_type, nn.utils.clip_grad_norm_)
 
     _on_ranks(way, check)
@@ -104,7 +104,7 @@ def test_gradients_are_clipped_by_the_norm_of_all_of_them(way: str) -> None:
 def test_clipping_is_one_collective_of_four_bytes_and_the_host_does_not_wait(layout: str) -> None:
     def check() -> None:
         model = _sharded(layout)
-        for _ in range(2):  # what is made once, and what is first used, may make the host wait
+        for _ in range(2):  # first uses and one-time set-up may make the host wait
             _backward(model)
             with CollectiveCounter() as counter:
                 clip_grad_norm_(model.parameters(), 0.1)
@@ -118,7 +118,7 @@ def test_clipping_is_one_collective_of_four_bytes_and_the_host_does_not_wait(lay
 
 
 @EVERY_WAY
-def test_each_parameters_norm_is_that_of_its_whole_gradient(way: str) -> None:
+def test_each_parameters_norm_is_the_norm_of_the_unsharded_gradient(way: str) -> None:
     def check() -> None:
         model = _sharded(way)
         _backward(model)
@@ -156,7 +156,7 @@ def test_who_asks_for_norms_waits_for_gradients_that_are_late() -> None:
 
 
 @EVERY_WAY
-def test_nan_and_infinity_spread_by_a_reduction_and_before_it_are_with_the_rank_that_made_them(way: str) -> None:
+def test_nan_and_infinity_are_located_after_a_reduction_and_on_their_rank_before(way: str) -> None:
     def check_of(model: nn.Module, bad: float) -> None:
         _backward(model, bad=bad)
         nonfinite = find_nonfinite(model)

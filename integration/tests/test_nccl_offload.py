@@ -1,4 +1,4 @@
-"""On GPUs over NCCL: shards that rest in host memory train as ever, leave the GPU empty, make the host wait once."""
+"""On GPUs over NCCL: shards in host memory train equally, leave the GPU empty, and make the host wait once."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -42,7 +42,7 @@ def _offloaded(task: Task, *, pin_memory: bool = True, **options: Any) -> Any:
 
 
 def _train(task: Task, model: Any, recipe: Recipe) -> Trace:
-    """As `tasks.train`, for weights that are not where the batch must be, and that NCCL cannot gather from there."""
+    """Train as `tasks.train` does, with weights on the host, where NCCL cannot gather, and the batch on the GPU."""
     trace = Trace()
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate)
     num_ranks, num = dist.get_world_size(), recipe.num_microbatches
@@ -142,10 +142,12 @@ def test_some_units_may_rest_on_the_cpu_and_others_not() -> None:
 
 
 @pytest.mark.gpu4
-@pytest.mark.filterwarnings("ignore:Full backward hook is firing")  # where tokens go in; it fires all the same
+@pytest.mark.filterwarnings(
+    "ignore:Full backward hook is firing"
+)  # torch warns for tokens as input; the hook fires nevertheless
 @pytest.mark.parametrize("way", HERE)
 def test_copies_that_are_late_at_random_change_no_bit(way: str) -> None:
-    """A missing wait shows as gradients that were read, or shards that were written, too early."""
+    """A missing wait shows as gradients read, or shards written, too early."""
     recipe = Recipe(num_steps=100, num_microbatches=2, max_norm=1.0)
 
     def sharded() -> Any:
@@ -154,7 +156,7 @@ def test_copies_that_are_late_at_random_change_no_bit(way: str) -> None:
     assert_no_bit_changes_when_late(LLAMA, sharded, recipe, num_ranks=4, training=_train)
 
 
-# -- what lies where, and who waits ----------------------------------------------------------------------------------
+# -- devices of tensors, and waits -----------------------------------------------------------------------------------
 
 WIDE = LlamaConfig(dim=2048, num_layers=4, num_heads=16, num_kv_heads=4, ffn_dim=8192, vocab_size=4096)
 
@@ -199,7 +201,7 @@ def test_at_rest_the_gpu_holds_nothing_and_the_host_holds_pinned_shards(num_rank
 
 @contextmanager
 def _host_waits() -> Iterator[list[int]]:
-    """Count waits for events, and let all other waits that torch knows of be errors."""
+    """Count waits for events, and turn all further waits known to torch into errors."""
     waits: list[int] = []
     real = torch.cuda.Event.synchronize
 
@@ -262,11 +264,11 @@ def test_each_gather_costs_one_copy_up_and_each_reduction_one_down(num_ranks: in
         assert all("Pinned" in name for name in names), names
 
 
-# -- other ways in and out -------------------------------------------------------------------------------------------
+# -- state dicts and optimizers --------------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu2
-def test_pinned_shards_come_back_from_where_the_model_was_moved_and_others_are_refused() -> None:
+def test_pinned_shards_return_after_the_model_was_moved_and_unpinned_shards_are_refused() -> None:
     def check() -> None:
         for pin_memory in (True, False):
             model = _offloaded(ODD, pin_memory=pin_memory)

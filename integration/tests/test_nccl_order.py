@@ -1,4 +1,4 @@
-"""On GPUs: what budgets allow to be gathered ahead or kept is what is allocated, and a departing rank is told so."""
+"""On GPUs: budgets for prefetching and keeping bound the allocated memory, and a rank out of order gets an error."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _step(model: nn.Module) -> None:
 
 
 @pytest.mark.gpu2
-def test_budgets_bound_what_is_allocated_and_change_no_gradient() -> None:
+def test_budgets_bound_allocated_memory_and_change_no_gradient() -> None:
     def check() -> None:
         expected: list[torch.Tensor] = []
         for num_prefetched, num_kept in ((None, 0), (0, 0), (3, 0), (3, 2), (9, 9)):

@@ -1,4 +1,4 @@
-"""On GPUs over NCCL: optimizers behind which the ends of a step hide take the same steps to the bit."""
+"""On GPUs over NCCL: optimizers overlapped with the ends of a step take equal steps, bit by bit."""
 
 from collections.abc import Collection
 from dataclasses import replace
@@ -40,7 +40,7 @@ def _sharded(way: str) -> nn.Module:
 @pytest.mark.parametrize("late_gradients", [False, True], ids=["gathers", "gathers_and_reductions"])
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 def test_steps_that_hide_the_ends_change_no_bit_however_late_a_stream_may_be(way: str, late_gradients: bool) -> None:
-    """A missing wait shows as shards that were gathered too early, or gradients that were used too early."""
+    """A missing wait shows as shards gathered too early, or gradients used too early."""
 
     def traces() -> tuple[Trace, Trace]:
         use_repeatable_kernels()
@@ -64,7 +64,7 @@ def _overlap_late(model: nn.Module, late_gradients: bool, optimizer: torch.optim
             with streams.on(choose.choice([streams.compute_stream, *engines])):
                 torch.cuda._sleep(choose.randrange(LONGEST_SLEEP))  # type: ignore[no-untyped-call]
 
-    if not late_gradients:  # Another hook may look at gradients, so they would not be late.
+    if not late_gradients:  # Another hook may read gradients, so no gradient may be late.
         optimizer.register_step_pre_hook(delay)
     optimizer.register_step_post_hook(delay)
     overlap_optimizer(optimizer, late_gradients=late_gradients)
@@ -105,7 +105,7 @@ def _num_hidden(kernels: list[Kernel], kinds: Collection[Kind]) -> int:
 
 
 def _profile_of_steps_that_start_together(**options: Any) -> list[Kernel]:
-    """Kernels of steps that are queued as a whole on each rank, and begin on all of them at once."""
+    """Kernels of steps queued as a whole on each rank, and begun on all ranks at once."""
     workload = Workload(config=PROOF, device=torch.device("cuda", torch.cuda.current_device()))
     training = BACKENDS["lamella"](workload, **options)
     meet = torch.zeros(1, device=workload.device)
@@ -120,11 +120,11 @@ def _profile_of_steps_that_start_together(**options: Any) -> list[Kernel]:
 
 @pytest.mark.alone
 @pytest.mark.gpu2
-def test_what_forward_gathers_first_is_on_its_way_while_the_optimizer_goes_on() -> None:
+def test_the_first_gather_of_forward_runs_beside_the_optimizer() -> None:
     def profiles() -> tuple[list[Kernel], ...]:
         return tuple(_profile_of_steps_that_start_together(overlap_optimizer=overlap) for overlap in ("false", "true"))
 
-    gathers = {Kind.COLLECTIVE, Kind.ALL_GATHER}  # copies to peers are collectives that have no name
+    gathers = {Kind.COLLECTIVE, Kind.ALL_GATHER}  # copies to peers are collectives without a name
     for without, hidden in run_ranks(profiles, 2, device="cuda"):
         assert _num_hidden(without, gathers) == 0
         assert _num_hidden(hidden, gathers) > 0
@@ -136,7 +136,7 @@ def _profile_of_steps_whose_last_reduction_is_late(**options: Any) -> list[Kerne
     streams = state_of(training.model).tree.streams
 
     def step() -> None:
-        with streams.on(streams.reduce_scatter_stream):  # behind the last reduction of a backward that is over
+        with streams.on(streams.reduce_scatter_stream):  # behind the last reduction of a finished backward
             torch.cuda._sleep(50 * LONGEST_SLEEP)  # type: ignore[no-untyped-call]
         training.optimizer_step()
 
@@ -145,8 +145,8 @@ def _profile_of_steps_whose_last_reduction_is_late(**options: Any) -> list[Kerne
 
 @pytest.mark.alone
 @pytest.mark.gpu2
-def test_a_step_updates_others_while_the_last_gradients_are_still_being_reduced() -> None:
-    """One that does not wait for them itself finds all gradients there, and one that does begins without the last."""
+def test_a_step_updates_parameters_while_the_last_gradients_are_being_reduced() -> None:
+    """A step without its own waits starts with all gradients; a waiting step starts without the last gradients."""
 
     def profiles() -> tuple[list[Kernel], ...]:
         return tuple(

@@ -1,4 +1,4 @@
-"""On GPUs: torch's optimizers step below DTensor's dispatch as they do on DTensors, multi-tensor kernels too."""
+"""On GPUs: torch's optimizers step below DTensor's dispatch as on DTensors, multi-tensor kernels too."""
 
 from contextlib import nullcontext
 from typing import Any
@@ -11,7 +11,7 @@ from torch import nn
 
 from lamella_engine import MixedPrecisionPolicy, fully_shard
 from lamella_integration.tasks import TASKS, shard, unsharded
-from lamella_optim import _plain as _plain  # its import has optimizers step so
+from lamella_optim import _plain as _plain  # the import makes optimizers step below the dispatch
 from lamella_testing import run_ranks
 
 ALL_RANKS = pytest.mark.parametrize(
@@ -30,7 +30,7 @@ NUM_STEPS = 4
         ("SGD", {"foreach": True, "momentum": 0.9}),
     ],
 )
-def test_steps_are_those_on_dtensors_to_the_bit(num_ranks: int, name: str, options: dict[str, Any]) -> None:
+def test_steps_equal_steps_on_dtensors_bit_by_bit(num_ranks: int, name: str, options: dict[str, Any]) -> None:
     task = TASKS["llama"]
 
     def weights_after(*, on_dtensors: bool) -> dict[str, torch.Tensor]:

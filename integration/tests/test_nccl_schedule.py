@@ -1,6 +1,6 @@
-"""On two GPUs over NCCL: units driven by verbs alone, over several streams, with weight gradients made on one of them.
+"""On two GPUs over NCCL: units driven by verbs alone, over several streams, with weight gradients on a side stream.
 
-The parent never touches a GPU, so that ranks can be forked from it: what runs on one does so in `run_ranks`.
+The parent never touches a GPU, so that ranks can be forked: all GPU work runs in `run_ranks`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from lamella_testing import run_ranks
 
 pytestmark = [
     pytest.mark.gpu2,
-    # What torch says when a thread of autograd is the first to multiply; it sets the context up and goes on.
+    # torch's warning if a thread of autograd multiplies first; torch then sets the context up and goes on.
     pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS, but there was no current CUDA context"),
 ]
 
@@ -45,7 +45,7 @@ BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float
 
 
 class LateLinear(nn.Linear):
-    """Backward makes the input's gradient; `backward_dw` the weight's, on the stream that is current then."""
+    """Backward makes the input's gradient; `backward_dw` makes the weight's, on the stream current at the call."""
 
     def __init__(self, num_in: int, num_out: int) -> None:
         super().__init__(num_in, num_out, bias=False)
@@ -59,7 +59,7 @@ class LateLinear(nn.Linear):
 
     def backward_dw(self) -> None:
         x, gradient = self.queue.pop(0)
-        for tensor in (x, gradient):  # made on the compute stream, and freed there
+        for tensor in (x, gradient):  # made and freed on the compute stream
             tensor.record_stream(torch.cuda.current_stream())
         weight = cast(Any, self.weight)
         weight_gradient = gradient.T @ x
@@ -119,7 +119,7 @@ class _Slot:
 
 
 class Schedule:
-    """Two microbatches, the forward of one between the slots of the other's backward; weight gradients on `side`."""
+    """Two microbatches: a forward between the slots of the previous backward; weight gradients on `side`."""
 
     def __init__(self, model: nn.Sequential, side: torch.cuda.Stream) -> None:
         self.model = model
@@ -174,7 +174,7 @@ class Schedule:
 
 
 class _Held:
-    """A unit's hold, or nothing for a block that is none."""
+    """A unit's hold, or nothing for a plain block."""
 
     def __init__(self, block: nn.Module) -> None:
         self._hold = block.hold() if isinstance(block, FSDPModule) else None
@@ -204,7 +204,7 @@ def _shard(model: nn.Sequential, *, is_fused: bool, **options: Any) -> None:
 
 
 def _train(model: nn.Sequential, delay: Callable[[], None] = lambda: None) -> tuple[dict[str, torch.Tensor], set[int]]:
-    """The weights after some steps, and how many bytes were allocated between them."""
+    """The weights after some steps, and the numbers of bytes allocated between steps."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     schedule = Schedule(model, torch.cuda.Stream())  # type: ignore[no-untyped-call]
     generator = torch.Generator().manual_seed(1)
@@ -233,7 +233,7 @@ def _train(model: nn.Sequential, delay: Callable[[], None] = lambda: None) -> tu
 def test_verbs_over_several_streams_train_as_one_unsharded_gpu(placements: AxisPlacement, is_fused: bool) -> None:
     def trained_twice() -> tuple[object, object, int]:
         expected, _ = _train(_model())
-        gc.collect()  # now, and not between two looks at what is allocated
+        gc.collect()  # now, not between two readings of allocated memory
         model = _model()
         _shard(model, is_fused=is_fused, options=ShardingOptions(placements=placements))
         got, between = _train(model)
@@ -245,7 +245,7 @@ def test_verbs_over_several_streams_train_as_one_unsharded_gpu(placements: AxisP
 
 
 def _sleep_at_random(streams: Streams, model: nn.Sequential) -> Callable[[], None]:
-    """Let one stream or another sleep before slots; on each rank others."""
+    """Let random streams sleep before slots, differently on each rank."""
     choose = Random(dist.get_rank())
     side_streams = [streams.all_gather_stream, streams.reduce_scatter_stream]
 
@@ -268,7 +268,7 @@ def _sleep_at_random(streams: Streams, model: nn.Sequential) -> Callable[[], Non
 
 @pytest.mark.parametrize("is_fused", [True, False], ids=["main_grad", "grad"])
 def test_streams_that_are_late_at_random_change_no_bit(is_fused: bool) -> None:
-    """A missing wait shows as memory that was read or freed too early."""
+    """A missing wait shows as memory read or freed too early."""
 
     def trained_twice() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         weights_by_way = []

@@ -1,7 +1,7 @@
 """Spread experts of transformers on GPUs: no bit changes under the schedule, or on the way through a checkpoint.
 
 `gpu1` needs one GPU: experts are DTensors over one rank. `gpu2` sends tokens over NCCL. The parent never touches a GPU,
-so that ranks can be forked from it.
+so that ranks can be forked.
 """
 
 from __future__ import annotations

@@ -53,9 +53,11 @@ NUM_STRESSED_STEPS = 200
 
 
 @EVERY_WAY
-@pytest.mark.filterwarnings("ignore:Full backward hook is firing")  # where tokens go in; it fires all the same
+@pytest.mark.filterwarnings(
+    "ignore:Full backward hook is firing"
+)  # torch warns for tokens as input; the hook fires nevertheless
 def test_streams_that_are_late_at_random_change_no_bit(way: str) -> None:
-    """A missing wait shows as memory that was read or freed too early."""
+    """A missing wait shows as memory read or freed too early."""
     recipe = Recipe(num_steps=NUM_STRESSED_STEPS, num_microbatches=2, max_norm=1.0)
 
     def sharded() -> nn.Module:

@@ -1,4 +1,4 @@
-"""On GPUs over NCCL: bf16 gradients that are exchanged as they are, and added up in fp32 where they arrive."""
+"""On GPUs over NCCL: bf16 gradients exchanged in bf16, and added up in fp32 on arrival."""
 
 from typing import Any
 from unittest.mock import patch
@@ -62,7 +62,7 @@ def test_nccl_conforms(num_ranks: int) -> None:
 
 
 class _InputAsGradient(nn.Module):
-    """Its weight's gradient is its input: numbers of the test's choice."""
+    """The weight's gradient is the input: numbers of the test's choice."""
 
     def __init__(self, num_rows: int) -> None:
         super().__init__()
@@ -94,12 +94,12 @@ def test_a_gradient_is_the_mean_of_all_ranks_bf16_gradients_to_the_precision_of_
 
 
 @MANY_RANKS
-@pytest.mark.parametrize("has_own_communicator", [False, True])  # which an exchange is then the first to use
+@pytest.mark.parametrize("has_own_communicator", [False, True])  # an exchange is then the communicator's first use
 @pytest.mark.parametrize("reduces_each", [True, False])
 def test_training_takes_the_steps_of_a_wire_that_is_as_wide_as_the_sum(
     num_ranks: int, reduces_each: bool, has_own_communicator: bool
 ) -> None:
-    """Bit by bit on two ranks, where a sum has one order; see test_nccl."""
+    """Bit by bit on two ranks, since a sum has a single order; see test_nccl."""
     recipe = Recipe(num_steps=10, num_microbatches=2 if num_ranks == 2 else 1, reduce_every_microbatch=reduces_each)
     loss_tolerance, weight_tolerance = (0.0, 0.0) if num_ranks == 2 else (2**-8, 2 * recipe.learning_rate)
 
@@ -126,9 +126,11 @@ def test_training_takes_the_steps_of_a_wire_that_is_as_wide_as_the_sum(
 
 @pytest.mark.gpu4
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.filterwarnings("ignore:Full backward hook is firing")  # where tokens go in; it fires all the same
+@pytest.mark.filterwarnings(
+    "ignore:Full backward hook is firing"
+)  # torch warns for tokens as input; the hook fires nevertheless
 def test_streams_that_are_late_at_random_change_no_bit(way: str) -> None:
-    """A missing wait shows as memory that was read or freed too early. Two runs also show that sums are repeatable."""
+    """A missing wait shows as memory read or freed too early. Two runs also show that sums are repeatable."""
     recipe = Recipe(num_steps=100, max_norm=1.0)
 
     def traces() -> tuple[Trace, Trace]:
@@ -156,7 +158,7 @@ SLACK = 16 * MIB  # temporaries; a block is 116 MiB in bf16
 
 
 @MANY_RANKS
-def test_a_reduction_holds_what_arrives_and_nothing_in_fp32_but_its_shards(num_ranks: int) -> None:
+def test_a_reduction_holds_arriving_gradients_and_in_fp32_only_shards(num_ranks: int) -> None:
     numel = 32 * MIB
 
     def largest_nbytes() -> int:
@@ -228,7 +230,7 @@ def test_exchanges_have_the_stream_of_reductions_and_copy_nothing(num_ranks: int
         workload = Workload(config=PROOF, device=_cuda(), reduce_dtype=torch.float32)
         kernels = profile_steps(BACKENDS["lamella"](workload), *workload.batch(num_tokens))
         check_zero_copy(kernels, parameter_sizes(workload, num_tokens))
-        pushes = streams_of(kernels, Kind.COLLECTIVE)  # gathers' and exchanges', which are copies to peers
+        pushes = streams_of(kernels, Kind.COLLECTIVE)  # gathers' and exchanges' copies to peers
         sums = [kernel for kernel in kernels if kernel.name == "_add_up"]
         assert len(pushes) == 2
         assert len({kernel.stream for kernel in sums} & pushes) == 1

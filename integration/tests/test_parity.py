@@ -6,7 +6,7 @@ from typing import cast
 
 import pytest
 import torch
-import torch._dynamo  # `full_tensor` and optimizers import it: once here instead of once a rank.
+import torch._dynamo  # `full_tensor` and optimizers import torch._dynamo: imported once here, instead of once a rank.
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
@@ -19,8 +19,8 @@ from lamella_optim import overlap_optimizer
 from lamella_testing import run_ranks
 
 # Note [fp32 tolerances]
-#   The same numbers are summed in another order: a mean over ranks of means over rows instead of one mean over rows.
-#   Measured: losses differ by at most 4e-7. AdamW divides a gradient by its own size, so that the rounding of one near
+#   Equal numbers are summed in another order: a mean over ranks of means over rows instead of a mean over rows.
+#   Measured: losses differ by at most 4e-7. AdamW divides a gradient by its own size, so that rounding near
 #   zero moves a weight by a share of the learning rate (3e-3): measured 3e-5.
 LOSS_TOLERANCE = 1e-5
 NORM_TOLERANCE = 1e-5
@@ -28,7 +28,7 @@ WEIGHT_TOLERANCE = 1e-4
 
 ALL_RANKS = pytest.mark.parametrize("num_ranks", [1, 2, 4])
 ALL_TASKS = pytest.mark.parametrize("name", TASKS)
-# Four ranks leave shards of "odd" empty; the dims of the others divide by four as they do by two.
+# Four ranks leave shards of "odd" empty; the dims of all other tasks divide by four and by two.
 SOME_RANKS = [
     pytest.param(name, num_ranks, marks=pytest.mark.slow if num_ranks == 4 and name != "odd" else ())
     for name in TASKS
@@ -132,11 +132,11 @@ def test_a_model_built_on_meta_starts_with_the_weights_of_one_built_whole(name: 
 @pytest.mark.parametrize(("name", "num_ranks"), SOME_RANKS)
 @pytest.mark.parametrize("reduce_dtype", [torch.float32, torch.bfloat16], ids=["reduce_fp32", "reduce_bf16"])
 def test_bf16_training_equals_torch_fsdp2_bit_by_bit(name: str, num_ranks: int, reduce_dtype: torch.dtype) -> None:
-    """No tolerance, but for sums of four: both round the same weights to bf16 and run the same kernels.
+    """No tolerance, but for sums of four: both implementations round the same weights to bf16 and run the same kernels.
 
     In fp32 ours are added up in the order of the ranks, and gloo's grouped reduce-scatter is an all-reduce, whose order
-    changes from segment to segment of a tensor: whether that shows, the processor decides.
-    In bf16 both are gloo's; but where a dim does not divide, segments are not shards.
+    changes from segment to segment of a tensor: the processor decides whether the change shows.
+    In bf16 both reductions are gloo's; but if a dim does not divide, segments are not shards.
     """
     task = TASKS[name]
     recipe = Recipe(num_steps=6, max_norm=1.0)
@@ -159,7 +159,7 @@ def test_bf16_training_equals_torch_fsdp2_bit_by_bit(name: str, num_ranks: int, 
         torch.testing.assert_close(ours.weights, theirs.weights, rtol=0.0, atol=weight_tolerance)
 
 
-def test_names_and_shapes_are_those_of_the_unsharded_model() -> None:
+def test_names_and_shapes_equal_the_unsharded_models() -> None:
     def names() -> dict[str, torch.Size]:
         model = cast(nn.Module, shard(TASKS["llama"].model(), fully_shard))
         return {name: parameter.shape for name, parameter in model.named_parameters()}

@@ -1,4 +1,4 @@
-"""torch's pipeline schedules over stages that shard themselves: the losses and weights that they have with FSDP2."""
+"""torch's pipeline schedules over sharded stages: losses and weights equal FSDP2's."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def loss_of(out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def trained(folder: Path, *, schedule: str, num_places: int) -> object:
-    """Steps of a pipeline of `num_places` ranks, each of them as often as ranks share its shards."""
+    """Steps of a pipeline of `num_places` stages; the ranks of a stage share the stage's shards."""
     make, num_local = SCHEDULES[schedule]
     device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
     shape = (num_places, dist.get_world_size() // num_places)
@@ -90,5 +90,5 @@ def test_a_pipeline_trains_as_with_fsdp2(schedule: str) -> None:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("device", ["cuda"])
 def test_stages_of_one_shard_train_as_with_fsdp2(schedule: str, device: Device) -> None:
-    """Two GPUs are a pipeline of two places, so each stage's shards lie on one rank."""
+    """Two GPUs are a pipeline of two stages, so each stage's shards lie on a single rank."""
     run_in_both(partial(trained, schedule=schedule, num_places=2), device=device)

@@ -120,7 +120,7 @@ def _are_equal(one: Any, other: Any) -> bool:
 
 
 class _Sparse(torch.optim.Optimizer):
-    """Lion's moment for some parameters, and None and numbers beside it; nothing for the others."""
+    """Lion's moment, None and numbers for some parameters; no state for the remaining parameters."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.1})

@@ -1,4 +1,4 @@
-"""torch's state dict functions find in lamella's units what they find in FSDP2's: names, shards and values."""
+"""torch's state dict functions return equal names, shards and values for lamella's units and for FSDP2's."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ OF_LOADING = ("broadcast_from_rank0", "strict")
 
 
 class TiedNet(nn.Module):
-    """Blocks of sizes that two ranks do not divide, one frozen; a buffer; a head that is tied to the stem."""
+    """Blocks of sizes indivisible by two ranks, one frozen; a buffer; a head tied to the stem."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class TiedNet(nn.Module):
 
 
 def trained(seed: int, *, num_steps: int = 2) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A sharded model and its optimizer, which differ from those of another seed."""
+    """A sharded model and an optimizer, different for different seeds."""
     torch.manual_seed(seed)
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
     model = TiedNet().to(device)
@@ -98,7 +98,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> torc
 
 
 def shapes(state: object) -> object:
-    """Of every tensor how it lies: on how many ranks, on which device, in which dtype."""
+    """Number of ranks, device and dtype of every tensor."""
     match state:
         case DTensor():
             return [str(state.placements), list(state.to_local().shape), str(state.dtype), state.device.type]
@@ -123,11 +123,11 @@ def saved_states(folder: Path, *, options: dict[str, Any]) -> object:
 
 
 def loaded_state(folder: Path, *, options: dict[str, Any]) -> object:
-    """A state that one model was given of another, and what the two do afterwards."""
+    """Load the state of a model into another, and train both on."""
     chosen = StateDictOptions(**options)
     source, optimizer = trained(0)
     get = StateDictOptions(**{name: value for name, value in options.items() if name not in OF_LOADING})
-    states = copy.deepcopy(get_state_dict(source, optimizer, options=get))  # torch gives numbers of steps as they are
+    states = copy.deepcopy(get_state_dict(source, optimizer, options=get))  # torch does not copy step counts
     target, other = trained(1, num_steps=1)
     if options.get("broadcast_from_rank0") and dist.get_rank() != 0:
         states = ({}, {})
@@ -159,7 +159,7 @@ def resumed(folder: Path) -> object:
 
 
 def refused(folder: Path) -> object:
-    """What strict loading says of names that do not fit."""
+    """The error of strict loading for unknown names."""
     model, _ = trained(0)
     state = get_model_state_dict(model)
     del state["stem.weight"]
@@ -173,14 +173,14 @@ def refused(folder: Path) -> object:
 @ON_BOTH
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_a_state_dict_is_fsdp2s(options: dict[str, Any], device: Device) -> None:
-    # Shards of a state dict on the CPU are gathered there, for which NCCL has no collectives.
+    # Shards of a state dict on the CPU are gathered on the CPU, without NCCL.
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else None
     run_in_both(partial(saved_states, options=options), device=device, backend=backend)
 
 
 @ON_BOTH
 @pytest.mark.parametrize("options", GIVEN.values(), ids=GIVEN)
-def test_a_model_goes_on_from_a_state_dict_that_it_was_given(options: dict[str, Any], device: Device) -> None:
+def test_a_model_trains_on_from_a_loaded_state_dict(options: dict[str, Any], device: Device) -> None:
     run_in_both(partial(loaded_state, options=options), device=device)
 
 

@@ -1,4 +1,4 @@
-"""On two GPUs: Transformer Engine's FusedAdam steps on local shards, and beside empty ones writes nothing."""
+"""On two GPUs: Transformer Engine's FusedAdam steps on local shards, and writes nothing beside empty shards."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lamella_engine import fully_shard
+from lamella_integration.tasks import unsharded
 from lamella_optim import step_on_local_shards
 from lamella_testing import run_ranks
 
 pytestmark = [
     pytest.mark.te,
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # what Transformer Engine's import says
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # warnings of Transformer Engine's import
     pytest.mark.filterwarnings("ignore:Detected a Jax installation"),
 ]
 
@@ -25,9 +26,9 @@ LR, WEIGHT_DECAY, NUM_STEPS = 1e-2, 0.1, 5
 
 
 class ManyShort(nn.Module):
-    """Matrices of one row among others: an empty shard at every place among more than one launch takes.
+    """Matrices of a single row among larger matrices: empty shards at every place of several kernel launches.
 
-    Linear in each, so that gradients do not depend on the weights: roundings do not grow from step to step.
+    The output is linear in every matrix: gradients do not depend on weights, and rounding errors do not grow.
     """
 
     def __init__(self, num_matrices: int = 300) -> None:
@@ -62,14 +63,10 @@ def _on_shards(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
     return step_on_local_shards(_fused_adam(model, **options))
 
 
-def _full_value(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
-
-
 def _assert_close(sharded: nn.Module, reference: nn.Module, **tolerance: Any) -> None:
     for (name, got), expected_parameter in zip(sharded.named_parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(
-            _full_value(got), expected_parameter.detach(), **tolerance, msg=partial("{}: {}".format, name)
+            unsharded(got).detach(), expected_parameter.detach(), **tolerance, msg=partial("{}: {}".format, name)
         )
 
 
@@ -111,8 +108,8 @@ def test_bf16_weights_have_masters_that_a_state_dict_keeps(moments: torch.dtype)
     run_ranks(check, 2, device="cuda")
 
 
-def test_its_state_weighs_what_the_shards_weigh() -> None:
-    """Made of `param.shape`, as it is for DTensors, it would weigh as much as the whole model's."""
+def test_the_state_has_the_size_of_the_shards() -> None:
+    """State made from a DTensor's `param.shape` would weigh as much as the unsharded model's."""
 
     def check() -> int:
         sharded = fully_shard(nn.Linear(4096, 4096, bias=False, device="cuda"))
@@ -127,7 +124,7 @@ def test_its_state_weighs_what_the_shards_weigh() -> None:
         assert 2 * shard_nbytes <= grown < 2 * shard_nbytes + 2**20
 
 
-def test_left_to_itself_it_is_refused_before_it_writes() -> None:
+def test_fused_adam_without_local_shards_is_refused_before_writing() -> None:
     def check() -> None:
         sharded = fully_shard(_model())
         before = [p.to_local().clone() for p in sharded.parameters() if isinstance(p, DTensor)]

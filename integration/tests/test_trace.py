@@ -1,4 +1,4 @@
-"""What was copied is told by the sizes of kernels: planted copies are found."""
+"""Sizes of kernels identify copies: planted copies are found."""
 
 from dataclasses import replace
 
@@ -20,7 +20,7 @@ def _kernel(name: str, start: float, duration: float, *numels: int, stream: int 
     )
 
 
-# Gather, compute, cast a shard, copy an activation, reduce: what a zero-copy step looks like.
+# Gather, compute, cast a shard, copy an activation, reduce: the pattern of a zero-copy step.
 STEP = [
     _kernel("Memcpy HtoD (Pinned -> Device)", 0, 1, 8),
     _kernel(COPY, 2, 4, SHARD, SHARD, stream=13),

@@ -5,7 +5,7 @@ What gloo's transport packs, which NCCL's does not, counts as a part of the coll
 
 import pytest
 import torch
-import torch._dynamo  # The optimizer imports it: once here instead of once a rank.
+import torch._dynamo  # The optimizer imports torch._dynamo: imported once here, instead of once a rank.
 from torch import nn
 
 from lamella_integration.backends import BACKENDS, Training, Workload
@@ -55,7 +55,7 @@ def test_the_same_measure_finds_one_planted_copy() -> None:
         training.model.get_submodule("blocks.1").register_forward_pre_hook(_clone_a_weight)
         return _num_copies(training, _workload())
 
-    assert run_ranks(num_copies, 2) == [2, 2]  # one a step
+    assert run_ranks(num_copies, 2) == [2, 2]  # a copy a step
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])

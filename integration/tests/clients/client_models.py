@@ -1,4 +1,4 @@
-"""What the clients' tests share: tiny language models, rows of tokens, and Accelerate's leave to shard on CPUs."""
+"""Set-ups of the clients' tests: tiny language models, rows of tokens, and Accelerate's leave to shard on CPUs."""
 
 from __future__ import annotations
 
@@ -30,6 +30,6 @@ def tokens(num_rows: int = 16, length: int = 8, *, seed: int = 0) -> torch.Tenso
 
 
 def let_accelerate_shard_on_cpus() -> None:
-    """Accelerate takes its plugin for FSDP on accelerators only, by what it takes the ranks for; the device stays."""
+    """Let Accelerate accept the plugin for FSDP on CPUs, by the kind of the distributed ranks; the device stays."""
     if dist.get_backend() == "gloo":
         PartialState(cpu=True).distributed_type = DistributedType.MULTI_XPU

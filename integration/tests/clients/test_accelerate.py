@@ -1,4 +1,4 @@
-"""Hugging Face Accelerate with its plugin for FSDP2: prepared, trained, clipped, saved and loaded by Accelerate."""
+"""Hugging Face Accelerate with the plugin for FSDP2: prepared, trained, clipped, saved and loaded by Accelerate."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def train(accelerator: Accelerator, model: Any, optimizer: Any, loader: Any, sch
 
 
 def trained_and_saved(folder: Path, *, options: dict[str, Any]) -> object:
-    """A run that is saved and goes on; another that loads what was saved, and goes on as the first did."""
+    """Train, save and train on; then load the state into a second run, and train on equally."""
     accelerator = accelerator_for(**options)
     first = prepared(accelerator)
     before = train(accelerator, *first)
@@ -94,5 +94,5 @@ def test_accelerate_trains_saves_and_loads(options: dict[str, Any], device: Devi
 
 @pytest.mark.gpu2
 def test_accelerate_lets_shards_rest_on_the_cpu() -> None:
-    # As Accelerate makes it for this: torch's clipping reduces the norms of DTensors on the CPU there.
+    # Accelerate's backend for offloading: torch's clipping reduces norms of DTensors on the CPU.
     run_in_both(partial(trained_and_saved, options=OFFLOADED), device="cuda", backend="cpu:gloo,cuda:nccl")

@@ -74,7 +74,7 @@ def set_up(fabric: Any) -> tuple[Any, Any]:
 
 
 def train(fabric: Any, model: Any, optimizer: Any, loader: Any) -> list[object]:
-    """One pass, two microbatches a step, of which the first is not reduced."""
+    """One pass, two microbatches a step; the first microbatch is not reduced."""
     losses = []
     for i, (x,) in enumerate(loader):
         with fabric.no_backward_sync(model, enabled=i % 2 == 0):
@@ -98,7 +98,7 @@ def test_fabric_trains_saves_and_loads(is_distributed: bool, device: Device) -> 
 
 
 class Module(lightning.LightningModule):
-    """Sharded where Lightning says so."""
+    """A module that Lightning shards in `configure_model`."""
 
     def __init__(self) -> None:
         super().__init__()

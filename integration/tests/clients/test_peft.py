@@ -1,4 +1,4 @@
-"""peft's adapters on a frozen base that is sharded: trained, saved, and loaded into another base."""
+"""peft's adapters on a frozen, sharded base: trained, saved, and loaded into another base."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ WITHOUT_OTHERS = {"cp": 1, "tp": 1, "pp": 1, "ep": 1}
 
 
 def configuration() -> Any:
-    """Two layers of torchtitan's own small model, with attention that a CPU can compute."""
+    """Two layers of torchtitan's own small model, with attention for a CPU."""
     config = llama3_configs["debugmodel"](attn_backend="flex")
     config.layers = config.layers[:2]
     for layer in config.layers:
@@ -40,7 +40,7 @@ def trained(
     is_compiled: bool = False,
     recomputes: bool = False,
 ) -> object:
-    parallel_dims.device_type = "cpu"  # else it takes a machine without GPUs for one with them
+    parallel_dims.device_type = "cpu"  # else torchtitan takes a machine without GPUs for a machine with GPUs
     num_ranks = dist.get_world_size()
     dims = ParallelDims(
         dp_replicate=num_replicas,
@@ -60,7 +60,7 @@ def trained(
         ac_config=FullAC.Config() if recomputes else None,  # type: ignore[arg-type]
         dump_folder=str(folder),
     )
-    for unit in units(model):  # torchtitan divides losses, not gradients: gloo has no such product, but sums
+    for unit in units(model):  # torchtitan divides losses, not gradients: gloo has no premultiplied sums
         model.get_submodule(unit).set_force_sum_reduction_for_comms(True)
     model.to_empty(device="cpu")
     torch.manual_seed(0)
@@ -96,5 +96,5 @@ def test_its_llama_trains_in_replicas() -> None:
 
 @pytest.mark.parametrize("recomputes", [False, True])
 def test_its_llama_trains_with_compiled_blocks(recomputes: bool) -> None:
-    """torchtitan compiles each block with `fullgraph=True` before it is sharded."""
+    """torchtitan compiles each block with `fullgraph=True` before sharding."""
     run_in_both(partial(trained, is_compiled=True, recomputes=recomputes), timeout_s=300.0)

@@ -39,7 +39,7 @@ def trainer_in(folder: Path, *, num_steps: int, state_dict_type: str) -> Any:
         disable_tqdm=True,
         seed=3,
     )
-    let_accelerate_shard_on_cpus()  # after the arguments, which ask for the ranks anew
+    let_accelerate_shard_on_cpus()  # after the arguments: `TrainingArguments` detects ranks again
     return Trainer(model=tiny_llama(), args=arguments, train_dataset=ROWS, eval_dataset=ROWS[:8])
 
 

@@ -1,7 +1,7 @@
-"""One suite, two implementations: what torch's FSDP2 does here, lamella must do with nothing but the import changed.
+"""One suite, two implementations: lamella must pass the tests passed by FSDP2, with a changed import alone.
 
-A test takes `api`, a namespace with `fully_shard` and what goes with it. The run on torch says that the test is right,
-the run on lamella that lamella is. What it lacks is in `not_yet.py`. Both run on CPU over gloo, and on four GPUs
+A test takes `api`, a namespace with `fully_shard` and its companions. The run on torch shows that the test is right,
+the run on lamella that lamella is right. Known gaps are in `not_yet.py`. Both run on CPU over gloo, and on four GPUs
 over NCCL.
 """
 

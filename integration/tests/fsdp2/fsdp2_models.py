@@ -1,4 +1,4 @@
-"""What the conformance tests share: small models, their unsharded twins, and comparisons between the two."""
+"""Set-ups of the conformance tests: small models, unsharded twins, and comparisons between model and twin."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-# torch imports these when the first optimizer is made and the first DTensor is computed with. Imported here, once,
-# every forked rank has them.
+# torch imports torch._dynamo for the first optimizer and the first operator on a DTensor. Imported here, once, for all
+# forked ranks.
 import torch._dynamo
 import torch.distributed as dist
 import torch.distributed.checkpoint.state_dict
@@ -33,7 +33,7 @@ DIM = 6
 
 
 class Where:
-    """What the running test computes on: the `api` fixture sets it, and forked ranks inherit it."""
+    """The device of the running test: set by the `api` fixture, inherited by forked ranks."""
 
     device: Literal["cpu", "cuda"] = "cpu"
 
@@ -41,7 +41,7 @@ class Where:
 def on_ranks(scenario: Callable[..., object], num_ranks: int = 2, *, cases: Iterable[Any] | None = None) -> None:
     """Run a scenario on forked ranks, with each case in turn.
 
-    On GPUs the ranks stay from test to test, and what a scenario makes without saying where is made there.
+    On GPUs the ranks stay from test to test, and a scenario's tensors without a device are made on the GPU.
     """
     device = Where.device
     argument_tuples = [()] if cases is None else list(cases)
@@ -86,7 +86,7 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    """A stem, blocks, a head. The root of a unit tree has parameters of its own."""
+    """A stem, blocks, a head. The root of the unit tree has parameters too."""
 
     def __init__(self, num_blocks: int = 3, dim: int = DIM, hidden: int = 9) -> None:
         super().__init__()
@@ -103,14 +103,14 @@ class Stack(nn.Module):
 
 
 def shard(api: Api, model: Stack, **kwargs: Any) -> Any:
-    """One unit a block, one for the rest."""
+    """A unit a block, and a root unit for the remaining parameters."""
     for block in model.blocks:
         api.fully_shard(block, **kwargs)
     return api.fully_shard(model, **kwargs)
 
 
 def units(api: Api, model: nn.Module) -> list[Any]:
-    """The modules that `fully_shard` was called on."""
+    """The modules passed to `fully_shard`."""
     return [module for module in model.modules() if isinstance(module, api.FSDPModule)]
 
 
@@ -122,12 +122,12 @@ def twins(make: Callable[[], nn.Module] = Stack, *, seed: int = 0) -> tuple[Any,
 
 
 def inputs(*shape: int, seed: int = 0) -> torch.Tensor:
-    """Random numbers that differ between ranks and between seeds."""
+    """Random numbers, different for ranks and for seeds."""
     return draw(*(shape or (4, DIM)), seed=1000 * seed + dist.get_rank())
 
 
 def draw(*shape: int, seed: int) -> torch.Tensor:
-    """Random numbers that follow from the seed alone."""
+    """Random numbers from the seed alone."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), device="cpu").to(Where.device)
 
 
@@ -156,22 +156,22 @@ def full_value(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def gradient_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The gradient of a tensor that must have one."""
+    """The gradient of a tensor, which must not be None."""
     assert tensor.grad is not None
     return tensor.grad
 
 
 def assert_close(got: torch.Tensor, expected: torch.Tensor, name: str = "", **tolerance: Any) -> None:
-    """A tensor, sharded or not, has the value of a whole one."""
+    """Assert that a tensor, sharded or not, has the value of an unsharded tensor."""
     tolerance = tolerance or {"rtol": 1e-4, "atol": 1e-5}
     if isinstance(got, DTensor):
         got, expected = _comparable(got, expected)
-    # An offloaded shard is on the CPU, and what it is compared with on a GPU.
+    # An offloaded shard is on the CPU, the expected tensor on a GPU.
     torch.testing.assert_close(got, expected.detach().to(got.device), msg=lambda text: f"{name}: {text}", **tolerance)
 
 
 def _comparable(got: DTensor, expected: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """This rank's part of both, which costs nothing; the whole of both where two axes shard one dim."""
+    """This rank's part of both tensors, for no cost; both tensors in full if two axes shard one dim."""
     placements: Any = got.placements  # a `Placement` alone has no dim
     dims = [placement.dim for placement in placements if placement.is_shard()]
     if len(dims) != len(set(dims)) or not all(type(p) in (Shard, Replicate) for p in got.placements):
@@ -188,7 +188,7 @@ def _chunk(tensor: torch.Tensor, num_chunks: int, index: int, dim: int) -> torch
 
 
 def assert_equal_models(expected: nn.Module, got: nn.Module, **tolerance: float) -> None:
-    """Names, weights and gradients of a sharded model are those of its unsharded twin."""
+    """Assert equal names, weights and gradients of a sharded model and the unsharded twin."""
     for (name, a), (other, b) in zip(expected.named_parameters(), got.named_parameters(), strict=True):
         assert name == other
         assert_close(b, a, name, **tolerance)
@@ -241,7 +241,7 @@ def descend(model: nn.Module, *, set_to_none: bool = True) -> None:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of a tensor."""
+    """This rank's part of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

@@ -1,6 +1,6 @@
-"""What lamella lacks: by file, a test or one case of it, and why it fails.
+"""Gaps of lamella: by file, a test or a case of a test, and the reason of the failure.
 
-A test that begins to pass turns the suite red until its line here goes.
+A listed test turns the suite red once the test passes, until the line is removed.
 """
 
 NOT_YET: dict[str, dict[str, str]] = {

@@ -28,13 +28,15 @@ def _backward(model: nn.Module, x: torch.Tensor) -> None:
 
 
 def _microbatches(expected: nn.Module, model: nn.Module, set_flags: object, step: int) -> dict[str, int]:
-    """Three microbatches on both models; the collectives of the sharded one."""
+    """Three microbatches on both models; returns the collectives of the sharded model."""
     totals: dict[str, int] = {}
     for microbatch in range(3):
         assert callable(set_flags)
         set_flags(microbatch == 2)
         x = inputs(seed=10 * step + microbatch)
-        expected(x).square().mean().backward()  # of a sum, it diverges, and fp32 is right to four digits at the end
+        expected(
+            x
+        ).square().mean().backward()  # of a sum, training diverges, and fp32 is right to four digits at the end
         counts, _ = count(partial(_backward, model, x))
         totals = {kind: totals.get(kind, 0) + counts.get(kind, 0) for kind in totals.keys() | counts.keys()}
     average(expected)
@@ -90,7 +92,7 @@ def test_some_units_may_wait_with_their_gradients(api: Api) -> None:
 
 
 def test_kept_gradients_and_reduced_ones_add_up(api: Api) -> None:
-    """A reduced microbatch, a kept one, and a reduced one again; nothing is cleared between."""
+    """A reduced microbatch, an unreduced microbatch, and a reduced microbatch again, without clearing gradients."""
 
     def scenario() -> None:
         expected, model = twins()
@@ -119,7 +121,7 @@ def test_parameters_may_stay_after_backward(api: Api) -> None:
     on_ranks(scenario)
 
 
-def test_a_pipeline_may_gather_ahead_and_keep_what_it_gathered(api: Api) -> None:
+def test_a_pipeline_may_prefetch_and_keep_gathered_parameters(api: Api) -> None:
     def scenario(explicit: bool, reshard_after_backward: bool) -> None:
         expected, model = twins()
         shard(api, model, reshard_after_forward=False)

@@ -1,4 +1,4 @@
-"""A hook on reduced gradients is shown this rank's shards, and nothing beside them: it may take norms or quantise."""
+"""A hook on reduced gradients is shown this rank's shards alone: the hook may take norms or quantise."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Shown = dict[nn.Module, list[torch.Tensor]]
 
 
 def _watch(model: Stack) -> Shown:
-    """A copy of what the hook of each unit is shown."""
+    """A copy of the buffer shown to the hook of each unit."""
     shown: Shown = {}
     for module in (*model.blocks, model):
         seen = shown.setdefault(module, [])
@@ -90,7 +90,7 @@ def test_a_hook_is_shown_a_narrow_reduction_in_its_dtype(api: Api) -> None:
     on_ranks(scenario)
 
 
-def test_over_replicas_a_hook_is_shown_what_all_of_them_have(api: Api) -> None:
+def test_over_replicas_a_hook_is_shown_the_reduction_of_all_replicas(api: Api) -> None:
     def scenario(hidden: int, num_microbatches: int) -> None:
         expected, model = twins(lambda: Stack(hidden=hidden))
         shown = _watch(shard(api, model, mesh=grid("outer", "inner")))
@@ -105,7 +105,7 @@ def test_over_replicas_a_hook_is_shown_what_all_of_them_have(api: Api) -> None:
     on_ranks(scenario, 4, cases=((8, 1), (9, 1), (9, 2)))
 
 
-def test_what_a_hook_changes_in_place_is_installed(api: Api) -> None:
+def test_in_place_changes_of_a_hook_are_installed(api: Api) -> None:
     """Clipping by the unit's own norm, as FSDP2's users do in the hook."""
 
     def scenario(options: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""What autograd does with units: outputs that nobody uses, containers, parts of a graph, and parts of a model."""
+"""Autograd over units: unused outputs, containers, parts of a graph, and parts of a model."""
 
 import dataclasses
 import itertools
@@ -26,7 +26,7 @@ from torch import nn
 
 
 class _Double(nn.Module):
-    """Two linears; maybe only one is used."""
+    """Two linears; the output of the second may go unused."""
 
     def __init__(self, uses_second: bool = True) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Blocks compiled without graph breaks, and models with them, train as FSDP2 does without a compiler."""
+"""Blocks compiled without graph breaks, and models of such blocks, train as FSDP2 does without a compiler."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from lamella_testing import load_compiler
 
-# The compiler looks for `.grad` on everything that it sees.
+# The compiler reads `.grad` of every tensor.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 
 

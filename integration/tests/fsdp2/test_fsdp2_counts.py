@@ -1,4 +1,4 @@
-"""Collectives of a step, in units of one gather a unit and one reduction a unit."""
+"""Collectives of a step, counted as gathers a unit and reductions a unit."""
 
 import torch
 from fsdp2_models import Api, Stack, count, descend, inputs, on_ranks, shard, units
@@ -19,7 +19,7 @@ def _counts(model: nn.Module) -> list[tuple[int, int]]:
 def test_a_step_gathers_and_reduces_each_unit_as_often_as_the_flag_says(api: Api) -> None:
     def scenario(reshard: bool | None, num_gathers_in_backward: int) -> None:
         model = shard(api, Stack(), reshard_after_forward=reshard)
-        for _ in range(3):  # what is learned from a step must not cost the next one more
+        for _ in range(3):  # the order recorded in a step must not make the next step cost more
             assert _counts(model) == [(NUM_UNITS, 0), (num_gathers_in_backward, NUM_UNITS)]
             descend(model)
 
@@ -60,7 +60,7 @@ def test_a_unit_of_several_modules_is_gathered_once(api: Api) -> None:
 
 
 def test_a_unit_that_runs_twice_is_gathered_for_each_run_and_reduced_once(api: Api) -> None:
-    """Once: autograd sums both runs' gradients before it hands them over."""
+    """A single reduction: autograd sums both runs' gradients first."""
 
     class FirstBlockTwice(Stack):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

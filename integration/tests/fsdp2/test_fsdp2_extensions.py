@@ -1,4 +1,4 @@
-"""Tensors that say themselves what is gathered: `fsdp_pre_all_gather` and `fsdp_post_all_gather`."""
+"""Tensors with their own gather format: `fsdp_pre_all_gather` and `fsdp_post_all_gather`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Gathered = tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None
 class Rounded(torch.Tensor):
     """An fp32 tensor that travels as bf16."""
 
-    seen: list[tuple[Any, ...]] = []  # noqa: RUF012  of this process: ranks are processes
+    seen: list[tuple[Any, ...]] = []  # noqa: RUF012  shared by a process: ranks are processes
 
     @staticmethod
     def __new__(cls, data: torch.Tensor) -> Self:
@@ -94,16 +94,16 @@ class Rounded(torch.Tensor):
 
 
 class Releasing(Rounded):
-    """Says that what it makes of the gathered bytes has memory of its own; torch before 2.15 does not ask."""
+    """Declares separate memory for unsharded tensor and gathered bytes; torch before 2.15 does not ask."""
 
     def fsdp_should_release_all_gather_outputs_after_post_all_gather(self) -> bool:
         return True
 
 
 class Halved(Rounded):
-    """Says what is gathered, and not what is made of it."""
+    """Defines the gathered payload, and no conversion of the gathered payload."""
 
-    fsdp_post_all_gather = property()  # `hasattr` is False of it
+    fsdp_post_all_gather = property()  # `hasattr` returns False
 
 
 class Misread(Rounded):
@@ -139,7 +139,7 @@ def _assert_trains_on_rounded_weights(expected: nn.Module, model: nn.Module) -> 
         assert_close(gradient, expected_chunk, name)
 
 
-def test_a_tensor_that_says_half_of_it_is_refused_in_fsdp2s_words(api: Api) -> None:
+def test_a_tensor_with_half_the_extension_is_refused_in_fsdp2s_words(api: Api) -> None:
     def scenario(kind: type[Rounded], words: str) -> None:
         _, model = twins()
         _round_weights(model, kind)
@@ -210,7 +210,7 @@ def _five_arguments(function: Any, tensor: torch.Tensor) -> Any:
     return bound
 
 
-def test_methods_on_a_plain_local_tensor_decide_what_travels(api: Api) -> None:
+def test_methods_on_a_plain_local_tensor_decide_the_payload(api: Api) -> None:
     def scenario(reshard: bool) -> None:
         expected, model = twins(lambda: nn.Sequential(Block(hidden=8), Block(hidden=8)))
         for module in (*model, model):
@@ -227,7 +227,7 @@ def test_methods_on_a_plain_local_tensor_decide_what_travels(api: Api) -> None:
     on_ranks(scenario, cases=(True, False))
 
 
-def test_the_mesh_that_a_tensor_is_told_is_the_one_it_is_gathered_over(api: Api) -> None:
+def test_a_tensor_receives_the_mesh_of_its_gather(api: Api) -> None:
     def scenario() -> None:
         model = nn.Sequential(Block(hidden=8))
         api.fully_shard(model, mesh=grid("outer", "inner"))
@@ -241,7 +241,7 @@ def test_the_mesh_that_a_tensor_is_told_is_the_one_it_is_gathered_over(api: Api)
 
 
 class TravellingPair(TwoTensor):
-    """Two equal tensors, which both travel. It computes as a pair, so its gradient is one."""
+    """Two equal tensors; both travel. The pair computes as a pair, so the gradient is a pair."""
 
     def fsdp_pre_all_gather(
         self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: tuple[int, ...], module: nn.Module, mp_policy: Any
@@ -281,7 +281,7 @@ def _parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def _assert_gradients_of_pairs(api: Api, num_microbatches: int, hidden: int = 9, **options: Any) -> None:
-    """A model of pairs trains as its twin of plain weights does, which other tests compare with unsharded ones."""
+    """Assert that a model of pairs trains as the twin of plain weights, compared with unsharded models elsewhere."""
     plain, paired = twins(lambda: Stack(hidden=hidden))
     _pair_weights(paired)
     for model in (plain, paired):

@@ -1,4 +1,4 @@
-"""Backwards whose end is a call of its own, as pipeline schedules of torch have it; memory that keeps its address."""
+"""Backwards ended by an explicit call, as in torch's pipeline schedules; memory with a constant address."""
 
 from collections.abc import Callable
 from functools import partial
@@ -48,7 +48,7 @@ def _backward(model: nn.Module, seed: int) -> None:
 
 
 def _microbatches(model: Any, *, num: int = 3, seed: int = 0) -> None:
-    """As a schedule has them: nothing is reduced, parameters stay, and then both are wanted."""
+    """Microbatches of a schedule: no reduction and no reshard, until the last microbatch asks for both."""
     model.set_requires_gradient_sync(False)
     model.set_reshard_after_backward(False)
     for microbatch in range(num):
@@ -110,7 +110,7 @@ def test_a_single_backward_may_be_finalized(finalizing: Api) -> None:
     on_ranks(scenario, cases=(False, True))
 
 
-def test_replicas_are_reduced_over_when_it_is_finalized(finalizing: Api) -> None:
+def test_finalization_reduces_over_replicas(finalizing: Api) -> None:
     def scenario() -> None:
         expected, model = twins()
         shard(finalizing, model, mesh=grid("outer", "inner"))
@@ -126,7 +126,7 @@ def test_replicas_are_reduced_over_when_it_is_finalized(finalizing: Api) -> None
     on_ranks(scenario, 4)
 
 
-def test_where_no_unit_was_reached_there_is_nothing_to_finalize(finalizing: Api) -> None:
+def test_a_backward_that_reached_no_unit_has_nothing_to_finalize(finalizing: Api) -> None:
     def scenario() -> None:
         expected, model = twins()
         shard(finalizing, model)
@@ -216,7 +216,7 @@ def test_what_cannot_be_finalized_is_refused_and_after_a_reset_it_goes_on(finali
     on_ranks(scenario)
 
 
-# -- memory that stays ------------------------------------------------------------------------------------------------
+# -- persistent memory ------------------------------------------------------------------------------------------------
 
 
 def test_unsharded_parameters_may_keep_their_addresses(keeping: Api) -> None:

@@ -1,4 +1,4 @@
-"""Frozen parameters: gathered with the others, never reduced, and free to thaw."""
+"""Frozen parameters: gathered with trained parameters, never reduced, and free to thaw."""
 
 import itertools
 
@@ -111,7 +111,7 @@ def test_trained_and_frozen_units_may_run_often_with_and_without_gradients(api: 
     on_ranks(scenario, cases=(True, False))
 
 
-def test_a_wholly_frozen_model_passes_gradients_to_its_inputs(api: Api) -> None:
+def test_a_wholly_frozen_model_passes_gradients_to_inputs(api: Api) -> None:
     def scenario() -> None:
         expected, model = twins(Stack)
         shard(api, model)

@@ -130,7 +130,7 @@ def test_replicas_that_differ_are_made_equal_by_a_broadcast_of_local_shards(api:
 
 
 def test_a_hook_takes_the_place_of_the_outer_axis(api: Api) -> None:
-    """Sharded over one axis, the user reduces over the other; and sees what the engine reduced, over two."""
+    """With one sharded axis the user reduces over the outer axis; with two the hook sees the engine's reduction."""
 
     def scenario(native: bool) -> None:
         mesh = grid("outer", "inner")

@@ -1,4 +1,4 @@
-"""Ignored parameters: left where and what they are, and whoever looks after them does so."""
+"""Ignored parameters stay unchanged in place, and the user's own code takes care of ignored parameters."""
 
 from collections.abc import Iterator
 
@@ -53,7 +53,7 @@ def test_a_unit_all_of_whose_parameters_are_ignored_communicates_nothing(api: Ap
     on_ranks(scenario)
 
 
-def test_ddp_may_look_after_what_a_unit_ignores(api: Api) -> None:
+def test_ddp_may_replicate_ignored_parameters(api: Api) -> None:
     def scenario() -> None:
         expected, model = twins()
         ignored = set(model.blocks[1].parameters())
@@ -101,7 +101,7 @@ def test_replication_around_units_leaves_them_alone(api: Api) -> None:
 
 
 class _Run(torch.nn.Module):
-    """The blocks as one module with a forward, which a stack iterates over as over one block."""
+    """The blocks as a single module with a forward; a stack iterates over the module as over a block."""
 
     def __init__(self, blocks: torch.nn.ModuleList) -> None:
         super().__init__()

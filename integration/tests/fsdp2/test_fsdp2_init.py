@@ -1,4 +1,4 @@
-"""What fully_shard makes of a module: its parameters, its class, its mesh, and modules built on the meta device."""
+"""The result of fully_shard on a module: parameters, class, mesh, and modules built on the meta device."""
 
 import itertools
 from collections.abc import Callable
@@ -60,7 +60,7 @@ def test_ranks_with_different_weights_keep_the_rows_of_their_own(api: Api) -> No
     on_ranks(scenario, 2)
 
 
-def test_a_unit_is_of_a_class_of_its_own_and_still_of_the_old_one(api: Api) -> None:
+def test_a_unit_has_a_new_class_derived_from_the_modules_class(api: Api) -> None:
     def scenario() -> None:
         model = nn.Sequential(Block(), Block(), Block())
         assert api.fully_shard(model[0]) is model[0]
@@ -78,7 +78,7 @@ def test_a_unit_is_of_a_class_of_its_own_and_still_of_the_old_one(api: Api) -> N
     on_ranks(scenario, 1)
 
 
-def test_a_unit_owns_what_no_unit_inside_it_owns(api: Api) -> None:
+def test_a_unit_owns_the_parameters_of_no_inner_unit(api: Api) -> None:
     def scenario() -> None:
         model: Any = Stack()
         shard(api, model)
@@ -144,7 +144,7 @@ def test_a_mesh_is_made_over_all_ranks_unless_one_is_given(api: Api) -> None:
 
 
 def test_blocks_made_and_sharded_one_after_another_are_told_apart(api: Api) -> None:
-    """Nothing is remembered by an address that a later parameter can get."""
+    """No record is keyed by an address, since a later parameter can get the address."""
 
     def scenario() -> None:
         model = nn.Sequential()
@@ -170,7 +170,7 @@ def test_every_unit_has_a_state_and_no_two_share_one(api: Api) -> None:
 
 
 def test_a_state_names_its_parameters_from_the_outermost_unit_on(api: Api) -> None:
-    """Private names: torch's own tests and tools read them."""
+    """Private names, read by torch's own tests and tools."""
 
     def scenario() -> None:
         model = shard(api, Stack(num_blocks=2))
@@ -215,7 +215,7 @@ def test_a_state_says_whether_its_parameters_are_unsharded_and_which_modules_are
 
 
 class _Buffered(nn.Linear):
-    """Has a buffer, and a method that initialises it too."""
+    """A module with a buffer, and a method for initialising both parameter and buffer."""
 
     offset: torch.Tensor
 

@@ -1,4 +1,4 @@
-"""Shards that rest on the CPU, wherever the mesh is. Pinned on GPUs; on a CPU mesh torch has nothing to pin for."""
+"""Shards at rest on the CPU, for a mesh on any device. Pinned for GPUs; on a CPU mesh torch has nothing to pin for."""
 
 import copy
 from typing import Any

@@ -1,4 +1,4 @@
-"""Where a parameter is cut: along a dim of the user's choice, and after forward over fewer ranks."""
+"""Placement of a parameter: along a dim of the user's choice, and after forward over fewer ranks."""
 
 import torch
 from fsdp2_models import (
@@ -124,7 +124,7 @@ def test_resharding_to_fewer_ranks_trains_as_data_parallelism(api: Api) -> None:
     on_ranks(scenario, 4)
 
 
-def test_resharding_to_all_ranks_or_to_one_is_what_true_and_false_are(api: Api) -> None:
+def test_resharding_to_all_ranks_or_to_one_equals_true_and_false(api: Api) -> None:
     def scenario(size: int, num_gathers_in_backward: int) -> None:
         model = api.fully_shard(Block(), reshard_after_forward=size)
         loss = model(inputs()).sum()

@@ -1,4 +1,4 @@
-"""Mixed precision: what is computed, sent and kept in which dtype, and what is cast at a unit's edges."""
+"""Mixed precision: dtypes of compute, communication and storage, and casts at a unit's edges."""
 
 import dataclasses
 import inspect
@@ -28,13 +28,13 @@ import lamella_engine
 from lamella_integration.collectives import CollectiveCounter
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-# What gradients are added up in where no dtype is given for it: the compute dtype before torch 2.15.
+# The dtype of gradient sums without an explicit dtype: the compute dtype before torch 2.15.
 KEEPS_MAIN_DTYPE = torch.__version__ >= "2.15"
 LOW = ((BF16, None), (BF16, FP32), (BF16, BF16), (FP16, FP32), (None, BF16))
 
 
-def test_gradients_are_those_of_a_cast_model_reduced_in_the_reduce_dtype(api: Api) -> None:
-    """The twin computes on a cast copy, and its gradients are summed in the reduce dtype by hand."""
+def test_gradients_equal_a_cast_models_reduced_in_the_reduce_dtype(api: Api) -> None:
+    """The twin computes on a cast copy, and the test sums the twin's gradients in the reduce dtype."""
 
     def scenario(param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None) -> None:
         expected, model = twins()
@@ -62,7 +62,7 @@ def _summed(gradient_dtype: torch.dtype, reduce_dtype: torch.dtype | None) -> to
 
 
 def _wire(api: Api, gradient_dtype: torch.dtype, reduce_dtype: torch.dtype | None) -> torch.dtype:
-    """What a reduction sends: FSDP2 what it adds up, lamella what backward made where the sum holds all of that."""
+    """The wire dtype: FSDP2 sends the dtype of sums, lamella the gradients' dtype if sums hold all its values."""
     summed = _summed(gradient_dtype, reduce_dtype)
     return gradient_dtype if api is lamella_engine and torch.promote_types(gradient_dtype, summed) == summed else summed
 
@@ -77,10 +77,10 @@ def test_collectives_carry_the_dtypes_of_the_policy(api: Api) -> None:
         assert {call.dtype for call in counter.reductions} == {_wire(api, param_dtype or FP32, reduce_dtype)}
         assert len(counter.reductions) == len(units(api, model)) or Where.device == "cuda"
         shard(api, again := Stack())
-        with CollectiveCounter() as unit_counter:
+        with CollectiveCounter() as fp32_counter:
             again(inputs()).sum().backward()
-        # Bytes, not dtypes: a gather moves whatever it is given, and may be given bytes.
-        assert gathered * 4 == unit_counter.nbytes("all_gather") * (param_dtype or FP32).itemsize
+        # Bytes, not dtypes: a gather may receive tensors viewed as bytes.
+        assert gathered * 4 == fp32_counter.nbytes("all_gather") * (param_dtype or FP32).itemsize
 
     on_ranks(scenario, cases=LOW)
 
@@ -105,12 +105,12 @@ def test_kept_gradients_add_up_in_the_reduce_dtype(api: Api) -> None:
             parameter.grad = sums[name]
         average(expected)
         for (name, a), b in zip(expected.named_parameters(), model.parameters(), strict=True):
-            assert_close(b.grad, a.grad, name)  # fp32's tolerance: bf16 sums would miss it
+            assert_close(b.grad, a.grad, name)  # fp32's tolerance, too small for bf16 sums
 
     on_ranks(scenario, cases=(True, False))
 
 
-# -- parameters that stay in their dtype ------------------------------------------------------------------------------
+# -- parameters with a constant dtype ---------------------------------------------------------------------------------
 
 
 class _Normed(nn.Module):
@@ -397,12 +397,12 @@ def test_frozen_parameters_of_other_dtypes_may_lie_beside_trained_ones(api: Api)
         assert {gradient_of(parameter).dtype for parameter in model.layers.parameters()} == {FP32}
         assert model.table.grad is None
 
-    # torch 2.13 itself fails where bf16 and a frozen first forward meet.
+    # torch 2.13 itself fails for bf16 with a frozen first forward.
     on_ranks(scenario, cases=(({}, True), ({}, False), ({"param_dtype": BF16, "reduce_dtype": FP32}, False)))
 
 
 def test_trained_parameters_of_two_dtypes_need_two_units(api: Api) -> None:
-    """FSDP2 refuses one unit of both at the first forward; units of one dtype each train side by side."""
+    """FSDP2 refuses a unit of both dtypes at the first forward; units of a single dtype train side by side."""
 
     def scenario() -> None:
         model = nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, DIM).to(BF16))

@@ -1,4 +1,4 @@
-"""Lists of units to gather ahead: a pass gathers what they name in their order, and each unit once."""
+"""Lists of units to prefetch: a pass gathers the listed units in order, and each unit once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 
 from lamella_integration.collectives import CollectiveCounter
 
-# The hooks that note when a unit's backward computes make views of its outputs.
+# The hooks on a unit's backward make views of the unit's outputs.
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
 
 NUM_BLOCKS = 4
@@ -20,7 +20,7 @@ Lists = dict[str, str]  # of a unit, the units to gather ahead: "1 2" are two bl
 
 
 class _Trace(CollectiveCounter):  # type: ignore[no-untyped-call]
-    """Notes which unit is gathered (`+name`) and which one computes (`name`). A unit is known by its size."""
+    """Records gathers (`+name`) and computation (`name`) of units. The size identifies a unit."""
 
     def __init__(self, units: dict[str, Any]) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class _Trace(CollectiveCounter):  # type: ignore[no-untyped-call]
             self.events.append(f"+{self._names[self.calls[-1].numel]}")
 
     def take(self) -> str:
-        """What happened since it was asked last."""
+        """Return the events since the last call."""
         events, self.events[:] = " ".join(self.events), []
         return events
 
@@ -56,7 +56,7 @@ def _units(api: Api) -> dict[str, Any]:
 
 
 def _passes(api: Api, *, forward: Lists | None = None, backward: Lists | None = None) -> list[tuple[str, str]]:
-    """What forward and backward do, in each of several steps."""
+    """The events of forward and of backward, in each of several steps."""
     units = _units(api)
     for name, prefetched in (forward or {}).items():
         units[name].set_modules_to_forward_prefetch([units[unit_name] for unit_name in prefetched.split()])
@@ -114,7 +114,7 @@ def test_units_are_gathered_in_the_order_of_a_list_though_they_run_in_another(ap
 
 
 def test_units_without_a_list_change_neither_the_order_nor_how_often(api: Api) -> None:
-    """When they are gathered is each implementation's own choice."""
+    """The moment of the gathers is each implementation's own choice."""
 
     def scenario() -> None:
         for forward, backward in _passes(api, forward={"root": "1", "2": "3"}, backward={"root": "2", "3": "1"}):

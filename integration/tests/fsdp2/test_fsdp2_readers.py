@@ -1,4 +1,4 @@
-"""Names inside of FSDP2 that other programs read: docs/reference/fsdp2.md says which program reads which."""
+"""Names inside of FSDP2 with readers in other programs: docs/reference/fsdp2.md lists the readers."""
 
 from __future__ import annotations
 
@@ -101,9 +101,9 @@ def test_a_training_state_says_whether_forward_or_backward_is_under_way(api: Api
 
 
 class Watching(Rounded):
-    """Looks, as Transformer Engine's tensors do, for whether it is gathered for forward or for backward."""
+    """Reads, as Transformer Engine's tensors do, the unit's training state: a gather for forward or for backward."""
 
-    states: list[tuple[bool, bool]] = []  # noqa: RUF012  of this process: ranks are processes
+    states: list[tuple[bool, bool]] = []  # noqa: RUF012  shared by a process: ranks are processes
 
     def fsdp_pre_all_gather(
         self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: tuple[int, ...], module: nn.Module, mp_policy: Any
@@ -116,7 +116,7 @@ class Watching(Rounded):
         return super().fsdp_pre_all_gather(mesh, outer_size, outer_stride, module, mp_policy)
 
     def fsdp_post_all_gather(self, *args: Any, **kwargs: Any) -> Any:
-        with torch.no_grad():  # a leaf that takes gradients is written
+        with torch.no_grad():  # writes to a leaf with gradients
             return super().fsdp_post_all_gather(*args, **kwargs)
 
 
@@ -199,6 +199,6 @@ def test_torchs_memory_tracker_tells_shards_unsharded_parameters_and_gradients_a
         assert of(running, unsharded) == approx(root_nbytes + block, rel=0.1)
         assert of(at(first, _FSDPModState.AFT_POST_FW), unsharded) == approx(root_nbytes, rel=0.1)
         assert of(at(first, _FSDPModState.BEF_POST_BW), _FSDPRefType.UNSHARDED_GRAD) >= 0.9 * block
-        model(x).sum().backward()  # and the hooks are what they were
+        model(x).sum().backward()  # and the hooks are unchanged
 
     on_ranks(scenario)

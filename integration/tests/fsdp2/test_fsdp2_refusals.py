@@ -1,4 +1,4 @@
-"""What FSDP2 refuses is refused with the same exception, and FSDP2's sentence in it: callers match on both."""
+"""FSDP2's refusals are lamella's, with the same exception and FSDP2's sentence: callers match on both."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""State dicts: sharded, under the names of the unsharded model, and tied to the memory that trains."""
+"""State dicts: sharded, under the names of the unsharded model, and tied to the trained memory."""
 
 import copy
 from typing import Any
@@ -38,7 +38,7 @@ def test_a_state_dict_is_sharded_and_shares_the_parameters_memory(api: Api) -> N
         pointers = {name: local(parameter).data_ptr() for name, parameter in model.named_parameters()}
         for ran in (False, True):
             if ran:
-                model(inputs())  # leaves units unsharded, if they do not reshard
+                model(inputs())  # leaves units unsharded, without resharding after forward
             state = model.state_dict()
             assert list(state) == list(expected.state_dict())
             assert_all_sharded(state.values())
@@ -87,7 +87,7 @@ def test_loading_writes_the_parameters_in_place(api: Api) -> None:
 
 
 def test_a_state_dict_taken_once_follows_training(api: Api) -> None:
-    """Checkpointing in the background keeps the dict: its tensors are the weights, not a copy."""
+    """Checkpointing in the background keeps the dict: the dict's tensors are the weights, not a copy."""
 
     def scenario() -> None:
         model = api.fully_shard(nn.Linear(5, 5, bias=False), reshard_after_forward=True)
@@ -153,7 +153,7 @@ def test_an_optimizers_state_is_sharded_and_travels_by_name(api: Api) -> None:
         assert set(state["state"]) == set(dict(model.named_parameters()))
         other, fresh = trained()
         set_model_state_dict(other, get_model_state_dict(model))
-        set_optimizer_state_dict(other, fresh, copy.deepcopy(state))  # torch would alias it
+        set_optimizer_state_dict(other, fresh, copy.deepcopy(state))  # torch would alias the state
         for network, stepping in ((model, optimizer), (other, fresh)):
             network(inputs(seed=1)).square().sum().backward()
             stepping.step()

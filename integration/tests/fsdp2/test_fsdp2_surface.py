@@ -1,4 +1,4 @@
-"""Everything that torch.distributed.fsdp says about fully_shard exists in lamella, with the same parameters."""
+"""Every name of torch.distributed.fsdp about fully_shard exists in lamella, with the same parameters."""
 
 import inspect
 import logging
@@ -21,7 +21,7 @@ METHODS = [name for name in vars(fsdp2.FSDPModule) if not name.startswith("_")]
 
 
 def _assert_takes_the_same(ours: object, torchs: object) -> None:
-    """Torch's parameters, in torch's order; whatever else there is has a default and goes by name."""
+    """Assert torch's parameters, in torch's order; further parameters have defaults and go by keyword."""
     torch_parameters, got = _parameters(torchs), _parameters(ours)
     assert [parameter for parameter in got if parameter in torch_parameters] == torch_parameters
     extra = [parameter for parameter in got if parameter not in torch_parameters]
@@ -29,7 +29,7 @@ def _assert_takes_the_same(ours: object, torchs: object) -> None:
 
 
 def _parameters(function: object) -> list[tuple[str, object, bool]]:
-    """Names, kinds, and whether there is a default; a default's value may be the implementation's own class."""
+    """Names, kinds, and the presence of a default; a default may be a class of the implementation."""
     assert callable(function)
     parameters = inspect.signature(function).parameters.values()
     return [(p.name, p.kind, p.default is not p.empty) for p in parameters]
@@ -108,7 +108,7 @@ def _logged(name: str) -> Iterator[list[str]]:
 
 
 def test_the_names_in_torchs_own_module_may_be_replaced(api: Api) -> None:
-    """A migration that leaves its imports as they are."""
+    """A migration with unchanged imports."""
     torchs_function, torchs_policy = fsdp2.fully_shard, fsdp2.MixedPrecisionPolicy
     names = ("fully_shard", "FSDPModule", "MixedPrecisionPolicy", "UnshardHandle", "CPUOffloadPolicy", "OffloadPolicy")
 

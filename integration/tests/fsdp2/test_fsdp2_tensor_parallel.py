@@ -1,4 +1,4 @@
-"""Units over tensor-parallel modules, and over parameters that lie on a mesh of all axes already."""
+"""Units over tensor-parallel modules, and over parameters already on a mesh of all axes."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
-# What a tensor-parallel linear returns is a view, and FSDP2 warns of writing to it.
+# A tensor-parallel linear returns a view, and FSDP2 warns of writes to views.
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
 
 PLAN: dict[str, ParallelStyle] = {f"blocks.{index}.{name}": style() for index in range(3) for name, style in
@@ -34,7 +34,7 @@ PLAN: dict[str, ParallelStyle] = {f"blocks.{index}.{name}": style() for index in
 
 
 def _two_axes(api: Api, **kwargs: object) -> tuple[Stack, Stack, DeviceMesh]:
-    """A twin and a model whose blocks are tensor-parallel, all of it sharded over the data-parallel axis."""
+    """A twin, and a model with tensor-parallel blocks, sharded over the data-parallel axis."""
     mesh = grid("dp", "tp")
     expected, model = twins(lambda: Stack(hidden=10))
     parallelize_module(model, mesh["tp"], PLAN)
@@ -44,7 +44,7 @@ def _two_axes(api: Api, **kwargs: object) -> tuple[Stack, Stack, DeviceMesh]:
 
 
 class _Replicated(ColwiseParallel):
-    """Parameters on the tensor-parallel axis, replicated there: one kind of parameter a model."""
+    """Parameters replicated on the tensor-parallel axis: a single kind of parameter in a model."""
 
     def _partition_linear_fn(self, name: str, module: nn.Module, mesh: DeviceMesh) -> None:
         for key, parameter in list(module.named_parameters(recurse=False)):
@@ -147,7 +147,7 @@ def test_a_state_dict_of_both_axes_is_loaded_in_place(api: Api) -> None:
 
 
 def _spread(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Lay every parameter on a mesh of all axes, replicated over the data-parallel ones."""
+    """Lay every parameter on a mesh of all axes, replicated over the data-parallel axes."""
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             placements = [Replicate()] * mesh.ndim
@@ -187,7 +187,7 @@ def test_axes_of_data_parallelism_are_named_on_a_mesh_of_all_axes(api: Api) -> N
     on_ranks(scenario, 4, cases=DIMS)
 
 
-def test_named_axes_communicate_what_their_kind_needs(api: Api) -> None:
+def test_named_axes_communicate_by_their_kind(api: Api) -> None:
     def scenario(case: str, expected_counts: dict[str, int]) -> None:
         mesh = grid("dp", "tp")
         model = Stack()

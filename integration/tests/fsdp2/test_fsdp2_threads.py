@@ -1,4 +1,4 @@
-"""Ranks that are threads of one process, as torch's own tests run them: each has its process groups, and units."""
+"""Ranks as threads of a single process, as in torch's own tests: each rank has process groups and units."""
 
 import copy
 import threading
@@ -29,7 +29,7 @@ from lamella_testing import run_ranks
 
 
 def on_threads(scenario: Callable[[], object], num_ranks: int = 2) -> None:
-    """Run a scenario on ranks that are threads, of a process of their own."""
+    """Run a scenario on ranks that are threads of a forked process."""
     failures: list[BaseException] = []
 
     def be_a_rank(rank: int, store: Any) -> None:
@@ -38,7 +38,7 @@ def on_threads(scenario: Callable[[], object], num_ranks: int = 2) -> None:
         dist.init_process_group("threaded", rank=rank, world_size=num_ranks, store=store)
         try:
             scenario()
-        except BaseException as error:  # noqa: BLE001 - the host raises it
+        except BaseException as error:  # noqa: BLE001 - the host raises the error
             failures.append(error)
             ProcessLocalGroup.exception_handle(error)  # type: ignore[no-untyped-call]
         finally:
@@ -61,7 +61,7 @@ def on_threads(scenario: Callable[[], object], num_ranks: int = 2) -> None:
 
 
 def _twins() -> tuple[Any, Any]:
-    """Made before there are threads: they share one random number generator."""
+    """Make model and twin before starting threads: threads share a random number generator."""
     torch.manual_seed(0)
     model = Stack()
     return model, copy.deepcopy(model)

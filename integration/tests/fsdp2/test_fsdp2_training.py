@@ -1,4 +1,4 @@
-"""Sharded training is data-parallel training, however the model calls its units."""
+"""Sharded training is data-parallel training, for any order of calls of the units."""
 
 import itertools
 from functools import partial
@@ -89,7 +89,7 @@ def test_a_single_rank_communicates_nothing(api: Api) -> None:
 # -- what the modules hold --------------------------------------------------------------------------------------------
 
 
-def test_after_forward_modules_hold_what_the_flag_says(api: Api) -> None:
+def test_after_forward_modules_hold_parameters_by_the_flag(api: Api) -> None:
     def scenario(reshard: bool | None, nested: bool) -> None:
         _, model = twins()
         if nested:
@@ -305,7 +305,7 @@ def test_a_unit_of_several_modules_trains_as_data_parallelism(api: Api) -> None:
 
 
 class _Chunked(nn.Module):
-    """Forward may leave out the head, which the loss then runs chunk by chunk."""
+    """Forward may leave out the head; the loss then runs the head chunk by chunk."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -429,7 +429,7 @@ def test_an_optimizer_steps_on_shards(api: Api) -> None:
 
 
 def test_a_hook_after_accumulation_sees_the_reduced_gradient_and_may_step(api: Api) -> None:
-    """The optimizer in backward: each gradient is used and dropped as it comes."""
+    """The optimizer in backward: each gradient is used and dropped on arrival."""
 
     def scenario() -> None:
         expected, model = twins()

@@ -10,7 +10,7 @@ from torch import nn
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)
-    import torch._decomp.decompositions_for_jvp  # the first tangent would import it, and torch scripts there
+    import torch._decomp.decompositions_for_jvp  # the first tangent would import the module, which scripts functions
 
 RESHARD = (True, False)
 

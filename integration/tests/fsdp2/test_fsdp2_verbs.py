@@ -1,4 +1,4 @@
-"""What a unit can be told: to gather now, to gather ahead, to forget a step, to reduce in another way."""
+"""Verbs of a unit: gather now, prefetch, forget a step, reduce in another way."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -67,7 +67,7 @@ def test_an_unshard_without_waiting_gives_a_handle(api: Api) -> None:
         handle.wait()
         assert_none_sharded(block.parameters())
         counts, _ = count(lambda: model(inputs()))
-        assert counts == {"all_gather": 3}  # that block is there already
+        assert counts == {"all_gather": 3}  # the block is unsharded already
         block.reshard()
         model.blocks[0].unshard(async_op=True)  # forward waits for it
         assert_close(model(inputs()), expected(inputs()))
@@ -121,7 +121,7 @@ def _gathers_seen_by(model: Stack, x: torch.Tensor) -> tuple[list[int], list[int
     return forward, backward
 
 
-def test_units_are_gathered_ahead_as_they_are_told(api: Api) -> None:
+def test_units_are_prefetched_as_requested(api: Api) -> None:
     def scenario() -> None:
         expected, model = twins(lambda: Stack(5))
         shard(api, model, reshard_after_forward=True)
@@ -131,7 +131,7 @@ def test_units_are_gathered_ahead_as_they_are_told(api: Api) -> None:
             block.set_modules_to_backward_prefetch(blocks[max(index - 2, 0) : index][::-1])
         for _ in range(2):
             forward, backward = _gathers_seen_by(model, inputs().requires_grad_())
-            # The root's, one's own and two more; until there are no more.
+            # The root, the block itself and two more blocks, as far as blocks remain.
             assert forward == [4, 5, 6, 6, 6]
             assert backward == [6 + gathers for gathers in forward]
             model.zero_grad()
@@ -227,7 +227,7 @@ def test_after_an_exception_the_next_step_is_as_any_other(api: Api, where: str) 
         model.blocks[1].fails = False
         model.reset_iter_state()
         assert_all_sharded(model.parameters())
-        model(inputs()).sum().backward()  # After a failed backward FSDP2 adds to what that one had made.
+        model(inputs()).sum().backward()  # After a failed backward FSDP2 adds to the failed backward's gradients.
         model.zero_grad()
         assert_trains_as(expected, model)
 
@@ -321,7 +321,7 @@ def test_the_old_name_of_the_divide_factor_still_works(api: Api) -> None:
     on_ranks(scenario, 1)
 
 
-def test_a_single_rank_divides_only_by_a_factor_it_was_given(api: Api) -> None:
+def test_a_single_rank_divides_only_by_an_explicit_factor(api: Api) -> None:
     def scenario(factor: float | None) -> None:
         model: Any = nn.Linear(3, 2, bias=False)
         api.fully_shard(model)
@@ -333,7 +333,7 @@ def test_a_single_rank_divides_only_by_a_factor_it_was_given(api: Api) -> None:
     on_ranks(scenario, 1, cases=(None, 1.0, 2.0))
 
 
-def test_a_hook_sees_what_was_reduced_and_may_change_it(api: Api) -> None:
+def test_a_hook_sees_reduced_gradients_and_may_change_gradients(api: Api) -> None:
     def scenario() -> None:
         expected, model = twins()
         shard(api, model)
@@ -363,7 +363,7 @@ def test_settings_of_speed_change_no_result(api: Api) -> None:
 
 
 def test_a_trainer_of_any_device_may_hand_over_its_optimizers_event(api: Api) -> None:
-    """On the CPU, `record_event` of the device's own stream gives None, as on no other device."""
+    """On the CPU alone, `record_event` of the device's own stream returns None."""
 
     def scenario() -> None:
         expected, model = twins()
