@@ -16,12 +16,12 @@ class Row:
     """Facts about the modules of one class.
 
     Attributes:
-        class_name: Of the class, or of a base class.
+        class_name: Name of the class, or of a base class.
         is_unit: Whether a module is a sharding unit.
         reads: Children with parameters read by the module without a call of the child, on any path: fused kernels,
             plain torch, generation. A read of the dtype counts, unless for a cache of generation alone.
         is_shared: Whether several modules of the class can hold the same Parameters.
-        attributes: Of the module, where two libraries have a class of the same name.
+        attributes: Attributes of the module, where two libraries have a class of the same name.
     """
 
     class_name: str

@@ -9,7 +9,7 @@ from typing import TypeAlias, cast
 import torch
 from torch.profiler import record_function
 
-from lamella_schedule._chunk import Chunk
+from lamella_schedule._chunk import ModelChunk
 from lamella_schedule._events import Event, Kind, Slot
 from lamella_schedule._lanes import NOTHING, Chain, Lanes
 from lamella_schedule._nodes import Gradients, Node, Values
@@ -28,7 +28,7 @@ class Flight:
         microbatch: Index of the microbatch, for events and errors.
     """
 
-    def __init__(self, chunk: Chunk, lanes: Lanes, microbatch: int = 0) -> None:
+    def __init__(self, chunk: ModelChunk, lanes: Lanes, microbatch: int = 0) -> None:
         self.plans = chunk.plans
         self.lanes = lanes
         self.microbatch = microbatch
