@@ -11,11 +11,11 @@ import torch
 from alive import Alive
 
 from lamella_schedule import Event, Kind, Lanes, LayerSlots, ModelChunk, Slot, order, peak, run, run_order, work
-from lamella_schedule._nodes import Node
+from lamella_schedule._nodes import SlotNode
 
 
-def _node(function: Callable[..., object]) -> Node:
-    return Node(function, "slot pre of layer 0", Lanes(torch.device("cpu")))
+def _node(function: Callable[..., object]) -> SlotNode:
+    return SlotNode(function, "slot pre of layer 0", Lanes(torch.device("cpu")))
 
 
 def _value() -> torch.Tensor:

@@ -23,7 +23,7 @@ Gradients: TypeAlias = tuple[torch.Tensor | None, ...]
 SlotFunction: TypeAlias = Callable[..., object]
 
 
-class Node:
+class SlotNode:
     """Runs a slot's function forward, and once backward."""
 
     def __init__(self, function: SlotFunction, title: str, lanes: Lanes) -> None:
