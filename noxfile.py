@@ -2,7 +2,7 @@
 
 `./dev NAME` runs one session; `./dev tests` runs the sessions a change must pass. A session installs its
 requirements in a separate environment, pinned by constraints.txt. Sessions for GPUs (`gpu`, `te`, `ssm`, `bench`,
-`megatron(gpu-1)`) install nothing: they run in the interpreter named by the variable PYTHON.
+`megatron(gpu-1)`) install nothing: such sessions run in the interpreter named by the variable PYTHON.
 """
 
 import os
@@ -77,7 +77,7 @@ def lint(session: nox.Session) -> None:
 def types(session: nox.Session) -> None:
     """Check the annotations of every package and of the tests with mypy --strict; name paths to check fewer."""
     _install(session, *_editable(*FOLDERS), "--group", "types")
-    # A run for each folder of tests: `conftest` is a module in nearly all. They share a cache, and take seconds.
+    # A run for each folder of tests: `conftest` is a module in nearly all. The runs share a cache, and take seconds.
     everything = [[*SOURCES, "tools", "noxfile.py"], *([folder] for folder in TESTS)]
     for paths in [session.posargs] if session.posargs else everything:
         session.run("mypy", *paths)
@@ -98,7 +98,7 @@ def contracts(session: nox.Session) -> None:
 @nox.session(default=False)
 @nox.parametrize("package", [*PACKAGES, "testing"], ids=[*PACKAGES, "testing"])
 def unit(session: nox.Session, package: str) -> None:
-    """Test one package as it ships: from its wheel, with only its declared dependencies."""
+    """Test one package as it ships: from the wheel, with declared dependencies only."""
     _install_shipped(session, package, _wheels(session, _siblings(package, tested=True)))
     _pytest_installed(session, FOLDERS[package] / "tests", "--ignore-glob", "*/tests/mcore")
 
@@ -133,7 +133,7 @@ def oldest(session: nox.Session, package: str) -> None:
 def megatron(session: nox.Session, device: str) -> None:
     """Test the Megatron adapter against a real megatron-core: on CPU, or on GPUs with Transformer Engine too."""
     if device != "cpu":
-        _here(session, "megatron", device)
+        _run_here(session, "megatron", device)
         return
     _install_shipped(session, "megatron", _wheels(session, _siblings("megatron", tested=True)))
     _install_megatron_core(session)
@@ -144,8 +144,8 @@ def megatron(session: nox.Session, device: str) -> None:
 def clients(session: nox.Session) -> None:
     """Train with libraries that shard by FSDP2, and with lamella in place of FSDP2, on CPU: results must be equal."""
     _install_shipped(session, "integration", _wheels(session, _siblings("integration", tested=True)))
-    _install(session, "--group", "clients", TRITON)  # torchtitan imports Triton kernels, without running them here
-    # torchtitan's metadata requires data sets and trackers too, which a model's code does not import.
+    _install(session, "--group", "clients", TRITON)  # torchtitan imports Triton kernels, and runs none on a CPU
+    # torchtitan's metadata requires data sets and trackers too; a model's code imports neither.
     _install(session, "--no-deps", *TORCHTITAN)
     _pytest_installed(session, CLIENTS, "-W", "default")  # the libraries' warnings
 
@@ -154,27 +154,27 @@ def clients(session: nox.Session) -> None:
 @nox.parametrize("num_gpus", [1, 2, 4], ids=["1", "2", "4"])
 def gpu(session: nox.Session, num_gpus: int) -> None:
     """Run the tests for this number of GPUs, in the interpreter named by PYTHON; fail with fewer GPUs."""
-    _here(session, "gpu", str(num_gpus))
+    _run_here(session, "gpu", str(num_gpus))
 
 
 @nox.session(default=False, venv_backend="none")
 def te(session: nox.Session) -> None:
     """Run the tests for Transformer Engine and two GPUs, in the interpreter named by PYTHON; fail without either."""
-    _here(session, "te")
+    _run_here(session, "te")
 
 
 @nox.session(default=False, venv_backend="none")
 @nox.parametrize("device", ["gpu-1"], ids=["gpu-1"])
 def ssm(session: nox.Session, device: str) -> None:
     """Run the tests for mamba-ssm's kernels, in the interpreter named by PYTHON; fail without mamba-ssm or a GPU."""
-    _here(session, "ssm", device)
+    _run_here(session, "ssm", device)
 
 
 @nox.session(default=False, venv_backend="none")
 @nox.parametrize("num_gpus", [1, 2, 4], ids=["1", "2", "4"])
 def bench(session: nox.Session, num_gpus: int) -> None:
     """Measure lamella and its peers on this number of GPUs, in the interpreter named by PYTHON."""
-    _here(session, "bench", str(num_gpus))
+    _run_here(session, "bench", str(num_gpus))
 
 
 @nox.session(default=False)
@@ -191,6 +191,12 @@ def docs(session: nox.Session) -> None:
     _install(session, "--group", "docs")
     advertising_off = {"NO_MKDOCS_2_WARNING": "1"}
     session.run("mkdocs", *(session.posargs or ["build", "--strict", "--quiet"]), env=advertising_off)
+
+
+@nox.session(default=False)
+def install_lines(session: nox.Session) -> None:
+    """Try each line of the documentation that pip reads, in an empty environment; words choose lines that have them."""
+    session.run("python", str(ROOT / "tools" / "install_lines.py"), "--try", *session.posargs)
 
 
 @nox.session(default=False)
@@ -222,15 +228,15 @@ def release(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def release_dry_run(session: nox.Session) -> None:
-    """Build what the index will hold, install `lamella` from that alone, and show what changed in public names.
+    """Build what the index will hold, install `lamella` from the result alone, and show changes of public names.
 
-    A package whose version has a tag is built from the tag, every other one from this tree. RELEASING.md tells more.
+    A package whose version has a tag is built from the tag, every other package from this tree. See RELEASING.md.
     """
     index = Path(session.create_tmp()).resolve() / "index"
     shutil.rmtree(index, ignore_errors=True)
     for package in PACKAGES:
         source = _released(session, package) or FOLDERS[package]
-        # The index's layout (PEP 503): uv takes a name from the first index that has it, and looks no further.
+        # The index's layout (PEP 503): uv takes a name from the first index with the name, and looks no further.
         _uv(session, "build", "--quiet", "--no-sources", "--out-dir", index / _distribution(package), source)
         files = sorted((index / _distribution(package)).glob("*.*"))
         links = "".join(f'<a href="{file.name}">{file.name}</a>\n' for file in files)
@@ -265,12 +271,12 @@ def pins(session: nox.Session) -> None:
     upgrade = session.posargs or ["--upgrade"]
     options = [*PLAIN_PINS, "--python-version", OLDEST_PYTHON, *ours, *groups, *upgrade]
     _uv(session, "pip", "compile", *options, *projects, "--output-file", target)
-    # A local build's suffix is specific to one machine, and torch's CUDA build pins its own libraries.
+    # A local build's suffix is specific to a machine, and torch's CUDA build pins CUDA libraries.
     target.write_text(re.sub(r"\+\w+$|^(nvidia|cuda|triton)\b.*\n", "", target.read_text(), flags=re.MULTILINE))
 
 
 def _released(session: nox.Session, package: str) -> Path | None:
-    """A package's folder as the tag of its present version has it; None for a version that is not tagged."""
+    """A package's folder at the tag of the present version; None for a version without a tag."""
     tag = f"{package}-v{_version(package)}"
     if subprocess.run(
         ["git", "rev-parse", "--quiet", "--verify", f"refs/tags/{tag}"], cwd=ROOT, check=False
@@ -285,7 +291,7 @@ def _released(session: nox.Session, package: str) -> Path | None:
 
 
 def _install(session: nox.Session, *args: str | Path) -> None:
-    """Install into the session's environment, with nothing else importable there."""
+    """Install into the session's environment, with nothing else importable."""
     session.env["PYTHONPATH"] = ""
     session.install("--constraint", str(ROOT / "constraints.txt"), *map(str, args))
 
@@ -297,14 +303,14 @@ def _editable(*names: str) -> list[str]:
 
 
 def _install_shipped(session: nox.Session, name: str, wheels: list[Path]) -> None:
-    """Install a member's wheel, what it declares and what its tests need; siblings only if among the wheels."""
+    """Install a member's wheel, with declared and tests' dependencies; siblings only if among the wheels."""
     _install(session, *wheels, "--no-sources", "--group", "parallel", *_group(name, "test"))
 
 
 def _install_megatron_core(session: nox.Session) -> None:
-    """Install megatron-core, and what it imports on a CPU."""
+    """Install megatron-core, and megatron-core's imports on a CPU."""
     _install(session, "--group", "megatron", TRITON)
-    # megatron-core's metadata requires Python 3.12, more than its code, and packages available only for CUDA.
+    # megatron-core's metadata requires Python 3.12, more than the code, and packages available only for CUDA.
     pip = ["pip", "--python", str(Path(session.virtualenv.location) / "bin" / "python"), "install", "--quiet"]
     session.run(*pip, "--no-deps", "--ignore-requires-python", MEGATRON_CORE, external=True)
 
@@ -314,10 +320,12 @@ def _pytest_installed(session: nox.Session, *args: str | Path) -> None:
     session.chdir(session.create_tmp())
     config = ["--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml"), "-p", "no:cacheprovider"]
     options = [option for option in session.posargs if option != "--published"]
-    # Ranks share the cores, and a sum must not depend on how many there are.
+    # Ranks share the cores, and a sum must not depend on the number of cores.
     session.env["OMP_NUM_THREADS"] = "1"
-    session.env["PYTHONDONTWRITEBYTECODE"] = ""  # Else every process that a test starts compiles torch once more.
-    session.env["CUDA_VISIBLE_DEVICES"] = ""  # Where torch sees GPUs, no fork of a process can run backward after it.
+    session.env["PYTHONDONTWRITEBYTECODE"] = ""  # Else every process started by a test compiles torch once more.
+    session.env["CUDA_VISIBLE_DEVICES"] = (
+        ""  # If torch sees GPUs, forks of a process that ran backward cannot run backward.
+    )
     [libraries] = Path(session.virtualenv.location).glob("lib/python*/site-packages")
     _link_bytecode(BYTECODE, libraries)
     # By the environment: pytest-xdist's processes load a plugin of `-p` after the tests' conftest, and so after torch.
@@ -332,13 +340,13 @@ def _pytest_installed(session: nox.Session, *args: str | Path) -> None:
 def _link_bytecode(source: Path, target: Path) -> None:
     """Link libraries' compiled modules from one folder of libraries to another: to compile torch takes 5 s a process.
 
-    Python takes a file whose module has the size and the time that the file tells, and else replaces the link. Modules
+    Python takes a file if the module has the size and the time written in the file, and else replaces the link. Modules
     of this workspace are left out: in wheels all have one time.
     """
     for library in source.iterdir() if source.is_dir() else ():
         for file in library.rglob("__pycache__/*.pyc") if not library.name.startswith("lamella") else ():
             link = target / file.relative_to(source)
-            # Only beside modules: a folder of its own could be imported, as a library that is not installed.
+            # Only beside modules: a new folder could be imported, as if the library were installed.
             if not link.exists() and (target == BYTECODE or link.parent.parent.is_dir()):
                 link.parent.mkdir(parents=True, exist_ok=True)
                 with suppress(OSError):  # a file system without links: Python compiles
@@ -348,8 +356,8 @@ def _link_bytecode(source: Path, target: Path) -> None:
 def _processes(options: Sequence[str]) -> list[str]:
     """Return pytest's options to share all tests of a folder among up to four processes.
 
-    Arguments select tests or look into them, so that pytest then stays in this process, unless they say otherwise:
-    `-n 2`.
+    Arguments select tests or look into tests: pytest then stays in this process, unless arguments say otherwise
+    (`-n 2`).
     """
     return [] if options else ["--numprocesses", "logical", "--maxprocesses", "4", "--dist", "worksteal"]
 
@@ -396,7 +404,7 @@ def _toml(folder: Path) -> dict[str, Any]:
     return tomllib.loads((folder / "pyproject.toml").read_text())
 
 
-def _here(session: nox.Session, *args: str) -> None:
+def _run_here(session: nox.Session, *args: str) -> None:
     python = os.environ.get("PYTHON", "python3")
     session.run(python, str(ROOT / "tools" / "here.py"), *args, *session.posargs, external=True)
 

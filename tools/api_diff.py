@@ -1,9 +1,9 @@
-"""Show what changed in the public names of packages since their last release.
+"""Show changes in the public names of packages since the last release of each.
 
     python tools/api_diff.py PACKAGE...
 
-For each package: names that are new, and changes that break programs, against its last tag (`engine-v0.1.0`). Fails
-where names break and the version says that none do: before 1.0 the minor version has to rise, later the major one.
+For each package: new names, and changes that break programs, against the last tag (`engine-v0.1.0`). Fails if names
+break and the version promises none broken: before 1.0 the minor version has to rise, later the major version.
 """
 
 import subprocess
@@ -36,8 +36,8 @@ def _report(root: Path, package: str) -> int:
     breaks = [*griffe.find_breaking_changes(old, new)]
     print(f"{package} {_text(now)} since {tag}: {len(added)} names added, {len(breaks)} breaking changes")
     print("".join(f"  added {name}\n" for name in added), end="")
-    for each in breaks:
-        print(f"  {each.explain(griffe.ExplanationStyle.ONE_LINE)}")
+    for change in breaks:
+        print(f"  {change.explain(griffe.ExplanationStyle.ONE_LINE)}")
     if breaks and _series(now) == _series(released):
         print(f"  Expected a version of another series than {_text(released)}, got {_text(now)}. Raise it.")
         return 1
@@ -45,16 +45,16 @@ def _report(root: Path, package: str) -> int:
 
 
 def _load(root: Path, package: str, tag: str | None) -> griffe.Module:
-    """A package's names, with those alone public that its `__init__` exports."""
+    """A package's names, of which only the exports of `__init__` are public."""
     name = "lamella" if package == "lamella" else f"lamella_{package}"
     extensions = griffe.load_extensions(ExportsOwnNames())
     paths = [f"packages/{package}/src"]
     if tag is None:
-        found = griffe.load(name, search_paths=[root / paths[0]], extensions=extensions)
+        package_module = griffe.load(name, search_paths=[root / paths[0]], extensions=extensions)
     else:
-        found = griffe.load_git(name, ref=tag, repo=root, search_paths=paths, extensions=extensions)
-    assert isinstance(found, griffe.Module)
-    return found
+        package_module = griffe.load_git(name, ref=tag, repo=root, search_paths=paths, extensions=extensions)
+    assert isinstance(package_module, griffe.Module)
+    return package_module
 
 
 def _last_release(root: Path, package: str) -> Version | None:
@@ -77,7 +77,7 @@ def _text(version: Version) -> str:
 
 
 def _series(version: Version) -> tuple[int, ...]:
-    """The versions within which nothing breaks."""
+    """The versions that must stay compatible."""
     return version[:2] if version[0] == 0 else version[:1]
 
 

@@ -22,7 +22,7 @@ END = "<!-- End of the generated part. -->\n"
 
 
 def main(args: list[str]) -> int:
-    """Rewrite or check the page; 1 for a page that differs or an argument that is unknown."""
+    """Rewrite or check the page; 1 for a page that differs or an unknown argument."""
     if args not in ([], ["--check"]):
         print(f"Expected no argument or --check, got {' '.join(args)!r}.\n\n{__doc__}", file=sys.stderr)
         return 1
@@ -37,9 +37,9 @@ def main(args: list[str]) -> int:
 
 
 def rewritten(page: str, root: Path = ROOT) -> str:
-    """A page with its generated part made anew."""
-    before, rest = page.split(BEGIN)
-    _, after = rest.split(END)
+    """A page with the generated part made anew."""
+    before, generated_and_after = page.split(BEGIN)
+    _, after = generated_and_after.split(END)
     return before + BEGIN + "\n".join([*_tables(root), ""]) + END + after
 
 

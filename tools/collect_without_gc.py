@@ -1,7 +1,7 @@
 """Keep the collector of garbage away from pytest's collection of tests.
 
-A plugin of pytest. Imports of torch and of the tests make hardly any garbage, and to look for it takes a fifth of their
-time. What they have made is left out of later collections too.
+A plugin of pytest. Imports of torch and of the tests make hardly any garbage, and a search for garbage takes a fifth of
+their time. Later collections leave the imported objects out too.
 """
 
 import gc

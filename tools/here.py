@@ -73,24 +73,24 @@ def _pytest(marker: str, args: list[str], *, session: str, folders: list[Path] =
     status = None
     if args[:1] == ["--status"]:
         if not args[1:] or args[1].startswith("-"):
-            found = args[1] if args[1:] else "nothing"
-            print(f"Expected a file after --status, got {found}. Give one, such as runs.jsonl.", file=sys.stderr)
+            argument = args[1] if args[1:] else "nothing"
+            print(f"Expected a file after --status, got {argument}. Give one, such as runs.jsonl.", file=sys.stderr)
             return 2
         status, args = Path(args[1]), args[2:]
     recorded = session if RANKS_PER_GPU == 1 else f"{session}, {RANKS_PER_GPU} ranks a GPU"
     marked = [folder for folder in folders if any(f"mark.{marker}" in text for text in _sources(folder))]
-    others = ["--ignore", str(CLIENTS)]  # needs libraries that other tests do not
+    ignored = ["--ignore", str(CLIENTS)]  # needs libraries that no other test needs
     if session.startswith("gpu("):
-        others += ["--ignore", str(MEGATRON)]
+        ignored += ["--ignore", str(MEGATRON)]
     if RANKS_PER_GPU > 1:  # The command refuses to.
-        others += ["--ignore", str(ROOT / "packages" / "lamella" / "tests" / "test_gpu.py")]
+        ignored += ["--ignore", str(ROOT / "packages" / "lamella" / "tests" / "test_gpu.py")]
     results: list[int] = []
     for folder, chosen in _selected(marked, args).items():
         with TemporaryDirectory() as temporary:
             reports = []
             for i, (expression, arguments) in enumerate(_parts(marker, folder, chosen)):
                 report = Path(temporary) / f"report{i}.xml"
-                results.append(_pytest_in(expression, [*others, f"--junitxml={report}", *arguments]))
+                results.append(_pytest_in(expression, [*ignored, f"--junitxml={report}", *arguments]))
                 if results[-1] < 0:
                     print(f"pytest in {folder} was killed by signal {-results[-1]}.", file=sys.stderr)
                 reports += [report] if results[-1] != NO_TESTS_RAN else []
@@ -114,13 +114,13 @@ def _parts(marker: str, folder: Path, args: list[str]) -> list[tuple[str, list[s
 
 
 def _selected(folders: list[Path], args: list[str]) -> dict[Path, list[str]]:
-    """Arguments by folder: the paths among `args` that lie in it; without paths, every folder whole."""
+    """Arguments by folder: the paths among `args` inside the folder; without paths, every folder as a path."""
     paths = [arg for arg in args if "/" in arg and (ROOT / arg.partition("::")[0]).exists()]
-    others = [arg for arg in args if arg not in paths]
+    options = [arg for arg in args if arg not in paths]
     if not paths:
-        return {folder: [str(folder), *others] for folder in folders}
+        return {folder: [str(folder), *options] for folder in folders}
     within = {folder: [path for path in paths if (ROOT / path).is_relative_to(folder)] for folder in folders}
-    return {folder: [*found, *others] for folder, found in within.items() if found}
+    return {folder: [*selected, *options] for folder, selected in within.items() if selected}
 
 
 def _selection(args: list[str]) -> str:
@@ -141,7 +141,7 @@ def _pytest_in(marker: str, args: list[str]) -> int:
     config = ["--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml"), *(["-p", "xdist"] if "-n" in args else [])]
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # Plugins installed on the machine could change results.
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # Ranks share the cores; sums must not depend on the number of cores.
-    # megatron-core asks for GPUs while it is imported. By the driver, the process's forks could use no GPU afterwards.
+    # The import of megatron-core asks for GPUs. After a question to the driver, the process's forks could use no GPU.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     return _python("-m", "pytest", *config, "-m", marker, *args)
 
@@ -158,21 +158,21 @@ def _require_gpus_for(num_ranks: int) -> int:
 def _require_gpus(num_gpus: int) -> int:
     """Fail early without enough GPUs: tests must not pass by skipping. Counts in a child, to leave no CUDA context."""
     count = f"import sys, torch; n = torch.cuda.device_count(); print(n); sys.exit(n < {num_gpus})"
-    found = subprocess.run([sys.executable, "-c", count], capture_output=True, text=True, check=False)
-    if found.returncode:
-        problem = found.stdout.strip() or found.stderr.strip()
+    child = subprocess.run([sys.executable, "-c", count], capture_output=True, text=True, check=False)
+    if child.returncode:
+        problem = child.stdout.strip() or child.stderr.strip()
         print(f"Expected at least {num_gpus} visible GPUs, got {problem}.", file=sys.stderr)
-    return found.returncode
+    return child.returncode
 
 
 def _require(*modules: str) -> int:
     """Fail early without a library. Looked for in a child: an import may leave a CUDA context."""
     for module in modules:
-        found = subprocess.run([sys.executable, "-c", f"import torch, {module}"], capture_output=True, check=False)
-        if found.returncode:
-            problem = found.stderr.decode().strip().rpartition("\n")[2]
+        child = subprocess.run([sys.executable, "-c", f"import torch, {module}"], capture_output=True, check=False)
+        if child.returncode:
+            problem = child.stderr.decode().strip().rpartition("\n")[2]
             print(f"Expected {module} to be installed in {sys.executable}, got: {problem}", file=sys.stderr)
-            return found.returncode
+            return child.returncode
     return 0
 
 

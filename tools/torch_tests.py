@@ -48,7 +48,7 @@ class Outcome:
 
 
 @dataclass
-class Run:
+class FileRun:
     """One file on one implementation."""
 
     file: Path
@@ -57,7 +57,7 @@ class Run:
     ends_at: float  # as `time.monotonic()` counts
     outcomes: dict[str, Outcome] = field(default_factory=dict)
 
-    def finish(self, environment: dict[str, str], selected: list[str]) -> "Run":
+    def finish(self, environment: dict[str, str], selected: list[str]) -> "FileRun":
         """Run tests until each has an outcome: after a hang or a crash of the process, run the remaining tests."""
         while time.monotonic() < self.ends_at:
             skipped = [f"--deselect={self.file.name}::{test}" for test in self.outcomes]
@@ -72,9 +72,18 @@ class Run:
         command = [sys.executable, "-m", "pytest", "-p", "torch_tests_events", "-p", "no:cacheprovider", "-q"]
         command += ["-c", "/dev/null", "--rootdir", str(self.file.parent), self.file.name, *args]
         with tempfile.NamedTemporaryFile("r") as events, tempfile.TemporaryFile("w+") as output:
-            told = {**environment, "TORCH_TESTS_IMPLEMENTATION": self.implementation, "TORCH_TESTS_EVENTS": events.name}
+            variables = {
+                **environment,
+                "TORCH_TESTS_IMPLEMENTATION": self.implementation,
+                "TORCH_TESTS_EVENTS": events.name,
+            }
             process = subprocess.Popen(
-                command, cwd=self.file.parent, env=told, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+                command,
+                cwd=self.file.parent,
+                env=variables,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
             while process.poll() is None and time.monotonic() < self.ends_at and _age_s(events.name) < self.timeout_s:
                 time.sleep(0.5)
@@ -104,7 +113,7 @@ def main(arguments: list[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         for file in _adapted(options, Path(folder)):
             ends_at = time.monotonic() + options.limit
-            runs = [Run(file, name, options.timeout + 30.0, ends_at) for name in options.implementation]
+            runs = [FileRun(file, name, options.timeout + 30.0, ends_at) for name in options.implementation]
             with ThreadPoolExecutor(len(runs) if options.together else 1) as pool:
                 finished = list(pool.map(lambda run: run.finish(environment, selected), runs))
             is_same &= _print_table(file.stem, finished)
@@ -159,11 +168,11 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 def _last_error(text: str) -> str:
     if "Skipped: " in text:
         return text.rpartition("Skipped: ")[2].rstrip("')")
-    found = RAISED.findall(text)
-    return " ".join(found[-1].split())[:200] if found else text.strip()[-200:]
+    errors = RAISED.findall(text)
+    return " ".join(errors[-1].split())[:200] if errors else text.strip()[-200:]
 
 
-def _print_table(file: str, runs: list[Run]) -> bool:
+def _print_table(file: str, runs: list[FileRun]) -> bool:
     """Print the outcome of each test. Return True if the last implementation passes every test the first passes."""
     counts = [collections.Counter(outcome.word for outcome in run.outcomes.values()) for run in runs]
     print(f"\n## {file}")

@@ -71,8 +71,8 @@ def moe(family: str, experts: str = "eager", width: int = 12, num_layers: int = 
     sizes = {**SIZES, "num_hidden_layers": num_layers}
     implementations: dict[str, Any] = {"attn_implementation": "eager", "experts_implementation": experts}
     if "qwen" in family:
-        config_class, model_class, own = QWENS[family.partition(",")[0]]
-        sizes |= {"moe_intermediate_size": width, "num_experts": 4, **own(num_layers)}
+        config_class, model_class, family_sizes = QWENS[family.partition(",")[0]]
+        sizes |= {"moe_intermediate_size": width, "num_experts": 4, **family_sizes(num_layers)}
         if "window" in family:
             sizes |= {"use_sliding_window": True, "sliding_window": 4}
         model = model_class(config_class(**sizes, **implementations))
@@ -80,8 +80,8 @@ def moe(family: str, experts: str = "eager", width: int = 12, num_layers: int = 
         window = 4 if "window" in family else None
         config = MixtralConfig(**sizes, num_local_experts=4, sliding_window=window, **implementations)
         model = MixtralForCausalLM(config)
-    found: nn.Module = model.train()
-    return found
+    network: nn.Module = model.train()
+    return network
 
 
 def sharded(
@@ -105,14 +105,14 @@ def float8_policy(model: Any, recipe: Float8Recipe) -> MixedPrecisionPolicy:
 
 def batches_of(rank: int) -> list[Batch]:
     generator = torch.Generator().manual_seed(rank)
-    found = []
+    batches = []
     for _ in range(MICROBATCHES):
         starts = torch.randint(VOCABULARY, (2, 1), generator=generator)
         tokens = (starts + torch.arange(LENGTH)) % VOCABULARY
         mask = torch.ones_like(tokens)
         mask[1, LENGTH - 3 :] = 0  # padding
-        found.append({"input_ids": tokens, "labels": tokens.where(mask > 0, -100), "attention_mask": mask})
-    return found
+        batches.append({"input_ids": tokens, "labels": tokens.where(mask > 0, -100), "attention_mask": mask})
+    return batches
 
 
 def plain_step(model: nn.Module, batches: list[Batch]) -> list[torch.Tensor]:

@@ -40,13 +40,13 @@ class Subject:
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
     """The repeated layers: what outermost lists of modules hold. One that comes twice (shared layers) counts once."""
-    found: dict[nn.Module, None] = {}
+    blocks: dict[nn.Module, None] = {}
     for child in model.children():
         if isinstance(child, nn.ModuleList):
-            found.update(dict.fromkeys(each for each in child if any(True for _ in each.parameters())))
+            blocks.update(dict.fromkeys(block for block in child if any(True for _ in block.parameters())))
         else:
-            found.update(dict.fromkeys(blocks_of(child)))
-    return list(found)
+            blocks.update(dict.fromkeys(blocks_of(child)))
+    return list(blocks)
 
 
 # -- sizes ------------------------------------------------------------------------------------------------------------
@@ -105,12 +105,12 @@ def small(kind: str | type[PreTrainedConfig], *, without: tuple[str, ...] = (), 
         if name in names and name not in without and not isinstance(getattr(defaults, name, None), list | tuple)
     }
     for name, part in getattr(cls, "sub_configs", {}).items():
-        of_part = dict(settings.pop(name, {}))
-        if "model_type" in of_part:
-            part = of_part.pop("model_type")
+        part_settings = dict(settings.pop(name, {}))
+        if "model_type" in part_settings:
+            part = part_settings.pop("model_type")
         elif part is AutoConfig:
             part = type(getattr(defaults, name))
-        chosen[name] = small(part, **of_part).to_dict()
+        chosen[name] = small(part, **part_settings).to_dict()
     if kinds := getattr(defaults, "layer_types", None) if "layer_types" in names else None:
         different = list(dict.fromkeys(kinds))
         chosen["layer_types"] = (different * 2)[: max(2, len(different))]
@@ -461,12 +461,12 @@ def _all() -> Iterator[tuple[str, Subject]]:
     yield "recurrent_gemma", _decoder("recurrent_gemma", block_types=["recurrent", "attention"])
     yield "siglip", Subject(make=partial(_new, "AutoModel", partial(small, "siglip")), draw=_pairs)
     yield "whisper", _of("AutoModelForSpeechSeq2Seq", _spectra, generates=True)("whisper")
-    of_types = {"kinds": "token_type_ids"}
-    yield "paligemma", _reader_of_images("PaliGemmaForConditionalGeneration", _paligemma, **of_types)
-    yield "gemma3 with images", _reader_of_images("Gemma3ForConditionalGeneration", _gemma3, **of_types)
-    of_patches = {"kinds": "mm_token_type_ids", "patches": 96}
-    yield "qwen2_vl", _reader_of_images("Qwen2VLForConditionalGeneration", _qwen2_vl, **of_patches)
-    yield "qwen3_vl", _reader_of_images("Qwen3VLForConditionalGeneration", _qwen3_vl, **of_patches)
+    type_inputs = {"kinds": "token_type_ids"}
+    yield "paligemma", _reader_of_images("PaliGemmaForConditionalGeneration", _paligemma, **type_inputs)
+    yield "gemma3 with images", _reader_of_images("Gemma3ForConditionalGeneration", _gemma3, **type_inputs)
+    patch_inputs = {"kinds": "mm_token_type_ids", "patches": 96}
+    yield "qwen2_vl", _reader_of_images("Qwen2VLForConditionalGeneration", _qwen2_vl, **patch_inputs)
+    yield "qwen3_vl", _reader_of_images("Qwen3VLForConditionalGeneration", _qwen3_vl, **patch_inputs)
     yield "attention of torch", _chain(_Attention)
     yield "weight norm", _normed(parametrizations.weight_norm)
     yield "spectral norm", _normed(parametrizations.spectral_norm)

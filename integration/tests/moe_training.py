@@ -91,14 +91,16 @@ def scheduled_step(
     batches: Sequence[torch.Tensor],
     *,
     early_release: bool = False,
-    ahead: int = 1,
+    layers_ahead: int = 1,
     around: Callable[[Event], AbstractContextManager[object]] | None = None,
 ) -> list[torch.Tensor]:
     """The forward of each microbatch beside the backward before."""
     residence = UnitResidence(model, layers_of(model))
     chunks = [model.chunk(batch, 1 / len(batches)) for batch in batches]
     device = batches[0].device
-    return run(chunks, residence=residence, early_release=early_release, ahead=ahead, device=device, around=around)
+    return run(
+        chunks, residence=residence, early_release=early_release, ahead=layers_ahead, device=device, around=around
+    )
 
 
 def train(

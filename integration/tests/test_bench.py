@@ -120,7 +120,7 @@ def test_sizes_that_prove_nothing_are_refused_on_every_rank_before_any_step() ->
 
 
 def test_steps_that_overlap_with_other_things_lose_nothing() -> None:
-    names = ["lamella", *(f"lamella:overlap_optimizer={each}" for each in ("true", "late"))]
+    names = ["lamella", *(f"lamella:overlap_optimizer={mode}" for mode in ("true", "late"))]
     rows = _run("--backends", *names, "--steps", "3").measurements()
     losses = {(rows[name].first_loss, rows[name].last_loss) for name in names}
     assert len(losses) == 1
@@ -187,8 +187,8 @@ def test_variants_of_a_backend_are_rows_that_train_alike() -> None:
 
 def test_replicas_of_shards_train_alike() -> None:
     hsdp = ["lamella:mesh=2x2", "fsdp2:mesh=2x2", "lamella:mesh=2x2,placements=HFSDP+ZERO3"]
-    others = ["lamella", "fsdp2:reshard=2"]
-    report = _run("--backends", *hsdp, *others, "--steps", "2", "--warmup", "1", num_ranks=4)
+    flat_mesh_backends = ["lamella", "fsdp2:reshard=2"]
+    report = _run("--backends", *hsdp, *flat_mesh_backends, "--steps", "2", "--warmup", "1", num_ranks=4)
     assert report.is_sound(), report.markdown()
     assert len({report.measurements()[name].last_loss for name in hsdp}) == 1
 

@@ -32,12 +32,12 @@ def test_modes_compare_with_the_plain_mode_of_their_engine() -> None:
         _row("megatron-core, its plan", 81.0, norm=None),
         {"size": SIZE, "mode": "megatron-core, its plan, delayed", "error": "rank 1: Error: a|b\nmore"},
     ]
-    found = [line.removeprefix(f"| {SIZE} | ").removesuffix(" |") for line in table(rows).splitlines()[2:]]
+    cells = [line.removeprefix(f"| {SIZE} | ").removesuffix(" |") for line in table(rows).splitlines()[2:]]
     trouble = "no trace: rank 1: TraceError: Expected GPU kernels"
-    both = "75.0 % / 50.0 % | 10.0 % / 20.0 %"
-    assert found == [
+    rank_shares = "75.0 % / 50.0 % | 10.0 % / 20.0 %"
+    assert cells == [
         "lamella | 100.00 |  | 20.0 % |  |  |  | 1.50 | 4.0000 |  | ",
-        f"lamella, overlapped | 85.00 | 15.0 % |  | 75.0 % | {both} | 1.50 | 4.5000 | 0.5 | 0.01",
+        f"lamella, overlapped | 85.00 | 15.0 % |  | 75.0 % | {rank_shares} | 1.50 | 4.5000 | 0.5 | 0.01",
         f"lamella, overlapped, delayed | 84.00 | 16.0 % |  | 80.0 % | {trouble} |  | 1.50 | 4.0000 | 0 | 0",
         "ideal | 80.00 |  |  |  |  |  | 1.50 |  |  | ",
         "megatron-core | 90.00 |  |  |  |  |  | 1.50 | 4.0000 |  | ",
@@ -66,8 +66,8 @@ def test_an_all_to_all_hides_beside_compute_of_another_stream() -> None:
         *_kernel(send, 80, 120, 25, stream=13),  # alone
         *_kernel("ncclDevKernel_ReduceScatter", 90, 110, 35, stream=17),  # no compute, and no all-to-all
     ]
-    found = shares({"traceEvents": events})
-    assert found == {"hidden": pytest.approx(30 / 80), "idle": pytest.approx(10 / 100)}
+    fractions = shares({"traceEvents": events})
+    assert fractions == {"hidden": pytest.approx(30 / 80), "idle": pytest.approx(10 / 100)}
 
 
 @pytest.mark.parametrize(("num_in", "num_out"), [(2, 5), (5, 2), (3, 3), (0, 2), (2, 0)])
@@ -85,8 +85,8 @@ def test_experts_in_turn_have_as_many_tokens_each_and_logits_their_gradient() ->
     chosen = logits_in_turn(logits, top_k=2)
     assert chosen.topk(2).indices.tolist() == 3 * [[[0, 1], [2, 3]]]
     gradient = torch.arange(24.0).view(3, 2, 4)
-    [found] = torch.autograd.grad(chosen, logits, gradient)
-    assert torch.equal(found, gradient)
+    [logits_gradient] = torch.autograd.grad(chosen, logits, gradient)
+    assert torch.equal(logits_gradient, gradient)
 
 
 @pytest.mark.parametrize(

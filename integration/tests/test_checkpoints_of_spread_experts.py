@@ -85,13 +85,13 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tens
 def _tensors(path: Path) -> dict[str, torch.Tensor]:
     """Every tensor of a checkpoint, whole, as plain torch reads it."""
     table = FileSystemReader(path).read_metadata().state_dict_metadata.items()
-    found = {
-        name: torch.empty(each.size, dtype=each.properties.dtype)
-        for name, each in table
-        if isinstance(each, TensorStorageMetadata)
+    tensors = {
+        name: torch.empty(tensor_metadata.size, dtype=tensor_metadata.properties.dtype)
+        for name, tensor_metadata in table
+        if isinstance(tensor_metadata, TensorStorageMetadata)
     }
-    dcp.load(found, checkpoint_id=path)  # type: ignore[attr-defined]
-    return found
+    dcp.load(tensors, checkpoint_id=path)  # type: ignore[attr-defined]
+    return tensors
 
 
 def _bits(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -102,7 +102,10 @@ def _bits(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tens
         for tensor in (parameter, *optimizer.state[parameter].values())
         if isinstance(tensor, torch.Tensor)
     ]
-    return [(each.to_local() if isinstance(each, DTensor) else each).detach().clone() for each in tensors]
+    return [
+        (sharded_tensor.to_local() if isinstance(sharded_tensor, DTensor) else sharded_tensor).detach().clone()
+        for sharded_tensor in tensors
+    ]
 
 
 @pytest.mark.parametrize("optimizer", ["AdamW on plain shards", pytest.param("AdamW, foreach", marks=pytest.mark.slow)])
@@ -206,10 +209,10 @@ def test_delayed_scales_of_spread_experts_go_on_from_a_state_for_each_part_of_th
         for training in (resumed, forgetful):
             load(tmp_path / "step", model=training[0], optimizer=training[1])
         load_scaling_state(resumed[0], json.loads(json.dumps(state)))
-        expected, found, other = (
+        expected, resumed_bits, other = (
             [*_step(*training), *_bits(*training)] for training in (uninterrupted, resumed, forgetful)
         )
-        return [all(map(torch.equal, expected, found)), all(map(torch.equal, expected, other))]
+        return [all(map(torch.equal, expected, resumed_bits)), all(map(torch.equal, expected, other))]
 
     assert run_ranks(on_each_rank, 4) == [[True, False]] * 4
 
@@ -231,13 +234,13 @@ def test_a_model_that_had_no_memory_is_filled_from_a_checkpoint(tmp_path: Path) 
 
 def _whole_states(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
     """torch's whole state dicts: of the model, and of the optimizer's momentum."""
-    whole = StateDictOptions(full_state_dict=True)
-    momenta = get_optimizer_state_dict(model, optimizer, options=whole)
-    return get_model_state_dict(model, options=whole), momenta
+    full_options = StateDictOptions(full_state_dict=True)
+    momenta = get_optimizer_state_dict(model, optimizer, options=full_options)
+    return get_model_state_dict(model, options=full_options), momenta
 
 
 def test_torchs_whole_state_dicts_have_all_experts_and_set_a_model_on_other_ranks() -> None:
-    whole = StateDictOptions(full_state_dict=True)
+    full_options = StateDictOptions(full_state_dict=True)
 
     def on_each_rank() -> list[bool]:
         training, other = _training(1), _training(2, seed=4)
@@ -245,8 +248,8 @@ def test_torchs_whole_state_dicts_have_all_experts_and_set_a_model_on_other_rank
         weights, state = _whole_states(*training)
         shapes = {name: value.shape for name, value in moe(FAMILY, num_layers=1).state_dict().items()}
         assert {name: value.shape for name, value in weights.items()} == shapes
-        set_model_state_dict(other[0], weights, options=whole)  # torch puts its own values into the given dicts
-        set_optimizer_state_dict(*other, state, options=whole)
+        set_model_state_dict(other[0], weights, options=full_options)  # torch puts its own values into the given dicts
+        set_optimizer_state_dict(*other, state, options=full_options)
         pairs = list(zip(_whole_states(*training), _whole_states(*other), strict=True))
         momenta = [(a["state"][name], b["state"][name]) for a, b in pairs[1:] for name in a["state"]]
         return [

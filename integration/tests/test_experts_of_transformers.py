@@ -83,28 +83,28 @@ def test_scheduled_bits_are_those_of_the_models_own_forward(family: str, stage: 
         return sum(not torch.equal(a, b) for a, b in zip(plain, scheduled, strict=True)), scheduled[:num_losses]
 
     [expected] = run_ranks(lambda: _alone(family, num_ranks), 1)
-    for (num_unequal, losses), of_one in zip(run_ranks(on_each_rank, num_ranks), expected, strict=True):
+    for (num_unequal, losses), expected_losses in zip(run_ranks(on_each_rank, num_ranks), expected, strict=True):
         assert num_unequal == 0
-        torch.testing.assert_close(losses, of_one, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(losses, expected_losses, rtol=1e-6, atol=1e-6)
         assert all(abs(losses[i] - losses[-MICROBATCHES:][i]) > 1e-3 for i in range(MICROBATCHES)), "nothing changed"
 
 
 def test_given_positions_without_a_mask_are_those_of_the_models_own_forward() -> None:
     def alone() -> list[list[float]]:
-        found = []
+        losses_by_family = []
         for family in ("mixtral", "qwen2_moe, sliding window", "qwen3_5_moe"):
             model = sharded(moe(family), 1)
             batch = {name: tokens for name, tokens in batches_of(0)[0].items() if name != "attention_mask"}
             positions = torch.arange(20).view(2, 10) // torch.tensor([[1], [2]])  # of each row its own
-            own = [{**batch, "position_ids": positions}, batch]
-            losses = [*plain_step(model, own), *scheduled_step(model, own)]
-            found.append([float(loss) for loss in losses])
-        return found
+            batches = [{**batch, "position_ids": positions}, batch]
+            losses = [*plain_step(model, batches), *scheduled_step(model, batches)]
+            losses_by_family.append([float(loss) for loss in losses])
+        return losses_by_family
 
-    [found] = run_ranks(alone, 1)
-    for given, left_out, scheduled_given, scheduled_left_out in found:
-        assert given != left_out
-        assert (scheduled_given, scheduled_left_out) == (given, left_out)
+    [losses_by_family] = run_ranks(alone, 1)
+    for with_positions, left_out, scheduled_given, scheduled_left_out in losses_by_family:
+        assert with_positions != left_out
+        assert (scheduled_given, scheduled_left_out) == (with_positions, left_out)
 
 
 def test_the_configs_implementation_of_experts_is_used() -> None:
@@ -136,8 +136,12 @@ Trained = tuple[torch.Tensor, list[torch.Tensor], dict[str, float]]
 
 def _train_in_float8(recipe: Float8Recipe, num_spread: int, num_ranks: int) -> Trained:
     """Losses, by step, of this rank's batches, or of all ranks'; whole weights; and the quantisation's errors."""
-    made = moe("qwen3_moe", num_layers=1)
-    model = sharded(made, num_spread, recipe=recipe) if num_spread else _never_spread(made, float8_policy(made, recipe))
+    unsharded = moe("qwen3_moe", num_layers=1)
+    model = (
+        sharded(unsharded, num_spread, recipe=recipe)
+        if num_spread
+        else _never_spread(unsharded, float8_policy(unsharded, recipe))
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     losses = []
     for _ in range(STEPS):
@@ -166,8 +170,8 @@ def test_spread_experts_in_float8_train_as_all_experts_on_one_rank(num_ranks: in
         return {name: _train_in_float8(RECIPES[name], num_spread, num_ranks) for name in names}
 
     [expected] = run_ranks(lambda: on_each_rank(0), 1)
-    for rank, found in enumerate(run_ranks(lambda: on_each_rank(2), num_ranks)):
-        for name, (losses, weights, errors) in found.items():
+    for rank, figures in enumerate(run_ranks(lambda: on_each_rank(2), num_ranks)):
+        for name, (losses, weights, errors) in figures.items():
             expected_losses, expected_weights, expected_errors = expected[name]
             torch.testing.assert_close(losses[:, 0], expected_losses[:, rank], rtol=1e-6, atol=1e-6)
             torch.testing.assert_close(weights, expected_weights, rtol=1e-5, atol=1e-6)
@@ -178,18 +182,18 @@ def test_spread_experts_in_float8_train_as_all_experts_on_one_rank(num_ranks: in
 
 def _saved_bytes(experts: str, recipe: Float8Recipe | None, num_spread: int) -> tuple[int, list[torch.Tensor]]:
     """Bytes that autograd keeps between forward and backward, where units are resharded; and the gradients."""
-    made = moe("qwen3_moe", experts, 16)  # a row in bf16 is a multiple of 16 bytes, as kernels ask
+    unsharded = moe("qwen3_moe", experts, 16)  # a row in bf16 is a multiple of 16 bytes, as kernels ask
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     if num_spread:
         options: dict[str, Any] = {"recipe": recipe} if recipe else {"mp_policy": policy}
-        model = sharded(made, num_spread, **options)
+        model = sharded(unsharded, num_spread, **options)
     else:
-        model = _never_spread(made, float8_policy(made, recipe) if recipe else policy)
+        model = _never_spread(unsharded, float8_policy(unsharded, recipe) if recipe else policy)
     saved: dict[int, torch.UntypedStorage] = {}
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
-        for each in tensor.payloads if isinstance(tensor, QuantizedWeight) else (tensor,):
-            saved[each.untyped_storage()._cdata] = each.untyped_storage()
+        for payload in tensor.payloads if isinstance(tensor, QuantizedWeight) else (tensor,):
+            saved[payload.untyped_storage()._cdata] = payload.untyped_storage()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
@@ -268,11 +272,11 @@ def test_wrong_models_and_meshes_are_refused() -> None:
 
     run_ranks(alone, 1)
 
-    def of_more_ranks() -> None:
+    def spread_over_more_ranks() -> None:
         model = moe("mixtral")
         pairs = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("others", "edp", "ep"))
         spread_experts(model, pairs["edp", "ep"])
         with pytest.raises(ValueError, match=r"Expected `mesh` to have the 2 ranks of the experts' mesh, got 4"):
             shard_with_experts(model, mesh=init_device_mesh("cpu", (4,)))
 
-    run_ranks(of_more_ranks, 4)
+    run_ranks(spread_over_more_ranks, 4)

@@ -48,7 +48,7 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
+def _full_value(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -59,19 +59,21 @@ def test_training_resumes_in_another_layout_on_another_number_of_ranks(tmp_path:
             _step(*training)
             save(tmp_path / layout, model=training[0], optimizer=training[1])
         _step(*training)
-        return [_whole(parameter.detach()) for parameter in training[0].parameters()]
+        return [_full_value(parameter.detach()) for parameter in training[0].parameters()]
 
     def resume() -> dict[str, list[torch.Tensor]]:
-        found = {}
+        weights_by_way = {}
         for source, target in WAYS:
             training = _training(target, seed=2)
             load(tmp_path / source, model=training[0], optimizer=training[1])
             _step(*training)
-            found[f"{source} to {target}"] = [_whole(p.detach()) for p in training[0].parameters()]
-        return found
+            weights_by_way[f"{source} to {target}"] = [_full_value(p.detach()) for p in training[0].parameters()]
+        return weights_by_way
 
     expected = run_ranks(write, 3)[0]
-    for found in run_ranks(resume, 4):
-        for way, weights in found.items():
-            for got, wanted in zip(weights, expected, strict=True):
-                torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-6, msg=f"{way}: {got} instead of {wanted}")
+    for weights_by_way in run_ranks(resume, 4):
+        for way, weights in weights_by_way.items():
+            for got, expected_weight in zip(weights, expected, strict=True):
+                torch.testing.assert_close(
+                    got, expected_weight, rtol=1e-5, atol=1e-6, msg=f"{way}: {got} instead of {expected_weight}"
+                )

@@ -190,8 +190,8 @@ def _program(module: str, subject: Subject, way: Way) -> Trace:
 
     state = model.state_dict()
     trace["state dict"] = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in state.items()]
-    trace |= {name: _whole(tensor) for name, tensor in state.items()}
-    trace["optimizer"] = [sorted(each) for each in optimizer.state_dict()["state"].values()]
+    trace |= {name: _full_value(tensor) for name, tensor in state.items()}
+    trace["optimizer"] = [sorted(slots) for slots in optimizer.state_dict()["state"].values()]
     if (config := getattr(model, "config", None)) is not None:
         assert pickle.loads(pickle.dumps(config)).to_dict() == copy.deepcopy(config).to_dict()
     return trace
@@ -200,7 +200,7 @@ def _program(module: str, subject: Subject, way: Way) -> Trace:
 def _prepared(api: ModuleType | None, subject: Subject, way: Way) -> Any:
     model: Any = subject.make()
     if api is not None and way.on_meta:
-        whole, buffers = model.state_dict(), dict(model.named_buffers())
+        state, buffers = model.state_dict(), dict(model.named_buffers())
         with torch.device("meta"):
             model = subject.make()
     if way.recompute is not None:
@@ -215,7 +215,7 @@ def _prepared(api: ModuleType | None, subject: Subject, way: Way) -> Any:
         model.to_empty(device="cpu")
         for name, buffer in model.named_buffers():
             buffer.copy_(buffers[name])
-        set_model_state_dict(model, whole, options=StateDictOptions(full_state_dict=True))
+        set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True))
     if subject.generates:  # it may call parts of the model before the model
         api.register_fsdp_forward_method(model, "generate")
     return model
@@ -274,11 +274,11 @@ def _update(api: ModuleType | None, model: nn.Module, optimizer: torch.optim.Opt
         for gradient in gradients.values():
             dist.all_reduce(gradient)
             gradient /= dist.get_world_size()
-    trace |= {f"gradient of {name} at {at}": _whole(gradient) for name, gradient in gradients.items()}
-    trace[f"norm at {at}"] = _whole(nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+    trace |= {f"gradient of {name} at {at}": _full_value(gradient) for name, gradient in gradients.items()}
+    trace[f"norm at {at}"] = _full_value(nn.utils.clip_grad_norm_(model.parameters(), 0.5))
     optimizer.step()
     optimizer.zero_grad()
 
 
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
+def _full_value(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()

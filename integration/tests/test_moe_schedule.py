@@ -35,24 +35,24 @@ from lamella_testing import run_ranks
 @contextmanager
 def _counted(model: MoE) -> Iterator[Counter[str]]:
     """Count the gathers and reductions of each unit."""
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for module in (*layers_of(model), model):
         [unit] = units_of(module, recurse=False)
         name = unit.parameters.name or "root"
         for group in unit.parameters.groups:
             inner = group.transport
 
-            class Counting:
+            class CountingTransport:
                 def __init__(self, inner: Any, name: str) -> None:
                     self.inner, self.name = inner, name
 
                 def __getattr__(self, attribute: str) -> Any:
                     if attribute in ("all_gather", "reduce_scatter"):
-                        found[f"{attribute} {self.name}"] += 1
+                        counts[f"{attribute} {self.name}"] += 1
                     return getattr(self.inner, attribute)
 
-            group.transport = Counting(inner, name)
-    yield found
+            group.transport = CountingTransport(inner, name)
+    yield counts
 
 
 ALL = list(itertools.product(("ZERO1", "ZERO2", "ZERO3"), (2, 4), (False, True), (False, True)))
@@ -71,12 +71,12 @@ def test_losses_and_weights_are_those_of_hooks(stage: str, world: int, is_delaye
         assert float(learned) > 0.05, "equal bits would prove nothing"
         differing = []
         for early_release in (False, True):
-            found = train(
+            trace = train(
                 sharded(2, stage, has_shared=has_shared, is_delayed=is_delayed),
                 scheduled_step,
                 early_release=early_release,
             )
-            differing.append(sum(not torch.equal(a, b) for a, b in zip(plain, found, strict=True)))
+            differing.append(sum(not torch.equal(a, b) for a, b in zip(plain, trace, strict=True)))
         return differing
 
     assert run_ranks(on_each_rank, world) == [[0, 0]] * world
@@ -97,13 +97,13 @@ def test_the_bits_are_near_those_of_one_rank() -> None:
             optimizer.zero_grad()
         return [[loss for owner, loss in losses if owner == rank] for rank in range(2)]
 
-    def both() -> list[torch.Tensor]:
+    def on_two_ranks() -> list[torch.Tensor]:
         model = sharded(2, "ZERO3", has_shared=True, is_delayed=False)
         return train(model, scheduled_step)[: STEPS * MICROBATCHES]
 
     expected = run_ranks(alone, 1)[0]
-    for of_one, of_two in zip(expected, run_ranks(both, 2), strict=True):
-        torch.testing.assert_close(of_two, of_one, rtol=1e-6, atol=1e-6)
+    for expected_trace, two_rank_trace in zip(expected, run_ranks(on_two_ranks, 2), strict=True):
+        torch.testing.assert_close(two_rank_trace, expected_trace, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(("stage", "reductions"), [("ZERO3", MICROBATCHES), ("ZERO1", 1)])
@@ -118,16 +118,16 @@ def test_each_unit_is_gathered_and_reduced_as_often_as_said(stage: str, reductio
             present.add(sum(unit.weights.num_holds > 0 for unit in units))
             yield
 
-        with _counted(model) as found:
+        with _counted(model) as counts:
             scheduled_step(model, microbatches(0), around=around)
-        return dict(found), len(layers_of(model)), present
+        return dict(counts), len(layers_of(model)), present
 
-    for found, num_layers, present in run_ranks(on_each_rank, 2):
+    for counts, num_layers, present in run_ranks(on_each_rank, 2):
         for name in ("root", *(f"layers.{i}" for i in range(num_layers))):
             groups = 1 if name == "root" else 2  # the experts lie on a mesh of their own
-            assert found[f"reduce_scatter {name}"] == reductions * groups, found
-            passes = found[f"all_gather {name}"] / groups
-            assert passes == 1 if stage == "ZERO1" else MICROBATCHES < passes <= 2 * MICROBATCHES, found
+            assert counts[f"reduce_scatter {name}"] == reductions * groups, counts
+            passes = counts[f"all_gather {name}"] / groups
+            assert passes == 1 if stage == "ZERO1" else MICROBATCHES < passes <= 2 * MICROBATCHES, counts
         assert max(present) <= 4
 
 
@@ -137,7 +137,7 @@ class _Budgets:
 
     prefetch: int | None
     keep: int
-    ahead: int
+    layers_ahead: int
     num_present: int
 
 
@@ -147,14 +147,14 @@ class _Budgets:
         (
             "ZERO3",
             [
-                _Budgets(prefetch=None, keep=0, ahead=1, num_present=4),
-                _Budgets(prefetch=0, keep=0, ahead=1, num_present=3),  # one layer ahead, in either pass
-                _Budgets(prefetch=2, keep=0, ahead=1, num_present=4),
-                _Budgets(prefetch=None, keep=0, ahead=0, num_present=2),
-                _Budgets(prefetch=1, keep=3, ahead=1, num_present=4),
+                _Budgets(prefetch=None, keep=0, layers_ahead=1, num_present=4),
+                _Budgets(prefetch=0, keep=0, layers_ahead=1, num_present=3),  # one layer ahead, in either pass
+                _Budgets(prefetch=2, keep=0, layers_ahead=1, num_present=4),
+                _Budgets(prefetch=None, keep=0, layers_ahead=0, num_present=2),
+                _Budgets(prefetch=1, keep=3, layers_ahead=1, num_present=4),
             ],
         ),
-        ("ZERO1", [_Budgets(prefetch=0, keep=3, ahead=1, num_present=6)]),
+        ("ZERO1", [_Budgets(prefetch=0, keep=3, layers_ahead=1, num_present=6)]),
     ],
 )
 def test_the_counted_peak_in_bytes_is_the_computed_one(stage: str, cases: list[_Budgets]) -> None:
@@ -162,20 +162,20 @@ def test_the_counted_peak_in_bytes_is_the_computed_one(stage: str, cases: list[_
         model = sharded(1, stage, has_shared=False, is_delayed=False, num_layers=6)
         assert isinstance(model, FSDPModule)
         losses, gathers = [], []
-        with _counted(model) as found:
+        with _counted(model) as counts:
             for budgets in cases:
-                before = Counter(found)
+                before = Counter(counts)
                 losses.append(_step_within(model, budgets))
-                gathers.append(found - before)
+                gathers.append(counts - before)
                 model.zero_grad()
-        assert all(each == losses[0] for each in losses)
+        assert all(loss == losses[0] for loss in losses)
         return gathers
 
     one, other = run_ranks(on_each_rank, 2)
     assert one == other
     if stage == "ZERO3":  # the last layer in forward, first in backward, is kept
-        freed, kept = (found["all_gather layers.5"] for found in (one[0], one[-1]))
-        assert freed == 2 * kept == 2 * 2 * MICROBATCHES  # experts lie on a mesh of their own
+        freed, num_kept = (counts["all_gather layers.5"] for counts in (one[0], one[-1]))
+        assert freed == 2 * num_kept == 2 * 2 * MICROBATCHES  # experts lie on a mesh of their own
 
 
 def _step_within(model: MoE, budgets: _Budgets) -> list[torch.Tensor]:
@@ -194,9 +194,9 @@ def _step_within(model: MoE, budgets: _Budgets) -> list[torch.Tensor]:
         counted.append(sum(group.unsharded_weight.flat.untyped_storage().nbytes() for group in groups))
         yield
 
-    losses = scheduled_step(model, microbatches(0), ahead=budgets.ahead, around=around)
+    losses = scheduled_step(model, microbatches(0), layers_ahead=budgets.layers_ahead, around=around)
     residence = UnitResidence(model, layers_of(model))
-    computed = residence.peak_nbytes(run_order(MICROBATCHES, len(layers), ahead=budgets.ahead))
+    computed = residence.peak_nbytes(run_order(MICROBATCHES, len(layers), ahead=budgets.layers_ahead))
     assert max(counted) == computed == root.parameters.unsharded_nbytes + budgets.num_present * nbytes
     assert all(unit.weights.num_holds == 0 for unit in layers)
     return losses
@@ -233,8 +233,8 @@ def test_an_exception_in_any_slot_leaves_all_units_at_rest_and_the_next_step_wor
                 assert not unit.parameters.has_gradients
                 assert unit.weights.residency in (Residency.SHARDED, Residency.KEPT)
             model.zero_grad()
-            found = train(model, scheduled_step)
-            if not all(torch.equal(a, b) for a, b in zip(expected, found, strict=True)):
+            trace = train(model, scheduled_step)
+            if not all(torch.equal(a, b) for a, b in zip(expected, trace, strict=True)):
                 unequal.append(slot)
         return unequal
 
@@ -245,7 +245,7 @@ def test_an_exception_in_any_slot_leaves_all_units_at_rest_and_the_next_step_wor
 def test_one_residence_takes_steps_of_any_number_of_microbatches(stage: str) -> None:
     def on_each_rank() -> None:
         reference, model = (sharded(2, stage, has_shared=False, is_delayed=False) for _ in range(2))
-        optimizers = [torch.optim.SGD(each.parameters(), lr=0.2) for each in (reference, model)]
+        optimizers = [torch.optim.SGD(network.parameters(), lr=0.2) for network in (reference, model)]
         residence = UnitResidence(model, layers_of(model))
         for num in (4, 3, 4):
             batches = microbatches(num)[:num]

@@ -135,8 +135,10 @@ def test_a_model_built_on_meta_starts_with_the_weights_of_one_built_whole(num_ra
             model = task.build()
         shard(model, fully_shard).to_empty(device="cuda")
         init_weights(model, 0)
-        whole = dict(task.model(device=_cuda()).named_parameters())
-        pairs = {name: (unsharded(weight.detach()), whole[name]) for name, weight in model.named_parameters()}
+        built_parameters = dict(task.model(device=_cuda()).named_parameters())
+        pairs = {
+            name: (unsharded(weight.detach()), built_parameters[name]) for name, weight in model.named_parameters()
+        }
         return [name for name, (weight, expected) in pairs.items() if not torch.equal(weight, expected)]
 
     assert run_ranks(differing, num_ranks, device="cuda") == [[]] * num_ranks
@@ -262,13 +264,13 @@ def test_gathers_reductions_and_compute_have_streams_of_their_own_and_overlap(nu
         reductions = [kernel for kernel in pushes if kernel.stream in adding]
         compute = streams_of(kernels, Kind.MATMUL, Kind.ATTENTION, Kind.OPTIMIZER)
         streams = [{kernel.stream for kernel in some} for some in (gathers, reductions)] + [compute]
-        assert [len(each) for each in streams] == [1, 1, 1]
+        assert [len(stream_ids) for stream_ids in streams] == [1, 1, 1]
         assert len(set.union(*streams)) == 3
         assert not streams_of(kernels, Kind.ALL_GATHER, Kind.REDUCE_SCATTER)
         computing = [kernel for kernel in kernels if kernel.stream in compute]
         for verb, some in (("gathers", gathers), ("reductions", reductions)):
             hidden = [kernel for kernel in some if any(_overlap(kernel, other) for other in computing)]
-            hidden_us, all_us = (sum(kernel.duration_us for kernel in each) for each in (hidden, some))
+            hidden_us, all_us = (sum(kernel.duration_us for kernel in stream_ids) for stream_ids in (hidden, some))
             # The first gather and the last reduction of a step have nothing to hide behind.
             assert hidden_us >= all_us / 2, f"{verb}: {hidden_us:.0f} us of {all_us:.0f}"
 
@@ -292,11 +294,13 @@ def test_replicas_are_reduced_over_on_a_stream_of_their_own_while_compute_goes_o
         kernels = profile_steps(training, *workload.batch(MANY_TOKENS))
         reductions = [kernel for kernel in kernels if "allreduce" in kernel.name.lower().replace("_", "")]
         assert len(reductions) == NUM_STEPS * (PROOF.num_layers + 1), {kernel.name for kernel in kernels}
-        others = streams_of(kernels, Kind.MATMUL, Kind.ATTENTION, Kind.OPTIMIZER, Kind.ALL_GATHER, Kind.REDUCE_SCATTER)
-        others |= {kernel.stream for kernel in kernels if "PtoP" in kernel.name}
+        busy_streams = streams_of(
+            kernels, Kind.MATMUL, Kind.ATTENTION, Kind.OPTIMIZER, Kind.ALL_GATHER, Kind.REDUCE_SCATTER
+        )
+        busy_streams |= {kernel.stream for kernel in kernels if "PtoP" in kernel.name}
         streams = {kernel.stream for kernel in reductions}
         assert len(streams) == 1
-        assert streams.isdisjoint(others)
+        assert streams.isdisjoint(busy_streams)
         computing = [kernel for kernel in kernels if kernel.kind in (Kind.MATMUL, Kind.ATTENTION)]
         hidden = [kernel for kernel in reductions if any(_overlap(kernel, other) for other in computing)]
         # The last reduction of a step has nothing to hide behind.
@@ -326,8 +330,8 @@ def test_the_profile_finds_the_copies_of_fsdp2_and_a_planted_one() -> None:
         planted = parameter_copies(_profiled("lamella", prepare=plant), sizes)
         return len(parameter_copies(_profiled("fsdp2"), sizes)), len(planted)
 
-    for of_fsdp2, planted in run_ranks(num_copies, 2, device="cuda"):
-        assert of_fsdp2 > 10
+    for num_copies_of_fsdp2, planted in run_ranks(num_copies, 2, device="cuda"):
+        assert num_copies_of_fsdp2 > 10
         assert planted == 2  # one a step
 
 
@@ -366,8 +370,8 @@ def test_the_benchmark_runs_and_its_losses_agree(num_ranks: int, setting: str) -
     )
 
     def report() -> tuple[bool, str]:
-        found = bench.run(options, _cuda())
-        return found.is_sound(), found.markdown()
+        report_of_run = bench.run(options, _cuda())
+        return report_of_run.is_sound(), report_of_run.markdown()
 
     for is_sound, markdown in run_ranks(report, num_ranks, device="cuda"):
         assert is_sound, markdown

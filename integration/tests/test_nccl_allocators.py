@@ -82,10 +82,10 @@ def test_training_is_bit_for_bit_that_of_the_caching_allocator(other: str) -> No
 
     def traces() -> list[Trace]:
         use_repeatable_kernels()
-        made = [ShardingOptions(allocator=ALLOCATORS[name]()) for name in ("caching", other)]
+        options_by_allocator = [ShardingOptions(allocator=ALLOCATORS[name]()) for name in ("caching", other)]
         return [
             train(task, shard(task.model(device=_cuda()), fully_shard, mp_policy=BF16, options=options), recipe)
-            for options in made
+            for options in options_by_allocator
         ]
 
     for expected, got in run_ranks(traces, 2, device="cuda"):
@@ -97,7 +97,7 @@ def test_training_is_bit_for_bit_that_of_the_caching_allocator(other: str) -> No
 # -- what a step takes -----------------------------------------------------------------------------------------------
 
 
-class _Counting(CachingAllocator):
+class _CountingAllocator(CachingAllocator):
     """The caching allocator, with a count of what was asked of it."""
 
     count = 0
@@ -108,16 +108,16 @@ class _Counting(CachingAllocator):
 
 
 @dataclass(frozen=True)
-class _Taken:
-    of_torch: int  # allocations of any kind in one step
-    of_source: int  # those of unsharded buffers among them
+class _StepMemory:
+    num_allocations: int  # allocations of any kind in one step
+    num_buffer_allocations: int  # those of unsharded buffers among them
     reserved_nbytes: int
     planned_nbytes: int
 
 
-def _measure(make: Callable[[_Counting], Allocator]) -> _Taken:
+def _measure(make: Callable[[_CountingAllocator], Allocator]) -> _StepMemory:
     """What a step takes when training has settled, and the most that was ever reserved."""
-    source = _Counting()
+    source = _CountingAllocator()
     allocator = make(source)
     model = _wide(allocator)
     tokens = torch.randint(WIDE.vocab_size, (1, 33), generator=torch.Generator().manual_seed(0)).cuda()
@@ -132,9 +132,9 @@ def _measure(make: Callable[[_Counting], Allocator]) -> _Taken:
     before, asked = torch.cuda.memory_stats()["allocation.all.allocated"], source.count
     step()
     torch.cuda.synchronize()
-    return _Taken(
-        of_torch=torch.cuda.memory_stats()["allocation.all.allocated"] - before,
-        of_source=source.count - asked,
+    return _StepMemory(
+        num_allocations=torch.cuda.memory_stats()["allocation.all.allocated"] - before,
+        num_buffer_allocations=source.count - asked,
         reserved_nbytes=torch.cuda.max_memory_reserved(),
         planned_nbytes=allocator.report().planned_nbytes if isinstance(allocator, PoolAllocator) else 0,
     )
@@ -150,7 +150,7 @@ def test_a_step_with_a_plan_takes_nothing_for_unsharded_buffers_and_needs_no_mor
     block = 2 * sum(parameter.numel() for parameter in model.blocks[0].parameters())
     root = 2 * sum(parameter.numel() for parameter in model.parameters()) - WIDE.num_layers * block
     for caching, pool in zip(settled, pooled, strict=True):
-        assert (caching.of_source, pool.of_source) == (num_gathers, 0)
-        assert pool.of_torch == caching.of_torch - num_gathers
+        assert (caching.num_buffer_allocations, pool.num_buffer_allocations) == (num_gathers, 0)
+        assert pool.num_allocations == caching.num_allocations - num_gathers
         assert pool.reserved_nbytes <= caching.reserved_nbytes + SLACK
         assert root + 2 * block <= pool.planned_nbytes <= root + 2 * block + MIB

@@ -57,21 +57,21 @@ def test_it_gathers_what_a_ring_gathers(num_ranks: int, in_place: bool) -> None:
         for turn in range(40):
             numels, buffer = (SIZES * 2)[turn % 8], buffers[turn % 8]
             shards = _shards(numels, turn)
-            wanted = [torch.empty(num_ranks * numel, device="cuda", dtype=torch.bfloat16) for numel in numels]
-            ring.all_gather([Payload(a, b) for a, b in zip(shards, wanted, strict=True)])
+            expected = [torch.empty(num_ranks * numel, device="cuda", dtype=torch.bfloat16) for numel in numels]
+            ring.all_gather([Payload(a, b) for a, b in zip(shards, expected, strict=True)])
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 if turn % num_ranks == dist.get_rank():
                     torch.cuda._sleep(2_000_000)  # type: ignore[no-untyped-call]
                 engines.allocator.allocate(buffer)
                 got = _views(buffer, numels)
-                own = [whole.view(num_ranks, -1)[dist.get_rank()] for whole in got]
+                local_views = [gathered.view(num_ranks, -1)[dist.get_rank()] for gathered in got]
                 if in_place:
-                    torch._foreach_copy_(own, shards)
-                sent = own if in_place else shards
+                    torch._foreach_copy_(local_views, shards)
+                sent = local_views if in_place else shards
                 engines.transport.all_gather([Payload(a, b) for a, b in zip(sent, got, strict=True)])
             torch.cuda.current_stream().wait_stream(stream)
-            for a, b in zip(got, wanted, strict=True):
+            for a, b in zip(got, expected, strict=True):
                 torch.testing.assert_close(a, b, rtol=0.0, atol=0.0)
             stream.wait_stream(torch.cuda.current_stream())
             engines.allocator.free(buffer)
@@ -86,7 +86,7 @@ def test_a_gather_that_was_captured_first_leaves_the_next_nothing_that_its_graph
 
     def check() -> None:
         engines, ring = _engines(), NcclTransport(dist.group.WORLD)  # type: ignore[arg-type]
-        shard, wanted = (torch.zeros(n, device="cuda", dtype=torch.bfloat16) for n in (numel, 2 * numel))
+        shard, expected = (torch.zeros(n, device="cuda", dtype=torch.bfloat16) for n in (numel, 2 * numel))
         buffer = engines.allocator.create(2 * numel, torch.bfloat16, torch.device("cuda"))
         engines.allocator.free(buffer)
         engines.allocator.allocate(buffer)
@@ -98,12 +98,12 @@ def test_a_gather_that_was_captured_first_leaves_the_next_nothing_that_its_graph
         with torch.cuda.graph(graph):
             gather()
         for turn, run in enumerate((gather, graph.replay, gather, graph.replay)):
-            (made,) = _shards([numel], turn)
-            shard.copy_(made)
+            (source,) = _shards([numel], turn)
+            shard.copy_(source)
             buffer.zero_()
             run()
-            ring.all_gather([Payload(shard, wanted)])
-            torch.testing.assert_close(buffer, wanted, rtol=0.0, atol=0.0)
+            ring.all_gather([Payload(shard, expected)])
+            torch.testing.assert_close(buffer, expected, rtol=0.0, atol=0.0)
 
     run_ranks(check, 2, device="cuda")
 
@@ -133,7 +133,7 @@ def _kernels(step: Callable[[], object]) -> list[str]:
 @MANY_RANKS
 def test_units_gather_so_by_default_and_by_rings_when_told(num_ranks: int) -> None:
     def check() -> list[tuple[int, int]]:
-        found = []
+        counts = []
         for allocator in (None, CachingAllocator()):
             model = nn.Sequential(*(nn.Linear(512, 512, bias=False, device="cuda") for _ in range(3)))
             for layer in model:
@@ -145,8 +145,8 @@ def test_units_gather_so_by_default_and_by_rings_when_told(num_ranks: int) -> No
             x = torch.randn(4, 512, device="cuda")
             names = _kernels(partial(_backward, model, x))
             pushed = sum("PtoP" in name and "Memcpy" in name for name in names)
-            found.append((pushed, sum("AllGather" in name for name in names)))
-        return found
+            counts.append((pushed, sum("AllGather" in name for name in names)))
+        return counts
 
     num_gathers = 3 * 2  # each before forward, and again before backward
     for (pushed, rings), (pushed_too, rings_too) in run_ranks(check, num_ranks, device="cuda"):

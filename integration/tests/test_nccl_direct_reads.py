@@ -61,7 +61,7 @@ def _train(model: nn.Module, optimizer: torch.optim.Optimizer, num_steps: int) -
     return losses
 
 
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
+def _full_value(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
 
 
@@ -71,7 +71,7 @@ def _assert_trains_alike(num_ranks: int, run: Callable[[nn.Module, bool], list[f
         expected, got = (run(model, is_sharded) for model, is_sharded in zip(models, (False, True), strict=True))
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=0.0)
         for a, b in zip(*(model.parameters() for model in models), strict=True):
-            torch.testing.assert_close(_whole(b), _whole(a), rtol=0.0, atol=1e-3)
+            torch.testing.assert_close(_full_value(b), _full_value(a), rtol=0.0, atol=1e-3)
 
     run_ranks(check, num_ranks, device="cuda")
 

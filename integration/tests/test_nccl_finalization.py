@@ -139,16 +139,18 @@ def test_kept_storage_has_one_address_and_weighs_what_it_holds(way: str) -> None
                 assert addresses[0] == addresses[1] == addresses[2]
                 assert 0 not in addresses[0]
             calls = [(call.kind, call.nbytes) for call in counter.calls]
-            held = _allocated() - before
+            held_nbytes = _allocated() - before
             model.set_keep_unsharded_storage(False)
-            freed = held - (_allocated() - before)
+            freed = held_nbytes - (_allocated() - before)
             if keeps:
-                whole = sum(group.unsharded_weight.flat.nbytes for u in _units(model) for group in u.parameters.groups)
+                unsharded_nbytes = sum(
+                    group.unsharded_weight.flat.nbytes for u in _units(model) for group in u.parameters.groups
+                )
                 if way != "ZERO1":  # whose copies stay, whatever is kept
-                    assert whole <= freed <= whole + 512 * len(_units(model))
+                    assert unsharded_nbytes <= freed <= unsharded_nbytes + 512 * len(_units(model))
             else:
                 assert freed == 0
-            results.append((gradients, calls, held))
+            results.append((gradients, calls, held_nbytes))
             del model
         (expected, calls, _), (got, calls_of_kept, _) = results
         assert calls_of_kept == calls, "kept bytes are stale: units are gathered as often"
@@ -182,20 +184,20 @@ def test_parameters_that_keep_their_dtype_are_gathered_in_it_beside_the_others(w
     def check() -> None:
         use_repeatable_kernels()
         model = _sharded(way, mp_policy=policy)
-        whole = {name: unsharded(each.detach()) for name, each in model.named_parameters()}  # type: ignore[attr-defined]
-        for each in _units(model):
-            each.weights.unshard()
-            each.weights.wait_for_unshard()
+        full_parameters = {name: unsharded(parameter.detach()) for name, parameter in model.named_parameters()}  # type: ignore[attr-defined]
+        for unit in _units(model):
+            unit.weights.unshard()
+            unit.weights.wait_for_unshard()
         dtypes = set()
         for name, parameter in model.named_parameters():  # type: ignore[attr-defined]
             dtype = torch.float32 if parameter.ndim == 1 else torch.bfloat16
             assert parameter.dtype == dtype
             assert not isinstance(parameter, DTensor)
-            assert torch.equal(parameter, whole[name].to(dtype)), name
+            assert torch.equal(parameter, full_parameters[name].to(dtype)), name
             dtypes.add(dtype)
         assert len(dtypes) == 2
-        for each in _units(model):
-            each.weights.reshard()
+        for unit in _units(model):
+            unit.weights.reshard()
 
         everything_in_bf16 = _sharded(way, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
         for step in range(2):

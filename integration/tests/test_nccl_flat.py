@@ -69,8 +69,8 @@ def test_fp32_training_takes_the_steps_of_one_unsharded_gpu(num_ranks: int) -> N
         ]
 
     [expected] = run_ranks(unsharded, 1, device="cuda")
-    for of_rank in run_ranks(sharded, num_ranks, device="cuda"):
-        for traces in of_rank:
+    for traces_of_rank in run_ranks(sharded, num_ranks, device="cuda"):
+        for traces in traces_of_rank:
             for name, trace in traces.items():
                 _assert_close(trace, expected[name])
 
@@ -135,10 +135,10 @@ def test_a_unit_is_one_gather_and_one_reduction(num_ranks: int) -> None:
         counts = counter.counts()
         return {kind: counts[kind] for kind in ("all_gather", "reduce_scatter")}
 
-    def both() -> tuple[dict[str, int], dict[str, int]]:
+    def counts_by_layout() -> tuple[dict[str, int], dict[str, int]]:
         return counted(None), counted(Rows(1))
 
-    for even, flat in run_ranks(both, num_ranks, device="cuda"):
+    for even, flat in run_ranks(counts_by_layout, num_ranks, device="cuda"):
         assert flat == even
 
 

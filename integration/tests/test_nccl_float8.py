@@ -45,7 +45,7 @@ RECIPES: dict[str, Float8Recipe | MXFP8Recipe] = {
 }
 
 
-class Loop:
+class Float8Loop:
     """A sharded model and steps on it, each rank with the whole batch."""
 
     def __init__(
@@ -85,7 +85,9 @@ def _encoded_whole(recipe: Float8Recipe | MXFP8Recipe, weight: torch.Tensor) -> 
         scales = torch.empty_like(amaxes)
         recipe.rescale(amaxes, scales, torch.full((recipe.num_past, len(amaxes)), -1.0))
         scales = scales.view(recipe.scale_shape(weight.shape))
-    payloads = [torch.empty(each.shape, dtype=each.dtype) for each in recipe.payloads(weight.shape, weight.dtype)]
+    payloads = [
+        torch.empty(payload.shape, dtype=payload.dtype) for payload in recipe.payloads(weight.shape, weight.dtype)
+    ]
     encode_into(recipe, weight, payloads, WeightRows(tuple(weight.shape), 0, scales))
     return payloads
 
@@ -96,7 +98,7 @@ def test_gathered_bytes_are_those_of_the_whole_encoded_on_the_cpu(device: Device
     recipe = RECIPES[name]
 
     def compare() -> int:
-        loop = Loop(device, recipe)
+        loop = Float8Loop(device, recipe)
         loop.train(2)
         num = 0
         for block in loop.blocks:
@@ -117,11 +119,11 @@ def test_gathered_bytes_are_those_of_the_whole_encoded_on_the_cpu(device: Device
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_trains_near_bf16(device: Device, num_ranks: int, name: str) -> None:
     def losses() -> tuple[list[float], list[float]]:
-        return Loop(device, RECIPES[name]).train(6), Loop(device, None).train(6)
+        return Float8Loop(device, RECIPES[name]).train(6), Float8Loop(device, None).train(6)
 
-    for found, expected in run_ranks(losses, num_ranks, device=device):
-        assert found[-1] < found[0]
-        assert found == pytest.approx(expected, rel=0.03)
+    for trained_losses, expected in run_ranks(losses, num_ranks, device=device):
+        assert trained_losses[-1] < trained_losses[0]
+        assert trained_losses == pytest.approx(expected, rel=0.03)
 
 
 @DEVICES
@@ -143,8 +145,8 @@ def test_float8_products_of_gathered_weights_train(device: Device, num_ranks: in
         return on_block
 
     def losses() -> list[list[float]]:
-        found = [Loop(device, recipe, prepare(is_compiled)).train(6) for is_compiled in (False, True)]
-        return [*found, Loop(device, None).train(6)]
+        float8_losses = [Float8Loop(device, recipe, prepare(is_compiled)).train(6) for is_compiled in (False, True)]
+        return [*float8_losses, Float8Loop(device, None).train(6)]
 
     for eager, compiled, bf16 in run_ranks(losses, num_ranks, device=device):
         assert compiled == pytest.approx(eager, rel=0.03)
@@ -152,7 +154,7 @@ def test_float8_products_of_gathered_weights_train(device: Device, num_ranks: in
         assert eager[-1] < eager[0]
 
 
-class Recomputed(nn.Module):
+class RecomputedBlock(nn.Module):
     """A block whose forward runs again in backward."""
 
     def __init__(self, block: nn.Module) -> None:
@@ -204,7 +206,7 @@ def test_block_wise_products_train_as_on_one_rank_and_in_one_graph(device: Devic
             lambda block: block,
             multiplied,
             lambda block: sharded(multiplied(block)),
-            lambda block: compiled(Recomputed(multiplied(block))),
+            lambda block: compiled(RecomputedBlock(multiplied(block))),
         ]
         if device == "cuda":
             ways.append(lambda block: compiled(multiplied(block)))
@@ -214,8 +216,8 @@ def test_block_wise_products_train_as_on_one_rank_and_in_one_graph(device: Devic
         assert eager == alone != exact
         assert eager == pytest.approx(exact, rel=0.03)
         assert eager[-1] < 0.9 * eager[0]
-        for each in in_graphs:
-            assert each == pytest.approx(eager, rel=1e-2 if device == "cuda" else 1e-6)
+        for graph_losses in in_graphs:
+            assert graph_losses == pytest.approx(eager, rel=1e-2 if device == "cuda" else 1e-6)
 
 
 @DEVICES
@@ -238,7 +240,7 @@ def test_delayed_scales_start_anew_where_a_state_dict_replaces_weights_that_were
     """The past is reset behind the measurement on the gather stream, and the next gather reads it."""
 
     def overflows() -> dict[str, float]:
-        loop = Loop(device, RECIPES["delayed"])
+        loop = Float8Loop(device, RECIPES["delayed"])
         larger = {name: value * 100 for name, value in loop.model.state_dict().items()}
         loop.train(2)
         loop.model.load_state_dict(larger)
@@ -246,5 +248,5 @@ def test_delayed_scales_start_anew_where_a_state_dict_replaces_weights_that_were
         assert set(scaling_state(loop.model)) == set(errors)
         return {name: error.overflow for name, error in errors.items()}
 
-    for found in run_ranks(overflows, num_ranks, device=device):
-        assert found and set(found.values()) == {0.0}
+    for losses_by_name in run_ranks(overflows, num_ranks, device=device):
+        assert losses_by_name and set(losses_by_name.values()) == {0.0}

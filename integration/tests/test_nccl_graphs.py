@@ -25,7 +25,7 @@ NUM_STEPS = 8
 MANY_TOKENS = 32749  # so that a unit's matmuls take longer than its copies
 
 
-class Loop:
+class GraphLoop:
     """A sharded model of several units and a step over it, with a learning rate that falls, and clipping if told."""
 
     def __init__(self, reduce_dtype: torch.dtype | None = None, *, max_norm: float | None = 0.5) -> None:
@@ -48,14 +48,14 @@ class Loop:
         return loss
 
     def losses(self, step: Any) -> list[float]:
-        found = []
+        losses = []
         for index in range(NUM_STEPS):
             tokens, labels = self.task.batch(index)  # On the host: a captured step brings them to the device.
             if step == self.step:
                 tokens, labels = tokens.to(self.device), labels.to(self.device)
-            found.append(step(tokens, labels))
+            losses.append(step(tokens, labels))
             self.scheduler.step()
-        return [loss.item() for loss in found]
+        return [loss.item() for loss in losses]
 
     def weights(self) -> dict[str, torch.Tensor]:
         return {name: unsharded(parameter.detach()).cpu() for name, parameter in self.model.named_parameters()}
@@ -64,16 +64,16 @@ class Loop:
 @ALL_RANKS
 @pytest.mark.parametrize("reduce_dtype", [None, torch.float32])
 def test_a_captured_step_replays_as_the_eager_one(num_ranks: int, reduce_dtype: torch.dtype | None) -> None:
-    def both() -> list[object]:
-        eager = Loop(reduce_dtype)
+    def eager_and_captured() -> list[object]:
+        eager = GraphLoop(reduce_dtype)
         expected = eager.losses(eager.step), eager.weights()
-        loop = Loop(reduce_dtype)
+        loop = GraphLoop(reduce_dtype)
         step = capture_step(loop.step, loop.optimizer)
-        found = loop.losses(step), loop.weights()
+        captured = loop.losses(step), loop.weights()
         assert step.is_captured
-        return [expected, found]
+        return [expected, captured]
 
-    for eager, captured in run_ranks(both, num_ranks, device="cuda"):
+    for eager, captured in run_ranks(eager_and_captured, num_ranks, device="cuda"):
         torch.testing.assert_close(captured, eager, rtol=0.0, atol=0.0)
 
 
@@ -88,10 +88,10 @@ def test_a_captured_step_updates_some_while_the_last_gradients_are_reduced(
         parts[-1].append(sum(map(len, part)))
         step_some(optimizer, part)
 
-    def both() -> list[object]:
-        eager = Loop(max_norm=None)
+    def eager_and_captured() -> list[object]:
+        eager = GraphLoop(max_norm=None)
         expected = eager.losses(eager.step), eager.weights()
-        loop = Loop(max_norm=None)
+        loop = GraphLoop(max_norm=None)
         overlap_optimizer(loop.optimizer, late_gradients=True)
         monkeypatch.setattr(_overlap, "_step", note)
 
@@ -99,20 +99,20 @@ def test_a_captured_step_updates_some_while_the_last_gradients_are_reduced(
             parts.append([])
             return loop.step(*batch)
 
-        found = loop.losses(capture_step(step, loop.optimizer)), loop.weights()
+        captured = loop.losses(capture_step(step, loop.optimizer)), loop.weights()
         *_, (num_early, num_gathered_first) = parts
         assert len(parts) == 4, "three eager steps, and the one that is captured"
         assert num_early > 0 and num_gathered_first == 0
-        return [expected, found]
+        return [expected, captured]
 
-    for eager, captured in run_ranks(both, num_ranks, device="cuda"):
+    for eager, captured in run_ranks(eager_and_captured, num_ranks, device="cuda"):
         torch.testing.assert_close(captured, eager, rtol=0.0, atol=0.0)
 
 
 @pytest.mark.gpu1
 def test_hooks_that_wait_are_called_before_each_replay() -> None:
     def num_waits() -> int:
-        loop = Loop()
+        loop = GraphLoop()
         waits: list[object] = []
 
         def wait(*_: object) -> None:
@@ -154,7 +154,7 @@ def _captured_kernels() -> tuple[list[Kernel], _Rows]:
     def noted(moves: Iterable[tuple[int, int, int]]) -> list[Any]:
         moves = list(moves)
         rows = list(as_rows(moves))
-        sizes = sum(each.width * each.height for each in rows)
+        sizes = sum(row.width * row.height for row in rows)
         captured.append(_Rows(len(moves), len(rows), sum(nbytes for _, _, nbytes in moves), sizes))
         return rows
 
@@ -178,5 +178,5 @@ def test_copies_of_a_replay_are_rows_and_hide_behind_compute(num_ranks: int) -> 
         names = sorted({kernel.name for kernel in copies})
         assert len(copies) >= rows.num_rows, f"{len(copies)} copies in the replays, of {names}"
         hidden = [a for a in copies if any(a.start_us < b.end_us and b.start_us < a.end_us for b in computing)]
-        hidden_us, all_us = (sum(kernel.duration_us for kernel in each) for each in (hidden, copies))
+        hidden_us, all_us = (sum(kernel.duration_us for kernel in group) for group in (hidden, copies))
         assert hidden_us >= all_us / 2, f"{hidden_us:.0f} us of {all_us:.0f}, {names}"

@@ -66,8 +66,8 @@ def _assert_late_streams_change_no_bit(stage: str, num_ranks: int, num_steps: in
         equal = []
         for early_release in (False, True):
             model = _model(stage, ep=num_ranks, is_delayed=is_delayed)
-            found = train(model, scheduled_step, early_release=early_release, around=_Sleeps(model), **size)
-            equal.append(all(torch.equal(a, b) for a, b in zip(plain, found, strict=True)))
+            trace = train(model, scheduled_step, early_release=early_release, around=_Sleeps(model), **size)
+            equal.append(all(torch.equal(a, b) for a, b in zip(plain, trace, strict=True)))
         return equal, len(layers_of(model))
 
     for equal, num_layers in run_ranks(on_each_rank, num_ranks, device="cuda", timeout_s=600):

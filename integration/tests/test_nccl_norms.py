@@ -59,7 +59,7 @@ def _sharded(way: str) -> nn.Module:
 
 def _backward(model: nn.Module, *, bad: float | None = None) -> None:
     """Of this rank's rows; what is bad is in the first rank's."""
-    x, y = (each.chunk(dist.get_world_size())[dist.get_rank()].to(_cuda()) for each in TASK.batch(0))
+    x, y = (tensor.chunk(dist.get_world_size())[dist.get_rank()].to(_cuda()) for tensor in TASK.batch(0))
     if bad is not None and dist.get_rank() == 0:
         x[0, 0] = bad
     TASK.loss(model(x), y).backward()  # type: ignore[no-untyped-call]
@@ -67,11 +67,11 @@ def _backward(model: nn.Module, *, bad: float | None = None) -> None:
 
 def _whole_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     """In float64, of parameters that all have one."""
-    found = {}
+    gradients = {}
     for name, parameter in model.named_parameters():
         assert isinstance(parameter.grad, DTensor)
-        found[name] = parameter.grad.full_tensor().double()
-    return found
+        gradients[name] = parameter.grad.full_tensor().double()
+    return gradients
 
 
 @EVERY_WAY
@@ -79,7 +79,7 @@ def test_gradients_are_clipped_by_the_norm_of_all_of_them(way: str) -> None:
     def clipped(model: nn.Module, norm_type: float, clip: Any) -> None:
         _backward(model)
         before = _whole_gradients(model)
-        expected = torch.linalg.vector_norm(torch.cat([each.flatten() for each in before.values()]), norm_type)
+        expected = torch.linalg.vector_norm(torch.cat([gradient.flatten() for gradient in before.values()]), norm_type)
         max_norm = expected.item() / 4
         norm = clip(model.parameters(), max_norm, norm_type)
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
@@ -122,7 +122,7 @@ def test_each_parameters_norm_is_that_of_its_whole_gradient(way: str) -> None:
     def check() -> None:
         model = _sharded(way)
         _backward(model)
-        expected = {name: each.norm().item() for name, each in _whole_gradients(model).items()}
+        expected = {name: gradient.norm().item() for name, gradient in _whole_gradients(model).items()}
         with CollectiveCounter() as counter:
             norms = parameter_norms(model)
         assert norms == pytest.approx(expected, rel=1e-12)
@@ -159,22 +159,22 @@ def test_who_asks_for_norms_waits_for_gradients_that_are_late() -> None:
 def test_nan_and_infinity_spread_by_a_reduction_and_before_it_are_with_the_rank_that_made_them(way: str) -> None:
     def check_of(model: nn.Module, bad: float) -> None:
         _backward(model, bad=bad)
-        found = find_nonfinite(model)
+        nonfinite = find_nonfinite(model)
         weight = next(name for name, _ in model.named_parameters())
-        assert weight in {each.name for each in found}
-        whole = dict(model.named_parameters())[weight].grad.full_tensor()  # type: ignore[union-attr]
+        assert weight in {report.name for report in nonfinite}
+        full_gradient = dict(model.named_parameters())[weight].grad.full_tensor()  # type: ignore[union-attr]
         replicas = dist.get_world_size() // _num_shards(model)
-        expected = replicas * int((~whole.isfinite()).sum())
-        assert sum(each.count for each in found if each.name == weight) == expected > 0
+        expected = replicas * int((~full_gradient.isfinite()).sum())
+        assert sum(report.count for report in nonfinite if report.name == weight) == expected > 0
         assert find_nonfinite(model, of="weight") == []
         model.zero_grad()
 
         model.set_requires_gradient_sync(False)  # type: ignore[operator]
         _backward(model, bad=bad)
-        made = find_nonfinite(model, of="unreduced")
-        assert {each.rank for each in made} == {0}
+        unreduced_reports = find_nonfinite(model, of="unreduced")
+        assert {report.rank for report in unreduced_reports} == {0}
         if math.isnan(bad):  # infinity makes NaN of 0 and of other infinities
-            assert {each.kind for each in made} == {"nan"}
+            assert {report.kind for report in unreduced_reports} == {"nan"}
         model.zero_grad()
         model.set_requires_gradient_sync(True)  # type: ignore[operator]
 

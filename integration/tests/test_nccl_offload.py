@@ -61,11 +61,11 @@ def _train(task: Task, model: Any, recipe: Recipe) -> Trace:
         trace.grad_norms.append(clip_grad_norm_(model.parameters(), recipe.max_norm).item())
         optimizer.step()
         optimizer.zero_grad()
-    trace.weights = {name: _whole(parameter) for name, parameter in model.named_parameters()}
+    trace.weights = {name: _full_value(parameter) for name, parameter in model.named_parameters()}
     return trace
 
 
-def _whole(parameter: nn.Parameter) -> torch.Tensor:
+def _full_value(parameter: nn.Parameter) -> torch.Tensor:
     assert isinstance(parameter, DTensor)
     on_gpu = DTensor(parameter.to_local().detach().to(_cuda()), parameter._spec, requires_grad=False)  # type: ignore[no-untyped-call]
     return on_gpu.full_tensor().cpu()
@@ -100,8 +100,8 @@ def test_fp32_training_takes_the_steps_of_one_unsharded_gpu(
 
     expected = _unsharded(recipe)
     for got in run_ranks(traces, num_ranks, device="cuda"):
-        for each, wanted in zip(got, expected, strict=True):
-            _assert_close(each, wanted)
+        for trace, expected_trace in zip(got, expected, strict=True):
+            _assert_close(trace, expected_trace)
 
 
 @pytest.mark.gpu4
@@ -114,8 +114,8 @@ def test_every_stage_takes_the_steps_of_one_unsharded_gpu(way: str) -> None:
         return [_train(task, _offloaded(task, **WAYS[way]()), recipe) for task in (LLAMA, ODD)]
 
     for got in run_ranks(traces, 4, device="cuda"):
-        for each, wanted in zip(got, expected, strict=True):
-            _assert_close(each, wanted)
+        for trace, expected_trace in zip(got, expected, strict=True):
+            _assert_close(trace, expected_trace)
 
 
 @pytest.mark.gpu2
@@ -123,7 +123,7 @@ def test_some_units_may_rest_on_the_cpu_and_others_not() -> None:
     recipe = Recipe(num_steps=8, max_norm=1.0)
 
     def traces() -> list[Trace]:
-        found = []
+        measured = []
         for task in (LLAMA, ODD):
             model = task.model(device=_cuda())
             fully_shard(model.units()[0], offload_policy=CPUOffloadPolicy())
@@ -131,14 +131,14 @@ def test_some_units_may_rest_on_the_cpu_and_others_not() -> None:
                 fully_shard(unit)
             fully_shard(model)
             assert {parameter.device.type for parameter in model.parameters()} == {"cpu", "cuda"}
-            found.append(_train(task, model, recipe))
+            measured.append(_train(task, model, recipe))
             assert find_nonfinite(model, of="weight") == []
-        return found
+        return measured
 
     expected = _unsharded(recipe)
     for got in run_ranks(traces, 2, device="cuda"):
-        for each, wanted in zip(got, expected, strict=True):
-            _assert_close(each, wanted)
+        for trace, expected_trace in zip(got, expected, strict=True):
+            _assert_close(trace, expected_trace)
 
 
 @pytest.mark.gpu4
@@ -194,7 +194,7 @@ def test_at_rest_the_gpu_holds_nothing_and_the_host_holds_pinned_shards(num_rank
     with torch.device("meta"):
         assert sum(parameter.nbytes for parameter in Llama(WIDE).blocks[0].parameters()) > 100 * MIB
     for nbytes in run_ranks(at_rest, num_ranks, device="cuda"):
-        assert max(nbytes) <= MIB, [f"{each / MIB:.1f} MiB" for each in nbytes]
+        assert max(nbytes) <= MIB, [f"{num_bytes / MIB:.1f} MiB" for num_bytes in nbytes]
 
 
 @contextmanager
@@ -292,16 +292,16 @@ def test_pinned_shards_come_back_from_where_the_model_was_moved_and_others_are_r
 @pytest.mark.gpu2
 def test_norms_need_no_backend_for_the_cpu_and_torchs_clipping_does() -> None:
     def check() -> None:
-        both = dist.new_group(backend="cpu:gloo,cuda:nccl")
+        mixed_group = dist.new_group(backend="cpu:gloo,cuda:nccl")
         norms = []
-        for each in (mesh(2), DeviceMesh.from_group(both, "cuda")):
-            model = _offloaded(ODD, mesh=each)
+        for axis in (mesh(2), DeviceMesh.from_group(mixed_group, "cuda")):
+            model = _offloaded(ODD, mesh=axis)
             x, y = (tensor.to(_cuda()) for tensor in ODD.batch(0))
             ODD.loss(model(x), y).backward()  # type: ignore[no-untyped-call]
             norms.append(clip_grad_norm_(model.parameters(), 1e9))
             squares = sum(norm**2 for norm in parameter_norms(model).values())
             assert squares**0.5 == pytest.approx(norms[-1].item(), rel=1e-5)
-            if each is mesh(2):
+            if axis is mesh(2):
                 with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
                     nn.utils.clip_grad_norm_(model.parameters(), 1e9)
             else:
@@ -316,7 +316,7 @@ def test_norms_need_no_backend_for_the_cpu_and_torchs_clipping_does() -> None:
 @pytest.mark.gpu2
 def test_an_optimizer_in_backward_reads_gradients_that_have_arrived() -> None:
     def weights() -> list[dict[str, torch.Tensor]]:
-        found = []
+        weights_by_way = []
         for in_backward in (False, True):
             model = _offloaded(LLAMA, mp_policy=BF16)
             optimizers = {parameter: torch.optim.SGD([parameter], lr=0.1) for parameter in model.parameters()}
@@ -334,8 +334,8 @@ def test_an_optimizer_in_backward_reads_gradients_that_have_arrived() -> None:
                 if not in_backward:
                     for parameter in list(model.parameters()):
                         step(parameter)
-            found.append({name: _whole(parameter) for name, parameter in model.named_parameters()})
-        return found
+            weights_by_way.append({name: _full_value(parameter) for name, parameter in model.named_parameters()})
+        return weights_by_way
 
-    for after, inside in run_ranks(weights, 2, device="cuda"):
-        torch.testing.assert_close(inside, after, rtol=0.0, atol=0.0)
+    for after, stepped_in_backward in run_ranks(weights, 2, device="cuda"):
+        torch.testing.assert_close(stepped_in_backward, after, rtol=0.0, atol=0.0)

@@ -15,7 +15,7 @@ BLOCK = DIM * DIM * 4  # bytes
 SLACK = BLOCK // 2
 
 
-class _Net(nn.Module):
+class _SkippingNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(nn.Linear(DIM, DIM, bias=False) for _ in range(NUM_BLOCKS))
@@ -28,9 +28,9 @@ class _Net(nn.Module):
         return x
 
 
-def _sharded() -> _Net:
+def _sharded() -> _SkippingNet:
     torch.manual_seed(0)
-    model = _Net().cuda()
+    model = _SkippingNet().cuda()
     for block in model.blocks:
         fully_shard(block)
     return fully_shard(model)
@@ -49,16 +49,16 @@ def _step(model: nn.Module) -> None:
 def test_budgets_bound_what_is_allocated_and_change_no_gradient() -> None:
     def check() -> None:
         expected: list[torch.Tensor] = []
-        for ahead, kept in ((None, 0), (0, 0), (3, 0), (3, 2), (9, 9)):
+        for num_prefetched, num_kept in ((None, 0), (0, 0), (3, 0), (3, 2), (9, 9)):
             model = _sharded()
-            _unit(model).set_options(prefetch_budget=None if ahead is None else ahead * BLOCK)
-            _unit(model).set_options(keep_budget=kept * BLOCK)
+            _unit(model).set_options(prefetch_budget=None if num_prefetched is None else num_prefetched * BLOCK)
+            _unit(model).set_options(keep_budget=num_kept * BLOCK)
             for _ in range(3):
                 model.zero_grad()
                 _step(model)
             gradients = [parameter.grad.to_local() for parameter in model.parameters()]  # type: ignore[union-attr]
-            for got, wanted in zip(gradients, expected or gradients, strict=True):
-                assert torch.equal(got, wanted)
+            for got, expected_gradient in zip(gradients, expected or gradients, strict=True):
+                assert torch.equal(got, expected_gradient)
             expected = expected or gradients
             model.zero_grad()
             torch.cuda.synchronize()
@@ -67,11 +67,17 @@ def test_budgets_bound_what_is_allocated_and_change_no_gradient() -> None:
             with torch.no_grad():
                 model(torch.ones(2, DIM, device="cuda"))
             torch.cuda.synchronize()
-            num_unsharded = 1 + min(max(ahead or 0, 1), NUM_BLOCKS - 1)
-            assert torch.cuda.max_memory_allocated() - before <= num_unsharded * BLOCK + SLACK, (ahead, kept)
+            num_unsharded = 1 + min(max(num_prefetched or 0, 1), NUM_BLOCKS - 1)
+            assert torch.cuda.max_memory_allocated() - before <= num_unsharded * BLOCK + SLACK, (
+                num_prefetched,
+                num_kept,
+            )
             out = model(torch.ones(2, DIM, device="cuda"))
             torch.cuda.synchronize()
-            assert torch.cuda.memory_allocated() - before <= min(kept, NUM_BLOCKS) * BLOCK + SLACK, (ahead, kept)
+            assert torch.cuda.memory_allocated() - before <= min(num_kept, NUM_BLOCKS) * BLOCK + SLACK, (
+                num_prefetched,
+                num_kept,
+            )
             out.mean().backward()
 
     run_ranks(check, 2, device="cuda")

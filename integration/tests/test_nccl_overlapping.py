@@ -75,7 +75,7 @@ def _overlap_late(model: nn.Module, late_gradients: bool, optimizer: torch.optim
 def test_each_flavour_has_the_same_state_as_without(flavour: dict[str, Any]) -> None:
     def states() -> list[Any]:
         use_repeatable_kernels()
-        found = []
+        states_of_ways = []
         for prepare in (lambda optimizer: None, partial(overlap_optimizer, late_gradients=True)):
             torch.manual_seed(0)
             model = nn.Sequential(*(nn.Linear(256, 256, device="cuda") for _ in range(6)))
@@ -89,9 +89,9 @@ def test_each_flavour_has_the_same_state_as_without(flavour: dict[str, Any]) -> 
                 optimizer.step()
                 optimizer.zero_grad()
             local = [state[key] for state in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
-            held = [*model.parameters(), *local]
-            found.append((sorted(tensor.to_local().double().sum().item() for tensor in held), len(held)))
-        return found
+            tensors = [*model.parameters(), *local]
+            states_of_ways.append((sorted(tensor.to_local().double().sum().item() for tensor in tensors), len(tensors)))
+        return states_of_ways
 
     for without, overlapped in run_ranks(states, 2, device="cuda"):
         assert overlapped == without
@@ -100,8 +100,8 @@ def test_each_flavour_has_the_same_state_as_without(flavour: dict[str, Any]) -> 
 def _num_hidden(kernels: list[Kernel], kinds: Collection[Kind]) -> int:
     """How many kernels of some kinds run while the optimizer does."""
     updates = [kernel for kernel in kernels if kernel.kind is Kind.OPTIMIZER]
-    others = [kernel for kernel in kernels if kernel.kind in kinds]
-    return sum(any(a.start_us < b.end_us and b.start_us < a.end_us for b in updates) for a in others)
+    communication = [kernel for kernel in kernels if kernel.kind in kinds]
+    return sum(any(a.start_us < b.end_us and b.start_us < a.end_us for b in updates) for a in communication)
 
 
 def _profile_of_steps_that_start_together(**options: Any) -> list[Kernel]:
@@ -122,7 +122,7 @@ def _profile_of_steps_that_start_together(**options: Any) -> list[Kernel]:
 @pytest.mark.gpu2
 def test_what_forward_gathers_first_is_on_its_way_while_the_optimizer_goes_on() -> None:
     def profiles() -> tuple[list[Kernel], ...]:
-        return tuple(_profile_of_steps_that_start_together(overlap_optimizer=each) for each in ("false", "true"))
+        return tuple(_profile_of_steps_that_start_together(overlap_optimizer=overlap) for overlap in ("false", "true"))
 
     gathers = {Kind.COLLECTIVE, Kind.ALL_GATHER}  # copies to peers are collectives that have no name
     for without, hidden in run_ranks(profiles, 2, device="cuda"):
@@ -150,7 +150,7 @@ def test_a_step_updates_others_while_the_last_gradients_are_still_being_reduced(
 
     def profiles() -> tuple[list[Kernel], ...]:
         return tuple(
-            _profile_of_steps_whose_last_reduction_is_late(overlap_optimizer=each) for each in ("true", "late")
+            _profile_of_steps_whose_last_reduction_is_late(overlap_optimizer=overlap) for overlap in ("true", "late")
         )
 
     for punctual, late in run_ranks(profiles, 2, device="cuda"):

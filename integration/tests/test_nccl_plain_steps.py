@@ -47,8 +47,8 @@ def test_steps_are_those_on_dtensors_to_the_bit(num_ranks: int, name: str, optio
                 optimizer.zero_grad()
         return {name: unsharded(p.detach()).cpu() for name, p in model.named_parameters()}
 
-    def both() -> tuple[object, object]:
+    def weights_by_way() -> tuple[object, object]:
         return weights_after(on_dtensors=False), weights_after(on_dtensors=True)
 
-    for plain, on_dtensors in run_ranks(both, num_ranks, device="cuda"):
+    for plain, on_dtensors in run_ranks(weights_by_way, num_ranks, device="cuda"):
         torch.testing.assert_close(plain, on_dtensors, rtol=0.0, atol=0.0)

@@ -44,7 +44,7 @@ LONGEST_SLEEP = 2_000_000  # cycles: 1 ms, longer than any of the model's kernel
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
-class Late(nn.Linear):
+class LateLinear(nn.Linear):
     """Backward makes the input's gradient; `backward_dw` the weight's, on the stream that is current then."""
 
     def __init__(self, num_in: int, num_out: int) -> None:
@@ -54,7 +54,7 @@ class Late(nn.Linear):
         self.is_fused = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        late: torch.Tensor = _Late.apply(x, self.weight, self.queue)  # type: ignore[no-untyped-call]
+        late: torch.Tensor = _LateProduct.apply(x, self.weight, self.queue)  # type: ignore[no-untyped-call]
         return late
 
     def backward_dw(self) -> None:
@@ -62,17 +62,17 @@ class Late(nn.Linear):
         for tensor in (x, gradient):  # made on the compute stream, and freed there
             tensor.record_stream(torch.cuda.current_stream())
         weight = cast(Any, self.weight)
-        made = gradient.T @ x
+        weight_gradient = gradient.T @ x
         if self.is_fused:
-            weight.get_main_grad().add_(made)
+            weight.get_main_grad().add_(weight_gradient)
             weight.grad_added_to_main_grad = True
         else:
-            weight.grad = made if weight.grad is None else weight.grad + made
+            weight.grad = weight_gradient if weight.grad is None else weight.grad + weight_gradient
         if self.on_gradient is not None:
             self.on_gradient()
 
 
-class _Late(torch.autograd.Function):
+class _LateProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, queue: list[Any]) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
@@ -86,12 +86,12 @@ class _Late(torch.autograd.Function):
         return gradient @ weight, None, None
 
 
-class Block(nn.Module):
+class ScheduledBlock(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.gain = nn.Parameter(torch.ones(DIM))
         self.up = nn.Linear(DIM, HIDDEN)
-        self.down = Late(HIDDEN, DIM)
+        self.down = LateLinear(HIDDEN, DIM)
 
     def attend(self, x: torch.Tensor) -> torch.Tensor:
         return x * self.gain
@@ -112,10 +112,10 @@ class _Slot:
 
     def backward(self, gradient: torch.Tensor) -> torch.Tensor:
         torch.autograd.backward((self._output,), (gradient,))
-        made = self._input.grad
+        input_gradient = self._input.grad
         del self._input, self._output
-        assert made is not None
-        return made
+        assert input_gradient is not None
+        return input_gradient
 
 
 class Schedule:
@@ -128,9 +128,9 @@ class Schedule:
     def step(self, batches: list[torch.Tensor]) -> None:
         first, second = ([[_Slot(b.attend), _Slot(b.experts)] for b in self._blocks] for _ in batches)
         self._run(self._forward(first, batches[0]))
-        self._say_last(False)
+        self._set_last_backward(False)
         self._run(self._backward(first), self._forward(second, batches[1]))
-        self._say_last(True)
+        self._set_last_backward(True)
         self._run(self._backward(second))
         if isinstance(self.model, FSDPModule):
             self.model.wait_for_gradients()
@@ -138,10 +138,10 @@ class Schedule:
             torch.cuda.current_stream().wait_stream(self.side)
 
     @property
-    def _blocks(self) -> list[Block]:
-        return [cast(Block, block) for block in self.model]
+    def _blocks(self) -> list[ScheduledBlock]:
+        return [cast(ScheduledBlock, block) for block in self.model]
 
-    def _say_last(self, is_last: bool) -> None:
+    def _set_last_backward(self, is_last: bool) -> None:
         if isinstance(self.model, FSDPModule):
             self.model.set_is_last_backward(is_last)
 
@@ -190,11 +190,11 @@ class _Held:
 
 def _model() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*(Block() for _ in range(NUM_LAYERS))).cuda()
+    return nn.Sequential(*(ScheduledBlock() for _ in range(NUM_LAYERS))).cuda()
 
 
 def _shard(model: nn.Sequential, *, is_fused: bool, **options: Any) -> None:
-    for block in (cast(Block, block) for block in model):
+    for block in (cast(ScheduledBlock, block) for block in model):
         fully_shard(block, **options)
         block.down.on_gradient = delay_gradient(block, block.down.get_parameter("weight"))
         block.down.is_fused = is_fused
@@ -231,7 +231,7 @@ def _train(model: nn.Sequential, delay: Callable[[], None] = lambda: None) -> tu
 @pytest.mark.parametrize("placements", [ZERO3, ZERO1], ids=["ZERO3", "ZERO1"])
 @pytest.mark.parametrize("is_fused", [True, False], ids=["main_grad", "grad"])
 def test_verbs_over_several_streams_train_as_one_unsharded_gpu(placements: AxisPlacement, is_fused: bool) -> None:
-    def both() -> tuple[object, object, int]:
+    def trained_twice() -> tuple[object, object, int]:
         expected, _ = _train(_model())
         gc.collect()  # now, and not between two looks at what is allocated
         model = _model()
@@ -239,7 +239,7 @@ def test_verbs_over_several_streams_train_as_one_unsharded_gpu(placements: AxisP
         got, between = _train(model)
         return got, expected, len(between)
 
-    for got, expected, num_sizes in run_ranks(both, 2, device="cuda"):
+    for got, expected, num_sizes in run_ranks(trained_twice, 2, device="cuda"):
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
         assert num_sizes == 1, "no step leaves anything behind"
 
@@ -247,14 +247,14 @@ def test_verbs_over_several_streams_train_as_one_unsharded_gpu(placements: AxisP
 def _sleep_at_random(streams: Streams, model: nn.Sequential) -> Callable[[], None]:
     """Let one stream or another sleep before slots; on each rank others."""
     choose = Random(dist.get_rank())
-    others = [streams.all_gather_stream, streams.reduce_scatter_stream]
+    side_streams = [streams.all_gather_stream, streams.reduce_scatter_stream]
 
     def delay(*_: object) -> None:
         if choose.random() < 0.4:
-            with streams.on(choose.choice([streams.compute_stream, *others])):
+            with streams.on(choose.choice([streams.compute_stream, *side_streams])):
                 torch.cuda._sleep(choose.randrange(LONGEST_SLEEP))  # type: ignore[no-untyped-call]
 
-    for block in (cast(Block, block) for block in model):
+    for block in (cast(ScheduledBlock, block) for block in model):
         for late, name in ((block, "attend"), (block, "experts"), (block.down, "backward_dw")):
             run = getattr(late, name)
 
@@ -270,14 +270,14 @@ def _sleep_at_random(streams: Streams, model: nn.Sequential) -> Callable[[], Non
 def test_streams_that_are_late_at_random_change_no_bit(is_fused: bool) -> None:
     """A missing wait shows as memory that was read or freed too early."""
 
-    def both() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        found = []
+    def trained_twice() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        weights_by_way = []
         for is_late in (False, True):
             model = _model()
             _shard(model, is_fused=is_fused, mp_policy=BF16)
             delay = _sleep_at_random(state_of(model).tree.streams, model) if is_late else lambda: None
-            found.append(_train(model, delay)[0])
-        return found[0], found[1]
+            weights_by_way.append(_train(model, delay)[0])
+        return weights_by_way[0], weights_by_way[1]
 
-    for punctual, late in run_ranks(both, 2, device="cuda"):
+    for punctual, late in run_ranks(trained_twice, 2, device="cuda"):
         torch.testing.assert_close(late, punctual, rtol=0.0, atol=0.0)

@@ -47,21 +47,24 @@ def _training(experts: str, recipe: Float8Recipe | None, ep: int, seed: int) -> 
 
 
 def _step(model: nn.Module, optimizer: torch.optim.Optimizer, *, is_scheduled: bool) -> list[torch.Tensor]:
-    batches = [{name: each.to(DEVICE) for name, each in batch.items()} for batch in batches_of(dist.get_rank())]
+    batches = [{name: tensor.to(DEVICE) for name, tensor in batch.items()} for batch in batches_of(dist.get_rank())]
     losses = scheduled_step(model, batches, DEVICE) if is_scheduled else plain_step(model, batches)
     optimizer.step()
     optimizer.zero_grad()
     return losses
 
 
-def _whole(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+def _full_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """Weights and optimizer state, of all experts."""
-    found: list[Any] = [
+    tensors: list[Any] = [
         tensor
         for parameter in model.parameters()
         for tensor in (parameter, *(slot for _, slot in sorted(optimizer.state[parameter].items())))
     ]
-    return [(each.full_tensor() if isinstance(each, DTensor) else each).detach().clone() for each in found]
+    return [
+        (sharded_tensor.full_tensor() if isinstance(sharded_tensor, DTensor) else sharded_tensor).detach().clone()
+        for sharded_tensor in tensors
+    ]
 
 
 def _assert_same_bits(path: Path, experts: str, recipe: Float8Recipe | None, num_ranks: int) -> None:
@@ -75,8 +78,8 @@ def _assert_same_bits(path: Path, experts: str, recipe: Float8Recipe | None, num
         save(path, model=scheduled[0], optimizer=scheduled[1])
         resumed = _training(experts, recipe, 1, 4)
         load(path, model=resumed[0], optimizer=resumed[1])
-        trained = _whole(*scheduled)
-        pairs = [losses, (_whole(*plain), trained), (trained, _whole(*resumed))]
+        trained = _full_state(*scheduled)
+        pairs = [losses, (_full_state(*plain), trained), (trained, _full_state(*resumed))]
         unequal = [sum(not torch.equal(a, b) for a, b in zip(*pair, strict=True)) for pair in pairs]
         return unequal, len(scheduled[1].state)
 

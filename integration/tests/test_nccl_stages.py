@@ -41,10 +41,10 @@ def test_it_takes_the_steps_of_one_unsharded_gpu(way: str, reduces_each: bool) -
 
     [expected] = run_ranks(unsharded, 1, device="cuda")
     for traces in run_ranks(sharded, 4, device="cuda"):
-        for got, wanted in zip(traces, expected, strict=True):
-            torch.testing.assert_close(got.losses, wanted.losses, rtol=1e-5, atol=0.0)
-            torch.testing.assert_close(got.grad_norms, wanted.grad_norms, rtol=1e-4, atol=0.0)
-            torch.testing.assert_close(got.weights, wanted.weights, rtol=0.0, atol=1e-3)
+        for got, expected_trace in zip(traces, expected, strict=True):
+            torch.testing.assert_close(got.losses, expected_trace.losses, rtol=1e-5, atol=0.0)
+            torch.testing.assert_close(got.grad_norms, expected_trace.grad_norms, rtol=1e-4, atol=0.0)
+            torch.testing.assert_close(got.weights, expected_trace.weights, rtol=0.0, atol=1e-3)
 
 
 # -- late streams ----------------------------------------------------------------------------------------------------

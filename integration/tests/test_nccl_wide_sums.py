@@ -61,7 +61,7 @@ def test_nccl_conforms(num_ranks: int) -> None:
     run_ranks(check, num_ranks, device="cuda")
 
 
-class _Scaled(nn.Module):
+class _InputAsGradient(nn.Module):
     """Its weight's gradient is its input: numbers of the test's choice."""
 
     def __init__(self, num_rows: int) -> None:
@@ -84,11 +84,11 @@ def test_a_gradient_is_the_mean_of_all_ranks_bf16_gradients_to_the_precision_of_
 
     def check() -> None:
         with _cuda():
-            model: Any = fully_shard(_Scaled(num_rows), mp_policy=POLICY)
+            model: Any = fully_shard(_InputAsGradient(num_rows), mp_policy=POLICY)
         model(drawn(dist.get_rank())).backward()
-        found = model.weight.grad.full_tensor().double()
+        gradient = model.weight.grad.full_tensor().double()
         gradients = torch.stack([drawn(rank) for rank in range(num_ranks)]).double()
-        assert bool(((found - gradients.mean(0)).abs() <= 2**-22 * gradients.abs().sum(0)).all())
+        assert bool(((gradient - gradients.mean(0)).abs() <= 2**-22 * gradients.abs().sum(0)).all())
 
     run_ranks(check, num_ranks, device="cuda")
 
@@ -133,13 +133,13 @@ def test_streams_that_are_late_at_random_change_no_bit(way: str) -> None:
 
     def traces() -> tuple[Trace, Trace]:
         use_repeatable_kernels()
-        found = []
+        measured = []
         for is_late in (False, True):
             model = shard(LLAMA.model(device=_cuda()), fully_shard, mp_policy=POLICY, **WAYS[way]())
             if is_late:
                 delay_streams(model, state_of(model).tree.streams)
-            found.append(train(LLAMA, model, recipe))
-        return found[0], found[1]
+            measured.append(train(LLAMA, model, recipe))
+        return measured[0], measured[1]
 
     for punctual, late in run_ranks(traces, 4, device="cuda"):
         assert late.losses == punctual.losses
@@ -159,7 +159,7 @@ SLACK = 16 * MIB  # temporaries; a block is 116 MiB in bf16
 def test_a_reduction_holds_what_arrives_and_nothing_in_fp32_but_its_shards(num_ranks: int) -> None:
     numel = 32 * MIB
 
-    def held() -> int:
+    def largest_nbytes() -> int:
         group = dist.group.WORLD
         assert group is not None
         layout = EvenLayout.build([(numel // 1024, 1024)], num_ranks)
@@ -174,7 +174,7 @@ def test_a_reduction_holds_what_arrives_and_nothing_in_fp32_but_its_shards(num_r
         assert bool((into.flat == 1).all())
         return torch.cuda.max_memory_allocated() - before
 
-    for nbytes in run_ranks(held, num_ranks, device="cuda"):
+    for nbytes in run_ranks(largest_nbytes, num_ranks, device="cuda"):
         assert nbytes <= 2 * numel + MIB, f"{nbytes / MIB:.0f} MiB"  # an fp32 wire would be staged in 4 * numel
 
 

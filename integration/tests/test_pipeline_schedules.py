@@ -22,7 +22,7 @@ from torch.distributed.pipelining import (
     ScheduleLoopedBFS,
 )
 
-from lamella_integration.in_place import Device, run_in_both, units, whole
+from lamella_integration.in_place import Device, run_in_both, units, unsharded_copy
 
 NUM_MICROBATCHES = 4
 SCHEDULES: dict[str, tuple[Any, int]] = {
@@ -33,7 +33,7 @@ SCHEDULES: dict[str, tuple[Any, int]] = {
 }
 
 
-class Block(nn.Module):
+class StageBlock(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.up = nn.Linear(6, 9)
@@ -62,7 +62,7 @@ def trained(folder: Path, *, schedule: str, num_places: int) -> object:
     shape = (num_places, dist.get_world_size() // num_places)
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=("pipeline", "data"))
     place, num_stages = mesh["pipeline"].get_local_rank(), num_places * num_local
-    stages = [nn.Sequential(Block(), Block()).to(device) for _ in range(num_stages)]
+    stages = [nn.Sequential(StageBlock(), StageBlock()).to(device) for _ in range(num_stages)]
     mine = {i: sharded(stages[i], mesh["data"]) for i in range(place, num_stages, num_places)}
     group = mesh["pipeline"].get_group()
     parts = [PipelineStage(stage, i, num_stages, device, group=group) for i, stage in mine.items()]
@@ -78,7 +78,7 @@ def trained(folder: Path, *, schedule: str, num_places: int) -> object:
             optimizer.step()
             optimizer.zero_grad()
     names = [units(stage) for stage in mine.values()]
-    return [names, whole(losses), whole([stage.state_dict() for stage in mine.values()])]
+    return [names, unsharded_copy(losses), unsharded_copy([stage.state_dict() for stage in mine.values()])]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

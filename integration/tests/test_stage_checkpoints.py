@@ -60,14 +60,14 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
+def _full_value(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    weights = {f"model.{name}": _whole(tensor) for name, tensor in model.state_dict().items()}
+    weights = {f"model.{name}": _full_value(tensor) for name, tensor in model.state_dict().items()}
     return weights | {
-        f"optimizer.state.{name}.{slot}": _whole(value)
+        f"optimizer.state.{name}.{slot}": _full_value(value)
         for name, parameter in model.named_parameters()
         for slot, value in optimizer.state[parameter].items()
     }
@@ -115,7 +115,7 @@ def _assert_stored_once(path: Path) -> None:
     assert written == placed
 
 
-def _same(one: Any, other: Any) -> bool:
+def _are_equal(one: Any, other: Any) -> bool:
     return torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one == other)
 
 
@@ -156,8 +156,8 @@ def test_optimizer_state_in_the_flat_layout_is_resharded_again_and_again(tmp_pat
                 _step(model, optimizer)
             else:
                 load(tmp_path / f"{name} {previous}", model=model, optimizer=optimizer)
-            states[name] = {key: _whole(value) for key, value in model.state_dict().items()} | {
-                f"{key}/{slot}": _whole(value) if isinstance(value, torch.Tensor) else value
+            states[name] = {key: _full_value(value) for key, value in model.state_dict().items()} | {
+                f"{key}/{slot}": _full_value(value) if isinstance(value, torch.Tensor) else value
                 for key, parameter in model.named_parameters()
                 for slot, value in optimizer.state.get(parameter, {}).items()
             }
@@ -171,4 +171,4 @@ def test_optimizer_state_in_the_flat_layout_is_resharded_again_and_again(tmp_pat
             for name, state in states.items():
                 assert state.keys() == expected[name].keys()
                 for key, value in state.items():
-                    assert _same(value, expected[name][key]), (name, key)
+                    assert _are_equal(value, expected[name][key]), (name, key)

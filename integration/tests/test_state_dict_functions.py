@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 
-from lamella_integration.in_place import Device, run_in_both, units, whole
+from lamella_integration.in_place import Device, run_in_both, units, unsharded_copy
 
 ON_BOTH = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu2)])
 
@@ -52,7 +52,7 @@ GIVEN = {
 OF_LOADING = ("broadcast_from_rank0", "strict")
 
 
-class Net(nn.Module):
+class TiedNet(nn.Module):
     """Blocks of sizes that two ranks do not divide, one frozen; a buffer; a head that is tied to the stem."""
 
     def __init__(self) -> None:
@@ -76,7 +76,7 @@ def trained(seed: int, *, num_steps: int = 2) -> tuple[nn.Module, torch.optim.Op
     """A sharded model and its optimizer, which differ from those of another seed."""
     torch.manual_seed(seed)
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    model = Net().to(device)
+    model = TiedNet().to(device)
     for block in model.blocks:
         torch.distributed.fsdp.fully_shard(block)
     torch.distributed.fsdp.fully_shard(model)
@@ -111,7 +111,7 @@ def shapes(state: object) -> object:
     return state
 
 
-def taken(folder: Path, *, options: dict[str, Any]) -> object:
+def saved_states(folder: Path, *, options: dict[str, Any]) -> object:
     model, optimizer = trained(0)
     chosen = StateDictOptions(**options)
     states = [
@@ -119,10 +119,10 @@ def taken(folder: Path, *, options: dict[str, Any]) -> object:
         get_optimizer_state_dict(model, optimizer, options=chosen),
         *get_state_dict(model, optimizer, options=chosen),
     ]
-    return [units(model), shapes(states), whole(states)]
+    return [units(model), shapes(states), unsharded_copy(states)]
 
 
-def given(folder: Path, *, options: dict[str, Any]) -> object:
+def loaded_state(folder: Path, *, options: dict[str, Any]) -> object:
     """A state that one model was given of another, and what the two do afterwards."""
     chosen = StateDictOptions(**options)
     source, optimizer = trained(0)
@@ -134,13 +134,13 @@ def given(folder: Path, *, options: dict[str, Any]) -> object:
     keys = set_model_state_dict(target, states[0], options=chosen)
     set_optimizer_state_dict(target, other, states[1], options=chosen)
     losses = [[train(model, steps, 5) for _ in range(2)] for model, steps in ((source, optimizer), (target, other))]
-    assert torch.equal(*(torch.stack(each) for each in losses)), losses
+    assert torch.equal(*(torch.stack(step_losses) for step_losses in losses)), losses
     return [
         units(target),
         list(keys.missing_keys),
         list(keys.unexpected_keys),
-        whole(losses),
-        whole(target.state_dict()),
+        unsharded_copy(losses),
+        unsharded_copy(target.state_dict()),
     ]
 
 
@@ -154,8 +154,8 @@ def resumed(folder: Path) -> object:
     dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)  # type: ignore[attr-defined]
     set_state_dict(target, other, model_state_dict=model_state, optim_state_dict=optimizer_state)
     losses = [[train(model, steps, 5) for _ in range(2)] for model, steps in ((source, optimizer), (target, other))]
-    assert torch.equal(*(torch.stack(each) for each in losses)), losses
-    return [units(target), whole(losses)]
+    assert torch.equal(*(torch.stack(step_losses) for step_losses in losses)), losses
+    return [units(target), unsharded_copy(losses)]
 
 
 def refused(folder: Path) -> object:
@@ -175,13 +175,13 @@ def refused(folder: Path) -> object:
 def test_a_state_dict_is_fsdp2s(options: dict[str, Any], device: Device) -> None:
     # Shards of a state dict on the CPU are gathered there, for which NCCL has no collectives.
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else None
-    run_in_both(partial(taken, options=options), device=device, backend=backend)
+    run_in_both(partial(saved_states, options=options), device=device, backend=backend)
 
 
 @ON_BOTH
 @pytest.mark.parametrize("options", GIVEN.values(), ids=GIVEN)
 def test_a_model_goes_on_from_a_state_dict_that_it_was_given(options: dict[str, Any], device: Device) -> None:
-    run_in_both(partial(given, options=options), device=device)
+    run_in_both(partial(loaded_state, options=options), device=device)
 
 
 @ON_BOTH

@@ -54,21 +54,23 @@ def _train(model: nn.Module, optimizer: torch.optim.Optimizer, num_steps: int = 
 def _fused_adam(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
     from transformer_engine.pytorch.optimizers import FusedAdam
 
-    made: torch.optim.Optimizer = FusedAdam(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY, **options)
-    return made
+    optimizer: torch.optim.Optimizer = FusedAdam(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY, **options)
+    return optimizer
 
 
 def _on_shards(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
     return step_on_local_shards(_fused_adam(model, **options))
 
 
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
+def _full_value(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def _assert_close(sharded: nn.Module, reference: nn.Module, **tolerance: Any) -> None:
-    for (name, got), wanted in zip(sharded.named_parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(_whole(got), wanted.detach(), **tolerance, msg=partial("{}: {}".format, name))
+    for (name, got), expected_parameter in zip(sharded.named_parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(
+            _full_value(got), expected_parameter.detach(), **tolerance, msg=partial("{}: {}".format, name)
+        )
 
 
 def _num_empty(model: nn.Module) -> int:

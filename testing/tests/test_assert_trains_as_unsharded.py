@@ -1,4 +1,4 @@
-"""The parity check passes what trains as one process does, and nothing else."""
+"""The parity check passes training that equals a single process's, and no other training."""
 
 import pytest
 import torch

@@ -25,5 +25,5 @@ def test_written_memory_is_moved_and_keeps_its_values() -> None:
     assert pages[:] == values
 
 
-def test_memory_that_nobody_has_written_stays_unwritten() -> None:
+def test_unwritten_memory_stays_unwritten() -> None:
     assert not _in_heap(_pages(1024))

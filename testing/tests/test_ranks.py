@@ -72,7 +72,7 @@ def test_a_rank_that_dies_is_named_with_its_signal() -> None:
         run_ranks(die_on_rank_one, 2)
 
 
-def test_a_rank_that_dies_is_named_though_its_peer_tells_first_of_a_lost_connection() -> None:
+def test_a_dead_rank_is_named_though_a_peer_first_reports_a_lost_connection() -> None:
     def on_each_rank() -> None:
         if dist.get_rank() == 1:
             raise RuntimeError("Connection reset by peer")
@@ -83,7 +83,7 @@ def test_a_rank_that_dies_is_named_though_its_peer_tells_first_of_a_lost_connect
         run_ranks(on_each_rank, 2)
 
 
-def test_a_rank_that_crashes_tells_where_it_stood() -> None:
+def test_a_crashed_rank_shows_its_stack() -> None:
     with pytest.raises(RankFailure, match="Rank 0 failed(?s:.*)SIGSEGV(?s:.*)in _crash"):
         run_ranks(_crash, 1)
 
@@ -109,7 +109,7 @@ def test_a_result_that_does_not_pickle_is_a_failure() -> None:
         run_ranks(lambda: lambda: None, 1)
 
 
-def test_a_hang_times_out_and_names_the_ranks_and_where_they_stand() -> None:
+def test_a_hang_times_out_and_shows_the_ranks_with_their_stacks() -> None:
     def sleep_forever() -> None:
         if dist.get_rank() > 0:
             time.sleep(100)
@@ -163,7 +163,7 @@ def test_a_parent_whose_autograd_has_threads_is_refused() -> None:
         name.write_text("pt_autograd_0")
         named.set()
         leave.wait()
-        name.write_text("python")  # It is listed a moment longer than it runs.
+        name.write_text("python")  # The kernel lists a thread a moment longer than the thread runs.
 
     thread = threading.Thread(target=pose)
     thread.start()
@@ -199,16 +199,18 @@ def test_autograd_has_threads_where_there_are_gpus_real_or_fake() -> None:
     assert re.search(THREADS_OF_AUTOGRAD, process.stderr), process.stderr
 
 
-def test_a_ranks_garbage_collections_visit_what_it_has_made_and_nothing_else() -> None:
+def test_garbage_collections_of_a_rank_visit_the_ranks_objects_alone() -> None:
     class Inherited:
         """Tracked by the collector, as every instance is."""
 
     inherited = Inherited()
 
     def visited() -> tuple[bool, bool]:
-        made = Inherited()
-        found = gc.get_objects()
-        return any(each is inherited for each in found), any(each is made for each in found)
+        created = Inherited()
+        tracked = gc.get_objects()
+        return any(tracked_object is inherited for tracked_object in tracked), any(
+            tracked_object is created for tracked_object in tracked
+        )
 
     assert run_ranks(visited, 1) == [(False, True)]
 

@@ -1,4 +1,4 @@
-"""`Team`: ranks that stay."""
+"""`Team`: ranks for several calls."""
 
 import os
 import tempfile
@@ -29,7 +29,7 @@ def test_the_same_processes_run_one_function_after_another(team: Team) -> None:
     assert [pid for pid, _ in first] == [pid for pid, _ in second]
 
 
-def test_after_a_failure_others_take_their_place(team: Team) -> None:
+def test_new_ranks_replace_ranks_that_failed(team: Team) -> None:
     before = team.run(os.getpid)
 
     def fail() -> None:
@@ -41,7 +41,7 @@ def test_after_a_failure_others_take_their_place(team: Team) -> None:
     assert not set(before) & set(after)
 
 
-def test_a_team_of_which_not_all_could_start_is_none(team: Team, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_team_with_a_rank_that_cannot_start_is_refused(team: Team, monkeypatch: pytest.MonkeyPatch) -> None:
     def start_but_one(rank: int, *args: Any) -> Rank:
         if rank == 1:
             raise OSError("no process left")

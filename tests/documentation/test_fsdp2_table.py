@@ -1,4 +1,4 @@
-"""The comparison with FSDP2 leaves nothing out, and the tests that it names exist."""
+"""The comparison with FSDP2 leaves nothing out, and cites existing tests."""
 
 import inspect
 import re

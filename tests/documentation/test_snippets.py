@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-import torch._dynamo  # noqa: F401  Every optimizer imports it.
+import torch._dynamo  # noqa: F401  Every optimizer imports torch._dynamo.
 import torch.distributed as dist
 
 import lamella_checkpoint  # noqa: F401  Here and in the next line: once in the parent, not in every forked rank.
@@ -21,11 +21,12 @@ PAGES = sorted(
     for page in ROOT.glob(pattern)
     if "```python\n" in page.read_text() and str(page.relative_to(ROOT)) not in ELSEWHERE
 )
-# Pages whose text speaks of several ranks. The others say nothing that a single one does not show.
+# Pages whose text speaks of several ranks. The statements of all other pages hold on a single rank.
 NUM_RANKS = {
     "README.md": 2,
     "docs/tutorial.md": 2,
     "docs/explanation/two-layouts.md": 2,
+    "docs/how-to/choose-a-float8-recipe.md": 2,
     "docs/how-to/choose-a-zero-stage.md": 4,
     "docs/how-to/drive-a-unit-by-hand.md": 2,
     "docs/how-to/find-a-nan.md": 2,
@@ -33,6 +34,7 @@ NUM_RANKS = {
     "docs/how-to/find-exposed-communication.md": 2,
     "docs/how-to/gather-weights-in-float8.md": 2,
     "docs/how-to/overlap-expert-parallel-communication.md": 2,
+    "docs/how-to/overlap-layers-of-your-own.md": 2,
     "docs/how-to/resume-elsewhere.md": 2,
     "docs/how-to/shard-a-mamba-model.md": 2,
     "docs/how-to/shard-a-whole-model.md": 2,
@@ -40,7 +42,7 @@ NUM_RANKS = {
 
 
 def _run_page(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The ranks here are in a group before the page asks for one.
+    # Ranks of `run_ranks` have a process group before the page asks for a group.
     monkeypatch.setattr(dist, "init_process_group", lambda: None)
     monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
     blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(), flags=re.DOTALL | re.MULTILINE)

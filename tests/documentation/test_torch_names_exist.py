@@ -38,10 +38,10 @@ def _resolve(name: str) -> object:
     parts = name.split(".")
     for end in range(len(parts), 0, -1):
         try:
-            found = importlib.import_module(".".join(parts[:end]))
+            module = importlib.import_module(".".join(parts[:end]))
         except ModuleNotFoundError:
             continue
-        return attrgetter(".".join(parts[end:]))(found) if parts[end:] else found
+        return attrgetter(".".join(parts[end:]))(module) if parts[end:] else module
     raise ModuleNotFoundError(name)
 
 

@@ -1,4 +1,4 @@
-"""What only time shows: memory that creeps, and runs that are interrupted again and again."""
+"""Properties that only time shows: memory that creeps, and runs that are interrupted again and again."""
 
 import gc
 import json
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch._dynamo  # Every optimizer imports it: here once, and not in each forked rank.
+import torch._dynamo  # Imported once in the parent: every optimizer imports torch._dynamo, in each forked rank.
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -37,13 +37,13 @@ def _resident_nbytes() -> int:
 
 def _num_live_tensors() -> int:
     gc.collect()
-    return sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects())
+    return sum(issubclass(type(candidate), torch.Tensor) for candidate in gc.get_objects())
 
 
 def _train_and_measure(num_steps: int) -> tuple[int, int]:
     """Train `num_steps` twice; how many more bytes and tensors are alive after the second time."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(4)))
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))  # Else it is the machine's GPUs, if there are some.
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))  # The default mesh takes the machine's GPUs, if any.
     for block in model:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -60,7 +60,7 @@ def _train_and_measure(num_steps: int) -> tuple[int, int]:
     return later_nbytes - nbytes, later_num_tensors - num_tensors
 
 
-def test_thousands_of_steps_leave_memory_as_they_found_it() -> None:
+def test_thousands_of_steps_leave_memory_unchanged() -> None:
     for grown_nbytes, num_new_tensors in run_ranks(_train_and_measure, 2, 1500, timeout_s=1800):
         assert num_new_tensors == 0
         # One leaked gradient of 16 KiB a step would be 23 MiB.
@@ -75,7 +75,7 @@ def _losses(run: Path) -> dict[int, float]:
 
 
 def _text(folder: Path) -> Path:
-    """A few hundred kilobytes that are the same on every machine."""
+    """A few hundred kilobytes of text, equal on every machine."""
     draw = random.Random(0)
     words = ["".join(draw.choices("abcdefghijklmnopqrstuvwxyz", k=draw.randint(2, 9))) for _ in range(400)]
     for index in range(20):

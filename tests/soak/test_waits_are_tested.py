@@ -94,7 +94,7 @@ class _Remover(ast.NodeTransformer):
 
 
 def _remove(site: Site) -> None:
-    """Let this process run the engine without a wait: the function gets the code of a source without the call."""
+    """Let this process run the engine without a wait: the function gets a source's code without the call."""
     path = _FOLDER / site.file
     tree = ast.fix_missing_locations(_Remover(site).visit(ast.parse(path.read_text())))
     module = importlib.import_module(".".join(["lamella_engine", *Path(site.file).with_suffix("").parts]))

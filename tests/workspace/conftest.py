@@ -1,4 +1,4 @@
-"""The workspace as its own tests see it: where it is, its packages, and copies of it that may be broken."""
+"""Fixtures of the workspace's tests: the root folder, the packages, and copies of the workspace for damage."""
 
 import os
 import shutil
@@ -26,7 +26,7 @@ def packages() -> dict[Path, dict[str, Any]]:
 
 @pytest.fixture
 def copy_of_the_workspace(tmp_path: Path) -> Path:
-    """What git would commit, in a folder of its own."""
+    """The files that git would commit, copied to a separate folder."""
     listing = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
     names = subprocess.run(listing, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in filter(None, names.split("\0")):

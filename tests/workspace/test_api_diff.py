@@ -1,4 +1,4 @@
-"""The comparison of public names with the last release says what broke, and asks for the version that says so."""
+"""The comparison of public names with the last release lists breaks, and asks for a version that shows the breaks."""
 
 import subprocess
 import sys

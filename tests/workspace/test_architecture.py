@@ -1,19 +1,12 @@
-"""Pictures of the packages agree with the contracts on imports."""
+"""The page of the architecture agrees with the contracts on imports."""
 
 import re
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "explanation" / "architecture.md").read_text()
-
-
-def _height_of_packages() -> dict[str, int]:
-    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
-    [layers] = [each["layers"] for each in contracts if each["type"] == "layers" and "containers" not in each]
-    return {name: -depth for depth, layer in enumerate(layers) for name in re.findall(r"\w+", layer)}
 
 
 def _check(workspace: Path) -> subprocess.CompletedProcess[str]:
@@ -41,14 +34,3 @@ def test_files_to_read_exist() -> None:
     files = re.findall(r"^\d+\. `([^`]+)`", PAGE, flags=re.MULTILINE)
     assert len(files) == 10
     assert [file for file in files if not (ROOT / file).is_file()] == []
-
-
-def test_the_picture_in_the_readme_has_each_package_above_those_it_may_import() -> None:
-    [picture] = re.findall(r"## Packages\n\n```\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
-    lines = picture.splitlines()
-    heights = {name: height for name, height in _height_of_packages().items() if name != "lamella_integration"}
-    places = {name: re.compile(rf"(?<![\w-]){name.replace('_', '-')}(?![\w-])") for name in heights}
-    found = {name: [n for n, line in enumerate(lines) if place.search(line)] for name, place in places.items()}
-    assert [name for name, numbers in found.items() if len(numbers) != 1] == []
-    lower = [(a, b) for a in heights for b in heights if heights[a] > heights[b] and found[a] > found[b]]
-    assert lower == []

@@ -1,4 +1,4 @@
-"""What runs by itself (workflows, pins, the bootstrap) names things that exist, and fails when it should."""
+"""Automation (workflows, pins, the bootstrap) names existing things, and fails when something is missing."""
 
 import itertools
 import os
@@ -31,7 +31,7 @@ def _jobs(workflow: Path) -> Iterator[dict[str, Any]]:
 
 
 def _commands(job: dict[str, Any]) -> Iterator[str]:
-    """The job's shell commands, one for each entry of its matrix."""
+    """The job's shell commands, for each entry of the job's matrix."""
     matrix = dict(job.get("strategy", {}).get("matrix", {}))
     included = matrix.pop("include", [])
     rows = [dict(zip(matrix, values, strict=True)) for values in itertools.product(*matrix.values())] if matrix else []
@@ -80,7 +80,7 @@ def test_each_session_that_checks_something_runs_by_itself(sessions: set[str]) -
 
 
 @pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.stem)
-def test_a_workflow_ends_in_time_and_may_do_no_more_than_it_says(workflow: Path) -> None:
+def test_a_workflow_has_a_time_limit_and_declared_permissions(workflow: Path) -> None:
     content = yaml.safe_load(workflow.read_text())
     assert content["permissions"] in ({}, {"contents": "read"})
     assert [name for name, job in content["jobs"].items() if "timeout-minutes" not in job] == []
@@ -105,7 +105,7 @@ FORMS = sorted(path for path in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.ym
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda path: path.stem)
-def test_an_issue_form_is_one_that_github_takes(form: Path) -> None:
+def test_github_accepts_each_issue_form(form: Path) -> None:
     content = yaml.safe_load(form.read_text())
     assert {"name", "description", "body"} <= set(content)
     fields = [part for part in content["body"] if part["type"] != "markdown"]
@@ -118,8 +118,8 @@ def test_each_member_of_the_workspace_has_a_line_for_its_owners() -> None:
     paths = {line.split()[0] for line in lines if line and not line.startswith("#")}
     members = {
         f"/{file.parent.relative_to(ROOT)}/"
-        for each in ("*", "packages/*")
-        for file in ROOT.glob(f"{each}/pyproject.toml")
+        for pattern in ("*", "packages/*")
+        for file in ROOT.glob(f"{pattern}/pyproject.toml")
     }
     assert {path for path in paths if not (ROOT / path.strip("/")).is_dir()} == set()
     assert members <= paths
@@ -136,12 +136,12 @@ def test_uv_and_the_constraints_pin_the_same_torch() -> None:
     assert pin in CONSTRAINTS
 
 
-def test_what_torch_brings_for_cuda_is_left_to_torch() -> None:
+def test_pins_of_cuda_packages_are_left_to_torch() -> None:
     assert [line for line in CONSTRAINTS if re.match(r"(nvidia|cuda|triton)\b", line)] == []
 
 
-def test_nothing_that_poisons_a_machine_without_gpus_is_pinned() -> None:
-    """Model libraries take the presence of these for the presence of a GPU, and fail."""
+def test_packages_that_pose_as_a_gpu_are_not_pinned() -> None:
+    """Model libraries take the presence of the kernel packages for the presence of a GPU, and fail."""
     poison = {"transformer-engine", "mamba-ssm", "causal-conv1d", "flash-linear-attention", "fla-core"}
     assert poison.isdisjoint(line.partition("==")[0] for line in CONSTRAINTS)
 
@@ -154,31 +154,31 @@ def _fake_torch(folder: Path, num_gpus: int) -> dict[str, str]:
 @pytest.mark.parametrize(
     "command", [["gpu", "2"], ["te"], ["megatron", "gpu-2"], ["clients"], ["bench", "2"]], ids=" ".join
 )
-def test_what_promises_gpus_fails_when_they_are_missing(tmp_path: Path, command: list[str]) -> None:
-    here = [sys.executable, str(ROOT / "tools" / "here.py"), *command]
-    run = subprocess.run(here, env=_fake_torch(tmp_path, 1), capture_output=True, text=True, check=False)
+def test_a_command_for_gpus_fails_without_gpus(tmp_path: Path, command: list[str]) -> None:
+    argv = [sys.executable, str(ROOT / "tools" / "here.py"), *command]
+    run = subprocess.run(argv, env=_fake_torch(tmp_path, 1), capture_output=True, text=True, check=False)
     assert run.returncode == 1
     assert run.stderr.strip() == "Expected at least 2 visible GPUs, got 1."
 
 
 @pytest.mark.parametrize(("command", "library"), [("megatron", "megatron"), ("ssm", "mamba_ssm")])
-def test_what_promises_a_library_fails_when_it_is_missing(tmp_path: Path, command: str, library: str) -> None:
-    here = [sys.executable, str(ROOT / "tools" / "here.py"), command, "gpu-1"]
-    run = subprocess.run(here, env=_fake_torch(tmp_path, 1), capture_output=True, text=True, check=False)
+def test_a_command_for_a_library_fails_without_the_library(tmp_path: Path, command: str, library: str) -> None:
+    argv = [sys.executable, str(ROOT / "tools" / "here.py"), command, "gpu-1"]
+    run = subprocess.run(argv, env=_fake_torch(tmp_path, 1), capture_output=True, text=True, check=False)
     assert run.returncode == 1
     assert re.match(rf"Expected {library}\S* to be installed in \S+, got: .*No module named '{library}'", run.stderr)
 
 
 @pytest.mark.parametrize("device", [["--device", "cpu"], ["--device=cpu"]], ids=" ".join)
-def test_the_benchmark_asks_for_no_gpus_where_it_is_to_run_on_a_cpu(tmp_path: Path, device: list[str]) -> None:
-    here = [sys.executable, str(ROOT / "tools" / "here.py"), "bench", "2", *device]
-    run = subprocess.run(here, env=_fake_torch(tmp_path, 0), capture_output=True, text=True, check=False)
+def test_the_benchmark_on_a_cpu_asks_for_no_gpus(tmp_path: Path, device: list[str]) -> None:
+    argv = [sys.executable, str(ROOT / "tools" / "here.py"), "bench", "2", *device]
+    run = subprocess.run(argv, env=_fake_torch(tmp_path, 0), capture_output=True, text=True, check=False)
     assert "torch.distributed.run" in run.stderr and "visible GPUs" not in run.stderr
 
 
 def test_an_unknown_command_is_answered_with_the_known_ones() -> None:
-    here = [sys.executable, str(ROOT / "tools" / "here.py"), "gpus"]
-    run = subprocess.run(here, capture_output=True, text=True, check=False)
+    argv = [sys.executable, str(ROOT / "tools" / "here.py"), "gpus"]
+    run = subprocess.run(argv, capture_output=True, text=True, check=False)
     assert run.returncode == 2
     assert "gpu 2 [PYTEST ARGS]" in run.stderr
 
@@ -217,7 +217,7 @@ def test_marked_tests_run_by_package_and_finding_none_fails(tmp_path: Path, opti
         tests = tmp_path / "packages" / package / "tests"
         tests.mkdir(parents=True)
         (tests / "test_same_name.py").write_text("import pytest\n@pytest.mark.slow\ndef test_one(): pass\n")
-    here = [sys.executable, str(tmp_path / "tools" / "here.py"), "soak", *options]
-    run = subprocess.run(here, capture_output=True, text=True, check=False)
+    argv = [sys.executable, str(tmp_path / "tools" / "here.py"), "soak", *options]
+    run = subprocess.run(argv, capture_output=True, text=True, check=False)
     assert run.returncode == expected, run.stdout + run.stderr
     assert run.stdout.count("1 passed") == (2 if expected == 0 else 0)

@@ -1,4 +1,4 @@
-"""`./dev` from a bare machine to a session: the interpreter that PYTHON names, or one line that says why not."""
+"""`./dev` from a bare machine to a session: the interpreter that PYTHON names, or one line with the reason for none."""
 
 import os
 import shutil
@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-# Stands in for a Python of another version, so that one is enough here: its tools say which Python made them.
+# Stands in for a Python of any version, so that a single Python is enough: the fake nox prints its Python's version.
 FAKE = """#!/bin/sh
 echo "$*" | head -n 1 >>"$0.log"
 case "$1 $2" in
@@ -31,14 +31,14 @@ def folder(tmp_path: Path) -> Path:
 
 
 def interpreter(folder: Path, version: str, text: str = FAKE) -> Path:
-    made = folder / f"python{version}"
-    made.write_text(text.replace("{version}", version))
-    made.chmod(0o755)
-    return made
+    stand_in = folder / f"python{version}"
+    stand_in.write_text(text.replace("{version}", version))
+    stand_in.chmod(0o755)
+    return stand_in
 
 
 def dev(folder: Path, python: Path | str, *argv: str, code: int = 0) -> str:
-    """What `./dev` prints; where it fails, its error output."""
+    """The output of `./dev`, or the error output if `./dev` fails."""
     environment = {**os.environ, "PYTHON": str(python)}
     run = subprocess.run(
         [folder / "dev", *argv], cwd=folder, env=environment, capture_output=True, text=True, check=False
@@ -54,16 +54,16 @@ def test_another_interpreter_makes_its_own_tools(folder: Path) -> None:
     assert f"nox of 3.11.9 in {one}" in dev(folder, one, "lint")
 
 
-def test_the_same_interpreter_keeps_them_until_a_pin_moves(folder: Path) -> None:
+def test_the_same_interpreter_keeps_its_tools_until_a_pin_moves(folder: Path) -> None:
     python = interpreter(folder, "3.12.1")
-    made = []
+    num_environments = []
     for _ in range(2):
         dev(folder, python, "lint")
-        made.append(Path(f"{python}.log").read_text().count("-m venv"))
+        num_environments.append(Path(f"{python}.log").read_text().count("-m venv"))
     with (folder / "constraints.txt").open("a") as pins:
         pins.write("another==1\n")
     dev(folder, python, "lint")
-    assert [*made, Path(f"{python}.log").read_text().count("-m venv")] == [1, 1, 2]
+    assert [*num_environments, Path(f"{python}.log").read_text().count("-m venv")] == [1, 1, 2]
 
 
 def test_sessions_get_an_absolute_path_and_environments_of_other_interpreters_are_remade(folder: Path) -> None:

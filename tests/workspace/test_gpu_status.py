@@ -19,7 +19,7 @@ def _run(workspace: Path, *args: str) -> subprocess.CompletedProcess[str]:
 def _record(
     workspace: Path, into: Path, *, session: str = "gpu(2)", selection: str = "", date: str = "", num_parts: int = 1
 ) -> None:
-    """A record as the session writes it, without torch: the questions put to it are answered here."""
+    """Write a session's record without torch, with constant answers to the questions about hardware."""
     (into.parent / "report.xml").write_text(REPORT)
     program = f"""
 import sys; sys.path.insert(0, {str(workspace / "tools")!r})

@@ -1,4 +1,4 @@
-"""The runner for machines without an environment fails where one folder's tests fail."""
+"""The runner for machines without an environment fails if the tests of any folder fail."""
 
 import importlib
 import subprocess
@@ -13,7 +13,7 @@ CRASHED, INTERRUPTED, NO_TESTS = -11, 2, 5
 
 
 @pytest.fixture
-def here(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def runner(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(ROOT / "tools")
     return importlib.import_module("here")
 
@@ -31,7 +31,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     ],
 )
 def test_the_first_folder_that_fails_is_the_result(
-    here: ModuleType,
+    runner: ModuleType,
     codes: list[int],
     expected: int,
     tmp_path: Path,
@@ -43,10 +43,10 @@ def test_the_first_folder_that_fails_is_the_result(
         folder.mkdir()
         (folder / "test_one.py").write_text("pytest.mark.gpu9\n")
     by_folder = dict(zip(folders, codes, strict=True))
-    monkeypatch.setattr(here, "_pytest_in", lambda marker, args: by_folder[Path(args[-1])])
-    assert here._pytest("gpu9", [], session="gpu(9)", folders=folders) == expected
-    said = [f"pytest in {folder} was killed by signal 11." for folder, code in by_folder.items() if code == CRASHED]
-    assert capsys.readouterr().err.splitlines() == said
+    monkeypatch.setattr(runner, "_pytest_in", lambda marker, args: by_folder[Path(args[-1])])
+    assert runner._pytest("gpu9", [], session="gpu(9)", folders=folders) == expected
+    messages = [f"pytest in {folder} was killed by signal 11." for folder, code in by_folder.items() if code == CRASHED]
+    assert capsys.readouterr().err.splitlines() == messages
 
 
 @pytest.mark.parametrize(
@@ -58,15 +58,15 @@ def test_the_first_folder_that_fails_is_the_result(
     ],
 )
 def test_tests_that_need_the_gpu_alone_run_after_those_of_several_processes(
-    here: ModuleType, args: list[str], source: str, expected: list[tuple[str, str]], tmp_path: Path
+    runner: ModuleType, args: list[str], source: str, expected: list[tuple[str, str]], tmp_path: Path
 ) -> None:
     (tmp_path / "test_one.py").write_text(f"pytest.{source}\n")
-    assert [(marker, " ".join(rest)) for marker, rest in here._parts("gpu2", tmp_path, args)] == expected
+    assert [(marker, " ".join(arguments)) for marker, arguments in runner._parts("gpu2", tmp_path, args)] == expected
 
 
-@pytest.mark.parametrize("rest", [[], ["-q"]])
-def test_status_without_a_file_is_refused(rest: list[str]) -> None:
-    command = [sys.executable, str(ROOT / "tools" / "here.py"), "soak", "--status", *rest]
+@pytest.mark.parametrize("arguments", [[], ["-q"]])
+def test_status_without_a_file_is_refused(arguments: list[str]) -> None:
+    command = [sys.executable, str(ROOT / "tools" / "here.py"), "soak", "--status", *arguments]
     run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert run.returncode == 2 and "Expected a file after --status" in run.stderr
 
@@ -80,11 +80,11 @@ def test_status_without_a_file_is_refused(rest: list[str]) -> None:
     ],
 )
 def test_a_path_runs_in_its_own_folder_alone(
-    here: ModuleType, args: list[str], expected: dict[str, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    runner: ModuleType, args: list[str], expected: dict[str, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for folder in ("a", "b", "docs"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "test_one.py").touch()
-    monkeypatch.setattr(here, "ROOT", tmp_path)
-    found = here._selected([tmp_path / "a", tmp_path / "b"], args)
-    assert found == {tmp_path / name: [arg.format(root=tmp_path) for arg in its] for name, its in expected.items()}
+    monkeypatch.setattr(runner, "ROOT", tmp_path)
+    selected = runner._selected([tmp_path / "a", tmp_path / "b"], args)
+    assert selected == {tmp_path / name: [arg.format(root=tmp_path) for arg in its] for name, its in expected.items()}

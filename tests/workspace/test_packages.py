@@ -1,4 +1,4 @@
-"""Every package is whole, says about itself what is true, and keeps to the others' public names."""
+"""Every package is complete, describes itself truly, and imports public names of other packages only."""
 
 import ast
 import re
@@ -62,7 +62,11 @@ def test_siblings_are_required_at_the_present_minor_version(packages: Packages) 
 def test_the_umbrella_pins_every_package_at_its_present_version(packages: Packages) -> None:
     versions = {pyproject["project"]["name"]: pyproject["project"]["version"] for pyproject in packages.values()}
     [umbrella] = [pyproject for folder, pyproject in packages.items() if folder.name == "lamella"]
-    pinned = {each.name: str(each.specifier) for each in _requirements(umbrella) if each.name in versions}
+    pinned = {
+        requirement.name: str(requirement.specifier)
+        for requirement in _requirements(umbrella)
+        if requirement.name in versions
+    }
     assert pinned == {name: f"=={version}" for name, version in versions.items() if name != "lamella"}
 
 
@@ -73,7 +77,7 @@ def test_the_classifiers_agree_with_the_python_that_is_required(packages: Packag
         minors = [int(m[1]) for text in classifiers if (m := re.fullmatch(r".*:: 3\.(\d+)", text))]
         assert all(SpecifierSet(project["requires-python"]).contains(f"3.{minor}") for minor in minors)
         assert f">=3.{min(minors)}" == project["requires-python"]
-        # With a license expression, a license classifier is a second opinion, and indexes refuse it.
+        # With a license expression, a license classifier is a second opinion, and indexes refuse the package.
         assert project["license"] == "Apache-2.0"
         assert not [text for text in classifiers if text.startswith("License ::")]
 
@@ -88,7 +92,7 @@ def test_every_member_is_resolved_from_the_workspace(packages: Packages) -> None
     assert set(sources) == {*map(_name, packages), "lamella-testing", "lamella-integration"}
 
 
-def test_no_package_imports_what_another_keeps_private(packages: Packages) -> None:
+def test_no_package_imports_private_names_of_another(packages: Packages) -> None:
     trespasses = [
         f"{file.relative_to(ROOT)}:{line}: {module}"
         for folder in [*packages, ROOT / "testing", ROOT / "integration"]
@@ -135,7 +139,7 @@ def test_the_readme_names_the_siblings_that_a_package_may_import(packages: Packa
             continue
         [_, text] = re.split(r"May import", (folder / "README.md").read_text())
         listed = set(re.findall(r"lamella-[a-z]+", text.partition("Stability")[0]))
-        assert listed & names == {each.name for each in _requirements(pyproject)} & names, folder.name
+        assert listed & names == {requirement.name for requirement in _requirements(pyproject)} & names, folder.name
 
 
 def test_a_release_names_every_package_in_their_order_and_every_session_for_gpus() -> None:

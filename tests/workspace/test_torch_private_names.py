@@ -1,4 +1,4 @@
-"""The table of torch's private names lists each one that a package uses, and no other."""
+"""The table of torch's private names lists exactly the names used by a package."""
 
 import ast
 import re
@@ -23,7 +23,7 @@ def _is_private(name: str) -> bool:
 
 
 def _chain(node: ast.expr) -> tuple[str, ...]:
-    """The parts of `a.b.c`; empty for an expression that is no chain of names."""
+    """The parts of `a.b.c`; empty for an expression other than a chain of names."""
     if isinstance(node, ast.Name):
         return (node.id,)
     if isinstance(node, ast.Attribute) and (before := _chain(node.value)):
@@ -43,49 +43,49 @@ def _imports(tree: ast.Module) -> Iterator[tuple[str, str, bool]]:
 
 
 def _through_modules(tree: ast.Module) -> Iterator[str]:
-    """Private names that are imported or end a chain from torch, up to the name after the last private part."""
+    """Private names imported from torch or at the end of a chain, up to the name after the last private part."""
     imported = {local: (full, is_taken) for local, full, is_taken in _imports(tree)}
     for full, is_taken in imported.values():
         if is_taken and full.startswith("torch.") and any(map(_is_private, full.split("."))):
             yield full
     for node in ast.walk(tree):
-        first, *rest = (_chain(node) if isinstance(node, ast.Attribute) else ()) or ("",)
+        first, *attributes = (_chain(node) if isinstance(node, ast.Attribute) else ()) or ("",)
         full, is_taken = imported.get(first, ("", False))
         if full.split(".")[0] != "torch" or (is_taken and any(map(_is_private, full.split(".")))):
             continue
-        parts = [*full.split("."), *rest]
+        parts = [*full.split("."), *attributes]
         if private := [place for place, part in enumerate(parts) if _is_private(part)]:
             yield ".".join(parts[: private[-1] + 2])
 
 
 def _longest(names: set[str]) -> set[str]:
-    """Without the names that others begin with: `torch._C` is part of the chain `torch._C._functorch`."""
+    """Drop names that begin longer names: `torch._C` is part of the chain `torch._C._functorch`."""
     return {name for name in names if not any(other.startswith(f"{name}.") for other in names)}
 
 
-def _own_attributes(trees: list[ast.Module]) -> set[str]:
-    """The private names that a package gives to members of its classes."""
-    found: set[str] = set()
+def _member_names(trees: list[ast.Module]) -> set[str]:
+    """The private names of members of a package's classes."""
+    members: set[str] = set()
     for node in (node for tree in trees for node in ast.walk(tree)):
         match node:
             case ast.ClassDef(body=body):
-                found |= {part.name for part in body if isinstance(part, ast.FunctionDef)}
+                members |= {part.name for part in body if isinstance(part, ast.FunctionDef)}
                 fields: list[ast.expr] = [line.target for line in body if isinstance(line, ast.AnnAssign)]
                 fields += [target for line in body if isinstance(line, ast.Assign) for target in line.targets]
-                found |= {field.id for field in fields if isinstance(field, ast.Name)}
+                members |= {field.id for field in fields if isinstance(field, ast.Name)}
             case ast.Attribute(value=ast.Name(id="self" | "cls"), attr=name, ctx=ast.Store()):
-                found.add(name)
-    return found
+                members.add(name)
+    return members
 
 
-def _of_objects(tree: ast.Module, own: set[str]) -> Iterator[str]:
-    """Private attributes of objects that no name of the package's own explains, by access or by `getattr`."""
+def _object_attributes(tree: ast.Module, members: set[str]) -> Iterator[str]:
+    """Private attributes of objects, by access or by `getattr`, apart from the package's own members."""
     imported = {local for local, _, _ in _imports(tree)}
     for node in ast.walk(tree):
         match node:
             case ast.Attribute(attr=name) if _chain(node)[:1] and _chain(node)[0] in imported:
                 continue
-            case ast.Attribute(value=ast.Name(id="self" | "cls"), attr=name) if name in own:
+            case ast.Attribute(value=ast.Name(id="self" | "cls"), attr=name) if name in members:
                 continue
             case ast.Attribute(attr=name):
                 pass
@@ -93,28 +93,28 @@ def _of_objects(tree: ast.Module, own: set[str]) -> Iterator[str]:
                 pass
             case _:
                 continue
-        if isinstance(name, str) and _is_private(name) and name not in own | FOREIGN:
+        if isinstance(name, str) and _is_private(name) and name not in members | FOREIGN:
             yield f".{name}"
 
 
 def _used_by(package: str, sources: dict[str, str]) -> Names:
     trees = [ast.parse(text) for text in sources.values()]
-    own = _own_attributes(trees)
-    found = {name for tree in trees for name in _of_objects(tree, own)}
+    members = _member_names(trees)
+    names = {name for tree in trees for name in _object_attributes(tree, members)}
     for tree in trees:
-        found |= _longest({*_through_modules(tree)})
-    return {(package, name) for name in found}
+        names |= _longest({*_through_modules(tree)})
+    return {(package, name) for name in names}
 
 
 def _used() -> Names:
-    found: Names = set()
+    used: Names = set()
     for folder in sorted((ROOT / "packages").iterdir()):
-        found |= _used_by(folder.name, {str(file): file.read_text() for file in folder.glob("src/**/*.py")})
-    return found
+        used |= _used_by(folder.name, {str(file): file.read_text() for file in folder.glob("src/**/*.py")})
+    return used
 
 
 def _listed() -> Names:
-    """The table's first two columns: names, and the packages that use them."""
+    """The table's first two columns: names, and the packages using the names."""
     rows = [line.split(" | ")[:2] for line in PAGE.read_text().splitlines() if line.startswith("| `")]
     return {
         (package, name)
@@ -148,5 +148,5 @@ def test_a_private_name_is_found_however_it_is_reached(source: str, name: str) -
 
 
 def test_names_of_the_package_itself_are_not_torchs() -> None:
-    own = "import os\nclass A:\n    def __init__(self): self._b = 1\n    def _c(self): return self._b\n"
-    assert _used_by("engine", {"file.py": own + "os._exit(a._b + a._c())"}) == set()
+    members = "import os\nclass A:\n    def __init__(self): self._b = 1\n    def _c(self): return self._b\n"
+    assert _used_by("engine", {"file.py": members + "os._exit(a._b + a._c())"}) == set()

@@ -36,7 +36,7 @@ def _run(tool: ModuleType, folder: Path, implementation: str, text: str, timeout
     file = folder / "test_theirs.py"
     file.write_text(text)
     environment = {**os.environ, "PYTHONPATH": str(TOOLS), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    run = tool.Run(file, implementation, timeout_s, time.monotonic() + 60.0).finish(environment, [])
+    run = tool.FileRun(file, implementation, timeout_s, time.monotonic() + 60.0).finish(environment, [])
     return {test: f"{outcome.word} {outcome.reason}".strip() for test, outcome in run.outcomes.items()}
 
 
@@ -66,12 +66,12 @@ def test_only_a_test_that_torch_passes_counts(tool: ModuleType, capsys: pytest.C
     passed, failed = tool.Outcome("passed"), tool.Outcome("failed", "KeyError")
 
     def is_same(ends: dict[str, tuple[object, object]]) -> bool:
-        runs = [tool.Run(Path(), name, 0.0, 0.0) for name in ("torch", "lamella")]
+        runs = [tool.FileRun(Path(), name, 0.0, 0.0) for name in ("torch", "lamella")]
         for test, pair in ends.items():
             for run, end in zip(runs, pair, strict=True):
                 run.outcomes[test] = end
-        same: bool = tool._print_table("test_theirs", runs)
-        return same
+        passes: bool = tool._print_table("test_theirs", runs)
+        return passes
 
     assert is_same({"test_a": (passed, passed), "test_b": (failed, failed)})
     assert not is_same({"test_a": (passed, failed)})

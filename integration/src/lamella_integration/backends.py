@@ -1,8 +1,8 @@
 """One adapter a backend: the same decoder, the same unit boundaries, the same optimizer.
 
 Main weights are fp32, compute is bf16, the optimizer is `torch.optim.AdamW(fused=True)`. Initial weights are rounded to
-bf16, so that backends which are handed a bf16 model and derive their main weights from it start with the same numbers
-as those that keep fp32 throughout. Keyword arguments are what `variants` lets a command line choose.
+bf16: backends with fp32 main weights derived from a bf16 model then start with the same numbers as backends in fp32
+throughout. Keyword arguments are the options of a command line, read by `variants`.
 """
 
 import importlib
@@ -36,15 +36,15 @@ REDUCE_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What every backend is asked to train.
+    """The training task, equal for every backend.
 
     Attributes:
-        units: "blocks" makes a unit of each block and of what is left, as the root. "ends" makes the embedding and
-            the head units too, where a backend can: the head stays unsharded from forward to backward, which begins
-            with it, and nobody gathers the embedding for a backward that does not read it.
+        units: "blocks" makes a unit of each block, and a root unit of the remaining modules. "ends" makes the embedding
+            and the head units too, if the backend can: the head stays unsharded from forward to backward, since
+            backward begins with the head, and backward reads no embedding, so none is gathered.
         num_microbatches: Sequences whose gradients are accumulated in a step.
         recomputes: Whether blocks compute their activations again in backward.
-        compiler: The backend that blocks are compiled with, before anything is sharded. None leaves them alone.
+        compiler: The backend that blocks are compiled with, before sharding. None compiles nothing.
     """
 
     config: LlamaConfig
@@ -62,7 +62,7 @@ class Workload:
         return self.config.num_layers + (1 if self.units == "blocks" else 2)
 
     def batch(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """A sequence of random tokens and its labels for each microbatch, each rank its own."""
+        """A sequence of random tokens and labels for each microbatch, different on each rank."""
         generator = torch.Generator().manual_seed(self.seed * 1000 + dist.get_rank())
         shape = (self.num_microbatches, num_tokens + 1)
         sequences = torch.randint(self.config.vocab_size, shape, generator=generator).to(self.device)
@@ -79,21 +79,21 @@ class Workload:
         return model
 
     def model(self, dtype: torch.dtype) -> Llama:
-        """The decoder, whole, with its initial weights."""
+        """The unsharded decoder, with initial weights."""
         return self.materialize(self.model_on_meta(dtype))
 
     def materialize(self, model: Llama) -> Llama:
-        """Give a model on the meta device, sharded or not, its initial weights."""
+        """Give a model on the meta device, sharded or not, the initial weights."""
         model.to_empty(device=self.device)
         init_weights(model, self.seed, round_to=torch.bfloat16)
         return model
 
     def units_of(self, model: Llama) -> list[nn.Module]:
-        """What is sharded before the root, in execution order."""
+        """The modules sharded before the root, in execution order."""
         return model.units() if self.units == "blocks" else [model.embedding, *model.units(), model.head]
 
     def unit_classes(self) -> list[type[nn.Module]]:
-        """The classes of those units."""
+        """The classes of the units of `units_of`."""
         return [Block] if self.units == "blocks" else [nn.Embedding, Block, Head]
 
 
@@ -102,9 +102,9 @@ class Training:
     """A model that is ready to step.
 
     Attributes:
-        microbatch: Given whether a microbatch is the step's last, what its forward and backward run in.
+        microbatch: Returns the context for a microbatch's forward and backward; the argument marks the step's last.
         learns: Whether steps change the weights.
-        is_captured: Whether steps are replayed, so that only the first ones ask for memory.
+        is_captured: Whether steps are replayed, so that only the first steps allocate memory.
     """
 
     model: nn.Module
@@ -117,14 +117,14 @@ class Training:
     is_captured: bool = False
 
     def step(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """One update. The mean loss comes back on the device: nothing here waits for it."""
+        """Take a step. Returns the mean loss on the device, without a host sync."""
         loss = self.accumulate(tokens, labels)
         self.optimizer_step()
         self.zero_grad()
         return loss
 
     def accumulate(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Forward and backward of each row, a microbatch each. The mean loss comes back on the device."""
+        """Forward and backward of each row, a microbatch each. Returns the mean loss on the device."""
         num_rows = len(tokens)
         losses = []
         for i in range(num_rows):
@@ -138,10 +138,10 @@ class Training:
 
 @dataclass(frozen=True, kw_only=True)
 class Captured(Training):
-    """A training whose steps are one CUDA graph, captured after some eager ones and replayed: the host does nothing.
+    """A training in a CUDA graph of a step, captured after some eager steps and replayed: the host does nothing.
 
     Attributes:
-        optimizer: What `optimizer_step` steps; `capturable`.
+        optimizer: The optimizer of `optimizer_step`; `capturable`.
     """
 
     optimizer: torch.optim.Optimizer
@@ -243,8 +243,8 @@ def ddp(workload: Workload) -> Training:
 def ideal(workload: Workload, *, graph: bool = False, float8: str | None = None) -> Training:
     """The limit: bf16 weights on every rank, no communication, AdamW over one rank's share in fp32.
 
-    Its weights never move, because nothing carries gradients to the optimizer: only its first loss can be compared. In
-    float8 it quantises its bf16 weights at each use; Transformer Engine's are quantised once.
+    The weights never move, because nothing carries gradients to the optimizer: only the first loss is comparable. In
+    float8 the bf16 weights are quantised at each use; Transformer Engine's weights are quantised once.
     """
     model = workload.model(torch.bfloat16)
     _in_float8(model, float8, workload, gathers=False)
@@ -289,9 +289,9 @@ def megatron_fsdp(workload: Workload, *, stage: int = 3, mesh: Sequence[int] = (
 
 
 def megatron_fsdp_experimental(workload: Workload, *, mesh: Sequence[int] = (), symmetric: bool = False) -> Training:
-    """Megatron-FSDP's `experimental` engine. It reduces in the dtype of the gradients, which is bf16 here.
+    """Megatron-FSDP's `experimental` engine. Gradients are reduced in their dtype, bf16.
 
-    Gradients are reduced after every microbatch: it has nothing else.
+    The engine reduces gradients after every microbatch, without an alternative.
     """
     megatron = _import("megatron_fsdp", MEGATRON_FSDP)
     experimental = _import("megatron_fsdp.experimental", MEGATRON_FSDP)
@@ -301,7 +301,7 @@ def megatron_fsdp_experimental(workload: Workload, *, mesh: Sequence[int] = (), 
             f"got {workload.reduce_dtype}. Run it with `--reduce bf16`."
         )
     device_mesh = _mesh(workload, mesh)
-    outer = device_mesh.ndim - 1  # With an outer axis, what lies along it comes first.
+    outer = device_mesh.ndim - 1  # Placements along the outer axis, if any, come first.
     placements = experimental.Placements(
         dp_axes=list(range(device_mesh.ndim)),
         parameter=[experimental.Replicate()] * outer + [experimental.Flat()],
@@ -323,7 +323,7 @@ def megatron_fsdp_experimental(workload: Workload, *, mesh: Sequence[int] = (), 
 
 
 def deepspeed_zero3(workload: Workload) -> Training:
-    """DeepSpeed's ZeRO-3. A block is fetched as one, and as much ahead; all else is fetched module by module."""
+    """DeepSpeed's ZeRO-3. A block is fetched in one piece, and as much prefetched; other modules are fetched singly."""
     deepspeed = _import("deepspeed", DEEPSPEED)
     model = workload.model(torch.bfloat16)
     deepspeed.utils.set_z3_leaf_modules(model, [Block])
@@ -339,7 +339,7 @@ def deepspeed_zero3(workload: Workload) -> Training:
             "zero_optimization": {"stage": 3, "overlap_comm": True, "stage3_prefetch_bucket_size": block_numel},
         },
     )
-    its_linear, F.linear = F.linear, linear  # It puts its own in torch's place, for all models.
+    its_linear, F.linear = F.linear, linear  # DeepSpeed replaces torch's `linear` for all models.
 
     @contextmanager
     def microbatch(is_last: bool) -> Iterator[None]:
@@ -404,7 +404,7 @@ def _train_sharded(
     step: Callable[[], object] = optimizer.step
     if float8 == TORCHAO:
 
-        def step() -> None:  # all scales in one reduction, as torchao's users do it
+        def step() -> None:  # all scales in one reduction, as torchao's users call it
             optimizer.step()
             _import("torchao.float8", TORCHAO).precompute_float8_dynamic_scale_for_fsdp(model)
 
@@ -430,9 +430,9 @@ def _in_float8(
 
     Args:
         model: Before sharding. Transformer Engine's layers come with memory, also on the meta device.
-        float8: One of `FLOAT8`; None changes nothing.
-        workload: Of the model.
-        gathers: Whether weights will be gathered: torchao's then travel in float8.
+        float8: A name of `FLOAT8`; None changes nothing.
+        workload: The workload of the model.
+        gathers: Whether weights will be gathered: torchao's weights then travel in float8.
         has_quantized_weights: Whether Transformer Engine's weights are quantised themselves.
     """
     if float8 is None:
@@ -443,7 +443,7 @@ def _in_float8(
         torchao.convert_to_float8_training(model.blocks, config=config)
         return None
     if float8 in RECIPES:
-        if names := precision.float8_matmul_layers(model.blocks, RECIPES[float8]):  # others are gathered alone
+        if names := precision.float8_matmul_layers(model.blocks, RECIPES[float8]):  # other layers only gather in float8
             precision.use_float8_matmul(model.blocks, RECIPES[float8], names=names)
         return precision.matrices_of(model.blocks, RECIPES[float8])
     te = _import("transformer_engine.pytorch", TE)
@@ -453,15 +453,15 @@ def _in_float8(
                 for name, layer in parent.named_children():
                     if type(layer) is nn.Linear:
                         options = {"params_dtype": layer.weight.dtype, "device": workload.device}
-                        made = te.Linear(layer.in_features, layer.out_features, bias=False, **options)
+                        quantised = te.Linear(layer.in_features, layer.out_features, bias=False, **options)
                         if not layer.weight.is_meta:
-                            made.weight.data.copy_(layer.weight)
-                        setattr(parent, name, made)
+                            quantised.weight.data.copy_(layer.weight)
+                        setattr(parent, name, quantised)
     return replace_quantized_weights(model) if gathers and has_quantized_weights else None
 
 
 def _quantising(float8: str | None) -> Callable[[], AbstractContextManager[object]]:
-    """What a forward runs in: Transformer Engine's context for its layers."""
+    """The context of a forward: Transformer Engine's autocast for Transformer Engine's layers."""
     if float8 not in _TE_RECIPES:
         return nullcontext
     recipe = _te_recipe(float8)
@@ -473,14 +473,14 @@ def _te_recipe(float8: str) -> object:
 
 
 def _set_reductions(root: torch_fsdp.FSDPModule, in_flight: int, separate: bool) -> None:
-    if in_flight != 1:  # Not every torch has these methods.
+    if in_flight != 1:  # Not every torch has the method.
         root.set_reduce_scatter_max_input_buffers(in_flight)
     if separate:
         root.set_separate_reduce_scatter_group()
 
 
 def _megatron_hybrid(workload: Workload, shape: Sequence[int]) -> dict[str, object]:
-    names = ("outer", "shard", "tensor")  # It asks for the last one whatever its size.
+    names = ("outer", "shard", "tensor")  # Megatron-FSDP requires the tensor axis, even of size 1.
     return {
         "device_mesh": init_device_mesh(workload.device.type, (*shape, 1), mesh_dim_names=names),
         "dp_outer_dim": "outer",
@@ -512,8 +512,8 @@ def _adamw(parameters: Iterable[nn.Parameter], workload: Workload, *, capturable
 def _shard_optimizer_without_a_step(
     optimizer: torch.optim.Optimizer, fully_shard_optimizer: Callable[[torch.optim.Optimizer], object]
 ) -> None:
-    # It makes the optimizer's state by a step with zero gradients. Left alone, that decays the weights once and
-    # shifts every bias correction by one step, and losses could not be compared.
+    # Megatron-FSDP makes the optimizer's state by a step with zero gradients. Unchanged, the step would decay the
+    # weights once and shift every bias correction by one step, and losses could not be compared.
     learning_rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["lr"] = 0.0

@@ -99,7 +99,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> Options:
 
 
 def _parser() -> argparse.ArgumentParser:
-    options = "; ".join(f"{name} has {', '.join(known)}" for name in BACKENDS if (known := options_of(name)))
+    options = "; ".join(f"{name} has {', '.join(names)}" for name in BACKENDS if (names := options_of(name)))
     parser = argparse.ArgumentParser(prog="lamella_integration.bench", description=__doc__.split("\n")[0])
     add = parser.add_argument
     add("--size", choices=SIZES, default="1b", help="size of the Llama decoder")

@@ -46,7 +46,7 @@ _MOST_STEPS: Final = 50
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """Seconds of one method of saving and loading, medians; None for figures the method does not have."""
+    """Seconds of one method of saving and loading, medians; None for figures absent from the method."""
 
     name: str
     save_s: float | None = None
@@ -140,16 +140,16 @@ class Bench:
             "lamella, in the background": self._in_background(self._begin_lamella),
             "torch DCP, in the background": self._in_background(self._begin_dcp),
         }
-        found: dict[str, list[Row]] = {name: [] for name in ways}
+        rows_by_way: dict[str, list[Row]] = {name: [] for name in ways}
         for index in range(num_times + 1):
             if index == 1:
-                self._choose_window(found["lamella"][0].save_s or 0.0)
+                self._choose_window(rows_by_way["lamella"][0].save_s or 0.0)
             for name, measure in ways.items():
                 self._make_room()
-                found[name].append(measure(self._folder / "checkpoint"))
+                rows_by_way[name].append(measure(self._folder / "checkpoint"))
         self._saver.close()
         self._make_room(again=False)
-        return [_median(name, rows[1:]) for name, rows in found.items()]
+        return [_median(name, rows[1:]) for name, rows in rows_by_way.items()]
 
     def _blocking(self, write: Callable[[Path], object], read: Callable[[Path], object]) -> Callable[[Path], Row]:
         def measure(path: Path) -> Row:
@@ -161,19 +161,19 @@ class Bench:
         """Return a function to measure the background saves started by `begin`."""
 
         def measure(path: Path) -> Row:
-            found: list[tuple[float, float, Begun, Future[float]]] = []
+            saves: list[tuple[float, float, Begun, Future[float]]] = []
 
             def save_and_train() -> None:
                 began = time.perf_counter()
                 begun = begin(path)
                 called = time.perf_counter()
-                found.append((began, called, begun, pool.submit(lambda: (begun.wait(), time.perf_counter())[1])))
+                saves.append((began, called, begun, pool.submit(lambda: (begun.wait(), time.perf_counter())[1])))
                 self._train()
 
             usual = _slowest(self._train)
             with ThreadPoolExecutor(1) as pool:
                 stall = _slowest(save_and_train) - usual
-                [(began, called, begun, completed)] = found
+                [(began, called, begun, completed)] = saves
                 seconds = [called - began, begun.held_seconds(), completed.result() - began]
             call_s, held_s, complete_s = map(_over_ranks, seconds)
             return Row(name="", stall_s=stall, call_s=call_s, held_s=held_s, complete_s=complete_s)
@@ -216,9 +216,9 @@ class Bench:
             os.fsync(file.fileno())
 
     def _load_shards(self, path: Path) -> None:
-        found = torch.load(path / f"{dist.get_rank()}.pt", map_location="cpu", weights_only=True)
+        shards = torch.load(path / f"{dist.get_rank()}.pt", map_location="cpu", weights_only=True)
         for name, shard in self._state.shards().items():
-            shard.copy_(found[name])
+            shard.copy_(shards[name])
 
 
 def _slowest(work: Callable[[], object]) -> float:

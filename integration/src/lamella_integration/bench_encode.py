@@ -55,8 +55,8 @@ def _calls(
 ) -> tuple[Callable[[], object], Callable[[], object]]:
     """A measurement and an encoding of all weights."""
     scales = [torch.ones(recipe.scale_shape(shape), device=weights[0].device) for shape in shapes]
-    amaxes = [torch.zeros_like(each) if recipe.num_past else None for each in scales]
-    parts = [WeightRows(tuple(shape), 0, *each) for shape, *each in zip(shapes, scales, amaxes, strict=True)]
+    amaxes = [torch.zeros_like(scale) if recipe.num_past else None for scale in scales]
+    parts = [WeightRows(tuple(shape), 0, *scale) for shape, *scale in zip(shapes, scales, amaxes, strict=True)]
     data = [torch.empty(weight.shape, dtype=recipe.dtype, device=weight.device) for weight in weights]
     measured, encoded = recipe.measure_columns(weights, parts), recipe.columns(weights, [data], parts)
     return lambda: recipe.measure(*measured), lambda: recipe.encode(*encoded)

@@ -140,7 +140,7 @@ def _train(options: argparse.Namespace) -> dict[str, Any]:
         )
         is_updated, _, _ = optimizer.step()
         assert is_updated, f"step {step} was skipped"
-        loss = torch.stack([each["loss"] for each in stored]).mean()
+        loss = torch.stack([losses_of_microbatch["loss"] for losses_of_microbatch in stored]).mean()
         dist.all_reduce(loss)
         losses.append(loss.item() / dist.get_world_size())  # The host sync ends the step's time.
         times.append(time.perf_counter() - begin)

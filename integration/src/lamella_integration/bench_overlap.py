@@ -155,12 +155,12 @@ def _name(size: Size) -> str:
 def _measure(name: str, size: Size, options: argparse.Namespace) -> dict[str, Any]:
     step = on_every_rank(lambda: Step(MODES[name], size))
     try:
-        found = _times(step, size, options.steps)
+        figures = _times(step, size, options.steps)
         is_traced = step.mode.overlaps and not step.mode.is_megatron and size == options.sizes[-1]
         if options.trace is not None and is_traced:
             stem = f"{name.replace(', ', '-')}-{size.hidden}x{size.rows * size.length}"
-            found |= _traced(step, options.trace, stem)
-        return found
+            figures |= _traced(step, options.trace, stem)
+        return figures
     finally:
         step.release()
 
@@ -171,16 +171,19 @@ def _times(step: Step, size: Size, num_steps: int) -> dict[str, Any]:
         torch.cuda.reset_peak_memory_stats()
     losses, seconds = on_every_rank(lambda: _seconds(step, num_steps))
     peak = torch.cuda.max_memory_allocated() if size.device == "cuda" else 0
-    found = {"ms": 1e3 * max(_of_ranks(statistics.median(seconds))), "gib": max(_of_ranks(peak)) / 2**30}
+    figures = {
+        "ms": 1e3 * max(_gathered_from_ranks(statistics.median(seconds))),
+        "gib": max(_gathered_from_ranks(peak)) / 2**30,
+    }
     if step.mode.is_ideal:  # experts see other tokens
-        return found
-    return {**found, "losses": list(chain(*_of_ranks(losses))), "norm": on_every_rank(step.gradient_norm)}
+        return figures
+    return {**figures, "losses": list(chain(*_gathered_from_ranks(losses))), "norm": on_every_rank(step.gradient_norm)}
 
 
-def _of_ranks(value: Any) -> list[Any]:
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
+def _gathered_from_ranks(value: Any) -> list[Any]:
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, value)
+    return gathered
 
 
 def _seconds(step: Step, num_steps: int) -> tuple[list[float], list[float]]:
@@ -222,32 +225,32 @@ def _traced(step: Step, folder: Path, stem: str) -> dict[str, Any]:
         return shares(read_trace(path), str(path))
 
     try:
-        ranks = _of_ranks(on_every_rank(trace))
+        ranks = _gathered_from_ranks(on_every_rank(trace))
     except BackendFailed as error:
         return {"trouble": f"no trace: {error}"}
-    return {key: [each[key] for each in ranks] for key in ranks[0]}
+    return {key: [shares_of_rank[key] for shares_of_rank in ranks] for key in ranks[0]}
 
 
 def shares(trace: dict[str, Any], source: str = "the trace") -> dict[str, float | None]:
     """The share of the time of dispatches' and combines' all-to-alls with compute beside, and the idle share.
 
     Args:
-        trace: Of an overlapped step.
+        trace: Profile of an overlapped step, as `read_trace` returns it.
         source: Name of the trace in errors.
 
     Returns:
         `hidden`, and `idle` of the whole step; None where the trace has no all-to-alls, or none of a GPU.
 
     Raises:
-        TraceError: As `overlap_report`.
+        TraceError: The profile is not a trace that `overlap_report` reads.
     """
     report = overlap_report(trace, source)
-    found = [node.traffic for node in report.total.nodes]
-    duration = sum(traffic.duration for traffic in found)
+    traffics = [node.traffic for node in report.total.nodes]
+    duration = sum(traffic.duration for traffic in traffics)
     if not report.on_gpu or not duration:
         return {"hidden": None, "idle": None}
     return {
-        "hidden": sum(traffic.hidden or 0.0 for traffic in found) / duration,
+        "hidden": sum(traffic.hidden or 0.0 for traffic in traffics) / duration,
         "idle": report.total.idle / report.total.span,
     }
 
@@ -267,18 +270,18 @@ def table(rows: list[dict[str, Any]]) -> str:
     head = ["size", "mode", "ms a step", "gain", "all-to-all", "gone", "hidden", "idle", "peak GiB", "loss, last"]
     head += ["losses apart", "norms apart"]
     lines = ["| " + " | ".join(head) + " |", "|---|---|" + "--:|" * (len(head) - 2)]
-    found = {(row["size"], row["mode"]): row for row in rows}
-    for (size, name), row in found.items():
-        lines.append("| " + " | ".join([size, name, *_cells(row, found)]) + " |")
+    rows_by_mode = {(row["size"], row["mode"]): row for row in rows}
+    for (size, name), row in rows_by_mode.items():
+        lines.append("| " + " | ".join([size, name, *_cells(row, rows_by_mode)]) + " |")
     return "\n".join(lines)
 
 
-def _cells(row: dict[str, Any], found: dict[tuple[str, str], dict[str, Any]]) -> list[str]:
+def _cells(row: dict[str, Any], rows_by_mode: dict[tuple[str, str], dict[str, Any]]) -> list[str]:
     if "error" in row:
         return [row["error"].splitlines()[0].replace("|", "/"), *[""] * 9]
     mode = MODES[row["mode"]]
-    plain = found.get((row["size"], mode.plain), {})
-    exchange = _difference(found.get((row["size"], "lamella"), {}), found.get((row["size"], "ideal"), {}))
+    plain = rows_by_mode.get((row["size"], mode.plain), {})
+    exchange = _difference(rows_by_mode.get((row["size"], "lamella"), {}), rows_by_mode.get((row["size"], "ideal"), {}))
     saved = _difference(plain, row)
     is_plain = row["mode"] == mode.plain
     return [
@@ -286,8 +289,8 @@ def _cells(row: dict[str, Any], found: dict[tuple[str, str], dict[str, Any]]) ->
         "" if is_plain or mode.is_ideal else _percent(saved, plain.get("ms")),
         _percent(exchange, plain.get("ms")) if row["mode"] == "lamella" else "",
         _percent(saved, exchange) if mode.overlaps and not mode.is_megatron else "",
-        _of_each_rank(row.get("hidden", ())) or row.get("trouble", ""),
-        _of_each_rank(row.get("idle", ())),
+        _percents_by_rank(row.get("hidden", ())) or row.get("trouble", ""),
+        _percents_by_rank(row.get("idle", ())),
         f"{row['gib']:.2f}",
         f"{row['losses'][-1]:.4f}" if "losses" in row else "",
         *_apart(row, plain),
@@ -298,11 +301,11 @@ def _difference(slow: dict[str, Any], fast: dict[str, Any]) -> float | None:
     return slow["ms"] - fast["ms"] if "ms" in slow and "ms" in fast else None
 
 
-def _percent(part: float | None, whole: float | None) -> str:
-    return "" if part is None or not whole else f"{100 * part / whole:.1f} %"
+def _percent(part: float | None, total: float | None) -> str:
+    return "" if part is None or not total else f"{100 * part / total:.1f} %"
 
 
-def _of_each_rank(parts: Sequence[float | None]) -> str:
+def _percents_by_rank(parts: Sequence[float | None]) -> str:
     return " / ".join(_percent(part, 1.0) for part in parts if part is not None)
 
 

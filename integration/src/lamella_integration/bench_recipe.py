@@ -4,7 +4,7 @@
         "lamella" "lamella --kernels liger" "trainer" "trainer --kernels liger" "trainer --engine lamella"
 
 A variant is `lamella` with further options of `lamella train`, or `trainer` with options of `recipe_peer`. The first
-variant must be of lamella: it writes the tokens that every other variant reads. Speed is that of the steps after
+variant must be of lamella: every other variant reads the tokens of the first. Speed is the speed of the steps after
 `--num-skipped`, memory the largest reserved by any rank (lamella) or by rank 0 (trainer).
 """
 
@@ -25,7 +25,7 @@ from lamella.testing import RunDirectory, StepRecord, read_metrics
 
 @dataclass(frozen=True, kw_only=True)
 class RecipeRow:
-    """One variant's measurements; losses are the first step's, and means of the steps skipped and of those measured."""
+    """A variant's measurements; losses: of the first step, and means over the skipped and over the measured steps."""
 
     variant: str
     tokens_per_s: float
@@ -74,7 +74,7 @@ def main() -> None:
 def _lamella(
     variant: str, arguments: Sequence[str], options: argparse.Namespace, root: Path, first_root: Path
 ) -> RecipeRow:
-    if root != first_root:  # Its tokenizer and tokens: the fingerprint is of the same text.
+    if root != first_root:  # The first run's tokenizer and tokens: the fingerprints of the text are equal.
         root.mkdir()
         for name in ("tokens", "model"):
             (root / name).symlink_to(first_root / name)

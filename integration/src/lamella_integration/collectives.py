@@ -53,10 +53,10 @@ class CollectiveCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         allocate = WindowAllocator.allocate
 
         def counted(transport: CopyEngineTransport, payloads: Any) -> Any:
-            found = push_into(transport, payloads)
-            if found is not None:  # None: the transport falls back to a c10d call, recorded by the dispatch mode.
+            gathered = push_into(transport, payloads)
+            if gathered is not None:  # None: the transport falls back to a c10d call, recorded by the dispatch mode.
                 self._add("all_gather", payloads.wholes)
-            return found
+            return gathered
 
         def counted_exchange(transport: CopyEngineTransport, payloads: Any, op: Any) -> None:
             self._add("all_to_all", [full for _, full in payloads])

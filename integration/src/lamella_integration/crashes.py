@@ -119,17 +119,17 @@ def check_whole(root: Path) -> None:
 
     Effects: reads every checkpoint.
     """
-    known = int((root / "known").read_text())
+    last_completed = int((root / "known").read_text())
     paths = [path for path in sorted(root.iterdir()) if path.is_dir() and not path.suffix]
     # Without a folder, a save in progress had moved the checkpoint aside: `load` finds the checkpoint by its path.
-    found = [_step_of(path) for path in paths or [root / "only"]]
-    assert max(found) >= known, f"step {known} was saved, and only {sorted(found)} are there"
+    steps = [_step_of(path) for path in paths or [root / "only"]]
+    assert max(steps) >= last_completed, f"step {last_completed} was saved, and only {sorted(steps)} are there"
 
 
 def damage(path: Path, seed: int) -> str:
     """Flip a bit of one of a checkpoint's files, truncate or remove the file; return a description of the damage."""
     draw = random.Random(seed)
-    file = draw.choice(sorted(each for each in path.iterdir() if each.is_file())) if path.is_dir() else path
+    file = draw.choice(sorted(child for child in path.iterdir() if child.is_file())) if path.is_dir() else path
     content = bytearray(file.read_bytes())
     at = draw.randrange(len(content))
     kind = draw.choice(["flip", "flip", "cut", "remove"])
@@ -152,12 +152,12 @@ def check_never_silently_wrong(source: Path, scratch: Path, seed: int) -> bool:
         shutil.copytree(source, scratch)
     else:
         shutil.copyfile(source, scratch)
-    what = damage(scratch, seed)
+    description = damage(scratch, seed)
     try:
         if not _holds_step_one(scratch):
-            found = verify(scratch)
-            assert found.num_unverified_bytes == found.num_bytes, what
-            assert what.startswith("flip") and ".safetensors" in what, what
+            report = verify(scratch)
+            assert report.num_unverified_bytes == report.num_bytes, description
+            assert description.startswith("flip") and ".safetensors" in description, description
     except (CheckpointDamaged, CheckpointMismatch, FileNotFoundError):
         return True
     finally:
@@ -214,16 +214,16 @@ def save_without_room(path: Path, seed: int, *, in_background: bool) -> bool:
 
 def _filled(value: float, *, sharded: bool) -> nn.Module:
     model = nn.Module()
-    whole = torch.full(_SHAPE, float(value))
+    weight = torch.full(_SHAPE, float(value))
     if sharded:
-        whole = distribute_tensor(whole, init_device_mesh("cpu", (dist.get_world_size(),)), [Shard(0)])
-    model.register_parameter("a", nn.Parameter(whole))
+        weight = distribute_tensor(weight, init_device_mesh("cpu", (dist.get_world_size(),)), [Shard(0)])
+    model.register_parameter("a", nn.Parameter(weight))
     model.register_parameter("b", nn.Parameter(torch.full((7,), float(value))))
     return model
 
 
 def _holds_step_one(path: Path) -> bool:
-    """True when every element of a checkpoint is 1, and so is its step, in formats with a step."""
+    """True when every element of a checkpoint is 1, and the step is 1 in formats with a step."""
     model = _filled(-1, sharded=False)
     extra = load(path, model=model)
     return extra.get("step", 1) == 1 and all(bool(tensor.eq(1).all()) for tensor in model.parameters())

@@ -49,7 +49,7 @@ PHASES = ("forward", "backward", "optimizer")
 
 
 @dataclass
-class Training:
+class HostTraining:
     """A backend's model and optimizer, and the seconds of each phase, one row per step."""
 
     model: nn.Module
@@ -199,16 +199,16 @@ def measure(
     return {name: _costs(training, num_layers) for name, training in trainings.items()}
 
 
-def _training(name: str, config: LlamaConfig, reduce_dtype: torch.dtype) -> Training:
+def _training(name: str, config: LlamaConfig, reduce_dtype: torch.dtype) -> HostTraining:
     torch.manual_seed(0)
     host = _host_with_copy_engines if name == "lamella_copy_engines" else nullcontext
     # The engine chooses a transport by the group's backend, and the fake group's is not NCCL.
     with host(), patch("lamella_engine._parameters.group.transport_for", lambda group, _: NcclTransport(group)):
         model = BACKENDS[name](config, init_device_mesh("cpu", (NUM_RANKS,)), reduce_dtype)
-    return Training(model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True), [], host)
+    return HostTraining(model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True), [], host)
 
 
-def _timed(training: Training) -> tuple[float, ...]:
+def _timed(training: HostTraining) -> tuple[float, ...]:
     with training.host():
         at = [time.thread_time() for _ in training.phases()]
     return tuple(after - before for before, after in pairwise(at))
@@ -224,7 +224,7 @@ class _OperatorCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-def _num_operators(training: Training) -> int:
+def _num_operators(training: HostTraining) -> int:
     counter = _OperatorCounter()  # type: ignore[no-untyped-call]
     with training.host():
         for phase in training.phases():
@@ -235,7 +235,7 @@ def _num_operators(training: Training) -> int:
     return counter.num
 
 
-def _num_calls(training: Training) -> int:
+def _num_calls(training: HostTraining) -> int:
     num = 0
 
     def count(frame: Any, event: str, argument: Any) -> None:
@@ -248,7 +248,7 @@ def _num_calls(training: Training) -> int:
     return num
 
 
-def _costs(training: Training, num_layers: int) -> tuple[Costs, Costs]:
+def _costs(training: HostTraining, num_layers: int) -> tuple[Costs, Costs]:
     counts = [_num_operators(training) / num_layers, _num_calls(training) / num_layers]
     phases = [sorted(1e6 * seconds / num_layers for seconds in phase) for phase in zip(*training.seconds, strict=True)]
     fast = [phase[len(phase) // 10] for phase in phases]
@@ -258,20 +258,20 @@ def _costs(training: Training, num_layers: int) -> tuple[Costs, Costs]:
 # -- the table --------------------------------------------------------------------------------------------------------
 
 
-def table(found: dict[str, tuple[Costs, Costs]]) -> str:
+def table(costs_by_backend: dict[str, tuple[Costs, Costs]]) -> str:
     """Format a row per backend. If the plain model was measured, all columns but the optimizer's are the excess."""
     none = Costs(*[0.0] * len(Costs._fields))
-    base = found.get("plain", (none, none))
+    base = costs_by_backend.get("plain", (none, none))
     lines = [
         "| us a unit, fastest tenth (median) | forward | backward | both | optimizer | operators | Python calls |",
         "|---|--:|--:|--:|--:|--:|--:|",
     ]
-    for name, costs in found.items():
+    for name, costs in costs_by_backend.items():
         from_plain = (none, none) if name == "plain" else base
         (fast, fast_plain), (median, median_plain) = zip(costs, from_plain, strict=True)
         cells = [f"{fast[i] - fast_plain[i]:,.0f} ({median[i] - median_plain[i]:,.0f})" for i in range(2)]
-        both, both_median = (sum(a[:2]) - sum(b[:2]) for a, b in ((fast, fast_plain), (median, median_plain)))
-        cells += [f"{both:,.0f} ({both_median:,.0f})", f"{fast.optimizer_us:,.0f} ({median.optimizer_us:,.0f})"]
+        passes, passes_median = (sum(a[:2]) - sum(b[:2]) for a, b in ((fast, fast_plain), (median, median_plain)))
+        cells += [f"{passes:,.0f} ({passes_median:,.0f})", f"{fast.optimizer_us:,.0f} ({median.optimizer_us:,.0f})"]
         cells += [f"{fast[i] - fast_plain[i]:,.0f}" for i in (3, 4)]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
@@ -289,8 +289,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     gc.disable()  # A collection would count for the backend whose turn it is; `measure` collects between turns.
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=NUM_RANKS)
     reduce_dtype = REDUCE_DTYPES[options.reduce]
-    found = measure(options.backends, reduce_dtype=reduce_dtype, num_layers=options.layers, num_steps=options.steps)
-    print(table(found))
+    costs_by_backend = measure(
+        options.backends, reduce_dtype=reduce_dtype, num_layers=options.layers, num_steps=options.steps
+    )
+    print(table(costs_by_backend))
     dist.destroy_process_group()
 
 

@@ -74,14 +74,16 @@ def units(model: nn.Module) -> list[str]:
     Raises:
         AssertionError: The model has no units, or units of the other implementation.
     """
-    found = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
+    units_by_name = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
     is_lamellas = torch.distributed.fsdp.fully_shard.__module__.startswith("lamella")
-    others = [name for name, unit in found.items() if isinstance(unit, lamella_engine.FSDPModule) != is_lamellas]
-    assert found and not others, f"{list(found)}, of which {others} are not lamella's, or not torch's"
-    return list(found)
+    foreign = [
+        name for name, unit in units_by_name.items() if isinstance(unit, lamella_engine.FSDPModule) != is_lamellas
+    ]
+    assert units_by_name and not foreign, f"{list(units_by_name)}, of which {foreign} are not lamella's, or not torch's"
+    return list(units_by_name)
 
 
-def whole(values: object) -> object:
+def unsharded_copy(values: object) -> object:
     """Copy containers, with every tensor unsharded and on the CPU.
 
     Effects: collective on the meshes of all DTensors; host sync.
@@ -92,9 +94,9 @@ def whole(values: object) -> object:
         case torch.Tensor():
             return values.detach().cpu().clone()
         case Mapping():
-            return {key: whole(value) for key, value in values.items()}
+            return {key: unsharded_copy(value) for key, value in values.items()}
         case list() | tuple():
-            return [whole(value) for value in values]
+            return [unsharded_copy(value) for value in values]
     return values
 
 

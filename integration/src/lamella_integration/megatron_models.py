@@ -42,9 +42,9 @@ def float16_model(
         A `TransformerConfig`, and the model in a `Float16Module`.
     """
     config_class = importlib.import_module("megatron.core.transformer").TransformerConfig
-    of_experts: dict[str, Any] = {}
+    expert_fields: dict[str, Any] = {}
     if experts:
-        of_experts = {
+        expert_fields = {
             "num_moe_experts": experts,
             "moe_token_dispatcher_type": "alltoall",
             "moe_router_topk": top_k,
@@ -70,7 +70,7 @@ def float16_model(
         sequence_parallel=tp > 1,
         use_cpu_initialization=device == "cpu",
         gradient_accumulation_fusion=False,
-        **of_experts,
+        **expert_fields,
         **changes,
     )
     importlib.import_module("lamella_testing.megatron").seed_random_states(1234)

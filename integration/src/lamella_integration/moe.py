@@ -20,7 +20,7 @@ class DelayedLinear(nn.Module):
     """A linear layer without a bias, for one expert or for several; `backward_dw` computes the weight gradient.
 
     Args:
-        shape: Of the weight: (out, in), or (experts, out, in).
+        shape: Shape of the weight: (out, in), or (experts, out, in).
         is_delayed: Whether backward leaves the weight gradient to `backward_dw`.
     """
 
@@ -35,14 +35,14 @@ class DelayedLinear(nn.Module):
         """Map rows (num_rows, in) to (num_rows, out); `one_hot` (experts, num_rows, 1) chooses the expert of a row."""
         if not self.is_delayed:
             return _linear(x, self.weight, one_hot)
-        found: torch.Tensor = _Delayed.apply(x, self.weight, one_hot, self)  # type: ignore[no-untyped-call]
-        return found
+        output: torch.Tensor = _Delayed.apply(x, self.weight, one_hot, self)  # type: ignore[no-untyped-call]
+        return output
 
     def backward_dw(self) -> None:
         """Compute the weight gradient of the oldest backward."""
         x, gradient, *one_hot = self.queue.pop(0)
-        found = gradient.T @ x if not one_hot else (gradient * one_hot[0]).mT @ x
-        self.weight.grad = found if self.weight.grad is None else self.weight.grad + found
+        weight_gradient = gradient.T @ x if not one_hot else (gradient * one_hot[0]).mT @ x
+        self.weight.grad = weight_gradient if self.weight.grad is None else self.weight.grad + weight_gradient
         self.on_gradient()
 
 

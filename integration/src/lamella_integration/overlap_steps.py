@@ -67,8 +67,8 @@ class Size:
         top_k: Experts a token.
         ffn: Inner width of an expert.
         balances: Routers send token after token to the next experts in turn: each expert has as many.
-        num_microbatches: Of a step.
-        pattern: A HybridModel's, with brackets around its units, in place of a GPTModel.
+        num_microbatches: Number of microbatches in a step.
+        pattern: A HybridModel's pattern, with brackets around its units, in place of a GPTModel.
         stage: ZeRO's stage of lamella.
         device: `cuda` or `cpu`.
     """
@@ -93,12 +93,12 @@ class Size:
         square = 2 * (self.length,)
         # Transformer Engine's attention is causal without a mask.
         mask = None if self.device == "cuda" else torch.ones(1, 1, *square, dtype=torch.bool).triu(1)
-        found = []
+        batches = []
         for _ in range(self.num_microbatches):
             tokens = torch.randint(VOCAB_SIZE, (self.rows, self.length + 1), generator=generator).to(self.device)
             inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-            found.append({"input_ids": inputs, "position_ids": positions, "attention_mask": mask, "labels": labels})
-        return found
+            batches.append({"input_ids": inputs, "position_ids": positions, "attention_mask": mask, "labels": labels})
+        return batches
 
 
 class Step:
@@ -131,9 +131,9 @@ class Step:
         )
         self._model: Any
         if mode.is_megatron:
-            self._model, self._take = _of_megatron_core(config, module)
+            self._model, self._take = _megatron_core_step(config, module)
         else:
-            self._model, self._take = _of_lamella(mode, size, module.module)
+            self._model, self._take = _lamella_step(mode, size, module.module)
 
     def __call__(self) -> list[torch.Tensor]:
         """Take a step, and return the loss of each microbatch on this rank. Effects: collective over all ranks."""
@@ -147,7 +147,9 @@ class Step:
         """
         if self.mode.is_megatron:
             return None
-        gradients = [local_of(each.grad).float() for each in self._model.parameters() if each.grad is not None]
+        gradients = [
+            local_of(parameter.grad).float() for parameter in self._model.parameters() if parameter.grad is not None
+        ]
         square = torch.stack([gradient.square().sum(dtype=torch.float64) for gradient in gradients]).sum()
         dist.all_reduce(square)
         return math.sqrt(square.item())
@@ -158,8 +160,8 @@ class Step:
         Dispatchers keep tensors of the last forward, with its graph, whose hooks hold the wrapper and the model.
         """
         for dispatcher in filter(None, (getattr(module, "token_dispatcher", None) for module in self._model.modules())):
-            kept = [name for name, value in vars(dispatcher).items() if isinstance(value, torch.Tensor)]
-            for name in kept:
+            tensor_names = [name for name, value in vars(dispatcher).items() if isinstance(value, torch.Tensor)]
+            for name in tensor_names:
                 setattr(dispatcher, name, None)
         if self.mode.is_megatron:
             self._model.grad_accs.clear()
@@ -176,7 +178,7 @@ class Step:
 Take = Callable[[Any, list[Batch]], list[torch.Tensor]]
 
 
-def _of_lamella(mode: Mode, size: Size, model: nn.Module) -> tuple[nn.Module, Take]:
+def _lamella_step(mode: Mode, size: Size, model: nn.Module) -> tuple[nn.Module, Take]:
     fully_shard_model = importlib.import_module("lamella_megatron").fully_shard_model
     half, single = torch.bfloat16, torch.float32
     groups = size.pattern if size.pattern and "[" in size.pattern else None
@@ -217,7 +219,7 @@ def _one_after_the_other(model: Any, batches: list[Batch]) -> list[torch.Tensor]
     return losses
 
 
-def _of_megatron_core(config: Any, module: nn.Module) -> tuple[nn.Module, Take]:
+def _megatron_core_step(config: Any, module: nn.Module) -> tuple[nn.Module, Take]:
     distributed = importlib.import_module("megatron.core.distributed")
     ddp_config = distributed.DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
@@ -242,7 +244,7 @@ def _of_megatron_core(config: Any, module: nn.Module) -> tuple[nn.Module, Take]:
             seq_length=batches[0]["labels"].shape[1],
             micro_batch_size=len(batches[0]["labels"]),
         )
-        return [each["loss"] for each in stored]
+        return [losses["loss"] for losses in stored]
 
     return model, take
 

@@ -25,19 +25,19 @@ def phases_of(training: Training, tokens: torch.Tensor, labels: torch.Tensor) ->
 
     Effects: collective over all ranks: trains for `NUM_STEPS` + 1 steps.
     """
-    found = breakdown(profile_steps(training, tokens, labels, num_warmup_steps=1, has_operators=False))
+    kernels = breakdown(profile_steps(training, tokens, labels, num_warmup_steps=1, has_operators=False))
 
     def ms(*kinds: Kind) -> float:
-        return sum(found.by_kind[kind] for kind in kinds) / NUM_STEPS
+        return sum(kernels.by_kind[kind] for kind in kinds) / NUM_STEPS
 
     return Phases(
-        span_ms=found.span / NUM_STEPS,
+        span_ms=kernels.span / NUM_STEPS,
         compute_ms=ms(Kind.MATMUL, Kind.ATTENTION, Kind.ELEMENTWISE),
-        collectives_ms=found.collectives / NUM_STEPS,
-        exposed_ms=found.exposed / NUM_STEPS,
+        collectives_ms=kernels.collectives / NUM_STEPS,
+        exposed_ms=kernels.exposed / NUM_STEPS,
         copies_ms=ms(Kind.COPY, Kind.FILL, Kind.TRANSFER),
         optimizer_ms=ms(Kind.OPTIMIZER),
-        idle_ms=found.idle / NUM_STEPS,
+        idle_ms=kernels.idle / NUM_STEPS,
     )
 
 

@@ -125,12 +125,18 @@ def _shard_numel(parameters: Iterable[torch.Tensor], num_ranks: int, padding: in
     return sum(math.ceil(parameter.numel() / num_ranks) + padding for parameter in parameters)
 
 
-def markdown(name: str, found: Breakdown) -> str:
+def markdown(name: str, kernels: Breakdown) -> str:
     """Return a row of the table of phases, in milliseconds per step."""
     columns = [Kind.MATMUL, Kind.ATTENTION, Kind.ELEMENTWISE, Kind.COPY, Kind.FILL, Kind.OPTIMIZER]
     columns += [Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_TO_ALL]
     header = ["backend", "span", *(kind.name.lower() for kind in columns), "collectives", "exposed", "idle"]
-    figures = [found.span, *(found.by_kind[kind] for kind in columns), found.collectives, found.exposed, found.idle]
+    figures = [
+        kernels.span,
+        *(kernels.by_kind[kind] for kind in columns),
+        kernels.collectives,
+        kernels.exposed,
+        kernels.idle,
+    ]
     row = [name, *(f"{figure / NUM_STEPS:.1f}" for figure in figures)]
     return "\n".join(["| " + " | ".join(line) + " |" for line in (header, ["---"] * len(header), row)])
 

@@ -144,7 +144,8 @@ class Report:
         return {
             name: text
             for name, row in self.measurements().items()
-            if (found := first.get(_number_format(name))) and (text := _disagreement(row, found[1], found[0]))
+            if (reference := first.get(_number_format(name)))
+            and (text := _disagreement(row, reference[1], reference[0]))
         }
 
     def is_sound(self) -> bool:
@@ -171,11 +172,11 @@ class Report:
     def _cells(self, name: str, row: Measurement | Failure) -> list[str]:
         if isinstance(row, Failure):
             return ["-"] * (len(_COLUMNS) - 1) + [" ".join(row.error.split())[:300]]
-        of_ideal, of_fsdp2 = self.ratio(name, "ideal"), self.ratio(name, "fsdp2")
+        to_ideal, to_fsdp2 = self.ratio(name, "ideal"), self.ratio(name, "fsdp2")
         return [
             f"{row.tokens_per_s:,.0f}",
-            "-" if of_ideal is None else f"{of_ideal:.1%}",
-            "-" if of_fsdp2 is None else f"{of_fsdp2:.2f}",
+            "-" if to_ideal is None else f"{to_ideal:.1%}",
+            "-" if to_fsdp2 is None else f"{to_fsdp2:.2f}",
             f"{row.step_s:.4f}",
             f"{row.mfu:.1%}",
             *(f"{gib:.1f}" for gib in (row.peak_allocated_gib, row.peak_reserved_gib)),
@@ -265,8 +266,8 @@ def _backend(name: str) -> str:
 
 def _number_format(name: str) -> str:
     """Return the scales of a row's float8 operands, by the row's name; "" for bf16."""
-    found = re.search(r"float8=(\w+)", name)
-    kind = "" if found is None else found[1]
+    match = re.search(r"float8=(\w+)", name)
+    kind = "" if match is None else match[1]
     return "tensor" if kind in ("delayed", "torchao") else kind
 
 
@@ -287,7 +288,7 @@ def _disagreement(row: Measurement, reference: Measurement, reference_name: str)
     if row.trained:
         pairs.append(("mean", row.mean_loss, reference.mean_loss, MEAN_LOSS_TOLERANCE))
     return "; ".join(
-        f"LOSS DISAGREES: expected a {which} loss of {expected:.5f} as {reference_name} has, got {loss:.5f}"
-        for which, loss, expected, tolerance in pairs
+        f"LOSS DISAGREES: expected a {kind} loss of {expected:.5f} as {reference_name} has, got {loss:.5f}"
+        for kind, loss, expected, tolerance in pairs
         if not math.isclose(loss, expected, rel_tol=tolerance)
     )

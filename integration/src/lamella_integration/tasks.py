@@ -52,7 +52,7 @@ class Recipe:
 
     Attributes:
         reduce_every_microbatch: With several microbatches, reduce gradients after each instead of after the last.
-        foreach: As for `torch.optim.AdamW`. False rounds each element alike for any list of shards: for some lists
+        foreach: Argument of `torch.optim.AdamW`. False rounds each element alike for any list of shards: for some lists
             torch runs single-tensor kernels, which round differently from multi-tensor kernels.
     """
 

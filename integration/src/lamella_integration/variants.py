@@ -21,12 +21,12 @@ def backend_of(text: str) -> Backend:
     name, _, listed = text.partition(":")
     if name not in BACKENDS:
         raise ValueError(f"Expected a backend among {', '.join(BACKENDS)}, got {name!r}.")
-    known = options_of(name)
+    names = options_of(name)
     options: dict[str, object] = {}
-    for each in filter(None, listed.split(",")):
-        key, _, value = each.partition("=")
-        if key not in known or key in options:
-            among = f"options of {name} among {', '.join(known)}, each once" if known else f"no options of {name}"
+    for assignment in filter(None, listed.split(",")):
+        key, _, value = assignment.partition("=")
+        if key not in names or key in options:
+            among = f"options of {name} among {', '.join(names)}, each once" if names else f"no options of {name}"
             raise ValueError(f"Expected {among}, got {key!r} in {text!r}.")
         options[key] = _read(key, value, text)
     return partial(BACKENDS[name], **options)
@@ -47,10 +47,10 @@ def _read(key: str, value: str, text: str) -> object:
 
 
 def _nbytes(value: str) -> int:
-    found = re.fullmatch(r"([0-9.]+)([A-Za-z]*)", value)
-    if found is None:
+    match = re.fullmatch(r"([0-9.]+)([A-Za-z]*)", value)
+    if match is None:
         raise ValueError(value)
-    return int(float(found[1]) * _UNITS[found[2]])
+    return int(float(match[1]) * _UNITS[match[2]])
 
 
 def _flag(value: str) -> bool:
@@ -65,12 +65,12 @@ def _sizes(value: str) -> tuple[int, ...]:
     return tuple(int(size) for size in value.split("x"))
 
 
-def _names_among(*known: str) -> Callable[[str], tuple[str, ...]]:
-    return lambda value: tuple(known[known.index(name)] for name in value.split("+"))
+def _names_among(*names: str) -> Callable[[str], tuple[str, ...]]:
+    return lambda value: tuple(names[names.index(name)] for name in value.split("+"))
 
 
-def _one_of(*known: str) -> Callable[[str], str]:
-    return lambda value: known[known.index(value)]
+def _one_of(*names: str) -> Callable[[str], str]:
+    return lambda value: names[names.index(value)]
 
 
 _READERS: dict[str, tuple[str, Callable[[str], object]]] = {

@@ -14,7 +14,7 @@ from client_models import let_accelerate_shard_on_cpus, tiny_llama, tokens
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from lamella_integration.in_place import Device, run_in_both, units, whole
+from lamella_integration.in_place import Device, run_in_both, units, unsharded_copy
 
 
 def accelerator_for(**options: Any) -> Accelerator:
@@ -50,7 +50,7 @@ def train(accelerator: Accelerator, model: Any, optimizer: Any, loader: Any, sch
             scheduler.step()
             optimizer.zero_grad()
         losses.append(accelerator.gather(loss.detach()))
-    return [whole(losses), whole(norms)]
+    return [unsharded_copy(losses), unsharded_copy(norms)]
 
 
 def trained_and_saved(folder: Path, *, options: dict[str, Any]) -> object:
@@ -73,7 +73,7 @@ def trained_and_saved(folder: Path, *, options: dict[str, Any]) -> object:
     assert str(again) == str(after)
     assert str(before) != str(after)
     files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
-    return [names, before, after, whole(full), files]
+    return [names, before, after, unsharded_copy(full), files]
 
 
 OPTIONS: dict[str, dict[str, Any]] = {

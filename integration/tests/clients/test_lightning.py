@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, TensorDataset
 
-from lamella_integration.in_place import Device, run_in_both, units, whole
+from lamella_integration.in_place import Device, run_in_both, units, unsharded_copy
 
 
 def layers() -> nn.Sequential:
@@ -61,11 +61,11 @@ def with_fabric(folder: Path, *, is_distributed: bool) -> object:
 
     model, optimizer = set_up(fabric)
     train(fabric, model, optimizer, loader)
-    rest = {"model": model, "optimizer": optimizer, "epoch": 0}
-    fabric.load(folder / "checkpoint", rest)
-    assert rest["epoch"] == 1
+    checkpoint = {"model": model, "optimizer": optimizer, "epoch": 0}
+    fabric.load(folder / "checkpoint", checkpoint)
+    assert checkpoint["epoch"] == 1
     assert str(train(fabric, model, optimizer, loader)) == str(after)
-    return [units(model.module), before, after, whole(model.state_dict())]
+    return [units(model.module), before, after, unsharded_copy(model.state_dict())]
 
 
 def set_up(fabric: Any) -> tuple[Any, Any]:
@@ -85,7 +85,7 @@ def train(fabric: Any, model: Any, optimizer: Any, loader: Any) -> list[object]:
             fabric.clip_gradients(model, optimizer, max_norm=0.5)
             optimizer.step()
             optimizer.zero_grad()
-    return [whole(losses)]
+    return [unsharded_copy(losses)]
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu2)])
@@ -125,7 +125,7 @@ def with_trainer(folder: Path, *, is_distributed: bool) -> object:
     second = fit(folder / "second", is_distributed, num_epochs=2, checkpoint=checkpoint)
     half = len(first.losses) // 2
     assert str(second.losses) == str(first.losses[half:])
-    return [units(first), whole(first.losses), whole(first.state_dict())]
+    return [units(first), unsharded_copy(first.losses), unsharded_copy(first.state_dict())]
 
 
 def fit(folder: Path, is_distributed: bool, *, num_epochs: int, checkpoint: Path | None = None) -> Module:

@@ -13,7 +13,7 @@ from client_models import tiny_llama, tokens
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-from lamella_integration.in_place import Device, run_in_both, units, whole
+from lamella_integration.in_place import Device, run_in_both, units, unsharded_copy
 
 
 def adapted() -> Any:
@@ -29,7 +29,7 @@ def trained_and_saved(folder: Path) -> object:
     torch.distributed.fsdp.fully_shard(model)
     names = units(model)
     frozen = {name: parameter for name, parameter in model.named_parameters() if not parameter.requires_grad}
-    before: Any = whole(frozen)
+    before: Any = unsharded_copy(frozen)
 
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trainable, lr=1e-2)
@@ -42,7 +42,7 @@ def trained_and_saved(folder: Path) -> object:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.detach())
-    after: Any = whole(frozen)
+    after: Any = unsharded_copy(frozen)
     assert all(torch.equal(before[name], after[name]) for name in before)
 
     options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
@@ -53,7 +53,13 @@ def trained_and_saved(folder: Path) -> object:
     loaded = PeftModel.from_pretrained(tiny_llama().to(device), folder)
     again = loaded(input_ids=ids, labels=ids).loss
     torch.testing.assert_close(again, model(input_ids=ids, labels=ids).loss)  # unsharded: sums may be rounded otherwise
-    return [names, whole(losses), whole(again), adapters, sorted(path.name for path in folder.iterdir())]
+    return [
+        names,
+        unsharded_copy(losses),
+        unsharded_copy(again),
+        adapters,
+        sorted(path.name for path in folder.iterdir()),
+    ]
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu2)])

@@ -18,7 +18,7 @@ from torchtitan.distributed.activation_checkpoint import FullAC
 from torchtitan.models.common.attention import ScaledDotProductAttention
 from torchtitan.models.llama3 import llama3_configs, parallelize_llama
 
-from lamella_integration.in_place import run_in_both, units, whole
+from lamella_integration.in_place import run_in_both, units, unsharded_copy
 
 WITHOUT_OTHERS = {"cp": 1, "tp": 1, "pp": 1, "ep": 1}
 
@@ -78,7 +78,7 @@ def trained(
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.detach())
-    return [units(model), whole(losses), whole(norms), whole(model.state_dict())]
+    return [units(model), unsharded_copy(losses), unsharded_copy(norms), unsharded_copy(model.state_dict())]
 
 
 @pytest.mark.parametrize("reshard", ["default", "never"])

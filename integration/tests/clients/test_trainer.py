@@ -11,7 +11,7 @@ import torch
 from client_models import let_accelerate_shard_on_cpus, tiny_llama, tokens
 from transformers import Trainer, TrainingArguments
 
-from lamella_integration.in_place import Device, run_in_both, units, whole
+from lamella_integration.in_place import Device, run_in_both, units, unsharded_copy
 
 ROWS = [{"input_ids": row, "labels": row} for row in tokens(32)]
 
@@ -45,8 +45,8 @@ def trainer_in(folder: Path, *, num_steps: int, state_dict_type: str) -> Any:
 
 def logged(trainer: Any) -> list[dict[str, object]]:
     """Losses and norms by step, also of steps before a run was resumed."""
-    kept = ("step", "loss", "grad_norm", "learning_rate")
-    return [{name: entry[name] for name in kept} for entry in trainer.state.log_history if "loss" in entry]
+    figures = ("step", "loss", "grad_norm", "learning_rate")
+    return [{name: entry[name] for name in figures} for entry in trainer.state.log_history if "loss" in entry]
 
 
 def trained_and_resumed(folder: Path, *, state_dict_type: str) -> object:
@@ -61,7 +61,7 @@ def trained_and_resumed(folder: Path, *, state_dict_type: str) -> object:
     assert logged(second) == logged(first)
     assert len(logged(second)) == 4
     files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
-    return [names, logged(first), logged(second), evaluated, whole(first.model.state_dict()), files]
+    return [names, logged(first), logged(second), evaluated, unsharded_copy(first.model.state_dict()), files]
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu2)])

@@ -40,18 +40,18 @@ def api(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Modu
 @pytest.hookimpl(tryfirst=True)  # before -k and --lf take tests out of the list
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     ours = [item for item in items if item.path.parent == Path(__file__).parent]
-    known = set()
+    matched_names = set()
     for item in ours:
         test, case, implementation = _name_of(item)
         if IS_OLD and API.get(implementation) is torch.distributed.fsdp:
             item.add_marker(pytest.mark.xfail(strict=False, reason="older than the suite"))
         lacks = NOT_YET.get(item.path.stem, {})
         for key in {f"{test}[{case}]", test} & lacks.keys():
-            known.add((item.path.stem, key))
+            matched_names.add((item.path.stem, key))
             if API.get(implementation) is lamella_engine:
                 item.add_marker(pytest.mark.xfail(strict=True, reason=lacks[key]))
     files = {item.path.stem for item in ours}
-    stale = {(file, key) for file in files for key in NOT_YET.get(file, {})} - known
+    stale = {(file, key) for file in files for key in NOT_YET.get(file, {})} - matched_names
     if stale and not any("::" in argument for argument in config.args):
         raise pytest.UsageError(f"Expected not_yet.py to name tests that exist, got {sorted(stale)}.")
 

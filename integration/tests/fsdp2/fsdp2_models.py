@@ -44,12 +44,12 @@ def on_ranks(scenario: Callable[..., object], num_ranks: int = 2, *, cases: Iter
     On GPUs the ranks stay from test to test, and what a scenario makes without saying where is made there.
     """
     device = Where.device
-    each = [()] if cases is None else list(cases)
+    argument_tuples = [()] if cases is None else list(cases)
 
     def go_through() -> None:
         Where.device = device
         torch.set_default_device(device)
-        for case in each:
+        for case in argument_tuples:
             try:
                 scenario(*(case if isinstance(case, tuple) else (case,)))
             except BaseException as error:
@@ -150,7 +150,7 @@ def average(model: nn.Module, mesh: DeviceMesh | None = None) -> None:
                 parameter.grad /= dist.get_world_size(group)
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
+def full_value(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor's global value, detached."""
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
 
@@ -175,7 +175,7 @@ def _comparable(got: DTensor, expected: torch.Tensor) -> tuple[torch.Tensor, tor
     placements: Any = got.placements  # a `Placement` alone has no dim
     dims = [placement.dim for placement in placements if placement.is_shard()]
     if len(dims) != len(set(dims)) or not all(type(p) in (Shard, Replicate) for p in got.placements):
-        return whole(got), expected
+        return full_value(got), expected
     for axis, placement in enumerate(got.placements):
         if isinstance(placement, Shard):
             expected = _chunk(expected, got.device_mesh.size(axis), got.device_mesh.get_local_rank(axis), placement.dim)

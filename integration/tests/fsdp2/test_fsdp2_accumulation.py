@@ -45,8 +45,8 @@ def _train(expected: nn.Module, model: nn.Module, set_flags: object, counts: dic
     for step in range(2):
         assert _microbatches(expected, model, set_flags, step) == counts
         assert_equal_models(expected, model)
-        for each in (expected, model):
-            descend(each, set_to_none=step % 2 == 0)
+        for network in (expected, model):
+            descend(network, set_to_none=step % 2 == 0)
 
 
 def test_a_step_of_microbatches_reduces_each_unit_once(api: Api) -> None:
@@ -97,8 +97,8 @@ def test_kept_gradients_and_reduced_ones_add_up(api: Api) -> None:
         shard(api, model)
         for step, syncs in enumerate([True, False, True]):
             model.set_requires_gradient_sync(syncs)
-            for each in (expected, model):
-                each(inputs(seed=step)).square().sum().backward()
+            for network in (expected, model):
+                network(inputs(seed=step)).square().sum().backward()
         average(expected)
         assert_equal_models(expected, model)
 
@@ -132,8 +132,8 @@ def test_a_pipeline_may_gather_ahead_and_keep_what_it_gathered(api: Api) -> None
             model.set_is_last_backward(is_last)
             if not reshard_after_backward:
                 model.set_reshard_after_backward(is_last)
-            for each in (expected, model):
-                each(inputs(seed=microbatch)).square().sum().backward()
+            for network in (expected, model):
+                network(inputs(seed=microbatch)).square().sum().backward()
         average(expected)
         assert_equal_models(expected, model)
         assert_all_sharded(model.parameters())

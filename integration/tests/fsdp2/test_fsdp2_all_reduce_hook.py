@@ -36,8 +36,8 @@ def _watch(model: Stack) -> Shown:
 
 
 def _own_parameters(module: nn.Module) -> list[nn.Parameter]:
-    own = [module] if isinstance(module, Block) else [module.get_submodule(name) for name in ("stem", "head")]
-    return [parameter for each in own for parameter in each.parameters()]
+    owners = [module] if isinstance(module, Block) else [module.get_submodule(name) for name in ("stem", "head")]
+    return [parameter for owner in owners for parameter in owner.parameters()]
 
 
 def _slots(parameters: list[nn.Parameter], gradients: list[torch.Tensor], num_ranks: int) -> torch.Tensor:
@@ -69,8 +69,8 @@ def test_a_hook_is_shown_this_ranks_shards_and_nothing_else(api: Api) -> None:
         shown = _watch(shard(api, model, mp_policy=api.MixedPrecisionPolicy(**dtypes)))
         for i in range(num_microbatches):
             model.set_requires_gradient_sync(i == num_microbatches - 1)
-            for each in (expected, model):
-                each(inputs(seed=i)).float().square().mean().backward()
+            for network in (expected, model):
+                network(inputs(seed=i)).float().square().mean().backward()
         _assert_shown_what_is_installed(shown, 2)
         if not wide:
             average(expected)
@@ -96,8 +96,8 @@ def test_over_replicas_a_hook_is_shown_what_all_of_them_have(api: Api) -> None:
         shown = _watch(shard(api, model, mesh=grid("outer", "inner")))
         for i in range(num_microbatches):
             model.set_requires_all_reduce(i == num_microbatches - 1)
-            for each in (expected, model):
-                each(inputs(seed=i)).square().mean().backward()
+            for network in (expected, model):
+                network(inputs(seed=i)).square().mean().backward()
         _assert_shown_what_is_installed(shown, 2)
         average(expected)
         assert_equal_models(expected, model)
@@ -121,8 +121,8 @@ def test_what_a_hook_changes_in_place_is_installed(api: Api) -> None:
 
         for module in (*model.blocks, model):
             module.set_all_reduce_hook(clip)
-        for each in (expected, model):
-            (100 * each(inputs()).square().mean()).backward()
+        for network in (expected, model):
+            (100 * network(inputs()).square().mean()).backward()
         average(expected)
         for a, b in zip((*expected.blocks, expected), (*model.blocks, model), strict=True):
             gradients = [gradient_of(parameter) for parameter in _own_parameters(a)]

@@ -46,14 +46,14 @@ def test_an_output_may_go_unused(api: Api) -> None:
         api.fully_shard(model.one, reshard_after_forward=reshard)
         api.fully_shard(model, reshard_after_forward=reshard)
         for step in range(4):
-            for each in (expected, model):
-                a, b = each(inputs(seed=step))
+            for network in (expected, model):
+                a, b = network(inputs(seed=step))
                 ((a * b).sum() if step < 2 else a.sum()).backward()
             average(expected)
             assert_equal_models(expected, model)
             assert_all_sharded(model.parameters())
-            for each in (expected, model):
-                descend(each)
+            for network in (expected, model):
+                descend(network)
 
     on_ranks(scenario, cases=RESHARD)
 
@@ -85,18 +85,18 @@ def test_the_halves_of_a_graph_may_go_backward_one_after_another(api: Api) -> No
         for module in (model[0], model[1].one, model[1].two, model):
             api.fully_shard(module)
         for _ in range(2):
-            for each in (expected, model):
-                one, two = each(inputs())
-                if each is model:
+            for network in (expected, model):
+                one, two = network(inputs())
+                if network is model:
                     model.set_is_last_backward(False)
                 two.sum().backward(retain_graph=True)
-                if each is model:
+                if network is model:
                     model.set_is_last_backward(True)
                 one.square().sum().backward()
             average(expected)
             assert_equal_models(expected, model)
-            for each in (expected, model):
-                descend(each)
+            for network in (expected, model):
+                descend(network)
 
     on_ranks(scenario)
 
@@ -111,8 +111,8 @@ def test_ranks_may_use_different_parts_if_told_so(api: Api) -> None:
         expected, model = twins(Routed)
         api.fully_shard(model)
         model.set_reduce_scatter_unused_params(True)
-        for each in (expected, model):
-            each(inputs()).square().sum().backward()
+        for network in (expected, model):
+            network(inputs()).square().sum().backward()
         for parameter in expected.parameters():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -125,7 +125,7 @@ def test_ranks_may_use_different_parts_if_told_so(api: Api) -> None:
 # -- containers -------------------------------------------------------------------------------------------------------
 
 
-class _Named(NamedTuple):
+class _NamedOutput(NamedTuple):
     x: torch.Tensor
     extra: torch.Tensor
 
@@ -140,7 +140,7 @@ CONTAINERS = {
     "list": (lambda x: [x], lambda value: value[0]),
     "tuple": (lambda x: (x, None, 3), lambda value: value[0]),
     "dict": (lambda x: {"x": x, "n": 1}, lambda value: value["x"]),
-    "namedtuple": (lambda x: _Named(x, torch.ones(2)), lambda value: value.x),
+    "namedtuple": (lambda x: _NamedOutput(x, torch.ones(2)), lambda value: value.x),
     "dataclass": (lambda x: _Record(x), lambda value: value.x),
     "nested": (lambda x: {"a": [(x,)]}, lambda value: value["a"][0][0]),
 }
@@ -170,13 +170,13 @@ def test_activations_may_travel_in_containers(api: Api) -> None:
 
 def test_outputs_that_are_no_tensors_pass_unchanged(api: Api) -> None:
     class Odd(nn.Linear):
-        def forward(self, x: torch.Tensor, what: object = None) -> object:  # type: ignore[override]
-            return what
+        def forward(self, x: torch.Tensor, extra: object = None) -> object:  # type: ignore[override]
+            return extra
 
     def scenario() -> None:
         model = api.fully_shard(Odd(2, 2))
-        for what in (None, 3, "text", [1, 2], {"a": None}):
-            assert model(torch.ones(1, 2), what) == what
+        for extra in (None, 3, "text", [1, 2], {"a": None}):
+            assert model(torch.ones(1, 2), extra) == extra
         model.reshard()
         assert_all_sharded(model.parameters())
 
@@ -191,10 +191,10 @@ def test_inputs_get_their_gradients_and_hooks_on_activations_run(api: Api) -> No
         expected, model = twins()
         shard(api, model)
         seen: list[torch.Tensor] = []
-        for each in (expected, model):
+        for network in (expected, model):
             x = inputs().requires_grad_()
-            hidden = each.blocks[0](each.stem(x)) if each is expected else None
-            out = each(x)
+            hidden = network.blocks[0](network.stem(x)) if network is expected else None
+            out = network(x)
             out.register_hook(seen.append)
             out.square().sum().backward()
             seen.append(gradient_of(x))
@@ -210,13 +210,13 @@ def test_a_gradient_may_be_asked_for_without_touching_parameters(api: Api) -> No
         expected, model = twins()
         shard(api, model)
         gradients: list[torch.Tensor] = []
-        for each in (expected, model):
+        for network in (expected, model):
             x = inputs().requires_grad_()
-            gradients += torch.autograd.grad(each(x).square().sum(), [x])
+            gradients += torch.autograd.grad(network(x).square().sum(), [x])
         assert_close(gradients[1], gradients[0])
         model.zero_grad()
-        for each in (expected, model):
-            each.zero_grad()
+        for network in (expected, model):
+            network.zero_grad()
         assert_trains_as(expected, model)
 
     on_ranks(scenario)

@@ -26,8 +26,8 @@ def test_clipping_uses_the_norm_of_the_whole_gradient(api: Api) -> None:
     def scenario(norm_type: float) -> None:
         expected, model = twins()
         shard(api, model)
-        for each in (expected, model):
-            (100 * each(inputs()).square().sum()).backward()
+        for network in (expected, model):
+            (100 * network(inputs()).square().sum()).backward()
         average(expected)
         norm = torch.nn.utils.clip_grad_norm_(expected.parameters(), 1.0, norm_type)
         assert norm > 1.0
@@ -51,9 +51,9 @@ def test_a_scaled_step_is_skipped_on_every_rank_if_one_finds_infinity(api: Api) 
         gradient = local(model.stem.weight.grad)
         if finds and dist.get_rank() == 1:
             gradient[0, 0] = math.inf
-        wanted = gradient / 4
+        unscaled = gradient / 4
         scaler.unscale_(optimizer)
-        torch.testing.assert_close(local(model.stem.weight.grad), wanted)
+        torch.testing.assert_close(local(model.stem.weight.grad), unscaled)
         scaler.step(optimizer)
         scaler.update()
         assert scaler.get_scale() == (2.0 if finds else 4.0)

@@ -62,12 +62,12 @@ def test_a_unit_of_several_modules_is_gathered_once(api: Api) -> None:
 def test_a_unit_that_runs_twice_is_gathered_for_each_run_and_reduced_once(api: Api) -> None:
     """Once: autograd sums both runs' gradients before it hands them over."""
 
-    class Twice(Stack):
+    class FirstBlockTwice(Stack):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(self.blocks[0](x))
 
     def scenario() -> None:
-        model = shard(api, Twice())
+        model = shard(api, FirstBlockTwice())
         (num_gathers, _), (_, num_reductions) = _counts(model)
         assert (num_gathers, num_reductions) == (NUM_UNITS + 1, NUM_UNITS)
 

@@ -73,8 +73,8 @@ class Rounded(torch.Tensor):
             with _unsafe_preserve_version_counter(out):
                 out.copy_(gathered)
             return None
-        whole = gathered.to(param_dtype)
-        return whole, (gathered, whole)
+        weight = gathered.to(param_dtype)
+        return weight, (gathered, weight)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -125,18 +125,18 @@ def _assert_trains_on_rounded_weights(expected: nn.Module, model: nn.Module) -> 
         for name, parameter in expected.named_parameters():
             if "weight" in name:
                 parameter.copy_(parameter.bfloat16())
-    for each in (expected, model):
-        each(inputs()).square().sum().backward()
+    for network in (expected, model):
+        network(inputs()).square().sum().backward()
     average(expected)
     for (name, a), b in zip(expected.named_parameters(), model.named_parameters(), strict=True):
         sharded = gradient_of(b[1])
         assert isinstance(sharded, DTensor)
         gradient = sharded.to_local()
         gradient = gradient._data if isinstance(gradient, Rounded) else gradient
-        whole, rank = gradient_of(a), torch.distributed.get_rank()
-        chunks = whole.chunk(2)
-        wanted = chunks[rank] if rank < len(chunks) else whole[:0]
-        assert_close(gradient, wanted, name)
+        full_gradient, rank = gradient_of(a), torch.distributed.get_rank()
+        chunks = full_gradient.chunk(2)
+        expected_chunk = chunks[rank] if rank < len(chunks) else full_gradient[:0]
+        assert_close(gradient, expected_chunk, name)
 
 
 def test_a_tensor_that_says_half_of_it_is_refused_in_fsdp2s_words(api: Api) -> None:
@@ -192,8 +192,8 @@ def _attach(model: nn.Module, log: list[DeviceMesh]) -> None:
             with _unsafe_preserve_version_counter(out), torch.no_grad():
                 out.copy_(outputs[0])
             return None
-        whole = outputs[0].to(dtype)
-        return whole, (outputs[0], whole)
+        weight = outputs[0].to(dtype)
+        return weight, (outputs[0], weight)
 
     for name, parameter in model.named_parameters():
         if "weight" in name:
@@ -240,7 +240,7 @@ def test_the_mesh_that_a_tensor_is_told_is_the_one_it_is_gathered_over(api: Api)
     on_ranks(scenario, 4)
 
 
-class Pair(TwoTensor):
+class TravellingPair(TwoTensor):
     """Two equal tensors, which both travel. It computes as a pair, so its gradient is one."""
 
     def fsdp_pre_all_gather(
@@ -259,7 +259,7 @@ class Pair(TwoTensor):
     ) -> Gathered:
         parts = tuple(output.to(param_dtype) for output in all_gather_outputs)
         if out is None:
-            return Pair(*parts), (*all_gather_outputs, *parts)  # type: ignore[no-untyped-call]
+            return TravellingPair(*parts), (*all_gather_outputs, *parts)  # type: ignore[no-untyped-call]
         inner = out.to_local() if isinstance(out, DTensor) else out
         assert isinstance(inner, TwoTensor)
         for place, part in zip((inner.a, inner.b), parts, strict=True):
@@ -272,7 +272,7 @@ class Pair(TwoTensor):
 def _pair_weights(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, nn.Linear):
-            module.weight = nn.Parameter(Pair(module.weight.detach(), module.weight.detach().clone()))  # type: ignore[no-untyped-call]
+            module.weight = nn.Parameter(TravellingPair(module.weight.detach(), module.weight.detach().clone()))  # type: ignore[no-untyped-call]
 
 
 def _parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -322,15 +322,15 @@ def test_plain_parameters_that_met_a_tensor_subclass_train_as_unsharded(api: Api
         expected, model = twins()
         shard(api, model, **options)
         for step in range(2):
-            for each in (expected, model):
+            for network in (expected, model):
                 x = inputs(seed=step)
-                each(Pair(x, x.clone())).square().mean().backward()  # type: ignore[no-untyped-call]
+                network(TravellingPair(x, x.clone())).square().mean().backward()  # type: ignore[no-untyped-call]
             for parameter in expected.parameters():
                 parameter.grad = _parts(parameter.grad)[0]
             average(expected)
             assert_equal_models(expected, model)
-            for each in (expected, model):
-                descend(each)
+            for network in (expected, model):
+                descend(network)
 
     def along_the_last_dim(parameter: nn.Parameter) -> Shard | None:
         return Shard(-1) if parameter.shape[-1] % 2 == 0 else None

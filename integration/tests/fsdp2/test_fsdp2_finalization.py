@@ -81,8 +81,8 @@ def test_backwards_that_are_finalized_together_are_a_step(finalizing: Api) -> No
                 _backward(expected, 3 * step + microbatch)
             average(expected)
             assert_equal_models(expected, model)
-            for each in (expected, model):
-                descend(each)
+            for network in (expected, model):
+                descend(network)
         model.set_manual_backward_finalization(False)
         model.set_is_last_backward(True)
         assert_trains_as(expected, model)
@@ -154,7 +154,7 @@ def _below_the_outermost(model: Any) -> None:
     model.blocks[0].set_manual_backward_finalization(True)
 
 
-def _of_an_inner_unit(model: Any) -> None:
+def _finalize_an_inner_unit(model: Any) -> None:
     model.set_manual_backward_finalization(True)
     _backward(model, 0)
     model.blocks[0].finalize_backward()
@@ -191,7 +191,7 @@ def _waited_for_after_a_reset(model: Any) -> None:
 REFUSALS: dict[str, tuple[Callable[[Any], None], str]] = {
     "without the mode": (_without_the_mode, "finalize_backward requires manual backward finalization"),
     "the mode of an inner unit": (_below_the_outermost, "set_manual_backward_finalization"),
-    "an inner unit": (_of_an_inner_unit, "finalize_backward"),
+    "an inner unit": (_finalize_an_inner_unit, "finalize_backward"),
     "during backward": (_during_backward, "finalize_backward must be called after backward completes"),
     "another mode after backward": (_changed_after_backward, "set_manual_backward_finalization cannot change mode"),
     "another mode during backward": (_changed_during_backward, "set_manual_backward_finalization cannot change mode"),
@@ -229,11 +229,11 @@ def test_unsharded_parameters_may_keep_their_addresses(keeping: Api) -> None:
             for unit in units(keeping, model):
                 unit.unshard()
             assert_none_sharded(model.parameters())
-            found = [parameter.data_ptr() for parameter in model.parameters()]
+            pointers = [parameter.data_ptr() for parameter in model.parameters()]
             for unit in units(keeping, model):
                 unit.reshard()
             assert_all_sharded(model.parameters())
-            return found
+            return pointers
 
         before = addresses()
         assert 0 not in before

@@ -56,8 +56,8 @@ def test_trained_and_frozen_parameters_may_share_a_unit(api: Api, freeze_after: 
 def test_a_frozen_unit_is_not_reduced(api: Api) -> None:
     def scenario() -> None:
         expected, model = twins()
-        for each in (expected, model):
-            each.blocks[1].requires_grad_(False)
+        for network in (expected, model):
+            network.blocks[1].requires_grad_(False)
         shard(api, model)
         counts, _ = count(lambda: model(inputs()).sum().backward())
         assert counts["reduce_scatter"] == 3
@@ -73,15 +73,15 @@ def test_units_may_freeze_and_thaw_between_steps(api: Api) -> None:
         expected, model = twins()
         shard(api, model, reshard_after_forward=reshard)
         for step, frozen in enumerate([(0, 2), (), (1,), (0,), ()]):
-            for each in (expected, model):
-                each.requires_grad_(True)
+            for network in (expected, model):
+                network.requires_grad_(True)
                 for index in frozen:
-                    each.blocks[index].requires_grad_(False)
-                each(inputs(seed=step)).square().sum().backward()
+                    network.blocks[index].requires_grad_(False)
+                network(inputs(seed=step)).square().sum().backward()
             average(expected)
             assert_equal_models(expected, model)
-            for each in (expected, model):
-                descend(each)
+            for network in (expected, model):
+                descend(network)
 
     on_ranks(scenario, cases=(True, False))
 
@@ -116,10 +116,10 @@ def test_a_wholly_frozen_model_passes_gradients_to_its_inputs(api: Api) -> None:
         expected, model = twins(Stack)
         shard(api, model)
         gradients = []
-        for each in (expected, model):
-            each.requires_grad_(False)
+        for network in (expected, model):
+            network.requires_grad_(False)
             x = inputs().requires_grad_()
-            each(x).square().sum().backward()
+            network(x).square().sum().backward()
             gradients.append(x.grad)
         torch.testing.assert_close(gradients[1], gradients[0])
         assert all(parameter.grad is None for parameter in model.parameters())

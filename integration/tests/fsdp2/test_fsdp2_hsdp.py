@@ -91,8 +91,8 @@ def test_microbatches_may_wait_for_the_outer_axis_or_for_both(api: Api) -> None:
             assert totals == {"reduce_scatter": NUM_UNITS * (1 if waits_for_both else 3), "all_reduce": NUM_UNITS}
             average(expected)
             assert_equal_models(expected, model)
-            for each in (expected, model):
-                descend(each)
+            for network in (expected, model):
+                descend(network)
 
     on_ranks(scenario, 4, cases=(True, False))
 
@@ -103,8 +103,8 @@ def test_low_precision_is_reduced_on_both_axes(api: Api) -> None:
         policy = api.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         shard(api, model, mesh=grid("outer", "inner"), mp_policy=policy)
         expected.to(torch.bfloat16)
-        for each in (expected, model):
-            each(inputs().to(torch.bfloat16)).sum().backward()
+        for network in (expected, model):
+            network(inputs().to(torch.bfloat16)).sum().backward()
         expected.float()
         average(expected)
         for a, b in zip(expected.parameters(), model.parameters(), strict=True):
@@ -146,8 +146,8 @@ def test_a_hook_takes_the_place_of_the_outer_axis(api: Api) -> None:
 
         for module in (*model.blocks, model):
             module.set_all_reduce_hook(reduce)
-        for each in (expected, model):
-            each(inputs()).square().sum().backward()
+        for network in (expected, model):
+            network(inputs()).square().sum().backward()
         average(expected)
         assert_equal_models(expected, model)
         assert len(seen) == NUM_UNITS
@@ -173,11 +173,11 @@ def test_gradients_are_divided_by_the_ranks_of_both_axes_or_by_the_factor(api: A
         shard(api, model, mesh=grid("outer", "inner"))
         model.set_gradient_divide_factor(factor)
         model.set_force_sum_reduction_for_comms(True)  # gloo has no other
-        for each in (expected, model):
-            each(inputs()).square().sum().backward()
+        for network in (expected, model):
+            network(inputs()).square().sum().backward()
         average(expected)
-        own = [*expected.stem.parameters(), *expected.head.parameters()]
-        for parameter in own:
+        root_parameters = [*expected.stem.parameters(), *expected.head.parameters()]
+        for parameter in root_parameters:
             parameter.grad *= 4 / factor
         assert_equal_models(expected, model)
 

@@ -11,10 +11,10 @@ from fsdp2_models import (
     assert_none_sharded,
     average,
     count,
+    full_value,
     inputs,
     on_ranks,
     twins,
-    whole,
 )  # fmt: skip
 from torch.distributed._composable import replicate  # type: ignore[attr-defined]
 from torch.distributed.tensor.experimental import implicit_replication
@@ -31,8 +31,8 @@ def test_ignored_parameters_are_neither_sharded_nor_reduced(api: Api) -> None:
         assert_none_sharded(ignored)
         assert {*model.head.parameters(), model.blocks[0].up.weight} == ignored
         assert_all_sharded({*model.parameters()} - ignored)
-        for each in (expected, model):
-            each(inputs()).square().sum().backward()
+        for network in (expected, model):
+            network(inputs()).square().sum().backward()
         assert_close(model.head.weight.grad, expected.head.weight.grad)
         average(expected)
         assert_close(model.stem.weight.grad, expected.stem.weight.grad)
@@ -62,7 +62,7 @@ def test_ddp_may_look_after_what_a_unit_ignores(api: Api) -> None:
         assert names
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)  # type: ignore[no-untyped-call]
         wrapped = DistributedDataParallel(model)
-        optimizers = [torch.optim.Adam(each.parameters(), lr=1e-2) for each in (expected, model)]
+        optimizers = [torch.optim.Adam(network.parameters(), lr=1e-2) for network in (expected, model)]
         for step in range(2):
             expected(inputs(seed=step)).square().sum().backward()
             wrapped(inputs(seed=step)).square().sum().backward()
@@ -72,7 +72,7 @@ def test_ddp_may_look_after_what_a_unit_ignores(api: Api) -> None:
                     optimizer.step()
                     optimizer.zero_grad()
         for a, b in zip(expected.parameters(), model.parameters(), strict=True):
-            assert_close(whole(b), a)
+            assert_close(full_value(b), a)
 
     on_ranks(scenario)
 
@@ -83,10 +83,10 @@ def test_replication_around_units_leaves_them_alone(api: Api) -> None:
         for block in model.blocks:
             api.fully_shard(block)
         replicate(model)
-        optimizers = [torch.optim.Adam(each.parameters(), lr=1e-2) for each in (expected, model)]
+        optimizers = [torch.optim.Adam(network.parameters(), lr=1e-2) for network in (expected, model)]
         for step in range(3):
-            for each in (expected, model):
-                each(inputs(seed=step)).square().sum().backward()
+            for network in (expected, model):
+                network(inputs(seed=step)).square().sum().backward()
             average(expected)
             with implicit_replication():
                 for optimizer in optimizers:
@@ -95,7 +95,7 @@ def test_replication_around_units_leaves_them_alone(api: Api) -> None:
         assert_all_sharded(model.blocks.parameters())
         assert_none_sharded(model.head.parameters())
         for a, b in zip(expected.parameters(), model.parameters(), strict=True):
-            assert_close(whole(b), a)
+            assert_close(full_value(b), a)
 
     on_ranks(scenario)
 

@@ -17,12 +17,12 @@ from fsdp2_models import (
     assert_equal_models,
     assert_none_sharded,
     assert_trains_as,
+    full_value,
     inputs,
     on_ranks,
     shard,
     twins,
     units,
-    whole,
 )  # fmt: skip
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -55,7 +55,7 @@ def test_ranks_with_different_weights_keep_the_rows_of_their_own(api: Api) -> No
         model = nn.Linear(3, 4, device=Where.device)
         nn.init.constant_(model.weight, dist.get_rank())
         api.fully_shard(model)
-        assert whole(model.weight)[:, 0].tolist() == [0, 0, 1, 1]
+        assert full_value(model.weight)[:, 0].tolist() == [0, 0, 1, 1]
 
     on_ranks(scenario, 2)
 
@@ -181,8 +181,8 @@ def test_a_state_names_its_parameters_from_the_outermost_unit_on(api: Api) -> No
         assert [state._fsdp_param_group._module_fqn for state in inner] == ["blocks.0", "blocks.1"]
         names = [parameter._param_fqn for state in inner for parameter in state._fsdp_param_group.fsdp_params]
         assert names == [name for name, _ in model.named_parameters() if name.startswith("blocks")]
-        rest = {parameter._param_fqn for parameter in outermost._fsdp_param_group.fsdp_params}
-        assert rest == {"stem.weight", "stem.bias", "head.weight", "head.bias"}
+        root_names = {parameter._param_fqn for parameter in outermost._fsdp_param_group.fsdp_params}
+        assert root_names == {"stem.weight", "stem.bias", "head.weight", "head.bias"}
 
     on_ranks(scenario, 1)
 
@@ -204,9 +204,9 @@ def test_a_state_says_whether_its_parameters_are_unsharded_and_which_modules_are
             module.register_forward_pre_hook(look)
         look()
         model(inputs())
-        assert [whole for whole, _, _ in seen] == [False, True, True, False]
+        assert [is_unsharded for is_unsharded, _, _ in seen] == [False, True, True, False]
         assert [parts for _, parts, _ in seen] == [True, False, False, True]
-        assert [left for _, _, left in seen] == [set(), {*pair}, {pair[1]}, set()]
+        assert [pending for _, _, pending in seen] == [set(), {*pair}, {pair[1]}, set()]
 
     on_ranks(scenario)
 
@@ -238,7 +238,7 @@ def _linears(dim: int) -> nn.Module:
 
 @pytest.mark.filterwarnings("ignore:DTensor random operators may not have complete support")
 def test_a_model_built_on_meta_is_materialised_and_initialised_by_its_own_methods(api: Api) -> None:
-    def scenario(dtype: torch.dtype | None, inside: bool) -> None:
+    def scenario(dtype: torch.dtype | None, by_parent: bool) -> None:
         policy = api.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
 
         def apply(model: Any) -> None:
@@ -248,9 +248,9 @@ def test_a_model_built_on_meta_is_materialised_and_initialised_by_its_own_method
         for dim in (8, 3, 1):
             with torch.device("meta"):
                 model = _linears(dim)
-                if inside:
+                if by_parent:
                     apply(model)
-            if not inside:
+            if not by_parent:
                 apply(model)
             assert all(parameter.is_meta for parameter in model.parameters())
             model.to_empty(device=Where.device)
@@ -261,7 +261,7 @@ def test_a_model_built_on_meta_is_materialised_and_initialised_by_its_own_method
                 if isinstance(module, nn.Linear):
                     module.reset_parameters()
             for parameter in model.parameters():
-                assert not (whole(parameter) == 1337).any()
+                assert not (full_value(parameter) == 1337).any()
             model(inputs(4, dim)).sum().backward()
             optimizer.step()
 
@@ -274,9 +274,9 @@ def test_a_meta_model_takes_the_tensors_of_a_state_dict_that_is_assigned(api: Ap
         with torch.device("meta"):
             model = Stack()
         shard(api, model)
-        wanted = expected.state_dict()
+        state = expected.state_dict()
         loaded = {
-            name: nn.Parameter(distribute_tensor(wanted[name], meta.device_mesh, meta.placements))
+            name: nn.Parameter(distribute_tensor(state[name], meta.device_mesh, meta.placements))
             for name, meta in model.state_dict().items()
         }
         model.load_state_dict(loaded, assign=True)
@@ -287,7 +287,7 @@ def test_a_meta_model_takes_the_tensors_of_a_state_dict_that_is_assigned(api: Ap
 
 
 def test_units_may_be_materialised_one_by_one_and_a_parameter_replaced(api: Api) -> None:
-    class Normed(nn.Module):
+    class LinearsAndNorm(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.one, self.two = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
@@ -299,7 +299,7 @@ def test_units_may_be_materialised_one_by_one_and_a_parameter_replaced(api: Api)
 
     def scenario() -> None:
         with torch.device("meta"):
-            model = Normed()
+            model = LinearsAndNorm()
         for module in (model.one, model.two, model):
             api.fully_shard(module)
         for module in (model.one, model.two):

@@ -66,12 +66,12 @@ def test_offloaded_gradients_accumulate_over_microbatches(api: Api, reduces_each
             for microbatch in range(3):
                 model.set_requires_gradient_sync(reduces_each or microbatch != 0)
                 model.set_is_last_backward(microbatch == 2)
-                for each in (expected, model):
-                    each(inputs(seed=10 * step + microbatch)).square().mean().backward()
+                for network in (expected, model):
+                    network(inputs(seed=10 * step + microbatch)).square().mean().backward()
             average(expected)
             assert_equal_models(expected, model)
-            for each in (expected, model):
-                descend(each, set_to_none=step == 0)
+            for network in (expected, model):
+                descend(network, set_to_none=step == 0)
 
     on_ranks(scenario)
 
@@ -84,8 +84,8 @@ def test_offloaded_shards_may_have_replicas(api: Api) -> None:
         assert_trains_as(expected, model)
         for microbatch in range(2):
             model.set_requires_all_reduce(microbatch == 1)
-            for each in (expected, model):
-                each(inputs(seed=microbatch)).square().sum().backward()
+            for network in (expected, model):
+                network(inputs(seed=microbatch)).square().sum().backward()
         average(expected)
         assert_equal_models(expected, model)
 
@@ -105,8 +105,8 @@ def test_an_optimizer_may_step_in_backward_on_offloaded_gradients(api: Api) -> N
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(step)
         for i in range(2):
-            for each in (expected, model):
-                each(inputs(seed=i)).square().mean().backward()
+            for network in (expected, model):
+                network(inputs(seed=i)).square().mean().backward()
             average(expected)
             descend(expected)
             assert_equal_models(expected, model)

@@ -69,8 +69,8 @@ def test_a_dim_other_than_0_goes_with_low_precision_and_accumulation(api: Api) -
         expected.to(torch.bfloat16)
         for microbatch in range(2):
             model.set_requires_gradient_sync(microbatch == 1)
-            for each in (expected, model):
-                each(inputs(seed=microbatch).to(torch.bfloat16)).sum().backward()
+            for network in (expected, model):
+                network(inputs(seed=microbatch).to(torch.bfloat16)).sum().backward()
         expected.float()
         average(expected)
         for a, b in zip(expected.parameters(), model.parameters(), strict=True):

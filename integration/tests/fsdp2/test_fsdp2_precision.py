@@ -57,14 +57,14 @@ def test_gradients_are_those_of_a_cast_model_reduced_in_the_reduce_dtype(api: Ap
     on_ranks(scenario, cases=LOW)
 
 
-def _summed(made: torch.dtype, reduce_dtype: torch.dtype | None) -> torch.dtype:
-    return reduce_dtype or (FP32 if KEEPS_MAIN_DTYPE else made)
+def _summed(gradient_dtype: torch.dtype, reduce_dtype: torch.dtype | None) -> torch.dtype:
+    return reduce_dtype or (FP32 if KEEPS_MAIN_DTYPE else gradient_dtype)
 
 
-def _wire(api: Api, made: torch.dtype, reduce_dtype: torch.dtype | None) -> torch.dtype:
+def _wire(api: Api, gradient_dtype: torch.dtype, reduce_dtype: torch.dtype | None) -> torch.dtype:
     """What a reduction sends: FSDP2 what it adds up, lamella what backward made where the sum holds all of that."""
-    summed = _summed(made, reduce_dtype)
-    return made if api is lamella_engine and torch.promote_types(made, summed) == summed else summed
+    summed = _summed(gradient_dtype, reduce_dtype)
+    return gradient_dtype if api is lamella_engine and torch.promote_types(gradient_dtype, summed) == summed else summed
 
 
 def test_collectives_carry_the_dtypes_of_the_policy(api: Api) -> None:
@@ -77,10 +77,10 @@ def test_collectives_carry_the_dtypes_of_the_policy(api: Api) -> None:
         assert {call.dtype for call in counter.reductions} == {_wire(api, param_dtype or FP32, reduce_dtype)}
         assert len(counter.reductions) == len(units(api, model)) or Where.device == "cuda"
         shard(api, again := Stack())
-        with CollectiveCounter() as whole:
+        with CollectiveCounter() as unit_counter:
             again(inputs()).sum().backward()
         # Bytes, not dtypes: a gather moves whatever it is given, and may be given bytes.
-        assert gathered * 4 == whole.nbytes("all_gather") * (param_dtype or FP32).itemsize
+        assert gathered * 4 == unit_counter.nbytes("all_gather") * (param_dtype or FP32).itemsize
 
     on_ranks(scenario, cases=LOW)
 
@@ -207,7 +207,7 @@ def test_inputs_and_outputs_are_cast_where_the_policy_says(api: Api) -> None:
 
 
 def test_only_floating_point_inputs_are_cast_and_other_objects_pass(api: Api) -> None:
-    class Looking(nn.Module):
+    class InputCheckingModel(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.linear = nn.Linear(DIM, DIM)
@@ -218,7 +218,7 @@ def test_only_floating_point_inputs_are_cast_and_other_objects_pass(api: Api) ->
             return out
 
     def scenario() -> None:
-        model = api.fully_shard(Looking(), mp_policy=api.MixedPrecisionPolicy(param_dtype=BF16))
+        model = api.fully_shard(InputCheckingModel(), mp_policy=api.MixedPrecisionPolicy(param_dtype=BF16))
         out = model(inputs(), torch.tensor([0, 1]), scale=2.0, mask=torch.tensor([True, False]))
         assert out.dtype == BF16
         out.sum().backward()
@@ -238,7 +238,7 @@ class _Nested:
     z: torch.Tensor
 
 
-class _Named(NamedTuple):
+class _NamedPair(NamedTuple):
     x: torch.Tensor
     y: torch.Tensor
 
@@ -246,7 +246,7 @@ class _Named(NamedTuple):
 KINDS = {
     "dataclass": (lambda a, b: _Pair(a, b), lambda value: (value.x, value.y)),
     "nested": (lambda a, b: _Nested(_Pair(a, b), a + b), lambda value: (value.pair.x, value.pair.y + value.z)),
-    "namedtuple": (lambda a, b: _Named(a, b), lambda value: (value.x, value.y)),
+    "namedtuple": (lambda a, b: _NamedPair(a, b), lambda value: (value.x, value.y)),
     "dict": (lambda a, b: {"x": a, "y": [b]}, lambda value: (value["x"], value["y"][0])),
 }
 
@@ -270,9 +270,9 @@ def test_tensors_in_structures_are_cast_and_their_gradients_arrive(api: Api) -> 
         for module in (*model, model):
             api.fully_shard(module, mp_policy=policy)
         parts = KINDS[kind][1]
-        for each in (expected, model):
-            x, y = parts(each(inputs()))  # type: ignore[no-untyped-call]
-            assert x.dtype == ((dtype or FP32) if each is model else FP32)
+        for network in (expected, model):
+            x, y = parts(network(inputs()))  # type: ignore[no-untyped-call]
+            assert x.dtype == ((dtype or FP32) if network is model else FP32)
             (x.square().sum() + 3 * y.sum()).backward()
         average(expected)
         for (name, a), b in zip(expected.named_parameters(), model.parameters(), strict=True):
@@ -282,7 +282,7 @@ def test_tensors_in_structures_are_cast_and_their_gradients_arrive(api: Api) -> 
 
 
 def test_a_recomputed_forward_casts_as_the_first_did(api: Api) -> None:
-    class Model(nn.Module):
+    class RecomputingModel(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.linear = _Recording()
@@ -298,7 +298,7 @@ def test_a_recomputed_forward_casts_as_the_first_did(api: Api) -> None:
             return out.float().sum()
 
     def scenario() -> None:
-        model = Model()
+        model = RecomputingModel()
         policy = api.MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=BF16, output_dtype=FP32)
         api.fully_shard(model.linear, mp_policy=policy)
         api.fully_shard(model, mp_policy=policy)
@@ -331,7 +331,7 @@ def test_norms_run_in_low_precision(api: Api) -> None:
 
 
 def test_a_policy_means_the_same_on_every_module_of_a_list(api: Api) -> None:
-    class Model(nn.Module):
+    class TwoLinears(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.a, self.b = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
@@ -341,7 +341,7 @@ def test_a_policy_means_the_same_on_every_module_of_a_list(api: Api) -> None:
             return out
 
     def scenario() -> None:
-        model = Model()
+        model = TwoLinears()
         policy = api.MixedPrecisionPolicy(param_dtype=BF16)
         api.fully_shard([model.a, model.b], mp_policy=policy)
         api.fully_shard(model, mp_policy=policy)

@@ -58,10 +58,10 @@ def _units(api: Api) -> dict[str, Any]:
 def _passes(api: Api, *, forward: Lists | None = None, backward: Lists | None = None) -> list[tuple[str, str]]:
     """What forward and backward do, in each of several steps."""
     units = _units(api)
-    for name, ahead in (forward or {}).items():
-        units[name].set_modules_to_forward_prefetch([units[each] for each in ahead.split()])
-    for name, ahead in (backward or {}).items():
-        units[name].set_modules_to_backward_prefetch([units[each] for each in ahead.split()])
+    for name, prefetched in (forward or {}).items():
+        units[name].set_modules_to_forward_prefetch([units[unit_name] for unit_name in prefetched.split()])
+    for name, prefetched in (backward or {}).items():
+        units[name].set_modules_to_backward_prefetch([units[unit_name] for unit_name in prefetched.split()])
     model = units["root"]
     trace = _Trace(units)
     for name, unit in units.items():

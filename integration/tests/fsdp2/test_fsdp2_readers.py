@@ -57,18 +57,18 @@ def test_dtypes_and_both_forms_of_a_parameter_can_be_read(api: Api) -> None:
         model(inputs())
         state = api.fully_shard.state(model)
         assert state._mp_policy.param_dtype is torch.bfloat16 and state._mp_policy.output_dtype is None
-        parameters = {each._param_fqn: each for each in state._fsdp_param_group.fsdp_params}
+        parameters = {parameter._param_fqn: parameter for parameter in state._fsdp_param_group.fsdp_params}
         assert parameters["stem.weight"].unsharded_param is model.stem.weight
-        for each in parameters.values():
-            assert (each.orig_dtype, each.param_dtype, each.reduce_dtype) == (
+        for parameter in parameters.values():
+            assert (parameter.orig_dtype, parameter.param_dtype, parameter.reduce_dtype) == (
                 torch.float32, torch.bfloat16, torch.float32,
             )  # fmt: skip
-            assert each.unsharded_param.dtype is torch.bfloat16
-            assert each.sharded_param.dtype is torch.float32
+            assert parameter.unsharded_param.dtype is torch.bfloat16
+            assert parameter.sharded_param.dtype is torch.float32
         model = shard(api, Stack())
         model(inputs())
         plain = api.fully_shard.state(model)._fsdp_param_group.fsdp_params
-        assert {(each.param_dtype, each.reduce_dtype) for each in plain} == {(None, None)}
+        assert {(parameter.param_dtype, parameter.reduce_dtype) for parameter in plain} == {(None, None)}
 
     on_ranks(scenario)
 
@@ -94,8 +94,8 @@ def test_a_training_state_says_whether_forward_or_backward_is_under_way(api: Api
             loss.backward()
         look()
         idle, forward, backward = TrainingState.IDLE, TrainingState.FORWARD, TrainingState.PRE_BACKWARD
-        assert [of_state for of_state, _ in seen] == [idle, forward, idle, backward] * 2 + [idle]
-        assert [of_group for _, of_group in seen] == [of_state for of_state, _ in seen]
+        assert [state_phase for state_phase, _ in seen] == [idle, forward, idle, backward] * 2 + [idle]
+        assert [group_phase for _, group_phase in seen] == [state_phase for state_phase, _ in seen]
 
     on_ranks(scenario)
 
@@ -109,8 +109,8 @@ class Watching(Rounded):
         self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: tuple[int, ...], module: nn.Module, mp_policy: Any
     ) -> tuple[tuple[torch.Tensor, ...], Any]:
         (unit,) = [unit for unit in _module_state_mapping if isinstance(unit, Block) and module in unit.modules()]
-        of_unit: Any = unit
-        group = of_unit._get_fsdp_state()._fsdp_param_group
+        received_unit: Any = unit
+        group = received_unit._get_fsdp_state()._fsdp_param_group
         is_backward = group._training_state is TrainingState.PRE_BACKWARD
         Watching.states.append((group._reshard_after_forward, is_backward))
         return super().fsdp_pre_all_gather(mesh, outer_size, outer_stride, module, mp_policy)
@@ -162,11 +162,11 @@ def _nbytes(parameters: Any) -> int:
 def test_torchs_memory_tracker_tells_shards_unsharded_parameters_and_gradients_apart(api: Api) -> None:
     def scenario() -> None:
         model = Stack(dim=64, hidden=128)
-        block, rest = (
+        block, root_nbytes = (
             _nbytes(model.blocks[0].parameters()),
             _nbytes([*model.stem.parameters(), *model.head.parameters()]),
         )
-        whole = _nbytes(model.parameters())
+        total_nbytes = _nbytes(model.parameters())
         shard(api, model)
         optimizer = torch.optim.AdamW(model.parameters())
         x = inputs(4, 64)
@@ -181,23 +181,23 @@ def test_torchs_memory_tracker_tells_shards_unsharded_parameters_and_gradients_a
         device, ranks = torch.device(Where.device), dist.get_world_size()
 
         def of(snapshots: Any, kind: _FSDPRefType) -> float:
-            found = [kinds for where, kinds in snapshots.items() if where.type == device.type]
-            return sum(float(nbytes) for kinds in found for key, nbytes in kinds.items() if key == kind)
+            kinds_of_device = [kinds for where, kinds in snapshots.items() if where.type == device.type]
+            return sum(float(nbytes) for kinds in kinds_of_device for key, nbytes in kinds.items() if key == kind)
 
         def at(module: nn.Module, moment: _FSDPModState) -> Any:
             return tracker.memory_tracking[module].snapshots[moment][0]
 
-        near = pytest.approx
-        assert of(gradients, _FSDPRefType.SHARDED_PARAM) == near(whole / ranks, rel=0.1)
-        assert of(gradients, _FSDPRefType.SHARDED_GRAD) == near(whole / ranks, rel=0.1)
+        approx = pytest.approx
+        assert of(gradients, _FSDPRefType.SHARDED_PARAM) == approx(total_nbytes / ranks, rel=0.1)
+        assert of(gradients, _FSDPRefType.SHARDED_GRAD) == approx(total_nbytes / ranks, rel=0.1)
         assert of(gradients, _FSDPRefType.UNSHARDED_PARAM) == 0
-        assert of(stepped, _FSDPRefType.OPT) == near(2 * whole / ranks, rel=0.1)
+        assert of(stepped, _FSDPRefType.OPT) == approx(2 * total_nbytes / ranks, rel=0.1)
         first = model.blocks[0]
         before, running = at(first, _FSDPModState.BEF_PRE_FW), at(first, _FSDPModState.AFT_PRE_FW)
         unsharded = _FSDPRefType.UNSHARDED_PARAM
-        assert of(before, unsharded) == near(rest, rel=0.1)
-        assert of(running, unsharded) == near(rest + block, rel=0.1)
-        assert of(at(first, _FSDPModState.AFT_POST_FW), unsharded) == near(rest, rel=0.1)
+        assert of(before, unsharded) == approx(root_nbytes, rel=0.1)
+        assert of(running, unsharded) == approx(root_nbytes + block, rel=0.1)
+        assert of(at(first, _FSDPModState.AFT_POST_FW), unsharded) == approx(root_nbytes, rel=0.1)
         assert of(at(first, _FSDPModState.BEF_POST_BW), _FSDPRefType.UNSHARDED_GRAD) >= 0.9 * block
         model(x).sum().backward()  # and the hooks are what they were
 

@@ -18,13 +18,13 @@ FSDPMeshInfo = _fsdp_common.FSDPMeshInfo
 ShardPlacementResult: Any = getattr(_fsdp_common, "ShardPlacementResult", None)  # not in torch 2.11
 
 
-class _Scaled(nn.Linear):
+class _LinearWithScale(nn.Linear):
     def __init__(self) -> None:
         super().__init__(2, 2)
         self.scale = nn.Parameter(torch.tensor(1.0))
 
 
-class _Tied(nn.Module):
+class _TiedLinears(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.one, self.two = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
@@ -36,7 +36,7 @@ class _Tied(nn.Module):
 
 
 def _tie_units(api: Api) -> None:
-    model = _Tied()
+    model = _TiedLinears()
     for module in (model.one, model.two, model):
         api.fully_shard(module)
     model(torch.ones(1, 4))
@@ -109,7 +109,7 @@ REFUSED: dict[str, Refused] = {
         AssertionError, "FSDP does not support deepcopy",
     ),
     "scalar": (
-        lambda api: api.fully_shard(_Scaled()),
+        lambda api: api.fully_shard(_LinearWithScale()),
         ValueError, "fully_shard doesn't support scalar parameters. Change scale to a 1D tensor with numel equal to 1.",
     ),
     "noncontiguous": (_noncontiguous, NotImplementedError, "FSDP does not support non-contiguous parameters"),

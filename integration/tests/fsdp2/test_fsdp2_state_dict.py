@@ -122,12 +122,12 @@ def test_a_full_state_dict_is_gathered_and_loaded_back_on_rank_0(api: Api) -> No
         expected, model = twins()
         shard(api, model)
         full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-        wanted = expected.state_dict()
+        state = expected.state_dict()
         rank = torch.distributed.get_rank()
-        assert list(full) == (list(wanted) if rank == 0 else [])
+        assert list(full) == (list(state) if rank == 0 else [])
         for name, tensor in full.items():
             assert isinstance(tensor, torch.Tensor) and not isinstance(tensor, DTensor)
-            assert torch.equal(tensor, wanted[name].cpu())
+            assert torch.equal(tensor, state[name].cpu())
         again = shard(api, Stack())
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
         set_model_state_dict(again, copy.deepcopy(full), options=options)
@@ -154,8 +154,8 @@ def test_an_optimizers_state_is_sharded_and_travels_by_name(api: Api) -> None:
         other, fresh = trained()
         set_model_state_dict(other, get_model_state_dict(model))
         set_optimizer_state_dict(other, fresh, copy.deepcopy(state))  # torch would alias it
-        for each, stepping in ((model, optimizer), (other, fresh)):
-            each(inputs(seed=1)).square().sum().backward()
+        for network, stepping in ((model, optimizer), (other, fresh)):
+            network(inputs(seed=1)).square().sum().backward()
             stepping.step()
         for a, b in zip(model.parameters(), other.parameters(), strict=True):
             assert torch.equal(local(a), local(b))

@@ -22,9 +22,9 @@ METHODS = [name for name in vars(fsdp2.FSDPModule) if not name.startswith("_")]
 
 def _assert_takes_the_same(ours: object, torchs: object) -> None:
     """Torch's parameters, in torch's order; whatever else there is has a default and goes by name."""
-    wanted, got = _parameters(torchs), _parameters(ours)
-    assert [parameter for parameter in got if parameter in wanted] == wanted
-    extra = [parameter for parameter in got if parameter not in wanted]
+    torch_parameters, got = _parameters(torchs), _parameters(ours)
+    assert [parameter for parameter in got if parameter in torch_parameters] == torch_parameters
+    extra = [parameter for parameter in got if parameter not in torch_parameters]
     assert all(kind is inspect.Parameter.KEYWORD_ONLY and has_default for _, kind, has_default in extra), extra
 
 
@@ -61,9 +61,9 @@ def test_a_policy_is_made_and_compared_as_torchs(api: Api, name: str) -> None:
     if not hasattr(fsdp2, name):
         pytest.skip(f"this torch has no {name} to compare with")
     arguments = {"shard": "dp"} if name == "DataParallelMeshDims" else {}
-    made = getattr(api, name)(**arguments)
-    assert fields(made) == fields(getattr(fsdp2, name)(**arguments))
-    assert made == getattr(api, name)(**arguments)
+    policy = getattr(api, name)(**arguments)
+    assert fields(policy) == fields(getattr(fsdp2, name)(**arguments))
+    assert policy == getattr(api, name)(**arguments)
 
 
 def test_a_policy_offloads_to_the_cpu_as_a_kind_of_offloading(api: Api) -> None:

@@ -63,7 +63,7 @@ def test_a_parameter_keeps_its_placement_and_gains_one(api: Api) -> None:
     def scenario() -> None:
         expected, model, mesh = _two_axes(api)
         block = model.blocks[0]
-        wanted = {
+        placements = {
             "up.weight": (_StridedShard(0, split_factor=2), Shard(0)),
             "up.bias": (_StridedShard(0, split_factor=2), Shard(0)),
             "down.weight": (Shard(0), Shard(1)),
@@ -71,7 +71,7 @@ def test_a_parameter_keeps_its_placement_and_gains_one(api: Api) -> None:
         }
         for name, parameter in block.named_parameters():
             assert isinstance(parameter, DTensor)
-            assert parameter.placements == wanted[name], name
+            assert parameter.placements == placements[name], name
             assert parameter.device_mesh == mesh
             assert parameter.shape == expected.blocks[0].get_parameter(name).shape
         for (name, a), b in zip(expected.state_dict().items(), model.state_dict().values(), strict=True):
@@ -86,14 +86,14 @@ def test_tensor_parallel_units_train_as_the_whole(api: Api) -> None:
         for step in range(2):
             x = _rows_of_this_replica(mesh, step)
             losses = []
-            for each in (expected, model):
-                losses.append(each(x).square().sum())
+            for network in (expected, model):
+                losses.append(network(x).square().sum())
                 losses[-1].backward()
             assert_close(losses[1], losses[0])
             average(expected, mesh["dp"])
             assert_equal_models(expected, model)
-            for each in (expected, model):
-                descend(each)
+            for network in (expected, model):
+                descend(network)
         assert_equal_models(expected, model)
 
     on_ranks(scenario, 4, cases=(True, False, None))
@@ -120,10 +120,10 @@ def test_inside_forward_a_parameter_is_tensor_parallel_only(api: Api) -> None:
 def test_clipping_spans_both_axes(api: Api) -> None:
     def scenario() -> None:
         expected, model, mesh = _two_axes(api)
-        for each in (expected, model):
-            (100 * each(_rows_of_this_replica(mesh)).square().sum()).backward()
+        for network in (expected, model):
+            (100 * network(_rows_of_this_replica(mesh)).square().sum()).backward()
         average(expected, mesh["dp"])
-        norms = [torch.nn.utils.clip_grad_norm_(each.parameters(), 1.0) for each in (expected, model)]
+        norms = [torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0) for network in (expected, model)]
         assert isinstance(norms[1], DTensor)
         assert_close(norms[1].full_tensor(), norms[0])
         assert_equal_models(expected, model)
@@ -188,13 +188,13 @@ def test_axes_of_data_parallelism_are_named_on_a_mesh_of_all_axes(api: Api) -> N
 
 
 def test_named_axes_communicate_what_their_kind_needs(api: Api) -> None:
-    def scenario(case: str, wanted: dict[str, int]) -> None:
+    def scenario(case: str, expected_counts: dict[str, int]) -> None:
         mesh = grid("dp", "tp")
         model = Stack()
         _spread(model, mesh)
         shard(api, model, mesh=mesh, dp_mesh_dims=api.DataParallelMeshDims(**DIMS[case][0]))
         counts, _ = count(lambda: model(_on_mesh(mesh, inputs())).to_local().sum().backward())
-        assert counts == wanted
+        assert counts == expected_counts
 
     on_ranks(
         scenario,

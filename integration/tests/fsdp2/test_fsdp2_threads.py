@@ -69,10 +69,10 @@ def _twins() -> tuple[Any, Any]:
 
 @pytest.mark.parametrize("reshard_after_forward", [True, False, 2, None])
 def test_threads_train_as_data_parallelism(api: Api, reshard_after_forward: bool | int | None) -> None:
-    made = _twins()
+    twins = _twins()
 
     def scenario() -> None:
-        expected, model = (copy.deepcopy(each).to(Where.device) for each in made)
+        expected, model = (copy.deepcopy(twin).to(Where.device) for twin in twins)
         shard(api, model, reshard_after_forward=reshard_after_forward)
         assert_trains_as(expected, model)
 
@@ -80,10 +80,10 @@ def test_threads_train_as_data_parallelism(api: Api, reshard_after_forward: bool
 
 
 def test_threads_replicate_and_shard(api: Api) -> None:
-    made = _twins()
+    twins = _twins()
 
     def scenario() -> None:
-        expected, model = (copy.deepcopy(each).to(Where.device) for each in made)
+        expected, model = (copy.deepcopy(twin).to(Where.device) for twin in twins)
         mesh = init_device_mesh(Where.device, (2, 2), mesh_dim_names=("replicate", "shard"))
         shard(api, model, mesh=mesh)
         assert_trains_as(expected, model, mesh=mesh)
@@ -92,13 +92,13 @@ def test_threads_replicate_and_shard(api: Api) -> None:
 
 
 def test_threads_keep_weights_over_microbatches_and_step_each_by_itself(api: Api) -> None:
-    made = _twins()
+    twins = _twins()
 
     def scenario() -> None:
-        expected, model = (copy.deepcopy(each).to(Where.device) for each in made)
+        expected, model = (copy.deepcopy(twin).to(Where.device) for twin in twins)
         shard(api, model, reshard_after_forward=False)
         model.set_reshard_after_backward(False)
-        optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (expected, model)]
+        optimizers = [torch.optim.SGD(twin.parameters(), lr=0.1) for twin in (expected, model)]
         for step in range(4):
             for microbatch in range(2):
                 is_last = microbatch == 1

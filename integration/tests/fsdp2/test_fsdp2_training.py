@@ -127,7 +127,7 @@ def test_parameters_are_the_same_objects_before_and_after_a_step(api: Api) -> No
 
 
 def test_inside_forward_parameters_are_plain_whole_and_need_gradients(api: Api) -> None:
-    class Looking(nn.Linear):
+    class ParameterCheckingLinear(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             assert_none_sharded(self.parameters())
             assert isinstance(self.weight, nn.Parameter)
@@ -136,7 +136,7 @@ def test_inside_forward_parameters_are_plain_whole_and_need_gradients(api: Api) 
             return super().forward(x)
 
     def scenario() -> None:
-        model = nn.Sequential(Looking(DIM, 5), nn.Tanh())
+        model = nn.Sequential(ParameterCheckingLinear(DIM, 5), nn.Tanh())
         api.fully_shard(model[0])
         api.fully_shard(model)
         model(inputs()).sum().backward()
@@ -148,7 +148,7 @@ def test_inside_forward_parameters_are_plain_whole_and_need_gradients(api: Api) 
 # -- call patterns ----------------------------------------------------------------------------------------------------
 
 
-class _Twice(nn.Module):
+class _InnerTwice(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.inner, self.outer = nn.Linear(DIM, DIM), nn.Linear(DIM, 5)
@@ -160,7 +160,7 @@ class _Twice(nn.Module):
 
 def test_a_unit_may_run_twice_in_a_forward(api: Api) -> None:
     def scenario(reshard: bool | None) -> None:
-        expected, model = twins(_Twice)
+        expected, model = twins(_InnerTwice)
         api.fully_shard(model.inner, reshard_after_forward=reshard)
         api.fully_shard(model, reshard_after_forward=reshard)
         assert_trains_as(expected, model)
@@ -186,12 +186,12 @@ def test_a_unit_may_run_alone_after_a_step_of_the_whole(api: Api) -> None:
         expected, model = twins()
         shard(api, model)
         for call in (lambda m: m, lambda m: m.blocks[1], lambda m: m):
-            for each in (expected, model):
-                call(each)(inputs()).square().sum().backward()  # type: ignore[no-untyped-call]
+            for network in (expected, model):
+                call(network)(inputs()).square().sum().backward()  # type: ignore[no-untyped-call]
             average(expected)
             assert_equal_models(expected, model)
-            for each in (expected, model):
-                descend(each)
+            for network in (expected, model):
+                descend(network)
 
     on_ranks(scenario)
 
@@ -257,7 +257,7 @@ def test_a_module_without_parameters_or_inputs_may_be_a_unit(api: Api) -> None:
 # -- tied parameters and lists ----------------------------------------------------------------------------------------
 
 
-class _Tied(nn.Module):
+class _TiedEmbedding(nn.Module):
     """Embedding and head share a weight whose rows four ranks do not divide."""
 
     def __init__(self) -> None:
@@ -281,7 +281,7 @@ def _tokens(step: int) -> torch.Tensor:
 @pytest.mark.parametrize("listed", [False, True], ids=["root", "list"])
 def test_tied_parameters_of_one_unit_stay_tied(api: Api, listed: bool) -> None:
     def scenario(reshard: bool | None) -> None:
-        expected, model = twins(_Tied)
+        expected, model = twins(_TiedEmbedding)
         api.fully_shard(model.block, reshard_after_forward=reshard)
         if listed:
             api.fully_shard([model.embedding, model.norm, model.head], reshard_after_forward=reshard)
@@ -335,12 +335,12 @@ def test_a_part_that_forward_left_out_may_run_by_itself(api: Api, listed: bool) 
         api.fully_shard(model.body, reshard_after_forward=reshard)
         api.fully_shard(model, reshard_after_forward=reshard)
         for step in range(3):
-            for each in (expected, model):
-                _chunked_loss(each, inputs(seed=step))
+            for network in (expected, model):
+                _chunked_loss(network, inputs(seed=step))
             average(expected)
             assert_equal_models(expected, model)
-            for each in (expected, model):
-                descend(each)
+            for network in (expected, model):
+                descend(network)
             with torch.no_grad():
                 model(inputs())
             model.reshard()
@@ -353,8 +353,10 @@ def test_forwards_that_leave_out_a_part_of_a_list_may_come_before_one_backward(a
         expected, model = twins(_Chunked)
         api.fully_shard([model.norm, model.head])
         api.fully_shard(model)
-        for each in (expected, model):
-            (each(inputs(), with_head=False).sum() + each(inputs(seed=1), with_head=False).square().sum()).backward()
+        for network in (expected, model):
+            (
+                network(inputs(), with_head=False).sum() + network(inputs(seed=1), with_head=False).square().sum()
+            ).backward()
         average(expected)
         assert model.head.weight.grad is None
         assert_equal_models(expected, model)
@@ -365,7 +367,7 @@ def test_forwards_that_leave_out_a_part_of_a_list_may_come_before_one_backward(a
 # -- recomputed activations -------------------------------------------------------------------------------------------
 
 
-class _Recomputed(Stack):
+class _RecomputedStack(Stack):
     def __init__(self, use_reentrant: bool) -> None:
         super().__init__()
         self.use_reentrant = use_reentrant
@@ -381,7 +383,7 @@ class _Recomputed(Stack):
 @pytest.mark.parametrize("kind", ["reentrant", "not_reentrant", "composable"])
 def test_activations_may_be_recomputed(api: Api, kind: str) -> None:
     def scenario(reshard: bool | None) -> None:
-        expected, model = twins(Stack if kind == "composable" else lambda: _Recomputed(kind == "reentrant"))
+        expected, model = twins(Stack if kind == "composable" else lambda: _RecomputedStack(kind == "reentrant"))
         if kind == "composable":
             for block in model.blocks:
                 composable_checkpoint(block)
@@ -415,10 +417,10 @@ def test_an_optimizer_steps_on_shards(api: Api) -> None:
         shard(api, model)
         optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, **options) for m in (expected, model)]
         for step in range(3):
-            for each, optimizer in zip((expected, model), optimizers, strict=True):
-                each(inputs(seed=step)).square().sum().backward()
-                if each is expected:
-                    average(each)
+            for network, optimizer in zip((expected, model), optimizers, strict=True):
+                network(inputs(seed=step)).square().sum().backward()
+                if network is expected:
+                    average(network)
                 optimizer.step()
                 optimizer.zero_grad()
         assert_equal_models(expected, model)
@@ -461,9 +463,9 @@ def test_gradients_add_up_until_they_are_cleared(api: Api) -> None:
     def scenario() -> None:
         expected, model = twins()
         shard(api, model)
-        for each in (expected, model):
+        for network in (expected, model):
             for step in range(3):
-                each(inputs(seed=step)).square().sum().backward()
+                network(inputs(seed=step)).square().sum().backward()
         average(expected)
         assert_equal_models(expected, model)
         model.zero_grad(set_to_none=False)
@@ -480,8 +482,8 @@ def test_weights_written_between_steps_are_used_in_the_next(api: Api) -> None:
         shard(api, model)
         assert_trains_as(expected, model, num_steps=1)
         with torch.no_grad():
-            for each in (expected, model):
-                for parameter in each.parameters():
+            for network in (expected, model):
+                for parameter in network.parameters():
                     parameter.mul_(0.5)
                     parameter.add_(0.01)
         assert_trains_as(expected, model, num_steps=1)

@@ -20,13 +20,15 @@ def test_a_forward_carries_tangents(api: Api) -> None:
         expected, model = twins()
         shard(api, model, reshard_after_forward=reshard)
         x, v = inputs(seed=1).requires_grad_(), inputs(seed=2)
-        for got, wanted in zip(torch.func.jvp(model, (x,), (v,)), torch.func.jvp(expected, (x,), (v,)), strict=True):
-            assert_close(got, wanted)
+        for got, expected_output in zip(
+            torch.func.jvp(model, (x,), (v,)), torch.func.jvp(expected, (x,), (v,)), strict=True
+        ):
+            assert_close(got, expected_output)
 
     on_ranks(scenario, cases=RESHARD)
 
 
-def _of_another(model: nn.Module, x: torch.Tensor, _: torch.Tensor) -> Any:
+def _output_of_first_input(model: nn.Module, x: torch.Tensor, _: torch.Tensor) -> Any:
     return model(x)
 
 
@@ -35,8 +37,8 @@ def test_an_input_that_does_not_vary_has_no_tangent(api: Api) -> None:
         expected, model = twins()
         shard(api, model, reshard_after_forward=reshard)
         x = inputs(seed=1).requires_grad_()
-        for each in (expected, model):
-            output, tangent = torch.func.jvp(partial(_of_another, each, x), (inputs(),), (inputs(),))[:2]
+        for network in (expected, model):
+            output, tangent = torch.func.jvp(partial(_output_of_first_input, network, x), (inputs(),), (inputs(),))[:2]
             assert_close(tangent, torch.zeros_like(output))
 
     on_ranks(scenario, cases=RESHARD)
@@ -48,11 +50,11 @@ def test_gradients_go_through_a_batched_model(api: Api) -> None:
         shard(api, model, reshard_after_forward=reshard)
         for step in range(2):
             x = torch.stack([inputs(seed=3 * step + i) for i in range(3)])
-            for each in (expected, model):
-                torch.vmap(each)(x).square().mean().backward()
+            for network in (expected, model):
+                torch.vmap(network)(x).square().mean().backward()
             average(expected)
             assert_equal_models(expected, model)
-            for each in (expected, model):
-                descend(each)
+            for network in (expected, model):
+                descend(network)
 
     on_ranks(scenario, cases=RESHARD)

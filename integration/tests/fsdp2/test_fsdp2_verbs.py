@@ -38,10 +38,10 @@ def test_unshard_gathers_one_unit_and_gives_its_parameters_whole(api: Api) -> No
         shard(api, model, mp_policy=api.MixedPrecisionPolicy(param_dtype=dtype))
         counts, handle = count(model.unshard)  # before any forward
         assert counts == {"all_gather": 1} and handle is None
-        own = [*model.stem.parameters(), *model.head.parameters()]
-        assert_none_sharded(own)
+        root_parameters = [*model.stem.parameters(), *model.head.parameters()]
+        assert_none_sharded(root_parameters)
         assert_all_sharded(model.blocks.parameters())
-        for a, b in zip([*expected.stem.parameters(), *expected.head.parameters()], own, strict=True):
+        for a, b in zip([*expected.stem.parameters(), *expected.head.parameters()], root_parameters, strict=True):
             assert torch.equal(b, a.to(dtype or torch.float32))
         counts, _ = count(model.unshard)
         assert counts == {}
@@ -165,7 +165,7 @@ def test_an_empty_list_takes_the_lists_back(api: Api) -> None:
 
 
 def test_a_unit_whose_backward_needs_no_weights_need_not_be_gathered_for_it(api: Api) -> None:
-    class Model(nn.Module):
+    class EmbeddedBlock(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.embedding, self.block = nn.Embedding(5, DIM), Block()
@@ -175,7 +175,7 @@ def test_a_unit_whose_backward_needs_no_weights_need_not_be_gathered_for_it(api:
             return out
 
     def scenario() -> None:
-        expected, model = twins(Model)
+        expected, model = twins(EmbeddedBlock)
         for module in (model.embedding, model.block, model):
             api.fully_shard(module)
         model.embedding.set_unshard_in_backward(False)
@@ -208,13 +208,13 @@ def _fail(gradient: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_after_an_exception_the_next_step_is_as_any_other(api: Api, where: str) -> None:
-    class Model(Stack):
+    class FailingStack(Stack):
         def __init__(self) -> None:
             super().__init__()
             self.blocks[1] = _Failing()
 
     def scenario() -> None:
-        expected, model = twins(Model)
+        expected, model = twins(FailingStack)
         shard(api, model)
         if where == "forward":
             model.blocks[1].fails = True
@@ -302,8 +302,8 @@ def test_gradients_may_be_divided_by_another_factor(api: Api) -> None:
         shard(api, model, mp_policy=api.MixedPrecisionPolicy(reduce_dtype=dtype))
         model.set_force_sum_reduction_for_comms(True)  # gloo has no other
         model.set_gradient_divide_factor(factor)
-        for each in (expected, model):
-            each(inputs()).square().sum().backward()
+        for network in (expected, model):
+            network(inputs()).square().sum().backward()
         average(expected)
         for parameter in (*expected.stem.parameters(), *expected.head.parameters()):
             parameter.grad *= 2 / factor  # the blocks are units of their own, and were told nothing
@@ -338,8 +338,8 @@ def test_a_hook_sees_what_was_reduced_and_may_change_it(api: Api) -> None:
         expected, model = twins()
         shard(api, model)
         model.blocks[0].set_all_reduce_hook(lambda output: output.mul_(10))
-        for each in (expected, model):
-            each(inputs()).square().sum().backward()
+        for network in (expected, model):
+            network(inputs()).square().sum().backward()
         average(expected)
         for parameter in expected.blocks[0].parameters():
             parameter.grad *= 10
@@ -423,8 +423,8 @@ def test_a_unit_may_be_given_collectives_of_the_users_own(api: Api) -> None:
         gather, reduce = _AllGather(), _ReduceScatter()
         model.blocks[0].set_custom_all_gather(gather)
         model.blocks[0].set_custom_reduce_scatter(reduce)
-        for each in (expected, model):
-            each(inputs()).float().mean().backward()
+        for network in (expected, model):
+            network(inputs()).float().mean().backward()
         average(expected)
         assert_equal_models(expected, model, **({} if dtype is None else {"rtol": 0.1, "atol": 0.05}))
         assert (gather.num_calls, reduce.num_calls) == (2, 1)

@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import lamella_optim
 from lamella import Config, LossNotFiniteError, StorageError
 from lamella._directory import RunDirectory
 from lamella._endings import EXIT_CODES
@@ -171,13 +172,13 @@ def test_metrics_that_cannot_be_written_end_the_run_on_every_rank(
 def test_a_loss_that_is_not_finite_keeps_the_checkpoints_and_names_its_first_step(
     config: Config, errors_of: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clip = torch.nn.utils.clip_grad_norm_
+    clip = lamella_optim.clip_grad_norm_
 
     def burst(_: Trainer, step: int) -> None:
         if step == 4:
-            monkeypatch.setattr("torch.nn.utils.clip_grad_norm_", lambda *_: torch.tensor(math.nan))
+            monkeypatch.setattr("lamella_optim.clip_grad_norm_", lambda *_: torch.tensor(math.nan))
         else:
-            monkeypatch.setattr("torch.nn.utils.clip_grad_norm_", clip)
+            monkeypatch.setattr("lamella_optim.clip_grad_norm_", clip)
 
     texts = errors_of(LossNotFiniteError, burst, replace(config, run=replace(config.run, log_interval=3)))
     assert texts[0] == texts[1]

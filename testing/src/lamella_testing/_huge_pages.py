@@ -1,6 +1,6 @@
 """Huge pages under a process that forks ranks.
 
-A fork copies an entry for each page that the process has written, the child's end takes each back, and both visit the
+A fork copies an entry for each written page, the child's end takes the entry back, and both visit the
 kernel's record of the page: 70,000 pages of a process with torch cost a rank 25 ms in the kernel. A huge page counts
 once for 512, which leaves 12 ms.
 """

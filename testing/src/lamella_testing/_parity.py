@@ -54,7 +54,7 @@ def assert_trains_as_unsharded(
             optimizer.zero_grad()
             dist.all_reduce(total := loss.detach() / dist.get_world_size())
             losses.append(total.item())
-        return losses, {name: _whole(parameter) for name, parameter in model.named_parameters()}
+        return losses, {name: _unsharded(parameter) for name, parameter in model.named_parameters()}
 
     [(losses, weights)] = run_ranks(lambda: train(lambda _: None), 1)
     assert losses[-1] < losses[0] - 0.1, f"nothing was learned: {losses}"
@@ -64,5 +64,5 @@ def assert_trains_as_unsharded(
         torch.testing.assert_close(sharded_weights, weights, rtol=1e-5, atol=1e-4)
 
 
-def _whole(parameter: torch.Tensor) -> torch.Tensor:
+def _unsharded(parameter: torch.Tensor) -> torch.Tensor:
     return (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach()

@@ -3,7 +3,7 @@
 Note [Why fork]
     Importing torch takes seconds; a forked child inherits the import. Four gloo ranks and an `all_reduce` take 0.1 s
     with fork and 7-9 s with spawn or forkserver. Import slow modules (`torch.distributed.fsdp`, DTensor) at the top of
-    the test module: once in the parent instead of once per rank. The price on CUDA: the parent must not have used
+    the test module: once in the parent instead of once per rank. On CUDA the parent must not have used
     a GPU.
 
 Note [Ranks that share a GPU]
@@ -18,13 +18,13 @@ Note [Ranks end together]
 
 Note [Inherited objects are frozen]
     A collection of garbage visits every object of the process, and a first visit copies the page that the fork shares:
-    0.3 s for what a parent with torch and its compiler holds. `gc.freeze` leaves the inherited objects out, so that a
-    test's `gc.collect()` costs what the test has made. An inherited cycle is not collected in a rank: a test that looks
-    for freed objects makes them there.
+    0.3 s for the objects of a parent with torch and torch's compiler. `gc.freeze` leaves the inherited objects out, so
+    that a test's `gc.collect()` visits only the test's objects. An inherited cycle is not collected in a rank: a test
+    of freed objects makes the objects in the rank.
 
 Note [Ranks do not preempt]
     A message wakes the thread in which a rank's gloo looks at sockets. Under Linux's usual policy the woken thread
-    takes the core from the thread that is sending, often inside its lock, and then asks for that lock over and over.
+    takes the core from the sending thread, often inside a lock, and then asks for the lock over and over.
     With SCHED_BATCH a woken thread waits for its turn: on two cores an `all_reduce` of four ranks takes 1.8 ms of CPU
     instead of 8 ms. All threads of a rank have the same share of time as before.
 """
@@ -60,7 +60,7 @@ Device = Literal["cpu", "cuda"]
 
 _FORK = multiprocessing.get_context("fork")
 _LEAVE_TIMEOUT_S = 10.0
-_FORKS_BEFORE_HUGE_PAGES = 30  # what huge pages cost a process is what they have then saved
+_FORKS_BEFORE_HUGE_PAGES = 30  # at this number of forks, huge pages have saved their cost
 _forks = itertools.count()
 RANKS_PER_GPU = "LAMELLA_RANKS_PER_GPU"
 """The environment variable with the number of ranks on a GPU; see Note [Ranks that share a GPU]."""

@@ -13,10 +13,10 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(bits(one), bits(other))
 
 
-def all_same_bits(some: Mapping[str, torch.Tensor], others: Mapping[str, torch.Tensor]) -> bool:
+def all_same_bits(tensors: Mapping[str, torch.Tensor], other_tensors: Mapping[str, torch.Tensor]) -> bool:
     """Whether tensors of the same names are equal, NaNs included."""
-    assert set(some) == set(others)
-    return all(same_bits(some[name], others[name]) for name in some)
+    assert set(tensors) == set(other_tensors)
+    return all(same_bits(tensors[name], other_tensors[name]) for name in tensors)
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:

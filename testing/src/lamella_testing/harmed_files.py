@@ -10,7 +10,7 @@ _TERABYTES = 1 << 42
 
 
 def make_pipe(file: Path) -> None:
-    """Put a named pipe in the file's place: a reader that opens it waits for ever."""
+    """Put a named pipe in the file's place: a reader waits for ever to open the pipe."""
     file.unlink(missing_ok=True)
     os.mkfifo(file)
 
@@ -39,13 +39,13 @@ def flip(file: Path, position: int) -> None:
 
 
 def make_deep(file: Path) -> None:
-    """Fill the file with brackets that a recursive parser cannot close."""
+    """Fill the file with brackets too deep for a recursive parser."""
     file.write_text("[" * 100_000)
 
 
 @contextmanager
 def no_file_larger_than(num_bytes: int | None) -> Iterator[None]:
-    """A full disk, for this process and the processes that it starts meanwhile; None limits nothing."""
+    """A full disk, for this process and for processes started meanwhile; None limits nothing."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (before[0] if num_bytes is None else num_bytes, before[1]))
     try:

@@ -1,4 +1,4 @@
-"""An optimizer that knows only its rank's shards, and keeps plain tensors of their elements as state."""
+"""An optimizer that knows only local shards, and keeps plain tensors of shard elements as state."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +13,7 @@ ROWS = {"hidden": (7, 3), "short": (2, 2), "bias": (5,)}
 
 
 class OnShards(torch.optim.Optimizer):
-    """Momentum over the shards alone: knows of no other rank, and keeps one of its slots flat on request."""
+    """Momentum over local shards: the optimizer knows no other rank, and keeps the slot `square` flat on request."""
 
     def __init__(self, params: Any, lr: float = 0.1, flat: bool = False) -> None:
         super().__init__(params, {"lr": lr})
@@ -21,20 +21,20 @@ class OnShards(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: object = None) -> None:  # type: ignore[override]
-        """Step each parameter's local shard by a gradient that the shard's values give."""
+        """Step each parameter's local shard by a gradient computed from the shard's values."""
         for group in self.param_groups:
             for param in group["params"]:
-                held = local(param)
+                shard = local(param)
                 state = self.state[param]
                 if not state:
                     state["step"] = torch.tensor(0.0)
-                    state["momentum"] = torch.zeros_like(held)
-                    state["square"] = torch.zeros(held.numel()) if self.flat else torch.zeros_like(held)
+                    state["momentum"] = torch.zeros_like(shard)
+                    state["square"] = torch.zeros(shard.numel()) if self.flat else torch.zeros_like(shard)
                 state["step"] += 1
-                grad = held.cos()
+                grad = shard.cos()
                 state["momentum"].mul_(0.9).add_(grad)
-                state["square"].view(held.shape).add_(grad.square())
-                held.sub_(state["momentum"] / (state["square"].view(held.shape) + 1), alpha=group["lr"])
+                state["square"].view(shard.shape).add_(grad.square())
+                shard.sub_(state["momentum"] / (state["square"].view(shard.shape) + 1), alpha=group["lr"])
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -48,7 +48,7 @@ def numbered(shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def make(make_sharded: Callable[[torch.Tensor], Any], **options: Any) -> tuple[nn.ParameterDict, OnShards]:
-    """The parameters of `ROWS`, each as `make_sharded` lays it out, and their optimizer."""
+    """The parameters of `ROWS`, laid out by `make_sharded`, and an optimizer over the parameters."""
     model = nn.ParameterDict({name: make_sharded(numbered(shape)) for name, shape in ROWS.items()})
     return model, OnShards(model.parameters(), **options)
 
@@ -56,7 +56,7 @@ def make(make_sharded: Callable[[torch.Tensor], Any], **options: Any) -> tuple[n
 def trained(
     make_sharded: Callable[[torch.Tensor], torch.Tensor], num_steps: int, **options: Any
 ) -> tuple[nn.ParameterDict, OnShards]:
-    """As `make`, after some steps."""
+    """The model and the optimizer of `make`, after some steps."""
     model, optimizer = make(make_sharded, **options)
     for _ in range(num_steps):
         optimizer.step()
@@ -64,7 +64,7 @@ def trained(
 
 
 def assert_holds_what_one_rank_has(load: Callable[..., object], num_steps: int) -> None:
-    """A checkpoint holds the parameters and the slots of one process, which steps whole tensors.
+    """Assert that a checkpoint holds the parameters and slots of a single process, which steps whole tensors.
 
     Args:
         load: Reads the checkpoint into a `model` and its `optimizer`.

@@ -194,12 +194,12 @@ def _forked(tracker: Any, name: str = "model-parallel-rng") -> Iterator[None]:
 
 
 def _on_cpu(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    def made(*args: Any, **kwargs: Any) -> torch.Tensor:
+    def make_on_cpu(*args: Any, **kwargs: Any) -> torch.Tensor:
         if str(kwargs.get("device", "")).startswith("cuda"):
             kwargs["device"] = "cpu"
         return make(*args, **kwargs)
 
-    return made
+    return make_on_cpu
 
 
 def _with_lists(exchange: Callable[..., Any]) -> Callable[..., Any]:
@@ -210,7 +210,10 @@ def _with_lists(exchange: Callable[..., Any]) -> Callable[..., Any]:
         input_split_sizes: Any = None,
         **kwargs: Any,
     ) -> Any:
-        sizes = [each.tolist() if hasattr(each, "tolist") else each for each in (output_split_sizes, input_split_sizes)]
+        sizes = [
+            split_sizes.tolist() if hasattr(split_sizes, "tolist") else split_sizes
+            for split_sizes in (output_split_sizes, input_split_sizes)
+        ]
         return exchange(output, tensor.contiguous(), *sizes, **kwargs)
 
     return exchanged
@@ -265,10 +268,12 @@ class _GroupedRMSNorm(nn.Module):
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
         """Split over tensor-parallel ranks, as `ExtendedRMSNorm` says."""
-        made = importlib.import_module("megatron.core.transformer.utils").make_sharded_tensors_for_checkpoint
+        make_sharded_tensors = importlib.import_module(
+            "megatron.core.transformer.utils"
+        ).make_sharded_tensors_for_checkpoint
         groups = {"tp_group": importlib.import_module("megatron.core.parallel_state").get_tensor_model_parallel_group()}
         groups["dp_cp_group"] = metadata["dp_cp_group"]
-        return made(self.state_dict(keep_vars=True), prefix, {"weight": 0}, sharded_offsets, **groups)
+        return make_sharded_tensors(self.state_dict(keep_vars=True), prefix, {"weight": 0}, sharded_offsets, **groups)
 
 
 def scan_in_steps(
@@ -299,8 +304,8 @@ def scan_in_steps(
         (batch, length, heads * headdim), in the dtype of zxbcdt.
     """
     num_heads, inner = len(A), len(A) * headdim
-    gate, rest, dt = zxbcdt.split([inner, len(weight), num_heads], dim=-1)  # type: ignore[no-untyped-call]
-    padded = F.pad(rest.transpose(1, 2), (weight.shape[1] - 1, 0))
+    gate, channels, dt = zxbcdt.split([inner, len(weight), num_heads], dim=-1)  # type: ignore[no-untyped-call]
+    padded = F.pad(channels.transpose(1, 2), (weight.shape[1] - 1, 0))
     mixed = F.silu(F.conv1d(padded, weight[:, None], bias, groups=len(weight))).transpose(1, 2)
     lengths = mixed.shape[:2]
     x = mixed[..., :inner].reshape(*lengths, num_heads, headdim)
@@ -348,12 +353,12 @@ def scale_auxiliary_losses(num_microbatches: int, device: str = "cpu") -> None:
     """Scale losses of routers and predictions as megatron-core's driver does in a step of microbatches.
 
     Args:
-        num_microbatches: Of a step; a microbatch's loss is a mean, divided by this number.
-        device: Of the losses.
+        num_microbatches: Number of microbatches in a step. The loss of a microbatch is a mean, divided by the number.
+        device: Device of the losses.
     """
     for module, name in (("moe.moe_utils", "MoEAuxLossAutoScaler"), ("multi_token_prediction", "MTPLossAutoScaler")):
         scaler = getattr(importlib.import_module(f"megatron.core.transformer.{module}"), name)
-        # Of one dim: the driver copies its own scale of one element into the one that it finds.
+        # One dim: the driver copies its scale, of one element, into this scale.
         scaler.set_loss_scale(torch.full((1,), 1 / num_microbatches, device=device))
 
 
@@ -376,22 +381,22 @@ def tiny_gpt(config: Any, **changes: Any) -> nn.Module:
         num_experts=config.num_moe_experts, multi_latent_attention=config.multi_latent_attention
     )
     fields = {"transformer_layer_spec": spec, "vocab_size": VOCAB_SIZE, "max_sequence_length": LENGTH}
-    made: nn.Module = model(config=config, **{**fields, **changes})
-    return made
+    gpt: nn.Module = model(config=config, **{**fields, **changes})
+    return gpt
 
 
 def tiny_hybrid(config: Any, pattern: str, **changes: Any) -> nn.Module:
     """A HybridModel of torch's own operators, of layers `M`, `G`, `*`, `+`, `-`, `E`; keywords go to its constructor.
 
     Args:
-        config: Of as many layers and depths of multi-token prediction as the pattern.
+        config: A configuration with as many layers and depths of multi-token prediction as the pattern.
         pattern: With `|` between pipeline stages, and `/` before each depth of multi-token prediction.
-        changes: For the constructor.
+        changes: Arguments of the constructor.
     """
     model: Any = importlib.import_module("megatron.core.models.hybrid.hybrid_model").HybridModel
     fields = {"vocab_size": VOCAB_SIZE, "max_sequence_length": LENGTH, "hybrid_layer_pattern": pattern}
-    made: nn.Module = model(config=config, hybrid_stack_spec=_hybrid_spec(), **{**fields, **changes})
-    return made
+    hybrid: nn.Module = model(config=config, hybrid_stack_spec=_hybrid_spec(), **{**fields, **changes})
+    return hybrid
 
 
 def _hybrid_spec() -> Any:
@@ -449,9 +454,9 @@ def token_losses(model: nn.Module, batch: torch.Tensor, *, cp_rank: int = 0, cp_
     """The loss of each next token: (batch, LENGTH / cp_size) for a batch of (batch, LENGTH + 1) tokens.
 
     Args:
-        model: Of `tiny_gpt` or `tiny_hybrid`.
-        batch: The same on all context-parallel ranks.
-        cp_rank: Of the tokens, a part from the start and a part from the end for each context-parallel rank.
+        model: A model of `tiny_gpt` or `tiny_hybrid`.
+        batch: Tokens, equal on all context-parallel ranks.
+        cp_rank: The context-parallel rank: it computes a part from the start of the tokens, and a part from the end.
         cp_size: Number of context-parallel ranks.
     """
     parts = torch.arange(LENGTH, device=batch.device).chunk(2 * cp_size)

@@ -39,7 +39,7 @@ LEARNING_RATE = 0.2
 
 Weights = dict[str, torch.Tensor]
 Steps = tuple[list[float], list[float], list[int]]
-"""Of each step, over all ranks: the loss, the norm of the gradients, and the number of zeros in them."""
+"""The loss over all ranks by step, the norm of the gradients, and the number of their zeros."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,7 @@ class Layout:
     """Numbers of ranks along megatron-core's axes.
 
     Attributes:
-        num_ranks: Of the world.
+        num_ranks: Number of ranks in the world.
         tp: Tensor-parallel ranks.
         ep: Expert-parallel ranks.
         expert_tp: Tensor-parallel ranks of experts; None: `tp`.
@@ -128,30 +128,30 @@ def _with_prediction(config: Any) -> nn.Module:
     return tiny_gpt(config, mtp_block_spec=specs.get_gpt_mtp_block_spec(config, layer, use_transformer_engine=False))
 
 
-def own_part(name: str, parameter: torch.Tensor, whole: Weights) -> torch.Tensor:
+def own_part(name: str, parameter: torch.Tensor, weights: Weights) -> torch.Tensor:
     """This rank's part of a single rank's parameter: an expert, and a tensor-parallel slice.
 
     Args:
-        name: Of the parameter on this rank.
+        name: Name of the parameter on this rank.
         parameter: With megatron-core's marks.
-        whole: All parameters of the model on one rank.
+        weights: All parameters of the model on one rank.
     """
     state = importlib.import_module("megatron.core.parallel_state")
     first = NUM_EXPERTS // state.get_expert_model_parallel_world_size() * state.get_expert_model_parallel_rank()
-    found = whole[re.sub(r"local_experts\.(\d+)", lambda m: f"local_experts.{first + int(m[1])}", name)]
+    weight = weights[re.sub(r"local_experts\.(\d+)", lambda m: f"local_experts.{first + int(m[1])}", name)]
     if getattr(parameter, "tensor_model_parallel", False):
         group = _tensor_group(name)
-        found = _slice(found, parameter, group.size(), group.rank())
-    assert found.shape == parameter.shape, name
-    return found
+        weight = _slice(weight, parameter, group.size(), group.rank())
+    assert weight.shape == parameter.shape, name
+    return weight
 
 
-def _slice(whole: torch.Tensor, parameter: Any, num: int, rank: int) -> torch.Tensor:
+def _slice(weight: torch.Tensor, parameter: Any, num: int, rank: int) -> torch.Tensor:
     """A tensor-parallel rank's part: of each block (gate and up, or the inputs of a Mamba mixer) the rank's share."""
     dim = parameter.partition_dim
     stride = getattr(parameter, "partition_stride", 1)
-    shares = getattr(parameter, "partition_sizes", None) or [whole.shape[dim] // (num * stride)] * stride
-    blocks = torch.split(whole, [share * num for share in shares], dim)
+    shares = getattr(parameter, "partition_sizes", None) or [weight.shape[dim] // (num * stride)] * stride
+    blocks = torch.split(weight, [share * num for share in shares], dim)
     return torch.cat([block.chunk(num, dim)[rank] for block in blocks], dim)
 
 
@@ -181,10 +181,10 @@ def trained_on_one_rank(kind: str, device: Device = "cpu", num_steps: int = 3) -
         steps = _train(model, BATCH.to(device), num_steps)
         return Trained(before, _weights(model), steps)
 
-    [found] = run_ranks(on_one_rank, 1, device=device)
-    losses, _, _ = found.steps
+    [trained] = run_ranks(on_one_rank, 1, device=device)
+    losses, _, _ = trained.steps
     assert losses[-1] < losses[0] - 0.05, f"nothing was learned: {losses}"
-    return found
+    return trained
 
 
 def _weights(model: nn.Module) -> Weights:
@@ -262,13 +262,13 @@ def assert_trains_as_on_one_rank(
     """Assert equal training by the ranks of a layout, with a share of the batch each, and by a single rank.
 
     Args:
-        kind: Of `make_model`.
-        layout: Of the ranks.
+        kind: Kind of the model, as `make_model` takes it.
+        layout: Layout of the ranks.
         shard: Shards the model in place.
         train: Takes as many steps of SGD as the last argument says, at `LEARNING_RATE`, on this rank's rows.
         tolerance: Absolute and relative, of losses, gradient norms and weights. Numbers of zeros are equal,
             but for `gpt`, which has biases.
-        device: Of the ranks: "cuda" for a GPU each.
+        device: Device of the ranks: "cuda" for a GPU each.
         from_meta: Build the model on the meta device, with weights given after `shard`, not before.
 
     Raises:
@@ -291,22 +291,24 @@ def assert_trains_as_on_one_rank(
         else:
             _fill(model, expected.before)
             shard(model.to(device))
-        wanted = {name: own_part(name, each, expected.after) for name, each in model.named_parameters()}
+        expected_parts = {
+            name: own_part(name, parameter, expected.after) for name, parameter in model.named_parameters()
+        }
         rows = BATCH.chunk(state.get_data_parallel_world_size())[state.get_data_parallel_rank()]
-        found = train(model, rows.to(device), len(expected.steps[0]))
-        assert_close(found[:2], expected.steps[:2])
+        steps = train(model, rows.to(device), len(expected.steps[0]))
+        assert_close(steps[:2], expected.steps[:2])
         if kind != "gpt":  # The gradients of keys' biases are zero but for rounding.
-            assert found[2] == expected.steps[2], "numbers of zeros"
+            assert steps[2] == expected.steps[2], "numbers of zeros"
         for name, parameter in model.named_parameters():
             assert isinstance(parameter, DTensor), name
-            assert_close(parameter.full_tensor().cpu(), wanted[name], msg=partial(_headed, name))
+            assert_close(parameter.full_tensor().cpu(), expected_parts[name], msg=partial(_headed, name))
 
     run_ranks(on_each_rank, layout.num_ranks, device=device)
 
 
-def _fill(model: nn.Module, whole: Weights) -> None:
+def _fill(model: nn.Module, weights: Weights) -> None:
     for name, parameter in model.named_parameters():
-        part = own_part(name, parameter, whole)
+        part = own_part(name, parameter, weights)
         with torch.no_grad():
             if isinstance(parameter, DTensor):
                 spread = distribute_tensor(part, parameter.device_mesh, parameter.placements, src_data_rank=None)

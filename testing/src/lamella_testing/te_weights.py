@@ -1,7 +1,7 @@
 """Quantised weights and a linear layer as Transformer Engine's, in plain torch: classes, attributes, order of events.
 
-The classes say that they are of Transformer Engine's modules, by which they are recognised. Data is a byte an
-element; the copy for backward is made by the layer in backward, as on Hopper.
+The classes name Transformer Engine's modules as their own: detection goes by module names. Data is a byte an element;
+ the copy for backward is made by the layer in backward, as on Hopper.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ class _Quantizer:
         self.block_scaling_dim = 2
 
     def copy(self) -> Self:
-        made = type(self)(self.dtype, power_of_two=self.force_pow_2_scales)
-        vars(made).update(vars(self))
-        return made
+        quantizer = type(self)(self.dtype, power_of_two=self.force_pow_2_scales)
+        vars(quantizer).update(vars(self))
+        return quantizer
 
     def set_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
         self.rowwise_usage = self.rowwise_usage if rowwise is None else rowwise
@@ -168,15 +168,15 @@ class _Quantised(torch.Tensor):
         quantizer: Any,
         device: torch.device | None = None,
         requires_grad: bool = False,
-        **given: Any,
+        **attributes: Any,
     ) -> Self:
         device = torch.device("cpu") if device is None else device
-        made = torch.Tensor._make_wrapper_subclass(
+        tensor = torch.Tensor._make_wrapper_subclass(
             cls, tuple(shape), dtype=dtype, device=device, requires_grad=requires_grad
         )
-        vars(made).update({f"_{name}": value for name, value in given.items()})
-        made._quantizer = quantizer.copy()
-        return made
+        vars(tensor).update({f"_{name}": value for name, value in attributes.items()})
+        tensor._quantizer = quantizer.copy()
+        return tensor
 
     def get_metadata(self) -> dict[str, Any]:
         return {"quantizer": self._quantizer, **{name: getattr(self, f"_{name}") for name in self._names}}
@@ -211,8 +211,8 @@ class _Quantised(torch.Tensor):
         return torch._C._disabled_torch_function_impl(func, types, tuple(args), kwargs or {})
 
 
-def _values(each: object) -> object:
-    return each.dequantize() if isinstance(each, _Quantised) else each
+def _values(argument: object) -> object:
+    return argument.dequantize() if isinstance(argument, _Quantised) else argument
 
 
 class Float8Tensor(_Quantised):
@@ -226,14 +226,16 @@ class Float8Tensor(_Quantised):
     _transpose_invalid: bool
 
     @staticmethod
-    def __new__(cls, *, fp8_scale_inv: torch.Tensor, data_transpose: torch.Tensor | None = None, **given: Any) -> Self:
-        made = _Quantised.__new__(cls, **given)
-        made._scale_inv, made._transpose, made._transpose_invalid = (
+    def __new__(
+        cls, *, fp8_scale_inv: torch.Tensor, data_transpose: torch.Tensor | None = None, **attributes: Any
+    ) -> Self:
+        tensor = _Quantised.__new__(cls, **attributes)
+        tensor._scale_inv, tensor._transpose, tensor._transpose_invalid = (
             fp8_scale_inv,
             data_transpose,
             data_transpose is None,
         )
-        return made
+        return tensor
 
     def get_metadata(self) -> dict[str, Any]:
         return {
@@ -289,8 +291,10 @@ class Float8BlockwiseQTensor(_Quantised):
         return self._times(self._columnwise_data, self._columnwise_scale_inv, self.dtype)
 
     def _times(self, data: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        of_each = scales.repeat_interleave(_TILE, 0).repeat_interleave(_TILE, 1)[: data.shape[0], : data.shape[1]]
-        return (data.view(self._fp8_dtype.value).float() * of_each).to(dtype)
+        scales_of_elements = scales.repeat_interleave(_TILE, 0).repeat_interleave(_TILE, 1)[
+            : data.shape[0], : data.shape[1]
+        ]
+        return (data.view(self._fp8_dtype.value).float() * scales_of_elements).to(dtype)
 
 
 class MXFP8Tensor(_Quantised):
@@ -334,9 +338,9 @@ class Linear(nn.Module):
     """A linear layer without bias, whose weight may be quantised; `is_first_microbatch` has no effect then.
 
     Args:
-        in_features: Of the input.
-        out_features: Of the output.
-        quantizer: As `quantized_model_init` chooses it; None for a plain weight.
+        in_features: Features of the input.
+        out_features: Features of the output.
+        quantizer: The quantizer that `quantized_model_init` chooses; None for a plain weight.
         preserves: Keep the values before quantisation on the CPU.
         delayed: Options of delayed scaling.
     """
@@ -362,14 +366,16 @@ class Linear(nn.Module):
         if preserves:
             weight: Any = self.weight
             weight._high_precision_init_val = values
-            weight.get_high_precision_init_val = MethodType(lambda own: own._high_precision_init_val, weight)
+            weight.get_high_precision_init_val = MethodType(
+                lambda parameter: parameter._high_precision_init_val, weight
+            )
             weight.clear_high_precision_init_val = MethodType(
-                lambda own: delattr(own, "_high_precision_init_val"), weight
+                lambda parameter: delattr(parameter, "_high_precision_init_val"), weight
             )
 
     def forward(self, x: torch.Tensor, *, is_first_microbatch: bool | None = None) -> torch.Tensor:
-        made: torch.Tensor = _Product.apply(x, self.weight, True)  # type: ignore[no-untyped-call]
-        return made
+        output: torch.Tensor = _QuantisedProduct.apply(x, self.weight, True)  # type: ignore[no-untyped-call]
+        return output
 
 
 class LayerNormMLP(Linear):
@@ -381,8 +387,8 @@ class LayerNormMLP(Linear):
         del self.weight
 
     def forward(self, x: torch.Tensor, *, is_first_microbatch: bool | None = None) -> torch.Tensor:
-        made: torch.Tensor = _Product.apply(x, self.fc1_weight, False)  # type: ignore[no-untyped-call]
-        return made
+        output: torch.Tensor = _QuantisedProduct.apply(x, self.fc1_weight, False)  # type: ignore[no-untyped-call]
+        return output
 
 
 def delayed_scaling(length: int, *, algorithm: object = "max", margin: int = 0) -> object:
@@ -392,7 +398,7 @@ def delayed_scaling(length: int, *, algorithm: object = "max", margin: int = 0) 
     )
 
 
-class _Product(torch.autograd.Function):
+class _QuantisedProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: Any, makes_copy: bool) -> torch.Tensor:
         ctx.makes_copy = makes_copy

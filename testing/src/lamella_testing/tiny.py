@@ -1,4 +1,4 @@
-"""A tiny model that tests save and load, and its state as whole tensors."""
+"""A tiny model for tests of saving and loading, and the model's state as whole tensors."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -64,7 +64,7 @@ class Kit:
 
     def fully_shard(self, module: nn.Module) -> nn.Module:
         """Shard a module by torch FSDP2, over the default group."""
-        # Left alone, `fully_shard` takes the machine's GPUs, whatever device the module is on.
+        # Without a mesh, `fully_shard` takes the machine's GPUs, even for a module on the CPU.
         device = next(module.parameters()).device.type
         fully_shard(module, mesh=init_device_mesh(device, (dist.get_world_size(),)))
         return module

@@ -1,6 +1,6 @@
 """Float8 weights and a linear layer as torchao's, in plain torch: classes, attributes, FSDP2's two methods.
 
-The classes say that they are of torchao's modules, by which they are recognised. Products are of dequantised values.
+The classes name torchao's modules as their own: detection goes by module names. Products are of dequantised values.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class WeightWithDynamicFloat8CastTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, tensor: torch.Tensor, linear_mm_config: object, dtype: torch.dtype) -> Self:
-        made = torch.Tensor._make_wrapper_subclass(
+        weight = torch.Tensor._make_wrapper_subclass(
             cls, tensor.shape, tensor.stride(), tensor.storage_offset(), dtype=tensor.dtype, device=tensor.device
         )
-        made._tensor, made._linear_mm_config, made._dtype = tensor, linear_mm_config, dtype
-        return made
+        weight._tensor, weight._linear_mm_config, weight._dtype = tensor, linear_mm_config, dtype
+        return weight
 
     def __init__(self, *_: object) -> None:
         super().__init__()
@@ -49,12 +49,12 @@ class WeightWithDynamicFloat8CastTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        (like,) = [each for each in args if isinstance(each, cls)][:1]
+        (like,) = [argument for argument in args if isinstance(argument, cls)][:1]
         plain = tree_map_only(cls, lambda weight: weight._tensor, (tuple(args), kwargs or {}))
-        made = func(*plain[0], **plain[1])
+        output = func(*plain[0], **plain[1])
         if func not in _KEEPS:
-            return made
-        return tree_map_only(torch.Tensor, lambda each: cls(each, like._linear_mm_config, like._dtype), made)
+            return output
+        return tree_map_only(torch.Tensor, lambda tensor: cls(tensor, like._linear_mm_config, like._dtype), output)
 
     def fsdp_pre_all_gather(self, mesh: DeviceMesh | None) -> tuple[tuple[torch.Tensor], tuple[torch.Tensor]]:
         """Data and scale of this rank's rows; without a mesh, of a whole weight."""
@@ -83,7 +83,7 @@ class WeightWithDynamicFloat8CastTensor(torch.Tensor):
 
 
 class Float8TrainingTensor(torch.Tensor):
-    """Data with a number that values were multiplied by: all operators but views read dequantised values."""
+    """Float8 data with the scale of its values: all operators but views read dequantised values."""
 
     _data: torch.Tensor
     _scale: torch.Tensor
@@ -91,25 +91,27 @@ class Float8TrainingTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, data: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, linear_mm_config: object) -> Self:
-        made = torch.Tensor._make_wrapper_subclass(cls, data.shape, data.stride(), dtype=dtype, device=data.device)
-        made._data, made._scale, made._linear_mm_config = data, scale, linear_mm_config
-        return made
+        gathered = torch.Tensor._make_wrapper_subclass(cls, data.shape, data.stride(), dtype=dtype, device=data.device)
+        gathered._data, gathered._scale, gathered._linear_mm_config = data, scale, linear_mm_config
+        return gathered
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func in _VIEWS:
-            own, *rest = args
-            return cls(func(own._data, *rest), own._scale, own.dtype, own._linear_mm_config)
+            source, *arguments = args
+            return cls(func(source._data, *arguments), source._scale, source.dtype, source._linear_mm_config)
         plain = tree_map(_values, (tuple(args), kwargs or {}))
         return func(*plain[0], **plain[1])
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
 
-def _values(each: object) -> object:
-    return each._data.to(each.dtype) / each._scale if isinstance(each, Float8TrainingTensor) else each
+def _values(argument: object) -> object:
+    return (
+        argument._data.to(argument.dtype) / argument._scale if isinstance(argument, Float8TrainingTensor) else argument
+    )
 
 
 for _kind in (WeightWithDynamicFloat8CastTensor, Float8TrainingTensor):
@@ -126,12 +128,12 @@ class Float8Linear(nn.Linear):
         self.weight = nn.Parameter(WeightWithDynamicFloat8CastTensor(self.weight, ("fast",), dtype))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The product with the weight as it is."""
-        made: torch.Tensor = _Product.apply(x, self.weight)  # type: ignore[no-untyped-call]
-        return made
+        """The product with the dequantised weight."""
+        output: torch.Tensor = _Float8Product.apply(x, self.weight)  # type: ignore[no-untyped-call]
+        return output
 
 
-class _Product(torch.autograd.Function):
+class _Float8Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x, weight)

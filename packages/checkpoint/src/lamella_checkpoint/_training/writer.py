@@ -48,11 +48,12 @@ class Writer:
         self.is_usable = True
         self.is_stuck = False
         self._connection, connection_of_process = Pipe()
-        # Note [Training comes first]: low priority before the imports. A scheduler sends SIGTERM to every process of a
-        # job, and may leave training time to end in order: without SIG_IGN, the checkpoint in flight would be lost.
+        # A scheduler sends SIGTERM to every process of a job, and may leave training time to end in order: without
+        # SIG_IGN, the checkpoint in flight would be lost. Note [Training comes first]: low priority after the imports,
+        # whose seconds of computing would take minutes beside ranks that use all cores, before any save.
         code = (
-            "import os, signal; os.nice(19); signal.signal(signal.SIGTERM, signal.SIG_IGN); "
-            "from lamella_checkpoint._training.async_process import main; main()"
+            "import os, signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+            "from lamella_checkpoint._training.async_process import main; os.nice(19); main()"
         )
         descriptors = (connection_of_process.fileno(), memory.descriptor)
         self._popen = subprocess.Popen(
