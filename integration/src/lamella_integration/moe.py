@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from lamella_schedule import Chunk, LayerSlots, Slot, Splits, exchange, route, unroute
+from lamella_schedule import LayerSlots, ModelChunk, Slot, Splits, exchange, route, unroute
 
 WIDTH, VOCABULARY = 8, 16
 Values = tuple[Any, ...]
@@ -154,7 +154,7 @@ class MoE(nn.Module):
             x = layer(x)
         return self.loss(self.norm(x), tokens, scale)
 
-    def chunk(self, tokens: torch.Tensor, scale: float) -> Chunk:
+    def chunk(self, tokens: torch.Tensor, scale: float) -> ModelChunk:
         layers = [layer.slots() for layer in self.layers]  # type: ignore[operator]
         last = layers[-1]
         # The outermost unit's norm is read, and its gradient made, on the communication stream.
@@ -165,7 +165,7 @@ class MoE(nn.Module):
             combine=lambda *values: self.norm(last.combine(*values)),
             delayed=last.delayed,
         )
-        return Chunk(
+        return ModelChunk(
             preprocess=lambda: self.embedding(tokens),
             layers=layers,
             postprocess=lambda x: self.loss(x, tokens, scale),

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from lamella_engine import fully_shard
-from lamella_schedule import Chunk, LayerSlots, Splits, exchange, run
+from lamella_schedule import LayerSlots, ModelChunk, Splits, exchange, run
 from lamella_testing import run_ranks
 from lamella_trace import Role, as_text, overlap_report, read_trace
 
@@ -46,10 +46,10 @@ def test_a_recorded_schedule_has_each_layers_exchanges(tmp_path: Path) -> None:
         def exchanged(values: torch.Tensor) -> torch.Tensor:
             return exchange(values, Splits((2, 2), (2, 2), None))
 
-        def chunk() -> Chunk:
+        def chunk() -> ModelChunk:
             x = torch.ones(4, 8, requires_grad=True)
             layer = LayerSlots(pre=linear, dispatch=exchanged, experts=linear, combine=exchanged)
-            return Chunk(lambda: x * 1, [layer, layer], lambda y: y.sum())
+            return ModelChunk(lambda: x * 1, [layer, layer], lambda y: y.sum())
 
         linear = nn.Linear(8, 8)
         with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:

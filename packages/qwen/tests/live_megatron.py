@@ -71,7 +71,7 @@ class World:
 
 
 @dataclass(frozen=True)
-class Whole:
+class FullModel:
     """A model and its Adam, whole, under the names of both sides; "" is the slot of the weights."""
 
     kind: Kind
@@ -82,7 +82,7 @@ class Whole:
     def of(cls, kind: Kind, weights: Mapping[str, torch.Tensor]) -> Self:
         torch.manual_seed(3)
         published: dict[str, Mapping[str, torch.Tensor]] = {"": weights}
-        published |= {slot: {name: torch.rand_like(each) for name, each in weights.items()} for slot in SLOTS}
+        published |= {slot: {name: torch.rand_like(tensor) for name, tensor in weights.items()} for slot in SLOTS}
         tensors = {f"model.{name}": tensor for name, tensor in weights.items()}
         for slot in SLOTS:
             tensors |= {f"optimizer.state.{name}.{slot}": tensor for name, tensor in published[slot].items()}
@@ -94,7 +94,7 @@ class Whole:
         return cls(kind, published, canonical)
 
 
-class Part:
+class RankTensor:
     """A tensor-parallel rank's part of one of a model's tensors."""
 
     def __init__(self, values: torch.Tensor, tp_dim: int | None, *, is_expert: bool = False) -> None:
@@ -113,7 +113,7 @@ def tp_dim_of(name: str) -> int | None:
     return 0 if is_column and "layer_norm" not in name else None
 
 
-def parts_of(canonical: Mapping[str, torch.Tensor], world: World, tp: int, ep: int, etp: int) -> dict[str, Part]:
+def parts_of(canonical: Mapping[str, torch.Tensor], world: World, tp: int, ep: int, etp: int) -> dict[str, RankTensor]:
     """What a tensor-parallel rank's model has, by its own names, as megatron-core lays it out."""
     parts = {}
     for name, tensor in canonical.items():
@@ -125,28 +125,30 @@ def parts_of(canonical: Mapping[str, torch.Tensor], world: World, tp: int, ep: i
             mine = experts_of(canonical, world, ep)
             if int(expert[2]) not in mine:
                 continue
-            own = own_name(expert[1], int(expert[2]) - mine[0], world)
+            local_name = own_name(expert[1], int(expert[2]) - mine[0], world)
         else:
-            own = name
+            local_name = name
         if component:
-            each = [canonical[f"{component[1]}.{part}"].chunk(num)[rank] for part in PARTS[component[2]]]
-            parts[component[1]] = Part(torch.cat(each), 0)
+            components = [canonical[f"{component[1]}.{part}"].chunk(num)[rank] for part in PARTS[component[2]]]
+            parts[component[1]] = RankTensor(torch.cat(components), 0)
         elif re.search(r"self_attention\.(in_proj|conv1d)\.weight\.", name):
             continue
         elif is_gated(name, canonical):
-            parts[own] = Part(torch.cat([half.chunk(num)[rank] for half in tensor.chunk(2)]), 0, is_expert=bool(expert))
+            parts[local_name] = RankTensor(
+                torch.cat([half.chunk(num)[rank] for half in tensor.chunk(2)]), 0, is_expert=bool(expert)
+            )
         else:
             values = tensor if dim is None else tensor.chunk(num, dim)[rank]
-            parts[own] = Part(values.contiguous(), dim, is_expert=bool(expert))
+            parts[local_name] = RankTensor(values.contiguous(), dim, is_expert=bool(expert))
     return parts
 
 
 def experts_of(canonical: Mapping[str, torch.Tensor], world: World, ep: int) -> range:
     """The numbers of a rank's experts; those before the last rank have as many each as an uneven number allows."""
     numbers = {
-        int(found[1])
-        for found in (re.search(r"experts\.linear_fc1\.weight(\d+)$", name) for name in canonical)
-        if found
+        int(match[1])
+        for match in (re.search(r"experts\.linear_fc1\.weight(\d+)$", name) for name in canonical)
+        if match
     }
     return range(*_bounds(len(numbers), world.ep, ep))
 
@@ -167,19 +169,19 @@ def is_gated(name: str, canonical: Mapping[str, torch.Tensor]) -> bool:
     return ".linear_fc1.weight" in name and not name.startswith("vision_model.")
 
 
-def rows_of(parts: dict[str, Part], num: int, rank: int, *, is_even: bool) -> dict[str, tuple[int, int]]:
+def rows_of(parts: dict[str, RankTensor], num: int, rank: int, *, is_even: bool) -> dict[str, tuple[int, int]]:
     """The rows of each part that a rank on the data axis has; of a packed buffer, which may be none of a part."""
     if is_even:
         return {name: _bounds(len(part.values), num, rank) for name, part in parts.items()}
     ends = list(accumulate(part.values.numel() for part in parts.values()))
-    cuts = [ends[-1] * each // num for each in range(num + 1)] if ends else []
-    found: dict[str, tuple[int, int]] = {}
+    cuts = [ends[-1] * index // num for index in range(num + 1)] if ends else []
+    rows_by_name: dict[str, tuple[int, int]] = {}
     for (name, part), end in zip(parts.items(), ends, strict=True):
         shape = part.values.shape
         row, start = prod(shape[1:]), end - prod(shape)
         first, last = (min(max(-(-(cut - start) // row), 0), shape[0]) for cut in cuts[rank : rank + 2])
-        found[name] = first, last
-    return found
+        rows_by_name[name] = first, last
+    return rows_by_name
 
 
 class Meshes:
@@ -190,9 +192,9 @@ class Meshes:
         self.dense = init_device_mesh("cpu", (world.dp, world.tp), mesh_dim_names=("dp", "tp"))
         axes = ("edp", "ep", "etp")
         self.experts = init_device_mesh("cpu", (world.edp, world.ep, world.etp), mesh_dim_names=axes)
-        self.of_expert = self.experts["edp", "etp"]
+        self.expert_mesh = self.experts["edp", "etp"]
         order_shards(self.dense, [1, 0])
-        order_shards(self.of_expert, [1, 0])
+        order_shards(self.expert_mesh, [1, 0])
         self.dp, self.tp = _coordinate(self.dense)
         self.edp, self.ep, self.etp = _coordinate(self.experts)
 
@@ -215,10 +217,10 @@ class Rank:
     the world's kind; one that is fresh has none.
     """
 
-    def __init__(self, whole: Whole, world: World, *, is_stepped: bool = False) -> None:
-        self.whole, self.world, self.meshes = whole, world, Meshes(world)
-        self.first_expert = next(iter(experts_of(whole.canonical[""], world, self.meshes.ep)), 0)
-        self.parts = {slot: self._parts(canonical) for slot, canonical in whole.canonical.items()}
+    def __init__(self, full_model: FullModel, world: World, *, is_stepped: bool = False) -> None:
+        self.full_model, self.world, self.meshes = full_model, world, Meshes(world)
+        self.first_expert = next(iter(experts_of(full_model.canonical[""], world, self.meshes.ep)), 0)
+        self.parts = {slot: self._parts(canonical) for slot, canonical in full_model.canonical.items()}
         self.rows = self._rows()
         self.model, self.params = nn.Module(), {}
         for name, part in self.parts[""].items():
@@ -233,7 +235,7 @@ class Rank:
         return {name: tuple(param.shape) for name, param in self.params.items()}
 
     def correspondences(self, dialect: Dialect | None = None) -> list[Correspondence]:
-        sizes = megatron_sizes(config_of(self.whole.kind), tensor_parallel_size=self.world.tp)
+        sizes = megatron_sizes(config_of(self.full_model.kind), tensor_parallel_size=self.world.tp)
         return from_megatron_model(
             self.shapes, sizes=sizes | {"etp": self.world.etp}, dialect=dialect, first_expert=self.first_expert
         )
@@ -267,8 +269,8 @@ class Rank:
         weights = written_pieces(cut, {name: (shards[name], param) for name, param in self.params.items()})
         values: dict[str, Any] = {f"{model}{name}": value for name, value in weights.items()}
         for slot in SLOTS:
-            held = {name: (shards[name], self._slot(name, slot)) for name in self.params}
-            moments = written_pieces(cut, held)
+            shards_and_slots = {name: (shards[name], self._slot(name, slot)) for name in self.params}
+            moments = written_pieces(cut, shards_and_slots)
             values |= {f"optimizer.state.{inner}{name}.{slot}": value for name, value in moments.items()}
             values |= {f"optimizer.state.{inner}{name}.step": torch.tensor(7.0) for name in moments}
         names = {id(param): global_expert(name, self.first_expert) for name, param in self.params.items()}
@@ -291,15 +293,15 @@ class Rank:
         if optimizer:
             assert_options(self.optimizer)
 
-    def _parts(self, canonical: Mapping[str, torch.Tensor]) -> dict[str, Part]:
+    def _parts(self, canonical: Mapping[str, torch.Tensor]) -> dict[str, RankTensor]:
         return parts_of(canonical, self.world, self.meshes.tp, self.meshes.ep, self.meshes.etp)
 
     def _rows(self) -> dict[str, tuple[int, int]]:
-        found: dict[str, tuple[int, int]] = {}
+        rows_by_name: dict[str, tuple[int, int]] = {}
         for is_expert, num, rank in [(False, self.world.dp, self.meshes.dp), (True, self.world.edp, self.meshes.edp)]:
             parts = {name: part for name, part in self.parts[""].items() if part.is_expert == is_expert}
-            found |= rows_of(parts, num, rank, is_even=self.world.is_even)
-        return found
+            rows_by_name |= rows_of(parts, num, rank, is_even=self.world.is_even)
+        return rows_by_name
 
     def _expected(self, name: str, slot: str) -> torch.Tensor:
         start, stop = self.rows[name]
@@ -307,8 +309,8 @@ class Rank:
 
     def _slot(self, name: str, slot: str) -> torch.Tensor:
         """The live slot; a rank that has nothing of a parameter need not have it."""
-        held: torch.Tensor = self.optimizer.state.get(self.params[name], {}).get(slot, self._expected(name, slot))
-        return held
+        live_slot: torch.Tensor = self.optimizer.state.get(self.params[name], {}).get(slot, self._expected(name, slot))
+        return live_slot
 
     def _shard(self, name: str) -> LiveShard:
         part, (start, stop) = self.parts[""][name], self.rows[name]
@@ -318,10 +320,10 @@ class Rank:
         shape = self.params[name].shape
         return LiveShard.of_rows(shape, elements, tp_dim=part.tp_dim, num_tp=num, tp_rank=rank)
 
-    def _parameter(self, part: Part, rows: tuple[int, int]) -> nn.Parameter:
+    def _parameter(self, part: RankTensor, rows: tuple[int, int]) -> nn.Parameter:
         start, stop = rows
         mine = torch.full_like(part.values[start:stop], torch.nan)
-        mesh = self.meshes.of_expert if part.is_expert else self.meshes.dense
+        mesh = self.meshes.expert_mesh if part.is_expert else self.meshes.dense
         placements = [Shard(0), Replicate() if part.tp_dim is None else Shard(part.tp_dim)]
         shape = list(part.values.shape)
         if part.tp_dim is not None:
@@ -352,12 +354,12 @@ class Rank:
             case "flat":
                 return values.flatten()
             case "data axis":
-                mesh = self.meshes.of_expert["edp"] if part.is_expert else self.meshes.dense["dp"]
+                mesh = self.meshes.expert_mesh["edp"] if part.is_expert else self.meshes.dense["dp"]
                 return as_dtensor(values, mesh, [Shard(0)], part.values.shape)
-        made = torch.zeros_like(param)
-        assert isinstance(made, DTensor)
-        made._local_tensor.copy_(values)
-        return made
+        slot_tensor = torch.zeros_like(param)
+        assert isinstance(slot_tensor, DTensor)
+        slot_tensor._local_tensor.copy_(values)
+        return slot_tensor
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -373,24 +375,24 @@ def as_dtensor(
 
 def tell(param: Any, offsets: Sequence[int]) -> None:
     """Have a DTensor's local tensor say where it lies, as Megatron does it: one chunk, and nothing written if empty."""
-    held = param._local_tensor
-    chunk = ChunkStorageMetadata(torch.Size(offsets), held.shape)
+    local_tensor = param._local_tensor
+    chunk = ChunkStorageMetadata(torch.Size(offsets), local_tensor.shape)
 
     def create_write_items(name: str, _: object) -> list[WriteItem]:
-        data = TensorWriteData(chunk, TensorProperties(dtype=held.dtype), param.shape)
-        item = WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=data)
-        return [item] if held.numel() else []
+        data = TensorWriteData(chunk, TensorProperties(dtype=local_tensor.dtype), param.shape)
+        write_item = WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=data)
+        return [write_item] if local_tensor.numel() else []
 
-    held.__create_write_items__ = create_write_items
-    held.__create_chunk_list__ = lambda: [chunk]
+    local_tensor.__create_write_items__ = create_write_items
+    local_tensor.__create_chunk_list__ = lambda: [chunk]
 
 
 def register(model: Any, name: str, param: Any) -> None:
     *path, last = name.split(".")
-    for each in path:
-        if not hasattr(model, each):
-            model.add_module(each, nn.Module())
-        model = getattr(model, each)
+    for child in path:
+        if not hasattr(model, child):
+            model.add_module(child, nn.Module())
+        model = getattr(model, child)
     model.register_parameter(last, param)
 
 
@@ -413,22 +415,24 @@ def assert_options(optimizer: torch.optim.Optimizer) -> None:
 
 def args_of(rank: Rank) -> Namespace:
     """What Megatron's `args` say of the sizes of rank-major tensors."""
-    config = config_of(rank.whole.kind)
+    config = config_of(rank.full_model.kind)
     text = config.get("text_config", config)
-    names = [f"linear_{what}" for what in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")]
+    names = [
+        f"linear_{size_name}" for size_name in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
+    ]
     return Namespace(tensor_model_parallel_size=rank.world.tp, **{name: text[name] for name in names})
 
 
 class PublishedRank:
     """The same of a model with Hugging Face's names: packed experts are cut over all three axes of their mesh."""
 
-    def __init__(self, whole: Whole, world: World) -> None:
-        self.whole, self.meshes = whole, Meshes(world)
+    def __init__(self, full_model: FullModel, world: World) -> None:
+        self.full_model, self.meshes = full_model, Meshes(world)
         order_shards(self.meshes.experts, [1, 2, 0])
         self.model = nn.Module()
         self.params = {
-            name: nn.Parameter(self._part(name, torch.full_like(each, torch.nan)))
-            for name, each in whole.published[""].items()
+            name: nn.Parameter(self._part(name, torch.full_like(tensor, torch.nan)))
+            for name, tensor in full_model.published[""].items()
         }
         for name, param in self.params.items():
             register(self.model, name, param)
@@ -437,14 +441,14 @@ class PublishedRank:
     def train(self) -> None:
         """Have the optimizer's state and options be what they should."""
         for name, param in self.params.items():
-            state = {slot: self._part(name, self.whole.published[slot][name]) for slot in SLOTS}
+            state = {slot: self._part(name, self.full_model.published[slot][name]) for slot in SLOTS}
             self.optimizer.state[param] = state | {"step": torch.tensor(7.0)}
         for group, options in zip(self.optimizer.param_groups, OPTIONS, strict=True):
             group.update(options)
 
     def load(self, path: Path, *, is_canonical: bool = False) -> None:
         """Read a checkpoint with these names, or with Megatron's canonical ones; of files with weights alone, these."""
-        rules = megatron_rules(config_of(self.whole.kind))
+        rules = megatron_rules(config_of(self.full_model.kind))
 
         def published(source: Source) -> Translated:
             return translated(source, rules, "left")
@@ -461,9 +465,9 @@ class PublishedRank:
         """As `Rank.assert_holds`."""
         for name, param in self.params.items():
             for slot in ("", *SLOTS) if optimizer else ("",):
-                held = self.optimizer.state[param][slot] if slot else param
-                expected = self._part(name, self.whole.published[slot][name])
-                assert torch.equal(local(held), local(expected)), (dist.get_rank(), name, slot)
+                tensor = self.optimizer.state[param][slot] if slot else param
+                expected = self._part(name, self.full_model.published[slot][name])
+                assert torch.equal(local(tensor), local(expected)), (dist.get_rank(), name, slot)
             assert not optimizer or self.optimizer.state[param]["step"] == 7.0, name
         if optimizer:
             assert_options(self.optimizer)

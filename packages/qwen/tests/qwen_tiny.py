@@ -35,10 +35,10 @@ def one_by_one(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The experts as `save_pretrained` writes them."""
     single = {}
     for name, tensor in weights.items():
-        head, found, kind = name.partition(".mlp.experts.")
-        if not found:
+        head, separator, kind = name.partition(".mlp.experts.")
+        if not separator:
             single[name] = tensor
-        for index, expert in enumerate(tensor if found else ()):
+        for index, expert in enumerate(tensor if separator else ()):
             parts = {"gate_proj": expert[:16], "up_proj": expert[16:]} if kind == "gate_up_proj" else {kind: expert}
             single |= {f"{head}.mlp.experts.{index}.{part}.weight": rows for part, rows in parts.items()}
     return single
@@ -48,10 +48,10 @@ class MemorySource:
     """A checkpoint that is a dict."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], objects: Mapping[str, object] | None = None) -> None:
-        self.held, self.values = dict(tensors), dict(objects or {})
+        self.stored, self.values = dict(tensors), dict(objects or {})
         self.path = Path("memory")
         self.tensors = {
-            name: TensorInfo(tuple(tensor.shape), tensor.dtype, (whole(tensor.shape),))
+            name: TensorInfo(tuple(tensor.shape), tensor.dtype, (full_box(tensor.shape),))
             for name, tensor in tensors.items()
         }
 
@@ -61,7 +61,7 @@ class MemorySource:
 
     def read(self, wanted: Sequence[Wanted]) -> None:
         for want in wanted:
-            box = self.held[want.name]
+            box = self.stored[want.name]
             for dim, (offset, size) in enumerate(zip(*want.chunk, strict=True)):
                 box = box.narrow(dim, offset, size)
             want.into.copy_(box)
@@ -70,11 +70,11 @@ class MemorySource:
         return self.values[name]
 
 
-def whole(shape: Sequence[int]) -> Chunk:
+def full_box(shape: Sequence[int]) -> Chunk:
     return Chunk((0,) * len(shape), tuple(shape))
 
 
-def held(source: Source) -> MemorySource:
+def in_memory(source: Source) -> MemorySource:
     """A checkpoint as one in memory."""
     return MemorySource(read_all(source), {name: source.read_object(name) for name in source.objects})
 
@@ -82,14 +82,14 @@ def held(source: Source) -> MemorySource:
 def read_all(source: Source) -> dict[str, torch.Tensor]:
     """Every tensor of a source."""
     tensors = {name: torch.empty(info.shape, dtype=info.dtype) for name, info in source.tensors.items()}
-    source.read([Wanted(name, whole(into.shape), into) for name, into in tensors.items()])
+    source.read([Wanted(name, full_box(into.shape), into) for name, into in tensors.items()])
     return tensors
 
 
 def translated(source: Source, rules: Rules, to: Literal["left", "right"]) -> Translated:
     """A checkpoint under the names of the other side."""
-    found = rules.match(parameter_shapes(source), "left" if to == "right" else "right")
-    return translate(source, found, to=to)
+    correspondences = rules.match(parameter_shapes(source), "left" if to == "right" else "right")
+    return translate(source, correspondences, to=to)
 
 
 def to_megatron(weights: Mapping[str, torch.Tensor], rules: Rules) -> dict[str, torch.Tensor]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch._dynamo
-from live_megatron import PublishedRank, Rank, Whole, World
+from live_megatron import FullModel, PublishedRank, Rank, World
 from qwen_tiny import config_of, translated, weights_of
 from safetensors.torch import load_file, save_file
 
@@ -22,7 +22,7 @@ from lamella_testing import run_ranks
 from lamella_testing.qwen import KINDS, Kind, make_model
 
 
-def make_whole(kind: Kind, num_experts: int = 4) -> Whole:
+def make_full_model(kind: Kind, num_experts: int = 4) -> FullModel:
     """A layer of each sort is enough: the first, and the fourth, which is an attention layer."""
     weights = {
         name: tensor for name, tensor in weights_of(make_model(kind)).items() if not re.search(r"layers\.[12]\.", name)
@@ -30,12 +30,14 @@ def make_whole(kind: Kind, num_experts: int = 4) -> Whole:
     if num_experts < 4:
         routed = (".mlp.experts.", ".mlp.gate.")
         weights |= {
-            name: tensor[:num_experts] for name, tensor in weights.items() if any(each in name for each in routed)
+            name: tensor[:num_experts]
+            for name, tensor in weights.items()
+            if any(routed_name in name for routed_name in routed)
         }
-    return Whole.of(kind, weights)
+    return FullModel.of(kind, weights)
 
 
-WHOLE = {kind: make_whole(kind) for kind in KINDS} | {"three experts": make_whole("moe", num_experts=3)}
+FULL_MODELS = {kind: make_full_model(kind) for kind in KINDS} | {"three experts": make_full_model("moe", num_experts=3)}
 
 # One world a leg: it reads Hugging Face's files, the native checkpoint, Megatron's. Together they have every number of
 # ranks along each axis, and every kind of slot; experts that ranks have one more of than others, and ranks with none.
@@ -79,20 +81,20 @@ def name_of(value: object) -> str:
 
 
 def read_published(rank: Rank, files: Path) -> None:
-    rules = megatron_rules(config_of(rank.whole.kind))
+    rules = megatron_rules(config_of(rank.full_model.kind))
     rank.load(files, lambda source: translated(source, rules, "right"), optimizer=False)
 
 
-def publish(whole: Whole, directory: Path) -> Path:
+def publish(full_model: FullModel, directory: Path) -> Path:
     directory.mkdir()
-    save_file(dict(whole.published[""]), directory / "model.safetensors")
+    save_file(dict(full_model.published[""]), directory / "model.safetensors")
     return directory
 
 
-def assert_published(whole: Whole, directory: Path) -> None:
+def assert_published(full_model: FullModel, directory: Path) -> None:
     published = load_file(directory / "model.safetensors")
-    assert published.keys() == whole.published[""].keys()
-    for name, tensor in whole.published[""].items():
+    assert published.keys() == full_model.published[""].keys()
+    for name, tensor in full_model.published[""].items():
         assert torch.equal(published[name], tensor), name
 
 
@@ -100,28 +102,28 @@ def assert_published(whole: Whole, directory: Path) -> None:
 def test_nothing_changes_from_world_to_world(
     tmp_path: Path, kind: str, dialect: Dialect, first: World, second: World, third: World
 ) -> None:
-    whole = WHOLE[kind]
-    files = publish(whole, tmp_path / "hf")
+    full_model = FULL_MODELS[kind]
+    files = publish(full_model, tmp_path / "hf")
 
     def train() -> None:
-        rank = Rank(whole, first)
+        rank = Rank(full_model, first)
         read_published(rank, files)
         rank.assert_holds(optimizer=False)
         rank.train()
         rank.save(tmp_path / "native")
 
     def hand_over() -> None:
-        rank = Rank(whole, second, is_stepped=True)
+        rank = Rank(full_model, second, is_stepped=True)
         rank.load(tmp_path / "native")
         rank.assert_holds()
         rank.export(tmp_path / "megatron", dialect)
 
     def take_back() -> None:
-        rank = Rank(whole, third)
+        rank = Rank(full_model, third)
         rank.load(tmp_path / "megatron")
         rank.assert_holds()
         rank.save(tmp_path / "back")
-        published = PublishedRank(whole, third)
+        published = PublishedRank(full_model, third)
         published.load(tmp_path / "back", is_canonical=True)
         published.assert_holds()
         save_safetensors(tmp_path / "published", model=published.model)
@@ -129,34 +131,36 @@ def test_nothing_changes_from_world_to_world(
     run_ranks(train, first.num_ranks)
     run_ranks(hand_over, second.num_ranks)
     run_ranks(take_back, third.num_ranks)
-    assert_published(whole, tmp_path / "published")
+    assert_published(full_model, tmp_path / "published")
 
 
 def test_a_model_under_published_names_goes_from_ranks_to_other_ranks(tmp_path: Path) -> None:
-    whole = WHOLE["moe"]
-    files = publish(whole, tmp_path / "hf")
+    full_model = FULL_MODELS["moe"]
+    files = publish(full_model, tmp_path / "hf")
 
     def read() -> None:
-        rank = PublishedRank(whole, World(3, 2, ep=2))
+        rank = PublishedRank(full_model, World(3, 2, ep=2))
         rank.load(files)
         rank.assert_holds(optimizer=False)
         rank.train()
         save(tmp_path / "native", model=rank.model, optimizer=rank.optimizer)
 
     def write() -> None:
-        rank = PublishedRank(whole, World(1, 4, ep=2, etp=2))
+        rank = PublishedRank(full_model, World(1, 4, ep=2, etp=2))
         rank.load(tmp_path / "native")
         rank.assert_holds()
         save_safetensors(tmp_path / "published", model=rank.model)
 
     run_ranks(read, 6)
     run_ranks(write, 4)
-    assert_published(whole, tmp_path / "published")
+    assert_published(full_model, tmp_path / "published")
 
 
 def every_world(kind: str) -> list[World]:
     """Worlds of every number of ranks along each axis that fit together, each with another way of holding things."""
-    has_experts = "experts" in next(name for name in WHOLE[kind].canonical[""] if ".mlp." in name and "fc2" in name)
+    has_experts = "experts" in next(
+        name for name in FULL_MODELS[kind].canonical[""] if ".mlp." in name and "fc2" in name
+    )
     num_ep, slots = (1, 2) if has_experts else (1,), ("like", "plain", "flat", "data axis")
     fitting = [
         (dp, tp, ep, etp)
@@ -171,19 +175,19 @@ def every_world(kind: str) -> list[World]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", WHOLE)
+@pytest.mark.parametrize("kind", FULL_MODELS)
 def test_every_world_hands_over_to_the_next(tmp_path: Path, kind: str) -> None:
-    whole, worlds = WHOLE[kind], every_world(kind)
-    files = publish(whole, tmp_path / "hf")
+    full_model, worlds = FULL_MODELS[kind], every_world(kind)
+    files = publish(full_model, tmp_path / "hf")
 
     def begin() -> None:
-        rank = Rank(whole, worlds[0])
+        rank = Rank(full_model, worlds[0])
         read_published(rank, files)
         rank.train()
         rank.save(tmp_path / "0")
 
     def pass_on(number: int) -> None:
-        rank = Rank(whole, worlds[number % len(worlds)], is_stepped=number % 2 == 0)
+        rank = Rank(full_model, worlds[number % len(worlds)], is_stepped=number % 2 == 0)
         rank.load(tmp_path / str(number - 1))
         rank.assert_holds()
         if number % 3:
@@ -192,7 +196,7 @@ def test_every_world_hands_over_to_the_next(tmp_path: Path, kind: str) -> None:
             rank.save(tmp_path / str(number))
 
     def end() -> None:
-        published = PublishedRank(whole, World(3, 2, ep=2))
+        published = PublishedRank(full_model, World(3, 2, ep=2))
         published.load(tmp_path / str(len(worlds)), is_canonical=True)
         published.assert_holds()
         save_safetensors(tmp_path / "published", model=published.model)
@@ -201,4 +205,4 @@ def test_every_world_hands_over_to_the_next(tmp_path: Path, kind: str) -> None:
     for number in range(1, len(worlds) + 1):
         run_ranks(pass_on, worlds[number % len(worlds)].num_ranks, number)
     run_ranks(end, 6)
-    assert_published(whole, tmp_path / "published")
+    assert_published(full_model, tmp_path / "published")

@@ -31,7 +31,7 @@ def make_pair(kind: Kind, prefix: str, tensor_parallel_size: int = 1) -> tuple[A
     sizes = megatron_sizes(config_of(kind), tensor_parallel_size=tensor_parallel_size)
     tensors = read_all(write_fsdp_dtensor(ours, RELEASE_0_19, sizes=sizes))
     prefix = f"model.module.{prefix}"
-    return model, {name.removeprefix(prefix): each for name, each in tensors.items() if name.startswith(prefix)}
+    return model, {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 def rank_rows(
@@ -55,14 +55,14 @@ def norm(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotary embeddings of the first dims of each head; (batch, tokens, heads, dim)."""
     cos, sin, width = cos[:, :, None], sin[:, :, None], cos.shape[-1]
-    turned, rest = heads[..., :width], heads[..., width:]
+    turned, unturned = heads[..., :width], heads[..., width:]
     first, second = turned.chunk(2, -1)
-    return torch.cat([turned * cos + torch.cat([-second, first], -1) * sin, rest], -1)
+    return torch.cat([turned * cos + torch.cat([-second, first], -1) * sin, unturned], -1)
 
 
 def attend(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *, is_causal: bool) -> torch.Tensor:
     """(batch, tokens, heads, dim), keys and values already one for each query."""
-    query, key, value = (each.transpose(1, 2) for each in (queries, keys, values))
+    query, key, value = (heads.transpose(1, 2) for heads in (queries, keys, values))
     return F.scaled_dot_product_attention(query, key, value, is_causal=is_causal).transpose(1, 2)
 
 
@@ -74,21 +74,21 @@ def gated_attention(
     num_ranks: int,
 ) -> torch.Tensor:
     """One rank's part of an attention layer with an output gate."""
-    held = rank_rows(
+    projections = rank_rows(
         tensors, rank, num_ranks, column_parallel=["linear_qkv.weight"], row_parallel=["linear_proj.weight"]
     )
     num_groups = NUM_GROUPS // num_ranks
     per_group = NUM_HEADS // NUM_GROUPS
-    mixed = norm(hidden, tensors["linear_qkv.layer_norm_weight"]) @ held["linear_qkv.weight"].T
+    mixed = norm(hidden, tensors["linear_qkv.layer_norm_weight"]) @ projections["linear_qkv.weight"].T
     mixed = mixed.unflatten(-1, (num_groups, (2 * per_group + 2) * HEAD_DIM))  # type: ignore[no-untyped-call]
     widths = [per_group * HEAD_DIM, per_group * HEAD_DIM, HEAD_DIM, HEAD_DIM]
     queries, gates, keys, values = mixed.split(widths, dim=-1)
     queries = norm(queries.reshape(*hidden.shape[:2], -1, HEAD_DIM), tensors["q_layernorm.weight"])
     keys = norm(keys, tensors["k_layernorm.weight"])
     queries, keys = rotate(queries, *rotary), rotate(keys, *rotary)
-    keys, values = (each.repeat_interleave(per_group, dim=2) for each in (keys, values))
+    keys, values = (heads.repeat_interleave(per_group, dim=2) for heads in (keys, values))
     output = attend(queries, keys, values, is_causal=True).flatten(2) * gates.flatten(2).sigmoid()
-    part: torch.Tensor = output @ held["linear_proj.weight"].T
+    part: torch.Tensor = output @ projections["linear_proj.weight"].T
     return part
 
 
@@ -111,7 +111,7 @@ def delta_rule(
     state = torch.zeros(queries.shape[0], queries.shape[2], KEY_DIM, VALUE_DIM)
     outputs = []
     for token in range(queries.shape[1]):
-        query, key, value = (each[:, token] for each in (queries, keys, values))
+        query, key, value = (sequence[:, token] for sequence in (queries, keys, values))
         state = state * decay[:, token, :, None, None].exp()
         update = (value - torch.einsum("bhk,bhkv->bhv", key, state)) * beta[:, token, :, None]
         state = state + torch.einsum("bhk,bhv->bhkv", key, update)
@@ -125,7 +125,7 @@ def unit(heads: torch.Tensor) -> torch.Tensor:
 
 def delta_net(hidden: torch.Tensor, tensors: Mapping[str, torch.Tensor], rank: int, num_ranks: int) -> torch.Tensor:
     """One rank's part of a gated delta net."""
-    held = rank_rows(
+    projections = rank_rows(
         tensors,
         rank,
         num_ranks,
@@ -134,18 +134,18 @@ def delta_net(hidden: torch.Tensor, tensors: Mapping[str, torch.Tensor], rank: i
     )
     key_heads, value_heads = NUM_KEY_HEADS // num_ranks, NUM_VALUE_HEADS // num_ranks
     query_width, value_width = key_heads * KEY_DIM, value_heads * VALUE_DIM
-    mixed = norm(hidden, tensors["in_proj.layer_norm_weight"]) @ held["in_proj.weight"].T
+    mixed = norm(hidden, tensors["in_proj.layer_norm_weight"]) @ projections["in_proj.weight"].T
     mixed, gate, beta, alpha = mixed.split([2 * query_width + value_width, value_width, value_heads, value_heads], -1)  # type: ignore[no-untyped-call]
-    convolved = F.conv1d(mixed.transpose(1, 2), held["conv1d.weight"], padding=3, groups=mixed.shape[-1])
+    convolved = F.conv1d(mixed.transpose(1, 2), projections["conv1d.weight"], padding=3, groups=mixed.shape[-1])
     mixed = F.silu(convolved[..., : hidden.shape[1]]).transpose(1, 2)
     queries, keys, values = mixed.split([query_width, query_width, value_width], -1)  # type: ignore[no-untyped-call]
-    queries, keys = (unit(each.unflatten(-1, (key_heads, KEY_DIM))) for each in (queries, keys))
-    queries, keys = (each.repeat_interleave(value_heads // key_heads, dim=2) for each in (queries, keys))
-    decay = -held["A_log"].exp() * F.softplus(alpha + held["dt_bias"])
+    queries, keys = (unit(heads.unflatten(-1, (key_heads, KEY_DIM))) for heads in (queries, keys))
+    queries, keys = (heads.repeat_interleave(value_heads // key_heads, dim=2) for heads in (queries, keys))
+    decay = -projections["A_log"].exp() * F.softplus(alpha + projections["dt_bias"])
     values = values.unflatten(-1, (value_heads, VALUE_DIM))
     output = delta_rule(queries * KEY_DIM**-0.5, keys, values, decay, beta.sigmoid())
     output = norm(output, tensors["out_norm.weight"]) * F.silu(gate.unflatten(-1, (value_heads, VALUE_DIM)))
-    return output.flatten(2) @ held["out_proj.weight"].T
+    return output.flatten(2) @ projections["out_proj.weight"].T
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
@@ -193,7 +193,7 @@ def test_a_mixture_of_experts_is_transformers() -> None:
     outputs = [gated(hidden, tensors, f"{fc1}{expert}", f"{fc2}{expert}") for expert in range(4)]
     shared = gated(hidden, tensors, "mlp.shared_experts.linear_fc1.weight", "mlp.shared_experts.linear_fc2.weight")
     shared = shared * (hidden @ tensors["mlp.shared_experts.gate_weight"].T).sigmoid()
-    output = sum(weights[..., expert, None] * each for expert, each in enumerate(outputs)) + shared
+    output = sum(weights[..., expert, None] * expert_output for expert, expert_output in enumerate(outputs)) + shared
     torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -214,16 +214,16 @@ def test_attention_of_the_vision_tower_is_transformers(num_ranks: int) -> None:
     hidden = F.layer_norm(patches, (16,), weight, bias, eps=1e-6)
     parts = []
     for rank in range(num_ranks):
-        held = rank_rows(
+        projections = rank_rows(
             attention,
             rank,
             num_ranks,
             column_parallel=["linear_qkv.weight", "linear_qkv.bias"],
             row_parallel=["linear_proj.weight"],
         )
-        mixed = F.linear(hidden, held["linear_qkv.weight"], held["linear_qkv.bias"])
+        mixed = F.linear(hidden, projections["linear_qkv.weight"], projections["linear_qkv.bias"])
         queries, keys, values = mixed.unflatten(-1, (2 // num_ranks, 3 * 8))[None].chunk(3, -1)  # type: ignore[no-untyped-call]
         rotary = angles.cos()[None], angles.sin()[None]
         output = attend(rotate(queries, *rotary), rotate(keys, *rotary), values, is_causal=False)
-        parts.append(output.flatten(2)[0] @ held["linear_proj.weight"].T)
+        parts.append(output.flatten(2)[0] @ projections["linear_proj.weight"].T)
     torch.testing.assert_close(sum(parts) + attention["linear_proj.bias"], expected, rtol=1e-4, atol=1e-5)

@@ -8,7 +8,7 @@ import torch
 from qwen_tiny import (
     MemorySource,
     config_of,
-    held,
+    in_memory,
     mtp_of,
     one_by_one,
     read_all,
@@ -27,10 +27,10 @@ from lamella_testing.qwen import KINDS, Kind, make_model
 MODELS = {kind: weights_of(make_model(kind)) for kind in KINDS}
 
 
-def assert_same(some: Mapping[str, torch.Tensor], others: Mapping[str, torch.Tensor]) -> None:
-    assert sorted(some) == sorted(others)
+def assert_same(some: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
+    assert sorted(some) == sorted(expected)
     for name, tensor in some.items():
-        assert torch.equal(tensor, others[name]), name
+        assert torch.equal(tensor, expected[name]), name
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -51,12 +51,12 @@ def test_a_checkpoint_with_its_optimizer_comes_back_bit_equal_from_every_dialect
     sizes = megatron_sizes(config_of(kind), tensor_parallel_size=tensor_parallel_size)
     source = with_optimizer(MODELS[kind])
     ours = translated(source, rules, "right")
-    theirs = held(write_fsdp_dtensor(ours, dialect, sizes=sizes))
+    theirs = in_memory(write_fsdp_dtensor(ours, dialect, sizes=sizes))
     assert all(name.partition(".")[2].startswith("module.") for name in theirs.tensors if name.startswith("model."))
     back = translated(read_fsdp_dtensor(theirs, sizes=sizes), rules, "left")
     assert not ours.left_over
     assert not any(name.startswith(("model.", "optimizer.")) for name in back.left_over)  # Counters are Megatron's.
-    assert_same(read_all(back), source.held)
+    assert_same(read_all(back), source.stored)
     assert {name: back.read_object(name) for name in source.objects} == source.values
 
 
@@ -106,18 +106,18 @@ def test_a_component_that_a_checkpoint_stores_is_hugging_faces(tensor_parallel_s
     weights = MODELS["dense"]
     tensors = stored(weights, BRIDGE, tensor_parallel_size)
     layer, ours = "model.module.decoder.layers.0.", "model.layers.0."
-    for right, left in {"in_proj": "in_proj_qkv", "conv1d": "conv1d"}.items():
-        parts = weights[f"{ours}linear_attn.{left}.weight"].split([16, 16, 48])  # type: ignore[no-untyped-call]
+    for right, component in {"in_proj": "in_proj_qkv", "conv1d": "conv1d"}.items():
+        parts = weights[f"{ours}linear_attn.{component}.weight"].split([16, 16, 48])  # type: ignore[no-untyped-call]
         for part, rows in zip(("query", "key", "value"), parts, strict=True):
             assert torch.equal(tensors[f"{layer}self_attention.{right}.weight.{part}"], rows)
-    for right, left in {
+    for right, component in {
         "self_attention.in_proj.weight.z": "linear_attn.in_proj_z",
         "self_attention.in_proj.weight.beta": "linear_attn.in_proj_b",
         "self_attention.in_proj.weight.alpha": "linear_attn.in_proj_a",
         "mlp.linear_fc1.weight_w": "mlp.gate_proj",
         "mlp.linear_fc1.weight_v": "mlp.up_proj",
     }.items():
-        assert torch.equal(tensors[f"{layer}{right}"], weights[f"{ours}{left}.weight"])
+        assert torch.equal(tensors[f"{layer}{right}"], weights[f"{ours}{component}.weight"])
 
 
 @pytest.mark.parametrize("tensor_parallel_size", [1, 2, 4])
@@ -187,15 +187,15 @@ def test_weights_are_shifted_and_their_moments_are_not() -> None:
     source = with_optimizer(MODELS["dense"])
     tensors = read_all(translated(source, megatron_rules(config_of("dense")), "right"))
     ours, theirs = "model.layers.0.linear_attn.norm.weight", "decoder.layers.0.self_attention.out_norm.weight"
-    assert torch.equal(tensors[f"model.{theirs}"], source.held[f"model.{ours}"] - 1)
+    assert torch.equal(tensors[f"model.{theirs}"], source.stored[f"model.{ours}"] - 1)
     for slot in ("exp_avg", "exp_avg_sq"):
-        assert torch.equal(tensors[f"optimizer.state.{theirs}.{slot}"], source.held[f"optimizer.state.{ours}.{slot}"])
+        assert torch.equal(tensors[f"optimizer.state.{theirs}.{slot}"], source.stored[f"optimizer.state.{ours}.{slot}"])
 
 
 def test_a_norm_that_loses_bits_around_zero_is_reported() -> None:
     name = "model.layers.0.linear_attn.norm.weight"
-    kept, lost = torch.tensor([0.5, 1.0, 1.5, 2**-16, 0.75, 1.25]), torch.tensor([0.5, 1e-9, 1.5, 1.0, 0.75, 1.25])
-    for weights, expected in ((kept, set()), (lost, {"model.decoder.layers.0.self_attention.out_norm.weight"})):
+    exact, lost = torch.tensor([0.5, 1.0, 1.5, 2**-16, 0.75, 1.25]), torch.tensor([0.5, 1e-9, 1.5, 1.0, 0.75, 1.25])
+    for weights, expected in ((exact, set()), (lost, {"model.decoder.layers.0.self_attention.out_norm.weight"})):
         source = translated(MemorySource({f"model.{name}": weights}), megatron_rules(config_of("dense")), "right")
         read_all(source)
         assert set(source.inexact) == expected

@@ -44,16 +44,16 @@ def test_the_units_are_the_decoder_layers_and_none_is_inside_another() -> None:
     model = make_model()
     units = sharding_units(model)
     assert [type(unit).__name__ for unit in units] == ["Qwen3_5DecoderLayer"] * 4
-    inside = {id(module) for unit in units for module in unit.modules() if module is not unit}
-    assert not inside & {id(unit) for unit in units}
+    inner_modules = {id(module) for unit in units for module in unit.modules() if module is not unit}
+    assert not inner_modules & {id(unit) for unit in units}
 
 
 def test_a_convolution_that_is_read_directly_lies_in_its_layers_unit() -> None:
     model = make_model()
     convolutions = [module for module in model.modules() if isinstance(module, nn.Conv1d)]
-    inside = {id(module) for unit in sharding_units(model) for module in unit.modules() if module is not unit}
+    inner_modules = {id(module) for unit in sharding_units(model) for module in unit.modules() if module is not unit}
     assert len(convolutions) == 3
-    assert all(id(convolution) in inside for convolution in convolutions)
+    assert all(id(convolution) in inner_modules for convolution in convolutions)
 
 
 def test_convolutions_that_are_units_train_as_part_of_whatever_reads_them() -> None:

@@ -68,10 +68,10 @@ def state_of(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, torch.Te
     return {name: parameter.detach() for name, parameter in model.named_parameters()} | slots
 
 
-def assert_same(some: Mapping[str, torch.Tensor], others: Mapping[str, torch.Tensor]) -> None:
-    assert sorted(some) == sorted(others)
+def assert_same(some: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
+    assert sorted(some) == sorted(expected)
     for name, tensor in some.items():
-        assert torch.equal(tensor, others[name]), name
+        assert torch.equal(tensor, expected[name]), name
 
 
 @pytest.mark.usefixtures("family")
@@ -96,11 +96,11 @@ def test_nothing_changes_on_the_way_to_megatron_and_back(
         "megatron": MegatronOptions(dialect=dialect, tensor_parallel_size=tensor_parallel_size),
         "like": files,
     }
-    there = convert(tmp_path / "trained", tmp_path / "megatron", to="fsdp_dtensor", **ways)
+    report = convert(tmp_path / "trained", tmp_path / "megatron", to="fsdp_dtensor", **ways)
     back = convert(tmp_path / "megatron", tmp_path / "back", to="dcp", **ways)
     # Norms that are stored around one lose a bit here and there around zero: kept beside, it comes back.
-    assert there.originals and all(name.endswith("linear_attn.norm.weight") for name in there.originals)
-    assert not there.inexact and not back.inexact and not back.originals
+    assert report.originals and all(name.endswith("linear_attn.norm.weight") for name in report.originals)
+    assert not report.inexact and not back.inexact and not back.originals
     resumed, its_optimizer = make_empty(kind)
     load(open_checkpoint(tmp_path / "back"), model=resumed, optimizer=its_optimizer)
     assert_same(state_of(resumed, its_optimizer), state_of(model, optimizer))
@@ -134,12 +134,12 @@ def test_what_megatron_trained_does_not_come_back_as_it_was(dtype: torch.dtype, 
     (tmp_path / "hf").mkdir()
     save_file(weights, tmp_path / "hf" / "model.safetensors", {"format": "pt"})
     (tmp_path / "hf" / "config.json").write_text(json.dumps(config_of("dense")))
-    there = convert(
+    report = convert(
         tmp_path / "hf", tmp_path / "megatron", to="fsdp_dtensor", megatron=MegatronOptions(dialect="bridge")
     )
-    assert f"model.{name}" in there.originals and not there.inexact
-    kept = load_file(tmp_path / "megatron" / "hf" / "lamella_originals.safetensors")
-    assert torch.equal(kept[f"model.{name}"], weights[name])
+    assert f"model.{name}" in report.originals and not report.inexact
+    originals = load_file(tmp_path / "megatron" / "hf" / "lamella_originals.safetensors")
+    assert torch.equal(originals[f"model.{name}"], weights[name])
 
     stored = dcp_load(tmp_path / "megatron")
     norm = "module.decoder.layers.0.self_attention.out_norm.weight"
@@ -213,16 +213,16 @@ def test_a_vocabulary_is_padded_when_asked_and_cut_again(tensor_parallel_size: i
         tensor = stored[f"module.{name}.weight"]
         assert tensor.shape == (72, 32) and not tensor[64:].any()
         assert torch.equal(tensor[:64], dict(model.named_parameters())[f"{weight}.weight"])
-    told = convert(tmp_path / "megatron", tmp_path / "back", to="dcp", **ways)
-    assert not told.inexact
+    report = convert(tmp_path / "megatron", tmp_path / "back", to="dcp", **ways)
+    assert not report.inexact
     resumed, its_optimizer = make_empty("dense")
     load(open_checkpoint(tmp_path / "back"), model=resumed, optimizer=its_optimizer)
     assert_same(state_of(resumed, its_optimizer), state_of(model, optimizer))
 
     stored["module.output_layer.weight"][[66, 70]] = 1.0
     dcp.save({"model": stored, "checkpoint_version": 3.0}, checkpoint_id=tmp_path / "other", no_dist=True)  # type: ignore[attr-defined]
-    told = convert(tmp_path / "other", tmp_path / "cut", to="hf", **ways)
-    assert told.inexact == {"model.lm_head.weight": "2 of 8 rows of padding that are cut off are not zero"}
+    report = convert(tmp_path / "other", tmp_path / "cut", to="hf", **ways)
+    assert report.inexact == {"model.lm_head.weight": "2 of 8 rows of padding that are cut off are not zero"}
     assert load_file(tmp_path / "cut" / "model.safetensors")["lm_head.weight"].shape == (64, 32)
     with pytest.raises(ValueError, match=r"vocabulary \(64\) rows, and padded vocabulary to be no less, got 64 and 63"):
         convert(files, tmp_path / "less", to="fsdp_dtensor", **padded(63))

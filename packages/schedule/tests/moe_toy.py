@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from lamella_schedule import Chunk, LayerSlots, Slot, Splits, exchange
+from lamella_schedule import LayerSlots, ModelChunk, Slot, Splits, exchange
 
 WIDTH, VOCABULARY, TOKENS = 8, 16, 12
 
@@ -144,8 +144,8 @@ class Model(nn.Module):
             x = layer(x)
         return self.loss(x, tokens, scale)
 
-    def chunk(self, tokens: torch.Tensor, scale: float) -> Chunk:
-        return Chunk(
+    def chunk(self, tokens: torch.Tensor, scale: float) -> ModelChunk:
+        return ModelChunk(
             preprocess=lambda: self.embedding(tokens),
             layers=[layer.slots() for layer in self.layers],  # type: ignore[operator]
             postprocess=lambda x: self.loss(x, tokens, scale),

@@ -10,12 +10,12 @@ import pytest
 import torch
 from alive import Alive
 
-from lamella_schedule import Chunk, Event, Kind, Lanes, LayerSlots, Slot, order, peak, run, run_order, work
-from lamella_schedule._nodes import Node
+from lamella_schedule import Event, Kind, Lanes, LayerSlots, ModelChunk, Slot, order, peak, run, run_order, work
+from lamella_schedule._nodes import SlotNode
 
 
-def _node(function: Callable[..., object]) -> Node:
-    return Node(function, "slot pre of layer 0", Lanes(torch.device("cpu")))
+def _node(function: Callable[..., object]) -> SlotNode:
+    return SlotNode(function, "slot pre of layer 0", Lanes(torch.device("cpu")))
 
 
 def _value() -> torch.Tensor:
@@ -155,9 +155,9 @@ def test_a_tensor_hidden_in_a_container_is_refused(nest: Callable[[torch.Tensor]
         _node(lambda x: nest(x * 2)).forward((_value(),))
 
 
-def _chunk(layer: LayerSlots, num_layers: int = 1) -> Chunk:
+def _chunk(layer: LayerSlots, num_layers: int = 1) -> ModelChunk:
     weight = torch.ones(3, requires_grad=True)
-    return Chunk(lambda: weight * 2, [layer] * num_layers, lambda x: x.sum())
+    return ModelChunk(lambda: weight * 2, [layer] * num_layers, lambda x: x.sum())
 
 
 def test_a_tensor_that_reaches_a_later_slot_by_another_way_is_an_error_that_names_its_slot() -> None:

@@ -11,14 +11,15 @@ from alive import Alive
 from moe_toy import Model, microbatches
 from torch import nn
 
+import lamella_schedule
 from lamella_schedule import (
-    Chunk,
     Event,
     Flight,
     Kind,
     Lane,
     Lanes,
     LayerSlots,
+    ModelChunk,
     Phase,
     ResidenceEvent,
     Slot,
@@ -121,9 +122,9 @@ def _layer(alive: Alive) -> LayerSlots:
     return LayerSlots(pre=slot, dispatch=slot, experts=slot, combine=slot, delayed={Slot.EXPERTS: lambda: None})
 
 
-def _chunks(alive: Alive) -> list[Chunk]:
+def _chunks(alive: Alive) -> list[ModelChunk]:
     weight = torch.ones(3, requires_grad=True)
-    return [Chunk(lambda: weight * 2, [_layer(alive)] * 2, lambda x: x.sum()) for _ in range(3)]
+    return [ModelChunk(lambda: weight * 2, [_layer(alive)] * 2, lambda x: x.sum()) for _ in range(3)]
 
 
 class Boom(Exception):
@@ -233,7 +234,7 @@ def test_an_exception_in_a_pair_empties_both_flights() -> None:
 def test_a_loss_that_cannot_be_one_is_refused(postprocess: Callable[[torch.Tensor], object], words: str) -> None:
     residence = Keeping()
     with pytest.raises(ValueError, match=words):
-        run([Chunk(_value, [], postprocess)], residence=residence)
+        run([ModelChunk(_value, [], postprocess)], residence=residence)
     assert residence.present == []
 
 
@@ -263,10 +264,10 @@ def test_stages_of_a_pipeline_run_in_pairs_and_find_the_gradients_of_their_input
     lanes = Lanes(torch.device("cpu"))
     inputs: dict[int, torch.Tensor] = {}
 
-    def stage(first: bool, i: int) -> Chunk:
+    def stage(first: bool, i: int) -> ModelChunk:
         if first:
-            return Chunk(lambda: data[i], layers[:3], lambda x: x)
-        return Chunk(lambda: inputs[i], layers[3:], lambda x: x.sum() ** 2)
+            return ModelChunk(lambda: data[i], layers[:3], lambda x: x)
+        return ModelChunk(lambda: inputs[i], layers[3:], lambda x: x.sum() ** 2)
 
     heads: dict[int, Flight] = {}
     for i in range(3):
@@ -294,7 +295,7 @@ def test_a_flight_runs_once_in_each_direction() -> None:
     lanes = Lanes(torch.device("cpu"))
 
     def flight(microbatch: int = 0) -> Flight:
-        return Flight(Chunk(_value, [], lambda x: x.sum()), lanes, microbatch)
+        return Flight(ModelChunk(_value, [], lambda x: x.sum()), lanes, microbatch)
 
     one = flight()
     with pytest.raises(RuntimeError, match="Run a pair with the flight in forward first"):
@@ -314,7 +315,7 @@ def test_a_flight_runs_once_in_each_direction() -> None:
         run_pair(again, None)
     with pytest.raises(ValueError, match="two microbatches"):
         run_pair(flight(), flight())
-    other = Flight(Chunk(_value, [], lambda x: x.sum()), Lanes(torch.device("cpu")), 1)
+    other = Flight(ModelChunk(_value, [], lambda x: x.sum()), Lanes(torch.device("cpu")), 1)
     with pytest.raises(ValueError, match="the same lanes"):
         run_pair(flight(), other)
 
@@ -323,7 +324,7 @@ def test_a_gradient_that_an_output_cannot_have_is_refused() -> None:
     def outputs(x: torch.Tensor) -> tuple[object, ...]:
         return x, x.detach() + 1, 3
 
-    flight = Flight(Chunk(_value, [], outputs), Lanes(torch.device("cpu")), 7)
+    flight = Flight(ModelChunk(_value, [], outputs), Lanes(torch.device("cpu")), 7)
     run_pair(flight, None)
     good, bad = torch.ones(3), torch.ones(2)
     for gradients, words in (
@@ -348,7 +349,9 @@ def test_every_microbatch_is_checked_before_the_first_runs() -> None:
     calls: dict[Slot, Callable[[], object]] = {}
     changed = LayerSlots(pre=torch.tanh, experts=torch.tanh, delayed=calls)
     calls[Slot.POST] = lambda: None
-    chunks = [Chunk(lambda: weight * 2, [model_layer], lambda x: x.sum()) for model_layer in (layer, layer, changed)]
+    chunks = [
+        ModelChunk(lambda: weight * 2, [model_layer], lambda x: x.sum()) for model_layer in (layer, layer, changed)
+    ]
     with pytest.raises(ValueError, match="alone, got post"):
         run(chunks)
     assert weight.grad is None
@@ -381,3 +384,12 @@ def test_every_event_runs_inside_its_context() -> None:
     plan = _layer(Alive()).plan
     assert log == [f"{event} {end}" for event in work(run_order(1, [plan, plan])) for end in ("begins", "ends")]
     assert any(event.kind is Kind.WEIGHT_GRADIENT for event in work(run_order(1, [plan, plan])))
+
+
+def test_chunk_is_the_deprecated_name_of_a_model_chunk() -> None:
+    replacement = r"will be removed in lamella-schedule 0\.2: use ModelChunk\.$"
+    with pytest.warns(FutureWarning, match=replacement) as warned:
+        assert lamella_schedule.Chunk is ModelChunk  # type: ignore[attr-defined]
+    assert [warning.filename for warning in warned] == [__file__]
+    with pytest.raises(AttributeError, match="'lamella_schedule' has no attribute 'Chunks'"):
+        _ = lamella_schedule.Chunks  # type: ignore[attr-defined]

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from lamella_schedule import (
-    Chunk,
     Event,
     Flight,
     Kind,
     Lane,
     Lanes,
     LayerSlots,
+    ModelChunk,
     ResidenceEvent,
     Slot,
     _lanes,
@@ -96,7 +96,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     _lanes._communication_stream.cache_clear()
 
 
-def _chunks(num: int) -> list[Chunk]:
+def _chunks(num: int) -> list[ModelChunk]:
     weight = torch.ones(3, requires_grad=True)
 
     def double(x: torch.Tensor) -> torch.Tensor:
@@ -109,7 +109,7 @@ def _chunks(num: int) -> list[Chunk]:
         combine=double,
         delayed={Slot.PRE: lambda: None, Slot.EXPERTS: lambda: None},
     )
-    return [Chunk(lambda: weight * 2, [layer] * 2, lambda x: x.sum()) for _ in range(num)]
+    return [ModelChunk(lambda: weight * 2, [layer] * 2, lambda x: x.sum()) for _ in range(num)]
 
 
 class Log:
@@ -237,7 +237,7 @@ def test_every_tensor_that_a_node_reads_is_marked_for_its_stream(
 
     weight = torch.ones(3, requires_grad=True)
     layer = LayerSlots(pre=reads, dispatch=reads, experts=reads, combine=reads)
-    run([Chunk(lambda: weight * 2, [layer, layer], lambda x: x.sum()) for _ in range(2)], device="cpu")
+    run([ModelChunk(lambda: weight * 2, [layer, layer], lambda x: x.sum()) for _ in range(2)], device="cpu")
     assert len(seen) == 2 * 2 * 4 * 2
     assert set(seen) <= set(marked)
 

@@ -165,7 +165,8 @@ class EvenLayout:
         """Return the layout of other forms of the same tensors, cut between the same rows on every rank.
 
         Args:
-            shapes: Of the other forms. One row of a form stands for one row of the tensor or for a block of rows (the
+            shapes: Shapes of the other forms. One row of a form stands for one row of the tensor or for a block of
+                rows (the
                 scales of quantised blocks).
 
         Raises:

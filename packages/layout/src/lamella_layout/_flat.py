@@ -233,7 +233,8 @@ class FlatLayout:
         """Return the layout of other forms of the same tensors, cut between the same rows on every rank.
 
         Args:
-            shapes: Of the other forms, in which one element stands for equally many of every tensor (the scales of
+            shapes: Shapes of the other forms, in which one element stands for equally many of every tensor (the scales
+                of
                 quantised blocks), a divisor of the alignment.
 
         Raises:

@@ -12,16 +12,16 @@ from torch import nn
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class FamilyRow:
     """Facts about the modules of one class.
 
     Attributes:
-        class_name: Of the class, or of a base class.
+        class_name: Name of the class, or of a base class.
         is_unit: Whether a module is a sharding unit.
         reads: Children with parameters read by the module without a call of the child, on any path: fused kernels,
             plain torch, generation. A read of the dtype counts, unless for a cache of generation alone.
         is_shared: Whether several modules of the class can hold the same Parameters.
-        attributes: Of the module, where two libraries have a class of the same name.
+        attributes: Attributes of the module, where two libraries have a class of the same name.
     """
 
     class_name: str
@@ -42,44 +42,44 @@ _MAMBA2 = ("conv1d", "norm", "out_proj")
 
 TABLE = (
     # transformers
-    Row(class_name="MambaBlock", is_unit=True, reads=("norm",)),
-    Row(class_name="MambaMixer", reads=_MAMBA1, attributes=("dt_proj",)),  # megatron-core's has no such child
-    Row(class_name="MambaForCausalLM", reads=("lm_head",)),
-    Row(class_name="FalconMambaBlock", is_unit=True, reads=("norm",)),
-    Row(class_name="FalconMambaMixer", reads=_MAMBA1),
-    Row(class_name="FalconMambaForCausalLM", reads=("lm_head",)),
-    Row(class_name="Mamba2Block", is_unit=True, reads=("norm",)),
-    Row(class_name="Mamba2Mixer", reads=_MAMBA2),
-    Row(class_name="Mamba2ForCausalLM", reads=("lm_head",)),
-    Row(class_name="NemotronHBlock", is_unit=True, reads=("norm",)),
-    Row(class_name="NemotronHMamba2Mixer", reads=_MAMBA2),
-    Row(class_name="BambaDecoderLayer", is_unit=True),
-    Row(class_name="BambaMixer", reads=_MAMBA2),
-    Row(class_name="JambaAttentionDecoderLayer", is_unit=True),
-    Row(class_name="JambaMambaDecoderLayer", is_unit=True),
-    Row(class_name="JambaMambaMixer", reads=("conv1d", "dt_proj")),
-    Row(class_name="ZambaAttentionDecoderLayer", is_unit=True, is_shared=True),
-    Row(class_name="ZambaHybridLayer", is_unit=True),
-    Row(class_name="ZambaMambaDecoderLayer", is_unit=True),
-    Row(class_name="ZambaMambaMixer", reads=("conv1d",)),
-    Row(class_name="Zamba2AttentionDecoderLayer", is_unit=True, is_shared=True),
-    Row(class_name="Zamba2HybridLayer", is_unit=True),
-    Row(class_name="Zamba2MambaDecoderLayer", is_unit=True),
-    Row(class_name="Zamba2MambaMixer", reads=_MAMBA2),
-    Row(class_name="FalconH1DecoderLayer", is_unit=True),
-    Row(class_name="FalconH1Mixer", reads=_MAMBA2),
-    Row(class_name="GraniteMoeHybridDecoderLayer", is_unit=True),
-    Row(class_name="GraniteMoeHybridMambaLayer", reads=_MAMBA2),
-    Row(class_name="Qwen3NextDecoderLayer", is_unit=True),
-    Row(class_name="Qwen3NextGatedDeltaNet", reads=("conv1d",)),
+    FamilyRow(class_name="MambaBlock", is_unit=True, reads=("norm",)),
+    FamilyRow(class_name="MambaMixer", reads=_MAMBA1, attributes=("dt_proj",)),  # megatron-core's has no such child
+    FamilyRow(class_name="MambaForCausalLM", reads=("lm_head",)),
+    FamilyRow(class_name="FalconMambaBlock", is_unit=True, reads=("norm",)),
+    FamilyRow(class_name="FalconMambaMixer", reads=_MAMBA1),
+    FamilyRow(class_name="FalconMambaForCausalLM", reads=("lm_head",)),
+    FamilyRow(class_name="Mamba2Block", is_unit=True, reads=("norm",)),
+    FamilyRow(class_name="Mamba2Mixer", reads=_MAMBA2),
+    FamilyRow(class_name="Mamba2ForCausalLM", reads=("lm_head",)),
+    FamilyRow(class_name="NemotronHBlock", is_unit=True, reads=("norm",)),
+    FamilyRow(class_name="NemotronHMamba2Mixer", reads=_MAMBA2),
+    FamilyRow(class_name="BambaDecoderLayer", is_unit=True),
+    FamilyRow(class_name="BambaMixer", reads=_MAMBA2),
+    FamilyRow(class_name="JambaAttentionDecoderLayer", is_unit=True),
+    FamilyRow(class_name="JambaMambaDecoderLayer", is_unit=True),
+    FamilyRow(class_name="JambaMambaMixer", reads=("conv1d", "dt_proj")),
+    FamilyRow(class_name="ZambaAttentionDecoderLayer", is_unit=True, is_shared=True),
+    FamilyRow(class_name="ZambaHybridLayer", is_unit=True),
+    FamilyRow(class_name="ZambaMambaDecoderLayer", is_unit=True),
+    FamilyRow(class_name="ZambaMambaMixer", reads=("conv1d",)),
+    FamilyRow(class_name="Zamba2AttentionDecoderLayer", is_unit=True, is_shared=True),
+    FamilyRow(class_name="Zamba2HybridLayer", is_unit=True),
+    FamilyRow(class_name="Zamba2MambaDecoderLayer", is_unit=True),
+    FamilyRow(class_name="Zamba2MambaMixer", reads=_MAMBA2),
+    FamilyRow(class_name="FalconH1DecoderLayer", is_unit=True),
+    FamilyRow(class_name="FalconH1Mixer", reads=_MAMBA2),
+    FamilyRow(class_name="GraniteMoeHybridDecoderLayer", is_unit=True),
+    FamilyRow(class_name="GraniteMoeHybridMambaLayer", reads=_MAMBA2),
+    FamilyRow(class_name="Qwen3NextDecoderLayer", is_unit=True),
+    FamilyRow(class_name="Qwen3NextGatedDeltaNet", reads=("conv1d",)),
     # mamba-ssm
-    Row(class_name="Block", is_unit=True, reads=("norm", "norm2"), attributes=("fused_add_norm",)),
-    Row(class_name="Mamba", reads=("in_proj", *_MAMBA1), attributes=("use_fast_path",)),
-    Row(class_name="Mamba2", reads=_MAMBA2, attributes=("use_mem_eff_path",)),
-    Row(class_name="Mamba2Simple", reads=_MAMBA2),
-    Row(class_name="Mamba3"),
-    Row(class_name="MHA", reads=("conv1d",), attributes=("d_conv",)),
-    Row(class_name="MixerModel", reads=("norm_f",), attributes=("fused_add_norm",)),
+    FamilyRow(class_name="Block", is_unit=True, reads=("norm", "norm2"), attributes=("fused_add_norm",)),
+    FamilyRow(class_name="Mamba", reads=("in_proj", *_MAMBA1), attributes=("use_fast_path",)),
+    FamilyRow(class_name="Mamba2", reads=_MAMBA2, attributes=("use_mem_eff_path",)),
+    FamilyRow(class_name="Mamba2Simple", reads=_MAMBA2),
+    FamilyRow(class_name="Mamba3"),
+    FamilyRow(class_name="MHA", reads=("conv1d",), attributes=("d_conv",)),
+    FamilyRow(class_name="MixerModel", reads=("norm_f",), attributes=("fused_add_norm",)),
     # megatron-core, for units smaller than its layers
-    Row(class_name="GatedDeltaNet", reads=("conv1d",), attributes=("conv1d",)),
+    FamilyRow(class_name="GatedDeltaNet", reads=("conv1d",), attributes=("conv1d",)),
 )

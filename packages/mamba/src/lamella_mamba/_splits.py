@@ -27,8 +27,8 @@ class Split:
     """How tensor-parallel ranks share a parameter.
 
     Attributes:
-        dim: Along which ranks hold different parts, counted from 0; None if every rank holds the whole.
-        sizes: Of the sections along `dim`, in elements; their sum is the tensor's size. Empty without a dim.
+        dim: The dim along which ranks hold different parts, counted from 0; None if every rank holds the whole.
+        sizes: Sizes of the sections along `dim`, in elements; their sum is the tensor's size. Empty without a dim.
         blocks: The smallest part of each section that a single rank must hold, in elements: a head, a group of B and C.
             Empty means single elements.
 
@@ -87,8 +87,8 @@ def split(tensor: torch.Tensor, by: Split, rank: int, num_ranks: int) -> torch.T
 
     Args:
         tensor: Whole: of any shape with `sum(by.sizes)` elements along `by.dim`.
-        by: Of the whole tensor, see `Split.whole` for a part's.
-        rank: Among the tensor-parallel ranks.
+        by: The split of the whole tensor, see `Split.whole` for a part's.
+        rank: The rank among the tensor-parallel ranks.
         num_ranks: The tensor-parallel size.
 
     Returns:
@@ -111,8 +111,8 @@ def merge(parts: Sequence[torch.Tensor], by: Split) -> torch.Tensor:
     """Return the whole tensor of which tensor-parallel ranks hold parts: the reverse of `split`.
 
     Args:
-        parts: Of all ranks, in the ranks' order.
-        by: Of the whole tensor, see `Split.whole` for a part's.
+        parts: The parts of all ranks, in the ranks' order.
+        by: The split of the whole tensor, see `Split.whole` for a part's.
 
     Returns:
         A copy; the first part if ranks hold the whole.

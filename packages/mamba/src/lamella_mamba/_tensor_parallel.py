@@ -31,7 +31,7 @@ def annotate(model: nn.Module) -> dict[str, Split | None]:
     mark `tensor_model_parallel` counts at a tensor-parallel size of 1 too, where the part is the whole.
 
     Args:
-        model: Of any library; parameters may be on the meta device. Not changed.
+        model: A model of any library; parameters may be on the meta device. Not changed.
 
     Returns:
         By name from `model` on, for every name of a tied parameter. None for a parameter without marks, of no known
@@ -95,8 +95,8 @@ class _Sizes:
 
     Attributes:
         inner: Channels of the state-space model.
-        state: Of B and C, for each group.
-        groups: Of B and C; none in a Mamba-1 mixer, whose B and C every rank computes as a whole.
+        state: Size of B and C, for each group.
+        groups: Number of groups of B and C; none in a Mamba-1 mixer, whose B and C every rank computes as a whole.
         heads: Number of heads.
         head: Channels of a head.
         projected: Channels of `out_proj`'s input; more than `inner` with a gated MLP beside the state-space model.
@@ -131,7 +131,7 @@ class _DeltaSizes:
     inner: str = "qk_dim_local_tp"
 
     def read(self, net: Any) -> dict[str, tuple[int, int]]:
-        """As `_Sizes.read`."""
+        """A section's size and block, by its letter in the layouts."""
         return {
             "q": (net.qk_dim_local_tp, net.key_head_dim),
             "v": (net.v_dim_local_tp, net.value_head_dim),
@@ -146,7 +146,7 @@ class _GroupedSizes:
     inner: str = "linear_fc1"
 
     def read(self, experts: Any) -> dict[str, tuple[int, int]]:
-        """As `_Sizes.read`."""
+        """A section's size and block, by its letter in the layouts."""
         first: nn.Parameter | None = getattr(experts.linear_fc1, "weight0", None)
         rows = 0 if first is None else first.shape[0]
         interleaved = getattr(experts.config, "moe_mlp_glu_interleave_size", None)

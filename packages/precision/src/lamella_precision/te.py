@@ -28,7 +28,7 @@ from lamella_precision._recipes.float8 import Float8Recipe
 from lamella_precision._recipes.te_mxfp8 import MULTIPLE, MXFP8Weights
 from lamella_precision._scales.encoding import encode_cuts
 from lamella_precision._scales.scales import times_scales, write_scales
-from lamella_precision._scales.tiles import Block, Cut, grid_of
+from lamella_precision._scales.tiles import Block, TiledShard, grid_of
 
 _DTYPES = {"kFloat8E4M3": torch.float8_e4m3fn, "kFloat8E5M2": torch.float8_e5m2}
 _SQUARES: Block = (128, 128)
@@ -148,14 +148,14 @@ class ScaledWeights:
         shards: Sequence[torch.Tensor],
         payloads: Sequence[Sequence[torch.Tensor] | None],
         weight_rows: Sequence[WeightRows],
-    ) -> tuple[Sequence[Cut] | None]:
+    ) -> tuple[Sequence[TiledShard] | None]:
         """For each weight the views of equal blocks: sources, destinations and scales."""
         adapted_rows = [rows._replace(scales=self._factor_cells(rows.scales, rows.shape)) for rows in weight_rows]
         if adapted_rows and adapted_rows[0].amaxes is not None:
             adapted_rows = [rows._replace(amaxes=self._amax_cells(rows.amaxes, rows.shape)) for rows in adapted_rows]
         return self._tiling.columns(shards, payloads, adapted_rows)
 
-    def encode(self, *columns: Sequence[Cut] | None) -> None:
+    def encode(self, *columns: Sequence[TiledShard] | None) -> None:
         """Scale, saturate, and round to the format.
 
         Effects: one kernel for all weights; where Triton does not run, multi-tensor calls and a temporary fp32 copy of
@@ -178,12 +178,12 @@ class ScaledWeights:
 
     def measure_columns(
         self, shards: Sequence[torch.Tensor], weight_rows: Sequence[WeightRows]
-    ) -> tuple[Sequence[Cut]]:
+    ) -> tuple[Sequence[TiledShard]]:
         """For each weight the views of equal blocks, and of their amaxes."""
         adapted_rows = [rows._replace(scales=self._amax_cells(rows.scales, rows.shape)) for rows in weight_rows]
         return self._tiling.measure_columns(shards, adapted_rows)
 
-    def measure(self, *columns: Sequence[Cut]) -> None:
+    def measure(self, *columns: Sequence[TiledShard]) -> None:
         """Raise amaxes to the largest magnitude of each block's part on this rank.
 
         Effects: one kernel for all weights; where Triton does not run, multi-tensor calls.

@@ -14,7 +14,7 @@ from lamella_precision._choice.foreign import replace_weights
 from lamella_precision._protocol import Direction, Recipe
 from lamella_precision._recipes.float8 import Float8Recipe
 from lamella_precision._scales.encoding import encode_cuts
-from lamella_precision._scales.tiles import Cut
+from lamella_precision._scales.tiles import TiledShard
 
 _CLASS = "WeightWithDynamicFloat8CastTensor"
 _EPSILON = 1e-12  # torchao's smallest amax
@@ -87,7 +87,7 @@ class CastWeights(Float8Recipe):
         """Nowhere: torchao's tensor is no DTensor's local tensor."""
         return False
 
-    def encode(self, *columns: Sequence[Cut] | None) -> None:
+    def encode(self, *columns: Sequence[TiledShard] | None) -> None:
         """Multiply by the scales, saturate, and round to the format.
 
         Effects: one kernel for all weights; where Triton does not run, multi-tensor calls and a temporary fp32 copy of

@@ -1,7 +1,10 @@
 """The forward of one microbatch beside the backward of another: an order of events, its runner and its simulation."""
 
-from lamella_schedule._chunk import Chunk as Chunk
+from typing import TYPE_CHECKING
+from warnings import warn
+
 from lamella_schedule._chunk import LayerSlots as LayerSlots
+from lamella_schedule._chunk import ModelChunk as ModelChunk
 from lamella_schedule._draw import bars as bars
 from lamella_schedule._draw import exposures as exposures
 from lamella_schedule._draw import svg as svg
@@ -32,3 +35,15 @@ from lamella_schedule._simulate import Span as Span
 from lamella_schedule._simulate import Timeline as Timeline
 from lamella_schedule._simulate import peak as peak
 from lamella_schedule._simulate import simulate as simulate
+
+if not TYPE_CHECKING:  # Hidden from type checkers: a module `__getattr__` makes every misspelt name type-check.
+
+    def __getattr__(name: str) -> object:
+        if name != "Chunk":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        warn(
+            "lamella_schedule.Chunk is deprecated and will be removed in lamella-schedule 0.2: use ModelChunk.",
+            FutureWarning,
+            stacklevel=2,
+        )
+        return ModelChunk

@@ -24,7 +24,8 @@ class LayerSlots:
         experts: The experts, or the MLP of a dense layer.
         combine: The all-to-all back; None for a dense layer.
         post: After the tokens are back.
-        delayed: For `Slot.PRE` and `Slot.EXPERTS`: computes the weight gradients left out by the slot's backward,
+        delayed: Functions by `Slot.PRE` and `Slot.EXPERTS`: one computes the weight gradients left out by the slot's
+            backward,
             and adds the gradients to `.grad`. Called once a backward, on the compute stream.
 
     Raises:
@@ -60,7 +61,7 @@ class LayerSlots:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class ModelChunk:
     """A model, or a stage of a pipeline, applied to a microbatch.
 
     Attributes:

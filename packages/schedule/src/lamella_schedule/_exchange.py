@@ -34,7 +34,7 @@ def route(
     Args:
         tokens: (num_tokens, width).
         experts: (num_tokens, top_k), the experts of each token, as numbers below `num_experts`.
-        num_experts: Of all ranks of the group together.
+        num_experts: Number of experts on all ranks of the group together.
         group: The ranks that share the experts; None for all ranks.
 
     Returns:

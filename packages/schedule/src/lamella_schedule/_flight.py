@@ -9,10 +9,10 @@ from typing import TypeAlias, cast
 import torch
 from torch.profiler import record_function
 
-from lamella_schedule._chunk import Chunk
+from lamella_schedule._chunk import ModelChunk
 from lamella_schedule._events import Event, Kind, Slot
 from lamella_schedule._lanes import NOTHING, Chain, Lanes
-from lamella_schedule._nodes import Gradients, Node, Values
+from lamella_schedule._nodes import Gradients, SlotNode, Values
 
 Around: TypeAlias = Callable[[Event], AbstractContextManager[object]]
 
@@ -28,7 +28,7 @@ class Flight:
         microbatch: Index of the microbatch, for events and errors.
     """
 
-    def __init__(self, chunk: Chunk, lanes: Lanes, microbatch: int = 0) -> None:
+    def __init__(self, chunk: ModelChunk, lanes: Lanes, microbatch: int = 0) -> None:
         self.plans = chunk.plans
         self.lanes = lanes
         self.microbatch = microbatch
@@ -37,7 +37,7 @@ class Flight:
             (i, slot): call for i, layer in enumerate(chunk.layers) for slot, call in layer.delayed.items()
         }
         self._nodes = {
-            (i, slot): Node(function, f"slot {slot}{_layer_text(i)} of microbatch {microbatch}", lanes)
+            (i, slot): SlotNode(function, f"slot {slot}{_layer_text(i)} of microbatch {microbatch}", lanes)
             for i, slot, function in chunk.functions
         }
         self._at_head: Values = ()

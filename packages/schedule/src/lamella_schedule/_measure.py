@@ -16,7 +16,7 @@ class Stopwatch:
     """Measures a run, passed to `run` as `around`.
 
     Args:
-        device: As in `run`.
+        device: The device of the tensors; None for the current accelerator, or the CPU without one.
 
     Effects: two timed events of the device for each event of the run; no host sync.
     """

@@ -23,7 +23,7 @@ Gradients: TypeAlias = tuple[torch.Tensor | None, ...]
 SlotFunction: TypeAlias = Callable[..., object]
 
 
-class Node:
+class SlotNode:
     """Runs a slot's function forward, and once backward."""
 
     def __init__(self, function: SlotFunction, title: str, lanes: Lanes) -> None:
@@ -178,7 +178,7 @@ def _refuse_shared_write(begun: Sequence[tuple[torch.Tensor, object, int]], titl
 
     Args:
         begun: Each input with a gradient, its `grad_fn` and its version before the function.
-        title: Of the slot.
+        title: Text of the slot, for errors.
     """
     written = [tensor for tensor, entry, _ in begun if tensor.grad_fn is not entry]
     reached = [tensor for tensor, entry, version in begun if tensor.grad_fn is entry and tensor._version != version]

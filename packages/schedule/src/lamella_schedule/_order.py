@@ -100,10 +100,10 @@ def run_order(
 
     Args:
         num_microbatches: At least 1.
-        layers: As `forward` of `order`.
-        early_release: As in `order`.
-        delayed: As in `order`.
-        ahead: As in `order`.
+        layers: The layers' plans, or their number for layers with all slots.
+        early_release: Run the backward of `PRE` before the forward of the experts.
+        delayed: False computes all weight gradients in the slots' backward.
+        ahead: Number of layers whose parameters are acquired before their turn.
 
     Raises:
         ValueError: `num_microbatches` is below 1, or `ahead` negative.

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from lamella_schedule._chunk import Chunk
+from lamella_schedule._chunk import ModelChunk
 from lamella_schedule._events import Action, Event, ResidenceEvent
 from lamella_schedule._flight import Around, Flight
 from lamella_schedule._lanes import NOTHING, Lanes
@@ -47,7 +47,7 @@ class Residence(Protocol):
 
 
 def run(
-    chunks: Sequence[Chunk],
+    chunks: Sequence[ModelChunk],
     *,
     residence: Residence | None = None,
     early_release: bool = False,
@@ -63,8 +63,8 @@ def run(
         chunks: One for each microbatch. The loss is 0-D, and scaled like the gradient: divided by the
             number of microbatches for a mean.
         residence: Keeps the layers' parameters; None for parameters that are always present.
-        early_release: As in `order`.
-        ahead: As in `order`.
+        early_release: Run the backward of `PRE` before the forward of the experts.
+        ahead: Number of layers whose parameters are acquired before their turn.
         device: The device of the tensors; None for the current accelerator, or the CPU without one.
         around: Called with each event; the event runs inside the returned context, on the event's stream.
 
@@ -129,16 +129,17 @@ def run_pair(
     Args:
         forward: A new flight, or None.
         backward: A flight after `begin_backward`, or None.
-        residence: As in `run`.
-        early_release: As in `order`.
-        ahead: As in `order`.
-        around: As in `run`.
+        residence: The holder of the layers' parameters; None for parameters that are always present.
+        early_release: Run the backward of `PRE` before the forward of the experts.
+        ahead: Number of layers whose parameters are acquired before their turn.
+        around: A function called with each event; the event runs inside the returned context.
 
     Raises:
         RuntimeError: A flight has run in this direction; or no gradients were given for a backward.
-        ValueError: As of `order`; or the flights have different lanes.
+        ValueError: No flight, one microbatch twice, a negative `ahead`; or the flights have different lanes.
 
-    Effects: as of `run`. An exception out of an event drops both flights and the residence.
+    Effects: runs on the lanes' streams, without a host sync. An exception out of an event drops both flights and the
+        residence.
     """
     flights = {flight.microbatch: flight for flight in (forward, backward) if flight is not None}
     events = order(

@@ -18,8 +18,8 @@ class Span:
 
     Attributes:
         event: The event.
-        start: In the unit of the durations.
-        stop: The same.
+        start: Begin, in the unit of the durations.
+        stop: End, in the unit of the durations.
     """
 
     event: Event
@@ -32,7 +32,7 @@ class Timeline:
     """The time of each event: simulated, or measured.
 
     Attributes:
-        spans: In the order of the host.
+        spans: The events' spans, in the order of the host.
     """
 
     spans: tuple[Span, ...]
@@ -92,7 +92,7 @@ def simulate(events: Iterable[AnyEvent], durations: Durations, *, host: float = 
 
     Args:
         events: An order. Residence is taken to cost nothing.
-        durations: Of each event, in any unit: by slot and kind, or a function of the event.
+        durations: Each event's duration, in any unit: by slot and kind, or a function of the event.
         host: Time of the host for each event, in the same unit.
 
     Raises:

@@ -13,7 +13,7 @@ from lamella_trace._report import (
     HostGap,
     NodeReport,
     OverlapReport,
-    Placed,
+    PlacedKernel,
     Role,
     StepReport,
     Timeline,
@@ -88,20 +88,20 @@ def _stand_ins(trace: Trace, source: str) -> list[Kernel]:
     return operators
 
 
-def _place(kernel: Kernel, host: Host) -> Placed:
+def _place(kernel: Kernel, host: Host) -> PlacedKernel:
     host_range = host.launching(kernel)
     if host_range is not None and kernel.launched_us is None:  # The range's start is the earliest possible launch.
         kernel = replace(kernel, thread=host_range.thread, launched_us=host_range.start_us)
     node = host.node_about(kernel, host_range) if kernel.kind.is_collective else None
     if node is not None:
-        return Placed(kernel=kernel, range=node, role=Role.EXCHANGE)
-    return Placed(kernel=kernel, range=host_range, role=_role(kernel, host_range, host))
+        return PlacedKernel(kernel=kernel, range=node, role=Role.EXCHANGE)
+    return PlacedKernel(kernel=kernel, range=host_range, role=_role(kernel, host_range, host))
 
 
-def _one_a_push(placed: Iterable[Placed]) -> list[Placed]:
+def _one_a_push(placed: Iterable[PlacedKernel]) -> list[PlacedKernel]:
     """Join the copies into peers' memory of one gather: between copies the gather waits until peers are ready."""
-    launches: list[Placed] = []
-    pushes: dict[int, list[Placed]] = defaultdict(list)
+    launches: list[PlacedKernel] = []
+    pushes: dict[int, list[PlacedKernel]] = defaultdict(list)
     for launch in placed:
         is_push = (
             launch.kernel.name.startswith("Memcpy PtoP") and launch.range is not None and launch.range.phase == GATHER
@@ -110,7 +110,7 @@ def _one_a_push(placed: Iterable[Placed]) -> list[Placed]:
     return launches + [_joined(copies) for copies in pushes.values()]
 
 
-def _joined(copies: Sequence[Placed]) -> Placed:
+def _joined(copies: Sequence[PlacedKernel]) -> PlacedKernel:
     start = min(copy.kernel.start_us for copy in copies)
     end = max(copy.kernel.end_us for copy in copies)
     sent = sum(copy.kernel.sent_nbytes or 0.0 for copy in copies)
@@ -169,8 +169,8 @@ def _step(name: str, window: Interval, timeline: Timeline, on_gpu: bool) -> Step
     waits = [gap for gap in timeline.host_gaps if window[0] <= gap.start_us < window[1]]
     times = breakdown([launch.kernel for launch in placed], window)
     uncovered = without_compute(placed, window) if on_gpu else None
-    by_unit: dict[str, list[Placed]] = {}
-    by_node: dict[tuple[str, str], list[Placed]] = {}
+    by_unit: dict[str, list[PlacedKernel]] = {}
+    by_node: dict[tuple[str, str], list[PlacedKernel]] = {}
     for launch in placed:
         if launch.role is Role.EXCHANGE and launch.range is not None:
             by_node.setdefault((launch.range.unit, launch.range.phase), []).append(launch)
@@ -204,7 +204,7 @@ def _step(name: str, window: Interval, timeline: Timeline, on_gpu: bool) -> Step
     )
 
 
-def _clip(placed: Iterable[Placed], window: Interval) -> list[Placed]:
+def _clip(placed: Iterable[PlacedKernel], window: Interval) -> list[PlacedKernel]:
     """Return the kernels in a window, cut at its ends."""
     start, end = window
     return [
@@ -214,7 +214,7 @@ def _clip(placed: Iterable[Placed], window: Interval) -> list[Placed]:
     ]
 
 
-def _cut(placed: Placed, window: Interval) -> Placed:
+def _cut(placed: PlacedKernel, window: Interval) -> PlacedKernel:
     kernel = placed.kernel
     start, end = max(kernel.start_us, window[0]), min(kernel.end_us, window[1])
     cut = replace(kernel, start_us=start, duration_us=end - start)
@@ -222,9 +222,9 @@ def _cut(placed: Placed, window: Interval) -> Placed:
 
 
 def _unit(
-    unit: str, placed: Sequence[Placed], waits: Sequence[HostGap], uncovered: Sequence[Interval] | None
+    unit: str, placed: Sequence[PlacedKernel], waits: Sequence[HostGap], uncovered: Sequence[Interval] | None
 ) -> UnitReport:
-    by_role: dict[Role, list[Placed]] = {role: [] for role in Role}
+    by_role: dict[Role, list[PlacedKernel]] = {role: [] for role in Role}
     for launch in placed:
         if launch.role is not None:
             by_role[launch.role].append(launch)
@@ -236,7 +236,7 @@ def _unit(
     )
 
 
-def _traffic(placed: Sequence[Placed], uncovered: Sequence[Interval] | None) -> Traffic:
+def _traffic(placed: Sequence[PlacedKernel], uncovered: Sequence[Interval] | None) -> Traffic:
     begun = [launch for launch in placed if not launch.is_rest]
     calls = {
         id(launch.range)
@@ -254,7 +254,7 @@ def _traffic(placed: Sequence[Placed], uncovered: Sequence[Interval] | None) -> 
     )
 
 
-def _ms(placed: Iterable[Placed], within: Sequence[Interval] | None = None) -> float:
+def _ms(placed: Iterable[PlacedKernel], within: Sequence[Interval] | None = None) -> float:
     """Return the milliseconds with at least one of the kernels running."""
     busy = union(launch.kernel.interval for launch in placed)
     return length(busy if within is None else intersect(busy, within)) / 1e3

@@ -36,7 +36,7 @@ _COLOURS = {
 
 
 @dataclass
-class _Bar:
+class _LaneBar:
     """A range of columns of a lane, its kind and its tooltip."""
 
     begin: int
@@ -47,7 +47,7 @@ class _Bar:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Span:
+class _LaneSpan:
     interval: Interval
     kind: str
     text: str
@@ -143,32 +143,32 @@ def _marks(named: Iterable[tuple[Interval, str]], timeline: Timeline) -> str:
     )
 
 
-def _lanes(report: OverlapReport) -> dict[str, list[_Span]]:
+def _lanes(report: OverlapReport) -> dict[str, list[_LaneSpan]]:
     """Make a lane per stream, a lane of waits for the host, and a lane per depth of each thread's ranges."""
     timeline = report.timeline
     exposed = timeline.exposed if report.on_gpu else []
-    lanes: dict[str, list[_Span]] = defaultdict(list)
+    lanes: dict[str, list[_LaneSpan]] = defaultdict(list)
     for launch in timeline.placed:
         kernel = launch.kernel
         lane = lanes[f"stream {kernel.stream}" if report.on_gpu else "main thread"]
         text = f"{launch.unit}: {kernel.name[:_LONGEST_NAME]}"
-        lane.append(_Span(interval=kernel.interval, kind=kernel.kind.name.lower(), text=text))
+        lane.append(_LaneSpan(interval=kernel.interval, kind=kernel.kind.name.lower(), text=text))
         if kernel.kind.is_collective:
             parts = intersect([kernel.interval], exposed)
-            lane.extend(_Span(interval=part, kind=_EXPOSED, text=f"{launch.unit}: exposed") for part in parts)
+            lane.extend(_LaneSpan(interval=part, kind=_EXPOSED, text=f"{launch.unit}: exposed") for part in parts)
     for gap in timeline.host_gaps:
-        lanes["waits for the host"].append(_Span(interval=gap.interval, kind="host_gap", text=gap.unit))
+        lanes["waits for the host"].append(_LaneSpan(interval=gap.interval, kind="host_gap", text=gap.unit))
     threads = list(dict.fromkeys(host_range.thread for host_range in timeline.ranges))
     for host_range in sorted(
         timeline.ranges, key=lambda host_range: (threads.index(host_range.thread), host_range.depth)
     ):
         lane = lanes[f"host thread {threads.index(host_range.thread)}{' +' * host_range.depth}"]
         interval, text = (host_range.start_us, host_range.end_us), f"{host_range.unit}: {host_range.phase}"
-        lane.append(_Span(interval=interval, kind="range", text=text))
+        lane.append(_LaneSpan(interval=interval, kind="range", text=text))
     return lanes
 
 
-def _drawing(timeline: Timeline, lanes: Iterable[Sequence[_Span]], num_columns: int) -> Iterator[str]:
+def _drawing(timeline: Timeline, lanes: Iterable[Sequence[_LaneSpan]], num_columns: int) -> Iterator[str]:
     """Yield the rectangles of all lanes, and a line at the start of each step."""
     start, end = timeline.span
     scale = num_columns / (end - start)
@@ -183,9 +183,9 @@ def _drawing(timeline: Timeline, lanes: Iterable[Sequence[_Span]], num_columns: 
         yield f'<line class="step" x1="{x:.0f}" x2="{x:.0f}" y1="0" y2="100%"/>\n'
 
 
-def _bars(spans: Iterable[_Span], start: float, scale: float) -> list[_Bar]:
+def _bars(spans: Iterable[_LaneSpan], start: float, scale: float) -> list[_LaneBar]:
     """Reduce a lane to bars: one per span of at least a column, and one per column for all narrower spans."""
-    bars: list[_Bar] = []
+    bars: list[_LaneBar] = []
     for span in spans:
         begin, end = (int((time - start) * scale) for time in span.interval)
         if end < 0:  # Ranges of the host before the first kernel: the host runs ahead of the GPU.
@@ -196,11 +196,11 @@ def _bars(spans: Iterable[_Span], start: float, scale: float) -> list[_Bar]:
             bars[-1].num_more += 1
         else:
             begin = max(begin, last_end)
-            bars.append(_Bar(begin, max(end, begin + 1), span.kind, text))
+            bars.append(_LaneBar(begin, max(end, begin + 1), span.kind, text))
     return bars
 
 
-def _rect(bar: _Bar, top: int, height: int) -> str:
+def _rect(bar: _LaneBar, top: int, height: int) -> str:
     more = f", and {bar.num_more} more" if bar.num_more else ""
     position = f'x="{bar.begin}" y="{top}" width="{bar.end - bar.begin}" height="{height}"'
     return f'<rect class="{bar.kind}" {position}><title>{escape(bar.text)}{more}</title></rect>\n'

@@ -25,7 +25,7 @@ class Role(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Placed:
+class PlacedKernel:
     """A kernel, the host range around its launch, and a collective's role.
 
     A kernel across the end of a step is cut in two; the part in the next step has `is_rest`.
@@ -185,7 +185,7 @@ class OverlapReport:
 class Timeline:
     """Kernels in the order of their starts, the interval of each step, the host's ranges, and waits for the host."""
 
-    placed: Sequence[Placed]
+    placed: Sequence[PlacedKernel]
     windows: Mapping[str, Interval]
     ranges: Sequence[HostRange]
     host_gaps: Sequence[HostGap]
@@ -202,6 +202,6 @@ class Timeline:
         return intersect(collectives, without_compute(self.placed, self.span))
 
 
-def without_compute(placed: Iterable[Placed], window: Interval) -> list[Interval]:
+def without_compute(placed: Iterable[PlacedKernel], window: Interval) -> list[Interval]:
     """The times without compute: no kernel ran, or only collectives."""
     return gaps(union(launch.kernel.interval for launch in placed if not launch.kernel.kind.is_collective), *window)

@@ -19,7 +19,7 @@ from lamella.experts._families import (
     positions_of,
 )
 from lamella.experts._spread import SpreadExperts
-from lamella_schedule import Chunk, LayerSlots, Splits, exchange, unroute
+from lamella_schedule import LayerSlots, ModelChunk, Splits, exchange, unroute
 
 
 def chunk(
@@ -30,7 +30,7 @@ def chunk(
     attention_mask: torch.Tensor | None = None,
     position_ids: torch.Tensor | None = None,
     scale: float = 1.0,
-) -> Chunk:
+) -> ModelChunk:
     """Cut a microbatch's forward and loss into slots, for `lamella_schedule.run`.
 
     The loss is the model's own, with the auxiliary loss if `config.output_router_logits`. Layers are not recomputed.
@@ -58,7 +58,7 @@ def chunk(
         (_sparse_slots if is_sparse(layer.mlp) else _dense_slots)(layer, kind, batch)
         for layer, kind in zip(decoder.layers, batch.kinds, strict=True)
     ]
-    return Chunk(batch.embed, layers, batch.loss)
+    return ModelChunk(batch.embed, layers, batch.loss)
 
 
 class _Batch:

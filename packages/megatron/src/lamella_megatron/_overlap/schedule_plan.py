@@ -30,7 +30,7 @@ from lamella_megatron._overlap.layer_slots import (
     delayable,
     layers_inside,
 )
-from lamella_schedule import Chunk, Flight, Lanes, run, run_order, run_pair
+from lamella_schedule import Flight, Lanes, ModelChunk, run, run_order, run_pair
 
 
 def forward_backward_overlapped(
@@ -378,7 +378,7 @@ def _single_layers(group: list[nn.Module]) -> list[nn.Module]:
 
 def _model_chunk(
     model: Any, scheduled: _ScheduledLayers, batch: Mapping[str, Any], loss_of: Callable[[torch.Tensor], torch.Tensor]
-) -> Chunk:
+) -> ModelChunk:
     # The arguments of layers, from the beginning of the forward, or of the first prediction, on.
     decoder_arguments, prediction_arguments = dict[str, Any](), dict[str, Any]()
 
@@ -406,4 +406,4 @@ def _model_chunk(
         Prediction(layer, prediction_arguments, next(delayable_modules), enter if depth == 0 else None).slots()
         for depth, layer in enumerate(scheduled.predictions)
     ]
-    return Chunk(preprocess, slots, postprocess)
+    return ModelChunk(preprocess, slots, postprocess)

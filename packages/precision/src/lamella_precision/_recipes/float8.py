@@ -10,7 +10,7 @@ import torch
 from lamella_precision._protocol import Direction, PayloadFormat, WeightRows
 from lamella_precision._scales.encoding import encode_cuts, measure_cuts
 from lamella_precision._scales.scales import scale_for, times_scales, write_scales
-from lamella_precision._scales.tiles import Block, Cut, grid_of, tiles_of
+from lamella_precision._scales.tiles import Block, TiledShard, grid_of, tiles_of
 from lamella_precision._weights.quantized import QuantizedWeight
 
 _FORMATS = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -82,14 +82,14 @@ class Float8Recipe:
         shards: Sequence[torch.Tensor],
         payloads: Sequence[Sequence[torch.Tensor] | None],
         weight_rows: Sequence[WeightRows],
-    ) -> tuple[Sequence[Cut] | None]:
+    ) -> tuple[Sequence[TiledShard] | None]:
         """For each weight the views of equal blocks: sources, destinations and scales."""
         (destinations,) = payloads
         if destinations is None:
             return (None,)
         return ([self._cut(*arguments) for arguments in zip(shards, destinations, weight_rows, strict=True)],)
 
-    def encode(self, *columns: Sequence[Cut] | None) -> None:
+    def encode(self, *columns: Sequence[TiledShard] | None) -> None:
         """Divide by the scales, saturate, and round to the format: one kernel for all weights, or multi-tensor calls.
 
         Amaxes of parts that have them are raised on the way.
@@ -117,11 +117,11 @@ class Float8Recipe:
 
     def measure_columns(
         self, shards: Sequence[torch.Tensor], weight_rows: Sequence[WeightRows]
-    ) -> tuple[Sequence[Cut]]:
+    ) -> tuple[Sequence[TiledShard]]:
         """For each weight the views of equal blocks, and of their amaxes."""
         return ([self._cut(shard, shard, rows) for shard, rows in zip(shards, weight_rows, strict=True)],)
 
-    def measure(self, *columns: Sequence[Cut]) -> None:
+    def measure(self, *columns: Sequence[TiledShard]) -> None:
         """Raise amaxes to the largest magnitude of each block's part on this rank.
 
         Effects: a kernel for all weights; where Triton does not run, two multi-tensor calls, and with several scales a
@@ -130,9 +130,11 @@ class Float8Recipe:
         (cuts,) = columns
         measure_cuts(cuts)
 
-    def _cut(self, shard: torch.Tensor, into: torch.Tensor, rows: WeightRows) -> Cut:
+    def _cut(self, shard: torch.Tensor, into: torch.Tensor, rows: WeightRows) -> TiledShard:
         assert rows.scales is not None
-        return Cut(tiles_of(shard.shape, rows.shape, rows.first_row, self.block), shard, into, rows.scales, rows.amaxes)
+        return TiledShard(
+            tiles_of(shard.shape, rows.shape, rows.first_row, self.block), shard, into, rows.scales, rows.amaxes
+        )
 
     def rescale(self, amaxes: torch.Tensor, scales: torch.Tensor, past: torch.Tensor) -> None:
         """Compute the scales of all blocks of some groups from amaxes of whole blocks, and note the amaxes.

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from lamella_precision._scales.tiles import Cut
+from lamella_precision._scales.tiles import TiledShard
 
 
-def encode_cuts(cuts: Sequence[Cut], largest: float, *, multiplies: bool = False) -> None:
+def encode_cuts(cuts: Sequence[TiledShard], largest: float, *, multiplies: bool = False) -> None:
     """Divide by the cells, or multiply by them, saturate, and round to the destinations' format.
 
     Args:
@@ -35,7 +35,7 @@ def encode_cuts(cuts: Sequence[Cut], largest: float, *, multiplies: bool = False
         round_to(into, scaled(as_float(sources), scales), largest)
 
 
-def measure_cuts(cuts: Sequence[Cut]) -> None:
+def measure_cuts(cuts: Sequence[TiledShard]) -> None:
     """Raise the cells to the largest magnitude of each block's rows on this rank.
 
     Effects: one kernel for all cuts; where Triton does not run, two multi-tensor calls, and with several scales a
@@ -50,7 +50,7 @@ def measure_cuts(cuts: Sequence[Cut]) -> None:
     _raise_amaxes(cells, tiles)
 
 
-def _kernels_for(cuts: Sequence[Cut]) -> Any:
+def _kernels_for(cuts: Sequence[TiledShard]) -> Any:
     """The module of Triton's kernels, or None on devices without."""
     device = cuts[0].beginnings[0].device
     return _triton_kernels() if device.type == "cuda" and has_float8(device.index) else None
@@ -67,7 +67,7 @@ def has_float8(index: int) -> bool:
     return torch.cuda.get_device_capability(index) >= (8, 9)
 
 
-def _tensors(cuts: Sequence[Cut]) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+def _tensors(cuts: Sequence[TiledShard]) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
     """Sources, destinations and cells of all cuts."""
     return (
         list(chain.from_iterable([cut.sources for cut in cuts])),

@@ -19,19 +19,19 @@ import torch
 import triton
 import triton.language as tl
 
-from lamella_precision._scales.tiles import Cut
+from lamella_precision._scales.tiles import TiledShard
 
 _ELEMENTS = 4096  # of a chunk
 _ALIGNMENT = 16  # elements: with every offset a multiple, a thread reads and writes whole vectors
 _CACHED = 1 << 14  # lists of lines: one or two a unit and direction, a few hundred bytes each
 
 
-class _Launch(NamedTuple):
+class _EncodingLaunch(NamedTuple):
     """A kernel's arguments for tensors in the same four storages.
 
     Attributes:
-        lines: (lines, fields), int64: a line's first program, its fields as `Cut.lines` has them, and its chunks along
-            a block's columns.
+        lines: (lines, fields), int64: a line's first program, its fields as `TiledShard.lines` has them, and its chunks
+            along a block's columns.
         line_of: (programs,), int32: each program's line.
         sizes: Rows and columns of a chunk, and a common divisor of all offsets.
     """
@@ -41,7 +41,7 @@ class _Launch(NamedTuple):
     sizes: dict[str, int]
 
 
-def encode(cuts: Sequence[Cut], largest: float, *, multiplies: bool) -> None:
+def encode(cuts: Sequence[TiledShard], largest: float, *, multiplies: bool) -> None:
     """Divide every block by its cell, or multiply it, saturate, and round into the destination's float8 format.
 
     Cuts with amaxes are measured by the same read, as `measure` does; all cuts or none.
@@ -56,7 +56,7 @@ def encode(cuts: Sequence[Cut], largest: float, *, multiplies: bool) -> None:
         _encode[(len(launch.line_of),)](*arguments, multiplies=multiplies, measures=measures, **launch.sizes)
 
 
-def measure(cuts: Sequence[Cut]) -> None:
+def measure(cuts: Sequence[TiledShard]) -> None:
     """Raise every block's cell to the largest magnitude of the block; a NaN is largest.
 
     Effects: one kernel on the current stream for all cuts in the same storages, no temporary memory, no host sync; but
@@ -67,8 +67,8 @@ def measure(cuts: Sequence[Cut]) -> None:
         _measure[(len(launch.line_of),)](*arguments, **launch.sizes)
 
 
-def _launches(cuts: Sequence[Cut]) -> list[tuple[tuple[torch.Tensor, ...], _Launch]]:
-    by_storages: dict[tuple[int, ...], list[Cut]] = {}
+def _launches(cuts: Sequence[TiledShard]) -> list[tuple[tuple[torch.Tensor, ...], _EncodingLaunch]]:
+    by_storages: dict[tuple[int, ...], list[TiledShard]] = {}
     for cut in cuts:
         by_storages.setdefault(cut.storages, []).append(cut)
     launches = []
@@ -79,7 +79,7 @@ def _launches(cuts: Sequence[Cut]) -> list[tuple[tuple[torch.Tensor, ...], _Laun
 
 
 @lru_cache(_CACHED)
-def _launch(lines_of_cuts: tuple[tuple[tuple[int, ...], ...], ...], device: torch.device) -> _Launch:
+def _launch(lines_of_cuts: tuple[tuple[tuple[int, ...], ...], ...], device: torch.device) -> _EncodingLaunch:
     lines = [line for lines in lines_of_cuts for line in lines]
     columns = min(_ELEMENTS, triton.next_power_of_2(max(line[8] for line in lines)))
     rows = min(_ELEMENTS // columns, triton.next_power_of_2(max(line[7] for line in lines)))
@@ -91,7 +91,7 @@ def _launch(lines_of_cuts: tuple[tuple[tuple[int, ...], ...], ...], device: torc
         program_counts.append(matrices * grid_rows * grid_columns * -(-num_rows // rows) * chunks)
         first += program_counts[-1]
     is_aligned = all(extent % _ALIGNMENT == 0 for line in lines for extent in (*line[:2], *line[8:11]))
-    return _Launch(
+    return _EncodingLaunch(
         torch.tensor(line_fields, device=device),
         torch.arange(len(lines), dtype=torch.int32).repeat_interleave(torch.tensor(program_counts)).to(device),
         {"chunk_rows": rows, "chunk_columns": columns, "alignment": _ALIGNMENT if is_aligned else 1},
@@ -103,7 +103,7 @@ def _chunk(lines, line_of, chunk_rows: tl.constexpr, chunk_columns: tl.constexpr
     """This program's offsets into source and destination, the elements of them that exist, the cell's and the amax's.
 
     Args:
-        lines: The lines of a `_Launch`, whose fields are read by number.
+        lines: The lines of an `_EncodingLaunch`, whose fields are read by number.
     """
     program = tl.program_id(0)
     line = lines + tl.load(line_of + program) * 16

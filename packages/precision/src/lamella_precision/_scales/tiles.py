@@ -61,7 +61,7 @@ class Tile(NamedTuple):
         return cut[:, :, columns.first_cell : columns.first_cell + columns.num_cells][:, :, None, :, None]
 
 
-class Cut:
+class TiledShard:
     """A weight's rows on this rank as tiles, for kernels: of the source, the destination, the scales and the amaxes.
 
     Args:

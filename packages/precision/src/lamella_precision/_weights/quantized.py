@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from lamella_precision._protocol import Direction, PayloadFormat
 from lamella_precision._weights.linear_arguments import as_operand, autocast_dtype, rows_of
-from lamella_precision._weights.views import View, is_single, views_by
+from lamella_precision._weights.views import RecordedView, is_single, views_by
 
 _ALIASES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
@@ -69,7 +69,7 @@ class QuantizedWeight(torch.Tensor):
     scales: torch.Tensor | None
     recipe: Dequantizes
     weight_shape: torch.Size
-    views: tuple[View, ...]
+    views: tuple[RecordedView, ...]
     is_matrix: bool  # without a call of `__torch_function__`, as `ndim` makes
     payload_0: torch.Tensor
     _names: tuple[str, ...]  # an attribute for each payload, as compilers ask of wrappers
@@ -81,7 +81,7 @@ class QuantizedWeight(torch.Tensor):
         scales: torch.Tensor | None,
         shape: Sequence[int],
         recipe: Dequantizes,
-        views: Sequence[View] = (),
+        views: Sequence[RecordedView] = (),
     ) -> Self:
         """The wrapper, with the payloads' device and the recipe's compute dtype."""
         size, strides = (tuple(shape), None) if not views else _layout(shape, views)
@@ -137,13 +137,13 @@ class QuantizedWeight(torch.Tensor):
             if payload_format.direction.meets(direction)
         ]
 
-    def _viewed(self, view: View) -> QuantizedWeight:
+    def _viewed(self, view: RecordedView) -> QuantizedWeight:
         """A view that is dequantised where an operator asks for its values."""
         if view.is_part_of_stack and self._is_stack:
             return self._part(view)
         return QuantizedWeight(self.payloads, self.scales, self.weight_shape, self.recipe, (*self.views, view))
 
-    def _records(self, views: Sequence[View]) -> bool:
+    def _records(self, views: Sequence[RecordedView]) -> bool:
         """Whether several views are wrappers: pieces are, indices are not where each would dequantise all."""
         return views[0].name == "slice" or (views[0].is_part_of_stack and self._is_stack)
 
@@ -157,7 +157,7 @@ class QuantizedWeight(torch.Tensor):
             and all(view.keeps_first_dim for view in self.views)
         )
 
-    def _part(self, view: View) -> QuantizedWeight:
+    def _part(self, view: RecordedView) -> QuantizedWeight:
         """Some indices along dim 0 of a stack, or one."""
         assert self.scales is not None
         payloads, scales = [view.of(payload) for payload in self.payloads], view.of(self.scales)
@@ -213,7 +213,7 @@ class QuantizedWeight(torch.Tensor):
         return func(*plain[0], **plain[1])
 
 
-def _layout(shape: Sequence[int], views: Sequence[View]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _layout(shape: Sequence[int], views: Sequence[RecordedView]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Size and strides of views of a contiguous tensor."""
     like = torch.empty(tuple(shape), device="meta")
     for view in views:

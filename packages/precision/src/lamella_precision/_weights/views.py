@@ -14,7 +14,7 @@ _ATEN = torch.ops.aten
 _OPERATORS = {"select": _ATEN.select.int, "slice": _ATEN.slice.Tensor, "permute": _ATEN.permute.default}
 
 
-class View(NamedTuple):
+class RecordedView(NamedTuple):
     """A select, a slice or a permutation.
 
     Attributes:
@@ -43,16 +43,16 @@ class View(NamedTuple):
         first = self.arguments[0]
         return bool(first[0] == 0) if self.name == "permute" else first != 0
 
-    def without_first_dim(self) -> View:
+    def without_first_dim(self) -> RecordedView:
         """The same view of each entry along dim 0; for views that keep it."""
         first, *further_arguments = self.arguments
-        return View(
+        return RecordedView(
             self.name,
             (tuple([dim - 1 for dim in first[1:]]) if self.name == "permute" else first - 1, *further_arguments),
         )
 
 
-def views_by(func: object, arguments: Sequence[Any]) -> list[View] | None:
+def views_by(func: object, arguments: Sequence[Any]) -> list[RecordedView] | None:
     """The views that an operator takes of its first argument, in the order of its results; None for any other operator.
 
     Args:
@@ -68,50 +68,50 @@ def is_single(func: object) -> bool:
     return func not in _LISTS
 
 
-def _select(tensor: torch.Tensor, dim: int, index: int) -> list[View]:
-    return [View("select", (dim % tensor.ndim, index))]
+def _select(tensor: torch.Tensor, dim: int, index: int) -> list[RecordedView]:
+    return [RecordedView("select", (dim % tensor.ndim, index))]
 
 
-def _slice(tensor: torch.Tensor, dim: int = 0, *limits: int | None) -> list[View]:
-    return [View("slice", (dim % tensor.ndim, *limits))]
+def _slice(tensor: torch.Tensor, dim: int = 0, *limits: int | None) -> list[RecordedView]:
+    return [RecordedView("slice", (dim % tensor.ndim, *limits))]
 
 
-def _permute(tensor: torch.Tensor, dims: Sequence[int]) -> list[View]:
-    return [View("permute", (tuple([dim % tensor.ndim for dim in dims]),))]
+def _permute(tensor: torch.Tensor, dims: Sequence[int]) -> list[RecordedView]:
+    return [RecordedView("permute", (tuple([dim % tensor.ndim for dim in dims]),))]
 
 
-def _transpose(tensor: torch.Tensor, one: int, other: int) -> list[View]:
+def _transpose(tensor: torch.Tensor, one: int, other: int) -> list[RecordedView]:
     dims = list(range(tensor.ndim))
     dims[one], dims[other] = dims[other], dims[one]
     return _permute(tensor, dims)
 
 
-def _t(tensor: torch.Tensor) -> list[View]:
+def _t(tensor: torch.Tensor) -> list[RecordedView]:
     return _permute(tensor, tuple(reversed(range(tensor.ndim))))
 
 
-def _unbind(tensor: torch.Tensor, dim: int = 0) -> list[View]:
-    return [View("select", (dim % tensor.ndim, i)) for i in range(tensor.shape[dim])]
+def _unbind(tensor: torch.Tensor, dim: int = 0) -> list[RecordedView]:
+    return [RecordedView("select", (dim % tensor.ndim, i)) for i in range(tensor.shape[dim])]
 
 
-def _split(tensor: torch.Tensor, length: int, dim: int = 0) -> list[View]:
+def _split(tensor: torch.Tensor, length: int, dim: int = 0) -> list[RecordedView]:
     numel = tensor.shape[dim]
     starts = range(0, numel, length)
-    return [View("slice", (dim % tensor.ndim, start, min(start + length, numel))) for start in starts]
+    return [RecordedView("slice", (dim % tensor.ndim, start, min(start + length, numel))) for start in starts]
 
 
-def _split_with_sizes(tensor: torch.Tensor, sizes: Sequence[int], dim: int = 0) -> list[View]:
+def _split_with_sizes(tensor: torch.Tensor, sizes: Sequence[int], dim: int = 0) -> list[RecordedView]:
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     ends = [start + size for start, size in zip(starts, sizes, strict=True)]
-    return [View("slice", (dim % tensor.ndim, *limits)) for limits in zip(starts, ends, strict=True)]
+    return [RecordedView("slice", (dim % tensor.ndim, *limits)) for limits in zip(starts, ends, strict=True)]
 
 
-_LISTS: dict[object, Callable[..., list[View]]] = {
+_LISTS: dict[object, Callable[..., list[RecordedView]]] = {
     _ATEN.unbind.int: _unbind,
     _ATEN.split.Tensor: _split,
     _ATEN.split_with_sizes.default: _split_with_sizes,
 }
-_VIEWS: dict[object, Callable[..., list[View]]] = {
+_VIEWS: dict[object, Callable[..., list[RecordedView]]] = {
     _ATEN.select.int: _select,
     _ATEN.slice.Tensor: _slice,
     _ATEN.permute.default: _permute,
