@@ -18,6 +18,8 @@ PLANTED = [
     ("lamella_engine", "lamella_optim", "Every arrow points down"),
     ("lamella_qwen", "lamella_mamba", "Every arrow points down"),
     ("lamella_checkpoint", "lamella_convert", "Every arrow points down"),
+    ("lamella_transformers", "lamella", "Every arrow points down"),
+    ("lamella_qwen", "lamella_transformers", "Every arrow points down"),
     ("lamella_engine", "lamella_checkpoint", "The engine is unaware of checkpoints"),
     ("lamella_checkpoint", "lamella_buffers", "Checkpoints know layouts, and neither the engine nor what it stands on"),
     ("lamella_buffers", "lamella_testing", "What ships is unaware of tests and benchmarks"),

@@ -185,7 +185,7 @@ def test_a_model_file_that_is_not_json_is_refused(refuse: Refuse, model_file: Pa
 
 
 def test_an_adapter_that_is_not_installed_is_named(refuse: Refuse, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "lamella_qwen", None)
+    monkeypatch.setattr("lamella._models.find_adapter", lambda model_type: None)
     assert "uv pip install './packages/lamella[qwen]'" in refuse("--model", "qwen3.5-tiny")
 
 

@@ -26,7 +26,7 @@ from lamella import Config, ConfigError
 from lamella._models import load_spec, outline
 from lamella._place import place
 from lamella._prepare import prepare
-from lamella._pretrained import check_weights, load_weights
+from lamella._pretrained import check_weights
 from lamella._text import collect
 from lamella._tokenizer import train_tokenizer
 from lamella._train import Trainer
@@ -34,6 +34,7 @@ from lamella.cli import config_of, main, parse
 from lamella_checkpoint import load
 from lamella_testing import RankFailure, qwen
 from lamella_testing.qwen import KINDS, Kind
+from lamella_transformers import load_weights
 
 
 def make_model(kind: Kind) -> nn.Module:

@@ -15,8 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 from validation import nats_per_byte
 
 from lamella import Config, ConfigError
-from lamella._conversion import correspondences
-from lamella._models import check_context, load_spec, outline
+from lamella._models import check_context, load_spec
 from lamella._prepare import prepare
 from lamella._report import ValidationRecord, append, read
 from lamella._text import collect
@@ -83,16 +82,6 @@ def test_a_published_model_is_trained_on_and_published_again_under_its_names(
     mine, theirs = (load_file(folder / "model.safetensors") for folder in (new, tmp_path / "by-transformers"))
     assert mine.keys() == theirs.keys() == load_file(directory / "model.safetensors").keys()
     assert all(torch.equal(mine[name], theirs[name]) for name in mine)
-
-
-def test_experts_are_stacked_in_the_order_of_their_numbers(tmp_path: Path) -> None:
-    make("mixtral").save_pretrained(tmp_path)
-    shapes = {name: tuple(tensor.shape) for name, tensor in load_file(tmp_path / "model.safetensors").items()}
-    found = correspondences(outline(load_spec(str(tmp_path))), shapes)
-    (stacked,) = [each for each in found if "model.layers.1.mlp.experts.gate_up_proj" in each.right]
-    # Behind the second in the alphabet, and its part of the join is the later one.
-    (tenth,) = [piece.right.chunk for piece in stacked.pieces if ".experts.10.w3." in piece.left.name]
-    assert (tenth.offsets, tenth.sizes) == ((10, 24, 0), (1, 24, 16))
 
 
 @pytest.mark.parametrize("file", ["pytorch_model.bin", "pytorch_model-00001-of-00002.bin", "consolidated.00.pth"])

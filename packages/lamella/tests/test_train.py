@@ -14,13 +14,13 @@ from trained_runs import Run, TrainOn
 
 from lamella import Config, MixedPrecisionPolicy, OptimConfig, ParallelConfig
 from lamella._float8 import in_float8
-from lamella._loss import target_losses
-from lamella._models import build_model, load_spec
+from lamella._models import load_spec
 from lamella._report import StepRecord, read
 from lamella._tokens import BatchStream, inputs_and_targets, load_tokens
 from lamella._train import compile_units, learning_rate, shard
 from lamella_precision import Float8Linear
 from lamella_testing import RankFailure, run_ranks
+from lamella_transformers import build_model, target_losses
 
 
 def in_folder(config: Config, name: str) -> Config:

@@ -1,37 +1,20 @@
-"""Models by name or by a transformers config: how each is built and cut into sharding units."""
+"""Models by name or by a transformers config: the config that a run builds its model from, checked for mistakes."""
 
-import importlib
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, Protocol, cast
+from typing import Final, cast
 
-import torch
 from torch import nn
 
+import lamella_transformers
 from lamella._config import Values
 from lamella._json import parse_json, read_settings
 from lamella._options import LARGEST, ConfigError, in_short, nearest, shown
-
-
-class ModelSpec(Protocol):
-    """The attributes and methods used of a transformers config."""
-
-    model_type: str
-    vocab_size: int
-
-    def to_dict(self) -> dict[str, object]: ...
-    def to_json_file(self, json_file_path: Path, use_diff: bool) -> None: ...
-
-
-class Adapter(Protocol):
-    """The functions used of an adapter package."""
-
-    NAMED_CONFIGS: Mapping[str, Mapping[str, object]]
-
-    def sharding_units(self, model: nn.Module) -> list[nn.Module]: ...
+from lamella_transformers import Adapter, ModelError, ModelSpec, find_adapter, num_positions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,12 +22,12 @@ class NamedModel:
     """A model that ships with lamella: its config's values, and the settings that train it sensibly.
 
     Attributes:
-        adapter: The extra whose package holds the values under the same name; then `config` is empty.
+        adapted_type: The model type whose adapter holds the values under the same name; then `config` is empty.
     """
 
     config: Mapping[str, object] = field(default_factory=dict)
     settings: Values = field(default_factory=dict)
-    adapter: str | None = None
+    adapted_type: str | None = None
 
 
 NAMED: Mapping[str, NamedModel] = {
@@ -80,7 +63,7 @@ NAMED: Mapping[str, NamedModel] = {
             "run": {"validation_interval": 100},
         },
     ),
-    "qwen3.5-tiny": NamedModel(adapter="qwen", settings={"optim": {"lr": 1e-2}}),
+    "qwen3.5-tiny": NamedModel(adapted_type="qwen3_5_text", settings={"optim": {"lr": 1e-2}}),
 }
 
 SMALLEST_VOCABULARY = 257
@@ -90,8 +73,8 @@ _RATE: Final = re.compile(r"dropout|pdrop")
 _LARGEST_COUNT: Final = 10_000
 """The largest number of layers or experts: forty times those of any published model."""
 
-ADAPTERS: Mapping[str, str] = {"qwen3_5_text": "qwen", "qwen3_5_moe_text": "qwen", "mamba2": "mamba"}
-"""Model type -> the extra whose package knows its sharding units. Other models name theirs themselves."""
+_EXTRAS: Final[Mapping[str, str]] = {"qwen3_5_text": "qwen", "qwen3_5_moe_text": "qwen", "mamba2": "mamba"}
+"""Model type -> the extra that has its adapter, without which no such model is trained."""
 
 
 def named_settings(name: str) -> Values:
@@ -122,7 +105,7 @@ def _values(name: str) -> Mapping[str, object]:
     if name not in NAMED:
         return _read_values(name)
     named = NAMED[name]
-    return named.config if named.adapter is None else _adapter(named.adapter, name).NAMED_CONFIGS[name]
+    return named.config if named.adapted_type is None else _adapter(named.adapted_type, name).named_configs[name]
 
 
 def _read_values(name: str) -> Mapping[str, object]:
@@ -215,56 +198,40 @@ def _check_vocabulary(vocab_size: int) -> None:
         )
 
 
-def _adapter(extra: str, wanted_by: str) -> Adapter:
-    try:
-        return cast(Adapter, importlib.import_module(f"lamella_{extra}"))
-    except ModuleNotFoundError as error:
+def _adapter(model_type: str, wanted_by: str) -> Adapter:
+    adapter = find_adapter(model_type)
+    if adapter is None:
+        extra = _EXTRAS[model_type]
         raise ConfigError(
             f"Expected lamella-{extra} to be installed for {wanted_by!r}, got none. "
             f"Install it from a clone: uv pip install './packages/lamella[{extra}]'"
-        ) from error
+        )
+    return adapter
 
 
-def build_model(spec: ModelSpec, device: torch.device, seed: int) -> nn.Module:
-    """The causal language model of a config, fp32, with weights that follow from `seed` alone.
+@contextmanager
+def refused_models() -> Iterator[None]:
+    """Turn the refusal of a model into one of the settings.
 
-    Every rank builds the whole model and keeps its shards, so the weights do not depend on the number of ranks.
+    Raises:
+        ConfigError: With the message of a `ModelError` in the block.
     """
-    from transformers import AutoModelForCausalLM
-
-    torch.manual_seed(seed)
-    with device:
-        model = AutoModelForCausalLM.from_config(spec)  # type: ignore[no-untyped-call]
-        return cast(nn.Module, model).train()
+    try:
+        yield
+    except ModelError as error:
+        raise ConfigError(f"{error}") from error
 
 
 def outline(spec: ModelSpec) -> nn.Module:
-    """The model of a config without memory for its weights, to learn before a run whether it can be built and sharded.
+    """Return the model of a config without memory for its weights, if a run can train such a model.
 
     Raises:
-        ConfigError: It cannot, or its positions see those that they are to predict; names the model type and the
-            reason.
+        ConfigError: The model's adapter is not installed, or as `lamella_transformers.outline`.
     """
-    try:
-        model = build_model(spec, torch.device("meta"), seed=0)
-    except Exception as error:
-        raise ConfigError(
-            f"Expected a causal language model that transformers can build, got {spec.model_type!r}: {in_short(error)}"
-        ) from error
-    _check_causal(model, spec)
-    sharding_units(model, spec.model_type)
-    return model
-
-
-def _check_causal(model: nn.Module, spec: ModelSpec) -> None:
-    """Refuse a model that was built to fill in words: trained on the next token, it would read that token."""
-    is_causal = [module.is_causal for module in model.modules() if hasattr(module, "is_causal")]
-    if is_causal and not any(is_causal):
-        way_out = ' Set "is_decoder": true in its config.' if hasattr(spec, "is_decoder") else ""
-        raise ConfigError(
-            f"Expected a causal language model, got {spec.model_type!r}, each of whose positions sees all others."
-            f"{way_out}"
-        )
+    if spec.model_type in _EXTRAS:
+        _adapter(spec.model_type, spec.model_type)
+    with refused_models():
+        return lamella_transformers.outline(spec)
 
 
 def check_context(spec: ModelSpec, sequence_length: int) -> None:
@@ -273,76 +240,9 @@ def check_context(spec: ModelSpec, sequence_length: int) -> None:
     Raises:
         ConfigError: Names both numbers.
     """
-    num_positions = _num_positions(spec)
-    if num_positions is not None and sequence_length > num_positions:
+    bound = num_positions(spec)
+    if bound is not None and sequence_length > bound:
         raise ConfigError(
-            f"Expected a --sequence-length of at most {num_positions}, the positions that the {spec.model_type!r} "
-            f"model has (max_position_embeddings), got {sequence_length}. Pass --sequence-length {num_positions}."
+            f"Expected a --sequence-length of at most {bound}, the positions that the {spec.model_type!r} "
+            f"model has (max_position_embeddings), got {sequence_length}. Pass --sequence-length {bound}."
         )
-
-
-def _num_positions(spec: ModelSpec) -> int | None:
-    """Positions that a model is made for; None where its config names no bound.
-
-    Where rotary positions are stretched, some configs name the bound before the stretch, and others after.
-    """
-    positions = getattr(spec, "max_position_embeddings", None)
-    if not isinstance(positions, int) or positions < 1:
-        return None
-    rope = getattr(spec, "rope_parameters", None)
-    if not isinstance(rope, dict):
-        return positions
-    before, factor = rope.get("original_max_position_embeddings"), rope.get("factor")
-    if isinstance(before, int) and isinstance(factor, int | float):
-        return max(positions, int(before * factor))
-    return positions
-
-
-def sharding_units(model: nn.Module, model_type: str) -> list[nn.Module]:
-    """The modules to shard one by one, before the model: by its adapter's rule, or the layers transformers names.
-
-    Raises:
-        ConfigError: The adapter is not installed, or the model names no layers.
-    """
-    if model_type in ADAPTERS:
-        return _adapter(ADAPTERS[model_type], model_type).sharding_units(model)
-    names = set(getattr(model, "_no_split_modules", None) or ())
-    units = [module for module in model.modules() if type(module).__name__ in names]
-    if not units:
-        raise ConfigError(f"Expected decoder layers named by transformers, got none for {model_type!r}.")
-    return units
-
-
-def fp32_parameters(model: nn.Module, model_type: str) -> Callable[[nn.Parameter], torch.dtype | None] | None:
-    """The adapter's rule for parameters that compute in fp32 beside bf16 weights, as `param_dtype_override_fn`.
-
-    None for models without such a rule.
-    """
-    if model_type not in ADAPTERS:
-        return None
-    keep = getattr(_adapter(ADAPTERS[model_type], model_type), "keep_fp32", None)
-    return None if keep is None else cast(Callable[[nn.Parameter], torch.dtype | None], keep(model))
-
-
-def flops_per_token(model: nn.Module, spec: ModelSpec, sequence_length: int) -> float:
-    """Floating-point operations of one token's forward and backward, as they are counted for MFU.
-
-    Six for each parameter but the input embedding, and twelve for each pair of positions in an attention layer.
-    Causal masking and recomputation are not counted.
-    """
-    values = spec.to_dict()
-    embeddings = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Embedding))
-    tied = bool(values.get("tie_word_embeddings"))
-    weights = sum(parameter.numel() for parameter in model.parameters()) - (0 if tied else embeddings)
-    return 6.0 * weights + 12.0 * _attention_width(values) * sequence_length
-
-
-def _attention_width(values: Mapping[str, object]) -> int:
-    """Heads times head dim, summed over the layers that attend to all positions."""
-    heads, hidden = values.get("num_attention_heads"), values.get("hidden_size")
-    if not isinstance(heads, int) or not isinstance(hidden, int):
-        return 0
-    kinds, head_dim = values.get("layer_types"), values.get("head_dim")
-    num_layers = kinds.count("full_attention") if isinstance(kinds, list) else values.get("num_hidden_layers", 0)
-    width = heads * head_dim if isinstance(head_dim, int) else hidden
-    return width * cast(int, num_layers)

@@ -19,9 +19,9 @@ from lamella._directory import RunDirectory
 from lamella._documents import first_chat
 from lamella._float8 import check_float8
 from lamella._kernels import check_kernels
-from lamella._models import NAMED, ModelSpec, check_context, load_spec, outline, sharding_units
+from lamella._models import NAMED, check_context, load_spec, outline
 from lamella._options import ConfigError
-from lamella._pretrained import check_weights, fingerprint_of_weights, pretrained_directory, told_of_weights
+from lamella._pretrained import check_weights, pretrained_directory, told_of_weights
 from lamella._profile import NUM_WARMUP_STEPS
 from lamella._resume import check_resumable, check_same_model, check_same_weights, go_back, wanted_checkpoint
 from lamella._text import Corpus, collect
@@ -29,6 +29,7 @@ from lamella._tokenizer import RunTokenizer, read_tokenizer
 from lamella._tokens import check_tokens, fingerprint, prepare_tokens
 from lamella_checkpoint import CheckpointDamaged
 from lamella_convert import keep_published
+from lamella_transformers import ModelSpec, fingerprint_of_weights, sharding_units
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +67,7 @@ def prepare(config: Config) -> Prepared:
     model = outline(spec)
     if pretrained is None and latest is None:
         _check_memory(model, config.parallel)
-    check_float8(sharding_units(model, spec.model_type), config.parallel)
+    check_float8(sharding_units(model), config.parallel)
     check_kernels(config.model, spec.model_type, config.parallel)
     _check_compiler(config.parallel)
     tokenizer = None if pretrained is None else read_tokenizer(pretrained, spec.vocab_size)

@@ -10,12 +10,12 @@ from torch import nn
 
 from lamella._config import Config, RunConfig, to_values
 from lamella._directory import RunDirectory
-from lamella._models import ModelSpec, load_spec
+from lamella._models import load_spec
 from lamella._options import ConfigError
 from lamella._output import one_line
-from lamella._pretrained import fingerprint_of_weights
 from lamella._report import rewind
 from lamella_checkpoint import CheckpointDamaged, CheckpointDirectory, CheckpointFailed, CheckpointMismatch, check
+from lamella_transformers import ModelSpec, fingerprint_of_weights
 
 # These settings and the text determine the data stream. After a change, a resumed run would repeat or skip text.
 _STREAM = (("data", "sequence_length"), ("optim", "batch_size"), ("run", "seed"))

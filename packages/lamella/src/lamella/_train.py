@@ -4,7 +4,6 @@ import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -17,13 +16,11 @@ from lamella._config import Config, OptimConfig, ParallelConfig
 from lamella._directory import RunDirectory
 from lamella._endings import LossNotFiniteError, StorageError
 from lamella._float8 import in_float8, told_of_products, told_of_scales
-from lamella._kernels import use_kernels
-from lamella._loss import LossFunction, ModelLoss, choose_loss, loss_of_logits, target_losses
 from lamella._measure import Interval, Speed, peak_flops
-from lamella._models import ModelSpec, build_model, flops_per_token, fp32_parameters, load_spec, sharding_units
+from lamella._models import load_spec
 from lamella._output import say
 from lamella._place import Rank
-from lamella._pretrained import build_without_parameters, load_weights, materialise, pretrained_directory
+from lamella._pretrained import pretrained_directory
 from lamella._profile import profiled
 from lamella._report import Progress, Record, StepRecord, ValidationRecord, append, plot, read
 from lamella._resume import damage_in, damaged, stream_settings
@@ -32,6 +29,23 @@ from lamella._stop import StopRequests
 from lamella._tokens import BatchStream, inputs_and_targets, load_tokens, sequences, validation_indices
 from lamella_checkpoint import CheckpointDamaged, CheckpointDirectory, CheckpointFailed, load
 from lamella_engine import FSDPModule, MixedPrecisionPolicy, fully_shard, load_scaling_state, scaling_state
+from lamella_transformers import (
+    LossFunction,
+    ModelLoss,
+    ModelSpec,
+    balance_coefficient,
+    build_model,
+    build_without_parameters,
+    choose_loss,
+    flops_per_token,
+    fp32_parameters,
+    load_weights,
+    loss_of_logits,
+    materialise,
+    sharding_units,
+    target_losses,
+    use_kernels,
+)
 
 
 def learning_rate(step: int, optim: OptimConfig) -> float:
@@ -58,9 +72,9 @@ def shard(model: nn.Module, spec: ModelSpec, parallel: ParallelConfig) -> list[n
         policy = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16,
             reduce_dtype=torch.float32,
-            param_dtype_override_fn=fp32_parameters(model, spec.model_type),
+            param_dtype_override_fn=fp32_parameters(model),
         )
-    units = sharding_units(model, spec.model_type)
+    units = sharding_units(model)
     of_units = policy if parallel.float8 == "no" else in_float8(units, policy, parallel)
     for unit in units:
         fully_shard(unit, mesh=mesh, mp_policy=of_units, reshard_after_forward=parallel.reshard_after_forward)
@@ -83,12 +97,6 @@ def make_optimizer(model: nn.Module, optim: OptimConfig) -> torch.optim.AdamW:
     ]
     kept = [group for group in groups if group["params"]]
     return torch.optim.AdamW(kept, lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps, fused=True)
-
-
-def balance_coefficient(spec: ModelSpec) -> float:
-    """Return the weight of the loss that balances experts, by the names that configs have for it."""
-    values = spec.to_dict()
-    return cast(float, values.get("router_aux_loss_coef", values.get("aux_loss_coef", 0.0)))
 
 
 def seed_of(seed: int, step: int, rank: int) -> int:

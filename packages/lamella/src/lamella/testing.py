@@ -3,7 +3,6 @@
 from lamella._config import read_file as read_file
 from lamella._config import resolve as resolve
 from lamella._directory import RunDirectory as RunDirectory
-from lamella._models import build_model as build_model
 from lamella._models import load_spec as load_spec
 from lamella._report import StepRecord as StepRecord
 from lamella._report import read as read_metrics
@@ -11,6 +10,7 @@ from lamella._tokens import BatchStream as BatchStream
 from lamella._tokens import inputs_and_targets as inputs_and_targets
 from lamella._tokens import load_tokens as load_tokens
 from lamella._train import learning_rate as learning_rate
+from lamella_transformers import build_model as build_model
 
 __all__ = [
     "BatchStream",

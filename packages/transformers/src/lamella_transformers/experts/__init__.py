@@ -11,6 +11,6 @@ open on other ranks and in models that were never spread. Causal language models
 Qwen3-Next and Qwen3.5-MoE (text).
 """
 
-from lamella.experts._slots import chunk as chunk
-from lamella.experts._spread import shard_with_experts as shard_with_experts
-from lamella.experts._spread import spread_experts as spread_experts
+from lamella_transformers.experts._slots import chunk as chunk
+from lamella_transformers.experts._spread import shard_with_experts as shard_with_experts
+from lamella_transformers.experts._spread import spread_experts as spread_experts

@@ -19,8 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from lamella._chunked_loss import DeferredHead
-from lamella._tokens import IGNORED
+from lamella_transformers._chunked_loss import IGNORED, DeferredHead
 
 _TRIAL_SHAPE: Final = (2, 16)
 _TRIAL_NUM_TARGETS: Final = 8  # a sequence, at its start: a model that shifts them once more drops one

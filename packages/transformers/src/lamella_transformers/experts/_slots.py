@@ -9,7 +9,8 @@ import torch
 import torch.nn as nn
 from torch.nn import functional as F
 
-from lamella.experts._families import (
+from lamella_schedule import Chunk, LayerSlots, Splits, exchange, unroute
+from lamella_transformers.experts._families import (
     check_family,
     decoder_of,
     family_class,
@@ -18,8 +19,7 @@ from lamella.experts._families import (
     mask_function,
     positions_of,
 )
-from lamella.experts._spread import SpreadExperts
-from lamella_schedule import Chunk, LayerSlots, Splits, exchange, unroute
+from lamella_transformers.experts._spread import SpreadExperts
 
 
 def chunk(

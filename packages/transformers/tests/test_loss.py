@@ -11,9 +11,15 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from lamella._chunked_loss import linear_cross_entropy
-from lamella._loss import LossFunction, ModelLoss, choose_loss, loss_of_logits, target_losses
-from lamella._tokens import IGNORED
+from lamella_transformers import (
+    IGNORED,
+    LossFunction,
+    ModelLoss,
+    choose_loss,
+    linear_cross_entropy,
+    loss_of_logits,
+    target_losses,
+)
 
 VOCAB_SIZE = 300
 TARGETS = torch.randint(VOCAB_SIZE, (2, 12), generator=torch.Generator().manual_seed(1))
@@ -82,7 +88,8 @@ def test_a_model_that_changes_its_logits_after_the_head_keeps_them_whole(model_t
 def test_a_loss_a_piece_at_a_time_has_the_gradients_of_whole_logits(
     has_bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lamella._chunked_loss._PIECE_NBYTES", 4 * 7 * VOCAB_SIZE)  # 24 rows in pieces of 7
+    # 24 rows in pieces of 7.
+    monkeypatch.setattr("lamella_transformers._chunked_loss._PIECE_NBYTES", 4 * 7 * VOCAB_SIZE)
     torch.manual_seed(0)
     hidden, weight = torch.randn(24, 16, dtype=torch.double), torch.randn(VOCAB_SIZE, 16, dtype=torch.double)
     tensors = [hidden, weight, *([torch.randn(VOCAB_SIZE, dtype=torch.double)] if has_bias else [])]

@@ -11,9 +11,9 @@ from typing import NamedTuple, cast
 
 from torch import nn
 
-from lamella._options import ConfigError
 from lamella_checkpoint import Correspondence, Piece, Place
 from lamella_layout import Chunk
+from lamella_transformers._errors import ModelError
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -40,7 +40,7 @@ def correspondences(model: nn.Module, shapes: Shapes) -> list[Correspondence]:
         shapes: Of the files' tensors, by name.
 
     Raises:
-        ConfigError: The table has a step that is neither a stack nor a join; names the step and the tensor.
+        ModelError: The table has a step that is neither a stack nor a join; names the step and the tensor.
     """
     from transformers import PreTrainedModel
     from transformers.conversion_mapping import get_model_conversion_mapping
@@ -79,7 +79,7 @@ def _made(target: str, group: _Group, shapes: Shapes) -> Correspondence:
             every = [whole for pattern in converter.source_patterns for whole in made.get(pattern, ())]
             made = {target: [_joined(every, operation.dim)]}
         else:
-            raise ConfigError(
+            raise ModelError(
                 f"Expected weights that transformers renames, stacks or joins, got {type(operation).__name__} for "
                 f"{target!r}. Load the model with transformers' from_pretrained, and save its state_dict()."
             )

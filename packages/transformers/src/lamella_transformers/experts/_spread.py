@@ -16,7 +16,7 @@ Note [Experts are parts of whole tensors]
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -24,10 +24,11 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from lamella.experts._families import check_family, decoder_of, is_sparse
 from lamella_engine import MixedPrecisionPolicy, ShardingOptions, fully_shard
+from lamella_engine.extending import placement_on
 from lamella_layout import Keep
 from lamella_schedule import Splits, exchange, route, unroute
+from lamella_transformers.experts._families import check_family, decoder_of, is_sparse
 
 
 def spread_experts(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -111,7 +112,7 @@ def shard_with_experts(
             "would be means over other ranks. Pass a mesh of one axis over the same ranks."
         )
     experts = {id(weight) for module in spread for weight in module.parameters()}
-    placed = _OnMesh(Shard(0), _MeshInfo(of_experts[cast(Any, of_experts.mesh_dim_names)[0]]))
+    placed = placement_on(of_experts[cast(Any, of_experts.mesh_dim_names)[0]])
 
     def place(parameter: torch.Tensor) -> Any:
         return placed if id(parameter) in experts else None
@@ -139,21 +140,6 @@ def _beside_experts(options: ShardingOptions, experts: set[int]) -> ShardingOpti
         return keep(parameter) if callable(keep) else keep
 
     return replace(options, keep_together=of)
-
-
-class _MeshInfo(NamedTuple):
-    """FSDP2's `FSDPMeshInfo`, as `fully_shard` reads it."""
-
-    mesh: DeviceMesh
-    shard_mesh_dim: int | None = 0
-    replicate_mesh_dim: int | None = None
-
-
-class _OnMesh(NamedTuple):
-    """FSDP2's `ShardPlacementResult`: a dim, and the mesh of a single parameter."""
-
-    placement: Shard
-    mesh_info: _MeshInfo
 
 
 class SpreadExperts(nn.Module):

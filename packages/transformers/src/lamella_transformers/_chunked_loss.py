@@ -22,7 +22,8 @@ from typing import Any, Final, cast
 import torch
 from torch import nn
 
-from lamella._tokens import IGNORED
+IGNORED: Final = -100
+"""The target that the losses ignore, as torch's cross entropy does."""
 
 _PIECE_NBYTES: Final = 512 << 20  # fp32 logits; each piece also reads and writes the weight's gradient once
 
