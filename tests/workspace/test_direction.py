@@ -48,6 +48,16 @@ PLANTED = [
             ("_options", "placements", "options"),
         )
     ),
+    *(
+        (low, high, "Inside lamella: from the verbs down to the settings")
+        for low, high in (
+            ("lamella._settings.options", "lamella._record.output"),
+            ("lamella._record.metrics", "lamella._processes.watch"),
+            ("lamella._model.sharding", "lamella._data.order"),
+            ("lamella._processes.launch", "lamella._training.trainer"),
+            ("lamella._training.checks", "lamella._command.parser"),
+        )
+    ),
     (
         "lamella_checkpoint._formats.items",
         "lamella_checkpoint._training.save",

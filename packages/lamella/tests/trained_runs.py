@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from lamella import Config
-from lamella._directory import RunDirectory
+from lamella._record.run_directory import RunDirectory
 
 
 @dataclass(frozen=True)

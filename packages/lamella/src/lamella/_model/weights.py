@@ -1,0 +1,93 @@
+"""Weights that a run starts from: the folder that `--model` names, and what a run tells of it."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final
+
+from torch import nn
+
+import lamella_transformers
+from lamella._model.spec import load_spec, refused_models
+from lamella._settings.config import Values
+from lamella._settings.options import ConfigError
+from lamella_checkpoint import Source
+from lamella_transformers import ModelSpec
+
+_WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+_OTHER_WEIGHTS = (
+    "*.bin",
+    "*.bin.index.json",
+    "*.pt",
+    "*.pth",
+    "*.ckpt",
+    "*.gguf",
+    "*.safetensors",
+    "*.h5",
+    "*.msgpack",
+)
+_NUM_NAMED = 3
+
+FINE_TUNING: Final[Values] = {"optim": {"lr": 2e-5}}
+"""Settings for weights that have been trained before."""
+
+
+def pretrained_directory(name: str) -> Path | None:
+    """The directory with weights that `--model` names; None for a config alone, and for models that ship.
+
+    Raises:
+        ConfigError: It has weights in another format than safetensors: a run would start without them.
+    """
+    directory = Path(name)
+    if any((directory / file).is_file() for file in _WEIGHTS):
+        return directory
+    if directory.is_dir() and (others := [file for pattern in _OTHER_WEIGHTS for file in directory.glob(pattern)]):
+        raise ConfigError(
+            f"Expected weights as {_WEIGHTS[0]} in {name!r}, got {min(others).name}. {_to_safetensors(directory)}, or "
+            f"pass {str(directory / 'config.json')!r} as --model to start from no weights."
+        )
+    return None
+
+
+def _to_safetensors(directory: Path) -> str:
+    """The way out: lamella reads one file of torch.save, as data; of several, transformers knows the index."""
+    if (directory / "pytorch_model.bin").is_file():
+        file, to = directory / "pytorch_model.bin", f"{directory.name}-safetensors"
+        return f"Run: lamella ckpt convert {file} {to} --to hf --config {directory}, then pass --model {to}"
+    return "Load it with transformers' from_pretrained and save it with save_pretrained"
+
+
+def pretrained_settings(name: str) -> Values:
+    """The settings that suit the weights that `--model` names; none for others."""
+    return {} if pretrained_directory(name) is None else FINE_TUNING
+
+
+def check_weights(directory: Path, outline: nn.Module, spec: ModelSpec) -> tuple[str, ...]:
+    """Refuse weights that are not all of the model's: as `lamella_transformers.check_weights`.
+
+    Raises:
+        ConfigError: In place of its `ModelError`.
+    """
+    with refused_models():
+        return lamella_transformers.check_weights(directory, outline, spec)
+
+
+def as_published(directory: Path) -> Callable[[Source], Source] | None:
+    """Return the translation of a run's checkpoint to published names: as `lamella_transformers.as_published`.
+
+    Args:
+        directory: The run's `model` folder.
+
+    Raises:
+        ConfigError: The config is not a model's.
+    """
+    with refused_models():
+        return lamella_transformers.as_published(directory, load_spec(str(directory)))
+
+
+def told_of_weights(directory: Path, untrained: Sequence[str]) -> str:
+    """Where the weights are from, and what a run leaves alone of them, in words."""
+    if not untrained:
+        return f"weights: {directory}"
+    more = ", ..." if len(untrained) > _NUM_NAMED else ""
+    first = ", ".join(untrained[:_NUM_NAMED])
+    return f"weights: {directory}; {len(untrained)} tensors are not trained, and are kept: {first}{more}"
