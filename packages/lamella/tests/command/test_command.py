@@ -136,7 +136,7 @@ def test_more_ranks_than_gpus_are_refused(
 def test_a_run_that_has_no_place_is_refused_before_the_text_is_read(
     refuse: Refuse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lamella._training.sources.collect", lambda *_: pytest.fail("the text was read"))
+    monkeypatch.setattr("lamella._data.sources.collect", lambda *_: pytest.fail("the text was read"))
     (tmp_path / "file").touch()
     assert "which is a file. Pass another --run-dir." in refuse("--run-dir", str(tmp_path / "file" / "run"))
     monkeypatch.setattr("os.access", lambda *_: False)

@@ -140,7 +140,7 @@ def test_sequences_past_the_models_positions_are_refused_before_the_text_is_read
     bound: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("lamella._training.sources.collect", lambda *_, **__: pytest.fail("the text was read"))
+    monkeypatch.setattr("lamella._data.sources.collect", lambda *_, **__: pytest.fail("the text was read"))
     file = tmp_path / "model.json"
     file.write_text(json.dumps({"model_type": model_type, **SMALL, **changes}))
     with pytest.raises(ConfigError, match=f"of at most {bound}, .*got 32. Pass --sequence-length {bound}."):

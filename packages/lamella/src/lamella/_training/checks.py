@@ -1,24 +1,15 @@
-"""The checks of a run before its text is read: settings, folder, model and machine."""
+"""The checks of a run before its text is read: the folder, the checkpoint to go on from, and the model."""
 
-import importlib.util
 import os
-import shutil
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-from torch import nn
-
-from lamella._model.float8 import check_float8
-from lamella._model.kernels import check_kernels
-from lamella._model.spec import NAMED, check_context, load_spec, outline
-from lamella._model.weights import pretrained_directory
+from lamella._model.checks import CheckedModel, check_model
+from lamella._model.spec import NAMED
 from lamella._record.run_directory import RunDirectory
-from lamella._settings.config import Config, ParallelConfig
+from lamella._settings.config import Config
 from lamella._settings.options import ConfigError
 from lamella._training.resume import wanted_checkpoint
-from lamella_transformers import ModelSpec, sharding_units
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,16 +19,12 @@ class CheckedRun:
     Attributes:
         directory: The run's files.
         checkpoint: The checkpoint to go on from; None for a new run.
-        pretrained: The folder of the weights to start from; None for fresh weights.
-        spec: The config of the model.
-        outline: The model on the meta device.
+        model: The model, checked.
     """
 
     directory: RunDirectory
     checkpoint: Path | None
-    pretrained: Path | None
-    spec: ModelSpec
-    outline: nn.Module
+    model: CheckedModel
 
 
 def check(config: Config) -> CheckedRun:
@@ -52,17 +39,8 @@ def check(config: Config) -> CheckedRun:
     checkpoint = wanted_checkpoint(directory, config.run)
     if checkpoint is None:
         _check_writable(directory)
-    pretrained = pretrained_directory(config.model.name)
-    _check_vocabulary(config, pretrained)
-    spec = load_spec(config.model.name, config.data.vocab_size)
-    check_context(spec, config.data.sequence_length)
-    model = outline(spec)
-    if pretrained is None and checkpoint is None:
-        _check_memory(model, config.parallel)
-    check_float8(sharding_units(model), config.parallel)
-    check_kernels(config.model, spec.model_type, config.parallel)
-    _check_compiler(config.parallel)
-    return CheckedRun(directory=directory, checkpoint=checkpoint, pretrained=pretrained, spec=spec, outline=model)
+    model = check_model(config, has_checkpoint=checkpoint is not None)
+    return CheckedRun(directory=directory, checkpoint=checkpoint, model=model)
 
 
 def run_root(config: Config) -> Path:
@@ -90,45 +68,4 @@ def _check_writable(directory: RunDirectory) -> None:
         raise ConfigError(
             f"Expected a folder for the run in {str(directory.root)!r}, got {str(there)!r}, which {got}. Pass another "
             "--run-dir."
-        )
-
-
-def _check_vocabulary(config: Config, pretrained: Path | None) -> None:
-    if pretrained is not None and config.data.vocab_size is not None:
-        raise ConfigError(
-            f"Expected no --vocab-size with the weights in {str(pretrained)!r}, which have their own vocabulary, got "
-            f"{config.data.vocab_size}."
-        )
-
-
-def _check_memory(model: nn.Module, parallel: ParallelConfig) -> None:
-    """Refuse a model that a rank cannot build: each rank makes all fresh weights, in fp32, before it shards them."""
-    needed = sum(parameter.numel() * torch.float32.itemsize for parameter in model.parameters())
-    place = "a GPU" if parallel.device == "cuda" else "this machine"
-    if parallel.device == "cuda":
-        memory = torch.cuda.get_device_properties(0).total_memory
-    else:
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if needed > memory:
-        raise ConfigError(
-            f"Expected a model whose fresh weights fit into the memory of {place}, {memory / 2**30:,.0f} GiB, got "
-            f"{needed / 2**30:,.0f} GiB. Pass a smaller --model."
-        )
-
-
-def _check_compiler(parallel: ParallelConfig) -> None:
-    """Refuse --compile where torch would find no compiler after the run has started."""
-    if not parallel.compile:
-        return
-    if parallel.device == "cuda":
-        variable, names = "CC", ["gcc", "clang"]
-        if importlib.util.find_spec("triton") is None:
-            raise ConfigError("Expected Triton for --compile on GPUs, got none. Install it, or leave --compile out.")
-    else:
-        variable, names = "CXX", ["clang++"] if sys.platform == "darwin" else ["g++"]
-    wanted = [os.environ[variable]] if variable in os.environ else names
-    if not any(map(shutil.which, wanted)):
-        raise ConfigError(
-            f"Expected a compiler for --compile on {parallel.device} ({variable}, or {' or '.join(names)} on PATH), "
-            f"got none of {', '.join(wanted)}. Install one, or leave --compile out."
         )

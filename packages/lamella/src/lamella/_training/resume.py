@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from torch import nn
-
+from lamella._model.checks import CheckedModel
 from lamella._model.spec import load_spec
 from lamella._record.metrics import rewind
 from lamella._record.output import one_line
@@ -62,10 +61,21 @@ def _of_step(checkpoints: CheckpointDirectory, step: int) -> Path:
     return checkpoints.path(step)
 
 
-def check_resumable(checkpoint: Path, model: nn.Module, config: Config, text: str) -> int:
-    """Return the checkpoint's step; refuse checkpoints of another model or data stream."""
+def check_resumable(checkpoint: Path, model: CheckedModel, config: Config, text: str, directory: RunDirectory) -> int:
+    """Return the checkpoint's step; refuse checkpoints of another model or data stream, and other weights.
+
+    Args:
+        checkpoint: The checkpoint to go on from.
+        model: The model that the settings name.
+        config: The run's settings.
+        text: The fingerprint of text and tokenizer.
+        directory: The run's files.
+
+    Raises:
+        ConfigError: The checkpoint is damaged, or was written under other settings; names the difference.
+    """
     try:
-        extra = check(checkpoint, model=model)
+        extra = check(checkpoint, model=model.outline)
     except CheckpointDamaged as error:
         raise damaged(CheckpointDirectory(checkpoint.parent), checkpoint, error) from error
     except CheckpointMismatch as error:
@@ -76,10 +86,13 @@ def check_resumable(checkpoint: Path, model: nn.Module, config: Config, text: st
             f"{f'; and {more} more' if more > 0 else ''}. Pass the checkpoint's --model, or another --run-dir."
         ) from error
     _check_stream(extra, config, text)
+    _check_same_model(model.spec, directory)
+    if model.pretrained is not None:
+        _check_same_weights(model.pretrained, directory)
     return int(extra["step"])
 
 
-def check_same_model(spec: ModelSpec, directory: RunDirectory) -> None:
+def _check_same_model(spec: ModelSpec, directory: RunDirectory) -> None:
     """Refuse to resume with a config of equal shapes that computes something else (an activation, an epsilon)."""
     if not directory.model_config.is_file():
         return
@@ -89,7 +102,7 @@ def check_same_model(spec: ModelSpec, directory: RunDirectory) -> None:
             _check_kept(f"the model's {name}", before.get(name), now.get(name), "--model")
 
 
-def check_same_weights(pretrained: Path, directory: RunDirectory) -> None:
+def _check_same_weights(pretrained: Path, directory: RunDirectory) -> None:
     """Refuse to resume with other weights of an equal config: the checkpoint goes on from those before.
 
     Weights that are gone or damaged since the run began pass: a checkpoint needs none of them.

@@ -1,20 +1,14 @@
-"""The sources of a run, read before anything is written: text, tokenizer, weights, and the checkpoint to go on from."""
+"""The sources of a run, read before anything is written: text, weights, and the checkpoint to go on from."""
 
 from dataclasses import dataclass
 
-from torch import nn
-
-from lamella._data.documents import first_chat
-from lamella._data.text import Corpus, collect
-from lamella._data.tokenizer import RunTokenizer, read_tokenizer
-from lamella._data.tokens import fingerprint
+from lamella._data.sources import TextSource, loss_lines, read_text
 from lamella._model.weights import check_weights, told_of_weights
 from lamella._record.profiling import NUM_WARMUP_STEPS
 from lamella._settings.config import Config
 from lamella._settings.options import ConfigError
 from lamella._training.checks import CheckedRun
-from lamella._training.resume import check_resumable, check_same_model, check_same_weights
-from lamella_transformers import ModelSpec
+from lamella._training.resume import check_resumable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,14 +16,12 @@ class RunSources:
     """The sources of a run.
 
     Attributes:
-        corpus: The text.
-        tokenizer: The tokenizer of the model; or the vocabulary size of one to train.
+        text: The text and the tokenizer.
         untrained: The names of pretrained tensors that the model has no modules for.
         first_step: Steps completed by the checkpoint to go on from; 0 for a new run.
     """
 
-    corpus: Corpus
-    tokenizer: RunTokenizer | int
+    text: TextSource
     untrained: tuple[str, ...]
     first_step: int
 
@@ -47,58 +39,19 @@ def read(config: Config, run: CheckedRun, lines: list[str]) -> RunSources:
 
     Effects: reads all text once, and the heads of the weights; writes nothing.
     """
-    tokenizer = None if run.pretrained is None else read_tokenizer(run.pretrained, run.spec.vocab_size)
-    corpus = collect(config.data.paths, config.data.validation_fraction, without=run.directory.root)
-    text = fingerprint(corpus, tokenizer or run.spec.vocab_size)
-    lines += _summary(corpus, run.outline, run.spec)
-    lines += _told_of_chats(corpus, tokenizer)
-    lines += _told_of_units(tokenizer)
+    model = run.model
+    text = read_text(config.data, model.pretrained, model.spec.vocab_size, without=run.directory.root)
+    lines += [f"data: {text.corpus.describe()}", model.describe(), *loss_lines(text)]
     untrained: tuple[str, ...] = ()
-    if run.pretrained is not None and run.checkpoint is None:
-        untrained = check_weights(run.pretrained, run.outline, run.spec)
-        lines.append(told_of_weights(run.pretrained, untrained))
     first_step = 0
     if run.checkpoint is not None:
-        first_step = check_resumable(run.checkpoint, run.outline, config, text)
-        check_same_model(run.spec, run.directory)
-        if run.pretrained is not None:
-            check_same_weights(run.pretrained, run.directory)
+        first_step = check_resumable(run.checkpoint, model, config, text.fingerprint, run.directory)
+    elif model.pretrained is not None:
+        untrained = check_weights(model.pretrained, model.outline, model.spec)
+        lines.append(told_of_weights(model.pretrained, untrained))
     if first_step < config.optim.steps:
         _check_profile(config, first_step)
-    return RunSources(
-        corpus=corpus, tokenizer=tokenizer or run.spec.vocab_size, untrained=untrained, first_step=first_step
-    )
-
-
-def _summary(corpus: Corpus, model: nn.Module, spec: ModelSpec) -> tuple[str, ...]:
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    return f"data: {corpus.describe()}", f"model: {num_parameters:,} parameters, {spec.vocab_size:,} tokens"
-
-
-def _told_of_chats(corpus: Corpus, tokenizer: RunTokenizer | None) -> tuple[str, ...]:
-    """Describe the tokens in the loss of conversations; refuse conversations without a chat template."""
-    chat = first_chat((*corpus.train, *corpus.validation))
-    if chat is None:
-        return ()
-    if tokenizer is None:
-        raise ConfigError(
-            f"Expected a model whose tokenizer has a chat template for the conversation in {chat.place}, got one "
-            "without a tokenizer. Pass the folder of a chat model as --model, or JSON lines with a 'text'."
-        )
-    if tokenizer.chat_template is None:
-        raise ConfigError(
-            f"Expected a tokenizer with a chat template for the conversation in {chat.place}, got none. Put a "
-            "chat_template.jinja into the model's folder, or pass JSON lines with a 'text'."
-        )
-    if tokenizer.marks_the_assistant:
-        return ("conversations: the loss is on what the assistant says",)
-    return ("conversations: the loss is on all tokens; the chat template does not mark the assistant's",)
-
-
-def _told_of_units(tokenizer: RunTokenizer | None) -> tuple[str, ...]:
-    if tokenizer is None or tokenizer.unit == "byte":
-        return ()
-    return ("validation: in nats a token, since the tokenizer does not tell a token's bytes",)
+    return RunSources(text=text, untrained=untrained, first_step=first_step)
 
 
 def _check_profile(config: Config, first_step: int) -> None:

@@ -40,14 +40,14 @@ def write(config: Config, run: CheckedRun, sources: RunSources, lines: list[str]
     """
     directory = run.directory
     with _writing(directory):
-        data = prepare_tokens(sources.corpus, sources.tokenizer, directory.tokens, directory.model)
+        data = prepare_tokens(sources.text.corpus, sources.text.tokenizer, directory.tokens, directory.model)
         check_tokens(data, config.data)
         lines += go_back(directory, sources.first_step if run.checkpoint is not None else -1)
-        if run.pretrained is None:
-            _write_model(run.spec, run.outline, directory)
+        if run.model.pretrained is None:
+            _write_model(run.model.spec, run.model.outline, directory)
         elif run.checkpoint is None:
-            _keep_published(run.pretrained, directory.model, sources.untrained)
-            directory.weights.write_text(f"{fingerprint_of_weights(run.pretrained) or ''}\n", encoding="ascii")
+            _keep_published(run.model.pretrained, directory.model, sources.untrained)
+            directory.weights.write_text(f"{fingerprint_of_weights(run.model.pretrained) or ''}\n", encoding="ascii")
         # Without `from_step`: the next run with this config.json must not set the new checkpoints aside again.
         again = replace(config, run=replace(config.run, from_step=None))
         directory.config.write_text(json.dumps(to_values(again), indent=2) + "\n", encoding="utf-8")
