@@ -54,8 +54,8 @@ if not TYPE_CHECKING:  # Hidden from type checkers: a module `__getattr__` makes
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         if _HOMES[name] == "lamella_engine":
             import_module("lamella_optim")  # whose import has every optimizer step on plain shards
-        found = globals()[name] = getattr(import_module(_HOMES[name]), name)
-        return found
+        attribute = globals()[name] = getattr(import_module(_HOMES[name]), name)
+        return attribute
 
 
 def __dir__() -> list[str]:

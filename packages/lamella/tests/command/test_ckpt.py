@@ -135,15 +135,15 @@ def test_differences_are_told_and_leave_with_1(run: Run, tiny: Path, tmp_path: P
         lines = run("diff", tiny, other, *option, code=1).splitlines()
         assert lines[-1].startswith("2 differences, 1 names are equal")
     values = json.loads(run("diff", tiny, other, "--json", "-", code=1))
-    assert [each["name"] for each in values["differences"]][-1] == "model.layer.other"
+    assert [difference["name"] for difference in values["differences"]][-1] == "model.layer.other"
 
 
 # -- convert ----------------------------------------------------------------------------------------------------------
 
 
 def test_one_model_goes_through_every_format_and_comes_back(run: Run, tiny: Path, tmp_path: Path) -> None:
-    told = run("convert", tiny, tmp_path / "native", "--to", "dcp").splitlines()
-    assert told == [f"{tmp_path / 'native'}: dcp, 2 tensors of 60.0B, from {tiny}", "beside them: config.json"]
+    lines = run("convert", tiny, tmp_path / "native", "--to", "dcp").splitlines()
+    assert lines == [f"{tmp_path / 'native'}: dcp, 2 tensors of 60.0B, from {tiny}", "beside them: config.json"]
     run("convert", tmp_path / "native", tmp_path / "model.pt", "--to", "torch")
     run("convert", tmp_path / "model.pt", tmp_path / "hf", "--to", "hf", "--config", tiny)
     assert (tmp_path / "hf" / "model.safetensors").read_bytes() == (tiny / "model.safetensors").read_bytes()
@@ -153,16 +153,16 @@ def test_one_model_goes_through_every_format_and_comes_back(run: Run, tiny: Path
 
 
 def test_what_a_format_has_no_place_for_is_told(run: Run, everywhere: dict[str, Path], tmp_path: Path) -> None:
-    told = run("convert", everywhere["lamella"], tmp_path / "hf", "--to", "hf")
-    assert "left out: " in told and "optimizer.param_groups.weight.lr" in told
+    output = run("convert", everywhere["lamella"], tmp_path / "hf", "--to", "hf")
+    assert "left out: " in output and "optimizer.param_groups.weight.lr" in output
 
 
 def test_weights_are_cast_and_cut_into_files(run: Run, tiny: Path, tmp_path: Path) -> None:
     run("convert", tiny, tmp_path / "hf", "--to", "hf", "--dtype", "bf16", "--max-shard-size", "24B")
     files = sorted((tmp_path / "hf").glob("*.safetensors"))
     assert [file.name for file in files] == [f"model-0000{index}-of-00002.safetensors" for index in (1, 2)]
-    found = {name: tensor for file in files for name, tensor in load_file(file).items()}
-    assert torch.equal(found["layer.weight"], WEIGHT.bfloat16())
+    tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    assert torch.equal(tensors["layer.weight"], WEIGHT.bfloat16())
 
 
 def test_matrices_become_float8_and_numbers_again(run: Run, tmp_path: Path) -> None:
@@ -263,11 +263,11 @@ def test_what_a_run_trains_goes_to_megatron_and_back_with_what_it_does_not(
     """The text model is trained; Megatron gets the whole, and it is published again as it was."""
     from transformers import AutoModelForCausalLM
 
-    qwen, kept = publish(kind, tmp_path / "qwen", torch.float32), tmp_path / "kept"
+    qwen, model_folder = publish(kind, tmp_path / "qwen", torch.float32), tmp_path / "kept"
     before = load_file(qwen / "model.safetensors")
     untrained = [name for name in before if name.startswith(("mtp.", "model.visual."))]
-    kept.mkdir()
-    keep_published(qwen, kept, untrained=untrained, dtype=torch.float32)
+    model_folder.mkdir()
+    keep_published(qwen, model_folder, untrained=untrained, dtype=torch.float32)
     text = AutoModelForCausalLM.from_pretrained(qwen, dtype=torch.float32)
     optimizer = torch.optim.AdamW(text.parameters(), lr=1e-3)
     for parameter in text.parameters():
@@ -279,37 +279,39 @@ def test_what_a_run_trains_goes_to_megatron_and_back_with_what_it_does_not(
     trained, megatron, back, new = (tmp_path / name for name in ("trained", "megatron", "back", "new"))
     save(trained, model=text, optimizer=optimizer)
 
-    told = run("convert", trained, megatron, "--to", "fsdp_dtensor", "--tp", 2, "--config", kept)
-    assert "as they were published, not trained: " in told and "left out" not in told
-    [line] = [line for line in told.splitlines() if line.startswith("lose bits around zero, and are kept beside for ")]
+    output = run("convert", trained, megatron, "--to", "fsdp_dtensor", "--tp", 2, "--config", model_folder)
+    assert "as they were published, not trained: " in output and "left out" not in output
+    [line] = [
+        line for line in output.splitlines() if line.startswith("lose bits around zero, and are kept beside for ")
+    ]
     assert norm.removeprefix("model.") in line and line.count("linear_attn.norm.weight") == 1
     run("convert", megatron, back, "--to", "dcp", "--tp", 2)
-    assert run("diff", trained, back, "--config", kept).startswith("0 differences")
+    assert run("diff", trained, back, "--config", model_folder).startswith("0 differences")
     lines = run("diff", trained, back, "--limit", 1000, code=1).splitlines()
     assert len(lines) == len(untrained) + 1 and all("only in b" in line for line in lines[:-1]), lines
-    told = run("convert", back, new, "--to", "hf")
-    assert "published" not in told  # The checkpoint has all by now.
-    straight = run("convert", trained, tmp_path / "straight", "--to", "hf", "--config", kept)
+    output = run("convert", back, new, "--to", "hf")
+    assert "published" not in output  # The checkpoint has all by now.
+    straight = run("convert", trained, tmp_path / "straight", "--to", "hf", "--config", model_folder)
     assert f"as they were published, not trained: {untrained[0]}, " in straight
     after, other = (load_file(path / "model.safetensors") for path in (new, tmp_path / "straight"))
     assert after.keys() == other.keys() == before.keys()
     assert all(torch.equal(after[name], other[name]) for name in before)
     assert all(torch.equal(after[name], before[name]) is (name in untrained) for name in before)
     # Of a folder that kept none of it, what is missing is told.
-    told = run("convert", trained, tmp_path / "part", "--to", "hf", "--config", qwen)
-    assert f"published before, and absent now: {untrained[0]}, " in told
-    file = kept / "lamella_untrained.safetensors"
+    output = run("convert", trained, tmp_path / "part", "--to", "hf", "--config", qwen)
+    assert f"published before, and absent now: {untrained[0]}, " in output
+    file = model_folder / "lamella_untrained.safetensors"
     os.truncate(file, file.stat().st_size - 1)
-    assert str(file) in refusal("convert", trained, tmp_path / "no", "--to", "hf", "--config", kept, code=1)
+    assert str(file) in refusal("convert", trained, tmp_path / "no", "--to", "hf", "--config", model_folder, code=1)
     assert "--padded-vocab" in refusal("convert", trained, tmp_path / "no", "--to", "hf", "--padded-vocab", "none")
-    told = refusal("convert", trained, tmp_path / "no", "--to", "hf", "--padded-vocab", 320)
-    assert "Expected --padded-vocab with --to fsdp_dtensor only, got --to hf" in told
+    output = refusal("convert", trained, tmp_path / "no", "--to", "hf", "--padded-vocab", 320)
+    assert "Expected --padded-vocab with --to fsdp_dtensor only, got --to hf" in output
 
 
 def test_what_megatron_needs_to_know_is_asked_for_by_its_option(
     run: Run, refusal: Run, qwen: Path, tmp_path: Path
 ) -> None:
-    megatron, there = tmp_path / "megatron", tmp_path / "there"
+    megatron, destination = tmp_path / "megatron", tmp_path / "there"
     message = refusal("convert", qwen, megatron, "--to", "fsdp_dtensor")
     assert "Expected --tp, " in message and "in_proj.weight.query" in message
     assert "Expected a tensor_parallel_size that divides the 4 key heads" in refusal(
@@ -317,12 +319,14 @@ def test_what_megatron_needs_to_know_is_asked_for_by_its_option(
     )
     run("convert", qwen, megatron, "--to", "fsdp_dtensor", "--tp", 2)
     # From then on the checkpoint tells the number itself.
-    assert "(2, as its files tell), got 4. Leave it out" in refusal("convert", megatron, there, "--to", "hf", "--tp", 4)
+    assert "(2, as its files tell), got 4. Leave it out" in refusal(
+        "convert", megatron, destination, "--to", "hf", "--tp", 4
+    )
     assert run("diff", qwen, megatron).startswith("0 differences")
     (megatron / "hf" / "config.json").unlink()
-    assert "Expected --config, " in refusal("convert", megatron, there, "--to", "hf")
-    run("convert", megatron, there, "--to", "hf", "--config", qwen / "config.json")
-    assert run("diff", qwen, there).startswith("0 differences")
+    assert "Expected --config, " in refusal("convert", megatron, destination, "--to", "hf")
+    run("convert", megatron, destination, "--to", "hf", "--config", qwen / "config.json")
+    assert run("diff", qwen, destination).startswith("0 differences")
     assert run("diff", qwen, megatron, "--tp", 2).startswith("0 differences")  # The other side's config serves both.
 
 
@@ -335,8 +339,8 @@ def test_paths_without_a_checkpoint_are_named(refusal: Run, tmp_path: Path, comm
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "notes.txt").touch()
     (tmp_path / "text").write_text("no checkpoint")
-    others: dict[str, list[object]] = {"diff": [tmp_path / "empty"], "convert": [tmp_path / "to", "--to", "hf"]}
-    more = others.get(command, [])
+    arguments: dict[str, list[object]] = {"diff": [tmp_path / "empty"], "convert": [tmp_path / "to", "--to", "hf"]}
+    more = arguments.get(command, [])
     for name, problem in (
         ("absent", "Expected a checkpoint, got nothing"),
         ("empty", "got an empty directory."),
@@ -481,8 +485,8 @@ def test_a_damaged_file_is_told_on_one_line(tmp_path: Path, capsys: pytest.Captu
     file = tmp_path / "a\n\x1b[2J.pt"
     file.write_bytes(b"\x80\x02garbage")
     assert main(["ckpt", "inspect", str(file)]) == 1
-    told = capsys.readouterr().err
-    assert told.endswith("\n") and told[:-1].isprintable() and r"a\n\x1b[2J.pt" in told
+    message = capsys.readouterr().err
+    assert message.endswith("\n") and message[:-1].isprintable() and r"a\n\x1b[2J.pt" in message
 
 
 def test_an_interrupted_conversion_leaves_with_130_and_nothing_behind(

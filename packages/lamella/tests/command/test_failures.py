@@ -107,8 +107,8 @@ def test_a_save_in_the_background_that_failed_is_told_and_the_next_one_is_waited
 
     config = replace(config, optim=replace(config.optim, steps=20), run=replace(config.run, log_interval=1))
     errors_of(NotImplementedError, fill_for_the_process_that_writes, config)
-    told = [line for line in capfd.readouterr().out.splitlines() if "not saved" in line]
-    assert len(told) == 1 and "File too large" in told[0] and told[0].endswith("Saving step 6 in its place.")
+    lines = [line for line in capfd.readouterr().out.splitlines() if "not saved" in line]
+    assert len(lines) == 1 and "File too large" in lines[0] and lines[0].endswith("Saving step 6 in its place.")
     assert checkpoints_of(config).steps() == [6]
 
 

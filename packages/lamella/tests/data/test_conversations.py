@@ -38,7 +38,11 @@ def conversation(index: int) -> Mapping[str, object]:
 
 def as_sharegpt(record: Mapping[str, Sequence[Mapping[str, str]]]) -> Mapping[str, object]:
     names = {"user": "human", "assistant": "gpt"}
-    return {"conversations": [{"from": names[each["role"]], "value": each["content"]} for each in record["messages"]]}
+    return {
+        "conversations": [
+            {"from": names[message["role"]], "value": message["content"]} for message in record["messages"]
+        ]
+    }
 
 
 @pytest.fixture
@@ -80,8 +84,8 @@ def test_a_text_field_is_trained_on_and_nothing_else_of_its_line(config: Config,
     prepared = prepare(on(config, tmp_path / "a.jsonl"))
     data = load_tokens(prepared.directory.tokens)
     tokenizer: Any = AutoTokenizer.from_pretrained(prepared.directory.model)
-    found = tokenizer.decode(torch.cat([data.train, data.validation])).split("<|endoftext|>")
-    assert found == [*texts, ""] and not data.is_masked
+    texts = tokenizer.decode(torch.cat([data.train, data.validation])).split("<|endoftext|>")
+    assert texts == [*texts, ""] and not data.is_masked
 
 
 def test_a_conversation_is_rendered_by_the_models_template(
@@ -106,9 +110,9 @@ def test_the_loss_is_on_the_assistants_tokens_where_the_template_marks_them(
     data = load_tokens(prepared.directory.tokens)
     tokenizer = read_tokenizer(folder, 300).tokenizer
     inputs, targets = inputs_and_targets(data.train[None, :])
-    said = tokenizer.decode(targets[targets != IGNORED])
-    assert isinstance(said, str)
-    assert said.startswith("It is 1, of course.<|endoftext|>It is 2, of course.<|endoftext|>")
+    answers = tokenizer.decode(targets[targets != IGNORED])
+    assert isinstance(answers, str)
+    assert answers.startswith("It is 1, of course.<|endoftext|>It is 2, of course.<|endoftext|>")
     # Jinja leaves out a line's end that follows a tag.
     read = tokenizer.decode(inputs[0])
     assert isinstance(read, str)
@@ -125,7 +129,7 @@ def test_other_shapes_of_a_conversation_give_the_same_tokens(
     first = load_tokens(prepare(on(config, chats, folder)).directory.tokens)
     records = [json.loads(line) for line in chats.read_text().splitlines()]
     (tmp_path / "other").mkdir()
-    for name, changed in (("from-value", [as_sharegpt(each) for each in records]),):
+    for name, changed in (("from-value", [as_sharegpt(record) for record in records]),):
         (tmp_path / "other" / f"{name}.jsonl").write_text(lines(*changed))
         again = on(config, tmp_path / "other" / f"{name}.jsonl", folder)
         again = replace(again, run=replace(again.run, directory=str(tmp_path / name)))
@@ -144,9 +148,9 @@ def test_losses_on_conversations_are_means_over_what_is_said_on_any_number_of_ra
     inputs, targets = inputs_and_targets(batch)
     with torch.no_grad():
         nats = F.cross_entropy(model(input_ids=inputs).logits.transpose(1, 2), targets, reduction="sum")
-    said = targets[targets != IGNORED]
-    assert 0 < len(said) < targets.numel()
-    assert one.validations[0] == pytest.approx(float(nats / data.units[said].sum()), rel=1e-5)
+    answers = targets[targets != IGNORED]
+    assert 0 < len(answers) < targets.numel()
+    assert one.validations[0] == pytest.approx(float(nats / data.units[answers].sum()), rel=1e-5)
     for num_ranks in (2, 4):
         elsewhere = replace(config, run=replace(config.run, directory=str(tmp_path / f"ranks-{num_ranks}")))
         run = train(replace(elsewhere, optim=replace(elsewhere.optim, accumulation=2)), num_ranks)

@@ -26,25 +26,25 @@ def letters(count: int) -> dict[str, str]:
 
 def test_the_default_text_is_the_standard_library_without_tests_and_installed_packages() -> None:
     corpus = collect([], 0.05)
-    found = [*names(corpus.train), *names(corpus.validation)]
-    assert "argparse.py" in found and "json/decoder.py" in found
-    assert not any(name.startswith(("site-packages/", "test/")) for name in found)
+    file_names = [*names(corpus.train), *names(corpus.validation)]
+    assert "argparse.py" in file_names and "json/decoder.py" in file_names
+    assert not any(name.startswith(("site-packages/", "test/")) for name in file_names)
     assert "standard library" in corpus.describe()
 
 
 def test_the_split_is_by_file_and_depends_on_names_alone(tmp_path: Path) -> None:
-    here = collect([str(write(tmp_path / "here", **letters(20)))], 0.2)
-    there = collect([str(write(tmp_path / "there", **letters(20)))], 0.2)
-    assert names(here.validation) == names(there.validation)
-    assert not set(names(here.train)) & set(names(here.validation))
-    assert len(here.train) + len(here.validation) == 20
-    assert here.fingerprint() == there.fingerprint()
+    corpus = collect([str(write(tmp_path / "here", **letters(20)))], 0.2)
+    elsewhere = collect([str(write(tmp_path / "there", **letters(20)))], 0.2)
+    assert names(corpus.validation) == names(elsewhere.validation)
+    assert not set(names(corpus.train)) & set(names(corpus.validation))
+    assert len(corpus.train) + len(corpus.validation) == 20
+    assert corpus.fingerprint() == elsewhere.fingerprint()
 
 
 def test_at_least_the_asked_fraction_is_held_out(tmp_path: Path) -> None:
     corpus = collect([str(write(tmp_path / "text", **letters(20)))], 0.2)
-    held_out, kept = (sum(file.nbytes for file in files) for files in (corpus.validation, corpus.train))
-    assert 0.2 <= held_out / (held_out + kept) < 0.35
+    held_out, trained_on = (sum(file.nbytes for file in files) for files in (corpus.validation, corpus.train))
+    assert 0.2 <= held_out / (held_out + trained_on) < 0.35
 
 
 def test_a_single_file_is_cut_at_a_line(tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ def test_the_runs_own_folder_is_no_text(tmp_path: Path) -> None:
 def test_a_file_that_changes_while_it_is_read_is_noticed(tmp_path: Path) -> None:
     root = write(tmp_path / "text", **letters(2))
     corpus = collect([str(root)], 0.3)
-    (file,) = (each for each in (*corpus.train, *corpus.validation) if each.name == "file0.txt")
+    (file,) = (candidate for candidate in (*corpus.train, *corpus.validation) if candidate.name == "file0.txt")
     write(root, file0="text of 9\n")
     with pytest.raises(ConfigError, match="Expected .*file0.txt' to stay as it was while it is read"):
         list(file.pieces())

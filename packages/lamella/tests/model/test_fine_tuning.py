@@ -90,7 +90,7 @@ def test_a_run_that_is_killed_goes_on_elsewhere_and_is_published_whole(
 ) -> None:  # fmt: skip
     directory = save(make_model(kind))
     config = starting_from(config, directory)
-    whole = train(config, 2)
+    uninterrupted = train(config, 2)
 
     config = replace(config, run=replace(config.run, directory=str(tmp_path / "killed"), checkpoint_interval=3))
     with monkeypatch.context() as patch:
@@ -100,8 +100,8 @@ def test_a_run_that_is_killed_goes_on_elsewhere_and_is_published_whole(
     before = {name: tensor.clone() for name, tensor in load_file(directory / "model.safetensors").items()}
     (directory / "model.safetensors").write_bytes(b"")  # It is not looked at again.
     resumed = train(config, 4)
-    assert min(resumed.losses) == 1 and resumed.losses == pytest.approx(whole.losses, rel=1e-4)
-    assert resumed.validations == pytest.approx(whole.validations, rel=1e-5)
+    assert min(resumed.losses) == 1 and resumed.losses == pytest.approx(uninterrupted.losses, rel=1e-4)
+    assert resumed.validations == pytest.approx(uninterrupted.validations, rel=1e-5)
 
     new, checkpoint = tmp_path / "new", resumed.directory.checkpoints / "step_00000006"
     capsys.readouterr()

@@ -165,8 +165,8 @@ def test_a_tokenizer_that_is_not_byte_level_is_taken_and_losses_are_told_a_token
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
     trainer = trainers.BpeTrainer(vocab_size=280, special_tokens=["<unk>", "</s>"], show_progress=False)
     tokenizer.train([str(path) for path in text_folder.iterdir()], trainer)
-    whole = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", unk_token="<unk>")  # type: ignore[no-untyped-call]
-    whole.save_pretrained(tmp_path / "published")
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", unk_token="<unk>")  # type: ignore[no-untyped-call]
+    wrapped.save_pretrained(tmp_path / "published")
 
     prepared = prepare(starting_from(config, tmp_path / "published"))
     data = load_tokens(prepared.directory.tokens)
@@ -184,8 +184,10 @@ def test_sentencepieces_file_without_its_library_is_refused_by_the_librarys_name
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "tokenizer.model").write_bytes(b"\n")
-    for name, there in (("sentencepiece", False), ("protobuf", True)):
-        monkeypatch.setattr(f"transformers.utils.import_utils.is_{name}_available", lambda there=there: there)
+    for name, is_available in (("sentencepiece", False), ("protobuf", True)):
+        monkeypatch.setattr(
+            f"transformers.utils.import_utils.is_{name}_available", lambda is_available=is_available: is_available
+        )
     with pytest.raises(
         ConfigError, match="Expected sentencepiece to be .*model', got .* from the package index: sentencepiece$"
     ):

@@ -56,7 +56,9 @@ class AskedInStep(StopRequests):
 def test_one_rank_that_is_asked_stops_all_after_the_same_step_and_resumed_they_are_as_if_never_stopped(
     config: Config, train: TrainOn, tmp_path: Path
 ) -> None:
-    whole = train(replace(config, run=replace(config.run, directory=str(tmp_path / "whole"), checkpoint_interval=6)), 2)
+    uninterrupted = train(
+        replace(config, run=replace(config.run, directory=str(tmp_path / "whole"), checkpoint_interval=6)), 2
+    )
     directory = prepare(place(config)).directory
 
     def on_rank() -> tuple[int, list[int]]:
@@ -66,8 +68,8 @@ def test_one_rank_that_is_asked_stops_all_after_the_same_step_and_resumed_they_a
 
     assert run_ranks(on_rank, 2) == [(signal.SIGTERM, [3, 4])] * 2
     resumed = train(config, 2)
-    assert resumed.losses == pytest.approx(whole.losses, rel=1e-7)
-    assert resumed.validations == pytest.approx(whole.validations, rel=1e-7)
+    assert resumed.losses == pytest.approx(uninterrupted.losses, rel=1e-7)
+    assert resumed.validations == pytest.approx(uninterrupted.validations, rel=1e-7)
 
 
 def test_a_request_in_the_last_step_leaves_a_run_that_is_complete(config: Config) -> None:

@@ -33,7 +33,7 @@ def test_damaged_lines_are_read_past_and_dropped(tmp_path: Path, damage: str) ->
     assert rewind(path, 2) == 1
     assert read(path) == records and rewind(path, 1) == 0
     assert read(path) == records[:1]
-    assert [each.name for each in tmp_path.iterdir()] == ["metrics.jsonl"]
+    assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
 def test_records_are_never_fewer_on_the_disk_while_they_are_rewritten(

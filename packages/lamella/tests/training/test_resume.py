@@ -56,7 +56,7 @@ def finished(run: Config, config: Config) -> RunDirectory:
 def test_a_damaged_checkpoint_is_refused_with_the_option_that_goes_on_from_the_one_before(
     config: Config, finished: RunDirectory, train: TrainOn
 ) -> None:
-    whole = train(config, 2).losses
+    losses = train(config, 2).losses
     newest = finished.checkpoints / "step_00000006"
     file = min(newest.glob("*.distcp"))
     file.write_bytes(file.read_bytes()[:100])
@@ -73,7 +73,7 @@ def test_a_damaged_checkpoint_is_refused_with_the_option_that_goes_on_from_the_o
     assert json.loads(finished.config.read_text())["run"]["from_step"] is None  # Going back is done once.
     on = train(longer(config), 2)
     assert sorted(on.losses) == list(range(1, 10))
-    assert on.losses[3] == whole[3]
+    assert on.losses[3] == losses[3]
 
 
 def test_a_checkpoint_that_lost_its_metadata_is_not_passed_over(config: Config, finished: RunDirectory) -> None:
@@ -156,8 +156,8 @@ def test_a_step_after_resuming_has_the_dropout_of_an_uninterrupted_run(
     model = tmp_path / "dropout.json"
     model.write_text(json.dumps(json.loads(Path(config.model.name).read_text()) | {"attention_dropout": 0.5}))
     config = replace(config, model=replace(config.model, name=str(model)))
-    whole = train(config, 2)
-    assert train(replace(config, run=replace(config.run, from_step=3)), 2).losses == whole.losses
+    uninterrupted = train(config, 2)
+    assert train(replace(config, run=replace(config.run, from_step=3)), 2).losses == uninterrupted.losses
 
 
 def _dropout_masks(config: Config) -> list[list[list[bool]]]:

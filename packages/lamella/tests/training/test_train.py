@@ -41,9 +41,9 @@ def test_losses_do_not_depend_on_the_number_of_ranks(config: Config, train: Trai
 
 
 def test_microbatches_add_up_to_the_batch(config: Config, train: TrainOn) -> None:
-    whole = train(in_folder(config, "whole"), 2)
+    unsplit = train(in_folder(config, "whole"), 2)
     split = replace(in_folder(config, "split"), optim=replace(config.optim, accumulation=4))
-    assert train(split, 2).losses == pytest.approx(whole.losses, rel=1e-5)
+    assert train(split, 2).losses == pytest.approx(unsplit.losses, rel=1e-5)
 
 
 def test_the_first_loss_is_that_of_guessing(config: Config, train: TrainOn) -> None:
@@ -55,13 +55,15 @@ def test_the_first_loss_is_that_of_guessing(config: Config, train: TrainOn) -> N
 
 def test_a_resumed_run_equals_an_uninterrupted_one_on_any_number_of_ranks(config: Config, train: TrainOn) -> None:
     config = replace(config, run=replace(config.run, checkpoint_interval=3))
-    whole = train(in_folder(config, "whole"), 2)
+    uninterrupted = train(in_folder(config, "whole"), 2)
     for num_ranks, tolerance in ((2, 1e-7), (1, 1e-5), (4, 1e-5)):
-        shutil.copytree(whole.directory.root, resumed := whole.directory.root.with_name(f"resumed-{num_ranks}"))
+        shutil.copytree(
+            uninterrupted.directory.root, resumed := uninterrupted.directory.root.with_name(f"resumed-{num_ranks}")
+        )
         shutil.rmtree(resumed / "checkpoints" / "step_00000006")
         run = train(in_folder(config, resumed.name), num_ranks)
-        assert run.losses == pytest.approx(whole.losses, rel=tolerance)
-        assert run.validations == pytest.approx(whole.validations, rel=tolerance)
+        assert run.losses == pytest.approx(uninterrupted.losses, rel=tolerance)
+        assert run.validations == pytest.approx(uninterrupted.validations, rel=tolerance)
         steps = [record.step for record in read(run.directory.metrics)]
         assert steps == sorted(steps)  # Records after the checkpoint have been dropped.
 
@@ -205,7 +207,9 @@ def test_the_loss_that_balances_experts_counts_where_the_config_asks_for_it(
     targets = targets.contiguous()
     outputs = model(input_ids=inputs, labels=targets, shift_labels=targets, use_cache=False)
     outputs.loss.backward()
-    norm = torch.nn.utils.get_total_norm([each.grad for each in model.parameters() if each.grad is not None])
+    norm = torch.nn.utils.get_total_norm(
+        [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    )
     [step] = [record for record in read(run.directory.metrics) if isinstance(record, StepRecord)]
     assert step.grad_norm == pytest.approx(norm.item(), rel=1e-5)
     assert step.loss == pytest.approx((outputs.loss - 5.0 * outputs.aux_loss).item(), rel=1e-5)
@@ -223,7 +227,7 @@ def test_parameters_of_a_state_space_model_compute_in_fp32_beside_bf16(tmp_path:
         seen: dict[str, torch.dtype] = {}
         [mixer] = [module for module in model.modules() if hasattr(module, "A_log")]
         mixer.register_forward_pre_hook(
-            lambda module, _: seen.update({name: each.dtype for name, each in module.named_parameters()})
+            lambda module, _: seen.update({name: parameter.dtype for name, parameter in module.named_parameters()})
         )
         losses, _ = target_losses(model, torch.arange(16).view(2, 8), torch.arange(1, 17).view(2, 8))
         losses.sum().backward()  # type: ignore[no-untyped-call]

@@ -91,7 +91,7 @@ def _parameters_on_meta() -> Iterator[None]:
 
 def materialise(model: nn.Module, device: torch.device) -> None:
     """Give the shards of a model without memory theirs; what is in it is undefined. Buffers keep their values."""
-    kept = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     model.to_empty(device=device)
     for name, buffer in model.named_buffers():
-        buffer.copy_(kept[name])
+        buffer.copy_(buffers[name])

@@ -149,7 +149,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        gradients = (None if each is None else each * grad.to(each.dtype) for each in context.saved_tensors)
+        gradients = (
+            None if gradient is None else gradient * grad.to(gradient.dtype) for gradient in context.saved_tensors
+        )
         return (*gradients, None, None)
 
 

@@ -18,14 +18,14 @@ from lamella_transformers._errors import ModelError
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-class _Whole(NamedTuple):
+class _CutTensor(NamedTuple):
     """A tensor on the way: its shape, and which box of which file's tensor is which box of it."""
 
     shape: tuple[int, ...]
     boxes: tuple[tuple[Place, Chunk], ...]
 
 
-class _Group(NamedTuple):
+class _ConvertedGroup(NamedTuple):
     """What becomes one of a module's tensors, or several: the step of the table, and names in files by its pattern."""
 
     converter: object
@@ -50,73 +50,75 @@ def correspondences(model: nn.Module, shapes: Shapes) -> list[Correspondence]:
     renamings = [step for step in steps if isinstance(step, WeightRenaming)]
     converters = [step for step in steps if isinstance(step, WeightConverter)]
     by_pattern = {pattern: step for step in converters for pattern in step.source_patterns}
-    known = model.state_dict()
-    found: list[Correspondence] = []
-    groups: dict[str, _Group] = {}
+    model_tensors = model.state_dict()
+    renamed: list[Correspondence] = []
+    groups: dict[str, _ConvertedGroup] = {}
     # transformers collects what it stacks in this order: 2 before 10.
     for name in sorted(shapes, key=dot_natural_key):
-        target, pattern = rename_source_key(name, renamings, converters, str(model.base_model_prefix), known)
-        if target not in known:
+        target, pattern = rename_source_key(name, renamings, converters, str(model.base_model_prefix), model_tensors)
+        if target not in model_tensors:
             continue
         if pattern is not None:
-            groups.setdefault(target, _Group(by_pattern[pattern], {})).names.setdefault(pattern, []).append(name)
+            groups.setdefault(target, _ConvertedGroup(by_pattern[pattern], {})).names.setdefault(pattern, []).append(
+                name
+            )
         elif target != name:
-            found.append(Correspondence.rename(name, target, shapes[name]))
-    return found + [_made(target, group, shapes) for target, group in groups.items()]
+            renamed.append(Correspondence.rename(name, target, shapes[name]))
+    return renamed + [_correspondence(target, group, shapes) for target, group in groups.items()]
 
 
-def _made(target: str, group: _Group, shapes: Shapes) -> Correspondence:
+def _correspondence(target: str, group: _ConvertedGroup, shapes: Shapes) -> Correspondence:
     """What the steps of the table make of a group's tensors."""
     from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
 
     converter = cast(WeightConverter, group.converter)
-    made = {pattern: [_stored(name, shapes) for name in names] for pattern, names in group.names.items()}
+    tensors = {pattern: [_stored(name, shapes) for name in names] for pattern, names in group.names.items()}
     for operation in converter.operations:
         if isinstance(operation, MergeModulelist):
-            made = {pattern: [_stacked(every, operation.dim)] for pattern, every in made.items()}
+            tensors = {pattern: [_stacked(joined, operation.dim)] for pattern, joined in tensors.items()}
         elif isinstance(operation, Concatenate):
             # In the order of the patterns, whatever order the files have.
-            every = [whole for pattern in converter.source_patterns for whole in made.get(pattern, ())]
-            made = {target: [_joined(every, operation.dim)]}
+            joined = [tensor for pattern in converter.source_patterns for tensor in tensors.get(pattern, ())]
+            tensors = {target: [_joined(joined, operation.dim)]}
         else:
             raise ModelError(
                 f"Expected weights that transformers renames, stacks or joins, got {type(operation).__name__} for "
                 f"{target!r}. Load the model with transformers' from_pretrained, and save its state_dict()."
             )
-    ((whole,),) = made.values()
+    ((tensor,),) = tensors.values()
     return Correspondence(
         left={name: tuple(shapes[name]) for names in group.names.values() for name in names},
-        right={target: whole.shape},
-        pieces=tuple(Piece(place, Place(target, box)) for place, box in whole.boxes),
+        right={target: tensor.shape},
+        pieces=tuple(Piece(place, Place(target, box)) for place, box in tensor.boxes),
     )
 
 
-def _stored(name: str, shapes: Shapes) -> _Whole:
+def _stored(name: str, shapes: Shapes) -> _CutTensor:
     shape = tuple(shapes[name])
-    whole = Chunk((0,) * len(shape), shape)
-    return _Whole(shape, ((Place(name, whole), whole),))
+    box = Chunk((0,) * len(shape), shape)
+    return _CutTensor(shape, ((Place(name, box), box),))
 
 
-def _stacked(every: Sequence[_Whole], dim: int) -> _Whole:
+def _stacked(tensors: Sequence[_CutTensor], dim: int) -> _CutTensor:
     """Tensors of one shape on a new dim."""
     boxes = (
         (place, Chunk((*box.offsets[:dim], index, *box.offsets[dim:]), (*box.sizes[:dim], 1, *box.sizes[dim:])))
-        for index, whole in enumerate(every)
-        for place, box in whole.boxes
+        for index, tensor in enumerate(tensors)
+        for place, box in tensor.boxes
     )
-    shape = every[0].shape
-    return _Whole((*shape[:dim], len(every), *shape[dim:]), tuple(boxes))
+    shape = tensors[0].shape
+    return _CutTensor((*shape[:dim], len(tensors), *shape[dim:]), tuple(boxes))
 
 
-def _joined(every: Sequence[_Whole], dim: int) -> _Whole:
+def _joined(tensors: Sequence[_CutTensor], dim: int) -> _CutTensor:
     """Tensors one after another along a dim."""
-    sizes = [whole.shape[dim] for whole in every]
-    shape = every[0].shape
-    return _Whole((*shape[:dim], sum(sizes), *shape[dim + 1 :]), tuple(_along(every, sizes, dim)))
+    sizes = [tensor.shape[dim] for tensor in tensors]
+    shape = tensors[0].shape
+    return _CutTensor((*shape[:dim], sum(sizes), *shape[dim + 1 :]), tuple(_along(tensors, sizes, dim)))
 
 
-def _along(every: Sequence[_Whole], sizes: Sequence[int], dim: int) -> Iterator[tuple[Place, Chunk]]:
-    for start, whole in zip(accumulate(sizes, initial=0), every, strict=False):
-        for place, box in whole.boxes:
+def _along(tensors: Sequence[_CutTensor], sizes: Sequence[int], dim: int) -> Iterator[tuple[Place, Chunk]]:
+    for start, tensor in zip(accumulate(sizes, initial=0), tensors, strict=False):
+        for place, box in tensor.boxes:
             offsets = (*box.offsets[:dim], box.offsets[dim] + start, *box.offsets[dim + 1 :])
             yield place, Chunk(offsets, box.sizes)

@@ -85,12 +85,12 @@ def fingerprint_of_weights(directory: Path) -> str | None:
         source.read(first)
     except CheckpointDamaged:
         return None
-    found = hashlib.sha256()
-    for wanted in first:
-        info = source.tensors[wanted.name]
-        found.update(f"{wanted.name} {info.shape} {info.dtype} ".encode())
-        found.update(wanted.into.reshape(-1).view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
+    digest = hashlib.sha256()
+    for elements in first:
+        info = source.tensors[elements.name]
+        digest.update(f"{elements.name} {info.shape} {info.dtype} ".encode())
+        digest.update(elements.into.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _first_elements(name: str, info: TensorInfo) -> Wanted:
@@ -102,14 +102,16 @@ def _first_elements(name: str, info: TensorInfo) -> Wanted:
 
 def _names_in_files(directory: Path, model: nn.Module, spec: ModelSpec, names: Iterable[str]) -> tuple[str, ...]:
     """What modules' tensors (`model.<name>`) are in the files of a directory."""
-    found = _correspondences(open_checkpoint(directory).source, model, spec)
-    origins = {f"model.{name}": tuple(each.left) for each in found for name in each.right}
-    return tuple(dict.fromkeys(each for name in names for each in origins.get(name, (name.removeprefix("model."),))))
+    translations = _correspondences(open_checkpoint(directory).source, model, spec)
+    origins = {f"model.{name}": tuple(translation.left) for translation in translations for name in translation.right}
+    return tuple(
+        dict.fromkeys(stored for name in names for stored in origins.get(name, (name.removeprefix("model."),)))
+    )
 
 
 def _unfit(differences: Differences) -> str:
     """What the model does not find, first differences first; empty if it finds all."""
-    names = [each for each in differences.names if each.live is not None]
+    names = [difference for difference in differences.names if difference.live is not None]
     more = f"; and {len(names) - _NUM_NAMED} more" if len(names) > _NUM_NAMED else ""
     return "; ".join(map(str, names[:_NUM_NAMED])) + more
 
@@ -124,8 +126,8 @@ def load_weights(directory: Path, model: nn.Module, spec: ModelSpec) -> None:
     """
     # Of a model without memory: sharded, a model has other classes, and transformers' table goes by those too.
     as_modules = partial(_as_modules, model=outline(spec), spec=spec)
-    left = load(partial(open_checkpoint, directory), model=model, strict=False, translate=as_modules).left
-    if unfit := _unfit(left):
+    differences = load(partial(open_checkpoint, directory), model=model, strict=False, translate=as_modules).left
+    if unfit := _unfit(differences):
         raise RuntimeError(f"Expected the weights in {str(directory)!r} to stay as they were, got {unfit}.")
 
 
@@ -159,5 +161,5 @@ def as_published(directory: Path, spec: ModelSpec) -> Callable[[Source], Source]
     shapes = {name: tuple(shape) for name, shape in json.loads(file.read_text(encoding="utf-8")).items()}
     if find_family(spec.model_type) is not None:
         return None
-    found = correspondences(outline(spec), shapes)
-    return partial(translate, correspondences=found, to="left") if found else None
+    translations = correspondences(outline(spec), shapes)
+    return partial(translate, correspondences=translations, to="left") if translations else None

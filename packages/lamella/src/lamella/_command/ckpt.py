@@ -49,22 +49,22 @@ def run(arguments: argparse.Namespace) -> int:
     except SizeUnknown as error:
         raise ConfigError(_no_size(error)) from error
     except FormatUnknown as error:
-        raise ConfigError(one_line(f"{error}{_inside(error)}")) from error
+        raise ConfigError(one_line(f"{error}{_checkpoint_within(error)}")) from error
     except (CheckpointUntrusted, NotImplementedError, TypeError, ValueError) as error:
         if isinstance(error, CheckpointDamaged) and not isinstance(error, CheckpointUntrusted):
             raise DamageError(one_line(f"{error}")) from error
         raise ConfigError(one_line(f"{error}")) from error
     except OSError as error:
-        raise ConfigError(one_line(_of_system(error, arguments))) from error
+        raise ConfigError(one_line(_system_message(error, arguments))) from error
     except MemoryError as error:
         raise ConfigError(f"Expected memory for what is in hand, got too little. {error}".strip()) from error
 
 
 def _no_family(error: ModelUnknown) -> str:
-    known = ", ".join(error.known) or "none"
+    model_types = ", ".join(error.known) or "none"
     return (
-        f"Expected a model type whose rules a package has, got {error.model_type!r}. Known: {known}. Packages with "
-        f"rules are extras. Qwen3.5's, from a clone: uv pip install './packages/lamella[qwen]'"
+        f"Expected a model type whose rules a package has, got {error.model_type!r}. Known: {model_types}. Packages "
+        f"with rules are extras. Qwen3.5's, from a clone: uv pip install './packages/lamella[qwen]'"
     )
 
 
@@ -85,16 +85,17 @@ def _names_target(error: OSError, arguments: argparse.Namespace) -> bool:
     return error.filename is None or Path(error.filename).resolve() == Path(arguments.dst).resolve()
 
 
-def _inside(error: FormatUnknown) -> str:
+def _checkpoint_within(error: FormatUnknown) -> str:
     """A way out for the folder of a run, or of its checkpoints: the newest of them."""
     folders = (Path(error.file), Path(error.file, "checkpoints"))
     newest = next(
-        (found for folder in folders if (found := lamella_checkpoint.CheckpointDirectory(folder).latest())), None
+        (checkpoint for folder in folders if (checkpoint := lamella_checkpoint.CheckpointDirectory(folder).latest())),
+        None,
     )
     return f" The newest checkpoint in it is {str(newest)!r}." if newest else ""
 
 
-def _of_system(error: OSError, arguments: argparse.Namespace) -> str:
+def _system_message(error: OSError, arguments: argparse.Namespace) -> str:
     where = f": {str(error.filename)!r}" if error.filename is not None else ""
     text = error.strerror or str(error)
     if isinstance(error, FileExistsError) and not arguments.force and _names_target(error, arguments):
@@ -106,22 +107,22 @@ def _of_system(error: OSError, arguments: argparse.Namespace) -> str:
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
-    found = lamella_convert.inspect(arguments.path, trust=arguments.trust)
+    inspection = lamella_convert.inspect(arguments.path, trust=arguments.trust)
     depth = None if arguments.depth is None else _number("--depth", arguments.depth, int)
-    lines = found.lines(depth=depth) if depth is not None or not sys.stdout.isatty() else _at_a_glance(found)
-    show(lines, json.dumps(found.as_json(), indent=2), arguments.json)
+    lines = inspection.lines(depth=depth) if depth is not None or not sys.stdout.isatty() else _at_a_glance(inspection)
+    show(lines, json.dumps(inspection.as_json(), indent=2), arguments.json)
     return 0
 
 
-def _at_a_glance(found: "Inspection") -> Iterator[str]:
+def _at_a_glance(inspection: "Inspection") -> Iterator[str]:
     """All of it, or as deep as a screen or two hold it."""
-    whole = [*found.lines()]
-    if len(whole) <= NUM_LINES:
-        return iter(whole)
-    depth, shown = 1, [*found.lines(depth=1)]
-    while len(deeper := [*found.lines(depth=depth + 1)]) <= NUM_LINES:
+    lines = [*inspection.lines()]
+    if len(lines) <= NUM_LINES:
+        return iter(lines)
+    depth, shown = 1, [*inspection.lines(depth=1)]
+    while len(deeper := [*inspection.lines(depth=depth + 1)]) <= NUM_LINES:
         depth, shown = depth + 1, deeper
-    return iter([*shown, f"{len(whole):,} lines in all; these are --depth {depth}"])
+    return iter([*shown, f"{len(lines):,} lines in all; these are --depth {depth}"])
 
 
 def _diff(arguments: argparse.Namespace) -> int:
@@ -129,20 +130,20 @@ def _diff(arguments: argparse.Namespace) -> int:
     limit = _number("--limit", arguments.limit, int)
     tp = _tensor_parallel_size(arguments)
     with _config_folder(arguments.config) as like, _Bar("comparing") as bar:
-        both = lamella_convert.open_both(
+        sources = lamella_convert.open_both(
             arguments.a, arguments.b, like=like, tensor_parallel_size=tp, trust=arguments.trust
         )
-        found = lamella_convert.diff(*both, values=not arguments.names_only, rtol=rtol, atol=atol, on_progress=bar.to)
-    show(_differences(found, limit), json.dumps(found.as_json(), indent=2), arguments.json)
-    return _DIFFERS if found else 0
+        diff = lamella_convert.diff(*sources, values=not arguments.names_only, rtol=rtol, atol=atol, on_progress=bar.to)
+    show(_differences(diff, limit), json.dumps(diff.as_json(), indent=2), arguments.json)
+    return _DIFFERS if diff else 0
 
 
-def _differences(found: "Diff", limit: int) -> Iterator[str]:
-    yield from islice(found.lines(), limit)
-    num_hidden = len(found.differences) - limit
+def _differences(diff: "Diff", limit: int) -> Iterator[str]:
+    yield from islice(diff.lines(), limit)
+    num_hidden = len(diff.differences) - limit
     if num_hidden > 0:
         yield f"and {num_hidden} more"
-    yield f"{len(found.differences)} differences, {found.num_equal} names are equal: {found.a} (a), {found.b} (b)"
+    yield f"{len(diff.differences)} differences, {diff.num_equal} names are equal: {diff.a} (a), {diff.b} (b)"
 
 
 def _convert(arguments: argparse.Namespace) -> int:
@@ -154,8 +155,8 @@ def _convert(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"Expected --float8 with --to hf only, got --to {to}. Leave --float8 out.")
     dtype = None if arguments.dtype is None else getattr(torch, DTYPES[_one_of("--dtype", arguments.dtype, DTYPES)])
     dialect = _one_of("--dialect", arguments.dialect or DIALECTS[0], DIALECTS)
-    given = arguments.mtp_layer
-    mtp_layer = None if given is None else cast("MtpLayer", _one_of("--mtp-layer", given, MTP_LAYERS))
+    layer_name = arguments.mtp_layer
+    mtp_layer = None if layer_name is None else cast("MtpLayer", _one_of("--mtp-layer", layer_name, MTP_LAYERS))
     megatron = lamella_convert.MegatronOptions(
         dialect=dialect,
         mtp_layer=mtp_layer,
@@ -179,7 +180,7 @@ def _convert(arguments: argparse.Namespace) -> int:
             trust=arguments.trust,
             verify=arguments.verify,
         )
-    say(map(printable, _told(done)))
+    say(map(printable, _report_lines(done)))
     return 0
 
 
@@ -192,7 +193,7 @@ def _as_published(config: str | None) -> Callable[[Source], Source] | None:
     return as_published(Path(config))
 
 
-def _told(done: "Conversion") -> Iterator[str]:
+def _report_lines(done: "Conversion") -> Iterator[str]:
     size = tqdm.format_sizeof(done.nbytes, "B", 1024)
     yield f"{done.target}: {done.to}, {done.num_tensors} tensors of {size}, from {done.source}"
     if done.side_files:
@@ -214,9 +215,9 @@ def _told(done: "Conversion") -> Iterator[str]:
 
 def _verify(arguments: argparse.Namespace) -> int:
     with _Bar("reading") as bar:
-        found = lamella_convert.verify(arguments.path, trust=arguments.trust, on_progress=bar.to)
-    show(found.lines(), json.dumps(found.as_json(), indent=2), arguments.json)
-    return 0 if found else _DAMAGED
+        verification = lamella_convert.verify(arguments.path, trust=arguments.trust, on_progress=bar.to)
+    show(verification.lines(), json.dumps(verification.as_json(), indent=2), arguments.json)
+    return 0 if verification else _DAMAGED
 
 
 _RUNS: Final[Mapping[str, Callable[[argparse.Namespace], int]]] = {
@@ -233,9 +234,9 @@ _RUNS: Final[Mapping[str, Callable[[argparse.Namespace], int]]] = {
 class _Bar:
     """A progress bar in bytes, on a terminal; absent elsewhere."""
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, label: str) -> None:
         self._bar = tqdm(
-            desc=what,
+            desc=label,
             unit="B",
             unit_scale=True,
             unit_divisor=1024,
@@ -262,12 +263,12 @@ def _config_folder(path: str | None) -> Iterator[Path | None]:
     if path is None:
         yield None
         return
-    given = Path(path)
-    file = given / "config.json" if given.is_dir() else given
+    config = Path(path)
+    file = config / "config.json" if config.is_dir() else config
     if not file.is_file():
         raise ConfigError(f"Expected a config.json as --config, or a folder that has one, got {path!r}.")
-    if given.is_dir():
-        yield given
+    if config.is_dir():
+        yield config
         return
     with tempfile.TemporaryDirectory() as folder:
         shutil.copyfile(file, Path(folder) / "config.json")
@@ -278,35 +279,37 @@ def _tensor_parallel_size(arguments: argparse.Namespace) -> int | None:
     return _optional_number("--tp", arguments.tp)
 
 
-def _optional_number(flag: str, given: str | None) -> int | None:
-    return None if given is None else _number(flag, given, int, at_least=1)
+def _optional_number(flag: str, text: str | None) -> int | None:
+    return None if text is None else _number(flag, text, int, at_least=1)
 
 
-def _number(flag: str, given: str, kind: Callable[[str], T], *, at_least: float = 0) -> T:
+def _number(flag: str, text: str, kind: Callable[[str], T], *, at_least: float = 0) -> T:
     try:
-        value = kind(given)
+        value = kind(text)
     except ValueError:
         value = None
     if value is None or not cast(float, value) >= at_least:
-        what = "an integer" if kind is int else "a number"
-        raise ConfigError(f"Expected {flag} to be {what} of at least {at_least:g}, got {given!r}.")
+        kind_in_words = "an integer" if kind is int else "a number"
+        raise ConfigError(f"Expected {flag} to be {kind_in_words} of at least {at_least:g}, got {text!r}.")
     return value
 
 
-def _one_of(flag: str, given: str, known: Sequence[str] | Mapping[str, object]) -> str:
-    if given not in known:
-        raise ConfigError(f"Expected {flag} to be one of {', '.join(known)}, got {given!r}.{nearest(given, known)}")
-    return given
+def _one_of(flag: str, choice: str, choices: Sequence[str] | Mapping[str, object]) -> str:
+    if choice not in choices:
+        raise ConfigError(
+            f"Expected {flag} to be one of {', '.join(choices)}, got {choice!r}.{nearest(choice, choices)}"
+        )
+    return choice
 
 
-def _nbytes(given: str) -> int:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B?", given.upper())
+def _nbytes(text: str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B?", text.upper())
     nbytes = 0
     if match is not None:
         unit = 1024 ** list(_UNITS).index(match[2]) if match[3] else _UNITS[match[2]]
         nbytes = int(float(match[1]) * unit)
     if nbytes < 1:
-        raise ConfigError(f"Expected --max-shard-size to be a size such as 5GB or 500MiB, got {given!r}.")
+        raise ConfigError(f"Expected --max-shard-size to be a size such as 5GB or 500MiB, got {text!r}.")
     return nbytes
 
 

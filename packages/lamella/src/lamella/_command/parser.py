@@ -58,30 +58,34 @@ def _settings_of_model(name: str, layers: Sequence[Values]) -> tuple[Values, Val
 def _within_the_steps(named: Values, layers: Sequence[Values]) -> Values:
     """Return the settings of a named model, without a warm-up longer than the steps that the user asks for."""
     optim = {name: value for layer in (named, *layers) for name, value in layer.get("optim", {}).items()}
-    steps, warmup, own = optim.get("steps"), named.get("optim", {}).get("warmup_steps"), dict(named.get("optim", {}))
+    steps, warmup, model_optim = (
+        optim.get("steps"),
+        named.get("optim", {}).get("warmup_steps"),
+        dict(named.get("optim", {})),
+    )
     if isinstance(steps, int) and isinstance(warmup, int) and warmup > steps:
-        del own["warmup_steps"]
-    return {**named, "optim": own}
+        del model_optim["warmup_steps"]
+    return {**named, "optim": model_optim}
 
 
-def _check_command(argv: Sequence[str], known: Sequence[str], program: str) -> None:
-    given = argv[0] if argv else ""
-    if given in known or given.startswith("-"):
+def _check_command(argv: Sequence[str], commands: Sequence[str], program: str) -> None:
+    command = argv[0] if argv else ""
+    if command in commands or command.startswith("-"):
         return
-    got = f"{given!r}.{nearest(given, known)}" if argv else f"none. `{program} --help` says what they do."
-    raise ConfigError(f"Expected a command of `{program}`, one of {', '.join(known)}, got {got}")
+    got = f"{command!r}.{nearest(command, commands)}" if argv else f"none. `{program} --help` says what they do."
+    raise ConfigError(f"Expected a command of `{program}`, one of {', '.join(commands)}, got {got}")
 
 
 def _unknown(argument: str, arguments: argparse.Namespace) -> str:
     command = arguments.command
-    known: Sequence[str] = ["--json", "--html"]
+    options: Sequence[str] = ["--json", "--html"]
     if command == "train":
-        known = ["--config", *(field.flag for cls in GROUPS.values() for field in fields_of(cls))]
+        options = ["--config", *(field.flag for cls in GROUPS.values() for field in fields_of(cls))]
     elif command == "ckpt":
-        known = ckpt_options.options_of(arguments.ckpt_command)
+        options = ckpt_options.options_of(arguments.ckpt_command)
         command = f"ckpt {arguments.ckpt_command}"
     word = argument.split("=")[0]
-    return f"Expected an option of `lamella {command}`, got {word!r}.{nearest(word, known)}"
+    return f"Expected an option of `lamella {command}`, got {word!r}.{nearest(word, options)}"
 
 
 class _Formatter(argparse.HelpFormatter):
@@ -158,22 +162,22 @@ def _spelled(default: object) -> object:
 
 def _values(arguments: argparse.Namespace) -> Values:
     """Return the settings given on the command line, converted to the types of their fields."""
-    given = vars(arguments)
+    settings = vars(arguments)
     return {
         group: {
-            field.name: _typed(given[f"{group}.{field.name}"], field)
+            field.name: _typed(settings[f"{group}.{field.name}"], field)
             for field in fields_of(cls)
-            if f"{group}.{field.name}" in given
+            if f"{group}.{field.name}" in settings
         }
         for group, cls in GROUPS.items()
     }
 
 
-def _typed(given: str | bool | list[str], field: Field) -> object:
+def _typed(text: str | bool | list[str], field: Field) -> object:
     kind = inner(field.kind)
-    if isinstance(given, list):
-        return tuple(given)
+    if isinstance(text, list):
+        return tuple(text)
     try:
-        return int(given) if kind is int else float(given) if kind is float else given
+        return int(text) if kind is int else float(text) if kind is float else text
     except ValueError:
-        raise ConfigError(f"Expected {field.flag} to be {describe(kind)}, got {shown(given)}.") from None
+        raise ConfigError(f"Expected {field.flag} to be {describe(kind)}, got {shown(text)}.") from None

@@ -11,7 +11,7 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from lamella._processes.endings import FAILED, Stopped
-from lamella._processes.launch import WorkerTimeoutError, run_workers, say_stopping
+from lamella._processes.launch import WorkerTimeoutError, print_stopping, run_workers
 from lamella._processes.lock import locked
 from lamella._processes.placement import place, process_group, under_torchrun
 from lamella._processes.stop import StopRequests, interrupted, listening
@@ -76,10 +76,10 @@ def train(config: Config) -> Result:
         with interrupted() as requests:
             return _train_with_workers(config, requests)
     except WorkerTimeoutError as error:
-        raise WorkerTimeoutError(f"{error} {_way_on(config)}", error.rank) from None
+        raise WorkerTimeoutError(f"{error} {_resumption_message(config)}", error.rank) from None
     except KeyboardInterrupt as interrupt:
         signum = interrupt.signum if isinstance(interrupt, Stopped) else signal.SIGINT
-        raise Stopped(signum, _told_of_stop(config, signum)) from None
+        raise Stopped(signum, _stop_message(config, signum)) from None
 
 
 def _train_with_workers(config: Config, requests: StopRequests) -> Result:
@@ -105,19 +105,19 @@ def _train_as_rank(config: Config) -> Result:
     is_first = os.environ["RANK"] == "0"
 
     def leave(signum: int, *, prints: bool = is_first) -> None:
-        _exit(_told_of_stop(config, signum), 128 + signum, prints=prints)
+        _exit(_stop_message(config, signum), 128 + signum, prints=prints)
 
     def end_wait(watch: Watch, signum: int, prints: bool) -> None:
         if (line := watch.abandons_step()) is not None:
             say([line] if prints else [])
             leave(signum, prints=prints)
         if (error := watch.timeout()) is not None:
-            _exit(f"error: {error} {_way_on(config)}", FAILED, prints=prints)
+            _exit(f"error: {error} {_resumption_message(config)}", FAILED, prints=prints)
 
-    with ExitStack() as held:
-        requests = held.enter_context(listening(leave, say_stopping if is_first else lambda _: None))
+    with ExitStack() as contexts:
+        requests = contexts.enter_context(listening(leave, print_stopping if is_first else lambda _: None))
         # Rank 0 prepares before it joins the process group; the other ranks wait for rank 0 in `process_group`.
-        outcome = _attempt(config, held) if is_first else None
+        outcome = _attempt(config, contexts) if is_first else None
         signum = 0
         with process_group(config.parallel, config.run.wait_limits) as rank:
             prepared = _agreed(outcome)
@@ -125,7 +125,7 @@ def _train_as_rank(config: Config) -> Result:
                 with watched(rank, config.run.wait_limits, requests, end_wait):
                     signum = Trainer(config, prepared.directory, rank, requests).train()
         if signum:
-            raise Stopped(signum, _told_of_stop(config, signum))
+            raise Stopped(signum, _stop_message(config, signum))
         return _result(prepared.directory, aloud=is_first)
 
 
@@ -137,13 +137,13 @@ def _exit(message: str, code: int, *, prints: bool) -> NoReturn:
     os._exit(code)
 
 
-def _told_of_stop(config: Config, signum: int) -> str:
+def _stop_message(config: Config, signum: int) -> str:
     """Describe the last saved step of a stopped run, and the command to resume."""
     before = "" if _saved_steps(config) else " before a step was saved"
-    return f"stopped by {signal.Signals(signum).name}{before}. {_way_on(config)}"
+    return f"stopped by {signal.Signals(signum).name}{before}. {_resumption_message(config)}"
 
 
-def _way_on(config: Config) -> str:
+def _resumption_message(config: Config) -> str:
     """Name the last saved step of a run that has ended early, and the command to resume."""
     steps = _saved_steps(config)
     if not steps:
@@ -156,9 +156,9 @@ def _saved_steps(config: Config) -> list[int]:
     return CheckpointDirectory(RunDirectory(run_root(config)).checkpoints).steps()
 
 
-def _attempt(config: Config, held: ExitStack) -> PreparedRun | ConfigError:
+def _attempt(config: Config, locks: ExitStack) -> PreparedRun | ConfigError:
     try:
-        held.enter_context(locked(run_root(config)))
+        locks.enter_context(locked(run_root(config)))
         return _prepare(config)
     except ConfigError as error:
         return error

@@ -138,26 +138,26 @@ def _check_characters(line: str, position: LinePosition, *values: object) -> Non
 
 
 def _chat(record: Mapping[str, object], name: str, position: LinePosition) -> Chat:
-    given = record[name]
-    if not isinstance(given, list) or not given:
-        got = "an empty one" if given == [] else kind_of(given)
+    messages = record[name]
+    if not isinstance(messages, list) or not messages:
+        got = "an empty one" if messages == [] else kind_of(messages)
         raise ConfigError(f"Expected a list of messages under {name!r} in {position}, got {got}.")
     tools = record.get("tools")
     return Chat(
-        messages=tuple(_message(message, name, position) for message in given),
+        messages=tuple(_message(message, name, position) for message in messages),
         tools=tools if isinstance(tools, list) and tools else None,
         place=position,
     )
 
 
-def _message(given: object, name: str, position: LinePosition) -> Mapping[str, object]:
+def _message(message: object, name: str, position: LinePosition) -> Mapping[str, object]:
     """Return a message with "role" and "content", converted from ShareGPT's "from" and "value" where necessary."""
-    if isinstance(given, dict):
-        if isinstance(given.get("role"), str) and ("content" in given or "tool_calls" in given):
-            return given
-        if isinstance(role := given.get("from"), str) and isinstance(given.get("value"), str):
-            return {"role": _ROLES.get(role, role), "content": given["value"]}
-    got = _keys(given) if isinstance(given, dict) else kind_of(given)
+    if isinstance(message, dict):
+        if isinstance(message.get("role"), str) and ("content" in message or "tool_calls" in message):
+            return message
+        if isinstance(role := message.get("from"), str) and isinstance(message.get("value"), str):
+            return {"role": _ROLES.get(role, role), "content": message["value"]}
+    got = _keys(message) if isinstance(message, dict) else kind_of(message)
     raise ConfigError(
         f"Expected messages with 'role' and 'content', or 'from' and 'value', under {name!r} in {position}, got {got}."
     )

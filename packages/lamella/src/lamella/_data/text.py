@@ -62,15 +62,15 @@ class TextFile:
         Raises:
             ConfigError: The file has changed since its digest was computed.
         """
-        rest = ""
+        remainder = ""
         for text in self._texts():
-            rest += text
-            while len(rest) > _PIECE_LENGTH:
-                end = rest.rfind("\n", 0, _PIECE_LENGTH) + 1 or _PIECE_LENGTH
-                yield rest[:end]
-                rest = rest[end:]
-        if rest:
-            yield rest
+            remainder += text
+            while len(remainder) > _PIECE_LENGTH:
+                end = remainder.rfind("\n", 0, _PIECE_LENGTH) + 1 or _PIECE_LENGTH
+                yield remainder[:end]
+                remainder = remainder[end:]
+        if remainder:
+            yield remainder
 
     def lines(self) -> Iterator[str]:
         """Yield the lines of the text, without line ends and byte order mark.
@@ -78,13 +78,13 @@ class TextFile:
         Raises:
             ConfigError: The file has changed since its digest was computed.
         """
-        rest, is_first = "", True
+        remainder, is_first = "", True
         for text in self._texts():
-            *lines, rest = (rest + (text.removeprefix("\ufeff") if is_first else text)).split("\n")
+            *lines, remainder = (remainder + (text.removeprefix("\ufeff") if is_first else text)).split("\n")
             is_first = False
             yield from lines
-        if rest:
-            yield rest
+        if remainder:
+            yield remainder
 
     def _texts(self) -> Iterator[str]:
         digest, decoder = hashlib.sha256(), codecs.getincrementaldecoder("utf-8")()
@@ -172,20 +172,20 @@ def _find(paths: Sequence[str], without: Path | None) -> Iterator[TextFile | Non
         # Tests hold generated tables, and some distributions leave them out; site-packages is not the library.
         skip = ("site-packages", "dist-packages", "test", "tests", "idle_test")
         yield from _walk(Path(sysconfig.get_path("stdlib")), set(), suffix=".py", skip=skip)
-    found: set[str] = set() if without is None else {os.path.realpath(without)}
+    real_paths: set[str] = set() if without is None else {os.path.realpath(without)}
     for path in map(Path, paths):
         if path.is_dir():
-            yield from _walk(path, found)
-        elif _is_new(path, found):
+            yield from _walk(path, real_paths)
+        elif _is_new(path, real_paths):
             yield _named(path)
 
 
-def _is_new(path: Path, found: set[str]) -> bool:
+def _is_new(path: Path, real_paths: set[str]) -> bool:
     """True when no earlier path led to `path`; records files. Folders may be visited again for their files."""
     real = os.path.realpath(path)
-    is_new = real not in found
+    is_new = real not in real_paths
     if not os.path.isdir(real):
-        found.add(real)
+        real_paths.add(real)
     return is_new
 
 
@@ -215,15 +215,15 @@ def _hint(path: Path) -> str:
     return f" ({_NAMES_OF_MARKS[begins]})" if begins in _NAMES_OF_MARKS else ""
 
 
-def _walk(root: Path, found: set[str], *, suffix: str = "", skip: Sequence[str] = ()) -> Iterator[TextFile | None]:
+def _walk(root: Path, real_paths: set[str], *, suffix: str = "", skip: Sequence[str] = ()) -> Iterator[TextFile | None]:
     def refuse(error: OSError) -> None:
         raise _unreadable(Path(error.filename), error) from error
 
     for folder, subfolders, names in os.walk(root, onerror=refuse):
         subfolders[:] = sorted(name for name in subfolders if name not in skip and not name.startswith("."))
-        subfolders[:] = [name for name in subfolders if _is_new(Path(folder, name), found)]
+        subfolders[:] = [name for name in subfolders if _is_new(Path(folder, name), real_paths)]
         for path in (Path(folder, name) for name in sorted(names) if name.endswith(suffix)):
-            if path.is_file() and _is_new(path, found):  # Pipes are skipped: reading a pipe waits for the writer.
+            if path.is_file() and _is_new(path, real_paths):  # Pipes are skipped: reading a pipe waits for the writer.
                 yield _scan(path.relative_to(root).as_posix(), path)
 
 

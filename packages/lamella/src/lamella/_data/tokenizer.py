@@ -107,7 +107,10 @@ class RunTokenizer:
             ) from error
         ids = encoded["input_ids"]
         if is_marked:
-            ids = [token if said else ~token for token, said in zip(ids, encoded["assistant_masks"], strict=True)]
+            ids = [
+                token if is_assistant else ~token
+                for token, is_assistant in zip(ids, encoded["assistant_masks"], strict=True)
+            ]
         # Many templates end with `end` already. Otherwise append `end`: outside the loss, since no message holds it.
         is_ended = bool(ids) and ids[-1] in (self.end, ~self.end)
         return ids if is_ended else [*ids, ~self.end if is_marked else self.end]
@@ -180,13 +183,13 @@ def read_tokenizer(directory: Path, vocab_size: int) -> RunTokenizer:
             no end-of-text token, or more tokens than the model.
     """
     tokenizer = _read(directory)
-    found = _checked(tokenizer, _end_of_text(tokenizer, directory))
-    if found.num_tokens > vocab_size:
+    run_tokenizer = _checked(tokenizer, _end_of_text(tokenizer, directory))
+    if run_tokenizer.num_tokens > vocab_size:
         raise ConfigError(
             f"Expected at most the model's {vocab_size} tokens in the tokenizer of {str(directory)!r}, got "
-            f"{found.num_tokens}."
+            f"{run_tokenizer.num_tokens}."
         )
-    return found
+    return run_tokenizer
 
 
 def _read(directory: Path) -> "PreTrainedTokenizerBase":
@@ -217,8 +220,8 @@ def _check_libraries(directory: Path) -> None:
     """Refuse SentencePiece files without the libraries to read them; transformers would blame another file format."""
     from transformers.utils.import_utils import is_protobuf_available, is_sentencepiece_available
 
-    is_there = {"sentencepiece": is_sentencepiece_available(), "protobuf": is_protobuf_available()}
-    missing = [name for name, there in is_there.items() if not there]
+    availability = {"sentencepiece": is_sentencepiece_available(), "protobuf": is_protobuf_available()}
+    missing = [name for name, is_available in availability.items() if not is_available]
     if missing and (files := sorted(directory.glob("*.model"))):
         raise ConfigError(
             f"Expected {' and '.join(missing)} to be installed to read {str(files[0])!r}, got no such package. Install "

@@ -91,16 +91,16 @@ def prepare_tokens(corpus: Corpus, tokenizer: RunTokenizer | int, tokens: Path, 
 
     Effects: may train a tokenizer; replaces the folder `tokens` once the new folder is complete.
     """
-    wanted = fingerprint(corpus, tokenizer)
-    if not (tokens / _INDEX).exists() or load_tokens(tokens).fingerprint != wanted:
+    expected = fingerprint(corpus, tokenizer)
+    if not (tokens / _INDEX).exists() or load_tokens(tokens).fingerprint != expected:
         if isinstance(tokenizer, int):
             tokenizer = train_tokenizer(corpus.train, tokenizer)
             tokenizer.tokenizer.save_pretrained(model)
-        _write_tokens(corpus, tokenizer, wanted, tokens)
+        _write_tokens(corpus, tokenizer, expected, tokens)
     return load_tokens(tokens)
 
 
-def _write_tokens(corpus: Corpus, tokenizer: RunTokenizer, wanted: str, folder: Path) -> None:
+def _write_tokens(corpus: Corpus, tokenizer: RunTokenizer, text_fingerprint: str, folder: Path) -> None:
     """Write the tokens of a corpus, batch by batch, to a second folder; then replace the old folder.
 
     A run killed during tokenization leaves the old folder as it was; one killed while the folder is replaced leaves no
@@ -114,7 +114,7 @@ def _write_tokens(corpus: Corpus, tokenizer: RunTokenizer, wanted: str, folder: 
         for files, name in ((corpus.train, _TRAIN), (corpus.validation, _VALIDATION))
     ]
     units = torch.tensor(tokenizer.units(), dtype=torch.int32)
-    index = {"units": units, "unit": tokenizer.unit, "is_masked": any(masks), "fingerprint": wanted}
+    index = {"units": units, "unit": tokenizer.unit, "is_masked": any(masks), "fingerprint": text_fingerprint}
     torch.save(index, staged / _INDEX)
     (folder / _INDEX).unlink(missing_ok=True)  # first: an index beside token files that are gone would be trusted
     shutil.rmtree(folder, ignore_errors=True)

@@ -97,9 +97,9 @@ def _check_compiler(parallel: ParallelConfig) -> None:
             raise ConfigError("Expected Triton for --compile on GPUs, got none. Install it, or leave --compile out.")
     else:
         variable, names = "CXX", ["clang++"] if sys.platform == "darwin" else ["g++"]
-    wanted = [os.environ[variable]] if variable in os.environ else names
-    if not any(map(shutil.which, wanted)):
+    compilers = [os.environ[variable]] if variable in os.environ else names
+    if not any(map(shutil.which, compilers)):
         raise ConfigError(
             f"Expected a compiler for --compile on {parallel.device} ({variable}, or {' or '.join(names)} on PATH), "
-            f"got none of {', '.join(wanted)}. Install one, or leave --compile out."
+            f"got none of {', '.join(compilers)}. Install one, or leave --compile out."
         )

@@ -77,7 +77,7 @@ def check_float8(units: Sequence[nn.Module], parallel: ParallelConfig) -> None:
         )
 
 
-def told_of_products(parallel: ParallelConfig, device: torch.device) -> list[str]:
+def product_lines(parallel: ParallelConfig, device: torch.device) -> list[str]:
     """A line where the device multiplies float8 values in fp32."""
     if parallel.float8 == "no" or multiplies_in_float8(_RECIPES[parallel.float8], device):
         return []
@@ -89,7 +89,7 @@ def told_of_products(parallel: ParallelConfig, device: torch.device) -> list[str
     return [line]
 
 
-def told_of_scales(missing: Sequence[str], step: int) -> list[str]:
+def scale_lines(missing: Sequence[str], step: int) -> list[str]:
     """A line where a checkpoint lacks past amaxes of delayed scaling."""
     if not missing:
         return []

@@ -30,9 +30,9 @@ def shard(model: nn.Module, parallel: ParallelConfig) -> list[nn.Module]:
             param_dtype_override_fn=fp32_parameters(model),
         )
     units = sharding_units(model)
-    of_units = policy if parallel.float8 == "no" else in_float8(units, policy, parallel)
+    unit_policy = policy if parallel.float8 == "no" else in_float8(units, policy, parallel)
     for unit in units:
-        fully_shard(unit, mesh=mesh, mp_policy=of_units, reshard_after_forward=parallel.reshard_after_forward)
+        fully_shard(unit, mesh=mesh, mp_policy=unit_policy, reshard_after_forward=parallel.reshard_after_forward)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     return units
 

@@ -113,9 +113,9 @@ def _read_values(name: str) -> Mapping[str, object]:
 
     path = Path(name)
     if not os.path.exists(path):  # Path.exists() raises where a name is too long.
-        known = ", ".join(map(repr, NAMED))
+        names = ", ".join(map(repr, NAMED))
         raise ConfigError(
-            f"Expected a path or one of {known} as --model, got {name!r}.{nearest(name, NAMED) or _from_a_hub(name)}"
+            f"Expected a path or one of {names} as --model, got {name!r}.{nearest(name, NAMED) or _from_a_hub(name)}"
         )
     if path.is_dir():
         path /= "config.json"

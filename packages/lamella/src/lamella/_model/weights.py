@@ -40,10 +40,13 @@ def pretrained_directory(name: str) -> Path | None:
     directory = Path(name)
     if any((directory / file).is_file() for file in _WEIGHTS):
         return directory
-    if directory.is_dir() and (others := [file for pattern in _OTHER_WEIGHTS for file in directory.glob(pattern)]):
+    if directory.is_dir() and (
+        unread_files := [file for pattern in _OTHER_WEIGHTS for file in directory.glob(pattern)]
+    ):
         raise ConfigError(
-            f"Expected weights as {_WEIGHTS[0]} in {name!r}, got {min(others).name}. {_to_safetensors(directory)}, or "
-            f"pass {str(directory / 'config.json')!r} as --model to start from no weights."
+            f"Expected weights as {_WEIGHTS[0]} in {name!r}, got {min(unread_files).name}. "
+            f"{_to_safetensors(directory)}, or pass {str(directory / 'config.json')!r} as --model to start from no "
+            "weights."
         )
     return None
 
@@ -84,7 +87,7 @@ def as_published(directory: Path) -> Callable[[Source], Source] | None:
         return lamella_transformers.as_published(directory, load_spec(str(directory)))
 
 
-def told_of_weights(directory: Path, untrained: Sequence[str]) -> str:
+def weights_line(directory: Path, untrained: Sequence[str]) -> str:
     """Where the weights are from, and what a run leaves alone of them, in words."""
     if not untrained:
         return f"weights: {directory}"

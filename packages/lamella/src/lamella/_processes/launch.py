@@ -237,12 +237,12 @@ def _end_wait(watch: Watch, signum: int) -> None:
 def _pass_on(signum: int, workers: Sequence[_Worker]) -> None:
     if not all(worker.is_training() for worker in workers):
         raise Stopped(signum)
-    say_stopping(signum)
+    print_stopping(signum)
     for worker in workers:
         worker.process.send_signal(signum)
 
 
-def say_stopping(signum: int) -> None:
+def print_stopping(signum: int) -> None:
     """Print to standard error that the run saves the step in progress and stops."""
     with suppress(OSError):  # In a shell pipeline Ctrl-C also ends the reader of this process's standard error.
         name = signal.Signals(signum).name

@@ -35,7 +35,7 @@ def locked(root: Path) -> Iterator[tuple[int, ...]]:
 
     Effects: creates the folder; removes the created folders again if still empty.
     """
-    made = [folder for folder in (root, *root.parents) if not os.path.exists(folder)]
+    absent_folders = [folder for folder in (root, *root.parents) if not os.path.exists(folder)]
     path = root / LOCK_FILE
     descriptor = _acquired(path)
     try:
@@ -46,7 +46,7 @@ def locked(root: Path) -> Iterator[tuple[int, ...]]:
                 path.unlink()
             os.close(descriptor)
         with suppress(OSError):
-            for folder in made:
+            for folder in absent_folders:
                 folder.rmdir()
 
 

@@ -55,14 +55,14 @@ def _decide(asked: ParallelConfig) -> ParallelConfig:
     num_gpus = torch.cuda.device_count()
     device = asked.device if asked.device != "auto" else "cuda" if num_gpus else "cpu"
     ranks = _num_ranks(asked.ranks, num_gpus if device == "cuda" else 2)
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks)) if under_torchrun() else ranks
+    num_local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", ranks)) if under_torchrun() else ranks
     if device == "cuda" and not num_gpus:
         raise ConfigError(
             "Expected a GPU for --device cuda, got none that torch sees. Pass --device cpu, or install torch for CUDA."
         )
-    if device == "cuda" and here > num_gpus:
+    if device == "cuda" and num_local_ranks > num_gpus:
         raise ConfigError(
-            f"Expected at most one rank a GPU, {num_gpus} here, got {here} ranks. Pass --ranks {num_gpus}."
+            f"Expected at most one rank a GPU, {num_gpus} here, got {num_local_ranks} ranks. Pass --ranks {num_gpus}."
         )
     if not under_torchrun() and ranks > _RANKS_PER_CORE * (os.cpu_count() or 1):
         raise ConfigError(
@@ -74,7 +74,7 @@ def _decide(asked: ParallelConfig) -> ParallelConfig:
         device=device,
         ranks=ranks,
         precision=asked.precision if asked.precision != "auto" else "bf16" if device == "cuda" else "fp32",
-        threads=asked.threads or max(1, _num_cores() // here),
+        threads=asked.threads or max(1, _num_cores() // num_local_ranks),
     )
 
 

@@ -73,7 +73,7 @@ def interrupted() -> Iterator[StopRequests]:
 @contextmanager
 def listening(
     leave: Callable[[int], object],
-    told: Callable[[int], object] = lambda _: None,
+    when_first_heard: Callable[[int], object] = lambda _: None,
     when_it_can_wait: Callable[[], object] = lambda: None,
 ) -> Iterator[StopRequests]:
     """Handle stop requests to a rank; see Note [A thread listens].
@@ -98,7 +98,7 @@ def listening(
             if requests.hear(received[0]):
                 leave(received[0])
             elif is_first:
-                told(received[0])
+                when_first_heard(received[0])
         os.close(reading)
 
     # Signals write to the descriptor only under a Python handler, be it empty; SIGTERM's default ends the process.
@@ -121,11 +121,11 @@ def _handled(handle: Callable[[int, FrameType | None], None]) -> Iterator[bool]:
     """
     is_main_thread = threading.current_thread() is threading.main_thread()
     before = {signum: signal.getsignal(signum) for signum in SIGNALS if is_main_thread}
-    taken = {signum: handler for signum, handler in before.items() if handler not in (None, signal.SIG_IGN)}
-    for signum in taken:
+    replaced = {signum: handler for signum, handler in before.items() if handler not in (None, signal.SIG_IGN)}
+    for signum in replaced:
         signal.signal(signum, handle)
     try:
         yield is_main_thread
     finally:
-        for signum, handler in taken.items():
+        for signum, handler in replaced.items():
             signal.signal(signum, handler)

@@ -80,7 +80,7 @@ def _peak_memory_nbytes(device: torch.device) -> int:
     """Return the largest peak memory of any rank. Effects: all-reduce over all ranks; waits for the device."""
     on_gpu = device.type == "cuda"
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts it in KiB.
-    here = torch.cuda.max_memory_reserved(device) if on_gpu else resident
-    most = torch.tensor(float(here), dtype=torch.float64, device=device)
+    nbytes = torch.cuda.max_memory_reserved(device) if on_gpu else resident
+    most = torch.tensor(float(nbytes), dtype=torch.float64, device=device)
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     return int(most.item())

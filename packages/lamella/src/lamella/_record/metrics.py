@@ -123,9 +123,9 @@ def rewind(path: Path, step: int) -> int:
     Effects: writes a second file and renames it over `path`: a run killed meanwhile loses no record.
     """
     records = list(_read(path))
-    whole = [record for record in records if record is not None]
-    kept = path.with_name(f"{path.name}.partial")
-    kept.unlink(missing_ok=True)
-    append(kept, (record for record in whole if record.step <= step))
-    kept.replace(path)
-    return len(records) - len(whole)
+    undamaged = [record for record in records if record is not None]
+    partial_file = path.with_name(f"{path.name}.partial")
+    partial_file.unlink(missing_ok=True)
+    append(partial_file, (record for record in undamaged if record.step <= step))
+    partial_file.replace(path)
+    return len(records) - len(undamaged)

@@ -41,7 +41,11 @@ def say(lines: Iterable[str]) -> None:
 
 def printable(text: str) -> str:
     """Escape characters that move a terminal's cursor, end a line or cannot be printed."""
-    return text if text.isprintable() else "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
+    return (
+        text
+        if text.isprintable()
+        else "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
+    )
 
 
 def one_line(text: str) -> str:

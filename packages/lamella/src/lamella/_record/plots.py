@@ -16,18 +16,18 @@ def plot(records: Iterable[Record], path: Path) -> None:
     validations = [record for record in every if isinstance(record, ValidationRecord)]
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
-    left = figure.add_subplot(xlabel="step", ylabel="training loss (nats/token)")
-    right = left.twinx()
-    right.set_ylabel(f"validation loss (nats/{validations[0].unit if validations else 'byte'})")
-    lines = left.plot([r.step for r in steps], [r.loss for r in steps], color="tab:blue", lw=1, label="training")
-    lines += right.plot(
+    loss_axes = figure.add_subplot(xlabel="step", ylabel="training loss (nats/token)")
+    validation_axes = loss_axes.twinx()
+    validation_axes.set_ylabel(f"validation loss (nats/{validations[0].unit if validations else 'byte'})")
+    lines = loss_axes.plot([r.step for r in steps], [r.loss for r in steps], color="tab:blue", lw=1, label="training")
+    lines += validation_axes.plot(
         [r.step for r in validations],
         [r.nats for r in validations],
         "o-",
         color="tab:orange",
         label="validation",
     )
-    left.set_ylim(bottom=0)
-    right.set_ylim(bottom=0)
-    left.legend(handles=lines)
+    loss_axes.set_ylim(bottom=0)
+    validation_axes.set_ylim(bottom=0)
+    loss_axes.legend(handles=lines)
     figure.savefig(path, dpi=120)

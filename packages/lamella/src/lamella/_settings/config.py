@@ -229,14 +229,14 @@ def read_file(path: str) -> Values:
         raise ConfigError(f"Expected a configuration in {path!r}, got {_reason(error)}.") from error
     if not isinstance(loaded, dict):
         raise ConfigError(f"Expected groups of settings in {path!r}, got {type(loaded).__name__}.")
-    return {group: _known(group, values, path) for group, values in loaded.items()}
+    return {group: _checked_group(group, values, path) for group, values in loaded.items()}
 
 
 def _reason(error: Exception) -> str:
     return error.strerror or str(error) if isinstance(error, OSError) else str(error).rstrip(".")
 
 
-def _known(group: str, values: object, path: str) -> Mapping[str, object]:
+def _checked_group(group: str, values: object, path: str) -> Mapping[str, object]:
     if group not in GROUPS:
         raise ConfigError(f"Expected one of {sorted(GROUPS)} in {path!r}, got {shown(group)}.{nearest(group, GROUPS)}")
     if not isinstance(values, dict):

@@ -132,9 +132,9 @@ def inner(kind: object) -> object:
     return kind
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
+def nearest(word: str, words: Iterable[str]) -> str:
     """Return ` Did you mean ...?` with the closest known word, else an empty string."""
-    close = difflib.get_close_matches(word, list(known), n=1)
+    close = difflib.get_close_matches(word, list(words), n=1)
     return f" Did you mean {close[0]!r}?" if close else ""
 
 

@@ -62,10 +62,10 @@ def _check_writable(directory: RunDirectory) -> None:
         str(directory.root.absolute()).encode()
     except UnicodeEncodeError:  # The tokenizers library writes only to such paths.
         raise ConfigError(f"Expected a --run-dir whose name is UTF-8, got {str(directory.root)!r}.") from None
-    there = next(path for path in (directory.root, *directory.root.absolute().parents) if path.exists())
-    if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
-        got = "cannot be written to" if there.is_dir() else "is a file"
+    parent = next(path for path in (directory.root, *directory.root.absolute().parents) if path.exists())
+    if not (parent.is_dir() and os.access(parent, os.W_OK | os.X_OK)):
+        got = "cannot be written to" if parent.is_dir() else "is a file"
         raise ConfigError(
-            f"Expected a folder for the run in {str(directory.root)!r}, got {str(there)!r}, which {got}. Pass another "
+            f"Expected a folder for the run in {str(directory.root)!r}, got {str(parent)!r}, which {got}. Pass another "
             "--run-dir."
         )

@@ -25,5 +25,5 @@ def make_optimizer(model: nn.Module, optim: OptimConfig) -> torch.optim.AdamW:
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": optim.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
-    kept = [group for group in groups if group["params"]]
-    return torch.optim.AdamW(kept, lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps, fused=True)
+    nonempty_groups = [group for group in groups if group["params"]]
+    return torch.optim.AdamW(nonempty_groups, lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps, fused=True)

@@ -34,15 +34,15 @@ def wanted_checkpoint(directory: RunDirectory, run: RunConfig) -> Path | None:
             say otherwise.
     """
     checkpoints = CheckpointDirectory(directory.checkpoints)
-    found = _newest(checkpoints) if run.from_step is None else _of_step(checkpoints, run.from_step)
-    if run.resume is True and found is None:
+    checkpoint = _newest(checkpoints) if run.from_step is None else _checkpoint_at(checkpoints, run.from_step)
+    if run.resume is True and checkpoint is None:
         raise ConfigError(f"Expected a checkpoint to resume in {str(directory.root)!r}, got none.")
-    if run.resume is False and found is not None:
+    if run.resume is False and checkpoint is not None:
         raise ConfigError(
-            f"Expected no checkpoint in {str(directory.root)!r}, got {found.name}. "
+            f"Expected no checkpoint in {str(directory.root)!r}, got {checkpoint.name}. "
             "Pass another --run-dir, or leave out --no-resume."
         )
-    return found
+    return checkpoint
 
 
 def _newest(checkpoints: CheckpointDirectory) -> Path | None:
@@ -52,7 +52,7 @@ def _newest(checkpoints: CheckpointDirectory) -> Path | None:
     return checkpoints.latest()
 
 
-def _of_step(checkpoints: CheckpointDirectory, step: int) -> Path:
+def _checkpoint_at(checkpoints: CheckpointDirectory, step: int) -> Path:
     if step not in checkpoints.steps():
         got = ", ".join(map(str, checkpoints.steps())) or "none"
         raise ConfigError(
@@ -144,13 +144,13 @@ def stream_settings(config: Config) -> dict[str, object]:
 def go_back(directory: RunDirectory, step: int) -> list[str]:
     """Set aside checkpoints and drop records after `step`; return lines on both, to print."""
     checkpoints = CheckpointDirectory(directory.checkpoints)
-    later = [checkpoints.path(each) for each in _steps(checkpoints.root) if each > step]
-    told = [f"set aside: {_set_aside(path)}" for path in later]  # so that no run goes on from one
+    later = [checkpoints.path(number) for number in _steps(checkpoints.root) if number > step]
+    lines = [f"set aside: {_set_aside(path)}" for path in later]  # so that no run goes on from one
     if num_damaged := rewind(directory.metrics, step):
-        told.append(
+        lines.append(
             f"dropped from {directory.metrics.name}: {num_damaged} damaged lines, as a run leaves that is killed"
         )
-    return told
+    return lines
 
 
 def damaged(checkpoints: CheckpointDirectory, checkpoint: Path, problem: object) -> ConfigError:

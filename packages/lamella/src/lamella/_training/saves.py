@@ -89,15 +89,15 @@ class Saves:
         """End the writer process. Effects: waits for a background save."""
         self._checkpoints.close()
 
-    def told_of_last(self) -> str:
+    def last_checkpoint_line(self) -> str:
         """Return a sentence that names the checkpoint to resume from."""
         steps = self._checkpoints.steps()
         return f"The last checkpoint is of step {steps[-1]}." if steps else "There is no checkpoint yet."
 
-    def cannot_write(self, what: str, reason: str) -> str:
+    def cannot_write(self, name: str, reason: str) -> str:
         """Return one line on an unwritable file, with the free space a checkpoint needs and the way to resume."""
         root = self._directory.root
-        error = f"Expected to write {what} in {str(root)!r}, got {reason}."
+        error = f"Expected to write {name} in {str(root)!r}, got {reason}."
         if not self._directory.config.is_file():  # written before the first step
             return f"{error} The folder was moved or removed during the run. Pass its new place as --run-dir to go on."
         way_out = "Make it writable"
@@ -105,16 +105,16 @@ class Saves:
         if free < needed or any(os.strerror(code) in reason for code in _FULL):
             # A checkpoint is more than its tensors: free space of their size has turned out not to be enough.
             is_close = needed <= free < 2 * needed
-            more_than = f"more than {_told_nbytes(free)}" if is_close else _told_nbytes(needed)
-            way_out = f"Free {more_than} for a checkpoint (the disk has {_told_nbytes(free)})"
-        return f"{error} {way_out}, then run the same command again. {self.told_of_last()}"
+            more_than = f"more than {_nbytes_in_words(free)}" if is_close else _nbytes_in_words(needed)
+            way_out = f"Free {more_than} for a checkpoint (the disk has {_nbytes_in_words(free)})"
+        return f"{error} {way_out}, then run the same command again. {self.last_checkpoint_line()}"
 
     def _check_weights(self, step: int) -> None:
-        found = find_nonfinite(self._model, of="weight")
-        if found:
+        nonfinite = find_nonfinite(self._model, of="weight")
+        if nonfinite:
             raise LossNotFiniteError(
-                f"Expected finite weights to save, got {found[0].kind} in {found[0].name!r} after step {step}. "
-                f"{self.told_of_last()} {TRY}"
+                f"Expected finite weights to save, got {nonfinite[0].kind} in {nonfinite[0].name!r} after step {step}. "
+                f"{self.last_checkpoint_line()} {TRY}"
             )
 
     def _nbytes(self) -> int:
@@ -145,5 +145,5 @@ def _free_nbytes(root: Path) -> int:
         return sys.maxsize
 
 
-def _told_nbytes(nbytes: int) -> str:
+def _nbytes_in_words(nbytes: int) -> str:
     return f"{nbytes / 2**30:.1f} GiB" if nbytes >= 2**29 else f"{nbytes / 2**20:.1f} MiB"

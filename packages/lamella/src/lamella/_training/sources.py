@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from lamella._data.sources import TextSource, loss_lines, read_text
-from lamella._model.weights import check_weights, told_of_weights
+from lamella._model.weights import check_weights, weights_line
 from lamella._record.profiling import NUM_WARMUP_STEPS
 from lamella._settings.config import Config
 from lamella._settings.options import ConfigError
@@ -48,7 +48,7 @@ def read(config: Config, run: CheckedRun, lines: list[str]) -> RunSources:
         first_step = check_resumable(run.checkpoint, model, config, text.fingerprint, run.directory)
     elif model.pretrained is not None:
         untrained = check_weights(model.pretrained, model.outline, model.spec)
-        lines.append(told_of_weights(model.pretrained, untrained))
+        lines.append(weights_line(model.pretrained, untrained))
     if first_step < config.optim.steps:
         _check_profile(config, first_step)
     return RunSources(text=text, untrained=untrained, first_step=first_step)

@@ -12,7 +12,7 @@ from lamella._data.order import BatchStream
 from lamella._data.packing import inputs_and_targets, on_device
 from lamella._data.tokens import load_tokens
 from lamella._model.building import build
-from lamella._model.float8 import told_of_products, told_of_scales
+from lamella._model.float8 import product_lines, scale_lines
 from lamella._model.sharding import compile_units
 from lamella._processes.agreement import Agreement, agreed_error, from_first_rank
 from lamella._processes.endings import LossNotFiniteError, StorageError
@@ -113,7 +113,7 @@ class Trainer:
             self._run_model.replacements.undo()
 
     def _train(self) -> int:
-        lines = told_of_products(self._config.parallel, self._rank.device)
+        lines = product_lines(self._config.parallel, self._rank.device)
         first_step = self._restore(lines)
         progress = Progress(first_step, self._config.optim.steps, enabled=self._rank.is_first)
         self._choose_loss(lines)
@@ -174,9 +174,11 @@ class Trainer:
         try:
             extra = load(latest, model=self._model, optimizer=self._optimizer)
             step = int(extra["step"])
-            for group, own in zip(groups, settings, strict=True):
-                group.update(own)  # The checkpoint has options too; the run's settings were printed, and count.
-            lines += told_of_scales(load_scaling_state(self._model, extra.get("scaling", {})), step)
+            for group, group_settings in zip(groups, settings, strict=True):
+                group.update(
+                    group_settings
+                )  # The checkpoint has options too; the run's settings were printed, and count.
+            lines += scale_lines(load_scaling_state(self._model, extra.get("scaling", {})), step)
             return step
         except (CheckpointDamaged, CheckpointFailed) as error:
             if (problem := damage_in(error)) is None:
@@ -247,7 +249,7 @@ class Trainer:
                     failure = self._saves.settle()
                     raise LossNotFiniteError(
                         f"Expected a finite {name}, got {value} at step {record.step}. "
-                        f"{f'{failure} ' if failure else ''}{self._saves.told_of_last()} {TRY}"
+                        f"{f'{failure} ' if failure else ''}{self._saves.last_checkpoint_line()} {TRY}"
                     )
         self._report([*steps], progress)
 

@@ -20,12 +20,12 @@ class Validation:
 
     Args:
         config: The run's settings.
-        data: The tokens of the run.
+        tokens: The tokens of the run.
         rank: This process among the workers.
     """
 
-    def __init__(self, config: Config, data: TokenData, rank: Rank) -> None:
-        self._config, self._data, self._rank = config, data, rank
+    def __init__(self, config: Config, tokens: TokenData, rank: Rank) -> None:
+        self._config, self._tokens, self._rank = config, tokens, rank
 
     @torch.no_grad()
     def record(self, model: nn.Module, step: int) -> ValidationRecord:
@@ -38,12 +38,12 @@ class Validation:
         for batch, weights in self._batches():
             inputs, targets = inputs_and_targets(on_device(batch, self._rank.device))
             losses = target_losses(model, inputs, targets)[0].double().sum(1)
-            num_units = self._data.num_units(inputs_and_targets(batch)[1])
+            num_units = self._tokens.num_units(inputs_and_targets(batch)[1])
             sums += torch.stack([losses, num_units.to(losses)]) @ weights.to(losses)
         model.train()
         dist.all_reduce(sums)
         nats, num_units_in_all = sums.tolist()
-        return ValidationRecord.of(step, nats / max(1, num_units_in_all), self._data.unit)
+        return ValidationRecord.of(step, nats / max(1, num_units_in_all), self._tokens.unit)
 
     def _batches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield this rank's sequences and their weights.
@@ -53,7 +53,7 @@ class Validation:
         """
         config, rank = self._config, self._rank
         length = config.data.sequence_length
-        indices = validation_indices(self._data.validation, length, config.run.validation_sequences)
+        indices = validation_indices(self._tokens.validation, length, config.run.validation_sequences)
         weights = torch.ones(len(indices), dtype=torch.float64)
         padding = -len(indices) % rank.num_ranks
         indices = torch.cat([indices, indices[:1].expand(padding)])[rank.rank :: rank.num_ranks]
@@ -61,4 +61,4 @@ class Validation:
         share = max(1, config.optim.batch_size // (rank.num_ranks * config.optim.accumulation))
         for start in range(0, len(indices), share):
             part = indices[start : start + share]
-            yield sequences(self._data.validation, part, length), weights[start : start + share]
+            yield sequences(self._tokens.validation, part, length), weights[start : start + share]

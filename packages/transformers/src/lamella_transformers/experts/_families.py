@@ -50,16 +50,18 @@ def mask_function(kind: str) -> Callable[..., Any]:
     Raises:
         ValueError: Another kind of attention, or a transformers without the function.
     """
-    found = getattr(masking_utils, _MASKS.get(kind, ""), None)
-    if found is None:
+    function = getattr(masking_utils, _MASKS.get(kind, ""), None)
+    if function is None:
         raise ValueError(
             f"Expected layers of {' or '.join(_MASKS)} with transformers' function that makes their mask, got {kind!r} "
             f"and transformers {transformers.__version__}. Install transformers 5.23 or newer."
         )
-    return cast(Callable[..., Any], found)
+    return cast(Callable[..., Any], function)
 
 
-def positions_of(config: Any, hidden: torch.Tensor, given: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+def positions_of(
+    config: Any, hidden: torch.Tensor, text_positions: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Positions in the text, for attention and masks; and positions for rotary embeddings, as each family takes them.
 
     Args:
@@ -68,11 +70,11 @@ def positions_of(config: Any, hidden: torch.Tensor, given: torch.Tensor | None) 
         given: (num_rows, length), or None for positions from 0 on.
     """
     length = hidden.shape[1]
-    positions = torch.arange(length, device=hidden.device).unsqueeze(0) if given is None else given
+    positions = torch.arange(length, device=hidden.device).unsqueeze(0) if text_positions is None else text_positions
     if config.model_type not in _OF_FOUR_POSITIONS:
         return positions, positions
-    of_rows = positions.expand(hidden.shape[0], -1)
-    return of_rows, of_rows.unsqueeze(0).expand(3, -1, -1)
+    row_positions = positions.expand(hidden.shape[0], -1)
+    return row_positions, row_positions.unsqueeze(0).expand(3, -1, -1)
 
 
 def is_sparse(module: Any) -> bool:
@@ -87,4 +89,4 @@ def decoder_of(model: nn.Module) -> Any:
 
 def family_class(model: nn.Module) -> type:
     """The model's class in transformers: `fully_shard` puts a class of its own before."""
-    return next(each for each in type(model).__mro__ if each.__module__.startswith("transformers.models."))
+    return next(base for base in type(model).__mro__ if base.__module__.startswith("transformers.models."))

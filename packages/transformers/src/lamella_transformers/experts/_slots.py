@@ -85,7 +85,7 @@ class _Batch:
     def embed(self) -> torch.Tensor:
         decoder, config = self._model.model, self._model.config
         hidden: torch.Tensor = decoder.embed_tokens(self._input_ids)
-        positions, of_rotary = positions_of(config, hidden, self._position_ids)
+        positions, rotary_positions = positions_of(config, hidden, self._position_ids)
         self._masks = {
             kind: make(
                 config=config,
@@ -96,7 +96,7 @@ class _Batch:
             )
             for kind, make in self._mask_functions.items()
         }
-        rotary = decoder.rotary_emb(hidden, position_ids=of_rotary)
+        rotary = decoder.rotary_emb(hidden, position_ids=rotary_positions)
         self._for_attention = {"position_ids": positions, "position_embeddings": rotary}
         return hidden
 

@@ -58,8 +58,8 @@ def spread_experts(model: nn.Module, mesh: DeviceMesh) -> None:
             "with the same experts is an axis of size 1."
         )
     sharing = mesh[mesh.mesh_dim_names[1]]
-    found: list[Any] = [module.experts for module in model.modules() if is_sparse(module)]
-    for experts in found:
+    stacks: list[Any] = [module.experts for module in model.modules() if is_sparse(module)]
+    for experts in stacks:
         if isinstance(experts, SpreadExperts):
             raise ValueError("Expected experts that are not spread, got spread ones. Call spread_experts once.")
         if experts.num_experts % sharing.size():
@@ -67,7 +67,7 @@ def spread_experts(model: nn.Module, mesh: DeviceMesh) -> None:
                 f"Expected experts that divide among the {sharing.size()} ranks of {mesh.mesh_dim_names[1]!r}, got "
                 f"{experts.num_experts}. Use an axis of a size that divides."
             )
-    for experts in found:
+    for experts in stacks:
         num_local = experts.num_experts // sharing.size()
         first = sharing.get_local_rank() * num_local
         for name, weight in list(experts.named_parameters(recurse=False)):
@@ -105,14 +105,14 @@ def shard_with_experts(
     spread = [module for module in model.modules() if isinstance(module, SpreadExperts)]
     if not spread:
         raise ValueError("Expected spread experts, got a model without. Call spread_experts before.")
-    of_experts = spread[0].mesh
-    if mesh.size() != of_experts.size():
+    expert_mesh = spread[0].mesh
+    if mesh.size() != expert_mesh.size():
         raise ValueError(
-            f"Expected `mesh` to have the {of_experts.size()} ranks of the experts' mesh, got {mesh.size()}: gradients "
-            "would be means over other ranks. Pass a mesh of one axis over the same ranks."
+            f"Expected `mesh` to have the {expert_mesh.size()} ranks of the experts' mesh, got {mesh.size()}: "
+            "gradients would be means over other ranks. Pass a mesh of one axis over the same ranks."
         )
     experts = {id(weight) for module in spread for weight in module.parameters()}
-    placed = placement_on(of_experts[cast(Any, of_experts.mesh_dim_names)[0]])
+    placed = placement_on(expert_mesh[cast(Any, expert_mesh.mesh_dim_names)[0]])
 
     def place(parameter: torch.Tensor) -> Any:
         return placed if id(parameter) in experts else None
@@ -165,13 +165,17 @@ class SpreadExperts(nn.Module):
 
     def compute(self, rows: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
         """Run this rank's experts, by the implementation that the model's config names."""
-        weights = {name: cast(DTensor, each).to_local() for name, each in self.named_parameters(recurse=False)}
+        weights = {
+            name: cast(DTensor, parameter).to_local() for name, parameter in self.named_parameters(recurse=False)
+        }
         if not len(rows):
             # The parameters' gradients and the way back to the other ranks must not hang on this rank's tokens.
             return rows + sum(weight.sum() * 0 for weight in weights.values())
-        ones = torch.ones_like(local, dtype=rows.dtype).unsqueeze(-1)
+        routing_weights = torch.ones_like(local, dtype=rows.dtype).unsqueeze(-1)
         forward: Any = super().forward
-        return cast(torch.Tensor, forward.__func__(_WithLocal(self, weights), rows, local.unsqueeze(-1), ones))
+        return cast(
+            torch.Tensor, forward.__func__(_WithLocal(self, weights), rows, local.unsqueeze(-1), routing_weights)
+        )
 
 
 class _WithLocal:
