@@ -495,7 +495,7 @@ def test_an_interrupted_conversion_leaves_with_130_and_nothing_behind(
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(ckpt._Bar, "to", interrupt)
+    monkeypatch.setattr(ckpt._ByteBar, "to", interrupt)
     before = set(tmp_path.iterdir())
     assert main(["ckpt", "convert", str(tiny), str(tmp_path / "to"), "--to", "hf"]) == 130
     assert capsys.readouterr() == ("", "lamella: interrupted.\n")

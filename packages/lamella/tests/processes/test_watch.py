@@ -16,7 +16,7 @@ from lamella import ParallelConfig, RunConfig, Stopped, WorkerTimeoutError
 from lamella._processes.launch import run_workers
 from lamella._processes.placement import BOARD_VARIABLE, STORE_VARIABLE, Rank, process_group
 from lamella._processes.stop import StopRequests
-from lamella._processes.watch import Beat, FileBoard, Phase, Pulse, StoreBoard, Watch, watched
+from lamella._processes.watch import Beat, FileBoard, Pulse, RunPhase, StoreBoard, Watch, watched
 from lamella._settings.config import WaitLimits
 from lamella_testing import run_ranks
 
@@ -48,11 +48,11 @@ class Ranks:
 
 def test_the_rank_with_fewer_collectives_is_waited_for_and_named_every_minute_until_the_limit() -> None:
     ranks = Ranks()
-    ranks.wait(10, (Phase.STEPPING, 7, 41), (Phase.STEPPING, 7, 41))
-    ranks.wait(125, (Phase.STEPPING, 7, 42), (Phase.STEPPING, 7, 41))
+    ranks.wait(10, (RunPhase.STEPPING, 7, 41), (RunPhase.STEPPING, 7, 41))
+    ranks.wait(125, (RunPhase.STEPPING, 7, 42), (RunPhase.STEPPING, 7, 41))
     assert ranks.lines == ["step 7: waiting for rank 1 since 60 s", "step 7: waiting for rank 1 since 120 s"]
     assert ranks.watch.timeout() is None
-    ranks.wait(476, (Phase.STEPPING, 7, 42), (Phase.STEPPING, 7, 41))
+    ranks.wait(476, (RunPhase.STEPPING, 7, 42), (RunPhase.STEPPING, 7, 41))
     assert ranks.watch.timeout() == (
         "Expected every rank to go on in step 7 within 600 s (--timeout), got none from rank 1. "
         "All ranks have been stopped."
@@ -61,23 +61,23 @@ def test_the_rank_with_fewer_collectives_is_waited_for_and_named_every_minute_un
 
 def test_a_stopped_process_is_named_though_its_peer_has_entered_no_more_collectives() -> None:
     ranks = Ranks()
-    ranks.wait(601, (Phase.STEPPING, 7, 41), (Phase.STEPPING, 7, 41), stopped=0)
+    ranks.wait(601, (RunPhase.STEPPING, 7, 41), (RunPhase.STEPPING, 7, 41), stopped=0)
     assert ranks.watch.absent() == [0] and ranks.watch.first_present() == 1
     assert "got no sign of life from rank 0" in str(ranks.watch.timeout())
 
 
 def test_the_first_step_has_a_limit_of_its_own_and_progress_begins_the_wait_anew() -> None:
     ranks = Ranks()
-    ranks.wait(3000, None, (Phase.STARTING, 0, 3))
+    ranks.wait(3000, None, (RunPhase.STARTING, 0, 3))
     assert ranks.lines[0] == "start-up: waiting for rank 0 since 60 s" and ranks.watch.timeout() is None
-    ranks.wait(3590, (Phase.STARTING, 1, 9), (Phase.STARTING, 1, 9))
+    ranks.wait(3590, (RunPhase.STARTING, 1, 9), (RunPhase.STARTING, 1, 9))
     assert ranks.watch.timeout() is None
-    ranks.wait(20, (Phase.STARTING, 1, 9), (Phase.STARTING, 1, 9))
+    ranks.wait(20, (RunPhase.STARTING, 1, 9), (RunPhase.STARTING, 1, 9))
     assert "in step 1 within 3600 s (--startup-timeout), got no progress of any rank." in str(ranks.watch.timeout())
 
 
 def test_a_save_has_its_own_limit_unless_its_process_is_stopped_or_another_rank_is_behind() -> None:
-    saving, behind = (Phase.SAVING, 7, 42), (Phase.STEPPING, 7, 41)
+    saving, behind = (RunPhase.SAVING, 7, 42), (RunPhase.STEPPING, 7, 41)
     ranks = Ranks()
     ranks.wait(5000, saving, saving)
     assert ranks.watch.timeout() is None and not ranks.lines
@@ -90,20 +90,20 @@ def test_a_save_has_its_own_limit_unless_its_process_is_stopped_or_another_rank_
 
 def test_ranks_that_are_done_are_not_waited_for() -> None:
     ranks = Ranks()
-    ranks.wait(601, (Phase.DONE, 7, 0), (Phase.STEPPING, 7, 41), stopped=0)
+    ranks.wait(601, (RunPhase.DONE, 7, 0), (RunPhase.STEPPING, 7, 41), stopped=0)
     assert ranks.watch.absent() == []
 
 
 def test_time_in_which_nobody_watched_does_not_count() -> None:
     ranks = Ranks()
-    ranks.wait(10, (Phase.STEPPING, 7, 41), (Phase.STEPPING, 7, 41))
+    ranks.wait(10, (RunPhase.STEPPING, 7, 41), (RunPhase.STEPPING, 7, 41))
     ranks.now += 100_000
-    ranks.wait(2, (Phase.STEPPING, 7, 41), (Phase.STEPPING, 7, 41))
+    ranks.wait(2, (RunPhase.STEPPING, 7, 41), (RunPhase.STEPPING, 7, 41))
     assert ranks.watch.timeout() is None
 
 
 def test_after_a_stop_request_a_step_is_abandoned_when_a_process_is_stopped_and_a_slow_step_is_waited_for() -> None:
-    one, two = (Phase.STEPPING, 7, 41), (Phase.STEPPING, 7, 42)
+    one, two = (RunPhase.STEPPING, 7, 41), (RunPhase.STEPPING, 7, 42)
     ranks = Ranks()
     ranks.wait(1, one, one)
     ranks.wait(20, one, one, stopped=1)
@@ -137,7 +137,7 @@ def test_a_rank_publishes_the_collectives_that_it_has_entered(tmp_path: Path) ->
             is_behind = True
             dist.barrier()
         board = FileBoard(tmp_path / "board", 2)
-        wait_until(lambda: all(beat is not None and beat.phase == Phase.DONE for beat in board.read()))
+        wait_until(lambda: all(beat is not None and beat.phase == RunPhase.DONE for beat in board.read()))
         return is_behind, dist.is_initialized()
 
     assert run_ranks(on_rank, 2) == [(True, False)] * 2
@@ -223,7 +223,7 @@ def test_a_rank_of_torchrun_watches_the_others_by_their_store() -> None:
         if (error := watch.timeout()) is not None:
             ends.append((error, prints))
 
-    board.publish(1, Beat(1, Phase.STEPPING, 2, 0))  # and not once more
+    board.publish(1, Beat(1, RunPhase.STEPPING, 2, 0))  # and not once more
     with pulse.published(board, 0), watched(rank, WaitLimits(4.0, 120.0), StopRequests(), end_wait):
         for step in (1, 2):
             pulse.begin_step(step)

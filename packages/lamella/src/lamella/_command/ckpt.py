@@ -129,7 +129,7 @@ def _diff(arguments: argparse.Namespace) -> int:
     rtol, atol = (_number(f"--{name}", getattr(arguments, name), float) for name in ("rtol", "atol"))
     limit = _number("--limit", arguments.limit, int)
     tp = _tensor_parallel_size(arguments)
-    with _config_folder(arguments.config) as like, _Bar("comparing") as bar:
+    with _config_folder(arguments.config) as like, _ByteBar("comparing") as bar:
         sources = lamella_convert.open_both(
             arguments.a, arguments.b, like=like, tensor_parallel_size=tp, trust=arguments.trust
         )
@@ -164,7 +164,7 @@ def _convert(arguments: argparse.Namespace) -> int:
         padded_vocabulary=_optional_number("--padded-vocab", arguments.padded_vocab),
     )
     size = _nbytes(arguments.max_shard_size)
-    with _config_folder(arguments.config) as like, _Bar("writing") as bar:
+    with _config_folder(arguments.config) as like, _ByteBar("writing") as bar:
         done = lamella_convert.convert(
             arguments.src,
             arguments.dst,
@@ -214,7 +214,7 @@ def _report_lines(done: "Conversion") -> Iterator[str]:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    with _Bar("reading") as bar:
+    with _ByteBar("reading") as bar:
         verification = lamella_convert.verify(arguments.path, trust=arguments.trust, on_progress=bar.to)
     show(verification.lines(), json.dumps(verification.as_json(), indent=2), arguments.json)
     return 0 if verification else _DAMAGED
@@ -231,7 +231,7 @@ _RUNS: Final[Mapping[str, Callable[[argparse.Namespace], int]]] = {
 # -- what they share --------------------------------------------------------------------------------------------------
 
 
-class _Bar:
+class _ByteBar:
     """A progress bar in bytes, on a terminal; absent elsewhere."""
 
     def __init__(self, label: str) -> None:

@@ -46,7 +46,7 @@ _NUM_NAMED: Final = 4
 _BEAT: Final = struct.Struct("<4q")
 
 
-class Phase(IntEnum):
+class RunPhase(IntEnum):
     """Part of a rank's run. Decides which limit on waiting holds."""
 
     STARTING = 0
@@ -141,19 +141,19 @@ class Pulse:
 
     def __init__(self) -> None:
         self.group: dist.ProcessGroup | None = None
-        self.phase, self.step = Phase.STARTING, 0
+        self.phase, self.step = RunPhase.STARTING, 0
         self._num_beats = 0
 
     def begin_step(self, step: int) -> None:
         """Note the step that begins; a second step ends the start-up. Effects: none outside this object."""
         if self.step:
-            self.phase = Phase.STEPPING
+            self.phase = RunPhase.STEPPING
         self.step = step
 
     @contextmanager
     def saving(self) -> Iterator[None]:
         """Leave the limit on waiting to the save inside the block."""
-        phase, self.phase = self.phase, Phase.SAVING
+        phase, self.phase = self.phase, RunPhase.SAVING
         yield
         self.phase = phase  # Not after an exception: the run ends, and waits for no limit.
 
@@ -188,7 +188,7 @@ class Pulse:
         # Not in a `finally`: after an exception the launcher ends the process.
         is_over.set()
         thread.join()
-        self.phase, self.group = Phase.DONE, None
+        self.phase, self.group = RunPhase.DONE, None
         board.publish(rank, self.beat())
 
 
@@ -286,23 +286,23 @@ class Watch:
 
     def _running(self) -> dict[int, Beat]:
         beats = enumerate(self._beats)
-        return {rank: beat for rank, beat in beats if beat is not None and beat.phase != Phase.DONE}
+        return {rank: beat for rank, beat in beats if beat is not None and beat.phase != RunPhase.DONE}
 
     def _unfinished(self) -> list[int]:
         beats = enumerate(self._beats)
-        return [rank for rank, beat in beats if beat is None or beat.phase != Phase.DONE]
+        return [rank for rank, beat in beats if beat is None or beat.phase != RunPhase.DONE]
 
     def _silent(self) -> list[int]:
         return [rank for rank in self._unfinished() if self._clock - self._beat_at[rank] >= self._silence_s]
 
     def _is_starting(self) -> bool:
-        return all(beat.phase == Phase.STARTING for beat in self._running().values())
+        return all(beat.phase == RunPhase.STARTING for beat in self._running().values())
 
     def _is_saving(self) -> bool:
         """True while the ranks that the others wait for are saving, and have a limit of their own."""
         running = self._running()
         ranks = self.absent() or running
-        is_saving = [running[rank].phase == Phase.SAVING for rank in ranks if rank in running]
+        is_saving = [running[rank].phase == RunPhase.SAVING for rank in ranks if rank in running]
         return bool(is_saving) and all(is_saving) and not self._silent()
 
     def _waiting(self) -> str:

@@ -6,7 +6,7 @@ import sys
 from tqdm import tqdm
 
 
-class Progress:
+class ProgressBar:
     """The progress bar of one rank: drawn only on a terminal; without `enabled` nothing is printed."""
 
     def __init__(self, first_step: int, num_steps: int, *, enabled: bool) -> None:

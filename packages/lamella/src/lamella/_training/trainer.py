@@ -23,7 +23,7 @@ from lamella._record.metrics import Record, StepRecord, append, read
 from lamella._record.output import say
 from lamella._record.plots import plot
 from lamella._record.profiling import profiled
-from lamella._record.progress import Progress
+from lamella._record.progress import ProgressBar
 from lamella._record.run_directory import RunDirectory
 from lamella._settings.config import Config
 from lamella._training.optimizer import learning_rate, make_optimizer
@@ -115,7 +115,7 @@ class Trainer:
     def _train(self) -> int:
         lines = product_lines(self._config.parallel, self._rank.device)
         first_step = self._restore(lines)
-        progress = Progress(first_step, self._config.optim.steps, enabled=self._rank.is_first)
+        progress = ProgressBar(first_step, self._config.optim.steps, enabled=self._rank.is_first)
         self._choose_loss(lines)
         for line in lines:
             progress.say(line)
@@ -129,7 +129,7 @@ class Trainer:
             self._saves.close()
         return signum
 
-    def _train_from(self, first_step: int, progress: Progress, end_step: Callable[[], None]) -> int:
+    def _train_from(self, first_step: int, progress: ProgressBar, end_step: Callable[[], None]) -> int:
         self._requests.wait_from_now_on()  # From here on a stop request waits for the step in progress to be saved.
         interval = Interval(first_step)
         for step in range(first_step, self._config.optim.steps):
@@ -226,7 +226,7 @@ class Trainer:
     def _is_every(self, interval: int, step: int) -> bool:
         return step % interval == 0 or step == self._config.optim.steps
 
-    def _finish_interval(self, step: int, interval: Interval, progress: Progress, *, stopping: bool) -> None:
+    def _finish_interval(self, step: int, interval: Interval, progress: ProgressBar, *, stopping: bool) -> None:
         run = self._config.run
         self._report_steps(interval.records(self._rank.device, self._speed), progress)
         if stopping:  # Before the validation: a scheduler may kill the run before a long validation ends.
@@ -239,7 +239,7 @@ class Trainer:
         if is_due or stopping:
             self._write(self._directory.plot, lambda: plot(read(self._directory.metrics), self._directory.plot))
 
-    def _report_steps(self, steps: list[StepRecord], progress: Progress) -> None:
+    def _report_steps(self, steps: list[StepRecord], progress: ProgressBar) -> None:
         """Report the steps, up to the first with a loss or gradient norm that is not finite; then raise."""
         names = ("loss", "gradient norm")
         for index, record in enumerate(steps):
@@ -253,7 +253,7 @@ class Trainer:
                     )
         self._report([*steps], progress)
 
-    def _report(self, records: list[Record], progress: Progress) -> None:
+    def _report(self, records: list[Record], progress: ProgressBar) -> None:
         """Write all records, and print the last of each kind."""
         self._write(self._directory.metrics, lambda: append(self._directory.metrics, records))
         for record in {type(record): record for record in records}.values():
@@ -270,7 +270,7 @@ class Trainer:
         if (text := agreed_error(error)) is not None:
             raise StorageError(text)
 
-    def _save(self, step: int, progress: Progress, *, wait: bool) -> None:
+    def _save(self, step: int, progress: ProgressBar, *, wait: bool) -> None:
         extra = stream_settings(self._config) | {"fingerprint": self._data.fingerprint, "step": step}
         if scaling := scaling_state(self._model):
             extra["scaling"] = scaling
