@@ -23,7 +23,7 @@ class ModelSpec(Protocol):
 
 
 def build_model(spec: ModelSpec, device: torch.device, seed: int) -> nn.Module:
-    """The causal language model of a config, fp32, with weights that follow from `seed` alone.
+    """Build the causal language model of a config, fp32, with weights that follow from `seed` alone.
 
     Every rank builds the whole model and keeps its shards, so the weights do not depend on the number of ranks.
     """
@@ -36,11 +36,11 @@ def build_model(spec: ModelSpec, device: torch.device, seed: int) -> nn.Module:
 
 
 def outline(spec: ModelSpec) -> nn.Module:
-    """The model of a config without memory for its weights, to learn before a run whether it can be built and sharded.
+    """Build the model of a config without memory for its weights: a trial before a run.
 
     Raises:
-        ModelError: It cannot, or its positions see those that they are to predict; names the model type and the
-            reason.
+        ModelError: transformers cannot build the model, the model names no layers, or positions see the tokens that
+            they predict. Names the model type and the reason.
     """
     try:
         model = build_model(spec, torch.device("meta"), seed=0)
@@ -65,9 +65,9 @@ def _check_causal(model: nn.Module, spec: ModelSpec) -> None:
 
 
 def build_without_parameters(spec: ModelSpec, device: torch.device) -> nn.Module:
-    """The model of a config with parameters on the meta device, for weights to be read into its shards.
+    """Build the model of a config with parameters on the meta device, for weights to be read into its shards.
 
-    Its buffers are as built. `torch.device("meta")` alone would lose them, and no checkpoint holds rotary tables.
+    Buffers are as built: `torch.device("meta")` alone would lose rotary tables, which no checkpoint holds.
     """
     with _parameters_on_meta():
         return build_model(spec, device, seed=0)
@@ -90,7 +90,7 @@ def _parameters_on_meta() -> Iterator[None]:
 
 
 def materialise(model: nn.Module, device: torch.device) -> None:
-    """Give the shards of a model without memory theirs; what is in it is undefined. Buffers keep their values."""
+    """Allocate the shards of a model without memory, with undefined values. Buffers keep their values."""
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     model.to_empty(device=device)
     for name, buffer in model.named_buffers():

@@ -1,8 +1,8 @@
-"""How a published model's files name and cut what modules hold: transformers' own table, as boxes.
+"""The names and cuts of tensors in a published model's files, by transformers' own table, as boxes.
 
-transformers renames tensors on loading, stacks experts that files store one by one, and joins projections; it keeps a
-table of that by model type. `from_pretrained` applies the table to whole tensors. Here the table becomes boxes of
-files' tensors that are boxes of modules' tensors, so that each rank reads its shards alone and nothing is held whole.
+transformers renames tensors on loading, stacks experts that files store one by one, and joins projections, by a table
+for each model type. `from_pretrained` applies the table to unsharded tensors. Here the table becomes pairs of boxes, of
+a file's tensor and of a module's tensor, so that a rank reads its shards alone and no tensor is read in full.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,25 +19,25 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 class _CutTensor(NamedTuple):
-    """A tensor on the way: its shape, and which box of which file's tensor is which box of it."""
+    """A tensor between files and modules: its shape, and pairs of a box in a file's tensor and a box in this tensor."""
 
     shape: tuple[int, ...]
     boxes: tuple[tuple[Place, Chunk], ...]
 
 
 class _ConvertedGroup(NamedTuple):
-    """What becomes one of a module's tensors, or several: the step of the table, and names in files by its pattern."""
+    """The files' tensors that one step of the table converts: the step, and names in files by pattern of the step."""
 
     converter: object
     names: dict[str, list[str]]
 
 
 def correspondences(model: nn.Module, shapes: Shapes) -> list[Correspondence]:
-    """What the tensors of files (left) are among those of a model's modules (right), where names or cuts differ.
+    """Return the correspondences of files' tensors (left) and modules' tensors (right) where names or cuts differ.
 
     Args:
         model: A model of transformers; may be on the meta device.
-        shapes: Of the files' tensors, by name.
+        shapes: The shape of each tensor in the files, by name.
 
     Raises:
         ModelError: The table has a step that is neither a stack nor a join; names the step and the tensor.
@@ -68,7 +68,7 @@ def correspondences(model: nn.Module, shapes: Shapes) -> list[Correspondence]:
 
 
 def _correspondence(target: str, group: _ConvertedGroup, shapes: Shapes) -> Correspondence:
-    """What the steps of the table make of a group's tensors."""
+    """Return the correspondence of a group's tensors after the steps of the table."""
     from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
 
     converter = cast(WeightConverter, group.converter)
@@ -100,7 +100,7 @@ def _stored(name: str, shapes: Shapes) -> _CutTensor:
 
 
 def _stacked(tensors: Sequence[_CutTensor], dim: int) -> _CutTensor:
-    """Tensors of one shape on a new dim."""
+    """Stack tensors of one shape on a new dim."""
     boxes = (
         (place, Chunk((*box.offsets[:dim], index, *box.offsets[dim:]), (*box.sizes[:dim], 1, *box.sizes[dim:])))
         for index, tensor in enumerate(tensors)
@@ -111,7 +111,7 @@ def _stacked(tensors: Sequence[_CutTensor], dim: int) -> _CutTensor:
 
 
 def _joined(tensors: Sequence[_CutTensor], dim: int) -> _CutTensor:
-    """Tensors one after another along a dim."""
+    """Join tensors along a dim."""
     sizes = [tensor.shape[dim] for tensor in tensors]
     shape = tensors[0].shape
     return _CutTensor((*shape[:dim], sum(sizes), *shape[dim + 1 :]), tuple(_along(tensors, sizes, dim)))

@@ -114,7 +114,7 @@ def choose_loss(
     Args:
         model: Has its weights, sharded or not.
         vocab_size: A bound of the trial's tokens.
-        balance_coefficient: As for `ModelLoss`.
+        balance_coefficient: The weight of the auxiliary loss in the model's loss.
         device: The device of the model's inputs.
         is_fused: The model's forward fuses head and loss: no head is deferred.
 

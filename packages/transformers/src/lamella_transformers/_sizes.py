@@ -11,7 +11,7 @@ from lamella_transformers._building import ModelSpec
 def flops_per_token(model: nn.Module, spec: ModelSpec, sequence_length: int) -> float:
     """Return the floating-point operations of one token's forward and backward, as counted for MFU.
 
-    Six for each parameter but the input embedding, and twelve for each pair of positions in an attention layer.
+    Six operations a parameter without the input embedding, and twelve a pair of positions in an attention layer.
     Causal masking and recomputation are not counted.
     """
     values = spec.to_dict()
@@ -35,7 +35,7 @@ def _attention_width(values: Mapping[str, object]) -> int:
 def num_positions(spec: ModelSpec) -> int | None:
     """Return the number of positions that a model is made for; None where its config names no bound.
 
-    Where rotary positions are stretched, some configs name the bound before the stretch, and others after.
+    Some configs of stretched rotary positions name the bound before the stretch, others the bound after the stretch.
     """
     positions = getattr(spec, "max_position_embeddings", None)
     if not isinstance(positions, int) or positions < 1:

@@ -38,7 +38,7 @@ def check_weights(directory: Path, outline: nn.Module, spec: ModelSpec) -> tuple
         outline: The model, on the meta device.
 
     Returns:
-        The names, in the files, of what the model has no modules for, and a run does not train.
+        The names of the files' tensors that the model has no modules for; training leaves these tensors alone.
 
     Raises:
         ModelError: A tensor is absent or of another shape, tensors that the config ties differ, or a file is damaged;
@@ -94,14 +94,14 @@ def fingerprint_of_weights(directory: Path) -> str | None:
 
 
 def _first_elements(name: str, info: TensorInfo) -> Wanted:
-    """The wish for the first elements of a tensor's first row."""
+    """Return the request for the first elements of a tensor's first row."""
     *outer, inner = info.shape or (1,)
     sizes = (*(min(1, size) for size in outer), min(_NUM_COMPARED, inner))[: len(info.shape)]
     return Wanted(name, Chunk((0,) * len(sizes), sizes), torch.empty(sizes, dtype=info.dtype))
 
 
 def _names_in_files(directory: Path, model: nn.Module, spec: ModelSpec, names: Iterable[str]) -> tuple[str, ...]:
-    """What modules' tensors (`model.<name>`) are in the files of a directory."""
+    """Return the names, in a directory's files, of modules' tensors (`model.<name>`)."""
     translations = _correspondences(open_checkpoint(directory).source, model, spec)
     origins = {f"model.{name}": tuple(translation.left) for translation in translations for name in translation.right}
     return tuple(
@@ -110,17 +110,17 @@ def _names_in_files(directory: Path, model: nn.Module, spec: ModelSpec, names: I
 
 
 def _unfit(differences: Differences) -> str:
-    """What the model does not find, first differences first; empty if it finds all."""
+    """Describe the first tensors that the model lacks in the files; empty if the files hold all tensors."""
     names = [difference for difference in differences.names if difference.live is not None]
     more = f"; and {len(names) - _NUM_NAMED} more" if len(names) > _NUM_NAMED else ""
     return "; ".join(map(str, names[:_NUM_NAMED])) + more
 
 
 def load_weights(directory: Path, model: nn.Module, spec: ModelSpec) -> None:
-    """Read the weights into a model that `check_weights` has been asked about.
+    """Read the weights into a model that passed `check_weights`.
 
     Raises:
-        RuntimeError: They are no longer all there.
+        RuntimeError: A tensor has vanished from the files.
 
     Effects: collective.
     """
@@ -132,7 +132,7 @@ def load_weights(directory: Path, model: nn.Module, spec: ModelSpec) -> None:
 
 
 def _as_modules(source: Source, model: nn.Module, spec: ModelSpec) -> Source:
-    """The files' tensors under the names of the model's modules, by the rules of its family, or transformers' own."""
+    """Return the files' tensors under the names of modules, by the rules of the family or by transformers' table."""
     return translate(source, _correspondences(source, model, spec), to="right")
 
 
@@ -142,15 +142,15 @@ def _correspondences(source: Source, model: nn.Module, spec: ModelSpec) -> list[
 
 
 def as_published(directory: Path, spec: ModelSpec) -> Callable[[Source], Source] | None:
-    """What gives the checkpoint of a run the names and cuts that its weights were published with.
+    """Return the translation of a run's checkpoint to the names and cuts of the published weights.
 
     Args:
         directory: The published files without the trained weights, as `lamella_convert.keep_published` leaves them.
         spec: The config of the model.
 
     Returns:
-        For `convert(translate=...)`. None where that finds out by itself: the model's family has rules, its weights
-        were not published, or parts of it are kept because they are not trained.
+        The argument `translate` of `lamella_convert.convert`. None where `convert` needs none: the model's family has
+        rules, the weights were not published, or untrained tensors are kept beside.
 
     Raises:
         ModelError: The config is not a causal model's.

@@ -81,12 +81,12 @@ def _no_size(error: SizeUnknown) -> str:
 
 
 def _names_target(error: OSError, arguments: argparse.Namespace) -> bool:
-    """Whether a file is in the way where one was to be written, and not where its folder was to be."""
+    """True for an existing file at the path to write, False for a file at the path of its folder."""
     return error.filename is None or Path(error.filename).resolve() == Path(arguments.dst).resolve()
 
 
 def _checkpoint_within(error: FormatUnknown) -> str:
-    """A way out for the folder of a run, or of its checkpoints: the newest of them."""
+    """Return a way out for the folder of a run or of checkpoints: the newest checkpoint."""
     folders = (Path(error.file), Path(error.file, "checkpoints"))
     newest = next(
         (checkpoint for folder in folders if (checkpoint := lamella_checkpoint.CheckpointDirectory(folder).latest())),
@@ -115,7 +115,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
 
 
 def _at_a_glance(inspection: "Inspection") -> Iterator[str]:
-    """All of it, or as deep as a screen or two hold it."""
+    """Return the lines of all tensors, or of the depth that fits a screen or two."""
     lines = [*inspection.lines()]
     if len(lines) <= NUM_LINES:
         return iter(lines)
@@ -185,7 +185,7 @@ def _convert(arguments: argparse.Namespace) -> int:
 
 
 def _as_published(config: str | None) -> Callable[[Source], Source] | None:
-    """What gives back the names that a run's model was published with, if `--config` names such a run's model."""
+    """Return the translation to published names, if `--config` names the model folder of a run."""
     if config is None or not (Path(config) / "lamella_published.json").is_file():
         return None
     from lamella._model.weights import as_published
@@ -252,14 +252,14 @@ class _ByteBar:
         self._bar.close()
 
     def to(self, done: int, total: int) -> None:
-        """So many bytes are done of so many."""
+        """Move the bar to `done` of `total` bytes."""
         self._bar.total = total
         self._bar.update(done - self._bar.n)
 
 
 @contextmanager
 def _config_folder(path: str | None) -> Iterator[Path | None]:
-    """The folder that `--config` names; of a lone file, one that has a copy of it and nothing else."""
+    """Yield the folder that `--config` names; for a lone file, a folder with a copy of the file alone."""
     if path is None:
         yield None
         return

@@ -82,8 +82,8 @@ def first_chat(files: Iterable[TextFile]) -> Chat | None:
     """Return the first conversation; None when all documents are text.
 
     Raises:
-        ConfigError: As `parts`, for any line of any file. Parsing every line here finds damaged lines before hours of
-            tokenization.
+        ConfigError: A JSON line of a file holds no document. Parsing every line here finds damaged lines before hours
+            of tokenization.
 
     Effects: reads all files of JSON lines.
     """

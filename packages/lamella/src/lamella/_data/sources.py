@@ -36,7 +36,7 @@ def read_text(config: DataConfig, pretrained: Path | None, vocab_size: int, *, w
         without: The run's folder, whose files are no text.
 
     Raises:
-        ConfigError: As `read_tokenizer` and `collect`.
+        ConfigError: The folder has no readable tokenizer, or a path has no text; names the path.
 
     Effects: reads every file once.
     """

@@ -37,8 +37,8 @@ def in_float8(
 
     Args:
         units: Changed in place, before `fully_shard`.
-        policy: Of all other parameters.
-        parallel: Its `float8` and `float8_except`.
+        policy: The policy of all other parameters.
+        parallel: The settings with `float8` and `float8_except`.
 
     Raises:
         ValueError: No matrix is left, or a pattern matches nothing.

@@ -1,4 +1,4 @@
-"""Models by name or by a transformers config: the config that a run builds its model from, checked for mistakes."""
+"""The config of a run's model, by the name of a shipped model or by a path, checked for mistakes."""
 
 import os
 import re
@@ -19,7 +19,7 @@ from lamella_transformers import Adapter, ModelError, ModelSpec, find_adapter, n
 
 @dataclass(frozen=True, kw_only=True)
 class NamedModel:
-    """A model that ships with lamella: its config's values, and the settings that train it sensibly.
+    """A model that ships with lamella: the values of its config, and sensible settings.
 
     Attributes:
         adapted_type: The model type whose adapter holds the values under the same name; then `config` is empty.
@@ -78,14 +78,14 @@ _EXTRAS: Final[Mapping[str, str]] = {"qwen3_5_text": "qwen", "qwen3_5_moe_text":
 
 
 def named_settings(name: str) -> Values:
-    """The settings that come with a named model; none for a path."""
+    """Return the settings of a shipped model; none for a path."""
     return NAMED[name].settings if name in NAMED else {}
 
 
 def load_spec(name: str, vocab_size: int | None = None) -> ModelSpec:
-    """The transformers config of a named model or of a path, with the vocabulary size replaced if one is given.
+    """Return the transformers config of a shipped model or of a path, with another vocabulary size if passed.
 
-    Of a model that has other parts too (vision), it is the text model's.
+    A config with other parts (vision) yields the config of the text model.
 
     Raises:
         ConfigError: No such model, its adapter is not installed, or the config lacks a field or is refused by
@@ -146,7 +146,7 @@ def _check_numbers(name: str, values: Mapping[str, object]) -> None:
 
 
 def _from_a_hub(name: str) -> str:
-    """A way out for `owner/model`, which is how models are called where they are published."""
+    """Return a way out for `owner/model`, the name of a model on a hub."""
     owner, _, model = name.partition("/")
     if not owner or not model or "/" in model or owner.startswith("."):
         return ""

@@ -1,4 +1,4 @@
-"""Weights that a run starts from: the folder that `--model` names, and what a run tells of it."""
+"""The folder of the weights that a run starts from, and the lines on the folder."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -32,10 +32,10 @@ FINE_TUNING: Final[Values] = {"optim": {"lr": 2e-5}}
 
 
 def pretrained_directory(name: str) -> Path | None:
-    """The directory with weights that `--model` names; None for a config alone, and for models that ship.
+    """Return the directory with weights that `--model` names; None for a config alone and for shipped models.
 
     Raises:
-        ConfigError: It has weights in another format than safetensors: a run would start without them.
+        ConfigError: The directory has weights in another format than safetensors: a run would start without weights.
     """
     directory = Path(name)
     if any((directory / file).is_file() for file in _WEIGHTS):
@@ -52,7 +52,7 @@ def pretrained_directory(name: str) -> Path | None:
 
 
 def _to_safetensors(directory: Path) -> str:
-    """The way out: lamella reads one file of torch.save, as data; of several, transformers knows the index."""
+    """Return the way out: lamella reads one file of torch.save, transformers reads several by their index."""
     if (directory / "pytorch_model.bin").is_file():
         file, to = directory / "pytorch_model.bin", f"{directory.name}-safetensors"
         return f"Run: lamella ckpt convert {file} {to} --to hf --config {directory}, then pass --model {to}"
@@ -60,7 +60,7 @@ def _to_safetensors(directory: Path) -> str:
 
 
 def pretrained_settings(name: str) -> Values:
-    """The settings that suit the weights that `--model` names; none for others."""
+    """Return the settings for weights that `--model` names; none without weights."""
     return {} if pretrained_directory(name) is None else FINE_TUNING
 
 
@@ -68,7 +68,7 @@ def check_weights(directory: Path, outline: nn.Module, spec: ModelSpec) -> tuple
     """Refuse weights that are not all of the model's: as `lamella_transformers.check_weights`.
 
     Raises:
-        ConfigError: In place of its `ModelError`.
+        ConfigError: The weights are not the model's, or a file is damaged.
     """
     with refused_models():
         return lamella_transformers.check_weights(directory, outline, spec)
@@ -88,7 +88,7 @@ def as_published(directory: Path) -> Callable[[Source], Source] | None:
 
 
 def weights_line(directory: Path, untrained: Sequence[str]) -> str:
-    """Where the weights are from, and what a run leaves alone of them, in words."""
+    """Return a line on the folder of the weights, and on tensors that a run does not train."""
     if not untrained:
         return f"weights: {directory}"
     more = ", ..." if len(untrained) > _NUM_NAMED else ""

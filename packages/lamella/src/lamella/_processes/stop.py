@@ -80,7 +80,7 @@ def listening(
 
     Args:
         leave: Ends the process; called in the listening thread with a signal that cannot wait.
-        told: Called in the listening thread with the first signal, if the signal can wait.
+        when_first_heard: Called in the listening thread with the first signal, if the signal can wait.
         when_it_can_wait: Called when training begins.
 
     Effects: starts a thread; in the main thread, replaces the handlers of SIGINT and SIGTERM and the wake-up file

@@ -27,7 +27,7 @@ _STEP: Final = re.compile(r"step_(\d{8,})")
 
 
 def wanted_checkpoint(directory: RunDirectory, run: RunConfig) -> Path | None:
-    """The checkpoint to go on from: the newest, or the one of `--from-step`; None in a new run.
+    """Return the checkpoint to go on from: the newest, or that of `--from-step`; None in a new run.
 
     Raises:
         ConfigError: No checkpoint is of that step, the newest has lost its metadata, or `--resume` and `--no-resume`
@@ -103,9 +103,9 @@ def _check_same_model(spec: ModelSpec, directory: RunDirectory) -> None:
 
 
 def _check_same_weights(pretrained: Path, directory: RunDirectory) -> None:
-    """Refuse to resume with other weights of an equal config: the checkpoint goes on from those before.
+    """Refuse to resume with other weights of an equal config than the weights that the run started from.
 
-    Weights that are gone or damaged since the run began pass: a checkpoint needs none of them.
+    Weights that vanished or were damaged since the run began pass: a checkpoint needs no weights.
     """
     before = directory.weights.read_text(encoding="ascii").strip() if directory.weights.is_file() else None
     now = fingerprint_of_weights(pretrained)
@@ -154,7 +154,7 @@ def go_back(directory: RunDirectory, step: int) -> list[str]:
 
 
 def damaged(checkpoints: CheckpointDirectory, checkpoint: Path, problem: object) -> ConfigError:
-    """The refusal of a damaged checkpoint, with the option that avoids it.
+    """Return the refusal of a damaged checkpoint, with the option that avoids the checkpoint.
 
     No damaged checkpoint is passed over in silence: its steps would be made twice, and nobody would know.
     """
@@ -171,7 +171,7 @@ def damaged(checkpoints: CheckpointDirectory, checkpoint: Path, problem: object)
 
 
 def damage_in(error: CheckpointDamaged | CheckpointFailed) -> str | None:
-    """The damage, from the rank that found the damage or from its peers' failures; None for another failure."""
+    """Return the damage that this rank or a peer met; None for another failure."""
     if isinstance(error, CheckpointDamaged):
         return f"{error}"
     kind = f"{CheckpointDamaged.__name__}: "
@@ -183,6 +183,6 @@ def _set_aside(path: Path) -> Path:
 
 
 def _steps(root: Path) -> list[int]:
-    """The steps of all folders with a checkpoint's name, whole or not."""
+    """Return the steps of all folders with a checkpoint's name, complete or damaged."""
     matches = (_STEP.fullmatch(path.name) for path in root.glob("step_*") if path.is_dir())
     return sorted(int(match[1]) for match in matches if match)

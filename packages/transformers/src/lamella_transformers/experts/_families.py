@@ -65,9 +65,9 @@ def positions_of(
     """Positions in the text, for attention and masks; and positions for rotary embeddings, as each family takes them.
 
     Args:
-        config: The model's.
+        config: The config of the model.
         hidden: (num_rows, length, width).
-        given: (num_rows, length), or None for positions from 0 on.
+        text_positions: (num_rows, length) positions in the text, or None for positions from 0 on.
     """
     length = hidden.shape[1]
     positions = torch.arange(length, device=hidden.device).unsqueeze(0) if text_positions is None else text_positions

@@ -41,7 +41,7 @@ def chunk(
         labels: (num_rows, length), shifted by the model's loss.
         attention_mask: (num_rows, length), 1 for tokens and 0 for padding; None for no padding.
         position_ids: (num_rows, length); None for positions from 0 on.
-        scale: Of the loss: 1 / number of microbatches for a mean.
+        scale: The factor of the loss: 1 / number of microbatches for a mean.
 
     Raises:
         ValueError: Another model, activation checkpointing, which a layer in parts does not have, or a transformers too

@@ -92,9 +92,9 @@ def shard_with_experts(
     Args:
         model: After `spread_experts`.
         mesh: All ranks of the experts' mesh, one axis.
-        mp_policy: As of `fully_shard`. A `Float8Recipe` quantises experts as on one rank with all: scales are of
-            matrices, or smaller. Choose parameters (`matrices_of`) after `spread_experts`, which replaces them.
-        options: As of `fully_shard`. `keep_together` does not count for experts.
+        mp_policy: The policy for `fully_shard`. A `Float8Recipe` quantises experts as on one rank with all: scales are
+            of matrices, or smaller. Choose parameters (`matrices_of`) after `spread_experts`, which replaces them.
+        options: The options for `fully_shard`. `keep_together` does not count for experts.
 
     Raises:
         NotImplementedError: A recipe of `mp_policy` that names experts serves no DTensors, as `MXFP8Recipe`.
