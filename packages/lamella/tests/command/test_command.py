@@ -284,10 +284,10 @@ def test_a_worker_that_dies_in_training_is_told_once(
     (tmp_path / "broken" / "sitecustomize.py").write_text(
         "import os\n"
         "if os.environ.get('RANK') == '1':\n"
-        "    import lamella._tokens\n"
+        "    import lamella._data.order\n"
         "    def broken(*_):\n"
         "        raise RuntimeError('out of luck')\n"
-        "    lamella._data.tokens.BatchStream.batch = broken\n"
+        "    lamella._data.order.BatchStream.batch = broken\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "broken"), prepend=os.pathsep)
     assert main(options) == 1

@@ -70,8 +70,8 @@ def test_a_long_text_is_encoded_in_pieces_and_nothing_is_lost(
     text = "some words and more words\n" * 400 + "a line that is longer than a piece, \u4e2d\u6587 \U0001f600 too " * 9
     corpus = corpus_of(text)
     tokenizer = train_tokenizer(corpus.train, 300)
-    for name, value in (("_text._PIECE_LENGTH", 27), ("_text._BLOCK_NBYTES", 31), ("_tokenizer._BATCH_LENGTH", 100)):
-        monkeypatch.setattr(f"lamella.{name}", value)
+    for name, value in (("text._PIECE_LENGTH", 27), ("text._BLOCK_NBYTES", 31), ("tokenizer._BATCH_LENGTH", 100)):
+        monkeypatch.setattr(f"lamella._data.{name}", value)
     assert len(list(tokenizer.encode(corpus.train))) > 50
     assert decode(tokenizer, encode(tokenizer, corpus)) == text
 
