@@ -159,8 +159,8 @@ def test_ranks_of_torchrun_wait_for_rank_0_longer_than_torch_does() -> None:
         os.environ.pop(STORE_VARIABLE, None)
         if rank == 0:
             time.sleep(2)  # Rank 0 makes the tokens.
-        with process_group(ParallelConfig(device="cpu")) as rank:
-            total = torch.tensor(rank.rank)
+        with process_group(ParallelConfig(device="cpu")) as worker:
+            total = torch.tensor(worker.rank)
             dist.all_reduce(total)
         return int(total), dist.is_initialized()
 

@@ -137,11 +137,11 @@ def test_float8_leaves_out_routers_and_what_the_user_names() -> None:
 
 def test_compiled_layers_are_those_that_are_sharded(shared_config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     def compiled(parallel: ParallelConfig) -> list[str]:
-        model = build_model(spec := load_spec(shared_config.model.name, 300), torch.device("cpu"), seed=0)
+        model = build_model(load_spec(shared_config.model.name, 300), torch.device("cpu"), seed=0)
         calls: list[nn.Module] = []
         with monkeypatch.context() as patched:
             patched.setattr(nn.Module, "compile", lambda module: calls.append(module))
-            compile_units(shard(model, spec, parallel), parallel)
+            compile_units(shard(model, parallel), parallel)
         return [name for name, module in model.named_modules() if module in calls]
 
     def check() -> None:
@@ -223,7 +223,7 @@ def test_parameters_of_a_state_space_model_compute_in_fp32_beside_bf16(tmp_path:
     def on_rank() -> dict[str, torch.dtype]:
         spec = load_spec(str(tmp_path))
         model = build_model(spec, torch.device("cpu"), seed=0)
-        shard(model, spec, ParallelConfig(device="cpu", precision="bf16"))
+        shard(model, ParallelConfig(device="cpu", precision="bf16"))
         seen: dict[str, torch.dtype] = {}
         [mixer] = [module for module in model.modules() if hasattr(module, "A_log")]
         mixer.register_forward_pre_hook(
