@@ -21,7 +21,7 @@ from packaging.requirements import Requirement
 ROOT = Path(__file__).resolve().parent
 PACKAGES = [
     *("layout", "schedule", "trace", "buffers", "precision", "engine", "optim", "checkpoint", "convert"),
-    *("mamba", "qwen", "megatron", "lamella"),
+    *("transformers", "mamba", "qwen", "megatron", "lamella"),
 ]
 FOLDERS = {
     **{package: ROOT / "packages" / package for package in PACKAGES},

@@ -25,6 +25,7 @@ results, at the speed of sockets. `-n 4` shares the tests of a folder among four
 import os
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -187,8 +188,27 @@ def _python(*args: str) -> int:
 
 def _environment() -> dict[str, str]:
     members = [*ROOT.glob("packages/*/src"), ROOT / "testing" / "src", ROOT / "integration" / "src"]
-    path = [*map(str, members), *filter(None, [os.environ.get("PYTHONPATH")])]
+    path = [*map(str, [*members, _entry_points()]), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
+
+
+def _entry_points() -> Path:
+    """Write the entry points of all packages as an installer would; adapters and families are found by them."""
+    folder = ROOT / ".nox" / "entry-points"
+    for file in ROOT.glob("packages/*/pyproject.toml"):
+        project = tomllib.loads(file.read_text(encoding="utf-8"))["project"]
+        metadata = folder / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
+        lines = [
+            line
+            for group, entry_points in project.get("entry-points", {}).items()
+            for line in (f"[{group}]", *(f"{name} = {target}" for name, target in entry_points.items()))
+        ]
+        if lines:
+            metadata.mkdir(parents=True, exist_ok=True)
+            (metadata / "entry_points.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+            named = f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n"
+            (metadata / "METADATA").write_text(named, encoding="utf-8")
+    return folder
 
 
 if __name__ == "__main__":

@@ -22,10 +22,10 @@ from transformers import (
     Qwen3NextForCausalLM,
 )
 
-from lamella.experts import chunk, shard_with_experts, spread_experts
 from lamella_engine import FSDPModule, MixedPrecisionPolicy, UnitResidence
 from lamella_precision import Float8Recipe, matrices_of
 from lamella_schedule import run
+from lamella_transformers.experts import chunk, shard_with_experts, spread_experts
 
 MICROBATCHES, LENGTH, VOCABULARY = 4, 10, 32
 SIZES: dict[str, Any] = {

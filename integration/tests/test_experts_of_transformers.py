@@ -15,10 +15,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from lamella.experts import chunk, shard_with_experts, spread_experts
 from lamella_engine import ZERO1, ZERO3, MixedPrecisionPolicy, ShardingOptions, fully_shard, quantization_errors
 from lamella_precision import Float8Recipe, MXFP8Recipe, QuantizedWeight, matrices_of
 from lamella_testing import run_ranks
+from lamella_transformers.experts import chunk, shard_with_experts, spread_experts
 
 STEPS = 3
 FAMILIES = [

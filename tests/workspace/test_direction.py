@@ -18,6 +18,8 @@ PLANTED = [
     ("lamella_engine", "lamella_optim", "Every arrow points down"),
     ("lamella_qwen", "lamella_mamba", "Every arrow points down"),
     ("lamella_checkpoint", "lamella_convert", "Every arrow points down"),
+    ("lamella_transformers", "lamella", "Every arrow points down"),
+    ("lamella_qwen", "lamella_transformers", "Every arrow points down"),
     ("lamella_engine", "lamella_checkpoint", "The engine is unaware of checkpoints"),
     ("lamella_checkpoint", "lamella_buffers", "Checkpoints know layouts, and neither the engine nor what it stands on"),
     ("lamella_buffers", "lamella_testing", "What ships is unaware of tests and benchmarks"),
@@ -49,6 +51,16 @@ PLANTED = [
             ("_streams", "streams", "context"),
             ("_ragged", "ops", "dtensor"),
             ("_options", "placements", "options"),
+        )
+    ),
+    *(
+        (low, high, "Inside lamella: from the verbs down to the settings")
+        for low, high in (
+            ("lamella._settings.options", "lamella._record.output"),
+            ("lamella._record.metrics", "lamella._processes.watch"),
+            ("lamella._model.sharding", "lamella._data.order"),
+            ("lamella._processes.launch", "lamella._training.trainer"),
+            ("lamella._training.checks", "lamella._command.parser"),
         )
     ),
     (

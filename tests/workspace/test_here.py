@@ -88,3 +88,10 @@ def test_a_path_runs_in_its_own_folder_alone(
     monkeypatch.setattr(runner, "ROOT", tmp_path)
     selected = runner._selected([tmp_path / "a", tmp_path / "b"], args)
     assert selected == {tmp_path / name: [arg.format(root=tmp_path) for arg in its] for name, its in expected.items()}
+
+
+def test_packages_from_the_sources_announce_their_entry_points() -> None:
+    program = "from importlib.metadata import entry_points; print(*entry_points(group='lamella.adapters').names)"
+    command = [sys.executable, "-S", str(ROOT / "tools" / "here.py"), "python", "-S", "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert {"mamba2", "qwen3_5_text"} <= set(done.stdout.split())

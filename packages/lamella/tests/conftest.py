@@ -22,11 +22,11 @@ import torch.distributed as dist
 from hypothesis import settings
 from trained_runs import Run, TrainOn
 
-from lamella._config import Config, resolve
-from lamella._place import Rank, place
-from lamella._prepare import prepare
-from lamella._report import StepRecord, ValidationRecord, read
-from lamella._train import Trainer
+from lamella._processes.placement import Rank, place
+from lamella._record.metrics import StepRecord, ValidationRecord, read
+from lamella._settings.config import Config, resolve
+from lamella._training.preparation import prepare
+from lamella._training.trainer import Trainer
 from lamella_convert import find_family
 from lamella_testing import run_ranks, write_entry_points
 

@@ -19,6 +19,27 @@ OVERLAP_NAMES = [
 ]
 
 
+EXPERTS_NAMES = ("chunk", "shard_with_experts", "spread_experts")
+
+
+@pytest.mark.parametrize("name", EXPERTS_NAMES)
+def test_a_name_of_experts_is_that_of_lamella_transformers_and_warns(name: str) -> None:
+    experts, replacements = import_module("lamella.experts"), import_module("lamella_transformers.experts")
+    replacement = rf"will be removed in lamella 0\.2: import {name} from lamella_transformers\.experts\.$"
+    with pytest.warns(FutureWarning, match=replacement) as warned:
+        assert getattr(experts, name) is getattr(replacements, name)
+    assert [warning.filename for warning in warned] == [__file__]
+
+
+def test_star_imports_and_misspelt_names_of_experts() -> None:
+    names: dict[str, object] = {}
+    with pytest.warns(FutureWarning):
+        exec("from lamella.experts import *", names)
+    assert names.keys() >= set(EXPERTS_NAMES)
+    with pytest.raises(AttributeError, match="'lamella.experts' has no attribute 'spraed_experts'"):
+        _ = import_module("lamella.experts").spraed_experts
+
+
 @pytest.mark.parametrize("name", OVERLAP_NAMES)
 def test_a_name_of_overlap_is_that_of_lamella_trace_and_warns(name: str) -> None:
     overlap = import_module("lamella.overlap")

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import lamella
-from lamella import _ckpt_options
+from lamella._command import ckpt_options
 from lamella_convert import MtpLayer, Target
 
 HEAVY = ("torch", "transformers", "matplotlib", "tokenizers", "numpy")
@@ -83,7 +83,7 @@ def test_the_package_has_its_names_and_imports_them_when_they_are_used() -> None
         _ = lamella.fully_sahrd  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("program", ["from lamella import fully_shard", "import lamella._train"])
+@pytest.mark.parametrize("program", ["from lamella import fully_shard", "import lamella._training.trainer"])
 def test_whoever_shards_by_this_package_has_its_optimizers_step_on_plain_shards(program: str) -> None:
     asked = f"{program}\nfrom lamella_engine._optimizer_hooks import BEFORE_STEP\nprint(BEFORE_STEP['view'].__module__)"
     done = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True, timeout=120)
@@ -100,5 +100,5 @@ def test_type_checkers_see_the_names_that_there_are() -> None:
 
 
 def test_options_offer_what_the_commands_take() -> None:
-    assert get_args(Target) == _ckpt_options.TARGETS
-    assert get_args(MtpLayer) == _ckpt_options.MTP_LAYERS
+    assert get_args(Target) == ckpt_options.TARGETS
+    assert get_args(MtpLayer) == ckpt_options.MTP_LAYERS

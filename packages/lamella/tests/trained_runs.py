@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from lamella import Config
-from lamella._directory import RunDirectory
+from lamella._record.run_directory import RunDirectory
 
 
 @dataclass(frozen=True)
@@ -17,9 +17,9 @@ class Run:
 
     def nats_per_byte(self, step: int) -> float:
         """A validation's result, where the bytes of tokens are known."""
-        found = self.validations[step]
-        assert found is not None
-        return found
+        nats = self.validations[step]
+        assert nats is not None
+        return nats
 
 
 TrainOn = Callable[[Config, int], Run]

@@ -4,8 +4,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lamella._directory import RunDirectory
-from lamella._tokens import load_tokens, sequences, validation_indices
+from lamella._data.order import validation_indices
+from lamella._data.packing import sequences
+from lamella._data.tokens import load_tokens
+from lamella._record.run_directory import RunDirectory
 
 
 def nats_per_byte(model: nn.Module, directory: RunDirectory) -> float:

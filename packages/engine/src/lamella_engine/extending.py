@@ -9,7 +9,8 @@ change with any version.
 - Steps: `replace_step_hook` puts a function in its place around every `torch.optim` step.
 - Parameters: `is_sharded`, `sharded_originals`, and tensors with a parameter's placements (`shard_like`,
   `dtensor_over`).
-- Placements: `MeshInfo`, the mesh of a single parameter in the result of a `shard_placement_fn`.
+- Placements: `placement_on`, the result of a `shard_placement_fn` for a parameter on a mesh of its own; `MeshInfo`, the
+  mesh in such a result.
 - Norms over all ranks: `groups_that_share`, `all_reduce_anywhere`.
 - Nests of tensors, as modules take and return: `map_tensors`, `tensors_in`, `hides_tensors`.
 """
@@ -26,6 +27,9 @@ from lamella_engine._optimizer_hooks import is_compiled as is_compiled
 from lamella_engine._optimizer_hooks import note_step as note_step
 from lamella_engine._optimizer_hooks import refuse_kernels_on_dtensors as refuse_kernels_on_dtensors
 from lamella_engine._optimizer_hooks import replace_step_hook as replace_step_hook
+from lamella_engine._parameters.mesh_placement import ParameterMesh as ParameterMesh
+from lamella_engine._parameters.mesh_placement import ParameterPlacement as ParameterPlacement
+from lamella_engine._parameters.mesh_placement import placement_on as placement_on
 from lamella_engine._parameters.sharded_parameter import ShardedParameter as ShardedParameter
 from lamella_engine._parameters.sharded_parameter import is_sharded as is_sharded
 from lamella_engine._parameters.sharded_parameter import shard_like as shard_like
@@ -44,6 +48,8 @@ from lamella_engine._unit.unit import Unit as Unit
 __all__ = [
     "Listener",
     "MeshInfo",
+    "ParameterMesh",
+    "ParameterPlacement",
     "ShardedParameter",
     "StepHook",
     "Tree",
@@ -62,6 +68,7 @@ __all__ = [
     "local_of",
     "map_tensors",
     "note_step",
+    "placement_on",
     "refuse_kernels_on_dtensors",
     "replace_step_hook",
     "shard_like",

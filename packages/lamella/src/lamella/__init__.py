@@ -13,20 +13,20 @@ except PackageNotFoundError:  # Sources on PYTHONPATH, as on a GPU host where no
     __version__ = "0+source"
 
 if TYPE_CHECKING:
-    from lamella._config import Config as Config
-    from lamella._config import DataConfig as DataConfig
-    from lamella._config import ModelConfig as ModelConfig
-    from lamella._config import OptimConfig as OptimConfig
-    from lamella._config import ParallelConfig as ParallelConfig
-    from lamella._config import RunConfig as RunConfig
-    from lamella._endings import LossNotFiniteError as LossNotFiniteError
-    from lamella._endings import Stopped as Stopped
-    from lamella._endings import StorageError as StorageError
-    from lamella._launch import WorkerError as WorkerError
-    from lamella._launch import WorkerTimeoutError as WorkerTimeoutError
-    from lamella._options import ConfigError as ConfigError
-    from lamella._run import Result as Result
-    from lamella._run import train as train
+    from lamella._command.train import Result as Result
+    from lamella._command.train import train as train
+    from lamella._processes.endings import LossNotFiniteError as LossNotFiniteError
+    from lamella._processes.endings import Stopped as Stopped
+    from lamella._processes.endings import StorageError as StorageError
+    from lamella._processes.launch import WorkerError as WorkerError
+    from lamella._processes.launch import WorkerTimeoutError as WorkerTimeoutError
+    from lamella._settings.config import Config as Config
+    from lamella._settings.config import DataConfig as DataConfig
+    from lamella._settings.config import ModelConfig as ModelConfig
+    from lamella._settings.config import OptimConfig as OptimConfig
+    from lamella._settings.config import ParallelConfig as ParallelConfig
+    from lamella._settings.config import RunConfig as RunConfig
+    from lamella._settings.options import ConfigError as ConfigError
     from lamella_checkpoint import CheckpointDirectory as CheckpointDirectory
     from lamella_checkpoint import load as load
     from lamella_checkpoint import save as save
@@ -36,11 +36,11 @@ if TYPE_CHECKING:
     from lamella_engine import fully_shard as fully_shard
 
 _NAMES: Final = {
-    "lamella._config": ("Config", "DataConfig", "ModelConfig", "OptimConfig", "ParallelConfig", "RunConfig"),
-    "lamella._endings": ("LossNotFiniteError", "Stopped", "StorageError"),
-    "lamella._launch": ("WorkerError", "WorkerTimeoutError"),
-    "lamella._options": ("ConfigError",),
-    "lamella._run": ("Result", "train"),
+    "lamella._settings.config": ("Config", "DataConfig", "ModelConfig", "OptimConfig", "ParallelConfig", "RunConfig"),
+    "lamella._processes.endings": ("LossNotFiniteError", "Stopped", "StorageError"),
+    "lamella._processes.launch": ("WorkerError", "WorkerTimeoutError"),
+    "lamella._settings.options": ("ConfigError",),
+    "lamella._command.train": ("Result", "train"),
     "lamella_checkpoint": ("CheckpointDirectory", "load", "save"),
     "lamella_engine": ("FSDPModule", "MixedPrecisionPolicy", "UnshardHandle", "fully_shard"),
 }
@@ -54,8 +54,8 @@ if not TYPE_CHECKING:  # Hidden from type checkers: a module `__getattr__` makes
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         if _HOMES[name] == "lamella_engine":
             import_module("lamella_optim")  # whose import has every optimizer step on plain shards
-        found = globals()[name] = getattr(import_module(_HOMES[name]), name)
-        return found
+        attribute = globals()[name] = getattr(import_module(_HOMES[name]), name)
+        return attribute
 
 
 def __dir__() -> list[str]:

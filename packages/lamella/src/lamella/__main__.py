@@ -3,7 +3,7 @@
 import os
 import sys
 
-from lamella._place import under_torchrun
+from lamella._processes.placement import under_torchrun
 from lamella.cli import main as _main
 
 

@@ -1,0 +1,1 @@
+"""The verbs of the command line, and the parser of their options."""

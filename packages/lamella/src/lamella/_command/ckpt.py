@@ -1,0 +1,318 @@
+"""`lamella ckpt`: checkpoints of any format listed, compared, converted and checked, by one process without a GPU."""
+
+import argparse
+import json
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Self, TypeVar, cast
+
+import torch
+from tqdm import tqdm
+
+import lamella_checkpoint  # By attribute below: a name that a command does not use is not imported.
+import lamella_convert
+from lamella._command.ckpt_options import DIALECTS, DTYPES, MTP_LAYERS, NUM_LINES, TARGETS, DamageError
+from lamella._record.output import one_line, printable, say, show
+from lamella._settings.options import ConfigError, nearest
+from lamella_checkpoint import CheckpointDamaged, CheckpointUntrusted, FormatUnknown, Source
+from lamella_convert import ModelUnknown, SizeUnknown
+
+if TYPE_CHECKING:
+    from lamella_convert import Conversion, Diff, Inspection, MtpLayer, Target
+
+T = TypeVar("T")
+
+_DIFFERS, _DAMAGED = 1, 1
+_UNITS: Final = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_NUM_NAMED: Final = 5
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run one of the commands; returns the exit code.
+
+    Raises:
+        ConfigError: It is refused.
+        DamageError: A checkpoint is not whole.
+
+    Effects: no collective, no accelerator.
+    """
+    try:
+        return _RUNS[arguments.ckpt_command](arguments)
+    except ModelUnknown as error:
+        raise ConfigError(_no_family(error)) from error
+    except SizeUnknown as error:
+        raise ConfigError(_no_size(error)) from error
+    except FormatUnknown as error:
+        raise ConfigError(one_line(f"{error}{_checkpoint_within(error)}")) from error
+    except (CheckpointUntrusted, NotImplementedError, TypeError, ValueError) as error:
+        if isinstance(error, CheckpointDamaged) and not isinstance(error, CheckpointUntrusted):
+            raise DamageError(one_line(f"{error}")) from error
+        raise ConfigError(one_line(f"{error}")) from error
+    except OSError as error:
+        raise ConfigError(one_line(_system_message(error, arguments))) from error
+    except MemoryError as error:
+        raise ConfigError(f"Expected memory for what is in hand, got too little. {error}".strip()) from error
+
+
+def _no_family(error: ModelUnknown) -> str:
+    model_types = ", ".join(error.known) or "none"
+    return (
+        f"Expected a model type whose rules a package has, got {error.model_type!r}. Known: {model_types}. Packages "
+        f"with rules are extras. Qwen3.5's, from a clone: uv pip install './packages/lamella[qwen]'"
+    )
+
+
+def _no_size(error: SizeUnknown) -> str:
+    if error.size == "tp":
+        return (
+            f"Expected --tp, how many tensor-parallel ranks there were or will be, got none. {error.needed_for!r} lies "
+            f"in their order, which the checkpoint does not tell."
+        )
+    return (
+        f"Expected --config, the model's config.json or the folder that has it, got none that tells {error.size!r}. "
+        f"{error.needed_for!r} is taken apart by it."
+    )
+
+
+def _names_target(error: OSError, arguments: argparse.Namespace) -> bool:
+    """True for an existing file at the path to write, False for a file at the path of its folder."""
+    return error.filename is None or Path(error.filename).resolve() == Path(arguments.dst).resolve()
+
+
+def _checkpoint_within(error: FormatUnknown) -> str:
+    """Return a way out for the folder of a run or of checkpoints: the newest checkpoint."""
+    folders = (Path(error.file), Path(error.file, "checkpoints"))
+    newest = next(
+        (checkpoint for folder in folders if (checkpoint := lamella_checkpoint.CheckpointDirectory(folder).latest())),
+        None,
+    )
+    return f" The newest checkpoint in it is {str(newest)!r}." if newest else ""
+
+
+def _system_message(error: OSError, arguments: argparse.Namespace) -> str:
+    where = f": {str(error.filename)!r}" if error.filename is not None else ""
+    text = error.strerror or str(error)
+    if isinstance(error, FileExistsError) and not arguments.force and _names_target(error, arguments):
+        return f"{text}{where}. With --force a checkpoint there is replaced."
+    return f"{text}{where}." if text.startswith("Expected") else f"Expected files that can be used, got {text}{where}."
+
+
+# -- commands ---------------------------------------------------------------------------------------------------------
+
+
+def _inspect(arguments: argparse.Namespace) -> int:
+    inspection = lamella_convert.inspect(arguments.path, trust=arguments.trust)
+    depth = None if arguments.depth is None else _number("--depth", arguments.depth, int)
+    lines = inspection.lines(depth=depth) if depth is not None or not sys.stdout.isatty() else _at_a_glance(inspection)
+    show(lines, json.dumps(inspection.as_json(), indent=2), arguments.json)
+    return 0
+
+
+def _at_a_glance(inspection: "Inspection") -> Iterator[str]:
+    """Return the lines of all tensors, or of the depth that fits a screen or two."""
+    lines = [*inspection.lines()]
+    if len(lines) <= NUM_LINES:
+        return iter(lines)
+    depth, shown = 1, [*inspection.lines(depth=1)]
+    while len(deeper := [*inspection.lines(depth=depth + 1)]) <= NUM_LINES:
+        depth, shown = depth + 1, deeper
+    return iter([*shown, f"{len(lines):,} lines in all; these are --depth {depth}"])
+
+
+def _diff(arguments: argparse.Namespace) -> int:
+    rtol, atol = (_number(f"--{name}", getattr(arguments, name), float) for name in ("rtol", "atol"))
+    limit = _number("--limit", arguments.limit, int)
+    tp = _tensor_parallel_size(arguments)
+    with _config_folder(arguments.config) as like, _ByteBar("comparing") as bar:
+        sources = lamella_convert.open_both(
+            arguments.a, arguments.b, like=like, tensor_parallel_size=tp, trust=arguments.trust
+        )
+        diff = lamella_convert.diff(*sources, values=not arguments.names_only, rtol=rtol, atol=atol, on_progress=bar.to)
+    show(_differences(diff, limit), json.dumps(diff.as_json(), indent=2), arguments.json)
+    return _DIFFERS if diff else 0
+
+
+def _differences(diff: "Diff", limit: int) -> Iterator[str]:
+    yield from islice(diff.lines(), limit)
+    num_hidden = len(diff.differences) - limit
+    if num_hidden > 0:
+        yield f"and {num_hidden} more"
+    yield f"{len(diff.differences)} differences, {diff.num_equal} names are equal: {diff.a} (a), {diff.b} (b)"
+
+
+def _convert(arguments: argparse.Namespace) -> int:
+    to = cast("Target", _one_of("--to", arguments.to, TARGETS))
+    for flag in ("--dialect", "--mtp-layer", "--padded-vocab"):
+        if to != "fsdp_dtensor" and getattr(arguments, flag[2:].replace("-", "_")) is not None:
+            raise ConfigError(f"Expected {flag} with --to fsdp_dtensor only, got --to {to}. Leave {flag} out.")
+    if to != "hf" and arguments.float8:
+        raise ConfigError(f"Expected --float8 with --to hf only, got --to {to}. Leave --float8 out.")
+    dtype = None if arguments.dtype is None else getattr(torch, DTYPES[_one_of("--dtype", arguments.dtype, DTYPES)])
+    dialect = _one_of("--dialect", arguments.dialect or DIALECTS[0], DIALECTS)
+    layer_name = arguments.mtp_layer
+    mtp_layer = None if layer_name is None else cast("MtpLayer", _one_of("--mtp-layer", layer_name, MTP_LAYERS))
+    megatron = lamella_convert.MegatronOptions(
+        dialect=dialect,
+        mtp_layer=mtp_layer,
+        tensor_parallel_size=_tensor_parallel_size(arguments),
+        padded_vocabulary=_optional_number("--padded-vocab", arguments.padded_vocab),
+    )
+    size = _nbytes(arguments.max_shard_size)
+    with _config_folder(arguments.config) as like, _ByteBar("writing") as bar:
+        done = lamella_convert.convert(
+            arguments.src,
+            arguments.dst,
+            to=to,
+            translate=_as_published(arguments.config) if to == "hf" else None,
+            dtype=dtype,
+            float8=arguments.float8,
+            like=like,
+            megatron=megatron,
+            max_shard_nbytes=size,
+            replace=arguments.force,
+            on_progress=bar.to,
+            trust=arguments.trust,
+            verify=arguments.verify,
+        )
+    say(map(printable, _report_lines(done)))
+    return 0
+
+
+def _as_published(config: str | None) -> Callable[[Source], Source] | None:
+    """Return the translation to published names, if `--config` names the model folder of a run."""
+    if config is None or not (Path(config) / "lamella_published.json").is_file():
+        return None
+    from lamella._model.weights import as_published
+
+    return as_published(Path(config))
+
+
+def _report_lines(done: "Conversion") -> Iterator[str]:
+    size = tqdm.format_sizeof(done.nbytes, "B", 1024)
+    yield f"{done.target}: {done.to}, {done.num_tensors} tensors of {size}, from {done.source}"
+    if done.side_files:
+        yield f"beside them: {', '.join(done.side_files)}"
+    elif done.to == "hf":
+        yield "beside them: nothing; --config FOLDER takes a model's configuration and tokenizer along"
+    if done.untrained:
+        yield f"as they were published, not trained: {_first(done.untrained)}"
+    if done.left:
+        yield f"left out: {_first(done.left)}"
+    if done.originals:
+        yield f"lose bits around zero, and are kept beside for the way back: {_first(done.originals)}"
+    if done.absent:
+        yield f"published before, and absent now: {_first(done.absent)}"
+    if done.inexact:
+        inexact = tuple(f"{name} ({why})" for name, why in done.inexact.items())
+        yield f"not exact: {_first(inexact)}"
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    with _ByteBar("reading") as bar:
+        verification = lamella_convert.verify(arguments.path, trust=arguments.trust, on_progress=bar.to)
+    show(verification.lines(), json.dumps(verification.as_json(), indent=2), arguments.json)
+    return 0 if verification else _DAMAGED
+
+
+_RUNS: Final[Mapping[str, Callable[[argparse.Namespace], int]]] = {
+    "inspect": _inspect,
+    "diff": _diff,
+    "convert": _convert,
+    "verify": _verify,
+}
+
+
+# -- what they share --------------------------------------------------------------------------------------------------
+
+
+class _ByteBar:
+    """A progress bar in bytes, on a terminal; absent elsewhere."""
+
+    def __init__(self, label: str) -> None:
+        self._bar = tqdm(
+            desc=label,
+            unit="B",
+            unit_scale=True,
+            unit_divisor=1024,
+            disable=not sys.stderr.isatty(),
+            dynamic_ncols=True,
+            leave=False,
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+
+    def to(self, done: int, total: int) -> None:
+        """Move the bar to `done` of `total` bytes."""
+        self._bar.total = total
+        self._bar.update(done - self._bar.n)
+
+
+@contextmanager
+def _config_folder(path: str | None) -> Iterator[Path | None]:
+    """Yield the folder that `--config` names; for a lone file, a folder with a copy of the file alone."""
+    if path is None:
+        yield None
+        return
+    config = Path(path)
+    file = config / "config.json" if config.is_dir() else config
+    if not file.is_file():
+        raise ConfigError(f"Expected a config.json as --config, or a folder that has one, got {path!r}.")
+    if config.is_dir():
+        yield config
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copyfile(file, Path(folder) / "config.json")
+        yield Path(folder)
+
+
+def _tensor_parallel_size(arguments: argparse.Namespace) -> int | None:
+    return _optional_number("--tp", arguments.tp)
+
+
+def _optional_number(flag: str, text: str | None) -> int | None:
+    return None if text is None else _number(flag, text, int, at_least=1)
+
+
+def _number(flag: str, text: str, kind: Callable[[str], T], *, at_least: float = 0) -> T:
+    try:
+        value = kind(text)
+    except ValueError:
+        value = None
+    if value is None or not cast(float, value) >= at_least:
+        kind_in_words = "an integer" if kind is int else "a number"
+        raise ConfigError(f"Expected {flag} to be {kind_in_words} of at least {at_least:g}, got {text!r}.")
+    return value
+
+
+def _one_of(flag: str, choice: str, choices: Sequence[str] | Mapping[str, object]) -> str:
+    if choice not in choices:
+        raise ConfigError(
+            f"Expected {flag} to be one of {', '.join(choices)}, got {choice!r}.{nearest(choice, choices)}"
+        )
+    return choice
+
+
+def _nbytes(text: str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B?", text.upper())
+    nbytes = 0
+    if match is not None:
+        unit = 1024 ** list(_UNITS).index(match[2]) if match[3] else _UNITS[match[2]]
+        nbytes = int(float(match[1]) * unit)
+    if nbytes < 1:
+        raise ConfigError(f"Expected --max-shard-size to be a size such as 5GB or 500MiB, got {text!r}.")
+    return nbytes
+
+
+def _first(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:_NUM_NAMED])
+    return f"{shown} and {len(names) - _NUM_NAMED} more" if len(names) > _NUM_NAMED else shown

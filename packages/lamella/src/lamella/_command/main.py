@@ -1,0 +1,65 @@
+"""The command line: a verb is run, and its errors end in one line and an exit code."""
+
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Final
+
+from lamella._command import ckpt_options, overlap_report
+from lamella._command.parser import config_of, parse
+from lamella._processes.endings import EXIT_CODES, FAILED, Stopped
+from lamella._processes.launch import WorkerError, WorkerTimeoutError
+from lamella._record.output import printable
+from lamella._settings.config import to_toml
+from lamella_trace import TraceError
+
+_REFUSED: Final = 2
+_INTERRUPTED: Final = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Returns:
+        The exit code. For `train`, see `EXIT_CODES_IN_WORDS`. For the other commands, 1: checkpoints differ, or a
+        checkpoint is damaged; 2: refused; 130: interrupted.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    try:
+        return _run(argv)
+    except TraceError as error:
+        return _leave(f"error: {error}", _REFUSED)
+    except (WorkerError, WorkerTimeoutError, ckpt_options.DamageError) as error:
+        return _leave(f"error: {error}", FAILED)
+    except tuple(EXIT_CODES) as error:
+        return _leave(f"error: {printable(str(error))}", EXIT_CODES[type(error)])
+    except Stopped as stopped:
+        return _leave(f"{stopped}", stopped.exit_code)
+    except KeyboardInterrupt:
+        return _leave("interrupted.", _INTERRUPTED)
+
+
+def _leave(message: str, code: int) -> int:
+    if os.environ.get("RANK", "0") == "0":  # Every rank under torchrun ends here; only rank 0 prints.
+        with suppress(OSError):  # In a shell pipeline Ctrl-C also ends the reader of this process's standard error.
+            print(f"lamella: {message}", file=sys.stderr)
+    return code
+
+
+def _run(argv: Sequence[str]) -> int:
+    arguments = parse(argv)
+    # Imports per command: torch takes seconds, transformers as many again.
+    if arguments.command == "ckpt":
+        from lamella._command import ckpt
+
+        return ckpt.run(arguments)
+    if arguments.command == "overlap-report":
+        overlap_report.run(arguments)
+    elif arguments.print_config:
+        print(to_toml(config_of(arguments)))
+    else:
+        from lamella._command.train import train
+
+        train(config_of(arguments))
+    return 0

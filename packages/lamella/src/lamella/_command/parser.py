@@ -1,0 +1,183 @@
+"""The options of every verb: those of `lamella train` are derived from the configuration's fields."""
+
+import argparse
+import dataclasses
+import typing
+from collections.abc import Sequence
+from typing import Any, Final, Literal, NoReturn
+
+from lamella import __version__
+from lamella._command import ckpt_options
+from lamella._processes.endings import EXIT_CODES_IN_WORDS
+from lamella._record.output import refused_paths
+from lamella._settings.config import GROUPS, Config, Group, Values, read_file, resolve
+from lamella._settings.options import ConfigError, Field, describe, fields_of, inner, nearest, shown
+
+DEFAULT_MODEL = "llama-small"
+COMMANDS: Final = ("train", "ckpt", "overlap-report")
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Parse a command line.
+
+    Raises:
+        ConfigError: A command or an option is unknown, or a required argument is missing.
+    """
+    _check_command(argv, COMMANDS, "lamella")
+    if argv[0] == "ckpt":
+        _check_command(argv[1:], ckpt_options.NAMES, "lamella ckpt")
+    arguments, unknown = _parser().parse_known_args(argv)
+    if unknown:
+        raise ConfigError(_unknown(unknown[0], arguments))
+    return arguments
+
+
+def config_of(arguments: argparse.Namespace) -> Config:
+    """Build the configuration from the options of `train`, configuration files and the model's defaults.
+
+    Raises:
+        ConfigError: An option's value has the wrong type or is out of bounds.
+    """
+    layers = [read_file(path) for path in arguments.config]
+    layers.append(_values(arguments))
+    name = next((layer["model"]["name"] for layer in reversed(layers) if "name" in layer.get("model", {})), None)
+    if name is None and not arguments.config:
+        name = DEFAULT_MODEL
+        layers.append({"model": {"name": name}})
+    with refused_paths():
+        return resolve(*_settings_of_model(str(name), layers), *layers)
+
+
+def _settings_of_model(name: str, layers: Sequence[Values]) -> tuple[Values, Values]:
+    from lamella._model.spec import named_settings
+    from lamella._model.weights import pretrained_settings
+
+    return _within_the_steps(named_settings(name), layers), pretrained_settings(name)
+
+
+def _within_the_steps(named: Values, layers: Sequence[Values]) -> Values:
+    """Return the settings of a named model, without a warm-up longer than the steps that the user asks for."""
+    optim = {name: value for layer in (named, *layers) for name, value in layer.get("optim", {}).items()}
+    steps, warmup, model_optim = (
+        optim.get("steps"),
+        named.get("optim", {}).get("warmup_steps"),
+        dict(named.get("optim", {})),
+    )
+    if isinstance(steps, int) and isinstance(warmup, int) and warmup > steps:
+        del model_optim["warmup_steps"]
+    return {**named, "optim": model_optim}
+
+
+def _check_command(argv: Sequence[str], commands: Sequence[str], program: str) -> None:
+    command = argv[0] if argv else ""
+    if command in commands or command.startswith("-"):
+        return
+    got = f"{command!r}.{nearest(command, commands)}" if argv else f"none. `{program} --help` says what they do."
+    raise ConfigError(f"Expected a command of `{program}`, one of {', '.join(commands)}, got {got}")
+
+
+def _unknown(argument: str, arguments: argparse.Namespace) -> str:
+    command = arguments.command
+    options: Sequence[str] = ["--json", "--html"]
+    if command == "train":
+        options = ["--config", *(field.flag for cls in GROUPS.values() for field in fields_of(cls))]
+    elif command == "ckpt":
+        options = ckpt_options.options_of(arguments.ckpt_command)
+        command = f"ckpt {arguments.ckpt_command}"
+    word = argument.split("=")[0]
+    return f"Expected an option of `lamella {command}`, got {word!r}.{nearest(word, options)}"
+
+
+class _Formatter(argparse.HelpFormatter):
+    """Keeps the line breaks of the epilog."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return text if text == EXIT_CODES_IN_WORDS else super()._fill_text(text, width, indent)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message[:1].upper()}{message[1:]}. See `{self.prog} --help`.")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="lamella", description="Fully sharded training in thin layers.", allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"lamella {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    command = commands.add_parser(
+        "train",
+        usage="%(prog)s [--model MODEL] [--data PATH ...] [options]",
+        help="train a causal language model on text",
+        description="Train a causal language model on text; run again, it goes on from its last checkpoint. Defaults "
+        "are in brackets; a model that ships may have others, which --print-config shows.",
+        epilog=EXIT_CODES_IN_WORDS,
+        formatter_class=_Formatter,
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+    )
+    command.add_argument("--config", action="append", default=[], metavar="FILE", help="settings from TOML or JSON")
+    command.add_argument("--print-config", action="store_true", default=False, help="print the settings and leave")
+    for group, cls in GROUPS.items():
+        _add_group(command, group, cls)
+    command = commands.add_parser(
+        "overlap-report",
+        help="exposed communication, copies and waits for the host in a profile",
+        description="Report, for each unit in a profile, exposed communication, copies, and the time the GPU waited "
+        "for the host.",
+        allow_abbrev=False,
+    )
+    command.add_argument("trace", metavar="TRACE", help="trace of one rank by torch.profiler, .json or .json.gz")
+    command.add_argument("--json", metavar="PATH", help="write the report as JSON; - prints JSON in place of the text")
+    command.add_argument("--html", metavar="PATH", help="write the report as a page with a timeline")
+    ckpt_options.add_commands(commands)
+    return parser
+
+
+def _add_group(parser: argparse.ArgumentParser, group: str, cls: type[Group]) -> None:
+    section = parser.add_argument_group(group, (cls.__doc__ or "").strip())
+    for field in fields_of(cls):
+        dest = f"{group}.{field.name}"
+        shown = field.default not in (None, (), dataclasses.MISSING)
+        text = field.option.help + (f" [{_spelled(field.default)}]" if shown else "")
+        # `--lr` and `--optim.lr`, the name in the printed settings, are both accepted; the help lists `--lr`.
+        section.add_argument(field.flag, dest=dest, help=text, **_taking(field))
+        section.add_argument(f"--{dest}", dest=dest, help=argparse.SUPPRESS, **_taking(field))
+
+
+def _taking(field: Field) -> dict[str, Any]:
+    """Return argparse's keywords for an option's value and its name in the help."""
+    kind = inner(field.kind)
+    if kind is bool:
+        return {"action": argparse.BooleanOptionalAction}
+    if typing.get_origin(kind) is tuple:
+        return {"nargs": "+", "metavar": field.option.metavar or "PATH"}
+    if typing.get_origin(kind) is Literal:
+        return {"metavar": "|".join(typing.get_args(kind))}
+    return {"metavar": "N" if kind is int else "X" if kind is float else field.flag.removeprefix("--").upper()}
+
+
+def _spelled(default: object) -> object:
+    return {True: "yes", False: "no"}[default] if isinstance(default, bool) else default
+
+
+def _values(arguments: argparse.Namespace) -> Values:
+    """Return the settings given on the command line, converted to the types of their fields."""
+    settings = vars(arguments)
+    return {
+        group: {
+            field.name: _typed(settings[f"{group}.{field.name}"], field)
+            for field in fields_of(cls)
+            if f"{group}.{field.name}" in settings
+        }
+        for group, cls in GROUPS.items()
+    }
+
+
+def _typed(text: str | bool | list[str], field: Field) -> object:
+    kind = inner(field.kind)
+    if isinstance(text, list):
+        return tuple(text)
+    try:
+        return int(text) if kind is int else float(text) if kind is float else text
+    except ValueError:
+        raise ConfigError(f"Expected {field.flag} to be {describe(kind)}, got {shown(text)}.") from None

@@ -1,0 +1,199 @@
+"""A whole training run: prepare once, start the workers or join torchrun's, return the results."""
+
+import os
+import signal
+import sys
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import torch.distributed as dist
+
+from lamella._processes.endings import FAILED, Stopped
+from lamella._processes.launch import WorkerTimeoutError, print_stopping, run_workers
+from lamella._processes.lock import locked
+from lamella._processes.placement import place, process_group, under_torchrun
+from lamella._processes.stop import StopRequests, interrupted, listening
+from lamella._processes.watch import Watch, watched
+from lamella._record.metrics import ValidationRecord, read
+from lamella._record.output import refused_paths, say
+from lamella._record.run_directory import RunDirectory
+from lamella._settings.config import Config, to_toml
+from lamella._settings.options import ConfigError
+from lamella._training.checks import run_root
+from lamella._training.preparation import PreparedRun, prepare
+from lamella_checkpoint import CheckpointDirectory
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """The files of a run's results, and the first and last validation loss in nats per `unit` (byte or token)."""
+
+    checkpoint: Path
+    plot: Path
+    metrics: Path
+    first_validation: float
+    last_validation: float
+    unit: str = "byte"
+
+    @property
+    def ratio(self) -> float:
+        """The last validation loss divided by the first."""
+        return self.last_validation / self.first_validation
+
+    def lines(self) -> tuple[str, ...]:
+        """Return the lines to print."""
+        losses = f"{self.first_validation:.4f} -> {self.last_validation:.4f} nats/{self.unit}"
+        return (
+            f"validation: {losses} ({self.ratio:.1%} of the first)",
+            f"checkpoint: {self.checkpoint}",
+            f"plot: {self.plot}",
+            f"metrics: {self.metrics}",
+        )
+
+
+def train(config: Config) -> Result:
+    """Train from the start or from the run's latest checkpoint, and return the paths of the results.
+
+    Under torchrun every rank calls `train`; otherwise the calling process starts the workers and waits for them.
+
+    Raises:
+        ConfigError: The settings cannot be met, another run holds the folder, or the checkpoint is damaged.
+        LossNotFiniteError: The loss, the gradient or a weight is not finite.
+        Stopped: SIGINT or SIGTERM arrived, and the step in progress is saved. A second signal stops the run at once.
+        StorageError: A checkpoint, the metrics or the plot cannot be written.
+        WorkerError: A worker died, and all other workers have been stopped.
+        WorkerTimeoutError: A worker did not go on within `config.run.timeout`, and all workers have been stopped.
+
+    Effects: prints the resolved configuration, progress and the result. Called in the main thread, handles SIGINT and
+        SIGTERM until the call ends.
+    """
+    config = place(config)
+    if under_torchrun():
+        return _train_as_rank(config)
+    try:
+        with interrupted() as requests:
+            return _train_with_workers(config, requests)
+    except WorkerTimeoutError as error:
+        raise WorkerTimeoutError(f"{error} {_resumption_message(config)}", error.rank) from None
+    except KeyboardInterrupt as interrupt:
+        signum = interrupt.signum if isinstance(interrupt, Stopped) else signal.SIGINT
+        raise Stopped(signum, _stop_message(config, signum)) from None
+
+
+def _train_with_workers(config: Config, requests: StopRequests) -> Result:
+    with locked(run_root(config)) as descriptors:
+        prepared = _prepare(config)
+        if not prepared.is_complete:
+            command = (sys.executable, "-P", "-m", "lamella._command.worker", str(prepared.directory.root))
+            requests.wait_from_now_on()
+            run_workers(
+                command,
+                config.parallel.ranks or 1,
+                config.parallel.threads or 1,
+                requests=requests,
+                descriptors=descriptors,
+                limits=config.run.wait_limits,
+            )
+        return _result(prepared.directory, aloud=True)
+
+
+def _train_as_rank(config: Config) -> Result:
+    from lamella._training.trainer import Trainer
+
+    is_first = os.environ["RANK"] == "0"
+
+    def leave(signum: int, *, prints: bool = is_first) -> None:
+        _exit(_stop_message(config, signum), 128 + signum, prints=prints)
+
+    def end_wait(watch: Watch, signum: int, prints: bool) -> None:
+        if (line := watch.abandons_step()) is not None:
+            say([line] if prints else [])
+            leave(signum, prints=prints)
+        if (error := watch.timeout()) is not None:
+            _exit(f"error: {error} {_resumption_message(config)}", FAILED, prints=prints)
+
+    with ExitStack() as contexts:
+        requests = contexts.enter_context(listening(leave, print_stopping if is_first else lambda _: None))
+        # Rank 0 prepares before it joins the process group; the other ranks wait for rank 0 in `process_group`.
+        outcome = _attempt(config, contexts) if is_first else None
+        signum = 0
+        with process_group(config.parallel, config.run.wait_limits) as rank:
+            prepared = _agreed(outcome)
+            if not prepared.is_complete:
+                with watched(rank, config.run.wait_limits, requests, end_wait):
+                    signum = Trainer(config, prepared.directory, rank, requests).train()
+        if signum:
+            raise Stopped(signum, _stop_message(config, signum))
+        return _result(prepared.directory, aloud=is_first)
+
+
+def _exit(message: str, code: int, *, prints: bool) -> NoReturn:
+    """End a rank whose main thread may be blocked."""
+    if prints:
+        with suppress(OSError):
+            print(f"lamella: {message}", file=sys.stderr, flush=True)
+    os._exit(code)
+
+
+def _stop_message(config: Config, signum: int) -> str:
+    """Describe the last saved step of a stopped run, and the command to resume."""
+    before = "" if _saved_steps(config) else " before a step was saved"
+    return f"stopped by {signal.Signals(signum).name}{before}. {_resumption_message(config)}"
+
+
+def _resumption_message(config: Config) -> str:
+    """Name the last saved step of a run that has ended early, and the command to resume."""
+    steps = _saved_steps(config)
+    if not steps:
+        return "There is nothing to go on from: the same command starts anew."
+    without = " without --no-resume" if config.run.resume is False else ""
+    return f"Step {steps[-1]} is saved in {str(run_root(config))!r}; the same command{without} goes on from it."
+
+
+def _saved_steps(config: Config) -> list[int]:
+    return CheckpointDirectory(RunDirectory(run_root(config)).checkpoints).steps()
+
+
+def _attempt(config: Config, locks: ExitStack) -> PreparedRun | ConfigError:
+    try:
+        locks.enter_context(locked(run_root(config)))
+        return _prepare(config)
+    except ConfigError as error:
+        return error
+
+
+def _agreed(outcome: PreparedRun | ConfigError | None) -> PreparedRun:
+    """Return rank 0's outcome on every rank, or raise its error. Effects: collective broadcast of an object."""
+    outcomes = [outcome]
+    dist.broadcast_object_list(outcomes)
+    if not isinstance(outcomes[0], PreparedRun):
+        raise outcomes[0] or AssertionError("the first rank prepares")
+    return outcomes[0]
+
+
+def _prepare(config: Config) -> PreparedRun:
+    """Prepare, then print the settings and the lines of the start. A refused run prints nothing here."""
+    with refused_paths():
+        prepared = prepare(config)
+    say([to_toml(config), *prepared.lines])
+    return prepared
+
+
+def _result(directory: RunDirectory, *, aloud: bool) -> Result:
+    validations = [record for record in read(directory.metrics) if isinstance(record, ValidationRecord)]
+    checkpoint = CheckpointDirectory(directory.checkpoints).latest()
+    if not validations or checkpoint is None:
+        raise ConfigError(f"Expected validations and a checkpoint in {str(directory.root)!r}, got none.")
+    result = Result(
+        checkpoint=directory.checkpoints / checkpoint.name,
+        plot=directory.plot,
+        metrics=directory.metrics,
+        first_validation=validations[0].nats,
+        last_validation=validations[-1].nats,
+        unit=validations[-1].unit,
+    )
+    if aloud:
+        say(result.lines())
+    return result

@@ -1,0 +1,253 @@
+"""The tokenizer of a run, trained on the text or taken from a model, and the tokens of documents."""
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Literal, cast
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from lamella._data.documents import Chat, Part, length_of, parts
+from lamella._data.text import TextFile
+from lamella._settings.options import ConfigError, in_short
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+END_OF_TEXT: Final = "<|endoftext|>"
+
+Unit = Literal["byte", "token"]
+"""Denominator of losses on held-out text."""
+
+_VOCABULARY_LENGTH: Final = 16 << 20
+"""Limit on the characters to train a vocabulary on: more text changes few merges, and costs time in proportion."""
+
+_BATCH_LENGTH: Final = 1 << 21
+"""Characters to tokenize in one call, which bounds memory: the tokenizer holds about a hundred bytes per token."""
+
+_GENERATION: Final = re.compile(r"\{%-?\s*generation\s*-?%\}")
+"""A chat template's mark around the assistant's messages."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunTokenizer:
+    """A tokenizer of transformers with the values a run needs.
+
+    Attributes:
+        tokenizer: The tokenizer of transformers.
+        end: The token at the end of a document.
+        num_tokens: One more than the largest token.
+        unit: "byte" for byte-level tokenizers, whose tokens have a known number of bytes; else "token".
+    """
+
+    tokenizer: "PreTrainedTokenizerBase"
+    end: int
+    num_tokens: int
+    unit: Unit
+
+    @property
+    def backend(self) -> Tokenizer | None:
+        """The tokenizers library's object; None for tokenizers of other libraries."""
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        return backend if isinstance(backend, Tokenizer) else None
+
+    @property
+    def chat_template(self) -> str | None:
+        """The template to render conversations with; None for tokenizers without a template."""
+        try:
+            return str(self.tokenizer.get_chat_template())
+        except ValueError:
+            return None
+
+    @property
+    def marks_the_assistant(self) -> bool:
+        """True when the chat template marks the assistant's tokens."""
+        return self.backend is not None and _GENERATION.search(self.chat_template or "") is not None
+
+    def identity(self) -> str:
+        """Return a text that differs between tokenizers with different tokens for a text."""
+        backend = self.backend
+        vocabulary = sorted(self.tokenizer.get_vocab().items()) if backend is None else backend.to_str()
+        return json.dumps([vocabulary, self.end, self.chat_template])
+
+    def encode(self, files: Iterable[TextFile]) -> Iterator[list[int]]:
+        """Yield the tokens of all documents, each followed by `end`, in lists of bounded length.
+
+        Tokens outside the loss are complemented, `~token`: in conversations every token but the assistant's, if the
+        chat template marks the assistant.
+
+        Raises:
+            ConfigError: A line of a file holds no document, or a conversation cannot be rendered. Names the line.
+        """
+        for batch in _batches(parts(files)):
+            texts = iter(self._encode_texts([part for part in batch if isinstance(part, str)]))
+            ids: list[int] = []
+            for part in batch:
+                if isinstance(part, str):
+                    ids += next(texts)
+                else:
+                    ids += self._encode_chat(part) if isinstance(part, Chat) else [self.end]
+            yield ids
+
+    def _encode_texts(self, texts: Sequence[str]) -> Iterator[list[int]]:
+        if self.backend is None:
+            return iter(self.tokenizer(list(texts), add_special_tokens=False)["input_ids"] if texts else [])
+        return (encoding.ids for encoding in self.backend.encode_batch_fast(list(texts), add_special_tokens=False))
+
+    def _encode_chat(self, chat: Chat) -> list[int]:
+        render = cast("Callable[..., Mapping[str, list[int]]]", self.tokenizer.apply_chat_template)
+        is_marked = self.marks_the_assistant
+        try:
+            encoded = render(chat.messages, tools=chat.tools, return_dict=True, return_assistant_tokens_mask=is_marked)
+        except Exception as error:  # Templates are code and may raise any exception, jinja2's among them.
+            raise ConfigError(
+                f"Expected a conversation that the chat template can render in {chat.place}, got: {in_short(error)}"
+            ) from error
+        ids = encoded["input_ids"]
+        if is_marked:
+            ids = [
+                token if is_assistant else ~token
+                for token, is_assistant in zip(ids, encoded["assistant_masks"], strict=True)
+            ]
+        # Many templates end with `end` already. Otherwise append `end`: outside the loss, since no message holds it.
+        is_ended = bool(ids) and ids[-1] in (self.end, ~self.end)
+        return ids if is_ended else [*ids, ~self.end if is_marked else self.end]
+
+    def units(self) -> list[int]:
+        """Return the length of each token in `unit`: bytes of text, 0 for `end`; or 1 per token.
+
+        In the byte-level alphabet a byte is one character, so a token's name has one character per byte. The name of
+        an added token is plain text.
+        """
+        if self.unit == "token" or self.backend is None:
+            return [1] * self.num_tokens
+        added = {index: len(token.content.encode()) for index, token in self.backend.get_added_tokens_decoder().items()}
+        nbytes = [0] * self.num_tokens
+        for name, index in self.backend.get_vocab().items():
+            nbytes[index] = 0 if index == self.end else added.get(index, len(name))
+        return nbytes
+
+
+def _batches(every: Iterable[Part]) -> Iterator[list[Part]]:
+    batch: list[Part] = []
+    length = 0
+    for part in every:
+        batch.append(part)
+        length += length_of(part)
+        if length >= _BATCH_LENGTH:
+            yield batch
+            batch, length = [], 0
+    yield batch
+
+
+def train_tokenizer(files: Iterable[TextFile], vocab_size: int) -> RunTokenizer:
+    """Train a byte-level byte-pair tokenizer of up to `vocab_size` tokens: 256 bytes, the end of a text, and merges.
+
+    A short text yields fewer tokens. For a long text, training uses evenly spread pieces.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_sample(tuple(files)), trainer)
+    wrap = cast("Callable[..., PreTrainedTokenizerBase]", PreTrainedTokenizerFast)
+    return _checked(wrap(tokenizer_object=tokenizer, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT), END_OF_TEXT)
+
+
+def _sample(files: Sequence[TextFile]) -> Iterator[str]:
+    """Yield evenly spread pieces of about `_VOCABULARY_LENGTH` characters together; all of a shorter text."""
+    share = min(1.0, _VOCABULARY_LENGTH / max(1, sum(file.nbytes for file in files)))
+    due = 0.0
+    for part in parts(files):
+        if isinstance(part, str):
+            due += share * len(part)
+            if due > 0:
+                yield part
+                due -= len(part)
+
+
+def read_tokenizer(directory: Path, vocab_size: int) -> RunTokenizer:
+    """Read the tokenizer in a model's directory with transformers.
+
+    Raises:
+        ConfigError: The directory has no tokenizer, a library to read the tokenizer is missing, or the tokenizer has
+            no end-of-text token, or more tokens than the model.
+    """
+    tokenizer = _read(directory)
+    run_tokenizer = _checked(tokenizer, _end_of_text(tokenizer, directory))
+    if run_tokenizer.num_tokens > vocab_size:
+        raise ConfigError(
+            f"Expected at most the model's {vocab_size} tokens in the tokenizer of {str(directory)!r}, got "
+            f"{run_tokenizer.num_tokens}."
+        )
+    return run_tokenizer
+
+
+def _read(directory: Path) -> "PreTrainedTokenizerBase":
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    is_whole = (directory / "tokenizer.json").is_file()
+    if not is_whole:
+        _check_libraries(directory)
+    # A tokenizer.json is complete. The classes of model types would replace parts of it by their own defaults.
+    cls = PreTrainedTokenizerFast if is_whole else AutoTokenizer
+    try:
+        tokenizer = cls.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # The tokenizers library raises Exception itself.
+        raise ConfigError(
+            f"Expected a tokenizer that transformers can read in {str(directory)!r}, got: {in_short(error)}"
+        ) from error
+    if tokenizer.get_vocab().keys() <= tokenizer.get_added_vocab().keys():
+        # For some model types without tokenizer files, transformers makes a tokenizer of the special tokens alone.
+        raise ConfigError(
+            f"Expected a tokenizer that transformers can read in {str(directory)!r}, got one without a vocabulary. Put "
+            "the model's tokenizer.json there."
+        )
+    tokenizer.model_max_length = int(1e30)  # No length warnings: documents are cut into sequences after tokenization.
+    return tokenizer
+
+
+def _check_libraries(directory: Path) -> None:
+    """Refuse SentencePiece files without the libraries to read them; transformers would blame another file format."""
+    from transformers.utils.import_utils import is_protobuf_available, is_sentencepiece_available
+
+    availability = {"sentencepiece": is_sentencepiece_available(), "protobuf": is_protobuf_available()}
+    missing = [name for name, is_available in availability.items() if not is_available]
+    if missing and (files := sorted(directory.glob("*.model"))):
+        raise ConfigError(
+            f"Expected {' and '.join(missing)} to be installed to read {str(files[0])!r}, got no such package. Install "
+            f"from the package index: {' '.join(missing)}"
+        )
+
+
+def _end_of_text(tokenizer: "PreTrainedTokenizerBase", directory: Path) -> str:
+    if END_OF_TEXT in tokenizer.get_vocab():
+        return END_OF_TEXT
+    end = tokenizer.eos_token
+    if end is None or end not in tokenizer.get_vocab():
+        raise ConfigError(
+            f"Expected {END_OF_TEXT!r} in the tokenizer of {str(directory)!r}, or a token of the tokenizer "
+            f"as eos_token in its tokenizer_config.json, got {end!r}."
+        )
+    return str(end)
+
+
+def _checked(tokenizer: "PreTrainedTokenizerBase", end: str) -> RunTokenizer:
+    vocabulary = tokenizer.get_vocab()
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    decoder = json.loads(backend.to_str())["decoder"] if isinstance(backend, Tokenizer) else None
+    return RunTokenizer(
+        tokenizer=tokenizer,
+        end=vocabulary[end],
+        num_tokens=1 + max(vocabulary.values()),
+        unit="byte" if '"ByteLevel"' in json.dumps(decoder) else "token",
+    )

@@ -1,0 +1,105 @@
+"""The checks of a model before a run: its config, the folder of its weights, and what the machine must have for it."""
+
+import importlib.util
+import os
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from lamella._model.float8 import check_float8
+from lamella._model.kernels import check_kernels
+from lamella._model.spec import check_context, load_spec, outline
+from lamella._model.weights import pretrained_directory
+from lamella._settings.config import Config, ParallelConfig
+from lamella._settings.options import ConfigError
+from lamella_transformers import ModelSpec, sharding_units
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckedModel:
+    """A model that a run can train.
+
+    Attributes:
+        pretrained: The folder of the weights to start from; None for fresh weights.
+        spec: The config of the model.
+        outline: The model on the meta device.
+    """
+
+    pretrained: Path | None
+    spec: ModelSpec
+    outline: nn.Module
+
+    def describe(self) -> str:
+        """Return one line on the size of the model."""
+        num_parameters = sum(parameter.numel() for parameter in self.outline.parameters())
+        return f"model: {num_parameters:,} parameters, {self.spec.vocab_size:,} tokens"
+
+
+def check_model(config: Config, *, has_checkpoint: bool) -> CheckedModel:
+    """Check the model of a run, and what the machine must have for it.
+
+    Args:
+        config: The run's settings.
+        has_checkpoint: The run goes on from a checkpoint, and draws no fresh weights.
+
+    Raises:
+        ConfigError: The settings cannot be met.
+
+    Effects: reads the config of the model.
+    """
+    pretrained = pretrained_directory(config.model.name)
+    _check_vocabulary(config, pretrained)
+    spec = load_spec(config.model.name, config.data.vocab_size)
+    check_context(spec, config.data.sequence_length)
+    model = outline(spec)
+    if pretrained is None and not has_checkpoint:
+        _check_memory(model, config.parallel)
+    check_float8(sharding_units(model), config.parallel)
+    check_kernels(config.model, spec.model_type, config.parallel)
+    _check_compiler(config.parallel)
+    return CheckedModel(pretrained=pretrained, spec=spec, outline=model)
+
+
+def _check_vocabulary(config: Config, pretrained: Path | None) -> None:
+    if pretrained is not None and config.data.vocab_size is not None:
+        raise ConfigError(
+            f"Expected no --vocab-size with the weights in {str(pretrained)!r}, which have their own vocabulary, got "
+            f"{config.data.vocab_size}."
+        )
+
+
+def _check_memory(model: nn.Module, parallel: ParallelConfig) -> None:
+    """Refuse a model that a rank cannot build: each rank makes all fresh weights, in fp32, before it shards them."""
+    needed = sum(parameter.numel() * torch.float32.itemsize for parameter in model.parameters())
+    place = "a GPU" if parallel.device == "cuda" else "this machine"
+    if parallel.device == "cuda":
+        memory = torch.cuda.get_device_properties(0).total_memory
+    else:
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > memory:
+        raise ConfigError(
+            f"Expected a model whose fresh weights fit into the memory of {place}, {memory / 2**30:,.0f} GiB, got "
+            f"{needed / 2**30:,.0f} GiB. Pass a smaller --model."
+        )
+
+
+def _check_compiler(parallel: ParallelConfig) -> None:
+    """Refuse --compile where torch would find no compiler after the run has started."""
+    if not parallel.compile:
+        return
+    if parallel.device == "cuda":
+        variable, names = "CC", ["gcc", "clang"]
+        if importlib.util.find_spec("triton") is None:
+            raise ConfigError("Expected Triton for --compile on GPUs, got none. Install it, or leave --compile out.")
+    else:
+        variable, names = "CXX", ["clang++"] if sys.platform == "darwin" else ["g++"]
+    compilers = [os.environ[variable]] if variable in os.environ else names
+    if not any(map(shutil.which, compilers)):
+        raise ConfigError(
+            f"Expected a compiler for --compile on {parallel.device} ({variable}, or {' or '.join(names)} on PATH), "
+            f"got none of {', '.join(compilers)}. Install one, or leave --compile out."
+        )

@@ -1,0 +1,99 @@
+"""`--float8`: the recipe, the matrices of the recipe, and lines that tell a slower device or missing scales."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from lamella._settings.config import ParallelConfig
+from lamella._settings.options import ConfigError, in_short
+from lamella_precision import (
+    Float8Recipe,
+    MixedPrecisionPolicy,
+    float8_matmul_layers,
+    matrices_of,
+    multiplies_in_float8,
+    use_float8_matmul,
+)
+
+_RECIPES = {
+    "tensor": Float8Recipe(),
+    "delayed": Float8Recipe(num_past_amaxes=16),
+    "row": Float8Recipe((1, None)),
+    "block": Float8Recipe((128, 128)),
+}
+"""By `ParallelConfig.float8`."""
+
+_NUM_NAMED = 3
+
+
+def in_float8(
+    units: Sequence[nn.Module], policy: MixedPrecisionPolicy, parallel: ParallelConfig
+) -> MixedPrecisionPolicy:
+    """Let the units' linear layers multiply in float8, and return the policy whose gathers are in float8.
+
+    Layers with sizes that are no multiples of 16 (`block`: 128), which kernels need, are gathered in float8 alone.
+
+    Args:
+        units: Changed in place, before `fully_shard`.
+        policy: The policy of all other parameters.
+        parallel: The settings with `float8` and `float8_except`.
+
+    Raises:
+        ValueError: No matrix is left, or a pattern matches nothing.
+    """
+    recipe = replace(_RECIPES[parallel.float8], compute_dtype=policy.param_dtype or torch.float32)
+    choose = matrices_of(units, recipe, except_names=parallel.float8_except)
+    for unit in units:
+        layers = float8_matmul_layers(unit, recipe)
+        if names := [name for name in layers if choose(unit.get_parameter(f"{name}.weight".lstrip("."))) is not None]:
+            use_float8_matmul(unit, recipe, names=names)
+    return replace(policy, recipe=choose)
+
+
+def check_float8(units: Sequence[nn.Module], parallel: ParallelConfig) -> None:
+    """Refuse patterns that match nothing, and a model without matrices for float8, before anything starts.
+
+    Args:
+        units: Not changed.
+
+    Raises:
+        ConfigError: Names the option.
+    """
+    if parallel.float8 != "no":
+        try:
+            matrices_of(units, _RECIPES[parallel.float8], except_names=parallel.float8_except)
+        except ValueError as error:
+            raise ConfigError(
+                f"Expected matrices in the model's layers for --float8 {parallel.float8} and --float8-except "
+                f"{' '.join(parallel.float8_except) or '(none)'}, got: {in_short(error)} Pass other patterns, or "
+                "--float8 no."
+            ) from error
+    elif parallel.float8_except:
+        raise ConfigError(
+            f"Expected --float8-except with --float8 only, got {' '.join(parallel.float8_except)} with --float8 no. "
+            "Leave --float8-except out, or pass --float8 tensor."
+        )
+
+
+def product_lines(parallel: ParallelConfig, device: torch.device) -> list[str]:
+    """A line where the device multiplies float8 values in fp32."""
+    if parallel.float8 == "no" or multiplies_in_float8(_RECIPES[parallel.float8], device):
+        return []
+    needed = "9.0 and CUDA 12.9" if parallel.float8 == "block" else "8.9 or above"
+    line = (
+        f"float8: {device.type} here has no float8 products for --float8 {parallel.float8}, which need compute "
+        f"capability {needed}: the same values are multiplied in fp32, slower than bf16"
+    )
+    return [line]
+
+
+def scale_lines(missing: Sequence[str], step: int) -> list[str]:
+    """A line where a checkpoint lacks past amaxes of delayed scaling."""
+    if not missing:
+        return []
+    more = ", ..." if len(missing) > _NUM_NAMED else ""
+    first = ", ".join(missing[:_NUM_NAMED])
+    line = f"float8: step {step} was saved without past amaxes of {len(missing)} matrices, whose scales start anew: "
+    return [f"{line}{first}{more}"]

@@ -1,0 +1,248 @@
+"""The config of a run's model, by the name of a shipped model or by a path, checked for mistakes."""
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, cast
+
+from torch import nn
+
+import lamella_transformers
+from lamella._settings.config import Values
+from lamella._settings.options import LARGEST, ConfigError, in_short, nearest, shown
+from lamella._settings.parsing import parse_json, read_settings
+from lamella_transformers import Adapter, ModelError, ModelSpec, find_adapter, num_positions
+
+
+@dataclass(frozen=True, kw_only=True)
+class NamedModel:
+    """A model that ships with lamella: the values of its config, and sensible settings.
+
+    Attributes:
+        adapted_type: The model type whose adapter holds the values under the same name; then `config` is empty.
+    """
+
+    config: Mapping[str, object] = field(default_factory=dict)
+    settings: Values = field(default_factory=dict)
+    adapted_type: str | None = None
+
+
+NAMED: Mapping[str, NamedModel] = {
+    "llama-small": NamedModel(
+        config={
+            "model_type": "llama",
+            "vocab_size": 1024,
+            "hidden_size": 192,
+            "intermediate_size": 512,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 2048,
+            # One over the root of the width: at transformers' 0.02 a model this narrow takes twice as long.
+            "initializer_range": 0.06,
+        },
+    ),
+    "llama-1b": NamedModel(
+        config={
+            "model_type": "llama",
+            "vocab_size": 32768,
+            "hidden_size": 2048,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 16,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 8192,
+            "rope_theta": 500000.0,
+        },
+        settings={
+            "data": {"sequence_length": 2048},
+            "optim": {"steps": 1000, "batch_size": 32, "lr": 6e-4, "warmup_steps": 100},
+            "run": {"validation_interval": 100},
+        },
+    ),
+    "qwen3.5-tiny": NamedModel(adapted_type="qwen3_5_text", settings={"optim": {"lr": 1e-2}}),
+}
+
+SMALLEST_VOCABULARY = 257
+
+_COUNT: Final = re.compile(r"layer|expert|block|depth")
+_RATE: Final = re.compile(r"dropout|pdrop")
+_LARGEST_COUNT: Final = 10_000
+"""The largest number of layers or experts: forty times those of any published model."""
+
+_EXTRAS: Final[Mapping[str, str]] = {"qwen3_5_text": "qwen", "qwen3_5_moe_text": "qwen", "mamba2": "mamba"}
+"""Model type -> the extra that has its adapter, without which no such model is trained."""
+
+
+def named_settings(name: str) -> Values:
+    """Return the settings of a shipped model; none for a path."""
+    return NAMED[name].settings if name in NAMED else {}
+
+
+def load_spec(name: str, vocab_size: int | None = None) -> ModelSpec:
+    """Return the transformers config of a shipped model or of a path, with another vocabulary size if passed.
+
+    A config with other parts (vision) yields the config of the text model.
+
+    Raises:
+        ConfigError: No such model, its adapter is not installed, or the config lacks a field or is refused by
+            transformers.
+    """
+    values = dict(_text_part(name, _values(name)))
+    if vocab_size is not None:
+        values["vocab_size"] = vocab_size
+    # Main weights are fp32 whatever the config of a published checkpoint says; precision is the run's choice.
+    # The training loop reads outputs by name, which `return_dict` would turn into tuples.
+    for key in ("dtype", "torch_dtype", "transformers_version", "return_dict"):
+        values.pop(key, None)
+    return _to_spec(name, values)
+
+
+def _values(name: str) -> Mapping[str, object]:
+    if name not in NAMED:
+        return _read_values(name)
+    named = NAMED[name]
+    return named.config if named.adapted_type is None else _adapter(named.adapted_type, name).named_configs[name]
+
+
+def _read_values(name: str) -> Mapping[str, object]:
+    from transformers import PreTrainedConfig
+
+    path = Path(name)
+    if not os.path.exists(path):  # Path.exists() raises where a name is too long.
+        names = ", ".join(map(repr, NAMED))
+        raise ConfigError(
+            f"Expected a path or one of {names} as --model, got {name!r}.{nearest(name, NAMED) or _from_a_hub(name)}"
+        )
+    if path.is_dir():
+        path /= "config.json"
+    try:
+        values = parse_json(read_settings(path))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"Expected a transformers config in {str(path)!r}, got {in_short(error)}") from error
+    if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
+        raise ConfigError(f"Expected a field 'model_type' in {str(path)!r}, got none.")
+    _check_numbers(str(path), values)
+    try:
+        # Read once more by transformers, which has its own way to write what JSON has no numbers for: infinity.
+        return PreTrainedConfig.get_config_dict(path, local_files_only=True)[0]
+    except Exception as error:  # It raises what its parts raise.
+        raise ConfigError(f"Expected a transformers config in {str(path)!r}, got {in_short(error)}") from error
+
+
+def _check_numbers(name: str, values: Mapping[str, object]) -> None:
+    """Refuse numbers that transformers accepts: counts of modules that take hours to build, and dropout rates."""
+    for key, value in values.items():
+        if isinstance(value, dict):
+            _check_numbers(name, value)
+        elif _RATE.search(key) and isinstance(value, int | float) and not 0 <= value <= 1:
+            raise ConfigError(f"Expected {key!r} from 0 to 1 in {name!r}, got {shown(value)}.")
+        elif isinstance(value, int) and abs(value) > (_LARGEST_COUNT if _COUNT.search(key) else LARGEST):
+            bound = _LARGEST_COUNT if _COUNT.search(key) else LARGEST
+            raise ConfigError(f"Expected {key!r} of at most {bound} in {name!r}, got {shown(value)}.")
+
+
+def _from_a_hub(name: str) -> str:
+    """Return a way out for `owner/model`, the name of a model on a hub."""
+    owner, _, model = name.partition("/")
+    if not owner or not model or "/" in model or owner.startswith("."):
+        return ""
+    return f" Nothing is downloaded here: hf download {name} --local-dir {model}, then --model {model}"
+
+
+def _text_part(name: str, values: Mapping[str, object]) -> Mapping[str, object]:
+    part = values.get("text_config")
+    if part is None:
+        return values
+    if not isinstance(part, dict) or not isinstance(part.get("model_type"), str):
+        raise ConfigError(f"Expected a text_config with a model_type in {name!r}, got {shown(part)}.")
+    # The outer config decides on this one: the inner value may be a library's default.
+    return part | {key: values[key] for key in ("tie_word_embeddings",) if key in values}
+
+
+def _to_spec(name: str, values: dict[str, object]) -> ModelSpec:
+    from transformers import AutoConfig
+
+    model_type = str(values.pop("model_type"))
+    try:
+        spec = AutoConfig.for_model(model_type, **values)
+        _check_sizes(name, spec, values)
+        _check_vocabulary(spec.vocab_size)
+        return cast(ModelSpec, spec)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"Expected a config that transformers accepts in {name!r}, got {in_short(error)}") from error
+
+
+def _check_sizes(name: str, spec: object, values: Mapping[str, object]) -> None:
+    """Refuse a config that leaves its size to transformers, whose defaults are those of a published model."""
+    aliases: Mapping[str, str] = getattr(spec, "attribute_map", {})
+    for size in ("vocab_size", "hidden_size", "num_hidden_layers"):
+        if size not in values and aliases.get(size, size) not in values:
+            default = getattr(spec, size, None)
+            raise ConfigError(
+                f"Expected a field {aliases.get(size, size)!r} in the model config {name!r}, got none "
+                f"(transformers would take {default})."
+            )
+
+
+def _check_vocabulary(vocab_size: int) -> None:
+    if vocab_size < SMALLEST_VOCABULARY:
+        raise ConfigError(
+            f"Expected a vocabulary of at least {SMALLEST_VOCABULARY} tokens (each byte, and the end of a text), "
+            f"got {vocab_size}. Pass --vocab-size."
+        )
+
+
+def _adapter(model_type: str, wanted_by: str) -> Adapter:
+    adapter = find_adapter(model_type)
+    if adapter is None:
+        extra = _EXTRAS[model_type]
+        raise ConfigError(
+            f"Expected lamella-{extra} to be installed for {wanted_by!r}, got none. "
+            f"Install it from a clone: uv pip install './packages/lamella[{extra}]'"
+        )
+    return adapter
+
+
+@contextmanager
+def refused_models() -> Iterator[None]:
+    """Turn the refusal of a model into one of the settings.
+
+    Raises:
+        ConfigError: With the message of a `ModelError` in the block.
+    """
+    try:
+        yield
+    except ModelError as error:
+        raise ConfigError(f"{error}") from error
+
+
+def outline(spec: ModelSpec) -> nn.Module:
+    """Return the model of a config without memory for its weights, if a run can train such a model.
+
+    Raises:
+        ConfigError: The model's adapter is not installed, or as `lamella_transformers.outline`.
+    """
+    if spec.model_type in _EXTRAS:
+        _adapter(spec.model_type, spec.model_type)
+    with refused_models():
+        return lamella_transformers.outline(spec)
+
+
+def check_context(spec: ModelSpec, sequence_length: int) -> None:
+    """Refuse sequences with more positions than the model has.
+
+    Raises:
+        ConfigError: Names both numbers.
+    """
+    bound = num_positions(spec)
+    if bound is not None and sequence_length > bound:
+        raise ConfigError(
+            f"Expected a --sequence-length of at most {bound}, the positions that the {spec.model_type!r} "
+            f"model has (max_position_embeddings), got {sequence_length}. Pass --sequence-length {bound}."
+        )

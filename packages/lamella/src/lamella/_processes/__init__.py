@@ -1,0 +1,1 @@
+"""The ranks of a run as processes: started, placed, watched, stopped, locked, and in agreement."""

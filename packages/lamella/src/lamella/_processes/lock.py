@@ -1,0 +1,110 @@
+"""One run at a time in a folder.
+
+Note [The lock dies with the run]
+    The lock is an flock on an open file; the file's text only names the holder. Workers inherit the descriptor, so the
+    lock lasts until the last worker has exited, even after a SIGKILL of the parent. The file is removed before the
+    lock is released. A process that opened the old file meanwhile may lock a removed file: `_is_at` compares the
+    descriptor with the path, and `_acquire` retries.
+"""
+
+import errno
+import fcntl
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Final
+
+from lamella._settings.options import ConfigError
+
+LOCK_FILE: Final = "lock"
+
+_NO_LOCKS: Final = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL)
+
+
+@contextmanager
+def locked(root: Path) -> Iterator[tuple[int, ...]]:
+    """Lock a run's folder; yield the descriptors of the lock, for workers to inherit.
+
+    Yields no descriptors when the folder cannot be written to; `prepare` then raises the error.
+
+    Raises:
+        ConfigError: Another run holds the lock. Names the process and host of the other run.
+
+    Effects: creates the folder; removes the created folders again if still empty.
+    """
+    absent_folders = [folder for folder in (root, *root.parents) if not os.path.exists(folder)]
+    path = root / LOCK_FILE
+    descriptor = _acquired(path)
+    try:
+        yield () if descriptor is None else (descriptor,)
+    finally:
+        if descriptor is not None:
+            with suppress(OSError):  # In a folder with the sticky bit, only the file's owner may remove the file.
+                path.unlink()
+            os.close(descriptor)
+        with suppress(OSError):
+            for folder in absent_folders:
+                folder.rmdir()
+
+
+def _acquired(path: Path) -> int | None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return _acquire(path)
+    except OSError as error:
+        if error.errno in _NO_LOCKS:
+            print(
+                f"lamella: {str(path.parent)!r} cannot be locked ({error.strerror}). Start no second run in it.",
+                file=sys.stderr,
+            )
+        elif os.path.lexists(path):  # Another user's run may hold a lock that this user cannot open.
+            raise ConfigError(
+                f"Expected to lock {str(path)!r}, got {error.strerror}. Another run may be using the folder: pass "
+                "another --run-dir, or remove the file if there is none."
+            ) from error
+        return None
+
+
+def _acquire(path: Path) -> int:
+    while True:
+        descriptor = _open(path)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_at(descriptor, path):
+                _sign(descriptor)
+                return descriptor
+        except BlockingIOError:
+            holder = os.pread(descriptor, 1000, 0).decode(errors="replace").strip() or "of another process"
+            os.close(descriptor)
+            raise ConfigError(
+                f"Expected no other run in {str(path.parent)!r}, got one {holder}. Wait for its end, or pass another "
+                "--run-dir."
+            ) from None
+        except OSError:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)  # The file was removed by a run that has just ended: open the path again.
+
+
+def _open(path: Path) -> int:
+    """Open the lock file; only for reading where the file is another user's, which is enough to lock."""
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    except PermissionError:
+        return os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _sign(descriptor: int) -> None:
+    with suppress(OSError):  # A full disk: the lock holds without the text.
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"of process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)

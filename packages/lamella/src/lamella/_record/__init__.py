@@ -1,0 +1,1 @@
+"""What a run writes and prints: its folder, metrics, plots, progress, measurements and profiles."""

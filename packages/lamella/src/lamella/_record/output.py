@@ -1,0 +1,80 @@
+"""Output of a command's report: to the terminal as text or JSON, and to files."""
+
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from io import TextIOWrapper
+from pathlib import Path
+
+from lamella._settings.options import ConfigError, shown
+
+
+def show(lines: Iterable[str], as_json: str, to: str | None) -> None:
+    """Print a report.
+
+    Args:
+        lines: The report as text.
+        as_json: The report as JSON.
+        to: A file to write the JSON to; "-" prints the JSON in place of the text. None prints only the text.
+
+    Raises:
+        ConfigError: The file cannot be written.
+    """
+    say([as_json] if to == "-" else lines)
+    if to is not None and to != "-":
+        write(to, as_json)
+
+
+def say(lines: Iterable[str]) -> None:
+    """Print lines; escape characters the terminal cannot encode, and tolerate a closed pipe (`| head`)."""
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+    try:
+        for line in lines:
+            print(line)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Without a valid standard output, the interpreter's flush at exit raises BrokenPipeError again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def printable(text: str) -> str:
+    """Escape characters that move a terminal's cursor, end a line or cannot be printed."""
+    return (
+        text
+        if text.isprintable()
+        else "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
+    )
+
+
+def one_line(text: str) -> str:
+    """Join the lines of a text into one, then escape as `printable`."""
+    return printable(" ".join(text.split()))
+
+
+def write(path: str, text: str) -> None:
+    """Write a text file.
+
+    Raises:
+        ConfigError: The file cannot be written.
+    """
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"Expected to write {path!r}, got {error.strerror}.") from error
+
+
+@contextmanager
+def refused_paths() -> Iterator[None]:
+    """Turn errors of the file system into refusals: a name that is too long, a path that may not be searched.
+
+    Raises:
+        ConfigError: Names the path and the reason. Errors without a path pass.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            raise
+        raise ConfigError(f"Expected a usable path, got {error.strerror}: {shown(error.filename)}.") from error

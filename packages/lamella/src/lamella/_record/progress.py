@@ -1,0 +1,38 @@
+"""The progress of a run on a terminal."""
+
+import os
+import sys
+
+from tqdm import tqdm
+
+
+class ProgressBar:
+    """The progress bar of one rank: drawn only on a terminal; without `enabled` nothing is printed."""
+
+    def __init__(self, first_step: int, num_steps: int, *, enabled: bool) -> None:
+        self._enabled = enabled
+        self._bar = tqdm(
+            initial=first_step,
+            total=num_steps,
+            unit="step",
+            disable=not (enabled and sys.stderr.isatty()),
+            dynamic_ncols=True,
+        )
+
+    def advance(self) -> None:
+        """Count one more completed step."""
+        self._bar.update()
+
+    def say(self, line: str) -> None:
+        """Print a line above the bar. The run survives a closed pipe: Ctrl-C ends `| tee` before the last lines."""
+        if not self._enabled:
+            return
+        try:
+            self._bar.write(line)
+            sys.stdout.flush()
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Otherwise every later line raises too.
+
+    def close(self) -> None:
+        """Stop updating the bar and leave its last state on the terminal."""
+        self._bar.close()

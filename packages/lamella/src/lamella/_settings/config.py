@@ -1,0 +1,264 @@
+"""The configuration of a training run, merged from files and the command line."""
+
+import dataclasses
+import json
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Final, Literal, NamedTuple
+
+from lamella._settings.options import ConfigError, Option, check_fields, fields_of, nearest, shown
+from lamella._settings.parsing import parse_json, parse_toml, read_settings
+
+_WARMUP_STEPS: Final = 40
+_LARGEST_STEP: Final = 1 << 30
+_FOREVER_S: Final = 1e7  # nanoseconds of longer times do not fit into the integers of torch's timeouts
+
+
+class WaitLimits(NamedTuple):
+    """Seconds without progress of any rank after which a run ends.
+
+    Attributes:
+        step_s: The limit in training.
+        startup_s: The limit up to the end of the first step.
+    """
+
+    step_s: float
+    startup_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The model to train."""
+
+    name: Annotated[
+        str,
+        Option(
+            "llama-small (the default), llama-1b, qwen3.5-tiny; or a transformers config.json, or its folder: training "
+            "starts from weights in the folder.",
+            name="model",
+        ),
+    ]
+    kernels: Annotated[
+        Literal["none", "liger"],
+        Option("Library of fused kernels for the model's layers and loss: liger, on GPUs (lamella[kernels])."),
+    ] = "none"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """The text, and its sequences of tokens."""
+
+    paths: Annotated[
+        tuple[str, ...],
+        Option("Text files and folders of them (default: the standard library's sources).", name="data"),
+    ] = ()
+    vocab_size: Annotated[int | None, Option("Byte-pair tokens (default: the model's).", at_least=257)] = None
+    sequence_length: Annotated[int, Option("Tokens predicted in a sequence.", at_least=1)] = 128
+    validation_fraction: Annotated[
+        float, Option("Share of the bytes that is held out, in whole files.", above=0, below=1)
+    ] = 0.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """Steps, batches and AdamW with warm-up and cosine decay."""
+
+    steps: Annotated[int, Option("Optimizer steps in all.", at_least=1)] = 500
+    batch_size: Annotated[int, Option("Sequences in a step, over all ranks.", at_least=1)] = 16
+    accumulation: Annotated[int, Option("Microbatches a rank adds up in a step.", at_least=1)] = 1
+    lr: Annotated[float, Option("Highest learning rate.", above=0)] = 5e-3
+    warmup_steps: Annotated[
+        int | None, Option("Steps of linear warm-up, at most --steps (default: 40, or all of fewer).", at_least=0)
+    ] = None
+    final_lr_fraction: Annotated[float, Option("Learning rate at the end, as a share of --lr.", at_least=0)] = 0.1
+    weight_decay: Annotated[float, Option("AdamW's weight decay.", at_least=0)] = 0.1
+    beta1: Annotated[float, Option("AdamW's first beta.", at_least=0, below=1)] = 0.9
+    beta2: Annotated[float, Option("AdamW's second beta.", at_least=0, below=1)] = 0.95
+    eps: Annotated[float, Option("AdamW's epsilon.", above=0)] = 1e-8
+    clip_norm: Annotated[float, Option("Gradients are scaled down to this norm.", above=0)] = 1.0
+
+    @property
+    def num_warmup_steps(self) -> int:
+        """Steps of linear warm-up: those given, or the default."""
+        return min(_WARMUP_STEPS, self.steps) if self.warmup_steps is None else self.warmup_steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """Workers, their device, and the sharding of the model."""
+
+    ranks: Annotated[int | None, Option("Workers (default: one a GPU; 2 on CPU).", at_least=1)] = None
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"], Option("Device of the workers; auto takes the GPUs if there are any.")
+    ] = "auto"
+    precision: Annotated[
+        Literal["auto", "fp32", "bf16"], Option("Dtype of the forward; auto is bf16 on GPUs, else fp32.")
+    ] = "auto"
+    float8: Annotated[
+        Literal["no", "tensor", "delayed", "row", "block"],
+        Option(
+            "Gather the layers' matrices in 8 bits, and multiply so: a scale a tensor (of now or before), a row, or "
+            "128 x 128. Sizes that are no multiples of 16 (block: 128) are gathered alone; routers, and what is no "
+            "linear layer or stack of experts, are left out."
+        ),
+    ] = "no"
+    float8_except: Annotated[
+        tuple[str, ...],
+        Option(
+            "Shell patterns of parameters' names in a layer that --float8 leaves out, such as 'self_attn.*'.",
+            metavar="PATTERN",
+        ),
+    ] = ()
+    reshard_after_forward: Annotated[
+        bool, Option("Free a layer's parameters after its forward; otherwise keep them until its backward.")
+    ] = True
+    compile: Annotated[
+        bool, Option("Compile each layer with torch's inductor: the first step takes longer, later ones less.")
+    ] = False
+    threads: Annotated[
+        int | None, Option("Compute threads of a CPU worker (default: its share of the cores).", at_least=1, below=4097)
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """The run's folder, and the intervals of reports, validations and checkpoints."""
+
+    directory: Annotated[
+        str | None, Option("Folder to write to and resume from (default: runs/<model>).", name="run-dir")
+    ] = None
+    resume: Annotated[
+        bool | None, Option("Insist on a checkpoint to go on from, or on none (default: go on if there is one).")
+    ] = None
+    from_step: Annotated[
+        int | None, Option("Go on from the checkpoint of this step, and set later ones aside.", at_least=0)
+    ] = None
+    seed: Annotated[int, Option("Seed of the weights, the data order and dropout.", at_least=0, below=2**32)] = 0
+    log_interval: Annotated[int, Option("Steps between step lines.", at_least=1)] = 10
+    validation_interval: Annotated[int, Option("Steps between validations.", at_least=1)] = 100
+    validation_sequences: Annotated[int, Option("Sequences in a validation, at most.", at_least=1)] = 256
+    checkpoint_interval: Annotated[int, Option("Steps between checkpoints.", at_least=1)] = 100
+    keep_checkpoints: Annotated[int, Option("Newest checkpoints that are kept.", at_least=1)] = 2
+    profile: Annotated[
+        int | None, Option("Steps to profile, after three others, for a trace and an overlap report.", at_least=1)
+    ] = None
+    timeout: Annotated[
+        float, Option("Seconds to wait for a rank, or for a save, before the run ends.", above=0, below=_FOREVER_S)
+    ] = 600.0
+    startup_timeout: Annotated[
+        float, Option("The same up to the end of the first step, which may compile.", above=0, below=_FOREVER_S)
+    ] = 3600.0
+
+    @property
+    def wait_limits(self) -> WaitLimits:
+        """The limits of the watch over the ranks."""
+        return WaitLimits(self.timeout, self.startup_timeout)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """All settings of a run. Only the machine and the text itself are outside."""
+
+    model: ModelConfig
+    data: DataConfig = field(default_factory=DataConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+
+    def __post_init__(self) -> None:
+        for group in GROUPS:
+            check_fields(getattr(self, group))
+        _check_warmup(self.optim)
+        _check_tokens(self.optim.batch_size, self.data.sequence_length)
+
+
+def _check_warmup(optim: OptimConfig) -> None:
+    """Refuse a warm-up that would not end: the learning rate would never reach `--lr`."""
+    if optim.num_warmup_steps > optim.steps:
+        raise ConfigError(
+            f"Expected --warmup-steps of at most --steps, {optim.steps}, got {optim.num_warmup_steps}. "
+            f"Pass --warmup-steps {optim.steps} or fewer, or more --steps."
+        )
+
+
+def _check_tokens(batch_size: int, sequence_length: int) -> None:
+    """Refuse steps that no memory holds, before any is set aside."""
+    if batch_size * sequence_length > _LARGEST_STEP:
+        raise ConfigError(
+            f"Expected --batch-size times --sequence-length of at most {_LARGEST_STEP:,} tokens in a step, got "
+            f"{batch_size} * {sequence_length}. Pass a smaller one."
+        )
+
+
+Group = ModelConfig | DataConfig | OptimConfig | ParallelConfig | RunConfig
+GROUPS: Mapping[str, type[Group]] = typing.get_type_hints(Config)
+
+
+Values = Mapping[str, Mapping[str, object]]
+"""Group -> field -> value: one source of settings."""
+
+
+def resolve(*layers: Values) -> Config:
+    """Merge settings, later layers over earlier layers, into a checked configuration.
+
+    Raises:
+        ConfigError: A value has the wrong type or is out of bounds, or no layer names a model.
+    """
+    merged: dict[str, dict[str, object]] = {group: {} for group in GROUPS}
+    for layer in layers:
+        for group, values in layer.items():
+            merged[group].update(values)
+    if "name" not in merged["model"]:
+        raise ConfigError("Expected a model in the configuration (model.name, or --model), got none.")
+    groups = {group: cls(**typing.cast(typing.Any, merged[group])) for group, cls in GROUPS.items()}
+    return Config(**typing.cast(typing.Any, groups))
+
+
+def read_file(path: str) -> Values:
+    """Read settings from a TOML file, or from a run's config.json.
+
+    Raises:
+        ConfigError: The file cannot be read, or names an unknown group or field.
+    """
+    try:
+        text = read_settings(Path(path))
+        loaded = parse_json(text) if path.endswith(".json") else parse_toml(text)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"Expected a configuration in {path!r}, got {_reason(error)}.") from error
+    if not isinstance(loaded, dict):
+        raise ConfigError(f"Expected groups of settings in {path!r}, got {type(loaded).__name__}.")
+    return {group: _checked_group(group, values, path) for group, values in loaded.items()}
+
+
+def _reason(error: Exception) -> str:
+    return error.strerror or str(error) if isinstance(error, OSError) else str(error).rstrip(".")
+
+
+def _checked_group(group: str, values: object, path: str) -> Mapping[str, object]:
+    if group not in GROUPS:
+        raise ConfigError(f"Expected one of {sorted(GROUPS)} in {path!r}, got {shown(group)}.{nearest(group, GROUPS)}")
+    if not isinstance(values, dict):
+        raise ConfigError(f"Expected a table [{group}] in {path!r}, got {shown(values)}.")
+    names = [field.name for field in fields_of(GROUPS[group])]
+    for name in values:
+        if name not in names:
+            raise ConfigError(f"Expected a field of [{group}] in {path!r}, got {shown(name)}.{nearest(name, names)}")
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+
+
+def to_values(config: Config) -> dict[str, dict[str, object]]:
+    """Return the settings as plain values for JSON and `resolve`."""
+    return dataclasses.asdict(config)
+
+
+def to_toml(config: Config) -> str:
+    """Return the settings as a TOML document for `read_file`; settings of None are omitted."""
+    return "\n".join(_table(group, values) for group, values in to_values(config).items())
+
+
+def _table(group: str, values: Mapping[str, object]) -> str:
+    # JSON strings, numbers, booleans and lists of strings are valid TOML too, but JSON's surrogate pairs.
+    lines = [f"{name} = {json.dumps(value, ensure_ascii=False)}" for name, value in values.items() if value is not None]
+    return "\n".join([f"[{group}]", *lines])

@@ -1,0 +1,188 @@
+"""Resuming a run: the choice of a checkpoint, its check against the settings, and the removal of later checkpoints."""
+
+import re
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from lamella._model.checks import CheckedModel
+from lamella._model.spec import load_spec
+from lamella._record.metrics import rewind
+from lamella._record.output import one_line
+from lamella._record.run_directory import RunDirectory
+from lamella._settings.config import Config, RunConfig, to_values
+from lamella._settings.options import ConfigError
+from lamella_checkpoint import CheckpointDamaged, CheckpointDirectory, CheckpointFailed, CheckpointMismatch, check
+from lamella_transformers import ModelSpec, fingerprint_of_weights
+
+# These settings and the text determine the data stream. After a change, a resumed run would repeat or skip text.
+_STREAM = (("data", "sequence_length"), ("optim", "batch_size"), ("run", "seed"))
+
+# Fields of a model's config that a run sets by itself, or that training does not read.
+_NOT_OF_THE_MODEL = ("architectures", "bos_token_id", "eos_token_id", "pad_token_id", "_name_or_path", "use_cache")
+
+_NUM_NAMED: Final = 3
+_STEP: Final = re.compile(r"step_(\d{8,})")
+
+
+def wanted_checkpoint(directory: RunDirectory, run: RunConfig) -> Path | None:
+    """Return the checkpoint to go on from: the newest, or that of `--from-step`; None in a new run.
+
+    Raises:
+        ConfigError: No checkpoint is of that step, the newest has lost its metadata, or `--resume` and `--no-resume`
+            say otherwise.
+    """
+    checkpoints = CheckpointDirectory(directory.checkpoints)
+    checkpoint = _newest(checkpoints) if run.from_step is None else _checkpoint_at(checkpoints, run.from_step)
+    if run.resume is True and checkpoint is None:
+        raise ConfigError(f"Expected a checkpoint to resume in {str(directory.root)!r}, got none.")
+    if run.resume is False and checkpoint is not None:
+        raise ConfigError(
+            f"Expected no checkpoint in {str(directory.root)!r}, got {checkpoint.name}. "
+            "Pass another --run-dir, or leave out --no-resume."
+        )
+    return checkpoint
+
+
+def _newest(checkpoints: CheckpointDirectory) -> Path | None:
+    newest = max(_steps(checkpoints.root), default=None)
+    if newest is not None and newest not in checkpoints.steps():
+        raise damaged(checkpoints, checkpoints.path(newest), "Expected a whole checkpoint, got one without .metadata")
+    return checkpoints.latest()
+
+
+def _checkpoint_at(checkpoints: CheckpointDirectory, step: int) -> Path:
+    if step not in checkpoints.steps():
+        got = ", ".join(map(str, checkpoints.steps())) or "none"
+        raise ConfigError(
+            f"Expected a checkpoint of step {step} in {str(checkpoints.root)!r} for --from-step, got {got}."
+        )
+    return checkpoints.path(step)
+
+
+def check_resumable(checkpoint: Path, model: CheckedModel, config: Config, text: str, directory: RunDirectory) -> int:
+    """Return the checkpoint's step; refuse checkpoints of another model or data stream, and other weights.
+
+    Args:
+        checkpoint: The checkpoint to go on from.
+        model: The model that the settings name.
+        config: The run's settings.
+        text: The fingerprint of text and tokenizer.
+        directory: The run's files.
+
+    Raises:
+        ConfigError: The checkpoint is damaged, or was written under other settings; names the difference.
+    """
+    try:
+        extra = check(checkpoint, model=model.outline)
+    except CheckpointDamaged as error:
+        raise damaged(CheckpointDirectory(checkpoint.parent), checkpoint, error) from error
+    except CheckpointMismatch as error:
+        first = "; ".join(map(str, error.differences.names[:_NUM_NAMED]))
+        more = len(error.differences.names) - _NUM_NAMED
+        raise ConfigError(
+            f"Expected a checkpoint of this model in {str(checkpoint)!r}, got a checkpoint of another model: {first}"
+            f"{f'; and {more} more' if more > 0 else ''}. Pass the checkpoint's --model, or another --run-dir."
+        ) from error
+    _check_stream(extra, config, text)
+    _check_same_model(model.spec, directory)
+    if model.pretrained is not None:
+        _check_same_weights(model.pretrained, directory)
+    return int(extra["step"])
+
+
+def _check_same_model(spec: ModelSpec, directory: RunDirectory) -> None:
+    """Refuse to resume with a config of equal shapes that computes something else (an activation, an epsilon)."""
+    if not directory.model_config.is_file():
+        return
+    before, now = load_spec(str(directory.model)).to_dict(), spec.to_dict()
+    for name in sorted(before.keys() | now.keys()):
+        if name not in _NOT_OF_THE_MODEL:
+            _check_kept(f"the model's {name}", before.get(name), now.get(name), "--model")
+
+
+def _check_same_weights(pretrained: Path, directory: RunDirectory) -> None:
+    """Refuse to resume with other weights of an equal config than the weights that the run started from.
+
+    Weights that vanished or were damaged since the run began pass: a checkpoint needs no weights.
+    """
+    before = directory.weights.read_text(encoding="ascii").strip() if directory.weights.is_file() else None
+    now = fingerprint_of_weights(pretrained)
+    if before and now and before != now:
+        raise ConfigError(
+            f"Expected the weights that the run in {str(directory.root)!r} started from ({before[:12]}) in --model, "
+            f"got others in {str(pretrained)!r} ({now[:12]}). Pass the former --model, or another --run-dir."
+        )
+
+
+def _check_stream(stored: Mapping[str, object], config: Config, text: str) -> None:
+    """Refuse to resume with other text or other settings of the data stream."""
+    for name, value in stream_settings(config).items():
+        _check_kept(name, stored.get(name), value, "value")
+    if stored.get("fingerprint") != text:
+        raise ConfigError(
+            "Expected the text that the run to be resumed was started on, got another. "
+            "Pass the same --data, or another --run-dir."
+        )
+
+
+def _check_kept(name: str, before: object, now: object, option: str) -> None:
+    if before != now:
+        raise ConfigError(
+            f"Expected {name} to stay {before!r} as in the run to be resumed, got {now!r}. "
+            f"Pass the former {option}, or another --run-dir."
+        )
+
+
+def stream_settings(config: Config) -> dict[str, object]:
+    """Return the settings that must not change over a run, by dotted name."""
+    values = to_values(config)
+    return {f"{group}.{name}": values[group][name] for group, name in _STREAM}
+
+
+def go_back(directory: RunDirectory, step: int) -> list[str]:
+    """Set aside checkpoints and drop records after `step`; return lines on both, to print."""
+    checkpoints = CheckpointDirectory(directory.checkpoints)
+    later = [checkpoints.path(number) for number in _steps(checkpoints.root) if number > step]
+    lines = [f"set aside: {_set_aside(path)}" for path in later]  # so that no run goes on from one
+    if num_damaged := rewind(directory.metrics, step):
+        lines.append(
+            f"dropped from {directory.metrics.name}: {num_damaged} damaged lines, as a run leaves that is killed"
+        )
+    return lines
+
+
+def damaged(checkpoints: CheckpointDirectory, checkpoint: Path, problem: object) -> ConfigError:
+    """Return the refusal of a damaged checkpoint, with the option that avoids the checkpoint.
+
+    No damaged checkpoint is passed over in silence: its steps would be made twice, and nobody would know.
+    """
+    before = [step for step in checkpoints.steps() if step < int(checkpoint.name.removeprefix("step_"))]
+    way_out = (
+        f"Run the same command with --from-step {before[-1]} to go on from the checkpoint before it"
+        if before
+        else "There is none before it: pass another --run-dir to start anew"
+    )
+    return ConfigError(
+        f"{one_line(str(problem)).rstrip('.')}: the checkpoint {str(checkpoint)!r} is damaged. {way_out}, "
+        "or put back what it lacks."
+    )
+
+
+def damage_in(error: CheckpointDamaged | CheckpointFailed) -> str | None:
+    """Return the damage that this rank or a peer met; None for another failure."""
+    if isinstance(error, CheckpointDamaged):
+        return f"{error}"
+    kind = f"{CheckpointDamaged.__name__}: "
+    return next((text.removeprefix(kind) for text in error.failures.values() if text.startswith(kind)), None)
+
+
+def _set_aside(path: Path) -> Path:
+    return path.rename(path.with_name(f"{path.name}.aside-{secrets.token_hex(4)}"))
+
+
+def _steps(root: Path) -> list[int]:
+    """Return the steps of all folders with a checkpoint's name, complete or damaged."""
+    matches = (_STEP.fullmatch(path.name) for path in root.glob("step_*") if path.is_dir())
+    return sorted(int(match[1]) for match in matches if match)

@@ -1,0 +1,64 @@
+"""The sources of a run, read before anything is written: text, weights, and the checkpoint to go on from."""
+
+from dataclasses import dataclass
+
+from lamella._data.sources import TextSource, loss_lines, read_text
+from lamella._model.weights import check_weights, weights_line
+from lamella._record.profiling import NUM_WARMUP_STEPS
+from lamella._settings.config import Config
+from lamella._settings.options import ConfigError
+from lamella._training.checks import CheckedRun
+from lamella._training.resume import check_resumable
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSources:
+    """The sources of a run.
+
+    Attributes:
+        text: The text and the tokenizer.
+        untrained: The names of pretrained tensors that the model has no modules for.
+        first_step: Steps completed by the checkpoint to go on from; 0 for a new run.
+    """
+
+    text: TextSource
+    untrained: tuple[str, ...]
+    first_step: int
+
+
+def read(config: Config, run: CheckedRun, lines: list[str]) -> RunSources:
+    """Read the sources of a run, and check that they fit the settings and each other.
+
+    Args:
+        config: The run's settings.
+        run: The run, checked.
+        lines: The lines to print at the start; those on data, model and weights are added.
+
+    Raises:
+        ConfigError: The text, the weights or the checkpoint does not fit.
+
+    Effects: reads all text once, and the heads of the weights; writes nothing.
+    """
+    model = run.model
+    text = read_text(config.data, model.pretrained, model.spec.vocab_size, without=run.directory.root)
+    lines += [f"data: {text.corpus.describe()}", model.describe(), *loss_lines(text)]
+    untrained: tuple[str, ...] = ()
+    first_step = 0
+    if run.checkpoint is not None:
+        first_step = check_resumable(run.checkpoint, model, config, text.fingerprint, run.directory)
+    elif model.pretrained is not None:
+        untrained = check_weights(model.pretrained, model.outline, model.spec)
+        lines.append(weights_line(model.pretrained, untrained))
+    if first_step < config.optim.steps:
+        _check_profile(config, first_step)
+    return RunSources(text=text, untrained=untrained, first_step=first_step)
+
+
+def _check_profile(config: Config, first_step: int) -> None:
+    """Refuse to profile more steps than remain."""
+    needed = 0 if config.run.profile is None else NUM_WARMUP_STEPS + config.run.profile
+    if needed > config.optim.steps - first_step:
+        raise ConfigError(
+            f"Expected at least {needed} steps to go for --profile {config.run.profile}, which begins after "
+            f"{NUM_WARMUP_STEPS}, got {config.optim.steps - first_step}. Pass a larger --steps, or a smaller --profile."
+        )

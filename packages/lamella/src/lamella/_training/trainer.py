@@ -1,0 +1,278 @@
+"""The training loop of one rank."""
+
+import math
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+import lamella_optim  # Its import has optimizers step on plain shards.
+from lamella._data.order import BatchStream
+from lamella._data.packing import inputs_and_targets, on_device
+from lamella._data.tokens import load_tokens
+from lamella._model.building import build
+from lamella._model.float8 import product_lines, scale_lines
+from lamella._model.sharding import compile_units
+from lamella._processes.agreement import Agreement, agreed_error, from_first_rank
+from lamella._processes.endings import LossNotFiniteError, StorageError
+from lamella._processes.placement import Rank
+from lamella._processes.stop import StopRequests
+from lamella._record.measurements import Interval, Speed, peak_flops
+from lamella._record.metrics import Record, StepRecord, append, read
+from lamella._record.output import say
+from lamella._record.plots import plot
+from lamella._record.profiling import profiled
+from lamella._record.progress import ProgressBar
+from lamella._record.run_directory import RunDirectory
+from lamella._settings.config import Config
+from lamella._training.optimizer import learning_rate, make_optimizer
+from lamella._training.resume import damage_in, damaged, stream_settings
+from lamella._training.saves import TRY, Saves, reason_of
+from lamella._training.validation import Validation
+from lamella_checkpoint import CheckpointDamaged, CheckpointDirectory, CheckpointFailed, load
+from lamella_engine import FSDPModule, load_scaling_state, scaling_state
+from lamella_transformers import (
+    LossFunction,
+    ModelLoss,
+    balance_coefficient,
+    choose_loss,
+    load_weights,
+    loss_of_logits,
+)
+
+
+def seed_of(seed: int, step: int, rank: int) -> int:
+    """Return the seed of a step's dropout on a rank: of a resumed run's step as of an uninterrupted run's."""
+    return random.Random(f"{seed} {step} {rank}").getrandbits(63)
+
+
+class Trainer:
+    """One rank's model, optimizer and share of the data."""
+
+    def __init__(
+        self, config: Config, directory: RunDirectory, rank: Rank, requests: StopRequests | None = None
+    ) -> None:
+        self._config, self._directory, self._rank = config, directory, rank
+        self._requests = requests or StopRequests()
+        self._agreement = Agreement()
+        self._data = load_tokens(directory.tokens)
+        self._stream = BatchStream(
+            tokens=self._data.train,
+            sequence_length=config.data.sequence_length,
+            batch_size=config.optim.batch_size,
+            seed=config.run.seed,
+            is_masked=self._data.is_masked,
+        )
+        self._validation = Validation(config, self._data, rank)
+        self._run_model = build(config, directory.model, rank.device)
+        self._model = self._run_model.module
+        self._speed = self._measure()
+        self._optimizer = make_optimizer(self._model, config.optim)
+        self._loss: LossFunction = loss_of_logits
+        self._saves = Saves(
+            directory,
+            config.run.keep_checkpoints,
+            self._model,
+            self._optimizer,
+            timeout_s=config.run.timeout,
+            print_line=self._print_line,
+        )
+
+    def _print_line(self, line: str) -> None:
+        if self._rank.is_first:
+            say([line])
+
+    def _measure(self) -> Speed:
+        config = self._config
+        peak = peak_flops(self._rank.device, config.parallel.precision)
+        return Speed(
+            tokens_per_step=config.optim.batch_size * config.data.sequence_length,
+            flops_per_token=self._run_model.flops_per_token,
+            peak_flops=peak and peak * self._rank.num_ranks,
+        )
+
+    def train(self) -> int:
+        """Train from the latest checkpoint, or from the start, to the last step or to a stop request.
+
+        Returns:
+            The signal of a stop request, after the step in progress has been saved; 0 after the last step. The same on
+            every rank.
+
+        Raises:
+            ConfigError: The latest checkpoint is damaged.
+            LossNotFiniteError: The loss, the gradient or a weight is not finite.
+            StorageError: A checkpoint or a record cannot be written.
+
+        Effects: collective over all ranks. Rank 0 prints, and writes metrics, plot and profile. All ranks write
+            checkpoints, in the background; the call waits for the last checkpoint.
+        """
+        try:
+            return self._train()
+        finally:
+            self._run_model.replacements.undo()
+
+    def _train(self) -> int:
+        lines = product_lines(self._config.parallel, self._rank.device)
+        first_step = self._restore(lines)
+        progress = ProgressBar(first_step, self._config.optim.steps, enabled=self._rank.is_first)
+        self._choose_loss(lines)
+        for line in lines:
+            progress.say(line)
+        if first_step == 0:
+            self._report([self._validation.record(self._model, 0)], progress)
+        num_profiled = self._config.run.profile if self._rank.is_first else None
+        with profiled(num_profiled, self._directory, self._rank.device, progress.say) as end_step:
+            signum = self._train_from(first_step, progress, end_step)
+        progress.close()
+        with self._rank.pulse.saving():
+            self._saves.close()
+        return signum
+
+    def _train_from(self, first_step: int, progress: ProgressBar, end_step: Callable[[], None]) -> int:
+        self._requests.wait_from_now_on()  # From here on a stop request waits for the step in progress to be saved.
+        interval = Interval(first_step)
+        for step in range(first_step, self._config.optim.steps):
+            self._rank.pulse.begin_step(step + 1)
+            interval.add(*self._step(step))
+            signum = self._agreement.answer()
+            end_step()
+            progress.advance()
+            stopping = signum != 0 and step + 1 < self._config.optim.steps
+            if stopping or self._is_due(step + 1):
+                self._finish_interval(step + 1, interval, progress, stopping=stopping)
+                interval = Interval(step + 1)
+            if stopping:
+                return signum
+        return 0
+
+    def _choose_loss(self, lines: list[str]) -> None:
+        """Choose the loss function, then compile the units; add a line to print. Effects: as `choose_loss`."""
+        spec, device = self._run_model.spec, self._rank.device
+        coefficient, has_kernels = balance_coefficient(spec), self._config.model.kernels != "none"
+        self._loss = choose_loss(self._model, spec.vocab_size, coefficient, device, is_fused=has_kernels)
+        # After the trial, whose few tokens would be a first shape: the next shape would compile for any shape.
+        compile_units(self._run_model.units, self._config.parallel)
+        kernels = f", with kernels of {self._config.model.kernels}" if has_kernels else ""
+        if isinstance(self._loss, ModelLoss):
+            lines.append(f"loss: the model's own{', logits a piece at a time' if self._loss.is_chunked else kernels}")
+        else:
+            reason = f"{spec.model_type!r} does not heed the arguments of its own"
+            lines.append(f"loss: over the logits; {reason}{kernels}")
+
+    def _restore(self, lines: list[str]) -> int:
+        """Load the latest checkpoint, or the weights to start from; return the steps done, and add lines to print."""
+        checkpoints = CheckpointDirectory(self._directory.checkpoints)
+        # Both ways from here run collectives, and a network file system may show ranks different directories.
+        latest = from_first_rank(checkpoints.latest())
+        if latest is None:
+            if self._run_model.pretrained is not None:
+                load_weights(self._run_model.pretrained, self._model, self._run_model.spec)
+            return 0
+        groups = self._optimizer.param_groups
+        settings = [{name: value for name, value in group.items() if name != "params"} for group in groups]
+        try:
+            extra = load(latest, model=self._model, optimizer=self._optimizer)
+            step = int(extra["step"])
+            for group, group_settings in zip(groups, settings, strict=True):
+                group.update(
+                    group_settings
+                )  # The checkpoint has options too; the run's settings were printed, and count.
+            lines += scale_lines(load_scaling_state(self._model, extra.get("scaling", {})), step)
+            return step
+        except (CheckpointDamaged, CheckpointFailed) as error:
+            if (problem := damage_in(error)) is None:
+                raise
+            raise damaged(checkpoints, latest, problem) from error
+
+    def _step(self, step: int) -> tuple[torch.Tensor, torch.Tensor, float]:
+        """Run one optimizer step; return this rank's loss and the gradient's norm, 0-D on the device, and the rate."""
+        optim = self._config.optim
+        torch.manual_seed(seed_of(self._config.run.seed, step, self._rank.rank))
+        batch = self._stream.batch(step, self._rank.rank, self._rank.num_ranks)
+        microbatches = on_device(batch, self._rank.device).chunk(optim.accumulation)
+        # Gradients are averaged over ranks with unequal numbers of targets: a mean over all targets divides by
+        # the targets of all ranks over the number of ranks, on each rank alike.
+        num_targets = self._stream.num_targets(step) / self._rank.num_ranks
+        losses = [
+            self._backward(microbatch, num_targets, is_last=index == len(microbatches) - 1)
+            for index, microbatch in enumerate(microbatches)
+        ]
+        self._agreement.ask(self._requests.signum)  # Overlaps with the optimizer step; see Agreement.
+        grad_norm = lamella_optim.clip_grad_norm_(self._model.parameters(), optim.clip_norm)
+        lr = learning_rate(step, optim)
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return torch.stack(losses).sum(), grad_norm, lr
+
+    def _backward(self, microbatch: torch.Tensor, num_targets: float, *, is_last: bool) -> torch.Tensor:
+        assert isinstance(self._model, FSDPModule)
+        self._model.set_requires_gradient_sync(is_last)
+        objective, balance = self._loss(self._model, *inputs_and_targets(microbatch), num_targets)
+        loss = objective.detach()
+        if balance is not None:  # a mean over the tokens of one microbatch
+            coefficient = balance_coefficient(self._run_model.spec)
+            objective = objective + coefficient / self._config.optim.accumulation * balance
+        objective.backward()  # type: ignore[no-untyped-call]
+        return loss
+
+    def _is_due(self, step: int) -> bool:
+        run = self._config.run
+        intervals = (run.log_interval, run.validation_interval, run.checkpoint_interval)
+        return step == 1 or any(self._is_every(interval, step) for interval in intervals)
+
+    def _is_every(self, interval: int, step: int) -> bool:
+        return step % interval == 0 or step == self._config.optim.steps
+
+    def _finish_interval(self, step: int, interval: Interval, progress: ProgressBar, *, stopping: bool) -> None:
+        run = self._config.run
+        self._report_steps(interval.records(self._rank.device, self._speed), progress)
+        if stopping:  # Before the validation: a scheduler may kill the run before a long validation ends.
+            self._save(step, progress, wait=True)
+        if self._is_every(run.validation_interval, step):
+            self._report([self._validation.record(self._model, step)], progress)
+        is_due = self._is_every(run.checkpoint_interval, step)
+        if is_due and not stopping:
+            self._save(step, progress, wait=step == self._config.optim.steps)  # No step is left to overlap with.
+        if is_due or stopping:
+            self._write(self._directory.plot, lambda: plot(read(self._directory.metrics), self._directory.plot))
+
+    def _report_steps(self, steps: list[StepRecord], progress: ProgressBar) -> None:
+        """Report the steps, up to the first with a loss or gradient norm that is not finite; then raise."""
+        names = ("loss", "gradient norm")
+        for index, record in enumerate(steps):
+            for name, value in zip(names, (record.loss, record.grad_norm), strict=True):
+                if not math.isfinite(value):
+                    self._report([*steps[:index]], progress)
+                    failure = self._saves.settle()
+                    raise LossNotFiniteError(
+                        f"Expected a finite {name}, got {value} at step {record.step}. "
+                        f"{f'{failure} ' if failure else ''}{self._saves.last_checkpoint_line()} {TRY}"
+                    )
+        self._report([*steps], progress)
+
+    def _report(self, records: list[Record], progress: ProgressBar) -> None:
+        """Write all records, and print the last of each kind."""
+        self._write(self._directory.metrics, lambda: append(self._directory.metrics, records))
+        for record in {type(record): record for record in records}.values():
+            progress.say(record.line())
+
+    def _write(self, path: Path, write: Callable[[], None]) -> None:
+        """Let rank 0 write a file; on failure raise `StorageError` on every rank. Effects: collective."""
+        error = None
+        if self._rank.is_first:
+            try:
+                write()
+            except OSError as caught:
+                error = self._saves.cannot_write(path.name, reason_of(caught))
+        if (text := agreed_error(error)) is not None:
+            raise StorageError(text)
+
+    def _save(self, step: int, progress: ProgressBar, *, wait: bool) -> None:
+        extra = stream_settings(self._config) | {"fingerprint": self._data.fingerprint, "step": step}
+        if scaling := scaling_state(self._model):
+            extra["scaling"] = scaling
+        with self._rank.pulse.saving():
+            self._saves.save(step, extra, progress.say, wait=wait)

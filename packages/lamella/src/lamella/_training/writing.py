@@ -1,0 +1,88 @@
+"""The files of a run, written before any worker starts: tokens, tokenizer, model folder and settings."""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import nn
+
+from lamella._data.tokenizer import read_tokenizer
+from lamella._data.tokens import check_tokens, prepare_tokens
+from lamella._record.run_directory import RunDirectory
+from lamella._settings.config import Config, to_values
+from lamella._settings.options import ConfigError
+from lamella._training.checks import CheckedRun
+from lamella._training.resume import go_back
+from lamella._training.sources import RunSources
+from lamella_checkpoint import CheckpointDamaged
+from lamella_convert import keep_published
+from lamella_transformers import ModelSpec, fingerprint_of_weights
+
+
+def write(config: Config, run: CheckedRun, sources: RunSources, lines: list[str]) -> None:
+    """Write all files that the workers read.
+
+    Args:
+        config: The run's settings.
+        run: The run, checked.
+        sources: The run's sources.
+        lines: The lines to print at the start; those on what is set aside are added.
+
+    Raises:
+        ConfigError: The text is too short, a document cannot be rendered, or a file cannot be written.
+
+    Effects: writes tokenizer, tokens and configurations into the run's directory; drops metrics after the checkpoint
+        to go on from, and sets later checkpoints aside.
+    """
+    directory = run.directory
+    with _writing(directory):
+        data = prepare_tokens(sources.text.corpus, sources.text.tokenizer, directory.tokens, directory.model)
+        check_tokens(data, config.data)
+        lines += go_back(directory, sources.first_step if run.checkpoint is not None else -1)
+        if run.model.pretrained is None:
+            _write_model(run.model.spec, run.model.outline, directory)
+        elif run.checkpoint is None:
+            _keep_published(run.model.pretrained, directory.model, sources.untrained)
+            directory.weights.write_text(f"{fingerprint_of_weights(run.model.pretrained) or ''}\n", encoding="ascii")
+        # Without `from_step`: the next run with this config.json must not set the new checkpoints aside again.
+        again = replace(config, run=replace(config.run, from_step=None))
+        directory.config.write_text(json.dumps(to_values(again), indent=2) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def _writing(directory: RunDirectory) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        where = f": {str(error.filename)!r}" if error.filename is not None else ""
+        raise ConfigError(
+            f"Expected to write the run to {str(directory.root)!r}, got {error.strerror or error}{where}. Pass another "
+            "--run-dir."
+        ) from error
+
+
+def _keep_published(pretrained: Path, to: Path, untrained: tuple[str, ...]) -> None:
+    """Copy the pretrained model's files but its trained weights: the run can then do without the original folder."""
+    to.mkdir(parents=True, exist_ok=True)
+    try:
+        keep_published(pretrained, to, untrained=untrained, dtype=torch.float32)  # the main weights' dtype
+    except CheckpointDamaged as error:
+        raise ConfigError(f"{error}") from error
+
+
+def _write_model(spec: ModelSpec, model: nn.Module, directory: RunDirectory) -> None:
+    """Write model and generation configurations matching the trained tokenizer, for tools opening the folder."""
+    from transformers import GenerationConfig
+
+    end = read_tokenizer(directory.model, spec.vocab_size).end
+    # No padding token: nn.Embedding keeps the row of `padding_idx` without gradient.
+    ids = {"bos_token_id": end, "eos_token_id": end, "pad_token_id": None}
+    for name, value in {**ids, "architectures": [type(model).__name__]}.items():
+        setattr(spec, name, value)
+    spec.to_json_file(directory.model_config, use_diff=False)
+    make = cast("Callable[..., GenerationConfig]", GenerationConfig)
+    make(**ids).save_pretrained(directory.model)

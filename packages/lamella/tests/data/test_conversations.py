@@ -1,0 +1,201 @@
+"""JSON lines: texts and conversations, rendered by the model's chat template, with the loss on what is told."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from trained_runs import TrainOn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from lamella import Config, ConfigError
+from lamella._data.order import validation_indices
+from lamella._data.packing import inputs_and_targets, sequences
+from lamella._data.text import collect
+from lamella._data.tokenizer import read_tokenizer, train_tokenizer
+from lamella._data.tokens import IGNORED, load_tokens
+from lamella._training.preparation import prepare
+
+PLAIN = "{% for message in messages %}[{{ message.role }}]{{ message.content }}\n{% endfor %}"
+MARKED = (
+    "{% for message in messages %}[{{ message.role }}]{% if message.role == 'assistant' %}{% generation %}"
+    "{{ message.content }}<|endoftext|>{% endgeneration %}{% else %}{{ message.content }}{% endif %}\n{% endfor %}"
+)
+
+
+def lines(*records: object) -> str:
+    return "".join(json.dumps(record) + "\n" for record in records)
+
+
+def conversation(index: int) -> Mapping[str, object]:
+    question = {"role": "user", "content": f"What is {index} plus one? Say it in one number."}
+    return {"messages": [question, {"role": "assistant", "content": f"It is {index + 1}, of course."}]}
+
+
+def as_sharegpt(record: Mapping[str, Sequence[Mapping[str, str]]]) -> Mapping[str, object]:
+    names = {"user": "human", "assistant": "gpt"}
+    return {
+        "conversations": [
+            {"from": names[message["role"]], "value": message["content"]} for message in record["messages"]
+        ]
+    }
+
+
+@pytest.fixture
+def chat_model(tmp_path: Path, text_folder: Path, model_file: Path) -> Callable[[str | None], Path]:
+    """A published model's folder, whose tokenizer has a chat template, or none."""
+
+    def chat_model(template: str | None) -> Path:
+        folder = tmp_path / "chat-model"
+        values = json.loads(model_file.read_text())
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(AutoConfig.for_model(**values)).save_pretrained(folder)  # type: ignore[no-untyped-call]
+        tokenizer = train_tokenizer(collect([str(text_folder)], 0.05).train, 290).tokenizer
+        tokenizer.chat_template = template
+        tokenizer.save_pretrained(folder)
+        return folder
+
+    return chat_model
+
+
+@pytest.fixture
+def chats(tmp_path: Path) -> Path:
+    (tmp_path / "chats.jsonl").write_text(lines(*map(conversation, range(300))))
+    return tmp_path / "chats.jsonl"
+
+
+def on(config: Config, data: Path, model: Path | None = None) -> Config:
+    name = config.model.name if model is None else str(model)
+    return replace(
+        config,
+        model=replace(config.model, name=name),
+        data=replace(config.data, paths=(str(data),)),
+        optim=replace(config.optim, lr=1e-2),
+    )
+
+
+def test_a_text_field_is_trained_on_and_nothing_else_of_its_line(config: Config, tmp_path: Path) -> None:
+    texts = [f"Document {index} says {index * index}.\nTwice.\n" for index in range(300)]
+    (tmp_path / "a.jsonl").write_text("\ufeff" + lines(*({"text": text, "source": "noise"} for text in texts)) + "\n")
+    prepared = prepare(on(config, tmp_path / "a.jsonl"))
+    data = load_tokens(prepared.directory.tokens)
+    tokenizer: Any = AutoTokenizer.from_pretrained(prepared.directory.model)
+    texts = tokenizer.decode(torch.cat([data.train, data.validation])).split("<|endoftext|>")
+    assert texts == [*texts, ""] and not data.is_masked
+
+
+def test_a_conversation_is_rendered_by_the_models_template(
+    config: Config, chat_model: Callable[[str | None], Path], chats: Path
+) -> None:
+    prepared = prepare(on(config, chats, chat_model(PLAIN)))
+    data = load_tokens(prepared.directory.tokens)
+    tokenizer: Any = AutoTokenizer.from_pretrained(prepared.directory.model)
+    text = tokenizer.decode(data.train)
+    assert text.startswith(
+        "[user]What is 0 plus one? Say it in one number.\n[assistant]It is 1, of course.\n<|endoftext|>["
+    )
+    assert not data.is_masked
+    assert any("the loss is on all tokens; the chat template does not mark" in line for line in prepared.lines)
+
+
+def test_the_loss_is_on_the_assistants_tokens_where_the_template_marks_them(
+    config: Config, chat_model: Callable[[str | None], Path], chats: Path
+) -> None:
+    folder = chat_model(MARKED)
+    prepared = prepare(on(config, chats, folder))
+    data = load_tokens(prepared.directory.tokens)
+    tokenizer = read_tokenizer(folder, 300).tokenizer
+    inputs, targets = inputs_and_targets(data.train[None, :])
+    answers = tokenizer.decode(targets[targets != IGNORED])
+    assert isinstance(answers, str)
+    assert answers.startswith("It is 1, of course.<|endoftext|>It is 2, of course.<|endoftext|>")
+    # Jinja leaves out a line's end that follows a tag.
+    read = tokenizer.decode(inputs[0])
+    assert isinstance(read, str)
+    assert read.startswith(
+        "[user]What is 0 plus one? Say it in one number.[assistant]It is 1, of course.<|endoftext|>["
+    )
+    assert any("the loss is on what the assistant says" in line for line in prepared.lines)
+
+
+def test_other_shapes_of_a_conversation_give_the_same_tokens(
+    config: Config, chat_model: Callable[[str | None], Path], chats: Path, tmp_path: Path
+) -> None:
+    folder = chat_model(MARKED)
+    first = load_tokens(prepare(on(config, chats, folder)).directory.tokens)
+    records = [json.loads(line) for line in chats.read_text().splitlines()]
+    (tmp_path / "other").mkdir()
+    for name, changed in (("from-value", [as_sharegpt(record) for record in records]),):
+        (tmp_path / "other" / f"{name}.jsonl").write_text(lines(*changed))
+        again = on(config, tmp_path / "other" / f"{name}.jsonl", folder)
+        again = replace(again, run=replace(again.run, directory=str(tmp_path / name)))
+        data = load_tokens(prepare(again).directory.tokens)
+        assert torch.equal(torch.cat([data.train, data.validation]), torch.cat([first.train, first.validation]))
+
+
+def test_losses_on_conversations_are_means_over_what_is_said_on_any_number_of_ranks(
+    config: Config, train: TrainOn, chat_model: Callable[[str | None], Path], chats: Path, tmp_path: Path
+) -> None:
+    config = on(config, chats, chat_model(MARKED))
+    one = train(config, 1)
+    data = load_tokens(one.directory.tokens)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "chat-model", dtype=torch.float32).eval()  # type: ignore[no-untyped-call]
+    batch = sequences(data.validation, validation_indices(data.validation, 32, 7), 32)
+    inputs, targets = inputs_and_targets(batch)
+    with torch.no_grad():
+        nats = F.cross_entropy(model(input_ids=inputs).logits.transpose(1, 2), targets, reduction="sum")
+    answers = targets[targets != IGNORED]
+    assert 0 < len(answers) < targets.numel()
+    assert one.validations[0] == pytest.approx(float(nats / data.units[answers].sum()), rel=1e-5)
+    for num_ranks in (2, 4):
+        elsewhere = replace(config, run=replace(config.run, directory=str(tmp_path / f"ranks-{num_ranks}")))
+        run = train(replace(elsewhere, optim=replace(elsewhere.optim, accumulation=2)), num_ranks)
+        assert run.losses == pytest.approx(one.losses, rel=1e-5)
+        assert run.validations == pytest.approx(one.validations, rel=1e-5)
+    assert one.losses[6] < one.losses[1]
+
+
+def test_conversations_without_a_template_are_refused(
+    config: Config, chat_model: Callable[[str | None], Path], chats: Path
+) -> None:
+    with pytest.raises(ConfigError, match="the conversation in line 1 of .*chats.jsonl', got one without a tokenizer"):
+        prepare(on(config, chats))
+    with pytest.raises(
+        ConfigError, match="Expected a tokenizer with a chat template for the conversation in line 1 of"
+    ):
+        prepare(on(config, chats, chat_model(None)))
+
+
+@pytest.mark.parametrize(
+    ("second", "expected"),
+    [
+        (
+            '{"prompt": "a", "completion": "b"}',
+            "with a text 'text', or with 'messages', in line 2 of .*got the keys 'prompt', 'completion'.",
+        ),
+        ('{"text": 3}', "in line 2 of .*got a number under 'text'."),
+        ("[1]", "in line 2 of .*got no object but a list."),
+        ("{", "Expected JSON in line 2 of .*a.jsonl', got expecting property name .* at column 2."),
+        ('{"messages": []}', "a list of messages under 'messages' in line 2 of .*got an empty one."),
+        ('{"messages": [{"who": "me"}]}', "or 'from' and 'value', under 'messages' in line 2 of .*got the keys 'who'."),
+    ],
+)
+def test_lines_that_hold_no_document_are_refused_by_their_keys(
+    config: Config, tmp_path: Path, second: str, expected: str
+) -> None:
+    (tmp_path / "a.jsonl").write_text(lines({"text": "one"}) + second + "\n" + lines({"text": "more\n" * 99}) * 9)
+    with pytest.raises(ConfigError, match=expected):
+        prepare(on(config, tmp_path / "a.jsonl"))
+
+
+def test_what_the_template_cannot_render_is_refused_by_its_line(
+    config: Config, chat_model: Callable[[str | None], Path], tmp_path: Path
+) -> None:
+    strict = "{% for message in messages %}{{ raise_exception('Only users here') }}{% endfor %}"
+    (tmp_path / "a.jsonl").write_text(lines(conversation(1), conversation(2)))
+    with pytest.raises(ConfigError, match="can render in line 1 of .*a.jsonl', got: Only users here."):
+        prepare(on(config, tmp_path / "a.jsonl", chat_model(strict)))

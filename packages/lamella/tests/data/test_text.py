@@ -1,0 +1,160 @@
+"""Which files are read, how they are split, and what is refused."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from lamella import ConfigError
+from lamella._data.text import TextFile, collect
+
+
+def names(files: tuple[TextFile, ...]) -> list[str]:
+    return [file.name for file in files]
+
+
+def write(root: Path, **texts: str) -> Path:
+    root.mkdir(exist_ok=True)
+    for name, text in texts.items():
+        (root / f"{name}.txt").write_text(text, encoding="utf-8")
+    return root
+
+
+def letters(count: int) -> dict[str, str]:
+    return {f"file{index}": f"text of {index}\n" * (index + 1) for index in range(count)}
+
+
+def test_the_default_text_is_the_standard_library_without_tests_and_installed_packages() -> None:
+    corpus = collect([], 0.05)
+    file_names = [*names(corpus.train), *names(corpus.validation)]
+    assert "argparse.py" in file_names and "json/decoder.py" in file_names
+    assert not any(name.startswith(("site-packages/", "test/")) for name in file_names)
+    assert "standard library" in corpus.describe()
+
+
+def test_the_split_is_by_file_and_depends_on_names_alone(tmp_path: Path) -> None:
+    corpus = collect([str(write(tmp_path / "here", **letters(20)))], 0.2)
+    elsewhere = collect([str(write(tmp_path / "there", **letters(20)))], 0.2)
+    assert names(corpus.validation) == names(elsewhere.validation)
+    assert not set(names(corpus.train)) & set(names(corpus.validation))
+    assert len(corpus.train) + len(corpus.validation) == 20
+    assert corpus.fingerprint() == elsewhere.fingerprint()
+
+
+def test_at_least_the_asked_fraction_is_held_out(tmp_path: Path) -> None:
+    corpus = collect([str(write(tmp_path / "text", **letters(20)))], 0.2)
+    held_out, trained_on = (sum(file.nbytes for file in files) for files in (corpus.validation, corpus.train))
+    assert 0.2 <= held_out / (held_out + trained_on) < 0.35
+
+
+def test_a_single_file_is_cut_at_a_line(tmp_path: Path) -> None:
+    text = "".join(f"line {index}\n" for index in range(100))
+    corpus = collect([str(write(tmp_path / "text", only=text) / "only.txt")], 0.1)
+    (first,), (second,) = (["".join(file.pieces()) for file in files] for files in (corpus.train, corpus.validation))
+    assert first + second == text
+    assert second.startswith("line ")
+    assert 0.1 <= corpus.validation[0].nbytes / len(text) < 0.12
+
+
+def test_a_file_that_is_most_of_the_text_is_trained_on(tmp_path: Path) -> None:
+    corpus = collect([str(write(tmp_path / "text", big="word " * 1000, small="word\n"))], 0.05)
+    assert (names(corpus.train), names(corpus.validation)) == (["big.txt"], ["small.txt"])
+
+
+def test_changed_text_changes_the_fingerprint(tmp_path: Path) -> None:
+    root = write(tmp_path / "text", one="one\n", two="two\n")
+    before = collect([str(root)], 0.5).fingerprint()
+    write(root, two="twO\n")
+    assert collect([str(root)], 0.5).fingerprint() != before
+
+
+def test_binaries_and_hidden_folders_are_skipped_and_counted(tmp_path: Path) -> None:
+    root = write(tmp_path / "text", one="one\n" * 9, two="two\n" * 9)
+    (root / "image").write_bytes(b"\x89PNG\r\n\x1a\n\0\0")
+    (root / "latin").write_bytes("caf\u00e9".encode("latin-1"))
+    write(root / ".git", secret="not text\n")
+    corpus = collect([str(root)], 0.5)
+    assert corpus.describe().startswith("2 files, 72 bytes of")
+    assert corpus.describe().endswith("skipped 2 that are not text")
+
+
+def test_no_path_no_text_and_binary_files_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="'absent', which does not exist"):
+        collect(["absent"], 0.1)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match="Expected text in .*empty, got 0 files"):
+        collect([str(tmp_path / "empty")], 0.1)
+    (tmp_path / "empty" / "file").touch()
+    with pytest.raises(ConfigError, match="got 1 files with no text"):
+        collect([str(tmp_path / "empty")], 0.1)
+    (tmp_path / "binary").write_bytes(b"\0\1")
+    with pytest.raises(ConfigError, match="Expected UTF-8 text in .*binary"):
+        collect([str(tmp_path / "binary")], 0.1)
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (
+            "caf\u00e9".encode("latin-1"),
+            "Expected UTF-8 text in .*file', got other bytes. Convert the file, or leave it",
+        ),
+        ("text".encode("utf-16"), r"got other bytes \(UTF-16\)"),
+        (b"\x1f\x8b\x08\0", r"got other bytes \(gzip\)"),
+    ],
+)
+def test_a_file_in_another_encoding_is_refused_by_what_it_looks_like(
+    tmp_path: Path, content: bytes, expected: str
+) -> None:
+    (tmp_path / "file").write_bytes(content)
+    with pytest.raises(ConfigError, match=expected):
+        collect([str(tmp_path / "file")], 0.1)
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match="Expected a text file or a folder as --data, got .*pipe', which is neither."):
+        collect([str(tmp_path / "pipe")], 0.1)
+
+
+def test_a_folder_that_cannot_be_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = write(tmp_path / "text", **letters(2))
+    write(root / "locked", **letters(1))
+    scan = os.scandir
+
+    def scandir(path: str) -> object:
+        if str(path).endswith("locked"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scan(path)
+
+    monkeypatch.setattr("os.scandir", scandir)
+    with pytest.raises(ConfigError, match="Expected to read .*locked', got Permission denied."):
+        collect([str(root)], 0.1)
+
+
+def test_a_file_that_two_paths_lead_to_is_read_once(tmp_path: Path) -> None:
+    root = write(tmp_path / "text", **letters(4))
+    corpus = collect([str(root / "file0.txt"), str(root), str(root)], 0.3)
+    assert sorted([*names(corpus.train), *names(corpus.validation)]) == [f"file{index}.txt" for index in range(4)]
+
+
+def test_the_runs_own_folder_is_no_text(tmp_path: Path) -> None:
+    root = write(tmp_path / "text", **letters(2))
+    write(root / "runs", metrics="step\n")
+    corpus = collect([str(root)], 0.3, without=root / "runs")
+    assert sorted([*names(corpus.train), *names(corpus.validation)]) == ["file0.txt", "file1.txt"]
+
+
+def test_a_file_that_changes_while_it_is_read_is_noticed(tmp_path: Path) -> None:
+    root = write(tmp_path / "text", **letters(2))
+    corpus = collect([str(root)], 0.3)
+    (file,) = (candidate for candidate in (*corpus.train, *corpus.validation) if candidate.name == "file0.txt")
+    write(root, file0="text of 9\n")
+    with pytest.raises(ConfigError, match="Expected .*file0.txt' to stay as it was while it is read"):
+        list(file.pieces())
+
+
+def test_one_long_line_is_cut_between_characters(tmp_path: Path) -> None:
+    corpus = collect([str(write(tmp_path / "text", only="\u4e2d\U0001f600" * 100) / "only.txt")], 0.1)
+    pieces = [piece for files in (corpus.train, corpus.validation) for file in files for piece in file.pieces()]
+    assert "".join(pieces) == "\u4e2d\U0001f600" * 100 and len(pieces) == 2

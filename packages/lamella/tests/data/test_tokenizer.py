@@ -1,0 +1,86 @@
+"""From documents to tokens: complete, ended, counted in bytes where that is known, and as transformers reads them."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from lamella._data.text import Corpus, collect
+from lamella._data.tokenizer import END_OF_TEXT, RunTokenizer, train_tokenizer
+
+CorpusOf = Callable[..., Corpus]
+
+
+@pytest.fixture
+def corpus_of(tmp_path: Path) -> CorpusOf:
+    """Texts as files of a folder, all of them to train on but an empty one."""
+
+    def corpus_of(*texts: str) -> Corpus:
+        folder = tmp_path / f"texts-{len(list(tmp_path.iterdir()))}"
+        folder.mkdir()
+        for index, text in enumerate(texts):
+            (folder / f"{index}.txt").write_bytes(text.encode())
+        corpus = collect([str(folder)], 1e-9)
+        files = sorted((*corpus.train, *corpus.validation), key=lambda file: file.name)
+        return Corpus(source="here", train=tuple(files), validation=(), num_skipped=0)
+
+    return corpus_of
+
+
+def encode(tokenizer: RunTokenizer, corpus: Corpus) -> list[int]:
+    return [token for tokens in tokenizer.encode(corpus.train) for token in tokens]
+
+
+def nbytes(tokenizer: RunTokenizer, tokens: list[int]) -> int:
+    return sum(tokenizer.units()[token] for token in tokens)
+
+
+def decode(tokenizer: RunTokenizer, tokens: list[int]) -> str:
+    assert tokenizer.backend is not None
+    return str(tokenizer.backend.decode(tokens, skip_special_tokens=True))
+
+
+def test_tokens_stand_for_exactly_the_bytes_of_the_text(corpus_of: CorpusOf) -> None:
+    texts = "def f(x):\n    return x\n" * 50, "na\u00efve \u2203 \U0001f600 text\n" * 20
+    corpus = corpus_of(*texts)
+    tokenizer = train_tokenizer(corpus.train, 300)
+    tokens = encode(tokenizer, corpus)
+    assert nbytes(tokenizer, tokens) == sum(file.nbytes for file in corpus.train)
+    assert decode(tokenizer, tokens) == "".join(texts)
+
+
+def test_every_document_ends_with_the_end_of_text(corpus_of: CorpusOf) -> None:
+    corpus = corpus_of("one two\n" * 20, "three\n")
+    tokenizer = train_tokenizer(corpus.train, 270)
+    tokens = encode(tokenizer, corpus)
+    assert tokenizer.tokenizer.convert_ids_to_tokens(tokenizer.end) == END_OF_TEXT
+    assert tokens[-1] == tokenizer.end and tokens.count(tokenizer.end) == 2
+    assert tokenizer.units()[tokenizer.end] == 0
+
+
+def test_the_vocabulary_holds_every_byte_also_of_other_texts(corpus_of: CorpusOf) -> None:
+    tokenizer = train_tokenizer(corpus_of("plain\n" * 10).train, 300)
+    other = corpus_of("\u00ff\u4e2d\x01")
+    assert nbytes(tokenizer, encode(tokenizer, other)) == other.train[0].nbytes
+
+
+def test_a_long_text_is_encoded_in_pieces_and_nothing_is_lost(
+    corpus_of: CorpusOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "some words and more words\n" * 400 + "a line that is longer than a piece, \u4e2d\u6587 \U0001f600 too " * 9
+    corpus = corpus_of(text)
+    tokenizer = train_tokenizer(corpus.train, 300)
+    for name, value in (("text._PIECE_LENGTH", 27), ("text._BLOCK_NBYTES", 31), ("tokenizer._BATCH_LENGTH", 100)):
+        monkeypatch.setattr(f"lamella._data.{name}", value)
+    assert len(list(tokenizer.encode(corpus.train))) > 50
+    assert decode(tokenizer, encode(tokenizer, corpus)) == text
+
+
+def test_a_vocabulary_is_trained_on_pieces_spread_over_a_long_text(
+    corpus_of: CorpusOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lamella._data.text._PIECE_LENGTH", 40)
+    monkeypatch.setattr("lamella._data.tokenizer._VOCABULARY_LENGTH", 4000)
+    corpus = corpus_of("first words of it\n" * 1000 + "other thing at its end\n" * 1000)
+    tokens = train_tokenizer(corpus.train, 300).tokenizer.get_vocab()
+    assert "\u0120words" in tokens and "\u0120thing" in tokens

@@ -1,0 +1,81 @@
+"""The same command on GPUs: one worker each, bfloat16 compute, NCCL."""
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from lamella._data.text import collect
+from lamella._data.tokenizer import train_tokenizer
+from lamella.cli import main
+
+ON_GPUS = [pytest.param(1, marks=pytest.mark.gpu1), pytest.param(2, marks=pytest.mark.gpu2)]
+ON_GPUS += [pytest.param(4, marks=pytest.mark.gpu4)]
+
+
+LAYER_NUMEL = 2720  # Of `TINY_LLAMA`, in 9 tensors.
+SLACK_NUMEL = 9 * 256
+
+
+def losses(root: Path) -> list[float]:
+    records = [json.loads(line) for line in (root / "metrics.jsonl").read_text().splitlines()]
+    return [record["loss"] for record in records if "loss" in record]
+
+
+@pytest.mark.parametrize("num_gpus", ON_GPUS)
+def test_the_command_trains_and_resumes_with_one_worker_a_gpu(
+    options: list[str], tmp_path: Path, num_gpus: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    command = [*options, "--device", "cuda", "--ranks", str(num_gpus)]
+    assert main([*command, "--steps", "3"]) == 0
+    assert main(command) == 0
+    output = capfd.readouterr().out
+    assert 'precision = "bf16"' in output and "resuming: step 3 of 6" in output
+    trained = losses(tmp_path / "run")
+    assert len(trained) == 6 and trained[5] < trained[0] - 0.1
+
+
+@pytest.mark.parametrize("num_gpus", ON_GPUS)
+def test_a_folders_weights_are_read_onto_the_gpus(
+    options: list[str], tmp_path: Path, text_folder: Path, model_file: Path, num_gpus: int
+) -> None:
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**json.loads(model_file.read_text())))  # type: ignore[no-untyped-call]
+    model.save_pretrained(folder := tmp_path / "folder")
+    train_tokenizer(collect([str(text_folder)], 0.05).train, 300).tokenizer.save_pretrained(folder)
+    command = [*options, "--model", str(folder), "--precision", "fp32", "--lr", "1e-3", "--steps", "3"]
+    on_gpus = ["--device", "cuda", "--ranks", str(num_gpus)]
+    assert main([*command, "--device", "cpu", "--ranks", "1", "--run-dir", str(tmp_path / "on-the-host")]) == 0
+    assert main([*command, *on_gpus, "--run-dir", str(tmp_path / "on-gpus")]) == 0
+    assert losses(tmp_path / "on-gpus") == pytest.approx(losses(tmp_path / "on-the-host"), rel=1e-4)
+
+
+@pytest.mark.parametrize("num_gpus", ON_GPUS[1:])
+def test_losses_in_float32_do_not_depend_on_the_number_of_gpus(
+    options: list[str], tmp_path: Path, num_gpus: int
+) -> None:
+    command = [*options, "--device", "cuda", "--precision", "fp32", "--checkpoint-interval", "3"]
+    assert main([*command, "--ranks", "1", "--run-dir", str(tmp_path / "one")]) == 0
+    assert main([*command, "--ranks", str(num_gpus), "--run-dir", str(tmp_path / "several")]) == 0
+    assert losses(tmp_path / "several") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
+
+
+@pytest.mark.parametrize("num_gpus", ON_GPUS[1:])
+def test_a_profile_finds_each_units_collectives_on_the_gpu(
+    options: list[str], tmp_path: Path, num_gpus: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    profiled = ["--profile", "2", "--validation-interval", "6"]
+    assert main([*options, "--device", "cuda", "--ranks", str(num_gpus), *profiled]) == 0
+    assert "a step (" in next(line for line in capfd.readouterr().out.splitlines() if line.startswith("profile: "))
+    report = json.loads((tmp_path / "run" / "profile" / "overlap.json").read_text())
+    assert report["on_gpu"] and len(report["steps"]) == 2
+    for step in report["steps"]:
+        assert step["compute"] + step["exposed"] + step["idle"] == pytest.approx(step["span"])
+        assert 0 < step["exposed"] <= step["collectives"] and step["optimizer"] > 0
+    units = {unit["unit"]: unit["traffic"] for unit in report["total"]["units"]}
+    share = 2 * 2 * (num_gpus - 1) / num_gpus  # two steps in bfloat16
+    for layer in ("model.layers.0", "model.layers.1"):
+        for role in ("forward_gathers", "backward_gathers", "reduces"):
+            traffic = units[layer][role]
+            assert traffic["num"] == 2 and 0 <= traffic["exposed"] <= traffic["duration"]
+        assert LAYER_NUMEL <= units[layer]["forward_gathers"]["sent_nbytes"] / share <= LAYER_NUMEL + SLACK_NUMEL

@@ -1,0 +1,192 @@
+"""A run goes on from whole checkpoints; a damaged one is named, with the option that avoids it."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from trained_runs import TrainOn
+
+from lamella import Config, ConfigError
+from lamella._processes.placement import Rank, place
+from lamella._record.metrics import read
+from lamella._record.run_directory import RunDirectory
+from lamella._training.preparation import prepare
+from lamella._training.trainer import Trainer, seed_of
+from lamella_testing import run_ranks
+
+
+@pytest.fixture(scope="module")
+def run(shared_config: Config, train: TrainOn) -> Config:
+    """The configuration of a run with checkpoints of the steps 3 and 6."""
+    config = replace(shared_config, run=replace(shared_config.run, checkpoint_interval=3))
+    train(config, 2)
+    return config
+
+
+@pytest.fixture
+def config(run: Config, tmp_path: Path) -> Config:
+    """The same in a folder of the test's own."""
+    return replace(run, run=replace(run.run, directory=str(tmp_path / "run")))
+
+
+def longer(config: Config, **run: Any) -> Config:
+    return replace(config, optim=replace(config.optim, steps=9), run=replace(config.run, **run))
+
+
+def refusal(config: Config) -> str:
+    with pytest.raises(ConfigError) as caught:
+        prepare(place(config))
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.fixture
+def finished(run: Config, config: Config) -> RunDirectory:
+    """A copy of the run, which the test may damage."""
+    return RunDirectory(Path(shutil.copytree(str(run.run.directory), str(config.run.directory))))
+
+
+def test_a_damaged_checkpoint_is_refused_with_the_option_that_goes_on_from_the_one_before(
+    config: Config, finished: RunDirectory, train: TrainOn
+) -> None:
+    losses = train(config, 2).losses
+    newest = finished.checkpoints / "step_00000006"
+    file = min(newest.glob("*.distcp"))
+    file.write_bytes(file.read_bytes()[:100])
+    message = refusal(longer(config))
+    assert str(file) in message and f"the checkpoint {str(newest)!r} is damaged" in message
+    assert "Run the same command with --from-step 3 to go on from the checkpoint before it" in message
+
+    going_back = longer(config, from_step=3)
+    prepared = prepare(place(going_back))
+    assert prepared.first_step == 3
+    [aside] = finished.checkpoints.glob("step_00000006.aside-*")
+    assert f"set aside: {aside}" in prepared.lines
+    assert max(record.step for record in read(finished.metrics)) == 3
+    assert json.loads(finished.config.read_text())["run"]["from_step"] is None  # Going back is done once.
+    on = train(longer(config), 2)
+    assert sorted(on.losses) == list(range(1, 10))
+    assert on.losses[3] == losses[3]
+
+
+def test_a_checkpoint_that_lost_its_metadata_is_not_passed_over(config: Config, finished: RunDirectory) -> None:
+    (finished.checkpoints / "step_00000006" / ".metadata").unlink()
+    message = refusal(longer(config))
+    assert "without .metadata" in message and "--from-step 3" in message
+    assert prepare(place(longer(config, from_step=3))).first_step == 3
+
+
+def test_the_only_checkpoint_that_is_damaged_leaves_another_folder(config: Config, finished: RunDirectory) -> None:
+    (finished.checkpoints / "step_00000003").rename(finished.root / "elsewhere")
+    (finished.checkpoints / "step_00000006" / ".metadata").unlink()
+    assert "There is none before it: pass another --run-dir to start anew" in refusal(longer(config))
+
+
+def test_damage_that_shows_when_it_is_read_is_told_on_every_rank_in_one_line(
+    config: Config, finished: RunDirectory
+) -> None:
+    file = finished.checkpoints / "step_00000006" / "__1_0.distcp"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    directory = prepare(place(longer(config))).directory
+
+    def on_rank() -> str:
+        rank = Rank(rank=dist.get_rank(), num_ranks=2, device=torch.device("cpu"))
+        with pytest.raises(ConfigError) as caught:
+            Trainer(longer(config), directory, rank).train()
+        return str(caught.value)
+
+    for message in run_ranks(on_rank, 2):
+        assert "\n" not in message
+        assert str(file) in message and "--from-step 3" in message
+
+
+def test_a_step_without_a_checkpoint_is_refused_with_those_that_there_are(
+    config: Config, finished: RunDirectory
+) -> None:
+    assert "for --from-step, got 3, 6." in refusal(longer(config, from_step=4))
+    assert (finished.checkpoints / "step_00000006").is_dir()
+
+
+def test_a_resumed_run_says_that_it_dropped_a_line(config: Config, finished: RunDirectory, train: TrainOn) -> None:
+    with finished.metrics.open("a") as file:
+        file.write('{"step": 7, "loss": 5.')
+    prepared = prepare(place(longer(config)))
+    assert "dropped from metrics.jsonl: 1 damaged lines, as a run leaves that is killed" in prepared.lines
+    assert sorted(train(longer(config), 1).losses) == list(range(1, 10))
+
+
+def test_options_of_the_optimizer_are_those_of_the_settings_and_not_of_the_checkpoint(
+    config: Config, finished: RunDirectory
+) -> None:
+    changed = longer(config)
+    changed = replace(changed, optim=replace(changed.optim, weight_decay=0.7, beta1=0.5, beta2=0.6, eps=1e-3))
+    directory = prepare(place(changed)).directory
+
+    def on_rank() -> list[tuple[object, ...]]:
+        trainer = Trainer(changed, directory, Rank(rank=0, num_ranks=1, device=torch.device("cpu")))
+        trainer.train()
+        return [(group["weight_decay"], group["betas"], group["eps"]) for group in trainer._optimizer.param_groups]
+
+    [groups] = run_ranks(on_rank, 1)
+    assert groups == [(0.7, (0.5, 0.6), 1e-3), (0.0, (0.5, 0.6), 1e-3)]
+
+
+def test_a_config_of_equal_shapes_that_computes_something_else_is_refused(
+    config: Config, finished: RunDirectory, tmp_path: Path
+) -> None:
+    values = json.loads(Path(config.model.name).read_text())
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps(values | {"hidden_act": "relu"}))
+    message = refusal(replace(longer(config), model=replace(config.model, name=str(other))))
+    assert "Expected the model's hidden_act to stay 'silu' as in the run to be resumed, got 'relu'." in message
+
+
+def test_a_step_after_resuming_has_the_dropout_of_an_uninterrupted_run(
+    config: Config, tmp_path: Path, train: TrainOn
+) -> None:
+    model = tmp_path / "dropout.json"
+    model.write_text(json.dumps(json.loads(Path(config.model.name).read_text()) | {"attention_dropout": 0.5}))
+    config = replace(config, model=replace(config.model, name=str(model)))
+    uninterrupted = train(config, 2)
+    assert train(replace(config, run=replace(config.run, from_step=3)), 2).losses == uninterrupted.losses
+
+
+def _dropout_masks(config: Config) -> list[list[list[bool]]]:
+    """The first dropout mask of each training forward, of 64 elements: by rank, and by step."""
+    directory = prepare(place(config)).directory
+
+    def on_rank() -> list[list[bool]]:
+        masks: list[list[bool]] = []
+
+        backward = Trainer._backward
+
+        def backward_after_a_mask(trainer: Trainer, *args: Any, **options: Any) -> torch.Tensor:
+            with torch.random.fork_rng(devices=[]):
+                masks.append(F.dropout(torch.ones(64), 0.5).bool().tolist())
+            return backward(trainer, *args, **options)
+
+        rank = Rank(rank=dist.get_rank(), num_ranks=2, device=torch.device("cpu"))
+        with patch.object(Trainer, "_backward", backward_after_a_mask):
+            Trainer(config, directory, rank).train()
+        return masks
+
+    return run_ranks(on_rank, 2)
+
+
+def test_dropout_differs_by_step_and_rank_and_is_a_resumed_runs_too(config: Config) -> None:
+    by_rank = _dropout_masks(config)
+    masks = [tuple(mask) for masks in by_rank for mask in masks]
+    assert [len(masks) for masks in by_rank] == [config.optim.steps] * 2
+    assert len(set(masks)) == len(masks)
+    resumed = _dropout_masks(replace(config, run=replace(config.run, from_step=3)))
+    assert resumed == [masks[3:] for masks in by_rank]
+    assert seed_of(0, 3, 1) != seed_of(1, 3, 1)

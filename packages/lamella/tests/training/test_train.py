@@ -1,0 +1,237 @@
+"""The training loop in forked ranks: independent of the number of ranks, resumable, and it learns."""
+
+import json
+import math
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from trained_runs import Run, TrainOn
+
+from lamella import Config, MixedPrecisionPolicy, OptimConfig, ParallelConfig
+from lamella._data.order import BatchStream
+from lamella._data.packing import inputs_and_targets
+from lamella._data.tokens import load_tokens
+from lamella._model.float8 import in_float8
+from lamella._model.sharding import compile_units, shard
+from lamella._model.spec import load_spec
+from lamella._record.metrics import StepRecord, read
+from lamella._training.optimizer import learning_rate
+from lamella_precision import Float8Linear
+from lamella_testing import RankFailure, run_ranks
+from lamella_transformers import build_model, target_losses
+
+
+def in_folder(config: Config, name: str) -> Config:
+    root = Path(str(config.run.directory)).parent
+    return replace(config, run=replace(config.run, directory=str(root / name)))
+
+
+def test_losses_do_not_depend_on_the_number_of_ranks(config: Config, train: TrainOn) -> None:
+    one = train(in_folder(config, "one"), 1)
+    assert len(one.losses) == 6 and one.losses[6] < one.losses[1] - 0.1
+    for num_ranks in (2, 4):
+        run = train(in_folder(config, f"ranks-{num_ranks}"), num_ranks)
+        assert run.losses == pytest.approx(one.losses, rel=1e-5)
+        assert run.validations == pytest.approx(one.validations, rel=1e-5)
+
+
+def test_microbatches_add_up_to_the_batch(config: Config, train: TrainOn) -> None:
+    unsplit = train(in_folder(config, "whole"), 2)
+    split = replace(in_folder(config, "split"), optim=replace(config.optim, accumulation=4))
+    assert train(split, 2).losses == pytest.approx(unsplit.losses, rel=1e-5)
+
+
+def test_the_first_loss_is_that_of_guessing(config: Config, train: TrainOn) -> None:
+    run = train(config, 2)
+    assert run.losses[1] == pytest.approx(math.log(300), rel=0.02)
+    metrics = json.loads((run.directory.model / "config.json").read_text())
+    assert metrics["vocab_size"] == 300
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one_on_any_number_of_ranks(config: Config, train: TrainOn) -> None:
+    config = replace(config, run=replace(config.run, checkpoint_interval=3))
+    uninterrupted = train(in_folder(config, "whole"), 2)
+    for num_ranks, tolerance in ((2, 1e-7), (1, 1e-5), (4, 1e-5)):
+        shutil.copytree(
+            uninterrupted.directory.root, resumed := uninterrupted.directory.root.with_name(f"resumed-{num_ranks}")
+        )
+        shutil.rmtree(resumed / "checkpoints" / "step_00000006")
+        run = train(in_folder(config, resumed.name), num_ranks)
+        assert run.losses == pytest.approx(uninterrupted.losses, rel=tolerance)
+        assert run.validations == pytest.approx(uninterrupted.validations, rel=tolerance)
+        steps = [record.step for record in read(run.directory.metrics)]
+        assert steps == sorted(steps)  # Records after the checkpoint have been dropped.
+
+
+def test_a_run_that_goes_on_keeps_its_history(config: Config, train: TrainOn) -> None:
+    short = replace(config, optim=replace(config.optim, steps=3))
+    assert sorted(train(short, 2).losses) == [1, 2, 3]
+    assert sorted(train(config, 2).losses) == [1, 2, 3, 4, 5, 6]
+
+
+def test_bfloat16_compute_stays_close_to_float32(config: Config, train: TrainOn) -> None:
+    exact = train(in_folder(config, "fp32"), 2)
+    rounded = replace(in_folder(config, "bf16"), parallel=replace(config.parallel, precision="bf16"))
+    run = train(rounded, 2)
+    assert run.losses != exact.losses
+    assert run.losses == pytest.approx(exact.losses, rel=0.01)  # bfloat16 has 8 bits.
+
+
+@pytest.fixture(scope="module")
+def exact(shared_config: Config, train: TrainOn) -> Run:
+    """A run in fp32 with a checkpoint on the way too, which a process of its own writes for each rank."""
+    return train(replace(shared_config, run=replace(shared_config.run, checkpoint_interval=3)), 2)
+
+
+@pytest.mark.parametrize("kind", ["tensor", "delayed", "row", "block"])
+def test_float8_stays_close_and_goes_on_from_a_run_without(
+    shared_config: Config, exact: Run, train: TrainOn, tmp_path: Path, kind: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    has_history = kind == "delayed"  # the only kind with numbers of its own in a checkpoint
+    quantised = replace(
+        shared_config,
+        parallel=replace(shared_config.parallel, float8=kind),
+        run=replace(shared_config.run, directory=str(tmp_path / "run"), checkpoint_interval=3 if has_history else 6),
+    )
+    run = train(in_folder(quantised, "float8"), 2)
+    assert run.losses != exact.losses
+    assert run.losses == pytest.approx(exact.losses, rel=0.02)
+    assert run.validations == pytest.approx(exact.validations, rel=0.02)
+    assert capfd.readouterr().out.count(f"float8: cpu here has no float8 products for --float8 {kind}") == 1
+
+    def cut(directory: Path, name: str) -> Config:
+        """A copy of a run as after its third step, in float8 from there on."""
+        shutil.copytree(directory, resumed := tmp_path / name)
+        shutil.rmtree(resumed / "checkpoints" / "step_00000006")
+        return in_folder(quantised, name)
+
+    if has_history:
+        assert train(cut(run.directory.root, "again"), 2).losses == run.losses
+    assert "saved without past amaxes" not in capfd.readouterr().out
+    later = train(cut(exact.directory.root, "resumed"), 2)
+    assert later.losses[3] == exact.losses[3]
+    assert later.losses[6] != exact.losses[6]
+    assert later.losses == pytest.approx(exact.losses, rel=0.02)
+    is_told = "float8: step 3 was saved without past amaxes of 14 matrices" in capfd.readouterr().out
+    assert is_told == has_history
+
+
+def test_float8_leaves_out_routers_and_what_the_user_names() -> None:
+    def block() -> nn.ModuleDict:
+        layers = {name: nn.Linear(16, 16) for name in ("attn", "experts", "gate")}
+        return nn.ModuleDict({**layers, "down": nn.Linear(16, 5)})
+
+    units = [block(), block()]
+    parallel = ParallelConfig(float8="tensor", float8_except=("attn.*",))
+    policy = in_float8(units, MixedPrecisionPolicy(torch.bfloat16), parallel)
+    for unit in units:
+        assert [name for name, layer in unit.items() if isinstance(layer, Float8Linear)] == ["experts"]
+        chosen = {name for name, p in unit.named_parameters() if policy.resolved_for(p).recipe is not None}
+        assert chosen == {"experts.weight", "down.weight"}
+
+
+def test_compiled_layers_are_those_that_are_sharded(shared_config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    def compiled(parallel: ParallelConfig) -> list[str]:
+        model = build_model(load_spec(shared_config.model.name, 300), torch.device("cpu"), seed=0)
+        calls: list[nn.Module] = []
+        with monkeypatch.context() as patched:
+            patched.setattr(nn.Module, "compile", lambda module: calls.append(module))
+            compile_units(shard(model, parallel), parallel)
+        return [name for name, module in model.named_modules() if module in calls]
+
+    def check() -> None:
+        assert compiled(shared_config.parallel) == []
+        assert compiled(replace(shared_config.parallel, compile=True)) == ["model.layers.0", "model.layers.1"]
+
+    run_ranks(check, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")  # Dynamo reads deprecated attributes, which warn.
+@pytest.mark.parametrize("kind", ["no", "tensor"])
+def test_compiled_layers_train_alike(config: Config, train: TrainOn, kind: Any) -> None:
+    eager = replace(in_folder(config, "eager"), parallel=replace(config.parallel, float8=kind))
+    compiled = replace(in_folder(config, "compiled"), parallel=replace(eager.parallel, compile=True))
+    expected, run = train(eager, 2), train(compiled, 2)
+    assert run.losses == pytest.approx(expected.losses, rel=1e-3 if kind == "tensor" else 1e-5)
+    assert run.validations == pytest.approx(expected.validations, rel=1e-3 if kind == "tensor" else 1e-5)
+
+
+def test_a_tiny_qwen_trains(config: Config, train: TrainOn) -> None:
+    qwen = replace(config, model=replace(config.model, name="qwen3.5-tiny"), optim=replace(config.optim, lr=1e-2))
+    run = train(qwen, 2)
+    assert run.losses[6] < run.losses[1] - 0.1
+
+
+def test_the_plot_is_drawn(config: Config, train: TrainOn) -> None:
+    assert train(config, 1).directory.plot.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(("lr", "name"), [(1e30, "gradient norm"), (1e39, "loss")])
+def test_a_loss_or_a_gradient_that_is_not_finite_ends_the_run(
+    config: Config, train: TrainOn, lr: float, name: str
+) -> None:
+    wild = replace(config, optim=replace(config.optim, lr=lr))
+    with pytest.raises(RankFailure, match=f"Expected a finite {name}, got nan at step 2. There is .* smaller --lr"):
+        train(wild, 1)
+
+
+def test_the_learning_rate_warms_up_and_decays_to_its_final_fraction() -> None:
+    optim = OptimConfig(steps=100, lr=1.0, warmup_steps=10, final_lr_fraction=0.1)
+    rates = [learning_rate(step, optim) for step in range(100)]
+    assert rates[:10] == pytest.approx([0.1 * step for step in range(1, 11)])
+    assert rates[10] == 1.0 and sorted(rates[10:], reverse=True) == rates[10:]
+    assert learning_rate(100, optim) == pytest.approx(0.1)
+    assert torch.tensor(rates).isfinite().all()
+
+
+def test_the_loss_that_balances_experts_counts_where_the_config_asks_for_it(
+    config: Config, train: TrainOn, tmp_path: Path
+) -> None:
+    file = tmp_path / "experts.json"
+    sizes = {"num_local_experts": 4, "router_aux_loss_coef": 5.0, "output_router_logits": True}
+    file.write_text(json.dumps(json.loads(Path(config.model.name).read_text()) | sizes | {"model_type": "mixtral"}))
+    config = replace(
+        config, model=replace(config.model, name=str(file)), optim=replace(config.optim, steps=1, warmup_steps=0)
+    )
+    run = train(config, 1)
+    model = build_model(load_spec(str(run.directory.model)), torch.device("cpu"), config.run.seed)
+    tokens = load_tokens(run.directory.tokens).train
+    stream = BatchStream(tokens=tokens, sequence_length=32, batch_size=8, seed=config.run.seed)
+    inputs, targets = inputs_and_targets(stream.batch(0, 0, 1))
+    targets = targets.contiguous()
+    outputs = model(input_ids=inputs, labels=targets, shift_labels=targets, use_cache=False)
+    outputs.loss.backward()
+    norm = torch.nn.utils.get_total_norm(
+        [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    )
+    [step] = [record for record in read(run.directory.metrics) if isinstance(record, StepRecord)]
+    assert step.grad_norm == pytest.approx(norm.item(), rel=1e-5)
+    assert step.loss == pytest.approx((outputs.loss - 5.0 * outputs.aux_loss).item(), rel=1e-5)
+
+
+def test_parameters_of_a_state_space_model_compute_in_fp32_beside_bf16(tmp_path: Path) -> None:
+    sizes = {"num_heads": 4, "head_dim": 8, "state_size": 4, "n_groups": 1, "expand": 2}
+    values = {"model_type": "mamba2", "vocab_size": 300, "hidden_size": 16, "num_hidden_layers": 1} | sizes
+    (tmp_path / "config.json").write_text(json.dumps(values))
+
+    def on_rank() -> dict[str, torch.dtype]:
+        spec = load_spec(str(tmp_path))
+        model = build_model(spec, torch.device("cpu"), seed=0)
+        shard(model, ParallelConfig(device="cpu", precision="bf16"))
+        seen: dict[str, torch.dtype] = {}
+        [mixer] = [module for module in model.modules() if hasattr(module, "A_log")]
+        mixer.register_forward_pre_hook(
+            lambda module, _: seen.update({name: parameter.dtype for name, parameter in module.named_parameters()})
+        )
+        losses, _ = target_losses(model, torch.arange(16).view(2, 8), torch.arange(1, 17).view(2, 8))
+        losses.sum().backward()  # type: ignore[no-untyped-call]
+        return seen
+
+    for seen in run_ranks(on_rank, 2):
+        assert {name for name, dtype in seen.items() if dtype == torch.float32} == {"A_log", "D", "dt_bias"}

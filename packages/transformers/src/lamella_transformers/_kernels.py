@@ -1,0 +1,91 @@
+"""Fused kernels of Liger in the place of a model's own forward, norms, rotations and products."""
+
+import importlib.util
+import sys
+from types import ModuleType
+from typing import Final, NamedTuple, cast
+
+from torch import nn
+
+
+def has_liger() -> bool:
+    """True where liger-kernel is installed."""
+    return importlib.util.find_spec("liger_kernel") is not None
+
+
+def has_kernels(model_type: str) -> bool:
+    """True for a model type that Liger has kernels for. Effects: imports liger-kernel, which must be installed."""
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+
+    return model_type in MODEL_TYPE_TO_APPLY_LIGER_FN
+
+
+class _Replacement(NamedTuple):
+    """An attribute of a module or a class, and the value that a library replaced."""
+
+    owner: ModuleType | type
+    name: str
+    original: object
+
+
+class Replacements:
+    """What a library of kernels replaced in transformers' modules, which all models of the process share."""
+
+    def __init__(self, replacements: tuple[_Replacement, ...] = ()) -> None:
+        self._replacements = replacements
+
+    def undo(self) -> None:
+        """Put the original values back. Models with replaced kernels must not run afterwards."""
+        for owner, name, original in self._replacements:
+            setattr(owner, name, original)
+        self._replacements = ()
+
+
+_LAYER_KERNELS: Final = ("rope", "rms_norm", "layer_norm", "swiglu", "geglu")
+"""Liger's kernels of layers, by the arguments of its functions."""
+
+
+def use_kernels(model: nn.Module, kernels: str, *, is_compiled: bool) -> Replacements:
+    """Replace the parts of a model that a library has kernels for.
+
+    Args:
+        model: A model of transformers, not sharded yet. Changed in place.
+        kernels: The library: "liger", or "none" to replace nothing.
+        is_compiled: The layers will be compiled. The compiler fuses them itself, so that the loss alone is replaced:
+            Liger's kernels inside compiled layers ended in illegal memory accesses under torch 2.11.
+
+    Returns:
+        What was replaced outside the model: rotary embeddings are functions of transformers' modules.
+    """
+    if kernels == "none":
+        return Replacements()
+    from transformers import PreTrainedModel
+    from transformers.integrations.liger import apply_liger_kernel
+
+    originals = [(owner, dict(vars(owner))) for owner in _shared_owners()]
+    options = dict.fromkeys(_LAYER_KERNELS, False) if is_compiled else None
+    apply_liger_kernel(cast(PreTrainedModel, model), options)  # type: ignore[no-untyped-call]
+    return Replacements(
+        tuple(
+            _Replacement(owner, name, original)
+            for owner, attributes in originals
+            for name, original in attributes.items()
+            if vars(owner).get(name) is not original
+        )
+    )
+
+
+def _shared_owners() -> list[ModuleType | type]:
+    """Torch's functions, and the loaded modules of transformers' models with their classes."""
+    modules = [
+        module
+        for name, module in list(sys.modules.items())
+        if name.startswith("transformers.models.") and type(module) is ModuleType
+    ]
+    classes = [
+        value
+        for module in modules
+        for value in list(vars(module).values())
+        if isinstance(value, type) and value.__module__ == module.__name__
+    ]
+    return [nn.functional, *modules, *classes]

@@ -1,0 +1,70 @@
+"""Models are built from configs with or without memory, refused unless causal, and counted."""
+
+from typing import cast
+
+import pytest
+import torch
+from tiny_models import make_model, make_spec
+from transformers import AutoConfig
+
+from lamella_transformers import (
+    ModelError,
+    ModelSpec,
+    balance_coefficient,
+    build_model,
+    build_without_parameters,
+    flops_per_token,
+    materialise,
+    num_positions,
+    outline,
+)
+
+CPU = torch.device("cpu")
+
+
+def test_weights_follow_from_the_seed_alone() -> None:
+    spec = make_spec("llama")
+    first, second, other = (build_model(spec, CPU, seed).state_dict() for seed in (3, 3, 4))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert not torch.equal(first["model.embed_tokens.weight"], other["model.embed_tokens.weight"])
+
+
+def test_a_model_without_parameters_has_its_buffers_and_keeps_them() -> None:
+    spec = make_spec("llama")
+    buffers = dict(build_model(spec, CPU, 0).named_buffers())
+    assert buffers
+    model = build_without_parameters(spec, CPU)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    materialise(model, CPU)
+    assert not any(parameter.is_meta for parameter in model.parameters())
+    for name, buffer in model.named_buffers():
+        assert torch.equal(buffer, buffers[name]), name
+
+
+def test_an_outline_has_no_memory_and_refuses_a_model_that_sees_ahead() -> None:
+    assert all(parameter.is_meta for parameter in outline(make_spec("llama")).parameters())
+    with pytest.raises(ModelError, match=r"got 'bert', each of whose positions sees all others\. Set \"is_decoder\""):
+        outline(make_spec("bert"))
+
+
+def test_a_model_that_transformers_cannot_build_is_refused() -> None:
+    with pytest.raises(ModelError, match="that transformers can build, got 'vit': Unrecognized configuration class"):
+        outline(cast(ModelSpec, AutoConfig.for_model("vit")))
+
+
+def test_operations_are_counted_without_the_input_embedding() -> None:
+    model = make_model("llama")
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    expected = 6 * (num_parameters - 300 * 16) + 12 * 16 * 2 * 64
+    assert flops_per_token(model, model.config, 64) == expected  # type: ignore[arg-type]
+
+
+def test_positions_are_bounded_by_the_config_and_stretched_ones_by_the_stretch() -> None:
+    assert num_positions(make_spec("llama", max_position_embeddings=31)) == 31
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 8}
+    assert num_positions(make_spec("llama", max_position_embeddings=8, rope_parameters=rope)) == 16
+
+
+def test_the_loss_that_balances_experts_has_the_weight_of_the_config() -> None:
+    assert balance_coefficient(make_spec("mixtral", router_aux_loss_coef=0.5)) == 0.5
+    assert balance_coefficient(make_spec("llama")) == 0.0
