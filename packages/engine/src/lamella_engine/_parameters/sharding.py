@@ -26,17 +26,25 @@ if TYPE_CHECKING:
 class MeshInfo(Protocol):
     """FSDP2's description of data axes, the attributes of `FSDPMeshInfo` and `HSDPMeshInfo`."""
 
-    mesh: DeviceMesh
-    shard_mesh_dim: int | None
-    replicate_mesh_dim: int | None
+    @property
+    def mesh(self) -> DeviceMesh: ...
+
+    @property
+    def shard_mesh_dim(self) -> int | None: ...
+
+    @property
+    def replicate_mesh_dim(self) -> int | None: ...
 
 
 @runtime_checkable
 class PlacementResult(Protocol):
     """FSDP2's `ShardPlacementResult`: a dim, and the mesh of a single parameter."""
 
-    placement: Shard | None
-    mesh_info: MeshInfo
+    @property
+    def placement(self) -> Shard | None: ...
+
+    @property
+    def mesh_info(self) -> MeshInfo: ...
 
 
 # Parts of a shard group by their number of ranks: one communicator for all units, not one a unit. The process's: each

@@ -23,9 +23,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
-from lamella_engine.extending import MeshInfo, is_sharded
+from lamella_engine.extending import ParameterPlacement, is_sharded, placement_on
 
 GroupsByName = Callable[[str], dist.ProcessGroup | None]
 _DATA_GROUPS = ["dp_cp", "intra_dp_cp", "expt_dp", "intra_expt_dp", "inter_dist_opt"]
@@ -108,29 +108,6 @@ class Meshes:
             )
 
 
-@dataclass
-class _DataParallelMesh:
-    """FSDP2's `FSDPMeshInfo` or `HSDPMeshInfo`, as `fully_shard` reads it."""
-
-    mesh: DeviceMesh
-    shard_mesh_dim: int | None
-    replicate_mesh_dim: int | None
-
-    @classmethod
-    def of(cls, mesh: DeviceMesh, *, is_replicated: bool) -> _DataParallelMesh:
-        if is_replicated:
-            return cls(mesh, None, 0)
-        return cls(mesh, mesh.ndim - 1, 0 if mesh.ndim == 2 else None)
-
-
-@dataclass
-class _ParameterPlacement:
-    """FSDP2's `ShardPlacementResult`: a dim, and the mesh of a single parameter."""
-
-    placement: Shard | None
-    mesh_info: MeshInfo
-
-
 class Placement:
     """The `shard_placement_fn` of a model: experts on the meshes of experts, all other parameters on the dense mesh.
 
@@ -155,14 +132,14 @@ class Placement:
     ) -> None:
         meshes.check(model)
         self._dense = meshes.dense
-        self._mesh_infos: dict[int, _DataParallelMesh] = {}
+        self._placements: dict[int, ParameterPlacement] = {}
         parameters = dict(model.named_parameters())
         if meshes.experts is not None and meshes.experts is not meshes.dense:
-            mesh_info = _DataParallelMesh.of(meshes.experts, is_replicated=is_replicated)
-            self._mesh_infos = {id(parameters[name]): mesh_info for name in expert_parameters(model)}
+            on_experts = placement_on(meshes.experts, is_replicated=is_replicated)
+            self._placements = {id(parameters[name]): on_experts for name in expert_parameters(model)}
         if groups_by_name is None:
             return
-        meshes_by_group: dict[dist.ProcessGroup, _DataParallelMesh] = {}
+        placements: dict[dist.ProcessGroup, ParameterPlacement] = {}
         for name, parameter in parameters.items():
             group = None if is_sharded(parameter) else groups_by_name(name)
             if group is None:
@@ -173,20 +150,19 @@ class Placement:
                     f"one of {group.size()} ranks for {name!r}: replicas of its shards are unknown. Leave "
                     "`groups_by_name` out, or train one instance."
                 )
-            if group not in meshes_by_group:
+            if group not in placements:
                 mesh = DeviceMesh.from_group(group, meshes.dense.device_type)
-                meshes_by_group[group] = _DataParallelMesh.of(mesh, is_replicated=is_replicated)
-            self._mesh_infos[id(parameter)] = meshes_by_group[group]
+                placements[group] = placement_on(mesh, is_replicated=is_replicated)
+            self._placements[id(parameter)] = placements[group]
 
-    def __call__(self, parameter: nn.Parameter) -> _ParameterPlacement | None:
-        """The mesh of one parameter; None is the unit's own."""
-        mesh_info = self._mesh_infos.get(id(parameter))
-        return None if mesh_info is None else _ParameterPlacement(Shard(0), mesh_info)
+    def __call__(self, parameter: nn.Parameter) -> ParameterPlacement | None:
+        """The placement of one parameter on a mesh other than its unit's; None is the unit's mesh."""
+        return self._placements.get(id(parameter))
 
     def mesh_of(self, parameter: nn.Parameter) -> DeviceMesh:
         """The mesh of the ranks that hold the same parameter."""
-        mesh_info = self._mesh_infos.get(id(parameter))
-        return self._dense if mesh_info is None else mesh_info.mesh
+        placement = self(parameter)
+        return self._dense if placement is None else placement.mesh_info.mesh
 
 
 def broadcast_weights(module: nn.Module, placement: Placement, ignored: Collection[nn.Parameter]) -> None:
