@@ -28,6 +28,7 @@ from lamella_engine._parameters.offload import Offload
 from lamella_engine._parameters.scales import Scales, joined, rescale
 from lamella_engine._parameters.sharded_parameter import (
     Candidate,
+    LostChange,
     ShardedParameter,
     any_replaced,
     dtensor_for,
@@ -35,6 +36,7 @@ from lamella_engine._parameters.sharded_parameter import (
     put,
     put_back,
     sharded_parameter,
+    undo_assigned_data,
 )
 from lamella_engine._parameters.sharding import DataAxes, local_of
 from lamella_engine._parameters.unsharded_weight import PayloadLayouts, UnshardedWeight
@@ -179,7 +181,8 @@ class ParameterGroup:
         self._unsharded = UnshardedWeight(formats, *layouts, ranks, self.device, allocator, self.scales)
         self.buffers = self._unsharded.buffers
         for parameter, weight in zip(self.parameters, self._unsharded.weights, strict=True):
-            whole = parameter.sharding.wrap(weight)
+            # `data` has a version counter of its own: a write is told by the parameter's name, not by the group's.
+            whole = parameter.sharding.wrap(weight.data if type(weight) is torch.Tensor else weight)
             parameter.compute_with(nn.Parameter(whole, requires_grad=parameter.sharded.requires_grad))
             read_directly(parameter.unsharded)
         for buffer in self.buffers:
@@ -253,10 +256,17 @@ class ParameterGroup:
         payloads = self.payload_layouts(layout, main_dtype)
         return payloads.nbytes + payloads.cached_nbytes
 
-    @property
-    def is_replaced(self) -> bool:
-        """Whether a shard, or the storage of a shard, was replaced; the group must be sharded."""
-        return any_replaced(self.parameters)
+    def undo_assigned_data(self) -> list[str]:
+        """Point members back to the group's memory after `form.data = tensor`; the group must be sharded.
+
+        Returns:
+            The names of such members.
+
+        Effects: those of `build_unsharded`, if there are any.
+        """
+        if names := undo_assigned_data(self.parameters):
+            self.build_unsharded()
+        return names
 
     def adopt_replaced_shards(self, *, keep_parameters: bool) -> None:
         """Take replaced shards, or shards with replaced storage, back into one buffer.
@@ -274,7 +284,7 @@ class ParameterGroup:
 
         Effects: none if nothing was replaced; else allocates new shards and copies into them. Not a collective.
         """
-        if not self.is_replaced:
+        if not any_replaced(self.parameters):
             return
         given = self._given(self.parameters)
         if any(shard.is_meta for shard in given):
@@ -327,6 +337,7 @@ class ParameterGroup:
             vars(fresh).update(vars(sharded))
             torch.utils.swap_tensors(sharded, fresh)  # type: ignore[no-untyped-call]
         parameter.shard = local_of(sharded)
+        parameter.note_storages()
         # `.to()` and similar may have replaced the whole Parameter, and dropped the marks.
         parameter.marks |= vars(sharded)
         vars(sharded).update(parameter.marks)
@@ -458,21 +469,23 @@ class ParameterGroup:
         """Make the modules hold the DTensors wherever they hold unsharded parameters."""
         put_back(self.parameters)
 
-    def install_unsharded(self) -> list[str]:
+    def install_unsharded(self) -> list[LostChange]:
         """Make the modules hold the unsharded parameters.
 
         Returns:
-            Names, as `install` does.
+            Third tensors in modules, which are dropped.
         """
         return install(self.parameters, is_sharded=False)
 
-    def install_sharded(self) -> list[str]:
+    def install_sharded(self) -> list[LostChange]:
         """Make the modules hold the DTensors.
 
         Returns:
-            Names, as `install` does.
+            Writes into the unsharded parameters, and third tensors in modules: both are dropped.
         """
-        return install(self.parameters, is_sharded=True)
+        lost = install(self.parameters, is_sharded=True)
+        # Unsharded parameters that are the main weights keep writes.
+        return [change for change in lost if not change.is_write] if lost and self.computes_with_main else lost
 
     @property
     def is_trainable(self) -> bool:

@@ -12,7 +12,7 @@ from lamella_engine._options.placements import Strategy
 from lamella_engine._parameters.group import ParameterGroup
 from lamella_engine._parameters.offload import CPU
 from lamella_engine._parameters.scales import Scales
-from lamella_engine._parameters.sharded_parameter import attributes_alone
+from lamella_engine._parameters.sharded_parameter import any_replaced, attributes_alone
 from lamella_engine._streams.context import Context
 from lamella_engine._unit.main_grads import MainGrads
 from lamella_precision import ScaledRecipe
@@ -100,7 +100,7 @@ class UnitParameters:
     def is_replaced(self) -> bool:
         """Whether a shard, or the storage of a shard, was replaced; the unit must be sharded."""
         for group in self.groups:
-            if group.is_replaced:
+            if any_replaced(group.parameters):  # a property of the group would be a call more in every pass
                 return True
         return False
 

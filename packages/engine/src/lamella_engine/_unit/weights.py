@@ -14,7 +14,7 @@ from lamella_buffers import Done, Pending, all_gather
 from lamella_engine._common.labels import label
 from lamella_engine._parameters.extended_group import split_extended
 from lamella_engine._parameters.group import ParameterGroup, by_axes, refresh_scales
-from lamella_engine._parameters.sharded_parameter import refuse_displaced
+from lamella_engine._parameters.sharded_parameter import COPY, LostChange, report_lost
 from lamella_engine._parameters.ties import merge_tied
 from lamella_engine._streams.context import Phase
 from lamella_engine._unit.parameters import UnitParameters
@@ -270,14 +270,14 @@ class UnitWeights:
             return
         if self._gather is not None:
             self._finish_gather()
-        displaced: list[str] = []
+        lost: list[LostChange] = []
         for group in self.parameters.groups:
-            displaced += group.install_unsharded()
+            lost += group.install_unsharded()
         for grads in self.parameters.main_grads:
             grads.mark()
         self._become(Residency.UNSHARDED)
-        if displaced:
-            refuse_displaced(displaced)
+        if lost:
+            report_lost(lost)
 
     def _finish_gather(self) -> None:
         assert self._gather is not None
@@ -316,6 +316,9 @@ class UnitWeights:
         Raises:
             RuntimeError: A parameter was replaced while it was unsharded. The unit is sharded then.
 
+        Warns:
+            UserWarning: A gathered weight was written in place. The write is lost.
+
         Effects: the gather stream waits for the compute stream; no host sync on CUDA; not a collective.
         """
         for group in self.parameters.groups if not keep_parts else ():
@@ -335,16 +338,16 @@ class UnitWeights:
         for event in self._readers:  # the gather stream's next allocation takes the bytes
             streams.all_gather_stream.wait_event(event)
         self._readers.clear()
-        displaced: list[str] = []
+        lost: list[LostChange] = []
         if self.residency is Residency.UNSHARDED:  # else modules hold DTensors, maybe replaced by the user
             for group in self.parameters.groups:
-                displaced += group.install_sharded()
+                lost += group.install_sharded()
         if self.parameters.strategy.keeps_copy:
             self._become(Residency.KEPT)
         else:
             self._free(keep_parts=keep_parts)
-        if displaced:
-            refuse_displaced(displaced)
+        if lost:
+            report_lost(lost)
 
     def _free(self, *, keep_parts: bool = False) -> None:
         """Give the unsharded buffers' bytes back."""
@@ -473,12 +476,27 @@ class UnitWeights:
         parameters = self.parameters
         if is_replaced := parameters.is_replaced:
             self.drop_copy()
+            self._refuse_assigned_data()
             parameters.context.streams.post_optim_event = None  # too early for the copies made here
             parameters.replace_groups(merge_tied(parameters.groups, keep_parameters=keep_parameters))
         if self.contents is Contents.NONE:
             parameters.replace_groups(split_extended(parameters.groups))
         for group in parameters.groups if is_replaced else ():
             group.adopt_replaced_shards(keep_parameters=keep_parameters)
+
+    def _refuse_assigned_data(self) -> None:
+        """Refuse `parameter.data = tensor` on either form, once; the unit must be sharded, without a kept copy.
+
+        Raises:
+            RuntimeError: A parameter was assigned to in this way. Both of its forms are as before the assignment.
+        """
+        names = [name for group in self.parameters.groups for name in group.undo_assigned_data()]
+        if names:
+            raise RuntimeError(
+                f"Expected {names} to be written in place, got other tensors by `parameter.data = tensor`. A sharded "
+                "parameter cannot take over another tensor's memory, and has the values from before the assignment. "
+                f"Copy under torch.no_grad(), {COPY}; to tie parameters, give both modules one Parameter."
+            )
 
     def drop_stale_weights(self) -> None:
         """Reshard if main weights changed since the gather: the unsharded weights were kept over an optimizer step.
