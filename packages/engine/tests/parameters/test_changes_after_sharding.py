@@ -33,6 +33,7 @@ from lamella_engine import (
     MixedPrecisionPolicy,
     Rows,
     ShardingOptions,
+    fully_shard,
 )
 from lamella_testing import run_ranks
 
@@ -242,5 +243,51 @@ def test_other_replacements_go_on_as_before() -> None:
             reference.get_parameter("head.weight").mul_(2)
         assert_trains_alike(reference, sharded, LOSS)
         assert torch.isfinite(whole(sharded.get_parameter("head.weight"))).all()
+
+    run_ranks(on_each_rank, 2)
+
+
+# -- ties made through `.data` ---------------------------------------------------------------------------------------
+
+
+class _Tieable(Net):
+    """A language model whose head has a weight of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Embedding(11, 7)  # type: ignore[assignment]
+        self.head = nn.Linear(7, 11, bias=False)
+
+
+TOKENS = torch.arange(12).view(3, 4) % 11
+TOKEN_LOSS = mean_square(lambda model: model(TOKENS))
+
+
+@pytest.mark.parametrize("is_gathered", [False, True])
+def test_a_tie_through_data_is_refused_by_name_and_the_way_out_ties(is_gathered: bool) -> None:
+    def on_each_rank() -> None:
+        reference, sharded = twins(_Tieable)
+        if is_gathered:
+            fsdp(sharded).unshard()
+        sharded.get_parameter("head.weight").data = sharded.get_parameter("stem.weight").data
+        fsdp(sharded).reshard()
+        with pytest.raises(RuntimeError, match=ASSIGNED):
+            TOKEN_LOSS(sharded)
+        assert_weights_equal(reference, sharded)
+        for model in (reference, sharded):
+            model.head.weight = model.stem.weight  # type: ignore[union-attr]
+        assert_trains_alike(reference, sharded, TOKEN_LOSS)
+        assert sharded.get_parameter("head.weight") is sharded.get_parameter("stem.weight")
+
+    run_ranks(on_each_rank, 2)
+
+
+def test_a_tie_through_data_across_units_is_refused_by_name() -> None:
+    def on_each_rank() -> None:
+        reference, sharded = twins(_Tieable, lambda model: (fully_shard(model.head), shard(model)))  # type: ignore[arg-type]
+        sharded.get_parameter("head.weight").data = sharded.get_parameter("stem.weight").data
+        with pytest.raises(RuntimeError, match=ASSIGNED):
+            TOKEN_LOSS(sharded)
+        assert_trains_alike(reference, sharded, TOKEN_LOSS)
 
     run_ranks(on_each_rank, 2)

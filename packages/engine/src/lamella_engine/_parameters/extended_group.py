@@ -189,10 +189,14 @@ class ExtendedGroup(ParameterGroup):
             self._point(parameter, _with_room(shard, shape, self.axes.num_shards, self.offload))
             parameter.unsharded = parameter.sharded
             parameter.unsharded_version = None
-            parameter.note_storages()
+            parameter.note_memory()
         self._describe_shards()
         self.build_unsharded()
         put(self.parameters)
+
+    def differing_members(self) -> list[str]:
+        """None: the class of the tensors decides what the gathered tensors hold."""
+        return []
 
     def prepare_gather(self, direction: Direction = Direction.BOTH, there: Direction | None = None) -> GatherPlan:
         """Get the tensors to send from `fsdp_pre_all_gather`, and allocate the gathered tensors.

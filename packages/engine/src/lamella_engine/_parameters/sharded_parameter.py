@@ -36,6 +36,9 @@ _UNSHARDED = "unsharded"  # the mark's value on unsharded forms, to which it is 
 COPY = "parameter.copy_(distribute_tensor(tensor, parameter.device_mesh, parameter.placements))"
 
 
+Memory = tuple[torch.UntypedStorage, torch.UntypedStorage, int]
+
+
 class Owner(NamedTuple):
     """A place of a parameter: a module's dict of parameters, and the name. Tied parameters have several places."""
 
@@ -58,8 +61,8 @@ class ShardedParameter:
         trains: Whether the parameter takes a gradient, as last seen on both forms.
         marks: Attributes set by libraries (`sequence_parallel`, `allreduce`, ...), on both forms.
         unsharded: The computing form: a view of the unsharded buffer. Autograd leaves the gradient here.
-        storages: The storages of the sharded and the unsharded form. `form.data = tensor` exchanges a form's storage,
-            and nothing else that could be noticed: no version counter, and not the DTensor's local tensor.
+        memory: The storages of both forms, and the unsharded form's offset. `form.data = tensor` changes these and
+            nothing else that shows: no version counter, and not the DTensor's local tensor.
         unsharded_version: The unsharded form's version counter. Gathers do not advance the counter, and writes in place
             do. None for an inference tensor, which has none.
         accumulated: The sum of earlier microbatches' gradients in the reduce dtype, if the gradient's dtype differs.
@@ -78,15 +81,15 @@ class ShardedParameter:
     accumulated: torch.Tensor | None = None
     keeps_grad_clear: bool = False
     prefix: str = ""
-    storages: tuple[torch.UntypedStorage, torch.UntypedStorage] = field(init=False)
+    memory: Memory = field(init=False)
     unsharded_version: int | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        self.note_storages()
+        self.note_memory()
 
-    def note_storages(self) -> None:
-        """Take the forms' storages for the right ones from now on."""
-        self.storages = (self.sharded.untyped_storage(), self.unsharded.untyped_storage())
+    def note_memory(self) -> None:
+        """Take the forms' memory for the right memory from now on."""
+        self.memory = _memory_of(self)
 
     def compute_with(self, unsharded: nn.Parameter) -> None:
         """Make `unsharded` the computing form, with the marks of the sharded form.
@@ -97,8 +100,13 @@ class ShardedParameter:
         vars(unsharded)[_MARK] = _UNSHARDED
         self.unsharded = unsharded
         self.unsharded_version = None if unsharded.is_inference() else unsharded._version
-        self.note_storages()
+        self.note_memory()
         _sharded_originals[unsharded] = (self.full_name, weakref.ref(self))
+
+    @property
+    def is_written(self) -> bool:
+        """Whether the unsharded form was written in place since the last exchange of forms."""
+        return self.unsharded_version is not None and self.unsharded_version != self.unsharded._version
 
     @property
     def full_name(self) -> str:
@@ -220,7 +228,7 @@ attributes_alone = torch._C.DisableTorchFunctionSubclass
 
 # Called several times a step, for every parameter: one call for all parameters, which allocates nothing. Storages are
 # read by `map`, without a frame or a bound method for each parameter.
-_storage = torch.Tensor.untyped_storage
+_storage, _offset = torch.Tensor.untyped_storage, torch.Tensor.storage_offset
 _sharded, _unsharded = attrgetter("sharded"), attrgetter("unsharded")
 
 
@@ -305,15 +313,15 @@ def any_replaced(parameters: Sequence[ShardedParameter]) -> bool:
     """
     try:
         with attributes_alone():
-            storages = zip(
-                map(_storage, map(_sharded, parameters)), map(_storage, map(_unsharded, parameters)), strict=True
+            memories = zip(
+                map(_storage, map(_sharded, parameters)),
+                map(_storage, map(_unsharded, parameters)),
+                map(_offset, map(_unsharded, parameters)),
+                strict=True,
             )
-            for parameter, (sharded_storage, unsharded_storage) in zip(parameters, storages, strict=True):
+            for parameter, memory in zip(parameters, memories, strict=True):
                 sharded = parameter.sharded
-                if sharded._local_tensor is not parameter.shard:  # type: ignore[attr-defined]
-                    return True
-                before = parameter.storages
-                if sharded_storage is not before[0] or unsharded_storage is not before[1]:
+                if sharded._local_tensor is not parameter.shard or memory != parameter.memory:  # type: ignore[attr-defined]
                     return True
                 for held, name, _ in parameter.owners:
                     if held[name] is not sharded:
@@ -321,6 +329,17 @@ def any_replaced(parameters: Sequence[ShardedParameter]) -> bool:
     except KeyError:  # a deleted name; `get` would cost a call for each owner
         return True
     return False
+
+
+def has_assigned_data(parameters: Iterable[ShardedParameter]) -> bool:
+    """Whether a form got another tensor's memory by `form.data = tensor`."""
+    with attributes_alone():
+        return any([parameter.memory != _memory_of(parameter) for parameter in parameters])
+
+
+def _memory_of(parameter: ShardedParameter) -> Memory:
+    unsharded = parameter.unsharded
+    return parameter.sharded.untyped_storage(), unsharded.untyped_storage(), unsharded.storage_offset()
 
 
 def undo_assigned_data(parameters: Iterable[ShardedParameter]) -> list[str]:
@@ -334,12 +353,11 @@ def undo_assigned_data(parameters: Iterable[ShardedParameter]) -> list[str]:
     names = []
     for parameter in parameters:
         sharded: Any = parameter.sharded
-        before, now = parameter.storages, (sharded.untyped_storage(), parameter.unsharded.untyped_storage())
-        if sharded._local_tensor is not parameter.shard or (before[0] is now[0] and before[1] is now[1]):
+        if sharded._local_tensor is not parameter.shard or parameter.memory == _memory_of(parameter):
             continue
-        if before[0] is not now[0]:
+        if parameter.memory[0] != sharded.untyped_storage():
             sharded.data = dtensor_over(parameter.shard, sharded._spec)
-        parameter.note_storages()
+        parameter.note_memory()
         names.append(parameter.full_name)
     return names
 
