@@ -107,7 +107,11 @@ class UnitParameters:
     @property
     def versions(self) -> list[tuple[int, int]]:
         """Torch's version counters of each sharded parameter: a write to the local shard leaves the DTensor's alone."""
-        return [(p.sharded._version, p.shard._version) for group in self.groups for p in group.parameters]
+        return [
+            (0, 0) if p.shard.is_inference() else (p.sharded._version, p.shard._version)  # without a counter
+            for group in self.groups
+            for p in group.parameters
+        ]
 
     @property
     def home(self) -> torch.device:

@@ -14,7 +14,7 @@ from lamella_buffers import Done, Pending, all_gather
 from lamella_engine._common.labels import label
 from lamella_engine._parameters.extended_group import split_extended
 from lamella_engine._parameters.group import ParameterGroup, by_axes, refresh_scales
-from lamella_engine._parameters.sharded_parameter import COPY, LostChange, report_lost
+from lamella_engine._parameters.sharded_parameter import COPY, LostChange, has_assigned_data, report_lost
 from lamella_engine._parameters.ties import merge_tied
 from lamella_engine._streams.context import Phase
 from lamella_engine._unit.parameters import UnitParameters
@@ -47,10 +47,11 @@ _LEGAL = {
 class Contents(Enum):
     """The age of the gathered values, against main weights.
 
-    Version counters cannot tell (fused optimizers and DTensor writes leave them alone), so the rule is explicit: a unit
-    is stale after the step of any `torch.optim` optimizer that holds one of the unit's parameters, and after
+    Version counters alone cannot tell (fused and multi-tensor optimizers leave them alone), so the rule is explicit: a
+    unit is stale after the step of any `torch.optim` optimizer that holds one of the unit's parameters, and after
     `FSDPModule.mark_updated()`. Both happen on every rank alike, as the gathers that follow must. Staleness matters
-    only to unsharded weights and copies that outlive a pass: all other weights are gathered anew each time.
+    only to unsharded weights and copies that outlive a pass: all other weights are gathered anew each time. Beside the
+    rule, `check_kept` compares what can be compared of such weights when the next pass begins.
     """
 
     NONE = "nothing was gathered yet"
@@ -83,6 +84,8 @@ class UnitWeights:
     Attributes:
         residency: The place of the parameters.
         contents: The values of the unsharded form.
+        versions_at_rest: Tensor versions when the last pass left gathered weights behind. `keep_until_next_pass` sets
+            the versions; None from the moment that the weights are freed or gathered anew.
         early: Tensor versions at a gather inside an optimizer's step, until the next forward uses the gathered weights.
     """
 
@@ -97,6 +100,7 @@ class UnitWeights:
         self._forbidden: _unsafe_preserve_version_counter | None = None
         self._gathered: torch.Event | None = None  # for streams that use the weights after another stream has waited
         self._there: Direction | None = None  # the passes whose payloads are gathered
+        self.versions_at_rest: list[tuple[int, int]] | None = None
         self.early: list[tuple[int, int]] | None = None
 
     def _become(self, to: Residency) -> None:
@@ -189,6 +193,7 @@ class UnitWeights:
         self._there = direction
         self._holders.add(holder)
         self.contents = Contents.CURRENT
+        self.versions_at_rest = None
         self._become(Residency.UNSHARDING)
 
     def add_payloads(self, direction: Direction) -> None:
@@ -304,13 +309,14 @@ class UnitWeights:
 
     # -- freed -------------------------------------------------------------------------------------------------------
 
-    def reshard(self, *, keep_parts: bool = False, holder: object = None) -> None:
+    def reshard(self, *, keep_parts: bool = False, keeps_copy: bool = False, holder: object = None) -> None:
         """Make the modules hold the DTensors, and free the unsharded buffers, unless the ZeRO stage keeps them.
 
         Nothing happens while other holders are left.
 
         Args:
             keep_parts: Keep this rank's part for a gather among neighbours (`reshard_after_forward` is a number).
+            keeps_copy: Keep the unsharded buffers for the next pass, as the ZeRO stages with copies do.
             holder: The holder that lets go.
 
         Raises:
@@ -342,7 +348,7 @@ class UnitWeights:
         if self.residency is Residency.UNSHARDED:  # else modules hold DTensors, maybe replaced by the user
             for group in self.parameters.groups:
                 lost += group.install_sharded()
-        if self.parameters.strategy.keeps_copy:
+        if keeps_copy or self.parameters.strategy.keeps_copy:
             self._become(Residency.KEPT)
         else:
             self._free(keep_parts=keep_parts)
@@ -352,6 +358,7 @@ class UnitWeights:
     def _free(self, *, keep_parts: bool = False) -> None:
         """Give the unsharded buffers' bytes back."""
         streams = self.parameters.context.streams
+        self.versions_at_rest = None
         # The bytes go back to the gather stream's pool: without the wait, the next gather writes into weights which
         # queued kernels of the compute stream still read. The storage objects stay, since autograd holds views of them.
         streams.order_gathers_after_compute()
@@ -382,6 +389,7 @@ class UnitWeights:
         Effects: the gather stream waits for the compute stream; no host sync on CUDA; not a collective.
         """
         self.parameters.drop_gathered_shards()
+        self.versions_at_rest = None
         if self.residency is Residency.KEPT:
             self._free()
 
@@ -484,6 +492,49 @@ class UnitWeights:
         for group in parameters.groups if is_replaced else ():
             group.adopt_replaced_shards(keep_parameters=keep_parameters)
 
+    # -- weights that outlive a pass ---------------------------------------------------------------------------------
+
+    def keep_until_next_pass(self) -> None:
+        """Note the tensor versions at the end of a pass that leaves gathered weights for the next pass."""
+        if self.contents is Contents.CURRENT:
+            self.versions_at_rest = self.parameters.versions
+
+    def check_kept(self) -> None:
+        """Make weights stale that outlived a pass, if main weights were written since outside of an optimizer's step.
+
+        An operator in place on a DTensor advances the DTensor's counter on every rank alike, so all ranks gather again.
+        A write through `.data`, a local tensor or `torch._foreach_*` leaves that counter alone, and may be this rank's
+        alone: a gather that other ranks do not begin would never end. Such a write is refused, where it shows: in the
+        local tensor's counter, or on a CPU in the values. (Writes into gathered weights are told of by `reshard`.)
+
+        Raises:
+            RuntimeError: Main weights were written in a way that other ranks may not know of, without `mark_updated()`;
+                or as `_refuse_assigned_data`.
+        """
+        parameters, before = self.parameters, self.versions_at_rest
+        if before is None or self.contents is not Contents.CURRENT:
+            return
+        members = [parameter for group in parameters.groups for parameter in group.parameters]
+        if self.residency is Residency.UNSHARDED and not self.num_holds and has_assigned_data(members):
+            self.reshard()
+            self.drop_copy()
+            self._refuse_assigned_data()
+        now = parameters.versions
+        if [version for version, _ in before] != [version for version, _ in now]:
+            self.note_update()
+            return
+        if before != now:
+            names = [member.full_name for member, a, b in zip(members, before, now, strict=True) if a != b]
+        else:
+            names = [name for group in parameters.groups for name in group.differing_members()]
+        if names:
+            raise RuntimeError(
+                f"Expected mark_updated(), on every rank, after {names} were written outside of an optimizer's step, "
+                "got none: this forward would use weights that were gathered before. Only operators in place on the "
+                "sharded parameter itself (`parameter.copy_(...)`) are seen on every rank; writes through `.data`, "
+                "`to_local()` and torch._foreach functions are not."
+            )
+
     def _refuse_assigned_data(self) -> None:
         """Refuse `parameter.data = tensor` on either form, once; the unit must be sharded, without a kept copy.
 
@@ -502,8 +553,11 @@ class UnitWeights:
         """Reshard if main weights changed since the gather: the unsharded weights were kept over an optimizer step.
 
         Raises:
-            RuntimeError: Shards gathered inside an optimizer's step were written since, maybe on this rank alone.
+            RuntimeError: As `check_kept`; or shards gathered inside an optimizer's step were written since, maybe on
+                this rank alone.
         """
+        if self.versions_at_rest is not None:
+            self.check_kept()
         if self.contents is Contents.CURRENT and (self.early is None or not self._is_written_since(self.early)):
             return
         if self.contents is Contents.STALE:  # NONE was never gathered, and DUE only renews copies
