@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from engine_models import Net, case, fsdp, inputs, record, twins
+from engine_models import Net, case, fsdp, inputs, mesh_of, record, shard, twins
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from lamella_engine import fully_shard
+from lamella_engine import (
+    DDP,
+    HFSDP,
+    ZERO1,
+    ZERO2,
+    ZERO3,
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    Rows,
+    ShardingOptions,
+    fully_shard,
+)
 from lamella_testing import run_ranks
 
 X = inputs()
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 
 
 def _looks_with_gradients(model: nn.Module) -> float:
@@ -97,8 +112,9 @@ def test_a_step_makes_those_units_stale_that_the_optimizer_updates_and_no_others
 def test_a_step_on_other_dtensors_over_the_same_memory_is_seen() -> None:
     def check() -> None:
         _, model = twins(Net, _shard_and_keep)
-        before = _looks_without_gradients(model)
         aliases = [nn.Parameter(parameter.detach()) for parameter in model.parameters()]
+        assert all(isinstance(alias, DTensor) for alias in aliases)
+        before = _looks_without_gradients(model)
         for alias in aliases:
             alias.grad = torch.ones_like(alias)
         torch.optim.SGD(aliases, lr=0.1).step()
@@ -159,5 +175,192 @@ def test_an_optimizer_of_other_parameters_that_steps_on_one_rank_alone_changes_n
                 probe = nn.Linear(2, 2)
                 probe(torch.ones(1, 2)).sum().backward()
                 torch.optim.SGD(probe.parameters(), lr=0.1).step()
+
+    run_ranks(check, 2)
+
+
+# -- writes outside of an optimizer's step ---------------------------------------------------------------------------
+
+KEEPING: dict[str, dict[str, Any]] = {
+    "unsharded between passes": {"reshard_after_forward": False},
+    "DDP in bf16": {"mesh": (2,), "options": ShardingOptions(placements=DDP), "mp_policy": BF16},
+    "ZeRO-1": {"mesh": (2,), "options": ShardingOptions(placements=ZERO1)},
+    "ZeRO-1 in bf16": {"mesh": (2,), "options": ShardingOptions(placements=ZERO1), "mp_policy": BF16},
+    "ZeRO-2": {"mesh": (2,), "options": ShardingOptions(placements=ZERO2)},
+    "ZeRO-1, flat": {
+        "mesh": (2,),
+        "options": ShardingOptions(placements=ZERO1, keep_together=lambda parameter: Rows(1)),
+    },
+    "ZeRO-1, offloaded": {
+        "mesh": (2,),
+        "options": ShardingOptions(placements=ZERO1),
+        "offload_policy": CPUOffloadPolicy(),
+    },
+    "HFSDP": {"mesh": (2, 1), "options": ShardingOptions(placements=(HFSDP, ZERO3))},
+    "keep budget": {"options": ShardingOptions(keep_budget=1 << 20)},
+}
+over_keeping = pytest.mark.parametrize("options", KEEPING.values(), ids=KEEPING)
+
+
+def _keeping_twins(options: dict[str, Any]) -> tuple[nn.Module, nn.Module]:
+    arguments = options | ({"mesh": mesh_of(options["mesh"])} if "mesh" in options else {})
+    return twins(Net, lambda model: shard(model, **arguments))
+
+
+def _reshard(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def _tolerance(options: dict[str, Any]) -> float:
+    return 3e-2 if "mp_policy" in options else 1e-5
+
+
+class _ScheduleFree(torch.optim.Optimizer):
+    """Schedule-free SGD (Defazio et al., 2024): `eval` and `train` write other points into the parameters."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__(parameters, {"lr": 0.1, "beta": 0.9})
+        self.num_steps = 0
+
+    @torch.no_grad()
+    def eval(self) -> None:
+        self._move(lambda beta: 1 - 1 / beta)
+
+    @torch.no_grad()
+    def train(self) -> None:
+        self._move(lambda beta: 1 - beta)
+
+    def _move(self, weight: Callable[[float], float]) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if "z" in self.state[parameter]:
+                    parameter.lerp_(end=self.state[parameter]["z"], weight=weight(group["beta"]))
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.num_steps += 1
+        share = 1 / self.num_steps
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                z = self.state[parameter].setdefault("z", parameter.detach().clone())
+                parameter.lerp_(end=z, weight=share)
+                parameter.add_(parameter.grad, alpha=group["lr"] * (group["beta"] * (1 - share) - 1))
+                z.sub_(parameter.grad, alpha=group["lr"])
+
+
+@over_keeping
+def test_the_points_of_a_schedule_free_optimizer_are_seen(options: dict[str, Any]) -> None:
+    def check() -> None:
+        losses: list[list[float]] = []
+        for model in _keeping_twins(options):
+            optimizer = _ScheduleFree(model.parameters())
+            losses.append([])
+            for _ in range(3):
+                model(X).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses[-1].append(_looks_without_gradients(model))
+                optimizer.eval()
+                losses[-1].append(_looks_without_gradients(model))
+                optimizer.train()
+        assert losses[1] == pytest.approx(losses[0], rel=_tolerance(options), abs=_tolerance(options))
+
+    run_ranks(check, 2)
+
+
+def _copy(parameter: torch.Tensor, average: torch.Tensor) -> None:
+    parameter.copy_(average)
+
+
+def _multiply(parameter: torch.Tensor, average: torch.Tensor) -> None:
+    parameter.mul_(0).add_(average)
+
+
+@over_keeping
+@pytest.mark.parametrize("look", [_looks_with_gradients, _looks_without_gradients])
+def test_averages_swapped_in_by_operators_on_the_parameters_are_seen(
+    options: dict[str, Any], look: Callable[[nn.Module], float]
+) -> None:
+    def check() -> None:
+        reference, sharded = _keeping_twins(options)
+        for write in (_copy, _multiply):
+            for model in (reference, sharded):
+                _reshard(sharded)
+                parameters = list(model.parameters())
+                averages = [parameter.detach() * 0.5 for parameter in parameters]
+                look(model)
+                with torch.no_grad():
+                    for parameter, average in zip(parameters, averages, strict=True):
+                        write(parameter, average)
+            with case(write.__name__):
+                assert look(sharded) == pytest.approx(look(reference), rel=_tolerance(options), abs=_tolerance(options))
+
+    run_ranks(check, 2)
+
+
+def _through_data(parameters: Sequence[Any]) -> None:
+    for parameter in parameters:
+        parameter.data.copy_(parameter.detach() * 0.5)
+
+
+def _through_local_tensors(parameters: Sequence[Any]) -> None:
+    for parameter in parameters:
+        (parameter.to_local() if isinstance(parameter, DTensor) else parameter).mul_(0.5)
+
+
+def _through_multi_tensor_operators(parameters: Sequence[Any]) -> None:
+    torch._foreach_mul_(list(parameters), 0.5)
+
+
+@over_keeping
+def test_writes_that_no_rank_knows_of_the_others_are_refused_by_name_until_they_are_told(
+    options: dict[str, Any],
+) -> None:
+    def check() -> None:
+        reference, sharded = _keeping_twins(options)
+        for write in (_through_data, _through_local_tensors, _through_multi_tensor_operators):
+            _reshard(sharded)
+            for model in (reference, sharded):
+                parameters = list(model.parameters())
+                _looks_with_gradients(model)
+                with torch.no_grad():
+                    write(parameters)
+            with case(write.__name__):
+                for _ in range(2):
+                    with pytest.raises(RuntimeError, match=r"Expected mark_updated\(\).* after \['.+'\] were written"):
+                        _looks_with_gradients(sharded)
+                fsdp(sharded).mark_updated()
+                expected = pytest.approx(_looks_without_gradients(reference), rel=_tolerance(options), abs=0.03)
+                assert _looks_without_gradients(sharded) == expected
+
+    run_ranks(check, 2)
+
+
+def test_data_assigned_to_a_weight_that_stays_gathered_are_refused_by_the_next_forward() -> None:
+    def check() -> None:
+        reference, sharded = twins(Net, _shard_and_keep)
+        _looks_with_gradients(sharded)
+        gathered = sharded.get_parameter("head.weight")
+        gathered.data = torch.zeros_like(gathered)
+        with pytest.raises(RuntimeError, match=r"\['head\.weight'\] to be written in place"):
+            _looks_with_gradients(sharded)
+        assert _looks_with_gradients(sharded) == pytest.approx(_looks_with_gradients(reference), rel=1e-5)
+
+    run_ranks(check, 2)
+
+
+def test_a_write_in_place_gathers_once_more_and_only_its_unit() -> None:
+    def check() -> None:
+        _, sharded = twins(Net, _shard_and_keep)
+        parameter = sharded.get_parameter("layers.1.up.weight")
+        _looks_without_gradients(sharded)
+        log = record(sharded)
+        with torch.no_grad():
+            parameter.mul_(2)
+        for _ in range(2):
+            _looks_without_gradients(sharded)
+        assert log.units_of("gather") == ["layers.1"]
 
     run_ranks(check, 2)

@@ -25,7 +25,7 @@ from lamella_engine._common.errors import MisuseError
 from lamella_engine._parameters.flat_group import FlatGroup
 from lamella_engine._parameters.group import ParameterGroup, dtypes_of
 from lamella_engine._parameters.offload import Offload
-from lamella_engine._parameters.sharded_parameter import Candidate, ShardedParameter, put, sharded_parameter
+from lamella_engine._parameters.sharded_parameter import Candidate, LostChange, ShardedParameter, put, sharded_parameter
 from lamella_engine._parameters.sharding import DataAxes, Sharding, local_of
 from lamella_layout import EvenLayout, FlatLayout
 from lamella_precision import Direction, MixedPrecisionPolicy, refuse_quantized
@@ -188,9 +188,15 @@ class ExtendedGroup(ParameterGroup):
                 parameter.adopt(parameter.replacement())
             self._point(parameter, _with_room(shard, shape, self.axes.num_shards, self.offload))
             parameter.unsharded = parameter.sharded
+            parameter.unsharded_version = None
+            parameter.note_memory()
         self._describe_shards()
         self.build_unsharded()
         put(self.parameters)
+
+    def differing_members(self) -> list[str]:
+        """None: the class of the tensors decides what the gathered tensors hold."""
+        return []
 
     def prepare_gather(self, direction: Direction = Direction.BOTH, there: Direction | None = None) -> GatherPlan:
         """Get the tensors to send from `fsdp_pre_all_gather`, and allocate the gathered tensors.
@@ -209,11 +215,11 @@ class ExtendedGroup(ParameterGroup):
             self._gathered.allocate()
         return GatherPlan([(list(chain.from_iterable(sent)), self._gathered)])
 
-    def install_unsharded(self) -> list[str]:
+    def install_unsharded(self) -> list[LostChange]:
         """Make unsharded parameters from the gathered tensors, and put the parameters into the modules.
 
         Returns:
-            Names, as `install` does.
+            Third tensors in modules, which are dropped.
 
         Effects: as `fsdp_post_all_gather`, on the current stream, after each gather.
         """

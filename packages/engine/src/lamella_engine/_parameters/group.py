@@ -21,6 +21,7 @@ from lamella_buffers import (
     Transport,
     UnshardedBuffer,
     copy_engines_of,
+    shards_in,
     standalone,
     transport_for,
 )
@@ -28,6 +29,7 @@ from lamella_engine._parameters.offload import Offload
 from lamella_engine._parameters.scales import Scales, joined, rescale
 from lamella_engine._parameters.sharded_parameter import (
     Candidate,
+    LostChange,
     ShardedParameter,
     any_replaced,
     dtensor_for,
@@ -35,6 +37,7 @@ from lamella_engine._parameters.sharded_parameter import (
     put,
     put_back,
     sharded_parameter,
+    undo_assigned_data,
 )
 from lamella_engine._parameters.sharding import DataAxes, local_of
 from lamella_engine._parameters.unsharded_weight import PayloadLayouts, UnshardedWeight
@@ -179,7 +182,8 @@ class ParameterGroup:
         self._unsharded = UnshardedWeight(formats, *layouts, ranks, self.device, allocator, self.scales)
         self.buffers = self._unsharded.buffers
         for parameter, weight in zip(self.parameters, self._unsharded.weights, strict=True):
-            whole = parameter.sharding.wrap(weight)
+            # `data` has a version counter of its own: a write is told by the parameter's name, not by the group's.
+            whole = parameter.sharding.wrap(weight.data if type(weight) is torch.Tensor else weight)
             parameter.compute_with(nn.Parameter(whole, requires_grad=parameter.sharded.requires_grad))
             read_directly(parameter.unsharded)
         for buffer in self.buffers:
@@ -253,10 +257,17 @@ class ParameterGroup:
         payloads = self.payload_layouts(layout, main_dtype)
         return payloads.nbytes + payloads.cached_nbytes
 
-    @property
-    def is_replaced(self) -> bool:
-        """Whether a shard, or the storage of a shard, was replaced; the group must be sharded."""
-        return any_replaced(self.parameters)
+    def undo_assigned_data(self) -> list[str]:
+        """Point members back to the group's memory after `form.data = tensor`; the group must be sharded.
+
+        Returns:
+            The names of such members.
+
+        Effects: those of `build_unsharded`, if there are any.
+        """
+        if names := undo_assigned_data(self.parameters):
+            self.build_unsharded()
+        return names
 
     def adopt_replaced_shards(self, *, keep_parameters: bool) -> None:
         """Take replaced shards, or shards with replaced storage, back into one buffer.
@@ -274,7 +285,7 @@ class ParameterGroup:
 
         Effects: none if nothing was replaced; else allocates new shards and copies into them. Not a collective.
         """
-        if not self.is_replaced:
+        if not any_replaced(self.parameters):
             return
         given = self._given(self.parameters)
         if any(shard.is_meta for shard in given):
@@ -327,6 +338,7 @@ class ParameterGroup:
             vars(fresh).update(vars(sharded))
             torch.utils.swap_tensors(sharded, fresh)  # type: ignore[no-untyped-call]
         parameter.shard = local_of(sharded)
+        parameter.note_memory()
         # `.to()` and similar may have replaced the whole Parameter, and dropped the marks.
         parameter.marks |= vars(sharded)
         vars(sharded).update(parameter.marks)
@@ -399,6 +411,27 @@ class ParameterGroup:
             self.model_weights |= self._unsharded.gather_shards(missing, main, outer)
         return self._unsharded.plan_from(self.model_weights, chosen)
 
+    def differing_members(self) -> list[str]:
+        """The members whose gathered values, kept from an earlier pass, are not this rank's main weights now.
+
+        On a CPU alone, where a comparison costs no host sync. Left out are weights that a recipe encodes, and gathered
+        weights that were written themselves.
+        """
+        if self.device.type != "cpu" or self.policy.recipe is not None or self.computes_with_main or self.is_meta:
+            return []
+        main, outer = self.main_weight, self.outer
+        if outer is None:
+            slots = self.unsharded_weight.own if self._held else ()
+        else:
+            shards = [slot for buffer in self.model_weights.values() for slot in buffer.slots]
+            slots = tuple([torch.tensor_split(slot, outer.num_ranks)[outer.rank] for slot in shards])
+        copies = shards_in(slots, main.layout, main.rank) if slots else main.shards
+        return [
+            parameter.full_name
+            for parameter, copy, shard in zip(self.parameters, copies, main.shards, strict=True)
+            if not (parameter.is_written or torch.allclose(copy, shard.to(copy.dtype), rtol=0, atol=0, equal_nan=True))
+        ]
+
     def keep_part(self) -> None:
         """Keep this rank's part of the unsharded parameters, for a later gather among the neighbours.
 
@@ -458,21 +491,23 @@ class ParameterGroup:
         """Make the modules hold the DTensors wherever they hold unsharded parameters."""
         put_back(self.parameters)
 
-    def install_unsharded(self) -> list[str]:
+    def install_unsharded(self) -> list[LostChange]:
         """Make the modules hold the unsharded parameters.
 
         Returns:
-            Names, as `install` does.
+            Third tensors in modules, which are dropped.
         """
         return install(self.parameters, is_sharded=False)
 
-    def install_sharded(self) -> list[str]:
+    def install_sharded(self) -> list[LostChange]:
         """Make the modules hold the DTensors.
 
         Returns:
-            Names, as `install` does.
+            Writes into the unsharded parameters, and third tensors in modules: both are dropped.
         """
-        return install(self.parameters, is_sharded=True)
+        lost = install(self.parameters, is_sharded=True)
+        # Unsharded parameters that are the main weights keep writes.
+        return [change for change in lost if not change.is_write] if lost and self.computes_with_main else lost
 
     @property
     def is_trainable(self) -> bool:

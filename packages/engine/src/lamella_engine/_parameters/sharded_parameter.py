@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -30,6 +32,13 @@ _MARK = "_is_lamella_shard"
 _UNSHARDED = "unsharded"  # the mark's value on unsharded forms, to which it is copied
 
 
+# The way to write a sharded parameter, for error messages.
+COPY = "parameter.copy_(distribute_tensor(tensor, parameter.device_mesh, parameter.placements))"
+
+
+Memory = tuple[torch.UntypedStorage, torch.UntypedStorage, int]
+
+
 class Owner(NamedTuple):
     """A place of a parameter: a module's dict of parameters, and the name. Tied parameters have several places."""
 
@@ -52,6 +61,10 @@ class ShardedParameter:
         trains: Whether the parameter takes a gradient, as last seen on both forms.
         marks: Attributes set by libraries (`sequence_parallel`, `allreduce`, ...), on both forms.
         unsharded: The computing form: a view of the unsharded buffer. Autograd leaves the gradient here.
+        memory: The storages of both forms, and the unsharded form's offset. `form.data = tensor` changes these and
+            nothing else that shows: no version counter, and not the DTensor's local tensor.
+        unsharded_version: The unsharded form's version counter. Gathers do not advance the counter, and writes in place
+            do. None for an inference tensor, which has none.
         accumulated: The sum of earlier microbatches' gradients in the reduce dtype, if the gradient's dtype differs.
         keeps_grad_clear: Move earlier microbatches' gradients out of `.grad` in any dtype: a layer may write over
             `.grad`, or several graphs of a microbatch add to `.grad`.
@@ -68,6 +81,15 @@ class ShardedParameter:
     accumulated: torch.Tensor | None = None
     keeps_grad_clear: bool = False
     prefix: str = ""
+    memory: Memory = field(init=False)
+    unsharded_version: int | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self.note_memory()
+
+    def note_memory(self) -> None:
+        """Take the forms' memory for the right memory from now on."""
+        self.memory = _memory_of(self)
 
     def compute_with(self, unsharded: nn.Parameter) -> None:
         """Make `unsharded` the computing form, with the marks of the sharded form.
@@ -77,7 +99,14 @@ class ShardedParameter:
         vars(unsharded).update(vars(self.sharded))
         vars(unsharded)[_MARK] = _UNSHARDED
         self.unsharded = unsharded
+        self.unsharded_version = None if unsharded.is_inference() else unsharded._version
+        self.note_memory()
         _sharded_originals[unsharded] = (self.full_name, weakref.ref(self))
+
+    @property
+    def is_written(self) -> bool:
+        """Whether the unsharded form was written in place since the last exchange of forms."""
+        return self.unsharded_version is not None and self.unsharded_version != self.unsharded._version
 
     @property
     def full_name(self) -> str:
@@ -197,20 +226,33 @@ def add_gradient(total: torch.Tensor, gradient: torch.Tensor) -> None:
 attributes_alone = torch._C.DisableTorchFunctionSubclass
 
 
-# Called several times a step, for every parameter: one call for all parameters, which allocates nothing.
+# Called several times a step, for every parameter: one call for all parameters, which allocates nothing. Storages are
+# read by `map`, without a frame or a bound method for each parameter.
+_storage, _offset = torch.Tensor.untyped_storage, torch.Tensor.storage_offset
+_sharded, _unsharded = attrgetter("sharded"), attrgetter("unsharded")
 
 
-def install(parameters: Iterable[ShardedParameter], *, is_sharded: bool) -> list[str]:
+class LostChange(NamedTuple):
+    """A change of a parameter that the exchange of forms drops."""
+
+    parameter: ShardedParameter
+    is_write: bool  # values written in place into the unsharded form; else a third tensor in an owner
+
+
+def install(parameters: Iterable[ShardedParameter], *, is_sharded: bool) -> list[LostChange]:
     """Put one form into every owner; the form takes over `requires_grad` from the form visible before.
 
     Returns:
-        The names of parameters with a third tensor in an owner; the third tensor is dropped.
+        Writes into unsharded forms, and third tensors in owners: both are dropped.
     """
-    displaced: list[str] = []
+    lost: list[LostChange] = []
     with attributes_alone():
         for parameter in parameters:
             if is_sharded:
                 form, other = parameter.sharded, parameter.unsharded
+                if (version := parameter.unsharded_version) is not None and version != other._version:
+                    parameter.unsharded_version = other._version
+                    lost.append(LostChange(parameter, is_write=True))
             else:
                 form, other = parameter.unsharded, parameter.sharded
             parameter.trains = trains = other.requires_grad
@@ -218,17 +260,28 @@ def install(parameters: Iterable[ShardedParameter], *, is_sharded: bool) -> list
                 form.requires_grad_(trains)
             for held, name, _ in parameter.owners:
                 if name not in held or (held[name] is not other and held[name] is not form):
-                    displaced.append(parameter.name)
+                    lost.append(LostChange(parameter, is_write=False))
                 held[name] = form
-    return displaced
+    return lost
 
 
-def refuse_displaced(names: Sequence[str]) -> None:
-    """Report tensors dropped by `install`.
+def report_lost(changes: Iterable[LostChange]) -> None:
+    """Warn of writes dropped by `install`, and refuse third tensors.
 
     Raises:
-        RuntimeError: In any case.
+        RuntimeError: A third tensor was dropped.
     """
+    written = [parameter.full_name for parameter, is_write in changes if is_write]
+    if written:
+        warnings.warn(
+            f"Expected {written} to be written while their unit is sharded, got writes into the gathered weights. They "
+            f"are lost: the next gather brings the shards' values. Call reshard() first, and then {COPY} under "
+            "torch.no_grad().",
+            stacklevel=2,
+        )
+    names = [parameter.name for parameter, is_write in changes if not is_write]
+    if not names:
+        return
     raise RuntimeError(
         f"Expected {names} to be replaced or tied while their unit is sharded, between steps, got another tensor in "
         "place of each since the unit was gathered. Those tensors were dropped. Call reshard() first."
@@ -253,19 +306,60 @@ def put_back(parameters: Iterable[ShardedParameter]) -> None:
             held[name] = sharded
 
 
-def any_replaced(parameters: Iterable[ShardedParameter]) -> bool:
-    """Whether an owner holds a new Parameter, or a shard got new storage (`to_empty`, `.to()`, `assign=True`)."""
+def any_replaced(parameters: Sequence[ShardedParameter]) -> bool:
+    """Whether an owner holds a new Parameter, or a form got a new storage.
+
+    `to_empty`, `.to()` and `assign=True` replace shards; `form.data = tensor` replaces the storage of either form.
+    """
     try:
-        for parameter in parameters:
-            sharded = parameter.sharded
-            if sharded._local_tensor is not parameter.shard:  # type: ignore[attr-defined]
-                return True
-            for held, name, _ in parameter.owners:
-                if held[name] is not sharded:
+        with attributes_alone():
+            memories = zip(
+                map(_storage, map(_sharded, parameters)),
+                map(_storage, map(_unsharded, parameters)),
+                map(_offset, map(_unsharded, parameters)),
+                strict=True,
+            )
+            for parameter, memory in zip(parameters, memories, strict=True):
+                sharded = parameter.sharded
+                if sharded._local_tensor is not parameter.shard or memory != parameter.memory:  # type: ignore[attr-defined]
                     return True
+                for held, name, _ in parameter.owners:
+                    if held[name] is not sharded:
+                        return True
     except KeyError:  # a deleted name; `get` would cost a call for each owner
         return True
     return False
+
+
+def has_assigned_data(parameters: Iterable[ShardedParameter]) -> bool:
+    """Whether a form got another tensor's memory by `form.data = tensor`."""
+    with attributes_alone():
+        return any([parameter.memory != _memory_of(parameter) for parameter in parameters])
+
+
+def _memory_of(parameter: ShardedParameter) -> Memory:
+    unsharded = parameter.unsharded
+    return parameter.sharded.untyped_storage(), unsharded.untyped_storage(), unsharded.storage_offset()
+
+
+def undo_assigned_data(parameters: Iterable[ShardedParameter]) -> list[str]:
+    """Find parameters of which a form got another tensor's storage by `form.data = tensor`, and point shards back.
+
+    The caller makes the unsharded forms anew.
+
+    Returns:
+        The names of the parameters. Forms replaced in other ways are left out.
+    """
+    names = []
+    for parameter in parameters:
+        sharded: Any = parameter.sharded
+        if sharded._local_tensor is not parameter.shard or parameter.memory == _memory_of(parameter):
+            continue
+        if parameter.memory[0] != sharded.untyped_storage():
+            sharded.data = dtensor_over(parameter.shard, sharded._spec)
+        parameter.note_memory()
+        names.append(parameter.full_name)
+    return names
 
 
 class Candidate(NamedTuple):

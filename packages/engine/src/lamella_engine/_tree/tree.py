@@ -254,15 +254,22 @@ class Tree:
                 self._prefetch.leave(unit)
         self._prefetch.leave(root)
         self._prefetch.end_forward(root)
-        self._drop_unused_gathers()
+        if not torch.is_grad_enabled():
+            # No backward follows: readers between passes get the sharded forms, and writes reach the main weights.
+            for unit in self.units:
+                if unit.weights.residency is Residency.UNSHARDED:
+                    unit.weights.reshard(keeps_copy=True)
+        self._settle_weights()
         self._check_order_at_end()
         self.context.phase = Phase.RESTING
 
-    def _drop_unused_gathers(self) -> None:
+    def _settle_weights(self) -> None:
         for unit in self.units:
             # Prefetched, and the pass took another way: kept bytes would outlive the pass, and an optimizer step.
             if unit.weights.residency is Residency.UNSHARDING:
                 unit.weights.reshard()
+            elif unit.weights.residency is not Residency.SHARDED or unit.parameters.keeps_copies:
+                unit.weights.keep_until_next_pass()
 
     def _place_of(self, running: Unit) -> str:
         return f"{self.context.phase.value} of {running.parameters.name or 'the outermost unit'}"
@@ -406,7 +413,7 @@ class Tree:
         """
         for unit in self.units:
             self._note_end(unit, unit.finish_backward())
-        self._drop_unused_gathers()
+        self._settle_weights()
         if self.context.is_last_backward:
             self._last_backward_ended_on = self.streams.compute_stream
             self._finish_awaited(leaves=leaves)

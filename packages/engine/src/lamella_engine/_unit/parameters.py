@@ -12,7 +12,7 @@ from lamella_engine._options.placements import Strategy
 from lamella_engine._parameters.group import ParameterGroup
 from lamella_engine._parameters.offload import CPU
 from lamella_engine._parameters.scales import Scales
-from lamella_engine._parameters.sharded_parameter import attributes_alone
+from lamella_engine._parameters.sharded_parameter import any_replaced, attributes_alone
 from lamella_engine._streams.context import Context
 from lamella_engine._unit.main_grads import MainGrads
 from lamella_precision import ScaledRecipe
@@ -100,14 +100,18 @@ class UnitParameters:
     def is_replaced(self) -> bool:
         """Whether a shard, or the storage of a shard, was replaced; the unit must be sharded."""
         for group in self.groups:
-            if group.is_replaced:
+            if any_replaced(group.parameters):  # a property of the group would be a call more in every pass
                 return True
         return False
 
     @property
     def versions(self) -> list[tuple[int, int]]:
         """Torch's version counters of each sharded parameter: a write to the local shard leaves the DTensor's alone."""
-        return [(p.sharded._version, p.shard._version) for group in self.groups for p in group.parameters]
+        return [
+            (0, 0) if p.shard.is_inference() else (p.sharded._version, p.shard._version)  # without a counter
+            for group in self.groups
+            for p in group.parameters
+        ]
 
     @property
     def home(self) -> torch.device:

@@ -100,6 +100,9 @@ class Unit:
 
         Parts left from a forward without a backward go too: main weights may have been written since.
 
+        Raises:
+            RuntimeError: As `UnitWeights.check_kept`, or `ParameterGroup.adopt_replaced_shards`.
+
         Effects: see `ParameterGroup.adopt_replaced_shards`.
         """
         self.awaited.clear()
@@ -108,6 +111,8 @@ class Unit:
         if weights.early is not None:
             self._check_not_captured()
             weights.drop_stale_weights()
+        elif weights.versions_at_rest is not None:
+            weights.check_kept()
         weights.adopt_replaced_shards()
 
     def _check_not_captured(self) -> None:

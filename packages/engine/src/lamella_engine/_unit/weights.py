@@ -14,7 +14,7 @@ from lamella_buffers import Done, Pending, all_gather
 from lamella_engine._common.labels import label
 from lamella_engine._parameters.extended_group import split_extended
 from lamella_engine._parameters.group import ParameterGroup, by_axes, refresh_scales
-from lamella_engine._parameters.sharded_parameter import refuse_displaced
+from lamella_engine._parameters.sharded_parameter import COPY, LostChange, has_assigned_data, report_lost
 from lamella_engine._parameters.ties import merge_tied
 from lamella_engine._streams.context import Phase
 from lamella_engine._unit.parameters import UnitParameters
@@ -47,10 +47,11 @@ _LEGAL = {
 class Contents(Enum):
     """The age of the gathered values, against main weights.
 
-    Version counters cannot tell (fused optimizers and DTensor writes leave them alone), so the rule is explicit: a unit
-    is stale after the step of any `torch.optim` optimizer that holds one of the unit's parameters, and after
+    Version counters alone cannot tell (fused and multi-tensor optimizers leave them alone), so the rule is explicit: a
+    unit is stale after the step of any `torch.optim` optimizer that holds one of the unit's parameters, and after
     `FSDPModule.mark_updated()`. Both happen on every rank alike, as the gathers that follow must. Staleness matters
-    only to unsharded weights and copies that outlive a pass: all other weights are gathered anew each time.
+    only to unsharded weights and copies that outlive a pass: all other weights are gathered anew each time. Beside the
+    rule, `check_kept` compares what can be compared of such weights when the next pass begins.
     """
 
     NONE = "nothing was gathered yet"
@@ -83,6 +84,8 @@ class UnitWeights:
     Attributes:
         residency: The place of the parameters.
         contents: The values of the unsharded form.
+        versions_at_rest: Tensor versions when the last pass left gathered weights behind. `keep_until_next_pass` sets
+            the versions; None from the moment that the weights are freed or gathered anew.
         early: Tensor versions at a gather inside an optimizer's step, until the next forward uses the gathered weights.
     """
 
@@ -97,6 +100,7 @@ class UnitWeights:
         self._forbidden: _unsafe_preserve_version_counter | None = None
         self._gathered: torch.Event | None = None  # for streams that use the weights after another stream has waited
         self._there: Direction | None = None  # the passes whose payloads are gathered
+        self.versions_at_rest: list[tuple[int, int]] | None = None
         self.early: list[tuple[int, int]] | None = None
 
     def _become(self, to: Residency) -> None:
@@ -189,6 +193,7 @@ class UnitWeights:
         self._there = direction
         self._holders.add(holder)
         self.contents = Contents.CURRENT
+        self.versions_at_rest = None
         self._become(Residency.UNSHARDING)
 
     def add_payloads(self, direction: Direction) -> None:
@@ -270,14 +275,14 @@ class UnitWeights:
             return
         if self._gather is not None:
             self._finish_gather()
-        displaced: list[str] = []
+        lost: list[LostChange] = []
         for group in self.parameters.groups:
-            displaced += group.install_unsharded()
+            lost += group.install_unsharded()
         for grads in self.parameters.main_grads:
             grads.mark()
         self._become(Residency.UNSHARDED)
-        if displaced:
-            refuse_displaced(displaced)
+        if lost:
+            report_lost(lost)
 
     def _finish_gather(self) -> None:
         assert self._gather is not None
@@ -304,17 +309,21 @@ class UnitWeights:
 
     # -- freed -------------------------------------------------------------------------------------------------------
 
-    def reshard(self, *, keep_parts: bool = False, holder: object = None) -> None:
+    def reshard(self, *, keep_parts: bool = False, keeps_copy: bool = False, holder: object = None) -> None:
         """Make the modules hold the DTensors, and free the unsharded buffers, unless the ZeRO stage keeps them.
 
         Nothing happens while other holders are left.
 
         Args:
             keep_parts: Keep this rank's part for a gather among neighbours (`reshard_after_forward` is a number).
+            keeps_copy: Keep the unsharded buffers for the next pass, as the ZeRO stages with copies do.
             holder: The holder that lets go.
 
         Raises:
             RuntimeError: A parameter was replaced while it was unsharded. The unit is sharded then.
+
+        Warns:
+            UserWarning: A gathered weight was written in place. The write is lost.
 
         Effects: the gather stream waits for the compute stream; no host sync on CUDA; not a collective.
         """
@@ -335,20 +344,21 @@ class UnitWeights:
         for event in self._readers:  # the gather stream's next allocation takes the bytes
             streams.all_gather_stream.wait_event(event)
         self._readers.clear()
-        displaced: list[str] = []
+        lost: list[LostChange] = []
         if self.residency is Residency.UNSHARDED:  # else modules hold DTensors, maybe replaced by the user
             for group in self.parameters.groups:
-                displaced += group.install_sharded()
-        if self.parameters.strategy.keeps_copy:
+                lost += group.install_sharded()
+        if keeps_copy or self.parameters.strategy.keeps_copy:
             self._become(Residency.KEPT)
         else:
             self._free(keep_parts=keep_parts)
-        if displaced:
-            refuse_displaced(displaced)
+        if lost:
+            report_lost(lost)
 
     def _free(self, *, keep_parts: bool = False) -> None:
         """Give the unsharded buffers' bytes back."""
         streams = self.parameters.context.streams
+        self.versions_at_rest = None
         # The bytes go back to the gather stream's pool: without the wait, the next gather writes into weights which
         # queued kernels of the compute stream still read. The storage objects stay, since autograd holds views of them.
         streams.order_gathers_after_compute()
@@ -379,6 +389,7 @@ class UnitWeights:
         Effects: the gather stream waits for the compute stream; no host sync on CUDA; not a collective.
         """
         self.parameters.drop_gathered_shards()
+        self.versions_at_rest = None
         if self.residency is Residency.KEPT:
             self._free()
 
@@ -473,6 +484,7 @@ class UnitWeights:
         parameters = self.parameters
         if is_replaced := parameters.is_replaced:
             self.drop_copy()
+            self._refuse_assigned_data()
             parameters.context.streams.post_optim_event = None  # too early for the copies made here
             parameters.replace_groups(merge_tied(parameters.groups, keep_parameters=keep_parameters))
         if self.contents is Contents.NONE:
@@ -480,12 +492,72 @@ class UnitWeights:
         for group in parameters.groups if is_replaced else ():
             group.adopt_replaced_shards(keep_parameters=keep_parameters)
 
+    # -- weights that outlive a pass ---------------------------------------------------------------------------------
+
+    def keep_until_next_pass(self) -> None:
+        """Note the tensor versions at the end of a pass that leaves gathered weights for the next pass."""
+        if self.contents is Contents.CURRENT:
+            self.versions_at_rest = self.parameters.versions
+
+    def check_kept(self) -> None:
+        """Make weights stale that outlived a pass, if main weights were written since outside of an optimizer's step.
+
+        An operator in place on a DTensor advances the DTensor's counter on every rank alike, so all ranks gather again.
+        A write through `.data`, a local tensor or `torch._foreach_*` leaves that counter alone, and may be this rank's
+        alone: a gather that other ranks do not begin would never end. Such a write is refused, where it shows: in the
+        local tensor's counter, or on a CPU in the values. (Writes into gathered weights are told of by `reshard`.)
+
+        Raises:
+            RuntimeError: Main weights were written in a way that other ranks may not know of, without `mark_updated()`;
+                or as `_refuse_assigned_data`.
+        """
+        parameters, before = self.parameters, self.versions_at_rest
+        if before is None or self.contents is not Contents.CURRENT:
+            return
+        members = [parameter for group in parameters.groups for parameter in group.parameters]
+        if self.residency is Residency.UNSHARDED and not self.num_holds and has_assigned_data(members):
+            self.reshard()
+            self.drop_copy()
+            self._refuse_assigned_data()
+        now = parameters.versions
+        if [version for version, _ in before] != [version for version, _ in now]:
+            self.note_update()
+            return
+        if before != now:
+            names = [member.full_name for member, a, b in zip(members, before, now, strict=True) if a != b]
+        else:
+            names = [name for group in parameters.groups for name in group.differing_members()]
+        if names:
+            raise RuntimeError(
+                f"Expected mark_updated(), on every rank, after {names} were written outside of an optimizer's step, "
+                "got none: this forward would use weights that were gathered before. Only operators in place on the "
+                "sharded parameter itself (`parameter.copy_(...)`) are seen on every rank; writes through `.data`, "
+                "`to_local()` and torch._foreach functions are not."
+            )
+
+    def _refuse_assigned_data(self) -> None:
+        """Refuse `parameter.data = tensor` on either form, once; the unit must be sharded, without a kept copy.
+
+        Raises:
+            RuntimeError: A parameter was assigned to in this way. Both of its forms are as before the assignment.
+        """
+        names = [name for group in self.parameters.groups for name in group.undo_assigned_data()]
+        if names:
+            raise RuntimeError(
+                f"Expected {names} to be written in place, got other tensors by `parameter.data = tensor`. A sharded "
+                "parameter cannot take over another tensor's memory, and has the values from before the assignment. "
+                f"Copy under torch.no_grad(), {COPY}; to tie parameters, give both modules one Parameter."
+            )
+
     def drop_stale_weights(self) -> None:
         """Reshard if main weights changed since the gather: the unsharded weights were kept over an optimizer step.
 
         Raises:
-            RuntimeError: Shards gathered inside an optimizer's step were written since, maybe on this rank alone.
+            RuntimeError: As `check_kept`; or shards gathered inside an optimizer's step were written since, maybe on
+                this rank alone.
         """
+        if self.versions_at_rest is not None:
+            self.check_kept()
         if self.contents is Contents.CURRENT and (self.early is None or not self._is_written_since(self.early)):
             return
         if self.contents is Contents.STALE:  # NONE was never gathered, and DUE only renews copies
