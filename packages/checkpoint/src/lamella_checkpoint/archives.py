@@ -15,9 +15,10 @@ from lamella_checkpoint._formats.torch_zip import Record as Record
 from lamella_checkpoint._formats.torch_zip import StoredTensor as StoredTensor
 from lamella_checkpoint._formats.torch_zip import TensorRecord as TensorRecord
 from lamella_checkpoint._formats.torch_zip import check_places as check_places
+from lamella_checkpoint._formats.torch_zip import checksum as checksum
 from lamella_checkpoint._formats.torch_zip import is_little_endian as is_little_endian
 from lamella_checkpoint._formats.torch_zip import read_record as read_record
 from lamella_checkpoint._formats.torch_zip import records as records
-from lamella_checkpoint._formats.torch_zip import seal as seal
+from lamella_checkpoint._formats.torch_zip import storage_class as storage_class
 from lamella_checkpoint._formats.torch_zip import storage_records as storage_records
 from lamella_checkpoint._formats.torch_zip import stored_tensor as stored_tensor
