@@ -9,11 +9,11 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
-from lamella_checkpoint.sources import WriteOptions
 from lamella_checkpoint.testing import MemorySource, dtypes_of, read_tensor
 from lamella_convert._formats.safetensors import SafetensorsSource
 from lamella_convert._formats.torch_file import TorchFile, archive_records
 from lamella_convert._formats.write_source import write_safetensors, write_torch
+from lamella_files import WriteOptions
 from lamella_layout import Chunk
 from lamella_testing.bits import all_same_bits, tensors_of_each_kind
 from lamella_testing.tiny import two_groups

@@ -30,9 +30,7 @@ from typing import Any, BinaryIO, Final, NamedTuple, Self
 import torch
 from torch.storage import TypedStorage, UntypedStorage
 
-from lamella_checkpoint.archives import checksum, storage_class
-from lamella_checkpoint.files import Stored, write_box
-from lamella_checkpoint.sources import whole_box
+from lamella_files import Stored, checksum, storage_class, whole_box, write_box
 from lamella_layout import Chunk
 
 _ALIGNMENT: Final = 64  # As of torch's writer: mapped tensors start at cache lines.

@@ -11,8 +11,6 @@ from typing import Any, Final
 
 import torch
 
-from lamella_checkpoint import Source
-from lamella_checkpoint.sources import WriteOptions, is_of_model, objects_once, own_name, stream
 from lamella_convert._formats.safetensors_write import (
     Blank,
     Filling,
@@ -23,6 +21,7 @@ from lamella_convert._formats.safetensors_write import (
     write_index,
 )
 from lamella_convert._formats.torch_archive import BlankTensor, TorchArchive
+from lamella_files import Source, WriteOptions, is_of_model, objects_once, own_name, stream
 
 _NO_ALIASES: Final[Mapping[str, str]] = {}
 _DEFAULTS: Final = WriteOptions()

@@ -16,10 +16,10 @@ from typing import Any, BinaryIO, Final, NamedTuple, cast
 
 import torch
 
-from lamella_checkpoint._base.boxes import are_sizes
-from lamella_checkpoint._base.pickles import Inert, read_pickle
-from lamella_checkpoint._base.small_files import MAX_NBYTES
-from lamella_checkpoint._base.text import short
+from lamella_files._base.boxes import are_sizes
+from lamella_files._base.pickles import Inert, read_pickle
+from lamella_files._base.small_files import MAX_NBYTES
+from lamella_files._base.text import short
 
 _PIECE_NBYTES: Final = 1 << 20
 _DIRECTORY: Final = 0x10  # Of an entry's attributes, as in DOS.
