@@ -20,7 +20,7 @@ from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parent
 PACKAGES = [
-    *("layout", "schedule", "trace", "buffers", "precision", "engine", "optim", "checkpoint", "convert"),
+    *("layout", "schedule", "trace", "buffers", "precision", "engine", "optim", "files", "checkpoint", "convert"),
     *("transformers", "mamba", "qwen", "megatron", "lamella"),
 ]
 FOLDERS = {

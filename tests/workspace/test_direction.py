@@ -20,6 +20,8 @@ PLANTED = [
     ("lamella_checkpoint", "lamella_convert", "Every arrow points down"),
     ("lamella_transformers", "lamella", "Every arrow points down"),
     ("lamella_qwen", "lamella_transformers", "Every arrow points down"),
+    ("lamella_files", "lamella_checkpoint", "Every arrow points down"),
+    ("lamella_files._base.boxes", "lamella_files._sources.source", "Files read from the bottom up"),
     ("lamella_engine", "lamella_checkpoint", "The engine is unaware of checkpoints"),
     ("lamella_checkpoint", "lamella_buffers", "Checkpoints know layouts, and neither the engine nor what it stands on"),
     ("lamella_buffers", "lamella_testing", "What ships is unaware of tests and benchmarks"),
@@ -69,7 +71,7 @@ PLANTED = [
         "The Megatron adapter reads from the bottom up",
     ),
     (
-        "lamella_checkpoint._formats.items",
+        "lamella_checkpoint._formats.dcp_read",
         "lamella_checkpoint._training.save",
         "Checkpoints read from the bottom up, as docs/design/0007-checkpoints.md has it",
     ),

@@ -26,7 +26,7 @@ def _requirements(pyproject: dict[str, Any]) -> Iterator[Requirement]:
 
 def test_the_packages_are_there_under_their_names(packages: Packages) -> None:
     assert {folder.name for folder in packages} == {
-        "layout", "schedule", "trace", "buffers", "precision", "engine", "optim", "checkpoint", "convert",
+        "layout", "schedule", "trace", "buffers", "precision", "engine", "optim", "files", "checkpoint", "convert",
         "transformers", "mamba", "qwen", "megatron", "lamella",
     }  # fmt: skip
     assert {pyproject["project"]["name"] for pyproject in packages.values()} == set(map(_name, packages))

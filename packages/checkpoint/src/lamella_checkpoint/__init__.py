@@ -7,23 +7,23 @@ readers of files do not need the import.
 from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
-from lamella_checkpoint._base.correspondence import Correspondence as Correspondence
-from lamella_checkpoint._base.correspondence import Piece as Piece
-from lamella_checkpoint._base.correspondence import Place as Place
-from lamella_checkpoint._base.errors import CheckpointDamaged as CheckpointDamaged
-from lamella_checkpoint._base.errors import CheckpointFailed as CheckpointFailed
-from lamella_checkpoint._base.errors import CheckpointMismatch as CheckpointMismatch
-from lamella_checkpoint._base.errors import CheckpointUntrusted as CheckpointUntrusted
-from lamella_checkpoint._base.errors import Differences as Differences
-from lamella_checkpoint._base.errors import FormatUnknown as FormatUnknown
-from lamella_checkpoint._base.errors import NameDifference as NameDifference
-from lamella_checkpoint._base.errors import OptionConflict as OptionConflict
-from lamella_checkpoint._base.findings import Problem as Problem
-from lamella_checkpoint._base.findings import Verification as Verification
-from lamella_checkpoint._base.source import Source as Source
-from lamella_checkpoint._base.source import TensorInfo as TensorInfo
-from lamella_checkpoint._base.source import Translate as Translate
-from lamella_checkpoint._base.source import Wanted as Wanted
+from lamella_files import CheckpointDamaged as CheckpointDamaged
+from lamella_files import CheckpointFailed as CheckpointFailed
+from lamella_files import CheckpointMismatch as CheckpointMismatch
+from lamella_files import CheckpointUntrusted as CheckpointUntrusted
+from lamella_files import Correspondence as Correspondence
+from lamella_files import Differences as Differences
+from lamella_files import FormatUnknown as FormatUnknown
+from lamella_files import NameDifference as NameDifference
+from lamella_files import OptionConflict as OptionConflict
+from lamella_files import Piece as Piece
+from lamella_files import Place as Place
+from lamella_files import Problem as Problem
+from lamella_files import Source as Source
+from lamella_files import TensorInfo as TensorInfo
+from lamella_files import Translate as Translate
+from lamella_files import Verification as Verification
+from lamella_files import Wanted as Wanted
 
 if TYPE_CHECKING:
     from lamella_checkpoint._formats.dcp_verify import verify as verify

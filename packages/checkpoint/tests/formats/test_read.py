@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
 from lamella_checkpoint import CheckpointDamaged, Wanted
-from lamella_checkpoint._base.boxes import first_overlap, whole_box
 from lamella_checkpoint._base.live_boxes import local_boxes
-from lamella_checkpoint._formats import items as _items
 from lamella_checkpoint._formats.dcp_read import StoredCheckpoint
+from lamella_files._archives import items as _items
+from lamella_files._base.boxes import whole_box
 from lamella_layout import Chunk
 from lamella_testing import run_ranks
 from lamella_testing.bits import bits
@@ -245,22 +245,6 @@ def test_an_item_of_another_shape_is_not_taken_for_the_chunk(tmp_path: Path, ver
         change_metadata(path, exchange)
         with pytest.raises(CheckpointDamaged, match="expected a chunk of shape"):
             StoredCheckpoint(path, verify=verify).read([Wanted("model.x", whole_box(shape), torch.empty(shape))])
-
-
-@pytest.mark.parametrize(
-    ("chunks", "overlap"),
-    [
-        ([((0, 0), (2, 2)), ((2, 0), (2, 2)), ((0, 2), (4, 1))], False),
-        ([((0, 0), (2, 2)), ((1, 1), (1, 1))], True),
-        ([((0, 0), (4, 1)), ((0, 1), (4, 1)), ((3, 0), (1, 2))], True),
-        ([((0,), (0,)), ((0,), (3,))], False),
-        ([((), ())], False),
-        ([((), ()), ((), ())], True),
-    ],
-)
-def test_overlaps_are_found(chunks: list[tuple[tuple[int, ...], tuple[int, ...]]], overlap: bool) -> None:
-    found = first_overlap([Chunk(*chunk) for chunk in chunks])
-    assert (found is not None) is overlap
 
 
 def test_boxes_of_any_sharded_tensor_are_those_that_torch_keeps(kit: Kit) -> None:

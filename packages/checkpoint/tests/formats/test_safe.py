@@ -6,27 +6,20 @@ import io
 import os
 import pathlib
 import pickle
-import pickletools
 import shutil
-import zipfile
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 
 from lamella_checkpoint import CheckpointDamaged, CheckpointUntrusted, check, load, save
-from lamella_checkpoint._base.pickles import Inert, PickleTooLarge, UnknownType, read_pickle
-from lamella_checkpoint._formats.metadata import StoredMetadata
-from lamella_checkpoint._formats.objects import unpickle
 from lamella_checkpoint.testing import forget_checksums
+from lamella_files._archives.metadata import StoredMetadata
+from lamella_files._base.pickles import Inert, read_pickle
 from lamella_testing.hostile_pickles import NUMBERED, Runs, numbered
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -92,7 +85,7 @@ def call_on_ran(function: bytes) -> bytes:
         ("torch.distributed.checkpoint.filesystem", "FileSystem.mkdir"),
         ("torch.distributed.checkpoint.filesystem", "os"),
         ("megatron.core.dist_checkpointing", "os.MCoreMetadata"),
-        ("lamella_checkpoint._base.pickles", "pickle.loads"),
+        ("lamella_files._base.pickles", "pickle.loads"),
     ],
 )
 def test_only_listed_types_are_found_in_metadata(path: Path, module: str, name: str) -> None:
@@ -139,18 +132,6 @@ def test_state_that_is_given_to_an_allowed_class_stays_state(path: Path) -> None
     assert type(made) is not StorageMeta and isinstance(made, Inert) and made.fields["save_id"] == "y"
 
 
-def test_stand_ins_of_one_file_are_not_those_of_the_next() -> None:
-    first, second = (read_pickle(pickle.dumps(MetadataIndex), knows=lambda *_: True) for _ in range(2))
-    assert first is not second and issubclass(first, Inert)
-
-
-def test_unknown_types_are_stand_ins_where_the_reader_knows_all() -> None:
-    made = read_pickle(pickle.dumps({"a": Runs()}), knows=lambda *_: True)
-    assert made["a"].kind == "posix.mkdir" and made["a"].args == ("ran",)
-    with pytest.raises(UnknownType, match="posix.mkdir"):
-        read_pickle(pickle.dumps(Runs()), knows=lambda *_: False)
-
-
 @pytest.mark.parametrize("how", NUMBERED)
 class TestTablesOfWhatIsRemembered:
     """A few bytes cannot make Python's unpickler hold gigabytes."""
@@ -159,80 +140,6 @@ class TestTablesOfWhatIsRemembered:
         content = numbered((path / ".metadata").read_bytes(), how)
         for trust in (False, True):
             assert "to number as many values" in str(refused(path, content, trust=trust))
-
-    def test_an_archive_is_refused(self, tmp_path: Path, how: str) -> None:
-        file = tmp_path / "object"
-        torch.save({"step": 3}, file)
-        with zipfile.ZipFile(file) as archive:
-            held = {each: archive.read(each) for each in archive.namelist()}
-        with zipfile.ZipFile(file, "w") as archive:
-            for each, content in held.items():
-                archive.writestr(each, numbered(content, how) if each.endswith("data.pkl") else content)
-        with pytest.raises(CheckpointDamaged, match="to number as many values") as info:
-            unpickle(io.BytesIO(file.read_bytes()), file, "step", trust=True)
-        assert info.value.file == str(file)
-
-
-@given(
-    value=st.recursive(
-        st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
-        lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner) | st.tuples(inner, inner),
-    ),
-    protocol=st.integers(0, pickle.HIGHEST_PROTOCOL),
-    where=st.floats(0, 1),
-)
-def test_numbers_are_found_wherever_they_are(value: object, protocol: int, where: float) -> None:
-    content = pickle.dumps(value, protocol)
-    assert repr(read_pickle(content, knows=lambda *_: True)) == repr(value)
-    places = [place for _, _, place in pickletools.genops(content)]
-    place = places[int(where * (len(places) - 1))]
-    for number in NUMBERED.values():
-        with pytest.raises(PickleTooLarge):
-            read_pickle(content[:place] + number + content[place:], knows=lambda *_: True)
-
-
-def _doubled(make: Callable[[Any, Any], object], depth: int = 40) -> object:
-    node = make("leaf", "leaf")
-    for _ in range(depth):
-        node = make(node, node)
-    return node
-
-
-NESTS: dict[str, Callable[[Any, Any], object]] = {
-    "lists": lambda a, b: [a, b],
-    "tuples": lambda a, b: (a, b),
-    "dicts": lambda a, b: {"a": a, "b": b},
-    "ordered dicts": lambda a, b: OrderedDict(a=a, b=b),
-    "objects": lambda a, b: StorageMeta(a, b),
-}
-
-
-@pytest.mark.parametrize("nest", NESTS)
-def test_values_that_hold_one_another_twice_over_and_over_are_refused(nest: str) -> None:
-    content = pickle.dumps(_doubled(NESTS[nest]))
-    assert len(content) < 10_000
-    with pytest.raises(PickleTooLarge):
-        read_pickle(content, knows=lambda *_: True)
-
-
-def test_a_value_that_holds_itself_is_refused() -> None:
-    node: list[object] = []
-    node.append(node)
-    with pytest.raises(PickleTooLarge):
-        read_pickle(pickle.dumps(node), knows=lambda *_: False)
-
-
-def test_what_is_shared_a_few_times_is_read() -> None:
-    shared = list(range(1000))
-    assert read_pickle(pickle.dumps([shared] * 100), knows=lambda *_: False) == [shared] * 100
-
-
-@pytest.mark.parametrize("trust", [False, True])
-def test_an_object_that_never_ends_is_refused_by_name(tmp_path: Path, trust: bool) -> None:
-    content = io.BytesIO()
-    torch.save(_doubled(NESTS["lists"]), content)
-    with pytest.raises(CheckpointDamaged, match="epoch"):
-        unpickle(content, tmp_path / "bomb", "epoch", trust=trust)
 
 
 def test_trust_makes_what_the_metadata_asks_for(path: Path) -> None:

@@ -18,13 +18,13 @@ from torch import nn
 from lamella_checkpoint import AsyncSaver, CheckpointDirectory, CheckpointFailed, SaveHandle, load, save
 from lamella_checkpoint._formats.checksums import Checksums
 from lamella_checkpoint._formats.dcp_write import WithoutManifest
-from lamella_checkpoint._formats.metadata import StoredMetadata
 from lamella_checkpoint._training import handle as _handle
 from lamella_checkpoint._training import writer as _writer
 from lamella_checkpoint._training.async_process import Answer, Job, is_settled, part_name
 from lamella_checkpoint._training.handle import Limits
 from lamella_checkpoint._training.outcomes import Failures, Outcomes
 from lamella_checkpoint._training.writer import Following
+from lamella_files._archives.metadata import StoredMetadata
 from lamella_testing import run_ranks
 from lamella_testing.harmed_files import no_file_larger_than
 from lamella_testing.tiny import Kit

@@ -15,13 +15,13 @@ import torch.distributed as dist
 from torch import nn
 
 from lamella_checkpoint import CheckpointDamaged, CheckpointFailed, load, save
-from lamella_checkpoint._base import directories as _directories
 from lamella_checkpoint._base import manifest as _manifest
 from lamella_checkpoint._formats import dcp_read as _dcp_read
 from lamella_checkpoint._formats import dcp_write as _dcp_write
-from lamella_checkpoint._formats.items import read_tensors
 from lamella_checkpoint._state.contents import Contents
 from lamella_checkpoint._training import save as _save
+from lamella_files._archives.items import read_tensors
+from lamella_files._base import directories as _directories
 from lamella_testing import RankFailure, run_ranks
 from lamella_testing.tiny import Kit
 

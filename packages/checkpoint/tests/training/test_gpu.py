@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import nn
 
 from lamella_checkpoint import AsyncSaver, CheckpointDirectory, CheckpointFailed, load, save
-from lamella_checkpoint._formats import items as _items
 from lamella_checkpoint._training import copies as _copies
+from lamella_files._archives import items as _items
 from lamella_testing import run_ranks
 from lamella_testing.gpu_training import assert_equal, build, train
 from lamella_testing.tiny import Kit

@@ -20,7 +20,7 @@ from lamella_checkpoint import (
     save,
     verify,
 )
-from lamella_checkpoint.sources import LiveNames, Opened
+from lamella_checkpoint.extending import LiveNames, Opened
 from lamella_checkpoint.testing import MemorySource
 from lamella_testing import run_ranks
 from lamella_testing.plain_dcp import dcp_save

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from lamella_checkpoint import CheckpointDamaged, TensorInfo, load
-from lamella_checkpoint.sources import box_of
 from lamella_checkpoint.testing import MemorySource, read_tensor
 from lamella_convert import open_checkpoint
 from lamella_convert._formats import float8 as _float8
@@ -24,6 +23,7 @@ from lamella_convert._formats.float8 import (
     quantised_config,
 )
 from lamella_convert._formats.safetensors import SafetensorsSource
+from lamella_files import box_of
 from lamella_layout import Chunk
 
 FLOAT8 = torch.float8_e4m3fn

@@ -19,10 +19,10 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata
 
 from lamella_checkpoint import CheckpointMismatch, CheckpointUntrusted, load, save
-from lamella_checkpoint._formats.objects import unpickle
 from lamella_checkpoint.testing import assert_damaged, change_manifest, forget_checksums
 from lamella_convert import convert, diff, inspect, open_checkpoint, verify
 from lamella_convert._formats.megatron_files import iteration_directory, plain_contents, train_state
+from lamella_files._archives.objects import unpickle
 from lamella_testing.harmed_files import make_deep, make_huge, make_link, make_pipe
 from lamella_testing.plain_dcp import change_metadata
 

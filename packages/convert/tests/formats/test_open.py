@@ -227,7 +227,7 @@ def test_translation_gives_other_names(tmp_path: Path) -> None:
     live = nn.Linear(2, 2)
 
     def translate(source: Source) -> Source:
-        from lamella_checkpoint.sources import rename
+        from lamella_files import rename
 
         return rename(source, {"model.w": "model.weight", "model.b": "model.bias"}.__getitem__)
 

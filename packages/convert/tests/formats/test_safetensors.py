@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from lamella_checkpoint import CheckpointDamaged, Wanted
-from lamella_checkpoint._base import file_boxes as _file_boxes
-from lamella_checkpoint.sources import box_of, whole_box
 from lamella_checkpoint.testing import read_tensor
 from lamella_convert._formats.safetensors import SafetensorsSource
 from lamella_convert._formats.safetensors_header import DTYPES
+from lamella_files import box_of, whole_box
+from lamella_files._base import file_boxes as _file_boxes
 from lamella_layout import Chunk
 from lamella_testing.bits import random_bits, same_bits
 from lamella_testing.reads import counted_reads

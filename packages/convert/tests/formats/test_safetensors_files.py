@@ -15,11 +15,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from lamella_checkpoint import CheckpointDamaged, FormatUnknown
-from lamella_checkpoint.sources import box_of
 from lamella_checkpoint.testing import read_tensor
 from lamella_convert import convert, inspect, open_checkpoint, verify
 from lamella_convert._formats.rank_parts import RankPart
 from lamella_convert._formats.safetensors import SafetensorsSource
+from lamella_files import box_of
 from lamella_layout import Chunk
 from lamella_testing import run_ranks
 

@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from lamella_checkpoint import CheckpointDamaged, CheckpointUntrusted, Wanted, load
-from lamella_checkpoint._base.boxes import whole_box
-from lamella_checkpoint.archives import Expected, ItemRead, read_tensors
 from lamella_checkpoint.testing import read_tensor
 from lamella_convert import open_checkpoint
 from lamella_convert._formats.torch_file import TorchFile
+from lamella_files import Expected, ItemRead, read_tensors
+from lamella_files._base.boxes import whole_box
 from lamella_layout import Chunk
 from lamella_testing.hostile_pickles import Runs
 from lamella_testing.reads import counted_reads

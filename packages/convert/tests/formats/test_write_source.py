@@ -1,5 +1,6 @@
 """Other formats written from a source piece by piece: torch and the libraries read what was in it, bit by bit."""
 
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -8,10 +9,12 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
-from lamella_checkpoint.sources import WriteOptions
 from lamella_checkpoint.testing import MemorySource, dtypes_of, read_tensor
 from lamella_convert._formats.safetensors import SafetensorsSource
+from lamella_convert._formats.torch_file import TorchFile, archive_records
 from lamella_convert._formats.write_source import write_safetensors, write_torch
+from lamella_files import WriteOptions
+from lamella_layout import Chunk
 from lamella_testing.bits import all_same_bits, tensors_of_each_kind
 from lamella_testing.tiny import two_groups
 
@@ -54,13 +57,51 @@ def test_a_dtype_is_what_is_written(tmp_path: Path) -> None:
     assert torch.equal(torch.load(tmp_path / "a.pt")["a"], torch.tensor([1.0], dtype=torch.bfloat16))
 
 
-def test_one_file_of_torch_puts_no_fake_gpus_in_the_process(
+def test_one_file_of_torch_has_true_checksums_whatever_the_order_of_pieces(tmp_path: Path) -> None:
+    tensor = torch.rand(40, 30)
+    columns = Chunk((0, 10), (40, 20)), Chunk((0, 0), (40, 10))
+    source = MemorySource({"model.a": tensor, "model.b": torch.rand(7)})
+    source.tensors["model.a"] = source.tensors["model.a"]._replace(chunks=columns)
+    write_torch(source, dtypes_of(source), tmp_path / "a.pt", options=WriteOptions(buffer_nbytes=SMALL))
+    with zipfile.ZipFile(tmp_path / "a.pt") as archive:
+        assert archive.testzip() is None
+    assert torch.equal(torch.load(tmp_path / "a.pt")["a"], tensor)
+    assert read_tensor(TorchFile(tmp_path / "a.pt"), "a").equal(tensor)
+
+
+def test_one_file_of_torch_may_exceed_the_limits_of_old_archives(
     source: MemorySource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With them, autograd would have threads from then on, and forks of the process no autograd."""
-    monkeypatch.setattr(torch._C, "_ensureCUDADeviceGuardSet", lambda: pytest.fail("fake GPUs"))
+    """Sizes and numbers of records beyond four and two bytes stand in fields of their own (ZIP64)."""
+    monkeypatch.setattr(zipfile, "ZIP64_LIMIT", 100)
+    monkeypatch.setattr(zipfile, "ZIP_FILECOUNT_LIMIT", 2)
     write_torch(source, dtypes_of(source), tmp_path / "a.pt")
-    assert all_same_bits(torch.load(tmp_path / "a.pt"), without_model(source))
+    for mmap in (False, True):
+        assert all_same_bits(torch.load(tmp_path / "a.pt", weights_only=True, mmap=mmap), without_model(source))
+    opened = TorchFile(tmp_path / "a.pt")
+    archive_records(tmp_path / "a.pt")
+    assert all_same_bits({name: read_tensor(opened, name) for name in opened.tensors}, without_model(source))
+
+
+def test_one_file_of_torch_maps_tensors_at_aligned_places(source: MemorySource, tmp_path: Path) -> None:
+    write_torch(source, dtypes_of(source), tmp_path / "a.pt")
+    starts = [record.start for record in archive_records(tmp_path / "a.pt").values()]
+    assert len(starts) > 10 and not any(start % 64 for start in starts)
+
+
+def test_tensors_inside_other_values_keep_elements_and_shared_memory(tmp_path: Path) -> None:
+    row = torch.arange(6.0).view(2, 3).t()
+    inside = {None: row, "view": row[1:], "count": torch.tensor(3, dtype=torch.uint16), "none": torch.empty(0)}
+    source = MemorySource({"model.a": torch.ones(2), "optimizer.state.a.slot": inside})
+    write_torch(source, {"model.a": torch.float32}, tmp_path / "a.pt")
+    loaded = torch.load(tmp_path / "a.pt", weights_only=True)["optimizer"]["state"]["a"]["slot"]
+    assert all(torch.equal(loaded[key], tensor) and loaded[key].dtype == tensor.dtype for key, tensor in inside.items())
+    assert loaded["view"].untyped_storage().data_ptr() == loaded[None].untyped_storage().data_ptr()
+
+
+def test_a_refused_write_names_the_file_systems_reason(source: MemorySource, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="absent"):
+        write_torch(source, dtypes_of(source), tmp_path / "absent" / "a.pt")
 
 
 def native(model: nn.Module, optimizer: torch.optim.Optimizer) -> MemorySource:

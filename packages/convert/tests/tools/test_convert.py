@@ -19,12 +19,12 @@ from torch import nn
 
 from lamella_checkpoint import CheckpointDamaged, load, save
 from lamella_checkpoint._base.manifest import Manifest
-from lamella_checkpoint.sources import rename
 from lamella_checkpoint.testing import read_tensor
 from lamella_convert import Target, convert, diff, open_both, save_safetensors
 from lamella_convert._formats.safetensors import SafetensorsSource
 from lamella_convert._formats.safetensors_header import DTYPES
 from lamella_convert._tools.published import SIDE_FILES
+from lamella_files import rename
 from lamella_testing.bits import all_same_bits, random_bits, same_bits
 
 STORED = [dtype for dtype in DTYPES.values() if dtype is not torch.float8_e8m0fnu]
@@ -441,7 +441,7 @@ def test_a_killed_conversion_leaves_nothing_by_that_name_and_the_next_cleans_up(
 PEAK = """
 import os, sys
 from lamella_convert import convert
-from lamella_checkpoint._formats import items as _items
+from lamella_files._archives import items as _items
 
 def peak(label):
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(label))

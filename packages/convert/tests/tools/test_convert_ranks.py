@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from lamella_checkpoint.dcp import StoredCheckpoint
+from lamella_checkpoint.extending import StoredCheckpoint
 from lamella_checkpoint.testing import read_all
 from lamella_convert import MegatronOptions, convert, diff, open_both, open_checkpoint
 from lamella_convert._formats import open as _open

@@ -21,10 +21,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from lamella_checkpoint import Correspondence, load, save
-from lamella_checkpoint._base.boxes import places_in_memory
 from lamella_checkpoint._state.shards import LiveCut, LivePiece, LiveShard, written_pieces
 from lamella_convert._translation.megatron import BRIDGE, RELEASE_0_19, Dialect
 from lamella_convert._translation.megatron_model import from_megatron_model
+from lamella_files._base.boxes import places_in_memory
 from lamella_layout import Chunk, Range, Region, mesh_region
 from lamella_testing import run_ranks
 

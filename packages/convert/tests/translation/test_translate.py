@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from lamella_checkpoint import Correspondence, Piece, Place, Wanted
-from lamella_checkpoint.sources import carried, meetings, rename
 from lamella_checkpoint.testing import MemorySource, read_all, read_in_chunks
 from lamella_convert._translation.translate import not_undone, parameter_shapes, translate
+from lamella_files import carried, meetings, rename
 from lamella_layout import Chunk
 
 

@@ -6,7 +6,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from lamella_checkpoint._base.boxes import box_of, places_in_memory, whole_box
+from lamella_files import box_of, places_in_memory, whole_box
 from lamella_layout import Chunk, RaggedShard, mesh_region
 
 

@@ -11,10 +11,7 @@ from typing import Any
 
 import torch
 
-from lamella_checkpoint._base.errors import CheckpointDamaged
-from lamella_checkpoint._base.extra import encode_extra, has_tags
-from lamella_checkpoint._base.small_files import file_size, read_json, unreadable
-from lamella_checkpoint._base.text import short
+from lamella_files import CheckpointDamaged, encode_extra, file_size, has_tags, read_json, short, unreadable
 
 MANIFEST_FILE = "lamella.json"
 _FORMAT = "lamella-checkpoint"

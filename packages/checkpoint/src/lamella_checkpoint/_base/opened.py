@@ -5,11 +5,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from lamella_checkpoint._base.errors import CheckpointUntrusted
 from lamella_checkpoint._base.manifest import Manifest
-from lamella_checkpoint._base.pickles import is_plain
 from lamella_checkpoint._base.sections import Keys, LiveNames, to_native
-from lamella_checkpoint._base.source import Source
+from lamella_files import CheckpointUntrusted, Source, is_plain
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from lamella_checkpoint._base.errors import CheckpointFailed
+from lamella_files import CheckpointFailed
 
 Mine = TypeVar("Mine")
 Reply = TypeVar("Reply")

@@ -20,12 +20,7 @@ from typing import Any, Final, TypeGuard, cast
 
 import torch
 
-from lamella_checkpoint._base.boxes import whole_box
-from lamella_checkpoint._base.errors import CheckpointDamaged
-from lamella_checkpoint._base.names import in_model
-from lamella_checkpoint._base.renamed import WithObjects, rename
-from lamella_checkpoint._base.source import Source, Wanted
-from lamella_checkpoint._base.text import short
+from lamella_files import CheckpointDamaged, Source, Wanted, WithObjects, in_model, rename, short, whole_box
 
 Keys = tuple[str | int, ...]
 

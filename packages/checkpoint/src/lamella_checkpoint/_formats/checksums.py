@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Final, NamedTuple
 
-from lamella_checkpoint._base.errors import CheckpointDamaged
 from lamella_checkpoint._base.manifest import MANIFEST_FILE, Manifest
-from lamella_checkpoint._base.small_files import file_size, read_json, unreadable
+from lamella_files import CheckpointDamaged, file_size, read_json, unreadable
 
 CHECKSUMS_FILE: Final = "lamella_checksums.json"
 _ALGORITHM: Final = "crc32"

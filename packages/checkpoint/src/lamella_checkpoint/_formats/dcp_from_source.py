@@ -9,10 +9,9 @@ from typing import BinaryIO, Final, Self, cast
 import torch
 
 from lamella_checkpoint._base.manifest import Manifest
-from lamella_checkpoint._base.source import Source
-from lamella_checkpoint._base.stream import Piece, WriteOptions, objects_once, stream
 from lamella_checkpoint._formats.checksums import ChecksumStream, Span
 from lamella_checkpoint._formats.dcp_write import Placed, complete, without_archive_checksums, write_metadata
+from lamella_files import FilledBox, Source, WriteOptions, objects_once, stream
 
 _NO_ALIASES: Final[Mapping[str, str]] = {}
 _DEFAULTS: Final = WriteOptions()
@@ -75,7 +74,7 @@ class _DcpFiles:
     def __exit__(self, *error: object) -> None:
         self._close()
 
-    def save_piece(self, piece: Piece, names: tuple[str, ...], shape: tuple[int, ...]) -> Placed:
+    def save_piece(self, piece: FilledBox, names: tuple[str, ...], shape: tuple[int, ...]) -> Placed:
         """Append a chunk of a tensor of some names and shape."""
         file, span, checksum = self._save(piece.values)
         return Placed(

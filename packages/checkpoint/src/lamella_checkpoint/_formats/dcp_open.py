@@ -5,14 +5,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from lamella_checkpoint._base.directories import METADATA_FILE, find
-from lamella_checkpoint._base.errors import FormatUnknown
 from lamella_checkpoint._base.manifest import MANIFEST_FILE
 from lamella_checkpoint._base.opened import Opened, native
 from lamella_checkpoint._base.ranks import rank
 from lamella_checkpoint._base.sections import LiveNames
 from lamella_checkpoint._formats.dcp_read import StoredCheckpoint
 from lamella_checkpoint._formats.extra_by_rank import extra_of_rank
+from lamella_files import METADATA_FILE, FormatUnknown, find
 
 _WAY_OUT: Final = "lamella-convert opens {}: pass lamella_convert.open_checkpoint(path) in place of the path."
 

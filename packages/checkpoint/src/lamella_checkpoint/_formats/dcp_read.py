@@ -5,16 +5,25 @@ from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 
-from lamella_checkpoint._base.boxes import first_overlap
-from lamella_checkpoint._base.directories import METADATA_FILE, gone
-from lamella_checkpoint._base.errors import CheckpointDamaged
 from lamella_checkpoint._base.manifest import MANIFEST_FILE, Manifest
-from lamella_checkpoint._base.small_files import file_size, read_bytes
-from lamella_checkpoint._base.source import TensorInfo, Wanted
 from lamella_checkpoint._formats.checksums import Checksums
-from lamella_checkpoint._formats.items import Copy, ItemRead, read_tensors
-from lamella_checkpoint._formats.metadata import WRITTEN_BY, Item, StoredMetadata
-from lamella_checkpoint._formats.objects import read_object
+from lamella_files import (
+    METADATA_FILE,
+    WRITTEN_BY,
+    CheckpointDamaged,
+    Copy,
+    DcpItem,
+    ItemRead,
+    StoredMetadata,
+    TensorInfo,
+    Wanted,
+    file_size,
+    first_overlap,
+    gone,
+    read_bytes,
+    read_object,
+    read_tensors,
+)
 
 
 class StoredCheckpoint:
@@ -36,8 +45,8 @@ class StoredCheckpoint:
         self.path = directory
         self._trust = trust
         self._verify = verify
-        self._values: dict[Item, object] = {}
-        self._verified: set[Item] = set()
+        self._values: dict[DcpItem, object] = {}
+        self._verified: set[DcpItem] = set()
         self._identity = _identity(directory)
         with self._unless_replaced():
             _check_directory(directory)
@@ -70,11 +79,11 @@ class StoredCheckpoint:
     def objects(self) -> Sequence[str]:
         return self.metadata.objects
 
-    def places(self, name: str) -> list[Item | None]:
+    def places(self, name: str) -> list[DcpItem | None]:
         """The places of a tensor's chunks in files. Tied names that `save` wrote have the same."""
         return [self.metadata.items.get((name, chunk.offsets)) for chunk in self.tensors[name].chunks]
 
-    def read(self, wanted: Sequence[Wanted], on_item: Callable[[Item], None] = lambda _: None) -> None:
+    def read(self, wanted: Sequence[Wanted], on_item: Callable[[DcpItem], None] = lambda _: None) -> None:
         """Fill the given memory.
 
         Args:
@@ -85,7 +94,7 @@ class StoredCheckpoint:
             CheckpointDamaged: A file cannot be read or differs from its checksum, or the chunks do not cover a box, or
                 another checkpoint replaced this one during the read (the replacement's files have the same names).
         """
-        reads: dict[Item, ItemRead] = {}
+        reads: dict[DcpItem, ItemRead] = {}
         for name in dict.fromkeys(each.name for each in wanted):
             self._check_whole(name)
         for each in wanted:
@@ -114,7 +123,7 @@ class StoredCheckpoint:
         self._checksums.check(self.path / file, 0, content)
         return True
 
-    def _expected(self, item: Item) -> int | None:
+    def _expected(self, item: DcpItem) -> int | None:
         """The checksum of an item, if the writer kept checksums."""
         if self._checksums is None:
             return None
@@ -123,7 +132,7 @@ class StoredCheckpoint:
             raise CheckpointDamaged(str(self.path / item.file), f"no checksum for {item.length} bytes at {item.offset}")
         return crc
 
-    def _add(self, reads: dict[Item, ItemRead], wanted: Wanted) -> None:
+    def _add(self, reads: dict[DcpItem, ItemRead], wanted: Wanted) -> None:
         """Add the copies that fill a box, for each stored chunk that overlaps the box.
 
         The target has the box's dims; DCP writes a chunk of a scalar like any other.

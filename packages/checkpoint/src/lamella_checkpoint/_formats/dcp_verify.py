@@ -6,18 +6,28 @@ from functools import partial
 from math import prod
 from pathlib import Path
 
-from lamella_checkpoint._base.boxes import first_overlap
-from lamella_checkpoint._base.directories import METADATA_FILE
-from lamella_checkpoint._base.errors import CheckpointDamaged
-from lamella_checkpoint._base.findings import Findings, OnProgress, Verification, verification
 from lamella_checkpoint._base.manifest import MANIFEST_FILE, Manifest
-from lamella_checkpoint._base.small_files import file_size, read_bytes
 from lamella_checkpoint._formats.checksums import CHECKSUMS_FILE, Checksums
 from lamella_checkpoint._formats.dcp_open import dcp_directory
 from lamella_checkpoint._formats.dcp_read import check_place, too_large
-from lamella_checkpoint._formats.items import ItemRead, check_tensors
-from lamella_checkpoint._formats.metadata import WRITTEN_BY, Item, StoredMetadata
-from lamella_checkpoint._formats.objects import Expected, check_object
+from lamella_files import (
+    METADATA_FILE,
+    WRITTEN_BY,
+    CheckpointDamaged,
+    DcpItem,
+    Expected,
+    Findings,
+    ItemRead,
+    OnProgress,
+    StoredMetadata,
+    Verification,
+    check_object,
+    check_tensors,
+    file_size,
+    first_overlap,
+    read_bytes,
+    verification,
+)
 
 
 def verify(
@@ -72,7 +82,7 @@ class _Dcp:
             each.name for each in sorted(self._path.glob("*.distcp")) if each.name not in needed
         ]
 
-        def expected(item: Item) -> int | None:
+        def expected(item: DcpItem) -> int | None:
             crc = None if checksums is None else checksums.expected(*item)
             if crc is None and checksums is not None:
                 raise CheckpointDamaged(str(self._path / CHECKSUMS_FILE), f"no checksum for {item}")
@@ -114,7 +124,7 @@ class _Dcp:
         if name in metadata.compressed:
             self._wrong_metadata(f"{name!r} is written through an extension of DCP's writer, and cannot be checked")
 
-    def _chunks(self, metadata: StoredMetadata) -> Iterator[tuple[Item, ItemRead]]:
+    def _chunks(self, metadata: StoredMetadata) -> Iterator[tuple[DcpItem, ItemRead]]:
         """The places of the tensors' chunks; names that share a place share the read."""
         for name, info in metadata.tensors.items():
             for chunk in info.chunks:
@@ -124,7 +134,7 @@ class _Dcp:
                 elif name not in metadata.compressed:
                     yield item, ItemRead(name=name, item=item, sizes=chunk.sizes)
 
-    def _objects(self, metadata: StoredMetadata) -> Iterator[tuple[Item, str]]:
+    def _objects(self, metadata: StoredMetadata) -> Iterator[tuple[DcpItem, str]]:
         for name in metadata.objects:
             item = metadata.items.get((name, None))
             if item is None:
@@ -148,7 +158,7 @@ class _Dcp:
                 self._findings.note(error)
         return sound
 
-    def _check_object(self, item: Item, name: str, expected: Expected) -> None:
+    def _check_object(self, item: DcpItem, name: str, expected: Expected) -> None:
         self._findings.attempt(lambda: check_object(self._path, name, item, expected))
         self._findings.count(item.length)
 

@@ -34,12 +34,11 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
-from lamella_checkpoint._base.directories import METADATA_FILE
 from lamella_checkpoint._base.manifest import MANIFEST_FILE, Manifest
 from lamella_checkpoint._formats.checksums import CHECKSUMS_FILE, Checksums, ChecksumStream, Span, of_whole_file
 from lamella_checkpoint._formats.extra_by_rank import without_equal_values
-from lamella_checkpoint._formats.metadata import WRITTEN_BY
 from lamella_checkpoint._state.shares import Encoded, Item
+from lamella_files import METADATA_FILE, WRITTEN_BY
 from lamella_layout import Chunk
 
 _NUM_THREADS: Final = 4

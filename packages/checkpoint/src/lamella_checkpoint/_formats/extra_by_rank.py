@@ -12,11 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from lamella_checkpoint._base.errors import CheckpointDamaged
-from lamella_checkpoint._base.extra import Json, decode_extra
 from lamella_checkpoint._base.manifest import MANIFEST_FILE, Manifest
-from lamella_checkpoint._base.text import short
 from lamella_checkpoint._formats.dcp_read import StoredCheckpoint
+from lamella_files import CheckpointDamaged, Json, decode_extra, short
 
 if TYPE_CHECKING:
     from lamella_checkpoint._formats.dcp_write import Placed

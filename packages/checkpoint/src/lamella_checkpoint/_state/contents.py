@@ -9,12 +9,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from lamella_checkpoint._base.extra import encode_extra
 from lamella_checkpoint._base.manifest import Manifest
-from lamella_checkpoint._base.names import in_model
 from lamella_checkpoint._base.ranks import num_ranks
 from lamella_checkpoint._state.model import LiveModel
 from lamella_checkpoint._state.optimizer import LiveOptimizer, kind_of
+from lamella_files import encode_extra, in_model
 
 Ranks = tuple[int, ...]
 """Ranks of the default group, in order."""

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 
 from lamella_checkpoint._base.live_boxes import LocalBox, local_boxes
-from lamella_checkpoint._base.source import Source, Wanted
 from lamella_checkpoint._state.shards import PiecesOfTensor
+from lamella_files import Source, Wanted
 
 Container = MutableMapping[Any, Any] | MutableSequence[Any]
 

@@ -13,8 +13,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from lamella_checkpoint._base.manifest import OptimizerKind
-from lamella_checkpoint._base.pickles import is_plain
 from lamella_checkpoint._state.model import LiveModel
+from lamella_files import is_plain
 
 
 @dataclass(frozen=True, kw_only=True)

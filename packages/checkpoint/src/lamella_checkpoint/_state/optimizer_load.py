@@ -7,11 +7,9 @@ from typing import Any, Final
 import torch
 from torch.distributed.tensor import DTensor
 
-from lamella_checkpoint._base.boxes import whole_box
-from lamella_checkpoint._base.errors import NameDifference, OptionConflict
 from lamella_checkpoint._base.live_boxes import boxes_beside, is_placed_by, local_boxes
-from lamella_checkpoint._base.source import Source, Wanted
 from lamella_checkpoint._state.optimizer import LiveOptimizer, options
+from lamella_files import NameDifference, OptionConflict, Source, Wanted, whole_box
 
 # Options that select a step's implementation, not its result: kept from the live run, for this machine.
 _LIVE_OPTIONS: Final = frozenset({"foreach", "fused", "capturable", "differentiable"})

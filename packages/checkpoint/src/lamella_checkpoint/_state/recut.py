@@ -6,10 +6,8 @@ from math import prod
 
 import torch
 
-from lamella_checkpoint._base.boxes import box_of
-from lamella_checkpoint._base.correspondence import Correspondence, Piece, carried, meetings
-from lamella_checkpoint._base.names import MODEL, OPTIONS, longest_known, split_section
 from lamella_checkpoint._state.shares import Item, Share
+from lamella_files import MODEL, OPTIONS, Correspondence, Piece, box_of, carried, longest_known, meetings, split_section
 
 
 def recut(

@@ -20,8 +20,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
-from lamella_checkpoint._base.boxes import box_of, places_in_memory
-from lamella_checkpoint._base.correspondence import Correspondence, Piece, Side, carried, meetings
+from lamella_files import Correspondence, Piece, Side, box_of, carried, meetings, places_in_memory
 from lamella_layout import Chunk, Range, Region
 
 

@@ -28,9 +28,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from lamella_checkpoint._base.boxes import box_of, places_in_memory
 from lamella_checkpoint._base.live_boxes import boxes_beside, cut_order, is_placed_by, is_ragged
 from lamella_checkpoint._state.contents import Contents, Ranks
+from lamella_files import box_of, places_in_memory
 from lamella_layout import Chunk, mesh_chunks, mesh_region
 
 _QUESTION: Final = "__create_write_items__"

@@ -29,15 +29,14 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from lamella_checkpoint._base.directories import check_replaceable, publish, recover, save_id_of
 from lamella_checkpoint._formats.checksums import Span
 from lamella_checkpoint._formats.dcp_write import Form, Placed, write_items
-from lamella_checkpoint._formats.metadata import is_of_save
 from lamella_checkpoint._state.contents import Ranks
 from lamella_checkpoint._state.shares import Item, differing
 from lamella_checkpoint._training.outcomes import Failures
 from lamella_checkpoint._training.retention import Retention, clean
 from lamella_checkpoint._training.staging import Memory, Slot
+from lamella_files import check_replaceable, is_of_save, publish, recover, save_id_of
 from lamella_layout import Chunk
 
 _PATIENCE_S: Final = 60.0

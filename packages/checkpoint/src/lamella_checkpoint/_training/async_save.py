@@ -15,9 +15,6 @@ from typing import NamedTuple, Self
 import torch
 from torch import nn
 
-from lamella_checkpoint._base.correspondence import Correspondence
-from lamella_checkpoint._base.directories import staging_path
-from lamella_checkpoint._base.errors import CheckpointFailed
 from lamella_checkpoint._base.ranks import exchange, num_ranks, on_device_of, rank
 from lamella_checkpoint._state.contents import Ranks
 from lamella_checkpoint._state.shares import Tables, differing
@@ -29,6 +26,7 @@ from lamella_checkpoint._training.retention import Retention
 from lamella_checkpoint._training.save import Part
 from lamella_checkpoint._training.staging import Memory, lay_out
 from lamella_checkpoint._training.writer import Writer
+from lamella_files import CheckpointFailed, Correspondence, staging_path
 
 
 class _Session(NamedTuple):

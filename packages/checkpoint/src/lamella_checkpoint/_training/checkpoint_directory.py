@@ -7,12 +7,12 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from lamella_checkpoint._base.correspondence import Correspondence
 from lamella_checkpoint._base.ranks import exchange, num_ranks, on_device_of, on_rank_zero
 from lamella_checkpoint._training.async_save import AsyncSaver, Closing
 from lamella_checkpoint._training.handle import SaveHandle
 from lamella_checkpoint._training.retention import Retention, clean, path_of, steps_in
 from lamella_checkpoint._training.save import save
+from lamella_files import Correspondence
 
 
 class CheckpointDirectory(Closing):

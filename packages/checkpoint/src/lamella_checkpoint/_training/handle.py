@@ -18,12 +18,12 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from lamella_checkpoint._base.errors import CheckpointFailed
 from lamella_checkpoint._base.ranks import num_ranks, rank
 from lamella_checkpoint._training.async_process import Job, describe, mark_failed
 from lamella_checkpoint._training.copies import Copies
 from lamella_checkpoint._training.outcomes import Failures, Outcomes
 from lamella_checkpoint._training.writer import Following, Writer, late_ranks
+from lamella_files import CheckpointFailed
 
 _PAUSE_S: Final = 1.0
 _LINE_EVERY_S: Final = 60.0

@@ -11,20 +11,28 @@ from typing import Any, Final, Literal, NamedTuple, overload
 import torch
 from torch import nn
 
-from lamella_checkpoint._base.errors import TIED, CheckpointMismatch, Differences, NameDifference, OptionConflict
 from lamella_checkpoint._base.live_boxes import local_boxes
 from lamella_checkpoint._base.manifest import Manifest
 from lamella_checkpoint._base.opened import ForLive, Opened
 from lamella_checkpoint._base.ranks import everywhere, exchange, num_ranks, on_device_of
 from lamella_checkpoint._base.ranks import rank as this_rank
 from lamella_checkpoint._base.sections import LiveNames
-from lamella_checkpoint._base.source import Source, Translate, Wanted
 from lamella_checkpoint._formats.dcp_open import open_dcp
 from lamella_checkpoint._formats.dcp_read import StoredCheckpoint
 from lamella_checkpoint._state.model import LiveModel
 from lamella_checkpoint._state.optimizer import LiveOptimizer, kind_of
 from lamella_checkpoint._state.optimizer_load import OptimizerLoad
 from lamella_checkpoint._training.copies import await_copies
+from lamella_files import (
+    TIED,
+    CheckpointMismatch,
+    Differences,
+    NameDifference,
+    OptionConflict,
+    Source,
+    Translate,
+    Wanted,
+)
 from lamella_layout import Chunk
 
 Openable = str | os.PathLike[str] | Source | Callable[[], Source]

@@ -8,7 +8,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from lamella_checkpoint._base.text import short
+from lamella_files import short
 
 
 def random_states() -> dict[str, Any]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from lamella_checkpoint._base.directories import METADATA_FILE, leftovers, recover, remove
+from lamella_files import METADATA_FILE, leftovers, recover, remove
 
 _STEP: Final = re.compile(r"step_(\d{8,})")
 

@@ -9,14 +9,13 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from lamella_checkpoint._base.correspondence import Correspondence
-from lamella_checkpoint._base.directories import publish, save_id_of, stage
 from lamella_checkpoint._base.ranks import exchange, num_ranks, on_device_of, rank
 from lamella_checkpoint._formats.dcp_write import Form, Placed, WithManifest, write_items
 from lamella_checkpoint._formats.extra_by_rank import texts
 from lamella_checkpoint._state.contents import Contents, Ranks
 from lamella_checkpoint._state.recut import recut
 from lamella_checkpoint._state.shares import Share, Tables, differing
+from lamella_files import Correspondence, publish, save_id_of, stage
 
 
 def save(

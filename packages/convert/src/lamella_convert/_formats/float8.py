@@ -12,8 +12,7 @@ from typing import Any, Final
 import torch
 from torch.nn import functional as F
 
-from lamella_checkpoint import CheckpointDamaged, Source, TensorInfo, Wanted
-from lamella_checkpoint.sources import Over, pieces, whole_box
+from lamella_files import CheckpointDamaged, Over, Source, TensorInfo, Wanted, pieces, whole_box
 from lamella_layout import Chunk, Range
 
 BLOCK: Final = (128, 128)

@@ -9,10 +9,8 @@ from typing import Any, Final, cast
 
 import torch
 
-from lamella_checkpoint import CheckpointDamaged
-from lamella_checkpoint.dcp import CHECKSUMS_FILE, MANIFEST_FILE
-from lamella_checkpoint.files import METADATA_FILE, read_json, unreadable
-from lamella_checkpoint.sources import are_sizes
+from lamella_checkpoint.extending import CHECKSUMS_FILE, MANIFEST_FILE
+from lamella_files import METADATA_FILE, CheckpointDamaged, are_sizes, read_json, unreadable
 
 CONFIG_FILE: Final = "config.json"
 _PUBLISHED_FILE: Final = "lamella_published.json"

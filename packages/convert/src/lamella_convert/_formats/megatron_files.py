@@ -17,15 +17,27 @@ from typing import Any, BinaryIO, Final, Literal, cast
 
 import torch
 
-from lamella_checkpoint import CheckpointDamaged, Wanted
-from lamella_checkpoint.archives import FileSlice, read_record, records
-from lamella_checkpoint.dcp import StoredCheckpoint
-from lamella_checkpoint.files import Inert, file_size, read_json, read_pickle, read_text, short
-from lamella_checkpoint.sources import Renamed, WithObjects, whole_box
+from lamella_checkpoint.extending import StoredCheckpoint
 from lamella_convert._formats.torch_file import TorchFile
 from lamella_convert._translation.megatron import Dialect, dialect_of, read_fsdp_dtensor
 from lamella_convert._translation.megatron_args import Counters, counters, sizes_of_args
 from lamella_convert._translation.torch_dist import read_torch_dist
+from lamella_files import (
+    CheckpointDamaged,
+    FileSlice,
+    Inert,
+    Renamed,
+    Wanted,
+    WithObjects,
+    file_size,
+    read_json,
+    read_pickle,
+    read_record,
+    read_text,
+    records,
+    short,
+    whole_box,
+)
 
 TRACKER: Final = "latest_checkpointed_iteration.txt"
 BRIDGE_TRACKER: Final = "latest_train_state.pt"

@@ -9,10 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from lamella_checkpoint import FormatUnknown, Source, TensorInfo, Wanted
-from lamella_checkpoint.dcp import Manifest, StoredCheckpoint, is_dcp, opened_dcp
-from lamella_checkpoint.files import METADATA_FILE, find
-from lamella_checkpoint.sources import Keys, LiveNames, Opened, native
+from lamella_checkpoint.extending import Keys, LiveNames, Manifest, Opened, StoredCheckpoint, is_dcp, native, opened_dcp
 from lamella_convert._formats.float8 import Dequantised, block_of, is_quantised
 from lamella_convert._formats.hf_files import read_config
 from lamella_convert._formats.megatron_files import (
@@ -26,6 +23,7 @@ from lamella_convert._formats.safetensors import SafetensorsSource
 from lamella_convert._formats.safetensors_files import INDEX_FILE, WEIGHTS_FILE, has_weights, parts_without_index
 from lamella_convert._formats.torch_file import TorchFile
 from lamella_convert._translation.megatron import is_fsdp_dtensor
+from lamella_files import METADATA_FILE, FormatUnknown, Source, TensorInfo, Wanted, find
 
 _PICKLE_MAGIC: Final = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 _TORCH_SUFFIXES: Final = frozenset({".pt", ".pth", ".bin", ".ckpt", ".tar"})

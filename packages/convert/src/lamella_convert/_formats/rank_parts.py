@@ -9,9 +9,7 @@ from typing import Final
 
 import torch
 
-from lamella_checkpoint import FormatUnknown
-from lamella_checkpoint.archives import Record, StoredTensor, stored_tensor
-from lamella_checkpoint.files import Inert
+from lamella_files import FormatUnknown, Inert, Record, StoredTensor, stored_tensor
 
 _OF_RANKS: Final = ("DTensorSpec", "ShardedTensor")
 _PARTIAL: Final = ("Partial", "_Partial")

@@ -22,11 +22,19 @@ from typing import Final, NamedTuple
 
 import torch
 
-from lamella_checkpoint import CheckpointDamaged, TensorInfo, Wanted
-from lamella_checkpoint.files import Stored, read_box, unreadable
-from lamella_checkpoint.sources import box_of, first_overlap, whole_box
 from lamella_convert._formats.safetensors_files import WeightsFiles, unneeded_files, weights_files
 from lamella_convert._formats.safetensors_header import identity
+from lamella_files import (
+    CheckpointDamaged,
+    Stored,
+    TensorInfo,
+    Wanted,
+    box_of,
+    first_overlap,
+    read_box,
+    unreadable,
+    whole_box,
+)
 from lamella_layout import Chunk
 
 _NUM_THREADS: Final = 8

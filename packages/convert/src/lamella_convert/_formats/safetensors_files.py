@@ -14,10 +14,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from lamella_checkpoint import CheckpointDamaged
-from lamella_checkpoint.files import read_json, unreadable
 from lamella_convert._formats.rank_parts import RankPart
 from lamella_convert._formats.safetensors_header import Header, without_duplicates
+from lamella_files import CheckpointDamaged, read_json, unreadable
 
 WEIGHTS_FILE: Final = "model.safetensors"
 INDEX_FILE: Final = "model.safetensors.index.json"

@@ -12,9 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from lamella_checkpoint import TensorInfo
-from lamella_checkpoint.live import Item, exchange, num_ranks
-from lamella_checkpoint.sources import box_of, own_name, pieces
+from lamella_checkpoint.extending import Item, exchange, num_ranks
 from lamella_convert._formats.float8 import (
     BLOCK,
     FLOAT8,
@@ -28,6 +26,7 @@ from lamella_convert._formats.float8 import (
     scales_of,
 )
 from lamella_convert._formats.safetensors_write import Blank
+from lamella_files import TensorInfo, box_of, own_name, pieces
 from lamella_layout import Chunk
 
 Which = Callable[[str, TensorInfo], bool]

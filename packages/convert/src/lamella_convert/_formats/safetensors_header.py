@@ -10,9 +10,7 @@ from typing import Any, Final, NamedTuple, cast
 
 import torch
 
-from lamella_checkpoint import CheckpointDamaged
-from lamella_checkpoint.files import Stored, short, unreadable
-from lamella_checkpoint.sources import are_sizes
+from lamella_files import CheckpointDamaged, Stored, are_sizes, short, unreadable
 
 DTYPES: Final[Mapping[str, torch.dtype]] = {
     "F64": torch.float64,

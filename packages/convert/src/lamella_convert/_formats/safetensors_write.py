@@ -17,9 +17,9 @@ from typing import Any, Final, NamedTuple, Self
 
 import torch
 
-from lamella_checkpoint.files import Stored, write_box
 from lamella_convert._formats.safetensors_files import INDEX_FILE, WEIGHTS_FILE
 from lamella_convert._formats.safetensors_header import DTYPES
+from lamella_files import Stored, write_box
 from lamella_layout import Chunk
 
 MAX_SHARD_NBYTES: Final = 5_000_000_000

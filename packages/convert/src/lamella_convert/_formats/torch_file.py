@@ -14,27 +14,32 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from lamella_checkpoint import CheckpointDamaged, CheckpointUntrusted, FormatUnknown, TensorInfo, Wanted
-from lamella_checkpoint.archives import (
+from lamella_convert._formats.rank_parts import RankPart, held_whole, is_rank_part
+from lamella_files import (
+    CheckpointDamaged,
+    CheckpointUntrusted,
     Copy,
+    DcpItem,
     Expected,
-    Item,
+    FormatUnknown,
+    Inert,
     ItemRead,
     Record,
     StoredTensor,
+    TensorInfo,
     TensorRecord,
+    Wanted,
     check_places,
     is_little_endian,
+    read_pickle,
     read_record,
     read_tensors,
     records,
     storage_records,
     stored_tensor,
     unsafe_types,
+    whole_box,
 )
-from lamella_checkpoint.files import Inert, read_pickle
-from lamella_checkpoint.sources import whole_box
-from lamella_convert._formats.rank_parts import RankPart, held_whole, is_rank_part
 
 Keys: TypeAlias = tuple[str | int, ...]
 
@@ -202,7 +207,7 @@ class TorchFile:
             self._values[name] = value
 
     def _item_read(self, name: str, found: TensorRecord) -> ItemRead:
-        item = Item(self.path.name, 0, found.record.start + found.record.length)
+        item = DcpItem(self.path.name, 0, found.record.start + found.record.length)
         is_verified = found.record in self._verified
         return ItemRead(name=name, item=item, sizes=found.shape, found=found, is_verified=is_verified)
 
@@ -242,7 +247,7 @@ def archive_records(path: Path) -> dict[str, Record]:
 def whole_read(path: Path, record: Record, name: str) -> ItemRead:
     """A read of all bytes of a record, only to verify the checksum."""
     found = TensorRecord((record.length,), torch.uint8, record)
-    return ItemRead(name=name, item=Item(path.name, 0, record.start + record.length), sizes=found.shape, found=found)
+    return ItemRead(name=name, item=DcpItem(path.name, 0, record.start + record.length), sizes=found.shape, found=found)
 
 
 def _damaged(path: Path, error: Exception) -> CheckpointDamaged:

@@ -11,12 +11,11 @@ from typing import Final
 
 import torch
 
-from lamella_checkpoint import Source, Wanted
-from lamella_checkpoint.sources import Over, in_model, own_name
 from lamella_convert._formats.float8 import Dequantised, block_of, is_quantised
 from lamella_convert._formats.hf_files import copy_side_files, read_config, with_dtype, write_config, write_published
 from lamella_convert._formats.safetensors import SafetensorsSource
 from lamella_convert._formats.write_source import write_safetensors_file
+from lamella_files import Over, Source, Wanted, in_model, own_name
 
 UNTRAINED_FILE: Final = "lamella_untrained.safetensors"
 """Beside a configuration: published weights not trained by the run, by published name."""

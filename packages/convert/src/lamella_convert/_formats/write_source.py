@@ -2,29 +2,15 @@
 
 Each function writes into a staged directory or file, invisible to readers, and waits until the contents are on the
 disk. `dtypes` selects the tensors to write, with order and dtypes.
-
-Note [Filling an archive]
-    `torch.save` can omit the bytes of tensors (`skip_data`) and pickle tensors without memory (fake tensors).
-    The result is a whole archive, sparse, with a place for every element; boxes are filled one by one. The
-    CRC-32 of its tensors is written last, after a second read: torch's readers ignore the CRC-32, this package's
-    readers compare it.
 """
 
-import errno
-import os
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import torch
-from torch._subclasses import FakeTensorMode
-from torch.serialization import skip_data
 
-from lamella_checkpoint import Source
-from lamella_checkpoint.archives import seal
-from lamella_checkpoint.files import Stored, write_box
-from lamella_checkpoint.sources import WriteOptions, is_of_model, objects_once, own_name, stream
 from lamella_convert._formats.safetensors_write import (
     Blank,
     Filling,
@@ -34,21 +20,11 @@ from lamella_convert._formats.safetensors_write import (
     plan_files,
     write_index,
 )
+from lamella_convert._formats.torch_archive import BlankTensor, TorchArchive
+from lamella_files import Source, WriteOptions, is_of_model, objects_once, own_name, stream
 
 _NO_ALIASES: Final[Mapping[str, str]] = {}
 _DEFAULTS: Final = WriteOptions()
-
-
-class _FakeOnCpu(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """Tensors without memory, on the CPU.
-
-    On a torch build with CUDA but without GPUs, the base mode pretends eight GPUs, permanently:
-    autograd then starts threads for them, and cannot run in forks of this process.
-    """
-
-    @property
-    def avoid_device_init(self) -> bool:
-        return False
 
 
 def write_safetensors(
@@ -127,46 +103,13 @@ def write_torch(
 
     Effects: as Note [Filling an archive].
     """
-    with _FakeOnCpu():
-        blanks = {name: torch.empty(source.tensors[name].shape, dtype=dtype) for name, dtype in dtypes.items()}
+    blanks = {name: BlankTensor(source.tensors[name].shape, dtype) for name, dtype in dtypes.items()}
     ties = {alias: blanks[name] for alias, name in aliases.items() if name in blanks}
     objects = {name: value for names, value in objects_once(source) for name in names}
-    contents = _nested({**blanks, **ties, **objects})
-    try:
-        with skip_data(materialize_fake_tensors=True):
-            torch.save(contents, file)
-    except RuntimeError as error:  # torch's writer does not pass on the file system's own error.
-        reason = str(error).partition("\n")[0]
-        raise OSError(errno.EIO, f"Expected torch to write an archive, got {reason!r}", str(file)) from error
-    starts = _starts(contents, file)
-    with file.open("r+b") as opened:
+    with TorchArchive(file, _nested({**blanks, **ties, **objects})) as archive:
         for piece in stream(source, dtypes, options.buffer_nbytes):
-            blank = blanks[piece.name]
-            # Fake tensors have no data pointer: the archive's place is found by the tensor's id.
-            stored = Stored(starts[id(blank)], tuple(blank.shape), blank.dtype)
-            write_box(opened.fileno(), stored, piece.chunk, piece.values)
+            archive.write(blanks[piece.name], piece.chunk, piece.values)
             options.on_bytes(piece.values.nbytes)
-        seal(opened)
-        opened.flush()
-        os.fsync(opened.fileno())
-
-
-def _starts(contents: object, file: Path) -> dict[int, int]:
-    """The first byte of each saved tensor's elements in the file, by the tensor's id."""
-    with _FakeOnCpu():
-        loaded = torch.load(file, weights_only=True)
-    return {
-        id(saved): cast(int, tensor.untyped_storage()._checkpoint_offset) for saved, tensor in _pairs(contents, loaded)
-    }
-
-
-def _pairs(saved: Any, loaded: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The tensors at equal positions of two equal structures."""
-    if isinstance(saved, torch.Tensor):
-        yield saved, loaded
-    elif isinstance(saved, dict):
-        for key, value in saved.items():
-            yield from _pairs(value, loaded[key])
 
 
 def _nested(values: Mapping[str, object]) -> dict[str, Any]:

@@ -8,8 +8,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
-from lamella_checkpoint import Correspondence, Source
-from lamella_checkpoint.sources import Renamed, Side
 from lamella_convert._errors import ModelUnknown
 from lamella_convert._formats.open import Format, OpenCheckpoint, open_checkpoint
 from lamella_convert._tools.published import Published, Shapes, completed
@@ -18,6 +16,7 @@ from lamella_convert._translation.megatron import BRIDGE, MTP_LAYERS, RELEASE_0_
 from lamella_convert._translation.megatron import write_fsdp_dtensor as with_fsdp_dtensor_names
 from lamella_convert._translation.translate import Translated, parameter_shapes
 from lamella_convert._translation.translate import translate as translated
+from lamella_files import Correspondence, Renamed, Side, Source
 
 _DIALECTS: Final[Mapping[str, Dialect]] = {dialect.name: dialect for dialect in (RELEASE_0_19, BRIDGE)}
 

@@ -12,11 +12,7 @@ from typing import Final
 
 import torch
 
-from lamella_checkpoint import FormatUnknown, Source, TensorInfo
-from lamella_checkpoint.dcp import Manifest, encode_extra
-from lamella_checkpoint.dcp_writer import write_dcp
-from lamella_checkpoint.files import check_vacant, find, publish, stage, sync
-from lamella_checkpoint.sources import BUFFER_NBYTES, OnBytes, WriteOptions
+from lamella_checkpoint.extending import Manifest, write_dcp
 from lamella_convert._formats.hf_files import copy_side_files, read_config, write_config, write_published
 from lamella_convert._formats.open import OpenCheckpoint, find_files
 from lamella_convert._formats.safetensors_write import MAX_SHARD_NBYTES
@@ -27,6 +23,20 @@ from lamella_convert._tools.plan import KEPT, Plan, Target, Wish, dtypes_of, ext
 from lamella_convert._tools.published import SIDE_FILES, Published, Shapes, beside_of
 from lamella_convert._translation.megatron import keys_of
 from lamella_convert._translation.translate import Translated
+from lamella_files import (
+    BUFFER_NBYTES,
+    FormatUnknown,
+    OnBytes,
+    Source,
+    TensorInfo,
+    WriteOptions,
+    check_vacant,
+    encode_extra,
+    find,
+    publish,
+    stage,
+    sync,
+)
 
 OnProgress = Callable[[int, int], None]
 """Called with the bytes of tensors written so far, and the total."""

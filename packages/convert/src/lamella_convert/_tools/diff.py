@@ -11,10 +11,8 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from lamella_checkpoint import CheckpointUntrusted, Place, Source, Wanted
-from lamella_checkpoint.files import printable, short
-from lamella_checkpoint.sources import pieces
 from lamella_convert._formats.open import open_checkpoint
+from lamella_files import CheckpointUntrusted, Place, Source, Wanted, pieces, printable, short
 
 OnProgress = Callable[[int, int], None]
 """Called with the bytes compared so far, and the total."""

@@ -7,9 +7,8 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lamella_checkpoint import Source
-from lamella_checkpoint.files import printable, short
 from lamella_convert._formats.open import Format, open_checkpoint
+from lamella_files import Source, printable, short
 
 
 class Entry(NamedTuple):

@@ -17,22 +17,27 @@ from typing import Final, overload
 import torch
 from torch import nn
 
-from lamella_checkpoint import AsyncSaver, Correspondence, SaveHandle
-from lamella_checkpoint.dcp_writer import WithoutManifest
-from lamella_checkpoint.live import (
+from lamella_checkpoint import AsyncSaver, SaveHandle
+from lamella_checkpoint.extending import (
     Contents,
     Encoded,
     Item,
     Part,
     Share,
+    WithoutManifest,
     on_device_of,
     rank,
     recut,
     save_part,
 )
-from lamella_checkpoint.sources import (
+from lamella_convert._formats.megatron_files import COMMON, FORMAT
+from lamella_convert._translation.megatron import RELEASE_0_19, Dialect, keys_of, stored_names
+from lamella_convert._translation.megatron_model import from_megatron_model, global_expert
+from lamella_convert._translation.torch_dist import key_of
+from lamella_files import (
     MODEL,
     STATE,
+    Correspondence,
     box_of,
     carried,
     is_of_model,
@@ -41,10 +46,6 @@ from lamella_checkpoint.sources import (
     own_name,
     split_section,
 )
-from lamella_convert._formats.megatron_files import COMMON, FORMAT
-from lamella_convert._translation.megatron import RELEASE_0_19, Dialect, keys_of, stored_names
-from lamella_convert._translation.megatron_model import from_megatron_model, global_expert
-from lamella_convert._translation.torch_dist import key_of
 from lamella_layout import Chunk
 
 _TORCH_DIST: Final = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}

@@ -6,15 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lamella_checkpoint import Source
-from lamella_checkpoint.files import find
-from lamella_checkpoint.sources import rename
 from lamella_convert._formats.float8 import Dequantised, block_of, is_quantised
 from lamella_convert._formats.hf_files import read_config
 from lamella_convert._formats.open import OpenCheckpoint
 from lamella_convert._tools.between import Between, Convention, MegatronOptions, convention_of, layers_along, route
 from lamella_convert._tools.plan import of_sections
 from lamella_convert._tools.published import Published, beside_of
+from lamella_files import Source, find, rename
 
 
 def open_both(

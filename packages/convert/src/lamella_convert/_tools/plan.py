@@ -7,9 +7,6 @@ from typing import Any, Final, Literal, cast
 
 import torch
 
-from lamella_checkpoint import Source, TensorInfo
-from lamella_checkpoint.dcp import encode_extra
-from lamella_checkpoint.sources import MODEL, Renamed, WithObjects, in_model, is_of_model, own_name, rename
 from lamella_convert._formats.float8 import (
     Dequantised,
     Quantised,
@@ -29,6 +26,18 @@ from lamella_convert._tools.between import Between, Convention, convention_of, l
 from lamella_convert._tools.published import Published, ties_of
 from lamella_convert._translation.megatron_args import EXPECTED_OBJECTS
 from lamella_convert._translation.translate import Translated
+from lamella_files import (
+    MODEL,
+    Renamed,
+    Source,
+    TensorInfo,
+    WithObjects,
+    encode_extra,
+    in_model,
+    is_of_model,
+    own_name,
+    rename,
+)
 
 Target = Literal["dcp", "hf", "torch", "fsdp_dtensor"]
 """A format for `convert` to write."""

@@ -5,9 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from lamella_checkpoint import CheckpointDamaged, Source
-from lamella_checkpoint.dcp import StoredCheckpoint
-from lamella_checkpoint.sources import Renamed, WithObjects, is_of_model, own_name
+from lamella_checkpoint.extending import StoredCheckpoint
 from lamella_convert._formats.float8 import (
     is_scale,
 )
@@ -17,6 +15,7 @@ from lamella_convert._formats.safetensors import SafetensorsSource
 from lamella_convert._formats.safetensors_files import has_weights
 from lamella_convert._formats.torch_file import TorchFile
 from lamella_convert._formats.untrained import ORIGINALS_FILE, UNTRAINED_FILE, Completed, kept_in
+from lamella_files import CheckpointDamaged, Renamed, Source, WithObjects, is_of_model, own_name
 
 SIDE_FILES: Final = "hf"
 """The folder of a checkpoint with the side files of a Hugging Face directory: configuration, tokenizer."""

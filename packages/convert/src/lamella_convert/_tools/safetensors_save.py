@@ -8,8 +8,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from lamella_checkpoint.files import check_vacant, publish, stage
-from lamella_checkpoint.live import (
+from lamella_checkpoint.extending import (
     Contents,
     Item,
     Ranks,
@@ -22,7 +21,6 @@ from lamella_checkpoint.live import (
     on_rank_zero,
     rank,
 )
-from lamella_checkpoint.sources import own_name
 from lamella_convert._formats.float8 import BLOCK, blocks_of, left_alone, linear_weights, quantised_config, scale_name
 from lamella_convert._formats.hf_files import copy_side_files, read_config, write_config
 from lamella_convert._formats.safetensors_float8 import (
@@ -43,6 +41,7 @@ from lamella_convert._formats.safetensors_write import (
     stored_dtype,
     write_index,
 )
+from lamella_files import check_vacant, own_name, publish, stage
 
 
 def save_safetensors(

@@ -6,14 +6,21 @@ from functools import partial
 from math import prod
 from typing import Final
 
-from lamella_checkpoint import CheckpointDamaged, CheckpointUntrusted, FormatUnknown, Verification
 from lamella_checkpoint import verify as verify_dcp
-from lamella_checkpoint.archives import check_tensors
-from lamella_checkpoint.files import Findings, OnProgress, verification
 from lamella_convert._formats.open import Format, find_files
 from lamella_convert._formats.rank_parts import RankPart
 from lamella_convert._formats.safetensors import SafetensorsSource
 from lamella_convert._formats.torch_file import TorchFile, archive_records, whole_read
+from lamella_files import (
+    CheckpointDamaged,
+    CheckpointUntrusted,
+    Findings,
+    FormatUnknown,
+    OnProgress,
+    Verification,
+    check_tensors,
+    verification,
+)
 
 
 def verify(

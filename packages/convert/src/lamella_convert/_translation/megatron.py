@@ -38,8 +38,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal, get_args
 
-from lamella_checkpoint import Correspondence, Source
-from lamella_checkpoint.sources import MODEL, OPTIONS, STATE, Renamed, WithObjects, in_model, rename, split_section
 from lamella_convert._translation.hybrid_stack import (
     logical_name,
     nested_as,
@@ -62,6 +60,18 @@ from lamella_convert._translation.megatron_rules import (
 )
 from lamella_convert._translation.rules import Rules
 from lamella_convert._translation.translate import Translated, parameter_shapes, translate
+from lamella_files import (
+    MODEL,
+    OPTIONS,
+    STATE,
+    Correspondence,
+    Renamed,
+    Source,
+    WithObjects,
+    in_model,
+    rename,
+    split_section,
+)
 
 _OF_PROCESSES: Final = frozenset({"rng_state", "rerun_state_machine"})
 _MODEL: Final = re.compile(r"^model(\d*)\.((?:module\.)*)(.+)$")

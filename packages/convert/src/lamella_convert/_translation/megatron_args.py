@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from lamella_checkpoint import Source
+from lamella_files import Source
 
 OF_ARGS: Final = "args."
 """Before the names of single values, as readers of `torch_dist` give them."""

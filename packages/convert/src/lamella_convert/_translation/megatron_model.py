@@ -10,8 +10,6 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from lamella_checkpoint import Correspondence, Source
-from lamella_checkpoint.sources import rename, split_section
 from lamella_convert._translation.hybrid_stack import logical_name, nested_groups
 from lamella_convert._translation.megatron import Dialect, canonical_name
 from lamella_convert._translation.megatron_rules import (
@@ -26,6 +24,7 @@ from lamella_convert._translation.megatron_rules import (
 )
 from lamella_convert._translation.rules import Grouped, Join, Rule, Rules
 from lamella_convert._translation.translate import Translated, parameter_shapes, translate
+from lamella_files import Correspondence, Source, rename, split_section
 
 
 def _sharing(name: str) -> str:

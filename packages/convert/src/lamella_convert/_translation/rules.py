@@ -23,10 +23,9 @@ from functools import partial
 from itertools import accumulate, product
 from typing import NamedTuple, TypeAlias
 
-from lamella_checkpoint import Correspondence, Piece, Place
-from lamella_checkpoint.sources import Side, carried, meetings, whole_box
 from lamella_convert._errors import SizeUnknown
 from lamella_convert._translation.templates import Names, captures_of, fill
+from lamella_files import Correspondence, Piece, Place, Side, carried, meetings, whole_box
 from lamella_layout import Chunk
 
 Size: TypeAlias = "int | str"

@@ -9,13 +9,12 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
-from lamella_checkpoint import Correspondence, Source
-from lamella_checkpoint.sources import STATE, Renamed, WithObjects, in_model, rename
 from lamella_convert._translation.hybrid_stack import logical_name
 from lamella_convert._translation.megatron import canonical_name, is_of_processes
 from lamella_convert._translation.megatron_rules import GATED
 from lamella_convert._translation.rules import Rule, Rules, Stack, Term
 from lamella_convert._translation.translate import parameter_shapes, translate
+from lamella_files import STATE, Correspondence, Renamed, Source, WithObjects, in_model, rename
 
 MAIN_WEIGHT: Final = "fp32_param"
 

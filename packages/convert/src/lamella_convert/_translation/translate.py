@@ -16,13 +16,18 @@ from typing import Final, Literal, NamedTuple
 
 import torch
 
-from lamella_checkpoint import Correspondence, Piece, Place, Source, TensorInfo, Wanted
-from lamella_checkpoint.sources import (
+from lamella_files import (
     MODEL,
     OPTIONS,
     STATE,
+    Correspondence,
+    Piece,
+    Place,
     Renamed,
     Side,
+    Source,
+    TensorInfo,
+    Wanted,
     box_of,
     carried,
     in_model,

@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 from lamella_checkpoint import AsyncSaver, PartialLoad, SaveHandle, Source, load
-from lamella_checkpoint.sources import MODEL, in_model, longest_known, rename, split_section
 from lamella_convert import (
     Format,
     OpenCheckpoint,
@@ -30,6 +29,7 @@ from lamella_convert import (
     sizes_of_args,
     to_megatron_model,
 )
+from lamella_files import MODEL, in_model, longest_known, rename, split_section
 from lamella_megatron._checkpoint.global_optimizer import GlobalOptimizer
 from lamella_megatron._checkpoint.global_tensors import GlobalModel
 from lamella_megatron._checkpoint.stages import without

@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adam, Muon
 
 from lamella_checkpoint import Source
-from lamella_checkpoint.sources import OPTIONS, STATE, rename
 from lamella_engine.extending import held_by
+from lamella_files import OPTIONS, STATE, rename
 from lamella_megatron._checkpoint.global_tensors import GlobalModel, over
 
 

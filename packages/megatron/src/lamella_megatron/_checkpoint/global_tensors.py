@@ -33,10 +33,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from lamella_checkpoint.live import on_device_of
-from lamella_checkpoint.sources import whole_box
+from lamella_checkpoint.extending import on_device_of
 from lamella_convert import regrouped
 from lamella_engine.extending import dtensor_over
+from lamella_files import whole_box
 from lamella_layout import Chunk, strided_placements
 from lamella_megatron._checkpoint.stages import Stage, unwrapped
 from lamella_megatron._model.placement import expert_parameters

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import nn
 
 from lamella_checkpoint import Source
-from lamella_checkpoint.sources import rename, split_section
 from lamella_convert import canonical_name
+from lamella_files import rename, split_section
 
 _LAYER = re.compile(r"(decoder\.layers\.)(\d+)\b")
 _MODULE = re.compile(r"\w+\.layers\.\d+|\w+\.\w+")

@@ -32,6 +32,13 @@ class Stored(NamedTuple):
         """Elements from one index to the next, one entry a dim."""
         return tuple(prod(self.shape[dim + 1 :]) for dim in range(len(self.shape)))
 
+    def span(self, chunk: Chunk) -> tuple[int, int]:
+        """The first byte of a box, and the number of elements from the first to the last, both included."""
+        strides = self.strides
+        first = sum(offset * stride for offset, stride in zip(chunk.offsets, strides, strict=True))
+        last = sum((size - 1) * stride for size, stride in zip(chunk.sizes, strides, strict=True))
+        return self.start + first * self.dtype.itemsize, last + 1
+
 
 def pieces(chunk: Chunk, max_numel: int) -> Iterator[Chunk]:
     """Cut a box into boxes of at most `max_numel` elements, in memory order; none for an empty box."""
@@ -82,7 +89,7 @@ def write_box(descriptor: int, stored: Stored, chunk: Chunk, values: torch.Tenso
 
 def _read_host(descriptor: int, stored: Stored, chunk: Chunk, host: torch.Tensor) -> None:
     """Read a box into contiguous host memory of the stored dtype."""
-    first, numel = _span(stored, chunk)
+    first, numel = stored.span(chunk)
     close = _widest_gap(stored, chunk) <= _GAP_NBYTES
     if numel == chunk.numel or not chunk.numel:
         _fill(descriptor, first, host)
@@ -99,21 +106,13 @@ def _read_host(descriptor: int, stored: Stored, chunk: Chunk, host: torch.Tensor
 
 
 def _write_runs(descriptor: int, stored: Stored, chunk: Chunk, host: torch.Tensor) -> None:
-    first, numel = _span(stored, chunk)
+    first, numel = stored.span(chunk)
     if numel == chunk.numel:
         _drain(descriptor, first, host)
         return
     dim = _outermost(chunk)
     for row in range(chunk.sizes[dim]):
         _write_runs(descriptor, stored, _rows(chunk, dim, row, 1), host.narrow(dim, row, 1))
-
-
-def _span(stored: Stored, chunk: Chunk) -> tuple[int, int]:
-    """The first byte of a box, and the number of elements from the first to the last, both included."""
-    strides = stored.strides
-    first = sum(offset * stride for offset, stride in zip(chunk.offsets, strides, strict=True))
-    last = sum((size - 1) * stride for size, stride in zip(chunk.sizes, strides, strict=True))
-    return stored.start + first * stored.dtype.itemsize, last + 1
 
 
 def _widest_gap(stored: Stored, chunk: Chunk) -> int:

@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from lamella_checkpoint._base.boxes import are_sizes
-from lamella_checkpoint._base.text import short
+from lamella_files._base.boxes import are_sizes
+from lamella_files._base.text import short
 
 Json: TypeAlias = Any
 """A value that `json` writes."""

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from typing import Self
 
-from lamella_checkpoint._base.source import Over, Source, Wanted
+from lamella_files._sources.source import Over, Source, Wanted
 
 
 class Renamed(Over):

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from lamella_checkpoint._base.directories import unless_gone
-from lamella_checkpoint._base.errors import CheckpointDamaged, CheckpointUntrusted
-from lamella_checkpoint._base.text import printable
+from lamella_files._base.directories import unless_gone
+from lamella_files._base.errors import CheckpointDamaged, CheckpointUntrusted
+from lamella_files._base.text import printable
 
 T = TypeVar("T")
 

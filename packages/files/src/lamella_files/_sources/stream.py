@@ -10,8 +10,8 @@ from typing import Final, NamedTuple
 
 import torch
 
-from lamella_checkpoint._base.file_boxes import pieces
-from lamella_checkpoint._base.source import Source, TensorInfo, Wanted
+from lamella_files._base.file_boxes import pieces
+from lamella_files._sources.source import Source, TensorInfo, Wanted
 from lamella_layout import Chunk
 
 BUFFER_NBYTES: Final = 256 << 20
@@ -45,7 +45,7 @@ class WriteOptions:
 _Batch = list[tuple[str, Chunk, torch.dtype]]
 
 
-class Piece(NamedTuple):
+class FilledBox(NamedTuple):
     """A box of a tensor, with the values in contiguous host memory."""
 
     name: str
@@ -53,7 +53,9 @@ class Piece(NamedTuple):
     values: torch.Tensor
 
 
-def stream(source: Source, dtypes: Mapping[str, torch.dtype], buffer_nbytes: int = BUFFER_NBYTES) -> Iterator[Piece]:
+def stream(
+    source: Source, dtypes: Mapping[str, torch.dtype], buffer_nbytes: int = BUFFER_NBYTES
+) -> Iterator[FilledBox]:
     """The named tensors piece by piece, in the order of `dtypes`; the next pieces are prefetched.
 
     Args:
@@ -108,7 +110,7 @@ def _pieces_of(info: TensorInfo, max_numel: int) -> Iterator[Chunk]:
         yield from pieces(chunk, max_numel)
 
 
-def _read(source: Source, batch: _Batch) -> list[Piece]:
-    read = [Piece(name, chunk, torch.empty(chunk.sizes, dtype=dtype)) for name, chunk, dtype in batch]
+def _read(source: Source, batch: _Batch) -> list[FilledBox]:
+    read = [FilledBox(name, chunk, torch.empty(chunk.sizes, dtype=dtype)) for name, chunk, dtype in batch]
     source.read([Wanted(*piece) for piece in read])
     return read

@@ -12,12 +12,12 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 import torch
 
-from lamella_checkpoint._base.boxes import are_sizes
-from lamella_checkpoint._base.directories import METADATA_FILE
-from lamella_checkpoint._base.errors import CheckpointDamaged, CheckpointUntrusted
-from lamella_checkpoint._base.pickles import Inert, UnknownType, read_pickle
-from lamella_checkpoint._base.small_files import file_size, read_bytes
-from lamella_checkpoint._base.source import TensorInfo
+from lamella_files._base.boxes import are_sizes
+from lamella_files._base.directories import METADATA_FILE
+from lamella_files._base.errors import CheckpointDamaged, CheckpointUntrusted
+from lamella_files._base.pickles import Inert, UnknownType, read_pickle
+from lamella_files._base.small_files import file_size, read_bytes
+from lamella_files._sources.source import TensorInfo
 from lamella_layout import Chunk
 
 WRITTEN_BY: Final = "lamella_checkpoint"
@@ -64,7 +64,7 @@ _KNOWN_TYPES: Final = frozenset(
 )
 
 
-class Item(NamedTuple):
+class DcpItem(NamedTuple):
     """One written unit: a chunk of a tensor, or an object. `offset` and `length` are in bytes."""
 
     file: str
@@ -89,7 +89,7 @@ class StoredMetadata:
 
     tensors: Mapping[str, TensorInfo]
     objects: tuple[str, ...]
-    items: Mapping[tuple[str, tuple[int, ...] | None], Item]
+    items: Mapping[tuple[str, tuple[int, ...] | None], DcpItem]
     paths: Mapping[str, tuple[str | int, ...]]
     save_id: str | None
     modules: tuple[str, ...]
@@ -146,7 +146,7 @@ def _checked(metadata: object) -> StoredMetadata:
             tensors[_expect(str, name, "name")] = _tensor(name, _fields(entry))
         else:
             objects.append(_expect(str, name, "name"))
-    items: dict[tuple[str, tuple[int, ...] | None], Item] = {}
+    items: dict[tuple[str, tuple[int, ...] | None], DcpItem] = {}
     compressed: set[str] = set()
     for index, info in _expect(dict, fields.get("storage_data"), "storage_data").items():
         at, info_fields = _fields(index), _fields(info)
@@ -193,8 +193,8 @@ def _dtype(name: str, properties: object) -> torch.dtype:
     return _expect(torch.dtype, state[0] if isinstance(state, tuple) and state else state, f"dtype of {name!r}")
 
 
-def _item(name: str, fields: Mapping[str, Any]) -> Item:
-    item = Item(
+def _item(name: str, fields: Mapping[str, Any]) -> DcpItem:
+    item = DcpItem(
         _expect(str, fields.get("relative_path"), f"file of {name!r}"),
         _expect(int, fields.get("offset"), f"offset of {name!r}"),
         _expect(int, fields.get("length"), f"length of {name!r}"),

@@ -24,7 +24,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from lamella_checkpoint._base.errors import CheckpointDamaged
+from lamella_files._base.errors import CheckpointDamaged
 
 METADATA_FILE = ".metadata"
 _LEFTOVER = re.compile(r"(?P<target>.+)\.(?P<kind>saving|replaced|removed)-[0-9a-f]{8}", re.DOTALL)

@@ -1,8 +1,7 @@
 """Byte ranges of tensor elements in a file of `torch.save`: a zip archive with uncompressed records.
 
-`zipfile` lists the archive, and lacks two operations that this module adds. The first byte of a record follows from
-the record's local header, and boxes are read from there without the rest of the record. `seal` writes the checksums
-of records whose elements were filled in place after torch had written the archive without checksums.
+`zipfile` lists the archive, without the first byte of a record. This module takes the byte from the record's local
+header, and boxes are read from there without the rest of the record.
 """
 
 import io
@@ -13,21 +12,16 @@ import zlib
 from collections.abc import Iterator, Mapping
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO, Final, NamedTuple
+from typing import Any, BinaryIO, Final, NamedTuple, cast
 
 import torch
 
-from lamella_checkpoint._base.boxes import are_sizes
-from lamella_checkpoint._base.pickles import Inert, read_pickle
-from lamella_checkpoint._base.small_files import MAX_NBYTES
-from lamella_checkpoint._base.text import short
+from lamella_files._base.boxes import are_sizes
+from lamella_files._base.pickles import Inert, read_pickle
+from lamella_files._base.small_files import MAX_NBYTES
+from lamella_files._base.text import short
 
 _PIECE_NBYTES: Final = 1 << 20
-_ENTRY_NBYTES: Final = 46  # An entry of the central directory, without the name.
-_CRC_AT: Final = 16
-_LENGTHS_AT: Final = 28
-_ENTRY_LENGTHS: Final = struct.Struct("<3H")  # of the name, the extra field and the comment, which follow
-_DESCRIPTOR: Final = b"PK\7\x08"  # Starts the data descriptor behind a record whose header lacks the length.
 _DIRECTORY: Final = 0x10  # Of an entry's attributes, as in DOS.
 _LOCAL_HEADER: Final = struct.Struct("<4s22xHH")  # signature, length of the name, length of the extra field
 
@@ -261,29 +255,6 @@ def read_record(file: BinaryIO, record: Record) -> bytes:
     return content
 
 
-def seal(file: BinaryIO) -> None:
-    """Write the checksum of each record that lacks one, in the directory and in the descriptor behind the record.
-
-    Effects: reads these records in pieces, one piece in memory at a time.
-    """
-    found = records(file)
-    with zipfile.ZipFile(file) as archive:
-        entries, position = archive.infolist(), archive.start_dir
-    for info in entries:
-        file.seek(position)
-        lengths = _ENTRY_LENGTHS.unpack_from(file.read(_ENTRY_NBYTES), _LENGTHS_AT)
-        record = found[info.filename.partition("/")[2]]
-        if record.crc is None:
-            crc = checksum(file, record.start, record.length)[1].to_bytes(4, "little")
-            file.seek(record.start + record.length)
-            if file.read(len(_DESCRIPTOR)) == _DESCRIPTOR:
-                file.seek(record.start + record.length + len(_DESCRIPTOR))
-                file.write(crc)
-            file.seek(position + _CRC_AT)
-            file.write(crc)
-        position += _ENTRY_NBYTES + sum(lengths)
-
-
 def checksum(file: BinaryIO, start: int, length: int) -> tuple[int, int]:
     """The number of bytes read from a range of a file, and their CRC-32. Effects: holds one piece at a time."""
     file.seek(start)
@@ -301,6 +272,12 @@ def _fits(tensor: StoredTensor) -> bool:
         return False
     last = tensor.offset + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.strides, strict=True))
     return 0 in tensor.shape or (last + 1) * tensor.dtype.itemsize <= tensor.record.length
+
+
+def storage_class(dtype: torch.dtype) -> type:
+    """The class that pickles name for storages of a dtype, `torch.FloatStorage` and the like."""
+    names: dict[torch.dtype, str] = {kind: name for name, kind in torch.storage._storage_type_to_dtype_map().items()}
+    return cast(type, getattr(torch, names[dtype]))
 
 
 def _dtype(storage: object) -> torch.dtype | None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Literal, NamedTuple
 
-from lamella_checkpoint._base.boxes import whole_box
+from lamella_files._base.boxes import whole_box
 from lamella_layout import Chunk
 
 Side = Literal["left", "right"]

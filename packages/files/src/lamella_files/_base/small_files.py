@@ -10,7 +10,7 @@ from pathlib import Path
 from stat import S_ISREG
 from typing import Any, Final
 
-from lamella_checkpoint._base.errors import CheckpointDamaged
+from lamella_files._base.errors import CheckpointDamaged
 
 MAX_NBYTES: Final = 4 << 30
 """More than the metadata of any checkpoint, and small enough for a reader's memory."""

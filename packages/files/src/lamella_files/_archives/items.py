@@ -25,11 +25,11 @@ from typing import Any, BinaryIO, Final, NamedTuple, Self, cast
 
 import torch
 
-from lamella_checkpoint._base.errors import CheckpointDamaged
-from lamella_checkpoint._base.file_boxes import Stored, read_box
-from lamella_checkpoint._formats.metadata import Item
-from lamella_checkpoint._formats.objects import Expected, check_content, check_equal, check_record, damaged
-from lamella_checkpoint._formats.torch_zip import FileSlice, TensorRecord, find_tensor
+from lamella_files._archives.metadata import DcpItem
+from lamella_files._archives.objects import Expected, check_content, check_equal, check_record, damaged
+from lamella_files._archives.torch_zip import FileSlice, TensorRecord, find_tensor
+from lamella_files._base.errors import CheckpointDamaged
+from lamella_files._base.file_boxes import Stored, read_box
 from lamella_layout import Chunk, Range
 
 _PIECE_BYTES: Final = 16 << 20
@@ -53,7 +53,7 @@ class ItemRead:
     """
 
     name: str
-    item: Item
+    item: DcpItem
     sizes: tuple[int, ...]
     found: TensorRecord | None = None
     is_verified: bool = False
@@ -69,7 +69,7 @@ def read_tensors(
     directory: Path,
     reads: Iterable[ItemRead],
     expected: Expected | None,
-    on_item: Callable[[Item], None] = lambda _: None,
+    on_item: Callable[[DcpItem], None] = lambda _: None,
 ) -> None:
     """Copy the wanted boxes of stored chunks.
 
@@ -92,7 +92,7 @@ def read_tensors(
 
 
 def check_tensors(
-    directory: Path, reads: Iterable[ItemRead], expected: Expected, on_item: Callable[[Item], None]
+    directory: Path, reads: Iterable[ItemRead], expected: Expected, on_item: Callable[[DcpItem], None]
 ) -> list[CheckpointDamaged]:
     """All errors of stored chunks, where `read_tensors` stops at the first.
 

@@ -12,16 +12,16 @@ from typing import Any, BinaryIO, cast
 
 import torch
 
-from lamella_checkpoint._base.errors import CheckpointDamaged, CheckpointUntrusted
-from lamella_checkpoint._base.pickles import PickleTooLarge, check_size
-from lamella_checkpoint._formats.metadata import Item
-from lamella_checkpoint._formats.torch_zip import FileSlice, Record, checksum, plain_data, records
+from lamella_files._archives.metadata import DcpItem
+from lamella_files._archives.torch_zip import FileSlice, Record, checksum, plain_data, records
+from lamella_files._base.errors import CheckpointDamaged, CheckpointUntrusted
+from lamella_files._base.pickles import PickleTooLarge, check_size
 
-Expected = Callable[[Item], int | None]
+Expected = Callable[[DcpItem], int | None]
 """The CRC-32 recorded for an item; None if the writer recorded none (torch's archive may have one)."""
 
 
-def read_object(directory: Path, name: str, item: Item, expected: Expected | None, *, trust: bool) -> object:
+def read_object(directory: Path, name: str, item: DcpItem, expected: Expected | None, *, trust: bool) -> object:
     """Unpickle an object as plain data.
 
     Args:
@@ -41,14 +41,14 @@ def read_object(directory: Path, name: str, item: Item, expected: Expected | Non
         return unpickle(content, directory / item.file, name, trust=trust)
 
 
-def check_object(directory: Path, name: str, item: Item, expected: Expected) -> None:
+def check_object(directory: Path, name: str, item: DcpItem, expected: Expected) -> None:
     """Verify an object's bytes by checksum. Arguments and errors are those of `read_object`."""
     with _opened(directory / item.file, name, item) as content:
         check_content(directory / item.file, name, item, content, expected)
 
 
 @contextmanager
-def _opened(file: Path, name: str, item: Item) -> Iterator[BinaryIO]:
+def _opened(file: Path, name: str, item: DcpItem) -> Iterator[BinaryIO]:
     """An item as a file of its own."""
     try:
         with file.open("rb") as opened:
@@ -97,7 +97,7 @@ def unsafe_types(file: BinaryIO | Path, error: Exception) -> str:
     return ", ".join(sorted(names))
 
 
-def check_content(file: Path, name: str, item: Item, content: BinaryIO, expected: Expected) -> None:
+def check_content(file: Path, name: str, item: DcpItem, content: BinaryIO, expected: Expected) -> None:
     """Verify an item's bytes by the recorded checksum, or by the checksums of torch's archive.
 
     Raises:

@@ -1,0 +1,1 @@
+"""Sources of named tensors: read, renamed, streamed, and related to live tensors."""

@@ -1,0 +1,50 @@
+"""Boxes of tensors: overlaps, and boxes that are read and written in place."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from lamella_files import Stored, box_of, first_overlap, read_box, write_box
+from lamella_layout import Chunk
+
+
+@pytest.mark.parametrize(
+    ("chunks", "overlap"),
+    [
+        ([((0, 0), (2, 2)), ((2, 0), (2, 2)), ((0, 2), (4, 1))], False),
+        ([((0, 0), (2, 2)), ((1, 1), (1, 1))], True),
+        ([((0, 0), (4, 1)), ((0, 1), (4, 1)), ((3, 0), (1, 2))], True),
+        ([((0,), (0,)), ((0,), (3,))], False),
+        ([((), ())], False),
+        ([((), ()), ((), ())], True),
+    ],
+)
+def test_overlaps_are_found(chunks: list[tuple[tuple[int, ...], tuple[int, ...]]], overlap: bool) -> None:
+    found = first_overlap([Chunk(*chunk) for chunk in chunks])
+    assert (found is not None) is overlap
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex64, torch.float8_e4m3fn])
+def test_boxes_are_written_and_read_where_they_lie(tmp_path: Path, dtype: torch.dtype) -> None:
+    values = torch.arange(4 * 5 * 3).view(4, 5, 3).float().to(dtype)
+    stored = Stored(7, (4, 5, 3), dtype)
+    boxes = [Chunk((0, 0, 0), (4, 2, 3)), Chunk((0, 2, 0), (4, 3, 1)), Chunk((0, 2, 1), (4, 3, 2))]
+    with (tmp_path / "file").open("xb+") as file:
+        for box in boxes:
+            write_box(file.fileno(), stored, box, box_of(values, box))
+        assert os.fstat(file.fileno()).st_size == 7 + values.nbytes
+        into = torch.empty_like(values)
+        for box in boxes:
+            read_box(file.fileno(), stored, box, box_of(into, box))
+        assert torch.equal(into.view(torch.uint8), values.view(torch.uint8))
+        with pytest.raises(EOFError, match="bytes early"):
+            read_box(file.fileno(), stored._replace(start=8), boxes[2], torch.empty(4, 3, 2, dtype=dtype))
+
+
+def test_a_span_reaches_from_the_first_element_of_a_box_to_the_last() -> None:
+    stored = Stored(100, (4, 5), torch.float32)
+    assert stored.span(Chunk((1, 1), (2, 3))) == (100 + 6 * 4, 8)
+    assert stored.span(Chunk((1, 0), (2, 5))) == (100 + 5 * 4, 10)
+    assert Stored(3, (), torch.int8).span(Chunk((), ())) == (3, 1)

@@ -1,0 +1,20 @@
+"""The README's example runs and prints what the README says it prints."""
+
+import re
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
+
+import pytest
+
+README = Path(__file__).parent.parent / "README.md"
+
+
+def test_the_readme_example_prints_the_text_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (code,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    (shown,) = re.findall(r"```text\n(.*?)```", README.read_text(), re.DOTALL)
+    printed = StringIO()
+    with redirect_stdout(printed):
+        exec(compile(code, README.name, "exec"), {})
+    assert printed.getvalue() == shown
