@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from lamella_checkpoint import Source
-from lamella_qwen import FAMILY
+from lamella_qwen import FAMILY, sharding_units
 from lamella_qwen._sizes import MODEL_TYPES
 from lamella_testing.qwen import KINDS, Kind, make_model
 
@@ -69,3 +69,12 @@ def test_packed_experts_stay_as_they_are() -> None:
     model = make_model("moe")
     weights = MemorySource({f"model.{name}": tensor.detach() for name, tensor in model.named_parameters()})
     assert_loads(translated(weights, FAMILY.modules(config_of("moe")), "right"), model)
+
+
+def test_the_package_is_announced_to_lamella_transformers_for_the_same_model_types() -> None:
+    project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
+    declared = project["entry-points"]["lamella.adapters"]
+    assert declared.keys() == project["entry-points"]["lamella.families"].keys()
+    for name, target in declared.items():
+        adapter = EntryPoint(name, target, "lamella.adapters").load()
+        assert adapter.sharding_units is sharding_units and "qwen3.5-tiny" in adapter.NAMED_CONFIGS
