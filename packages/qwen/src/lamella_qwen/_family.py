@@ -24,13 +24,13 @@ def module_rules(config: Mapping[str, object]) -> Rules:
     """
     if QwenSizes.of(config).num_vision_heads is not None:
         return Rules((*_stacks(_WITH_VISION, _WITH_VISION), *_unstacked_mtp()))
-    rest = Rule(f"{_WITH_VISION}{{name*}}", f"{_ALONE}{{name*}}")
-    return Rules((*_stacks(_ALONE, _ALONE), *_stacks(_WITH_VISION, _ALONE), *_unstacked_mtp(), rest))
+    text_names = Rule(f"{_WITH_VISION}{{name*}}", f"{_ALONE}{{name*}}")
+    return Rules((*_stacks(_ALONE, _ALONE), *_stacks(_WITH_VISION, _ALONE), *_unstacked_mtp(), text_names))
 
 
-def _stacks(left: str, right: str) -> Iterable[Rule]:
-    packed = f"{right}layers.{{layer}}.mlp.experts."
-    gate_up, down = _one_by_one(left)
+def _stacks(separate: str, stacked: str) -> Iterable[Rule]:
+    packed = f"{stacked}layers.{{layer}}.mlp.experts."
+    gate_up, down = _one_by_one(separate)
     return [Rule(gate_up, f"{packed}gate_up_proj"), Rule(down, f"{packed}down_proj")]
 
 

@@ -1,6 +1,6 @@
 """Where each tensor of a Qwen3.5 lies in a Megatron checkpoint: the family's rules, as data.
 
-On the left are Hugging Face's names, on the right Megatron's canonical ones (those of megatron-core's modules at a
+On the hf are Hugging Face's names, on the megatron Megatron's canonical ones (those of megatron-core's modules at a
 tensor-parallel size of 1, with gated delta nets by component), from which every dialect is written.
 
 Note [How the two sides differ]
@@ -20,8 +20,8 @@ Note [How the two sides differ]
     they multiply), but for the norm at the end of a gated delta net, which Hugging Face stores around one.
 
     Source: the mappings of Megatron-Bridge; `SelfAttention` and `GatedDeltaNet` of megatron-core; `modeling_qwen3_5.py`
-    and `modeling_qwen3_5_moe.py` of transformers. Tests compute from the right side, in megatron-core's order, what
-    transformers computes from the left.
+    and `modeling_qwen3_5_moe.py` of transformers. Tests compute from the megatron side, in megatron-core's order, what
+    transformers computes from the hf.
 """
 
 from collections.abc import Iterable, Mapping
@@ -34,7 +34,7 @@ from lamella_qwen._sizes import QwenSizes
 def megatron_rules(
     config: Mapping[str, object], *, packed_experts: bool = True, packed_mtp_experts: bool = False
 ) -> Rules:
-    """What corresponds between Hugging Face's names of a Qwen3.5 (left) and Megatron's canonical ones (right).
+    """What corresponds between Hugging Face's names of a Qwen3.5 (hf) and Megatron's canonical ones (megatron).
 
     Text models and those with vision, dense and mixtures of experts, with or without the layer that predicts further
     tokens (which checkpoints hold and transformers' modules do not). Hugging Face's experts are read however they are
@@ -44,22 +44,23 @@ def megatron_rules(
         config: The values of a `config.json`.
         packed_experts: Whether experts are stacked in one tensor, as in transformers' modules; else they are stored one
             by one, as `save_pretrained` stores them.
-        packed_mtp_experts: The same for the layer that predicts further tokens: Qwen3.6 packs them, Qwen3.5 does not.
+        packed_mtp_experts: Whether experts of the layer that predicts further tokens are stacked: Qwen3.6's are,
+            Qwen3.5's are not.
 
     Raises:
         ValueError: The config is not a whole Qwen3.5's.
     """
     sizes = QwenSizes.of(config)
-    left, right = ("model.", "") if sizes.num_vision_heads is None else ("model.language_model.", "language_model.")
-    layers = f"{left}layers.{{layer}}.", f"{right}decoder.layers.{{layer}}."
+    hf, megatron = ("model.", "") if sizes.num_vision_heads is None else ("model.language_model.", "language_model.")
+    layers = f"{hf}layers.{{layer}}.", f"{megatron}decoder.layers.{{layer}}."
     rules = [
-        Rule(f"{left}embed_tokens.weight", _of_tokens(f"{right}embedding.word_embeddings.weight")),
-        Rule(f"{left}norm.weight", f"{right}decoder.final_layernorm.weight"),
-        *([] if sizes.tied else [Rule("lm_head.weight", _of_tokens(f"{right}output_layer.weight"))]),
+        Rule(f"{hf}embed_tokens.weight", _padded_vocabulary(f"{megatron}embedding.word_embeddings.weight")),
+        Rule(f"{hf}norm.weight", f"{megatron}decoder.final_layernorm.weight"),
+        *([] if sizes.tied else [Rule("lm_head.weight", _padded_vocabulary(f"{megatron}output_layer.weight"))]),
         *_attention(*layers),
         *_delta_net(*layers),
         *_feed_forward(*layers, packed_experts=packed_experts),
-        *_mtp("mtp.", f"{right}mtp.layers.", packed_experts=packed_mtp_experts),
+        *_mtp("mtp.", f"{megatron}mtp.layers.", packed_experts=packed_mtp_experts),
         *_vision("model.visual.", "vision_model."),
     ]
     return Rules(tuple(rules), sizes=_named(sizes))
@@ -70,7 +71,7 @@ def megatron_sizes(config: Mapping[str, object], *, tensor_parallel_size: int) -
 
     Args:
         config: The values of a `config.json`.
-        tensor_parallel_size: Of the ranks that wrote the Megatron checkpoint, or will read it.
+        tensor_parallel_size: The number of tensor-parallel ranks that wrote the Megatron checkpoint, or will read it.
 
     Returns:
         What lamella-checkpoint's readers and writers of Megatron's formats take as `sizes`.
@@ -109,11 +110,11 @@ def _named(sizes: QwenSizes) -> dict[str, int]:
     }
 
 
-def _renames(left: str, right: str, names: Mapping[str, str]) -> Iterable[Rule]:
-    return [Rule(f"{left}{mine}", f"{right}{theirs}") for mine, theirs in names.items()]
+def _renames(hf: str, megatron: str, names: Mapping[str, str]) -> Iterable[Rule]:
+    return [Rule(f"{hf}{hf_name}", f"{megatron}{megatron_name}") for hf_name, megatron_name in names.items()]
 
 
-def _of_tokens(name: str) -> Padded:
+def _padded_vocabulary(name: str) -> Padded:
     return Padded(name, rows="vocabulary", to="padded vocabulary")
 
 
@@ -124,16 +125,16 @@ _ATTENTION: Final = {
 }
 
 
-def _attention(left: str, right: str) -> Iterable[Rule]:
-    query, key, value = (f"{left}self_attn.{part}_proj.weight" for part in "qkv")
-    fused = f"{right}self_attention.linear_qkv"
+def _attention(hf: str, megatron: str) -> Iterable[Rule]:
+    query, key, value = (f"{hf}self_attn.{part}_proj.weight" for part in "qkv")
+    fused = f"{megatron}self_attention.linear_qkv"
     return [
-        Rule(f"{left}input_layernorm.weight", f"{fused}.layer_norm_weight", left_beside=query),
+        Rule(f"{hf}input_layernorm.weight", f"{fused}.layer_norm_weight", left_beside=query),
         Rule(
             Join((Grouped(query, groups="heads", sizes=(1, 1)), key, value), sizes=("query and gate", "key", "key")),
             Grouped(f"{fused}.weight", groups="groups", sizes=("query", "query", "key", "key")),
         ),
-        *_renames(left, right, _ATTENTION),
+        *_renames(hf, megatron, _ATTENTION),
     ]
 
 
@@ -147,15 +148,15 @@ _DELTA_NET: Final = {
 }
 
 
-def _delta_net(left: str, right: str) -> Iterable[Rule]:
-    projected, convolved = f"{right}self_attention.in_proj", f"{right}self_attention.conv1d"
-    qkv, convolution = f"{left}linear_attn.in_proj_qkv.weight", f"{left}linear_attn.conv1d.weight"
+def _delta_net(hf: str, megatron: str) -> Iterable[Rule]:
+    projected, convolved = f"{megatron}self_attention.in_proj", f"{megatron}self_attention.conv1d"
+    qkv, convolution = f"{hf}linear_attn.in_proj_qkv.weight", f"{hf}linear_attn.conv1d.weight"
     return [
-        Rule(f"{left}input_layernorm.weight", f"{projected}.layer_norm_weight", left_beside=qkv),
+        Rule(f"{hf}input_layernorm.weight", f"{projected}.layer_norm_weight", left_beside=qkv),
         Rule(qkv, _query_key_value(f"{projected}.weight")),
         Rule(convolution, _query_key_value(f"{convolved}.weight")),
-        Rule(f"{left}linear_attn.norm.weight", f"{right}self_attention.out_norm.weight", shift=-1.0),
-        *_renames(left, right, _DELTA_NET),
+        Rule(f"{hf}linear_attn.norm.weight", f"{megatron}self_attention.out_norm.weight", shift=-1.0),
+        *_renames(hf, megatron, _DELTA_NET),
     ]
 
 
@@ -171,33 +172,33 @@ _MIXTURE: Final = {
 }
 
 
-def _feed_forward(left: str, right: str, *, packed_experts: bool) -> Iterable[Rule]:
-    norm, gate = f"{left}post_attention_layernorm.weight", f"{left}mlp.gate_proj.weight"
-    packed = _packed_experts(f"{left}mlp.experts.", f"{right}mlp.experts.")
-    single = _gated(f"{left}mlp.experts.{{expert}}.", f"{right}mlp.experts.", number="{expert}")
+def _feed_forward(hf: str, megatron: str, *, packed_experts: bool) -> Iterable[Rule]:
+    norm, gate = f"{hf}post_attention_layernorm.weight", f"{hf}mlp.gate_proj.weight"
+    packed = _packed_experts(f"{hf}mlp.experts.", f"{megatron}mlp.experts.")
+    single = _gated(f"{hf}mlp.experts.{{expert}}.", f"{megatron}mlp.experts.", number="{expert}")
     return [
-        Rule(norm, f"{right}mlp.linear_fc1.layer_norm_weight", left_beside=gate),
-        *_gated(f"{left}mlp.", f"{right}mlp."),
-        *_renames(left, right, _MIXTURE),
-        *_gated(f"{left}mlp.shared_expert.", f"{right}mlp.shared_experts."),
-        # The first that fits takes the names: from the right that is the preferred spelling.
+        Rule(norm, f"{megatron}mlp.linear_fc1.layer_norm_weight", left_beside=gate),
+        *_gated(f"{hf}mlp.", f"{megatron}mlp."),
+        *_renames(hf, megatron, _MIXTURE),
+        *_gated(f"{hf}mlp.shared_expert.", f"{megatron}mlp.shared_experts."),
+        # The first that fits takes the names: from the megatron that is the preferred spelling.
         *((*packed, *single) if packed_experts else (*single, *packed)),
     ]
 
 
-def _gated(left: str, right: str, number: str = "") -> Iterable[Rule]:
-    halves = f"{left}gate_proj.weight", f"{left}up_proj.weight"
+def _gated(hf: str, megatron: str, number: str = "") -> Iterable[Rule]:
+    halves = f"{hf}gate_proj.weight", f"{hf}up_proj.weight"
     return [
-        Rule(Join(halves, sizes=(1, 1)), f"{right}linear_fc1.weight{number}"),
-        Rule(f"{left}down_proj.weight", f"{right}linear_fc2.weight{number}"),
+        Rule(Join(halves, sizes=(1, 1)), f"{megatron}linear_fc1.weight{number}"),
+        Rule(f"{hf}down_proj.weight", f"{megatron}linear_fc2.weight{number}"),
     ]
 
 
-def _packed_experts(left: str, right: str) -> Iterable[Rule]:
+def _packed_experts(hf: str, megatron: str) -> Iterable[Rule]:
     names = {"gate_up_proj": "linear_fc1", "down_proj": "linear_fc2"}
     return [
-        Rule(f"{left}{mine}", Stack(f"{right}{theirs}.weight{{expert}}", index="expert"))
-        for mine, theirs in names.items()
+        Rule(f"{hf}{hf_name}", Stack(f"{megatron}{megatron_name}.weight{{expert}}", index="expert"))
+        for hf_name, megatron_name in names.items()
     ]
 
 
@@ -209,11 +210,11 @@ _MTP: Final = {
 }
 
 
-def _mtp(left: str, right: str, *, packed_experts: bool) -> Iterable[Rule]:
+def _mtp(hf: str, megatron: str, *, packed_experts: bool) -> Iterable[Rule]:
     """The one published layer: an attention layer, between norms and a projection of its own."""
-    layer = f"{left}layers.{{layer}}.", f"{right}{{layer}}.mtp_model_layer."
+    layer = f"{hf}layers.{{layer}}.", f"{megatron}{{layer}}.mtp_model_layer."
     return [
-        *_renames(left, f"{right}0.", _MTP),
+        *_renames(hf, f"{megatron}0.", _MTP),
         *_attention(*layer),
         *_feed_forward(*layer, packed_experts=packed_experts),
     ]
@@ -245,9 +246,9 @@ _VISION_BLOCK: Final = {
 }
 
 
-def _vision(left: str, right: str) -> Iterable[Rule]:
-    block = f"{left}blocks.{{layer}}.", f"{right}decoder.layers.{{layer}}."
-    yield from _renames(left, right, _VISION)
+def _vision(hf: str, megatron: str) -> Iterable[Rule]:
+    block = f"{hf}blocks.{{layer}}.", f"{megatron}decoder.layers.{{layer}}."
+    yield from _renames(hf, megatron, _VISION)
     yield from _renames(*block, _VISION_BLOCK)
     for part in ("weight", "bias"):
         fused = f"{block[1]}self_attention.linear_qkv.{part}"

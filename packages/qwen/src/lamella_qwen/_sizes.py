@@ -17,7 +17,7 @@ class QwenSizes:
     Attributes:
         num_heads: Query heads; each has an output gate of the same size.
         tied: The output projection is the input embedding.
-        num_vision_heads: Of the vision tower; None in a text model.
+        num_vision_heads: Heads of the vision tower; None in a text model.
     """
 
     vocab_size: int
@@ -41,8 +41,8 @@ class QwenSizes:
         model_type = config.get("model_type")
         if model_type not in MODEL_TYPES:
             raise ValueError(f"Expected a config with one of {sorted(MODEL_TYPES)} as model_type, got {model_type!r}.")
-        whole = _Values(config, "")
-        text = whole if model_type in _TEXT else whole.part("text_config")
+        model = _Values(config, "")
+        text = model if model_type in _TEXT else model.part("text_config")
         if text.values.get("attention_bias"):
             raise ValueError(f"Expected {text.place}attention_bias false, as in every Qwen3.5, got true.")
         return cls(
@@ -56,7 +56,7 @@ class QwenSizes:
             value_head_dim=text.number("linear_value_head_dim"),
             # With vision the outer config decides; the text part's own value is a library's default.
             tied=bool(config.get("tie_word_embeddings", False)),
-            num_vision_heads=None if model_type in _TEXT else whole.part("vision_config").number("num_heads"),
+            num_vision_heads=None if model_type in _TEXT else model.part("vision_config").number("num_heads"),
         )
 
     @property
