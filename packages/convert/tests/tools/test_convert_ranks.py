@@ -55,7 +55,7 @@ def test_rows_are_those_of_the_ranks_that_will_read(tmp_path: Path, told: dict[s
     values = read_all(written.raw)
     assert values[f"model.module.{MIXER}.in_proj.weight"].equal(by_rank(num_ranks))
     assert values[f"model.module.{MIXER}.conv1d_weight"].equal(by_rank(num_ranks, "x B C"))
-    assert written.told_ranks == num_ranks  # Readers take the rows apart by this number.
+    assert written.recorded_ranks == num_ranks  # Readers take the rows apart by this number.
 
 
 def test_metadata_is_read_once_whatever_number_of_ranks_the_files_tell(
