@@ -20,7 +20,7 @@ from lamella_checkpoint._formats.checksums import Checksums
 from lamella_checkpoint._formats.dcp_write import WithoutManifest
 from lamella_checkpoint._training import handle as _handle
 from lamella_checkpoint._training import writer as _writer
-from lamella_checkpoint._training.async_process import WriterAnswer, Job, is_settled, part_name
+from lamella_checkpoint._training.async_process import Job, WriterAnswer, is_settled, part_name
 from lamella_checkpoint._training.handle import Limits
 from lamella_checkpoint._training.outcomes import Failures, Outcomes
 from lamella_checkpoint._training.writer import Following

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Final
 
 from lamella_checkpoint._training.async_process import (
-    WriterAnswer,
     Job,
+    WriterAnswer,
     describe,
     discard_files,
     is_published,

@@ -87,8 +87,8 @@ def open_megatron(
 
     Args:
         path: The directory of one iteration, or of several with a file naming the newest.
-        sizes: The sizes, as for `read_fsdp_dtensor`, where neither `args` nor Bridge's `run_config.yaml` has them. Given
-            sizes take precedence over both.
+        sizes: The sizes, as for `read_fsdp_dtensor`, where neither `args` nor Bridge's `run_config.yaml` has them.
+            Given sizes take precedence over both.
         trust: The permission to unpickle, as for `StoredCheckpoint`.
         verify: The choice to verify checksums, as for `StoredCheckpoint`.
 
