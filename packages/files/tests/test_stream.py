@@ -40,7 +40,7 @@ def test_no_more_than_the_buffer_is_read_ahead() -> None:
     read_now = source.read
 
     def read(requests: Sequence[Wanted]) -> None:
-        num_asked.append(sum(each.into.nbytes for each in requests))
+        num_asked.append(sum(request.into.nbytes for request in requests))
         read_now(requests)
 
     source.read = read  # type: ignore[method-assign]

@@ -147,25 +147,27 @@ class Translated(Renamed):
         """The target's objects."""
         return tuple(self._plan.objects)
 
-    def read(self, wanted: Sequence[Wanted]) -> None:
+    def read(self, requests: Sequence[Wanted]) -> None:
         """As `Source.read`, in one read of the source below.
 
         Raises:
             ValueError: Values that should agree do not; the error gives both names.
         """
-        requests: list[Wanted] = []
+        source_requests: list[Wanted] = []
         checks: list[Callable[[], None]] = []
-        for want in wanted:
+        for want in requests:
             made_of = self._plan.made_of[want.name]
             if isinstance(made_of, _Cut):
-                self._ask_for_pieces(want, made_of, requests, checks)
+                self._ask_for_pieces(want, made_of, source_requests, checks)
             elif len(made_of.names) == 1:
-                requests.append(want._replace(name=made_of.names[0]))
+                source_requests.append(want._replace(name=made_of.names[0]))
             else:
                 copies = [torch.empty_like(want.into, device="cpu") for _ in made_of.names]
-                requests += [Wanted(name, want.chunk, copy) for name, copy in zip(made_of.names, copies, strict=True)]
+                source_requests += [
+                    Wanted(name, want.chunk, copy) for name, copy in zip(made_of.names, copies, strict=True)
+                ]
                 checks.append(partial(_fill_alike, want, made_of.names, copies))
-        self.source.read(requests)
+        self.source.read(source_requests)
         for check in checks:
             check()
 
