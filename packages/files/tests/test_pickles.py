@@ -48,7 +48,7 @@ def test_an_archive_with_large_numbers_for_values_is_refused(tmp_path: Path, how
     file = tmp_path / "object"
     torch.save({"step": 3}, file)
     with zipfile.ZipFile(file) as archive:
-        held = {each: archive.read(each) for each in archive.namelist()}
+        held = {member: archive.read(member) for member in archive.namelist()}
     with zipfile.ZipFile(file, "w") as archive:
         for each, content in held.items():
             archive.writestr(each, numbered(content, how) if each.endswith("data.pkl") else content)

@@ -39,9 +39,9 @@ def test_no_more_than_the_buffer_is_read_ahead() -> None:
     num_asked = []
     read_now = source.read
 
-    def read(wanted: Sequence[Wanted]) -> None:
-        num_asked.append(sum(each.into.nbytes for each in wanted))
-        read_now(wanted)
+    def read(requests: Sequence[Wanted]) -> None:
+        num_asked.append(sum(request.into.nbytes for request in requests))
+        read_now(requests)
 
     source.read = read  # type: ignore[method-assign]
     pieces = stream(source, dtypes_of(source), 400)

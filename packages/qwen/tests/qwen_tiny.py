@@ -59,8 +59,8 @@ class MemorySource:
     def objects(self) -> Sequence[str]:
         return tuple(self.values)
 
-    def read(self, wanted: Sequence[Wanted]) -> None:
-        for want in wanted:
+    def read(self, requests: Sequence[Wanted]) -> None:
+        for want in requests:
             box = self.stored[want.name]
             for dim, (offset, size) in enumerate(zip(*want.chunk, strict=True)):
                 box = box.narrow(dim, offset, size)

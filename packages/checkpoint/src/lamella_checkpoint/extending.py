@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from lamella_checkpoint._state.shares import Item as Item
     from lamella_checkpoint._state.shares import Share as Share
     from lamella_checkpoint._state.shares import differing as differing
-    from lamella_checkpoint._training.save import Part as Part
+    from lamella_checkpoint._training.save import SavePart as SavePart
     from lamella_checkpoint._training.save import save_part as save_part
 
 _LATER: Final = {
@@ -56,7 +56,7 @@ _LATER: Final = {
     "lamella_checkpoint._state.contents": ("Contents", "Ranks"),
     "lamella_checkpoint._state.recut": ("recut",),
     "lamella_checkpoint._state.shares": ("Encoded", "Item", "Share", "differing"),
-    "lamella_checkpoint._training.save": ("Part", "save_part"),
+    "lamella_checkpoint._training.save": ("SavePart", "save_part"),
 }
 _HOMES: Final = {name: module for module, names in _LATER.items() for name in names}
 

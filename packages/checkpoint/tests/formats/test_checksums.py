@@ -9,7 +9,7 @@ import pytest
 
 from lamella_checkpoint import CheckpointDamaged
 from lamella_checkpoint._base.manifest import Manifest
-from lamella_checkpoint._formats.checksums import CHECKSUMS_FILE, Checksums, ChecksumStream, Span, of_whole_file
+from lamella_checkpoint._formats.checksums import CHECKSUMS_FILE, Checksums, ChecksumStream, Span, whole_file_checksum
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def stored(tmp_path: Path) -> Path:
         items[span] = checksum
     (tmp_path / "data").write_bytes(file.getvalue())
     Manifest(extra={}, num_ranks=1, optimizer=None, checksums=CHECKSUMS_FILE).write(tmp_path)
-    Checksums(files={"data": items, "lamella.json": of_whole_file(tmp_path / "lamella.json")}).write(tmp_path)
+    Checksums(files={"data": items, "lamella.json": whole_file_checksum(tmp_path / "lamella.json")}).write(tmp_path)
     return tmp_path
 
 

@@ -41,7 +41,7 @@ def partial_load(entries: dict[str, Any], path: Path) -> None:
 
 def test_a_model_is_tensors_and_two_files(tmp_path: Path) -> None:
     path = dcp_save({"model": nn.Linear(2, 2).state_dict()}, tmp_path / "a")
-    assert sorted(each.name for each in path.iterdir()) == [".metadata", "__0_0.distcp"]
+    assert sorted(file.name for file in path.iterdir()) == [".metadata", "__0_0.distcp"]
     assert all(isinstance(each, TensorStorageMetadata) for each in metadata(path).state_dict_metadata.values())
     assert StoredCheckpoint(path).objects == ()
 
@@ -94,9 +94,9 @@ def test_the_types_in_metadata_are_those_that_are_known(tmp_path: Path) -> None:
     run_ranks(save_sharded, 2)
     content = (tmp_path / "a" / ".metadata").read_bytes()
     assert b"TensorStorageMetadata" in content and b"_StorageInfo" in content
-    found = StoredMetadata.read(tmp_path / "a")
-    assert set(found.tensors) == {"x", "y"} and found.objects == ("z",)
-    assert len(found.tensors["x"].chunks) == 2
+    metadata = StoredMetadata.read(tmp_path / "a")
+    assert set(metadata.tensors) == {"x", "y"} and metadata.objects == ("z",)
+    assert len(metadata.tensors["x"].chunks) == 2
 
 
 def test_an_item_is_an_archive_that_stores_its_tensor_as_it_is(tmp_path: Path) -> None:
@@ -257,7 +257,7 @@ def test_another_size_is_refused_in_both_modes(tmp_path: Path, allow_partial_loa
         dcp.load({"model": nn.Linear(3, 3).state_dict()}, checkpoint_id=path, planner=planner)  # type: ignore[attr-defined]
     with pytest.raises(CheckpointMismatch) as info:
         load(path, model=nn.Linear(3, 3))
-    assert [each.name for each in info.value.shapes] == ["model.weight", "model.bias"]
+    assert [difference.name for difference in info.value.shapes] == ["model.weight", "model.bias"]
 
 
 def test_a_tensor_is_replaced_by_an_object_of_its_name(tmp_path: Path) -> None:

@@ -114,7 +114,7 @@ def test_a_number_is_never_cut_to_fit(tmp_path: Path, stored: torch.dtype, live:
     with pytest.raises(CheckpointMismatch, match=rf"model.w: {stored} \(2,\) in the checkpoint, {live} \(2,\) here"):
         load(tmp_path / "a", model=model(live))
     left = load(tmp_path / "a", model=model(live), strict=False).left
-    assert [each.name for each in left.names] == ["model.w"]
+    assert [difference.name for difference in left.names] == ["model.w"]
     save(tmp_path / "b", model=model(live))
     load(tmp_path / "b", model=model(stored))
 

@@ -268,11 +268,13 @@ def test_metadata_of_any_protocol_is_read(path: Path, protocol: int) -> None:
     assert expected.storage_meta is not None
     expected.storage_meta.checkpoint_id = pathlib.Path("/somewhere")
     (path / ".metadata").write_bytes(pickle.dumps(expected, protocol))
-    found = StoredMetadata.read(path)
-    assert found.save_id == expected.storage_meta.save_id
+    metadata = StoredMetadata.read(path)
+    assert metadata.save_id == expected.storage_meta.save_id
     for name, entry in expected.state_dict_metadata.items():
         assert isinstance(entry, TensorStorageMetadata)
-        assert found.tensors[name].shape == tuple(entry.size) and found.tensors[name].dtype is entry.properties.dtype
+        assert (
+            metadata.tensors[name].shape == tuple(entry.size) and metadata.tensors[name].dtype is entry.properties.dtype
+        )
         for chunk in entry.chunks:
             item = expected.storage_data[MetadataIndex(name, chunk.offsets)]
-            assert found.items[name, tuple(chunk.offsets)] == (item.relative_path, item.offset, item.length)
+            assert metadata.items[name, tuple(chunk.offsets)] == (item.relative_path, item.offset, item.length)

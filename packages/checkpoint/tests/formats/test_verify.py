@@ -31,9 +31,9 @@ def own(kit: Kit, tmp_path: Path) -> Path:
 def test_what_is_whole_is_found_to_be(own: Path, tmp_path: Path) -> None:
     def check(path: Path) -> None:
         told: list[tuple[int, int]] = []
-        found = verify(path, on_progress=lambda *so_far: told.append(so_far))
-        assert found and found.problems == () and found.num_bytes > 0, str(found)
-        assert told[-1] == (found.num_bytes, found.num_bytes) and "whole" in str(found)
+        verification = verify(path, on_progress=lambda *so_far: told.append(so_far))
+        assert verification and verification.problems == () and verification.num_bytes > 0, str(verification)
+        assert told[-1] == (verification.num_bytes, verification.num_bytes) and "whole" in str(verification)
 
     for path in (own, dcp_save({"model": nn.Linear(2, 2).state_dict()}, tmp_path / "dcp")):
         check(path)
@@ -81,15 +81,17 @@ def test_all_that_is_wrong_is_told(kit: Kit, tmp_path: Path) -> None:
     flip(path / "__0_0.distcp", 800)
     flip(path / "lamella.json", 30)
     (path / "__9_0.distcp").touch()
-    found = verify(path)
-    assert not found and {os.path.basename(each.file) for each in found.problems} == {
+    verification = verify(path)
+    assert not verification and {os.path.basename(problem.file) for problem in verification.problems} == {
         "__0_0.distcp",
         "__1_0.distcp",
         "__2_0.distcp",
         "lamella.json",
     }
-    assert found.unneeded == ("__9_0.distcp",)
-    assert "damaged, 4 problems" in str(found) and json.loads(json.dumps(found.as_json()))["whole"] is False
+    assert verification.unneeded == ("__9_0.distcp",)
+    assert (
+        "damaged, 4 problems" in str(verification) and json.loads(json.dumps(verification.as_json()))["whole"] is False
+    )
 
 
 @pytest.mark.parametrize("position", range(0, 2000, 333))
@@ -98,7 +100,7 @@ def test_any_flipped_bit_is_found(own: Path, position: int) -> None:
         file = own / name
         content = file.read_bytes()
         flip(file, position % len(content))
-        assert [os.path.basename(each.file) for each in verify(own).problems][:1] == [name]
+        assert [os.path.basename(problem.file) for problem in verify(own).problems][:1] == [name]
         file.write_bytes(content)
 
 
@@ -133,12 +135,12 @@ def test_holes_overlaps_and_missing_places_are_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize("file", ["lamella.json", "lamella_checksums.json", ".metadata"])
 def test_an_absent_file_is_a_problem(own: Path, file: str) -> None:
     (own / file).unlink()
-    assert any(os.path.basename(each.file) == file for each in verify(own).problems)
+    assert any(os.path.basename(problem.file) == file for problem in verify(own).problems)
 
 
 def test_an_edited_manifest_is_a_problem(own: Path) -> None:
     (own / "lamella.json").write_text((own / "lamella.json").read_text() + " ")
-    assert [os.path.basename(each.file) for each in verify(own).problems] == ["lamella.json"]
+    assert [os.path.basename(problem.file) for problem in verify(own).problems] == ["lamella.json"]
 
 
 def test_nothing_runs(own: Path) -> None:

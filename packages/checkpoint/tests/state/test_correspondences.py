@@ -38,10 +38,10 @@ def test_shards_are_saved_by_part(tmp_path: Path) -> None:
         return whole - 1
 
     whole = run_ranks(save_mine, 3)[0]
-    found = read_all(StoredCheckpoint(tmp_path / "a"))
-    assert torch.equal(found["model.up"], whole[:3]) and torch.equal(found["model.down"], whole[3:])
-    assert torch.equal(found["optimizer.state.up.momentum_buffer"], torch.ones(3, 2))
-    assert "model.weight" not in found
+    tensors = read_all(StoredCheckpoint(tmp_path / "a"))
+    assert torch.equal(tensors["model.up"], whole[:3]) and torch.equal(tensors["model.down"], whole[3:])
+    assert torch.equal(tensors["optimizer.state.up.momentum_buffer"], torch.ones(3, 2))
+    assert "model.weight" not in tensors
 
     class Parts(nn.Module):
         def __init__(self) -> None:

@@ -20,7 +20,7 @@ from lamella_checkpoint._formats.checksums import Checksums
 from lamella_checkpoint._formats.dcp_write import WithoutManifest
 from lamella_checkpoint._training import handle as _handle
 from lamella_checkpoint._training import writer as _writer
-from lamella_checkpoint._training.async_process import Answer, Job, is_settled, part_name
+from lamella_checkpoint._training.async_process import Job, WriterAnswer, is_settled, part_name
 from lamella_checkpoint._training.handle import Limits
 from lamella_checkpoint._training.outcomes import Failures, Outcomes
 from lamella_checkpoint._training.writer import Following
@@ -304,7 +304,7 @@ def job_of(target: Path, rank: int, num_ranks: int = 2) -> Job:
 class Answers:
     """A process that writes, with prepared answers: a NamedTuple to return, or an error to raise."""
 
-    def __init__(self, *answers: Answer | type[Exception]) -> None:
+    def __init__(self, *answers: WriterAnswer | type[Exception]) -> None:
         self._answers = list(answers)
         self.is_killed = False
 
@@ -326,8 +326,8 @@ def test_an_answer_for_another_save_is_dropped(tmp_path: Path) -> None:
         assert saver._process is not None
         receiver, sender = Pipe()
         connection, saver._process._connection = saver._process._connection, receiver
-        sender.send(Answer(tmp_path / "a.saving-1", {0: "no room"}))
-        sender.send(Answer(tmp_path / "a.saving-2", {}))
+        sender.send(WriterAnswer(tmp_path / "a.saving-1", {0: "no room"}))
+        sender.send(WriterAnswer(tmp_path / "a.saving-2", {}))
         answers = [saver._process.answer(tmp_path / "a.saving-2", timeout=0.0) for _ in range(3)]
         saver._process._connection = connection
     assert answers == [None, {}, None]

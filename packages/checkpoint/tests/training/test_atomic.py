@@ -298,7 +298,7 @@ def test_a_reader_never_finds_the_checkpoint_absent_or_half_written(tmp_path: Pa
     process.join()
     assert seen == sorted(seen) and value_at(path) == 19.0
     # The files of a checkpoint that was replaced after it had been opened are gone, or another's.
-    assert all("replaced" in each or "No such file" in each for each in refusals)
+    assert all("replaced" in refusal or "No such file" in refusal for refusal in refusals)
 
 
 @pytest.mark.parametrize("content", ["file", "directory"])

@@ -117,7 +117,7 @@ def test_without_strictness_what_fits_is_loaded_and_the_rest_is_returned(path: P
     result = load(path, model=model, strict=False)
     assert torch.equal(model.get_parameter("0.weight"), saved.get_parameter("0.weight"))
     assert torch.equal(model.get_parameter("1.weight"), before)
-    assert [each.name for each in result.left.shapes] == ["model.1.weight", "model.1.bias"]
+    assert [difference.name for difference in result.left.shapes] == ["model.1.weight", "model.1.bias"]
     assert result.left.missing == ("model.2.weight", "model.2.bias")
     assert result.extra == {}
 
@@ -170,7 +170,7 @@ def test_values_with_a_scale_that_the_model_lacks_are_a_difference(stored: torch
     with pytest.raises(CheckpointMismatch, match=rf"model.0.weight: {stored} \(3, 3\) to be multiplied by '{scale}'"):
         load(source, model=model)
     left = load(source, model=model, strict=False).left
-    assert [each.name for each in left.names] == ["model.0.weight", f"model.0.{scale}"]
+    assert [difference.name for difference in left.names] == ["model.0.weight", f"model.0.{scale}"]
     assert torch.equal(model.get_parameter("0.weight"), before)
     assert torch.equal(model.get_parameter("0.bias"), torch.ones(3))
 

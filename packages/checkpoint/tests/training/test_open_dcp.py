@@ -104,10 +104,10 @@ def test_a_source_that_asks_for_live_names_is_told_them_and_says_what_lies_besid
             source = MemorySource(source_of(saved).held, options)
             return Opened(source=source, extra={"epoch": 3}, stripped=("outer",))
 
-    found = load(Foreign({}), model=live, optimizer=optimizer, strict=False)
+    loaded = load(Foreign({}), model=live, optimizer=optimizer, strict=False)
     assert [set(each.model) for each in told] == [{"weight", "bias"}]
     assert [tuple(each.optimizer) for each in told] == [("weight", "bias")]
-    assert found.extra == {"epoch": 3} and found.stripped == ("outer",)
+    assert loaded.extra == {"epoch": 3} and loaded.stripped == ("outer",)
     assert optimizer.param_groups[0]["lr"] == 0.5 and torch.equal(live.weight, saved.weight)
 
 

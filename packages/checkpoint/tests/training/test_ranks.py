@@ -13,7 +13,7 @@ from lamella_testing import run_ranks
 
 def test_each_rank_gets_its_own_reply() -> None:
     def double() -> int:
-        doubled: int = exchange("double", rank, lambda ranks: [10 * each + len(ranks) for each in ranks])
+        doubled: int = exchange("double", rank, lambda ranks: [10 * rank + len(ranks) for rank in ranks])
         return doubled
 
     assert run_ranks(double, 3) == [3, 13, 23]

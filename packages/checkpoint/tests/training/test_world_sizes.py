@@ -99,7 +99,7 @@ def test_training_continues_closely_on_other_ranks(
 
 def test_names_do_not_depend_on_the_number_of_ranks(root: Path, saved: dict[int, Trained]) -> None:
     names = [set(FileSystemReader(root / str(n)).read_metadata().state_dict_metadata) for n in WORLD_SIZES]
-    assert all(each == names[0] for each in names)
+    assert all(name == names[0] for name in names)
 
 
 def test_shards_are_written_by_the_ranks_that_own_them(root: Path, saved: dict[int, Trained]) -> None:

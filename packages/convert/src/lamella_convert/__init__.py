@@ -81,8 +81,8 @@ if not TYPE_CHECKING:  # A type checker that saw `__getattr__` would accept any 
     def __getattr__(name: str) -> object:
         if name not in _HOMES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        found = globals()[name] = getattr(import_module(_HOMES[name]), name)
-        return found
+        exported = globals()[name] = getattr(import_module(_HOMES[name]), name)
+        return exported
 
 
 def __dir__() -> list[str]:

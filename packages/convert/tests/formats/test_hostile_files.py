@@ -391,9 +391,9 @@ def test_a_refused_load_shows_text_too(path: Path) -> None:
 
 def test_a_number_that_python_does_not_write_out_is_shown_as_one(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(1), "x": 1 << 100_000}, tmp_path / "a.pt")
-    found = inspect(tmp_path / "a.pt")
-    assert any("x = <int>" in line for line in found.lines())
-    json.dumps(found.as_json())
+    listing = inspect(tmp_path / "a.pt")
+    assert any("x = <int>" in line for line in listing.lines())
+    json.dumps(listing.as_json())
     done = convert(tmp_path / "a.pt", tmp_path / "b", to="dcp")
     assert done.left == ("x",)
 

@@ -25,7 +25,7 @@ class TestTablesOfWhatIsRemembered:
         file = tmp_path / name
         torch.save({"step": 3}, file)
         with zipfile.ZipFile(file) as archive:
-            held = {each: archive.read(each) for each in archive.namelist()}
+            held = {member: archive.read(member) for member in archive.namelist()}
         with zipfile.ZipFile(file, "w") as archive:
             for each, content in held.items():
                 archive.writestr(each, numbered(content, how) if each.endswith("data.pkl") else content)

@@ -77,8 +77,8 @@ def test_pieces_are_a_box_once_in_the_order_of_its_memory(box: Box, max_numel: i
     shape, chunk = box
     tensor = torch.arange(torch.Size(shape).numel()).reshape(shape)
     cuts = list(_file_boxes.pieces(chunk, max_numel))
-    assert all(0 < each.numel <= max_numel for each in cuts)
-    found = [index for each in cuts for index in box_of(tensor, each).flatten().tolist()]
+    assert all(0 < cut.numel <= max_numel for cut in cuts)
+    found = [index for cut in cuts for index in box_of(tensor, cut).flatten().tolist()]
     assert found == box_of(tensor, chunk).flatten().tolist()
 
 

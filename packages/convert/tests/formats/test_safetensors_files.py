@@ -97,15 +97,15 @@ def test_parts_without_an_index_are_refused(path: Path) -> None:
 def test_files_that_no_index_names_are_not_read_and_listed(path: Path, stray: str) -> None:
     save_file({"a": TENSORS["a"] + 1}, path / stray)
     assert torch.equal(read_tensor(open_checkpoint(path), "model.a"), TENSORS["a"])
-    found = verify(path)
-    assert found and found.unneeded == (stray,)
+    verification = verify(path)
+    assert verification and verification.unneeded == (stray,)
 
 
 def test_a_wrong_total_of_the_index_is_told(path: Path) -> None:
     index = json.loads((path / "model.safetensors.index.json").read_text())
     write_index(path, index | {"metadata": {"total_size": 5}})
-    found = verify(path)
-    assert found and found.notes == (
+    verification = verify(path)
+    assert verification and verification.notes == (
         f"model.safetensors.index.json: total_size is 5, and the tensors have {NBYTES} bytes",
     )
 
@@ -139,8 +139,8 @@ def test_files_by_rank_are_one_model(tmp_path: Path, num_ranks: int, dim: int, p
     source = open_checkpoint(path)
     for name, tensor in SHARDED.items():
         assert torch.equal(read_tensor(source, f"model.{name}"), tensor)
-    found = verify(path)
-    assert found and f"of {num_ranks} ranks" in found.notes[0]
+    verification = verify(path)
+    assert verification and f"of {num_ranks} ranks" in verification.notes[0]
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -49,7 +49,7 @@ def test_any_number_of_ranks_writes_the_model(kit: Kit, tmp_path: Path, num_rank
     run_ranks(write, num_ranks) if num_ranks else write()
     assert equal(opened(tmp_path / "a"), kit.weights(kit.build(sharded=False)[0]))
     assert set(SafetensorsSource(tmp_path / "a").tensors) == set(kit.weights(kit.build(sharded=False)[0]))
-    assert [each.name for each in tmp_path.iterdir()] == ["a"]
+    assert [file.name for file in tmp_path.iterdir()] == ["a"]
 
 
 PLACEMENTS: dict[str, tuple[tuple[int, ...], list[Placement]]] = {
@@ -72,10 +72,15 @@ def test_each_rank_writes_its_boxes_where_they_belong(tmp_path: Path, shape: tup
         model = nn.Module()
         for name, (sizes, placements) in PLACEMENTS.items():
             mesh = init_device_mesh("cpu", sizes)
-            plain = [Shard(each.dim) if isinstance(each, _StridedShard) else each for each in placements]
+            plain = [
+                Shard(placement.dim) if isinstance(placement, _StridedShard) else placement for placement in placements
+            ]
             tensor = distribute_tensor(whole, mesh, plain)
             if plain != placements:
-                if any(isinstance(each, Shard | _StridedShard) and shape[each.dim] % 4 for each in placements):
+                if any(
+                    isinstance(placement, Shard | _StridedShard) and shape[placement.dim] % 4
+                    for placement in placements
+                ):
                     continue  # torch cuts strided shards of uneven sizes in ways of its own.
                 tensor = distribute_tensor(whole, mesh, placements)
             model.register_buffer(name, tensor)
@@ -97,7 +102,7 @@ def test_blocks_that_ranks_share_have_the_scale_that_one_process_gives_them(
     def write() -> None:
         model = nn.Module()
         for name, (sizes, placements) in PLACEMENTS.items():
-            if not any(isinstance(each, _StridedShard) for each in placements):
+            if not any(isinstance(placement, _StridedShard) for placement in placements):
                 model.register_buffer(name, distribute_tensor(whole, init_device_mesh("cpu", sizes), placements))
         model.register_buffer("left", distribute_tensor(whole, init_device_mesh("cpu", (4,)), [Shard(0)]))
         model.register_buffer("vector", torch.ones(3))
@@ -274,7 +279,7 @@ def test_a_killed_save_leaves_nothing_by_that_name_and_the_next_cleans_up(
             run_ranks(write, 2)
     assert not (tmp_path / "a").exists() and len(list(tmp_path.iterdir())) == 1
     run_ranks(write, 2)
-    assert [each.name for each in tmp_path.iterdir()] == ["a"]
+    assert [file.name for file in tmp_path.iterdir()] == ["a"]
 
 
 @pytest.mark.parametrize("failing_rank", [0, 1])

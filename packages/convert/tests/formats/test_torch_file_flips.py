@@ -106,9 +106,9 @@ def test_a_flipped_bit_is_named_by_record_and_by_tensor_whatever_the_tensor(
 ) -> None:
     content = saved({"model": {"first": torch.ones(2), "w": make()}})
     (tmp_path / "a.pt").write_bytes(content)
-    found = verify(tmp_path / "a.pt")
-    assert found and found.num_unverified_bytes == 0, str(found)
-    assert found.num_bytes == sum(place.stop - place.start for place in record_places(content).values())
+    verification = verify(tmp_path / "a.pt")
+    assert verification and verification.num_unverified_bytes == 0, str(verification)
+    assert verification.num_bytes == sum(place.stop - place.start for place in record_places(content).values())
     every_record_is_verified(tmp_path / "a.pt", content, "'model.")
 
 
@@ -165,10 +165,10 @@ def test_of_a_file_from_before_torch_1_6_nothing_is_called_verified(tmp_path: Pa
     content = saved({"w": base}, _use_new_zipfile_serialization=False)
     (tmp_path / "a.pt").write_bytes(content)
     told: list[tuple[int, int]] = []
-    found = verify(tmp_path / "a.pt", on_progress=lambda *so_far: told.append(so_far))
-    assert found and found.num_bytes == found.num_unverified_bytes == len(content)
+    verification = verify(tmp_path / "a.pt", on_progress=lambda *so_far: told.append(so_far))
+    assert verification and verification.num_bytes == verification.num_unverified_bytes == len(content)
     assert told[-1] == (len(content), len(content))
-    assert f"{len(content)} of {len(content)} bytes have no checksum" in str(found)
+    assert f"{len(content)} of {len(content)} bytes have no checksum" in str(verification)
 
 
 PLAIN = {"model": {"w": base, "b": torch.arange(40.0).bfloat16()}, "lr": 0.1, "tied": base}
@@ -257,10 +257,14 @@ def test_a_whole_file_without_names_is_said_to_be_whole_and_no_checkpoint(
     tmp_path: Path, is_archive: bool, value: object, held: str
 ) -> None:
     torch.save(value, tmp_path / "a.pt", _use_new_zipfile_serialization=is_archive)
-    found = verify(tmp_path / "a.pt")
-    assert found and found.problems == () and found.num_bytes > 0
-    assert found.notes == (f"not a checkpoint of named tensors: it holds {held}",)
-    assert found.notes[0] in str(found) and "whole" in str(found) and found.as_json()["notes"] == [*found.notes]
+    verification = verify(tmp_path / "a.pt")
+    assert verification and verification.problems == () and verification.num_bytes > 0
+    assert verification.notes == (f"not a checkpoint of named tensors: it holds {held}",)
+    assert (
+        verification.notes[0] in str(verification)
+        and "whole" in str(verification)
+        and verification.as_json()["notes"] == [*verification.notes]
+    )
     with pytest.raises(FormatUnknown, match=f"Expected a dict of named tensors in .*, got {held}. Load it with torch"):
         open_checkpoint(tmp_path / "a.pt")
 

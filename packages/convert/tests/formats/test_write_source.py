@@ -121,10 +121,10 @@ def test_one_file_has_torchs_nesting_of_model_and_optimizer(tmp_path: Path) -> N
     model, optimizer = two_groups()
     source = native(model, optimizer)
     write_torch(source, dtypes_of(source), tmp_path / "a.pt")
-    found = torch.load(tmp_path / "a.pt", weights_only=True)
+    loaded = torch.load(tmp_path / "a.pt", weights_only=True)
     fresh, its_optimizer = two_groups(seed=1)
-    fresh.load_state_dict(found["model"])
-    set_optimizer_state_dict(fresh, its_optimizer, found["optimizer"])
+    fresh.load_state_dict(loaded["model"])
+    set_optimizer_state_dict(fresh, its_optimizer, loaded["optimizer"])
     assert all(torch.equal(one, other) for one, other in zip(fresh.parameters(), model.parameters(), strict=True))
     assert [group["lr"] for group in its_optimizer.param_groups] == [0.5, 0.001]
     for one, other in zip(fresh.parameters(), model.parameters(), strict=True):
@@ -136,9 +136,9 @@ class TestTies:
 
     def test_and_memory_in_one_file(self, tmp_path: Path) -> None:
         write_torch(self.source, dtypes_of(self.source), tmp_path / "a.pt", aliases={"model.head": "model.embed"})
-        found = torch.load(tmp_path / "a.pt")
-        assert found["head"].data_ptr() == found["embed"].data_ptr()
-        assert torch.equal(found["head"], self.source.held["model.embed"])
+        loaded = torch.load(tmp_path / "a.pt")
+        assert loaded["head"].data_ptr() == loaded["embed"].data_ptr()
+        assert torch.equal(loaded["head"], self.source.held["model.embed"])
 
 
 def test_progress_adds_up_to_what_was_written(source: MemorySource, tmp_path: Path) -> None:

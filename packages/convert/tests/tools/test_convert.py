@@ -133,12 +133,12 @@ def test_and_to_one_file_with_ties(tmp_path: Path) -> None:
     model, optimizer = build()
     save(tmp_path / "a", model=model, optimizer=optimizer)
     convert(tmp_path / "a", tmp_path / "b.pt", to="torch")
-    found = torch.load(tmp_path / "b.pt", weights_only=True)
-    assert found["model"]["head.weight"].data_ptr() == found["model"]["embed.weight"].data_ptr()
+    loaded = torch.load(tmp_path / "b.pt", weights_only=True)
+    assert loaded["model"]["head.weight"].data_ptr() == loaded["model"]["embed.weight"].data_ptr()
     fresh, _ = build(seed=1)
-    fresh.load_state_dict(found["model"])
+    fresh.load_state_dict(loaded["model"])
     assert torch.equal(fresh.get_parameter("hidden.weight"), model.get_parameter("hidden.weight"))
-    assert found["optimizer"]["param_groups"][0]["lr"] == 0.25
+    assert loaded["optimizer"]["param_groups"][0]["lr"] == 0.25
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith("b")] == ["b.pt"]
 
 
@@ -152,9 +152,9 @@ def test_what_is_tied_in_one_file_is_tied_wherever_it_goes(tmp_path: Path, is_ar
     convert(tmp_path / "b", tmp_path / "c.pt", to="torch")
     convert(tmp_path / "a.pt", tmp_path / "d.pt", to="torch")
     for path in (tmp_path / "c.pt", tmp_path / "d.pt"):
-        found = torch.load(path, weights_only=True)
-        assert found.keys() == weights.keys() and all(torch.equal(found[name], weights[name]) for name in weights)
-        assert found["head.weight"].data_ptr() == found["embed.weight"].data_ptr() != found["view"].data_ptr()
+        loaded = torch.load(path, weights_only=True)
+        assert loaded.keys() == weights.keys() and all(torch.equal(loaded[name], weights[name]) for name in weights)
+        assert loaded["head.weight"].data_ptr() == loaded["embed.weight"].data_ptr() != loaded["view"].data_ptr()
     convert(tmp_path / "a.pt", tmp_path / "e", to="hf")
     assert len(opened(tmp_path / "e")) == len(weights) - 1
     convert(tmp_path / "b", tmp_path / "f", to="hf")
@@ -179,10 +179,10 @@ def test_weights_are_cast_and_their_optimizers_state_is_not(tmp_path: Path) -> N
     model, optimizer = build()
     save(tmp_path / "a", model=model, optimizer=optimizer)
     convert(tmp_path / "a", tmp_path / "b.pt", to="torch", dtype=torch.bfloat16)
-    found = torch.load(tmp_path / "b.pt", weights_only=True)
-    assert found["model"]["hidden.weight"].dtype == torch.bfloat16
-    assert found["optimizer"]["state"]["hidden.weight"]["exp_avg"].dtype == torch.float32
-    assert torch.equal(found["model"]["hidden.weight"], model.get_parameter("hidden.weight").detach().bfloat16())
+    loaded = torch.load(tmp_path / "b.pt", weights_only=True)
+    assert loaded["model"]["hidden.weight"].dtype == torch.bfloat16
+    assert loaded["optimizer"]["state"]["hidden.weight"]["exp_avg"].dtype == torch.float32
+    assert torch.equal(loaded["model"]["hidden.weight"], model.get_parameter("hidden.weight").detach().bfloat16())
 
 
 def test_a_configuration_says_the_dtype_that_was_written(tmp_path: Path) -> None:
@@ -262,8 +262,8 @@ def test_two_checkpoints_are_opened_under_names_that_both_have(tmp_path: Path) -
     numbers, quantised = open_both(source, tmp_path / "b")
     assert list(numbers.tensors) == list(quantised.tensors) == ["model.layer.weight"]
     assert not diff(*open_both(source, tmp_path / "c"))
-    found = diff(numbers, quantised, rtol=1 / 15, atol=1e-2)
-    assert [each.what for each in found.differences] == ["dtype"]
+    report = diff(numbers, quantised, rtol=1 / 15, atol=1e-2)
+    assert [difference.what for difference in report.differences] == ["dtype"]
     assert len(open_both(tmp_path / "b", tmp_path / "b")[0].tensors) == 2  # As they are stored.
 
 

@@ -55,7 +55,7 @@ def test_rows_are_those_of_the_ranks_that_will_read(tmp_path: Path, told: dict[s
     values = read_all(written.raw)
     assert values[f"model.module.{MIXER}.in_proj.weight"].equal(by_rank(num_ranks))
     assert values[f"model.module.{MIXER}.conv1d_weight"].equal(by_rank(num_ranks, "x B C"))
-    assert written.told_ranks == num_ranks  # Readers take the rows apart by this number.
+    assert written.recorded_ranks == num_ranks  # Readers take the rows apart by this number.
 
 
 def test_metadata_is_read_once_whatever_number_of_ranks_the_files_tell(
@@ -83,7 +83,7 @@ def test_without_a_number_names_and_rows_stay(tmp_path: Path, conv: str) -> None
 
 def test_checkpoints_of_different_ranks_are_compared_each_by_its_own(tmp_path: Path) -> None:
     both = [save(tmp_path / str(num), num, tensor_model_parallel_size=num) for num in (2, 4)]
-    assert [each.name for each in diff(*open_both(*both, tensor_parallel_size=2)).differences] == ["args"]
+    assert [difference.name for difference in diff(*open_both(*both, tensor_parallel_size=2)).differences] == ["args"]
 
 
 def test_another_number_than_the_files_tell_is_refused(tmp_path: Path) -> None:

@@ -95,8 +95,8 @@ def test_the_same_model_in_two_formats_is_equal(everywhere: dict[Format, Path]) 
     paths = list(everywhere.values())
     for a in paths:
         for b in paths:
-            found = diff(a, b)
-            assert not found and found.num_equal == len(inspect(a).entries)
+            report = diff(a, b)
+            assert not report and report.num_equal == len(inspect(a).entries)
 
 
 def test_differences_are_told_in_order_with_the_first_element(tmp_path: Path) -> None:
@@ -116,16 +116,16 @@ def test_differences_are_told_in_order_with_the_first_element(tmp_path: Path) ->
     }
     del b["only_a"]
     paths = dcp_save({"model": a}, tmp_path / "a"), torch_save({"model": b}, tmp_path / "b.pt")
-    found = diff(*paths)
-    assert [each[:3] for each in found.differences] == [
+    report = diff(*paths)
+    assert [difference[:3] for difference in report.differences] == [
         ("model.value", "4.0", "4.5"),
         ("model.shape", "[2]", "[3]"),
         ("model.dtype", "torch.float32", "torch.bfloat16"),
         ("model.only_a", "float32 [1]", None),
         ("model.only_b", None, "float32 [1]"),
     ]
-    assert found.differences[0].what == "2 of 6 values, first at [1, 1]" and found.num_equal == 1
-    assert "model.only_b: only in b" in str(found) and json.dumps(found.as_json())
+    assert report.differences[0].what == "2 of 6 values, first at [1, 1]" and report.num_equal == 1
+    assert "model.only_b: only in b" in str(report) and json.dumps(report.as_json())
 
 
 def test_values_need_not_be_compared(tmp_path: Path) -> None:
@@ -165,8 +165,8 @@ def test_objects_are_compared_too(kit: Kit, tmp_path: Path) -> None:
     save(tmp_path / "a", model=model, optimizer=optimizer)
     optimizer.param_groups[0]["lr"] = 0.5
     save(tmp_path / "b", model=model, optimizer=optimizer)
-    found = diff(tmp_path / "a", tmp_path / "b")
-    assert found.differences[0] == ("optimizer.param_groups.embed.weight.lr", "0.05", "0.5", "object")
+    report = diff(tmp_path / "a", tmp_path / "b")
+    assert report.differences[0] == ("optimizer.param_groups.embed.weight.lr", "0.05", "0.5", "object")
 
 
 def test_a_comparison_holds_a_piece_and_tells_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,8 +185,8 @@ def test_a_comparison_holds_a_piece_and_tells_how_far_it_is(tmp_path: Path, monk
         return got
 
     monkeypatch.setattr(_diff, "_read", counting)
-    found = diff(a, b, on_progress=lambda done, total: told.append((done, total)))
-    assert found.differences[0].what == "1 of 10000 values, first at [7777]"
+    report = diff(a, b, on_progress=lambda done, total: told.append((done, total)))
+    assert report.differences[0].what == "1 of 10000 values, first at [7777]"
     assert max(sizes) <= 4096 and told[-1] == (40_000, 40_000) and told == sorted(told)
 
 
@@ -196,9 +196,9 @@ def test_a_comparison_holds_a_piece_and_tells_how_far_it_is(tmp_path: Path, monk
 def test_what_is_whole_is_found_to_be(own: Path, everywhere: dict[Format, Path]) -> None:
     def check(path: Path) -> None:
         told: list[tuple[int, int]] = []
-        found = verify(path, on_progress=lambda *so_far: told.append(so_far))
-        assert found and found.problems == () and found.num_bytes > 0, str(found)
-        assert told[-1] == (found.num_bytes, found.num_bytes) and "whole" in str(found)
+        verification = verify(path, on_progress=lambda *so_far: told.append(so_far))
+        assert verification and verification.problems == () and verification.num_bytes > 0, str(verification)
+        assert told[-1] == (verification.num_bytes, verification.num_bytes) and "whole" in str(verification)
 
     for path in (own, *everywhere.values()):
         check(path)
@@ -212,7 +212,7 @@ def test_any_flipped_bit_is_found(everywhere: dict[Format, Path], position: int)
         file = everywhere[kind] / name
         content = file.read_bytes()
         flip(file, position % len(content))
-        assert [os.path.basename(each.file) for each in verify(everywhere[kind]).problems][:1] == [name]
+        assert [os.path.basename(problem.file) for problem in verify(everywhere[kind]).problems][:1] == [name]
         file.write_bytes(content)
 
 

@@ -80,10 +80,10 @@ def canonical(name: str, factor: float = 1.0) -> dict[str, torch.Tensor]:
     tensor = WHOLE[name] * factor
     halves = tensor.chunk(2)
     if name == FC1:
-        return {name: torch.cat([*(each[:2] for each in halves), *(each[2:] for each in halves)])}
+        return {name: torch.cat([*(halve[:2] for halve in halves), *(halve[2:] for halve in halves)])}
     if name == IN_PROJ:
         parts = dict(zip(("query", "key", "value", "z", "beta", "alpha"), (2, 2, 4, 4, 2, 2), strict=True))
-        cuts = [each.split(list(parts.values())) for each in halves]  # type: ignore[no-untyped-call]
+        cuts = [halve.split(list(parts.values())) for halve in halves]  # type: ignore[no-untyped-call]
         return {f"{name}.{part}": torch.cat([cut[index] for cut in cuts]) for index, part in enumerate(parts)}
     return {name: tensor}
 
@@ -135,7 +135,7 @@ def test_a_save_that_fails_leaves_the_last_checkpoint(tmp_path: Path) -> None:
 
     run_ranks(fail, 4)
     assert "optimizer.state." + NORM + ".exp_avg" in read_all(tmp_path / "saved")
-    assert [each.name for each in tmp_path.iterdir()] == ["saved"]
+    assert [file.name for file in tmp_path.iterdir()] == ["saved"]
 
 
 def parts_of_rank() -> dict[str, list[StoredPart]]:
@@ -213,7 +213,7 @@ def test_an_error_of_one_rank_is_raised_by_the_call_on_every_rank_and_saving_goe
 
     run_ranks(save_mine, 4)
     assert "optimizer.state." + NORM + ".exp_avg" in read_all(tmp_path / "saved")
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["first", "saved"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["first", "saved"]
 
 
 def test_state_without_a_place_in_torch_dist_is_refused(tmp_path: Path) -> None:

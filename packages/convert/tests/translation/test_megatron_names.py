@@ -194,7 +194,7 @@ def test_a_step_that_is_an_option_is_a_slot_of_each_component() -> None:
     tensors = {f"model.module.{name}.{part}": torch.ones(rows, 2) for part, rows in GDN_ROWS.items()}
     meta = f"optimizer.param_to_group_meta.module.module.module.{name}"
     read = read_fsdp_dtensor(MemorySource(tensors, {f"{meta}.step": 9, f"{meta}.lr": 0.5}))
-    assert {each for each in read.objects if each.endswith("step")} == {
+    assert {name for name in read.objects if name.endswith("step")} == {
         f"optimizer.state.{name}.{part}.step" for part in GDN_ROWS
     }
     assert read.read_object(f"optimizer.state.{name}.beta.step") == 9
@@ -469,7 +469,7 @@ class TestGroupedHybridStacks:
     @given(st.lists(st.text("M*-", min_size=1, max_size=3), min_size=1, max_size=4), st.data())
     def test_any_groups_are_a_renaming_of_any_others(self, layers: list[str], data: st.DataObject) -> None:
         symbols = "".join(layers)
-        first = "".join(f"[{each}]" if data.draw(st.booleans()) else each for each in layers)
+        first = "".join(f"[{layer}]" if data.draw(st.booleans()) else layer for layer in layers)
         cut = data.draw(st.integers(0, len(symbols)))
         second = "".join(f"[{each}]" for each in (symbols[:cut], symbols[cut:]) if each)
         names = regrouped((f"decoder.layers.{number}.weight" for number in range(len(symbols))), symbols, first)

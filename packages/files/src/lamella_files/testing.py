@@ -17,7 +17,7 @@ class MemorySource:
     Attributes:
         held: Tensors by name.
         values: Objects by name.
-        tensors: As `Source.tensors`; tests may change the chunks.
+        tensors: The tensors, as for `Source.tensors`; tests may change the chunks.
         requests: The name and the box of each read so far.
     """
 
@@ -46,9 +46,9 @@ class MemorySource:
         """As `Source.objects`."""
         return tuple(self.values)
 
-    def read(self, wanted: Sequence[Wanted]) -> None:
+    def read(self, requests: Sequence[Wanted]) -> None:
         """As `Source.read`; records each read in `requests`."""
-        for want in wanted:
+        for want in requests:
             self.requests.append((want.name, want.chunk))
             box = box_of(self.held[want.name], want.chunk)
             assert want.into.shape == box.shape, (want.name, want.into.shape, box.shape)
@@ -77,18 +77,18 @@ def dtypes_of(source: Source) -> dict[str, torch.dtype]:
 
 def read_all(source: Source) -> dict[str, torch.Tensor]:
     """Every tensor of a source, whole."""
-    whole = _blanks(source)
-    source.read([Wanted(name, whole_box(into.shape), into) for name, into in whole.items() if into.numel()])
-    return whole
+    tensors = _blanks(source)
+    source.read([Wanted(name, whole_box(into.shape), into) for name, into in tensors.items() if into.numel()])
+    return tensors
 
 
 def read_in_chunks(source: Source) -> dict[str, torch.Tensor]:
     """Every tensor of a source, along the chunks; elements outside all chunks stay 77."""
-    whole = _blanks(source)
+    tensors = _blanks(source)
     for name, info in source.tensors.items():
         for chunk in info.chunks:
-            source.read([Wanted(name, chunk, box_of(whole[name], chunk))])
-    return whole
+            source.read([Wanted(name, chunk, box_of(tensors[name], chunk))])
+    return tensors
 
 
 def _blanks(source: Source) -> dict[str, torch.Tensor]:
@@ -99,7 +99,7 @@ def _info(tensor: torch.Tensor, rows: Sequence[int]) -> TensorInfo:
     shape = tuple(tensor.shape)
     if not rows:
         return TensorInfo(shape, tensor.dtype, (whole_box(shape),))
-    rest = shape[1:]
+    row_shape = shape[1:]
     bounds = pairwise([0, *rows, shape[0]])
-    chunks = [Chunk((start, *[0] * len(rest)), (stop - start, *rest)) for start, stop in bounds]
+    chunks = [Chunk((start, *[0] * len(row_shape)), (stop - start, *row_shape)) for start, stop in bounds]
     return TensorInfo(shape, tensor.dtype, tuple(chunks))

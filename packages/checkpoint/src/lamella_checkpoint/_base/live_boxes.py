@@ -42,25 +42,25 @@ def is_placed_by(param: torch.Tensor, slot: torch.Tensor, name: str) -> bool:
     Args:
         param: The parameter.
         slot: The optimizer state tensor of the parameter.
-        name: Of the slot, for messages.
+        name: The name of the slot, for messages.
 
     Raises:
         ValueError: The slot is none of these.
     """
     if not isinstance(param, DTensor) or slot.ndim == 0:
         return False
-    held, local = param._local_tensor, slot._local_tensor if isinstance(slot, DTensor) else slot
+    local_param, local = param._local_tensor, slot._local_tensor if isinstance(slot, DTensor) else slot
     if slot.shape == param.shape:
-        is_alike = isinstance(slot, DTensor) and local.shape == held.shape
+        is_alike = isinstance(slot, DTensor) and local.shape == local_param.shape
         return is_alike and _tells_itself(param) and not _tells_itself(cast(DTensor, slot))
     if isinstance(slot, DTensor) and slot.device_mesh == param.device_mesh:
         return False
-    if local.numel() == held.numel():
+    if local.numel() == local_param.numel():
         return True
     if slot.numel() == 1:
         return False
     raise ValueError(
-        f"Expected {name!r} to have the {held.numel()} elements that this rank holds of its parameter (of shape "
+        f"Expected {name!r} to have the {local_param.numel()} elements that this rank holds of its parameter (of shape "
         f"{tuple(param.shape)}), or all of the parameter's, got {local.numel()} of shape {tuple(local.shape)}. State "
         f"of another shape has to be a DTensor on the parameter's mesh, as `param.new_zeros` makes it."
     )
@@ -82,10 +82,10 @@ def cut_order(tensor: DTensor) -> tuple[int, ...] | None:
     record the order. Without the mark, a rank's part would be placed among another rank's rows. Strided shards record
     the order themselves.
     """
-    told = getattr(tensor.device_mesh, "_shard_order", None)
-    if told is None or any(isinstance(placement, _StridedShard) for placement in tensor.placements):
+    shard_order = getattr(tensor.device_mesh, "_shard_order", None)
+    if shard_order is None or any(isinstance(placement, _StridedShard) for placement in tensor.placements):
         return None
-    return tuple(told)
+    return tuple(shard_order)
 
 
 def _boxes_in(tensor: DTensor, local: torch.Tensor) -> list[LocalBox]:
@@ -94,9 +94,9 @@ def _boxes_in(tensor: DTensor, local: torch.Tensor) -> list[LocalBox]:
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         return []
-    told = _told_by_itself(tensor)
-    if told is not None:
-        return _checked(tensor, told, local)
+    boxes = _boxes_of_local_tensor(tensor)
+    if boxes is not None:
+        return _checked(tensor, boxes, local)
     region = mesh_region(
         tuple(tensor.shape), tuple(mesh.shape), tensor.placements, tuple(coordinate), order=cut_order(tensor)
     )
@@ -118,12 +118,12 @@ def _tells_itself(tensor: DTensor) -> bool:
     return is_own_class or hasattr(tensor._local_tensor, "__create_chunk_list__")
 
 
-def _told_by_itself(tensor: DTensor) -> list[Chunk] | None:
+def _boxes_of_local_tensor(tensor: DTensor) -> list[Chunk] | None:
     if not _tells_itself(tensor):
         return None
-    of_local = getattr(tensor._local_tensor, "__create_chunk_list__", None)
-    listed = tensor.__create_chunk_list__() if of_local is None else of_local()  # type: ignore[no-untyped-call]
-    return [Chunk(tuple(each.offsets), tuple(each.sizes)) for each in listed]
+    list_local_chunks = getattr(tensor._local_tensor, "__create_chunk_list__", None)
+    listed = tensor.__create_chunk_list__() if list_local_chunks is None else list_local_chunks()  # type: ignore[no-untyped-call]
+    return [Chunk(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in listed]
 
 
 def _checked(tensor: DTensor, chunks: list[Chunk], local: torch.Tensor) -> list[LocalBox]:

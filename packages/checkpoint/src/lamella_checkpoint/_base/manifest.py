@@ -141,5 +141,9 @@ def _kind_from_json(content: Mapping[str, Any]) -> OptimizerKind:
 @cache  # Listing the installed distributions takes a tenth of a second.
 def _packages() -> dict[str, str]:
     """The installed lamella distributions and versions: records the software that wrote a checkpoint."""
-    names = sorted((each.name, each.version) for each in distributions() if each.name.startswith("lamella"))
+    names = sorted(
+        (distribution.name, distribution.version)
+        for distribution in distributions()
+        if distribution.name.startswith("lamella")
+    )
     return dict(names)

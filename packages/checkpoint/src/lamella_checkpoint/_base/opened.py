@@ -53,28 +53,28 @@ def native(
         raw: With the stored names.
         paths: The keys on the path to a value, by name; an absent name is a single key.
         live: The names to find; None strips only the prefix that DDP adds.
-        identity: As `Opened`.
+        identity: The identity, as for `Opened`.
 
     Raises:
         ValueError: Two names would become one.
 
     Effects: reads plain values beside the sections, the options of an optimizer that keeps groups, and no tensor.
     """
-    found = to_native(raw, paths, live)
-    extra = _beside(raw, found.source, paths)
-    return Opened(source=found.source, extra=extra, stripped=found.stripped, identity=identity)
+    sections = to_native(raw, paths, live)
+    extra = _extra_values(raw, sections.source, paths)
+    return Opened(source=sections.source, extra=extra, stripped=sections.stripped, identity=identity)
 
 
-def _beside(raw: Source, source: Source, paths: Mapping[str, Keys]) -> dict[str, Any]:
+def _extra_values(raw: Source, source: Source, paths: Mapping[str, Keys]) -> dict[str, Any]:
     """Plain values beside the sections: an epoch, a step."""
-    found: dict[str, Any] = {}
-    of_raw = frozenset(raw.objects)
+    extra: dict[str, Any] = {}
+    raw_objects = frozenset(raw.objects)
     for name in source.objects:
-        if name in of_raw and len(paths.get(name, (name,))) == 1:
+        if name in raw_objects and len(paths.get(name, (name,))) == 1:
             try:
                 value = raw.read_object(name)
             except CheckpointUntrusted:
                 continue  # The error is raised when a caller asks for the value.
             if is_plain(value) or isinstance(value, dict):
-                found[name] = value
-    return found
+                extra[name] = value
+    return extra

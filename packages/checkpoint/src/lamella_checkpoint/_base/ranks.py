@@ -28,7 +28,7 @@ class _Report(NamedTuple):
     failure: str | None
 
 
-class _Answer(NamedTuple):
+class _RankAnswer(NamedTuple):
     """Rank 0's answer: the reply, or the failures by rank."""
 
     value: object
@@ -73,7 +73,7 @@ def exchange(step: str, work: Callable[[], Mine], at_zero: Callable[[list[Mine]]
         group.
     """
     value, error = _attempt(work)
-    answers: list[_Answer] | None = None
+    answers: list[_RankAnswer] | None = None
     reports = _gather_to_zero(_Report(value, _describe(error)))
     if reports is not None:
         answers, error_at_zero = _answers(reports, at_zero)
@@ -121,16 +121,16 @@ def _describe(error: BaseException | None) -> str | None:
 
 def _answers(
     reports: list[_Report], at_zero: Callable[[list[Mine]], list[Reply]]
-) -> tuple[list[_Answer], BaseException | None]:
+) -> tuple[list[_RankAnswer], BaseException | None]:
     """The replies of rank 0, all failures if any rank failed; and rank 0's own error, if `at_zero` failed."""
     error = None
     failures = {index: report.failure for index, report in enumerate(reports) if report.failure is not None}
     if not failures:
         replies, error = _attempt(lambda: at_zero([cast(Mine, report.value) for report in reports]))
         if replies is not None:
-            return [_Answer(reply, {}) for reply in replies], None
+            return [_RankAnswer(reply, {}) for reply in replies], None
         failures = {0: str(_describe(error))}
-    return [_Answer(None, failures) for _ in reports], error
+    return [_RankAnswer(None, failures) for _ in reports], error
 
 
 def _gather_to_zero(report: _Report) -> list[_Report] | None:
@@ -141,10 +141,10 @@ def _gather_to_zero(report: _Report) -> list[_Report] | None:
     return reports
 
 
-def _scatter_from_zero(answers: list[_Answer] | None) -> _Answer:
+def _scatter_from_zero(answers: list[_RankAnswer] | None) -> _RankAnswer:
     if not _is_distributed():
         assert answers is not None
         return answers[0]
-    received: list[_Answer] = [_Answer(None, {})]
+    received: list[_RankAnswer] = [_RankAnswer(None, {})]
     dist.scatter_object_list(received, answers, src=0)
     return received[0]

@@ -69,20 +69,20 @@ def to_native(source: Source, paths: Mapping[str, Keys], live: LiveNames | None 
     depth = len(sections.outer)
     rest_of = {name: keys[depth:] for name, keys in all_keys.items() if keys[:depth] == sections.outer and keys[depth:]}
     model = {
-        name: _unwrapped(".".join(map(str, rest if sections.is_bare else rest[1:])))
-        for name, rest in rest_of.items()
-        if (sections.is_bare and name in source.tensors) or (not sections.is_bare and rest[0] == sections.model)
+        name: _unwrapped(".".join(map(str, suffix if sections.is_bare else suffix[1:])))
+        for name, suffix in rest_of.items()
+        if (sections.is_bare and name in source.tensors) or (not sections.is_bare and suffix[0] == sections.model)
     }
     prefix = _shared_prefix(list(model.values()), live)
     names = {name: in_model(inner.removeprefix(prefix)) for name, inner in model.items()}
     optimizer = {
-        name: ".".join(map(str, rest[1:]))
-        for name, rest in rest_of.items()
-        if sections.optimizer is not None and rest[0] == sections.optimizer
+        name: ".".join(map(str, suffix[1:]))
+        for name, suffix in rest_of.items()
+        if sections.optimizer is not None and suffix[0] == sections.optimizer
     }
-    of_optimizer, options = _optimizer(source, optimizer, prefix, live)
-    dropped = set(optimizer) - set(of_optimizer)
-    names |= {name: f"optimizer.{inner}" for name, inner in of_optimizer.items()}
+    optimizer_names, options = _optimizer(source, optimizer, prefix, live)
+    dropped = set(optimizer) - set(optimizer_names)
+    names |= {name: f"optimizer.{inner}" for name, inner in optimizer_names.items()}
     if not (options or dropped) and all(name == new for name, new in names.items()):
         return Native(source=source, stripped=())
     renamed = rename(source, lambda name: None if name in dropped else names.get(name, name))
@@ -104,26 +104,26 @@ class _Sections:
 
 def _keys(name: str) -> Keys:
     """The keys of a name without recorded keys."""
-    first, _, rest = name.partition(".")
-    return (first, rest) if rest and first in (*_MODEL_KEYS, *_OPTIMIZER_KEYS) else (name,)
+    first, _, suffix = name.partition(".")
+    return (first, suffix) if suffix and first in (*_MODEL_KEYS, *_OPTIMIZER_KEYS) else (name,)
 
 
 def _find(all_keys: Mapping[str, Keys], source: Source) -> _Sections:
     """The innermost level with a section and all tensors inside; else the outermost level's contents."""
-    found: _Sections | None = None
+    sections: _Sections | None = None
     level, outer = dict(all_keys), Keys()
     while level:
         nested = dict.fromkeys(keys[0] for keys in level.values() if len(keys) > 1)
         model = next((key for key in _MODEL_KEYS if key in nested), None)
         optimizer = next((key for key in _OPTIMIZER_KEYS if key in nested), None)
         if model is not None or optimizer is not None:
-            found = _Sections(outer=outer, model=model, optimizer=optimizer)
+            sections = _Sections(outer=outer, model=model, optimizer=optimizer)
         if len(nested) != 1 or any(len(keys) == 1 and name in source.tensors for name, keys in level.items()):
             break
         outer = (*outer, *nested)
         level = {name: keys[1:] for name, keys in level.items() if len(keys) > 1}  # A counter may lie beside.
-    if found is not None:
-        return found
+    if sections is not None:
+        return sections
     if outer:
         return _Sections(outer=(), model=outer[0], optimizer=None)
     return _Sections(
@@ -165,12 +165,12 @@ def _optimizer(
     counted = _counted(groups, live)
     names: dict[str, str] = {}
     for name, entry in entries.items():
-        section, _, rest = entry.partition(".")
-        key, _, slot = rest.partition(".")
+        section, _, suffix = entry.partition(".")
+        key, _, slot = suffix.partition(".")
         if section == "state" and key in counted:
             names[name] = f"state.{own(counted[key])}.{slot}"
-        elif rest and not (groups and section == "param_groups"):
-            names[name] = f"{section}.{own(rest)}"
+        elif suffix and not (groups and section == "param_groups"):
+            names[name] = f"{section}.{own(suffix)}"
     options = {
         f"optimizer.param_groups.{own(counted.get(str(param), str(param)))}.{option}": value
         for group in groups
@@ -183,15 +183,15 @@ def _optimizer(
 
 def _groups(source: Source, entries: Mapping[str, str]) -> list[dict[str, Any]]:
     """An optimizer's groups with options read; empty without groups."""
-    found: dict[int, dict[str, str]] = {}
+    slots: dict[int, dict[str, str]] = {}
     for name, entry in entries.items():
         if entry == "param_groups":  # torch before 2.4 saved the list as one object.
             return _checked(source, _value(source, name))
         if match := _GROUP.fullmatch(entry):
-            found.setdefault(int(match[1]), {})[match[2]] = name
-    if not all("params" in group for group in found.values()):
+            slots.setdefault(int(match[1]), {})[match[2]] = name
+    if not all("params" in group for group in slots.values()):
         return []
-    groups = [{option: _value(source, name) for option, name in found[index].items()} for index in sorted(found)]
+    groups = [{option: _value(source, name) for option, name in slots[index].items()} for index in sorted(slots)]
     return _checked(source, groups)
 
 
@@ -206,7 +206,7 @@ def _checked(source: Source, groups: object) -> list[dict[str, Any]]:
 
 
 def _are_keys(value: object) -> TypeGuard[list[int | str]]:
-    return isinstance(value, list) and all(isinstance(each, int | str) for each in value)
+    return isinstance(value, list) and all(isinstance(key, int | str) for key in value)
 
 
 def _counted(groups: Sequence[Mapping[str, Any]], live: LiveNames | None) -> dict[str, str]:

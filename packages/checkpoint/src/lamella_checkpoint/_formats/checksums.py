@@ -51,7 +51,7 @@ class Checksums:
         try:
             if content["algorithm"] != _ALGORITHM:
                 raise CheckpointDamaged(str(file), f"expected {_ALGORITHM!r}, got {content['algorithm']!r}")
-            return cls(files={of_file: _spans(items) for of_file, items in content["files"].items()})
+            return cls(files={file: _spans(items) for file, items in content["files"].items()})
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
             if isinstance(error, CheckpointDamaged):
                 raise
@@ -76,10 +76,10 @@ class Checksums:
         expected = self.expected(path.name, offset, length)
         if expected is None:
             raise CheckpointDamaged(str(path), f"no checksum for the {length} bytes at {offset}")
-        if (found := zlib.crc32(data)) != expected:
+        if (checksum := zlib.crc32(data)) != expected:
             raise CheckpointDamaged(
                 str(path),
-                f"expected checksum {expected:#010x} of the {length} bytes at {offset}, got {found:#010x}",
+                f"expected checksum {expected:#010x} of the {length} bytes at {offset}, got {checksum:#010x}",
             )
 
     def write(self, directory: Path) -> None:
@@ -127,7 +127,7 @@ class ChecksumStream:
         return span, checksum
 
 
-def of_whole_file(path: Path) -> Mapping[Span, int]:
+def whole_file_checksum(path: Path) -> Mapping[Span, int]:
     """The checksum of a small file as one item, from a second read."""
     content = path.read_bytes()
     return {Span(0, len(content)): zlib.crc32(content)}

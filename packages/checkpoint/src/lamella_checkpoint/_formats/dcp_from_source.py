@@ -40,7 +40,7 @@ def write_dcp(
         options: File size, buffer and progress.
 
     Raises:
-        CheckpointDamaged: As `Source.read`.
+        CheckpointDamaged: The conditions of `Source.read`.
     """
     # Without a manifest, the archives' checksums are the only ones, so they are kept.
     checksums = nullcontext() if manifest is None else without_archive_checksums()
@@ -50,7 +50,7 @@ def write_dcp(
         for piece in stream(source, dtypes, options.buffer_nbytes):
             places.append(files.save_piece(piece, names[piece.name], source.tensors[piece.name].shape))
             options.on_bytes(piece.values.nbytes)
-        places += [files.save_object(value, same) for same, value in objects_once(source)]
+        places += [files.save_object(value, aliases_of_value) for aliases_of_value, value in objects_once(source)]
     if manifest is not None:
         complete(directory, [places], manifest)
     elif path_of is not None:

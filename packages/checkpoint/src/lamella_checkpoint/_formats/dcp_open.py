@@ -23,8 +23,8 @@ def open_dcp(
 
     Args:
         path: The checkpoint's directory.
-        trust: As for `load`.
-        verify: As for `load`.
+        trust: The permission to unpickle, as for `load`.
+        verify: The choice to verify checksums, as for `load`.
         live: Names of a live model: distinguish shared prefixes from names.
 
     Raises:
@@ -56,12 +56,12 @@ def dcp_directory(path: str | os.PathLike[str]) -> Path:
         FileNotFoundError: `path` does not exist.
         FormatUnknown: `path` is not torch DCP.
     """
-    found = find(Path(os.path.realpath(path)))
-    if is_dcp(found):
-        return found
+    directory = find(Path(os.path.realpath(path)))
+    if is_dcp(directory):
+        return directory
     raise FormatUnknown(
-        str(found),
-        "a directory without one" if found.is_dir() else "a file",
+        str(directory),
+        "a directory without one" if directory.is_dir() else "a file",
         expected="a checkpoint of torch DCP",
         way_out=_WAY_OUT.format("other formats"),
     )
@@ -71,4 +71,4 @@ def is_dcp(path: Path) -> bool:
     """Whether a directory's files are DCP's; the metadata file may be absent."""
     if not path.is_dir():
         return False
-    return any(each.name in (METADATA_FILE, MANIFEST_FILE) or each.suffix == ".distcp" for each in path.iterdir())
+    return any(file.name in (METADATA_FILE, MANIFEST_FILE) or file.suffix == ".distcp" for file in path.iterdir())

@@ -33,7 +33,7 @@ class StoredCheckpoint:
         """Read the metadata of the checkpoint in `directory`, and compare the metadata with the files.
 
         Args:
-            directory: Of the checkpoint.
+            directory: The directory of the checkpoint.
             trust: Allow unpickling of types beyond plain data and torch's own. **Unsafe: can execute code.**
             verify: Verify checksums while reading: the checkpoint's saved checksums, or torch's archive checksums.
 
@@ -51,9 +51,9 @@ class StoredCheckpoint:
         with self._unless_replaced():
             _check_directory(directory)
             self._checksums = Checksums.of(directory) if verify else None
-            known = self._check_file(METADATA_FILE)
+            checksum = self._check_file(METADATA_FILE)
             self.metadata = StoredMetadata.read(directory, trust=trust)
-            if not known and not self.is_own:
+            if not checksum and not self.is_own:
                 self._checksums = None  # Plain torch has saved over the checkpoint that the checksums describe.
             _check_files(directory, self.metadata)
             self.manifest = Manifest.read(directory) if self.is_own else None
@@ -83,7 +83,7 @@ class StoredCheckpoint:
         """The places of a tensor's chunks in files. Tied names that `save` wrote have the same."""
         return [self.metadata.items.get((name, chunk.offsets)) for chunk in self.tensors[name].chunks]
 
-    def read(self, wanted: Sequence[Wanted], on_item: Callable[[DcpItem], None] = lambda _: None) -> None:
+    def read(self, requests: Sequence[Wanted], on_item: Callable[[DcpItem], None] = lambda _: None) -> None:
         """Fill the given memory.
 
         Args:
@@ -95,10 +95,10 @@ class StoredCheckpoint:
                 another checkpoint replaced this one during the read (the replacement's files have the same names).
         """
         reads: dict[DcpItem, ItemRead] = {}
-        for name in dict.fromkeys(each.name for each in wanted):
+        for name in dict.fromkeys(request.name for request in requests):
             self._check_whole(name)
-        for each in wanted:
-            self._add(reads, each)
+        for request in requests:
+            self._add(reads, request)
         with self._unless_replaced():
             read_tensors(self.path, reads.values(), self._expected if self._verify else None, on_item)
         self._verified.update(reads)
@@ -132,29 +132,29 @@ class StoredCheckpoint:
             raise CheckpointDamaged(str(self.path / item.file), f"no checksum for {item.length} bytes at {item.offset}")
         return crc
 
-    def _add(self, reads: dict[DcpItem, ItemRead], wanted: Wanted) -> None:
+    def _add(self, reads: dict[DcpItem, ItemRead], request: Wanted) -> None:
         """Add the copies that fill a box, for each stored chunk that overlaps the box.
 
         The target has the box's dims; DCP writes a chunk of a scalar like any other.
         """
         num_found = 0
-        into = wanted.into.detach()
-        for chunk in self.tensors[wanted.name].chunks:
-            common = chunk.intersection(wanted.chunk)
+        into = request.into.detach()
+        for chunk in self.tensors[request.name].chunks:
+            common = chunk.intersection(request.chunk)
             if common.numel == 0:
                 continue
             num_found += common.numel
-            item = self.metadata.items[wanted.name, chunk.offsets]
+            item = self.metadata.items[request.name, chunk.offsets]
             is_verified = item in self._verified
             read = reads.setdefault(
-                item, ItemRead(name=wanted.name, item=item, sizes=chunk.sizes, is_verified=is_verified)
+                item, ItemRead(name=request.name, item=item, sizes=chunk.sizes, is_verified=is_verified)
             )
-            target = common.relative_to(wanted.chunk)
+            target = common.relative_to(request.chunk)
             slices = tuple(slice(along.start, along.stop) for along in target.ranges)
             read.copies.append(Copy(common.relative_to(chunk), into[slices]))
-        if num_found != wanted.chunk.numel:
+        if num_found != request.chunk.numel:
             raise self._wrong_metadata(
-                f"{num_found} of the {wanted.chunk.numel} elements at {wanted.chunk.offsets} of {wanted.name!r}"
+                f"{num_found} of the {request.chunk.numel} elements at {request.chunk.offsets} of {request.name!r}"
             )
 
     def _check_whole(self, name: str) -> None:

@@ -63,7 +63,7 @@ class _Dcp:
         metadata = StoredMetadata.read(self._path, trust=trust)
         if WRITTEN_BY in metadata.modules:
             self._findings.attempt(lambda: Manifest.read(self._path))
-            for file in self._of_other_length(checksums):
+            for file in self._files_of_wrong_length(checksums):
                 self._findings.note(CheckpointDamaged(str(file), "it has another length than when it was written"))
         else:
             checksums = None  # Plain torch has saved over the checkpoint that the checksums describe.
@@ -79,7 +79,7 @@ class _Dcp:
         self._findings.total = sum(item.length for item in (*chunks, *objects))
         needed = {item.file for item in metadata.items.values()}
         self._findings.unneeded += [
-            each.name for each in sorted(self._path.glob("*.distcp")) if each.name not in needed
+            file.name for file in sorted(self._path.glob("*.distcp")) if file.name not in needed
         ]
 
         def expected(item: DcpItem) -> int | None:
@@ -95,7 +95,7 @@ class _Dcp:
         for item, name in objects.items():
             self._check_object(item, name, expected)
 
-    def _of_other_length(self, checksums: Checksums | None) -> Iterator[Path]:
+    def _files_of_wrong_length(self, checksums: Checksums | None) -> Iterator[Path]:
         for file in (self._path / METADATA_FILE, self._path / MANIFEST_FILE):
             if (
                 checksums is not None

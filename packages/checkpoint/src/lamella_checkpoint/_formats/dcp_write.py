@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.storage import WriteResult
 
 from lamella_checkpoint._base.manifest import MANIFEST_FILE, Manifest
-from lamella_checkpoint._formats.checksums import CHECKSUMS_FILE, Checksums, ChecksumStream, Span, of_whole_file
+from lamella_checkpoint._formats.checksums import CHECKSUMS_FILE, Checksums, ChecksumStream, Span, whole_file_checksum
 from lamella_checkpoint._formats.extra_by_rank import without_equal_values
 from lamella_checkpoint._state.shares import Encoded, Item
 from lamella_files import METADATA_FILE, WRITTEN_BY
@@ -78,7 +78,7 @@ def write_items(directory: Path, rank: int, items: Sequence[Item], *, archive_ch
     bins = _bins(items)
     with nullcontext() if archive_checksums else without_archive_checksums(), ThreadPoolExecutor(len(bins)) as pool:
         files = [directory / f"__{rank}_{index}.distcp" for index in range(len(bins))]
-        return [placed for of_file in pool.map(_write_file, files, bins) for placed in of_file]
+        return [placed for file_items in pool.map(_write_file, files, bins) for placed in file_items]
 
 
 def complete(
@@ -90,7 +90,7 @@ def complete(
         directory: Holds the files.
         parts: Each rank's placed items. If several ranks wrote a box, the first rank's counts.
         manifest: Without checksums.
-        save_id: As for `write_metadata`.
+        save_id: The save id, as for `write_metadata`.
 
     Raises:
         ValueError: Ranks wrote different data for one box, or together not the whole of a tensor.
@@ -103,10 +103,10 @@ def complete(
     files: dict[str, dict[Span, int]] = {}
     for placed in (placed for part in parts for placed in part):
         files.setdefault(placed.file, {})[placed.span] = placed.checksum
-    own: dict[str, Mapping[Span, int]] = {
-        name: of_whole_file(directory / name) for name in (METADATA_FILE, MANIFEST_FILE)
+    side_files: dict[str, Mapping[Span, int]] = {
+        name: whole_file_checksum(directory / name) for name in (METADATA_FILE, MANIFEST_FILE)
     }
-    Checksums(files={**files, **own}).write(directory)
+    Checksums(files={**files, **side_files}).write(directory)
 
 
 @dataclass(frozen=True)
@@ -139,11 +139,11 @@ class WithoutManifest:
 
         Args:
             directory: Holds the files.
-            parts: As for the function `complete`.
-            save_id: As for the function `complete`.
+            parts: The parts, as for `complete`.
+            save_id: The save id, as for the function `complete`.
 
         Raises:
-            ValueError: As for the function `complete`.
+            ValueError: The conditions of `complete`.
 
         Effects: waits until the files' contents are on the disk.
         """
@@ -283,18 +283,18 @@ def _check_whole(places: Sequence[Placed]) -> None:
     for placed in places:
         for name in placed.names if placed.chunk is not None else ():
             assert placed.chunk is not None
-            whole = wholes.setdefault(name, placed)
-            if (whole.shape, whole.dtype) != (placed.shape, placed.dtype):
-                raise ValueError(f"Expected {name!r} to be alike on all ranks, got {_text(whole)} and {_text(placed)}.")
+            first = wholes.setdefault(name, placed)
+            if (first.shape, first.dtype) != (placed.shape, placed.dtype):
+                raise ValueError(f"Expected {name!r} to be alike on all ranks, got {_text(first)} and {_text(placed)}.")
             num_held[name] = num_held.get(name, 0) + placed.chunk.numel
-    for name, whole in wholes.items():
-        if num_held[name] != (numel := prod(whole.shape or ())):
+    for name, first in wholes.items():
+        if num_held[name] != (numel := prod(first.shape or ())):
             raise ValueError(f"Expected the ranks to hold the {numel} elements of {name!r}, got {num_held[name]}.")
 
 
 def _section_and_name(name: str) -> tuple[str, ...]:
-    section, _, rest = name.partition(".")
-    return section, rest
+    section, _, suffix = name.partition(".")
+    return section, suffix
 
 
 def write_metadata(

@@ -57,12 +57,12 @@ class Contents:
         aliases = {in_model(alias): in_model(name) for alias, name in live.aliases.items()}
         params: dict[str, torch.Tensor] = {}
         if optimizer is not None:
-            of_optimizer = LiveOptimizer.of(optimizer, live)
-            entries, further_names = of_optimizer.entries()
+            live_optimizer = LiveOptimizer.of(optimizer, live)
+            entries, further_names = live_optimizer.entries()
             values |= {f"optimizer.{name}": value for name, value in entries.items()}
             aliases |= {f"optimizer.{alias}": f"optimizer.{name}" for alias, name in further_names.items()}
-            for name, param, _ in of_optimizer.params():
-                params |= {f"optimizer.state.{name}.{slot}": param for slot in of_optimizer.slots(param)}
+            for name, param, _ in live_optimizer.params():
+                params |= {f"optimizer.state.{name}.{slot}": param for slot in live_optimizer.slots(param)}
         kind = None if optimizer is None else kind_of(optimizer)
         return cls(
             values=values,

@@ -29,7 +29,7 @@ class Filled:
     kept: tuple[str, ...]
 
 
-class _Leaf(NamedTuple):
+class _StateLeaf(NamedTuple):
     name: str
     container: Container
     key: Any
@@ -44,7 +44,7 @@ def fill(request: MutableMapping[str, Any], source: Source) -> Filled:
         source: Names are the request's keys, joined by dots.
 
     Raises:
-        CheckpointDamaged: As for `Source.read`.
+        CheckpointDamaged: The conditions of `Source.read`.
         ValueError: A tensor has another shape in the checkpoint, or is a tensor on one side only. Nothing has been
             changed.
 
@@ -52,28 +52,28 @@ def fill(request: MutableMapping[str, Any], source: Source) -> Filled:
     """
     objects = frozenset(source.objects)
     leaves = list(_leaves(request, "", objects))
-    wanted: list[Wanted] = []
-    values: list[tuple[_Leaf, object]] = []
-    kept: list[str] = []
+    requests: list[Wanted] = []
+    values: list[tuple[_StateLeaf, object]] = []
+    unread: list[str] = []
     for leaf in leaves:
-        held = leaf.container[leaf.key]
+        target = leaf.container[leaf.key]
         if leaf.name in source.tensors:
-            wanted += _wanted(leaf.name, held, source)
+            requests += _requests(leaf.name, target, source)
         elif leaf.name not in objects:
-            kept.append(leaf.name)
-        elif isinstance(held, torch.Tensor):
+            unread.append(leaf.name)
+        elif isinstance(target, torch.Tensor):
             raise ValueError(f"Expected a tensor for {leaf.name!r}, got another value in the checkpoint.")
         else:
             values.append((leaf, source.read_object(leaf.name)))
     with torch.no_grad():
-        source.read(wanted)
+        source.read(requests)
     for leaf, value in values:
         leaf.container[leaf.key] = value
-    absent = set(kept)
-    return Filled(loaded=tuple(leaf.name for leaf in leaves if leaf.name not in absent), kept=tuple(kept))
+    absent = set(unread)
+    return Filled(loaded=tuple(leaf.name for leaf in leaves if leaf.name not in absent), kept=tuple(unread))
 
 
-def _leaves(container: Container, prefix: str, objects: AbstractSet[str]) -> Iterator[_Leaf]:
+def _leaves(container: Container, prefix: str, objects: AbstractSet[str]) -> Iterator[_StateLeaf]:
     """The values to fill; a dict or list stored as one object is one value."""
     keys = list(container) if isinstance(container, MutableMapping) else range(len(container))
     for key in keys:
@@ -82,23 +82,23 @@ def _leaves(container: Container, prefix: str, objects: AbstractSet[str]) -> Ite
         if isinstance(value, MutableMapping | MutableSequence) and value and name not in objects:
             yield from _leaves(value, name, objects)
         else:
-            yield _Leaf(name, container, key)
+            yield _StateLeaf(name, container, key)
 
 
-def _wanted(name: str, held: object, source: Source) -> list[Wanted]:
+def _requests(name: str, target: object, source: Source) -> list[Wanted]:
     info = source.tensors[name]
-    if not isinstance(held, torch.Tensor):
+    if not isinstance(target, torch.Tensor):
         raise ValueError(
-            f"Expected a value of type {type(held).__name__} for {name!r}, got a tensor in the checkpoint."
+            f"Expected a value of type {type(target).__name__} for {name!r}, got a tensor in the checkpoint."
         )
-    if tuple(held.shape) != tuple(info.shape):
+    if tuple(target.shape) != tuple(info.shape):
         raise ValueError(
-            f"Expected {name!r} of shape {tuple(held.shape)!r}, got {tuple(info.shape)!r} in the checkpoint."
+            f"Expected {name!r} of shape {tuple(target.shape)!r}, got {tuple(info.shape)!r} in the checkpoint."
         )
-    return [Wanted(name, box.chunk, box.local) for box in _boxes(held) if box.chunk.numel]
+    return [Wanted(name, box.chunk, box.local) for box in _boxes(target) if box.chunk.numel]
 
 
-def _boxes(held: torch.Tensor) -> list[LocalBox]:
-    if isinstance(held, PiecesOfTensor):
-        return [LocalBox(piece.chunk, piece.values) for piece in held.pieces]
-    return local_boxes(held)
+def _boxes(target: torch.Tensor) -> list[LocalBox]:
+    if isinstance(target, PiecesOfTensor):
+        return [LocalBox(piece.chunk, piece.values) for piece in target.pieces]
+    return local_boxes(target)

@@ -66,9 +66,9 @@ class LiveOptimizer:
         aliases: dict[str, str] = {}
         for named, group in zip(self.groups, self.optimizer.param_groups, strict=True):
             for option, value in options(group).items() if named else ():
-                first, *others = [f"param_groups.{name}.{option}" for name in named]
+                first, *other_names = [f"param_groups.{name}.{option}" for name in named]
                 values[first] = _plain_option(option, value)
-                aliases.update(dict.fromkeys(others, first))
+                aliases.update(dict.fromkeys(other_names, first))
         for name, param, _ in self.params():
             for slot, value in self.slots(param).items():
                 values[f"state.{name}.{slot}"] = _storable_slot(name, slot, value)
@@ -85,7 +85,7 @@ def _plain_option(option: str, value: object) -> object:
     if getattr(value, "ndim", None) == 0:
         value = cast(Any, value).item()
     elif isinstance(value, list | tuple):
-        value = type(value)([_plain_option(option, each) for each in value])
+        value = type(value)([_plain_option(option, element) for element in value])
     if not is_plain(value):
         raise TypeError(f"Expected the optimizer's options to be plain data, got {value!r} for {option!r}.")
     return value

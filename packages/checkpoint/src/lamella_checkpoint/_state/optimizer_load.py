@@ -45,24 +45,26 @@ class OptimizerLoad:
         Effects: reads the options from the checkpoint's files; no collective.
         """
         firsts = {name: first for first, _, _ in live.params() for name in names[first]}
-        found: dict[str, dict[str, dict[str, str]]] = {"state": {}, "param_groups": {}}
+        names_by_section: dict[str, dict[str, dict[str, str]]] = {"state": {}, "param_groups": {}}
         strangers: dict[str, str] = {}
         for full in (*source.tensors, *source.objects):
             top, _, entry = full.partition(".")
-            section, _, rest = entry.partition(".")
-            if top != "optimizer" or section not in found:
+            section, _, suffix = entry.partition(".")
+            if top != "optimizer" or section not in names_by_section:
                 continue
-            name, tail = _split(rest, firsts)
+            name, tail = _split(suffix, firsts)
             if name is None:
                 strangers.setdefault(tail, f"optimizer.{section}.{tail}")
             else:
-                found[section].setdefault(name, {}).setdefault(tail, full)
-        option_names = [full for of_param in found["param_groups"].values() for full in of_param.values()]
+                names_by_section[section].setdefault(name, {}).setdefault(tail, full)
+        option_names = [
+            full for param_options in names_by_section["param_groups"].values() for full in param_options.values()
+        ]
         return cls(
             live=live,
             source=source,
-            slots=found["state"],
-            options=found["param_groups"],
+            slots=names_by_section["state"],
+            options=names_by_section["param_groups"],
             strangers=tuple(strangers.values()),
             values=_read_options(source, option_names),
             local_slots=local_slots,
@@ -161,11 +163,11 @@ class OptimizerLoad:
         return name in self.slots or name in self.options
 
     def _options_of(self, names: Mapping[str, object]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        options: dict[str, Any] = {}
         for name in names:
             for option, full in self.options.get(name, {}).items():
-                found.setdefault(option, self.values[full])
-        return found
+                options.setdefault(option, self.values[full])
+        return options
 
     def _tensors(self) -> Iterator[tuple[torch.Tensor, Mapping[str, Any], str, str]]:
         """Slots stored as tensors: the parameter, its group, the slot and the full name."""
@@ -201,17 +203,17 @@ def _read_options(source: Source, names: Iterable[str]) -> dict[str, Any]:
     return values
 
 
-def _split(rest: str, firsts: Mapping[str, str]) -> tuple[str | None, str]:
+def _split(suffix: str, firsts: Mapping[str, str]) -> tuple[str | None, str]:
     """`<parameter>.<slot>` as the live parameter's first name and the slot; or None and the stranger's name.
 
     No parameter's name continues another's with a dot, so the shortest known prefix is the parameter.
     """
-    end = rest.find(".")
+    end = suffix.find(".")
     while end != -1:
-        if rest[:end] in firsts:
-            return firsts[rest[:end]], rest[end + 1 :]
-        end = rest.find(".", end + 1)
-    return None, rest.rpartition(".")[0]
+        if suffix[:end] in firsts:
+            return firsts[suffix[:end]], suffix[end + 1 :]
+        end = suffix.find(".", end + 1)
+    return None, suffix.rpartition(".")[0]
 
 
 def _new_slot(

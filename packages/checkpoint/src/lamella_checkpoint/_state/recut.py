@@ -31,12 +31,16 @@ def recut(
     """
     if not correspondences:
         return share
-    by_name = {name: each for each in correspondences for name in each.right}
-    of_options = by_name if options is None else {name: each for each in options for name in each.right}
+    by_name = {name: correspondence for correspondence in correspondences for name in correspondence.right}
+    options_by_name = (
+        by_name
+        if options is None
+        else {name: correspondence for correspondence in options for name in correspondence.right}
+    )
 
     def recut_all(items: Iterable[Item]) -> Iterator[Item]:
         for item in items:
-            yield from _recut(item, of_options if item.names[0].startswith(OPTIONS) else by_name)
+            yield from _recut(item, options_by_name if item.names[0].startswith(OPTIONS) else by_name)
 
     return replace(share, held={ranks: tuple(recut_all(items)) for ranks, items in share.held.items()})
 
@@ -44,12 +48,12 @@ def recut(
 def _recut(item: Item, by_name: Mapping[str, Correspondence]) -> Iterator[Item]:
     places = [_place(name, by_name) for name in item.names]
     section, parameter, entry = places[0]
-    if all(each is None for _, each, _ in places):
+    if all(correspondence is None for _, correspondence, _ in places):
         yield item
     elif item.chunk is None or (prod(item.shape or ()) == 1 and parameter is not None and not _is_whole(item, by_name)):
         names = zip(item.names, places, strict=True)
-        new = [[name] if place[1] is None else _of_parts(*place, by_name) for name, place in names]
-        yield replace(item, names=tuple(name for of_name in new for name in of_name))
+        new = [[name] if place[1] is None else _part_names(*place, by_name) for name, place in names]
+        yield replace(item, names=tuple(name for names in new for name in names))
     elif len(places) > 1 or parameter is None or by_name[parameter].shift:
         raise NotImplementedError(
             f"Expected tensors that are cut to have one name, and no shift, got {item.names!r}. Save it as it is: "
@@ -66,29 +70,31 @@ def _cut(item: Item, section: str, parameter: str, entry: str, by: Correspondenc
                 f"Expected {item.names[0]!r} of shape {tuple(by.right[parameter])!r}, as its parameter is, got "
                 f"{item.shape!r}: it cannot be cut as that is."
             )
-        yield replace(item, names=tuple(_of_parts(section, parameter, entry, {parameter: by})))
+        yield replace(item, names=tuple(_part_names(section, parameter, entry, {parameter: by})))
         return
     assert isinstance(item.value, torch.Tensor)
     assert item.chunk is not None
     pieces: list[Piece] = [piece for piece in by.pieces if piece.right.name == parameter]
     for index, _, shared in meetings([piece.right.chunk for piece in pieces], [item.chunk]):
-        target, own = pieces[index]
-        chunk = carried(shared, own.chunk, target.chunk)
+        target, source_piece = pieces[index]
+        chunk = carried(shared, source_piece.chunk, target.chunk)
         values = box_of(item.value, shared.relative_to(item.chunk))
         name = f"{section}{target.name}{entry}"
         yield Item(names=(name,), value=values.view(chunk.sizes), shape=tuple(by.left[target.name]), chunk=chunk)
 
 
-def _place(name: str, known: Container[str]) -> tuple[str, str | None, str]:
+def _place(name: str, known_names: Container[str]) -> tuple[str, str | None, str]:
     """A name's section, its parameter if a correspondence covers the parameter, and the rest."""
-    section, rest = split_section(name)
+    section, suffix = split_section(name)
     if not section:
         return "", None, name
-    parameter, entry = (rest, "") if section == MODEL else longest_known(rest, known)
-    return section, parameter if parameter in known else None, entry and f".{entry}"
+    parameter, entry = (suffix, "") if section == MODEL else longest_known(suffix, known_names)
+    return section, parameter if parameter in known_names else None, entry and f".{entry}"
 
 
-def _of_parts(section: str, parameter: str | None, entry: str, by_name: Mapping[str, Correspondence]) -> Iterable[str]:
+def _part_names(
+    section: str, parameter: str | None, entry: str, by_name: Mapping[str, Correspondence]
+) -> Iterable[str]:
     assert parameter is not None
     return [f"{section}{name}{entry}" for name in by_name[parameter].left]
 

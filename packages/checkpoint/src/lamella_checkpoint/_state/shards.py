@@ -29,7 +29,7 @@ class LiveShard:
     """A rank's part of a parameter, in the parameter's coordinates: Note [Coordinates come from the parameter].
 
     Attributes:
-        shape: Of the parameter, global.
+        shape: The shape of the parameter, global.
         region: The rank's part. The region's boxes are in the order of local memory.
     """
 
@@ -43,7 +43,7 @@ class LiveShard:
         """A tensor-parallel rank's part, cut between any rows: Megatron-FSDP's form of a shard.
 
         Args:
-            shape: Of the parameter, global.
+            shape: The shape of the parameter, global.
             elements: The rank's, of the tensor-parallel rank's part laid out flat (`megatron_fsdp_slice`).
             tp_dim: The dim that tensor parallelism cuts, first. None without a cut.
             num_tp: Tensor-parallel ranks.
@@ -68,7 +68,7 @@ class LiveShard:
         Args:
             data: A DTensor of the parameter's shape, or of its tensor-parallel rank's part; or a plain tensor of the
                 rank's elements, of any shape.
-            name: For messages.
+            name: The name for messages.
 
         Returns:
             A view of the region's shape.
@@ -105,11 +105,11 @@ class LiveCut:
         """Take a model's correspondences; the model's names are on the side opposite to `to`."""
         self._pieces: dict[str, list[Piece]] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
-        for each in correspondences:
-            turned = each if to == "right" else each.inverse
+        for correspondence in correspondences:
+            turned = correspondence if to == "right" else correspondence.inverse
             if turned.shift:
                 raise ValueError(
-                    f"Expected live tensors and a checkpoint's to be equal, got a shift for {each.left!r}."
+                    f"Expected live tensors and a checkpoint's to be equal, got a shift for {correspondence.left!r}."
                 )
             self._shapes.update(turned.right)
             for piece in turned.pieces:
@@ -126,8 +126,8 @@ class LiveCut:
 
         Args:
             name: The live tensor's.
-            shard: Of the parameter: the tensor itself, or the parameter of a slot.
-            data: As for `LiveShard.local`.
+            shard: The shard of the parameter: the tensor itself, or the parameter of a slot.
+            data: The data, as for `LiveShard.local`.
         """
         local = shard.local(data, name)
         if name not in self._pieces:
@@ -136,12 +136,12 @@ class LiveCut:
         return list(self._cut(name, shard.region, local))
 
     def _cut(self, name: str, region: Region, local: torch.Tensor) -> Iterable[LivePiece]:
-        held, boxes = region.chunks, places_in_memory(region)
+        chunks, boxes = region.chunks, places_in_memory(region)
         pieces = self._pieces[name]
-        for index, which, shared in meetings([piece.left.chunk for piece in pieces], held):
-            left, right = pieces[index]
-            chunk = carried(shared, left.chunk, right.chunk)
-            values = box_of(box_of(local, boxes[which]), shared.relative_to(held[which]))
+        for index, chunk_index, shared in meetings([piece.left.chunk for piece in pieces], chunks):
+            live_box, right = pieces[index]
+            chunk = carried(shared, live_box.chunk, right.chunk)
+            values = box_of(box_of(local, boxes[chunk_index]), shared.relative_to(chunks[chunk_index]))
             yield LivePiece(right.name, chunk, values.view(chunk.sizes))  # A view: loads fill the shard through it.
 
 
@@ -156,9 +156,9 @@ class PiecesOfTensor(torch.Tensor):
 
     def __new__(cls, shape: Sequence[int], like: torch.Tensor, pieces: Sequence[LivePiece]) -> Self:
         """A value of this shape, of the dtype and on the device of `like`."""
-        made = torch.Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=like.dtype, device=like.device)
-        made._pieces = {piece.chunk.offsets: piece for piece in pieces}
-        return made
+        tensor = torch.Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=like.dtype, device=like.device)
+        tensor._pieces = {piece.chunk.offsets: piece for piece in pieces}
+        return tensor
 
     def __init__(self, shape: Sequence[int], like: torch.Tensor, pieces: Sequence[LivePiece]) -> None:
         super().__init__()
@@ -214,9 +214,9 @@ def written_pieces(cut: LiveCut, tensors: Mapping[str, tuple[LiveShard, torch.Te
     shapes: dict[str, tuple[int, ...]] = {}
     likes: dict[str, torch.Tensor] = {}
     for name, (shard, data) in tensors.items():
-        for of_name, shape in cut.shapes(name, shard.shape).items():
-            pieces.setdefault(of_name, [])
-            shapes[of_name], likes[of_name] = shape, data
+        for piece_name, shape in cut.shapes(name, shard.shape).items():
+            pieces.setdefault(piece_name, [])
+            shapes[piece_name], likes[piece_name] = shape, data
         for piece in cut.pieces(name, shard, data):
             pieces[piece.name].append(piece)
     return {name: PiecesOfTensor(shapes[name], likes[name], pieces[name]) for name in pieces}

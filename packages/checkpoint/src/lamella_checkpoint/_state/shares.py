@@ -60,7 +60,7 @@ class Item:
     Attributes:
         names: The value's own name, and the aliases with the same stored place.
         value: The box as a tensor of the box's sizes, a view of the live memory; or plain data, encoded or not.
-        shape: Of the whole tensor; None for plain data.
+        shape: The shape of the whole tensor; None for plain data.
         chunk: The box; None for plain data.
     """
 
@@ -80,10 +80,10 @@ class Tables:
 
     def __init__(self) -> None:
         self._ranks: dict[DeviceMesh, torch.Tensor] = {}
-        self._parts: dict[_Key, _Part] = {}
+        self._parts: dict[_Key, _SharePart] = {}
         self._owners: dict[_Key, Ranks] = {}
 
-    def part(self, tensor: DTensor) -> "_Part":
+    def part(self, tensor: DTensor) -> "_SharePart":
         """This rank's part of a tensor, and the ranks with the same part. Requires this rank on the tensor's mesh."""
         key = _key(tensor)
         if key not in self._parts:
@@ -96,21 +96,21 @@ class Tables:
         if key not in self._owners:
             mesh, shape, placements, order = key
             ranks = self._ranks_of(mesh).flatten().tolist()
-            whole = [True] * len(ranks)
-            chunks = mesh_chunks(shape, tuple(mesh.shape), placements, order=order) if prod(shape) else whole
-            self._owners[key] = tuple(rank for rank, of_rank in zip(ranks, chunks, strict=True) if of_rank)
+            is_unsharded = [True] * len(ranks)
+            chunks = mesh_chunks(shape, tuple(mesh.shape), placements, order=order) if prod(shape) else is_unsharded
+            self._owners[key] = tuple(rank for rank, rank_chunks in zip(ranks, chunks, strict=True) if rank_chunks)
         return self._owners[key]
 
     def _part(
         self, mesh: DeviceMesh, shape: tuple[int, ...], placements: tuple[Placement, ...], order: tuple[int, ...] | None
-    ) -> "_Part":
+    ) -> "_SharePart":
         coordinate = mesh.get_coordinate()
         assert coordinate is not None
         region = mesh_region(shape, tuple(mesh.shape), placements, coordinate, order=order)
         along = zip(placements, coordinate, strict=True)
         alike = tuple(slice(None) if isinstance(placement, Replicate) else at for placement, at in along)
         ranks = tuple(self._ranks_of(mesh)[alike].flatten().tolist())
-        return _Part(region.shape, tuple(zip(region.chunks, places_in_memory(region), strict=True)), ranks)
+        return _SharePart(region.shape, tuple(zip(region.chunks, places_in_memory(region), strict=True)), ranks)
 
     def _ranks_of(self, mesh: DeviceMesh) -> torch.Tensor:
         if mesh not in self._ranks:
@@ -118,7 +118,7 @@ class Tables:
         return self._ranks[mesh]
 
 
-class _Part(NamedTuple):
+class _SharePart(NamedTuple):
     """A rank's part of a tensor: local shape; each box, in the tensor and in the part; the ranks with the same part."""
 
     local_shape: tuple[int, ...]
@@ -146,7 +146,7 @@ class Share:
         """Collect this rank's items, by Note [Assignment of writers].
 
         Args:
-            contents: Of this rank.
+            contents: The contents of this rank.
             rank: This rank.
             tables: Cached from the last save; None starts afresh.
 
@@ -157,17 +157,17 @@ class Share:
 
         Items are views of the live tensors: a write before the save has copied an item changes the checkpoint.
         """
-        held: dict[Ranks, list[Item]] = {}
+        shared_items: dict[Ranks, list[Item]] = {}
         for item, ranks in _Holdings(contents, rank, tables or Tables()).items():
             if rank in ranks:
-                held.setdefault(ranks, []).append(item)
-        return cls(held={ranks: tuple(items) for ranks, items in held.items()}, rank=rank)
+                shared_items.setdefault(ranks, []).append(item)
+        return cls(held={ranks: tuple(items) for ranks, items in shared_items.items()}, rank=rank)
 
     def with_own(self, values: Iterable[tuple[str, object]]) -> "Share":
         """The share with further plain data by name, which this rank alone writes."""
         items = tuple(Item(names=(name,), value=value) for name, value in values)
-        own = (self.rank,)
-        return replace(self, held={**self.held, own: (*self.held.get(own, ()), *items)})
+        this_rank = (self.rank,)
+        return replace(self, held={**self.held, this_rank: (*self.held.get(this_rank, ()), *items)})
 
     @property
     def digests(self) -> dict[Ranks, str]:
@@ -188,7 +188,7 @@ class Share:
 
 def differing(digests: Sequence[Mapping[Ranks, str]]) -> frozenset[Ranks]:
     """The sets of ranks with different lists, given the digests of all ranks in order."""
-    sets = {ranks for of_rank in digests for ranks in of_rank}
+    sets = {ranks for rank_digests in digests for ranks in rank_digests}
     return frozenset(ranks for ranks in sets if len({digests[rank].get(ranks) for rank in ranks}) > 1)
 
 
@@ -215,14 +215,17 @@ class _Holdings:
                 for box, shape, chunk in _own_boxes(name, value):
                     yield Item(names=names, value=box, shape=shape, chunk=chunk), (self._rank,)
             elif isinstance(value, DTensor):
-                yield from self._of_dtensor(names, value)
+                yield from self._dtensor_items(names, value)
             elif isinstance(value, torch.Tensor):
-                whole = Chunk((0,) * value.ndim, tuple(value.shape))
-                yield Item(names=names, value=value.detach(), shape=whole.sizes, chunk=whole), self._beside(name)
+                full_box = Chunk((0,) * value.ndim, tuple(value.shape))
+                yield (
+                    Item(names=names, value=value.detach(), shape=full_box.sizes, chunk=full_box),
+                    self._ranks_of_parameter(name),
+                )
             else:
-                yield Item(names=names, value=value), self._beside(name)
+                yield Item(names=names, value=value), self._ranks_of_parameter(name)
 
-    def _of_dtensor(self, names: tuple[str, ...], tensor: DTensor) -> Iterator[tuple[Item, Ranks]]:
+    def _dtensor_items(self, names: tuple[str, ...], tensor: DTensor) -> Iterator[tuple[Item, Ranks]]:
         if tensor.device_mesh.get_coordinate() is None:
             return
         _check_not_partial(names[0], tensor)
@@ -247,7 +250,7 @@ class _Holdings:
         for chunk, box in boxes_beside(param, slot):
             yield Item(names=names, value=box, shape=tuple(param.shape), chunk=chunk), ranks
 
-    def _beside(self, name: str) -> Ranks:
+    def _ranks_of_parameter(self, name: str) -> Ranks:
         """The ranks holding a value that is no DTensor."""
         param = self._contents.params.get(name)
         if not isinstance(param, DTensor):
@@ -290,29 +293,32 @@ def _check_readable(name: str, tensor: torch.Tensor) -> None:
     """Refuse a tensor that a save could write, and no load read."""
     if _names_its_own_boxes(tensor):
         return
-    held = _local(tensor) if isinstance(tensor, DTensor) else tensor.detach()
-    if held.layout is not torch.strided:
+    local = _local(tensor) if isinstance(tensor, DTensor) else tensor.detach()
+    if local.layout is not torch.strided:
         raise NotImplementedError(
-            f"Expected dense tensors, got {held.layout} for {name!r}. Keep it dense, or register it with "
+            f"Expected dense tensors, got {local.layout} for {name!r}. Keep it dense, or register it with "
             f"`persistent=False`."
         )
-    if type(held) is torch.Tensor:
+    if type(local) is torch.Tensor:
         return
-    if not _is_known(type(held)):
+    if not _is_known(type(local)):
         raise NotImplementedError(
-            f"Expected plain tensors, or classes known to torch's loads, got {type(held).__name__} for {name!r}. Pass "
+            f"Expected plain tensors, or classes known to torch's loads, got {type(local).__name__} for {name!r}. Pass "
             f"the class to `torch.serialization.add_safe_globals`, here and where the checkpoint is read."
         )
-    if _stored_nbytes(held) < held.nbytes:
+    if _stored_nbytes(local) < local.nbytes:
         raise NotImplementedError(
-            f"Expected {held.nbytes} bytes for the elements of {name!r} in {held.dtype}, got {_stored_nbytes(held)} in "
-            f"its {type(held).__name__}, and no load would read them. Keep plain tensors, and quantise after the load."
+            f"Expected {local.nbytes} bytes for the elements of {name!r} in {local.dtype}, got "
+            f"{_stored_nbytes(local)} in its {type(local).__name__}, and no load would read "
+            "them. Keep plain tensors, and quantise after the load."
         )
 
 
 def _is_known(kind: type) -> bool:
-    known = torch.serialization.get_safe_globals()
-    return any((each[0] if isinstance(each, tuple) else each) is kind for each in known)
+    safe_globals = torch.serialization.get_safe_globals()
+    return any(
+        (safe_global[0] if isinstance(safe_global, tuple) else safe_global) is kind for safe_global in safe_globals
+    )
 
 
 def _stored_nbytes(tensor: torch.Tensor) -> int:

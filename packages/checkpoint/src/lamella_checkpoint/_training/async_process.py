@@ -54,7 +54,7 @@ class Job:
         num_ranks: Number of parts in the checkpoint.
         memory_nbytes: How much of the memory to map.
         items: The items to write, tensors as slots of the memory.
-        digests: Of this rank's shared lists, by the sharing ranks.
+        digests: The digests of this rank's shared lists, by the sharing ranks.
         form: Rank 0's counts.
         retention: Removes old checkpoints after publication; None removes nothing.
         is_first: Whether this is the session's first save.
@@ -72,7 +72,7 @@ class Job:
     is_first: bool
 
 
-class Answer(NamedTuple):
+class WriterAnswer(NamedTuple):
     """The end of a process's work on a save; the process no longer reads the rank's memory.
 
     Attributes:
@@ -94,7 +94,7 @@ def serve(connection: Connection, memory: Memory) -> None:
         # A readable connection during a job means end of file: the rank sends the next job only after the answer.
         failures = run(job, memory, is_orphan=connection.poll)
         try:
-            connection.send(Answer(job.staged, failures))
+            connection.send(WriterAnswer(job.staged, failures))
         except OSError:
             return
 
@@ -206,7 +206,7 @@ def _write_part(job: Job, memory: Memory) -> None:
     items = [_over(memory, item) for item in job.items]
     placed = write_items(job.staged, job.rank, items, archive_checksums=job.form.archive_checksums)
     digests = {",".join(map(str, ranks)): digest for ranks, digest in job.digests.items()}
-    content = {"placed": [_as_json(each) for each in placed], "digests": digests}
+    content = {"placed": [_as_json(written) for written in placed], "digests": digests}
     temporary = job.staged / f"writing-{job.rank}"
     temporary.write_text(json.dumps(content), encoding="utf-8")
     temporary.rename(job.staged / part_name(job.rank))
@@ -227,7 +227,7 @@ def _publish_when_whole(job: Job, waiting: _Waiting) -> None:
     waiting.until(lambda: num_parts() == job.num_ranks, lambda: f"{num_parts()} of {job.num_ranks}")
     contents = [json.loads(file.read_text(encoding="utf-8")) for file in files]
     _check_alike([content["digests"] for content in contents])
-    parts = [[_from_json(each) for each in content["placed"]] for content in contents]
+    parts = [[_from_json(fields) for fields in content["placed"]] for content in contents]
     job.form.complete(job.staged, parts, save_id_of(job.staged))
     _clean(job)
     publish(job.staged, job.target)
@@ -240,7 +240,9 @@ def _publish_when_whole(job: Job, waiting: _Waiting) -> None:
 
 
 def _check_alike(digests: Sequence[Mapping[str, str]]) -> None:
-    apart = differing([{tuple(map(int, key.split(","))): value for key, value in each.items()} for each in digests])
+    apart = differing(
+        [{tuple(map(int, key.split(","))): value for key, value in digest_texts.items()} for digest_texts in digests]
+    )
     if apart:
         raise ValueError(
             f"Expected ranks that share values to hold the same names and shapes, got different ones on ranks "

@@ -23,7 +23,7 @@ from lamella_checkpoint._training.copies import Copies
 from lamella_checkpoint._training.handle import Limits, SaveHandle
 from lamella_checkpoint._training.outcomes import Outcomes
 from lamella_checkpoint._training.retention import Retention
-from lamella_checkpoint._training.save import Part
+from lamella_checkpoint._training.save import SavePart
 from lamella_checkpoint._training.staging import Memory, lay_out
 from lamella_checkpoint._training.writer import Writer
 from lamella_files import CheckpointFailed, Correspondence, staging_path
@@ -124,11 +124,11 @@ class AsyncSaver(Closing):
         a call, close the saver on every rank: the next save agrees anew.
 
         Args:
-            path: As for `save`; every rank's counts, and must be the same.
-            model: As for `save`.
-            optimizer: As for `save`.
-            extra: As for `save`.
-            correspondences: As for `save`; the same for every save.
+            path: The path, as for `save`; every rank's counts, and must be the same.
+            model: The model, as for `save`.
+            optimizer: The optimizer, as for `save`.
+            extra: The extra, as for `save`.
+            correspondences: The correspondences, as for `save`; the same for every save.
 
         Returns:
             A handle for the outcome. May be dropped.
@@ -138,7 +138,7 @@ class AsyncSaver(Closing):
                 begun. Call again to save this state.
             NotImplementedError: A tensor is of a class of its own.
             OSError: Not enough host memory for the state.
-            ValueError: As `save`. An error visible only across ranks is raised by the next call.
+            ValueError: The conditions of `save`. An error visible only across ranks is raised by the next call.
 
         Effects: collective on the default group the first time alone (one small exchange), later none; all ranks have
             to call equally often. Copies this rank's part to the host on a thread; on an accelerator on a separate
@@ -147,22 +147,22 @@ class AsyncSaver(Closing):
         began = time.perf_counter()
         self._num_saves += 1  # At once: after an interrupt on some ranks, parts of two calls must not have one name.
 
-        def collect() -> Part:
-            return Part.of(model, optimizer, extra, correspondences, self._tables)
+        def collect() -> SavePart:
+            return SavePart.of(model, optimizer, extra, correspondences, self._tables)
 
         with on_device_of(model.parameters()):
             if self._session is None:
                 self._session = self._agree(collect)
             return self._begin(path, self._session, collect, began)
 
-    def save_part(self, path: str | os.PathLike[str], collect: Callable[[], Part]) -> SaveHandle:
+    def save_part(self, path: str | os.PathLike[str], collect: Callable[[], SavePart]) -> SaveHandle:
         """Begin to write a checkpoint, of any form, from each rank's part: for packages with further formats.
 
         Every other promise is `save`'s. The ranks agree on each save, so that an error of `collect` is raised by this
         call on all ranks.
 
         Args:
-            path: As for `save`; every rank's counts, and must be the same.
+            path: The path, as for `save`; every rank's counts, and must be the same.
             collect: Called once on each rank. No collective.
 
         Returns:
@@ -170,16 +170,16 @@ class AsyncSaver(Closing):
 
         Raises:
             CheckpointFailed: The previous save failed on any rank, or `collect` on another rank. Nothing has begun.
-            NotImplementedError: As `save`.
-            OSError: As `save`.
+            NotImplementedError: The conditions of `save`.
+            OSError: The conditions of `save`.
 
         Effects: as `save`, on the current device, with one small exchange on the default group at each call.
         """
         began = time.perf_counter()
         self._num_saves += 1
-        parts: list[Part] = []
+        parts: list[SavePart] = []
 
-        def collected() -> Part:
+        def collected() -> SavePart:
             parts.append(collect())
             return parts[0]
 
@@ -200,7 +200,7 @@ class AsyncSaver(Closing):
         """Wait as `wait` does, then free the process and the memory. The next save allocates new ones, and agrees anew.
 
         Raises:
-            CheckpointFailed: As `wait`.
+            CheckpointFailed: The conditions of `wait`.
         """
         try:
             self.wait()
@@ -217,7 +217,7 @@ class AsyncSaver(Closing):
             self._process = None
         self._memory.close()
 
-    def _agree(self, collect: Callable[[], Part]) -> _Session:
+    def _agree(self, collect: Callable[[], SavePart]) -> _Session:
         """Agree on all ranks, or raise on all. Effects: waits for the previous save; collective, one exchange."""
 
         def begin(digests: list[dict[Ranks, str]]) -> list[_Session]:
@@ -230,7 +230,7 @@ class AsyncSaver(Closing):
         return exchange("begin to save in the background", digests_after_wait, begin)
 
     def _begin(
-        self, path: str | os.PathLike[str], session: _Session, collect: Callable[[], Part], began: float
+        self, path: str | os.PathLike[str], session: _Session, collect: Callable[[], SavePart], began: float
     ) -> SaveHandle:
         """Wait for the previous save, and start the copies of this rank's part."""
         token = hashlib.sha256(f"{session.token} {self._num_saves}".encode()).hexdigest()[:8]
@@ -251,7 +251,7 @@ class AsyncSaver(Closing):
         handle.waited_seconds, handle.stage_seconds = staging - began, time.perf_counter() - staging
         return handle
 
-    def _copy(self, handle: SaveHandle, session: _Session, part: Part) -> None:
+    def _copy(self, handle: SaveHandle, session: _Session, part: SavePart) -> None:
         writer = self._usable_writer()
         items, copies = lay_out(part.share.items(session.apart), self._memory)
         digests = part.share.digests.items()

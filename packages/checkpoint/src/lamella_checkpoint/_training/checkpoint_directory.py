@@ -34,8 +34,8 @@ class CheckpointDirectory(Closing):
         Args:
             root: On storage that every rank sees.
             keep: Number of newest complete checkpoints kept after a save; None keeps all.
-            timeout: Of saves in the background, in seconds: as for `AsyncSaver`.
-            print_line: As for `AsyncSaver`.
+            timeout: The timeout of saves in the background, in seconds: as for `AsyncSaver`.
+            print_line: The function for lines, as for `AsyncSaver`.
 
         The first `save` creates the directory.
         """
@@ -85,7 +85,7 @@ class CheckpointDirectory(Closing):
             The checkpoint's path.
 
         Raises:
-            CheckpointFailed: As `save`; or a save in the background failed, and nothing has begun.
+            CheckpointFailed: The conditions of `save`; or a save in the background failed, and nothing has begun.
 
         Effects: waits for a save in the background to end; collective on the default group, as `save`, with two more
             exchanges; rank 0 removes leftovers of killed saves anywhere under the root, and older checkpoints.

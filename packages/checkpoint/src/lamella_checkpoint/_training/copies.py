@@ -44,11 +44,11 @@ _INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int
 _PAUSE_S: Final = 0.001
 
 
-class Copy(NamedTuple):
+class HostCopy(NamedTuple):
     """A pending copy of a tensor.
 
     Attributes:
-        name: For messages.
+        name: The name for messages.
         source: Plain, of any strides, on any device.
         target: Contiguous, on the host; pinned if the source is on CUDA.
     """
@@ -65,8 +65,8 @@ class Copies:
         waited_seconds: Seconds the host has spent in `wait`.
     """
 
-    def __init__(self, copies: Sequence[Copy], steady: Mapping[str, torch.Tensor]) -> None:
-        """Copy at once values that may change at any time, and take samples of the rest.
+    def __init__(self, copies: Sequence[HostCopy], steady: Mapping[str, torch.Tensor]) -> None:
+        """HostCopy at once values that may change at any time, and take samples of the rest.
 
         Args:
             copies: All copies.
@@ -77,7 +77,7 @@ class Copies:
         self.waited_seconds = 0.0
         storages = {name: _storage(_local(tensor)) for name, tensor in steady.items()}
         all_steady = set(storages.values())
-        self._later: list[Copy] = []
+        self._later: list[HostCopy] = []
         for copy in copies:
             if _can_wait(copy.source) and _storage(copy.source) in all_steady:
                 self._later.append(copy)
@@ -89,7 +89,7 @@ class Copies:
             (group, torch.cat([_diagonal(copy.source) for copy in group])) for group in _alike(self._later)
         ]
         # Sent to the host later; samples on a device stay referenced until sent, or their memory would be reused.
-        self._taken = list(self._samples)
+        self._sample_copies = list(self._samples)
         devices = {copy.source.device for copy in copies if copy.source.device.type != "cpu"}
         self._called = {device: _now_on(torch.accelerator.current_stream(device)) for device in devices}
         self._copied: list[torch.Event] = []
@@ -165,14 +165,14 @@ class Copies:
             while not event.query():  # `synchronize` may spin on a core.
                 time.sleep(_PAUSE_S)
         self._versions.forget()
-        changed = self._versions.raised.union(*(_differing(group, samples) for group, samples in self._taken))
+        changed = self._versions.raised.union(*(_differing(group, samples) for group, samples in self._sample_copies))
         if changed:
-            raise RuntimeError(_told(sorted(changed)))
+            raise RuntimeError(_names_text(sorted(changed)))
 
     def _let_go(self) -> None:
         """Drop references to the state: the last save's handle may live on, and would keep the state in memory."""
         self._versions.forget()
-        self._later, self._samples, self._taken = [], [], []
+        self._later, self._samples, self._sample_copies = [], [], []
 
     def _queue(self) -> None:
         for device, called in self._called.items():
@@ -183,7 +183,7 @@ class Copies:
                 if copy.source.device == device:
                     for source, target in _pieces(copy):
                         target.copy_(source, non_blocking=True)
-            self._taken = [(group, _on_its_way(samples, device)) for group, samples in self._taken]
+            self._sample_copies = [(group, _on_its_way(samples, device)) for group, samples in self._sample_copies]
             self._copied.append(_now_on(stream))
         for copy in self._later:
             if copy.source.device.type == "cpu":
@@ -245,7 +245,7 @@ def _can_wait(source: torch.Tensor) -> bool:
     return source.nbytes > least and source.itemsize in _INTEGERS and not (source.is_conj() or source.is_neg())
 
 
-def _pieces(copy: Copy) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def _pieces(copy: HostCopy) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """A copy's source and target, in pieces where both are contiguous."""
     if not copy.source.is_contiguous():
         return iter([(copy.source, copy.target)])
@@ -290,9 +290,9 @@ def _version(tensor: torch.Tensor) -> tuple[int, int]:
     return (0, 0) if local.is_inference() else (tensor._version, local._version)
 
 
-def _alike(copies: Sequence[Copy]) -> list[list[Copy]]:
+def _alike(copies: Sequence[HostCopy]) -> list[list[HostCopy]]:
     """Copies by device and element size: the samples of a group fit into one tensor."""
-    groups: dict[tuple[torch.device, int], list[Copy]] = {}
+    groups: dict[tuple[torch.device, int], list[HostCopy]] = {}
     for copy in copies:
         groups.setdefault((copy.source.device, copy.source.itemsize), []).append(copy)
     return list(groups.values())
@@ -306,16 +306,16 @@ def _diagonal(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().as_strided((num,), (stride,)).view(_INTEGERS[tensor.itemsize])
 
 
-def _differing(group: Sequence[Copy], samples: torch.Tensor) -> set[str]:
+def _differing(group: Sequence[HostCopy], samples: torch.Tensor) -> set[str]:
     """The names of tensors whose copied samples differ from the samples at the call."""
     copied = [_diagonal(copy.target) for copy in group]
     if torch.equal(samples, torch.cat(copied)):
         return set()
-    parts = torch.split(samples, [len(each) for each in copied])
-    return {copy.name for copy, part, each in zip(group, parts, copied, strict=True) if not torch.equal(part, each)}
+    parts = torch.split(samples, [len(sample) for sample in copied])
+    return {copy.name for copy, part, sample in zip(group, parts, copied, strict=True) if not torch.equal(part, sample)}
 
 
-def _told(names: Sequence[str]) -> str:
+def _names_text(names: Sequence[str]) -> str:
     return (
         f"Expected the state to stay as it was at the call until it had been copied, got changes to {len(names)} "
         f"tensors, {names[0]!r} among them. Optimizers of torch.optim wait by themselves. Before anything else changes "

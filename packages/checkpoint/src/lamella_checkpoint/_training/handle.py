@@ -118,7 +118,7 @@ class SaveHandle:
         return self.path
 
     def begin(self, copies: Copies, writer: Writer, job: Job) -> None:
-        """Copy, write and follow the save in threads. Effects: none on the save once the call has returned."""
+        """HostCopy, write and follow the save in threads. Effects: none on the save once the call has returned."""
         self._copies = copies
         self._sender = copies.start(partial(self._go_on, writer, job))
         self._is_begun = True

@@ -165,11 +165,11 @@ def check(
     """Raise the errors of `load`, without reading a tensor unless asked to.
 
     Args:
-        source: As for `load`.
-        model: As for `load`, or on the meta device: a model without allocated memory.
-        optimizer: As for `load`.
-        trust: As for `load`.
-        translate: As for `load`.
+        source: The source, as for `load`.
+        model: The model, as for `load`, or on the meta device: a model without allocated memory.
+        optimizer: The optimizer, as for `load`.
+        trust: The permission to unpickle, as for `load`.
+        translate: The translate, as for `load`.
         compare_tied: Read tensors that are tied in the model and stored under several names, and compare their values.
 
     Returns:
@@ -183,7 +183,7 @@ def check(
         CheckpointUntrusted: A pickle holds more than plain data.
         FileNotFoundError: No checkpoint at the path.
         FormatUnknown: The path is not a DCP checkpoint.
-        ValueError: As for `load`.
+        ValueError: The conditions of `load`.
 
     Effects: collective on the default group, if any (four small object exchanges).
     """
@@ -202,7 +202,7 @@ def check(
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Plan:
+class _LoadPlan:
     """A checked load: the reads into live tensors, and the differences."""
 
     source: Source
@@ -216,8 +216,8 @@ class _Plan:
 
     def run(self) -> None:
         slots = {} if self.optimizer is None else self.optimizer.targets()
-        wanted = [Wanted(name, *box) for name, target in self.targets.items() for box in local_boxes(target)]
-        self.source.read([*wanted, *(self.optimizer.wanted(slots) if self.optimizer is not None else ())])
+        requests = [Wanted(name, *box) for name, target in self.targets.items() for box in local_boxes(target)]
+        self.source.read([*requests, *(self.optimizer.wanted(slots) if self.optimizer is not None else ())])
         # All data is in place; `load_state_dict` runs the hooks that tell modules of changed weights (stale copies).
         self.live.model.load_state_dict(self.live.state, strict=False)
         if self.optimizer is not None:
@@ -244,14 +244,14 @@ def _check_writable(live: LiveModel) -> None:
 def _check_same_everywhere(opened: Opened) -> None:
     """Refuse ranks with different checkpoints, as after a directory listing that had not reached all hosts."""
 
-    def compare(of_ranks: list[tuple[str, str | None]]) -> list[None]:
-        for rank, (path, identity) in enumerate(of_ranks):
-            if identity != of_ranks[0][1]:
+    def compare(rank_messages: list[tuple[str, str | None]]) -> list[None]:
+        for rank, (path, identity) in enumerate(rank_messages):
+            if identity != rank_messages[0][1]:
                 raise RuntimeError(
-                    f"Expected every rank to open the same checkpoint, got {of_ranks[0][0]!r} on rank 0 and "
+                    f"Expected every rank to open the same checkpoint, got {rank_messages[0][0]!r} on rank 0 and "
                     f"{path!r} on rank {rank}, from another save. Let rank 0 choose the path."
                 )
-        return [None] * len(of_ranks)
+        return [None] * len(rank_messages)
 
     exchange("open the same checkpoint", lambda: (str(opened.path), opened.identity), compare)
 
@@ -283,8 +283,8 @@ class _Live(NamedTuple):
 
     @property
     def names(self) -> LiveNames:
-        of_optimizer = () if self.optimizer is None else tuple(name for name, _, _ in self.optimizer.params())
-        return LiveNames(model={*self.model.tensors, *self.model.aliases}, optimizer=of_optimizer)
+        optimized_names = () if self.optimizer is None else tuple(name for name, _, _ in self.optimizer.params())
+        return LiveNames(model={*self.model.tensors, *self.model.aliases}, optimizer=optimized_names)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -306,7 +306,7 @@ class _Request:
         return _Live.of(self.model, self.optimizer, allow_meta=self.allow_meta)
 
 
-def _find(request: _Request) -> _Plan:
+def _find(request: _Request) -> _LoadPlan:
     """A checked load, on every rank. Effects: collective; reads options and no tensor."""
     live = everywhere("name its state", request.live)
     opened = everywhere("open the checkpoint", lambda: _open(request, live.names))
@@ -327,7 +327,7 @@ def _open(request: _Request, live: LiveNames) -> Opened:
     return opened.for_live(live) if isinstance(opened, ForLive) else Opened(source=opened)
 
 
-def _plan(opened: Opened, live: _Live, request: _Request) -> _Plan:
+def _plan(opened: Opened, live: _Live, request: _Request) -> _LoadPlan:
     _warn_of_other_ranks(opened.manifest)  # Inside an exchange: filters may turn the warning into an error.
     source = opened.source
     if request.translate is not None:
@@ -339,18 +339,18 @@ def _plan(opened: Opened, live: _Live, request: _Request) -> _Plan:
     kinds: tuple[str, str] | None = None
     if live.optimizer is not None:
         local_slots = _local_slots(opened.manifest, live.optimizer.optimizer)
-        found = OptimizerLoad.find(source, live.optimizer, live.model.all_names(), local_slots)
-        names += found.differences()
-        conflicts = tuple(found.conflicts())
+        optimizer_load = OptimizerLoad.find(source, live.optimizer, live.model.all_names(), local_slots)
+        names += optimizer_load.differences()
+        conflicts = tuple(optimizer_load.conflicts())
         kinds = _different_kinds(opened.manifest, live.optimizer.optimizer)
-        load = None if kinds else found.without(unfit)
+        load = None if kinds else optimizer_load.without(unfit)
     differences = Differences(names=tuple(names), conflicts=conflicts, kinds=kinds)
-    if request.compare_tied and not (request.strict and any(each.live is not None for each in names)):
+    if request.compare_tied and not (request.strict and any(difference.live is not None for difference in names)):
         tied = _tied_differences(source, live.model, targets)
         differences = replace(differences, names=(*differences.names, *tied))
     if request.strict and differences:
         raise CheckpointMismatch(str(opened.path), differences, opened.way_out)
-    return _Plan(
+    return _LoadPlan(
         source=source,
         live=live.model,
         targets=targets,
@@ -376,23 +376,27 @@ def _match_model(source: Source, live: LiveModel) -> tuple[dict[str, torch.Tenso
     targets: dict[str, torch.Tensor] = {}
     differences: list[NameDifference] = []
     unexpected = list(_unexpected(source, live))
-    scales = {_module_of(each.name): each.name for each in unexpected if _SCALE.search(each.name)}
-    held = {*source.tensors, *source.objects}
+    scales = {
+        _module_of(difference.name): difference.name for difference in unexpected if _SCALE.search(difference.name)
+    }
+    stored_names = {*source.tensors, *source.objects}
     for name, names in live.all_names().items():
         tensor = live.tensors[name]
-        found = next((f"model.{each}" for each in names if f"model.{each}" in held), None)
-        saved, here = found and _shape(source, found), str(tuple(tensor.shape))
-        stored = source.tensors[found].dtype if found is not None and found in source.tensors else None
-        scale = scales.get(_module_of(found or ""))
-        if found is None or saved != here or stored is None:
-            differences.append(NameDifference(f"model.{name}", saved, here))
+        stored_name = next((f"model.{alias}" for alias in names if f"model.{alias}" in stored_names), None)
+        saved, live_shape = stored_name and _shape(source, stored_name), str(tuple(tensor.shape))
+        stored = (
+            source.tensors[stored_name].dtype if stored_name is not None and stored_name in source.tensors else None
+        )
+        scale = scales.get(_module_of(stored_name or ""))
+        if stored_name is None or saved != live_shape or stored is None:
+            differences.append(NameDifference(f"model.{name}", saved, live_shape))
         elif scale is not None and stored.itemsize == 1 < tensor.dtype.itemsize:
             saved = f"{stored} {saved} to be multiplied by {scale.rpartition('.')[2]!r}"
-            differences.append(NameDifference(f"model.{name}", saved, f"{tensor.dtype} {here}"))
+            differences.append(NameDifference(f"model.{name}", saved, f"{tensor.dtype} {live_shape}"))
         elif torch.can_cast(stored, tensor.dtype):
-            targets[found] = tensor
+            targets[stored_name] = tensor
         else:
-            differences.append(NameDifference(f"model.{name}", f"{stored} {saved}", f"{tensor.dtype} {here}"))
+            differences.append(NameDifference(f"model.{name}", f"{stored} {saved}", f"{tensor.dtype} {live_shape}"))
     return targets, differences + unexpected
 
 
@@ -406,8 +410,8 @@ def _tied_differences(source: Source, live: LiveModel, targets: Mapping[str, tor
     Effects: reads this rank's part of a tied tensor twice, unless both names have one place.
     """
     for name, names in live.all_names().items():
-        first, *others = [f"model.{each}" for each in names if f"model.{each}" in source.tensors] or [""]
-        for other in others if first in targets else ():
+        first, *other_aliases = [f"model.{alias}" for alias in names if f"model.{alias}" in source.tensors] or [""]
+        for other in other_aliases if first in targets else ():
             if not _are_alike(source, first, other, live.tensors[name]):
                 yield NameDifference(other, f"other values than {first!r}", TIED)
 
@@ -422,9 +426,9 @@ def _are_alike(source: Source, one: str, other: str, tensor: torch.Tensor) -> bo
 
 
 def _are_alike_in(source: Source, one: str, other: str, chunk: Chunk, dtype: torch.dtype) -> bool:
-    both = [torch.empty(chunk.sizes, dtype=dtype, device="cpu") for _ in range(2)]
-    source.read([Wanted(name, chunk, into) for name, into in zip((one, other), both, strict=True)])
-    return torch.equal(*(into.view(-1).view(torch.uint8) for into in both))  # NaNs differ from themselves by value.
+    boxes = [torch.empty(chunk.sizes, dtype=dtype, device="cpu") for _ in range(2)]
+    source.read([Wanted(name, chunk, into) for name, into in zip((one, other), boxes, strict=True)])
+    return torch.equal(*(into.view(-1).view(torch.uint8) for into in boxes))  # NaNs differ from themselves by value.
 
 
 def _row_pieces(chunk: Chunk, itemsize: int) -> Iterator[Chunk]:
@@ -459,7 +463,7 @@ def _local_slots(manifest: Manifest | None, optimizer: torch.optim.Optimizer) ->
 
 def _different_kinds(manifest: Manifest | None, optimizer: torch.optim.Optimizer) -> tuple[str, str] | None:
     saved = None if manifest is None else manifest.optimizer
-    here = kind_of(optimizer)
-    if saved is None or saved.can_resume(here):
+    live_kind = kind_of(optimizer)
+    if saved is None or saved.can_resume(live_kind):
         return None
-    return saved.class_name, here.class_name
+    return saved.class_name, live_kind.class_name

@@ -65,11 +65,11 @@ def save(
         the files are on the disk.
     """
     with on_device_of(model.parameters()):
-        return save_part(path, lambda: Part.of(model, optimizer, extra, correspondences))
+        return save_part(path, lambda: SavePart.of(model, optimizer, extra, correspondences))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class SavePart:
     """This rank's part of a save, in a format's names and boxes.
 
     Attributes:
@@ -90,7 +90,7 @@ class Part:
         extra: Mapping[str, object] | None,
         correspondences: Sequence[Correspondence],
         tables: Tables | None = None,
-    ) -> "Part":
+    ) -> "SavePart":
         """The part of a checkpoint in lamella's own form: arguments of `save`, and `tables` as of `Share.of`."""
         contents = Contents.of(model, optimizer, extra)
         share = recut(Share.of(contents, rank(), tables), correspondences)
@@ -99,11 +99,11 @@ class Part:
         return cls(share=share, form=WithManifest(contents.manifest), steady=contents.steady)
 
 
-def save_part(path: str | os.PathLike[str], collect: Callable[[], Part]) -> Path:
+def save_part(path: str | os.PathLike[str], collect: Callable[[], SavePart]) -> Path:
     """Write a checkpoint, of any form, from each rank's part.
 
     Args:
-        path: As for `save`.
+        path: The path, as for `save`.
         collect: Called once on each rank, inside the first exchange, where an error reaches all ranks. No collective.
 
     Returns:
@@ -111,11 +111,11 @@ def save_part(path: str | os.PathLike[str], collect: Callable[[], Part]) -> Path
 
     Raises:
         CheckpointFailed: Another rank failed. A failed rank raises its own error.
-        FileExistsError: As for `save`.
+        FileExistsError: The conditions of `save`.
 
     Effects: as `save`, on the current device.
     """
-    parts: list[Part] = []
+    parts: list[SavePart] = []
 
     def begin() -> dict[Ranks, str]:
         parts.append(collect())

@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 import torch
 
 from lamella_checkpoint._state.shares import Item
-from lamella_checkpoint._training.copies import Copy
+from lamella_checkpoint._training.copies import HostCopy
 
 _ALIGNMENT: Final = 64
 
@@ -106,7 +106,7 @@ class Memory:
             self._is_pinned = False
 
 
-def lay_out(items: Sequence[Item], memory: Memory) -> tuple[list[Item], list[Copy]]:
+def lay_out(items: Sequence[Item], memory: Memory) -> tuple[list[Item], list[HostCopy]]:
     """Assign each item's tensor a slot in the memory.
 
     Returns:
@@ -125,7 +125,7 @@ def lay_out(items: Sequence[Item], memory: Memory) -> tuple[list[Item], list[Cop
     copies = []
     for (item, value), slot, target in zip(tensors, slots, memory.tensors(slots), strict=True):
         placed.append(Item(names=item.names, value=slot, shape=item.shape, chunk=item.chunk))
-        copies.append(Copy(item.names[0], value, target))
+        copies.append(HostCopy(item.names[0], value, target))
     if any(copy.source.is_cuda for copy in copies):
         memory.pin()
     return placed, copies

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Final
 
 from lamella_checkpoint._training.async_process import (
-    Answer,
     Job,
+    WriterAnswer,
     describe,
     discard_files,
     is_published,
@@ -84,7 +84,7 @@ class Writer:
         """
         if not self._connection.poll(timeout):
             return None
-        answer: Answer = self._connection.recv()
+        answer: WriterAnswer = self._connection.recv()
         return answer.failures if answer.staged == staged else None
 
     def close(self) -> int | None:
@@ -204,8 +204,8 @@ class Following:
         now = time.monotonic()
         if self._part is None and now > self.deadline:
             self._writer.kill()
-            own = {self._job.rank}
-            late = late_ranks(self._job.staged, self._job.num_ranks) or own if self._job.rank == 0 else own
+            this_rank = {self._job.rank}
+            late = late_ranks(self._job.staged, self._job.num_ranks) or this_rank if self._job.rank == 0 else this_rank
             reason = f"nothing was written within {self._timeout:g} s"
             self._accept(self._answer_of_dead(reason) and dict.fromkeys(late, reason))
         elif self._outcome is None and now > self.deadline + _PATIENCE_S:

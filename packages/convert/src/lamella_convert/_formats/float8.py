@@ -78,10 +78,10 @@ class Dequantised(Over):
         for name in sorted(scaled):
             self._check(name)
 
-    def read(self, wanted: Sequence[Wanted]) -> None:
+    def read(self, requests: Sequence[Wanted]) -> None:
         """As `Source.read`; one piece of a weight at a time in fp32, with the piece's scales."""
-        self.source.read([each for each in wanted if each.name not in self._scaled])
-        for name, piece, into in _in_pieces(wanted, self._scaled):
+        self.source.read([request for request in requests if request.name not in self._scaled])
+        for name, piece, into in _in_pieces(requests, self._scaled):
             blocks = blocks_of(piece, self._block)
             values = torch.empty(piece.sizes)
             scales = torch.empty(blocks.sizes)
@@ -92,8 +92,8 @@ class Dequantised(Over):
         tensors, scale = self.source.tensors, self.source.tensors[name + _SUFFIX]
         weight = tensors.get(name)
         if weight is None or weight.dtype != FLOAT8:
-            found = "nothing" if weight is None else weight.dtype
-            problem = f"expected a weight of {FLOAT8} with {name + _SUFFIX!r}, got {found}"
+            stored_kind = "nothing" if weight is None else weight.dtype
+            problem = f"expected a weight of {FLOAT8} with {name + _SUFFIX!r}, got {stored_kind}"
             raise CheckpointDamaged(str(self.path), problem)
         expected = num_blocks(weight.shape, self._block)
         if scale.shape != expected:
@@ -147,20 +147,22 @@ class Quantised(Over):
         shapes = {name: info.shape for name, info in self.source.tensors.items()}
         return left_alone(shapes, set(self._weights.values()))
 
-    def read(self, wanted: Sequence[Wanted]) -> None:
+    def read(self, requests: Sequence[Wanted]) -> None:
         """As `Source.read`; whole blocks at a time, in fp32. Reading scales costs as much as reading the weights.
 
         Raises:
             ValueError: A weight to quantise holds infinities or NaNs.
         """
         weights = set(self._weights.values())
-        self.source.read([each for each in wanted if each.name not in weights and each.name not in self._weights])
-        for name, piece, into in _in_pieces(wanted, weights):
+        self.source.read(
+            [request for request in requests if request.name not in weights and request.name not in self._weights]
+        )
+        for name, piece, into in _in_pieces(requests, weights):
             blocks = blocks_of(piece, self._block)
             box, values = self._values(name, blocks)
             quantised = quantise(values, scales_of(name, largest(values, box, self._block)), box, self._block)
             into.copy_(quantised[_slices(piece.relative_to(box))])
-        for scale, piece, into in _in_pieces(wanted, set(self._weights), PIECE_NUMEL // prod(self._block)):
+        for scale, piece, into in _in_pieces(requests, set(self._weights), PIECE_NUMEL // prod(self._block)):
             name = self._weights[scale]
             box, values = self._values(name, piece)
             into.copy_(scales_of(name, largest(values, box, self._block)))
@@ -193,8 +195,8 @@ def scale_name(name: str) -> str:
 
 def left_alone(shapes: Mapping[str, Sequence[int]], chosen: Container[str]) -> tuple[str, ...]:
     """Modules with unquantised matrices, for the configuration."""
-    found = (name for name, shape in shapes.items() if name not in chosen and len(shape) > 1)
-    return tuple(dict.fromkeys(name.removesuffix(".weight") for name in found))
+    candidates = (name for name, shape in shapes.items() if name not in chosen and len(shape) > 1)
+    return tuple(dict.fromkeys(name.removesuffix(".weight") for name in candidates))
 
 
 def largest(values: torch.Tensor, box: Chunk, block: tuple[int, int]) -> torch.Tensor:
@@ -239,14 +241,14 @@ def quantised_config(
 
 def quantised_otherwise(source: Source, config: Mapping[str, Any] | None) -> str | None:
     """The method of quantised weights without block scales (integers, float8 with other scales); None without any."""
-    told = (config or {}).get("quantization_config")
-    if not told or is_quantised(source):
+    quantization = (config or {}).get("quantization_config")
+    if not quantization or is_quantised(source):
         return None
     infos = (info for name, info in source.tensors.items() if not name.startswith("optimizer."))
     dtypes = {info.dtype for info in infos if len(info.shape) > 1}
     if all(dtype.is_floating_point and dtype.itemsize > 1 for dtype in dtypes):
         return None
-    return str(told.get("quant_method") if isinstance(told, dict) else told)
+    return str(quantization.get("quant_method") if isinstance(quantization, dict) else quantization)
 
 
 def plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -265,7 +267,7 @@ def block_of(config: Mapping[str, Any]) -> tuple[int, int]:
     block: Any = None
     if isinstance(quantisation, dict):
         method, block = quantisation.get("quant_method"), quantisation.get("weight_block_size", BLOCK)
-    are_sizes = isinstance(block, list | tuple) and all(type(each) is int and each > 0 for each in block)
+    are_sizes = isinstance(block, list | tuple) and all(type(size) is int and size > 0 for size in block)
     if method != "fp8" or not are_sizes or len(block) != 2:
         raise NotImplementedError(
             f"Expected weights quantised as fp8 with a weight_block_size of two numbers, got {quantisation!r}."
@@ -274,12 +276,12 @@ def block_of(config: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _in_pieces(
-    wanted: Sequence[Wanted], names: set[str], max_numel: int = PIECE_NUMEL
+    requests: Sequence[Wanted], names: set[str], max_numel: int = PIECE_NUMEL
 ) -> Iterator[tuple[str, Chunk, torch.Tensor]]:
     """Requests cut into bounded boxes, each with its view of the destination."""
-    for each in wanted:
-        for piece in pieces(each.chunk, max_numel) if each.name in names else ():
-            yield each.name, piece, each.into.detach()[_slices(piece.relative_to(each.chunk))]
+    for request in requests:
+        for piece in pieces(request.chunk, max_numel) if request.name in names else ():
+            yield request.name, piece, request.into.detach()[_slices(piece.relative_to(request.chunk))]
 
 
 def num_blocks(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:
@@ -316,4 +318,4 @@ def _spread(scales: torch.Tensor, box: Chunk, block: tuple[int, int]) -> torch.T
 
 
 def _slices(chunk: Chunk) -> tuple[slice, ...]:
-    return tuple(slice(each.start, each.stop) for each in chunk.ranges)
+    return tuple(slice(indices.start, indices.stop) for indices in chunk.ranges)

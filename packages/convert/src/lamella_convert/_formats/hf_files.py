@@ -50,7 +50,7 @@ def copy_side_files(directory: Path, to: Path) -> tuple[str, ...]:
         The names of the files.
 
     Raises:
-        CheckpointDamaged: As `side_files`.
+        CheckpointDamaged: The conditions of `side_files`.
     """
     copied = []
     for file in side_files(directory):

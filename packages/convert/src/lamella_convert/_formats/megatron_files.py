@@ -59,7 +59,7 @@ class MegatronCheckpoint:
         dialect: The dialect of `fsdp_dtensor`, if the names determine one.
         counters: The progress of training, and missing counters.
         sizes: The sizes for reading rank-major tensors.
-        told_ranks: The number of tensor-parallel ranks that wrote, as the files tell; None if they do not.
+        recorded_ranks: The number of tensor-parallel ranks that wrote, as the files tell; None if they do not.
         make_source: Makes `source`.
     """
 
@@ -67,7 +67,7 @@ class MegatronCheckpoint:
     dialect: Dialect | None
     counters: Counters
     sizes: Mapping[str, int]
-    told_ranks: int | None
+    recorded_ranks: int | None
     make_source: Callable[[], Renamed]
 
     @cached_property
@@ -75,7 +75,7 @@ class MegatronCheckpoint:
         """The checkpoint under canonical names.
 
         Raises:
-            ValueError: As for `read_fsdp_dtensor`. Stored names can be listed without the sizes.
+            ValueError: The conditions of `read_fsdp_dtensor`. Stored names can be listed without the sizes.
         """
         return self.make_source()
 
@@ -87,10 +87,10 @@ def open_megatron(
 
     Args:
         path: The directory of one iteration, or of several with a file naming the newest.
-        sizes: As for `read_fsdp_dtensor`, where neither `args` nor Bridge's `run_config.yaml` has them. Given sizes
-            take precedence over both.
-        trust: As for `StoredCheckpoint`.
-        verify: As for `StoredCheckpoint`.
+        sizes: The sizes, as for `read_fsdp_dtensor`, where neither `args` nor Bridge's `run_config.yaml` has them.
+            Given sizes take precedence over both.
+        trust: The permission to unpickle, as for `StoredCheckpoint`.
+        verify: The choice to verify checksums, as for `StoredCheckpoint`.
 
     Raises:
         CheckpointDamaged: A file is absent or unreadable.
@@ -104,23 +104,23 @@ def open_megatron(
 def megatron_checkpoint(stored: StoredCheckpoint, *, sizes: Mapping[str, int] | None = None) -> MegatronCheckpoint:
     """As `open_megatron`, from loaded metadata."""
     common = _common(stored)
-    beside = train_state(stored.path)
+    trained = train_state(stored.path)
     args = _plain_object(stored, "args") if common is None else common.get("args")
-    told = {**run_config_sizes(stored.path), **(sizes_of_args(args) if isinstance(args, dict) else {})}
-    known = {**told, **(sizes or {})}
+    recorded_sizes = {**run_config_sizes(stored.path), **(sizes_of_args(args) if isinstance(args, dict) else {})}
+    all_sizes = {**recorded_sizes, **(sizes or {})}
     make_source: Callable[[], Renamed]
     if common is None:
         # As a dict of plain values, `args` can be read without trust.
         plain = stored if args is None else WithObjects(stored, {"args": args})
-        make_source = partial(read_fsdp_dtensor, plain, sizes=known)
+        make_source = partial(read_fsdp_dtensor, plain, sizes=all_sizes)
     else:
         make_source = partial(read_torch_dist, stored, common)
     return MegatronCheckpoint(
         format="fsdp_dtensor" if common is None else "torch_dist",
         dialect=dialect_of(stored) if common is None else None,
-        counters=counters(WithObjects(stored, common or {}), beside),
-        sizes=known,
-        told_ranks=told.get("tp"),
+        counters=counters(WithObjects(stored, common or {}), trained),
+        sizes=all_sizes,
+        recorded_ranks=recorded_sizes.get("tp"),
         make_source=make_source,
     )
 
@@ -133,8 +133,8 @@ def is_torch_dist(stored: StoredCheckpoint) -> bool:
     """
     if _is_there(stored.path, COMMON) or any(name.startswith(COMMON_OBJECT) for name in stored.objects):
         return True
-    told = read_json(stored.path / FORMAT) if _is_there(stored.path, FORMAT) else None
-    return isinstance(told, dict) and told.get("sharded_backend") == "torch_dist"
+    format_record = read_json(stored.path / FORMAT) if _is_there(stored.path, FORMAT) else None
+    return isinstance(format_record, dict) and format_record.get("sharded_backend") == "torch_dist"
 
 
 def iteration_directory(path: Path) -> Path:
@@ -144,14 +144,14 @@ def iteration_directory(path: Path) -> Path:
         CheckpointDamaged: The named iteration is absent, or a link leads outside.
     """
     if _is_there(path, TRACKER):
-        file, told = TRACKER, read_text(path / TRACKER, _MAX_TRACKER_NBYTES).strip()
+        file, iteration_text = TRACKER, read_text(path / TRACKER, _MAX_TRACKER_NBYTES).strip()
     elif _is_there(path, BRIDGE_TRACKER):
-        file, told = BRIDGE_TRACKER, str(train_state(path, BRIDGE_TRACKER).get("step", 0))
+        file, iteration_text = BRIDGE_TRACKER, str(train_state(path, BRIDGE_TRACKER).get("step", 0))
     else:
         return path
-    if told != "release" and not re.fullmatch(r"[0-9]{1,18}", told):
-        raise CheckpointDamaged(str(path / file), f"expected an iteration, got {short(told)}")
-    name = told if told == "release" else f"iter_{int(told):07d}"
+    if iteration_text != "release" and not re.fullmatch(r"[0-9]{1,18}", iteration_text):
+        raise CheckpointDamaged(str(path / file), f"expected an iteration, got {short(iteration_text)}")
+    name = iteration_text if iteration_text == "release" else f"iter_{int(iteration_text):07d}"
     if not (path / name).is_dir():
         raise CheckpointDamaged(str(path), f"its newest iteration is {name!r}, which is not there")
     if (path / name).resolve().parent != path.resolve():
@@ -189,11 +189,11 @@ def run_config_sizes(directory: Path) -> dict[str, int]:
     """
     if not _is_there(directory, RUN_CONFIG):
         return {}
-    found: dict[str, set[int]] = {}
+    versions: dict[str, set[int]] = {}
     text = read_text(directory / RUN_CONFIG)
     for name, value in re.findall(r"^[ \t]*(\w+):[ \t]*(\d{1,18})[ \t]*$", text, flags=re.MULTILINE):
-        found.setdefault(name, set()).add(int(value))
-    return sizes_of_args({name: values.pop() for name, values in found.items() if len(values) == 1})
+        versions.setdefault(name, set()).add(int(value))
+    return sizes_of_args({name: values.pop() for name, values in versions.items() if len(values) == 1})
 
 
 def plain_contents(file: Path | BinaryIO, name: str | None = None) -> dict[str, Any]:
@@ -231,9 +231,9 @@ def _common(stored: StoredCheckpoint) -> dict[str, Any] | None:
     """The unsharded values of `torch_dist`, from a file or an object; None for other formats."""
     if _is_there(stored.path, COMMON):
         return plain_contents(stored.path / COMMON)
-    held = [name for name in stored.objects if name.startswith(COMMON_OBJECT)]
-    if held:
-        return _plain_object(stored, held[0])
+    common_objects = [name for name in stored.objects if name.startswith(COMMON_OBJECT)]
+    if common_objects:
+        return _plain_object(stored, common_objects[0])
     return {} if is_torch_dist(stored) else None
 
 

@@ -54,7 +54,7 @@ class OpenCheckpoint:
         lacking: Values missing for a resumed run of the writing program (Megatron's formats).
         manifest: The manifest, for a checkpoint from `save`.
         identity: Differs between two saves to the same path; None for a format without such a mark.
-        told_ranks: The number of tensor-parallel ranks that wrote Megatron's `fsdp_dtensor`, as the files tell; None
+        recorded_ranks: The number of tensor-parallel ranks that wrote Megatron's `fsdp_dtensor`, as files tell; None
             for other formats, and for files that do not tell.
     """
 
@@ -67,7 +67,7 @@ class OpenCheckpoint:
     lacking: tuple[str, ...] = ()
     manifest: Manifest | None = None
     identity: str | None = None
-    told_ranks: int | None = None
+    recorded_ranks: int | None = None
 
     @cached_property
     def source(self) -> Source:
@@ -94,9 +94,9 @@ class OpenCheckpoint:
         """As `Source.objects`, under native names."""
         return self.source.objects
 
-    def read(self, wanted: Sequence[Wanted]) -> None:
+    def read(self, requests: Sequence[Wanted]) -> None:
         """As `Source.read`, under native names."""
-        self.source.read(wanted)
+        self.source.read(requests)
 
     def read_object(self, name: str) -> object:
         """As `Source.read_object`, under native names."""
@@ -110,8 +110,8 @@ class OpenCheckpoint:
         """Native names for a live model, with float8 weights dequantised: for `lamella_checkpoint.load`.
 
         Raises:
-            SizeUnknown: As for `source`.
-            ValueError: As for `source`.
+            SizeUnknown: The conditions of `source`.
+            ValueError: The conditions of `source`.
         """
         if self.paths is None:
             opened = Opened(source=self.source, extra=self.extra, manifest=self.manifest, identity=self.identity)
@@ -143,14 +143,14 @@ def open_checkpoint(
 
     Effects: reads metadata and small files, and no tensor; no collective.
     """
-    found, kind = find_files(path)
+    path_of_files, kind = find_files(path)
     if kind is Format.DCP:
-        return _open_dcp(StoredCheckpoint(found, trust=trust, verify=verify), sizes)
+        return _open_dcp(StoredCheckpoint(path_of_files, trust=trust, verify=verify), sizes)
     if kind is Format.SAFETENSORS:
-        raw = SafetensorsSource(found)
+        raw = SafetensorsSource(path_of_files)
         # Each name is one key: a leading `model` is a module of the model, and no section.
         return _open_plain(raw, {name: (name,) for name in raw.tensors}, Format.SAFETENSORS)
-    file = TorchFile(found, trust=trust, verify=verify)
+    file = TorchFile(path_of_files, trust=trust, verify=verify)
     return _open_plain(file, file.paths, Format.TORCH)
 
 
@@ -163,16 +163,16 @@ def find_files(path: str | os.PathLike[str]) -> tuple[Path, Literal[Format.DCP, 
 
     Effects: reads names, and the first bytes of a file.
     """
-    found = find(Path(os.path.realpath(path)))
-    if found.is_dir():
-        found = iteration_directory(found)
-    if is_dcp(found):
-        return found, Format.DCP
-    if _is_safetensors(found):
-        return found, Format.SAFETENSORS
-    if found.is_file() and _is_torch_file(found):
-        return found, Format.TORCH
-    raise FormatUnknown(str(found), _unknown(found))
+    path_of_files = find(Path(os.path.realpath(path)))
+    if path_of_files.is_dir():
+        path_of_files = iteration_directory(path_of_files)
+    if is_dcp(path_of_files):
+        return path_of_files, Format.DCP
+    if _is_safetensors(path_of_files):
+        return path_of_files, Format.SAFETENSORS
+    if path_of_files.is_file() and _is_torch_file(path_of_files):
+        return path_of_files, Format.TORCH
+    raise FormatUnknown(str(path_of_files), _unknown(path_of_files))
 
 
 def _open_dcp(stored: StoredCheckpoint, sizes: Mapping[str, int] | None) -> OpenCheckpoint:
@@ -195,7 +195,7 @@ def _open_dcp(stored: StoredCheckpoint, sizes: Mapping[str, int] | None) -> Open
             extra=dict(megatrons.counters.found),
             lacking=megatrons.counters.lacking,
             identity=stored.save_id,
-            told_ranks=megatrons.told_ranks if megatrons.format == "fsdp_dtensor" else None,
+            recorded_ranks=megatrons.recorded_ranks if megatrons.format == "fsdp_dtensor" else None,
         )
     return _open_plain(stored, stored.metadata.paths, Format.DCP, stored.save_id)
 
@@ -251,5 +251,5 @@ def _unknown(path: Path) -> str:
         return "a file that is neither torch.save's nor safetensors"
     if parts := parts_without_index(path):
         return f"{len(parts)} parts of a model, {parts[0]!r} the first, and no {INDEX_FILE}"
-    held = sorted(each.name for each in path.iterdir())[:8]
-    return f"{held} and no {METADATA_FILE}, {WEIGHTS_FILE} or iteration" if held else "an empty directory"
+    file_names = sorted(file.name for file in path.iterdir())[:8]
+    return f"{file_names} and no {METADATA_FILE}, {WEIGHTS_FILE} or iteration" if file_names else "an empty directory"

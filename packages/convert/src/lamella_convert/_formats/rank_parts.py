@@ -39,7 +39,7 @@ def held_whole(value: object, files: Mapping[str, Record]) -> StoredTensor | Non
         None for a rank's part, and for any other value.
 
     Raises:
-        ValueError: As `stored_tensor`.
+        ValueError: The conditions of `stored_tensor`.
     """
     match value:
         case Inert(kind="torch._utils._rebuild_parameter", args=(data, _, _)):

@@ -40,7 +40,7 @@ from lamella_layout import Chunk
 _NUM_THREADS: Final = 8
 
 
-class _Part(NamedTuple):
+class _StoredBox(NamedTuple):
     """A stored box of a tensor: all of the tensor, except in files by rank."""
 
     file: Path
@@ -48,11 +48,11 @@ class _Part(NamedTuple):
     chunk: Chunk
 
 
-class _PartRead(NamedTuple):
+class _BoxRead(NamedTuple):
     """The box of a part to read, in the part's own coordinates, and the destination."""
 
     name: str
-    part: _Part
+    part: _StoredBox
     box: Chunk
     into: torch.Tensor
 
@@ -67,9 +67,9 @@ class SafetensorsSource:
         """Read the headers, and compare them with each other, the files' lengths and the index.
 
         Raises:
-            CheckpointDamaged: As `weights_files`; or ranks' parts overlap, or do not cover a tensor.
-            FileNotFoundError: As `weights_files`.
-            RankPart: As `weights_files`.
+            CheckpointDamaged: The conditions of `weights_files`; or ranks' parts overlap, or do not cover a tensor.
+            FileNotFoundError: The conditions of `weights_files`.
+            RankPart: The conditions of `weights_files`.
 
         Effects: reads the headers; no tensor.
         """
@@ -103,10 +103,10 @@ class SafetensorsSource:
         """Names of safetensors files beside the model's own."""
         return unneeded_files(self.path, self._files.headers)
 
-    def read(self, wanted: Sequence[Wanted]) -> None:
+    def read(self, requests: Sequence[Wanted]) -> None:
         """As `Source.read`: only the boxes' bytes, in file order."""
-        reads = sorted(self._reads(wanted), key=lambda read: (str(read.part.file), read.part.stored.start))
-        streams = {each.into.device: _current_stream(each.into.device) for each in wanted}
+        reads = sorted(self._reads(requests), key=lambda read: (str(read.part.file), read.part.stored.start))
+        streams = {request.into.device: _current_stream(request.into.device) for request in requests}
         with ExitStack() as open_files:
             descriptors = {file: self._open(file, open_files) for file in {read.part.file for read in reads}}
             pool = open_files.enter_context(ThreadPoolExecutor(_NUM_THREADS))
@@ -121,18 +121,18 @@ class SafetensorsSource:
         """
         raise KeyError(name)
 
-    def _reads(self, wanted: Sequence[Wanted]) -> Iterator[_PartRead]:
-        for each in wanted:
-            assert each.into.shape == each.chunk.sizes, each
-            parts = self._parts[each.name]
+    def _reads(self, requests: Sequence[Wanted]) -> Iterator[_BoxRead]:
+        for request in requests:
+            assert request.into.shape == request.chunk.sizes, request
+            parts = self._parts[request.name]
             if len(parts) == 1:
-                yield _PartRead(each.name, parts[0], each.chunk, each.into)
+                yield _BoxRead(request.name, parts[0], request.chunk, request.into)
                 continue
             for part in parts:
-                common = part.chunk.intersection(each.chunk)
+                common = part.chunk.intersection(request.chunk)
                 if common.numel:
-                    into = box_of(each.into, common.relative_to(each.chunk))
-                    yield _PartRead(each.name, part, common.relative_to(part.chunk), into)
+                    into = box_of(request.into, common.relative_to(request.chunk))
+                    yield _BoxRead(request.name, part, common.relative_to(part.chunk), into)
 
     def _open(self, file: Path, open_files: ExitStack) -> int:
         try:
@@ -145,17 +145,17 @@ class SafetensorsSource:
         return descriptor
 
 
-def _parts(files: WeightsFiles) -> dict[str, list[_Part]]:
+def _parts(files: WeightsFiles) -> dict[str, list[_StoredBox]]:
     """The stored boxes of each tensor, in the order of the files."""
-    parts: dict[str, list[_Part]] = {}
+    parts: dict[str, list[_StoredBox]] = {}
     for file, header in files.headers.items():
         for name, stored in header.tensors.items():
             offsets = header.offsets[name] if files.are_of_ranks else (0,) * len(stored.shape)
-            parts.setdefault(name, []).append(_Part(file, stored, Chunk(offsets, stored.shape)))
+            parts.setdefault(name, []).append(_StoredBox(file, stored, Chunk(offsets, stored.shape)))
     return parts
 
 
-def _info(path: Path, name: str, parts: Sequence[_Part]) -> TensorInfo:
+def _info(path: Path, name: str, parts: Sequence[_StoredBox]) -> TensorInfo:
     first = parts[0]
     if len(parts) == 1 and not any(first.chunk.offsets):
         return TensorInfo(first.stored.shape, first.stored.dtype, (first.chunk,))
@@ -177,7 +177,7 @@ def _info(path: Path, name: str, parts: Sequence[_Part]) -> TensorInfo:
     return TensorInfo(shape, first.stored.dtype, tuple(chunk for chunk in chunks if chunk.numel) or (whole_box(shape),))
 
 
-def _read(descriptors: Mapping[Path, int], stream: torch.Stream | None, read: _PartRead) -> None:
+def _read(descriptors: Mapping[Path, int], stream: torch.Stream | None, read: _BoxRead) -> None:
     """Read one box, on a thread of the pool."""
     file = read.part.file
     if stream is not None:

@@ -60,15 +60,15 @@ def weights_files(path: Path) -> WeightsFiles:
     if path.is_file():
         return WeightsFiles(_lone_file(path))
     if index.exists():
-        return _of_index(index)
+        return _index_files(index)
     if single.is_file():
         if parts := parts_without_index(path):
             raise CheckpointDamaged(
                 str(single), f"{parts[0]!r} lies beside it, a part of another save, and no index tells which counts"
             )
         return WeightsFiles(_lone_file(single))
-    if of_ranks := _files_of_ranks(path):
-        return _of_ranks(path, of_ranks)
+    if rank_files := _files_of_ranks(path):
+        return _rank_weights(path, rank_files)
     raise FileNotFoundError(
         f"Expected a safetensors file, or a directory with {WEIGHTS_FILE!r} or {INDEX_FILE!r}, got {str(path)!r}."
     )
@@ -94,7 +94,7 @@ def _lone_file(file: Path) -> dict[Path, Header]:
 # -- an index ---------------------------------------------------------------------------------------------------------
 
 
-def _of_index(index: Path) -> WeightsFiles:
+def _index_files(index: Path) -> WeightsFiles:
     expected, total = _read_index(index)
     single = index.parent / WEIGHTS_FILE
     if single.exists() and single not in expected:
@@ -107,9 +107,9 @@ def _of_index(index: Path) -> WeightsFiles:
     for file, names in expected.items():
         headers[file] = _lone_file(file)[file]
         _check_against_index(index, file, headers[file].tensors, names)
-    held = sum(stored.nbytes for header in headers.values() for stored in header.tensors.values())
-    is_told = total is None or total == held
-    notes = () if is_told else (f"{index.name}: total_size is {total}, and the tensors have {held} bytes",)
+    nbytes = sum(stored.nbytes for header in headers.values() for stored in header.tensors.values())
+    is_told = total is None or total == nbytes
+    notes = () if is_told else (f"{index.name}: total_size is {total}, and the tensors have {nbytes} bytes",)
     return WeightsFiles(headers, notes=notes)
 
 
@@ -127,17 +127,17 @@ def _read_index(index: Path) -> tuple[dict[Path, frozenset[str]], object]:
             names.setdefault(os.fspath(file), []).append(name)
     except (KeyError, TypeError, AttributeError) as error:
         raise unreadable(index, error) from error
-    for file, held in names.items():
+    for file, tensor_names in names.items():
         if Path(file).name != file or file in ("", ".."):
-            raise CheckpointDamaged(str(index), f"it leads outside, to {file!r} for {held[0]!r}")
+            raise CheckpointDamaged(str(index), f"it leads outside, to {file!r} for {tensor_names[0]!r}")
         if not os.path.isfile(index.parent / file):
-            raise CheckpointDamaged(str(index.parent / file), f"absent, and the index has {held[0]!r} in it")
+            raise CheckpointDamaged(str(index.parent / file), f"absent, and the index has {tensor_names[0]!r} in it")
     total = metadata.get("total_size") if isinstance(metadata, dict) else None
-    return {index.parent / file: frozenset(held) for file, held in names.items()}, total
+    return {index.parent / file: frozenset(tensor_names) for file, tensor_names in names.items()}, total
 
 
-def _check_against_index(index: Path, file: Path, held: Iterable[str], expected: frozenset[str]) -> None:
-    for name in sorted(expected.symmetric_difference(held)):
+def _check_against_index(index: Path, file: Path, tensor_names: Iterable[str], expected: frozenset[str]) -> None:
+    for name in sorted(expected.symmetric_difference(tensor_names)):
         where = "in its index and not" if name in expected else "not in its index and"
         raise CheckpointDamaged(str(file), f"{name!r} is {where} in the file: {str(index)!r}")
 
@@ -150,7 +150,7 @@ def _files_of_ranks(directory: Path) -> list[re.Match[str]]:
     return [match for name in sorted(_names(directory)) if (match := _OF_RANK.fullmatch(name))]
 
 
-def _of_ranks(directory: Path, matches: list[re.Match[str]]) -> WeightsFiles:
+def _rank_weights(directory: Path, matches: list[re.Match[str]]) -> WeightsFiles:
     """The headers of all ranks' files. Parts of tensors are compared by the caller: no file has the whole shapes."""
     counts = {int(match[3]) for match in matches}
     if len(counts) > 1:

@@ -44,7 +44,7 @@ _Shared = dict[str, tuple[torch.Tensor, torch.Tensor]]
 """By weight: linear indices of blocks, and the blocks' largest magnitudes."""
 
 
-def chosen_of(blanks: Mapping[str, Blank], which: Which) -> frozenset[str]:
+def chosen_of(blanks: Mapping[str, Blank], choice: Which) -> frozenset[str]:
     """The tensors to quantise; each must be a matrix, or a stack of matrices.
 
     Args:
@@ -56,21 +56,21 @@ def chosen_of(blanks: Mapping[str, Blank], which: Which) -> frozenset[str]:
     """
     chosen = set()
     for name, blank in blanks.items():
-        own = own_name(name)
-        if which(own, TensorInfo(blank.shape, blank.dtype, ())):
-            check_quantisable(own, blank.shape, blank.dtype)
+        model_name = own_name(name)
+        if choice(model_name, TensorInfo(blank.shape, blank.dtype, ())):
+            check_quantisable(model_name, blank.shape, blank.dtype)
             chosen.add(name)
     return frozenset(chosen)
 
 
 def with_scales(blanks: Mapping[str, Blank], chosen: frozenset[str]) -> dict[str, Blank]:
     """The contents of the files: chosen weights in float8, each followed by its scales."""
-    found: dict[str, Blank] = {}
+    stored_blanks: dict[str, Blank] = {}
     for name, blank in blanks.items():
-        found[name] = blank._replace(dtype=FLOAT8) if name in chosen else blank
+        stored_blanks[name] = blank._replace(dtype=FLOAT8) if name in chosen else blank
         if name in chosen:
-            found[scale_name(name)] = Blank(num_blocks(blank.shape, BLOCK), torch.float32)
-    return found
+            stored_blanks[scale_name(name)] = Blank(num_blocks(blank.shape, BLOCK), torch.float32)
+    return stored_blanks
 
 
 def agree_on_scales(items: Sequence[Item], chosen: frozenset[str]) -> dict[str, list[Scaled]]:
@@ -90,11 +90,11 @@ def agree_on_scales(items: Sequence[Item], chosen: frozenset[str]) -> dict[str, 
                 maxima = _maxima(item)
                 scales_of(own_name(item.names[0]), maxima)  # Refuses infinities and NaNs before the exchange.
                 mine.setdefault(item.names[0], []).append((item, maxima))
-        return {name: _maximal([_parts(*each) for each in boxes]) for name, boxes in mine.items()}
+        return {name: _maximal([_parts(*box) for box in boxes]) for name, boxes in mine.items()}
 
-    def unite(of_ranks: list[_Shared]) -> list[_Shared]:
-        names = {name for shared in of_ranks for name in shared}
-        united = {name: _maximal([shared[name] for shared in of_ranks if name in shared]) for name in sorted(names)}
+    def unite(rank_amaxes: list[_Shared]) -> list[_Shared]:
+        names = {name for shared in rank_amaxes for name in shared}
+        united = {name: _maximal([shared[name] for shared in rank_amaxes if name in shared]) for name in sorted(names)}
         return [united] * num_ranks()
 
     shared = exchange("find the scales of its blocks", find, unite)
@@ -115,12 +115,12 @@ def _maxima(item: Item) -> torch.Tensor:
     """The largest magnitude of each block touching a box, on the host."""
     assert isinstance(item.value, torch.Tensor) and item.chunk is not None
     touched = blocks_of(item.chunk, BLOCK)
-    found = torch.zeros(touched.sizes)
+    amaxes = torch.zeros(touched.sizes)
     for piece in pieces(item.chunk, PIECE_NUMEL):
         values = box_of(item.value.detach(), piece.relative_to(item.chunk)).float()
-        into = box_of(found, blocks_of(piece, BLOCK).relative_to(touched))
+        into = box_of(amaxes, blocks_of(piece, BLOCK).relative_to(touched))
         into.copy_(torch.maximum(into, largest(values, piece, BLOCK).cpu()))
-    return found
+    return amaxes
 
 
 def _parts(item: Item, maxima: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -151,16 +151,18 @@ def _indices(item: Item) -> torch.Tensor:
 
 def _maximal(parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
     """Each block once, in order, with the maximum over all parts."""
-    indices, places = torch.unique(torch.cat([each for each, _ in parts]), return_inverse=True)
-    maxima = torch.zeros(len(indices)).scatter_reduce_(0, places, torch.cat([each for _, each in parts]), "amax")
+    indices, places = torch.unique(torch.cat([part_indices for part_indices, _ in parts]), return_inverse=True)
+    maxima = torch.zeros(len(indices)).scatter_reduce_(
+        0, places, torch.cat([part_maxima for _, part_maxima in parts]), "amax"
+    )
     return indices, maxima
 
 
 def _scaled(name: str, item: Item, maxima: torch.Tensor, shared: tuple[torch.Tensor, torch.Tensor]) -> Scaled:
     assert isinstance(item.value, torch.Tensor) and item.chunk is not None
-    indices, of_all = shared
+    indices, shared_maxima = shared
     mine = _indices(item)
     if len(indices):
         places = torch.searchsorted(indices, mine).clamp_(max=len(indices) - 1)
-        maxima = torch.where(indices[places] == mine, of_all[places], maxima)
+        maxima = torch.where(indices[places] == mine, shared_maxima[places], maxima)
     return Scaled(item.chunk, item.value.detach(), scales_of(own_name(name), maxima))

@@ -89,11 +89,11 @@ def identity(descriptor: int) -> tuple[int, ...]:
 
 def without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
     """Make a JSON object, for `read_json`. Raises: ValueError: A name appears twice."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
         twice = next(name for name, times in Counter(name for name, _ in pairs).items() if times > 1)
         raise ValueError(f"{twice!r} appears twice")
-    return found
+    return fields
 
 
 def _read_header(descriptor: int, file_nbytes: int) -> tuple[dict[str, Any], int]:
@@ -150,8 +150,8 @@ def _check_cover(tensors: Mapping[str, Stored], start: int, file_nbytes: int) ->
     position, previous = start, "the header"
     for name, stored in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].nbytes)):
         if stored.start != position:
-            what = "overlaps" if stored.start < position else "leaves a hole behind"
-            raise ValueError(f"{name!r} at byte {stored.start - start} {what} {previous}")
+            fault = "overlaps" if stored.start < position else "leaves a hole behind"
+            raise ValueError(f"{name!r} at byte {stored.start - start} {fault} {previous}")
         position, previous = position + stored.nbytes, repr(name)
         if position > file_nbytes:
             raise ValueError(f"truncated: {name!r} ends at byte {position}, and the file at {file_nbytes}")

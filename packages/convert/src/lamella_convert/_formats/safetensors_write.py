@@ -54,9 +54,9 @@ class PlannedFile(NamedTuple):
         return len(self.header) + sum(stored.nbytes for stored in self.tensors.values())
 
 
-def stored_dtype(dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+def stored_dtype(dtype: torch.dtype, target_dtype: torch.dtype | None) -> torch.dtype:
     """The dtype to store: `wanted` for floating point wider than a byte (float8 weights have scales, and stay)."""
-    return wanted if wanted is not None and dtype.is_floating_point and dtype.itemsize > 1 else dtype
+    return target_dtype if target_dtype is not None and dtype.is_floating_point and dtype.itemsize > 1 else dtype
 
 
 def plan_files(tensors: Mapping[str, Blank], max_shard_nbytes: int = MAX_SHARD_NBYTES) -> tuple[PlannedFile, ...]:
@@ -71,13 +71,13 @@ def plan_files(tensors: Mapping[str, Blank], max_shard_nbytes: int = MAX_SHARD_N
     if not tensors:
         raise ValueError("Expected tensors to write, got none.")
     shards: list[dict[str, Blank]] = []
-    left = 0
+    num_free = 0
     for name, blank in tensors.items():
-        if not shards or (blank.nbytes > left and shards[-1]):
+        if not shards or (blank.nbytes > num_free and shards[-1]):
             shards.append({})
-            left = max_shard_nbytes
+            num_free = max_shard_nbytes
         shards[-1][name] = blank
-        left -= blank.nbytes
+        num_free -= blank.nbytes
     if len(shards) == 1:
         return (plan_file(WEIGHTS_FILE, shards[0]),)
     names = (f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1))
@@ -88,12 +88,12 @@ def plan_file(name: str, tensors: Mapping[str, Blank]) -> PlannedFile:
     """Lay tensors out in one file. Raises and Effects: as `plan_files`."""
     _check_storable(tensors)
     # The library maps files into memory and views them: wider elements come first, or later tensors were misaligned.
-    ordered = sorted(tensors, key=lambda each: -tensors[each].dtype.itemsize)
+    ordered = sorted(tensors, key=lambda tensor_name: -tensors[tensor_name].dtype.itemsize)
     offsets = dict(_ends(ordered, tensors))
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    for each in ordered:
-        blank, end = tensors[each], offsets[each]
-        entries[each] = {
+    for tensor_name in ordered:
+        blank, end = tensors[tensor_name], offsets[tensor_name]
+        entries[tensor_name] = {
             "dtype": _CODES[blank.dtype],
             "shape": list(blank.shape),
             "data_offsets": [end - blank.nbytes, end],
@@ -102,8 +102,12 @@ def plan_file(name: str, tensors: Mapping[str, Blank]) -> PlannedFile:
     text += b" " * (-len(text) % _ALIGNMENT)
     start = 8 + len(text)
     stored = {
-        each: Stored(start + offsets[each] - tensors[each].nbytes, tensors[each].shape, tensors[each].dtype)
-        for each in ordered
+        tensor_name: Stored(
+            start + offsets[tensor_name] - tensors[tensor_name].nbytes,
+            tensors[tensor_name].shape,
+            tensors[tensor_name].dtype,
+        )
+        for tensor_name in ordered
     }
     return PlannedFile(name, len(text).to_bytes(8, "little") + text, stored)
 

@@ -47,7 +47,7 @@ class BlankTensor:
 
 
 @dataclass(eq=False)
-class _Record:
+class _PlacedRecord:
     """A file of the archive. `stored` is the place of the elements; bytes before `num_summed` are in `crc`."""
 
     info: zipfile.ZipInfo
@@ -77,10 +77,10 @@ class TorchArchive:
         Raises:
             OSError: The file cannot be written.
         """
-        pickled = _Contents(contents)
+        pickled = _ContentsPickler(contents)
         self._end = 0
-        self._records: list[_Record] = []
-        self._of_blanks: dict[BlankTensor, _Record] = {}
+        self._records: list[_PlacedRecord] = []
+        self._blank_records: dict[BlankTensor, _PlacedRecord] = {}
         self._file: BinaryIO = path.open("xb+")
         try:
             self._begin(pickled)
@@ -107,19 +107,19 @@ class TorchArchive:
         Raises:
             OSError: The file cannot be written.
         """
-        self._write(self._of_blanks[blank], chunk, values)
+        self._write(self._blank_records[blank], chunk, values)
 
-    def _begin(self, pickled: "_Contents") -> None:
+    def _begin(self, pickled: "_ContentsPickler") -> None:
         small = {"data.pkl": pickled.content, "byteorder": sys.byteorder.encode(), "version": b"3\n"}
         for name, content in small.items():
             self._fill(name, torch.frombuffer(bytearray(content), dtype=torch.uint8))
         for key, storage in enumerate(pickled.storages):
             if isinstance(storage, BlankTensor):
-                self._of_blanks[storage] = self._add(f"data/{key}", storage.shape, storage.dtype)
+                self._blank_records[storage] = self._add(f"data/{key}", storage.shape, storage.dtype)
             else:
                 self._fill(f"data/{key}", torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).cpu())
 
-    def _write(self, record: _Record, chunk: Chunk, values: torch.Tensor) -> None:
+    def _write(self, record: _PlacedRecord, chunk: Chunk, values: torch.Tensor) -> None:
         first, numel = record.stored.span(chunk)
         write_box(self._file.fileno(), record.stored, chunk, values)
         if first == record.stored.start + record.num_summed and numel == chunk.numel:
@@ -131,7 +131,7 @@ class TorchArchive:
         record = self._add(name, tuple(elements.shape), elements.dtype)
         self._write(record, whole_box(record.stored.shape), elements)
 
-    def _add(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> _Record:
+    def _add(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> _PlacedRecord:
         """Append a record; the header is written in the end."""
         info = zipfile.ZipInfo(f"archive/{name}")
         info.header_offset, info.CRC = self._end, 0
@@ -139,7 +139,7 @@ class TorchArchive:
         start = self._end + len(info.FileHeader()) + _PADDING.size
         num_padding = -start % _ALIGNMENT
         info.extra = _PADDING.pack(b"FB", num_padding) + bytes(num_padding)
-        record = _Record(info, Stored(start + num_padding, shape, dtype))
+        record = _PlacedRecord(info, Stored(start + num_padding, shape, dtype))
         self._records.append(record)
         self._end = record.stored.start + info.file_size
         return record
@@ -160,7 +160,7 @@ class TorchArchive:
         os.fsync(self._file.fileno())
 
 
-class _Contents(pickle.Pickler):
+class _ContentsPickler(pickle.Pickler):
     """The pickle of some contents in torch's form, and the storages by number."""
 
     def __init__(self, contents: object) -> None:

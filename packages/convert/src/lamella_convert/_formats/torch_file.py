@@ -69,7 +69,7 @@ class TorchFile:
         self.path = path
         self._trust = trust
         self._verify = verify
-        self._held: dict[str, StoredTensor | torch.Tensor] = {}
+        self._stored_tensors: dict[str, StoredTensor | torch.Tensor] = {}
         self._values: dict[str, object] = {}
         self.paths: dict[str, Keys] = {}
         self._verified: set[Record] = set()
@@ -78,7 +78,7 @@ class TorchFile:
             self._root = self._dict_of(root)
             for keys, value in _leaves(self._root, self._files):
                 self._add(keys, value)
-            opaque = {name: value for name, value in self._held.items() if isinstance(value, torch.Tensor)}
+            opaque = {name: value for name, value in self._stored_tensors.items() if isinstance(value, torch.Tensor)}
             parts = [name for name, value in (self._values | opaque).items() if is_rank_part(value)]
         except CheckpointDamaged:
             raise
@@ -90,8 +90,8 @@ class TorchFile:
     @cached_property
     def tensors(self) -> Mapping[str, TensorInfo]:
         return {
-            name: TensorInfo(tuple(held.shape), held.dtype, (whole_box(held.shape),))
-            for name, held in self._held.items()
+            name: TensorInfo(tuple(tensor.shape), tensor.dtype, (whole_box(tensor.shape),))
+            for name, tensor in self._stored_tensors.items()
         }
 
     @property
@@ -100,33 +100,33 @@ class TorchFile:
 
     def place(self, name: str) -> object:
         """The identity of a tensor in the file: bytes, shape and strides, shared by tied tensors."""
-        held = self._held[name]
-        if isinstance(held, StoredTensor):
-            return held
-        return held.untyped_storage().data_ptr(), held.storage_offset(), held.shape, held.stride(), held.dtype
+        tensor = self._stored_tensors[name]
+        if isinstance(tensor, StoredTensor):
+            return tensor
+        return tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
 
-    def read(self, wanted: Sequence[Wanted]) -> None:
+    def read(self, requests: Sequence[Wanted]) -> None:
         """Fill the given memory; to verify a checksum, whole storages are read, each once."""
         reads: dict[TensorRecord, ItemRead] = {}
         strided: list[tuple[Wanted, StoredTensor]] = []
         parts: dict[Record, str] = {}
-        for each in wanted:
-            held = self._held[each.name]
-            if isinstance(held, torch.Tensor):
-                _copy(each, held)
+        for request in requests:
+            tensor = self._stored_tensors[request.name]
+            if isinstance(tensor, torch.Tensor):
+                _copy(request, tensor)
                 continue
-            if held.whole is None:
-                parts[held.record] = each.name
-            if (found := held.found) is None:
-                strided.append((each, held))
+            if tensor.whole is None:
+                parts[tensor.record] = request.name
+            if (tensor_record := tensor.found) is None:
+                strided.append((request, tensor))
             else:
-                read = reads.setdefault(found, self._item_read(each.name, found))
-                read.copies.append(Copy(each.chunk, each.into.detach()))
+                read = reads.setdefault(tensor_record, self._item_read(request.name, tensor_record))
+                read.copies.append(Copy(request.chunk, request.into.detach()))
         self._verify_records(parts)
         read_tensors(self.path.parent, reads.values(), self._expected)
-        self._verified.update(found.record for found in reads)
-        for each, held in strided:
-            self._read_strided(each, held)
+        self._verified.update(tensor_record.record for tensor_record in reads)
+        for request, tensor in strided:
+            self._read_strided(request, tensor)
 
     def read_object(self, name: str) -> object:
         """The value of an object."""
@@ -136,22 +136,22 @@ class TorchFile:
                 return value
         except RecursionError as error:
             raise _damaged(self.path, error) from error
-        needed = [self._files[each] for each in storage_records(value) if each in self._files]
+        needed = [self._files[record_name] for record_name in storage_records(value) if record_name in self._files]
         self._verify_records({record: f"{name} ({record.name})" for record in needed})
-        whole: Any = self._read_by_torch
+        node: Any = self._read_by_torch
         for key in self.paths[name]:
-            whole = whole[key]
-        return whole
+            node = node[key]
+        return node
 
     def names_of_records(self) -> Mapping[str, Sequence[str]]:
         """The names of the values that refer to each record; a record may be absent from the archive."""
-        found: dict[str, dict[str, None]] = {}
-        for name, value in (*self._held.items(), *self._values.items()):
+        names_by_record: dict[str, dict[str, None]] = {}
+        for name, value in (*self._stored_tensors.items(), *self._values.items()):
             records_read = [value.record.name] if isinstance(value, StoredTensor) else []
             # A DTensor refers to the record of its mesh too.
             for record in (*records_read, *storage_records(reduce(getitem, self.paths[name], self._root))):
-                found.setdefault(record, {})[name] = None
-        return {record: [*names] for record, names in found.items()}
+                names_by_record.setdefault(record, {})[name] = None
+        return {record: [*names] for record, names in names_by_record.items()}
 
     @property
     def _expected(self) -> Expected | None:
@@ -202,30 +202,30 @@ class TorchFile:
             raise CheckpointDamaged(str(self.path), f"two values have the name {name!r}: {self.paths[name]} and {keys}")
         self.paths[name] = keys
         if isinstance(value, StoredTensor | torch.Tensor):
-            self._held[name] = value
+            self._stored_tensors[name] = value
         else:
             self._values[name] = value
 
-    def _item_read(self, name: str, found: TensorRecord) -> ItemRead:
-        item = DcpItem(self.path.name, 0, found.record.start + found.record.length)
-        is_verified = found.record in self._verified
-        return ItemRead(name=name, item=item, sizes=found.shape, found=found, is_verified=is_verified)
+    def _item_read(self, name: str, tensor_record: TensorRecord) -> ItemRead:
+        item = DcpItem(self.path.name, 0, tensor_record.record.start + tensor_record.record.length)
+        is_verified = tensor_record.record in self._verified
+        return ItemRead(name=name, item=item, sizes=tensor_record.shape, found=tensor_record, is_verified=is_verified)
 
     def _verify_records(self, names: Mapping[Record, str]) -> None:
         """Verify whole records by checksum: a part of a record has no checksum, and torch verifies none."""
-        reads = [whole_read(self.path, each, name) for each, name in names.items() if each not in self._verified]
+        reads = [whole_read(self.path, record, name) for record, name in names.items() if record not in self._verified]
         read_tensors(self.path.parent, reads, self._expected)
         self._verified.update(names)
 
-    def _read_strided(self, wanted: Wanted, held: StoredTensor) -> None:
+    def _read_strided(self, request: Wanted, tensor: StoredTensor) -> None:
         """Read a tensor stored in another order, or with gaps: the whole span is read, and viewed with strides."""
-        if 0 in held.shape:
+        if 0 in tensor.shape:
             return
-        elements = torch.empty(held.span.shape, dtype=held.dtype)
-        read = self._item_read(wanted.name, held.span)
+        elements = torch.empty(tensor.span.shape, dtype=tensor.dtype)
+        read = self._item_read(request.name, tensor.span)
         read.copies.append(Copy(whole_box(elements.shape), elements))
         read_tensors(self.path.parent, [read], self._expected)
-        _copy(wanted, elements.as_strided(held.shape, held.strides))
+        _copy(request, elements.as_strided(tensor.shape, tensor.strides))
 
 
 def archive_records(path: Path) -> dict[str, Record]:
@@ -246,17 +246,19 @@ def archive_records(path: Path) -> dict[str, Record]:
 
 def whole_read(path: Path, record: Record, name: str) -> ItemRead:
     """A read of all bytes of a record, only to verify the checksum."""
-    found = TensorRecord((record.length,), torch.uint8, record)
-    return ItemRead(name=name, item=DcpItem(path.name, 0, record.start + record.length), sizes=found.shape, found=found)
+    all_bytes = TensorRecord((record.length,), torch.uint8, record)
+    return ItemRead(
+        name=name, item=DcpItem(path.name, 0, record.start + record.length), sizes=all_bytes.shape, found=all_bytes
+    )
 
 
 def _damaged(path: Path, error: Exception) -> CheckpointDamaged:
     return CheckpointDamaged(str(path), f"{type(error).__name__}: {error}")
 
 
-def _copy(wanted: Wanted, held: torch.Tensor) -> None:
+def _copy(request: Wanted, tensor: torch.Tensor) -> None:
     with torch.no_grad():
-        wanted.into.copy_(held[tuple(slice(along.start, along.stop) for along in wanted.chunk.ranges)])
+        request.into.copy_(tensor[tuple(slice(along.start, along.stop) for along in request.chunk.ranges)])
 
 
 def _leaves(node: object, files: Mapping[str, Record], path: Keys = ()) -> Iterator[tuple[Keys, object]]:
@@ -270,7 +272,7 @@ def _leaves(node: object, files: Mapping[str, Record], path: Keys = ()) -> Itera
     elif isinstance(node, dict) and node and all(isinstance(key, str | int) for key in node):
         for key, value in node.items():
             yield from _leaves(value, files, (*path, key))
-    elif isinstance(node, list | tuple) and any(_is_named(each, files) for each in node):
+    elif isinstance(node, list | tuple) and any(_is_named(child, files) for child in node):
         for index, value in enumerate(node):
             yield from _leaves(value, files, (*path, index))
     else:
@@ -279,7 +281,7 @@ def _leaves(node: object, files: Mapping[str, Record], path: Keys = ()) -> Itera
 
 def _is_named(node: object, files: Mapping[str, Record]) -> bool:
     if isinstance(node, list | tuple):
-        return any(_is_named(each, files) for each in node)
+        return any(_is_named(child, files) for child in node)
     return isinstance(node, dict) or _tensor(node, files) is not None
 
 
@@ -294,9 +296,9 @@ def _kinds(value: object) -> set[str]:
     if isinstance(value, Inert):
         return {value.kind}
     if isinstance(value, dict):
-        return {kind for pair in value.items() for each in pair for kind in _kinds(each)}
+        return {kind for pair in value.items() for child in pair for kind in _kinds(child)}
     if isinstance(value, list | tuple | set | frozenset):
-        return {kind for each in value for kind in _kinds(each)}
+        return {kind for child in value for kind in _kinds(child)}
     return {getattr(value, "kind", "")} - {""}
 
 

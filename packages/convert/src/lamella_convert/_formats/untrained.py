@@ -73,16 +73,18 @@ class Completed(Over):
         added: The names from the second source, as `model.<name>`.
     """
 
-    def __init__(self, source: Source, rest: Source) -> None:
-        infos = {in_model(name): info for name, info in rest.tensors.items()}
+    def __init__(self, source: Source, published: Source) -> None:
+        infos = {in_model(name): info for name, info in published.tensors.items()}
         self.added = tuple(name for name in infos if name not in source.tensors)
         super().__init__(source, {**source.tensors, **{name: infos[name] for name in self.added}})
-        self._rest = rest
+        self._published = published
 
-    def read(self, wanted: Sequence[Wanted]) -> None:
+    def read(self, requests: Sequence[Wanted]) -> None:
         """As `Source.read`, of both."""
         added = frozenset(self.added)
-        self.source.read([each for each in wanted if each.name not in added])
-        rest = [each._replace(name=own_name(each.name)) for each in wanted if each.name in added]
-        if rest:
-            self._rest.read(rest)
+        self.source.read([request for request in requests if request.name not in added])
+        published_requests = [
+            request._replace(name=own_name(request.name)) for request in requests if request.name in added
+        ]
+        if published_requests:
+            self._published.read(published_requests)

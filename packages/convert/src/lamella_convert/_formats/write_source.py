@@ -37,7 +37,7 @@ def write_safetensors(
     """Write tensors as a Hugging Face directory.
 
     Raises:
-        CheckpointDamaged: As `Source.read`.
+        CheckpointDamaged: The conditions of `Source.read`.
         TypeError: Safetensors lack a dtype.
         ValueError: No tensors.
     """
@@ -50,7 +50,7 @@ def write_safetensors_file(source: Source, dtypes: Mapping[str, torch.dtype], fi
     """Write tensors as one new safetensors file, of any size.
 
     Raises:
-        CheckpointDamaged: As `Source.read`.
+        CheckpointDamaged: The conditions of `Source.read`.
         TypeError: Safetensors lack a dtype.
     """
     files = (plan_file(file.name, _blanks(source, dtypes)),)
@@ -98,7 +98,7 @@ def write_torch(
         options: Buffer and progress.
 
     Raises:
-        CheckpointDamaged: As `Source.read`.
+        CheckpointDamaged: The conditions of `Source.read`.
         OSError: The file cannot be written.
 
     Effects: as Note [Filling an archive].
@@ -119,11 +119,11 @@ def _nested(values: Mapping[str, object]) -> dict[str, Any]:
     nested: dict[str, Any] = {}
     options: dict[str, dict[str, object]] = {}
     for name, value in values.items():
-        section, _, rest = name.partition(".")
-        kind, _, entry = rest.partition(".")
+        section, _, suffix = name.partition(".")
+        kind, _, entry = suffix.partition(".")
         owner, _, last = entry.rpartition(".")
         if section == "model":
-            nested.setdefault("model", {})[rest] = value
+            nested.setdefault("model", {})[suffix] = value
         elif (section, kind) == ("optimizer", "state"):
             nested.setdefault("optimizer", {}).setdefault("state", {}).setdefault(owner, {})[last] = value
         elif (section, kind) == ("optimizer", "param_groups"):

@@ -49,7 +49,7 @@ class MegatronOptions:
     """Facts about a Megatron run absent from its checkpoint, and the spelling of `fsdp_dtensor` to write.
 
     Attributes:
-        dialect: Of `fsdp_dtensor` to write: "release-0.19" or "bridge".
+        dialect: The dialect of `fsdp_dtensor` to write: "release-0.19" or "bridge".
         mtp_layer: The name in `fsdp_dtensor` of the layer inside a multi-token prediction layer: "mtp_model_layer",
             or "transformer_layer" as in newer releases of megatron-core. Both are read. None for the spelling of the
             `fsdp_dtensor` that is read, or the release's.
@@ -112,9 +112,9 @@ class Between:
 
     def names_of_published(self, source: Source, published: Shapes) -> set[str]:
         """The names of modules for all published tensors."""
-        found = self._matched(self._config_of(source, published), published)
-        taken = {name for each in found for name in each.left}
-        return {name for each in found for name in each.right} | (set(published) - taken)
+        matches = self._matched(self._config_of(source, published), published)
+        matched_names = {name for match in matches for name in match.left}
+        return {name for match in matches for name in match.right} | (set(published) - matched_names)
 
     def is_part(self, source: Source, published: Shapes) -> bool:
         """Whether a source with the names of modules is the text model of a larger model."""
@@ -122,9 +122,9 @@ class Between:
 
     def _config_of(self, source: Source, published: Shapes) -> Mapping[str, Any] | None:
         text = None if self.config is None else _text_config(self.config)
-        held = parameter_shapes(source)
+        stored_shapes = parameter_shapes(source)
         is_text = text is not None and any(
-            all(name in held for name in each.right) for each in self._matched(text, published)
+            all(name in stored_shapes for name in match.right) for match in self._matched(text, published)
         )
         return text if is_text else self.config
 
@@ -149,8 +149,8 @@ class Between:
             rules = dataclasses.replace(
                 rules, sizes={**rules.sizes, PADDED_VOCABULARY: self.megatron.padded_vocabulary}
             )
-        found = rules.match(parameter_shapes(source), "left" if to == "right" else "right")
-        return translated(source, found, to=to, originals=originals)
+        matches = rules.match(parameter_shapes(source), "left" if to == "right" else "right")
+        return translated(source, matches, to=to, originals=originals)
 
     def _family(self) -> Family | None:
         return None if self.config is None else find_family(str(self.config.get("model_type")))
@@ -158,9 +158,13 @@ class Between:
     def open(self, path: Path, *, trust: bool, verify: bool) -> OpenCheckpoint:
         """Open a checkpoint. Where its files tell how many tensor-parallel ranks wrote, their number counts."""
         opened = open_checkpoint(path, trust=trust, verify=verify, sizes=self.sizes())
-        return opened if opened.told_ranks is None else opened.with_sizes(self.of_ranks(opened.told_ranks).sizes())
+        return (
+            opened
+            if opened.recorded_ranks is None
+            else opened.with_sizes(self.with_ranks(opened.recorded_ranks).sizes())
+        )
 
-    def of_ranks(self, tensor_parallel_size: int | None) -> "Between":
+    def with_ranks(self, tensor_parallel_size: int | None) -> "Between":
         """The same rules for another number of tensor-parallel ranks."""
         megatron = dataclasses.replace(self.megatron, tensor_parallel_size=tensor_parallel_size)
         return dataclasses.replace(self, megatron=megatron)
@@ -183,7 +187,7 @@ def _text_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
 def route(start: Convention, goal: Convention, *, by_published: bool) -> list[tuple[Convention, Convention]]:
     """The steps between two conventions, each between neighbours; via the published names if requested."""
     stops = [start, *([Convention.PUBLISHED] if by_published else []), goal]
-    return [step for each in pairwise(stops) for step in _steps(*each)]
+    return [step for stop_pair in pairwise(stops) for step in _steps(*stop_pair)]
 
 
 def _steps(start: Convention, goal: Convention) -> Iterator[tuple[Convention, Convention]]:

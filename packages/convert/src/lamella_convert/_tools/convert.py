@@ -141,15 +141,15 @@ def convert(
     """
     _check_arguments(to, float8, megatron)
     path = find(Path(os.path.realpath(src)))
-    own = beside_of(path)
-    beside = own if like is None else Path(like)
-    between = Between(config=None if beside is None else read_config(beside), megatron=megatron)
+    source_folder = beside_of(path)
+    published_folder = source_folder if like is None else Path(like)
+    between = Between(config=None if published_folder is None else read_config(published_folder), megatron=megatron)
     opened = between.open(path, trust=trust, verify=verify)
     _check_padding(opened, megatron)
     _check_ranks(opened, to, megatron)
     if megatron.tensor_parallel_size is None:
-        between = between.of_ranks(opened.told_ranks)
-    published = Published.of(opened, own, beside)
+        between = between.with_ranks(opened.recorded_ranks)
+    published = Published.of(opened, source_folder, published_folder)
     wish = Wish(to=to, translate=translate, dtype=dtype, float8=float8)
     plan = plan_of(opened, wish, between, published)
     if not plan.dtypes:
@@ -161,7 +161,7 @@ def convert(
     check(target)
     _check_room(target, plan.nbytes)
     with _appearing(target, is_file=to == "torch", check=check) as staged:
-        copied = _copy_side_files(plan, to, beside, published.shapes, staged)
+        copied = _copy_side_files(plan, to, published_folder, published.shapes, staged)
         manifest = _manifest(opened, SIDE_FILES if copied else None)
         _write(plan, to, staged / target.name if to == "torch" else staged, manifest, options)
         originals = _keep_originals(plan, dtype, staged / SIDE_FILES)
@@ -200,15 +200,17 @@ def _write(plan: Plan, to: Target, path: Path, manifest: Manifest, options: Writ
             write_dcp(*contents, path_of=keys_of, options=options)
 
 
-def _copy_side_files(plan: Plan, to: Target, beside: Path | None, published: Shapes, staged: Path) -> tuple[str, ...]:
-    if beside is None or to == "torch":
+def _copy_side_files(
+    plan: Plan, to: Target, published_folder: Path | None, published: Shapes, staged: Path
+) -> tuple[str, ...]:
+    if published_folder is None or to == "torch":
         return ()
     folder = staged if to == "hf" else staged / SIDE_FILES
     folder.mkdir(exist_ok=True)
-    copied = copy_side_files(beside, folder)
+    copied = copy_side_files(published_folder, folder)
     if to != "hf":
         write_published(folder, published)
-    elif plan.config is not None and plan.config != read_config(beside):
+    elif plan.config is not None and plan.config != read_config(published_folder):
         write_config(folder, plan.config)
     sync(folder)
     return copied
@@ -216,12 +218,12 @@ def _copy_side_files(plan: Plan, to: Target, beside: Path | None, published: Sha
 
 def _keep_originals(plan: Plan, dtype: torch.dtype | None, folder: Path) -> tuple[str, ...]:
     """Keep the original values of tensors that lost bits in a shift, if the folder for them exists."""
-    kept: tuple[str, ...] = ()
+    names_of_originals: tuple[str, ...] = ()
     for layer in plan.layers if folder.is_dir() else ():
         if isinstance(layer, Translated) and (names := layer.take_lost()):
             write_safetensors_file(layer.source, dtypes_of(layer.source, names, dtype), folder / ORIGINALS_FILE)
-            kept = names
-    return kept
+            names_of_originals = names
+    return names_of_originals
 
 
 def _manifest(opened: OpenCheckpoint, side_files: str | None) -> Manifest:
@@ -240,16 +242,17 @@ def _check_replaceable(source: Path, to: Target, target: Path) -> None:
     elif target.is_dir() == (to == "torch"):
         problem = "a directory" if target.is_dir() else "a file"
     elif target.is_dir():
-        folders = sorted(each.name for each in target.iterdir() if each.is_dir() and each.name != SIDE_FILES)
+        folders = sorted(file.name for file in target.iterdir() if file.is_dir() and file.name != SIDE_FILES)
         problem = f"folders: {', '.join(folders)}" if folders else None
     try:
-        found = find_files(target)[0]
+        checkpoint_path = find_files(target)[0]
     except FormatUnknown as error:
         problem = problem or error.problem
-    if problem is not None or found != target:
+    if problem is not None or checkpoint_path != target:
         raise FileExistsError(
             errno.EEXIST,
-            f"Expected a checkpoint to replace, and nothing else, got {problem or found}. Convert to a path of its own",
+            f"Expected a checkpoint to replace, and nothing else, got {problem or checkpoint_path}. "
+            "Convert to a path of its own",
             str(target),
         )
 
@@ -277,7 +280,7 @@ def _appearing(target: Path, *, is_file: bool, check: Callable[[Path], None]) ->
 
 def _check_room(target: Path, nbytes: int) -> None:
     """Detect a too small disk before the first write, or a checkpoint that claims to exceed any disk."""
-    folder = next(each for each in target.parents if each.exists())
+    folder = next(parent for parent in target.parents if parent.exists())
     free = shutil.disk_usage(folder).free
     if nbytes > free:
         raise OSError(errno.ENOSPC, f"Expected room for {nbytes} bytes of tensors, got {free}", str(folder))
@@ -309,9 +312,9 @@ def _check_padding(opened: OpenCheckpoint, megatron: MegatronOptions) -> None:
 
 
 def _check_ranks(opened: OpenCheckpoint, to: str, megatron: MegatronOptions) -> None:
-    told, given = opened.told_ranks, megatron.tensor_parallel_size
-    if to != "fsdp_dtensor" and told is not None and given not in (None, told):
+    recorded_size, requested_size = opened.recorded_ranks, megatron.tensor_parallel_size
+    if to != "fsdp_dtensor" and recorded_size is not None and requested_size not in (None, recorded_size):
         raise ValueError(
-            f"Expected `tensor_parallel_size` to be the number of ranks that wrote {str(opened.path)!r} ({told}, as "
-            f"its files tell), got {given}. Leave it out."
+            f"Expected `tensor_parallel_size` to be the number of ranks that wrote {str(opened.path)!r} "
+            f"({recorded_size}, as its files tell), got {requested_size}. Leave it out."
         )

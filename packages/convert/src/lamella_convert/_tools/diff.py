@@ -71,7 +71,7 @@ class Diff:
             "a": str(self.a),
             "b": str(self.b),
             "num_equal": self.num_equal,
-            "differences": [each._asdict() for each in self.differences],
+            "differences": [difference._asdict() for difference in self.differences],
         }
 
 
@@ -94,17 +94,18 @@ def diff(
         values: Compare values of tensors and objects. False reads no values.
         rtol: The tolerance relative to the values of `b`, for integers too. With 0, values must be equal.
         atol: The absolute tolerance, added to the relative one. Not-a-number equals itself.
-        trust: As for `open_checkpoint`. Without trust, objects of types that may run code are compared by name alone.
-        verify: As for `open_checkpoint`.
+        trust: The permission to unpickle, as for `open_checkpoint`. Without trust, objects of types
+            that may run code are compared by name alone.
+        verify: The choice to verify checksums, as for `open_checkpoint`.
         on_progress: Called with the bytes compared so far, and the total.
 
     Raises:
-        CheckpointDamaged: As for `open_checkpoint`, or a tensor cannot be read.
+        CheckpointDamaged: The conditions of `open_checkpoint`, or a tensor cannot be read.
         FileNotFoundError: A path does not exist.
 
     Effects: holds 64 MiB of each at most; no collective, no accelerator.
     """
-    sources = [_opened(given, trust=trust, verify=verify) for given in (a, b)]
+    sources = [_opened(path, trust=trust, verify=verify) for path in (a, b)]
     comparison = _Comparison(*sources, values=values, rtol=rtol, atol=atol, on_progress=on_progress)
     differences = tuple(comparison.run())
     return Diff(a=sources[0].path, b=sources[1].path, differences=differences, num_equal=comparison.num_equal)
@@ -121,37 +122,37 @@ class _Comparison:
         self.num_equal = 0
 
     def run(self) -> Iterator[Difference]:
-        of_a, of_b = ({*each.tensors, *each.objects} for each in (self._a, self._b))
+        names_in_a, names_in_b = ({*source.tensors, *source.objects} for source in (self._a, self._b))
         names = self._a.tensors if self._with_values else ()
-        values = self._values([name for name in names if name in of_b and self._are_comparable(name)])
+        values = self._values([name for name in names if name in names_in_b and self._are_comparable(name)])
         for name in (*self._a.tensors, *self._a.objects):
-            if name not in of_b:
-                yield Difference(name, _told(self._a, name), None, "name")
+            if name not in names_in_b:
+                yield Difference(name, _description(self._a, name), None, "name")
                 continue
-            found = [*self._of_name(name), *([values[name]] if name in values else [])]
-            self.num_equal += not found
-            yield from found
+            differences = [*self._named_differences(name), *([values[name]] if name in values else [])]
+            self.num_equal += not differences
+            yield from differences
         for name in (*self._b.tensors, *self._b.objects):
-            if name not in of_a:
-                yield Difference(name, None, _told(self._b, name), "name")
+            if name not in names_in_a:
+                yield Difference(name, None, _description(self._b, name), "name")
 
     def _are_comparable(self, name: str) -> bool:
         a, b = self._a.tensors.get(name), self._b.tensors.get(name)
         return a is not None and b is not None and tuple(a.shape) == tuple(b.shape)
 
-    def _of_name(self, name: str) -> Iterator[Difference]:
+    def _named_differences(self, name: str) -> Iterator[Difference]:
         """Differences of a name except in values."""
         a, b = self._a.tensors.get(name), self._b.tensors.get(name)
         if a is None and b is None:
-            yield from self._of_object(name) if self._with_values else ()
+            yield from self._object_differences(name) if self._with_values else ()
         elif a is None or b is None:
-            yield Difference(name, _told(self._a, name), _told(self._b, name), "object")
+            yield Difference(name, _description(self._a, name), _description(self._b, name), "object")
         elif tuple(a.shape) != tuple(b.shape):
             yield Difference(name, str(list(a.shape)), str(list(b.shape)), "shape")
         elif a.dtype != b.dtype:
             yield Difference(name, str(a.dtype), str(b.dtype), "dtype")
 
-    def _of_object(self, name: str) -> Iterator[Difference]:
+    def _object_differences(self, name: str) -> Iterator[Difference]:
         try:
             a, b = self._a.read_object(name), self._b.read_object(name)
         except CheckpointUntrusted:
@@ -187,16 +188,16 @@ class _Comparison:
     def _batches(self, names: Iterable[str]) -> Iterator[list[Place]]:
         """Boxes read together, along the chunks of `a`."""
         batch: list[Place] = []
-        left = _BUFFER_NBYTES
+        num_free = _BUFFER_NBYTES
         for name in names:
             itemsize = max(source.tensors[name].dtype.itemsize for source in (self._a, self._b))
             for chunk in self._a.tensors[name].chunks:
                 for piece in pieces(chunk, _BUFFER_NBYTES // itemsize):
-                    if batch and piece.numel * itemsize > left:
+                    if batch and piece.numel * itemsize > num_free:
                         yield batch
-                        batch, left = [], _BUFFER_NBYTES
+                        batch, num_free = [], _BUFFER_NBYTES
                     batch.append(Place(name, piece))
-                    left -= piece.numel * itemsize
+                    num_free -= piece.numel * itemsize
         if batch:
             yield batch
 
@@ -215,10 +216,10 @@ def _are_equal(a: object, b: object) -> bool:
         return pickle.dumps(a) == pickle.dumps(b)
 
 
-def _opened(given: str | os.PathLike[str] | Source, *, trust: bool, verify: bool) -> Source:
-    if isinstance(given, str | os.PathLike):
-        return open_checkpoint(given, trust=trust, verify=verify).source
-    return given
+def _opened(path_or_source: str | os.PathLike[str] | Source, *, trust: bool, verify: bool) -> Source:
+    if isinstance(path_or_source, str | os.PathLike):
+        return open_checkpoint(path_or_source, trust=trust, verify=verify).source
+    return path_or_source
 
 
 def _read(source: Source, boxes: Sequence[Place]) -> list[torch.Tensor]:
@@ -236,7 +237,7 @@ def _different(a: torch.Tensor, b: torch.Tensor, rtol: float, atol: float) -> to
     if rtol == atol == 0.0:
         equal = a == b
     else:
-        a, b = (each if each.is_complex() else each.double() for each in (a, b))
+        a, b = (number if number.is_complex() else number.double() for number in (a, b))
         equal = torch.isclose(a, b, rtol=rtol, atol=atol)
     if a.is_floating_point() or a.is_complex():
         equal |= a.isnan() & b.isnan()
@@ -252,6 +253,6 @@ def _comparable(values: torch.Tensor, *, exact: bool) -> torch.Tensor:
     return values
 
 
-def _told(source: Source, name: str) -> str:
+def _description(source: Source, name: str) -> str:
     info = source.tensors.get(name)
     return "an object" if info is None else f"{str(info.dtype).removeprefix('torch.')} {list(info.shape)}"

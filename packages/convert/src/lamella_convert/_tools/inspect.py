@@ -97,12 +97,12 @@ def inspect(path: str | os.PathLike[str], *, trust: bool = False, native: bool =
 
     Args:
         path: Its file or directory.
-        trust: As for `open_checkpoint`.
+        trust: The permission to unpickle, as for `open_checkpoint`.
         native: Whether to list native names, rather than stored names.
 
     Raises:
-        CheckpointDamaged: As for `open_checkpoint`.
-        CheckpointUntrusted: As for `open_checkpoint`.
+        CheckpointDamaged: The conditions of `open_checkpoint`.
+        CheckpointUntrusted: The conditions of `open_checkpoint`.
         FileNotFoundError: The path does not exist.
         SizeUnknown: Native names are wanted, as for `OpenCheckpoint.source`.
 
@@ -129,7 +129,7 @@ def _entries(source: Source) -> Iterator[Entry]:
 
 
 def _file_sizes(path: Path) -> dict[str, int]:
-    files = [path] if path.is_file() else sorted(each for each in path.iterdir() if each.is_file())
+    files = [path] if path.is_file() else sorted(file for file in path.iterdir() if file.is_file())
     return {file.name: file.stat().st_size for file in files}
 
 
@@ -160,8 +160,8 @@ class _Node:
             while len(node.inner) == 1 and node.entry is None:  # Parts without siblings share a line.
                 ((inner_part, inner),) = node.inner.items()
                 part, node = f"{part}.{inner_part}", inner
-            told = node._total() if node.entry is None else _told(node.entry)
-            yield f"{indent}{'  ' * (len(levels) - 1)}{printable(part)}  {told}"
+            text = node._total() if node.entry is None else _description(node.entry)
+            yield f"{indent}{'  ' * (len(levels) - 1)}{printable(part)}  {text}"
             if node.inner and (depth is None or depth > len(levels)):
                 levels.append(iter(node.inner.items()))
 
@@ -176,7 +176,7 @@ class _Node:
         return ", ".join(filter(None, (tensors, objects)))
 
 
-def _told(entry: Entry) -> str:
+def _description(entry: Entry) -> str:
     if entry.shape is None:
         return "object"
     chunks = "" if entry.num_chunks == 1 else f", {entry.num_chunks} chunks"
@@ -199,8 +199,8 @@ def _files(files: Mapping[str, int]) -> str:
 
 def _jsonable(value: object) -> Any:
     if isinstance(value, dict):
-        return {str(key): _jsonable(each) for key, each in value.items()}
+        return {str(key): _jsonable(element) for key, element in value.items()}
     if isinstance(value, list | tuple):
-        return [_jsonable(each) for each in value]
+        return [_jsonable(element) for element in value]
     is_plain = isinstance(value, bool | float | str | None) or (isinstance(value, int) and value.bit_length() < 1024)
     return value if is_plain else short(value)

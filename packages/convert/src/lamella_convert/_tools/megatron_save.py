@@ -22,7 +22,7 @@ from lamella_checkpoint.extending import (
     Contents,
     Encoded,
     Item,
-    Part,
+    SavePart,
     Share,
     WithoutManifest,
     on_device_of,
@@ -56,10 +56,10 @@ class StoredPart:
     """A box of a live tensor, and its place in a stored tensor: Note [Places of a rank].
 
     Attributes:
-        box: In the live tensor of global shape.
-        key: Of the stored tensor.
-        shape: Of the stored tensor.
-        chunk: In the stored tensor; of the box's sizes but for sizes of 1.
+        box: The box in the live tensor of global shape.
+        key: The key of the stored tensor.
+        shape: The shape of the stored tensor.
+        chunk: The chunk in the stored tensor; of the box's sizes but for sizes of 1.
     """
 
     box: Chunk
@@ -113,9 +113,9 @@ def save_fsdp_dtensor(
         model: With the model's own names, and tensors of global shapes: tensor-parallel parts are DTensors of whole
             tensors. Read only.
         optimizer: Over the model's parameters. None leaves the optimizer out.
-        sizes: As for `from_megatron_model`.
-        first_expert: As for `from_megatron_model`.
-        dialect: Of the reader.
+        sizes: The sizes, as for `from_megatron_model`.
+        first_expert: The first expert, as for `from_megatron_model`.
+        dialect: The dialect of the reader.
         objects: Further entries of the checkpoint, by name, plain data (`args`, `iteration`, `opt_param_scheduler`); a
             dict becomes an entry for each key. Rank 0's counts.
         saver: Writes in the background: see `AsyncSaver.save` for the state that is saved, and later errors. Every
@@ -136,18 +136,22 @@ def save_fsdp_dtensor(
         waits until the files are on the disk. With `saver` one exchange, no wait, and the effects of `AsyncSaver.save`.
     """
 
-    def collect() -> Part:
+    def collect() -> SavePart:
         contents = Contents.of(model, optimizer, None)
         shapes = _model_shapes(contents)
         parts = from_megatron_model(shapes, sizes=sizes, dialect=dialect, first_expert=first_expert)
         # Options have the model's names: Note [Options go by the model's names].
-        whole = [
+        correspondences = [
             Correspondence.rename(global_expert(name, first_expert), name, shape) for name, shape in shapes.items()
         ]
-        share = recut(Share.of(contents, rank()), parts, options=whole)
-        renamed = _renamed(share, stored_names(dialect, tuple(name for each in parts for name in each.left)))
-        beside = dict(_flat(objects or {})) if rank() == 0 else {}
-        return Part(share=_with(renamed, beside), form=WithoutManifest(path_of=keys_of), steady=contents.steady)
+        share = recut(Share.of(contents, rank()), parts, options=correspondences)
+        renamed = _renamed(
+            share, stored_names(dialect, tuple(name for correspondence in parts for name in correspondence.left))
+        )
+        rank_zero_objects = dict(_flat(objects or {})) if rank() == 0 else {}
+        return SavePart(
+            share=_with(renamed, rank_zero_objects), form=WithoutManifest(path_of=keys_of), steady=contents.steady
+        )
 
     return _write(path, model, collect, saver)
 
@@ -190,19 +194,19 @@ def save_torch_dist(
     of parameter groups are not. The step is in `common.pt`.
 
     Args:
-        path: As for `save_fsdp_dtensor`.
-        model: As for `save_fsdp_dtensor`.
+        path: The path, as for `save_fsdp_dtensor`.
+        model: The model, as for `save_fsdp_dtensor`.
         optimizer: Over the model's parameters. None leaves the optimizer out.
         parts: By the model's own names, the places of this rank's parts. A tensor without places is left out.
         objects: Values of this rank by stored name, as megatron-core stores objects of modules.
         common: The contents of `common.pt`. Rank 0's counts.
-        saver: As for `save_fsdp_dtensor`.
+        saver: The saver, as for `save_fsdp_dtensor`.
 
     Returns:
         As `save_fsdp_dtensor`.
 
     Raises:
-        CheckpointFailed: As for `save_fsdp_dtensor`.
+        CheckpointFailed: The conditions of `save_fsdp_dtensor`.
         FileExistsError: `path` holds something else than a checkpoint.
         NotImplementedError: The optimizer keeps state of another shape than the parameter's, and no number.
         ValueError: A parameter of the optimizer is not the model's; parameters were stepped a different number of
@@ -212,25 +216,25 @@ def save_torch_dist(
     """
     shared = dict(common or {})
 
-    def collect() -> Part:
+    def collect() -> SavePart:
         contents = Contents.of(model, optimizer, None)
         share = Share.of(contents, rank())
         if optimizer is not None:
             shared.setdefault("optimizer", _steps(optimizer))
-        held = {
+        stored_items = {
             ranks: tuple(new for item in items for new in _placed(item, parts)) for ranks, items in share.held.items()
         }
-        placed = _with(replace(share, held=held), {name: [value] for name, value in (objects or {}).items()})
+        placed = _with(replace(share, held=stored_items), {name: [value] for name, value in (objects or {}).items()})
         files = {COMMON: Encoded.of(shared).content, FORMAT: json.dumps(_TORCH_DIST).encode()}
-        return Part(share=placed, form=WithoutManifest(path_of=key_of, files=files), steady=contents.steady)
+        return SavePart(share=placed, form=WithoutManifest(path_of=key_of, files=files), steady=contents.steady)
 
     return _write(path, model, collect, saver)
 
 
 def _placed(item: Item, parts: Mapping[str, Sequence[StoredPart]]) -> Iterator[Item]:
     """A box under the keys of stored tensors; nothing for options and numbers beside parameters."""
-    section, rest = split_section(item.names[0])
-    name, slot = (rest, "") if section == MODEL else longest_known(rest, parts)
+    section, suffix = split_section(item.names[0])
+    name, slot = (suffix, "") if section == MODEL else longest_known(suffix, parts)
     if section not in (MODEL, STATE) or item.chunk is None or not isinstance(item.value, torch.Tensor):
         return
     prefix = f"{STATE}{slot}." if section == STATE else ""
@@ -252,7 +256,7 @@ def _placed(item: Item, parts: Mapping[str, Sequence[StoredPart]]) -> Iterator[I
 def _steps(optimizer: torch.optim.Optimizer) -> dict[str, float]:
     """The one number of steps of all parameters, as an entry of `common.pt`."""
     counts = [*optimizer.state.values(), *optimizer.param_groups]  # fused optimizers count in groups
-    steps = {float(each["step"]) for each in counts if "step" in each}
+    steps = {float(count["step"]) for count in counts if "step" in count}
     if len(steps) > 1:
         raise ValueError(
             f"Expected all parameters to have been stepped alike, got {sorted(steps)!r} steps: torch_dist has one "
@@ -270,18 +274,18 @@ def _model_shapes(contents: Contents) -> dict[str, tuple[int, ...]]:
 
 
 def _renamed(share: Share, name: Callable[[str], str]) -> Share:
-    held = {
+    stored_items = {
         ranks: tuple(replace(item, names=tuple(map(name, item.names))) for item in items)
         for ranks, items in share.held.items()
     }
-    return replace(share, held=held)
+    return replace(share, held=stored_items)
 
 
 def _with(share: Share, objects: Mapping[str, object]) -> Share:
     """A share with values that this rank alone writes, as they are now."""
     mine = tuple(Item(names=(name,), value=Encoded.of(value)) for name, value in objects.items())
-    own = (share.rank,)
-    return replace(share, held={**share.held, own: (*share.held.get(own, ()), *mine)})
+    this_rank = (share.rank,)
+    return replace(share, held={**share.held, this_rank: (*share.held.get(this_rank, ()), *mine)})
 
 
 def _flat(objects: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
@@ -293,7 +297,7 @@ def _flat(objects: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str
 
 
 def _write(
-    path: str | os.PathLike[str], model: nn.Module, collect: Callable[[], Part], saver: AsyncSaver | None
+    path: str | os.PathLike[str], model: nn.Module, collect: Callable[[], SavePart], saver: AsyncSaver | None
 ) -> Path | SaveHandle:
     with on_device_of(model.parameters()):
         return save_part(path, collect) if saver is None else saver.save_part(path, collect)

@@ -10,7 +10,7 @@ from lamella_convert._formats.float8 import Dequantised, block_of, is_quantised
 from lamella_convert._formats.hf_files import read_config
 from lamella_convert._formats.open import OpenCheckpoint
 from lamella_convert._tools.between import Between, Convention, MegatronOptions, convention_of, layers_along, route
-from lamella_convert._tools.plan import of_sections
+from lamella_convert._tools.plan import section_name
 from lamella_convert._tools.published import Published, beside_of
 from lamella_files import Source, find, rename
 
@@ -31,31 +31,31 @@ def open_both(
     the optimizer are left out. Float8 weights are dequantised unless both sides have float8 weights.
 
     Args:
-        a: As `src` of `convert`.
+        a: The first checkpoint, as `src` of `convert`.
         b: The other checkpoint.
         like: A Hugging Face directory with the configuration for a checkpoint without one. The other
             checkpoint's configuration is the next choice.
-        tensor_parallel_size: Of the ranks that wrote a checkpoint of Megatron, where its files do not tell.
-        trust: As for `convert`.
-        verify: As for `convert`.
+        tensor_parallel_size: The number of ranks that wrote a checkpoint of Megatron, where files do not tell.
+        trust: The permission to unpickle, as for `convert`.
+        verify: The choice to verify checksums, as for `convert`.
 
     Raises:
-        CheckpointDamaged: As for `convert`.
+        CheckpointDamaged: The conditions of `convert`.
         FileNotFoundError: A path does not exist.
-        FormatUnknown: As for `convert`.
-        ModelUnknown: As for `convert`.
-        SizeUnknown: As for `convert`.
-        ValueError: As for `convert`.
+        FormatUnknown: The conditions of `convert`.
+        ModelUnknown: The conditions of `convert`.
+        SizeUnknown: The conditions of `convert`.
+        ValueError: The conditions of `convert`.
 
     Effects: reads metadata and small files.
     """
-    paths = [find(Path(os.path.realpath(each))) for each in (a, b)]
-    besides = [beside_of(path) for path in paths]
-    given = None if like is None else Path(like)
+    paths = [find(Path(os.path.realpath(path))) for path in (a, b)]
+    published_folders = [beside_of(path) for path in paths]
+    like_folder = None if like is None else Path(like)
     megatron = MegatronOptions(tensor_parallel_size=tensor_parallel_size)
     sides = [
-        _Side.open(path, (beside, given, *besides), megatron, trust=trust, verify=verify)
-        for path, beside in zip(paths, besides, strict=True)
+        _Side.open(path, (published_folder, like_folder, *published_folders), megatron, trust=trust, verify=verify)
+        for path, published_folder in zip(paths, published_folders, strict=True)
     ]
     are_megatrons = all(convention_of(side.opened) is Convention.MEGATRON for side in sides)
     are_quantised = all(is_quantised(side.opened.raw) for side in sides)
@@ -78,8 +78,8 @@ class _Side:
         """Open a checkpoint; the first folder is the checkpoint's own, and the first with a configuration counts."""
         between = Between(config=_first_config(folders), megatron=megatron)
         opened = between.open(path, trust=trust, verify=verify)
-        beside = next((folder for folder in folders if folder is not None), None)
-        return cls(opened=opened, between=between, published=Published.of(opened, folders[0], beside))
+        published_folder = next((folder for folder in folders if folder is not None), None)
+        return cls(opened=opened, between=between, published=Published.of(opened, folders[0], published_folder))
 
     def read(self, *, are_megatrons: bool, are_quantised: bool) -> Source:
         """The checkpoint under the names of modules; under Megatron's names if both sides have them."""
@@ -90,7 +90,7 @@ class _Side:
             return source
         for layer in layers_along(source, self._route(source), self.between, self.published):
             source = layer
-        return rename(source, of_sections) if convention_of(self.opened) is Convention.MEGATRON else source
+        return rename(source, section_name) if convention_of(self.opened) is Convention.MEGATRON else source
 
     def _route(self, source: Source) -> list[tuple[Convention, Convention]]:
         """The route; a text model joins the rest of a published model under the published names."""

@@ -119,10 +119,10 @@ def plan_of(opened: OpenCheckpoint, wish: Wish, between: Between, published: Pub
         source=written,
         dtypes=dtypes,
         ties=written_ties,
-        left=_left(opened, wish, named),
+        left=_dropped_names(opened, wish, named),
         layers=(*layers, named),
         absent=_absent(written, wish, published, ties),
-        config=_config_of(written, between.config, _told_dtype(opened, wish, written, dtypes)),
+        config=_config_of(written, between.config, _config_dtype(opened, wish, written, dtypes)),
     )
 
 
@@ -184,12 +184,12 @@ def _route(opened: OpenCheckpoint, wish: Wish, published: Published) -> list[tup
     return route(start, goal, by_published=joins)
 
 
-def _left(opened: OpenCheckpoint, wish: Wish, named: Renamed) -> tuple[str, ...]:
+def _dropped_names(opened: OpenCheckpoint, wish: Wish, named: Renamed) -> tuple[str, ...]:
     """Names without a place in the target; random states of a Megatron checkpoint's processes."""
-    beside = extra_of(opened) if wish.to == "dcp" else {}
+    extra = extra_of(opened) if wish.to == "dcp" else {}
     is_megatrons = convention_of(opened) is Convention.MEGATRON and isinstance(opened.source, Renamed)
     dropped = cast(Renamed, opened.source).left_over if is_megatrons else ()
-    return (*dropped, *(name for name in named.left_over if name not in beside))
+    return (*dropped, *(name for name in named.left_over if name not in extra))
 
 
 def _absent(source: Source, wish: Wish, published: Published, ties: Mapping[str, str]) -> tuple[str, ...]:
@@ -198,7 +198,7 @@ def _absent(source: Source, wish: Wish, published: Published, ties: Mapping[str,
     return tuple(name for name in published.shapes if name not in source.tensors and in_model(name) not in ties)
 
 
-def _told_dtype(
+def _config_dtype(
     opened: OpenCheckpoint, wish: Wish, source: Source, dtypes: Mapping[str, torch.dtype]
 ) -> torch.dtype | None:
     """The dtype to write into the configuration; None keeps the present one."""
@@ -207,19 +207,19 @@ def _told_dtype(
     return wish.dtype or _most_common(source, dtypes)
 
 
-def of_sections(name: str) -> str | None:
+def section_name(name: str) -> str | None:
     """The name, for a model's or an optimizer's; else None."""
     return name if name.startswith((MODEL, "optimizer.")) else None
 
 
-def _of_model(name: str) -> str | None:
+def _model_name(name: str) -> str | None:
     return own_name(name) if is_of_model(name) else None
 
 
 KEPT: Final[Mapping[Target, Callable[[str], str | None]]] = {
-    "dcp": of_sections,
-    "torch": of_sections,
-    "hf": _of_model,
+    "dcp": section_name,
+    "torch": section_name,
+    "hf": _model_name,
     "fsdp_dtensor": lambda name: name,
 }
 """The name of a native name in each format; None if the format has no place for the value."""

@@ -47,7 +47,7 @@ class Published:
     originals: Source | None
 
     @classmethod
-    def of(cls, opened: OpenCheckpoint, own: Path | None, beside: Path | None) -> "Published":
+    def of(cls, opened: OpenCheckpoint, source_folder: Path | None, published_folder: Path | None) -> "Published":
         """Read the side files of a checkpoint.
 
         Args:
@@ -56,12 +56,12 @@ class Published:
             beside: The relevant folder: `own`, or a folder named by the caller.
         """
         weights: Source | None = opened.raw if opened.format is Format.SAFETENSORS else None
-        untrained = kept_in(beside, UNTRAINED_FILE) if weights is None else None
-        originals = kept_in(own, ORIGINALS_FILE) or kept_in(beside, ORIGINALS_FILE)
-        if weights is None and beside is not None and has_weights(beside):
-            weights = SafetensorsSource(beside)
+        untrained = kept_in(published_folder, UNTRAINED_FILE) if weights is None else None
+        originals = kept_in(source_folder, ORIGINALS_FILE) or kept_in(published_folder, ORIGINALS_FILE)
+        if weights is None and published_folder is not None and has_weights(published_folder):
+            weights = SafetensorsSource(published_folder)
         if weights is None:
-            shapes = {} if beside is None else read_published(beside)
+            shapes = {} if published_folder is None else read_published(published_folder)
             return cls(shapes=shapes, untrained=untrained, originals=originals)
         shapes = {name: info.shape for name, info in weights.tensors.items() if not is_scale(weights, name)}
         return cls(shapes=shapes, untrained=untrained, originals=originals)

@@ -89,12 +89,16 @@ def save_safetensors(
     """
     with on_device_of(model.parameters()):
         blanks, items = _agree(model, dtype)
-        which = linear_weights if float8 is True else float8 or None
-        chosen = frozenset[str]() if which is None else everywhere("choose", lambda: chosen_of(blanks, which))
-        scaled = agree_on_scales(items, chosen) if which is not None else {}
+        choose_weights = linear_weights if float8 is True else float8 or None
+        chosen = (
+            frozenset[str]()
+            if choose_weights is None
+            else everywhere("choose", lambda: chosen_of(blanks, choose_weights))
+        )
+        scaled = agree_on_scales(items, chosen) if choose_weights is not None else {}
         stored = {own_name(name): blank for name, blank in with_scales(blanks, chosen).items()}
         files = plan_files(stored, max_shard_nbytes)
-        plain = None if which is None else left_alone(_shapes_of(blanks), set(map(own_name, chosen)))
+        plain = None if choose_weights is None else left_alone(_shapes_of(blanks), set(map(own_name, chosen)))
         target, staged = on_rank_zero("make the files", lambda: _make(path, files, like, plain))
         try:
             exchange(
@@ -121,17 +125,17 @@ def _agree(model: nn.Module, dtype: torch.dtype | None) -> tuple[Mapping[str, Bl
         mine.append((_blanks(contents, dtype), Share.of(contents, rank())))
         return mine[0][0]
 
-    of_zero = exchange("collect its state", collect, lambda of_ranks: [of_ranks[0]] * num_ranks())
+    rank_zero_state = exchange("collect its state", collect, lambda rank_states: [rank_states[0]] * num_ranks())
     blanks, share = mine[0]
 
     def difference() -> tuple[dict[str, Blank], dict[Ranks, str]]:
-        return {name: blank for name, blank in blanks.items() if of_zero.get(name) != blank}, share.digests
+        return {name: blank for name, blank in blanks.items() if rank_zero_state.get(name) != blank}, share.digests
 
     def unite(
-        of_ranks: list[tuple[dict[str, Blank], dict[Ranks, str]]],
+        rank_blanks: list[tuple[dict[str, Blank], dict[Ranks, str]]],
     ) -> list[tuple[dict[str, Blank], frozenset[Ranks]]]:
-        united = _united(of_zero, [lacking for lacking, _ in of_ranks])
-        return [(united, differing([digests for _, digests in of_ranks]))] * num_ranks()
+        united = _united(rank_zero_state, [lacking for lacking, _ in rank_blanks])
+        return [(united, differing([digests for _, digests in rank_blanks]))] * num_ranks()
 
     united, apart = exchange("agree on the tensors", difference, unite)
     return united, share.items(apart)
@@ -145,9 +149,9 @@ def _blanks(contents: Contents, dtype: torch.dtype | None) -> dict[str, Blank]:
     }
 
 
-def _united(first: Mapping[str, Blank], others: Sequence[Mapping[str, Blank]]) -> dict[str, Blank]:
+def _united(first: Mapping[str, Blank], other_blanks: Sequence[Mapping[str, Blank]]) -> dict[str, Blank]:
     united = dict(first)
-    for index, blanks in enumerate(others):
+    for index, blanks in enumerate(other_blanks):
         for name, blank in blanks.items():
             if united.setdefault(name, blank) != blank:
                 raise ValueError(

@@ -29,7 +29,7 @@ def verify(
     """Read all of a checkpoint and list every problem; no stored code runs.
 
     Args:
-        path: Of any format known to `open_checkpoint`.
+        path: The path of any format known to `open_checkpoint`.
         trust: Allow other types than torch's own in DCP's metadata, and modules in a file of `torch.save`.
             **Unsafe: can execute code.**
         on_progress: Called with the bytes read so far, and all.
@@ -41,10 +41,10 @@ def verify(
 
     Effects: reads every stored chunk, several at a time, and holds 16 MiB of each; no collective, no accelerator.
     """
-    found, kind = find_files(path)
+    path_of_files, kind = find_files(path)
     if kind is Format.DCP:
-        return verify_dcp(found, trust=trust, on_progress=on_progress)
-    return verification(found, on_progress, partial(_CHECKS[kind], trust=trust))
+        return verify_dcp(path_of_files, trust=trust, on_progress=on_progress)
+    return verification(path_of_files, on_progress, partial(_CHECKS[kind], trust=trust))
 
 
 def _check_torch_file(findings: Findings, *, trust: bool) -> None:
@@ -52,9 +52,9 @@ def _check_torch_file(findings: Findings, *, trust: bool) -> None:
     path = findings.path
     files = archive_records(path)
     names, refused = _names_of_records(findings, trust)
-    reads = [whole_read(path, each, _told(each.name, names.get(each.name))) for each in files.values()]
-    findings.total = sum(each.length for each in files.values())
-    findings.num_unverified_bytes = sum(each.length for each in files.values() if each.crc is None)
+    reads = [whole_read(path, record, _description(record.name, names.get(record.name))) for record in files.values()]
+    findings.total = sum(record.length for record in files.values())
+    findings.num_unverified_bytes = sum(record.length for record in files.values() if record.crc is None)
     lengths = {read.item: prod(read.sizes) for read in reads}
     damage = check_tensors(path.parent, reads, lambda _: None, lambda item: findings.count(lengths[item]))
     for error in damage or refused:
@@ -97,7 +97,7 @@ _CHECKS: Final[Mapping[Format, Callable[..., None]]] = {
 }
 
 
-def _told(record: str, names: Sequence[str] | None) -> str:
+def _description(record: str, names: Sequence[str] | None) -> str:
     return f"{_first(names)} ({record})" if names else record
 
 

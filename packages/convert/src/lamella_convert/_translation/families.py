@@ -40,7 +40,7 @@ class Family:
     Attributes:
         megatron: Between the names of transformers' modules (left) and Megatron's canonical names (right). Tensors
             with a row for each token are padded to the size "padded vocabulary", if given.
-        megatron_sizes: For a given number of tensor-parallel ranks.
+        megatron_sizes: The megatron sizes for a given number of tensor-parallel ranks.
         modules: Between the names in Hugging Face's files (left) and the names of transformers' modules (right), if
             different: files with another spelling, or of a larger model with this model as a part. Names without a rule
             are the same.
@@ -62,7 +62,7 @@ def find_family(model_type: str) -> Family | None:
     Effects: imports the declaring package, and no other.
     """
     declared = entry_points(group=GROUP, name=model_type)
-    values = sorted({each.value for each in declared})
+    values = sorted({entry_point.value for entry_point in declared})
     if not values:
         return None
     if len(values) > 1:

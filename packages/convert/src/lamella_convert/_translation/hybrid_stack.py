@@ -41,7 +41,7 @@ def regrouped(names: Iterable[str], source: str, target: str) -> dict[str, str]:
     `regrouped(names, "[*E][*E]", "*E*E")` is the inverse. Names outside the stack stay.
 
     Args:
-        names: Of parameters, flat or nested; not logical.
+        names: The names of parameters, flat or nested; not logical.
         source: The pattern of the names.
         target: The pattern of the new names.
 
@@ -53,24 +53,24 @@ def regrouped(names: Iterable[str], source: str, target: str) -> dict[str, str]:
             f"Expected two patterns of the same layers, got {source!r} and {target!r}. Move brackets, and no layers."
         )
     places = dict(zip(_places(source), _places(target), strict=True))
-    found: dict[str, str] = {}
+    logical: dict[str, str] = {}
     for name in names:
         match = _PLACE.match(name)
         if match is not None and match[2] not in places:
             raise ValueError(f"Expected the {len(places)} layers of {source!r}, got {name!r}.")
-        found[name] = name if match is None else f"{match[1]}{places[match[2]]}{name[match.end() :]}"
-    return found
+        logical[name] = name if match is None else f"{match[1]}{places[match[2]]}{name[match.end() :]}"
+    return logical
 
 
 def logical_names(names: Iterable[str], pattern: str) -> dict[str, str]:
     """The keys of `torch_dist` for parameters of a stack, by the names in a flat stack.
 
     Args:
-        names: Of parameters, flat.
-        pattern: Of the main stack. Without brackets all names stay, the final norm's too.
+        names: The names of parameters, flat.
+        pattern: The pattern of the main stack. Without brackets all names stay, the final norm's too.
 
     Raises:
-        ValueError: As `regrouped`; or a group has two layers of a kind.
+        ValueError: The conditions of `regrouped`; or a group has two layers of a kind.
     """
     layers = _without_groups(pattern)
     nested = regrouped(names, layers, pattern)
@@ -92,7 +92,7 @@ def nested_groups(names: Iterable[str]) -> frozenset[str]:
     """The groups (`decoder.layers.1`) with two layers of a kind: Note [Groups without logical names].
 
     Args:
-        names: Of parameters, all that a group has.
+        names: The names of parameters, all that a group has.
     """
     layers: dict[tuple[str, str], str] = {}
     nested = (match.group(1, 2, 3) for match in map(_NESTED.match, names) if match)
@@ -103,7 +103,7 @@ def logical_name(name: str, groups: Container[str] = ()) -> str:
     """The logical name of a parameter in a nested stack.
 
     Args:
-        name: Of a parameter; a name that is not nested stays.
+        name: The name of a parameter; a name that is not nested stays.
         groups: The groups that stay nested, of `nested_groups`.
     """
 
@@ -117,7 +117,7 @@ def nested_modules(names: Iterable[str]) -> dict[str, str]:
     """The nested path of each group's modules (`decoder.layers.1.layers.0.mlp`), by the logical path.
 
     Args:
-        names: Of parameters, nested or not.
+        names: The names of parameters, nested or not.
     """
     return {f"{match[1]}.{match[3]}": match[0] for match in map(_NESTED.match, names) if match}
 
@@ -137,8 +137,8 @@ def nested_names(names: Iterable[str], pattern: str) -> dict[str, str]:
     """Nested names, by logical name, of parameters in a grouped stack; only differing names.
 
     Args:
-        names: Of parameters; names of `nested_groups` are nested already.
-        pattern: Of the main stack; text after a "/" is of further stacks, and pipes only separate parts.
+        names: The names of parameters; names of `nested_groups` are nested already.
+        pattern: The pattern of the main stack; text after a "/" is of further stacks, and pipes only separate parts.
 
     Raises:
         ValueError: The pattern is malformed, differs from the names, or has a group with two layers of a kind.

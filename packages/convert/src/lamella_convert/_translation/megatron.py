@@ -92,18 +92,18 @@ class Dialect:
     """A spelling of `fsdp_dtensor` for writing: Note [Dialects].
 
     Attributes:
-        name: Of the dialect.
+        name: The name of the dialect.
         splits_gdn: Whether gated delta networks are stored by component. If not, "tp" must be known.
         mtp_layer: Name of the layer inside a multi-token prediction layer.
-        model_prefix: Of the model's names: the wrappers inside the sharding wrapper.
-        optimizer_prefix: Of the same names in the optimizer's state.
+        model_prefix: The model prefix of the model's names: the wrappers inside the sharding wrapper.
+        optimizer_prefix: The optimizer prefix of the same names in the optimizer's state.
         older_mamba: Whether a Mamba convolution's parameters are `conv1d.weight`, and not `conv1d_weight`.
         fused_mla: Whether the down projections of latent attention are one tensor.
         sequential_experts: Whether experts are modules of their own (`local_experts.0.linear_fc1.weight`), and not of
             one layer with joint computation (`linear_fc1.weight0`).
         final_norm: Whether the decoder's last norm is `final_norm`, as in hybrid stacks, and not `final_layernorm`.
-        hybrid_pattern: Of a grouped hybrid stack ("[M*-][M*-]"), whose layers are stored nested. None stores layers
-            without nesting.
+        hybrid_pattern: The hybrid pattern of a grouped hybrid stack ("[M*-][M*-]"), whose layers are stored
+            nested. None stores layers without nesting.
         nested_modules: The nested paths of a grouped stack's modules where the pattern is unknown.
     """
 
@@ -183,7 +183,7 @@ def read_fsdp_dtensor(source: Source, *, sizes: Mapping[str, int] | None = None)
     tensors = translate(names, rules.match(shapes, "right"), to="left")
     tensors = translate(tensors, Rules(SEQUENTIAL_EXPERTS).match(parameter_shapes(tensors), "right"), to="left")
     # Only options can still have a fused name, Note [Options go by the model's names].
-    result = translate(tensors, _of_options(parameter_shapes(tensors)), to="left")
+    result = translate(tensors, _option_names(parameter_shapes(tensors)), to="left")
     return result.leaving(name for name in names.left_over if is_of_processes(name))
 
 
@@ -199,7 +199,7 @@ def write_fsdp_dtensor(
 
     Args:
         source: Canonical names.
-        dialect: Of the reader.
+        dialect: The dialect of the reader.
         sizes: "tp", the reader's number of tensor-parallel ranks, for a dialect with rank-major tensors.
         chunks: The number of decoder layers in each model chunk, for virtual pipelines: `model0`, `model1`, ... The
             optimizer's names number all layers. Empty for `model`.
@@ -228,20 +228,20 @@ def write_fsdp_dtensor(
         source,
         Rules(tuple(rules), sizes or {}).match(without_ungated(shapes), "left"),
         to="right",
-        options=_of_options(shapes, older_mamba=dialect.older_mamba, fused_mla=dialect.fused_mla),
+        options=_option_names(shapes, older_mamba=dialect.older_mamba, fused_mla=dialect.fused_mla),
     )
     present = {*cut.objects, *cut.tensors}
-    told = dict(args)
+    arguments = dict(args)
     if (num_ranks := (sizes or {}).get("tp")) is not None:
-        check_heads(shapes, told, num_ranks)
-        told["tensor_model_parallel_size"] = num_ranks
+        check_heads(shapes, arguments, num_ranks)
+        arguments["tensor_model_parallel_size"] = num_ranks
     defaults = {"checkpoint_version": 3.0, "iteration": 0}
-    given = {name: value for name, value in defaults.items() if name not in present}
-    complete = WithObjects(cut, {**given, "args": Namespace(**told)})
+    missing_defaults = {name: value for name, value in defaults.items() if name not in present}
+    complete = WithObjects(cut, {**missing_defaults, "args": Namespace(**arguments)})
     return rename(complete, stored_names(dialect, tuple(parameter_shapes(cut)), chunks))
 
 
-def _of_options(
+def _option_names(
     shapes: Mapping[str, tuple[int, ...]], *, older_mamba: bool = False, fused_mla: bool = True
 ) -> list[Correspondence]:
     """Canonical names (left) and the model's names (right), where parameters differ.
@@ -259,10 +259,10 @@ def is_of_processes(name: str) -> bool:
 
 def keys_of(name: str) -> tuple[str, ...]:
     """The keys of Megatron's nested dicts, by stored name; a parameter's whole name is one key."""
-    section, *rest = name.split(".")
-    if section == "optimizer" and len(rest) > 2:
-        return section, rest[0], ".".join(rest[1:-1]), rest[-1]
-    return (section, ".".join(rest)) if rest else (section,)
+    section, *keys = name.split(".")
+    if section == "optimizer" and len(keys) > 2:
+        return section, keys[0], ".".join(keys[1:-1]), keys[-1]
+    return (section, ".".join(keys)) if keys else (section,)
 
 
 def canonical_name(name: str) -> str:
@@ -317,9 +317,9 @@ def stored_names(dialect: Dialect, parameters: Sequence[str] = (), chunks: Seque
     """Maps canonical names, cut by the dialect, to stored names.
 
     Args:
-        dialect: Of the reader.
+        dialect: The dialect of the reader.
         parameters: All of the model's, for a dialect with a pattern.
-        chunks: As for `write_fsdp_dtensor`.
+        chunks: The chunks, as for `write_fsdp_dtensor`.
     """
     nested = nested_names(parameters, dialect.hybrid_pattern) if dialect.hybrid_pattern else {}
 
@@ -336,14 +336,14 @@ def stored_names(dialect: Dialect, parameters: Sequence[str] = (), chunks: Seque
         return own(f"{nest(parameter)}{dot}{slot}")
 
     def write(name: str) -> str:
-        section, rest = split_section(name)
+        section, suffix = split_section(name)
         if section == MODEL:
-            number, rest = _chunk_of(nest(rest), chunks)
-            return f"model{number}.{dialect.model_prefix}{own(rest)}"
+            number, suffix = _chunk_of(nest(suffix), chunks)
+            return f"model{number}.{dialect.model_prefix}{own(suffix)}"
         if section == STATE:
-            return f"optimizer.state.{dialect.optimizer_prefix}{of_entry(rest)}"
+            return f"optimizer.state.{dialect.optimizer_prefix}{of_entry(suffix)}"
         if section == OPTIONS:
-            return f"optimizer.param_to_group_meta.{dialect.optimizer_prefix}{of_entry(rest)}"
+            return f"optimizer.param_to_group_meta.{dialect.optimizer_prefix}{of_entry(suffix)}"
         return name
 
     return write

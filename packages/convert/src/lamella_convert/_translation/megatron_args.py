@@ -14,25 +14,25 @@ OF_ARGS: Final = "args."
 def args_of(source: Source) -> dict[str, object]:
     """The values of Megatron's `args` in a source, by name; empty without any."""
     if "args" in source.objects:
-        known = source.read_object("args")
-        return dict(known if isinstance(known, Mapping) else vars(known))
+        arguments = source.read_object("args")
+        return dict(arguments if isinstance(arguments, Mapping) else vars(arguments))
     single = [name for name in source.objects if name.startswith(OF_ARGS)]
     return {name.removeprefix(OF_ARGS): source.read_object(name) for name in single}
 
 
 def sizes_of_args(args: Mapping[str, object]) -> dict[str, int]:
     """The rules' sizes computable from Megatron's `args`, by name."""
-    known = {name: value for name, value in args.items() if isinstance(value, int)}
-    if {"hidden_size", "mamba_head_dim"} <= set(known) and known["mamba_head_dim"] > 0:
+    counts = {name: value for name, value in args.items() if isinstance(value, int)}
+    if {"hidden_size", "mamba_head_dim"} <= set(counts) and counts["mamba_head_dim"] > 0:
         # Mixers without a number of heads are twice as wide as the model.
-        known.setdefault("mamba_num_heads", 2 * known["hidden_size"] // known["mamba_head_dim"])
+        counts.setdefault("mamba_num_heads", 2 * counts["hidden_size"] // counts["mamba_head_dim"])
 
     def product(*names: str) -> int | None:
         result = 1
         for name in names:
-            if name not in known:
+            if name not in counts:
                 return None
-            result *= known[name]
+            result *= counts[name]
         return result
 
     sizes = {
@@ -45,8 +45,8 @@ def sizes_of_args(args: Mapping[str, object]) -> dict[str, int]:
         "nheads": product("mamba_num_heads"),
         "q_down": product("q_lora_rank"),
     }
-    if "kv_lora_rank" in known and "qk_pos_emb_head_dim" in known:
-        sizes["kv_down"] = known["kv_lora_rank"] + known["qk_pos_emb_head_dim"]
+    if "kv_lora_rank" in counts and "qk_pos_emb_head_dim" in counts:
+        sizes["kv_down"] = counts["kv_lora_rank"] + counts["qk_pos_emb_head_dim"]
     return {name: size for name, size in sizes.items() if size is not None}
 
 
@@ -92,7 +92,7 @@ EXPECTED_OBJECTS: Final = (
 """Top-level names in a checkpoint of megatron-core's own training."""
 
 
-def counters(source: Source, beside: Mapping[str, object] | None = None) -> Counters:
+def counters(source: Source, train_state: Mapping[str, object] | None = None) -> Counters:
     """The progress of training, from a checkpoint of Megatron or a conversion by Megatron-Bridge.
 
     Args:
@@ -103,10 +103,10 @@ def counters(source: Source, beside: Mapping[str, object] | None = None) -> Coun
     Effects: reads the counters, and neither `args` nor random states.
     """
     present = {re.split(r"[./]", name, maxsplit=1)[0] for name in [*source.tensors, *source.objects]}
-    found: dict[str, object] = {}
+    arguments: dict[str, object] = {}
     for name in ("checkpoint_version", "iteration", "num_floating_point_operations_so_far"):
         if name in source.objects:
-            found[name] = source.read_object(name)
-    found |= {"iteration" if name == "step" else name: value for name, value in (beside or {}).items()}
-    lacking = tuple(name for name in EXPECTED_OBJECTS if name not in present and name not in found)
-    return Counters(found=found, lacking=lacking)
+            arguments[name] = source.read_object(name)
+    arguments |= {"iteration" if name == "step" else name: value for name, value in (train_state or {}).items()}
+    lacking = tuple(name for name in EXPECTED_OBJECTS if name not in present and name not in arguments)
+    return Counters(found=arguments, lacking=lacking)

@@ -56,7 +56,7 @@ def from_megatron_model(
         shapes: Global, by the model's own names, wrappers removed. Global means all tensor-parallel ranks' parts.
         sizes: "tp", and the sizes of `read_fsdp_dtensor` for the model's fused tensors; "etp", the number of ranks
             sharing an expert, if different.
-        dialect: Of `fsdp_dtensor`, whose prefixes `write_fsdp_dtensor` adds. None for canonical names.
+        dialect: The dialect of `fsdp_dtensor`, whose prefixes `write_fsdp_dtensor` adds. None for canonical names.
         first_expert: The global number of this rank's first expert: Note [Experts of a rank].
     """
     rules: list[Rule] = [*(RANK_MAJOR_GATED if dialect is None else RANK_MAJOR_HALVES)]
@@ -67,19 +67,19 @@ def from_megatron_model(
     if dialect is None or not dialect.fused_mla:
         rules += FUSED_MLA
     sizes = {"etp": sizes["tp"], **sizes} if "tp" in sizes else sizes
-    found = Rules(tuple(rules), sizes).match(without_ungated(shapes), "right")
-    taken = {name for each in found for name in each.right}
-    found += [Correspondence.rename(name, name, shape) for name, shape in shapes.items() if name not in taken]
+    matches = Rules(tuple(rules), sizes).match(without_ungated(shapes), "right")
+    matched_names = {name for match in matches for name in match.right}
+    matches += [Correspondence.rename(name, name, shape) for name, shape in shapes.items() if name not in matched_names]
     if dialect is not None:  # A dialect has the model's names.
-        return [each.renamed(left=lambda name: global_expert(name, first_expert)) for each in found]
-    spelled = {name: other for each in _sequential(found) for name in each.right for other in each.left}
+        return [match.renamed(left=lambda name: global_expert(name, first_expert)) for match in matches]
+    spelled = {name: other for match in _sequential(matches) for name in match.right for other in match.left}
 
     nested = nested_groups(shapes)
 
     def canonical(name: str) -> str:
         return logical_name(canonical_name(global_expert(spelled.get(name, name), first_expert)), nested)
 
-    return [each.renamed(left=canonical) for each in found]
+    return [match.renamed(left=canonical) for match in matches]
 
 
 def to_megatron_model(source: Source, correspondences: Sequence[Correspondence]) -> Translated:
@@ -91,23 +91,30 @@ def to_megatron_model(source: Source, correspondences: Sequence[Correspondence])
 
     Args:
         source: Under the names of the correspondences' left side.
-        correspondences: Of `from_megatron_model`.
+        correspondences: The correspondences of `from_megatron_model`.
 
     Effects: reads nothing.
     """
-    own = {match.group(1, 2) for each in correspondences for match in map(_EXPERT.match, each.left) if match}
+    local_experts = {
+        match.group(1, 2)
+        for correspondence in correspondences
+        for match in map(_EXPERT.match, correspondence.left)
+        if match
+    }
 
     def keep(name: str) -> str | None:
         section, entry = split_section(name)
         match = _EXPERT.match(entry) if section else None
-        return None if match and match.group(1, 2) not in own else name
+        return None if match and match.group(1, 2) not in local_experts else name
 
-    kept = rename(source, keep)
-    stored = parameter_shapes(kept)
+    renamed = rename(source, keep)
+    stored = parameter_shapes(renamed)
     fitting = [
-        each for each in correspondences if all(stored.get(name, shape) == shape for name, shape in each.left.items())
+        correspondence
+        for correspondence in correspondences
+        if all(stored.get(name, shape) == shape for name, shape in correspondence.left.items())
     ]
-    return translate(kept, fitting, to="right").leaving(kept.left_over)
+    return translate(renamed, fitting, to="right").leaving(renamed.left_over)
 
 
 def global_expert(name: str, first: int) -> str:
@@ -120,7 +127,7 @@ def global_expert(name: str, first: int) -> str:
     return _EXPERT.sub(lambda match: f"{match[1]}{int(match[2]) + first}{match[3]}", name)
 
 
-def _sequential(found: Sequence[Correspondence]) -> list[Correspondence]:
+def _sequential(correspondences: Sequence[Correspondence]) -> list[Correspondence]:
     """Correspondences of experts as modules of their own (right) with layers of all experts, among the left sides."""
-    shapes = {name: shape for each in found for name, shape in each.left.items()}
+    shapes = {name: shape for match in correspondences for name, shape in match.left.items()}
     return Rules(SEQUENTIAL_EXPERTS).match(shapes, "right")

@@ -30,8 +30,8 @@ GDN: Final = (
 
 def _mamba_conv(separator: str) -> tuple[Rule, ...]:
     return tuple(
-        _rank_major(f"{_MIXER}conv1d{separator}{each}", f"{_MIXER}conv1d.{each}", MAMBA_PARTS[1:4], MAMBA_SIZES[1:4])
-        for each in ("weight", "bias")
+        _rank_major(f"{_MIXER}conv1d{separator}{kind}", f"{_MIXER}conv1d.{kind}", MAMBA_PARTS[1:4], MAMBA_SIZES[1:4])
+        for kind in ("weight", "bias")
     )
 
 
@@ -56,23 +56,23 @@ FUSED_MLA: Final = (
     ),
     *(
         Rule(
-            f"**.input_layernorm.{each}",
-            f"{_ATTENTION}linear_qkv_down_proj.layer_norm_{each}",
+            f"**.input_layernorm.{kind}",
+            f"{_ATTENTION}linear_qkv_down_proj.layer_norm_{kind}",
             left_beside=f"{_ATTENTION}linear_q_down_proj.weight",
         )
-        for each in ("weight", "bias")
+        for kind in ("weight", "bias")
     ),
 )
 """Latent attention with one tensor for two down projections, and the norm before them."""
 
 FC1: Final = tuple(
     f"**.mlp.{name}"
-    for each in ("weight", "bias")
+    for kind in ("weight", "bias")
     for name in (
-        f"linear_fc1.{each}",
-        f"shared_experts.linear_fc1.{each}",
-        f"experts.linear_fc1.{each}{{expert}}",
-        f"experts.local_experts.{{expert}}.linear_fc1.{each}",
+        f"linear_fc1.{kind}",
+        f"shared_experts.linear_fc1.{kind}",
+        f"experts.linear_fc1.{kind}{{expert}}",
+        f"experts.local_experts.{{expert}}.linear_fc1.{kind}",
     )
 )
 """First layers of MLPs."""
@@ -81,9 +81,9 @@ GATED: Final = tuple(Rule(name, Join((f"{name}_w", f"{name}_v"), (1, 1))) for na
 """The two halves of a gated MLP's first layer: one tensor on the left, `_w` and `_v` on the right."""
 
 SEQUENTIAL_EXPERTS: Final = tuple(
-    Rule(f"**.mlp.experts.{layer}.{each}{{expert}}", f"**.mlp.experts.local_experts.{{expert}}.{layer}.{each}")
+    Rule(f"**.mlp.experts.{layer}.{kind}{{expert}}", f"**.mlp.experts.local_experts.{{expert}}.{layer}.{kind}")
     for layer in ("linear_fc1", "linear_fc2")
-    for each in ("weight", "bias")
+    for kind in ("weight", "bias")
 )
 """Experts of a layer with joint computation, on the left, and as modules of their own."""
 

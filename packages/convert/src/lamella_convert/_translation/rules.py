@@ -38,8 +38,8 @@ class Join:
 
     Attributes:
         terms: The terms to join.
-        sizes: Of each term along the dim: all by name, or all as shares ((1, 1) is halves).
-        dim: Of the terms.
+        sizes: The sizes of each term along the dim: all by name, or all as shares ((1, 1) is halves).
+        dim: The dim of the terms.
     """
 
     terms: "tuple[Term, ...]"
@@ -69,7 +69,7 @@ class Grouped:
     Attributes:
         term: The stored term.
         groups: Number of groups, or the name of this size: `"tp"` for tensor-parallel ranks' parts.
-        sizes: Of the parts, all groups together: all by name, or all as shares.
+        sizes: The sizes of the parts, all groups together: all by name, or all as shares.
         dim: The dim of groups and parts.
     """
 
@@ -87,7 +87,7 @@ class Padded:
     """A tensor stored with padding rows behind the whole's rows: a vocabulary padded for division among ranks.
 
     Attributes:
-        name: Of the tensor.
+        name: The name of the tensor.
         rows: The whole's number of rows, by name.
         to: The name of the padded number of rows. Without this size, there is no padding.
     """
@@ -111,7 +111,7 @@ class Rule:
         shift: Added from left to right.
         left_beside: If given, the rule holds on the left only beside this name with the same numbers:
             distinguishes kinds of layers with equal names for a tensor.
-        right_beside: The same on the right.
+        right_beside: The right beside, the same on the right.
     """
 
     left: Term
@@ -151,26 +151,28 @@ class Rules:
             ValueError: A needed size is unknown or does not fit, or numbers are missing in a stack.
         """
         names = Names(shapes)
-        taken: set[str] = set()
-        found = []
+        matched_names: set[str] = set()
+        correspondences = []
         for rule in self.rules:
-            near, far, beside = (
+            near_term, far_term, excluded_term = (
                 (rule.left, rule.right, rule.left_beside)
                 if side == "left"
                 else (rule.right, rule.left, rule.right_beside)
             )
-            made: dict[_Shapes, Correspondence] = {}
-            for instance in _instances(near, beside, names, taken):
-                taken.update(instance.names.values())
-                known = tuple((template, tuple(shapes[name])) for template, name in instance.names.items())
-                if known not in made:  # Note [Once for all layers]
-                    made[known] = _correspondence(near, far, instance, dict(known), self.sizes, rule.shift, side)
+            cache: dict[_Shapes, Correspondence] = {}
+            for instance in _instances(near_term, excluded_term, names, matched_names):
+                matched_names.update(instance.names.values())
+                named_shapes = tuple((template, tuple(shapes[name])) for template, name in instance.names.items())
+                if named_shapes not in cache:  # Note [Once for all layers]
+                    cache[named_shapes] = _correspondence(
+                        near_term, far_term, instance, dict(named_shapes), self.sizes, rule.shift, side
+                    )
                 filled = partial(fill, captures=instance.captures)
-                found.append(made[known].renamed(filled, filled))
-        return found
+                correspondences.append(cache[named_shapes].renamed(filled, filled))
+        return correspondences
 
 
-class _Leaf(NamedTuple):
+class _TermLeaf(NamedTuple):
     """A name in a term, and the numbers in the name stacked by the term."""
 
     template: str
@@ -205,98 +207,104 @@ class _Made(NamedTuple):
     boxes: list[tuple[Place, Chunk]]
 
 
-def _leaves(rule: Rule) -> list[_Leaf]:
+def _leaves(rule: Rule) -> list[_TermLeaf]:
     return [*_leaves_of(rule.left), *_leaves_of(rule.right)]
 
 
-def _leaves_of(term: Term) -> list[_Leaf]:
+def _leaves_of(term: Term) -> list[_TermLeaf]:
     if isinstance(term, str | Padded):
-        return [_Leaf(term if isinstance(term, str) else term.name, ())]
+        return [_TermLeaf(term if isinstance(term, str) else term.name, ())]
     if isinstance(term, Join):
-        return [leaf for each in term.terms for leaf in _leaves_of(each)]
+        return [leaf for operand in term.terms for leaf in _leaves_of(operand)]
     if isinstance(term, Stack):
-        return [_Leaf(leaf.template, (term.index, *leaf.indices)) for leaf in _leaves_of(term.term)]
+        return [_TermLeaf(leaf.template, (term.index, *leaf.indices)) for leaf in _leaves_of(term.term)]
     return _leaves_of(term.term)
 
 
-def _instances(term: Term, beside: str | None, names: Names, taken: set[str]) -> Iterator[_Instance]:
+def _instances(term: Term, excluded_term: str | None, names: Names, matched_names: set[str]) -> Iterator[_Instance]:
     """The complete sets of names for `term`."""
     leaves = _leaves_of(term)
-    besides = None if beside is None else {_key(match.groupdict()) for match in names.matches(beside)}
-    found: dict[frozenset[tuple[str, str]], list[dict[tuple[int, ...], str]]] = {}
+    excluded_keys = (
+        None if excluded_term is None else {_key(match.groupdict()) for match in names.matches(excluded_term)}
+    )
+    names_by_key: dict[frozenset[tuple[str, str]], list[dict[tuple[int, ...], str]]] = {}
     for position, leaf in enumerate(leaves):
         for match in names.matches(leaf.template):
-            if match.string not in taken:
+            if match.string not in matched_names:
                 captures = match.groupdict()
                 index = tuple(int(captures.pop(name)) for name in leaf.indices)
-                of_key = found.setdefault(_key(captures), [{} for _ in leaves])
-                of_key[position][index] = match.string
-    for key, by_leaf in found.items():
-        if all(by_leaf) and (besides is None or key in besides):
+                names_by_leaf = names_by_key.setdefault(_key(captures), [{} for _ in leaves])
+                names_by_leaf[position][index] = match.string
+    for key, by_leaf in names_by_key.items():
+        if all(by_leaf) and (excluded_keys is None or key in excluded_keys):
             captures = dict(key)
-            of_template = {
+            names_by_template = {
                 fill(leaf.template, leaf.numbers(index)) if index else leaf.template: name
-                for leaf, of_leaf in zip(leaves, by_leaf, strict=True)
-                for index, name in of_leaf.items()
+                for leaf, leaf_names in zip(leaves, by_leaf, strict=True)
+                for index, name in leaf_names.items()
             }
-            yield _Instance(captures, _counts(leaves, by_leaf, captures), of_template)
+            yield _Instance(captures, _counts(leaves, by_leaf, captures), names_by_template)
 
 
 def _counts(
-    leaves: list[_Leaf], by_leaf: list[dict[tuple[int, ...], str]], captures: Mapping[str, str]
+    leaves: list[_TermLeaf], by_leaf: list[dict[tuple[int, ...], str]], captures: Mapping[str, str]
 ) -> dict[str, int]:
     """The count of each stack; numbers must go from 0 on without a gap."""
     counts: dict[str, int] = {}
-    for leaf, of_leaf in zip(leaves, by_leaf, strict=True):
+    for leaf, leaf_names in zip(leaves, by_leaf, strict=True):
         for position, name in enumerate(leaf.indices):
-            counts[name] = max(counts.get(name, 0), 1 + max(index[position] for index in of_leaf))
-    for leaf, of_leaf in zip(leaves, by_leaf, strict=True):
+            counts[name] = max(counts.get(name, 0), 1 + max(index[position] for index in leaf_names))
+    for leaf, leaf_names in zip(leaves, by_leaf, strict=True):
         for index in product(*(range(counts[name]) for name in leaf.indices)):
-            if index not in of_leaf:
+            if index not in leaf_names:
                 missing = fill(leaf.template, {**captures, **leaf.numbers(index)})
                 raise ValueError(f"Expected {counts!r} stacked tensors, got no {missing!r}.")
     return counts
 
 
 def _correspondence(
-    near: Term,
-    far: Term,
+    near_term: Term,
+    far_term: Term,
     instance: _Instance,
-    known: Mapping[str, tuple[int, ...]],
+    named_shapes: Mapping[str, tuple[int, ...]],
     sizes: Mapping[str, int],
     shift: float,
     side: Side,
 ) -> Correspondence:
     """The correspondence of tensors of known shapes, under templates: Note [Once for all layers]."""
-    if isinstance(near, str) and isinstance(far, str):
-        left, right = (near, far) if side == "left" else (far, near)
-        return Correspondence.rename(left, right, known[near], shift=shift)
+    if isinstance(near_term, str) and isinstance(far_term, str):
+        left_term, right = (near_term, far_term) if side == "left" else (far_term, near_term)
+        return Correspondence.rename(left_term, right, named_shapes[near_term], shift=shift)
     sizes = dict(sizes)  # A copy: sizes shown by `near` are added, and `far` may need them.
     try:
-        made = _make(near, {}, instance.counts, known, sizes)
-        derived, counts = _shapes_of(far, {}, made.shape, sizes)
-        other = _make(far, {}, counts, derived, sizes)
+        near_tensor = _make(near_term, {}, instance.counts, named_shapes, sizes)
+        derived, counts = _shapes_of(far_term, {}, near_tensor.shape, sizes)
+        other = _make(far_term, {}, counts, derived, sizes)
     except SizeUnknown as error:
         raise SizeUnknown(error.size, error.known, instance.example) from None
     except ValueError as error:
         raise ValueError(f"{error} Needed for {instance.example!r}.") from error
-    here = Correspondence(
-        left=known,
+    correspondence = Correspondence(
+        left=named_shapes,
         right=derived,
-        pieces=tuple(_pieces(made, other)),
+        pieces=tuple(_pieces(near_tensor, other)),
         shift=shift if side == "left" else -shift,
-        padded={each.name: sizes[each.rows] for each in (near, far) if isinstance(each, Padded)},
+        padded={
+            padded_term.name: sizes[padded_term.rows]
+            for padded_term in (near_term, far_term)
+            if isinstance(padded_term, Padded)
+        },
     )
-    return here if side == "left" else here.inverse
+    return correspondence if side == "left" else correspondence.inverse
 
 
-def _pieces(left: _Made, right: _Made) -> Iterator[Piece]:
+def _pieces(left_tensor: _Made, right: _Made) -> Iterator[Piece]:
     """The pieces common to two compositions of one whole."""
-    left_boxes, right_boxes = [box for _, box in left.boxes], [box for _, box in right.boxes]
+    left_boxes, right_boxes = [box for _, box in left_tensor.boxes], [box for _, box in right.boxes]
     for mine, theirs, shared in meetings(left_boxes, right_boxes):
         places = (
             Place(place.name, carried(shared, box, place.chunk))
-            for place, box in (left.boxes[mine], right.boxes[theirs])
+            for place, box in (left_tensor.boxes[mine], right.boxes[theirs])
         )
         yield Piece(*places)
 
@@ -311,79 +319,81 @@ def _make(
     """Compose a term from tensors of known shapes."""
     if isinstance(term, str):
         name = fill(term, numbers)
-        whole = whole_box(shapes[name])
-        return _Made(shapes[name], [(Place(name, whole), whole)])
+        full_box = whole_box(shapes[name])
+        return _Made(shapes[name], [(Place(name, full_box), full_box)])
     if isinstance(term, Join):
-        made = [_make(each, numbers, counts, shapes, sizes) for each in term.terms]
-        return _joined(made, term, sizes)
+        tensors = [_make(operand, numbers, counts, shapes, sizes) for operand in term.terms]
+        return _joined(tensors, term, sizes)
     if isinstance(term, Stack):
-        made = [
-            _make(term.term, {**numbers, term.index: str(each)}, counts, shapes, sizes)
-            for each in range(counts[term.index])
+        tensors = [
+            _make(term.term, {**numbers, term.index: str(number)}, counts, shapes, sizes)
+            for number in range(counts[term.index])
         ]
-        return _stacked(made)
+        return _stacked(tensors)
     if isinstance(term, Padded):
         return _cut_off(_make(term.name, numbers, counts, shapes, sizes), term, sizes)
     return _ungrouped(_make(term.term, numbers, counts, shapes, sizes), term, sizes)
 
 
-def _joined(made: list[_Made], term: Join, sizes: dict[str, int]) -> _Made:
+def _joined(tensors: list[_Made], term: Join, sizes: dict[str, int]) -> _Made:
     dim = term.dim
-    spans = [each.shape[dim] for each in made]
+    spans = [tensor.shape[dim] for tensor in tensors]
     for size, span in zip(term.sizes, spans, strict=True):
         if isinstance(size, str):
             sizes.setdefault(size, span)
     _resolve(term.sizes, sum(spans), sizes, expected=spans)
-    rest = {(*each.shape[:dim], *each.shape[dim + 1 :]) for each in made}
-    if len(rest) != 1:
-        raise ValueError(f"Expected parts that differ along dim {dim} alone, got {[each.shape for each in made]!r}.")
+    other_sizes = {(*tensor.shape[:dim], *tensor.shape[dim + 1 :]) for tensor in tensors}
+    if len(other_sizes) != 1:
+        raise ValueError(
+            f"Expected parts that differ along dim {dim} alone, got {[tensor.shape for tensor in tensors]!r}."
+        )
     boxes = []
-    for offset, each in zip(accumulate(spans, initial=0), made, strict=False):
-        boxes += [(place, _along(box, dim, box.offsets[dim] + offset, box.sizes[dim])) for place, box in each.boxes]
-    return _Made(_with(made[0].shape, dim, sum(spans)), boxes)
+    for offset, tensor in zip(accumulate(spans, initial=0), tensors, strict=False):
+        boxes += [(place, _along(box, dim, box.offsets[dim] + offset, box.sizes[dim])) for place, box in tensor.boxes]
+    return _Made(_with(tensors[0].shape, dim, sum(spans)), boxes)
 
 
-def _stacked(made: list[_Made]) -> _Made:
-    shapes = {each.shape for each in made}
+def _stacked(tensors: list[_Made]) -> _Made:
+    shapes = {tensor.shape for tensor in tensors}
     if len(shapes) != 1:
         raise ValueError(f"Expected tensors of one shape to stack, got {sorted(shapes)!r}.")
     boxes = [
         (place, Chunk((number, *box.offsets), (1, *box.sizes)))
-        for number, each in enumerate(made)
-        for place, box in each.boxes
+        for number, tensor in enumerate(tensors)
+        for place, box in tensor.boxes
     ]
-    return _Made((len(made), *shapes.pop()), boxes)
+    return _Made((len(tensors), *shapes.pop()), boxes)
 
 
-def _cut_off(made: _Made, term: Padded, sizes: Mapping[str, int]) -> _Made:
+def _cut_off(tensor: _Made, term: Padded, sizes: Mapping[str, int]) -> _Made:
     num_rows = _number(term.rows, sizes)
-    if made.shape[0] < num_rows:
-        raise ValueError(f"Expected {term.rows} ({num_rows}) rows or more, got {made.shape[0]}.")
-    ((place, whole),) = made.boxes
-    rows = _along(whole, 0, 0, num_rows)
+    if tensor.shape[0] < num_rows:
+        raise ValueError(f"Expected {term.rows} ({num_rows}) rows or more, got {tensor.shape[0]}.")
+    ((place, full_box),) = tensor.boxes
+    rows = _along(full_box, 0, 0, num_rows)
     return _Made(rows.sizes, [(Place(place.name, rows), rows)])
 
 
-def _ungrouped(made: _Made, term: Grouped, sizes: Mapping[str, int]) -> _Made:
+def _ungrouped(tensor: _Made, term: Grouped, sizes: Mapping[str, int]) -> _Made:
     dim, num_groups = term.dim, _number(term.groups, sizes)
-    spans = _resolve(term.sizes, made.shape[dim], sizes)
+    spans = _resolve(term.sizes, tensor.shape[dim], sizes)
     if any(span % num_groups for span in spans):
         raise ValueError(f"Expected parts that divide by {term.groups!r} ({num_groups}), got {spans!r}.")
     starts = list(accumulate(spans, initial=0))
-    whole = whole_box(made.shape)
+    full_box = whole_box(tensor.shape)
     segments, goals, position = [], [], 0
     for group in range(num_groups):
         for start, span in zip(starts, spans, strict=False):
             share = span // num_groups
-            segments.append(_along(whole, dim, position, share))
-            goals.append(_along(whole, dim, start + group * share, share))
+            segments.append(_along(full_box, dim, position, share))
+            goals.append(_along(full_box, dim, start + group * share, share))
             position += share
     boxes = []
-    for index, segment, shared in meetings([box for _, box in made.boxes], segments):
-        place, box = made.boxes[index]
+    for index, segment, shared in meetings([box for _, box in tensor.boxes], segments):
+        place, box = tensor.boxes[index]
         part = Place(place.name, carried(shared, box, place.chunk))
         boxes.append((part, carried(shared, segments[segment], goals[segment])))
-    return _Made(made.shape, boxes)
+    return _Made(tensor.shape, boxes)
 
 
 def _shapes_of(
@@ -408,7 +418,9 @@ def _shapes_of(
         parts = [(term.term, {**numbers, term.index: str(number)}, shape[1:]) for number in range(shape[0])]
     else:
         spans = _resolve(term.sizes, shape[term.dim], sizes)
-        parts = [(each, numbers, _with(shape, term.dim, span)) for each, span in zip(term.terms, spans, strict=True)]
+        parts = [
+            (operand, numbers, _with(shape, term.dim, span)) for operand, span in zip(term.terms, spans, strict=True)
+        ]
     shapes: dict[str, tuple[int, ...]] = {}
     for part in parts:
         more_shapes, more_counts = _shapes_of(*part, sizes)

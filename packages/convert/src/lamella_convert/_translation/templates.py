@@ -20,9 +20,13 @@ class Names:
     def matches(self, template: str) -> Iterator[re.Match[str]]:
         """The names that match a template, in order."""
         look = _look(template)
-        looks = [look] if isinstance(look, str) else [each for each in self._by_look if look.fullmatch(each)]
-        found = [each for look in looks for each in self._by_look.get(look, ())]
-        for _, name in found if len(looks) == 1 else sorted(found):
+        looks = (
+            [look]
+            if isinstance(look, str)
+            else [text_of_look for text_of_look in self._by_look if look.fullmatch(text_of_look)]
+        )
+        templates = [template for look in looks for template in self._by_look.get(look, ())]
+        for _, name in templates if len(looks) == 1 else sorted(templates):
             if match := _pattern(template).fullmatch(name):
                 yield match
 

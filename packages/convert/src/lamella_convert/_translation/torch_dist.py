@@ -95,7 +95,7 @@ def _unstacked(names: Iterable[str]) -> Iterable[Rule]:
         if ".layers." in name and not _NUMBERED.search(name):
             single, indices = single.replace(".layers.", ".layers.{layer}.", 1), ["layer"]
         if ".experts.experts." in name:
-            single, indices = _of_expert(single.replace(".experts.experts.", ".experts.")), [*indices, "expert"]
+            single, indices = _expert_name(single.replace(".experts.experts.", ".experts.")), [*indices, "expert"]
         term: Term = single
         for index in reversed(indices):
             term = Stack(term, index)
@@ -103,7 +103,7 @@ def _unstacked(names: Iterable[str]) -> Iterable[Rule]:
             yield Rule(term, name)
 
 
-def _of_expert(name: str) -> str:
+def _expert_name(name: str) -> str:
     """`linear_fc1.weight` as each expert's: `linear_fc1.weight{expert}`."""
     numbered = re.sub(r"\.(weight|bias)(?=$|[._])", r".\1{expert}", name, count=1)
     return numbered if numbered != name else f"{name}{{expert}}"

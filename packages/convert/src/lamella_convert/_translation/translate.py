@@ -61,7 +61,7 @@ class _Cut(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _TranslationPlan:
     """The origins of the target's names, and the used names of the source."""
 
     tensors: dict[str, TensorInfo] = field(default_factory=dict)
@@ -85,8 +85,8 @@ def translate(
 
     Args:
         source: Names as `model.<name>`, `optimizer.state.<name>.<slot>`, `optimizer.param_groups.<name>.<option>`.
-        correspondences: Of parameters and buffers, by `<name>`. A correspondence with a tensor missing in the source
-            does not apply: its present tensors are left over.
+        correspondences: The correspondences of parameters and buffers, by `<name>`. A correspondence with a
+            tensor missing in the source does not apply: its present tensors are left over.
         to: The side of the result; the source has the other.
         options: Correspondences for the options of parameter groups instead, where a format names options by other
             parameters than the tensors. None for the same.
@@ -99,7 +99,7 @@ def translate(
 
     Effects: reads nothing. A renamed tensor costs nothing more, now or on a read.
     """
-    plan = _Plan()
+    plan = _TranslationPlan()
     turned = _turned(correspondences, to)
     _plan_model(source, turned, plan)
     _plan_entries(source, turned, STATE, plan)
@@ -126,11 +126,13 @@ class Translated(Renamed):
     """
 
     def __init__(
-        self, source: Source, plan: _Plan, left_over: tuple[str, ...], originals: Source | None = None
+        self, source: Source, plan: _TranslationPlan, left_over: tuple[str, ...], originals: Source | None = None
     ) -> None:
         made_of = (*plan.made_of.items(), *plan.objects.items())
-        same = {name: each.names[0] for name, each in made_of if isinstance(each, _Same) and len(each.names) == 1}
-        super().__init__(source, same, left_over)
+        sources = {
+            name: origin.names[0] for name, origin in made_of if isinstance(origin, _Same) and len(origin.names) == 1
+        }
+        super().__init__(source, sources, left_over)
         self._originals = originals
         self._plan = plan
         self.inexact: dict[str, str] = dict(plan.mixed)
@@ -145,25 +147,27 @@ class Translated(Renamed):
         """The target's objects."""
         return tuple(self._plan.objects)
 
-    def read(self, wanted: Sequence[Wanted]) -> None:
+    def read(self, requests: Sequence[Wanted]) -> None:
         """As `Source.read`, in one read of the source below.
 
         Raises:
             ValueError: Values that should agree do not; the error gives both names.
         """
-        requests: list[Wanted] = []
+        source_requests: list[Wanted] = []
         checks: list[Callable[[], None]] = []
-        for want in wanted:
+        for want in requests:
             made_of = self._plan.made_of[want.name]
             if isinstance(made_of, _Cut):
-                self._ask_for_pieces(want, made_of, requests, checks)
+                self._ask_for_pieces(want, made_of, source_requests, checks)
             elif len(made_of.names) == 1:
-                requests.append(want._replace(name=made_of.names[0]))
+                source_requests.append(want._replace(name=made_of.names[0]))
             else:
                 copies = [torch.empty_like(want.into, device="cpu") for _ in made_of.names]
-                requests += [Wanted(name, want.chunk, copy) for name, copy in zip(made_of.names, copies, strict=True)]
+                source_requests += [
+                    Wanted(name, want.chunk, copy) for name, copy in zip(made_of.names, copies, strict=True)
+                ]
                 checks.append(partial(_fill_alike, want, made_of.names, copies))
-        self.source.read(requests)
+        self.source.read(source_requests)
         for check in checks:
             check()
 
@@ -173,9 +177,9 @@ class Translated(Renamed):
         Raises:
             ValueError: Values that should agree do not; the error gives both names.
         """
-        first, *others = self._plan.objects[name].names
+        first, *aliases = self._plan.objects[name].names
         value = self.source.read_object(first)
-        for other in others:
+        for other in aliases:
             if self.source.read_object(other) != value:
                 raise _disagree(name, first, value, other, self.source.read_object(other))
         return value
@@ -246,8 +250,8 @@ def shifted(values: torch.Tensor, shift: float, dtype: torch.dtype) -> torch.Ten
 def not_undone(values: torch.Tensor, shift: float, dtype: torch.dtype) -> torch.Tensor:
     """Which values `dtype` can hold before the shift, but not exactly after: undoing the shift gives others."""
     back = shifted(shifted(values, shift, dtype), -shift, values.dtype)
-    held = values.to(dtype).to(values.dtype)
-    return (held == values) & (back != values)
+    rounded = values.to(dtype).to(values.dtype)
+    return (rounded == values) & (back != values)
 
 
 def parameter_shapes(source: Source) -> dict[str, tuple[int, ...]]:
@@ -260,25 +264,29 @@ def parameter_shapes(source: Source) -> dict[str, tuple[int, ...]]:
 
 def _turned(correspondences: Iterable[Correspondence], to: Side) -> list[Correspondence]:
     """The correspondences, from left to right."""
-    return [each if to == "right" else each.inverse for each in correspondences]
+    return [correspondence if to == "right" else correspondence.inverse for correspondence in correspondences]
 
 
-def _plan_model(source: Source, turned: Sequence[Correspondence], plan: _Plan) -> None:
-    for each in turned:
-        names = [in_model(name) for name in each.left]
+def _plan_model(source: Source, turned: Sequence[Correspondence], plan: _TranslationPlan) -> None:
+    for correspondence in turned:
+        names = [in_model(name) for name in correspondence.left]
         if all(name in source.tensors for name in names):
-            _check_shapes(source, each)
-            _cut(plan, source, each, MODEL, "", each.shift)
+            _check_shapes(source, correspondence)
+            _cut(plan, source, correspondence, MODEL, "", correspondence.shift)
 
 
-def _plan_entries(source: Source, turned: Sequence[Correspondence], section: str, plan: _Plan) -> None:
+def _plan_entries(source: Source, turned: Sequence[Correspondence], section: str, plan: _TranslationPlan) -> None:
     """Plan parameters' entries: slots, or options."""
-    belongs = {name: index for index, each in enumerate(turned) for name in each.left}
-    known = {*belongs, *(name for each in turned for name in each.right), *parameter_shapes(source)}
+    belongs = {name: index for index, correspondence in enumerate(turned) for name in correspondence.left}
+    known_names = {
+        *belongs,
+        *(name for correspondence in turned for name in correspondence.right),
+        *parameter_shapes(source),
+    }
     entries: dict[tuple[int, str], set[str]] = {}
     for name in [*source.tensors, *source.objects]:
         if name.startswith(section):
-            parameter, entry = longest_known(name.removeprefix(section), known)
+            parameter, entry = longest_known(name.removeprefix(section), known_names)
             if parameter in belongs:
                 entries.setdefault((belongs[parameter], entry), set()).add(parameter)
     for (index, entry), parameters in entries.items():
@@ -286,44 +294,48 @@ def _plan_entries(source: Source, turned: Sequence[Correspondence], section: str
             _plan_entry(source, turned[index], section, f".{entry}", plan)
 
 
-def _plan_entry(source: Source, each: Correspondence, section: str, entry: str, plan: _Plan) -> None:
+def _plan_entry(
+    source: Source, correspondence: Correspondence, section: str, entry: str, plan: _TranslationPlan
+) -> None:
     """Plan one entry by Note [Translation of optimizer state]."""
-    names = tuple(f"{section}{name}{entry}" for name in each.left)
+    names = tuple(f"{section}{name}{entry}" for name in correspondence.left)
     are_tensors = [name in source.tensors for name in names]
     shapes = [tuple(source.tensors[name].shape) if name in source.tensors else () for name in names]
-    if all(are_tensors) and shapes == [tuple(shape) for shape in each.left.values()]:
-        shift = each.shift if entry.removeprefix(".") in WEIGHT_SLOTS else 0.0
-        _cut(plan, source, each, section, entry, shift)
+    if all(are_tensors) and shapes == [tuple(shape) for shape in correspondence.left.values()]:
+        shift = correspondence.shift if entry.removeprefix(".") in WEIGHT_SLOTS else 0.0
+        _cut(plan, source, correspondence, section, entry, shift)
         return
     are_alike = len(set(are_tensors)) == len(set(shapes)) == 1
-    if are_alike and (each.is_rename or prod(shapes[0]) == 1):
-        for name in each.right:
+    if are_alike and (correspondence.is_rename or prod(shapes[0]) == 1):
+        for name in correspondence.right:
             _add(plan, f"{section}{name}{entry}", _Same(names), source)
 
 
-def _cut(plan: _Plan, source: Source, each: Correspondence, prefix: str, suffix: str, shift: float) -> None:
+def _cut(
+    plan: _TranslationPlan, source: Source, correspondence: Correspondence, prefix: str, suffix: str, shift: float
+) -> None:
     """Compose each tensor of the right side from boxes of the left side's."""
-    of_right: dict[str, list[Piece]] = {name: [] for name in each.right}
-    for left, right in each.pieces:
-        left = left._replace(name=f"{prefix}{left.name}{suffix}")
-        of_right[right.name].append(Piece(left, right))
-    for name, shape in each.right.items():
-        if each.is_rename and not shift:
-            _add(plan, f"{prefix}{name}{suffix}", _Same((of_right[name][0].left.name,)), source)
+    pieces_by_name: dict[str, list[Piece]] = {name: [] for name in correspondence.right}
+    for left_box, right in correspondence.pieces:
+        left_box = left_box._replace(name=f"{prefix}{left_box.name}{suffix}")
+        pieces_by_name[right.name].append(Piece(left_box, right))
+    for name, shape in correspondence.right.items():
+        if correspondence.is_rename and not shift:
+            _add(plan, f"{prefix}{name}{suffix}", _Same((pieces_by_name[name][0].left.name,)), source)
         else:
-            cut = _Cut(tuple(of_right[name]), shift, each.padding(name, shape))
+            cut = _Cut(tuple(pieces_by_name[name]), shift, correspondence.padding(name, shape))
             _add_cut(plan, f"{prefix}{name}{suffix}", shape, cut, source)
-    for name, shape in each.left.items():
-        if rows := each.padding(name, shape):
-            for target in each.right:
+    for name, shape in correspondence.left.items():
+        if rows := correspondence.padding(name, shape):
+            for target in correspondence.right:
                 plan.cut_off[f"{prefix}{target}{suffix}"] = Place(f"{prefix}{name}{suffix}", rows)
 
 
-def _add_cut(plan: _Plan, name: str, shape: Sequence[int], cut: _Cut, source: Source) -> None:
+def _add_cut(plan: _TranslationPlan, name: str, shape: Sequence[int], cut: _Cut, source: Source) -> None:
     infos = {piece.left.name: source.tensors[piece.left.name] for piece in cut.pieces}
     dtypes = {part: info.dtype for part, info in infos.items()}
     if len(set(dtypes.values())) > 1:
-        plan.mixed[name] = "made of " + " and ".join(f"{_short(each)} {part}" for part, each in dtypes.items())
+        plan.mixed[name] = "made of " + " and ".join(f"{_short(dtype)} {part}" for part, dtype in dtypes.items())
     _claim(plan, name, infos)
     chunks = [*_carried_chunks(cut.pieces, infos), *([cut.padding] if cut.padding else [])]
     plan.tensors[name] = TensorInfo(tuple(shape), reduce(torch.promote_types, dtypes.values()), tuple(chunks))
@@ -334,28 +346,28 @@ def _carried_chunks(pieces: Sequence[Piece], infos: Mapping[str, TensorInfo]) ->
     by_name: dict[str, list[Piece]] = {}
     for piece in pieces:
         by_name.setdefault(piece.left.name, []).append(piece)
-    for name, of_name in by_name.items():
-        boxes = [piece.left.chunk for piece in of_name]
+    for name, cut_pieces in by_name.items():
+        boxes = [piece.left.chunk for piece in cut_pieces]
         for index, _, shared in meetings(boxes, infos[name].chunks):
-            yield carried(shared, boxes[index], of_name[index].right.chunk)
+            yield carried(shared, boxes[index], cut_pieces[index].right.chunk)
 
 
-def _add(plan: _Plan, name: str, same: _Same, source: Source) -> None:
-    _claim(plan, name, same.names)
-    first = same.names[0]
+def _add(plan: _TranslationPlan, name: str, origin: _Same, source: Source) -> None:
+    _claim(plan, name, origin.names)
+    first = origin.names[0]
     if first in source.tensors:
-        plan.tensors[name], plan.made_of[name] = source.tensors[first], same
+        plan.tensors[name], plan.made_of[name] = source.tensors[first], origin
     else:
-        plan.objects[name] = same
+        plan.objects[name] = origin
 
 
-def _claim(plan: _Plan, name: str, made_of: Iterable[str]) -> None:
+def _claim(plan: _TranslationPlan, name: str, made_of: Iterable[str]) -> None:
     if name in plan.tensors or name in plan.objects:
         raise ValueError(two_names(name, made_of))
     plan.used.update(made_of)
 
 
-def _in_stored_order(plan: _Plan, source: Source) -> _Plan:
+def _in_stored_order(plan: _TranslationPlan, source: Source) -> _TranslationPlan:
     """The plan in the order of the source's tensors, so that reads along the names run along the files."""
     positions = {name: position for position, name in enumerate([*source.tensors, *source.objects])}
 
@@ -372,8 +384,8 @@ def _in_stored_order(plan: _Plan, source: Source) -> _Plan:
     )
 
 
-def _check_shapes(source: Source, each: Correspondence) -> None:
-    for name, shape in each.left.items():
+def _check_shapes(source: Source, correspondence: Correspondence) -> None:
+    for name, shape in correspondence.left.items():
         stored = tuple(source.tensors[in_model(name)].shape)
         if stored != tuple(shape):
             raise ValueError(f"Expected {name!r} of shape {tuple(shape)!r}, as the rules have it, got {stored!r}.")

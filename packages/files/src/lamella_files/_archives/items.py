@@ -74,8 +74,8 @@ def read_tensors(
     """Copy the wanted boxes of stored chunks.
 
     Args:
-        directory: Of the checkpoint.
-        reads: In any order; each item once.
+        directory: The directory of the checkpoint.
+        reads: The reads in any order; each item once.
         expected: The checksums to verify; None verifies nothing.
         on_item: Called with each item after the read, on the calling thread.
 
@@ -182,14 +182,14 @@ def _use(streams: Sequence[torch.Stream]) -> None:
 
 def _read_tensor(file: Path, descriptor: int, read: ItemRead, expected: Expected | None) -> None:
     try:
-        stored, found = FileSlice(descriptor, read.item.offset, read.item.length), read.found
-        if found is None and read.item.length > _SMALL_BYTES:
-            found = find_tensor(cast(BinaryIO, stored))
-        if found is None:
+        stored, record = FileSlice(descriptor, read.item.offset, read.item.length), read.found
+        if record is None and read.item.length > _SMALL_BYTES:
+            record = find_tensor(cast(BinaryIO, stored))
+        if record is None:
             _copy_all(file, stored, read, expected)
         else:
-            _check_sizes(file, read, found.shape)
-            _copy_boxes(file, descriptor, read, found, expected)
+            _check_sizes(file, read, record.shape)
+            _copy_boxes(file, descriptor, read, record, expected)
     except (CheckpointDamaged, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # A garbage archive can raise any exception.
@@ -231,12 +231,14 @@ def _copy_all(file: Path, stored: FileSlice, read: ItemRead, expected: Expected 
 
 
 def _tensor_in(content: BinaryIO) -> object:
-    found = find_tensor(content)
-    if found is None or 0 in found.shape:
+    tensor_record = find_tensor(content)
+    if tensor_record is None or 0 in tensor_record.shape:
         content.seek(0)
         return torch.load(content, map_location="cpu", weights_only=True)
-    content.seek(found.record.start)
-    return torch.frombuffer(bytearray(content.read(found.record.length)), dtype=found.dtype).view(found.shape)
+    content.seek(tensor_record.record.start)
+    return torch.frombuffer(bytearray(content.read(tensor_record.record.length)), dtype=tensor_record.dtype).view(
+        tensor_record.shape
+    )
 
 
 def _check_sizes(file: Path, read: ItemRead, shape: tuple[int, ...]) -> None:
@@ -251,8 +253,8 @@ def _slices(box: Chunk) -> tuple[slice, ...]:
 class _Sweep:
     """One pass over a whole item, from front to back, that computes the checksum and copies the wanted rows."""
 
-    def __init__(self, descriptor: int, read: ItemRead, found: TensorRecord) -> None:
-        self._descriptor, self._item, self._found = descriptor, read.item, found
+    def __init__(self, descriptor: int, read: ItemRead, record: TensorRecord) -> None:
+        self._descriptor, self._item, self._record = descriptor, read.item, record
         # A scalar is treated as a row of one element.
         self._sizes = read.sizes or (1,)
         self._copies = (
@@ -267,7 +269,7 @@ class _Sweep:
 
     def copy_rows(self) -> None:
         """Read the tensor, piece by piece: Note [Memory during a load]."""
-        rows, sizes, dtype = self._sizes[0], self._sizes[1:], self._found.dtype
+        rows, sizes, dtype = self._sizes[0], self._sizes[1:], self._record.dtype
         row_bytes = prod(sizes) * dtype.itemsize
         if not row_bytes:
             return
@@ -281,7 +283,7 @@ class _Sweep:
                 buffer = torch.empty(min(step, rows), *sizes, dtype=dtype)
             memory = cast(torch.Tensor, buffer)[: piece.numel] if target is None else target
             as_bytes: Any = memory.reshape(-1).view(torch.uint8).numpy()
-            self._fill(memoryview(as_bytes), self._found.record.start + first * row_bytes)
+            self._fill(memoryview(as_bytes), self._record.record.start + first * row_bytes)
             for box, into in self._copies if target is None else ():
                 common = piece.intersection(box.ranges[0])
                 if common.numel:

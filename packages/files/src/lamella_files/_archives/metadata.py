@@ -101,7 +101,7 @@ class StoredMetadata:
         """Read the file of the checkpoint in `directory`.
 
         Args:
-            directory: Of the checkpoint.
+            directory: The directory of the checkpoint.
             trust: Allow unpickling of unknown types. **Unsafe: can execute code.**
 
         Raises:
@@ -163,7 +163,7 @@ def _checked(metadata: object) -> StoredMetadata:
         items=items,
         paths=dict(_paths(fields.get("planner_data"))),
         save_id=save_id if isinstance(save_id, str) else None,
-        modules=tuple(each for each in meta.get("modules") or () if isinstance(each, str)),
+        modules=tuple(module for module in meta.get("modules") or () if isinstance(module, str)),
         notes=fields["mcore_data"] if isinstance(fields.get("mcore_data"), dict) else {},
         compressed=frozenset(compressed),
     )
@@ -177,8 +177,8 @@ def _tensor(name: str, fields: Mapping[str, Any]) -> TensorInfo:
     shape = _sizes(name, fields.get("size"))
     chunks = []
     for chunk in _expect(list, fields.get("chunks"), f"chunks of {name!r}"):
-        of_chunk = _fields(chunk)
-        box = Chunk(_sizes(name, of_chunk.get("offsets")), _sizes(name, of_chunk.get("sizes")))
+        chunk_fields = _fields(chunk)
+        box = Chunk(_sizes(name, chunk_fields.get("offsets")), _sizes(name, chunk_fields.get("sizes")))
         if not len(box.offsets) == len(box.sizes) == len(shape) or any(
             offset + size > end for offset, size, end in zip(box.offsets, box.sizes, shape, strict=True)
         ):
@@ -216,7 +216,7 @@ def _paths(planner_data: object) -> Iterator[tuple[str, tuple[str | int, ...]]]:
             yield name, path
 
 
-def _expect(kind: type[T], value: object, what: str) -> T:
+def _expect(kind: type[T], value: object, field_name: str) -> T:
     if not isinstance(value, kind):
-        raise ValueError(f"expected {what} to be of type {kind.__name__}, got {type(value).__name__}")
+        raise ValueError(f"expected {field_name} to be of type {kind.__name__}, got {type(value).__name__}")
     return value

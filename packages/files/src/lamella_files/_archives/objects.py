@@ -25,10 +25,10 @@ def read_object(directory: Path, name: str, item: DcpItem, expected: Expected | 
     """Unpickle an object as plain data.
 
     Args:
-        directory: Of the checkpoint.
-        name: Of the entry, for messages.
+        directory: The directory of the checkpoint.
+        name: The name of the entry, for messages.
         item: The object's place in the files.
-        expected: As for `read_tensors`.
+        expected: The expected, as for `read_tensors`.
         trust: Allow unpickling of types that torch does not know as plain data. **Unsafe: can execute code.**
 
     Raises:
@@ -108,10 +108,10 @@ def check_content(file: Path, name: str, item: DcpItem, content: BinaryIO, expec
         check_equal(file, name, (item.length, crc), checksum(content, 0, item.length))
         return
     try:
-        found = records(content)
+        files = records(content)
     except (zipfile.BadZipFile, ValueError, struct.error) as error:
         raise damaged(file, name, error) from error
-    for record in found.values():
+    for record in files.values():
         check_record(file, name, record, checksum(content, record.start, record.length)[1])
 
 

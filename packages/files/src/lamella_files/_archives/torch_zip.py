@@ -67,8 +67,8 @@ class FileSlice(io.RawIOBase):
         return self._position
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        wanted = memoryview(buffer)[: max(0, self._length - self._position)]
-        num_read = os.preadv(self._descriptor, [wanted], self._offset + self._position) if wanted else 0
+        memory = memoryview(buffer)[: max(0, self._length - self._position)]
+        num_read = os.preadv(self._descriptor, [memory], self._offset + self._position) if memory else 0
         self._position += num_read
         return num_read
 
@@ -79,7 +79,7 @@ def records(file: BinaryIO) -> dict[str, Record]:
     Raises:
         zipfile.BadZipFile: The file is no archive, or an archive in a form that torch does not write.
     """
-    found: dict[str, Record] = {}
+    files: dict[str, Record] = {}
     num_bytes = file.seek(0, os.SEEK_END)
     with zipfile.ZipFile(file) as archive:
         for info in archive.infolist():
@@ -97,10 +97,10 @@ def records(file: BinaryIO) -> dict[str, Record]:
             name = info.filename.partition("/")[2]
             if start + info.file_size > num_bytes:
                 raise zipfile.BadZipFile(f"{info.filename!r} ends behind the archive")
-            if name in found:
+            if name in files:
                 raise zipfile.BadZipFile(f"{name!r} is there twice")
-            found[name] = Record(name, start, info.file_size, crc)
-    return found
+            files[name] = Record(name, start, info.file_size, crc)
+    return files
 
 
 def check_places(path: Path, files: Mapping[str, Record]) -> None:
@@ -111,10 +111,10 @@ def check_places(path: Path, files: Mapping[str, Record]) -> None:
     """
     try:
         reader: Any = torch._C.PyTorchFileReader(str(path))
-        found = {name: reader.get_record_offset(name) for name in reader.get_all_records()}
+        starts = {name: reader.get_record_offset(name) for name in reader.get_all_records()}
     except RuntimeError as error:
         raise zipfile.BadZipFile(str(error).partition("\n")[0]) from error
-    if differing := {(each.name, each.start) for each in files.values()} ^ {*found.items()}:
+    if differing := {(record.name, record.start) for record in files.values()} ^ {*starts.items()}:
         raise zipfile.BadZipFile(f"torch reads other bytes as {min(differing)[0]!r} than the directory says")
 
 
@@ -130,8 +130,8 @@ def find_tensor(file: BinaryIO) -> TensorRecord | None:
     """
     files = records(file)
     saved = read_pickle(read_record(file, files["data.pkl"]), knows=lambda *_: True)
-    found = stored_tensor(saved, files) if is_little_endian(file, files) else None
-    return found.whole if found is not None else None
+    tensor = stored_tensor(saved, files) if is_little_endian(file, files) else None
+    return tensor.whole if tensor is not None else None
 
 
 def plain_data(file: BinaryIO) -> Any:
@@ -210,13 +210,13 @@ def stored_tensor(saved: object, files: Mapping[str, Record]) -> StoredTensor | 
             return None
     match storage:
         case ("storage", _, str(key), *_) if f"data/{key}" in files and dtype is not None:
-            found = StoredTensor(tuple(shape), dtype, files[f"data/{key}"], offset, tuple(strides))
-            if len(shape) != len(strides) or not _fits(found):
+            tensor = StoredTensor(tuple(shape), dtype, files[f"data/{key}"], offset, tuple(strides))
+            if len(shape) != len(strides) or not _fits(tensor):
                 raise ValueError(
-                    f"expected a tensor inside the {found.record.length} bytes of {key!r}, got {dtype} of shape "
+                    f"expected a tensor inside the {tensor.record.length} bytes of {key!r}, got {dtype} of shape "
                     f"{short(shape)} with strides {short(strides)} at {short(offset)}"
                 )
-            return found
+            return tensor
         case _:
             return None
 
@@ -231,8 +231,8 @@ def storage_records(value: object) -> Iterator[str]:
         case dict():
             yield from storage_records((*value, *value.values()))
         case list() | tuple() | set() | frozenset():
-            for each in value:
-                yield from storage_records(each)
+            for element in value:
+                yield from storage_records(element)
 
 
 def is_little_endian(file: BinaryIO, files: Mapping[str, Record]) -> bool:
@@ -267,7 +267,7 @@ def checksum(file: BinaryIO, start: int, length: int) -> tuple[int, int]:
 def _fits(tensor: StoredTensor) -> bool:
     """Whether the tensor lies inside the record, and shape, offset and strides are valid counts."""
     if not (
-        are_sizes(tensor.shape) and are_sizes([tensor.offset]) and all(are_sizes([each]) for each in tensor.strides)
+        are_sizes(tensor.shape) and are_sizes([tensor.offset]) and all(are_sizes([stride]) for stride in tensor.strides)
     ):
         return False
     last = tensor.offset + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.strides, strict=True))
@@ -287,5 +287,5 @@ def _dtype(storage: object) -> torch.dtype | None:
             name = kind.__name__
         case _:
             return None
-    of_names: dict[str, torch.dtype] = torch.storage._storage_type_to_dtype_map()
-    return of_names.get(name)
+    dtypes: dict[str, torch.dtype] = torch.storage._storage_type_to_dtype_map()
+    return dtypes.get(name)

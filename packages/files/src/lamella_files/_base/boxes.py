@@ -43,16 +43,16 @@ def first_overlap(chunks: Sequence[Chunk]) -> tuple[Chunk, Chunk] | None:
 
     Time is quadratic in the number of chunks beside each other along dim 0.
     """
-    beside: list[Chunk] = []
+    disjoint: list[Chunk] = []
     for chunk in sorted(chunk for chunk in chunks if chunk.numel):
         if not chunk.sizes:
-            beside = beside[:1]
+            disjoint = disjoint[:1]
         else:
-            beside = [other for other in beside if other.offsets[0] + other.sizes[0] > chunk.offsets[0]]
-        for other in beside:
+            disjoint = [other for other in disjoint if other.offsets[0] + other.sizes[0] > chunk.offsets[0]]
+        for other in disjoint:
             if chunk.intersection(other).numel:
                 return other, chunk
-        beside.append(chunk)
+        disjoint.append(chunk)
     return None
 
 

@@ -128,10 +128,10 @@ def find(target: Path) -> Path:
     if target.exists():
         _check_finished(target)
         return target
-    beside = {each.kind: each.path for each in leftovers(target.parent) if each.target == target.name}
-    if "replaced" in beside:
-        return beside["replaced"]
-    got = f"an unfinished save of it ({beside['saving'].name!r})" if "saving" in beside else "nothing"
+    paths = {leftover.kind: leftover.path for leftover in leftovers(target.parent) if leftover.target == target.name}
+    if "replaced" in paths:
+        return paths["replaced"]
+    got = f"an unfinished save of it ({paths['saving'].name!r})" if "saving" in paths else "nothing"
     raise FileNotFoundError(errno.ENOENT, f"Expected a checkpoint, got {got}", str(target))
 
 

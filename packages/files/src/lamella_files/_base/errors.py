@@ -61,22 +61,26 @@ class Differences:
     @property
     def missing(self) -> tuple[str, ...]:
         """Live names absent from the checkpoint."""
-        return tuple(each.name for each in self.names if each.saved is None)
+        return tuple(difference.name for difference in self.names if difference.saved is None)
 
     @property
     def unexpected(self) -> tuple[str, ...]:
         """Checkpoint names unknown on the live side."""
-        return tuple(each.name for each in self.names if each.live is None)
+        return tuple(difference.name for difference in self.names if difference.live is None)
 
     @property
     def shapes(self) -> tuple[NameDifference, ...]:
         """Common names with different shapes."""
-        return tuple(each for each in self.names if each.saved is not None and each.live not in (None, TIED))
+        return tuple(
+            difference
+            for difference in self.names
+            if difference.saved is not None and difference.live not in (None, TIED)
+        )
 
     @property
     def tied(self) -> tuple[str, ...]:
         """Names tied in the model to another name, which has other values in the checkpoint."""
-        return tuple(each.name for each in self.names if each.live == TIED)
+        return tuple(difference.name for difference in self.names if difference.live == TIED)
 
     def __bool__(self) -> bool:
         return bool(self.names or self.conflicts or self.kinds)

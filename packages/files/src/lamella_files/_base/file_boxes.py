@@ -144,7 +144,7 @@ def _is_plain(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
 
 def _part(tensor: torch.Tensor, piece: Chunk, chunk: Chunk) -> torch.Tensor:
     """The piece of a box, as a view of a tensor holding the box."""
-    return tensor[tuple(slice(each.start, each.stop) for each in piece.relative_to(chunk).ranges)]
+    return tensor[tuple(slice(indices.start, indices.stop) for indices in piece.relative_to(chunk).ranges)]
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:

@@ -30,12 +30,12 @@ class Verification:
     """The result of a verification; true when the checkpoint is whole.
 
     Attributes:
-        path: Of the file or directory.
+        path: The path of the file or directory.
         problems: Problems, file by file.
         unneeded: Names of data files without a reference from the checkpoint. Harmless.
         notes: Sentences about whole files in a form that checkpoint readers may not expect.
         num_bytes: Number of bytes read.
-        num_unverified_bytes: Of these, bytes without a checksum: present, and of the right shape.
+        num_unverified_bytes: The bytes without a checksum among these: present, and of the right shape.
     """
 
     path: Path
@@ -67,7 +67,7 @@ class Verification:
         return {
             "path": str(self.path),
             "whole": bool(self),
-            "problems": [each._asdict() for each in self.problems],
+            "problems": [problem._asdict() for problem in self.problems],
             "unneeded": list(self.unneeded),
             "notes": list(self.notes),
             "num_bytes": self.num_bytes,
@@ -81,11 +81,11 @@ class Findings:
     Attributes:
         path: The file or directory.
         total: Number of bytes to read; set before the first `count`.
-        problems: As `Verification`.
-        unneeded: As `Verification`.
-        notes: As `Verification`.
-        num_bytes: As `Verification`.
-        num_unverified_bytes: As `Verification`.
+        problems: The problems, as for `Verification`.
+        unneeded: The unneeded, as for `Verification`.
+        notes: The notes, as for `Verification`.
+        num_bytes: The number of bytes, as `Verification`.
+        num_unverified_bytes: The number of unverified bytes, as `Verification`.
     """
 
     def __init__(self, path: Path, on_progress: OnProgress) -> None:

@@ -25,15 +25,15 @@ def own_name(name: str) -> str:
 
 def split_section(name: str) -> tuple[str, str]:
     """A native name's section, as above, and the rest; an empty section if none matches."""
-    section = next((each for each in (MODEL, STATE, OPTIONS) if name.startswith(each)), "")
+    section = next((prefix for prefix in (MODEL, STATE, OPTIONS) if name.startswith(prefix)), "")
     return section, name.removeprefix(section)
 
 
-def longest_known(entry: str, known: Container[str]) -> tuple[str | None, str]:
+def longest_known(entry: str, known_names: Container[str]) -> tuple[str | None, str]:
     """`<parameter>.<slot>`, split: the longest known parameter, since components continue fused names."""
     end = entry.rfind(".")
     while end != -1:
-        if entry[:end] in known:
+        if entry[:end] in known_names:
             return entry[:end], entry[end + 1 :]
         end = entry.rfind(".", 0, end)
     return None, entry

@@ -67,9 +67,9 @@ class Inert:
     kind = ""
 
     def __new__(cls, *args: object, **_: object) -> Self:
-        made = super().__new__(cls)
-        made.args, made.state, made.items = args, None, []
-        return made
+        inert = super().__new__(cls)
+        inert.args, inert.state, inert.items = args, None, []
+        return inert
 
     args: tuple[Any, ...]
     state: Any
@@ -117,7 +117,7 @@ def is_plain(value: object) -> bool:
     Exact types: a pickle names the class of an enum's member or of NumPy's float64, and no reader accepts the name.
     """
     if type(value) in (list, tuple, torch.Size):
-        return all(is_plain(each) for each in cast(Iterable[object], value))
+        return all(is_plain(element) for element in cast(Iterable[object], value))
     return type(value) in _PLAIN_TYPES
 
 
@@ -131,21 +131,21 @@ def check_size(value: object, nbytes: int) -> None:
     Raises:
         PickleTooLarge: A walk over the value does not end, or takes too long.
     """
-    most = left = _FEW_VALUES + 4 * nbytes
+    most = num_remaining = _FEW_VALUES + 4 * nbytes
     unseen = [value]
     while unseen:
         node = unseen.pop()
-        inside: list[object] = []
+        children: list[object] = []
         if isinstance(node, dict):
-            inside = [*node, *node.values()]
+            children = [*node, *node.values()]
         elif isinstance(node, list | tuple | set | frozenset):
-            inside = [*node]
+            children = [*node]
         elif isinstance(node, Inert):
-            inside = [node.args, node.state, node.items]
-        left -= len(inside)
-        if left < 0:
+            children = [node.args, node.state, node.items]
+        num_remaining -= len(children)
+        if num_remaining < 0:
             raise PickleTooLarge(f"expected at most {most} values in {nbytes} bytes, got more: some hold one another")
-        unseen += [each for each in inside if isinstance(each, _NESTS)]
+        unseen += [child for child in children if isinstance(child, _NESTS)]
 
 
 _NESTS: Final = (dict, list, tuple, set, frozenset, Inert)
@@ -161,9 +161,9 @@ def _opcodes_of_fixed_length() -> re.Pattern[bytes]:
         length = 0 if op.arg is None else op.arg.n
         if length >= 0 and op.name not in ("STOP", *_NUMBERS_A_VALUE):
             lengths[length] = lengths.get(length, b"") + re.escape(code)
-    of_length = (b"[%b].{%d}" % (codes, length) for length, codes in lengths.items())
+    patterns = (b"[%b].{%d}" % (codes, length) for length, codes in lengths.items())
     small = re.escape(pickle.LONG_BINPUT) + rb"..[\x00-\x0f]\x00"  # Numbers below 2**20: a table of 16 MB at most.
-    return re.compile(b"(?:%b|%b)*+" % (b"|".join(of_length), small), re.DOTALL)
+    return re.compile(b"(?:%b|%b)*+" % (b"|".join(patterns), small), re.DOTALL)
 
 
 _OF_FIXED_LENGTH: Final = _opcodes_of_fixed_length()

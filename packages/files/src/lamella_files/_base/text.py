@@ -9,7 +9,7 @@ def printable(text: str) -> str:
     """Text with escapes for characters that move a terminal's cursor, end a line or cannot be encoded."""
     if text.isprintable():
         return text
-    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
+    return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
 
 
 def short(value: object) -> str:

@@ -39,7 +39,7 @@ class Correspondence:
 
     Attributes:
         left: Shapes by name. The pieces cover each tensor exactly once.
-        right: The same of the other side.
+        right: The right, the same of the other side.
         pieces: The pairs of equal boxes.
         shift: Added from left to right, and subtracted on the way back: norm weights stored around zero on the right
             have -1 here.
@@ -66,8 +66,8 @@ class Correspondence:
     @classmethod
     def rename(cls, left: str, right: str, shape: Sequence[int], *, shift: float = 0.0) -> "Correspondence":
         """One tensor under two names."""
-        whole = whole_box(shape)
-        piece = Piece(Place(left, whole), Place(right, whole))
+        full_box = whole_box(shape)
+        piece = Piece(Place(left, full_box), Place(right, full_box))
         return cls(left={left: tuple(shape)}, right={right: tuple(shape)}, pieces=(piece,), shift=shift)
 
     @property
@@ -78,7 +78,7 @@ class Correspondence:
     @property
     def inverse(self) -> "Correspondence":
         """The same, with the sides exchanged."""
-        pieces = tuple([Piece(right, left) for left, right in self.pieces])
+        pieces = tuple([Piece(right, left_box) for left_box, right in self.pieces])
         return self._but(left=self.right, right=self.left, pieces=pieces, shift=-self.shift)
 
     def renamed(
@@ -88,7 +88,7 @@ class Correspondence:
 
         Args:
             left: The new names of the left side, by the old ones.
-            right: The same of the right side.
+            right: The right, the same of the right side.
 
         Raises:
             ValueError: Two names of a side would become one.
@@ -142,12 +142,12 @@ def carried(chunk: Chunk, origin: Chunk, goal: Chunk) -> Chunk:
     return Chunk(offsets, tuple(size for _, size in moved))
 
 
-def meetings(some: Iterable[Chunk], others: Iterable[Chunk]) -> Iterator[tuple[int, int, Chunk]]:
+def meetings(some: Iterable[Chunk], other_chunks: Iterable[Chunk]) -> Iterator[tuple[int, int, Chunk]]:
     """Overlapping pairs of boxes from two lists: both indices, and the intersection.
 
     Boxes are compared along dim 0 first, so that thousands of experts do not cost quadratic time.
     """
-    mine, theirs = _by_start(some), _by_start(others)
+    mine, theirs = _by_start(some), _by_start(other_chunks)
     open_boxes: list[tuple[int, Chunk]] = []
     upcoming = 0
     for index, box in mine:
@@ -155,7 +155,7 @@ def meetings(some: Iterable[Chunk], others: Iterable[Chunk]) -> Iterator[tuple[i
         while upcoming < len(theirs) and _along_dim0(theirs[upcoming][1])[0] < stop:
             open_boxes.append(theirs[upcoming])
             upcoming += 1
-        open_boxes = [each for each in open_boxes if _along_dim0(each[1])[1] > start]
+        open_boxes = [numbered_box for numbered_box in open_boxes if _along_dim0(numbered_box[1])[1] > start]
         for other_index, other in open_boxes:
             shared = box if box == other else box.intersection(other)
             if shared.numel:
@@ -163,7 +163,7 @@ def meetings(some: Iterable[Chunk], others: Iterable[Chunk]) -> Iterator[tuple[i
 
 
 def _by_start(boxes: Iterable[Chunk]) -> list[tuple[int, Chunk]]:
-    return sorted(enumerate(boxes), key=lambda each: _along_dim0(each[1])[0])
+    return sorted(enumerate(boxes), key=lambda numbered_box: _along_dim0(numbered_box[1])[0])
 
 
 def _along_dim0(box: Chunk) -> tuple[int, int]:
@@ -186,11 +186,11 @@ def _check_cover(shapes: Mapping[str, tuple[int, ...]], places: Iterable[Place])
 
 
 def _check_boxes(name: str, shape: Sequence[int], boxes: Sequence[Chunk]) -> None:
-    whole = whole_box(shape)
-    if len(boxes) == 1 and boxes[0] == whole:
+    full_box = whole_box(shape)
+    if len(boxes) == 1 and boxes[0] == full_box:
         return
     for box in boxes:
-        if len(box.sizes) != len(shape) or whole.intersection(box) != box:
+        if len(box.sizes) != len(shape) or full_box.intersection(box) != box:
             raise ValueError(f"Expected boxes inside {name!r} of shape {tuple(shape)!r}, got {box!r}.")
     # Equal counts, and no box overlaps another: then no element is missing and none is covered twice.
     num_covered = sum(box.numel for box in boxes)

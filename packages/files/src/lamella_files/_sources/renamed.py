@@ -43,9 +43,9 @@ class Renamed(Over):
         """Objects under their new names."""
         return tuple(new for new in self._origins if new not in self._tensors)
 
-    def read(self, wanted: Sequence[Wanted]) -> None:
+    def read(self, requests: Sequence[Wanted]) -> None:
         """As `Source.read`, in one read of the source below."""
-        self.source.read([each._replace(name=self._origins[each.name]) for each in wanted])
+        self.source.read([request._replace(name=self._origins[request.name]) for request in requests])
 
     def read_object(self, name: str) -> object:
         """As `Source.read_object`."""
@@ -57,16 +57,16 @@ class WithObjects(Over):
 
     def __init__(self, source: Source, objects: Mapping[str, object]) -> None:
         super().__init__(source)
-        self._given = dict(objects)
+        self._added_objects = dict(objects)
 
     @property
     def objects(self) -> Sequence[str]:
         """The underlying objects, and the given ones."""
-        return (*(name for name in self.source.objects if name not in self._given), *self._given)
+        return (*(name for name in self.source.objects if name not in self._added_objects), *self._added_objects)
 
     def read_object(self, name: str) -> object:
         """The given value, or the underlying value."""
-        return self._given[name] if name in self._given else self.source.read_object(name)
+        return self._added_objects[name] if name in self._added_objects else self.source.read_object(name)
 
 
 def rename(source: Source, names: Callable[[str], str | None]) -> Renamed:

@@ -53,7 +53,7 @@ class Source(Protocol):
     def objects(self) -> Sequence[str]:
         """The names of values that are no tensors."""
 
-    def read(self, wanted: Sequence[Wanted]) -> None:
+    def read(self, requests: Sequence[Wanted]) -> None:
         """Fill the given memory.
 
         Raises:
@@ -68,7 +68,7 @@ class Source(Protocol):
         """The value of an object: plain data, or of an allowed type.
 
         Raises:
-            CheckpointDamaged: As for `read`; or the value is of a forbidden type, which the error names.
+            CheckpointDamaged: The conditions of `read`; or the value is of a forbidden type, which the error names.
         """
 
 
@@ -109,9 +109,9 @@ class Over:
         """As `Source.objects`."""
         return self.source.objects
 
-    def read(self, wanted: Sequence[Wanted]) -> None:
+    def read(self, requests: Sequence[Wanted]) -> None:
         """As `Source.read`."""
-        self.source.read(wanted)
+        self.source.read(requests)
 
     def read_object(self, name: str) -> object:
         """As `Source.read_object`."""

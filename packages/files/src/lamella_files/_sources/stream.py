@@ -65,16 +65,16 @@ def stream(
         buffer_nbytes: Limit for all live pieces together. A piece has one element at least.
 
     Raises:
-        CheckpointDamaged: As `Source.read`.
+        CheckpointDamaged: The conditions of `Source.read`.
 
     Effects: reads on a separate thread. A consumer that keeps earlier pieces exceeds the buffer.
     """
     batches = _batches(source, dtypes, max(1, buffer_nbytes // 2))
-    with ThreadPoolExecutor(1) as ahead:
-        coming = [ahead.submit(_read, source, batch) for batch in islice(batches, 1)]
+    with ThreadPoolExecutor(1) as reader:
+        coming = [reader.submit(_read, source, batch) for batch in islice(batches, 1)]
         while coming:
             read = coming.pop().result()
-            coming = [ahead.submit(_read, source, batch) for batch in islice(batches, 1)]
+            coming = [reader.submit(_read, source, batch) for batch in islice(batches, 1)]
             yield from read
             del read  # Frees the batch while the next one is still being read.
 
@@ -84,21 +84,21 @@ def objects_once(source: Source) -> Iterator[tuple[tuple[str, ...], object]]:
     names: dict[bytes, list[str]] = {}
     for name in source.objects:
         names.setdefault(pickle.dumps(source.read_object(name)), []).append(name)
-    for same in names.values():
-        yield tuple(same), source.read_object(same[0])
+    for aliases in names.values():
+        yield tuple(aliases), source.read_object(aliases[0])
 
 
 def _batches(source: Source, dtypes: Mapping[str, torch.dtype], nbytes: int) -> Iterator[_Batch]:
     """Batches of pieces for one read, of at most `nbytes` together."""
     batch: _Batch = []
-    left = nbytes
+    num_free = nbytes
     for name, dtype in dtypes.items():
         for piece in _pieces_of(source.tensors[name], nbytes // _PIECES_A_BATCH // dtype.itemsize):
-            if piece.numel * dtype.itemsize > left and batch:
+            if piece.numel * dtype.itemsize > num_free and batch:
                 yield batch
-                batch, left = [], nbytes
+                batch, num_free = [], nbytes
             batch.append((name, piece, dtype))
-            left -= piece.numel * dtype.itemsize
+            num_free -= piece.numel * dtype.itemsize
     if batch:
         yield batch
 
