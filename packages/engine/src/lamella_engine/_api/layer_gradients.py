@@ -75,11 +75,11 @@ def set_main_grads(module: nn.Module, parameters: Iterable[nn.Parameter]) -> Non
         buffer.
     """
     unit = _resting_state_of(module).unit
-    found = [_find(unit, parameter) for parameter in parameters]
-    made = main_grads_of(found, unit.parameters.context.streams)
+    members = [_find(unit, parameter) for parameter in parameters]
+    main_grads = main_grads_of(members, unit.parameters.context.streams)
     for grads in unit.parameters.main_grads:
         grads.unmark()
-    unit.parameters.main_grads = made
+    unit.parameters.main_grads = main_grads
 
 
 def allocate_main_grads(module: nn.Module) -> None:
@@ -120,9 +120,9 @@ def _resting_state_of(module: nn.Module) -> FSDPState:
 def _find(unit: Unit, parameter: nn.Parameter) -> tuple[ParameterGroup, ShardedParameter]:
     """A unit's parameter and its group, from either form of the parameter."""
     for group in unit.parameters.groups:
-        for found in group.parameters:
-            if parameter is found.sharded or parameter is found.unsharded:
-                return group, found
+        for member in group.parameters:
+            if parameter is member.sharded or parameter is member.unsharded:
+                return group, member
     raise ValueError(
         f"Expected a parameter of {unit.parameters.title}, got one of shape {tuple(parameter.shape)} that is not. Ask "
         "the unit that owns it, after it was sharded."

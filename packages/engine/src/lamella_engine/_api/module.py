@@ -45,9 +45,9 @@ class FSDPModule(_TorchsModule, UnitVerbs):
         # Slicing a container makes a new one of the same class: it is no unit, so it gets the class it had before.
         original: Any = cls.__mro__[cls._orig_cls_mro_index]
         takes_arguments = original.__new__ is not object.__new__
-        made = original.__new__(original, *args, **kwargs) if takes_arguments else original.__new__(original)
-        made.__init__(*args, **kwargs)
-        return cast(Self, made)
+        instance = original.__new__(original, *args, **kwargs) if takes_arguments else original.__new__(original)
+        instance.__init__(*args, **kwargs)
+        return cast(Self, instance)
 
     # -- verbs -------------------------------------------------------------------------------------------------------
 

@@ -53,7 +53,7 @@ def _check_custom(unit: UnitParameters, method: str, comm: object) -> None:
     check_one_mesh(unit, method, "the group that `comm` is called with")
 
 
-def check_one_mesh(unit: UnitParameters, method: str, what: str) -> None:
+def check_one_mesh(unit: UnitParameters, method: str, subject: str) -> None:
     """Refuse a call that would mean different things for parts of a unit.
 
     Raises:
@@ -62,8 +62,8 @@ def check_one_mesh(unit: UnitParameters, method: str, what: str) -> None:
     if len({group.axes for group in unit.groups}) > 1:
         raise ValueError(
             f"Expected a unit whose parameters lie on one mesh, got several: {method} is not supported with multiple "
-            f"param groups, as {what} would be ambiguous. Give parameters on other meshes (`shard_placement_fn`) units "
-            "of their own."
+            f"param groups, as {subject} would be ambiguous. Give parameters on other meshes (`shard_placement_fn`) "
+            "units of their own."
         )
 
 
@@ -99,8 +99,8 @@ def _separate_transport(
         made.setdefault(ranks, existing)
         return existing
     if ranks not in made:
-        own = dist.new_group(list(ranks), use_local_synchronization=True, group_desc="fsdp_reduce_scatter")
-        made[ranks] = transport_for(own, device_type)
+        separate_group = dist.new_group(list(ranks), use_local_synchronization=True, group_desc="fsdp_reduce_scatter")
+        made[ranks] = transport_for(separate_group, device_type)
     return made[ranks]
 
 

@@ -75,8 +75,8 @@ def state_of(module: object) -> FSDPState:
 def units_of(module: object, recurse: bool) -> Iterator[Unit]:
     """A unit and, with `recurse`, all units below, each once."""
     assert isinstance(module, nn.Module)
-    found = (find_state(inner) for inner in (module.modules() if recurse else (module,)))
-    yield from dict.fromkeys(state.unit for state in found if state is not None)  # several modules may share one
+    states = (find_state(inner) for inner in (module.modules() if recurse else (module,)))
+    yield from dict.fromkeys(state.unit for state in states if state is not None)  # several modules may share one
 
 
 def unit_state_of(module: object, expects: str = "Expects FSDPModule") -> FSDPState:

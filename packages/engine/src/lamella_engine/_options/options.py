@@ -127,11 +127,11 @@ class ShardingOptions:
             ValueError: A field is neither at the default nor the outermost unit's.
         """
         for name in TREE_FIELDS:
-            own, outer = getattr(self, name), getattr(outermost, name)
-            if own not in (getattr(DEFAULT_OPTIONS, name), outer):
+            chosen, outer = getattr(self, name), getattr(outermost, name)
+            if chosen not in (getattr(DEFAULT_OPTIONS, name), outer):
                 raise ValueError(
                     f"Expected the unit {inner!r} to leave `{name}` out or to repeat the outermost unit's, {outer!r}, "
-                    f"got {own!r}: one value counts for the whole tree. Give `{name}` to the last fully_shard call."
+                    f"got {chosen!r}: one value counts for the whole tree. Give `{name}` to the last fully_shard call."
                 )
 
 
@@ -188,8 +188,8 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def _suggestion(name: str) -> str:
-    near = difflib.get_close_matches(name, TREE_FIELDS, n=1)
-    return f" Did you mean `{near[0]}`?" if near else ""
+    suggestions = difflib.get_close_matches(name, TREE_FIELDS, n=1)
+    return f" Did you mean `{suggestions[0]}`?" if suggestions else ""
 
 
 DEFAULT_OPTIONS = ShardingOptions()

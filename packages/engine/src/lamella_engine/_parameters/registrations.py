@@ -78,7 +78,9 @@ def refuse_late_parameters(owners: Iterable[Hashable]) -> None:
             "fully_shard on the new module itself, or freeze them."
         )
     # Parameters frozen for now may be trained later, so entries go only with the parameters.
-    registrations[:] = [each for each in registrations if each[0]() is not None and _is_pending(*each)]
+    registrations[:] = [
+        registration for registration in registrations if registration[0]() is not None and _is_pending(*registration)
+    ]
 
 
 def _owner_of(module: nn.Module | None) -> Hashable:

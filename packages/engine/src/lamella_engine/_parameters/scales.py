@@ -36,8 +36,8 @@ class Scales:
         recipe: As given.
         amaxes: (n,), fp32, of all parameters, each from a multiple of 16 bytes on, as `measure` and encodings raised
             them.
-        amaxes_of_each: The amaxes of each parameter, as `of_each`.
-        of_each: For each parameter its scales, of the recipe's `scale_shape`.
+        amaxes_of_each: The amaxes of each parameter, as `parameter_scales`.
+        parameter_scales: For each parameter its scales, of the recipe's `scale_shape`.
         num_past: Number of the latest measurements that scales depend on.
         are_due: Whether the next gather from rest computes scales anew.
         are_measured: Whether no read of main weights is needed then: encodings measure (delayed scaling).
@@ -47,14 +47,14 @@ class Scales:
 
     def __init__(self, recipe: ScaledRecipe, shapes: Sequence[tuple[int, ...]], device: torch.device) -> None:
         self.recipe = recipe
-        own = [recipe.scale_shape(shape) for shape in shapes]
-        self.amaxes = torch.zeros(sum(_aligned(shape) for shape in own), device=device)
+        shapes_of_scales = [recipe.scale_shape(shape) for shape in shapes]
+        self.amaxes = torch.zeros(sum(_aligned(shape) for shape in shapes_of_scales), device=device)
         self._scales = torch.ones_like(self.amaxes)
         self.num_past = recipe.num_past
         self._past = torch.full((recipe.num_past, len(self.amaxes)), _NEVER, device=device)
-        self.of_each = _split(self._scales, own)
-        self._past_of_each = [_split(row, own) for row in self._past]
-        self.amaxes_of_each = _split(self.amaxes, own)
+        self.parameter_scales = _split(self._scales, shapes_of_scales)
+        self._past_of_each = [_split(row, shapes_of_scales) for row in self._past]
+        self.amaxes_of_each = _split(self.amaxes, shapes_of_scales)
         self.are_due, self.are_measured = True, False
         self._hears_updates = False
         self._columns: tuple[Sequence[object], ...] | None = None  # of main weights that stay where they are
@@ -90,7 +90,7 @@ class Scales:
 
     def state_shape(self, i: int) -> tuple[int, int]:
         """Rows and columns of `state_of`."""
-        return 1 + self.num_past, self.of_each[i].numel()
+        return 1 + self.num_past, self.parameter_scales[i].numel()
 
     def state_of(self, i: int) -> list[list[float]]:
         """The scales of parameter `i`, and its past amaxes from the latest on, a row each. Effects: host sync."""
@@ -115,7 +115,7 @@ class Scales:
         self.are_due, self.are_measured = True, False
 
     def _rows(self, i: int) -> list[torch.Tensor]:
-        return [self.of_each[i], *(past[i] for past in self._past_of_each)]
+        return [self.parameter_scales[i], *(past[i] for past in self._past_of_each)]
 
 
 def rescale(several: Sequence[Scales], amaxes: torch.Tensor) -> None:
@@ -127,14 +127,16 @@ def rescale(several: Sequence[Scales], amaxes: torch.Tensor) -> None:
 
     Effects: as the recipe's `rescale`, on the current stream; for more than one a copy each way.
     """
-    scales = joined([each._scales for each in several])
-    past = joined([each._past for each in several], dim=1)
+    scales = joined([scales_of_group._scales for scales_of_group in several])
+    past = joined([scales_of_group._past for scales_of_group in several], dim=1)
     several[0].recipe.rescale(amaxes, scales, past)
     if len(several) > 1:
-        numels = [len(each.amaxes) for each in several]
-        torch._foreach_copy_([each._scales for each in several], torch.split(scales, numels))
+        numels = [len(scales_of_group.amaxes) for scales_of_group in several]
+        torch._foreach_copy_([scales_of_group._scales for scales_of_group in several], torch.split(scales, numels))
         if len(past):
-            torch._foreach_copy_([each._past for each in several], torch.split(past, numels, dim=1))
+            torch._foreach_copy_(
+                [scales_of_group._past for scales_of_group in several], torch.split(past, numels, dim=1)
+            )
 
 
 def joined(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
