@@ -163,13 +163,13 @@ def fully_shard(
         group.build_unsharded()
     unit = Unit(groups, tree.context, _as_flag(reshard_after_forward), strategy)
     state = FSDPState(unit, tree, policy, options)
-    taken = [each for below in read for each in _modules_of(below, modules)]
+    former_modules = [each for below in read for each in _modules_of(below, modules)]
     _put_inside(state, inner, read)
     for each, unit_class in zip(modules, classes, strict=True):
         object.__setattr__(each, "__class__", unit_class)  # past a model's own `__setattr__`, which may refuse
         state.hooks_of_outermost.append(each.register_forward_hook(explain_undeclared, always_call=True))
     hooks = register_hooks(modules, owners, state)
-    attach_state(modules, state, StateView(state, modules, policy, hooks), besides=taken)
+    attach_state(modules, state, StateView(state, modules, policy, hooks), former_modules=former_modules)
     note_in_unit(owners)
     watch(owners, unit.parameters)
     return module

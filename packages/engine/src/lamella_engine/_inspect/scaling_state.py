@@ -131,7 +131,7 @@ def _digest(rows: Rows) -> bytes:
 def _delayed(model: nn.Module) -> Iterator[tuple[str, Scales, int]]:
     """Name, scales of the group and index in the group, of each parameter with delayed scaling."""
     units = {id(state.unit): state.unit for module in model.modules() if (state := find_state(module))}
-    found = {
+    scales_by_id = {
         id(parameter.sharded): (group.scales, i)
         for unit in units.values()
         for group in unit.parameters.groups
@@ -139,8 +139,8 @@ def _delayed(model: nn.Module) -> Iterator[tuple[str, Scales, int]]:
         for i, parameter in enumerate(group.parameters)
     }
     for name, parameter in named_shards(model):
-        if id(parameter) in found:
-            yield (name, *found[id(parameter)])
+        if id(parameter) in scales_by_id:
+            yield (name, *scales_by_id[id(parameter)])
 
 
 def _synchronize(model: nn.Module) -> None:

@@ -131,7 +131,7 @@ class ShardedParameter:
             form is self.sharded and any(tensor is self.unsharded for tensor in tensors)
         )
 
-    def held(self) -> torch.Tensor | None:
+    def current_form(self) -> torch.Tensor | None:
         """The tensor assigned in place of the sharded form, or the sharded form.
 
         Raises:
@@ -153,7 +153,7 @@ class ShardedParameter:
             TypeError: An owner holds something else than a shard of the parameter.
             RuntimeError: The owners hold different new tensors.
         """
-        form = self.held()
+        form = self.current_form()
         if form is None or form.shape != self.sharded.shape or not hasattr(form, "_local_tensor"):
             raise TypeError(
                 f"Expected parameter {self.name!r} to be a DTensor of shape {tuple(self.sharded.shape)}, got "

@@ -45,7 +45,7 @@ def merge_tied(groups: Sequence[ParameterGroup], *, keep_parameters: bool) -> tu
         for parameter in group.parameters:
             if not (keep_parameters or group.is_meta):
                 _check_alike(parameter)
-            if (form := parameter.held()) is not None:
+            if (form := parameter.current_form()) is not None:
                 tied.setdefault(id(form), []).append(parameter)
     _check_of_one_unit([parameter for members in tied.values() for parameter in members])
     tied_members = [members for members in tied.values() if len(members) > 1]
@@ -62,7 +62,7 @@ def merge_tied(groups: Sequence[ParameterGroup], *, keep_parameters: bool) -> tu
 
 def _survivor_of(members: Sequence[ShardedParameter]) -> ShardedParameter:
     """The parameter whose own form is in all places; the first parameter, if all places got a new tensor."""
-    return next((parameter for parameter in members if parameter.held() is parameter.sharded), members[0])
+    return next((parameter for parameter in members if parameter.current_form() is parameter.sharded), members[0])
 
 
 def _leave_out(group: ParameterGroup, gone: Sequence[ShardedParameter], *, keep_parameters: bool) -> bool:
@@ -85,7 +85,9 @@ def _check_alike(parameter: ShardedParameter) -> None:
 
 
 def _check_of_one_unit(mine: Sequence[ShardedParameter]) -> None:
-    replaced = {id(form): parameter for parameter in mine if (form := parameter.held()) is not parameter.sharded}
+    replaced = {
+        id(form): parameter for parameter in mine if (form := parameter.current_form()) is not parameter.sharded
+    }
     if not replaced:
         return
     for other in set(living_parameters()) - set(mine):
