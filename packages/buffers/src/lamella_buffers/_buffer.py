@@ -117,8 +117,8 @@ class UnshardedBuffer:
         allocator: Source of the next bytes.
         flat: (layout.full_numel,).
         slots: Flat destinations of a gather: for each slot of a `ShardedBuffer` a tensor num_shards times as long.
-        own: For each slot this rank's piece: the source of an in-place gather.
-        tensors: For each tensor a view in the tensor's shape.
+        own: This rank's piece of each slot: the source of an in-place gather.
+        tensors: A view of each tensor, in the tensor's shape.
 
     Raises:
         NotImplementedError: A tensor's chunks are neither contiguous nor equal (a dim other than the first).

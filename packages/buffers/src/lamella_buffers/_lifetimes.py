@@ -39,8 +39,8 @@ def place(traces: Sequence[Sequence[Lifetime[K]]]) -> dict[K, int]:
     three wins.
 
     Args:
-        traces: In any order, repeated any number of times. An allocation in several traces has the same size and offset
-            in all.
+        traces: Traces in any order, repeated any number of times. An allocation in several traces has the same size and
+            offset in all.
 
     Returns:
         The offset of each allocation, in bytes, from 0 on. Time grows with the number of overlapping pairs.

@@ -41,7 +41,7 @@ class Filling(NamedTuple):
     Attributes:
         fill: Called with all columns, on the gather's stream or on a stream awaited by the gather.
         columns: Sequences of equal length; None for a column without use in this gather.
-        begins: For each item the index of its first payload, ascending.
+        begins: The index of each item's first payload, ascending.
     """
 
     fill: Callable[..., object]
@@ -75,7 +75,7 @@ class Payloads(Sequence[Payload]):
     The object keeps the tensors alive.
 
     Args:
-        payloads: In wire order.
+        payloads: Payloads in wire order.
         fillings: Write the shards not yet written.
 
     Attributes:
@@ -189,7 +189,7 @@ def pack(tensors: Sequence[torch.Tensor], into: torch.Tensor, num_ranks: int = 1
 
     Args:
         tensors: Contiguous, of equal dtype.
-        into: As large as all tensors together.
+        into: A tensor as large as all tensors together.
         num_ranks: Pieces of each tensor: the axis's number of ranks for wholes.
 
     Returns:

@@ -26,7 +26,7 @@ def delay_gradient(module: nn.Module, parameter: nn.Parameter) -> Callable[[], N
 
     Args:
         module: The parameter's unit.
-        parameter: Of this unit, in either form.
+        parameter: A parameter of this unit, in either form.
 
     Returns:
         A callback for the layer: one call for each backward, on the stream that made the gradient, after the layer has
@@ -62,8 +62,8 @@ def set_main_grads(module: nn.Module, parameters: Iterable[nn.Parameter]) -> Non
 
     Args:
         module: The unit; not for units below.
-        parameters: Of this unit, in either form; all parameters with a `main_grad` from now on. An empty list removes
-            every `main_grad`.
+        parameters: Parameters of this unit, in either form; all parameters with a `main_grad` from now on. An empty
+            list removes every `main_grad`.
 
     Raises:
         ValueError: The module is no unit, or a parameter is not this unit's.

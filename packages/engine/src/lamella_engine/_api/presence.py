@@ -136,8 +136,8 @@ def peak_unsharded_nbytes(
         events: `lamella_schedule.order` or `run_order`. Events other than of residence count nothing.
         layers: Unsharded bytes of each layer, in the order of the schedule. Layers are freed after each pass (ZeRO-3).
         around: Unsharded bytes of the parameters around the layers.
-        prefetch_budget: As in `ShardingOptions`; `UnitResidence` tells its meaning under a schedule.
-        keep_budget: The same.
+        prefetch_budget: The budget of `ShardingOptions`, in bytes; `UnitResidence` tells its meaning under a schedule.
+        keep_budget: The budget of `ShardingOptions`, in bytes.
     """
     nbytes: dict[int | None, int] = {None: around, **dict(enumerate(layers))}
     return peak(events, Presence(nbytes, prefetch_budget=prefetch_budget, keep_budget=keep_budget))

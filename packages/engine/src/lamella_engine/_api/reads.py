@@ -43,7 +43,7 @@ def declare_reads(reader: nn.Module, *names: str) -> None:
 
     Args:
         reader: A module in no unit yet. The reader may become a unit or stay a part of a unit.
-        names: Of parameters, from the reader on; or patterns (`fnmatch`). `fully_shard` looks the names up again.
+        names: Names of parameters, from the reader on; or patterns (`fnmatch`). `fully_shard` looks the names up again.
 
     Raises:
         TypeError: Not a module, no names, or a name is no string.
@@ -121,7 +121,7 @@ def units_read(
     """The inner units whose parameters some modules of a new unit read directly.
 
     Args:
-        modules: Of the new unit, with dotted prefixes.
+        modules: The new unit's modules, with dotted prefixes.
         inner: The inner units, at rest, and their names.
         inside: Ids of all modules in the new unit.
         strategy: The new unit's ZeRO stage.
@@ -191,7 +191,7 @@ def _undeclared(outermost: nn.Module, running: Sequence[nn.Module]) -> tuple[nn.
     """The module that has to declare a read, and the names below the module of the parameters it may have read.
 
     Args:
-        outermost: Of the units.
+        outermost: The outermost of the units.
         running: The modules with a method running, the innermost first.
     """
     innermost = running[0] if running else outermost

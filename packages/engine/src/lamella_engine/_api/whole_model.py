@@ -64,7 +64,7 @@ def fully_shard_model(
             in `_no_split_modules` of the model and of its modules; or a number of bytes: the outermost modules whose
             unsharded parameters fit become units, and so do single modules that are larger.
         verbose: Print the plan, on rank 0.
-        fully_shard_kwargs: For every `fully_shard` call alike; `options` too.
+        fully_shard_kwargs: Arguments of every `fully_shard` call; `options` too.
 
     Returns:
         `model`, changed.
@@ -98,8 +98,8 @@ def plan_units(
     """The plan of `fully_shard_model`, without sharding; a model on the meta device will do.
 
     Args:
-        model: As for `fully_shard_model`, like `units`.
-        units: As for `fully_shard_model`.
+        model: The model that `fully_shard_model` would shard.
+        units: The choice of units, as `fully_shard_model` takes it.
         mp_policy: Number formats that sizes are counted in.
         ignored_params: Parameters that will be left alone.
         num_ranks: Ranks that will share each parameter, for the bytes that each rank holds. None leaves the bytes out.

@@ -28,7 +28,7 @@ class NonFinite:
     """Non-finite elements of one parameter on one rank.
 
     Attributes:
-        name: Of the parameter.
+        name: The parameter's name.
         rank: The rank whose part has the elements.
         count: The number of elements in the part.
         kind: "nan" or "inf"; infinity of either sign.
@@ -44,7 +44,7 @@ class Spike(NamedTuple):
     """A norm far above earlier norms.
 
     Attributes:
-        name: Of the parameter.
+        name: The parameter's name.
         value: The norm now.
         usual: The median of earlier norms; NaN without earlier norms.
     """

@@ -58,10 +58,10 @@ def new_group(
     """The group of parameters that are all extended, or all not.
 
     Args:
-        candidates: As for `ParameterGroup`.
-        allocator: Of the unsharded buffer, for parameters that are not extended.
+        candidates: Parameters for one group, as `ParameterGroup` takes them.
+        allocator: The source of the unsharded buffer's bytes, for parameters that are not extended.
         neighbours: The group's.
-        offload: As for `ParameterGroup`.
+        offload: The offload of shards that rest on the CPU, or None.
 
     Raises:
         NotImplementedError: The parameters are extended, in a placement unsupported for extended parameters.
@@ -130,11 +130,11 @@ class ExtendedGroup(ParameterGroup):
     possibly of the same class, are reduced as for all parameters.
 
     Args:
-        parameters: In the sharded form, each over a separate shard.
-        shapes: Of the whole parameters, or of the local parts of DTensors on other axes.
+        parameters: Parameters in the sharded form, each over a separate shard.
+        shapes: The shapes of whole parameters, or of the local parts of DTensors on other axes.
         policy: Number formats. The first method gets the policy, the second method the compute dtype.
         allocator: Not used: the second method allocates.
-        offload: As for `ParameterGroup`.
+        offload: The offload of shards that rest on the CPU, or None.
 
     The first gather allocates the gathered tensors.
     """

@@ -23,9 +23,9 @@ class FlatGroup(ParameterGroup):
     Gradients are copied once, into the reduction's buffer: autograd makes each in separate memory.
 
     Args:
-        candidates: As for `ParameterGroup`, each with a `keep`.
-        allocator: As for `ParameterGroup`.
-        offload: As for `ParameterGroup`.
+        candidates: Parameters for one group, each with a `keep`.
+        allocator: The source of the unsharded buffer's bytes, or None.
+        offload: The offload of shards that rest on the CPU, or None.
 
     Effects: as `ParameterGroup`.
     """

@@ -64,19 +64,19 @@ class ParameterGroup:
         candidates: The parameters, of one set of data axes and one policy, on the resting device of shards or on meta.
             The group does not keep their storage.
         allocator: Gives the unsharded buffer its bytes. None: memory for the fastest gathers.
-        offload: Of shards that rest on the CPU; None for shards on the mesh's device.
+        offload: The offload of shards that rest on the CPU; None for shards on the mesh's device.
 
     Attributes:
-        allocator: As given, or a `CachingAllocator`.
-        offload: As given.
-        layout: Of gathered shards and of the unsharded buffer.
-        main_layout: Of the main weights: the same, unless the outer axis shards main weights too.
+        allocator: The source of bytes: the argument, or a `CachingAllocator`.
+        offload: The offload of shards that rest on the CPU, or None.
+        layout: The layout of gathered shards and of the unsharded buffer.
+        main_layout: The layout of the main weights: `layout`, unless the outer axis shards main weights too.
         main_weight: This rank's main weights; the DTensors are views of the buffer.
-        main_grads_dtype: Of the sharded parameters' gradients; the policy does not apply to integers.
+        main_grads_dtype: The dtype of the sharded parameters' gradients; the policy does not apply to integers.
         buffers: The unsharded buffers, one a payload of the parameters' recipe.
         model_weights: By payload, this rank's shards, gathered over the outer axis; empty if not gathered, or possibly
             stale.
-        scales: Of whole parameters, for a recipe with such scales; else None.
+        scales: The scales of whole parameters, for a recipe with such scales; else None.
         divisor: Divides the sum of the ranks' gradients.
         sums_only: Divide after a sum, even if the collective itself can make the mean.
         transport: The shard axis.
@@ -304,7 +304,7 @@ class ParameterGroup:
 
         Args:
             parameters: The members to remove. Not of a flat layout, whose packing fixes the places of all members.
-            keep_parameters: As for `adopt_replaced_shards`.
+            keep_parameters: Whether to put back `Parameter` objects, as `adopt_replaced_shards` does.
 
         Effects: allocates new shards and copies into them. Not a collective.
         """

@@ -86,8 +86,8 @@ def new_reduced(
     """A buffer for reduced gradients.
 
     Args:
-        gradients: Of the members in the reduction, by index.
-        dtype: Of the sums.
+        gradients: The gradients of the members in the reduction, by index.
+        dtype: The dtype of the sums.
         installs_all: Install a gradient also for members in the reduction without a gradient here.
         without_gaps: Leave out the unwritten alignment between slots: a hook gets the whole buffer.
 

@@ -28,7 +28,7 @@ def watch(modules: Iterable[nn.Module], owner: Hashable) -> None:
     """Note later registrations in a unit's modules.
 
     Args:
-        modules: Of the unit, outside inner units.
+        modules: The unit's modules, outside inner units.
         owner: The unit's parameters.
 
     Effects: the first call registers two hooks of torch, for registrations in all modules of the process.

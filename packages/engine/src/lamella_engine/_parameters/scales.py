@@ -28,16 +28,16 @@ class Scales:
     """The scales of a group's parameters, equal on all ranks.
 
     Args:
-        recipe: Of the parameters.
-        shapes: Of the whole parameters.
-        device: Of gathers.
+        recipe: The recipe of the parameters.
+        shapes: The shapes of the whole parameters.
+        device: The device of gathers.
 
     Attributes:
-        recipe: As given.
+        recipe: The recipe of the parameters.
         amaxes: (n,), fp32, of all parameters, each from a multiple of 16 bytes on, as `measure` and encodings raised
             them.
         amaxes_of_each: The amaxes of each parameter, as `parameter_scales`.
-        parameter_scales: For each parameter its scales, of the recipe's `scale_shape`.
+        parameter_scales: The scales of each parameter, of the recipe's `scale_shape`.
         num_past: Number of the latest measurements that scales depend on.
         are_due: Whether the next gather from rest computes scales anew.
         are_measured: Whether no read of main weights is needed then: encodings measure (delayed scaling).
@@ -122,7 +122,7 @@ def rescale(several: Sequence[Scales], amaxes: torch.Tensor) -> None:
     """Compute scales of one recipe: a recipe's twenty small kernels would cost the host as much for each unit again.
 
     Args:
-        several: Of equal recipes, at least one.
+        several: Scales of groups with equal recipes, at least one.
         amaxes: (n,), fp32, of all ranks' rows: of all `several`, one after the other.
 
     Effects: as the recipe's `rescale`, on the current stream; for more than one a copy each way.
@@ -153,8 +153,8 @@ def parts_in(
 
     Args:
         main_weight: This rank's shards.
-        scales: For each parameter the scales of the whole, or None.
-        amaxes: For each parameter the amaxes that encodings raise; None for encodings that do not measure.
+        scales: The scales of each parameter: those of the whole, or None.
+        amaxes: The amaxes of each parameter that encodings raise; None for encodings that do not measure.
     """
     layout, rank, shards = main_weight.layout, main_weight.rank, main_weight.shards
     owned = [i for i, shard in enumerate(shards) if shard.numel() > 0]

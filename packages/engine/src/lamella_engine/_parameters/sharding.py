@@ -237,8 +237,8 @@ class Sharding:
     Attributes:
         axes: The data axes.
         dim: Tensor dim of the sharding.
-        mesh: Of the sharded DTensor: the data axes, and the axes that the parameter came with.
-        placements: Of the sharded DTensor, one an axis of `mesh`.
+        mesh: The mesh of the sharded DTensor: the data axes, and the axes that the parameter came with.
+        placements: The placements of the sharded DTensor, one an axis of `mesh`.
         part: The spec of a parameter that came as a DTensor: the unsharded form is a DTensor again. Else None.
         keep: The part of the parameter to keep on one rank, in the flat layout, which then decides about `placements`.
             None for the even layout.
@@ -269,7 +269,7 @@ class Sharding:
         """The largest shape of a local part, over all model-parallel ranks: equal on all, without communication.
 
         Args:
-            shape: Of this rank's part.
+            shape: The shape of this rank's part.
         """
         if self.part is None:
             return shape
@@ -299,7 +299,7 @@ def sharding_of(
     """Choose a parameter's sharding.
 
     Args:
-        name: For messages.
+        name: The tensor's name in messages.
         parameter: Plain, or a DTensor on other axes of the same root mesh.
         axes: Unless `placement_fn` returns a mesh.
         placement_fn: FSDP2's `shard_placement_fn`.

@@ -15,7 +15,7 @@ def strategy_of(
 
     Args:
         placements: One for each axis of the mesh; None means FSDP2's behaviour.
-        axes: Of the mesh.
+        axes: The data axes of the mesh.
 
     Returns:
         The axes (for DDP without a shard axis), and the strategy.

@@ -26,7 +26,7 @@ def merge_tied(groups: Sequence[ParameterGroup], *, keep_parameters: bool) -> tu
     """Merge parameters whose places hold the same tensor now.
 
     Args:
-        groups: Of a unit at rest.
+        groups: The groups of a unit at rest.
         keep_parameters: Whether a state dict was loaded, which may give the places of a tied parameter different
             tensors. (As for `ParameterGroup.adopt_replaced_shards`.)
 

@@ -37,13 +37,13 @@ class PayloadLayouts:
     """The payloads of a group of parameters, and their layouts.
 
     Args:
-        recipe: Of all of the parameters.
-        layout: Of the parameters.
-        main_dtype: Of their main weights.
+        recipe: The recipe of all of the parameters.
+        layout: The layout of the parameters.
+        main_dtype: The dtype of the parameters' main weights.
 
     Attributes:
-        formats: Of the payloads; a format's shape is the first parameter's.
-        layouts: Of the payloads, in the unsharded buffers.
+        formats: The formats of the payloads; a format's shape is the first parameter's.
+        layouts: The layouts of the payloads, in the unsharded buffers.
         cached_nbytes: Bytes of the tensors that unsharded weights cache at most.
 
     Raises:
@@ -88,12 +88,12 @@ class UnshardedWeight:
 
     Args:
         payloads: The formats and layouts.
-        layout: Of gathered shards.
-        main_layout: Of the main weights.
+        layout: The layout of gathered shards.
+        main_layout: The layout of the main weights.
         ranks: This rank's places in the two layouts.
-        device: Of the buffers.
+        device: The device of the buffers.
         allocator: Gives the buffers their bytes.
-        scales: Of the parameters, for a recipe with scales of whole tensors.
+        scales: The scales of the parameters, for a recipe with scales of whole tensors.
 
     Attributes:
         buffers: One a payload.

@@ -85,9 +85,9 @@ class RaggedDTensor(DTensor):
         """The tensor in torch's own placements, as a plain DTensor, by way of the whole.
 
         Args:
-            device_mesh: The same, or None.
+            device_mesh: The tensor's mesh, or None.
             placements: One an axis: `Replicate` or `Shard`. The tensor's own placements return the tensor itself.
-            options: As DTensor's.
+            options: Further arguments of `DTensor.redistribute`.
 
         Raises:
             NotImplementedError: Another mesh, or other ragged placements.

@@ -20,7 +20,7 @@ class Prefetch:
     """The order of a tree's units, learned and replayed, and the resulting choices of units to gather or keep.
 
     Args:
-        units: Of the tree, by index; the tree adds to the list.
+        units: The tree's units, by index; the tree adds to the list.
     """
 
     def __init__(self, units: Sequence[weakref.ref[Unit]]) -> None:

@@ -54,7 +54,7 @@ class Tree:
     tree.
 
     Args:
-        device: Of the tree's parameters while they are used.
+        device: The device of the tree's parameters while they are used.
         options: The first unit's.
 
     Attributes:
@@ -460,7 +460,7 @@ class Tree:
         """End a backward that was driven by hand, of any microbatch.
 
         Args:
-            leaves: As for `finish_backward`.
+            leaves: Whether the wait for reductions is left to `finish_left`.
 
         Raises:
             RuntimeError: A pass is under way; or, in the step's last backward, a unit has a holder or misses a delayed
@@ -494,7 +494,7 @@ class Tree:
         """End a step's backwards, which hooks have left open.
 
         Args:
-            leaves: As for `finish_backward`.
+            leaves: Whether the wait for reductions is left to `finish_left`.
 
         Raises:
             RuntimeError: Hooks end backwards; or as `end_step`.

@@ -39,7 +39,7 @@ class Gradients:
     """The gradients of one unit.
 
     Args:
-        parameters: Of the unit.
+        parameters: The unit's parameters.
 
     Attributes:
         delayed: Gradients that come after the unit's backward.

@@ -35,7 +35,7 @@ class MainGrads:
     Args:
         group: Gives the allocator and the reduce dtype.
         parameters: Members of the group.
-        streams: Of the unit's tree.
+        streams: The streams of the tree that the unit belongs to.
     """
 
     def __init__(self, group: ParameterGroup, parameters: Sequence[ShardedParameter], streams: Streams) -> None:

@@ -79,7 +79,7 @@ class UnitWeights:
     therefore looks at modules and storages themselves, and may be interrupted and called again.
 
     Args:
-        parameters: Of the unit.
+        parameters: The unit's parameters.
 
     Attributes:
         residency: The place of the parameters.
@@ -645,8 +645,8 @@ def measure(units: Sequence[UnitWeights]) -> None:
     """Compute the scales of whole tensors of some units, for the gathers of this pass.
 
     Args:
-        units: Of one tree, at least one; each with `UnitParameters.has_scales`, and one that `may_be_measured` or is
-            about to be gathered.
+        units: Weights of units of one tree, at least one; each with `UnitParameters.has_scales`, and one that
+            `may_be_measured` or is about to be gathered.
 
     Effects: on the gather stream: reads the main weights, but those that encodings have measured, and a MAX all-reduce
         for all units on the same axes; blocks the host on gloo.
