@@ -24,7 +24,7 @@ MIXED = st.sampled_from([1, 2, 3, 5, 8, 40])
 
 
 def _sizes(*several: Trace) -> dict[int, int]:
-    return {life.what: life.nbytes for trace in several for life in trace}
+    return {life.key: life.nbytes for trace in several for life in trace}
 
 
 def _brute_peak(trace: Trace) -> int:
@@ -34,8 +34,8 @@ def _brute_peak(trace: Trace) -> int:
 def _assert_apart(trace: Trace, offsets: dict[int, int]) -> None:
     for a, b in combinations(trace, 2):
         if a.start < b.end and b.start < a.end:
-            first, second = sorted((a, b), key=lambda life: offsets[life.what])
-            assert offsets[first.what] + first.nbytes <= offsets[second.what]
+            first, second = sorted((a, b), key=lambda life: offsets[life.key])
+            assert offsets[first.key] + first.nbytes <= offsets[second.key]
 
 
 @given(traces(MIXED))
@@ -73,9 +73,9 @@ def test_traces_without_a_life_in_common_share_the_same_bytes() -> None:
 def test_a_small_life_goes_into_the_smallest_gap_that_holds_it() -> None:
     wall = [Lifetime(name, nbytes, 0, 2) for name, nbytes in (("a", 10), ("b", 30), ("c", 10), ("d", 20), ("e", 10))]
     gaps = [Lifetime("f", 10, 2, 9)]  # after b and d are gone, between the others
-    trace = [Lifetime(x.what, x.nbytes, x.start, 9 if x.what in "ace" else 2) for x in wall] + gaps
+    trace = [Lifetime(x.key, x.nbytes, x.start, 9 if x.key in "ace" else 2) for x in wall] + gaps
     offsets = place([trace])
-    assert extent(offsets, {x.what: x.nbytes for x in trace}) == 80
+    assert extent(offsets, {x.key: x.nbytes for x in trace}) == 80
     assert offsets["d"] <= offsets["f"] < offsets["d"] + 20
 
 
@@ -84,7 +84,7 @@ def test_a_chain_of_units_takes_two_places_beside_the_outermost() -> None:
     units = [("forward", i) for i in range(32)] + [("backward", i) for i in reversed(range(32))]
     trace = [Lifetime(("root", 0), 500, 0, 1000)]
     trace += [Lifetime(unit, 100, 1 + 2 * i, 1 + 2 * i + 3) for i, unit in enumerate(units)]
-    assert extent(place([trace]), {x.what: x.nbytes for x in trace}) == 700 == peak_nbytes(trace)
+    assert extent(place([trace]), {x.key: x.nbytes for x in trace}) == 700 == peak_nbytes(trace)
 
 
 def test_units_of_two_sizes_in_turn_take_two_places_of_the_larger() -> None:
@@ -92,4 +92,4 @@ def test_units_of_two_sizes_in_turn_take_two_places_of_the_larger() -> None:
     sizes = [40, 300] * 8
     units = [("forward", i) for i in range(16)] + [("backward", i) for i in reversed(range(16))]
     trace = [Lifetime(unit, sizes[unit[1]], 2 * i, 2 * i + 3) for i, unit in enumerate(units)]
-    assert extent(place([trace]), {x.what: x.nbytes for x in trace}) == 600 == peak_nbytes(trace)
+    assert extent(place([trace]), {x.key: x.nbytes for x in trace}) == 600 == peak_nbytes(trace)

@@ -117,8 +117,8 @@ class UnshardedBuffer:
         allocator: Source of the next bytes.
         flat: (layout.full_numel,).
         slots: Flat destinations of a gather: for each slot of a `ShardedBuffer` a tensor num_shards times as long.
-        own: For each slot this rank's piece: the source of an in-place gather.
-        tensors: For each tensor a view in the tensor's shape.
+        own: This rank's piece of each slot: the source of an in-place gather.
+        tensors: A view of each tensor, in the tensor's shape.
 
     Raises:
         NotImplementedError: A tensor's chunks are neither contiguous nor equal (a dim other than the first).
@@ -133,11 +133,11 @@ class UnshardedBuffer:
             _check_gatherable(layout)
         self.layout = layout
         self.allocator = allocator
-        whole = allocator.create(layout.full_numel, dtype, device)
-        self.flat = whole.data  # same bytes, separate version counter: Note [Version counters]
+        flat = allocator.create(layout.full_numel, dtype, device)
+        self.flat = flat.data  # same bytes, separate version counter: Note [Version counters]
         self.slots = tuple(self.flat[slice(*slot)] for slot in layout.wire_full_slots)
         self.own = tuple(torch.tensor_split(slot, layout.num_shards)[rank] for slot in self.slots)
-        self.tensors = tuple(whole[slice(*layout.tensor_range(i))].view(shape) for i, shape in enumerate(layout.shapes))
+        self.tensors = tuple(flat[slice(*layout.tensor_range(i))].view(shape) for i, shape in enumerate(layout.shapes))
         # Last: torch makes no view past the end of a storage, so the views above needed the bytes.
         allocator.free(self.flat)
 
@@ -158,8 +158,8 @@ class UnshardedBuffer:
     def by_rank(self, slot: int) -> torch.Tensor:
         """A view of an even layout's slot in the order of the ranks' pieces: (num_shards, *chunk's shape)."""
         assert isinstance(self.layout, EvenLayout)
-        whole = self.flat[slice(*self.layout.tensor_range(slot))].view(self.layout.shapes[slot])
-        return by_rank(whole, self.layout, slot)
+        tensor_view = self.flat[slice(*self.layout.tensor_range(slot))].view(self.layout.shapes[slot])
+        return by_rank(tensor_view, self.layout, slot)
 
     @property
     def has_bytes(self) -> bool:
@@ -218,34 +218,34 @@ class GatherPlan:
         ):
             moves, fill, columns, tensors = _with_casts(moves)
         self.beside: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
-        found: list[Payload] = []
+        payloads: list[Payload] = []
         begins = []
         for i, pieces in enumerate(zip(*(slots for slots, _ in moves), strict=True)):
-            begins.append(len(found))
+            begins.append(len(payloads))
             for shard, (_, into) in zip(pieces, moves, strict=True):
                 if shard.numel() == 0:
                     continue
                 if into.lands_in_place(i):
-                    found.append(Payload(shard, into.slots[i]))
+                    payloads.append(Payload(shard, into.slots[i]))
                 else:
                     self.beside.append((shard, into.slots[i], into.by_rank(i)))
         fillings = []
-        if fill is not None and found + self.beside:
+        if fill is not None and payloads + self.beside:
             # A flat layout's single slot, and pieces sent after all the rest, are written before any sending.
             is_whole = self.beside or len(begins) == 1
             fillings = [Filling(fill, columns, [0 if is_whole else begins[i] for i in tensors])]
         # Views hold the buffers' storages, not their bytes: between gathers the storages are empty.
-        self.payloads = Payloads(found, fillings)
+        self.payloads = Payloads(payloads, fillings)
         self._joined: weakref.WeakKeyDictionary[GatherPlan, GatherPlan] = weakref.WeakKeyDictionary()
 
     def joined(self, other: GatherPlan) -> GatherPlan:
         """The gathers of two plans as a single gather: put together once, and kept as long as both plans live."""
-        made = self._joined.get(other)
-        if made is None:
-            made = self._joined[other] = GatherPlan([])
-            made.payloads = Payloads.joined([self.payloads, other.payloads])
-            made.beside = [*self.beside, *other.beside]
-        return made
+        plan = self._joined.get(other)
+        if plan is None:
+            plan = self._joined[other] = GatherPlan([])
+            plan.payloads = Payloads.joined([self.payloads, other.payloads])
+            plan.beside = [*self.beside, *other.beside]
+        return plan
 
 
 def _with_casts(

@@ -12,9 +12,9 @@ K = TypeVar("K", bound=Hashable)
 
 @dataclass(frozen=True)
 class Lifetime(Generic[K]):
-    """Bytes that `what` held from tick `start` until just before tick `end`."""
+    """Bytes that `key` held from tick `start` until just before tick `end`."""
 
-    what: K
+    key: K
     nbytes: int
     start: int
     end: int
@@ -39,8 +39,8 @@ def place(traces: Sequence[Sequence[Lifetime[K]]]) -> dict[K, int]:
     three wins.
 
     Args:
-        traces: In any order, repeated any number of times. An allocation in several traces has the same size and offset
-            in all.
+        traces: Traces in any order, repeated any number of times. An allocation in several traces has the same size and
+            offset in all.
 
     Returns:
         The offset of each allocation, in bytes, from 0 on. Time grows with the number of overlapping pairs.
@@ -49,17 +49,17 @@ def place(traces: Sequence[Sequence[Lifetime[K]]]) -> dict[K, int]:
     met: dict[K, set[K]] = {}
     for trace in traces:
         in_order = sorted(trace, key=lambda life: life.start)
-        nbytes |= {life.what: life.nbytes for life in in_order}
+        nbytes |= {life.key: life.nbytes for life in in_order}
         _add_meetings(met, in_order)
     by_start = _place_in_order(list(nbytes), nbytes, met)
-    by_size = _place_in_order(sorted(nbytes, key=lambda what: -nbytes[what]), nbytes, met)
+    by_size = _place_in_order(sorted(nbytes, key=lambda key: -nbytes[key]), nbytes, met)
     in_slots = _place_in_slots(nbytes, met)
     return min(by_start, by_size, in_slots, key=lambda offsets: extent(offsets, nbytes))
 
 
 def extent(offsets: Mapping[K, int], nbytes: Mapping[K, int]) -> int:
     """The end of the last placed allocation."""
-    return max((offset + nbytes[what] for what, offset in offsets.items()), default=0)
+    return max((offset + nbytes[key] for key, offset in offsets.items()), default=0)
 
 
 def _add_meetings(met: dict[K, set[K]], in_order: Iterable[Lifetime[K]]) -> None:
@@ -67,19 +67,19 @@ def _add_meetings(met: dict[K, set[K]], in_order: Iterable[Lifetime[K]]) -> None
     alive: list[Lifetime[K]] = []
     for life in in_order:
         alive = [other for other in alive if other.end > life.start]
-        mine = met.setdefault(life.what, set())
+        mine = met.setdefault(life.key, set())
         for other in alive:
-            mine.add(other.what)
-            met[other.what].add(life.what)
+            mine.add(other.key)
+            met[other.key].add(life.key)
         alive.append(life)
 
 
 def _place_in_order(order: Iterable[K], nbytes: Mapping[K, int], met: Mapping[K, set[K]]) -> dict[K, int]:
     """Give each allocation the smallest sufficient gap between overlapping ones, or else the end."""
     offsets: dict[K, int] = {}
-    for what in order:
-        taken = sorted((offsets[other], offsets[other] + nbytes[other]) for other in met[what] if other in offsets)
-        offsets[what] = _smallest_gap(taken, nbytes[what])
+    for key in order:
+        occupied = sorted((offsets[other], offsets[other] + nbytes[other]) for other in met[key] if other in offsets)
+        offsets[key] = _smallest_gap(occupied, nbytes[key])
     return offsets
 
 
@@ -87,16 +87,16 @@ def _place_in_slots(nbytes: Mapping[K, int], met: Mapping[K, set[K]]) -> dict[K,
     """Colour the allocations as if of equal size; a colour's slot is as large as its largest occupant."""
     slots = _place_in_order(nbytes, dict.fromkeys(nbytes, 1), met)
     sizes = [0] * extent(slots, dict.fromkeys(slots, 1))
-    for what, slot in slots.items():
-        sizes[slot] = max(sizes[slot], nbytes[what])
+    for key, slot in slots.items():
+        sizes[slot] = max(sizes[slot], nbytes[key])
     offsets = list(accumulate(sizes, initial=0))
-    return {what: offsets[slot] for what, slot in slots.items()}
+    return {key: offsets[slot] for key, slot in slots.items()}
 
 
-def _smallest_gap(taken: Iterable[tuple[int, int]], nbytes: int) -> int:
+def _smallest_gap(occupied: Iterable[tuple[int, int]], nbytes: int) -> int:
     best: tuple[int, int] | None = None
     end = 0
-    for start, stop in taken:
+    for start, stop in occupied:
         if start - end >= nbytes and (best is None or start - end < best[0]):
             best = (start - end, end)
         end = max(end, stop)

@@ -41,7 +41,7 @@ class Filling(NamedTuple):
     Attributes:
         fill: Called with all columns, on the gather's stream or on a stream awaited by the gather.
         columns: Sequences of equal length; None for a column without use in this gather.
-        begins: For each item the index of its first payload, ascending.
+        begins: The index of each item's first payload, ascending.
     """
 
     fill: Callable[..., object]
@@ -59,7 +59,7 @@ class Filling(NamedTuple):
 
     def is_like(self, other: Filling) -> bool:
         """Whether a single call can write the items of both."""
-        absent, absent_there = ([column is None for column in each.columns] for each in (self, other))
+        absent, absent_there = ([column is None for column in filling.columns] for filling in (self, other))
         return self.fill == other.fill and absent == absent_there
 
     def with_items_of(self, other: Filling) -> Filling:
@@ -75,7 +75,7 @@ class Payloads(Sequence[Payload]):
     The object keeps the tensors alive.
 
     Args:
-        payloads: In wire order.
+        payloads: Payloads in wire order.
         fillings: Write the shards not yet written.
 
     Attributes:
@@ -89,8 +89,8 @@ class Payloads(Sequence[Payload]):
         self._payloads = tuple(payloads)
         self.shards = [shard for shard, _ in self._payloads]
         self.wholes = [full for _, full in self._payloads]
-        self.dtypes = {whole.dtype for whole in self.wholes}
-        self.nbytes = tuple([whole.nbytes for whole in self.wholes])
+        self.dtypes = {unsharded.dtype for unsharded in self.wholes}
+        self.nbytes = tuple([unsharded.nbytes for unsharded in self.wholes])
         self._fillings = [filling for filling in fillings if filling.begins]
 
     @classmethod
@@ -98,15 +98,15 @@ class Payloads(Sequence[Payload]):
         """The payloads of several gathers as a single gather. Fillings with the same function share a call."""
         payloads: list[Payload] = []
         fillings: list[Filling] = []
-        for each in several:
-            for filling in each._fillings:
+        for payload_list in several:
+            for filling in payload_list._fillings:
                 moved = filling._replace(begins=[begin + len(payloads) for begin in filling.begins])
                 alike = [i for i, other in enumerate(fillings) if other.is_like(moved)]
                 if alike:
                     fillings[alike[0]] = fillings[alike[0]].with_items_of(moved)
                 else:
                     fillings.append(moved)
-            payloads += each
+            payloads += payload_list
         return cls(payloads, fillings)
 
     def __len__(self) -> int:
@@ -167,10 +167,12 @@ def flat_bytes(payloads: Iterable[Payload]) -> FlatBytes:
 def by_dtype(payloads: Sequence[Payload]) -> list[list[Payload]]:
     """Payloads grouped by the dtypes of their two tensors, in order of first appearance."""
     dtypes = [(shard.dtype, full.dtype) for shard, full in payloads]
-    found = dict.fromkeys(dtypes)
-    if len(found) == 1:
+    distinct_dtypes = dict.fromkeys(dtypes)
+    if len(distinct_dtypes) == 1:
         return [list(payloads)]
-    return [[payload for payload, own in zip(payloads, dtypes, strict=True) if own == one] for one in found]
+    return [
+        [payload for payload, dtype in zip(payloads, dtypes, strict=True) if dtype == one] for one in distinct_dtypes
+    ]
 
 
 def of_one_dtype(payloads: Sequence[Payload]) -> Sequence[Payload]:
@@ -187,7 +189,7 @@ def pack(tensors: Sequence[torch.Tensor], into: torch.Tensor, num_ranks: int = 1
 
     Args:
         tensors: Contiguous, of equal dtype.
-        into: As large as all tensors together.
+        into: A tensor as large as all tensors together.
         num_ranks: Pieces of each tensor: the axis's number of ranks for wholes.
 
     Returns:

@@ -119,7 +119,7 @@ class PoolAllocator:
         storage = buffer.untyped_storage()
         if storage.nbytes() != 0:
             raise RuntimeError(f"Expected a freed buffer, got one that holds {storage.nbytes()} bytes.")
-        mine = self._known(buffer, storage)
+        mine = self._buffer_of(buffer, storage)
         if mine is None:
             return
         if mine.serial in self._live_nbytes:
@@ -147,7 +147,7 @@ class PoolAllocator:
         Effects: none on a stream.
         """
         storage = buffer.untyped_storage()
-        mine = self._known(buffer, storage)
+        mine = self._buffer_of(buffer, storage)
         if mine is None:
             return
         if storage.nbytes() == 0:
@@ -174,7 +174,7 @@ class PoolAllocator:
             num_plans=self._num_plans,
         )
 
-    def _known(self, buffer: torch.Tensor, storage: torch.UntypedStorage) -> _Buffer | None:
+    def _buffer_of(self, buffer: torch.Tensor, storage: torch.UntypedStorage) -> _Buffer | None:
         """The pool's record of a buffer; None for a buffer without elements."""
         mine = self._buffers.get(storage._cdata)
         if mine is None and buffer.nbytes:
@@ -205,16 +205,16 @@ class PoolAllocator:
         if not ended.left_plan or not ended.is_complete:
             return
         # Hashes: rounds that never repeat hold no memory. A hash collision costs a needless plan.
-        what_happened = hash(tuple(ended.events))
-        if what_happened in self._seen:
+        signature = hash(tuple(ended.events))
+        if signature in self._seen:
             self._learned.append(_trace(ended.events, {mine.serial: mine.nbytes for mine in self._known_buffers()}))
             self._plan_is_due = True
         else:
-            self._seen.append(what_happened)
+            self._seen.append(signature)
 
     def _make_plan(self) -> None:
         alive = {mine.serial for mine in self._known_buffers()}
-        self._learned = [[life for life in trace if life.what.serial in alive] for trace in self._learned]
+        self._learned = [[life for life in trace if life.key.serial in alive] for trace in self._learned]
         self._plan = _Plan(self._learned)
         self._plan_is_due = False
         self._num_plans += 1
@@ -336,11 +336,11 @@ class _Plan:
         self._places: dict[_Request, _Place] = {}
         self._chunks: list[_Chunk] = []
         self.nbytes = self.bound_nbytes = 0
-        for stream in dict.fromkeys(life.what.stream for trace in learned for life in trace):
-            self._add([[life for life in trace if life.what.stream == stream] for trace in learned])
+        for stream in dict.fromkeys(life.key.stream for trace in learned for life in trace):
+            self._add([[life for life in trace if life.key.stream == stream] for trace in learned])
 
     def _add(self, traces: Sequence[_Trace]) -> None:
-        nbytes = {life.what: life.nbytes for trace in traces for life in trace}
+        nbytes = {life.key: life.nbytes for trace in traces for life in trace}
         offsets = place(traces)
         self.nbytes += extent(offsets, nbytes)
         self.bound_nbytes += max(peak_nbytes(trace) for trace in traces)
@@ -358,8 +358,8 @@ class _Plan:
 
     def free_place(self, request: _Request) -> _Place | None:
         """The planned place, if any and free."""
-        found = self._places.get(request)
-        return found if found is not None and found.is_free else None
+        place = self._places.get(request)
+        return place if place is not None and place.is_free else None
 
 
 @dataclass(eq=False)

@@ -49,7 +49,7 @@ def all_gather(
     pending = _gather(Payloads.joined([plan.payloads, staged]), transport)
     pending.wait()
     places = [place for _, _, place in plan.beside]
-    torch._foreach_copy_(places, [each.view(place.shape) for each, place in zip(gathered, places, strict=True)])
+    torch._foreach_copy_(places, [tensor.view(place.shape) for tensor, place in zip(gathered, places, strict=True)])
     return pending
 
 
@@ -129,11 +129,11 @@ def _packed(
 ) -> torch.Tensor:
     """All gradients in a flat (full_numel,) tensor in the wire's dtype, with zeros for absent gradients and gaps."""
     packed = torch.empty(layout.full_numel, dtype=wire, device=device)
-    there = {i: plain_values(each) for i, each in gradients.items() if each is not None and each.numel()}
-    absent = [layout.tensor_range(i) for i in range(layout.num_tensors) if i not in there]
-    if there:
-        places = [packed[slice(*layout.tensor_range(i))].view(gradient.shape) for i, gradient in there.items()]
-        torch._foreach_copy_(places, list(there.values()))
+    present = {i: plain_values(tensor) for i, tensor in gradients.items() if tensor is not None and tensor.numel()}
+    absent = [layout.tensor_range(i) for i in range(layout.num_tensors) if i not in present]
+    if present:
+        places = [packed[slice(*layout.tensor_range(i))].view(gradient.shape) for i, gradient in present.items()]
+        torch._foreach_copy_(places, list(present.values()))
     _zero(packed, [*layout.gaps, *absent])
     return packed
 
@@ -164,7 +164,7 @@ def _payloads(
             staged[i] = plain_values(gradient)
     if staged:
         wholes = _stage(staged, wire, layout, into.device)
-        payloads.update((i, Payload(into.slots[i], whole)) for i, whole in zip(staged, wholes, strict=True))
+        payloads.update((i, Payload(into.slots[i], full)) for i, full in zip(staged, wholes, strict=True))
     return [payload for i in gradients if (payload := payloads[i]).shard.numel() > 0]
 
 

@@ -144,8 +144,8 @@ class _GroupTransport(ABC):
         Effects: a collective for each pair of dtypes on the group, on the current stream. Payloads with a sum wider
             than the wire are an exchange, which allocates a buffer for the arriving pieces: see `_exchange`.
         """
-        for same in by_dtype(payloads):
-            (self._exchange if same[0].widens else self._reduce)(same, op)
+        for payloads_of_dtype in by_dtype(payloads):
+            (self._exchange if payloads_of_dtype[0].widens else self._reduce)(payloads_of_dtype, op)
         return Done()
 
     @abstractmethod
@@ -234,7 +234,7 @@ class GlooTransport(_GroupTransport):
         """Reduce a packed tensor: a copy of every payload on both sides; blocks the host."""
         shards, wholes = zip(*payloads, strict=True)
         with record_function("gloo::reduce_scatter"):
-            packed = torch.cat([whole.view(self.num_ranks, -1) for whole in wholes], dim=1)
+            packed = torch.cat([tensor.view(self.num_ranks, -1) for tensor in wholes], dim=1)
             mine = packed.new_empty(packed.shape[1])
             _reduce_scatter(mine, packed.view(-1), op, self._group)
             unpack(mine, shards)
@@ -243,7 +243,7 @@ class GlooTransport(_GroupTransport):
         """Exchange a packed tensor: a copy of every payload beforehand; blocks the host."""
         shards, wholes = zip(*payloads, strict=True)
         with record_function("gloo::all_to_all"):
-            packed = torch.cat([whole.view(self.num_ranks, -1) for whole in wholes], dim=1)
+            packed = torch.cat([tensor.view(self.num_ranks, -1) for tensor in wholes], dim=1)
             received = torch.empty_like(packed)
             dist.all_to_all_single(received, packed, group=self._group)
             add_up(torch.split(received, [shard.numel() for shard in shards], dim=1), shards, op)
@@ -253,11 +253,11 @@ class GlooTransport(_GroupTransport):
 
         Effects: a collective for each dtype on the group; a copy of every tensor on both sides; blocks the host.
         """
-        for same in by_dtype([Payload(tensor, tensor) for tensor in tensors]):
+        for payloads_of_dtype in by_dtype([Payload(tensor, tensor) for tensor in tensors]):
             with record_function("gloo::all_reduce"):
-                packed = torch.cat([tensor.view(-1) for tensor, _ in same])
+                packed = torch.cat([tensor.view(-1) for tensor, _ in payloads_of_dtype])
                 dist.all_reduce(packed, op, self._group)
-                unpack(packed, [tensor for tensor, _ in same])
+                unpack(packed, [tensor for tensor, _ in payloads_of_dtype])
         return Done()
 
 

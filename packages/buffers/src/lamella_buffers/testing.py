@@ -106,8 +106,8 @@ class _Stamped:
     def toggle(self, i: int) -> None:
         buffer = self._buffers[i]
         if i in self._stamps:
-            same = bool((buffer == self._stamps.pop(i)).all())
-            assert same, "a live buffer's contents must survive other buffers' calls"
+            is_unchanged = bool((buffer == self._stamps.pop(i)).all())
+            assert is_unchanged, "a live buffer's contents must survive other buffers' calls"
             self._allocator.free(buffer)
             return
         self._allocator.allocate(buffer)
@@ -226,8 +226,8 @@ def _start_all_gather(
     payloads = []
     for numel, dtype in kinds:
         full = torch.full((ranks * numel,), 99, dtype=dtype, device=device)
-        own = full[me * numel : (me + 1) * numel]
-        shard = own if in_place else torch.empty_like(own)
+        local = full[me * numel : (me + 1) * numel]
+        shard = local if in_place else torch.empty_like(local)
         payloads.append(Payload(shard.fill_(me + 1).view(numel, 1), full.view(ranks, numel)))
     pending = transport.all_gather(payloads)
 
@@ -272,10 +272,10 @@ def _check_wider_sums(transport: Transport, device: torch.device, op: dist.Reduc
         payloads.append(Payload(shard, for_each.repeat_interleave(shard.numel()).to(kind).view(shard.numel(), ranks)))
     transport.reduce_scatter(payloads, op).wait()
     total = (2.0**11 + ranks - 1) / (ranks if op == dist.ReduceOp.AVG else 1)
-    for i, (shard, whole) in enumerate(payloads):
+    for i, (shard, full) in enumerate(payloads):
         expected = torch.full_like(shard, total * (i + 1) / 2**me)
         assert torch.allclose(shard, expected, rtol=2**-20, atol=0.0), (
-            f"rank {me}: {op} of {whole.dtype} in {shard.dtype} gave {shard.tolist()}, expected {expected[0]}"
+            f"rank {me}: {op} of {full.dtype} in {shard.dtype} gave {shard.tolist()}, expected {expected[0]}"
         )
     assert bool(memory[517:].isnan().all()), "a reduction must write to nothing but its shards"
 

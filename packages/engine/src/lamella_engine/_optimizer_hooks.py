@@ -138,9 +138,9 @@ def refuse_before_finalization(optimizer: Optimizer, *_: object) -> None:
         RuntimeError: A backward was not finalized, of units with some of the optimizer's parameters.
     """
     unfinalized = [tree for tree in living_trees() if tree.awaits_finalization]
-    held = set(map(id, held_by(optimizer))) if unfinalized else ()
+    parameter_ids = set(map(id, held_by(optimizer))) if unfinalized else ()
     for tree in unfinalized:
-        if any(id(parameter) in held for unit in tree.units for parameter in unit.parameters.trained):
+        if any(id(parameter) in parameter_ids for unit in tree.units for parameter in unit.parameters.trained):
             raise RuntimeError(
                 "Expected finalize_backward() before the optimizer's step, got none since the last backward: "
                 "set_manual_backward_finalization(True) leaves gradients unreduced until then. Call it on the "
@@ -156,8 +156,13 @@ def refuse_without_delayed_gradients(optimizer: Optimizer, *_: object) -> None:
         RuntimeError: Delayed gradients are missing.
     """
     late = [unit.gradients.delayed for tree in living_trees() for unit in tree.units if unit.gradients.delayed.num_due]
-    held = set(map(id, held_by(optimizer))) if late else ()
-    missing = [name for each in late if any(id(p.sharded) in held for p in each.parameters) for name in each.missing]
+    parameter_ids = set(map(id, held_by(optimizer))) if late else ()
+    missing = [
+        name
+        for delayed in late
+        if any(id(p.sharded) in parameter_ids for p in delayed.parameters)
+        for name in delayed.missing
+    ]
     if missing:
         raise RuntimeError(
             f"Expected every delayed gradient before the optimizer's step, got none yet for {sorted(missing)}. Compute "

@@ -406,7 +406,7 @@ def test_delayed_scales_are_of_the_steps_before(placements: Any, says_last: bool
                 if says_last:
                     model.set_is_last_backward(is_last)
                 loss_of(model).backward()  # type: ignore[no-untyped-call]
-                used.append(scales.of_each[place].item())
+                used.append(scales.parameter_scales[place].item())
             # The first scale is of the weight itself.
             assert used == pytest.approx(2 * [max(amaxes[max(0, step - 2) : max(1, step)]) / 448])
             optimizer.step()

@@ -50,7 +50,7 @@ def candidates_of(
     policy: MixedPrecisionPolicy,
 ) -> list[Candidate]:
     """The unit's parameters, each once with all modules that hold the parameter."""
-    found: dict[int, Candidate] = {}
+    candidates: dict[int, Candidate] = {}
     ignored_ids = {id(parameter) for parameter in ignored}
     for prefix, inner in own_modules(modules):
         for name, parameter in inner._parameters.items():
@@ -61,20 +61,20 @@ def candidates_of(
                     f"Expected {prefix + name!r} to have dense gradients, got {type(inner).__name__}(sparse=True). "
                     "Make it with sparse=False."
                 )
-            if id(parameter) not in found:
+            if id(parameter) not in candidates:
                 _check_parameter(prefix + name, parameter)
-                kept = checked_keep(prefix + name, keep_fn(parameter))
-                own = policy.resolved_for(parameter)
-                sharding = sharding_of(prefix + name, parameter, axes, placement_fn, kept)
-                if isinstance(own.recipe, Recipe):
-                    _check_recipe(prefix + name, parameter, own.recipe)
-                    if _cuts_blocks(prefix + name, parameter, sharding, own.recipe):
-                        _check_packs(prefix + name, parameter, own.recipe)
-                        kept = Rows(own.recipe.block_rows)
-                        sharding = sharding_of(prefix + name, parameter, axes, placement_fn, kept)
-                found[id(parameter)] = Candidate(prefix + name, parameter, [], sharding, own)
-            found[id(parameter)].owners.append(Owner(inner._parameters, name, weakref.ref(inner)))
-    return list(found.values())
+                rows = checked_keep(prefix + name, keep_fn(parameter))
+                resolved_policy = policy.resolved_for(parameter)
+                sharding = sharding_of(prefix + name, parameter, axes, placement_fn, rows)
+                if isinstance(resolved_policy.recipe, Recipe):
+                    _check_recipe(prefix + name, parameter, resolved_policy.recipe)
+                    if _cuts_blocks(prefix + name, parameter, sharding, resolved_policy.recipe):
+                        _check_packs(prefix + name, parameter, resolved_policy.recipe)
+                        rows = Rows(resolved_policy.recipe.block_rows)
+                        sharding = sharding_of(prefix + name, parameter, axes, placement_fn, rows)
+                candidates[id(parameter)] = Candidate(prefix + name, parameter, [], sharding, resolved_policy)
+            candidates[id(parameter)].owners.append(Owner(inner._parameters, name, weakref.ref(inner)))
+    return list(candidates.values())
 
 
 def _check_recipe(name: str, parameter: nn.Parameter, recipe: Recipe) -> None:
@@ -101,7 +101,7 @@ def _divides(parameter: DTensor, recipe: Recipe) -> bool:
     if not isinstance(recipe, DivisibleRecipe) or parameter.ndim < 2:
         return False
     shape, sizes, placements = parameter.shape, parameter.device_mesh.shape, parameter.placements
-    ranks = [range(1 if each.is_replicate() else size) for each, size in zip(placements, sizes, strict=True)]
+    ranks = [range(1 if placement.is_replicate() else size) for placement, size in zip(placements, sizes, strict=True)]
     parts = [mesh_region(shape, sizes, placements, coordinate) for coordinate in product(*ranks)]
     if any(part.shape[1:] != shape[1:] for part in parts if prod(part.shape)):
         return False
@@ -197,7 +197,9 @@ def by_kind(candidates: list[Candidate]) -> list[list[Candidate]]:
     return list(groups.values())
 
 
-def move_to(modules: list[nn.Module], device: torch.device, rest: torch.device, ignored: set[nn.Parameter]) -> None:
+def move_to(
+    modules: list[nn.Module], device: torch.device, resting_device: torch.device, ignored: set[nn.Parameter]
+) -> None:
     """Move the unit's own buffers to the device, and its parameters to their place of rest, but tensors on meta.
 
     Raises:
@@ -205,7 +207,7 @@ def move_to(modules: list[nn.Module], device: torch.device, rest: torch.device, 
     """
     ignored_ids = {id(parameter) for parameter in ignored}
     for _, inner in own_modules(modules):
-        parameters = [(parameter, rest) for parameter in inner._parameters.values()]
+        parameters = [(parameter, resting_device) for parameter in inner._parameters.values()]
         buffers = [(buffer, device) for buffer in inner._buffers.values()]
         for tensor, to in parameters + buffers:
             if tensor is None or id(tensor) in ignored_ids or tensor.device == to or tensor.is_meta:

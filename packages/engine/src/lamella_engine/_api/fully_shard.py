@@ -163,13 +163,13 @@ def fully_shard(
         group.build_unsharded()
     unit = Unit(groups, tree.context, _as_flag(reshard_after_forward), strategy)
     state = FSDPState(unit, tree, policy, options)
-    taken = [each for below in read for each in _modules_of(below, modules)]
+    former_modules = [each for below in read for each in _modules_of(below, modules)]
     _put_inside(state, inner, read)
     for each, unit_class in zip(modules, classes, strict=True):
         object.__setattr__(each, "__class__", unit_class)  # past a model's own `__setattr__`, which may refuse
         state.hooks_of_outermost.append(each.register_forward_hook(explain_undeclared, always_call=True))
     hooks = register_hooks(modules, owners, state)
-    attach_state(modules, state, StateView(state, modules, policy, hooks), besides=taken)
+    attach_state(modules, state, StateView(state, modules, policy, hooks), former_modules=former_modules)
     note_in_unit(owners)
     watch(owners, unit.parameters)
     return module
@@ -183,13 +183,13 @@ def _outer_modules(module: object) -> list[nn.Module]:
     modules: list[Any] = list(module) if isinstance(module, list | tuple) else [module]
     if not modules:
         raise ValueError("Expected `module` to be a module or several, got an empty list.")
-    for each in modules:
-        if not isinstance(each, nn.Module):
-            raise TypeError(f"Expected `module` to be an nn.Module or a list of them, got {type(each).__name__}.")
+    for outer in modules:
+        if not isinstance(outer, nn.Module):
+            raise TypeError(f"Expected `module` to be an nn.Module or a list of them, got {type(outer).__name__}.")
     if len(set(modules)) < len(modules):
         raise ValueError("Expected different modules in `module`, got one of them twice. Name each once.")
-    inside = {id(inner) for each in modules for inner in each.modules() if inner is not each}
-    return [each for each in modules if id(each) not in inside]
+    inner_ids = {id(inner) for outer in modules for inner in outer.modules() if inner is not outer}
+    return [outer for outer in modules if id(outer) not in inner_ids]
 
 
 def _inner_units(modules: list[nn.Module]) -> dict[FSDPState, str]:
@@ -199,7 +199,7 @@ def _inner_units(modules: list[nn.Module]) -> dict[FSDPState, str]:
         for name, inner in module.named_modules():
             if (state := find_state(inner)) is not None and id(inner) in state.unit.parameters.module_ids:
                 names.setdefault(state, []).append(name)
-    return {state: ", ".join(found) for state, found in names.items()}
+    return {state: ", ".join(paths) for state, paths in names.items()}
 
 
 def _put_inside(outer: FSDPState, inner: dict[FSDPState, str], read: Collection[FSDPState]) -> None:

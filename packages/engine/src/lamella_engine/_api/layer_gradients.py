@@ -26,7 +26,7 @@ def delay_gradient(module: nn.Module, parameter: nn.Parameter) -> Callable[[], N
 
     Args:
         module: The parameter's unit.
-        parameter: Of this unit, in either form.
+        parameter: A parameter of this unit, in either form.
 
     Returns:
         A callback for the layer: one call for each backward, on the stream that made the gradient, after the layer has
@@ -62,8 +62,8 @@ def set_main_grads(module: nn.Module, parameters: Iterable[nn.Parameter]) -> Non
 
     Args:
         module: The unit; not for units below.
-        parameters: Of this unit, in either form; all parameters with a `main_grad` from now on. An empty list removes
-            every `main_grad`.
+        parameters: Parameters of this unit, in either form; all parameters with a `main_grad` from now on. An empty
+            list removes every `main_grad`.
 
     Raises:
         ValueError: The module is no unit, or a parameter is not this unit's.
@@ -75,11 +75,11 @@ def set_main_grads(module: nn.Module, parameters: Iterable[nn.Parameter]) -> Non
         buffer.
     """
     unit = _resting_state_of(module).unit
-    found = [_find(unit, parameter) for parameter in parameters]
-    made = main_grads_of(found, unit.parameters.context.streams)
+    members = [_find(unit, parameter) for parameter in parameters]
+    main_grads = main_grads_of(members, unit.parameters.context.streams)
     for grads in unit.parameters.main_grads:
         grads.unmark()
-    unit.parameters.main_grads = made
+    unit.parameters.main_grads = main_grads
 
 
 def allocate_main_grads(module: nn.Module) -> None:
@@ -120,9 +120,9 @@ def _resting_state_of(module: nn.Module) -> FSDPState:
 def _find(unit: Unit, parameter: nn.Parameter) -> tuple[ParameterGroup, ShardedParameter]:
     """A unit's parameter and its group, from either form of the parameter."""
     for group in unit.parameters.groups:
-        for found in group.parameters:
-            if parameter is found.sharded or parameter is found.unsharded:
-                return group, found
+        for member in group.parameters:
+            if parameter is member.sharded or parameter is member.unsharded:
+                return group, member
     raise ValueError(
         f"Expected a parameter of {unit.parameters.title}, got one of shape {tuple(parameter.shape)} that is not. Ask "
         "the unit that owns it, after it was sharded."

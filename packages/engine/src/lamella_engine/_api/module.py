@@ -45,9 +45,9 @@ class FSDPModule(_TorchsModule, UnitVerbs):
         # Slicing a container makes a new one of the same class: it is no unit, so it gets the class it had before.
         original: Any = cls.__mro__[cls._orig_cls_mro_index]
         takes_arguments = original.__new__ is not object.__new__
-        made = original.__new__(original, *args, **kwargs) if takes_arguments else original.__new__(original)
-        made.__init__(*args, **kwargs)
-        return cast(Self, made)
+        instance = original.__new__(original, *args, **kwargs) if takes_arguments else original.__new__(original)
+        instance.__init__(*args, **kwargs)
+        return cast(Self, instance)
 
     # -- verbs -------------------------------------------------------------------------------------------------------
 
@@ -141,8 +141,9 @@ class FSDPModule(_TorchsModule, UnitVerbs):
         """Clear gradients of the sharded parameters, and gradients kept unreduced, of this unit and all units below.
 
         Args:
-            args: Of the model's own `zero_grad`, which is called first; torch's takes `set_to_none`, True by default.
-            kwargs: The same by name.
+            args: Positional arguments of the model's own `zero_grad`, which is called first; torch's takes
+                `set_to_none`, True by default.
+            kwargs: Keyword arguments of the model's own `zero_grad`.
         """
         set_to_none = kwargs.get("set_to_none", args[0] if args else True)
         state_of(self).tree.finish_left()
@@ -255,7 +256,7 @@ class FSDPModule(_TorchsModule, UnitVerbs):
         """Name the units to gather ahead when this unit's backward begins, instead of the next in the learned order.
 
         Args:
-            modules: As for `set_modules_to_forward_prefetch`.
+            modules: Units, as `set_modules_to_forward_prefetch` takes them.
 
         Raises:
             ValueError: A module is no unit.
@@ -282,7 +283,7 @@ class FSDPModule(_TorchsModule, UnitVerbs):
         Args:
             max_input_buffers: 1 is the default. Each more keeps another unit's unreduced gradients alive, and helps if
                 reductions take longer than the backward that should hide them.
-            recurse: For units below too. The largest number in the tree counts for all units, from the next backward
+            recurse: Units below change too. The largest number in the tree counts for all units, from the next backward
                 on.
 
         Raises:
@@ -403,7 +404,7 @@ class FSDPModule(_TorchsModule, UnitVerbs):
 
         Args:
             enable: False goes back to the shared communicator.
-            recurse: For units below too. Units on the same ranks share a communicator.
+            recurse: Units below get communicators too. Units on the same ranks share a communicator.
 
         Effects: creates a process group for each set of ranks that has none, which is a collective on the ranks.
         """

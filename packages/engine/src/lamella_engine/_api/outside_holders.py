@@ -47,7 +47,9 @@ def refuse_outside_holders(modules: Iterable[tuple[str, nn.Module]], parameters:
         for name, value in vars(module).items():
             if name in _OWN or (isinstance(module, nn.RNNBase) and name == "_flat_weights"):
                 continue
-            for parameter, holder in _held(value, prefix + name, type(module).__name__, parameters, _DEPTH, seen):
+            for parameter, holder in _parameters_held_in(
+                value, prefix + name, type(module).__name__, parameters, _DEPTH, seen
+            ):
                 raise ValueError(
                     f"Expected only modules to hold {parameters[parameter]!r}, got the Parameter itself in "
                     f"{holder.path!r} of a {holder.class_name} too. After fully_shard that would compute with a weight "
@@ -56,7 +58,7 @@ def refuse_outside_holders(modules: Iterable[tuple[str, nn.Module]], parameters:
                 )
 
 
-def _held(
+def _parameters_held_in(
     value: object, path: str, class_name: str, ids: Container[int], depth: int, seen: _Seen
 ) -> Iterator[tuple[int, _Holder]]:
     """The parameters below an attribute, each with the place that holds it."""
@@ -72,7 +74,7 @@ def _held(
         return
     seen[id(value)] = value, depth  # The object itself too: the id of one that is gone may be another's.
     for inner_path, inner_class, inner in _parts(value, path, class_name):
-        yield from _held(inner, inner_path, inner_class, ids, depth - 1, seen)
+        yield from _parameters_held_in(inner, inner_path, inner_class, ids, depth - 1, seen)
 
 
 def _parts(value: object, path: str, class_name: str) -> Iterator[tuple[str, str, object]]:

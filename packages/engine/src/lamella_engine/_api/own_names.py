@@ -35,10 +35,10 @@ class _YieldingVerb:
     def __get__(self, module: nn.Module | None, owner: type | None = None) -> Any:
         if module is None:
             return self._verb
-        attribute = self._of_model(module)
+        attribute = self._model_attribute(module)
         return self._verb.__get__(module, owner) if attribute is _ABSENT else attribute
 
-    def _of_model(self, module: nn.Module) -> object:
+    def _model_attribute(self, module: nn.Module) -> object:
         for table in _TABLES:
             if self._name in (attributes := vars(module).get(table, {})):
                 return attributes[self._name]

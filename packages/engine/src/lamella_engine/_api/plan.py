@@ -20,9 +20,10 @@ class PlannedParameter(NamedTuple):
 
     Attributes:
         name: Below the unit.
-        shape: Of the whole parameter; of this rank's part, if the parameter comes as a DTensor on other axes.
+        shape: The whole parameter's shape; the shape of this rank's part, if the parameter comes as a DTensor on other
+            axes.
         main_dtype: At rest.
-        compute_dtype: In compute.
+        compute_dtype: The parameter's dtype in compute.
         unsharded_nbytes: Bytes of the gathered parameter, in the format that its recipe gives it, and of its caches.
     """
 
@@ -38,8 +39,8 @@ class PlannedUnit:
     """A planned unit: a module for `fully_shard`.
 
     Attributes:
-        name: Of the module in the model; "" is the model itself.
-        class_name: Of the module.
+        name: The module's name in the model; "" is the model itself.
+        class_name: The name of the module's class.
         parameters: The parameters of the unit, each once.
     """
 
@@ -69,7 +70,7 @@ class ShardingPlan:
     """The units that `fully_shard_model` makes of a model, for `print`.
 
     Attributes:
-        units: In the order of sharding; the model itself is the last.
+        units: Planned units in the order of sharding; the model itself is the last.
         notes: Departures of the plan from the request, with reasons.
         num_ranks: The number of ranks that share each parameter; None if unknown.
     """

@@ -60,7 +60,7 @@ class Presence:
         self._keep_budget = keep_budget
         self._holders: dict[int | None, set[Key]] = {layer: set() for layer in nbytes}
         self._present: set[int | None] = set()
-        self._ahead: set[int | None] = set()  # gathered, and not used yet
+        self._prefetched: set[int | None] = set()  # gathered, and not used yet
 
     @property
     def total(self) -> int:
@@ -73,7 +73,7 @@ class Presence:
         if key in self._holders[layer] or not self._fits_ahead(layer):
             return False
         if layer is not None and layer not in self._present:
-            self._ahead.add(layer)
+            self._prefetched.add(layer)
         self._take(key)
         return True
 
@@ -82,7 +82,7 @@ class Presence:
         layer = key[1]
         is_late = key not in self._holders[layer]
         self._take(key)
-        self._ahead.discard(layer)
+        self._prefetched.discard(layer)
         return is_late
 
     def finish(self, key: Key) -> bool:
@@ -90,7 +90,7 @@ class Presence:
         microbatch, layer, phase = key
         holders = self._holders[layer]
         holders.remove(key)
-        if phase == "forward" and layer in self._kept:
+        if phase == "forward" and layer in self._kept_layers:
             holders.add((microbatch, layer, "backward"))
             return False
         if not holders and layer not in self._staying:
@@ -104,18 +104,18 @@ class Presence:
     def _fits_ahead(self, layer: int | None) -> bool:
         if self._prefetch_budget is None or layer is None or layer in self._present:
             return True
-        waiting = sum(self._nbytes[other] for other in self._ahead)
+        waiting = sum(self._nbytes[other] for other in self._prefetched)
         return not waiting or waiting + self._nbytes[layer] <= self._prefetch_budget
 
     @cached_property
-    def _kept(self) -> frozenset[int | None]:
+    def _kept_layers(self) -> frozenset[int | None]:
         """The layers that stay from forward to backward."""
-        left, kept = self._keep_budget, set()
+        remaining_nbytes, layers = self._keep_budget, set()
         for layer in sorted((layer for layer in self._nbytes if layer is not None), reverse=True):
-            if layer not in self._staying and self._nbytes[layer] <= left:
-                kept.add(layer)
-                left -= self._nbytes[layer]
-        return frozenset(kept)
+            if layer not in self._staying and self._nbytes[layer] <= remaining_nbytes:
+                layers.add(layer)
+                remaining_nbytes -= self._nbytes[layer]
+        return frozenset(layers)
 
 
 def peak_unsharded_nbytes(
@@ -136,8 +136,8 @@ def peak_unsharded_nbytes(
         events: `lamella_schedule.order` or `run_order`. Events other than of residence count nothing.
         layers: Unsharded bytes of each layer, in the order of the schedule. Layers are freed after each pass (ZeRO-3).
         around: Unsharded bytes of the parameters around the layers.
-        prefetch_budget: As in `ShardingOptions`; `UnitResidence` tells its meaning under a schedule.
-        keep_budget: The same.
+        prefetch_budget: The budget of `ShardingOptions`, in bytes; `UnitResidence` tells its meaning under a schedule.
+        keep_budget: The budget of `ShardingOptions`, in bytes.
     """
     nbytes: dict[int | None, int] = {None: around, **dict(enumerate(layers))}
     return peak(events, Presence(nbytes, prefetch_budget=prefetch_budget, keep_budget=keep_budget))

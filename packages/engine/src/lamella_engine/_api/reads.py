@@ -43,7 +43,7 @@ def declare_reads(reader: nn.Module, *names: str) -> None:
 
     Args:
         reader: A module in no unit yet. The reader may become a unit or stay a part of a unit.
-        names: Of parameters, from the reader on; or patterns (`fnmatch`). `fully_shard` looks the names up again.
+        names: Names of parameters, from the reader on; or patterns (`fnmatch`). `fully_shard` looks the names up again.
 
     Raises:
         TypeError: Not a module, no names, or a name is no string.
@@ -81,11 +81,11 @@ def reads_of(reader: nn.Module) -> dict[str, nn.Parameter]:
     declared = reader.__dict__.get(_READS, ())
     for name in declared:
         _check_name(reader, name)
-    known = [name for cls, names in _READS_OF_TORCHS.items() if isinstance(reader, cls) for name in names]
-    patterns = (*declared, *known)
+    torch_reads = [name for cls, names in _READS_OF_TORCHS.items() if isinstance(reader, cls) for name in names]
+    patterns = (*declared, *torch_reads)
     if not patterns:
         return {}
-    return {name: p for name, p in _parameters_below(reader) if any(_matches(name, each) for each in patterns)}
+    return {name: p for name, p in _parameters_below(reader) if any(_matches(name, pattern) for pattern in patterns)}
 
 
 def _parameters_below(reader: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -99,11 +99,11 @@ def _matches(name: str, pattern: str) -> bool:
 def _check_name(reader: nn.Module, pattern: str) -> None:
     names = [name for name, _ in _parameters_below(reader)]
     if not any(_matches(name, pattern) for name in names):
-        inside = [name for name in names if name.startswith(f"{pattern}.")]
-        near = inside or difflib.get_close_matches(pattern, names, n=_NUM_SUGGESTIONS, cutoff=0.4) or names
+        inner_names = [name for name in names if name.startswith(f"{pattern}.")]
+        suggestions = inner_names or difflib.get_close_matches(pattern, names, n=_NUM_SUGGESTIONS, cutoff=0.4) or names
         raise ValueError(
             f"Expected {pattern!r} to name a parameter below a child of {type(reader).__name__}, got none. There are "
-            f"{', '.join(map(repr, near[:_NUM_SUGGESTIONS])) or 'none'}."
+            f"{', '.join(map(repr, suggestions[:_NUM_SUGGESTIONS])) or 'none'}."
         )
 
 
@@ -121,7 +121,7 @@ def units_read(
     """The inner units whose parameters some modules of a new unit read directly.
 
     Args:
-        modules: Of the new unit, with dotted prefixes.
+        modules: The new unit's modules, with dotted prefixes.
         inner: The inner units, at rest, and their names.
         inside: Ids of all modules in the new unit.
         strategy: The new unit's ZeRO stage.
@@ -130,7 +130,12 @@ def units_read(
     Raises:
         ValueError: An inner unit cannot become a part of the new unit.
     """
-    holders = {id(p.sharded): each for each in inner for g in each.unit.parameters.groups for p in g.parameters}
+    holders = {
+        id(p.sharded): inner_state
+        for inner_state in inner
+        for g in inner_state.unit.parameters.groups
+        for p in g.parameters
+    }
     read: dict[FSDPState, None] = {}
     for prefix, reader in modules:
         for name, parameter in reads_of(reader).items():
@@ -150,9 +155,9 @@ def units_read(
 def _check_alike(name: str, read: UnitParameters, strategy: Strategy, num_neighbours: int | None) -> None:
     for group in read.groups:
         is_factor = num_neighbours not in (None, 1, group.axes.num_shards)
-        wanted = num_neighbours if is_factor else None
+        expected = num_neighbours if is_factor else None
         got = None if group.neighbours is None else group.neighbours.num_ranks
-        if read.strategy != strategy or wanted != got:
+        if read.strategy != strategy or expected != got:
             raise ValueError(
                 f"Expected the unit of {name!r}, which is read without calling its module, to have the `placements` "
                 "and the number in `reshard_after_forward` of the unit that reads it, got others. Give both calls the "
@@ -186,7 +191,7 @@ def _undeclared(outermost: nn.Module, running: Sequence[nn.Module]) -> tuple[nn.
     """The module that has to declare a read, and the names below the module of the parameters it may have read.
 
     Args:
-        outermost: Of the units.
+        outermost: The outermost of the units.
         running: The modules with a method running, the innermost first.
     """
     innermost = running[0] if running else outermost
@@ -194,8 +199,8 @@ def _undeclared(outermost: nn.Module, running: Sequence[nn.Module]) -> tuple[nn.
     if not called:  # the innermost module has read a parameter of a module below
         return innermost, [clean_name(name) for name, p in _parameters_below(innermost) if _is_at_rest(p)]
     # A part of a unit was called, and the unit's module was not: the reader is outside the unit.
-    inside = {id(module) for unit in _units_with(outermost, called) for module in unit.modules()}
-    reader = next((module for module in running if id(module) not in inside), outermost)
+    called_ids = {id(module) for unit in _units_with(outermost, called) for module in unit.modules()}
+    reader = next((module for module in running if id(module) not in called_ids), outermost)
     return reader, [clean_name(name) for name, p in _parameters_below(reader) if id(p) in called]
 
 
@@ -214,4 +219,4 @@ def _is_at_rest(parameter: nn.Parameter) -> bool:
 def _running_modules(error: BaseException) -> list[nn.Module]:
     """The modules with a method running at the raise, the innermost first."""
     selves = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return [each for each in reversed(selves) if isinstance(each, nn.Module)]
+    return [candidate for candidate in reversed(selves) if isinstance(candidate, nn.Module)]

@@ -147,7 +147,7 @@ class UnitResidence:
     @cached_property
     def _acting(self) -> dict[int | None, list[Unit]]:
         units: dict[int | None, list[FSDPModule]] = {None: [self._model], **dict(enumerate(self._layers))}
-        return {layer: [state_of(unit).acting.unit for unit in of_layer] for layer, of_layer in units.items()}
+        return {layer: [state_of(unit).acting.unit for unit in layer_units] for layer, layer_units in units.items()}
 
     def _units_of(self, event: ResidenceEvent) -> list[FSDPModule]:
         if event.layer is None:
@@ -161,7 +161,7 @@ class UnitResidence:
 
 
 def _units(layer: nn.Module | Sequence[nn.Module], name: str) -> list[FSDPModule]:
-    return [_unit(layer, name)] if isinstance(layer, nn.Module) else [_unit(each, name) for each in layer]
+    return [_unit(layer, name)] if isinstance(layer, nn.Module) else [_unit(inner, name) for inner in layer]
 
 
 def _unit(module: nn.Module, name: str) -> FSDPModule:

@@ -53,7 +53,7 @@ def _check_custom(unit: UnitParameters, method: str, comm: object) -> None:
     check_one_mesh(unit, method, "the group that `comm` is called with")
 
 
-def check_one_mesh(unit: UnitParameters, method: str, what: str) -> None:
+def check_one_mesh(unit: UnitParameters, method: str, subject: str) -> None:
     """Refuse a call that would mean different things for parts of a unit.
 
     Raises:
@@ -62,8 +62,8 @@ def check_one_mesh(unit: UnitParameters, method: str, what: str) -> None:
     if len({group.axes for group in unit.groups}) > 1:
         raise ValueError(
             f"Expected a unit whose parameters lie on one mesh, got several: {method} is not supported with multiple "
-            f"param groups, as {what} would be ambiguous. Give parameters on other meshes (`shard_placement_fn`) units "
-            "of their own."
+            f"param groups, as {subject} would be ambiguous. Give parameters on other meshes (`shard_placement_fn`) "
+            "units of their own."
         )
 
 
@@ -72,11 +72,11 @@ def separate_reductions(units: Iterable[UnitParameters], enable: bool) -> None:
 
     Effects: creates a process group for each set of ranks that has none, which is a collective on the ranks.
     """
-    made: dict[tuple[int, ...], Transport] = {}
+    transports_by_ranks: dict[tuple[int, ...], Transport] = {}
     for group in (group for unit in units for group in unit.groups):
         shared, separate = group.axes.shard_group, _separate_reduce_transport(group)
         if enable and shared is not None and shared.size() > 1:
-            separate = _separate_transport(shared, group.axes.mesh.device_type, separate, made)
+            separate = _separate_transport(shared, group.axes.mesh.device_type, separate, transports_by_ranks)
         elif not enable:
             separate = None
         if isinstance(group.reduce_transport, CustomReduceScatter):
@@ -91,17 +91,20 @@ def _separate_reduce_transport(group: ParameterGroup) -> Transport | None:
 
 
 def _separate_transport(
-    shared: dist.ProcessGroup, device_type: str, existing: Transport | None, made: dict[tuple[int, ...], Transport]
+    shared: dist.ProcessGroup,
+    device_type: str,
+    existing: Transport | None,
+    transports_by_ranks: dict[tuple[int, ...], Transport],
 ) -> Transport:
     """A transport over the same ranks with a separate communicator, one for each set of ranks."""
     ranks = tuple(dist.get_process_group_ranks(shared))
     if existing is not None:
-        made.setdefault(ranks, existing)
+        transports_by_ranks.setdefault(ranks, existing)
         return existing
-    if ranks not in made:
-        own = dist.new_group(list(ranks), use_local_synchronization=True, group_desc="fsdp_reduce_scatter")
-        made[ranks] = transport_for(own, device_type)
-    return made[ranks]
+    if ranks not in transports_by_ranks:
+        separate_group = dist.new_group(list(ranks), use_local_synchronization=True, group_desc="fsdp_reduce_scatter")
+        transports_by_ranks[ranks] = transport_for(separate_group, device_type)
+    return transports_by_ranks[ranks]
 
 
 def check_takes_group_memory(unit: UnitParameters) -> None:

@@ -64,7 +64,7 @@ def fully_shard_model(
             in `_no_split_modules` of the model and of its modules; or a number of bytes: the outermost modules whose
             unsharded parameters fit become units, and so do single modules that are larger.
         verbose: Print the plan, on rank 0.
-        fully_shard_kwargs: For every `fully_shard` call alike; `options` too.
+        fully_shard_kwargs: Arguments of every `fully_shard` call; `options` too.
 
     Returns:
         `model`, changed.
@@ -77,8 +77,8 @@ def fully_shard_model(
 
     Effects: as `fully_shard`, once a unit; prints.
     """
-    known = {name: fully_shard_kwargs.get(name) for name in ("mp_policy", "ignored_params")}
-    plan = plan_units(model, units=units, **known)
+    planning_arguments = {name: fully_shard_kwargs.get(name) for name in ("mp_policy", "ignored_params")}
+    plan = plan_units(model, units=units, **planning_arguments)
     modules = [model.get_submodule(unit.name) for unit in plan.units]
     for module in modules:
         fully_shard(module, **fully_shard_kwargs)
@@ -98,8 +98,8 @@ def plan_units(
     """The plan of `fully_shard_model`, without sharding; a model on the meta device will do.
 
     Args:
-        model: As for `fully_shard_model`, like `units`.
-        units: As for `fully_shard_model`.
+        model: The model that `fully_shard_model` would shard.
+        units: The choice of units, as `fully_shard_model` takes it.
         mp_policy: Number formats that sizes are counted in.
         ignored_params: Parameters that will be left alone.
         num_ranks: Ranks that will share each parameter, for the bytes that each rank holds. None leaves the bytes out.
@@ -115,7 +115,7 @@ def plan_units(
     matched = _matched(tree, units)
     choice = _Choice(tree, matched)
     planned = [_planned(tree, name, module) for name, module in choice.chosen]
-    planned.append(_rest(tree, choice.chosen))
+    planned.append(_remaining_unit(tree, choice.chosen))
     return ShardingPlan(units=tuple(planned), notes=tuple(choice.notes), num_ranks=num_ranks)
 
 
@@ -152,7 +152,7 @@ class _Tree:
         self._policy = as_policy(policy)
         self._ignored = {id(parameter) for parameter in ignored}
         self._places: dict[int, list[tuple[str, set[int]]]] = {}
-        self._held: dict[int, dict[int, None]] = {}
+        self._parameter_ids: dict[int, dict[int, None]] = {}
         self._readers: dict[int, tuple[str, str]] = {}
         paths = list(_paths(model))
         for name, path in paths:
@@ -167,7 +167,7 @@ class _Tree:
             through = {id(module) for module in path}
             self._places.setdefault(id(parameter), []).append((_join(name, own_name), through))
             for module in through:
-                self._held.setdefault(module, {})[id(parameter)] = None
+                self._parameter_ids.setdefault(module, {})[id(parameter)] = None
 
     def _note_reads(self, name: str, reader: nn.Module) -> None:
         for read in reads_of(reader):
@@ -178,18 +178,23 @@ class _Tree:
 
     def holds(self, module: nn.Module) -> bool:
         """Whether a module holds parameters to shard."""
-        return id(module) in self._held
+        return id(module) in self._parameter_ids
 
-    def held(self, module: nn.Module, *, besides: Collection[nn.Module] = ()) -> list[PlannedParameter]:
-        """The parameters of a module, each once, without the parameters of the modules in `besides`."""
-        wanted = set(self._held.get(id(module), ())).difference(*(self._held[id(other)] for other in besides))
-        return [self._described(name, p) for name, p in module.named_parameters() if id(p) in wanted]
+    def held(self, module: nn.Module, *, excluded: Collection[nn.Module] = ()) -> list[PlannedParameter]:
+        """The parameters of a module, each once, without the parameters of the modules in `excluded`."""
+        parameter_ids = set(self._parameter_ids.get(id(module), ())).difference(
+            *(self._parameter_ids[id(other)] for other in excluded)
+        )
+        return [self._described(name, p) for name, p in module.named_parameters() if id(p) in parameter_ids]
 
     def _described(self, name: str, parameter: nn.Parameter) -> PlannedParameter:
         policy, shape = self._policy.resolved_for(parameter), tuple(local_of(parameter).shape)
         main, compute, _ = dtypes_of(parameter, policy)
         recipe = policy.recipe_of(main)
-        nbytes = sum(prod(each.shape) * each.dtype.itemsize for each in recipe.payloads(shape, main))
+        nbytes = sum(
+            prod(payload_format.shape) * payload_format.dtype.itemsize
+            for payload_format in recipe.payloads(shape, main)
+        )
         return PlannedParameter(name, shape, main, compute, nbytes + cached_nbytes(recipe, [shape]))
 
     def nbytes(self, module: nn.Module) -> int:
@@ -198,8 +203,8 @@ class _Tree:
 
     def is_leaf(self, module: nn.Module) -> bool:
         """Whether no module inside can be a unit."""
-        inside = (inner for inner in module.modules() if inner is not module)
-        return not any(self.holds(inner) and self.reader(inner) is None for inner in inside)
+        inner_modules = (inner for inner in module.modules() if inner is not module)
+        return not any(self.holds(inner) and self.reader(inner) is None for inner in inner_modules)
 
     def reader(self, module: nn.Module) -> tuple[str, str] | None:
         """The class of an outer module which reads a parameter inside without a call, and the parameter's name."""
@@ -207,7 +212,7 @@ class _Tree:
 
     def tie(self, module: nn.Module) -> tuple[str, str] | None:
         """The names, in a module and outside, of a parameter shared with the rest of the model."""
-        for parameter in self._held[id(module)]:
+        for parameter in self._parameter_ids[id(module)]:
             places = self._places[parameter]
             outside = [name for name, through in places if id(module) not in through]
             if outside:
@@ -264,8 +269,8 @@ def _within(tree: _Tree, budget: int) -> set[int]:
 
 
 def _no_split(tree: _Tree) -> set[int]:
-    said = [getattr(module, "_no_split_modules", None) or () for module in tree.model.modules()]
-    names = {name for names in said for name in names}
+    class_names = [getattr(module, "_no_split_modules", None) or () for module in tree.model.modules()]
+    names = {name for names in class_names for name in names}
     if not names:
         raise ValueError(
             f"Expected a model with `_no_split_modules`, as Hugging Face's have, got {type(tree.model).__name__}. "
@@ -288,11 +293,11 @@ def _matching(tree: _Tree, selector: Selector) -> set[int]:
         matched = {id(m) for _, m in tree.entries if isinstance(m, selector)}
     if matched:
         return matched
-    what = f"the pattern {selector!r}" if isinstance(selector, str) else f"the class {_full_name(selector)}"
+    selector_text = f"the pattern {selector!r}" if isinstance(selector, str) else f"the class {_full_name(selector)}"
     there_are = _names_like(tree, selector) if isinstance(selector, str) else _classes_in(tree, selector)
     raise ValueError(
-        f"Expected `units` to match modules with parameters below the model, got {what}, which matches none. There "
-        f"are {there_are}."
+        f"Expected `units` to match modules with parameters below the model, got {selector_text}, which matches none. "
+        f"There are {there_are}."
     )
 
 
@@ -303,16 +308,16 @@ def _matches(pattern: str, name: str) -> bool:
 def _names_like(tree: _Tree, pattern: str) -> str:
     """The names nearest to a pattern without a match, numbers as `*`."""
     names = list(dict.fromkeys(re.sub(r"\d+", "*", name) for name, _ in tree.entries))
-    near = difflib.get_close_matches(re.sub(r"\d+", "*", pattern), names, n=_NUM_SUGGESTIONS, cutoff=0.5)
-    return _listed([repr(name) for name in near or names])
+    suggestions = difflib.get_close_matches(re.sub(r"\d+", "*", pattern), names, n=_NUM_SUGGESTIONS, cutoff=0.5)
+    return _listed([repr(name) for name in suggestions or names])
 
 
 def _classes_in(tree: _Tree, instead_of: type | None = None) -> str:
     """The classes to choose from; classes with the wanted name come first, in full."""
     classes = list(dict.fromkeys(type(module) for _, module in tree.entries if _has_forward(module)))
     name = instead_of.__name__ if instead_of else ""
-    same = [_full_name(cls) for cls in classes if cls.__name__ == name]
-    return _listed(same + sorted({cls.__name__ for cls in classes} - {name}))
+    full_names = [_full_name(cls) for cls in classes if cls.__name__ == name]
+    return _listed(full_names + sorted({cls.__name__ for cls in classes} - {name}))
 
 
 def _full_name(cls: type) -> str:
@@ -383,6 +388,6 @@ def _planned(tree: _Tree, name: str, module: nn.Module) -> PlannedUnit:
     return PlannedUnit(name=name, class_name=type(module).__name__, parameters=tuple(tree.held(module)))
 
 
-def _rest(tree: _Tree, chosen: list[tuple[str, nn.Module]]) -> PlannedUnit:
-    left = tree.held(tree.model, besides=[module for _, module in chosen])
-    return PlannedUnit(name="", class_name=type(tree.model).__name__, parameters=tuple(left))
+def _remaining_unit(tree: _Tree, chosen: list[tuple[str, nn.Module]]) -> PlannedUnit:
+    parameters = tree.held(tree.model, excluded=[module for _, module in chosen])
+    return PlannedUnit(name="", class_name=type(tree.model).__name__, parameters=tuple(parameters))

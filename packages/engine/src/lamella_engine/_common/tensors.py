@@ -35,11 +35,11 @@ def _map(fn: Callable[[torch.Tensor], torch.Tensor], node: Any) -> Any:
         return fn(node)
     kind = type(node)
     if kind is tuple or kind is list:
-        return kind([fn(each) if isinstance(each, torch.Tensor) else _map(fn, each) for each in node])
+        return kind([fn(child) if isinstance(child, torch.Tensor) else _map(fn, child) for child in node])
     if kind is dict:
-        return {key: _map(fn, each) for key, each in node.items()} if node else node
+        return {key: _map(fn, child) for key, child in node.items()} if node else node
     if not pytree.tree_is_leaf(node):
-        return pytree.tree_map(lambda each: _map(fn, each), node, is_leaf=lambda each: each is not node)
+        return pytree.tree_map(lambda child: _map(fn, child), node, is_leaf=lambda child: child is not node)
     return _map_fields(fn, node) if _is_record(node) else node
 
 
@@ -56,31 +56,31 @@ def hides_tensors(tree: object) -> bool:
 
 
 def _leaves(tree: object) -> list[object]:
-    found: list[object] = []
-    _collect(tree, found)
-    return found
+    leaves: list[object] = []
+    _collect(tree, leaves)
+    return leaves
 
 
-def _collect(node: Any, found: list[object]) -> None:
+def _collect(node: Any, leaves: list[object]) -> None:
     kind = type(node)
     if kind is tuple or kind is list:
-        for each in node:
-            if isinstance(each, torch.Tensor):
-                found.append(each)
+        for child in node:
+            if isinstance(child, torch.Tensor):
+                leaves.append(child)
             else:
-                _collect(each, found)
+                _collect(child, leaves)
     elif kind is dict:
-        for each in node.values():
-            _collect(each, found)
+        for child in node.values():
+            _collect(child, leaves)
     elif isinstance(node, _PLAIN):
-        found.append(node)
+        leaves.append(node)
     elif not pytree.tree_is_leaf(node):
-        for each in pytree.tree_leaves(node, is_leaf=lambda each: each is not node):
-            _collect(each, found)
+        for child in pytree.tree_leaves(node, is_leaf=lambda child: child is not node):
+            _collect(child, leaves)
     elif _is_record(node):
-        _collect(_fields(node), found)
+        _collect(_fields(node), leaves)
     else:
-        found.append(node)
+        leaves.append(node)
 
 
 def _is_record(leaf: object) -> bool:

@@ -30,7 +30,7 @@ def table(rows: Sequence[Sequence[str]], *, right: Collection[str] = ()) -> str:
     """Columns as wide as their widest cell.
 
     Args:
-        rows: Of equal length; the first holds the columns' names.
+        rows: Rows of equal length; the first holds the columns' names.
         right: Names of the columns to align to the right.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

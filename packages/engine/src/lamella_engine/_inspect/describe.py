@@ -57,7 +57,7 @@ def _group(group: ParameterGroup) -> Iterator[str]:
     dtypes = dtypes_of(group.parameters[0].sharded, group.policy)
     main, _, reduced = (str(dtype).removeprefix("torch.") for dtype in dtypes)
     payloads = group.payload_layouts(group.layout, dtypes[0])
-    wire = ", ".join(str(each.dtype).removeprefix("torch.") for each in payloads.formats)
+    wire = ", ".join(str(payload_format.dtype).removeprefix("torch.") for payload_format in payloads.formats)
     home = "" if group.offload is None else ", on the CPU"
     yield f"at rest     {main}, {size_text(group.main_weight.flat.nbytes)} a rank with padding{home}"
     yield f"unsharded   {wire}, {size_text(payloads.nbytes)} with padding"

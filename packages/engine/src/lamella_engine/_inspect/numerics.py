@@ -28,7 +28,7 @@ class NonFinite:
     """Non-finite elements of one parameter on one rank.
 
     Attributes:
-        name: Of the parameter.
+        name: The parameter's name.
         rank: The rank whose part has the elements.
         count: The number of elements in the part.
         kind: "nan" or "inf"; infinity of either sign.
@@ -44,7 +44,7 @@ class Spike(NamedTuple):
     """A norm far above earlier norms.
 
     Attributes:
-        name: Of the parameter.
+        name: The parameter's name.
         value: The norm now.
         usual: The median of earlier norms; NaN without earlier norms.
     """
@@ -107,11 +107,11 @@ def find_nonfinite(model: nn.Module, *, of: Literal["gradient", "weight", "unred
         (pipeline stages do).
     """
     _check_of(of, "gradient", "weight", "unreduced")
-    found = _nonfinite(list(_unreduced(model) if of == "unreduced" else _named_locals(model, of)))
+    nonfinite = _nonfinite(list(_unreduced(model) if of == "unreduced" else _named_locals(model, of)))
     if not dist.is_initialized():
-        return found
+        return nonfinite
     everywhere: list[list[NonFinite]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everywhere, found)
+    dist.all_gather_object(everywhere, nonfinite)
     return [item for items in everywhere for item in items]
 
 
@@ -158,9 +158,9 @@ class SpikeWatch:
         return Spike(name, value, usual) if jumped or not math.isfinite(value) else None
 
 
-def _check_of(of: str, *known: str) -> None:
-    if of not in known:
-        raise ValueError(f"Expected `of` to be {' or '.join(map(repr, known))}, got {of!r}.")
+def _check_of(of: str, *kinds: str) -> None:
+    if of not in kinds:
+        raise ValueError(f"Expected `of` to be {' or '.join(map(repr, kinds))}, got {of!r}.")
 
 
 # -- tensors --------------------------------------------------------------------------------------------------------
@@ -198,11 +198,11 @@ def _named_locals(model: nn.Module, of: str) -> Iterator[tuple[str, torch.Tensor
 
 def _unreduced(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """The gradients of earlier microbatches and of the last, under the model's names."""
-    held = {id(form): p for p in _sharded_parameters(model) for form in (p.sharded, p.unsharded)}
+    by_form = {id(form): p for p in _sharded_parameters(model) for form in (p.sharded, p.unsharded)}
     for name, parameter in model.named_parameters():
-        if (kept := held.get(id(parameter))) is None:
+        if (parameter_of_form := by_form.get(id(parameter))) is None:
             continue
-        for gradient in (kept.accumulated, kept.unsharded.grad):
+        for gradient in (parameter_of_form.accumulated, parameter_of_form.unsharded.grad):
             if gradient is not None:
                 yield clean_name(name), gradient
 
@@ -213,15 +213,15 @@ def _unreduced(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def _local_squares(parameters: list[nn.Parameter], of: str) -> torch.Tensor:
     """For each parameter, (N, 2) in float64: the squared norm of this rank's part, and whether a tensor is present."""
     tensors = [_tensor(parameter, of) for parameter in parameters]
-    here = {i: _local(tensor) for i, tensor in enumerate(tensors) if tensor is not None}
-    here = {i: local for i, local in here.items() if local.numel()}
+    local_tensors = {i: _local(tensor) for i, tensor in enumerate(tensors) if tensor is not None}
+    local_tensors = {i: local for i, local in local_tensors.items() if local.numel()}
     device = _local(parameters[0]).device
     # Made on the device: a copy from the host would make the host wait.
     zero, one = (torch.full((), value, dtype=torch.float64, device=device) for value in (0.0, 1.0))
     squares = [zero] * len(parameters)
-    if here:
-        norms = torch._foreach_norm(list(here.values()), 2, dtype=torch.float64)
-        for i, norm in zip(here, norms, strict=True):
+    if local_tensors:
+        norms = torch._foreach_norm(list(local_tensors.values()), 2, dtype=torch.float64)
+        for i, norm in zip(local_tensors, norms, strict=True):
             squares[i] = norm.square().to(device)
     present = [zero if tensor is None else one for tensor in tensors]
     return torch.stack([torch.stack(squares), torch.stack(present)], dim=1)

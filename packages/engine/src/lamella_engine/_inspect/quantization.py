@@ -62,12 +62,12 @@ def quantization_errors(model: nn.Module) -> dict[str, QuantizationError]:
         finally:
             if not was_unsharded:
                 module.reshard()
-    found = [(name, p) for name, p in named_shards(model) if id(p) in sums and isinstance(p, DTensor)]
-    if not found:
+    sharded = [(name, p) for name, p in named_shards(model) if id(p) in sums and isinstance(p, DTensor)]
+    if not sharded:
         return {}
-    rows = torch.stack([sums[id(parameter)] for _, parameter in found])
-    of_all = sum_over_ranks(rows, [groups_that_share(parameter, name) for name, parameter in found])
-    return {name: _error(*row) for (name, _), row in zip(found, of_all.tolist(), strict=True)}
+    rows = torch.stack([sums[id(parameter)] for _, parameter in sharded])
+    totals = sum_over_ranks(rows, [groups_that_share(parameter, name) for name, parameter in sharded])
+    return {name: _error(*row) for (name, _), row in zip(sharded, totals.tolist(), strict=True)}
 
 
 def _units(model: nn.Module) -> Iterator[tuple[Any, Unit]]:
@@ -83,14 +83,14 @@ def _sums_of_group(group: ParameterGroup) -> Iterator[tuple[nn.Parameter, torch.
     if not isinstance(recipe, Dequantizes):
         return
     owned, shards, parts = parts_in(group.main_weight, [None] * len(group.parameters))
-    here = {i: (shard, part.first_row) for i, shard, part in zip(owned, shards, parts, strict=True)}
+    owned_shards = {i: (shard, part.first_row) for i, shard, part in zip(owned, shards, parts, strict=True)}
     for i, parameter in enumerate(group.parameters):
         payloads = [buffer.tensors[i] for buffer in group.buffers]
         row = torch.zeros(5, dtype=torch.float64, device=payloads[0].device)
-        if i in here:
-            shard, first = here[i]
+        if i in owned_shards:
+            shard, first = owned_shards[i]
             rows = slice(first, first + len(shard))
-            scales = None if group.scales is None else group.scales.of_each[i]
+            scales = None if group.scales is None else group.scales.parameter_scales[i]
             values = recipe.dequantize(payloads, scales, torch.Size(group.layout.shapes[i]), Direction.FORWARD)
             row = _sums(shard.to(row.device).float(), values[rows].float(), payloads[0][rows])
         yield parameter.sharded, row
@@ -104,9 +104,11 @@ def _sums(main: torch.Tensor, values: torch.Tensor, data: torch.Tensor) -> torch
     is_lost = (main != 0) & (encoded == 0)
     counts = [torch.ones_like(is_lost).sum(), is_lost.sum(), is_beyond.sum()]
     squares = [(values - main).double().square().sum(), main.double().square().sum()]
-    return torch.stack([each.double() for each in (*counts, *squares)])
+    return torch.stack([number.double() for number in (*counts, *squares)])
 
 
-def _error(numel: float, num_lost: float, num_beyond: float, of_errors: float, of_weights: float) -> QuantizationError:
-    relative = math.sqrt(of_errors / of_weights) if of_weights else 0.0
+def _error(
+    numel: float, num_lost: float, num_beyond: float, squared_errors: float, squared_weights: float
+) -> QuantizationError:
+    relative = math.sqrt(squared_errors / squared_weights) if squared_weights else 0.0
     return QuantizationError(num_lost / numel, num_beyond / numel, relative)

@@ -42,8 +42,8 @@ def scaling_state(model: nn.Module, *, group: dist.ProcessGroup | None = None) -
     for tree in {id(state.tree): state.tree for module in model.modules() if (state := find_state(module))}.values():
         tree.compute_measured_scales()
     _synchronize(model)
-    own = {name: scales.state_of(i) for name, scales, i in _delayed(model)}
-    return _of_all_ranks(own, group) if dist.is_initialized() else own
+    local_state = {name: scales.state_of(i) for name, scales, i in _delayed(model)}
+    return _merged_over_ranks(local_state, group) if dist.is_initialized() else local_state
 
 
 def load_scaling_state(model: nn.Module, state: Mapping[str, Sequence[Sequence[float]]]) -> list[str]:
@@ -70,39 +70,39 @@ def load_scaling_state(model: nn.Module, state: Mapping[str, Sequence[Sequence[f
     finish_left()
     _synchronize(model)
     delayed = list(_delayed(model))
-    found = {name: _checked(name, state[name], scales.state_shape(i)) for name, scales, i in delayed if name in state}
+    checked = {name: _checked(name, state[name], scales.state_shape(i)) for name, scales, i in delayed if name in state}
     for name, scales, i in delayed:
-        if name in found:
-            scales.load(i, found[name])
+        if name in checked:
+            scales.load(i, checked[name])
         else:
             scales.forget(i)
-    return [name for name, _, _ in delayed if name not in found]
+    return [name for name, _, _ in delayed if name not in checked]
 
 
 def _checked(name: str, rows: Sequence[Sequence[float]], expected: tuple[int, int]) -> torch.Tensor:
-    made = torch.tensor(rows)
-    if made.shape != expected:
+    tensor = torch.tensor(rows)
+    if tensor.shape != expected:
         raise ValueError(
             f"Expected {expected[0]} rows of {expected[1]} numbers in `state` for {name!r}, as its recipe has, got "
-            f"{tuple(made.shape)}. Use the recipe of the run that saved, or leave the parameter out: its scales start "
-            "anew."
+            f"{tuple(tensor.shape)}. Use the recipe of the run that saved, or leave the parameter out: its scales "
+            "start anew."
         )
-    return made
+    return tensor
 
 
-def _of_all_ranks(own: dict[str, Rows], group: dist.ProcessGroup | None) -> dict[str, Rows]:
+def _merged_over_ranks(local_state: dict[str, Rows], group: dist.ProcessGroup | None) -> dict[str, Rows]:
     """The parameters of all ranks of a group. Effects: collective, as `scaling_state`."""
     digests: list[dict[str, bytes]] = [{} for _ in range(dist.get_world_size(group))]
-    dist.all_gather_object(digests, {name: _digest(rows) for name, rows in own.items()}, group)
+    dist.all_gather_object(digests, {name: _digest(rows) for name, rows in local_state.items()}, group)
     holders = _first_holders(digests)
-    lacked = {name: rank for name, rank in holders.items() if not all(name in each for each in digests)}
-    found = dict(own)
+    lacked = {name: rank for name, rank in holders.items() if not all(name in digest for digest in digests)}
+    merged = dict(local_state)
     for source in sorted(set(lacked.values())):
         is_source = source == dist.get_rank(group)
-        sent = [{name: own[name] for name, rank in lacked.items() if rank == source} if is_source else {}]
+        sent = [{name: local_state[name] for name, rank in lacked.items() if rank == source} if is_source else {}]
         dist.broadcast_object_list(sent, group=group, group_src=source)
-        found |= sent[0]
-    return {name: found[name] for name in holders}
+        merged |= sent[0]
+    return {name: merged[name] for name in holders}
 
 
 def _first_holders(digests: Sequence[Mapping[str, bytes]]) -> dict[str, int]:
@@ -112,8 +112,8 @@ def _first_holders(digests: Sequence[Mapping[str, bytes]]) -> dict[str, int]:
         ValueError: A later rank has other numbers.
     """
     holders: dict[str, int] = {}
-    for rank, of_rank in enumerate(digests):
-        for name, digest in of_rank.items():
+    for rank, rank_names in enumerate(digests):
+        for name, digest in rank_names.items():
             first = holders.setdefault(name, rank)
             if digests[first][name] != digest:
                 raise ValueError(
@@ -131,7 +131,7 @@ def _digest(rows: Rows) -> bytes:
 def _delayed(model: nn.Module) -> Iterator[tuple[str, Scales, int]]:
     """Name, scales of the group and index in the group, of each parameter with delayed scaling."""
     units = {id(state.unit): state.unit for module in model.modules() if (state := find_state(module))}
-    found = {
+    scales_by_id = {
         id(parameter.sharded): (group.scales, i)
         for unit in units.values()
         for group in unit.parameters.groups
@@ -139,8 +139,8 @@ def _delayed(model: nn.Module) -> Iterator[tuple[str, Scales, int]]:
         for i, parameter in enumerate(group.parameters)
     }
     for name, parameter in named_shards(model):
-        if id(parameter) in found:
-            yield (name, *found[id(parameter)])
+        if id(parameter) in scales_by_id:
+            yield (name, *scales_by_id[id(parameter)])
 
 
 def _synchronize(model: nn.Module) -> None:

@@ -21,7 +21,7 @@ _TORCHS_FUNCTION = inspect.unwrap(fsdp2.fully_shard)  # bound here: `install()` 
 
 
 def attach_state(
-    modules: Sequence[nn.Module], state: FSDPState, view: StateView, *, besides: Sequence[nn.Module]
+    modules: Sequence[nn.Module], state: FSDPState, view: StateView, *, former_modules: Sequence[nn.Module]
 ) -> None:
     """Give the modules of a unit its state, past `nn.Module.__setattr__`, and mark them as torch marks its own units.
 
@@ -32,11 +32,11 @@ def attach_state(
         modules: The unit's modules.
         state: The unit's state.
         view: The state under FSDP2's names.
-        besides: Modules of former units, whose parameters the unit took over.
+        former_modules: Modules of former units, whose parameters the unit took over.
     """
     # Weak: the view holds the state. The modules' attributes below keep both alive.
     state.unit.view = weakref.ref(view)
-    for module in (*modules, *besides):
+    for module in (*modules, *former_modules):
         module.__dict__[_STATE] = state
         module.__dict__.setdefault(STATE_KEY, {})[_TORCHS_FUNCTION] = view
         module.__dict__.setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()
@@ -75,8 +75,8 @@ def state_of(module: object) -> FSDPState:
 def units_of(module: object, recurse: bool) -> Iterator[Unit]:
     """A unit and, with `recurse`, all units below, each once."""
     assert isinstance(module, nn.Module)
-    found = (find_state(inner) for inner in (module.modules() if recurse else (module,)))
-    yield from dict.fromkeys(state.unit for state in found if state is not None)  # several modules may share one
+    states = (find_state(inner) for inner in (module.modules() if recurse else (module,)))
+    yield from dict.fromkeys(state.unit for state in states if state is not None)  # several modules may share one
 
 
 def unit_state_of(module: object, expects: str = "Expects FSDPModule") -> FSDPState:

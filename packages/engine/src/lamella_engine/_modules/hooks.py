@@ -85,8 +85,10 @@ def register_hooks(
     before, after = partial(pre_forward, state), partial(post_forward, state)
     # Before the user's hooks, which may read parameters.
     handles = (
-        _MultiHandle(tuple(each.register_forward_pre_hook(before, prepend=True, with_kwargs=True) for each in modules)),
-        _MultiHandle(tuple(each.register_forward_hook(after) for each in modules)),
+        _MultiHandle(
+            tuple(hooked.register_forward_pre_hook(before, prepend=True, with_kwargs=True) for hooked in modules)
+        ),
+        _MultiHandle(tuple(hooked.register_forward_hook(after) for hooked in modules)),
     )
     for owner in state.unit.parameters.modules_with_directions():
         owner.register_forward_pre_hook(partial(_pre_recompute, state), prepend=True)

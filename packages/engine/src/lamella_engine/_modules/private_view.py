@@ -164,7 +164,9 @@ class GroupView(_View):
     _groups: Sequence[ParameterGroup]
 
     def __init__(self, state: FSDPState, groups: Sequence[ParameterGroup]) -> None:
-        wrappers = {name: vars(state)[own] for name, own in _WRAPPED.items() if own in vars(state)}
+        wrappers = {
+            name: vars(state)[method_name] for name, method_name in _WRAPPED.items() if method_name in vars(state)
+        }
         vars(self).update(_state=state, _groups=groups, **wrappers)
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -188,7 +190,11 @@ class GroupView(_View):
     def fsdp_params(self) -> list[ParameterView]:
         """Its parameters."""
         names = dict(_module_names(self._state.tree))
-        return [ParameterView(each, group.policy, names) for group in self._groups for each in group.parameters]
+        return [
+            ParameterView(sharded_parameter, group.policy, names)
+            for group in self._groups
+            for sharded_parameter in group.parameters
+        ]
 
     @property
     def mesh_info(self) -> MeshView:

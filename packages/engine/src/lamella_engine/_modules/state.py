@@ -15,7 +15,7 @@ class FSDPState:
     """The state that `fully_shard` attaches to the modules of a unit.
 
     Args:
-        unit: Of the modules.
+        unit: The unit of the modules.
         tree: The unit's tree, which gains the unit.
         policy: Number formats; only the dtypes of inputs and outputs are used here.
         options: The `options` of `fully_shard`; the fields of the tree count in `tree`.

@@ -32,17 +32,17 @@ class ShardingOptions:
     the outermost unit's value; `fully_shard` refuses any other value. Every rank must give equal options.
 
     Attributes:
-        placements: Of the unit. The ZeRO stage, one for each axis of `mesh`: DDP, ZERO1, ZERO2 or ZERO3 on a 1-D mesh;
-            (HSDP, one of the last three) or (HFSDP, ZERO3) on a 2-D mesh. None, the default, means ZERO3, and gradients
-            reduced over replicas after every microbatch.
-        allocator: Of the unit. Gives unsharded parameters, and gradients that fused kernels add to, their bytes. None,
-            the default, means memory that copy engines gather into, if the ranks are on one host, else torch's caching
-            allocator. A `CachingAllocator` asks for rings everywhere; a `PoolAllocator` plans for all units that draw
-            from the pool, so give the same object to all units.
-        keep_together: Of the unit. The part of a parameter that must stay on one rank: `Rows(n)` for blocks of n rows,
-            `Whole()`, or a function of the parameter that returns `Rows`, `Whole` or None. Such parameters are packed
-            into one buffer, which is cut where the rule allows (the flat layout), so a rank may have any number of
-            rows; the parameters become `RaggedDTensor`s. None, the default and also from the function, means torch's
+        placements: A field of the unit. The ZeRO stage, one for each axis of `mesh`: DDP, ZERO1, ZERO2 or ZERO3 on a
+            1-D mesh; (HSDP, one of the last three) or (HFSDP, ZERO3) on a 2-D mesh. None, the default, means ZERO3, and
+            gradients reduced over replicas after every microbatch.
+        allocator: A field of the unit. Gives unsharded parameters, and gradients that fused kernels add to, their
+            bytes. None, the default, means memory that copy engines gather into, if the ranks are on one host, else
+            torch's caching allocator. A `CachingAllocator` asks for rings everywhere; a `PoolAllocator` plans for all
+            units that draw from the pool, so give the same object to all units.
+        keep_together: A field of the unit. The part of a parameter that must stay on one rank: `Rows(n)` for blocks of
+            n rows, `Whole()`, or a function of the parameter that returns `Rows`, `Whole` or None. Such parameters are
+            packed into one buffer, which is cut where the rule allows (the flat layout), so a rank may have any number
+            of rows; the parameters become `RaggedDTensor`s. None, the default and also from the function, means torch's
             chunks. A unit holds the function as long as the unit lives, so a function that refers to the model is a
             cycle.
         prefetch_budget: Of the tree, in bytes. Units are gathered ahead of the running unit, in forward and in
@@ -56,12 +56,12 @@ class ShardingOptions:
             their units' forward to the end of their backward, beside the activations and beside units that were told to
             stay. Each unit that stays is gathered once less; units that backward wants first stay, by the order of the
             last forward. 0, the default, keeps none.
-        order_check: Of the tree. True compares, before each collective and at the end of each pass, the order in which
-            ranks run units. Ranks that differ each get an error that names both orders, before the collective: nothing
-            hangs, and gradients of different units are never added up. Slow, for finding out: each collective blocks
-            the host until all ranks of the collective have come, for about a millisecond on one host and more on many,
-            through the store of the default process group, without a GPU sync. Results are the same to the bit. None,
-            the default, checks if `LAMELLA_DEBUG=order` is in the environment. Change the field between steps.
+        order_check: A field of the tree. True compares, before each collective and at the end of each pass, the order
+            in which ranks run units. Ranks that differ each get an error that names both orders, before the collective:
+            nothing hangs, and gradients of different units are never added up. Slow, for finding out: each collective
+            blocks the host until all ranks of the collective have come, for about a millisecond on one host and more on
+            many, through the store of the default process group, without a GPU sync. Results are the same to the bit.
+            None, the default, checks if `LAMELLA_DEBUG=order` is in the environment. Change the field between steps.
         order_check_timeout_s: Of the tree, in seconds; 300 by default. The longest wait for a rank at a comparison,
             after which the waiting ranks give the missing rank up.
 
@@ -120,18 +120,18 @@ class ShardingOptions:
         """Refuse a field of the tree that a unit gave another value than the unit around it.
 
         Args:
-            outermost: Of the unit around.
+            outermost: The options of the outermost unit around.
             inner: The name of the unit that has these options.
 
         Raises:
             ValueError: A field is neither at the default nor the outermost unit's.
         """
         for name in TREE_FIELDS:
-            own, outer = getattr(self, name), getattr(outermost, name)
-            if own not in (getattr(DEFAULT_OPTIONS, name), outer):
+            chosen, outer = getattr(self, name), getattr(outermost, name)
+            if chosen not in (getattr(DEFAULT_OPTIONS, name), outer):
                 raise ValueError(
                     f"Expected the unit {inner!r} to leave `{name}` out or to repeat the outermost unit's, {outer!r}, "
-                    f"got {own!r}: one value counts for the whole tree. Give `{name}` to the last fully_shard call."
+                    f"got {chosen!r}: one value counts for the whole tree. Give `{name}` to the last fully_shard call."
                 )
 
 
@@ -188,8 +188,8 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def _suggestion(name: str) -> str:
-    near = difflib.get_close_matches(name, TREE_FIELDS, n=1)
-    return f" Did you mean `{near[0]}`?" if near else ""
+    suggestions = difflib.get_close_matches(name, TREE_FIELDS, n=1)
+    return f" Did you mean `{suggestions[0]}`?" if suggestions else ""
 
 
 DEFAULT_OPTIONS = ShardingOptions()

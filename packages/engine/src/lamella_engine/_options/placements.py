@@ -17,10 +17,10 @@ class AxisPlacement:
     of a step (`set_is_last_backward`).
 
     Attributes:
-        parameters: Of compute's parameters.
+        parameters: The placement of compute's parameters.
         gradients: `Shard`: reduced after each microbatch. `Replicate`: kept whole, and reduced after the step's last.
             `Partial`: reduced along the inner axis after each microbatch, along the outer axis after the last.
-        optimizer: Of main weights and optimizer state.
+        optimizer: The placement of main weights and optimizer state.
     """
 
     parameters: Placement

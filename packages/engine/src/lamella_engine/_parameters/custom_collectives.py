@@ -105,11 +105,11 @@ class CustomAllGather(_Delegating):
         Effects: one collective on the axis, on the current stream; a copy of every payload on both sides. Blocks the
             host if the user's collective does.
         """
-        shards, wholes = zip(*of_one_dtype(payloads), strict=True)
-        gathered = _allocate(self.comm, sum(whole.numel() for whole in wholes), shards[0])
+        shards, fulls = zip(*of_one_dtype(payloads), strict=True)
+        gathered = _allocate(self.comm, sum(full.numel() for full in fulls), shards[0])
         mine = pack(shards, gathered.view(self.num_ranks, -1)[self.rank])
         _wait(self.comm(output_tensor=gathered, input_tensor=mine, group=self.plain.process_group, async_op=False))
-        unpack(gathered, wholes, self.num_ranks)  # at once: the next `allocate` may return the same memory
+        unpack(gathered, fulls, self.num_ranks)  # at once: the next `allocate` may return the same memory
         return Done()
 
 
@@ -135,10 +135,10 @@ class CustomReduceScatter(_Delegating):
         Effects: one collective for each pair of dtypes on the axis, on the current stream; a copy of every payload on
             both sides, which also casts to the sums' dtype. Blocks the host if the user's collective does.
         """
-        for same in by_dtype(payloads):
-            shards, wholes = zip(*same, strict=True)
-            packed = _allocate(self.comm, sum(whole.numel() for whole in wholes), shards[0])
-            pack(wholes, packed, self.num_ranks)  # and cast
+        for payloads_of_dtype in by_dtype(payloads):
+            shards, fulls = zip(*payloads_of_dtype, strict=True)
+            packed = _allocate(self.comm, sum(full.numel() for full in fulls), shards[0])
+            pack(fulls, packed, self.num_ranks)  # and cast
             mine = _allocate(self.comm, sum(shard.numel() for shard in shards), shards[0])
             group = self.plain.process_group
             _wait(self.comm(output_tensor=mine, input_tensor=packed, group=group, op=op, async_op=False))

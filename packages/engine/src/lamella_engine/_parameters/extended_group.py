@@ -58,10 +58,10 @@ def new_group(
     """The group of parameters that are all extended, or all not.
 
     Args:
-        candidates: As for `ParameterGroup`.
-        allocator: Of the unsharded buffer, for parameters that are not extended.
+        candidates: Parameters for one group, as `ParameterGroup` takes them.
+        allocator: The source of the unsharded buffer's bytes, for parameters that are not extended.
         neighbours: The group's.
-        offload: As for `ParameterGroup`.
+        offload: The offload of shards that rest on the CPU, or None.
 
     Raises:
         NotImplementedError: The parameters are extended, in a placement unsupported for extended parameters.
@@ -76,11 +76,11 @@ def new_group(
         return group
     parameters, shapes = [], []
     for candidate in candidates:
-        whole, sharding = local_of(candidate.parameter), candidate.sharding
+        tensor, sharding = local_of(candidate.parameter), candidate.sharding
         _check_lies(candidate.name, sharding, neighbours)
         _check_policy(candidate)
-        parameters.append(sharded_parameter(candidate, _chunk(whole, sharding.axes, offload)))
-        shapes.append(whole.shape)
+        parameters.append(sharded_parameter(candidate, _chunk(tensor, sharding.axes, offload)))
+        shapes.append(tensor.shape)
     return ExtendedGroup(parameters, shapes, candidates[0].policy, allocator, offload)
 
 
@@ -96,30 +96,30 @@ def split_extended(groups: Sequence[ParameterGroup]) -> tuple[ParameterGroup, ..
     """
     split: list[ParameterGroup] = []
     for group in groups:
-        found = [] if isinstance(group, ExtendedGroup) else [p for p in group.parameters if is_extended(p.shard)]
-        if not found:
+        members = [] if isinstance(group, ExtendedGroup) else [p for p in group.parameters if is_extended(p.shard)]
+        if not members:
             split.append(group)
             continue
         with torch.inference_mode(False), torch.no_grad():  # an inference tensor could never train
-            split.append(_extended(group, found))
-            if len(found) < len(group.parameters):
-                group.leave_out(found)
+            split.append(_extended(group, members))
+            if len(members) < len(group.parameters):
+                group.leave_out(members)
                 split.append(group)
     return tuple(split)
 
 
-def _extended(group: ParameterGroup, found: Sequence[ShardedParameter]) -> ExtendedGroup:
+def _extended(group: ParameterGroup, members: Sequence[ShardedParameter]) -> ExtendedGroup:
     """A group of some of another group's parameters, with the other group's transports and divisor."""
-    for parameter in found:
+    for parameter in members:
         _check_lies(parameter.name, parameter.sharding, group.neighbours)
         # The same object, since the methods are bound to it, in new memory: the other group's buffer is rebuilt.
-        own = parameter.shard.clone()
-        parameter.shard.set_(own if group.offload is None else group.offload.pinned(own))  # type: ignore[call-overload]
-    shapes = [group.layout.shapes[group.parameters.index(parameter)] for parameter in found]
-    made = ExtendedGroup(found, shapes, group.policy, group.allocator, group.offload)
+        shard = parameter.shard.clone()
+        parameter.shard.set_(shard if group.offload is None else group.offload.pinned(shard))  # type: ignore[call-overload]
+    shapes = [group.layout.shapes[group.parameters.index(parameter)] for parameter in members]
+    extended = ExtendedGroup(members, shapes, group.policy, group.allocator, group.offload)
     for name in ("transport", "reduce_transport", "replicas", "divisor", "sums_only", "keeps_bytes"):
-        setattr(made, name, getattr(group, name))
-    return made
+        setattr(extended, name, getattr(group, name))
+    return extended
 
 
 class ExtendedGroup(ParameterGroup):
@@ -130,11 +130,11 @@ class ExtendedGroup(ParameterGroup):
     possibly of the same class, are reduced as for all parameters.
 
     Args:
-        parameters: In the sharded form, each over a separate shard.
-        shapes: Of the whole parameters, or of the local parts of DTensors on other axes.
+        parameters: Parameters in the sharded form, each over a separate shard.
+        shapes: The shapes of whole parameters, or of the local parts of DTensors on other axes.
         policy: Number formats. The first method gets the policy, the second method the compute dtype.
         allocator: Not used: the second method allocates.
-        offload: As for `ParameterGroup`.
+        offload: The offload of shards that rest on the CPU, or None.
 
     The first gather allocates the gathered tensors.
     """
@@ -171,14 +171,14 @@ class ExtendedGroup(ParameterGroup):
         ]
         self._gathered = _Gathered(self._extensions, self.axes.num_shards)
         self.buffers = (self._gathered,)
-        self._held = ()
+        self._allocated = ()
 
-    def chosen(self, direction: Direction, there: Direction | None) -> tuple[int, ...]:
+    def chosen(self, direction: Direction, gathered_for: Direction | None) -> tuple[int, ...]:
         """The first gather serves both directions: a second gather has nothing to fill."""
-        return (0,) if there is None else ()
+        return (0,) if gathered_for is None else ()
 
-    def _take(self, given: list[torch.Tensor], *, keep_parameters: bool) -> None:
-        for parameter, shard, shape in zip(self.parameters, given, self.layout.shapes, strict=True):
+    def _take(self, shards: list[torch.Tensor], *, keep_parameters: bool) -> None:
+        for parameter, shard, shape in zip(self.parameters, shards, self.layout.shapes, strict=True):
             if not is_extended(shard):
                 raise TypeError(
                     f"Expected the local tensor of {parameter.name!r} to define {_PRE} as before, got "
@@ -198,7 +198,9 @@ class ExtendedGroup(ParameterGroup):
         """None: the class of the tensors decides what the gathered tensors hold."""
         return []
 
-    def prepare_gather(self, direction: Direction = Direction.BOTH, there: Direction | None = None) -> GatherPlan:
+    def prepare_gather(
+        self, direction: Direction = Direction.BOTH, gathered_for: Direction | None = None
+    ) -> GatherPlan:
         """Get the tensors to send from `fsdp_pre_all_gather`, and allocate the gathered tensors.
 
         Raises:
@@ -207,9 +209,9 @@ class ExtendedGroup(ParameterGroup):
 
         Effects: as `fsdp_pre_all_gather`, on the current stream.
         """
-        if there is not None:
+        if gathered_for is not None:
             return GatherPlan([])
-        self._held = (0,)
+        self._allocated = (0,)
         with torch.inference_mode(False), torch.no_grad():  # a later pass may train on the same tensors
             sent = [extension.send(self._mesh, self.policy, self.offload) for extension in self._extensions]
             self._gathered.allocate()
@@ -289,9 +291,9 @@ class _Extension:
         if self._is_built:
             shard.fsdp_post_all_gather(gathered, self._metadata, dtype, out=self._parameter.unsharded)
             return
-        made, self.inner = shard.fsdp_post_all_gather(gathered, self._metadata, dtype)
-        whole = self._parameter.sharding.wrap(torch.as_strided(made, self._shape, _stride(self._shape), 0))
-        self._parameter.compute_with(nn.Parameter(whole, requires_grad=self._parameter.sharded.requires_grad))
+        unsharded, self.inner = shard.fsdp_post_all_gather(gathered, self._metadata, dtype)
+        parameter = self._parameter.sharding.wrap(torch.as_strided(unsharded, self._shape, _stride(self._shape), 0))
+        self._parameter.compute_with(nn.Parameter(parameter, requires_grad=self._parameter.sharded.requires_grad))
         self._is_built = True
 
     @property
@@ -389,13 +391,13 @@ def _check_lies(name: str, sharding: Sharding, neighbours: Transport | None) -> 
 
 
 def _check_policy(candidate: Candidate) -> None:
-    own, (wanted, _, _) = candidate.parameter.dtype, dtypes_of(candidate.parameter, candidate.policy)
-    if wanted != own or candidate.policy.recipe is not None:
+    dtype, (main_dtype, _, _) = candidate.parameter.dtype, dtypes_of(candidate.parameter, candidate.policy)
+    if main_dtype != dtype or candidate.policy.recipe is not None:
         refuse_quantized(candidate.name, local_of(candidate.parameter))
-    if wanted != own:
+    if main_dtype != dtype:
         raise NotImplementedError(
-            f"Expected `main_dtype` to be None or {own} for {candidate.name!r}, whose class defines {_PRE}, got "
-            f"{wanted}. Build the parameter in the dtype that it is to rest in."
+            f"Expected `main_dtype` to be None or {dtype} for {candidate.name!r}, whose class defines {_PRE}, got "
+            f"{main_dtype}. Build the parameter in the dtype that it is to rest in."
         )
     if candidate.policy.recipe is not None:
         raise NotImplementedError(
@@ -412,13 +414,13 @@ def _mesh_of(axes: DataAxes) -> DeviceMesh:
     return axes.mesh[names[axes.shard_axis]]
 
 
-def _chunk(whole: torch.Tensor, axes: DataAxes, offload: Offload | None) -> torch.Tensor:
+def _chunk(tensor: torch.Tensor, axes: DataAxes, offload: Offload | None) -> torch.Tensor:
     """A copy of this rank's rows, of the same class, with memory for as many rows as the first rank's."""
     with torch.no_grad():
-        chunks = torch.chunk(whole.detach(), axes.num_shards)
+        chunks = torch.chunk(tensor.detach(), axes.num_shards)
         rank = axes.shard_rank
-        rows = chunks[rank] if rank < len(chunks) else whole.detach().narrow(0, 0, 0)
-        padded = whole.new_zeros((_num_rows(whole.shape, axes.num_shards), *whole.shape[1:]))
+        rows = chunks[rank] if rank < len(chunks) else tensor.detach().narrow(0, 0, 0)
+        padded = tensor.new_zeros((_num_rows(tensor.shape, axes.num_shards), *tensor.shape[1:]))
         return _fill(padded if offload is None else offload.pinned(padded), rows)
 
 

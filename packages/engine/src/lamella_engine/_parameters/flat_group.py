@@ -23,9 +23,9 @@ class FlatGroup(ParameterGroup):
     Gradients are copied once, into the reduction's buffer: autograd makes each in separate memory.
 
     Args:
-        candidates: As for `ParameterGroup`, each with a `keep`.
-        allocator: As for `ParameterGroup`.
-        offload: As for `ParameterGroup`.
+        candidates: Parameters for one group, each with a `keep`.
+        allocator: The source of the unsharded buffer's bytes, or None.
+        offload: The offload of shards that rest on the CPU, or None.
 
     Effects: as `ParameterGroup`.
     """
@@ -64,7 +64,7 @@ def _num_per_element(candidate: Candidate) -> int:
     parameter, policy = candidate.parameter, candidate.policy
     shape = local_of(parameter).shape
     formats = policy.recipe_of(policy.main_dtype_of(parameter.dtype)).payloads(shape, parameter.dtype)
-    return max(-(-prod(shape) // max(1, prod(each.shape))) for each in formats)
+    return max(-(-prod(shape) // max(1, prod(payload_format.shape))) for payload_format in formats)
 
 
 def _placed(sharding: Sharding, layout: FlatLayout, index: int) -> Sharding:

@@ -64,19 +64,19 @@ class ParameterGroup:
         candidates: The parameters, of one set of data axes and one policy, on the resting device of shards or on meta.
             The group does not keep their storage.
         allocator: Gives the unsharded buffer its bytes. None: memory for the fastest gathers.
-        offload: Of shards that rest on the CPU; None for shards on the mesh's device.
+        offload: The offload of shards that rest on the CPU; None for shards on the mesh's device.
 
     Attributes:
-        allocator: As given, or a `CachingAllocator`.
-        offload: As given.
-        layout: Of gathered shards and of the unsharded buffer.
-        main_layout: Of the main weights: the same, unless the outer axis shards main weights too.
+        allocator: The source of bytes: the argument, or a `CachingAllocator`.
+        offload: The offload of shards that rest on the CPU, or None.
+        layout: The layout of gathered shards and of the unsharded buffer.
+        main_layout: The layout of the main weights: `layout`, unless the outer axis shards main weights too.
         main_weight: This rank's main weights; the DTensors are views of the buffer.
-        main_grads_dtype: Of the sharded parameters' gradients; the policy does not apply to integers.
+        main_grads_dtype: The dtype of the sharded parameters' gradients; the policy does not apply to integers.
         buffers: The unsharded buffers, one a payload of the parameters' recipe.
         model_weights: By payload, this rank's shards, gathered over the outer axis; empty if not gathered, or possibly
             stale.
-        scales: Of whole parameters, for a recipe with such scales; else None.
+        scales: The scales of whole parameters, for a recipe with such scales; else None.
         divisor: Divides the sum of the ranks' gradients.
         sums_only: Divide after a sum, even if the collective itself can make the mean.
         transport: The shard axis.
@@ -102,11 +102,11 @@ class ParameterGroup:
         offload: Offload | None = None,
     ) -> None:
         self._begin(candidates[0].sharding.axes, candidates[0].policy, allocator, offload)
-        wholes = [local_of(candidate.parameter) for candidate in candidates]
-        self._lay_out([whole.shape for whole in wholes], [candidate.sharding.dim for candidate in candidates])
+        tensors = [local_of(candidate.parameter) for candidate in candidates]
+        self._lay_out([tensor.shape for tensor in tensors], [candidate.sharding.dim for candidate in candidates])
         main_dtype, _, self.reduce_dtype = dtypes_of(candidates[0].parameter, self.policy)
-        self.main_weight = self._new_main_weight(main_dtype, wholes[0].device)
-        self.main_weight.copy_from(wholes)
+        self.main_weight = self._new_main_weight(main_dtype, tensors[0].device)
+        self.main_weight.copy_from(tensors)
         # Views of the buffer would carry the whole buffer's storage into every pickle and deep copy of one shard.
         shards = [standalone(shard) for shard in self.main_weight.shards]
         self.parameters = [sharded_parameter(c, shard) for c, shard in zip(candidates, shards, strict=True)]
@@ -134,7 +134,7 @@ class ParameterGroup:
         self.offload = offload
         self.model_weights: dict[int, ShardedBuffer] = {}
         self.buffers: tuple[UnshardedBuffer, ...] = ()
-        self._held: tuple[int, ...] = ()  # indices of buffers with bytes
+        self._allocated: tuple[int, ...] = ()  # indices of buffers with bytes
         self.scales: Scales | None = None
         self._caches: CachingRecipe | None = None
         self.keeps_bytes = False
@@ -164,12 +164,12 @@ class ParameterGroup:
         Effects: allocates the buffers for a moment, on the current stream.
         """
         self.is_meta = self.main_weight.device.type == "meta"
-        self._held = ()
+        self._allocated = ()
         self.type_gradients()
         if self.is_meta:
             return
         formats = self.payload_layouts(self.layout, self.main_weight.dtype)
-        sends_main = all(each.is_main_weight for each in formats.formats)
+        sends_main = all(payload_format.is_main_weight for payload_format in formats.formats)
         self._sends_main = sends_main
         self.computes_with_main = sends_main and self.axes.shard_axis is None and self.offload is None
         allocator = _Borrowed(self.main_weight.flat) if self.computes_with_main else self.allocator
@@ -183,8 +183,8 @@ class ParameterGroup:
         self.buffers = self._unsharded.buffers
         for parameter, weight in zip(self.parameters, self._unsharded.weights, strict=True):
             # `data` has a version counter of its own: a write is told by the parameter's name, not by the group's.
-            whole = parameter.sharding.wrap(weight.data if type(weight) is torch.Tensor else weight)
-            parameter.compute_with(nn.Parameter(whole, requires_grad=parameter.sharded.requires_grad))
+            unsharded = parameter.sharding.wrap(weight.data if type(weight) is torch.Tensor else weight)
+            parameter.compute_with(nn.Parameter(unsharded, requires_grad=parameter.sharded.requires_grad))
             read_directly(parameter.unsharded)
         for buffer in self.buffers:
             buffer.free()  # only now: torch checks new views against the storage's size
@@ -205,12 +205,14 @@ class ParameterGroup:
 
     def _choices(self, formats: PayloadLayouts) -> dict[tuple[Direction, Direction | None], tuple[int, ...]]:
         """The answers of `chosen`, asked for by each gather."""
-        pairs = [(direction, there) for direction in Direction for there in (None, *Direction)]
+        pairs = [(direction, gathered_for) for direction in Direction for gathered_for in (None, *Direction)]
         if self.neighbours is None:
-            return {(direction, there): formats.chosen(direction, there) for direction, there in pairs}
+            return {
+                (direction, gathered_for): formats.chosen(direction, gathered_for) for direction, gathered_for in pairs
+            }
         # The neighbours' parts are of all payloads, so the first gather takes every payload.
         everything = tuple(range(len(self.buffers)))
-        return {(direction, there): () if there else everything for direction, there in pairs}
+        return {(direction, gathered_for): () if gathered_for else everything for direction, gathered_for in pairs}
 
     def payload_layouts(self, layout: EvenLayout | FlatLayout, main_dtype: torch.dtype) -> PayloadLayouts:
         """The payloads of parameters in `layout`."""
@@ -226,11 +228,11 @@ class ParameterGroup:
     def is_directional(self) -> bool:
         """Whether some payload is needed in forward alone, or in backward alone."""
         formats = self.payload_layouts(self.layout, self.main_weight.dtype).formats
-        return any(each.direction is not Direction.BOTH for each in formats)
+        return any(payload_format.direction is not Direction.BOTH for payload_format in formats)
 
-    def chosen(self, direction: Direction, there: Direction | None) -> tuple[int, ...]:
-        """The buffers that a gather for a direction fills, beside buffers filled for direction `there`."""
-        return self._chosen[direction, there]
+    def chosen(self, direction: Direction, gathered_for: Direction | None) -> tuple[int, ...]:
+        """The buffers that a gather for a direction fills, beside buffers filled for direction `gathered_for`."""
+        return self._chosen[direction, gathered_for]
 
     @property
     def device(self) -> torch.device:
@@ -287,37 +289,37 @@ class ParameterGroup:
         """
         if not any_replaced(self.parameters):
             return
-        given = self._given(self.parameters)
-        if any(shard.is_meta for shard in given):
+        shards = self._current_shards(self.parameters)
+        if any(shard.is_meta for shard in shards):
             return  # some have no storage yet; `on_meta` lists them
-        self._take(given, keep_parameters=keep_parameters)
+        self._take(shards, keep_parameters=keep_parameters)
 
-    def _given(self, parameters: Sequence[ShardedParameter]) -> list[torch.Tensor]:
+    def _current_shards(self, parameters: Sequence[ShardedParameter]) -> list[torch.Tensor]:
         """The shards in the modules now, on their resting device."""
-        given = [local_of(parameter.replacement()) for parameter in parameters]
-        return given if self.offload is None else [self.offload.bring_home(shard) for shard in given]
+        shards = [local_of(parameter.replacement()) for parameter in parameters]
+        return shards if self.offload is None else [self.offload.bring_home(shard) for shard in shards]
 
     def leave_out(self, parameters: Sequence[ShardedParameter], *, keep_parameters: bool = True) -> None:
         """Remove some members; the group must be sharded. The remaining members may have been replaced.
 
         Args:
             parameters: The members to remove. Not of a flat layout, whose packing fixes the places of all members.
-            keep_parameters: As for `adopt_replaced_shards`.
+            keep_parameters: Whether to put back `Parameter` objects, as `adopt_replaced_shards` does.
 
         Effects: allocates new shards and copies into them. Not a collective.
         """
-        left = [i for i, parameter in enumerate(self.parameters) if parameter not in parameters]
-        given = self._given([self.parameters[i] for i in left])
-        self._lay_out([self.layout.shapes[i] for i in left], [self.parameters[i].sharding.dim for i in left])
-        self.parameters = [self.parameters[i] for i in left]
-        self._take(given, keep_parameters=keep_parameters)
+        remaining = [i for i, parameter in enumerate(self.parameters) if parameter not in parameters]
+        shards = self._current_shards([self.parameters[i] for i in remaining])
+        self._lay_out([self.layout.shapes[i] for i in remaining], [self.parameters[i].sharding.dim for i in remaining])
+        self.parameters = [self.parameters[i] for i in remaining]
+        self._take(shards, keep_parameters=keep_parameters)
 
-    def _take(self, given: list[torch.Tensor], *, keep_parameters: bool) -> None:
+    def _take(self, shards: list[torch.Tensor], *, keep_parameters: bool) -> None:
         """Copy local tensors into one buffer of this rank's shards."""
-        self.main_weight = self._new_main_weight(given[0].dtype, given[0].device)
+        self.main_weight = self._new_main_weight(shards[0].dtype, shards[0].device)
         with torch.no_grad():
             self.main_weight.flat.zero_()
-            torch._foreach_copy_(list(self.main_weight.shards), given)
+            torch._foreach_copy_(list(self.main_weight.shards), shards)
         for parameter, shard in zip(self.parameters, self.main_weight.shards, strict=True):
             if not keep_parameters:
                 parameter.adopt(parameter.replacement())
@@ -345,12 +347,14 @@ class ParameterGroup:
 
     # -- verbs ------------------------------------------------------------------------------------------------------
 
-    def prepare_gather(self, direction: Direction = Direction.BOTH, there: Direction | None = None) -> GatherPlan:
+    def prepare_gather(
+        self, direction: Direction = Direction.BOTH, gathered_for: Direction | None = None
+    ) -> GatherPlan:
         """Allocate the unsharded buffers of a direction's payloads, and find this rank's part of each.
 
         Args:
             direction: The passes of this gather.
-            there: The passes of an earlier gather whose payloads still have their bytes, or None.
+            gathered_for: The passes of an earlier gather whose payloads still have their bytes, or None.
 
         Returns:
             The argument of `lamella_buffers.all_gather`. Main weights in the communication dtype are sent in place;
@@ -359,7 +363,7 @@ class ParameterGroup:
         Effects: on the current stream, which allocates the buffers. If main weights rest on the CPU, one copy of this
             rank's to the device, into memory that lives as long as the returned plan.
         """
-        chosen = self._chosen[direction, there]
+        chosen = self._chosen[direction, gathered_for]
         self._allocate(chosen)
         if self.outer is not None:
             return self._plan_over_outer(chosen, self.outer)
@@ -421,7 +425,7 @@ class ParameterGroup:
             return []
         main, outer = self.main_weight, self.outer
         if outer is None:
-            slots = self.unsharded_weight.own if self._held else ()
+            slots = self.unsharded_weight.own if self._allocated else ()
         else:
             shards = [slot for buffer in self.model_weights.values() for slot in buffer.slots]
             slots = tuple([torch.tensor_split(slot, outer.num_ranks)[outer.rank] for slot in shards])
@@ -452,14 +456,14 @@ class ParameterGroup:
         """
         parts, self.parts = self.parts or [], None
         self._allocate(range(len(self.buffers)))
-        wholes = [slot for buffer in self.buffers for slot in buffer.slots]
-        return [Payload(part, whole) for part, whole in zip(parts, wholes, strict=True) if part.numel() > 0]
+        full_slots = [slot for buffer in self.buffers for slot in buffer.slots]
+        return [Payload(part, full_slot) for part, full_slot in zip(parts, full_slots, strict=True) if part.numel() > 0]
 
     def _allocate(self, chosen: Iterable[int]) -> None:
         for p in chosen:
-            if p not in self._held:  # held bytes were kept: `allocate` would raise
+            if p not in self._allocated:  # held bytes were kept: `allocate` would raise
                 self.buffers[p].allocate()
-                self._held = (*self._held, p)
+                self._allocated = (*self._allocated, p)
 
     def free_unsharded(self) -> None:
         """Give the unsharded buffers' bytes back, unless `keeps_bytes`. Nothing for buffers without bytes.
@@ -471,8 +475,8 @@ class ParameterGroup:
         if self._caches is not None:
             self._caches.drop_caches([parameter.unsharded for parameter in self.parameters])
         if not self.keeps_bytes:
-            held, self._held = self._held, ()
-            for p in held:
+            allocated, self._allocated = self._allocated, ()
+            for p in allocated:
                 self.buffers[p].free()
 
     def settle_bytes(self, *, frees: bool) -> None:
@@ -483,7 +487,7 @@ class ParameterGroup:
 
         Effects: those of `free_unsharded`.
         """
-        self._held = tuple([p for p, buffer in enumerate(self.buffers) if buffer.has_bytes])
+        self._allocated = tuple([p for p, buffer in enumerate(self.buffers) if buffer.has_bytes])
         if frees:
             self.free_unsharded()
 
@@ -542,13 +546,13 @@ def refresh_scales(groups: Iterable[ParameterGroup]) -> None:
         together.setdefault(group.axes, {}).setdefault(scales.recipe, []).append(scales)
     transports = {group.axes: (group.transport, group.outer) for group, _ in scaled}
     for axes, by_recipe in together.items():
-        amaxes = joined([scales.amaxes for same in by_recipe.values() for scales in same])
+        amaxes = joined([scales.amaxes for scales_of_recipe in by_recipe.values() for scales in scales_of_recipe])
         for transport in transports[axes]:
             if transport is not None:
                 transport.all_reduce([amaxes], dist.ReduceOp.MAX).wait()
-        numels = [sum(len(scales.amaxes) for scales in same) for same in by_recipe.values()]
-        for same, own in zip(by_recipe.values(), torch.split(amaxes, numels), strict=True):
-            rescale(same, own)
+        numels = [sum(len(scales.amaxes) for scales in scales_of_recipe) for scales_of_recipe in by_recipe.values()]
+        for scales_of_recipe, recipe_amaxes in zip(by_recipe.values(), torch.split(amaxes, numels), strict=True):
+            rescale(scales_of_recipe, recipe_amaxes)
     for _, scales in scaled:
         scales.are_due, scales.are_measured = False, scales.num_past > 0
     torch._foreach_zero_([scales.amaxes for _, scales in scaled])  # measurements and encodings raise them
@@ -572,10 +576,10 @@ class _Borrowed:
 
 def dtypes_of(parameter: nn.Parameter, policy: MixedPrecisionPolicy) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
     """A parameter's main, compute and reduce dtypes; policies do not apply to integers."""
-    own = parameter.dtype
-    if not own.is_floating_point:
-        return own, own, own
-    return policy.main_dtype_of(own), policy.compute_dtype_of(own), policy.reduce_dtype_of(own)
+    dtype = parameter.dtype
+    if not dtype.is_floating_point:
+        return dtype, dtype, dtype
+    return policy.main_dtype_of(dtype), policy.compute_dtype_of(dtype), policy.reduce_dtype_of(dtype)
 
 
 def by_axes(groups: Sequence[ParameterGroup]) -> Sequence[Sequence[ParameterGroup]]:

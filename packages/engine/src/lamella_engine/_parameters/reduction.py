@@ -31,13 +31,13 @@ def take_gradients(group: ParameterGroup) -> tuple[dict[int, torch.Tensor | None
     Returns:
         The gradients of trainable members, by index, None where backward made no gradient; and whether there is any.
     """
-    taken, has_any = dict[int, torch.Tensor | None](), False
+    gradients, has_any = dict[int, torch.Tensor | None](), False
     with attributes_alone():
         for i, parameter in enumerate(group.parameters):
             if parameter.trains or parameter.has_gradient:
-                taken[i] = gradient = parameter.take_gradient()
+                gradients[i] = gradient = parameter.take_gradient()
                 has_any |= gradient is not None
-    return taken, has_any
+    return gradients, has_any
 
 
 def wire_dtype(group: ParameterGroup) -> torch.dtype:
@@ -47,10 +47,12 @@ def wire_dtype(group: ParameterGroup) -> torch.dtype:
     parameters alone: ranks agree, even with different gradients present.
     """
     with attributes_alone():
-        own, *others = {getattr(p.unsharded, _GRAD_DTYPE) for p in group.parameters}
-    if own is None or others or own == group.reduce_dtype:
+        grad_dtype, *other_dtypes = {getattr(p.unsharded, _GRAD_DTYPE) for p in group.parameters}
+    if grad_dtype is None or other_dtypes or grad_dtype == group.reduce_dtype:
         return group.reduce_dtype
-    return own if torch.promote_types(own, group.reduce_dtype) == group.reduce_dtype else group.reduce_dtype
+    return (
+        grad_dtype if torch.promote_types(grad_dtype, group.reduce_dtype) == group.reduce_dtype else group.reduce_dtype
+    )
 
 
 def gradient_nbytes(group: ParameterGroup, members: Iterable[int], wire: torch.dtype) -> int:
@@ -84,8 +86,8 @@ def new_reduced(
     """A buffer for reduced gradients.
 
     Args:
-        gradients: Of the members in the reduction, by index.
-        dtype: Of the sums.
+        gradients: The gradients of the members in the reduction, by index.
+        dtype: The dtype of the sums.
         installs_all: Install a gradient also for members in the reduction without a gradient here.
         without_gaps: Leave out the unwritten alignment between slots: a hook gets the whole buffer.
 
@@ -165,8 +167,8 @@ def install_gradients(group: ParameterGroup, reduced: Reduced, *, are_divided: b
     if shards.dtype != group.main_grads_dtype:
         shards = shards.cast_to(group.main_grads_dtype)
     fresh, totals = [], {}
-    for i, (parameter, wanted) in enumerate(zip(group.parameters, present, strict=True)):
-        if not wanted:
+    for i, (parameter, is_present) in enumerate(zip(group.parameters, present, strict=True)):
+        if not is_present:
             _check_absent_everywhere(parameter, shards.shards[i])
         elif (grad := parameter.sharded.grad) is None:
             fresh.append(i)
@@ -189,14 +191,14 @@ def hooks_of(group: ParameterGroup, present: Sequence[bool]) -> list[Callable[[]
         RuntimeError: A member has hooks from `register_hook`, which autograd calls for the unsharded form alone.
     """
     hooks: list[Callable[[], None]] = []
-    for parameter, wanted in zip(group.parameters, present, strict=True):
+    for parameter, is_present in zip(group.parameters, present, strict=True):
         if parameter.sharded._backward_hooks:
             raise RuntimeError(
                 f"Expected a hook on the sharded gradient of {parameter.full_name!r} from "
                 "register_post_accumulate_grad_hook, got one from register_hook, which autograd would never call. Read "
                 "and change `parameter.grad` in a hook of the other kind."
             )
-        if wanted and parameter.sharded._post_accumulate_grad_hooks:
+        if is_present and parameter.sharded._post_accumulate_grad_hooks:
             hooks.append(parameter.run_hooks)
     return hooks
 

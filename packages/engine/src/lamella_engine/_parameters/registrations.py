@@ -28,7 +28,7 @@ def watch(modules: Iterable[nn.Module], owner: Hashable) -> None:
     """Note later registrations in a unit's modules.
 
     Args:
-        modules: Of the unit, outside inner units.
+        modules: The unit's modules, outside inner units.
         owner: The unit's parameters.
 
     Effects: the first call registers two hooks of torch, for registrations in all modules of the process.
@@ -78,7 +78,9 @@ def refuse_late_parameters(owners: Iterable[Hashable]) -> None:
             "fully_shard on the new module itself, or freeze them."
         )
     # Parameters frozen for now may be trained later, so entries go only with the parameters.
-    registrations[:] = [each for each in registrations if each[0]() is not None and _is_pending(*each)]
+    registrations[:] = [
+        registration for registration in registrations if registration[0]() is not None and _is_pending(*registration)
+    ]
 
 
 def _owner_of(module: nn.Module | None) -> Hashable:

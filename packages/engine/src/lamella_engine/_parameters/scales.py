@@ -28,16 +28,16 @@ class Scales:
     """The scales of a group's parameters, equal on all ranks.
 
     Args:
-        recipe: Of the parameters.
-        shapes: Of the whole parameters.
-        device: Of gathers.
+        recipe: The recipe of the parameters.
+        shapes: The shapes of the whole parameters.
+        device: The device of gathers.
 
     Attributes:
-        recipe: As given.
+        recipe: The recipe of the parameters.
         amaxes: (n,), fp32, of all parameters, each from a multiple of 16 bytes on, as `measure` and encodings raised
             them.
-        amaxes_of_each: The amaxes of each parameter, as `of_each`.
-        of_each: For each parameter its scales, of the recipe's `scale_shape`.
+        amaxes_of_each: The amaxes of each parameter, as `parameter_scales`.
+        parameter_scales: The scales of each parameter, of the recipe's `scale_shape`.
         num_past: Number of the latest measurements that scales depend on.
         are_due: Whether the next gather from rest computes scales anew.
         are_measured: Whether no read of main weights is needed then: encodings measure (delayed scaling).
@@ -47,14 +47,14 @@ class Scales:
 
     def __init__(self, recipe: ScaledRecipe, shapes: Sequence[tuple[int, ...]], device: torch.device) -> None:
         self.recipe = recipe
-        own = [recipe.scale_shape(shape) for shape in shapes]
-        self.amaxes = torch.zeros(sum(_aligned(shape) for shape in own), device=device)
+        shapes_of_scales = [recipe.scale_shape(shape) for shape in shapes]
+        self.amaxes = torch.zeros(sum(_aligned(shape) for shape in shapes_of_scales), device=device)
         self._scales = torch.ones_like(self.amaxes)
         self.num_past = recipe.num_past
         self._past = torch.full((recipe.num_past, len(self.amaxes)), _NEVER, device=device)
-        self.of_each = _split(self._scales, own)
-        self._past_of_each = [_split(row, own) for row in self._past]
-        self.amaxes_of_each = _split(self.amaxes, own)
+        self.parameter_scales = _split(self._scales, shapes_of_scales)
+        self._past_of_each = [_split(row, shapes_of_scales) for row in self._past]
+        self.amaxes_of_each = _split(self.amaxes, shapes_of_scales)
         self.are_due, self.are_measured = True, False
         self._hears_updates = False
         self._columns: tuple[Sequence[object], ...] | None = None  # of main weights that stay where they are
@@ -90,7 +90,7 @@ class Scales:
 
     def state_shape(self, i: int) -> tuple[int, int]:
         """Rows and columns of `state_of`."""
-        return 1 + self.num_past, self.of_each[i].numel()
+        return 1 + self.num_past, self.parameter_scales[i].numel()
 
     def state_of(self, i: int) -> list[list[float]]:
         """The scales of parameter `i`, and its past amaxes from the latest on, a row each. Effects: host sync."""
@@ -115,26 +115,28 @@ class Scales:
         self.are_due, self.are_measured = True, False
 
     def _rows(self, i: int) -> list[torch.Tensor]:
-        return [self.of_each[i], *(past[i] for past in self._past_of_each)]
+        return [self.parameter_scales[i], *(past[i] for past in self._past_of_each)]
 
 
 def rescale(several: Sequence[Scales], amaxes: torch.Tensor) -> None:
     """Compute scales of one recipe: a recipe's twenty small kernels would cost the host as much for each unit again.
 
     Args:
-        several: Of equal recipes, at least one.
+        several: Scales of groups with equal recipes, at least one.
         amaxes: (n,), fp32, of all ranks' rows: of all `several`, one after the other.
 
     Effects: as the recipe's `rescale`, on the current stream; for more than one a copy each way.
     """
-    scales = joined([each._scales for each in several])
-    past = joined([each._past for each in several], dim=1)
+    scales = joined([scales_of_group._scales for scales_of_group in several])
+    past = joined([scales_of_group._past for scales_of_group in several], dim=1)
     several[0].recipe.rescale(amaxes, scales, past)
     if len(several) > 1:
-        numels = [len(each.amaxes) for each in several]
-        torch._foreach_copy_([each._scales for each in several], torch.split(scales, numels))
+        numels = [len(scales_of_group.amaxes) for scales_of_group in several]
+        torch._foreach_copy_([scales_of_group._scales for scales_of_group in several], torch.split(scales, numels))
         if len(past):
-            torch._foreach_copy_([each._past for each in several], torch.split(past, numels, dim=1))
+            torch._foreach_copy_(
+                [scales_of_group._past for scales_of_group in several], torch.split(past, numels, dim=1)
+            )
 
 
 def joined(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
@@ -151,8 +153,8 @@ def parts_in(
 
     Args:
         main_weight: This rank's shards.
-        scales: For each parameter the scales of the whole, or None.
-        amaxes: For each parameter the amaxes that encodings raise; None for encodings that do not measure.
+        scales: The scales of each parameter: those of the whole, or None.
+        amaxes: The amaxes of each parameter that encodings raise; None for encodings that do not measure.
     """
     layout, rank, shards = main_weight.layout, main_weight.rank, main_weight.shards
     owned = [i for i, shard in enumerate(shards) if shard.numel() > 0]

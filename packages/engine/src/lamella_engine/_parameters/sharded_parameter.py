@@ -36,7 +36,7 @@ _UNSHARDED = "unsharded"  # the mark's value on unsharded forms, to which it is 
 COPY = "parameter.copy_(distribute_tensor(tensor, parameter.device_mesh, parameter.placements))"
 
 
-Memory = tuple[torch.UntypedStorage, torch.UntypedStorage, int]
+Memory = tuple[torch.UntypedStorage, torch.UntypedStorage, int | torch.SymInt]
 
 
 class Owner(NamedTuple):
@@ -126,24 +126,25 @@ class ShardedParameter:
 
     def is_in_place(self, form: torch.Tensor | None) -> bool:
         """Whether an owner holds a tensor; for the sharded form, also if an owner holds the unsharded form."""
-        held = self.in_places()
-        return any(each is form for each in held) or (
-            form is self.sharded and any(each is self.unsharded for each in held)
+        tensors = self.in_places()
+        return any(tensor is form for tensor in tensors) or (
+            form is self.sharded and any(tensor is self.unsharded for tensor in tensors)
         )
 
-    def held(self) -> torch.Tensor | None:
+    def current_form(self) -> torch.Tensor | None:
         """The tensor assigned in place of the sharded form, or the sharded form.
 
         Raises:
             RuntimeError: The owners hold different new tensors.
         """
-        others = {id(each): each for each in self.in_places() if each is not self.sharded}
-        if len(others) > 1:
+        replacements = {id(tensor): tensor for tensor in self.in_places() if tensor is not self.sharded}
+        if len(replacements) > 1:
             raise RuntimeError(
                 f"Expected the {len(self.owners)} places that hold {self.name!r} to be given one tensor, got "
-                f"{len(others)} different ones. Assign the tied parameter under one name, or one tensor under all."
+                f"{len(replacements)} different ones. Assign the tied parameter under one name, or one tensor under "
+                "all."
             )
-        return next(iter(others.values()), self.sharded)
+        return next(iter(replacements.values()), self.sharded)
 
     def replacement(self) -> torch.Tensor:
         """The Parameter assigned in place of the sharded form, or the sharded form.
@@ -152,26 +153,26 @@ class ShardedParameter:
             TypeError: An owner holds something else than a shard of the parameter.
             RuntimeError: The owners hold different new tensors.
         """
-        held = self.held()
-        if held is None or held.shape != self.sharded.shape or not hasattr(held, "_local_tensor"):
+        form = self.current_form()
+        if form is None or form.shape != self.sharded.shape or not hasattr(form, "_local_tensor"):
             raise TypeError(
                 f"Expected parameter {self.name!r} to be a DTensor of shape {tuple(self.sharded.shape)}, got "
-                f"{type(held).__name__} of shape {None if held is None else tuple(held.shape)}. Only a DTensor can "
+                f"{type(form).__name__} of shape {None if form is None else tuple(form.shape)}. Only a DTensor can "
                 "replace a sharded parameter; to write whole values, distribute them first (`distribute_tensor`)."
             )
-        if not isinstance(held, nn.Parameter):
+        if not isinstance(form, nn.Parameter):
             # `functional_call` puts the former tensor back later, unseen: the shards would keep the values of this one.
             raise TypeError(
-                f"Expected parameter {self.name!r} to be replaced by an nn.Parameter, got {type(held).__name__}. Wrap "
+                f"Expected parameter {self.name!r} to be replaced by an nn.Parameter, got {type(form).__name__}. Wrap "
                 "it (`nn.Parameter(value)`), also for torch.func.functional_call; or copy into the parameter."
             )
-        if not lie_alike(held, self.sharded) or local_of(held).shape != self.shard.shape:
-            before, now = (tensor.placements for tensor in (self.sharded, held))  # type: ignore[attr-defined]
+        if not lie_alike(form, self.sharded) or local_of(form).shape != self.shard.shape:
+            before, now = (tensor.placements for tensor in (self.sharded, form))  # type: ignore[attr-defined]
             raise TypeError(
                 f"Expected parameter {self.name!r} to lie as before, {before}, got {now}. Copy into it "
                 "(`load_state_dict` without `assign`), which moves the rows."
             )
-        return held
+        return form
 
     def accumulate(self, dtype: torch.dtype) -> None:
         """Add a microbatch's gradient to earlier gradients in `dtype`; in the gradient's own dtype autograd adds."""
@@ -258,10 +259,12 @@ def install(parameters: Iterable[ShardedParameter], *, is_sharded: bool) -> list
             parameter.trains = trains = other.requires_grad
             if form.requires_grad is not trains:
                 form.requires_grad_(trains)
-            for held, name, _ in parameter.owners:
-                if name not in held or (held[name] is not other and held[name] is not form):
+            for owner_parameters, name, _ in parameter.owners:
+                if name not in owner_parameters or (
+                    owner_parameters[name] is not other and owner_parameters[name] is not form
+                ):
                     lost.append(LostChange(parameter, is_write=False))
-                held[name] = form
+                owner_parameters[name] = form
     return lost
 
 
@@ -291,19 +294,23 @@ def report_lost(changes: Iterable[LostChange]) -> None:
 def put(parameters: Iterable[ShardedParameter]) -> None:
     """Put the sharded form into every owner, over any other tensor."""
     for parameter in parameters:
-        for held, name, _ in parameter.owners:
-            held[name] = parameter.sharded
+        for owner_parameters, name, _ in parameter.owners:
+            owner_parameters[name] = parameter.sharded
 
 
 def put_back(parameters: Iterable[ShardedParameter]) -> None:
     """Put the sharded form into owners that hold the unsharded form, after an `install` that may not have ended."""
     for parameter in parameters:
         sharded, unsharded = parameter.sharded, parameter.unsharded
-        holders = [(held, name) for held, name, _ in parameter.owners if held.get(name) is unsharded]
+        holders = [
+            (owner_parameters, name)
+            for owner_parameters, name, _ in parameter.owners
+            if owner_parameters.get(name) is unsharded
+        ]
         if holders:
             sharded.requires_grad_(unsharded.requires_grad)
-        for held, name in holders:
-            held[name] = sharded
+        for owner_parameters, name in holders:
+            owner_parameters[name] = sharded
 
 
 def any_replaced(parameters: Sequence[ShardedParameter]) -> bool:
@@ -323,8 +330,8 @@ def any_replaced(parameters: Sequence[ShardedParameter]) -> bool:
                 sharded = parameter.sharded
                 if sharded._local_tensor is not parameter.shard or memory != parameter.memory:  # type: ignore[attr-defined]
                     return True
-                for held, name, _ in parameter.owners:
-                    if held[name] is not sharded:
+                for owner_parameters, name, _ in parameter.owners:
+                    if owner_parameters[name] is not sharded:
                         return True
     except KeyError:  # a deleted name; `get` would cost a call for each owner
         return True
@@ -383,14 +390,14 @@ def name_of_sharded_original(parameter: nn.Parameter) -> str | None:
     return cast("str | None", name)
 
 
-def sharded_originals(held: Iterable[torch.Tensor]) -> dict[torch.Tensor, ShardedParameter]:
+def sharded_originals(tensors: Iterable[torch.Tensor]) -> dict[torch.Tensor, ShardedParameter]:
     """The originals and unsharded forms among some tensors, each with the sharded parameter.
 
     Without tensors of deleted units.
     """
     if not _sharded_originals:
         return {}
-    return {original: parameter for original in held if (parameter := _sharded_from(original)) is not None}
+    return {original: parameter for original in tensors if (parameter := _sharded_from(original)) is not None}
 
 
 def _sharded_from(original: torch.Tensor) -> ShardedParameter | None:
@@ -405,8 +412,8 @@ def sharded_parameter(candidate: Candidate, shard: torch.Tensor) -> ShardedParam
     original = candidate.parameter
     sharded = nn.Parameter(dtensor_for(shard, original, candidate.sharding), requires_grad=original.requires_grad)
     # A subclass's own attributes are on every tensor of the subclass, also on unmarked tensors.
-    own = vars(original.detach())
-    marks = {name: mark for name, mark in vars(original).items() if name not in own} | {_MARK: True}
+    class_attributes = vars(original.detach())
+    marks = {name: mark for name, mark in vars(original).items() if name not in class_attributes} | {_MARK: True}
     vars(sharded).update(marks)
     parameter = ShardedParameter(
         name=candidate.name,
@@ -428,18 +435,18 @@ def living_parameters() -> Iterable[ShardedParameter]:
     return list(_living)
 
 
-def shard_like(parameter: ShardedParameter, whole: torch.Tensor, dtype: torch.dtype) -> DTensor:
+def shard_like(parameter: ShardedParameter, tensor: torch.Tensor, dtype: torch.dtype) -> DTensor:
     """This rank's part of a tensor of the parameter's shape, placed as the parameter.
 
     Effects: allocates the part, on the parameter's device and the current stream; not a collective.
     """
-    own = parameter.sharding.own_part(local_of(whole)).to(parameter.shard.device, dtype, copy=True).contiguous()
-    return dtensor_for(own, whole, parameter.sharding)
+    part = parameter.sharding.own_part(local_of(tensor)).to(parameter.shard.device, dtype, copy=True).contiguous()
+    return dtensor_for(part, tensor, parameter.sharding)
 
 
-def dtensor_for(shard: torch.Tensor, whole: torch.Tensor, sharding: Sharding) -> DTensor:
+def dtensor_for(shard: torch.Tensor, tensor: torch.Tensor, sharding: Sharding) -> DTensor:
     """A DTensor over `shard`, on any device: `DTensor.from_local` would move the shard to the mesh's device."""
-    meta = torch.empty(whole.shape, dtype=shard.dtype, device="meta")
+    meta = torch.empty(tensor.shape, dtype=shard.dtype, device="meta")
     tensor_meta = TensorMeta(meta.shape, meta.stride(), meta.dtype)
     return dtensor_over(shard, DTensorSpec(sharding.mesh, tuple(sharding.placements), tensor_meta=tensor_meta))
 

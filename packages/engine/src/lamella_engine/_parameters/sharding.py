@@ -189,13 +189,13 @@ class DataAxes:
         if num_ranks in (1, self.num_shards):
             return None
         assert self.shard_group is not None
-        made = _neighbour_groups.setdefault(self.shard_group, {})
-        if num_ranks not in made:
+        groups = _neighbour_groups.setdefault(self.shard_group, {})
+        if num_ranks not in groups:
             ranks = dist.get_process_group_ranks(self.shard_group)
             first = self.shard_group.rank() // num_ranks * num_ranks
             # Local: ranks off this axis (tensor parallelism) do not know these neighbours, and never make this call.
-            made[num_ranks] = dist.new_group(ranks[first : first + num_ranks], use_local_synchronization=True)
-        return made[num_ranks]
+            groups[num_ranks] = dist.new_group(ranks[first : first + num_ranks], use_local_synchronization=True)
+        return groups[num_ranks]
 
     @property
     def axes_of_whole(self) -> tuple[int, ...]:
@@ -245,8 +245,8 @@ class Sharding:
     Attributes:
         axes: The data axes.
         dim: Tensor dim of the sharding.
-        mesh: Of the sharded DTensor: the data axes, and the axes that the parameter came with.
-        placements: Of the sharded DTensor, one an axis of `mesh`.
+        mesh: The mesh of the sharded DTensor: the data axes, and the axes that the parameter came with.
+        placements: The placements of the sharded DTensor, one an axis of `mesh`.
         part: The spec of a parameter that came as a DTensor: the unsharded form is a DTensor again. Else None.
         keep: The part of the parameter to keep on one rank, in the flat layout, which then decides about `placements`.
             None for the even layout.
@@ -277,7 +277,7 @@ class Sharding:
         """The largest shape of a local part, over all model-parallel ranks: equal on all, without communication.
 
         Args:
-            shape: Of this rank's part.
+            shape: The shape of this rank's part.
         """
         if self.part is None:
             return shape
@@ -293,11 +293,11 @@ class Sharding:
         if self.part is None:
             return gradient
         assert isinstance(gradient, DTensor)
-        wanted = list(self.part.placements)
+        placements = list(self.part.placements)
         for axis in self.axes.axes_of_whole:
-            wanted[axis] = gradient.placements[axis]  # left to the reduction, which sums over data axes
-        if list(gradient.placements) != wanted:
-            gradient = gradient.redistribute(placements=wanted)
+            placements[axis] = gradient.placements[axis]  # left to the reduction, which sums over data axes
+        if list(gradient.placements) != placements:
+            gradient = gradient.redistribute(placements=placements)
         return gradient.to_local()
 
 
@@ -307,7 +307,7 @@ def sharding_of(
     """Choose a parameter's sharding.
 
     Args:
-        name: For messages.
+        name: The tensor's name in messages.
         parameter: Plain, or a DTensor on other axes of the same root mesh.
         axes: Unless `placement_fn` returns a mesh.
         placement_fn: FSDP2's `shard_placement_fn`.
@@ -369,9 +369,9 @@ def all_reduce_anywhere(
     if any(device.type == tensor.device.type for device in devices):
         dist.all_reduce(tensor, op, group=group)
         return
-    there = tensor.to(devices[0])
-    dist.all_reduce(there, op, group=group)
-    tensor.copy_(there)
+    served = tensor.to(devices[0])
+    dist.all_reduce(served, op, group=group)
+    tensor.copy_(served)
 
 
 def _one_axis(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
@@ -432,12 +432,12 @@ def _beside_part(parameter: DTensor, axes: DataAxes, dim: int) -> tuple[DeviceMe
             placements[axis] = Shard(dim)
         order = [axis for axis in range(mesh.ndim) if axis not in data] + data
         return mesh, strided_placements(mesh.shape, placements, order=order)
-    others = [axis for axis in range(mesh.ndim) if axis not in axes.axes_of_whole]
-    rest = [mesh[names[axis]] for axis in others] if axes.whole is not None else [mesh]
-    joined = DeviceMesh._concatenate([axes.mesh, *rest])
-    both = [*axes.placements(dim), *(placements[axis] for axis in others)]
+    model_axes = [axis for axis in range(mesh.ndim) if axis not in axes.axes_of_whole]
+    model_meshes = [mesh[names[axis]] for axis in model_axes] if axes.whole is not None else [mesh]
+    joined = DeviceMesh._concatenate([axes.mesh, *model_meshes])
+    joined_placements = [*axes.placements(dim), *(placements[axis] for axis in model_axes)]
     order = [*range(axes.mesh.ndim, joined.ndim), *range(axes.mesh.ndim)]
-    return joined, strided_placements(joined.shape, both, order=order)
+    return joined, strided_placements(joined.shape, joined_placements, order=order)
 
 
 def _check_on_whole_mesh(name: str, parameter: nn.Parameter, axes: DataAxes) -> None:
@@ -456,7 +456,7 @@ def _check_on_whole_mesh(name: str, parameter: nn.Parameter, axes: DataAxes) -> 
             "same mesh passed to fully_shard, but got different mesh objects."
         )
     for kind, names in zip(("shard", "replicate"), axes.names, strict=True):
-        for axis, axis_name in ((mesh_names.index(each), each) for each in names):
+        for axis, axis_name in ((mesh_names.index(data_axis), data_axis) for data_axis in names):
             if not (got := parameter.placements[axis]).is_replicate():
                 raise ValueError(
                     f"Expected {name!r} to be replicated over the data axes before it is sharded. Expected Replicate() "

@@ -26,7 +26,7 @@ def merge_tied(groups: Sequence[ParameterGroup], *, keep_parameters: bool) -> tu
     """Merge parameters whose places hold the same tensor now.
 
     Args:
-        groups: Of a unit at rest.
+        groups: The groups of a unit at rest.
         keep_parameters: Whether a state dict was loaded, which may give the places of a tied parameter different
             tensors. (As for `ParameterGroup.adopt_replaced_shards`.)
 
@@ -45,24 +45,24 @@ def merge_tied(groups: Sequence[ParameterGroup], *, keep_parameters: bool) -> tu
         for parameter in group.parameters:
             if not (keep_parameters or group.is_meta):
                 _check_alike(parameter)
-            if (form := parameter.held()) is not None:
+            if (form := parameter.current_form()) is not None:
                 tied.setdefault(id(form), []).append(parameter)
-    _check_of_one_unit([parameter for same in tied.values() for parameter in same])
-    several = [same for same in tied.values() if len(same) > 1]
-    if not several or any(group.on_meta() for group in groups):
+    _check_of_one_unit([parameter for members in tied.values() for parameter in members])
+    tied_members = [members for members in tied.values() if len(members) > 1]
+    if not tied_members or any(group.on_meta() for group in groups):
         return tuple(groups)  # a meta tensor has no rows to move, and a gather refuses meta tensors
-    kept = {parameter: _kept_of(same) for same in several for parameter in same}
-    gone = [parameter for parameter, by in kept.items() if by is not parameter]
+    survivors = {parameter: _survivor_of(members) for members in tied_members for parameter in members}
+    gone = [parameter for parameter, by in survivors.items() if by is not parameter]
     _check_between_steps(groups, gone)
     for parameter in gone:
-        kept[parameter].owners += parameter.owners
+        survivors[parameter].owners += parameter.owners
         parameter.owners = []
     return tuple(group for group in groups if _leave_out(group, gone, keep_parameters=keep_parameters))
 
 
-def _kept_of(same: Sequence[ShardedParameter]) -> ShardedParameter:
+def _survivor_of(members: Sequence[ShardedParameter]) -> ShardedParameter:
     """The parameter whose own form is in all places; the first parameter, if all places got a new tensor."""
-    return next((parameter for parameter in same if parameter.held() is parameter.sharded), same[0])
+    return next((parameter for parameter in members if parameter.current_form() is parameter.sharded), members[0])
 
 
 def _leave_out(group: ParameterGroup, gone: Sequence[ShardedParameter], *, keep_parameters: bool) -> bool:
@@ -75,22 +75,24 @@ def _leave_out(group: ParameterGroup, gone: Sequence[ShardedParameter], *, keep_
 
 
 def _check_alike(parameter: ShardedParameter) -> None:
-    held = {id(each) for each in parameter.in_places()}
-    if len(held) > 1:
+    tensor_ids = {id(tensor) for tensor in parameter.in_places()}
+    if len(tensor_ids) > 1:
         raise RuntimeError(
             f"Expected the {len(parameter.owners)} places that hold {parameter.full_name!r} to hold one tensor, as "
-            f"they did when it was sharded, got {len(held)} different ones. Assign one tensor in all of them; "
+            f"they did when it was sharded, got {len(tensor_ids)} different ones. Assign one tensor in all of them; "
             "parameters that are to be trained apart must be untied before fully_shard."
         )
 
 
 def _check_of_one_unit(mine: Sequence[ShardedParameter]) -> None:
-    given = {id(form): parameter for parameter in mine if (form := parameter.held()) is not parameter.sharded}
-    if not given:
+    replaced = {
+        id(form): parameter for parameter in mine if (form := parameter.current_form()) is not parameter.sharded
+    }
+    if not replaced:
         return
     for other in set(living_parameters()) - set(mine):
         for form in (other.sharded, *other.in_places()):
-            if (parameter := given.get(id(form))) is not None and other.is_in_place(form):
+            if (parameter := replaced.get(id(form))) is not None and other.is_in_place(form):
                 raise RuntimeError(
                     f"Expected {parameter.full_name!r} to stay in its unit after fully_shard, got {other.full_name!r}, "
                     f"a parameter of another unit, in its place. {_WAY_OUT}"

@@ -37,13 +37,13 @@ class PayloadLayouts:
     """The payloads of a group of parameters, and their layouts.
 
     Args:
-        recipe: Of all of the parameters.
-        layout: Of the parameters.
-        main_dtype: Of their main weights.
+        recipe: The recipe of all of the parameters.
+        layout: The layout of the parameters.
+        main_dtype: The dtype of the parameters' main weights.
 
     Attributes:
-        formats: Of the payloads; a format's shape is the first parameter's.
-        layouts: Of the payloads, in the unsharded buffers.
+        formats: The formats of the payloads; a format's shape is the first parameter's.
+        layouts: The layouts of the payloads, in the unsharded buffers.
         cached_nbytes: Bytes of the tensors that unsharded weights cache at most.
 
     Raises:
@@ -52,9 +52,9 @@ class PayloadLayouts:
 
     def __init__(self, recipe: Recipe, layout: Layout, main_dtype: torch.dtype) -> None:
         self.recipe = recipe
-        of_each = [recipe.payloads(shape, main_dtype) for shape in layout.shapes]
-        self.formats: Sequence[PayloadFormat] = of_each[0]
-        self._shapes = [[formats[p].shape for formats in of_each] for p in range(len(self.formats))]
+        parameter_formats = [recipe.payloads(shape, main_dtype) for shape in layout.shapes]
+        self.formats: Sequence[PayloadFormat] = parameter_formats[0]
+        self._shapes = [[formats[p].shape for formats in parameter_formats] for p in range(len(self.formats))]
         self.layouts = self.like(layout)
         self.cached_nbytes = cached_nbytes(recipe, layout.shapes)
 
@@ -68,10 +68,14 @@ class PayloadLayouts:
         pairs = zip(self.formats, self.layouts, strict=True)
         return sum(layout.full_numel * payload.dtype.itemsize for payload, layout in pairs)
 
-    def chosen(self, direction: Direction, there: Direction | None) -> tuple[int, ...]:
-        """Indices of the payloads that a direction needs and `there` does not."""
-        needed = [each.direction for each in self.formats]
-        return tuple(p for p, each in enumerate(needed) if each.meets(direction) and not each.meets(there))
+    def chosen(self, direction: Direction, gathered_for: Direction | None) -> tuple[int, ...]:
+        """Indices of the payloads that a direction needs and `gathered_for` does not."""
+        needed = [payload_format_direction.direction for payload_format_direction in self.formats]
+        return tuple(
+            p
+            for p, payload_format_direction in enumerate(needed)
+            if payload_format_direction.meets(direction) and not payload_format_direction.meets(gathered_for)
+        )
 
 
 def cached_nbytes(recipe: Recipe, shapes: Iterable[Sequence[int]]) -> int:
@@ -84,12 +88,12 @@ class UnshardedWeight:
 
     Args:
         payloads: The formats and layouts.
-        layout: Of gathered shards.
-        main_layout: Of the main weights.
+        layout: The layout of gathered shards.
+        main_layout: The layout of the main weights.
         ranks: This rank's places in the two layouts.
-        device: Of the buffers.
+        device: The device of the buffers.
         allocator: Gives the buffers their bytes.
-        scales: Of the parameters, for a recipe with scales of whole tensors.
+        scales: The scales of the parameters, for a recipe with scales of whole tensors.
 
     Attributes:
         buffers: One a payload.
@@ -112,17 +116,23 @@ class UnshardedWeight:
         self._main_layouts = payloads.like(main_layout)
         self._rank, self._main_rank = ranks
         self._encode = _Encode(payloads.recipe)
-        self._scales = [None] * layout.num_tensors if scales is None else scales.of_each
+        self._scales = [None] * layout.num_tensors if scales is None else scales.parameter_scales
         self._amaxes = scales.amaxes_of_each if scales is not None and scales.num_past else None
         pairs = list(zip(payloads.formats, payloads.layouts, strict=True))
-        self.buffers = tuple(UnshardedBuffer(lies, ranks[0], each.dtype, device, allocator) for each, lies in pairs)
+        self.buffers = tuple(
+            UnshardedBuffer(payload_layout, ranks[0], payload_format.dtype, device, allocator)
+            for payload_format, payload_layout in pairs
+        )
         for buffer in self.buffers:
             buffer.allocate()
         # Decoded once, over views of the buffers: autograd holds the weights while the bytes come and go.
         decode = payloads.recipe.decode
         wholes = zip(*(buffer.tensors for buffer in self.buffers), strict=True)
-        of_each = zip(wholes, layout.shapes, self._scales, strict=True)
-        self.weights = [decode(own, torch.Size(shape), own_scales) for own, shape, own_scales in of_each]
+        tensors_and_scales = zip(wholes, layout.shapes, self._scales, strict=True)
+        self.weights = [
+            decode(payloads_of_tensor, torch.Size(shape), own_scales)
+            for payloads_of_tensor, shape, own_scales in tensors_and_scales
+        ]
 
     def plan(self, chosen: Sequence[int], main_weight: ShardedBuffer) -> GatherPlan:
         """A gather of some payloads from main weights on the device: sent in place, or encoded first.
@@ -134,8 +144,8 @@ class UnshardedWeight:
         encoded = [p for p in chosen if not formats[p].is_main_weight]
         if not encoded:
             return GatherPlan(moves)
-        own = {p: shards_in(buffers[p].own, self._payloads.layouts[p], self._rank) for p in encoded}
-        tensors, columns = self._columns(main_weight, own)
+        encoded_shards = {p: shards_in(buffers[p].own, self._payloads.layouts[p], self._rank) for p in encoded}
+        tensors, columns = self._columns(main_weight, encoded_shards)
         return GatherPlan(moves, self._encode, columns, tensors)
 
     def _columns(
@@ -157,16 +167,16 @@ class UnshardedWeight:
 
         Effects: allocates the shards on the current stream; a collective on the outer axis; blocks the host on gloo.
         """
-        made = {}
+        shards = {}
         for p in chosen:
             buffer = self.buffers[p]
-            made[p] = ShardedBuffer.empty(self._payloads.layouts[p], self._rank, buffer.dtype, buffer.device)
+            shards[p] = ShardedBuffer.empty(self._payloads.layouts[p], self._rank, buffer.dtype, buffer.device)
         # Views of `made`: encoded in place, and gathered in place.
-        parts = {p: [torch.tensor_split(slot, outer.num_ranks)[outer.rank] for slot in made[p].slots] for p in chosen}
-        own = {p: shards_in(parts[p], self._main_layouts[p], self._main_rank) for p in chosen}
-        owned, columns = self._columns(main_weight, own)
+        parts = {p: [torch.tensor_split(slot, outer.num_ranks)[outer.rank] for slot in shards[p].slots] for p in chosen}
+        encoded_parts = {p: shards_in(parts[p], self._main_layouts[p], self._main_rank) for p in chosen}
+        owned, columns = self._columns(main_weight, encoded_parts)
         if owned:
             self._encode(*columns)
-        pieces = [each for p in chosen for each in zip(parts[p], made[p].slots, strict=True)]
-        outer.all_gather([Payload(part, whole) for part, whole in pieces if whole.numel() > 0]).wait()
-        return made
+        transfers = [transfer for p in chosen for transfer in zip(parts[p], shards[p].slots, strict=True)]
+        outer.all_gather([Payload(part, full_slot) for part, full_slot in transfers if full_slot.numel() > 0]).wait()
+        return shards

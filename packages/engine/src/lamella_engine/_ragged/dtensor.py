@@ -76,8 +76,8 @@ class RaggedDTensor(DTensor):
         Effects: collective, an all-reduce of the whole tensor on each ragged axis; allocates the whole tensor.
         """
         _check_gradient_lies_alike(grad_placements)
-        whole: torch.Tensor = _ToFull.apply(self)  # type: ignore[no-untyped-call]
-        return whole
+        tensor: torch.Tensor = _ToFull.apply(self)  # type: ignore[no-untyped-call]
+        return tensor
 
     def redistribute(
         self, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None, **options: Any
@@ -85,9 +85,9 @@ class RaggedDTensor(DTensor):
         """The tensor in torch's own placements, as a plain DTensor, by way of the whole.
 
         Args:
-            device_mesh: The same, or None.
+            device_mesh: The tensor's mesh, or None.
             placements: One an axis: `Replicate` or `Shard`. The tensor's own placements return the tensor itself.
-            options: As DTensor's.
+            options: Further arguments of `DTensor.redistribute`.
 
         Raises:
             NotImplementedError: Another mesh, or other ragged placements.
@@ -100,10 +100,10 @@ class RaggedDTensor(DTensor):
             return self
         if any(isinstance(placement, RaggedShard) for placement in placements or ()):
             raise NotImplementedError(f"Expected `placements` of torch's own, or {self.placements}, got {placements}.")
-        whole = DTensor.from_local(
+        replicated = DTensor.from_local(
             self.full_tensor(), self.device_mesh, [Replicate()] * self.device_mesh.ndim, run_check=False
         )
-        return whole.redistribute(placements=placements, **options)
+        return replicated.redistribute(placements=placements, **options)
 
     # -- torch.distributed.checkpoint -------------------------------------------------------------------------------
 
@@ -128,8 +128,12 @@ class RaggedDTensor(DTensor):
         rows = rows_of(self)
         if not rows.numel:
             return []
-        rest = self.shape[1:]
-        return [ChunkStorageMetadata(torch.Size((rows.start, *(0 for _ in rest))), torch.Size((rows.numel, *rest)))]
+        row_shape = self.shape[1:]
+        return [
+            ChunkStorageMetadata(
+                torch.Size((rows.start, *(0 for _ in row_shape))), torch.Size((rows.numel, *row_shape))
+            )
+        ]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
         return self._local_tensor
@@ -155,11 +159,11 @@ def _over(local: torch.Tensor, spec: DTensorSpec, *, requires_grad: bool = False
     return RaggedDTensor(local, spec, requires_grad=requires_grad)  # type: ignore[no-untyped-call]
 
 
-def _whole(tensor: RaggedDTensor) -> torch.Tensor:
-    whole = torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor._local_tensor.device)
-    whole[slice(*rows_of(tensor))] = tensor._local_tensor
-    as_bytes = whole.view(-1).view(torch.uint8)  # each byte is zero on all ranks but the owner: exact
-    return reduce_ragged(as_bytes, tensor, dist.ReduceOp.SUM).view(whole.dtype).view(whole.shape)
+def _zero_padded(tensor: RaggedDTensor) -> torch.Tensor:
+    tensor_of_zeros = torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor._local_tensor.device)
+    tensor_of_zeros[slice(*rows_of(tensor))] = tensor._local_tensor
+    as_bytes = tensor_of_zeros.view(-1).view(torch.uint8)  # each byte is zero on all ranks but the owner: exact
+    return reduce_ragged(as_bytes, tensor, dist.ReduceOp.SUM).view(tensor_of_zeros.dtype).view(tensor_of_zeros.shape)
 
 
 def _check_gradient_lies_alike(grad_placements: object) -> None:
@@ -186,7 +190,7 @@ class _ToFull(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: RaggedDTensor) -> torch.Tensor:
         ctx.spec, ctx.rows = tensor._spec, rows_of(tensor)
-        return _whole(tensor)
+        return _zero_padded(tensor)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> RaggedDTensor:

@@ -94,10 +94,15 @@ def rows_of(tensor: DTensor) -> Range:
 
 def _check_one_cut(tensor: DTensor) -> None:
     """Refuse a tensor that another axis cuts too: the bounds are of a part, and other parts are not on ragged axes."""
-    if others := [each for each in tensor.placements if not (isinstance(each, RaggedShard) or each.is_replicate())]:
+    if unsupported := [
+        placement
+        for placement in tensor.placements
+        if not (isinstance(placement, RaggedShard) or placement.is_replicate())
+    ]:
         raise NotImplementedError(
-            f"Expected a tensor cut by ragged axes alone, got one of shape {tuple(tensor.shape)} that {others[0]!r} "
-            "cuts too. Use to_local(), or save the tensor by lamella_checkpoint, which places the parts."
+            f"Expected a tensor cut by ragged axes alone, got one of shape {tuple(tensor.shape)} that "
+            f"{unsupported[0]!r} cuts too. Use to_local(), or save the tensor by lamella_checkpoint, which places the "
+            "parts."
         )
 
 
@@ -106,8 +111,8 @@ def _tensors(tree: object) -> list[torch.Tensor]:
 
 
 def _first_ragged(tree: object) -> DTensor:
-    found: DTensor = next(leaf for leaf in pytree.tree_leaves(tree) if is_ragged(leaf) and type(leaf) is not DTensor)
-    return found
+    ragged: DTensor = next(leaf for leaf in pytree.tree_leaves(tree) if is_ragged(leaf) and type(leaf) is not DTensor)
+    return ragged
 
 
 def _local(func: Any, value: Any, like: DTensor) -> Any:
@@ -135,8 +140,8 @@ def _over(func: Any, local: torch.Tensor, like: DTensor) -> DTensor:
     assert old is not None
     meta = TensorMeta(old.shape, old.stride, local.dtype)
     spec = DTensorSpec(like.device_mesh, like.placements, tensor_meta=meta)
-    made: DTensor = type(like)(local, spec, requires_grad=False)
-    return made
+    output: DTensor = type(like)(local, spec, requires_grad=False)
+    return output
 
 
 def _refusal(func: Any, got: str) -> NotImplementedError:
@@ -217,22 +222,22 @@ def _check_mask(func: Any, into: torch.Tensor, indices: Sequence[torch.Tensor | 
 
 def _new(func: Any, args: Args, kwargs: Kwargs) -> DTensor:
     """A tensor of the same shape lies alike."""
-    like, shape, *rest = args
+    like, shape, *arguments = args
     if tuple(shape) != tuple(like.shape):
         raise _refusal(func, f"shape {tuple(shape)} from {_described(like)}")
     if func._schema.name == "aten::new_empty_strided":
         return _over(func, torch.empty_like(like._local_tensor, **kwargs), like)
-    return _over(func, func(like._local_tensor, like._local_tensor.shape, *rest, **kwargs), like)
+    return _over(func, func(like._local_tensor, like._local_tensor.shape, *arguments, **kwargs), like)
 
 
 def _draw(func: Any, args: Args, kwargs: Kwargs) -> DTensor:
     """Draw random values for the whole tensor, and keep this rank's rows; replicas take the first replica's."""
-    into, *rest = args
-    whole = torch.empty(into.shape, dtype=into.dtype, device=into._local_tensor.device)
-    if any(isinstance(value, torch.Tensor) for value in (*rest, *kwargs.values())):
+    into, *arguments = args
+    full = torch.empty(into.shape, dtype=into.dtype, device=into._local_tensor.device)
+    if any(isinstance(value, torch.Tensor) for value in (*arguments, *kwargs.values())):
         raise _refusal(func, _described((args, kwargs)))
-    func(whole, *rest, **kwargs)  # whole on each rank: all generators advance alike, whatever rows a rank has
-    drawn = whole[slice(*rows_of(into))].to(into.device_mesh.device_type)
+    func(full, *arguments, **kwargs)  # whole on each rank: all generators advance alike, whatever rows a rank has
+    drawn = full[slice(*rows_of(into))].to(into.device_mesh.device_type)
     for axis, placement in enumerate(into.placements):
         if placement.is_replicate() and into.device_mesh.size(axis) > 1 and drawn.numel():
             dist.broadcast(drawn, group=into.device_mesh.get_group(axis), group_src=0)
@@ -246,7 +251,7 @@ def _draw(func: Any, args: Args, kwargs: Kwargs) -> DTensor:
 def _multi_tensor(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Lists of tensors: the i-th tensors of all lists go together, and operands outside of lists with each index."""
     lists = [value for value in (*args, *kwargs.values()) if isinstance(value, list | tuple) and _tensors(value)]
-    likes = [_like_of([each[i] for each in lists if i < len(each)]) for i in range(max(map(len, lists)))]
+    likes = [_like_of([tensors[i] for tensors in lists if i < len(tensors)]) for i in range(max(map(len, lists)))]
     written = _written(func, args, kwargs)
     for values in written:
         _check_written(func, values, likes)
@@ -254,17 +259,22 @@ def _multi_tensor(func: Any, args: Args, kwargs: Kwargs) -> Any:
     # Every rank checks all operands, also beside empty rows: an error on one rank alone would hang the rest.
     def local(value: Any) -> Any:
         if isinstance(value, list | tuple) and len(value) == len(likes):
-            return [_local_beside(func, each, like) for each, like in zip(value, likes, strict=True)]
+            return [_local_beside(func, tensors, like) for tensors, like in zip(value, likes, strict=True)]
         return _local_beside(func, value, next(like for like in likes if like is not None))
 
-    here: Args = [local(value) for value in args]
+    local_arguments: Args = [local(value) for value in args]
     named: Kwargs = {name: local(value) for name, value in kwargs.items()}
     if not written:
-        result = func(*here, **named)
-        return [each if like is None else _over(func, each, like) for each, like in zip(result, likes, strict=True)]
+        result = func(*local_arguments, **named)
+        return [
+            tensors if like is None else _over(func, tensors, like) for tensors, like in zip(result, likes, strict=True)
+        ]
     filled = [like is None or like._local_tensor.numel() > 0 for like in likes]
     if any(filled):
-        func(*(_kept(value, filled) for value in here), **{name: _kept(value, filled) for name, value in named.items()})
+        func(
+            *(_filled_only(value, filled) for value in local_arguments),
+            **{name: _filled_only(value, filled) for name, value in named.items()},
+        )
     return None
 
 
@@ -274,11 +284,11 @@ def _check_written(func: Any, values: Sequence[Any], likes: Sequence[DTensor | N
             raise _refusal(func, f"{_described(value)} to write into")
 
 
-def _kept(value: Any, filled: Sequence[bool]) -> Any:
+def _filled_only(value: Any, filled: Sequence[bool]) -> Any:
     """A list without the entries of empty tensors. Note [Empty shards]."""
     if not isinstance(value, list) or len(value) != len(filled):
         return value
-    return [each for each, is_filled in zip(value, filled, strict=True) if is_filled]
+    return [tensor for tensor, is_filled in zip(value, filled, strict=True) if is_filled]
 
 
 def _like_of(row: Sequence[Any]) -> DTensor | None:
@@ -340,16 +350,16 @@ def _norms(func: Any, tensors: Sequence[DTensor], p: float, dtype: torch.dtype |
     if p < 0:
         raise _refusal(func, f"a norm of order {p}, which has no value for a rank without rows")
     results = [dtype or tensor.dtype for tensor in tensors]
-    wide = torch.float64 if any(each.itemsize == 8 for each in results) else torch.float32
+    wide = torch.float64 if any(rank_norm.itemsize == 8 for rank_norm in results) else torch.float32
     zero = torch.zeros((), dtype=wide, device=like._local_tensor.device)
     locals_ = [tensor._local_tensor.detach() for tensor in tensors]
-    here = torch.stack([torch.linalg.vector_norm(x, p, dtype=wide) if x.numel() else zero for x in locals_])
+    local_norms = torch.stack([torch.linalg.vector_norm(x, p, dtype=wide) if x.numel() else zero for x in locals_])
     if math.isinf(p):
-        norms = _over_ranks(here, like, dist.ReduceOp.MAX)
+        norms = _over_ranks(local_norms, like, dist.ReduceOp.MAX)
     elif p == 0:
-        norms = _over_ranks(here, like, dist.ReduceOp.SUM)
+        norms = _over_ranks(local_norms, like, dist.ReduceOp.SUM)
     else:
-        norms = _over_ranks(here.pow(p), like, dist.ReduceOp.SUM).pow(1 / p)
+        norms = _over_ranks(local_norms.pow(p), like, dist.ReduceOp.SUM).pow(1 / p)
     return [_everywhere(norm.to(kind), like) for norm, kind in zip(norms.unbind(), results, strict=True)]
 
 
@@ -357,23 +367,27 @@ def _foreach_norm(func: Any, args: Args, kwargs: Kwargs) -> list[Any]:
     tensors, p, dtype = _bound(func, args, kwargs, "self", "ord", "dtype")
     norms: dict[int, Any] = {}
     for axes, indices in _by_axes(tensors).items():
-        same = [tensors[i] for i in indices]
-        found = torch._foreach_norm(same, p, dtype=dtype) if axes is None else _norms(func, same, float(p), dtype)
-        norms.update(zip(indices, found, strict=True))
+        tensors_on_axes = [tensors[i] for i in indices]
+        shared_norms = (
+            torch._foreach_norm(tensors_on_axes, p, dtype=dtype)
+            if axes is None
+            else _norms(func, tensors_on_axes, float(p), dtype)
+        )
+        norms.update(zip(indices, shared_norms, strict=True))
     return [norms[i] for i in range(len(tensors))]
 
 
 def _unscale(func: Any, args: Args, kwargs: Kwargs) -> None:
     """`GradScaler`'s operator: every rank must hear of a gradient that is not finite."""
-    tensors, found, inverse = _bound(func, args, kwargs, "self", "found_inf", "inv_scale")
+    tensors, found_inf, inverse = _bound(func, args, kwargs, "self", "found_inf", "inv_scale")
     for axes, indices in _by_axes(tensors).items():
-        same = [tensors[i] for i in indices]
+        tensors_on_axes = [tensors[i] for i in indices]
         if axes is None:
-            func(same, found, inverse)
+            func(tensors_on_axes, found_inf, inverse)
             continue
-        if filled := [tensor._local_tensor for tensor in same if tensor._local_tensor.numel()]:
-            func(filled, found, inverse)
-        found.copy_(reduce_ragged(found, same[0], dist.ReduceOp.MAX))
+        if filled := [tensor._local_tensor for tensor in tensors_on_axes if tensor._local_tensor.numel()]:
+            func(filled, found_inf, inverse)
+        found_inf.copy_(reduce_ragged(found_inf, tensors_on_axes[0], dist.ReduceOp.MAX))
 
 
 def _by_axes(tensors: Sequence[torch.Tensor]) -> dict[object, list[int]]:
@@ -407,8 +421,8 @@ def _sum(func: Any, args: Args, kwargs: Kwargs) -> DTensor:
     _check_all_dims(func, tensor, dim, keepdim)
     result = dtype or (tensor.dtype if tensor.dtype.is_floating_point else torch.int64)
     wide = torch.float32 if result.is_floating_point and result.itemsize < 4 else result
-    here = tensor._local_tensor.detach().sum(dtype=wide)
-    return _everywhere(_over_ranks(here, tensor, dist.ReduceOp.SUM).to(result), tensor)
+    local_sum = tensor._local_tensor.detach().sum(dtype=wide)
+    return _everywhere(_over_ranks(local_sum, tensor, dist.ReduceOp.SUM).to(result), tensor)
 
 
 def _mean(func: Any, args: Args, kwargs: Kwargs) -> DTensor:
@@ -427,8 +441,8 @@ def _extreme(op: dist.ReduceOp.RedOpType) -> Callable[[Any, Args, Kwargs], DTens
         limits = torch.finfo(tensor.dtype) if tensor.dtype.is_floating_point else torch.iinfo(tensor.dtype)
         lowest, highest = (-math.inf, math.inf) if tensor.dtype.is_floating_point else (limits.min, limits.max)
         nothing = local.new_full((), lowest if is_max else highest)
-        here = nothing if not local.numel() else local.max() if is_max else local.min()
-        return _everywhere(_over_ranks(here, tensor, op), tensor)
+        local_extreme = nothing if not local.numel() else local.max() if is_max else local.min()
+        return _everywhere(_over_ranks(local_extreme, tensor, op), tensor)
 
     return find
 
@@ -438,8 +452,8 @@ def _truth(op: dist.ReduceOp.RedOpType) -> Callable[[Any, Args, Kwargs], DTensor
         tensor, dim, keepdim = _bound(func, args, kwargs, "self", "dim", "keepdim")
         _check_all_dims(func, tensor, dim, keepdim)
         local = tensor._local_tensor.detach()
-        here = (local.any() if op is dist.ReduceOp.MAX else local.all()).to(torch.uint8)
-        return _everywhere(_over_ranks(here, tensor, op).to(torch.bool), tensor)
+        local_extreme = (local.any() if op is dist.ReduceOp.MAX else local.all()).to(torch.uint8)
+        return _everywhere(_over_ranks(local_extreme, tensor, op).to(torch.bool), tensor)
 
     return find
 
@@ -455,8 +469,8 @@ def _bound(func: Any, args: Args, kwargs: Kwargs, *names: str) -> list[Any]:
 
 def _check_all_dims(func: Any, tensor: DTensor, dim: Any, keepdim: Any) -> None:
     dims = [dim] if isinstance(dim, int) else dim
-    whole = not dims or sorted(each % tensor.ndim for each in dims) == list(range(tensor.ndim))
-    if not whole or keepdim:
+    covers_all = not dims or sorted(i % tensor.ndim for i in dims) == list(range(tensor.ndim))
+    if not covers_all or keepdim:
         raise _refusal(func, f"{_described(tensor)} along dims {dims}")
 
 
@@ -499,8 +513,8 @@ def _on_owner(func: Any, args: Args, kwargs: Kwargs) -> DTensor:
     spec = DTensorSpec(
         like.device_mesh, placements, tensor_meta=TensorMeta(meta.shape, tuple(meta.stride()), meta.dtype)
     )
-    made: DTensor = type(like)(local, spec, requires_grad=False)
-    return made
+    output: DTensor = type(like)(local, spec, requires_grad=False)
+    return output
 
 
 def _cut(tensor: torch.Tensor) -> object:

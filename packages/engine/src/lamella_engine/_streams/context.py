@@ -22,7 +22,7 @@ class Context:
     """Shared by all units of a tree, and by the parts of each unit.
 
     Args:
-        device: Of the tree's parameters while they are used.
+        device: The device of the tree's parameters while they are used.
 
     Attributes:
         streams: The tree's streams, and the work in flight on them.

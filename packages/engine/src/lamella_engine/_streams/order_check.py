@@ -61,16 +61,16 @@ class OrderCheck:
         self._recent: deque[str] = deque(maxlen=_NUM_RECENT)
         self._checksum = 0
 
-    def note(self, what: str) -> None:
+    def note(self, action: str) -> None:
         """Remember an act of this rank, for comparison at the next collective."""
-        self._recent.append(what)
-        self._checksum = zlib.crc32(what.encode(), self._checksum)
+        self._recent.append(action)
+        self._checksum = zlib.crc32(action.encode(), self._checksum)
 
-    def before(self, what: str, groups: Iterable[dist.ProcessGroup], detail: str = "") -> None:
+    def before(self, action: str, groups: Iterable[dist.ProcessGroup], detail: str = "") -> None:
         """Compare the places of the ranks of some groups, and their next act.
 
         Args:
-            what: The act; remembered afterwards.
+            action: The act; remembered afterwards.
             groups: Process groups whose ranks must agree.
             detail: Compared and reported too, but not remembered.
 
@@ -80,11 +80,11 @@ class OrderCheck:
 
         Effects: not a collective; blocks the host until every rank of the groups has come.
         """
-        point = _Point(what + detail, self._checksum, tuple(self._recent))
+        point = _Point(action + detail, self._checksum, tuple(self._recent))
         for group in groups:
             if group.size() > 1:
                 _Comparison(group, point, self.timeout_s).settle()
-        self.note(what)
+        self.note(action)
 
     def forget(self) -> None:
         """Begin anew after an exception, which ranks may have met at different points."""
@@ -167,14 +167,14 @@ def _store() -> Store:
     return PrefixStore("lamella/order", dist.distributed_c10d._get_default_store())
 
 
-def _of_all_groups() -> _Progress:
+def _progress_of_all_groups() -> _Progress:
     assert dist.group.WORLD is not None
     return _progress.setdefault(dist.group.WORLD, _Progress())
 
 
 def _failure_key() -> str:
     # Numbered: with a fixed key an old report would fail each later comparison of a program that catches the error.
-    return f"failure/{_of_all_groups().num_failures}"
+    return f"failure/{_progress_of_all_groups().num_failures}"
 
 
 def _failure() -> str | None:
@@ -185,7 +185,7 @@ def _failure() -> str | None:
 
 def _fail(report: str) -> None:
     _store().compare_set(_failure_key(), "", report)
-    _of_all_groups().num_failures += 1
+    _progress_of_all_groups().num_failures += 1
     raise RuntimeError(
         f"Expected every rank to run the same units and communicate in the same order, got:\n  {report}\n"
         "The choice of units must follow from facts that every rank knows: not from a rank's own data, number, time or "

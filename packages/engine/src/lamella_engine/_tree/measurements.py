@@ -45,11 +45,13 @@ class Measurements:
         Effects: those of `measure`.
         """
         if unit.weights.awaits_scales and unit.weights.may_be_measured:
-            others = [each for each in self._at_rest() if each.awaits_scales and each is not unit.weights]
-            read = [each for each in (unit.weights, *others) if not each.are_measured]
+            later_weights = [
+                weights for weights in self._at_rest() if weights.awaits_scales and weights is not unit.weights
+            ]
+            read = [weights for weights in (unit.weights, *later_weights) if not weights.are_measured]
             due = read[: min(max(self._num_measured, 2), _MOST)]
             self._num_measured += len(due)
-            measure([*due, *(each for each in (unit.weights, *others) if each.are_measured)])
+            measure([*due, *(weights for weights in (unit.weights, *later_weights) if weights.are_measured)])
 
     def compute_measured(self) -> None:
         """Compute scales that are due of units at rest, where encodings have measured.
@@ -59,7 +61,9 @@ class Measurements:
         at_rest = self._at_rest()
         for weights in at_rest:
             weights.expire_scales()
-        if due := [each for each in at_rest if each.awaits_scales and each.are_measured]:
+        if due := [
+            unit_weights for unit_weights in at_rest if unit_weights.awaits_scales and unit_weights.are_measured
+        ]:
             measure(due)
 
     def _at_rest(self) -> list[UnitWeights]:

@@ -20,26 +20,26 @@ class Prefetch:
     """The order of a tree's units, learned and replayed, and the resulting choices of units to gather or keep.
 
     Args:
-        units: Of the tree, by index; the tree adds to the list.
+        units: The tree's units, by index; the tree adds to the list.
     """
 
     def __init__(self, units: Sequence[weakref.ref[Unit]]) -> None:
         self._units = units
-        self._ahead = GatheredAhead()
-        self._kept = KeptForBackward()
+        self._prefetched = GatheredAhead()
+        self._planned_for_backward = KeptForBackward()
         self._learned = LearnedOrders()
         self._order = ReplayedOrder()
 
     def follow(self, options: ShardingOptions) -> None:
         """Let the budgets in some options count from now on."""
-        self._ahead.budget, self._kept.budget = options.prefetch_budget, options.keep_budget
+        self._prefetched.budget, self._planned_for_backward.budget = options.prefetch_budget, options.keep_budget
 
     def begin_forward(self, root: Unit) -> None:
         """Replay the last forward that began with `root`, and choose the units that stay for backward."""
         self._order = self._learned.begin_forward(root.index)
-        if self._kept.budget:
+        if self._planned_for_backward.budget:
             backward = self._learned.backward_of_forward(root.index) if torch.is_grad_enabled() else ()
-            self._kept.plan(unit for unit in self._living(backward) if unit.goes_after_forward)
+            self._planned_for_backward.plan(unit for unit in self._living(backward) if unit.goes_after_forward)
 
     def begin_backward(self) -> None:
         """Replay the last backward after the same forward, or the forward in reverse."""
@@ -47,13 +47,13 @@ class Prefetch:
 
     def before_forward_of(self, running: Unit) -> list[Unit]:
         """The units to gather as a unit's forward begins: named by the user, or next in the learned order."""
-        chosen = self._ahead.choose(running, self._living(self._upcoming(running)))
+        chosen = self._prefetched.choose(running, self._living(self._upcoming(running)))
         return _named(running.forward_prefetch) if running.forward_prefetch else chosen
 
     def before_backward_of(self, running: Unit) -> list[Unit]:
         """The same for a unit's backward, without units whose backward needs no parameters."""
         upcoming = filter(_unshards_in_backward, self._living(self._upcoming(running)))
-        chosen = self._ahead.choose(running, upcoming)
+        chosen = self._prefetched.choose(running, upcoming)
         if running.backward_prefetch:
             return list(filter(_unshards_in_backward, _named(running.backward_prefetch)))
         return chosen
@@ -62,7 +62,7 @@ class Prefetch:
         """The units expected after the running unit; prefetched units that the order passed over are freed."""
         upcoming, passed = self._order.visit(running.index)
         if passed:
-            self._ahead.free(set(passed).difference(upcoming))
+            self._prefetched.free(set(passed).difference(upcoming))
         return upcoming
 
     def leave(self, unit: Unit) -> None:
@@ -79,19 +79,19 @@ class Prefetch:
 
     def keeps(self, unit: Unit) -> bool:
         """Whether a unit stays unsharded behind its forward, by the budget of bytes."""
-        return self._kept.budget > 0 and self._kept.keeps(unit)
+        return self._planned_for_backward.budget > 0 and self._planned_for_backward.keeps(unit)
 
     def first_of_next_forward(self) -> list[Unit]:
         """Up to two units that the next forward is likely to gather first, by the last forward with a backward."""
         units = [unit for unit in self._living(self._learned.last_forward) if unit.parameters.has_copies]
         if not units:
             return []
-        first, *rest = units
-        return [first, *(_named(first.forward_prefetch) if first.forward_prefetch else rest)[:1]]
+        first, *later_units = units
+        return [first, *(_named(first.forward_prefetch) if first.forward_prefetch else later_units)[:1]]
 
     def count_ahead(self, unit: Unit) -> None:
         """Count a unit that was gathered before its pass began."""
-        self._ahead.add(unit)
+        self._prefetched.add(unit)
 
     def _living(self, indices: Sequence[int]) -> Iterator[Unit]:
         # Lazy and without a Python frame an element: a unit asks for the next unit out of all units behind.
@@ -124,19 +124,19 @@ class KeptForBackward:
             units: Units that would be freed, in backward's order. A unit too large for the budget is left out, since
                 each kept unit saves a gather.
         """
-        left, planned = self.budget, set()
+        remaining_nbytes, planned = self.budget, set()
         for unit in units:
-            if unit.index not in planned and unit.parameters.unsharded_nbytes <= left:
+            if unit.index not in planned and unit.parameters.unsharded_nbytes <= remaining_nbytes:
                 planned.add(unit.index)
-                left -= unit.parameters.unsharded_nbytes
+                remaining_nbytes -= unit.parameters.unsharded_nbytes
         self._planned = frozenset(planned)
 
     def keeps(self, unit: Unit) -> bool:
         """Whether a unit stays at the end of its forward: chosen, and with room left by earlier forwards."""
         if unit.index not in self._planned:
             return False
-        others = [other for ref in self._units.values() if (other := ref()) is not None and other is not unit]
-        nbytes = sum(other.parameters.unsharded_nbytes for other in others if other.weights.is_unsharded)
+        other_units = [other for ref in self._units.values() if (other := ref()) is not None and other is not unit]
+        nbytes = sum(other.parameters.unsharded_nbytes for other in other_units if other.weights.is_unsharded)
         fits = nbytes + unit.parameters.unsharded_nbytes <= self.budget
         if fits:
             self._units[unit.index] = weakref.ref(unit)

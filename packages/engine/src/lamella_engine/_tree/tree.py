@@ -54,7 +54,7 @@ class Tree:
     tree.
 
     Args:
-        device: Of the tree's parameters while they are used.
+        device: The device of the tree's parameters while they are used.
         options: The first unit's.
 
     Attributes:
@@ -165,13 +165,13 @@ class Tree:
                 unit.recompute_forward()
             return False
         begins = not unit.awaited or len(unit.parameters.module_ids) == 1
-        ahead: list[Unit] = []
+        prefetched: list[Unit] = []
         if begins and not is_recomputed:
             if self.context.phase is not Phase.FORWARD or self._forward_root == unit.index:
                 self._begin_pass(unit)
             if (check := self.context.order_check) is not None:
                 check.note(self._place_of(unit))
-            ahead = self._prefetch.before_forward_of(unit)
+            prefetched = self._prefetch.before_forward_of(unit)
             weights.drop_stale_weights()
         if begins:
             unit.begin_forward(module_id)
@@ -180,7 +180,7 @@ class Tree:
         if unit.parameters.has_scales:
             self._measurements.before_gather_of(unit)
         weights.unshard(Direction.BOTH if is_recomputed else Direction.FORWARD)
-        for other in ahead:
+        for other in prefetched:
             with label(f"forward_prefetch for {other.parameters.name}"):
                 if other.parameters.has_scales:
                     self._measurements.before_gather_of(other)
@@ -340,12 +340,12 @@ class Tree:
                 self._begin_backward_pass()
             if (check := self.context.order_check) is not None:
                 check.note(self._place_of(unit))
-            ahead = self._prefetch.before_backward_of(unit)
+            prefetched = self._prefetch.before_backward_of(unit)
             if unit.unshards_in_backward:
                 weights.unshard(unit.direction_in_backward)
             else:
                 weights.stay_for_backward()
-            for other in ahead:
+            for other in prefetched:
                 with label(f"backward_prefetch for {other.parameters.name}"):
                     other.weights.unshard(other.direction_in_backward)
                 other.weights.forbid_frozen()  # autograd may run kernels of the unit before its wait
@@ -460,7 +460,7 @@ class Tree:
         """End a backward that was driven by hand, of any microbatch.
 
         Args:
-            leaves: As for `finish_backward`.
+            leaves: Whether the wait for reductions is left to `finish_left`.
 
         Raises:
             RuntimeError: A pass is under way; or, in the step's last backward, a unit has a holder or misses a delayed
@@ -494,7 +494,7 @@ class Tree:
         """End a step's backwards, which hooks have left open.
 
         Args:
-            leaves: As for `finish_backward`.
+            leaves: Whether the wait for reductions is left to `finish_left`.
 
         Raises:
             RuntimeError: Hooks end backwards; or as `end_step`.

@@ -27,7 +27,7 @@ class DelayedGradients:
         self.are_expected = False
         self.num_due = 0
         self._num_arrived: dict[ShardedParameter, int] = {}
-        self._made: list[tuple[torch.Stream, torch.Event]] = []
+        self._ready_events: list[tuple[torch.Stream, torch.Event]] = []
         self._streams: dict[torch.Stream, None] = {}
 
     @property
@@ -82,7 +82,7 @@ class DelayedGradients:
     def _note_made_on(self, stream: torch.Stream) -> None:
         if self._num_arrived:
             # Recorded now: an event of a later moment would make the reduction wait for unrelated work of the stream.
-            self._made.append((stream, stream.record_event()))
+            self._ready_events.append((stream, stream.record_event()))
 
     def _complete(self) -> bool:
         is_complete = self.num_due > 0 and all(self._num_arrived.values())
@@ -99,11 +99,11 @@ class DelayedGradients:
 
         Effects: waits between streams on CUDA, none if all gradients were made on `stream`.
         """
-        for other, event in self._made:
+        for other, event in self._ready_events:
             self._streams[other] = None
             if other != stream:
                 stream.wait_event(event)
-        self._made.clear()
+        self._ready_events.clear()
 
     def release(self, stream: torch.Stream) -> None:
         """Order the streams that made gradients after the stream that read the gradients."""
@@ -121,6 +121,6 @@ class DelayedGradients:
     def forget(self) -> None:
         """Wait for no gradient: a step was dropped, or is over."""
         self.num_due = 0
-        self._made.clear()
+        self._ready_events.clear()
         self._streams.clear()
         self._num_arrived = dict.fromkeys(self._num_arrived, 0)

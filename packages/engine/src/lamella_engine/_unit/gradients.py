@@ -39,7 +39,7 @@ class Gradients:
     """The gradients of one unit.
 
     Args:
-        parameters: Of the unit.
+        parameters: The unit's parameters.
 
     Attributes:
         delayed: Gradients that come after the unit's backward.
@@ -163,13 +163,13 @@ class Gradients:
         delayed = self.delayed if self.delayed.are_expected else None
         if delayed is not None:
             delayed.join(compute)
-        parts, reads = [], list[torch.Tensor | None]()
+        inputs, reads = [], list[torch.Tensor | None]()
         for group in parameters.groups:
-            taken, has_any = reduction.take_gradients(group)
+            gradients, has_any = reduction.take_gradients(group)
             if has_any or (self.reduces_unused_parameters and group.is_trainable):
-                parts.append((group, taken, self._wire_of(group)))
-                reads += taken.values()  # parameters hold these tensors no more: the reduction's record must
-        if not parts:
+                inputs.append((group, gradients, self._wire_of(group)))
+                reads += gradients.values()  # parameters hold these tensors no more: the reduction's record must
+        if not inputs:
             self._drop_main_grads()
             return ()
         # Bounds memory: without the wait a fast host would queue reductions, and hold every unit's unsharded gradients.
@@ -181,32 +181,33 @@ class Gradients:
             delayed.release(compute)
         if context.order_check is not None:
             parameters.check_order(
-                "reduce", lambda: sum(reduction.gradient_nbytes(g, taken, wire) for g, taken, wire in parts)
+                "reduce",
+                lambda: sum(reduction.gradient_nbytes(g, gradients, wire_dtype) for g, gradients, wire_dtype in inputs),
             )
         # The compute stream made the gradients, and may have changed an earlier `.grad` that the reduction adds to.
         stream.wait_stream(compute)
         with label("post_backward_reduce", parameters.name), _no_graph(), streams.on(stream):
-            reduced, moves = {}, {}
-            for group, taken, wire in parts:
-                made = reduction.new_reduced(
+            reductions, transfers = {}, {}
+            for group, gradients, wire_dtype in inputs:
+                output = reduction.new_reduced(
                     group,
-                    taken,
+                    gradients,
                     reduction.sum_dtype(group) if self.all_reduce_hook is None else group.reduce_dtype,
                     installs_all=self.reduces_unused_parameters,
                     without_gaps=self.all_reduce_hook is not None,
                 )
-                reduced[group], moves[group] = made, (taken, wire, made.shards)
-            groups = [group for group, _, _ in parts]
-            for same in by_axes(groups):
-                transport = same[0].reduce_transport or same[0].transport
-                reduce_scatter([moves[group] for group in same], transport, same[0].reduce_op).wait()
+                reductions[group], transfers[group] = output, (gradients, wire_dtype, output.shards)
+            groups = [group for group, _, _ in inputs]
+            for axis_groups in by_axes(groups):
+                transport = axis_groups[0].reduce_transport or axis_groups[0].transport
+                reduce_scatter([transfers[group] for group in axis_groups], transport, axis_groups[0].reduce_op).wait()
             for group in groups:
                 if group.partial is not None:
-                    reduced[group] = reduction.add_partial(group, reduced[group])
+                    reductions[group] = reduction.add_partial(group, reductions[group])
             # The record holds the tensors: the reduce stream still reads memory that belongs to other streams.
             event = stream.record_event()
             streams.hold(self._reduction(event, reads, compute))
-            return self._install(reduced, event)
+            return self._install(reductions, event)
 
     def _wire_of(self, group: ParameterGroup) -> torch.dtype:
         """A group's communication dtype: for sums, of microbatches or of layers, the reduce dtype."""
@@ -221,8 +222,8 @@ class Gradients:
         if self.delayed.are_expected:
             streams += self.delayed.take_streams()
         for grads in self.parameters.main_grads:
-            if (taken := grads.take()) is not None:
-                stream, free = taken
+            if (buffer_and_stream := grads.take()) is not None:
+                stream, free = buffer_and_stream
                 streams.append(stream)
                 frees.append(free)
         return Reduction(event, reads, streams, frees)
@@ -230,8 +231,8 @@ class Gradients:
     def _install(self, reduced: Mapping[ParameterGroup, Reduced], event: torch.Event) -> tuple[torch.Stream, ...]:
         """Install gradients reduced over the shard axis. The reduce stream must be current."""
         streams: dict[torch.Stream, None] = {}
-        for group, part in reduced.items():
-            if (stream := self._install_group(group, part, event)) is not None:
+        for group, group_reduction in reduced.items():
+            if (stream := self._install_group(group, group_reduction, event)) is not None:
                 streams[stream] = None
         return tuple(streams)
 

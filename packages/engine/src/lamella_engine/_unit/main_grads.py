@@ -35,7 +35,7 @@ class MainGrads:
     Args:
         group: Gives the allocator and the reduce dtype.
         parameters: Members of the group.
-        streams: Of the unit's tree.
+        streams: The streams of the tree that the unit belongs to.
     """
 
     def __init__(self, group: ParameterGroup, parameters: Sequence[ShardedParameter], streams: Streams) -> None:
@@ -116,10 +116,12 @@ class MainGrads:
             if not marks.get("grad_added_to_main_grad"):
                 continue
             marks["grad_added_to_main_grad"] = False
-            total, beside = self.view(i), parameter.accumulated
+            total, accumulated = self.view(i), parameter.accumulated
             with torch.no_grad():
-                if beside is not None and beside is not total:  # else the view of an earlier microbatch: doubled
-                    add_gradient(total, beside)
+                if (
+                    accumulated is not None and accumulated is not total
+                ):  # else the view of an earlier microbatch: doubled
+                    add_gradient(total, accumulated)
                 if parameter.unsharded.grad is not None and marks.get("zero_out_wgrad"):
                     add_gradient(total, parameter.unsharded.grad)
             parameter.unsharded.grad = None
@@ -151,8 +153,8 @@ class MainGrads:
             marks = vars(parameter.unsharded)
             if "grad_added_to_main_grad" in marks:
                 marks["grad_added_to_main_grad"] = False
-        if (taken := self.take()) is not None:
-            stream, free = taken
+        if (buffer := self.take()) is not None:
+            stream, free = buffer
             stream.wait_stream(self._streams.compute_stream)
             free()
 
@@ -177,7 +179,7 @@ def _getter(grads: MainGrads, i: int) -> Callable[[], torch.Tensor]:
     return get_main_grad
 
 
-def main_grads_of(found: Sequence[tuple[ParameterGroup, ShardedParameter]], streams: Streams) -> tuple[MainGrads, ...]:
+def main_grads_of(pairs: Sequence[tuple[ParameterGroup, ShardedParameter]], streams: Streams) -> tuple[MainGrads, ...]:
     """Main-grad buffers for some parameters, a buffer for each group.
 
     Raises:
@@ -185,7 +187,7 @@ def main_grads_of(found: Sequence[tuple[ParameterGroup, ShardedParameter]], stre
             over the buffer.
     """
     members: dict[ParameterGroup, list[ShardedParameter]] = {}
-    for group, parameter in dict.fromkeys(found):
+    for group, parameter in dict.fromkeys(pairs):
         if isinstance(group, ExtendedGroup) or parameter.sharding.part is not None:
             raise NotImplementedError(
                 f"Expected {parameter.name!r} to be a plain parameter, got one that is a DTensor of other axes, or "

@@ -72,8 +72,8 @@ class UnitParameters:
     def process_groups(self) -> list[dist.ProcessGroup]:
         """The process groups of the unit's collectives."""
         all_axes = dict.fromkeys(group.axes for group in self.groups)
-        found = [g for axes in all_axes for g in (axes.shard_group, axes.replicate_group, axes.outer_group)]
-        return list(dict.fromkeys(group for group in found if group is not None))
+        groups = [g for axes in all_axes for g in (axes.shard_group, axes.replicate_group, axes.outer_group)]
+        return list(dict.fromkeys(group for group in groups if group is not None))
 
     @property
     def unsharded_nbytes(self) -> int:
@@ -178,8 +178,8 @@ class UnitParameters:
     def modules_with_directions(self) -> list[nn.Module]:
         """The modules with a parameter whose forward and backward need different payloads."""
         parameters = (p for group in self.groups if group.is_directional for p in group.parameters)
-        found = (owner.module() for parameter in parameters for owner in parameter.owners)
-        return list(dict.fromkeys(module for module in found if module is not None))
+        modules = (owner.module() for parameter in parameters for owner in parameter.owners)
+        return list(dict.fromkeys(module for module in modules if module is not None))
 
     def check_order(self, verb: str, nbytes: Callable[[], int]) -> None:
         """Refuse a collective that other ranks are not about to begin, if the tree checks the order.

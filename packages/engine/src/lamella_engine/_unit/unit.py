@@ -37,8 +37,9 @@ class Unit:
         gradients: Gradients on the way to the sharded parameters' `.grad`.
         index: Among the units of the tree, in the order of `fully_shard` calls; equal on every rank.
         forward_prefetch: Units that the user named for prefetch in forward; weak, as two units may name each other.
-        backward_prefetch: The same in backward.
-        direction_in_backward: Of backward's payloads: both after a forward was recomputed inside backward.
+        backward_prefetch: Units that the user named for prefetch in backward; weak.
+        direction_in_backward: The direction of backward's payloads: both after a forward was recomputed inside
+            backward.
         awaits_backward_end: Whether a backward of the unit is under way, which a hook will end.
         awaited: Ids of modules that the forward under way has yet to run.
         view: The unit as torch's tools see a unit; weak, as the view holds the unit.
@@ -128,7 +129,7 @@ class Unit:
         """Note that the unit's forward begins with a module; the forward ends when each of the unit's modules has run.
 
         Args:
-            module_id: Of a module of the unit, or of a module whose parameters were taken over.
+            module_id: The id of a module of the unit, or of a module whose parameters were taken over.
         """
         module_ids = self.parameters.module_ids
         self.awaited = set(module_ids) if module_id in module_ids else {module_id}
@@ -138,7 +139,7 @@ class Unit:
         """Note that a module's forward ended.
 
         Args:
-            module_id: Of the module.
+            module_id: The id of the module.
             is_watched: Whether output hooks will begin the unit's backward; else the parameters must stay.
         """
         self.awaited.discard(module_id)

@@ -79,7 +79,7 @@ class UnitWeights:
     therefore looks at modules and storages themselves, and may be interrupted and called again.
 
     Args:
-        parameters: Of the unit.
+        parameters: The unit's parameters.
 
     Attributes:
         residency: The place of the parameters.
@@ -99,7 +99,7 @@ class UnitWeights:
         self._gather: _Gather | None = None
         self._forbidden: _unsafe_preserve_version_counter | None = None
         self._gathered: torch.Event | None = None  # for streams that use the weights after another stream has waited
-        self._there: Direction | None = None  # the passes whose payloads are gathered
+        self._gathered_for: Direction | None = None  # the passes whose payloads are gathered
         self.versions_at_rest: list[tuple[int, int]] | None = None
         self.early: list[tuple[int, int]] | None = None
 
@@ -166,7 +166,7 @@ class UnitWeights:
         parameters = self.parameters
         if self.residency in (Residency.UNSHARDING, Residency.UNSHARDED) or not parameters.groups:
             self._holders.add(holder)
-            if self._there is not direction and self._there is not Direction.BOTH:
+            if self._gathered_for is not direction and self._gathered_for is not Direction.BOTH:
                 self.add_payloads(direction)
             return
         context = parameters.context
@@ -190,7 +190,7 @@ class UnitWeights:
         if parameters.has_scales and self.awaits_scales:
             measure([self])
         self._start_gathers("gather", direction, None)
-        self._there = direction
+        self._gathered_for = direction
         self._holders.add(holder)
         self.contents = Contents.CURRENT
         self.versions_at_rest = None
@@ -203,28 +203,28 @@ class UnitWeights:
 
         Effects: those of `unshard`, if payloads are missing; else none.
         """
-        there = self._there
-        if any(group.chosen(direction, there) for group in self.parameters.groups):
+        gathered_for = self._gathered_for
+        if any(group.chosen(direction, gathered_for) for group in self.parameters.groups):
             if self.contents is not Contents.CURRENT:
                 self.parameters.drop_gathered_shards()
-            self._start_gathers("gather more", direction, there)
-        self._there = direction.joined(there)
+            self._start_gathers("gather more", direction, gathered_for)
+        self._gathered_for = direction.joined(gathered_for)
 
     def recompute_forward(self) -> None:
         """Add forward's payloads to backward's, for a part of the unit that runs again inside backward.
 
         Effects: none if the payloads are gathered; else those of `unshard` and `wait_for_unshard`.
         """
-        if self._there is Direction.BACKWARD:
+        if self._gathered_for is Direction.BACKWARD:
             self.add_payloads(Direction.FORWARD)
             self.wait_for_unshard()
 
     def stay_for_backward(self) -> None:
         """Add backward's payloads to forward's, in a unit that stays unsharded in between."""
-        if self._there is Direction.FORWARD:
+        if self._gathered_for is Direction.FORWARD:
             self.add_payloads(Direction.BACKWARD)
 
-    def _start_gathers(self, verb: str, direction: Direction, there: Direction | None) -> None:
+    def _start_gathers(self, verb: str, direction: Direction, gathered_for: Direction | None) -> None:
         """Start a gather for each set of axes; after an error no bytes stay, so that a caller may try again."""
         parameters = self.parameters
         context, streams = parameters.context, parameters.context.streams
@@ -239,12 +239,12 @@ class UnitWeights:
         pending = [] if self._gather is None else self._gather.pending
         with label("all_gather", parameters.name), streams.on(stream):
             try:
-                for same in by_axes(parameters.groups):
-                    if not isinstance(started := _start_gather(same, direction, there), Done):
-                        pending.append(started)
+                for axis_groups in by_axes(parameters.groups):
+                    if not isinstance(pending_gather := _start_gather(axis_groups, direction, gathered_for), Done):
+                        pending.append(pending_gather)
             except BaseException:
                 for group in parameters.groups:
-                    group.settle_bytes(frees=there is None)  # else modules use the earlier payloads
+                    group.settle_bytes(frees=gathered_for is None)  # else modules use the earlier payloads
                 raise
             self._gather = _Gather(pending, stream.record_event())
 
@@ -294,8 +294,8 @@ class UnitWeights:
         self.early = None
         if pending:  # gloo copies results into place now: on the stream that allocated the memory
             with streams.on(streams.all_gather_stream):
-                for each in pending:
-                    each.wait()
+                for gather in pending:
+                    gather.wait()
             event = streams.all_gather_stream.record_event()
         # A device-side wait: the host goes on, and the compute stream reads the buffers only after the gather.
         self._gathered = event
@@ -369,7 +369,7 @@ class UnitWeights:
                     group.keep_part()
         if self.residency is not Residency.SHARDED:
             self._become(Residency.SHARDED)  # first: a copy that an interrupt has freed in part would count as KEPT
-            self._there = None
+            self._gathered_for = None
         for group in self.parameters.groups:
             group.free_unsharded()
 
@@ -421,7 +421,7 @@ class UnitWeights:
         else:
             # Memory that a gather still writes goes back to the gather stream's pool, behind the gather. gloo writes
             # into memory of its own, which is copied into place by a wait.
-            self._gather = self.early = self._there = None
+            self._gather = self.early = self._gathered_for = None
             self.residency = Residency.SHARDED
             streams.order_gathers_after_compute()
         for group in groups:
@@ -630,7 +630,7 @@ class UnitWeights:
         if self.parameters.is_replaced:
             return True
         now = self.parameters.versions
-        if [of_whole for of_whole, _ in before] != [of_whole for of_whole, _ in now]:
+        if [version for version, _ in before] != [version for version, _ in now]:
             return True
         if before != now:
             raise RuntimeError(
@@ -645,8 +645,8 @@ def measure(units: Sequence[UnitWeights]) -> None:
     """Compute the scales of whole tensors of some units, for the gathers of this pass.
 
     Args:
-        units: Of one tree, at least one; each with `UnitParameters.has_scales`, and one that `may_be_measured` or is
-            about to be gathered.
+        units: Weights of units of one tree, at least one; each with `UnitParameters.has_scales`, and one that
+            `may_be_measured` or is about to be gathered.
 
     Effects: on the gather stream: reads the main weights, but those that encodings have measured, and a MAX all-reduce
         for all units on the same axes; blocks the host on gloo.
@@ -660,8 +660,8 @@ def measure(units: Sequence[UnitWeights]) -> None:
         refresh_scales(groups)
 
 
-def _start_gather(groups: Sequence[ParameterGroup], direction: Direction, there: Direction | None) -> Pending:
+def _start_gather(groups: Sequence[ParameterGroup], direction: Direction, gathered_for: Direction | None) -> Pending:
     first = groups[0]
     if first.parts is not None and first.neighbours is not None:
         return first.neighbours.all_gather([payload for group in groups for payload in group.take_parts()])
-    return all_gather([group.prepare_gather(direction, there) for group in groups], first.transport)
+    return all_gather([group.prepare_gather(direction, gathered_for) for group in groups], first.transport)
