@@ -284,7 +284,7 @@ def test_a_tie_through_data_is_refused_by_name_and_the_way_out_ties(is_gathered:
 
 def test_a_tie_through_data_across_units_is_refused_by_name() -> None:
     def on_each_rank() -> None:
-        reference, sharded = twins(_Tieable, lambda model: (fully_shard(model.head), shard(model)))  # type: ignore[arg-type]
+        reference, sharded = twins(_Tieable, lambda model: (fully_shard(model.head), shard(model)))
         sharded.get_parameter("head.weight").data = sharded.get_parameter("stem.weight").data
         with pytest.raises(RuntimeError, match=ASSIGNED):
             TOKEN_LOSS(sharded)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -296,44 +296,6 @@ def test_averages_swapped_in_by_operators_on_the_parameters_are_seen(
                         write(parameter, average)
             with case(write.__name__):
                 assert look(sharded) == pytest.approx(look(reference), rel=_tolerance(options), abs=_tolerance(options))
-
-    run_ranks(check, 2)
-
-
-def _through_data(parameters: Sequence[Any]) -> None:
-    for parameter in parameters:
-        parameter.data.copy_(parameter.detach() * 0.5)
-
-
-def _through_local_tensors(parameters: Sequence[Any]) -> None:
-    for parameter in parameters:
-        (parameter.to_local() if isinstance(parameter, DTensor) else parameter).mul_(0.5)
-
-
-def _through_multi_tensor_operators(parameters: Sequence[Any]) -> None:
-    torch._foreach_mul_(list(parameters), 0.5)
-
-
-@over_keeping
-def test_writes_that_no_rank_knows_of_the_others_are_refused_by_name_until_they_are_told(
-    options: dict[str, Any],
-) -> None:
-    def check() -> None:
-        reference, sharded = _keeping_twins(options)
-        for write in (_through_data, _through_local_tensors, _through_multi_tensor_operators):
-            _reshard(sharded)
-            for model in (reference, sharded):
-                parameters = list(model.parameters())
-                _looks_with_gradients(model)
-                with torch.no_grad():
-                    write(parameters)
-            with case(write.__name__):
-                for _ in range(2):
-                    with pytest.raises(RuntimeError, match=r"Expected mark_updated\(\).* after \['.+'\] were written"):
-                        _looks_with_gradients(sharded)
-                fsdp(sharded).mark_updated()
-                expected = pytest.approx(_looks_without_gradients(reference), rel=_tolerance(options), abs=0.03)
-                assert _looks_without_gradients(sharded) == expected
 
     run_ranks(check, 2)
 

@@ -194,10 +194,6 @@ class ExtendedGroup(ParameterGroup):
         self.build_unsharded()
         put(self.parameters)
 
-    def differing_members(self) -> list[str]:
-        """None: the class of the tensors decides what the gathered tensors hold."""
-        return []
-
     def prepare_gather(
         self, direction: Direction = Direction.BOTH, gathered_for: Direction | None = None
     ) -> GatherPlan:

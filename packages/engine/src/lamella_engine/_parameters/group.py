@@ -21,7 +21,6 @@ from lamella_buffers import (
     Transport,
     UnshardedBuffer,
     copy_engines_of,
-    shards_in,
     standalone,
     transport_for,
 )
@@ -414,27 +413,6 @@ class ParameterGroup:
             # Kept for later gathers, until an update may have changed main weights (`UnitWeights.drop_copy`).
             self.model_weights |= self._unsharded.gather_shards(missing, main, outer)
         return self._unsharded.plan_from(self.model_weights, chosen)
-
-    def differing_members(self) -> list[str]:
-        """The members whose gathered values, kept from an earlier pass, are not this rank's main weights now.
-
-        On a CPU alone, where a comparison costs no host sync. Left out are weights that a recipe encodes, and gathered
-        weights that were written themselves.
-        """
-        if self.device.type != "cpu" or self.policy.recipe is not None or self.computes_with_main or self.is_meta:
-            return []
-        main, outer = self.main_weight, self.outer
-        if outer is None:
-            slots = self.unsharded_weight.own if self._allocated else ()
-        else:
-            shards = [slot for buffer in self.model_weights.values() for slot in buffer.slots]
-            slots = tuple([torch.tensor_split(slot, outer.num_ranks)[outer.rank] for slot in shards])
-        copies = shards_in(slots, main.layout, main.rank) if slots else main.shards
-        return [
-            parameter.full_name
-            for parameter, copy, shard in zip(self.parameters, copies, main.shards, strict=True)
-            if not (parameter.is_written or torch.allclose(copy, shard.to(copy.dtype), rtol=0, atol=0, equal_nan=True))
-        ]
 
     def keep_part(self) -> None:
         """Keep this rank's part of the unsharded parameters, for a later gather among the neighbours.

@@ -254,11 +254,6 @@ class Tree:
                 self._prefetch.leave(unit)
         self._prefetch.leave(root)
         self._prefetch.end_forward(root)
-        if not torch.is_grad_enabled():
-            # No backward follows: readers between passes get the sharded forms, and writes reach the main weights.
-            for unit in self.units:
-                if unit.weights.residency is Residency.UNSHARDED:
-                    unit.weights.reshard(keeps_copy=True)
         self._settle_weights()
         self._check_order_at_end()
         self.context.phase = Phase.RESTING

@@ -105,6 +105,12 @@ class UnitParameters:
         return False
 
     @property
+    def sharded_versions(self) -> list[int]:
+        """Torch's version counters of the sharded DTensors, which only operators on the DTensor itself advance."""
+        parameters = [parameter for group in self.groups for parameter in group.parameters]
+        return [0 if p.shard.is_inference() else p.sharded._version for p in parameters]  # without a counter
+
+    @property
     def versions(self) -> list[tuple[int, int]]:
         """Torch's version counters of each sharded parameter: a write to the local shard leaves the DTensor's alone."""
         return [

@@ -102,7 +102,7 @@ class Unit:
         Parts left from a forward without a backward go too: main weights may have been written since.
 
         Raises:
-            RuntimeError: As `UnitWeights.check_kept`, or `ParameterGroup.adopt_replaced_shards`.
+            RuntimeError: As `UnitWeights.renew_written`, or `ParameterGroup.adopt_replaced_shards`.
 
         Effects: see `ParameterGroup.adopt_replaced_shards`.
         """
@@ -113,7 +113,7 @@ class Unit:
             self._check_not_captured()
             weights.drop_stale_weights()
         elif weights.versions_at_rest is not None:
-            weights.check_kept()
+            weights.renew_written()
         weights.adopt_replaced_shards()
 
     def _check_not_captured(self) -> None:

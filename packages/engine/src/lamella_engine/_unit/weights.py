@@ -51,7 +51,7 @@ class Contents(Enum):
     unit is stale after the step of any `torch.optim` optimizer that holds one of the unit's parameters, and after
     `FSDPModule.mark_updated()`. Both happen on every rank alike, as the gathers that follow must. Staleness matters
     only to unsharded weights and copies that outlive a pass: all other weights are gathered anew each time. Beside the
-    rule, `check_kept` compares what can be compared of such weights when the next pass begins.
+    rule, `renew_written` sees operators in place on the sharded parameters.
     """
 
     NONE = "nothing was gathered yet"
@@ -84,8 +84,8 @@ class UnitWeights:
     Attributes:
         residency: The place of the parameters.
         contents: The values of the unsharded form.
-        versions_at_rest: Tensor versions when the last pass left gathered weights behind. `keep_until_next_pass` sets
-            the versions; None from the moment that the weights are freed or gathered anew.
+        versions_at_rest: Versions of the sharded parameters when the last pass left gathered weights behind. Set by
+            `keep_until_next_pass`; None from the moment that the weights are freed or gathered anew.
         early: Tensor versions at a gather inside an optimizer's step, until the next forward uses the gathered weights.
     """
 
@@ -100,7 +100,7 @@ class UnitWeights:
         self._forbidden: _unsafe_preserve_version_counter | None = None
         self._gathered: torch.Event | None = None  # for streams that use the weights after another stream has waited
         self._gathered_for: Direction | None = None  # the passes whose payloads are gathered
-        self.versions_at_rest: list[tuple[int, int]] | None = None
+        self.versions_at_rest: list[int] | None = None
         self.early: list[tuple[int, int]] | None = None
 
     def _become(self, to: Residency) -> None:
@@ -309,14 +309,13 @@ class UnitWeights:
 
     # -- freed -------------------------------------------------------------------------------------------------------
 
-    def reshard(self, *, keep_parts: bool = False, keeps_copy: bool = False, holder: object = None) -> None:
+    def reshard(self, *, keep_parts: bool = False, holder: object = None) -> None:
         """Make the modules hold the DTensors, and free the unsharded buffers, unless the ZeRO stage keeps them.
 
         Nothing happens while other holders are left.
 
         Args:
             keep_parts: Keep this rank's part for a gather among neighbours (`reshard_after_forward` is a number).
-            keeps_copy: Keep the unsharded buffers for the next pass, as the ZeRO stages with copies do.
             holder: The holder that lets go.
 
         Raises:
@@ -348,7 +347,7 @@ class UnitWeights:
         if self.residency is Residency.UNSHARDED:  # else modules hold DTensors, maybe replaced by the user
             for group in self.parameters.groups:
                 lost += group.install_sharded()
-        if keeps_copy or self.parameters.strategy.keeps_copy:
+        if self.parameters.strategy.keeps_copy:
             self._become(Residency.KEPT)
         else:
             self._free(keep_parts=keep_parts)
@@ -497,43 +496,28 @@ class UnitWeights:
     def keep_until_next_pass(self) -> None:
         """Note the tensor versions at the end of a pass that leaves gathered weights for the next pass."""
         if self.contents is Contents.CURRENT:
-            self.versions_at_rest = self.parameters.versions
+            self.versions_at_rest = self.parameters.sharded_versions
 
-    def check_kept(self) -> None:
-        """Make weights stale that outlived a pass, if main weights were written since outside of an optimizer's step.
+    def renew_written(self) -> None:
+        """Make weights stale that outlived a pass, if an operator wrote a sharded parameter in place since.
 
         An operator in place on a DTensor advances the DTensor's counter on every rank alike, so all ranks gather again.
-        A write through `.data`, a local tensor or `torch._foreach_*` leaves that counter alone, and may be this rank's
-        alone: a gather that other ranks do not begin would never end. Such a write is refused, where it shows: in the
-        local tensor's counter, or on a CPU in the values. (Writes into gathered weights are told of by `reshard`.)
+        Counters of local tensors may differ between ranks, and a gather that other ranks do not begin would never end:
+        writes through `.data`, `to_local()` or `torch._foreach_*` need `mark_updated()`.
 
         Raises:
-            RuntimeError: Main weights were written in a way that other ranks may not know of, without `mark_updated()`;
-                or as `_refuse_assigned_data`.
+            RuntimeError: As `_refuse_assigned_data`.
         """
-        parameters, before = self.parameters, self.versions_at_rest
-        if before is None or self.contents is not Contents.CURRENT:
+        parameters, versions = self.parameters, self.versions_at_rest
+        if versions is None or self.contents is not Contents.CURRENT:
             return
         members = [parameter for group in parameters.groups for parameter in group.parameters]
         if self.residency is Residency.UNSHARDED and not self.num_holds and has_assigned_data(members):
             self.reshard()
             self.drop_copy()
             self._refuse_assigned_data()
-        now = parameters.versions
-        if [version for version, _ in before] != [version for version, _ in now]:
+        if versions != parameters.sharded_versions:
             self.note_update()
-            return
-        if before != now:
-            names = [member.full_name for member, a, b in zip(members, before, now, strict=True) if a != b]
-        else:
-            names = [name for group in parameters.groups for name in group.differing_members()]
-        if names:
-            raise RuntimeError(
-                f"Expected mark_updated(), on every rank, after {names} were written outside of an optimizer's step, "
-                "got none: this forward would use weights that were gathered before. Only operators in place on the "
-                "sharded parameter itself (`parameter.copy_(...)`) are seen on every rank; writes through `.data`, "
-                "`to_local()` and torch._foreach functions are not."
-            )
 
     def _refuse_assigned_data(self) -> None:
         """Refuse `parameter.data = tensor` on either form, once; the unit must be sharded, without a kept copy.
@@ -553,11 +537,11 @@ class UnitWeights:
         """Reshard if main weights changed since the gather: the unsharded weights were kept over an optimizer step.
 
         Raises:
-            RuntimeError: As `check_kept`; or shards gathered inside an optimizer's step were written since, maybe on
+            RuntimeError: As `renew_written`; or shards gathered inside an optimizer's step were written since, maybe on
                 this rank alone.
         """
         if self.versions_at_rest is not None:
-            self.check_kept()
+            self.renew_written()
         if self.contents is Contents.CURRENT and (self.early is None or not self._is_written_since(self.early)):
             return
         if self.contents is Contents.STALE:  # NONE was never gathered, and DUE only renews copies
