@@ -66,7 +66,7 @@ class SharedAllocator(CachingAllocator):
         return self.window if buffer.untyped_storage()._cdata in self._inside else None
 
 
-class Copies:
+class DeviceCopies:
     """The driver's prepared copies, each made as it is put on a stream."""
 
     def __init__(self, moves: Iterable[tuple[int, int, int]]) -> None:
@@ -128,7 +128,7 @@ def _window(folder: Path) -> SharedWindow:
 
 @pytest.fixture(autouse=True)
 def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_driver, "Copies", Copies)
+    monkeypatch.setattr(_driver, "Copies", DeviceCopies)
     monkeypatch.setattr(_driver, "FlagOps", Flags)
     monkeypatch.setattr(torch.cuda, "current_stream", Stream)
     monkeypatch.setattr(torch.cuda, "Stream", Stream)

@@ -24,7 +24,7 @@ def _calls(monkeypatch: pytest.MonkeyPatch, stream: int, *, has_batches: bool, i
     monkeypatch.setattr(_driver, "_has_batches", lambda: has_batches)
     monkeypatch.setattr(_driver, "_allocation_of", lambda address: address)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_capturing)
-    _driver.Copies([(8, 16, 4), (32, 64, 4)]).enqueue(stream)
+    _driver.DeviceCopies([(8, 16, 4), (32, 64, 4)]).enqueue(stream)
     return calls
 
 
@@ -85,7 +85,7 @@ def test_pieces_of_a_decoders_block_are_captured_as_few_copies(monkeypatch: pyte
 
 def test_no_copies_are_no_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_driver, "_call", lambda *_: pytest.fail("Expected no call."))
-    _driver.Copies([]).enqueue(A_STREAM)
+    _driver.DeviceCopies([]).enqueue(A_STREAM)
 
 
 def test_structures_are_as_large_as_the_drivers() -> None:
@@ -94,8 +94,8 @@ def test_structures_are_as_large_as_the_drivers() -> None:
     assert _driver._MemoryOp.address.offset == 8 and _driver._MemoryOp.value.offset == 16
     assert ctypes.sizeof(_driver._CopyAttributes) == 6 * 4
     assert ctypes.sizeof(_driver._Handle) == 64
-    assert ctypes.sizeof(_driver._Rows) == 2 * 7 * 8 + 2 * 8
-    assert _driver._Side.address.offset == 4 * 8
+    assert ctypes.sizeof(_driver._RowCopy) == 2 * 7 * 8 + 2 * 8
+    assert _driver._CopyEndpoint.address.offset == 4 * 8
 
 
 def test_flags_are_waited_for_before_any_is_reset(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +116,7 @@ def test_flags_are_waited_for_before_any_is_reset(monkeypatch: pytest.MonkeyPatc
 def test_prepared_copies_read_from_wherever_they_are_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[Any, ...]] = []
     monkeypatch.setattr(_driver, "_call", lambda *call: calls.append(call))
-    copies = _driver.Copies([(8, 16, 4), (32, 64, 2)])
+    copies = _driver.DeviceCopies([(8, 16, 4), (32, 64, 2)])
     copies.read_from([128, 256])
     copies.enqueue(LEGACY_DEFAULT)
     assert [call[1:] for call in calls] == [(8, 128, 4, LEGACY_DEFAULT), (32, 256, 2, LEGACY_DEFAULT)]

@@ -106,7 +106,7 @@ def test_the_pool_conforms(source_of: Callable[[], Allocator | None]) -> None:
 
 
 def test_the_conformance_test_catches_a_pool_that_trusts_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_pool._Place, "is_free", True)
+    monkeypatch.setattr(_pool._PoolReservation, "is_free", True)
     with pytest.raises(AssertionError, match="must survive"):
         check_allocator(PoolAllocator())
 

@@ -89,7 +89,9 @@ class _Channel:
         mine = _FLAG_NBYTES * self._rank
         tells = [[(bases[i] + mine, word.data_ptr(), _FLAG_NBYTES) for i in self.peers] for bases in self._words]
         flags = [[bases[self._rank] + _FLAG_NBYTES * i for i in self.peers] for bases in self._words]
-        signal = _Signal(word, [driver.Copies(each) for each in tells], [driver.FlagOps(each, name) for each in flags])
+        signal = _Signal(
+            word, [driver.DeviceCopies(each) for each in tells], [driver.FlagOps(each, name) for each in flags]
+        )
         if not torch.cuda.is_current_stream_capturing():
             self._signals[name] = signal
         return signal
@@ -99,7 +101,7 @@ class _Signal(NamedTuple):
     """Signals to the peers and waits for theirs: "open" and "closed". `word` is the source of the signals' copies."""
 
     word: torch.Tensor
-    tells: list[driver.Copies]
+    tells: list[driver.DeviceCopies]
     waits: list[driver.FlagOps]
 
 
@@ -143,8 +145,8 @@ class _Push(NamedTuple):
 
     own: tuple[int, ...]
     num_first: int
-    first: driver.Copies
-    rest: driver.Copies
+    first: driver.DeviceCopies
+    rest: driver.DeviceCopies
     name: int
 
 
@@ -154,7 +156,7 @@ class _Exchange(NamedTuple):
     `offsets` has, for each payload, the peers' pieces in `full` as byte offsets.
     """
 
-    copies: driver.Copies
+    copies: driver.DeviceCopies
     offsets: list[list[int]]
     name: int
 
@@ -266,7 +268,7 @@ class CopyEngineTransport(NcclTransport):
         own = list(zip(self._own(wholes), [window for _, window in pairs], strict=True))
         num_first = _num_first([piece.nbytes for piece, _ in own])
         first, rest = (
-            driver.Copies(
+            driver.DeviceCopies(
                 (window.addresses[peer] + self._offset_of(piece, window), piece.data_ptr(), piece.nbytes)
                 for piece, window in some
                 for peer in self._gathers.peers
@@ -340,7 +342,7 @@ class CopyEngineTransport(NcclTransport):
         window = self._arrivals.window_of(buffer)
         assert isinstance(window, PeerWindow)
         peers = self._exchanges.peers
-        copies = driver.Copies(
+        copies = driver.DeviceCopies(
             (window.addresses[peer] + self._offset_of(mine, window), full.data_ptr() + peer * mine.nbytes, mine.nbytes)
             for mine, (_, full) in zip(own, payloads, strict=True)
             for peer in peers

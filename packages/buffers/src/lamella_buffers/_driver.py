@@ -45,7 +45,7 @@ class _CopyAttributes(ctypes.Structure):
     _fields_ = (("order", ctypes.c_int), ("hints", ctypes.c_int * 4), ("flags", ctypes.c_uint))
 
 
-class _Side(ctypes.Structure):
+class _CopyEndpoint(ctypes.Structure):
     """Source or destination of rows: an address and a pitch."""
 
     _fields_ = (
@@ -59,10 +59,15 @@ class _Side(ctypes.Structure):
     )
 
 
-class _Rows(ctypes.Structure):
+class _RowCopy(ctypes.Structure):
     """A copy of rows of equal width."""
 
-    _fields_ = (("source", _Side), ("into", _Side), ("width", ctypes.c_size_t), ("height", ctypes.c_size_t))
+    _fields_ = (
+        ("source", _CopyEndpoint),
+        ("into", _CopyEndpoint),
+        ("width", ctypes.c_size_t),
+        ("height", ctypes.c_size_t),
+    )
 
 
 _IN_STREAM_ORDER = _CopyAttributes(order=1)
@@ -103,7 +108,7 @@ def map_shared(shared: Shared) -> int:
     return address.value + shared.offset
 
 
-class Copies:
+class DeviceCopies:
     """Copies of device memory, within a device or between two, as argument arrays of the driver.
 
     Args:
@@ -156,7 +161,7 @@ class Copies:
                 _call(_COPY, *move, stream)
 
 
-def _as_rows(moves: Iterable[tuple[int, int, int]]) -> Iterator[_Rows]:
+def _as_rows(moves: Iterable[tuple[int, int, int]]) -> Iterator[_RowCopy]:
     """The same copies as few: equal sizes, equally spaced, between the same two allocations become rows of a copy.
 
     Two pieces of equal weights always qualify, and so do all pieces of a layer's experts.
@@ -168,8 +173,8 @@ def _as_rows(moves: Iterable[tuple[int, int, int]]) -> Iterator[_Rows]:
     for (_, _, nbytes), places in alike.items():
         for run in _runs(sorted(places), nbytes):
             pitches = _apart(*run[:2]) if len(run) > 1 else (nbytes, nbytes)
-            sides = (_Side(kind=_UNIFIED, address=at, pitch=by) for at, by in zip(run[0], pitches, strict=True))
-            yield _Rows(into=next(sides), source=next(sides), width=nbytes, height=len(run))
+            sides = (_CopyEndpoint(kind=_UNIFIED, address=at, pitch=by) for at, by in zip(run[0], pitches, strict=True))
+            yield _RowCopy(into=next(sides), source=next(sides), width=nbytes, height=len(run))
 
 
 def _runs(places: Iterable[tuple[int, int]], nbytes: int) -> Iterator[list[tuple[int, int]]]:

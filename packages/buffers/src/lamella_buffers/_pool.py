@@ -91,7 +91,7 @@ class PoolAllocator:
         self._seen: deque[int] = deque(maxlen=_NUM_REMEMBERED)
         self._learned: list[_Trace] = []
         self._plan_is_due = False
-        self._plan = _Plan([])
+        self._plan = _PoolPlan([])
         self._num_plans = self._num_inside = self._num_outside = 0
         self._peak_nbytes = 0
 
@@ -128,11 +128,11 @@ class PoolAllocator:
         if self._plan_is_due and not self._live_nbytes:
             self._make_plan()
         stream = _current_stream(buffer.device)
-        place = self._plan.free_place(_Request(stream, mine.serial, self._round.turn_of(mine)))
+        place = self._plan.free_place(_AllocationTurn(stream, mine.serial, self._round.turn_of(mine)))
         # Recorded before the memory moves: Note [Interrupted moves].
         mine.place, mine.is_new = place, False
         self._count(mine)
-        self._round.note(_Event(mine.serial, stream))
+        self._round.note(_AllocationEvent(mine.serial, stream))
         if place is None:
             self._source.allocate(buffer)
             self._num_outside += 1
@@ -159,7 +159,7 @@ class PoolAllocator:
             # reuses the place.
             mine.place.take_back(storage)
         if not mine.is_new:
-            self._round.note(_Event(mine.serial))
+            self._round.note(_AllocationEvent(mine.serial))
         self._uncount(mine)
 
     def report(self) -> PoolReport:
@@ -215,7 +215,7 @@ class PoolAllocator:
     def _make_plan(self) -> None:
         alive = {mine.serial for mine in self._known_buffers()}
         self._learned = [[life for life in trace if life.key.serial in alive] for trace in self._learned]
-        self._plan = _Plan(self._learned)
+        self._plan = _PoolPlan(self._learned)
         self._plan_is_due = False
         self._num_plans += 1
         self._num_inside = self._num_outside = 0
@@ -237,20 +237,20 @@ class PoolAllocator:
             self._uncount(mine)
         self._plan_is_due = bool(self._learned)
         if not self._buffers:
-            self._learned, self._plan, self._plan_is_due = [], _Plan([]), False
+            self._learned, self._plan, self._plan_is_due = [], _PoolPlan([]), False
 
 
 # -- events and rounds ------------------------------------------------------------------------------------------------
 
 
-class _Event(NamedTuple):
+class _AllocationEvent(NamedTuple):
     """Allocation of a buffer on a stream, or a free (None)."""
 
     serial: int
     stream: Hashable = None
 
 
-class _Request(NamedTuple):
+class _AllocationTurn(NamedTuple):
     """The turn-th allocation of a buffer in a round."""
 
     stream: Hashable
@@ -258,7 +258,7 @@ class _Request(NamedTuple):
     turn: int
 
 
-_Trace = list[Lifetime[_Request]]
+_Trace = list[Lifetime[_AllocationTurn]]
 
 
 @dataclass(eq=False, slots=True)
@@ -269,7 +269,7 @@ class _Buffer:
     serial: int
     nbytes: int
     is_new: bool = True  # still with the bytes of `create`, which belong to no round
-    place: _Place | None = None
+    place: _PoolReservation | None = None
     round: int = -1
     turn: int = 0
 
@@ -281,7 +281,7 @@ class _Round:
     number: int
     left_plan: bool = False
     is_complete: bool = True
-    events: list[_Event] = field(default_factory=list)
+    events: list[_AllocationEvent] = field(default_factory=list)
 
     def turn_of(self, mine: _Buffer) -> int:
         """Index, within this round, of the buffer's next allocation."""
@@ -290,21 +290,21 @@ class _Round:
         mine.turn += 1
         return mine.turn - 1
 
-    def note(self, event: _Event) -> None:
+    def note(self, event: _AllocationEvent) -> None:
         if len(self.events) < _MOST_EVENTS:
             self.events.append(event)
         else:  # A round that never ends (weights kept between steps) would grow the list without bound.
             self.is_complete = False
 
 
-def _trace(events: Sequence[_Event], nbytes: Mapping[int, int]) -> _Trace:
+def _trace(events: Sequence[_AllocationEvent], nbytes: Mapping[int, int]) -> _Trace:
     """Lifetimes of a round's allocations. Computed only for rounds about to be planned."""
     turns: Counter[int] = Counter()
-    alive: dict[int, tuple[_Request, int]] = {}
+    alive: dict[int, tuple[_AllocationTurn, int]] = {}
     trace = []
     for tick, (serial, stream) in enumerate(events):
         if stream is not None:
-            alive[serial] = _Request(stream, serial, turns[serial]), tick
+            alive[serial] = _AllocationTurn(stream, serial, turns[serial]), tick
             turns[serial] += 1
         else:
             request, start = alive.pop(serial)
@@ -325,7 +325,7 @@ def _caller(pool: weakref.ref[PoolAllocator], key: int) -> Callable[[object], No
 # -- plans ------------------------------------------------------------------------------------------------------------
 
 
-class _Plan:
+class _PoolPlan:
     """A place for each allocation of some traces; each stream has separate memory.
 
     A stream's memory is cut into chunks wherever no place would be cut. A chunk is then about as large as a buffer, and
@@ -333,8 +333,8 @@ class _Plan:
     """
 
     def __init__(self, learned: Sequence[_Trace]) -> None:
-        self._places: dict[_Request, _Place] = {}
-        self._chunks: list[_Chunk] = []
+        self._places: dict[_AllocationTurn, _PoolReservation] = {}
+        self._chunks: list[_MemoryChunk] = []
         self.nbytes = self.bound_nbytes = 0
         for stream in dict.fromkeys(life.key.stream for trace in learned for life in trace):
             self._add([[life for life in trace if life.key.stream == stream] for trace in learned])
@@ -344,11 +344,11 @@ class _Plan:
         offsets = place(traces)
         self.nbytes += extent(offsets, nbytes)
         self.bound_nbytes += max(peak_nbytes(trace) for trace in traces)
-        chunk, begin = _Chunk(), 0
+        chunk, begin = _MemoryChunk(), 0
         for request in sorted(offsets, key=offsets.__getitem__):
             offset = offsets[request]
             if offset >= begin + chunk.nbytes:
-                chunk, begin = _Chunk(), offset
+                chunk, begin = _MemoryChunk(), offset
                 self._chunks.append(chunk)
             self._places[request] = chunk.reserve(offset - begin, nbytes[request])
 
@@ -356,23 +356,23 @@ class _Plan:
     def reserved_nbytes(self) -> int:
         return sum(chunk.nbytes for chunk in self._chunks if chunk.memory is not None)
 
-    def free_place(self, request: _Request) -> _Place | None:
+    def free_place(self, request: _AllocationTurn) -> _PoolReservation | None:
         """The planned place, if any and free."""
         place = self._places.get(request)
         return place if place is not None and place.is_free else None
 
 
 @dataclass(eq=False)
-class _Chunk:
+class _MemoryChunk:
     """Memory of several places; places may overlap."""
 
     nbytes: int = 0
     memory: torch.UntypedStorage | None = None
     occupied: set[tuple[int, int]] = field(default_factory=set)
 
-    def reserve(self, start: int, nbytes: int) -> _Place:
+    def reserve(self, start: int, nbytes: int) -> _PoolReservation:
         self.nbytes = max(self.nbytes, start + nbytes)
-        return _Place(self, start, start + nbytes)
+        return _PoolReservation(self, start, start + nbytes)
 
     def storage_at(self, start: int, nbytes: int, source: Allocator, device: torch.device) -> torch.UntypedStorage:
         """A storage over a part of the memory. The memory lives as long as any such storage."""
@@ -383,10 +383,10 @@ class _Chunk:
 
 
 @dataclass(eq=False)
-class _Place:
+class _PoolReservation:
     """A planned allocation. While a buffer is in place, its storage and `home` have exchanged memory."""
 
-    chunk: _Chunk
+    chunk: _MemoryChunk
     start: int
     end: int
     home: torch.UntypedStorage | None = None

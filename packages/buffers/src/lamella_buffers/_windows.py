@@ -53,9 +53,9 @@ class WindowAllocator(CachingAllocator):
     ) -> None:
         self._new_window = new_window
         self._agree = agree
-        self._places: list[_Place] = []
+        self._places: list[_WindowLease] = []
         # Weak keys: a strong reference would keep a deleted model's memory.
-        self._held: weakref.WeakKeyDictionary[torch.UntypedStorage, _Place] = weakref.WeakKeyDictionary()
+        self._held: weakref.WeakKeyDictionary[torch.UntypedStorage, _WindowLease] = weakref.WeakKeyDictionary()
         # The caching allocator keeps blocks by stream. Every window's block belongs to this stream: a request on a
         # different stream would not find the block, and the pool would allocate memory unknown to the peers.
         self._home = torch.cuda.Stream() if torch.cuda.is_available() else None  # type: ignore[no-untyped-call]
@@ -103,7 +103,7 @@ class WindowAllocator(CachingAllocator):
         place = self._held.get(buffer.untyped_storage())
         return None if place is None else place.window
 
-    def _free_place(self, nbytes: int) -> _Place:
+    def _free_place(self, nbytes: int) -> _WindowLease:
         nbytes = SMALL if nbytes <= SMALL else -(-nbytes // _ALIGNMENT) * _ALIGNMENT
         fitting = self._fitting(nbytes)
         if not fitting:
@@ -113,10 +113,10 @@ class WindowAllocator(CachingAllocator):
         if fitting:
             return min(fitting, key=lambda place: place.window.nbytes)
         with self._at_home():
-            self._places.append(_Place(self._new_window(nbytes)))
+            self._places.append(_WindowLease(self._new_window(nbytes)))
         return self._places[-1]
 
-    def _fitting(self, nbytes: int) -> list[_Place]:
+    def _fitting(self, nbytes: int) -> list[_WindowLease]:
         return [place for place in self._places if place.is_free and place.serves(nbytes)]
 
     def _take_back(self) -> None:
@@ -134,7 +134,7 @@ class WindowAllocator(CachingAllocator):
 
 
 @dataclass
-class _Place:
+class _WindowLease:
     """A window, free or lent, and the stream of its last allocation."""
 
     window: Window

@@ -6,7 +6,8 @@ boxes and archives are lamella-files'.
 - Files of DCP: `is_dcp`, `opened_dcp` and `StoredCheckpoint` read; `write_dcp` and `WithoutManifest` write; `Manifest`
   is the file beside.
 - Native names: `native` makes an `Opened` of a source with a foreign nesting, by `Keys` and a model's `LiveNames`.
-- A live model's part on this rank: `Contents`, `Share`, `Item`, `Encoded`, `recut`, `differing`; `save_part` writes.
+- A live model's part on this rank: `StateContents`, `Share`, `Item`, `Encoded`, `recut`, `differing`;
+  `save_part` writes.
 - Decisions that ranks make together: `everywhere`, `exchange`, `on_rank_zero`, `rank`, `num_ranks`, `on_device_of`.
 """
 
@@ -33,8 +34,8 @@ if TYPE_CHECKING:
     from lamella_checkpoint._formats.dcp_open import opened_dcp as opened_dcp
     from lamella_checkpoint._formats.dcp_read import StoredCheckpoint as StoredCheckpoint
     from lamella_checkpoint._formats.dcp_write import WithoutManifest as WithoutManifest
-    from lamella_checkpoint._state.contents import Contents as Contents
     from lamella_checkpoint._state.contents import Ranks as Ranks
+    from lamella_checkpoint._state.contents import StateContents as StateContents
     from lamella_checkpoint._state.recut import recut as recut
     from lamella_checkpoint._state.shares import Encoded as Encoded
     from lamella_checkpoint._state.shares import Item as Item
@@ -53,7 +54,7 @@ _LATER: Final = {
     "lamella_checkpoint._formats.dcp_open": ("is_dcp", "opened_dcp"),
     "lamella_checkpoint._formats.dcp_read": ("StoredCheckpoint",),
     "lamella_checkpoint._formats.dcp_write": ("WithoutManifest",),
-    "lamella_checkpoint._state.contents": ("Contents", "Ranks"),
+    "lamella_checkpoint._state.contents": ("StateContents", "Ranks"),
     "lamella_checkpoint._state.recut": ("recut",),
     "lamella_checkpoint._state.shares": ("Encoded", "Item", "Share", "differing"),
     "lamella_checkpoint._training.save": ("SavePart", "save_part"),

@@ -9,7 +9,13 @@ import pytest
 
 from lamella_checkpoint import CheckpointDamaged
 from lamella_checkpoint._base.manifest import Manifest
-from lamella_checkpoint._formats.checksums import CHECKSUMS_FILE, Checksums, ChecksumStream, Span, whole_file_checksum
+from lamella_checkpoint._formats.checksums import (
+    CHECKSUMS_FILE,
+    ByteSpan,
+    Checksums,
+    ChecksumStream,
+    whole_file_checksum,
+)
 
 
 @pytest.fixture
@@ -35,7 +41,7 @@ def checksums_of(path: Path) -> Checksums:
 
 def test_items_written_in_pieces_have_the_checksum_of_the_whole(stored: Path) -> None:
     checksums = checksums_of(stored)
-    assert [*checksums.files["data"]] == [Span(0, 5), Span(5, 10_000), Span(10_005, 0)]
+    assert [*checksums.files["data"]] == [ByteSpan(0, 5), ByteSpan(5, 10_000), ByteSpan(10_005, 0)]
     assert checksums.expected("data", 0, 5) == zlib.crc32(b"abcde")
     content = (stored / "data").read_bytes()
     for span in checksums.files["data"]:

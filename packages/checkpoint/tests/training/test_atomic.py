@@ -18,7 +18,7 @@ from lamella_checkpoint import CheckpointDamaged, CheckpointFailed, load, save
 from lamella_checkpoint._base import manifest as _manifest
 from lamella_checkpoint._formats import dcp_read as _dcp_read
 from lamella_checkpoint._formats import dcp_write as _dcp_write
-from lamella_checkpoint._state.contents import Contents
+from lamella_checkpoint._state.contents import StateContents
 from lamella_checkpoint._training import save as _save
 from lamella_files._archives.items import read_tensors
 from lamella_files._base import directories as _directories
@@ -157,7 +157,7 @@ def test_a_rank_that_cannot_write_makes_every_rank_raise_and_the_last_checkpoint
 
 
 @pytest.mark.parametrize(
-    ("owner", "name"), [(_save, "publish"), (_save, "stage"), (_manifest.Manifest, "write"), (Contents, "of")]
+    ("owner", "name"), [(_save, "publish"), (_save, "stage"), (_manifest.Manifest, "write"), (StateContents, "of")]
 )
 def test_a_failure_on_rank_zero_alone_reaches_every_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: object, name: str

@@ -29,13 +29,13 @@ class Gate:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._is_open = threading.Event()
-        queue = _copies.Copies._queue
+        queue = _copies.StateCopies._queue
 
-        def queue_when_open(copies: _copies.Copies) -> None:
+        def queue_when_open(copies: _copies.StateCopies) -> None:
             assert self._is_open.wait(timeout=60)
             queue(copies)
 
-        monkeypatch.setattr(_copies.Copies, "_queue", queue_when_open)
+        monkeypatch.setattr(_copies.StateCopies, "_queue", queue_when_open)
 
     @property
     def is_open(self) -> bool:
@@ -274,7 +274,7 @@ def test_a_save_that_fails_to_copy_tells_and_lets_the_step_go_on(
 ) -> None:
     model = large(1.0)
     optimizer = sgd(model)
-    monkeypatch.setattr(_copies.Copies, "_queue", lambda _: [][0])
+    monkeypatch.setattr(_copies.StateCopies, "_queue", lambda _: [][0])
     handle = saver.save(tmp_path / "a", model=model, optimizer=optimizer)
     optimizer.step()
     with pytest.raises(CheckpointFailed, match="IndexError"):
@@ -285,9 +285,9 @@ def test_a_save_that_fails_to_copy_tells_and_lets_the_step_go_on(
 
 @pytest.mark.parametrize("copy", [lambda _: [][0], lambda copies: copies._versions.raised.add("model.weight")])
 def test_a_save_that_failed_holds_nothing_of_the_state(
-    tmp_path: Path, saver: AsyncSaver, monkeypatch: pytest.MonkeyPatch, copy: Callable[[_copies.Copies], object]
+    tmp_path: Path, saver: AsyncSaver, monkeypatch: pytest.MonkeyPatch, copy: Callable[[_copies.StateCopies], object]
 ) -> None:
-    monkeypatch.setattr(_copies.Copies, "_queue", copy)
+    monkeypatch.setattr(_copies.StateCopies, "_queue", copy)
     model = large(1.0)
     storages = [weakref.ref(param.untyped_storage()) for param in model.parameters()]
     handle = saver.save(tmp_path / "a", model=model)

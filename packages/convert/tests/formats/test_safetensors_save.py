@@ -274,7 +274,7 @@ def test_a_killed_save_leaves_nothing_by_that_name_and_the_next_cleans_up(
         save_safetensors(tmp_path / "a", model=nn.Linear(2, 2))
 
     with monkeypatch.context() as patch:
-        patch.setattr(_safetensors_write.Filling, "sync", die)
+        patch.setattr(_safetensors_write.FileFilling, "sync", die)
         with pytest.raises(RankFailure, match="SIGKILL"):
             run_ranks(write, 2)
     assert not (tmp_path / "a").exists() and len(list(tmp_path.iterdir())) == 1
@@ -291,7 +291,7 @@ def test_a_rank_that_cannot_write_makes_every_rank_raise(
 
     def write() -> type[BaseException]:
         if dist.get_rank() == failing_rank:
-            monkeypatch.setattr(_safetensors_write.Filling, "sync", no_space)
+            monkeypatch.setattr(_safetensors_write.FileFilling, "sync", no_space)
         with pytest.raises((OSError, CheckpointFailed), match="No space left") as info:
             save_safetensors(tmp_path / "a", model=nn.Linear(2, 2))
         return info.type

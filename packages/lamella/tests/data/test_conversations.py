@@ -84,8 +84,8 @@ def test_a_text_field_is_trained_on_and_nothing_else_of_its_line(config: Config,
     prepared = prepare(on(config, tmp_path / "a.jsonl"))
     data = load_tokens(prepared.directory.tokens)
     tokenizer: Any = AutoTokenizer.from_pretrained(prepared.directory.model)
-    texts = tokenizer.decode(torch.cat([data.train, data.validation])).split("<|endoftext|>")
-    assert texts == [*texts, ""] and not data.is_masked
+    decoded = tokenizer.decode(torch.cat([data.train, data.validation])).split("<|endoftext|>")
+    assert decoded == [*texts, ""] and not data.is_masked
 
 
 def test_a_conversation_is_rendered_by_the_models_template(

@@ -20,7 +20,7 @@ CHECKSUMS_FILE: Final = "lamella_checksums.json"
 _ALGORITHM: Final = "crc32"
 
 
-class Span(NamedTuple):
+class ByteSpan(NamedTuple):
     """An item's byte range in the file."""
 
     offset: int
@@ -31,7 +31,7 @@ class Span(NamedTuple):
 class Checksums:
     """The CRC-32 of each stored item, by file and by span."""
 
-    files: Mapping[str, Mapping[Span, int]]
+    files: Mapping[str, Mapping[ByteSpan, int]]
 
     @classmethod
     def of(cls, directory: Path) -> "Checksums | None":
@@ -59,7 +59,7 @@ class Checksums:
 
     def expected(self, file: str, offset: int, length: int) -> int | None:
         """The checksum of one item; None for a span that was not written as one item."""
-        return self.files.get(file, {}).get(Span(offset, length))
+        return self.files.get(file, {}).get(ByteSpan(offset, length))
 
     def check(self, path: Path, offset: int, data: bytes | bytearray | memoryview) -> None:
         """Compare the bytes of one item with the stored checksum. Releases the GIL during the computation.
@@ -120,18 +120,18 @@ class ChecksumStream:
         """The stream protocol's flush; the serializer on top calls it."""
         self._file.flush()
 
-    def end_item(self) -> tuple[Span, int]:
+    def end_item(self) -> tuple[ByteSpan, int]:
         """End the current item and start the next; returns the ended item's span and checksum."""
-        span, checksum = Span(self._start, self._end - self._start), self._checksum
+        span, checksum = ByteSpan(self._start, self._end - self._start), self._checksum
         self._start, self._checksum = self._end, 0
         return span, checksum
 
 
-def whole_file_checksum(path: Path) -> Mapping[Span, int]:
+def whole_file_checksum(path: Path) -> Mapping[ByteSpan, int]:
     """The checksum of a small file as one item, from a second read."""
     content = path.read_bytes()
-    return {Span(0, len(content)): zlib.crc32(content)}
+    return {ByteSpan(0, len(content)): zlib.crc32(content)}
 
 
-def _spans(items: Iterable[list[int]]) -> dict[Span, int]:
-    return {Span(int(offset), int(length)): int(checksum) for offset, length, checksum in items}
+def _spans(items: Iterable[list[int]]) -> dict[ByteSpan, int]:
+    return {ByteSpan(int(offset), int(length)): int(checksum) for offset, length, checksum in items}

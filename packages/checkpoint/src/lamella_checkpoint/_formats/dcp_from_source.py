@@ -9,7 +9,7 @@ from typing import BinaryIO, Final, Self, cast
 import torch
 
 from lamella_checkpoint._base.manifest import Manifest
-from lamella_checkpoint._formats.checksums import ChecksumStream, Span
+from lamella_checkpoint._formats.checksums import ByteSpan, ChecksumStream
 from lamella_checkpoint._formats.dcp_write import Placed, complete, without_archive_checksums, write_metadata
 from lamella_files import FilledBox, Source, WriteOptions, objects_once, stream
 
@@ -87,7 +87,7 @@ class _DcpFiles:
         file, span, checksum = self._save(value)
         return Placed(names=names, shape=None, chunk=None, dtype=None, file=file, span=span, checksum=checksum)
 
-    def _save(self, value: object) -> tuple[str, Span, int]:
+    def _save(self, value: object) -> tuple[str, ByteSpan, int]:
         """Append an item. Returns its file's name, its place and its checksum."""
         if self._stream is None or self._open is None or self._open.tell() >= self._max_nbytes:
             self._close()

@@ -35,7 +35,13 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.storage import WriteResult
 
 from lamella_checkpoint._base.manifest import MANIFEST_FILE, Manifest
-from lamella_checkpoint._formats.checksums import CHECKSUMS_FILE, Checksums, ChecksumStream, Span, whole_file_checksum
+from lamella_checkpoint._formats.checksums import (
+    CHECKSUMS_FILE,
+    ByteSpan,
+    Checksums,
+    ChecksumStream,
+    whole_file_checksum,
+)
 from lamella_checkpoint._formats.extra_by_rank import without_equal_values
 from lamella_checkpoint._state.shares import Encoded, Item
 from lamella_files import METADATA_FILE, WRITTEN_BY
@@ -54,7 +60,7 @@ class Placed:
     chunk: Chunk | None
     dtype: torch.dtype | None
     file: str
-    span: Span
+    span: ByteSpan
     checksum: int
 
 
@@ -100,10 +106,10 @@ def complete(
     needed, manifest = without_equal_values(parts, manifest)
     write_metadata(directory, _first_of_each(needed), save_id=save_id)
     replace(manifest, checksums=CHECKSUMS_FILE).write(directory)
-    files: dict[str, dict[Span, int]] = {}
+    files: dict[str, dict[ByteSpan, int]] = {}
     for placed in (placed for part in parts for placed in part):
         files.setdefault(placed.file, {})[placed.span] = placed.checksum
-    side_files: dict[str, Mapping[Span, int]] = {
+    side_files: dict[str, Mapping[ByteSpan, int]] = {
         name: whole_file_checksum(directory / name) for name in (METADATA_FILE, MANIFEST_FILE)
     }
     Checksums(files={**files, **side_files}).write(directory)

@@ -20,7 +20,7 @@ Ranks = tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Contents:
+class StateContents:
     """The values of a checkpoint by full name: the live tensors themselves, and plain data.
 
     Attributes:
@@ -40,7 +40,7 @@ class Contents:
     @classmethod
     def of(
         cls, model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Mapping[str, object] | None
-    ) -> "Contents":
+    ) -> "StateContents":
         """Name the values of a model and its optimizer.
 
         Raises:

@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from lamella_checkpoint._base.live_boxes import boxes_beside, cut_order, is_placed_by, is_ragged
-from lamella_checkpoint._state.contents import Contents, Ranks
+from lamella_checkpoint._state.contents import Ranks, StateContents
 from lamella_files import box_of, places_in_memory
 from lamella_layout import Chunk, mesh_chunks, mesh_region
 
@@ -142,7 +142,7 @@ class Share:
     rank: int
 
     @classmethod
-    def of(cls, contents: Contents, rank: int, tables: Tables | None = None) -> "Share":
+    def of(cls, contents: StateContents, rank: int, tables: Tables | None = None) -> "Share":
         """Collect this rank's items, by Note [Assignment of writers].
 
         Args:
@@ -195,7 +195,7 @@ def differing(digests: Sequence[Mapping[Ranks, str]]) -> frozenset[Ranks]:
 class _Holdings:
     """All items of this rank, each with the ranks holding the same."""
 
-    def __init__(self, contents: Contents, rank: int, tables: Tables) -> None:
+    def __init__(self, contents: StateContents, rank: int, tables: Tables) -> None:
         self._contents = contents
         self._rank = rank
         self._tables = tables

@@ -29,13 +29,13 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from lamella_checkpoint._formats.checksums import Span
+from lamella_checkpoint._formats.checksums import ByteSpan
 from lamella_checkpoint._formats.dcp_write import Form, Placed, write_items
 from lamella_checkpoint._state.contents import Ranks
 from lamella_checkpoint._state.shares import Item, differing
 from lamella_checkpoint._training.outcomes import Failures
 from lamella_checkpoint._training.retention import Retention, clean
-from lamella_checkpoint._training.staging import Memory, Slot
+from lamella_checkpoint._training.staging import Memory, MemorySlot
 from lamella_files import check_replaceable, is_of_save, publish, recover, save_id_of
 from lamella_layout import Chunk
 
@@ -213,7 +213,7 @@ def _write_part(job: Job, memory: Memory) -> None:
 
 
 def _over(memory: Memory, item: Item) -> Item:
-    return replace(item, value=memory.tensor(item.value)) if isinstance(item.value, Slot) else item
+    return replace(item, value=memory.tensor(item.value)) if isinstance(item.value, MemorySlot) else item
 
 
 def _publish_when_whole(job: Job, waiting: _Waiting) -> None:
@@ -285,7 +285,7 @@ def _from_json(content: list[Any]) -> Placed:
         chunk=None if chunk is None else Chunk(*map(tuple, chunk)),
         dtype=None if dtype is None else getattr(torch, dtype),
         file=file,
-        span=Span(*span),
+        span=ByteSpan(*span),
         checksum=checksum,
     )
 

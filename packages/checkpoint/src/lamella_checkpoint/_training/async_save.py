@@ -19,7 +19,7 @@ from lamella_checkpoint._base.ranks import exchange, num_ranks, on_device_of, ra
 from lamella_checkpoint._state.contents import Ranks
 from lamella_checkpoint._state.shares import Tables, differing
 from lamella_checkpoint._training.async_process import Job
-from lamella_checkpoint._training.copies import Copies
+from lamella_checkpoint._training.copies import StateCopies
 from lamella_checkpoint._training.handle import Limits, SaveHandle
 from lamella_checkpoint._training.outcomes import Outcomes
 from lamella_checkpoint._training.retention import Retention
@@ -267,7 +267,7 @@ class AsyncSaver(Closing):
             retention=self._retention,
             is_first=self._num_saves == 1,
         )
-        handle.begin(Copies(copies, part.steady), writer, job)
+        handle.begin(StateCopies(copies, part.steady), writer, job)
 
     def _usable_writer(self) -> Writer:
         """The process, or another one in place of one that has died."""

@@ -3,7 +3,7 @@
 Note [Waiting for copies]
     Parameters and optimizer state change only in an optimizer's step, so the copies may overlap the forward and
     backward before the step. Everything else (buffers, values made by state-dict hooks) may change in the forward, and
-    is copied at once: on the host before `Copies` is made, on an accelerator in the order of the current stream.
+    is copied at once: on the host before `StateCopies` is made, on an accelerator in the order of the current stream.
 
     A thread makes the remaining copies. Between host tensors it copies with the interpreter free. For accelerators it
     queues copies on a separate stream, which waits for work queued on the current stream at the call; pieces
@@ -58,7 +58,7 @@ class HostCopy(NamedTuple):
     target: torch.Tensor
 
 
-class Copies:
+class StateCopies:
     """A state's copies, by Note [Waiting for copies].
 
     Attributes:
@@ -190,12 +190,12 @@ class Copies:
                 copy.target.copy_(copy.source)
 
 
-_in_flight: set[Copies] = set()
+_in_flight: set[StateCopies] = set()
 os.register_at_fork(after_in_child=_in_flight.clear)  # A forked child has no copy threads: waits would never end.
 
 
 def await_copies() -> None:
-    """Wait until any state may be changed: `Copies.wait` for all copies in flight."""
+    """Wait until any state may be changed: `StateCopies.wait` for all copies in flight."""
     for copies in tuple(_in_flight):
         copies.wait()
 

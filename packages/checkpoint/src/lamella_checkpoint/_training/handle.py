@@ -4,8 +4,8 @@ Note [An interrupt at any line]
     A keyboard interrupt may be raised between any two lines of the main thread, and never in another. So the main
     thread only prepares a save: it starts one thread, which copies the state, sends the job and starts another for the
     outcome. An interrupt before leaves nothing but a state laid out in memory that no process reads. An interrupt
-    after leaves a save in flight, as if the call had returned. `Copies.cancel` tells the two apart. A save that was
-    not begun fails on all ranks, as its peers wait for its part.
+    after leaves a save in flight, as if the call had returned. `StateCopies.cancel` tells the two apart. A save that
+    was not begun fails on all ranks, as its peers wait for its part.
 """
 
 import logging
@@ -20,7 +20,7 @@ from typing import Final
 
 from lamella_checkpoint._base.ranks import num_ranks, rank
 from lamella_checkpoint._training.async_process import Job, describe, mark_failed
-from lamella_checkpoint._training.copies import Copies
+from lamella_checkpoint._training.copies import StateCopies
 from lamella_checkpoint._training.outcomes import Failures, Outcomes
 from lamella_checkpoint._training.writer import Following, Writer, late_ranks
 from lamella_files import CheckpointFailed
@@ -62,7 +62,7 @@ class SaveHandle:
         self.waited_seconds = 0.0
         self._staged, self._outcomes, self._limits = staged, outcomes, limits
         self._rank, self._num_ranks = rank(), num_ranks()
-        self._copies: Copies | None = None
+        self._copies: StateCopies | None = None
         self._sender: threading.Thread | None = None
         self._following: Following | None = None
         self._is_begun = False  # Stays False if the call was interrupted: Note [An interrupt at any line].
@@ -117,7 +117,7 @@ class SaveHandle:
             raise CheckpointFailed(f"save the checkpoint {str(self.path)!r} in the background", failures)
         return self.path
 
-    def begin(self, copies: Copies, writer: Writer, job: Job) -> None:
+    def begin(self, copies: StateCopies, writer: Writer, job: Job) -> None:
         """HostCopy, write and follow the save in threads. Effects: none on the save once the call has returned."""
         self._copies = copies
         self._sender = copies.start(partial(self._go_on, writer, job))

@@ -137,7 +137,7 @@ def load(
     await_copies()  # A save in flight still copies the tensors: overwritten now, the saved state would be torn.
     with on_device_of(model.parameters()):
         plan = _find(
-            _Request(
+            _LoadRequest(
                 source=source,
                 model=model,
                 optimizer=optimizer,
@@ -189,7 +189,7 @@ def check(
     """
     with on_device_of(model.parameters()):
         return _find(
-            _Request(
+            _LoadRequest(
                 source=source,
                 model=model,
                 optimizer=optimizer,
@@ -288,7 +288,7 @@ class _Live(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Request:
+class _LoadRequest:
     """The arguments of `load`, or of `check` (`allow_meta`: the model may have no memory yet)."""
 
     source: Openable
@@ -306,7 +306,7 @@ class _Request:
         return _Live.of(self.model, self.optimizer, allow_meta=self.allow_meta)
 
 
-def _find(request: _Request) -> _LoadPlan:
+def _find(request: _LoadRequest) -> _LoadPlan:
     """A checked load, on every rank. Effects: collective; reads options and no tensor."""
     live = everywhere("name its state", request.live)
     opened = everywhere("open the checkpoint", lambda: _open(request, live.names))
@@ -314,7 +314,7 @@ def _find(request: _Request) -> _LoadPlan:
     return everywhere("find its state in the checkpoint", lambda: _plan(opened, live, request))
 
 
-def _open(request: _Request, live: LiveNames) -> Opened:
+def _open(request: _LoadRequest, live: LiveNames) -> Opened:
     source, trust, verify = request.source, request.trust, request.verify
     if isinstance(source, str | os.PathLike):
         return open_dcp(source, trust=trust, verify=verify, live=live)
@@ -327,7 +327,7 @@ def _open(request: _Request, live: LiveNames) -> Opened:
     return opened.for_live(live) if isinstance(opened, ForLive) else Opened(source=opened)
 
 
-def _plan(opened: Opened, live: _Live, request: _Request) -> _LoadPlan:
+def _plan(opened: Opened, live: _Live, request: _LoadRequest) -> _LoadPlan:
     _warn_of_other_ranks(opened.manifest)  # Inside an exchange: filters may turn the warning into an error.
     source = opened.source
     if request.translate is not None:

@@ -12,7 +12,7 @@ from torch import nn
 from lamella_checkpoint._base.ranks import exchange, num_ranks, on_device_of, rank
 from lamella_checkpoint._formats.dcp_write import Form, Placed, WithManifest, write_items
 from lamella_checkpoint._formats.extra_by_rank import texts
-from lamella_checkpoint._state.contents import Contents, Ranks
+from lamella_checkpoint._state.contents import Ranks, StateContents
 from lamella_checkpoint._state.recut import recut
 from lamella_checkpoint._state.shares import Share, Tables, differing
 from lamella_files import Correspondence, publish, save_id_of, stage
@@ -92,7 +92,7 @@ class SavePart:
         tables: Tables | None = None,
     ) -> "SavePart":
         """The part of a checkpoint in lamella's own form: arguments of `save`, and `tables` as of `Share.of`."""
-        contents = Contents.of(model, optimizer, extra)
+        contents = StateContents.of(model, optimizer, extra)
         share = recut(Share.of(contents, rank(), tables), correspondences)
         if num_ranks() > 1:
             share = share.with_own(texts(contents.manifest.extra, rank()))

@@ -16,7 +16,7 @@ from lamella_checkpoint._training.copies import HostCopy
 _ALIGNMENT: Final = 64
 
 
-class Slot(NamedTuple):
+class MemorySlot(NamedTuple):
     """A tensor's place in the memory, in bytes, with sizes and dtype."""
 
     offset: int
@@ -36,7 +36,7 @@ class Memory:
         self._descriptor = descriptor
         self.nbytes = 0
         self._bytes = torch.empty(0, dtype=torch.uint8)
-        self._last: tuple[list[Slot], list[torch.Tensor]] = ([], [])
+        self._last: tuple[list[MemorySlot], list[torch.Tensor]] = ([], [])
         self._is_pinned = False
 
     @property
@@ -89,11 +89,11 @@ class Memory:
             os.close(descriptor)
 
     @torch.inference_mode(mode=False)
-    def tensor(self, slot: Slot) -> torch.Tensor:
+    def tensor(self, slot: MemorySlot) -> torch.Tensor:
         """A slot as a tensor, a view of the memory."""
         return self._bytes.narrow(0, slot.offset, _nbytes(slot)).view(slot.dtype).view(slot.sizes)
 
-    def tensors(self, slots: list[Slot]) -> list[torch.Tensor]:
+    def tensors(self, slots: list[MemorySlot]) -> list[torch.Tensor]:
         """A save's slots as tensors, cached: the next save usually has the same slots."""
         if slots != self._last[0]:
             self._last = (slots, [self.tensor(slot) for slot in slots])
@@ -110,7 +110,7 @@ def lay_out(items: Sequence[Item], memory: Memory) -> tuple[list[Item], list[Hos
     """Assign each item's tensor a slot in the memory.
 
     Returns:
-        The items with a `Slot` in place of each tensor, and a deep copy of plain data; and the copies to perform.
+        The items with a `MemorySlot` in place of each tensor, and a deep copy of plain data; and the copies to perform.
 
     Raises:
         NotImplementedError: A tensor is of a subclass, which may hold more than its elements.
@@ -131,7 +131,7 @@ def lay_out(items: Sequence[Item], memory: Memory) -> tuple[list[Item], list[Hos
     return placed, copies
 
 
-def _slots(tensors: Sequence[tuple[Item, torch.Tensor]]) -> list[Slot]:
+def _slots(tensors: Sequence[tuple[Item, torch.Tensor]]) -> list[MemorySlot]:
     """A slot for each tensor, in order."""
     slots = []
     offset = 0
@@ -141,10 +141,10 @@ def _slots(tensors: Sequence[tuple[Item, torch.Tensor]]) -> list[Slot]:
                 f"Expected plain tensors and DTensors of them to save in the background, got {type(tensor).__name__} "
                 f"for {item.names[0]!r}. Use `save`, which waits."
             )
-        slots.append(Slot(offset, tuple(tensor.shape), tensor.dtype))
+        slots.append(MemorySlot(offset, tuple(tensor.shape), tensor.dtype))
         offset = -(-(offset + tensor.nbytes) // _ALIGNMENT) * _ALIGNMENT
     return slots
 
 
-def _nbytes(slot: Slot) -> int:
+def _nbytes(slot: MemorySlot) -> int:
     return math.prod(slot.sizes) * slot.dtype.itemsize

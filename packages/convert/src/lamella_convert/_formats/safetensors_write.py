@@ -135,7 +135,7 @@ def write_index(directory: Path, files: Sequence[PlannedFile]) -> None:
         os.fsync(opened.fileno())
 
 
-class Filling:
+class FileFilling:
     """Open files to fill with boxes of their tensors."""
 
     def __init__(self, directory: Path, files: Iterable[PlannedFile]) -> None:

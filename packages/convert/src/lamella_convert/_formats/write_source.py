@@ -13,7 +13,7 @@ import torch
 
 from lamella_convert._formats.safetensors_write import (
     Blank,
-    Filling,
+    FileFilling,
     PlannedFile,
     make_files,
     plan_file,
@@ -69,7 +69,7 @@ def _fill_files(
     options: WriteOptions,
 ) -> None:
     make_files(directory, files)
-    with Filling(directory, files) as filling:
+    with FileFilling(directory, files) as filling:
         for piece in stream(source, dtypes, options.buffer_nbytes):
             filling.write(*piece)
             options.on_bytes(piece.values.nbytes)

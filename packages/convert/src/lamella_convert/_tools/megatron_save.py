@@ -19,11 +19,11 @@ from torch import nn
 
 from lamella_checkpoint import AsyncSaver, SaveHandle
 from lamella_checkpoint.extending import (
-    Contents,
     Encoded,
     Item,
     SavePart,
     Share,
+    StateContents,
     WithoutManifest,
     on_device_of,
     rank,
@@ -137,7 +137,7 @@ def save_fsdp_dtensor(
     """
 
     def collect() -> SavePart:
-        contents = Contents.of(model, optimizer, None)
+        contents = StateContents.of(model, optimizer, None)
         shapes = _model_shapes(contents)
         parts = from_megatron_model(shapes, sizes=sizes, dialect=dialect, first_expert=first_expert)
         # Options have the model's names: Note [Options go by the model's names].
@@ -217,7 +217,7 @@ def save_torch_dist(
     shared = dict(common or {})
 
     def collect() -> SavePart:
-        contents = Contents.of(model, optimizer, None)
+        contents = StateContents.of(model, optimizer, None)
         share = Share.of(contents, rank())
         if optimizer is not None:
             shared.setdefault("optimizer", _steps(optimizer))
@@ -265,7 +265,7 @@ def _steps(optimizer: torch.optim.Optimizer) -> dict[str, float]:
     return {"step": steps.pop()} if steps else {}
 
 
-def _model_shapes(contents: Contents) -> dict[str, tuple[int, ...]]:
+def _model_shapes(contents: StateContents) -> dict[str, tuple[int, ...]]:
     return {
         own_name(name): tuple(value.shape)
         for name, value in contents.values.items()

@@ -54,7 +54,9 @@ def open_both(
     like_folder = None if like is None else Path(like)
     megatron = MegatronOptions(tensor_parallel_size=tensor_parallel_size)
     sides = [
-        _Side.open(path, (published_folder, like_folder, *published_folders), megatron, trust=trust, verify=verify)
+        _ComparedCheckpoint.open(
+            path, (published_folder, like_folder, *published_folders), megatron, trust=trust, verify=verify
+        )
         for path, published_folder in zip(paths, published_folders, strict=True)
     ]
     are_megatrons = all(convention_of(side.opened) is Convention.MEGATRON for side in sides)
@@ -64,7 +66,7 @@ def open_both(
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Side:
+class _ComparedCheckpoint:
     """One of the two checkpoints, with the rules and the published names."""
 
     opened: OpenCheckpoint
@@ -74,7 +76,7 @@ class _Side:
     @classmethod
     def open(
         cls, path: Path, folders: Sequence[Path | None], megatron: MegatronOptions, *, trust: bool, verify: bool
-    ) -> "_Side":
+    ) -> "_ComparedCheckpoint":
         """Open a checkpoint; the first folder is the checkpoint's own, and the first with a configuration counts."""
         between = Between(config=_first_config(folders), megatron=megatron)
         opened = between.open(path, trust=trust, verify=verify)

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from lamella_checkpoint.extending import (
-    Contents,
     Item,
     Ranks,
     Share,
+    StateContents,
     differing,
     everywhere,
     exchange,
@@ -34,7 +34,7 @@ from lamella_convert._formats.safetensors_float8 import (
 from lamella_convert._formats.safetensors_write import (
     MAX_SHARD_NBYTES,
     Blank,
-    Filling,
+    FileFilling,
     PlannedFile,
     make_files,
     plan_files,
@@ -121,7 +121,7 @@ def _agree(model: nn.Module, dtype: torch.dtype | None) -> tuple[Mapping[str, Bl
     mine: list[tuple[dict[str, Blank], Share]] = []
 
     def collect() -> dict[str, Blank]:
-        contents = Contents.of(model, None, None)
+        contents = StateContents.of(model, None, None)
         mine.append((_blanks(contents, dtype), Share.of(contents, rank())))
         return mine[0][0]
 
@@ -141,7 +141,7 @@ def _agree(model: nn.Module, dtype: torch.dtype | None) -> tuple[Mapping[str, Bl
     return united, share.items(apart)
 
 
-def _blanks(contents: Contents, dtype: torch.dtype | None) -> dict[str, Blank]:
+def _blanks(contents: StateContents, dtype: torch.dtype | None) -> dict[str, Blank]:
     return {
         name: Blank(tuple(value.shape), stored_dtype(value.dtype, dtype))
         for name, value in contents.values.items()
@@ -189,7 +189,7 @@ def _make(
 def _write(
     staged: Path, files: Sequence[PlannedFile], items: Sequence[Item], scaled: Mapping[str, Sequence[Scaled]]
 ) -> None:
-    with Filling(staged, files) as filling:
+    with FileFilling(staged, files) as filling:
         for name, boxes in scaled.items():
             for box in boxes:
                 for chunk, values in quantised_pieces(box):

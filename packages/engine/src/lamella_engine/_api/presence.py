@@ -13,7 +13,7 @@ from typing import Protocol, TypeAlias
 Key: TypeAlias = tuple[int, int | None, str]  # microbatch, layer (None: around the layers), phase
 
 
-class ResidenceEvent(Protocol):
+class ResidenceStep(Protocol):
     """A step in the residence of a layer's parameters, as `lamella_schedule.ResidenceEvent`."""
 
     @property
@@ -29,7 +29,7 @@ class ResidenceEvent(Protocol):
         """The pass that reads the parameters: "forward" or "backward"."""
 
 
-def key_of(event: ResidenceEvent) -> Key:
+def key_of(event: ResidenceStep) -> Key:
     """One stay: a pass of a microbatch through a layer."""
     return event.microbatch, event.layer, event.phase
 

@@ -8,7 +8,7 @@ from functools import cached_property
 import torch.nn as nn
 
 from lamella_engine._api.module import FSDPModule
-from lamella_engine._api.presence import Key, Presence, ResidenceEvent, key_of, peak
+from lamella_engine._api.presence import Key, Presence, ResidenceStep, key_of, peak
 from lamella_engine._modules.attached import state_of
 from lamella_engine._modules.handles import Hold
 from lamella_engine._parameters.sharding import local_of
@@ -57,7 +57,7 @@ class UnitResidence:
         """
         self._last = num_microbatches - 1
 
-    def acquire(self, event: ResidenceEvent) -> None:
+    def acquire(self, event: ResidenceStep) -> None:
         """Start to gather a layer's parameters.
 
         Raises:
@@ -73,7 +73,7 @@ class UnitResidence:
         if event.layer is None and event.phase == "backward":
             _keep_sums_apart(self._model)
 
-    def used(self, event: ResidenceEvent) -> None:
+    def used(self, event: ResidenceStep) -> None:
         """Make the module hold the unsharded parameters.
 
         Effects: the current stream waits for the gather; blocks the host on gloo. Those of `acquire`, if the prefetch
@@ -84,7 +84,7 @@ class UnitResidence:
         for hold in self._holds[key_of(event)]:
             hold.wait()
 
-    def finished(self, event: ResidenceEvent) -> None:
+    def finished(self, event: ResidenceStep) -> None:
         """Let go of the parameters. After a backward, reduce the gradients; after the step's last, end the step.
 
         Effects: as `FSDPModule.reduce_gradients` and `Hold.release`; after the step's last backward those of
@@ -149,7 +149,7 @@ class UnitResidence:
         units: dict[int | None, list[FSDPModule]] = {None: [self._model], **dict(enumerate(self._layers))}
         return {layer: [state_of(unit).acting.unit for unit in layer_units] for layer, layer_units in units.items()}
 
-    def _units_of(self, event: ResidenceEvent) -> list[FSDPModule]:
+    def _units_of(self, event: ResidenceStep) -> list[FSDPModule]:
         if event.layer is None:
             return [self._model]
         if event.layer >= len(self._layers):

@@ -111,7 +111,7 @@ def plan_units(
         TypeError, ValueError: As `fully_shard_model`.
     """
     _check_model(model)
-    tree = _Tree(model, ignored_params or set(), mp_policy)
+    tree = _ModuleTree(model, ignored_params or set(), mp_policy)
     matched = _matched(tree, units)
     choice = _Choice(tree, matched)
     planned = [_planned(tree, name, module) for name, module in choice.chosen]
@@ -140,7 +140,7 @@ def _num_ranks(units: list[nn.Module]) -> int | None:
 # -- modules and parameters -----------------------------------------------------------------------------------------
 
 
-class _Tree:
+class _ModuleTree:
     """The modules of a model that hold parameters, themselves or below, under all of their names.
 
     Attributes:
@@ -240,7 +240,7 @@ def _join(prefix: str, name: str) -> str:
 # -- matches of `units` ---------------------------------------------------------------------------------------------
 
 
-def _matched(tree: _Tree, units: Selector | Collection[Selector] | SupportsIndex) -> set[int]:
+def _matched(tree: _ModuleTree, units: Selector | Collection[Selector] | SupportsIndex) -> set[int]:
     """The ids of matching modules, including modules that cannot be units."""
     if isinstance(units, SupportsIndex) and not isinstance(units, bool | type):
         return _within(tree, units.__index__())
@@ -260,7 +260,7 @@ def _is_class(selector: object) -> bool:
     return isinstance(selector, type) and issubclass(selector, nn.Module)
 
 
-def _within(tree: _Tree, budget: int) -> set[int]:
+def _within(tree: _ModuleTree, budget: int) -> set[int]:
     if budget <= 0:
         raise ValueError(f"Expected a byte budget of at least 1, got {budget}.")
     if tree.nbytes(tree.model) <= budget:
@@ -268,7 +268,7 @@ def _within(tree: _Tree, budget: int) -> set[int]:
     return {id(m) for _, m in tree.entries if tree.is_leaf(m) or tree.nbytes(m) <= budget}
 
 
-def _no_split(tree: _Tree) -> set[int]:
+def _no_split(tree: _ModuleTree) -> set[int]:
     class_names = [getattr(module, "_no_split_modules", None) or () for module in tree.model.modules()]
     names = {name for names in class_names for name in names}
     if not names:
@@ -286,7 +286,7 @@ def _no_split(tree: _Tree) -> set[int]:
     return matched
 
 
-def _matching(tree: _Tree, selector: Selector) -> set[int]:
+def _matching(tree: _ModuleTree, selector: Selector) -> set[int]:
     if isinstance(selector, str):
         matched = {id(m) for name, m in tree.entries if _matches(selector, name)}
     else:
@@ -305,14 +305,14 @@ def _matches(pattern: str, name: str) -> bool:
     return fnmatchcase(name, pattern) or fnmatchcase(clean_name(name), pattern)
 
 
-def _names_like(tree: _Tree, pattern: str) -> str:
+def _names_like(tree: _ModuleTree, pattern: str) -> str:
     """The names nearest to a pattern without a match, numbers as `*`."""
     names = list(dict.fromkeys(re.sub(r"\d+", "*", name) for name, _ in tree.entries))
     suggestions = difflib.get_close_matches(re.sub(r"\d+", "*", pattern), names, n=_NUM_SUGGESTIONS, cutoff=0.5)
     return _listed([repr(name) for name in suggestions or names])
 
 
-def _classes_in(tree: _Tree, instead_of: type | None = None) -> str:
+def _classes_in(tree: _ModuleTree, instead_of: type | None = None) -> str:
     """The classes to choose from; classes with the wanted name come first, in full."""
     classes = list(dict.fromkeys(type(module) for _, module in tree.entries if _has_forward(module)))
     name = instead_of.__name__ if instead_of else ""
@@ -338,7 +338,7 @@ class _Choice:
     A class: two nested functions with calls of each other are a reference cycle, which would hold the model.
     """
 
-    def __init__(self, tree: _Tree, matched: set[int]) -> None:
+    def __init__(self, tree: _ModuleTree, matched: set[int]) -> None:
         self.chosen: list[tuple[str, nn.Module]] = []
         self.notes: list[str] = []
         self._tree = tree
@@ -370,7 +370,7 @@ def _has_forward(module: nn.Module) -> bool:
     return getattr(module.forward, "__func__", None) is not nn.Module.forward
 
 
-def _tie_note(tree: _Tree, name: str, module: nn.Module, tie: tuple[str, str]) -> str:
+def _tie_note(tree: _ModuleTree, name: str, module: nn.Module, tie: tuple[str, str]) -> str:
     return (
         f"{name} ({type(module).__name__}, {size_text(tree.nbytes(module))}) is no unit: {tie[0]} is tied to {tie[1]}, "
         "and a parameter is in one unit. Both are left to the model's."
@@ -384,10 +384,10 @@ def _read_note(name: str, module: nn.Module, reader: tuple[str, str]) -> str:
     )
 
 
-def _planned(tree: _Tree, name: str, module: nn.Module) -> PlannedUnit:
+def _planned(tree: _ModuleTree, name: str, module: nn.Module) -> PlannedUnit:
     return PlannedUnit(name=name, class_name=type(module).__name__, parameters=tuple(tree.held(module)))
 
 
-def _remaining_unit(tree: _Tree, chosen: list[tuple[str, nn.Module]]) -> PlannedUnit:
+def _remaining_unit(tree: _ModuleTree, chosen: list[tuple[str, nn.Module]]) -> PlannedUnit:
     parameters = tree.held(tree.model, excluded=[module for _, module in chosen])
     return PlannedUnit(name="", class_name=type(tree.model).__name__, parameters=tuple(parameters))

@@ -10,7 +10,7 @@ from lamella_engine._streams.order_check import OrderCheck
 from lamella_engine._streams.streams import Streams
 
 
-class Phase(Enum):
+class PassPhase(Enum):
     """The pass under way in a tree. Between passes only shards hold memory, except in units that were asked to stay."""
 
     RESTING = "resting"
@@ -34,7 +34,7 @@ class Context:
 
     def __init__(self, device: torch.device) -> None:
         self.streams = Streams(device)
-        self.phase = Phase.RESTING
+        self.phase = PassPhase.RESTING
         self.is_last_backward = True
         self.max_reductions_in_flight = 1
         self.order_check: OrderCheck | None = None
@@ -42,9 +42,9 @@ class Context:
     @property
     def is_resting(self) -> bool:
         """Whether no pass is under way."""
-        return self.phase is Phase.RESTING
+        return self.phase is PassPhase.RESTING
 
     @property
     def is_in_backward(self) -> bool:
         """Whether the pass under way is a backward."""
-        return self.phase is Phase.BACKWARD
+        return self.phase is PassPhase.BACKWARD

@@ -83,7 +83,7 @@ class OrderCheck:
         point = _Point(action + detail, self._checksum, tuple(self._recent))
         for group in groups:
             if group.size() > 1:
-                _Comparison(group, point, self.timeout_s).settle()
+                _OrderComparison(group, point, self.timeout_s).settle()
         self.note(action)
 
     def forget(self) -> None:
@@ -92,7 +92,7 @@ class OrderCheck:
         self._checksum = 0
 
 
-class _Comparison:
+class _OrderComparison:
     """One comparison of a group's ranks."""
 
     def __init__(self, group: dist.ProcessGroup, mine: _Point, timeout_s: float) -> None:

@@ -12,7 +12,7 @@ from lamella_engine._common.labels import label
 from lamella_engine._options.options import DEFAULT_OPTIONS, ShardingOptions
 from lamella_engine._parameters.registrations import refuse_late_parameters, registrations
 from lamella_engine._parameters.sharded_parameter import ShardedParameter
-from lamella_engine._streams.context import Context, Phase
+from lamella_engine._streams.context import Context, PassPhase
 from lamella_engine._streams.order_check import OrderCheck
 from lamella_engine._tree.measurements import Measurements
 from lamella_engine._tree.prefetch import Prefetch
@@ -167,7 +167,7 @@ class Tree:
         begins = not unit.awaited or len(unit.parameters.module_ids) == 1
         prefetched: list[Unit] = []
         if begins and not is_recomputed:
-            if self.context.phase is not Phase.FORWARD or self._forward_root == unit.index:
+            if self.context.phase is not PassPhase.FORWARD or self._forward_root == unit.index:
                 self._begin_pass(unit)
             if (check := self.context.order_check) is not None:
                 check.note(self._place_of(unit))
@@ -198,7 +198,7 @@ class Tree:
             )
         with label("root_pre_forward"):
             self.finish_left()
-            self.context.phase = Phase.FORWARD
+            self.context.phase = PassPhase.FORWARD
             self._forward_root = root.index
             self._prefetch.begin_forward(root)
             for unit in self.units:
@@ -211,7 +211,7 @@ class Tree:
 
     def is_forward_root(self, unit: Unit) -> bool:
         """Whether the pass under way is a forward which began with `unit`."""
-        return self.context.phase is Phase.FORWARD and self._forward_root == unit.index
+        return self.context.phase is PassPhase.FORWARD and self._forward_root == unit.index
 
     def end_forward(self, unit: Unit, module_id: int, *, is_watched: bool, is_recomputed: bool) -> None:
         """Reshard a unit, if all of its modules have run; the end of the first unit's forward ends the pass.
@@ -256,7 +256,7 @@ class Tree:
         self._prefetch.end_forward(root)
         self._settle_weights()
         self._check_order_at_end()
-        self.context.phase = Phase.RESTING
+        self.context.phase = PassPhase.RESTING
 
     def _settle_weights(self) -> None:
         for unit in self.units:
@@ -331,7 +331,7 @@ class Tree:
             grads.offer()  # allocated and zeroed on backward's stream
         unit.check_not_begun()
         with label("pre_backward", unit.parameters.name):
-            if self.context.phase is not Phase.BACKWARD:
+            if self.context.phase is not PassPhase.BACKWARD:
                 self._begin_backward_pass()
             if (check := self.context.order_check) is not None:
                 check.note(self._place_of(unit))
@@ -347,7 +347,7 @@ class Tree:
             weights.wait_for_unshard()
 
     def _begin_backward_pass(self) -> None:
-        self.context.phase = Phase.BACKWARD
+        self.context.phase = PassPhase.BACKWARD
         self._prefetch.begin_backward()
         self._limit_reductions()
         self.awaits_finalization |= self.finalizes_by_hand
@@ -372,7 +372,7 @@ class Tree:
 
         Effects: those of `Unit.end_backward_by_hand`.
         """
-        if self.context.phase is not Phase.BACKWARD:
+        if self.context.phase is not PassPhase.BACKWARD:
             self._limit_reductions()
         self._note_end(unit, unit.end_backward_by_hand())
 
@@ -384,7 +384,7 @@ class Tree:
 
         Effects: with the last gradient of a backward, the effects of the delayed end.
         """
-        if self.context.phase is not Phase.BACKWARD:
+        if self.context.phase is not PassPhase.BACKWARD:
             self._limit_reductions()
         if (ended := unit.note_gradient(parameter)) is not None:
             self._note_end(unit, ended)
@@ -395,7 +395,7 @@ class Tree:
             self.finish_backward()
         self._prefetch.end_backward()
         self._check_order_at_end()
-        self.context.phase = Phase.RESTING
+        self.context.phase = PassPhase.RESTING
 
     def finish_backward(self, *, leaves: bool = False) -> None:
         """Leave every unit at rest, reached by autograd or not, and reduce kept gradients that are due.
@@ -526,7 +526,7 @@ class Tree:
         self.finish_reductions()
         if self.context.order_check is not None:
             self.context.order_check.forget()
-        self.context.phase = Phase.RESTING
+        self.context.phase = PassPhase.RESTING
 
 
 def living_trees() -> tuple[Tree, ...]:

@@ -16,7 +16,7 @@ from lamella_engine._parameters.extended_group import split_extended
 from lamella_engine._parameters.group import ParameterGroup, by_axes, refresh_scales
 from lamella_engine._parameters.sharded_parameter import COPY, LostChange, has_assigned_data, report_lost
 from lamella_engine._parameters.ties import merge_tied
-from lamella_engine._streams.context import Phase
+from lamella_engine._streams.context import PassPhase
 from lamella_engine._unit.parameters import UnitParameters
 from lamella_precision import Direction
 
@@ -172,7 +172,7 @@ class UnitWeights:
         context = parameters.context
         if self.contents is not Contents.CURRENT:
             parameters.drop_gathered_shards()
-        if context.phase is Phase.RESTING:
+        if context.phase is PassPhase.RESTING:
             self.adopt_replaced_shards()
             context.streams.order_gathers_after_updates()
             if parameters.has_scales:
