@@ -29,6 +29,7 @@ HOLDERS = {
     "`Optimizer`": torch.optim.SGD([WEIGHT], lr=0.1),
     "`ProcessGroup`": dist.ProcessGroup,
     "`Tensor`": WEIGHT,
+    "`TypedStorage`": torch.TypedStorage(wrap_storage=torch.UntypedStorage(0), dtype=torch.uint8, _internal=True),
     "`UntypedStorage`": torch.UntypedStorage,
 }
 
