@@ -29,7 +29,9 @@ HOLDERS = {
     "`Optimizer`": torch.optim.SGD([WEIGHT], lr=0.1),
     "`ProcessGroup`": dist.ProcessGroup,
     "`Tensor`": WEIGHT,
-    "`TypedStorage`": torch.TypedStorage(wrap_storage=torch.UntypedStorage(0), dtype=torch.uint8, _internal=True),
+    "`TypedStorage`": torch.TypedStorage(  # type: ignore[no-untyped-call]
+        wrap_storage=WEIGHT.untyped_storage(), dtype=WEIGHT.dtype, _internal=True
+    ),
     "`UntypedStorage`": torch.UntypedStorage,
 }
 
