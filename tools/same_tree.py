@@ -5,7 +5,8 @@
 
 Blanked are identifiers, docstrings, comments, and the parts of a dotted string (a `monkeypatch` target) that spell a
 name which is on one side alone. Imports that follow each other may change their order, as sorting by name does. Prints
-the files that differ otherwise, with the first differing line of both sides, and exits with 1.
+the files that differ otherwise, with the first differing line of both sides, and scopes in which one name stands for
+two earlier ones, and exits with 1.
 """
 
 import ast
@@ -68,12 +69,40 @@ def _differences(pairs: list[FilePair]) -> Iterator[str]:
         if pair.old is None or pair.new is None:
             yield f"{pair.after}: in one commit only"
             continue
-        old = _tokens(ast.parse(pair.old), old_names - new_names)
-        new = _tokens(ast.parse(pair.new), new_names - old_names)
+        trees = ast.parse(pair.old), ast.parse(pair.new)
+        old, new = _tokens(trees[0], old_names - new_names), _tokens(trees[1], new_names - old_names)
         for one, other in zip_longest(old, new, fillvalue=_token("the end", 0)):
             if one.text != other.text and one.blanked != other.blanked:
                 yield f"{pair.after}:{other.line}: {other.text}, was {one.text} in line {one.line} of {pair.before}"
                 break
+        else:
+            yield from (f"{pair.after}:{merger}" for merger in _mergers(*trees))
+
+
+_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+
+
+def _mergers(old: ast.AST, new: ast.AST) -> Iterator[str]:
+    """The scopes of two equal trees in which two variables were given one name."""
+    scopes = zip(*([node for node in ast.walk(tree) if isinstance(node, _SCOPES)] for tree in (old, new)), strict=True)
+    for old_scope, new_scope in scopes:
+        earlier_names: dict[str, set[str]] = {}
+        for earlier, name in zip(_variables(old_scope), _variables(new_scope), strict=True):
+            earlier_names.setdefault(name, set()).add(earlier)
+        for name, names in earlier_names.items():
+            if len(names) > 1:
+                yield f"{new_scope.lineno}: {name} stands for {' and '.join(sorted(names))}"
+
+
+def _variables(scope: ast.AST) -> Iterator[str]:
+    """Names of the variables in a scope, in order, without the scopes inside."""
+    for child in ast.iter_child_nodes(scope):
+        if isinstance(child, ast.Name):
+            yield child.id
+        elif isinstance(child, ast.arg):
+            yield child.arg
+        if not isinstance(child, _SCOPES):
+            yield from _variables(child)
 
 
 def _columns(pairs: list[FilePair]) -> tuple[list[str], list[str]]:

@@ -110,3 +110,20 @@ def test_a_base_that_is_no_commit_is_refused(tmp_path: Path) -> None:
     _git(tmp_path, "init", "-q")
     run = subprocess.run([sys.executable, str(TOOL), "none"], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert run.returncode == 2 and "Expected a commit as BASE, got 'none'" in run.stderr
+
+
+def test_two_variables_that_become_one_are_told(tmp_path: Path) -> None:
+    after = BEFORE.replace("made", "each")
+    status, output = _compared(tmp_path, {"module.py": BEFORE}, {"module.py": after})
+    assert (status, output) == (
+        1,
+        "module.py:7: each stands for each and made\n1 files differ, 1 in more than names.\n",
+    )
+
+
+def test_a_name_may_stand_for_two_in_two_scopes(tmp_path: Path) -> None:
+    before = BEFORE + "def squares(given: list[int]) -> list[int]:\n    return [each**2 for each in given]\n"
+    status, output = _compared(
+        tmp_path, {"module.py": before}, {"module.py": before.replace("each**2 for each", "made**2 for made")}
+    )
+    assert status == 0, output
