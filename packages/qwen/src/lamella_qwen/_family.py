@@ -1,4 +1,4 @@
-"""What lamella finds by a config's `model_type`: the family's rules, and how its files differ from its modules."""
+"""The family of Qwen3.5, chosen by a config's `model_type`: rules, and differences between files and modules."""
 
 from collections.abc import Iterable, Mapping
 from typing import Final
@@ -12,12 +12,11 @@ _ALONE: Final = "model."
 
 
 def module_rules(config: Mapping[str, object]) -> Rules:
-    """What corresponds between the names in files (left) and those of transformers' modules (right), where they differ.
+    """Return the rules between names in files (left) and names of transformers' modules (right).
 
-    Experts that files store one by one, as `save_pretrained` writes them, are stacked in the modules. Those of the
-    layer that predicts further tokens have no modules: here they are one by one, as Qwen3.5's files have them, also
-    where files stack them, as Qwen3.6's do. A text model is found in the files of one with vision, whose other tensors
-    no rule takes.
+    Modules stack the experts; files written by `save_pretrained` store experts one by one. The layer that predicts
+    further tokens has no modules: its experts are one by one, as in Qwen3.5's files, also for Qwen3.6's files with
+    stacked experts. A text model opens the files of a model with vision, and leaves the vision tower's tensors unread.
 
     Raises:
         ValueError: The config is not a whole Qwen3.5's.

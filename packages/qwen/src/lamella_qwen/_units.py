@@ -1,9 +1,9 @@
-"""What `fully_shard` is called on, and what has to be said for anything smaller.
+"""The units of Qwen3.5 models, and the declarations for smaller units.
 
 Note [Why nothing smaller than a decoder layer]
-    A unit's parameters are gathered when its own forward is called. The gated delta net takes `conv1d.weight` and hands
-    it to a convolution kernel; the forward of `conv1d` never runs. A layer holds both. Where something smaller becomes
-    a unit, the reader has to say so, as `declare_direct_reads` does; but a layer is as fine as communication needs.
+    A unit's parameters are gathered when the unit's forward is called. The gated delta net passes `conv1d.weight` to a
+    convolution kernel; the forward of `conv1d` never runs. A layer holds both modules. A convolution in a unit of its
+    own needs a declaration by its reader (`declare_direct_reads`); a layer is as fine as communication needs.
 """
 
 from torch import nn
@@ -15,7 +15,7 @@ _UNIT_CLASSES = frozenset(
     {"Qwen3_5DecoderLayer", "Qwen3_5MoeDecoderLayer", "Qwen3_5VisionBlock", "Qwen3_5MoeVisionBlock"}
 )
 
-# What modules read without calling the modules that hold it.
+# Parameters read without a call of the module that holds them, by the reading class.
 _DIRECT_READS = {
     "Qwen3_5GatedDeltaNet": ("conv1d.*",),
     "Qwen3_5MoeGatedDeltaNet": ("conv1d.*",),
@@ -25,9 +25,9 @@ _DIRECT_READS = {
 
 
 def declare_direct_reads(model: nn.Module) -> None:
-    """Declare what the modules of a transformers Qwen3.5 model read without calling the modules that hold it.
+    """Declare the parameters of a transformers Qwen3.5 model that are read without a call of their module.
 
-    Call it before `fully_shard` where units are smaller than the decoder layers: convolutions, byte budgets.
+    Needed before `fully_shard` for units smaller than decoder layers: convolutions, byte budgets.
 
     Raises:
         ValueError: A module is in a unit already.
@@ -43,7 +43,7 @@ def declare_direct_reads(model: nn.Module) -> None:
 def sharding_units(model: nn.Module) -> list[nn.Module]:
     """The modules of a transformers Qwen3.5 model (dense or mixture of experts, text or vision) to shard, in order.
 
-    Shard these, then the model itself, which keeps the embeddings, the last norm and the head.
+    The model is the outermost unit after them, with the embeddings, the last norm and the head.
 
     Raises:
         ValueError: The model has none, so it is not a Qwen3.5.
