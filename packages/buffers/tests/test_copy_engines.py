@@ -128,7 +128,7 @@ def _window(folder: Path) -> SharedWindow:
 
 @pytest.fixture(autouse=True)
 def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_driver, "Copies", DeviceCopies)
+    monkeypatch.setattr(_driver, "DeviceCopies", DeviceCopies)
     monkeypatch.setattr(_driver, "FlagOps", Flags)
     monkeypatch.setattr(torch.cuda, "current_stream", Stream)
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
