@@ -113,10 +113,10 @@ def test_case_4_gradients_are_counted_to_the_owners_unit() -> None:
         fsdp(sharded).set_requires_gradient_sync(False)
         LOSS(sharded).backward()
         assert log.units_of("reduce") == []
-        held = [
+        parameters = [
             p for unit in units_by_name(sharded).values() for group in unit.parameters.groups for p in group.parameters
         ]
-        assert all(parameter.unsharded.grad is not None for parameter in held)
+        assert all(parameter.unsharded.grad is not None for parameter in parameters)
 
     run_ranks(check, 2)
 
@@ -174,11 +174,11 @@ def test_case_6_in_another_unit_it_is_taken_over_or_refused() -> None:
 
         # Refused: one that another unit reads already.
         model = Model()
-        left, right, _ = mixers_of(model)
-        right.conv1d = left.conv1d
-        for mixer in (left, right):
+        owner, reader, _ = mixers_of(model)
+        reader.conv1d = owner.conv1d
+        for mixer in (owner, reader):
             declare_reads(mixer, "conv1d.*")
-        fully_shard(left.conv1d)
+        fully_shard(owner.conv1d)
         fully_shard(model.layers[0])
         with pytest.raises(ValueError, match=r"'mixer\.conv1d\.weight'.*on a module around all that use it"):
             fully_shard(model.layers[1])
@@ -259,8 +259,8 @@ def test_case_9_checkpoint_names_are_unchanged() -> None:
         reference, sharded = twins(Model, shard_declared)
         loss = LOSS(sharded)
         expected = reference.state_dict()
-        of_one = convs_of(sharded)[0].state_dict(prefix="layers.0.mixer.conv1d.")
-        for state in (sharded.state_dict(), of_one):
+        conv_state = convs_of(sharded)[0].state_dict(prefix="layers.0.mixer.conv1d.")
+        for state in (sharded.state_dict(), conv_state):
             assert all(isinstance(value, DTensor) for value in state.values())
             assert all(torch.equal(whole(value), expected[name]) for name, value in state.items())
         assert list(sharded.state_dict()) == list(expected)
