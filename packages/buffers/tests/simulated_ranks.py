@@ -41,8 +41,8 @@ class SimulatedTransport:
     def all_reduce(self, tensors: Sequence[torch.Tensor], op: ReduceOp) -> Pending:
         """Add up in float64."""
         sent = self._sent(tensors)
-        for tensor, others in zip(tensors, zip(*sent, strict=True), strict=True):
-            tensor.copy_(self._reduced(others, op).view(tensor.shape))
+        for tensor, pieces in zip(tensors, zip(*sent, strict=True), strict=True):
+            tensor.copy_(self._reduced(pieces, op).view(tensor.shape))
         return Done()
 
     def _sent(self, tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
@@ -50,10 +50,10 @@ class SimulatedTransport:
         assert all(tensor.is_contiguous() for tensor in tensors)
         self._table[self.rank] = [tensor.view(-1).clone() for tensor in tensors]
         self._barrier.wait()
-        sent = [list(each) for each in self._table]
+        sent = [list(row) for row in self._table]
         self._barrier.wait()
-        kinds = [[(tensor.dtype, tensor.numel()) for tensor in each] for each in sent]
-        assert all(each == kinds[0] for each in kinds), kinds
+        kinds = [[(tensor.dtype, tensor.numel()) for tensor in row] for row in sent]
+        assert all(row == kinds[0] for row in kinds), kinds
         return sent
 
     def _reduced(self, tensors: Sequence[torch.Tensor], op: ReduceOp) -> torch.Tensor:
@@ -74,7 +74,7 @@ def on_simulated_ranks(num_ranks: int, run: Callable[[SimulatedTransport], Resul
 
     with ThreadPoolExecutor(num_ranks) as ranks:
         running = [ranks.submit(guarded, rank) for rank in range(num_ranks)]
-    errors = [error for each in running if (error := each.exception()) is not None]
+    errors = [error for future in running if (error := future.exception()) is not None]
     for error in sorted(errors, key=lambda error: isinstance(error, BrokenBarrierError)):  # which is a consequence
         raise error
-    return [each.result() for each in running]
+    return [future.result() for future in running]

@@ -52,7 +52,7 @@ class Group:
     layout: Layout
     dtype: torch.dtype  # of the shards
     wire: torch.dtype
-    made: torch.dtype  # of gradients
+    gradient_dtype: torch.dtype
     seed: int
     absent: frozenset[int]  # tensors that take no part in the reduction
     missing: frozenset[tuple[int, int]]  # ranks that have no gradient, and of which tensor
@@ -64,15 +64,15 @@ class Group:
         return [torch.randint(-8, 8, shape, generator=generator).to(self.dtype) for shape in self.layout.shapes]
 
     def gradients(self, rank: int) -> dict[int, torch.Tensor | None]:
-        found: dict[int, torch.Tensor | None] = {}
-        for i, whole in enumerate(self.wholes(rank)):
+        gradients: dict[int, torch.Tensor | None] = {}
+        for i, tensor in enumerate(self.wholes(rank)):
             if i in self.absent:
                 continue
-            gradient = whole.to(self.made)
+            gradient = tensor.to(self.gradient_dtype)
             if self.transposed:
                 gradient = gradient.mT.contiguous().mT if gradient.ndim > 1 else gradient.repeat_interleave(2)[::2]
-            found[i] = None if (rank, i) in self.missing else gradient
-        return found
+            gradients[i] = None if (rank, i) in self.missing else gradient
+        return gradients
 
 
 @st.composite
@@ -84,7 +84,7 @@ def groups(draw: st.DrawFn, num_ranks: int) -> Group:
         layout=layout,
         dtype=dtype,
         wire=dtype if dtype.is_complex else draw(st.sampled_from(REAL)),
-        made=dtype if dtype.is_complex else draw(st.sampled_from(REAL)),
+        gradient_dtype=dtype if dtype.is_complex else draw(st.sampled_from(REAL)),
         seed=draw(st.integers(0, 1000)),
         absent=draw(st.frozensets(tensors, max_size=2)),
         missing=draw(st.frozensets(st.tuples(ranks, tensors), max_size=4)),
@@ -124,8 +124,8 @@ def test_any_tensors_are_gathered_whole_whatever_dtype_their_shards_have(unit: t
             buffers.append((_sharded(group, transport.rank, group.wholes(), group.dtype).slots, into))
         all_gather(buffers, transport).wait()
         for group, (_, into) in zip(members, buffers, strict=True):
-            for tensor, whole in zip(into.tensors, group.wholes(), strict=True):
-                assert torch.equal(tensor, whole.to(group.wire))
+            for tensor, full_tensor in zip(into.tensors, group.wholes(), strict=True):
+                assert torch.equal(tensor, full_tensor.to(group.wire))
             into.free()
 
     on_simulated_ranks(num_ranks, check)
@@ -139,9 +139,14 @@ def test_any_gradients_are_reduced_into_the_shards_of_their_sum(
     num_ranks, members = unit
 
     def expected(group: Group, i: int) -> torch.Tensor:
-        there = [gradients[i] for rank in range(num_ranks) if (gradients := group.gradients(rank))[i] is not None]
+        contributions = [
+            gradients[i] for rank in range(num_ranks) if (gradients := group.gradients(rank))[i] is not None
+        ]
         wide = torch.promote_types(group.dtype, torch.float64)
-        total = sum((each.to(wide) for each in there if each is not None), torch.zeros(group.layout.shapes[i]))
+        total = sum(
+            (contribution.to(wide) for contribution in contributions if contribution is not None),
+            torch.zeros(group.layout.shapes[i]),
+        )
         return (total / (num_ranks if op == dist.ReduceOp.AVG else 1)).to(group.dtype)
 
     def check(transport: SimulatedTransport) -> None:
@@ -156,8 +161,8 @@ def test_any_gradients_are_reduced_into_the_shards_of_their_sum(
                 expected(group, i) if i in gradients else torch.zeros(shape, dtype=group.dtype)
                 for i, shape in enumerate(group.layout.shapes)
             ]
-            wanted = _sharded(group, transport.rank, sums, group.dtype)
-            for i, (shard, sum_) in enumerate(zip(into.shards, wanted.shards, strict=True)):
+            expected_shards = _sharded(group, transport.rank, sums, group.dtype)
+            for i, (shard, sum_) in enumerate(zip(into.shards, expected_shards.shards, strict=True)):
                 if i in gradients or isinstance(group.layout, FlatLayout):
                     assert torch.equal(shard, sum_), i
                 else:

@@ -48,22 +48,22 @@ class SharedAllocator(CachingAllocator):
     def __init__(self, window: SharedWindow) -> None:
         self.window = window
         self._home = window.memories[dist.get_rank()].untyped_storage()
-        self._inside: set[int] = set()
+        self._storages: set[int] = set()
 
     def allocate(self, buffer: torch.Tensor) -> None:
         swap_memory(buffer.untyped_storage(), self._home[: buffer.nbytes])
-        self._inside.add(buffer.untyped_storage()._cdata)
+        self._storages.add(buffer.untyped_storage()._cdata)
 
     def free(self, buffer: torch.Tensor) -> None:
         storage = buffer.untyped_storage()
-        if storage._cdata in self._inside:
+        if storage._cdata in self._storages:
             swap_memory(storage, torch.UntypedStorage(0))  # type: ignore[no-untyped-call]
-            self._inside.remove(storage._cdata)
+            self._storages.remove(storage._cdata)
         else:
             super().free(buffer)
 
     def window_of(self, buffer: torch.Tensor) -> PeerWindow | None:
-        return self.window if buffer.untyped_storage()._cdata in self._inside else None
+        return self.window if buffer.untyped_storage()._cdata in self._storages else None
 
 
 class DeviceCopies:
@@ -89,8 +89,8 @@ class Flags:
 
     def enqueue(self, stream: int) -> None:
         for word in self._words:
-            while (found := word.value) != self._value:
-                assert found == 0, "ranks disagree on where a buffer lies"
+            while (flag := word.value) != self._value:
+                assert flag == 0, "ranks disagree on where a buffer lies"
                 os.sched_yield()
             word.value = 0
 
@@ -174,23 +174,25 @@ def test_gathers_put_every_ranks_piece_in_its_place(
             windows.allocate(buffer)
             buffer.fill_(float("nan"))
             wholes = torch.split(buffer, [num_ranks * numel for numel in NUMELS])
-            own = [whole.view(num_ranks, -1)[dist.get_rank()] for whole in wholes]
+            parts = [full_tensor.view(num_ranks, -1)[dist.get_rank()] for full_tensor in wholes]
             shards = [_values(dist.get_rank(), turn, numel) for numel in NUMELS]
             if "dtype" in shards_lie:
                 # One is there already, as the shards of a group in the wire's dtype are.
-                own[0].copy_(shards[0])
-                payloads = [Payload(a, b) for a, b in zip(own, wholes, strict=True)]
-                casts = Filling(torch._foreach_copy_, (own[1:], [s.double() for s in shards[1:]]), range(1, len(own)))
+                parts[0].copy_(shards[0])
+                payloads = [Payload(a, b) for a, b in zip(parts, wholes, strict=True)]
+                casts = Filling(
+                    torch._foreach_copy_, (parts[1:], [s.double() for s in shards[1:]]), range(1, len(parts))
+                )
                 transport.fill_and_gather(Payloads(payloads, [casts])).wait()
             else:
                 if shards_lie == "in place":
-                    torch._foreach_copy_(own, shards)
-                    shards = own
+                    torch._foreach_copy_(parts, shards)
+                    shards = parts
                 transport.all_gather([Payload(a, b) for a, b in zip(shards, wholes, strict=True)]).wait()
             _late(turn + 1)
-            for whole, numel in zip(wholes, NUMELS, strict=True):
+            for full_tensor, numel in zip(wholes, NUMELS, strict=True):
                 expected = torch.cat([_values(rank, turn, numel) for rank in range(num_ranks)])
-                torch.testing.assert_close(whole, expected, rtol=0.0, atol=0.0)
+                torch.testing.assert_close(full_tensor, expected, rtol=0.0, atol=0.0)
             windows.free(buffer)
 
     run_ranks(check, num_ranks)
@@ -213,8 +215,8 @@ def test_sums_wider_than_their_wire_add_up_every_ranks_piece(
             transport.reduce_scatter([Payload(a, b) for a, b in zip(shards, wholes, strict=True)], op).wait()
             _late(turn + 1)
             for shard, numel in zip(shards, numels, strict=True):
-                of_ranks = torch.stack([_values(rank, turn, num_ranks * numel) for rank in range(num_ranks)]).double()
-                total = of_ranks.sum(0) if op == dist.ReduceOp.SUM else of_ranks.mean(0)
+                pieces = torch.stack([_values(rank, turn, num_ranks * numel) for rank in range(num_ranks)]).double()
+                total = pieces.sum(0) if op == dist.ReduceOp.SUM else pieces.mean(0)
                 expected = total.view(num_ranks, -1)[dist.get_rank()].to(dtype)
                 torch.testing.assert_close(shard, expected, rtol=0.0, atol=0.0)
 

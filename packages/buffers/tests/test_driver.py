@@ -54,13 +54,13 @@ MOVES = st.lists(
 @given(MOVES)
 def test_rows_are_the_copies_that_they_stand_for(places: list[tuple[int, ...]]) -> None:
     """Each place is an allocation, and where in it, in pitches of which some are too far for the driver."""
-    far = (1 << 31) // 4
-    moves = [(a * 99 * far + i * far, b * 99 * far + j * far, nbytes) for a, i, b, j, nbytes in places]
+    pitch = (1 << 31) // 4
+    moves = [(a * 99 * pitch + i * pitch, b * 99 * pitch + j * pitch, nbytes) for a, i, b, j, nbytes in places]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_driver, "_allocation_of", lambda address: address // (99 * far))
-        found = list(_driver._as_rows(moves))
+        patch.setattr(_driver, "_allocation_of", lambda address: address // (99 * pitch))
+        row_groups = list(_driver._as_rows(moves))
     unrolled = []
-    for rows in found:
+    for rows in row_groups:
         into, source = rows.into, rows.source
         unrolled += [
             (into.address + i * into.pitch, source.address + i * source.pitch, rows.width) for i in range(rows.height)

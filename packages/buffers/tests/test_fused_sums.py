@@ -47,14 +47,16 @@ def test_the_kernel_adds_up_as_torch(
     for place in places:
         place.copy_(torch.randn(place.shape, generator=generator))
     add_up(places, expected, dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM)
-    own = [place[rank].clone() for place in places]
+    parts = [place[rank].clone() for place in places]
     for place in places:
         place[rank] = torch.nan  # not read
     launches = interpreted.launches_for(places, shards)
-    interpreted.add_up(launches, places, own, shards, rank, averages=averages)
-    for found, wanted in zip(shards, expected, strict=True):
+    interpreted.add_up(launches, places, parts, shards, rank, averages=averages)
+    for kernel_shard, expected_shard in zip(shards, expected, strict=True):
         # A third as a factor is rounded once more.
-        torch.testing.assert_close(found, wanted, rtol=2**-23 if averages and num_ranks == 3 else 0.0, atol=0.0)
+        torch.testing.assert_close(
+            kernel_shard, expected_shard, rtol=2**-23 if averages and num_ranks == 3 else 0.0, atol=0.0
+        )
     if together:
         storage = shards[0].as_strided((sum(numels) + 5 * len(numels),), (1,), 0)
         assert storage.isnan().sum() == 5 * len(numels), "memory between the shards must stay as it was"

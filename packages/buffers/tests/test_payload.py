@@ -23,9 +23,9 @@ def test_wholes_are_packed_rank_by_rank_and_come_back() -> None:
     wholes = [torch.arange(6), torch.arange(10, 13)]
     packed = pack(wholes, torch.empty(9, dtype=torch.int64), 3)
     assert packed.tolist() == [0, 1, 10, 2, 3, 11, 4, 5, 12]
-    back = [torch.zeros_like(whole) for whole in wholes]
+    back = [torch.zeros_like(full_tensor) for full_tensor in wholes]
     unpack(packed, back, 3)
-    assert [tensor.tolist() for tensor in back] == [whole.tolist() for whole in wholes]
+    assert [tensor.tolist() for tensor in back] == [full_tensor.tolist() for full_tensor in wholes]
 
 
 def test_payloads_of_several_dtypes_become_bytes_of_the_same_memory() -> None:
@@ -39,7 +39,7 @@ def test_payloads_of_several_dtypes_become_bytes_of_the_same_memory() -> None:
 
 def test_payloads_are_grouped_by_dtype_in_the_order_in_which_dtypes_come() -> None:
     a, b, c = _payload(1, 2, torch.float32), _payload(2, 2, torch.bfloat16), _payload(3, 2, torch.float32)
-    assert [[id(payload) for payload in same] for same in by_dtype([a, b, c])] == [[id(a), id(c)], [id(b)]]
+    assert [[id(payload) for payload in group] for group in by_dtype([a, b, c])] == [[id(a), id(c)], [id(b)]]
 
 
 @pytest.mark.parametrize("num_first", range(8))
@@ -60,11 +60,11 @@ def test_items_are_written_once_each_and_before_the_first_of_their_payloads_is_s
 def test_joined_gathers_write_all_items_of_one_function_by_one_call() -> None:
     calls: list[tuple[list[int], list[int] | None]] = []
 
-    def fill(items: list[int], others: list[int] | None) -> None:
-        calls.append((items, others))
+    def fill(items: list[int], partners: list[int] | None) -> None:
+        calls.append((items, partners))
 
-    def one(item: int, others: list[int] | None) -> Payloads:
-        return Payloads([_payload(item, 1, torch.uint8)], [Filling(fill, ([item], others), (0,))])
+    def one(item: int, partners: list[int] | None) -> Payloads:
+        return Payloads([_payload(item, 1, torch.uint8)], [Filling(fill, ([item], partners), (0,))])
 
     joined = Payloads.joined([one(1, None), Payloads([_payload(0, 1, torch.uint8)]), one(2, None), one(3, [3])])
     assert [int(shard) for shard in joined.shards] == [1, 0, 2, 3]

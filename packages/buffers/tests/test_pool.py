@@ -65,7 +65,7 @@ class _Buffers:
                 self.tensors[i].fill_(self._num_stamps)
             self._assert_apart()
 
-    def rest(self) -> None:
+    def free_all(self) -> None:
         self.toggle(*list(self._stamps))
 
     def _assert_apart(self) -> None:
@@ -189,7 +189,7 @@ def test_a_buffer_that_stays_longer_than_planned_keeps_its_place() -> None:
     pool, buffers = _trained()
     buffers.toggle(0, 1, 2, 3)  # 3 was to have the place of 1, which is still there
     assert pool.report().num_outside == 1
-    buffers.rest()
+    buffers.free_all()
     _assert_replays(pool, buffers)
 
 
@@ -292,7 +292,7 @@ def test_a_buffer_that_goes_while_it_is_alive_leaves_its_place_to_others() -> No
     del first
     second.toggle(1)
     assert pool.report().num_inside == before.num_inside + 1
-    second.rest()
+    second.free_all()
     second.toggle(*STEP)
     _assert_replays(pool, second)
 
@@ -355,7 +355,7 @@ def _num_moments_of_the_call_that_plans(moment: int | None) -> int:
     assert pool.report().num_plans == 2
     if moment is not None:
         assert len(pool._buffers) == len(SIZES)
-        stays.rest()
+        stays.free_all()
         stays.toggle(*STEP)
         _assert_replays(pool, stays)
     return num
@@ -388,15 +388,15 @@ def test_any_passes_in_any_order_never_share_live_bytes_and_each_is_planned_in_t
     for event in events:
         once = [random.randrange(5) for _ in range(random.randrange(14))]
         buffers.toggle(*(passes[event] if event < len(passes) else once))
-        buffers.rest()
+        buffers.free_all()
     for _ in range(2):  # whatever was learned before, each of them comes twice now
         for order in passes:
             buffers.toggle(*order)
-            buffers.rest()
+            buffers.free_all()
     report = pool.report()
     for order in passes:
         buffers.toggle(*order)
-        buffers.rest()
+        buffers.free_all()
     after = pool.report()
     is_new_plan = after.num_plans > report.num_plans
     assert after.num_outside == (0 if is_new_plan else report.num_outside)
@@ -432,10 +432,10 @@ def test_what_lies_in_the_plan_never_lies_where_another_stream_has_memory(
                 lay["gather"].clear()
                 num_plans = pool.report().num_plans
             for order in passes:
-                for i, each in enumerate(order):
+                for i, number in enumerate(order):
                     stream = streams[i % len(streams)]
-                    buffers.toggle(each)
-                buffers.rest()
+                    buffers.toggle(number)
+                buffers.free_all()
     assert pool.report().num_plans == num_plans > 0
     assert lay["compute"] or lay["gather"]
     for begin, end in lay["compute"]:

@@ -76,23 +76,23 @@ def test_plans_of_a_unit_are_put_together_once_and_only_while_all_live() -> None
     layout = EvenLayout.build(SHAPES, 1)
     dtypes = torch.float32, torch.bfloat16, torch.uint8
     wholes = [UnshardedBuffer(layout, 0, dtype, CPU, CachingAllocator()) for dtype in dtypes]
-    first, *others = [GatherPlan([(_sharded(layout, 0).slots, whole)]) for whole in wholes]
+    first, *later_plans = [GatherPlan([(_sharded(layout, 0).slots, buffer)]) for buffer in wholes]
 
     def gather() -> weakref.ref[Payloads]:
-        for whole in wholes:
-            whole.allocate()
+        for buffer in wholes:
+            buffer.allocate()
         with patch.object(LocalTransport, "all_gather", autospec=True, side_effect=LocalTransport.all_gather) as sent:
-            all_gather([first, *others], LocalTransport())
-        for whole in wholes:
-            assert all(torch.equal(a, b.to(a.dtype)) for a, b in zip(whole.tensors, _tensors(), strict=True))
-            whole.free()
+            all_gather([first, *later_plans], LocalTransport())
+        for buffer in wholes:
+            assert all(torch.equal(a, b.to(a.dtype)) for a, b in zip(buffer.tensors, _tensors(), strict=True))
+            buffer.free()
         return weakref.ref(sent.call_args.args[1])
 
-    made = gather()
-    assert made() is not None and gather()() is made()
-    others[0] = GatherPlan([(_sharded(layout, 0).slots, wholes[1])])  # main weights were replaced
+    payloads_ref = gather()
+    assert payloads_ref() is not None and gather()() is payloads_ref()
+    later_plans[0] = GatherPlan([(_sharded(layout, 0).slots, wholes[1])])  # main weights were replaced
     gc.collect()  # the mock's calls
-    assert made() is None
+    assert payloads_ref() is None
     assert gather()() is not None
 
 
@@ -136,8 +136,8 @@ def test_reduced_gradients_are_the_shards_of_the_mean(
         sums = [sum(parts) for parts in zip(*(_tensors(seed=r) for r in range(num_ranks)), strict=True)]
         sums[2] = torch.zeros(SHAPES[2])
         expected.copy_from(sums)
-        for shard, wanted in zip(reduced.shards, expected.shards, strict=True):
-            assert torch.equal(shard, wanted)
+        for shard, expected_shard in zip(reduced.shards, expected.shards, strict=True):
+            assert torch.equal(shard, expected_shard)
         assert not any(bool(slot.isnan().any()) for slot in reduced.slots)  # padding is reduced too
 
     run_ranks(check, num_ranks)
@@ -149,7 +149,7 @@ def test_gradients_of_a_tensor_subclass_travel_as_plain_values(wire: torch.dtype
     def check() -> None:
         layout, transport = _axis(build)
         tensors = enumerate(_tensors(seed=transport.rank))
-        wrapped = {i: TwoTensor(each, each.clone()) for i, each in tensors}  # type: ignore[no-untyped-call]
+        wrapped = {i: TwoTensor(gradient, gradient.clone()) for i, gradient in tensors}  # type: ignore[no-untyped-call]
         plain = dict(enumerate(_tensors(seed=transport.rank)))
         results = []
         for gradients in (plain, wrapped):
@@ -157,8 +157,8 @@ def test_gradients_of_a_tensor_subclass_travel_as_plain_values(wire: torch.dtype
             plainly: Any = _OnlyPlain(transport)
             reduce_scatter([(gradients, wire, sums)], plainly, dist.ReduceOp.SUM).wait()
             results.append(sums.shards)
-        for got, wanted in zip(results[1], results[0], strict=True):
-            assert type(got) is torch.Tensor and torch.equal(got, wanted)
+        for got, expected_shard in zip(results[1], results[0], strict=True):
+            assert type(got) is torch.Tensor and torch.equal(got, expected_shard)
 
     run_ranks(check, 2)
 
@@ -340,7 +340,7 @@ def test_a_flat_layout_travels_as_one_payload_and_members_that_take_no_part_beco
     layout = _flat(SHAPES, 2)
     into = UnshardedBuffer(layout, 1, torch.float32, CPU, CachingAllocator())
     assert [slot.numel() for slot in into.slots] == [layout.full_numel]
-    assert [own.numel() for own in into.own] == [layout.shard_numel]
+    assert [part.numel() for part in into.own] == [layout.shard_numel]
 
     def check() -> None:
         layout, transport = _axis(_flat)

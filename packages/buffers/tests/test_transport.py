@@ -72,7 +72,7 @@ class _AnsweredByGloo:
         def answer(*args: Any) -> None:
             self.noted.append(name)
             # NCCL counts elements, where gloo compares shapes.
-            call(*([each.view(-1) for each in arg] if isinstance(arg, list) else arg for arg in args)).wait()
+            call(*([tensor.view(-1) for tensor in arg] if isinstance(arg, list) else arg for arg in args)).wait()
 
         return answer
 

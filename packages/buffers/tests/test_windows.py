@@ -34,13 +34,13 @@ class Plain:
 
 
 def _allocator() -> tuple[WindowAllocator, list[Plain]]:
-    made: list[Plain] = []
+    windows: list[Plain] = []
 
     def new_window(nbytes: int) -> Plain:
-        made.append(Plain(nbytes))
-        return made[-1]
+        windows.append(Plain(nbytes))
+        return windows[-1]
 
-    return WindowAllocator(new_window), made
+    return WindowAllocator(new_window), windows
 
 
 def _freed(allocator: WindowAllocator, nbytes: int) -> torch.Tensor:
@@ -54,47 +54,47 @@ def test_it_is_an_allocator() -> None:
 
 
 def test_a_window_serves_one_buffer_after_another() -> None:
-    allocator, made = _allocator()
+    allocator, windows = _allocator()
     buffers = [_freed(allocator, nbytes) for nbytes in (5 * MIB, 4 * MIB, 6 * MIB)]
-    assert made == []  # a buffer is born elsewhere
+    assert windows == []  # a buffer is born elsewhere
     for buffer in buffers[:2]:
         allocator.allocate(buffer)
         window = allocator.window_of(buffer)
-        assert window is made[0]
+        assert window is windows[0]
         assert allocator.window_of(buffer[MIB:]) is window
         allocator.free(buffer)
     allocator.allocate(buffers[2])
-    assert made == [Plain(6 * MIB)]
+    assert windows == [Plain(6 * MIB)]
     assert allocator.reserved_nbytes == 6 * MIB
 
 
 def test_as_many_windows_as_buffers_that_have_bytes_at_once_and_the_smallest_that_fits() -> None:
-    allocator, made = _allocator()
+    allocator, windows = _allocator()
     large, small, middle = (_freed(allocator, nbytes) for nbytes in (8 * MIB, 2 * MIB, 4 * MIB))
     for buffer in (large, small):
         allocator.allocate(buffer)
     allocator.free(large)
     allocator.free(small)
     allocator.allocate(middle)
-    assert allocator.window_of(middle) is made[0]
+    assert allocator.window_of(middle) is windows[0]
     allocator.allocate(small)
-    assert allocator.window_of(small) is made[1]
-    assert len(made) == 2
+    assert allocator.window_of(small) is windows[1]
+    assert len(windows) == 2
 
 
 def test_small_buffers_have_windows_of_their_own() -> None:
     """The caching allocator has segments for them, in which the others' blocks do not lie."""
-    allocator, made = _allocator()
+    allocator, windows = _allocator()
     large, small = _freed(allocator, 2 * MIB), _freed(allocator, 512)
     allocator.allocate(large)
     allocator.free(large)
     allocator.allocate(small)
-    assert allocator.window_of(small) is made[1]
-    assert [window.nbytes for window in made] == [2 * MIB, MIB]
+    assert allocator.window_of(small) is windows[1]
+    assert [window.nbytes for window in windows] == [2 * MIB, MIB]
 
 
 def test_a_buffer_that_comes_back_is_known_by_its_new_window() -> None:
-    allocator, made = _allocator()
+    allocator, windows = _allocator()
     first, second = _freed(allocator, 4 * MIB), _freed(allocator, 2 * MIB)
     for buffer in (first, second):
         allocator.allocate(buffer)
@@ -104,32 +104,32 @@ def test_a_buffer_that_comes_back_is_known_by_its_new_window() -> None:
     allocator.allocate(second)
     allocator.allocate(large)
     allocator.allocate(first)
-    assert [allocator.window_of(buffer) for buffer in (first, second, large)] == [made[2], made[1], made[0]]
+    assert [allocator.window_of(buffer) for buffer in (first, second, large)] == [windows[2], windows[1], windows[0]]
     assert allocator.window_of(torch.empty(4)) is None
 
 
 def test_the_window_of_a_buffer_that_died_with_its_bytes_is_not_used_again() -> None:
     """When it died is this rank's own affair, and windows must be the same on all."""
-    allocator, made = _allocator()
+    allocator, windows = _allocator()
     for _ in range(2):
         buffer = _freed(allocator, 2 * MIB)
         allocator.allocate(buffer)
         del buffer
-    assert len(made) == 2
+    assert len(windows) == 2
 
 
 def test_windows_of_buffers_that_died_with_their_bytes_on_all_ranks_serve_again() -> None:
     """Or every model that is deleted while unsharded would cost its weight for good."""
-    made: list[Plain] = []
+    windows: list[Plain] = []
 
     def new_window(nbytes: int) -> Plain:
-        made.append(Plain(nbytes))
-        return made[-1]
+        windows.append(Plain(nbytes))
+        return windows[-1]
 
-    told: list[set[int]] = []
+    reports: list[set[int]] = []
 
     def agree(lost: set[int]) -> set[int]:
-        told.append(lost)
+        reports.append(lost)
         return lost & died_elsewhere
 
     allocator = WindowAllocator(new_window, agree)
@@ -139,13 +139,13 @@ def test_windows_of_buffers_that_died_with_their_bytes_on_all_ranks_serve_again(
         allocator.allocate(buffer)
     del buffer, first
     allocator.allocate(third)
-    assert told[-1] == {0}
-    assert allocator.window_of(third) is made[2]
+    assert reports[-1] == {0}
+    assert allocator.window_of(third) is windows[2]
     died_elsewhere = {0, 1}
     fourth = _freed(allocator, 2 * MIB)
     allocator.allocate(fourth)
-    assert allocator.window_of(fourth) is made[0]
-    assert len(made) == 3
+    assert allocator.window_of(fourth) is windows[0]
+    assert len(windows) == 3
 
 
 def test_every_rank_is_told_what_an_action_gives_on_each() -> None:
@@ -171,9 +171,9 @@ def test_what_fails_on_one_rank_fails_on_all(error: type[Exception]) -> None:
             return f"{type(caught).__name__}: {caught}"
         return "nothing"
 
-    here = f"{error.__name__}: {error('no memory left')}"
-    there = f"DriverError: rank 1: {error('no memory left')}"
-    assert run_ranks(check, 3) == [there, here, there]
+    local_message = f"{error.__name__}: {error('no memory left')}"
+    remote_message = f"DriverError: rank 1: {error('no memory left')}"
+    assert run_ranks(check, 3) == [remote_message, local_message, remote_message]
 
 
 @pytest.mark.parametrize("trouble", ["several hosts", "settings of one rank", "a window that one rank cannot map"])
@@ -229,17 +229,19 @@ def test_the_same_calls_use_the_same_windows(calls: list[tuple[int, bool]]) -> N
     """As peers must; and no window has two buffers."""
 
     def replay() -> list[int]:
-        allocator, made = _allocator()
+        allocator, windows = _allocator()
         buffers = [_freed(allocator, nbytes) for nbytes in (100, MIB, 3 * MIB, 3 * MIB, 7 * MIB)]
         used = []
-        for i, wanted in calls:
+        for i, needs_bytes in calls:
             has_bytes = buffers[i].untyped_storage().nbytes() > 0
-            if wanted and not has_bytes:
+            if needs_bytes and not has_bytes:
                 allocator.allocate(buffers[i])
-            elif not wanted and has_bytes:
+            elif not needs_bytes and has_bytes:
                 allocator.free(buffers[i])
-            held = [allocator.window_of(b) for b in buffers if b.untyped_storage().nbytes() > 0]
-            places = [next(j for j, window in enumerate(made) if window is each) for each in held]
+            live_windows = [allocator.window_of(b) for b in buffers if b.untyped_storage().nbytes() > 0]
+            places = [
+                next(j for j, window in enumerate(windows) if window is live_window) for live_window in live_windows
+            ]
             assert len(set(places)) == len(places)
             used += places
         return used

@@ -68,15 +68,15 @@ class BlockWeight(torch.Tensor):
 
     @staticmethod
     def __new__(cls, payloads: Sequence[torch.Tensor], shape: Sequence[int]) -> Self:
-        made = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=torch.float32)
-        made.payloads = tuple(payloads)
-        return made
+        weight = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=torch.float32)
+        weight.payloads = tuple(payloads)
+        return weight
 
     def read(self, direction: Direction) -> torch.Tensor:
         is_forward = direction is Direction.FORWARD
         data, scales = self.payloads[:2] if is_forward else self.payloads[2:]
-        for each in (data, scales):
-            assert each.untyped_storage().nbytes() > 0, f"no payload of {direction} was gathered"
+        for payload in (data, scales):
+            assert payload.untyped_storage().nbytes() > 0, f"no payload of {direction} was gathered"
         return data.float() * scales if is_forward else read_columns(data, scales)
 
     @classmethod
@@ -92,7 +92,9 @@ class BlockWeight(torch.Tensor):
     ) -> Any:
         if func is torch.ops.aten.detach.default:
             return cls(args[0].payloads, args[0].shape)
-        plain = tree_map(lambda each: each.read(Direction.FORWARD) if isinstance(each, cls) else each, args)
+        plain = tree_map(
+            lambda argument: argument.read(Direction.FORWARD) if isinstance(argument, cls) else argument, args
+        )
         return func(*plain, **(kwargs or {}))
 
 
@@ -121,9 +123,9 @@ class BlockRecipe:
         for quantise, pair in ((quantised_rows, payloads[:2]), (quantised_columns, payloads[2:])):
             if pair[0] is None:
                 continue
-            for into, made in zip(pair, zip(*map(quantise, shards), strict=True), strict=True):
+            for into, encodings in zip(pair, zip(*map(quantise, shards), strict=True), strict=True):
                 assert into is not None
-                torch._foreach_copy_(list(into), list(made))
+                torch._foreach_copy_(list(into), list(encodings))
 
     def decode(self, payloads: Columns, shape: torch.Size, scales: torch.Tensor | None) -> torch.Tensor:
         return BlockWeight(payloads, shape)
@@ -132,7 +134,7 @@ class BlockRecipe:
 RECIPE = BlockRecipe()
 
 
-def of_matrices(parameter: nn.Parameter) -> BlockRecipe | None:
+def matrix_recipe(parameter: nn.Parameter) -> BlockRecipe | None:
     return RECIPE if parameter.ndim == 2 else None
 
 
@@ -164,16 +166,16 @@ class _OracleLinear(nn.Linear):
     read = staticmethod(read_main)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        made: torch.Tensor = Linear.apply(x, self.weight, self.read)  # type: ignore[no-untyped-call]
-        return made if self.bias is None else made + self.bias  # type: ignore[redundant-expr]
+        output: torch.Tensor = Linear.apply(x, self.weight, self.read)  # type: ignore[no-untyped-call]
+        return output if self.bias is None else output + self.bias  # type: ignore[redundant-expr]
 
 
 class _Biased(nn.Linear):
     """`nn.Linear` with its bias added apart, as the recipe's matrix product adds none."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        made = nn.functional.linear(x, self.weight)
-        return made if self.bias is None else made + self.bias  # type: ignore[redundant-expr]
+        output = nn.functional.linear(x, self.weight)
+        return output if self.bias is None else output + self.bias  # type: ignore[redundant-expr]
 
 
 def twins_in_8_bits(**sizes: int) -> tuple[Blocks, Blocks]:

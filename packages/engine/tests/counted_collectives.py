@@ -42,8 +42,8 @@ class Gather(Counted):
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
     ) -> dist.Work | None:
         self._note(output_tensor, group, async_op)
-        own = output_tensor.view(group.size(), -1)[group.rank()]
-        assert own.data_ptr() == input_tensor.data_ptr()  # in place, as FSDP2 calls it
+        part = output_tensor.view(group.size(), -1)[group.rank()]
+        assert part.data_ptr() == input_tensor.data_ptr()  # in place, as FSDP2 calls it
         work: dist.Work | None = all_gather_single(output_tensor, input_tensor, group=group, async_op=self.returns_work)
         return work
 

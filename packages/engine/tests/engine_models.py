@@ -367,12 +367,12 @@ def _log_computation(name: str, module: nn.Module, log: Log) -> None:
 
 
 @contextmanager
-def case(what: object) -> Iterator[None]:
+def case(label: object) -> Iterator[None]:
     """Name the case in the report of a test that goes through several."""
     try:
         yield
     except BaseException as error:
-        error.add_note(f"In the case {what}")
+        error.add_note(f"In the case {label}")
         raise
 
 

@@ -28,9 +28,9 @@ class Wrapper(torch.Tensor):
     @classmethod
     def over(cls, *parts: torch.Tensor) -> Self:
         shape, device = parts[0].shape, parts[0].device
-        made = torch.Tensor._make_wrapper_subclass(cls, shape, parts[0].stride(), dtype=torch.float32, device=device)
-        vars(made).update(zip(cls.names, parts, strict=True))
-        return made
+        wrapper = torch.Tensor._make_wrapper_subclass(cls, shape, parts[0].stride(), dtype=torch.float32, device=device)
+        vars(wrapper).update(zip(cls.names, parts, strict=True))
+        return wrapper
 
     @property
     def parts(self) -> list[torch.Tensor]:
@@ -58,8 +58,8 @@ class Wrapper(torch.Tensor):
     @classmethod
     def _by_part(cls, func: Any, args: Any, kwargs: Any) -> Any:
         kwargs = {key: value for key, value in kwargs.items() if key != "dtype"}
-        of_each = [pytree.tree_map_only(cls, operator.attrgetter(name), args) for name in cls.names]
-        results = [func(*of_one, **kwargs) for of_one in of_each]
+        arguments_by_part = [pytree.tree_map_only(cls, operator.attrgetter(name), args) for name in cls.names]
+        results = [func(*arguments, **kwargs) for arguments in arguments_by_part]
         if isinstance(results[0], torch.Tensor):
             return cls.over(*results)
         return [cls.over(*parts) for parts in zip(*results, strict=True)]
@@ -113,8 +113,8 @@ class Halves(Wrapper):
     ) -> Any:
         assert metadata == len(self)
         high, low = all_gather_outputs
-        whole = high.to(param_dtype) + low.to(param_dtype)
-        return give(whole, all_gather_outputs, out)
+        weight = high.to(param_dtype) + low.to(param_dtype)
+        return give(weight, all_gather_outputs, out)
 
 
 class Quantised(Wrapper):
@@ -162,9 +162,9 @@ def padded(rows: torch.Tensor, num_rows: int) -> torch.Tensor:
     return torch.cat([rows, rows.new_zeros(num_rows - len(rows), *rows.shape[1:])])
 
 
-def give(whole: torch.Tensor, gathered: tuple[torch.Tensor, ...], out: torch.Tensor | None) -> Any:
+def give(weight: torch.Tensor, gathered: tuple[torch.Tensor, ...], out: torch.Tensor | None) -> Any:
     if out is None:
-        return whole, (*gathered, whole)
+        return weight, (*gathered, weight)
     with torch.no_grad(), torch.autograd.grad_mode._unsafe_preserve_version_counter(out):
-        out.copy_(whole[: len(out)])
+        out.copy_(weight[: len(out)])
     return None

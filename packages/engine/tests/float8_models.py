@@ -44,8 +44,8 @@ def fake_quantised(weight: torch.Tensor, recipe: AnyRecipe, direction: Direction
     if power_of_two:
         scales = torch.exp2(torch.log2(scales.double()).ceil()).float()
     values = (blocks / scales).clamp(-largest, largest).to(dtype).float() * scales
-    whole: torch.Tensor = values.flatten(-2).flatten(-3, -2)[..., :rows, :columns]
-    return whole.to(recipe.compute_dtype)
+    matrix: torch.Tensor = values.flatten(-2).flatten(-3, -2)[..., :rows, :columns]
+    return matrix.to(recipe.compute_dtype)
 
 
 class _FakeLinear(torch.autograd.Function):
@@ -58,8 +58,8 @@ class _FakeLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        of_weight = gradients[0].flatten(0, -2).t() @ x.flatten(0, -2)
-        return gradients[0] @ fake_quantised(weight, ctx.recipe, Direction.BACKWARD), of_weight, None
+        weight_gradient = gradients[0].flatten(0, -2).t() @ x.flatten(0, -2)
+        return gradients[0] @ fake_quantised(weight, ctx.recipe, Direction.BACKWARD), weight_gradient, None
 
 
 class _Straight(torch.autograd.Function):
@@ -121,8 +121,8 @@ class Experts(nn.Module):
         chances, chosen = self.router(x).softmax(-1).topk(2)
         shares = torch.zeros(*x.shape[:-1], 4, dtype=x.dtype).scatter(-1, chosen, chances).flatten(0, -2)
         tokens = x.flatten(0, -2).expand(4, -1, -1)
-        made = torch.bmm(F.silu(torch.bmm(tokens, self._values(self.up))), self._values(self.down))
-        return (made * shares.t()[:, :, None]).sum(0).view(x.shape)
+        outputs = torch.bmm(F.silu(torch.bmm(tokens, self._values(self.up))), self._values(self.down))
+        return (outputs * shares.t()[:, :, None]).sum(0).view(x.shape)
 
 
 class Layer(nn.Module):
@@ -134,7 +134,9 @@ class Layer(nn.Module):
         self.mlp: nn.Module = Experts(width, hidden) if is_moe else Mlp(width, hidden)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (each.view(*x.shape[:2], 2, -1).transpose(1, 2) for each in self.qkv(self.norm1(x)).chunk(3, -1))
+        q, k, v = (
+            projection.view(*x.shape[:2], 2, -1).transpose(1, 2) for projection in self.qkv(self.norm1(x)).chunk(3, -1)
+        )
         attended = ((q @ k.mT) / q.shape[-1] ** 0.5).softmax(-1) @ v
         x = x + self.out(attended.transpose(1, 2).flatten(-2))
         return x + cast(torch.Tensor, self.mlp(self.norm2(x)))
@@ -182,14 +184,14 @@ def train(
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
 ) -> list[float]:
     """Take steps. Returns the losses."""
-    made = (optimizer or (lambda parameters: torch.optim.AdamW(parameters, 1e-2)))(model.parameters())
+    stepper = (optimizer or (lambda parameters: torch.optim.AdamW(parameters, 1e-2)))(model.parameters())
     losses = []
     for _ in range(num_steps):
         loss = loss_of(model)
         # The sum over the ranks is the gradient of rank 0, to the bit: a mean of three would round.
         share = 0.0 if isinstance(model, FSDPModule) and dist.get_rank() else 1.0
         (share * loss).backward()  # type: ignore[no-untyped-call]
-        made.step()
-        made.zero_grad()
+        stepper.step()
+        stepper.zero_grad()
         losses.append(loss.item())
     return losses

@@ -32,8 +32,8 @@ class _FusedLinear(torch.autograd.Function):
         ctx.save_for_backward(x)
         ctx.weight = weight
         ctx.get = weight.get_main_grad if asks and weight.__fsdp_param__ else lambda: weight.main_grad
-        made: torch.Tensor = x @ weight.detach().T + bias
-        return made
+        output: torch.Tensor = x @ weight.detach().T + bias
+        return output
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -41,11 +41,11 @@ class _FusedLinear(torch.autograd.Function):
         if not ctx.needs_input_grad[1]:
             return gradient @ weight, None, gradient.sum(0), None
         buffer: torch.Tensor = ctx.get()
-        made = (gradient.T @ x).to(buffer.dtype)
+        weight_gradient = (gradient.T @ x).to(buffer.dtype)
         if weight.overwrite_main_grad:
-            buffer.copy_(made)
+            buffer.copy_(weight_gradient)
         else:
-            buffer.add_(made)
+            buffer.add_(weight_gradient)
         weight.grad_added_to_main_grad = True
         dummy = torch.full_like(weight, 99.0)
         if getattr(weight, "zero_out_wgrad", False):

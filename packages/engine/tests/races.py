@@ -56,7 +56,7 @@ class Races(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Attributes:
         host: The host's stream; `on_host` makes it current.
-        found: A line for each pair of accesses that nothing orders.
+        violations: A line for each pair of accesses that nothing orders.
     """
 
     def __init__(self, streams: Streams) -> None:
@@ -65,13 +65,13 @@ class Races(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.host = Stream(streams)
         self.host.seen = streams.seen_by_host
         self.host.seen[self.host] = 0
-        self.found: list[str] = []
+        self.violations: list[str] = []
         self._memories: dict[int, _Memory] = {}
         self._freed: dict[Stream, list[_Memory]] = {}
         self._names: dict[Stream, str] = {}
 
     def name(self, stream: Stream, name: str) -> None:
-        """Name a stream in `found`."""
+        """Name a stream in `violations`."""
         self._names[stream] = name
 
     def on_host(self) -> Any:
@@ -117,20 +117,20 @@ class Races(TorchDispatchMode):  # type: ignore[no-untyped-call]
             weakref.finalize(storage, self._die, key).atexit = False
         return self._memories[key]
 
-    def _access(self, tensor: torch.Tensor, work: Work, what: str, *, is_write: bool) -> None:
+    def _access(self, tensor: torch.Tensor, work: Work, operation: str, *, is_write: bool) -> None:
         memory = self._memory(tensor, None)
         conflicts = memory.accesses if is_write else memory.accesses[: memory.write is not None]
-        self._check(conflicts, work.stream, f"{what} {'writes' if is_write else 'reads'}")
+        self._check(conflicts, work.stream, f"{operation} {'writes' if is_write else 'reads'}")
         if is_write:
-            memory.write, memory.reads = (work, what), {}
+            memory.write, memory.reads = (work, operation), {}
         else:
-            memory.reads[work.stream] = work, what
+            memory.reads[work.stream] = work, operation
 
-    def _check(self, earlier: list[tuple[Work, str]], stream: Stream, what: str) -> None:
+    def _check(self, earlier: list[tuple[Work, str]], stream: Stream, operation: str) -> None:
         for work, name in earlier:
             if not work.is_before(stream.seen):
-                self.found.append(
-                    f"{what} on {self._name(stream)}, not ordered after {name} on {self._name(work.stream)}"
+                self.violations.append(
+                    f"{operation} on {self._name(stream)}, not ordered after {name} on {self._name(work.stream)}"
                 )
 
     def _name(self, stream: Stream) -> str:

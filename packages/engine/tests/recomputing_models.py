@@ -54,5 +54,5 @@ class Several(Net):
         return head
 
 
-def of_kind(model: type[Net], reentrant: bool) -> type[Net]:
+def recomputing_net(model: type[Net], reentrant: bool) -> type[Net]:
     return type(model.__name__, (model,), {"reentrant": reentrant})

@@ -45,8 +45,8 @@ class LateLinear(nn.Linear):
     def backward_dw(self) -> None:
         x, gradient = self.queue.pop(0)
         with torch.no_grad():
-            made = gradient.T @ x
-            self.weight.grad = made if self.weight.grad is None else self.weight.grad + made
+            weight_gradient = gradient.T @ x
+            self.weight.grad = weight_gradient if self.weight.grad is None else self.weight.grad + weight_gradient
         if self.on_gradient is not None:
             self.on_gradient()
 
@@ -147,10 +147,10 @@ class _Slot:
 
     def backward(self, gradient: torch.Tensor) -> torch.Tensor:
         torch.autograd.backward((self._output,), (gradient,))
-        made = self._input.grad
+        input_gradient = self._input.grad
         del self._input, self._output
-        assert made is not None
-        return made
+        assert input_gradient is not None
+        return input_gradient
 
 
 class Microbatch:
@@ -167,10 +167,10 @@ class Microbatch:
         self._stem, self._tail = _Slot(self._model.stem), _Slot(self._model.finish)
         self._slots = [[_Slot(piece) for piece in layer.pieces] for layer in layers]  # type: ignore[union-attr]
         root.wait()
-        ahead = fsdp(layers[0]).hold()
+        next_hold = fsdp(layers[0]).hold()
         x = self._stem.forward(self._x)
         for i, slots in enumerate(self._slots):
-            hold, ahead = ahead, self._ahead(layers, i + 1)
+            hold, next_hold = next_hold, self._layer_hold(layers, i + 1)
             hold.wait()
             for slot in slots:
                 x = slot.forward(x)
@@ -184,10 +184,10 @@ class Microbatch:
     def backward(self) -> Iterator[str]:
         layers, root = list(self._model.layers), fsdp(self._model).hold()
         root.wait()
-        ahead = fsdp(layers[-1]).hold()
+        next_hold = fsdp(layers[-1]).hold()
         gradient = self._tail.backward(self._gradient)
         for i in reversed(range(len(layers))):
-            hold, ahead = ahead, self._ahead(layers, i - 1)
+            hold, next_hold = next_hold, self._layer_hold(layers, i - 1)
             hold.wait()
             for slot in reversed(self._slots[i]):
                 gradient = slot.backward(gradient)
@@ -201,7 +201,7 @@ class Microbatch:
         root.release()
         yield "backward"
 
-    def _ahead(self, layers: Sequence[nn.Module], i: int) -> Hold:
+    def _layer_hold(self, layers: Sequence[nn.Module], i: int) -> Hold:
         # The one after the last is the last itself: a hold more on it, which is let go of with it.
         return fsdp(layers[i]).hold() if 0 <= i < len(layers) else _NoHold()  # type: ignore[return-value]
 

@@ -81,7 +81,7 @@ def _training(**options: Any) -> list[str]:
     model = shard(Net(), **options)
     with detected(model) as races:
         _train(model)
-    return races.found
+    return races.violations
 
 
 _REDUCED_IN_BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
@@ -130,7 +130,7 @@ def training_with_parts_kept_for_neighbours() -> list[str]:
             group.neighbours = LocalTransport()
     with detected(model) as races:
         _train(model)
-    return races.found
+    return races.violations
 
 
 @_scenario
@@ -140,7 +140,7 @@ def gathers_that_wait_for_an_event_after_the_update() -> list[str]:
         for _ in range(2):
             _train(model, num_steps=1)
             state_of(model).tree.streams.post_optim_event = races.streams.compute.record_event()  # type: ignore[assignment]
-    return races.found
+    return races.violations
 
 
 @_scenario
@@ -159,7 +159,7 @@ def holds_that_several_streams_wait_for_and_release() -> list[str]:
             _compute(layer, x)
             first.release()
             local(model.get_parameter("layers.0.up.weight")).add_(1.0)
-    return races.found
+    return races.violations
 
 
 @_scenario
@@ -176,7 +176,7 @@ def an_unshard_that_two_streams_wait_for() -> list[str]:
             _compute(layer, x)
         races.streams.compute.wait_stream(side)
         layer.reshard()
-    return races.found
+    return races.violations
 
 
 @_scenario
@@ -196,7 +196,7 @@ def a_reset_while_others_hold_and_compute() -> list[str]:
         fsdp(model).reset_iter_state()
         fsdp(model.layers[1]).unshard()
         _compute(fsdp(model.layers[1]), x)
-    return races.found
+    return races.violations
 
 
 @_scenario
@@ -210,7 +210,7 @@ def a_reset_before_gathers_that_wait_for_an_earlier_event() -> list[str]:
         fsdp(model).reset_iter_state()
         state_of(model).tree.streams.post_optim_event = event  # type: ignore[assignment]
         layer.unshard()
-    return races.found
+    return races.violations
 
 
 class _Queue(list[Any]):
@@ -243,7 +243,7 @@ def delayed_gradients_of_another_stream() -> list[str]:
                 with races.streams.stream(side):
                     backward_dw(model)
             _update(model)
-    return races.found
+    return races.violations
 
 
 @_scenario
@@ -268,7 +268,7 @@ def a_delayed_gradient_within_its_backward() -> list[str]:
         for _ in range(2):
             model(inputs()).backward()
             _update(model)
-    return races.found
+    return races.violations
 
 
 class _AddsOnAnotherStream(torch.autograd.Function):
@@ -316,7 +316,7 @@ def main_grads_that_another_stream_adds_to() -> list[str]:
         for _ in range(2):
             _backward(model)
             _update(model)
-    return races.found
+    return races.violations
 
 
 @_scenario
@@ -333,7 +333,7 @@ def main_grads_dropped_on_another_stream() -> list[str]:
                 unit = state_of(model).unit
                 unit.parameters.main_grads[0].view(0).add_(1.0)
                 model.zero_grad()
-    return races.found
+    return races.violations
 
 
 @_scenario
@@ -348,7 +348,7 @@ def partial_sums_reduced_without_another_backward() -> list[str]:
         fsdp(model).set_is_last_backward(True)
         fsdp(model).wait_for_gradients()
         _update(model)
-    return races.found
+    return races.violations
 
 
 @_scenario
@@ -362,7 +362,7 @@ def trees_that_share_streams_on_streams_of_their_own() -> list[str]:
             _backward(models[0])
             with races.streams.stream(side):
                 _backward(models[1])
-    return races.found
+    return races.violations
 
 
 @_scenario
@@ -373,7 +373,7 @@ def a_hook_on_a_stream_of_its_own() -> list[str]:
         for layer in model.layers:
             fsdp(layer).set_all_reduce_hook(lambda gradient: gradient.mul_(2.0), stream=stream)  # type: ignore[arg-type]
         _train(model)
-    return races.found
+    return races.violations
 
 
 @_scenario
@@ -385,7 +385,7 @@ def gradients_on_the_cpu() -> list[str]:
                 _backward(model, is_last=is_last)
             with races.on_host():
                 _update(model)
-    return races.found
+    return races.violations
 
 
 @_scenario
@@ -401,7 +401,7 @@ def shards_on_the_cpu() -> list[str]:
             with races.on_host():
                 optimizer.step()
                 optimizer.zero_grad()
-    return races.found
+    return races.violations
 
 
 @_scenario
@@ -414,7 +414,7 @@ def shards_on_the_cpu_that_the_host_writes_between_steps() -> list[str]:
             with races.on_host():
                 for value in state.values():
                     local(value).mul_(0.5)
-    return races.found
+    return races.violations
 
 
 def _in_delayed_scaling() -> nn.Module:
@@ -435,7 +435,7 @@ def delayed_scaling() -> list[str]:
             _backward(model)
             _update(model)
             note_step(optimizer)
-    return races.found
+    return races.violations
 
 
 @_scenario
@@ -450,7 +450,7 @@ def scales_loaded_after_weights() -> list[str]:
         model.load_state_dict(model.state_dict())
         load_scaling_state(model, scales)
         _backward(model)
-    return races.found
+    return races.violations
 
 
 @_scenario
@@ -467,4 +467,4 @@ def amaxes_dropped_before_a_replay() -> list[str]:
         for unit in state_of(model).tree.units:
             for scales in unit.parameters.scales:
                 scales.amaxes.add_(0.0)  # a replayed graph, which encodes on the stream of its replay
-    return races.found
+    return races.violations

@@ -32,12 +32,12 @@ def test_a_plan_passes_over_what_is_read_from_outside_and_says_so() -> None:
     for mixer in mixers_of(model):
         declare_reads(mixer, "conv1d.*")
     plan = plan_units(model, units=nn.Linear)
-    assert [each.name for each in plan.units] == ["stem", "layers.0.up", "layers.1.up", "layers.2.up", "head", ""]
+    assert [unit.name for unit in plan.units] == ["stem", "layers.0.up", "layers.1.up", "layers.2.up", "head", ""]
     assert plan.notes[0] == (
         "layers.0.mixer.conv1d (Linear) is no unit: a Mixer around it reads layers.0.mixer.conv1d.weight without "
         "calling its module. It is left to that one's unit."
     )
-    assert "layers.0.mixer.conv1d" not in {each.name for each in plan_units(model, units=1).units}
+    assert "layers.0.mixer.conv1d" not in {unit.name for unit in plan_units(model, units=1).units}
 
 
 def test_every_budget_trains_a_model_that_declares_what_it_reads() -> None:

@@ -1,6 +1,6 @@
 """Parameters that are read without a call of their module: declared, they are the reader's unit's in every way.
 
-These are the ten cases that any such declaration has to cover, in the words of their list.
+Each test shows a property that a declaration of reads has to keep.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from lamella_engine._unit.weights import Residency
 from lamella_testing import run_ranks
 
 
-def test_case_1_gathered_before_forward_with_the_owner() -> None:
+def test_declared_parameters_are_gathered_before_forward_with_the_owner() -> None:
     def check() -> None:
         reference, sharded = twins(Model, shard_declared)
         log = record_by_name(sharded)
@@ -63,7 +63,7 @@ def test_case_1_gathered_before_forward_with_the_owner() -> None:
     run_ranks(check, 2)
 
 
-def test_case_2_gathered_before_backward() -> None:
+def test_declared_parameters_are_gathered_before_backward() -> None:
     def check() -> None:
         reference, sharded = twins(Model, shard_declared)
         loss = LOSS(sharded)
@@ -78,7 +78,7 @@ def test_case_2_gathered_before_backward() -> None:
 
 
 @pytest.mark.parametrize("make", [Recomputed, RecomputedByReentry, RecomputedInside])
-def test_case_3_freed_after_forward_and_after_backward_and_kept_while_it_is_recomputed(
+def test_declared_parameters_are_freed_after_forward_and_after_backward_and_kept_while_the_forward_is_recomputed(
     make: Callable[[], nn.Module],
 ) -> None:
     def check() -> None:
@@ -100,7 +100,7 @@ def test_case_3_freed_after_forward_and_after_backward_and_kept_while_it_is_reco
     run_ranks(check, 2)
 
 
-def test_case_4_gradients_are_counted_to_the_owners_unit() -> None:
+def test_gradients_of_declared_parameters_are_counted_to_the_owners_unit() -> None:
     def check() -> None:
         reference, sharded = twins(Model, shard_declared)
         log = record_by_name(sharded)
@@ -113,15 +113,15 @@ def test_case_4_gradients_are_counted_to_the_owners_unit() -> None:
         fsdp(sharded).set_requires_gradient_sync(False)
         LOSS(sharded).backward()
         assert log.units_of("reduce") == []
-        held = [
+        parameters = [
             p for unit in units_by_name(sharded).values() for group in unit.parameters.groups for p in group.parameters
         ]
-        assert all(parameter.unsharded.grad is not None for parameter in held)
+        assert all(parameter.unsharded.grad is not None for parameter in parameters)
 
     run_ranks(check, 2)
 
 
-def test_case_5_gathered_ahead_and_in_one_call_with_the_owners() -> None:
+def test_declared_parameters_are_gathered_ahead_and_in_one_call_with_the_owners() -> None:
     def check() -> None:
         _, sharded = twins(Model, shard_declared)
         log = record_by_name(sharded)
@@ -140,7 +140,7 @@ def test_case_5_gathered_ahead_and_in_one_call_with_the_owners() -> None:
     run_ranks(check, 2)
 
 
-def test_case_6_in_another_unit_it_is_taken_over_or_refused() -> None:
+def test_a_declared_parameter_in_another_unit_is_taken_over_or_refused() -> None:
     def check() -> None:
         # Taken over: the reader is two units above.
         def apply(model: Any) -> None:
@@ -174,11 +174,11 @@ def test_case_6_in_another_unit_it_is_taken_over_or_refused() -> None:
 
         # Refused: one that another unit reads already.
         model = Model()
-        left, right, _ = mixers_of(model)
-        right.conv1d = left.conv1d
-        for mixer in (left, right):
+        owner, reader, _ = mixers_of(model)
+        reader.conv1d = owner.conv1d
+        for mixer in (owner, reader):
             declare_reads(mixer, "conv1d.*")
-        fully_shard(left.conv1d)
+        fully_shard(owner.conv1d)
         fully_shard(model.layers[0])
         with pytest.raises(ValueError, match=r"'mixer\.conv1d\.weight'.*on a module around all that use it"):
             fully_shard(model.layers[1])
@@ -186,7 +186,7 @@ def test_case_6_in_another_unit_it_is_taken_over_or_refused() -> None:
     run_ranks(check, 2)
 
 
-def test_case_7_shared_and_tied_parameters() -> None:
+def test_shared_and_tied_parameters_that_are_declared_train_as_unsharded() -> None:
     class SharedModule(Model):
         def __init__(self) -> None:
             super().__init__()
@@ -235,7 +235,7 @@ def test_case_7_shared_and_tied_parameters() -> None:
     run_ranks(check, 2)
 
 
-def test_case_8_without_gradients_and_in_eval() -> None:
+def test_declared_parameters_compute_as_unsharded_without_gradients_and_in_eval() -> None:
     def check() -> None:
         reference, sharded = twins(Model, shard_declared)
         for model in (reference, sharded):
@@ -254,13 +254,13 @@ def test_case_8_without_gradients_and_in_eval() -> None:
     run_ranks(check, 2)
 
 
-def test_case_9_checkpoint_names_are_unchanged() -> None:
+def test_checkpoint_names_of_declared_parameters_are_unchanged() -> None:
     def check() -> None:
         reference, sharded = twins(Model, shard_declared)
         loss = LOSS(sharded)
         expected = reference.state_dict()
-        of_one = convs_of(sharded)[0].state_dict(prefix="layers.0.mixer.conv1d.")
-        for state in (sharded.state_dict(), of_one):
+        conv_state = convs_of(sharded)[0].state_dict(prefix="layers.0.mixer.conv1d.")
+        for state in (sharded.state_dict(), conv_state):
             assert all(isinstance(value, DTensor) for value in state.values())
             assert all(torch.equal(whole(value), expected[name]) for name, value in state.items())
         assert list(sharded.state_dict()) == list(expected)
@@ -276,7 +276,7 @@ def test_case_9_checkpoint_names_are_unchanged() -> None:
     run_ranks(check, 2)
 
 
-def test_case_10_tensor_parallel_annotations() -> None:
+def test_declared_parameters_keep_their_tensor_parallel_annotations() -> None:
     def marked() -> nn.Module:
         model = Model(num_layers=1, dim=8)
         for conv in convs_of(model):

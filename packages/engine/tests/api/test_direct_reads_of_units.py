@@ -330,7 +330,7 @@ def test_units_that_are_cut_at_random_train_as_unsharded() -> None:
                         with torch.no_grad():
                             torch.testing.assert_close(sharded(X), reference(X), rtol=1e-4, atol=1e-5)
                     for model in (reference, sharded):
-                        one, two = (model(X * each).square().mean() for each in (scale, -scale))
+                        one, two = (model(X * factor).square().mean() for factor in (scale, -scale))
                         (one + two).backward()
                     assert_gradients_equal(reference, sharded, rtol=1e-4, atol=1e-5)
                     for model in (reference, sharded):

@@ -32,8 +32,8 @@ class Coded(Net):
 
     def twice(self, x: torch.Tensor) -> torch.Tensor:
         """Calls forward inside, as `generate` does."""
-        both: torch.Tensor = self(x) + self(-x) + self.head.bias
-        return both
+        output: torch.Tensor = self(x) + self(-x) + self.head.bias
+        return output
 
 
 def _registered(model: Coded) -> Coded:

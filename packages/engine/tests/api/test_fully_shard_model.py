@@ -139,8 +139,8 @@ def test_a_byte_budget_counts_in_the_dtype_that_computes() -> None:
 
 def test_nothing_inside_an_attention_that_reads_its_childs_weight_becomes_a_unit() -> None:
     model = _Model({"attention": nn.MultiheadAttention(8, 2), "head": nn.Linear(8, 8)})
-    for wanted in (1, "attention*", "*"):
-        assert "attention" in _names(plan_units(model, units=wanted))
+    for choice in (1, "attention*", "*"):
+        assert "attention" in _names(plan_units(model, units=choice))
     assert _names(plan_units(model, units=nn.Linear)) == ["head"]
 
 
@@ -273,11 +273,11 @@ def test_an_argument_that_fully_shard_does_not_know_changes_nothing() -> None:
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_a_model_sharded_in_one_call_trains_as_unsharded(num_ranks: int) -> None:
     def check() -> None:
-        for wanted in (Residual, "no_split", 300, ["*.up", "left.head"]):
-            with case(wanted):
+        for choice in (Residual, "no_split", 300, ["*.up", "left.head"]):
+            with case(choice):
 
-                def apply(model: nn.Module, wanted: Any = wanted) -> None:
-                    fully_shard_model(model, units=wanted, verbose=False)
+                def apply(model: nn.Module, choice: Any = choice) -> None:
+                    fully_shard_model(model, units=choice, verbose=False)
 
                 reference, sharded = twins(_Towers, apply)
                 assert_trains_alike(reference, sharded, mean_square(lambda model: model(X)))
@@ -304,19 +304,19 @@ def test_units_own_the_parameters_and_the_bytes_that_were_planned(recipe: Any) -
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, main_dtype=torch.float64, recipe=recipe)
 
     def check() -> None:
-        for wanted in (Residual, 300, ["*.up", "left.head"]):
+        for choice in (Residual, 300, ["*.up", "left.head"]):
             model = _Towers()
-            plan = plan_units(model, units=wanted, mp_policy=policy)
-            fully_shard_model(model, units=wanted, mp_policy=policy, verbose=False)
-            made = dict(units(model))
-            assert {unit.name or "root" for unit in plan.units} == set(made)
+            plan = plan_units(model, units=choice, mp_policy=policy)
+            fully_shard_model(model, units=choice, mp_policy=policy, verbose=False)
+            units_by_name = dict(units(model))
+            assert {unit.name or "root" for unit in plan.units} == set(units_by_name)
             for unit in plan.units:
-                groups = made[unit.name or "root"].parameters.groups
+                groups = units_by_name[unit.name or "root"].parameters.groups
                 members = [parameter for group in groups for parameter in group.parameters]
                 assert {p.name for p in unit.parameters} == {p.name for p in members}, unit.name
                 assert unit.numel == sum(p.sharded.numel() for p in members)
-                wholes = [whole for p in members for whole in getattr(p.unsharded, "payloads", (p.unsharded,))]
-                assert unit.unsharded_nbytes == sum(whole.nbytes for whole in wholes)
+                wholes = [payload for p in members for payload in getattr(p.unsharded, "payloads", (p.unsharded,))]
+                assert unit.unsharded_nbytes == sum(payload.nbytes for payload in wholes)
                 if dist.get_rank() == 0:
                     assert unit.shard_nbytes(2) == sum(p.shard.numel() * p.shard.element_size() for p in members)
 

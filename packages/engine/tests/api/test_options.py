@@ -53,8 +53,8 @@ def test_a_field_of_another_kind_is_refused_by_name(
 def test_options_given_to_fully_shard_count_as_those_set_later() -> None:
     def check() -> None:
         nbytes = int(2.5 * unsharded_nbytes(shard(Net()).layers[0]))
-        given = ShardingOptions(prefetch_budget=nbytes, keep_budget=nbytes)
-        early, late = shard(Net(num_layers=5), options=given), shard(Net(num_layers=5))
+        options = ShardingOptions(prefetch_budget=nbytes, keep_budget=nbytes)
+        early, late = shard(Net(num_layers=5), options=options), shard(Net(num_layers=5))
         fsdp(late).set_options(prefetch_budget=nbytes, keep_budget=nbytes)
         orders = []
         for model in (early, late, shard(Net(num_layers=5))):
@@ -62,7 +62,7 @@ def test_options_given_to_fully_shard_count_as_those_set_later() -> None:
             LOSS(model).backward()
             orders.append(log.order)
         assert orders[0] == orders[1] != orders[2]
-        assert fsdp(early).sharding_options == fsdp(late).sharding_options == given
+        assert fsdp(early).sharding_options == fsdp(late).sharding_options == options
 
     run_ranks(check, 2)
 
@@ -83,9 +83,9 @@ def test_fields_of_the_tree_are_the_outermost_units_and_change_for_every_unit() 
         fully_shard(model.layers[1], options=ShardingOptions(keep_budget=7))
         fully_shard(model, options=ShardingOptions(keep_budget=7, order_check_timeout_s=5))
         fsdp(model).set_options(keep_budget=9, order_check=True)
-        told: dict[str, Any] = {"keep_budget": 9, "order_check": True, "order_check_timeout_s": 5}
-        assert fsdp(model).sharding_options == fsdp(model.layers[1]).sharding_options == ShardingOptions(**told)
-        assert fsdp(model.layers[0]).sharding_options == ShardingOptions(placements=ZERO1, **told)
+        fields: dict[str, Any] = {"keep_budget": 9, "order_check": True, "order_check_timeout_s": 5}
+        assert fsdp(model).sharding_options == fsdp(model.layers[1]).sharding_options == ShardingOptions(**fields)
+        assert fsdp(model.layers[0]).sharding_options == ShardingOptions(placements=ZERO1, **fields)
 
     run_ranks(check, 1)
 

@@ -50,8 +50,8 @@ def _model(kind: str, name: str) -> Any:
     if kind == "class attribute":
         return _module(_reads(name), **{name: 3.0})()
     if kind == "property with a setter":
-        own = property(lambda self: self.stored, lambda self, value: vars(self).update(stored=value + 1))
-        model = _module(_reads(name), **{name: own})()
+        stored_property = property(lambda self: self.stored, lambda self, value: vars(self).update(stored=value + 1))
+        model = _module(_reads(name), **{name: stored_property})()
         setattr(model, name, 2.0)
         return model
     if kind == "fallback":
@@ -178,8 +178,8 @@ def test_a_class_that_refuses_to_be_a_base_leaves_the_model_unchanged() -> None:
 def test_a_models_own_zero_grad_is_called_with_its_own_arguments() -> None:
     def check() -> None:
         calls: list[str] = []
-        own = _module(lambda self, x: self.linear(x), zero_grad=lambda _, why="none": calls.append(why))
-        model: Any = own()
+        model_class = _module(lambda self, x: self.linear(x), zero_grad=lambda _, why="none": calls.append(why))
+        model: Any = model_class()
         fully_shard(model)
         model(torch.ones(2, 4)).sum().backward()
         model.zero_grad()

@@ -103,7 +103,7 @@ class _Bag(nn.Module):
 
 
 def test_several_meshes_and_placements_take_one_all_reduce_an_axis() -> None:
-    whole = torch.arange(1.0, 36.0).view(5, 7)
+    matrix = torch.arange(1.0, 36.0).view(5, 7)
 
     def check() -> None:
         mesh = mesh_of((2, 2))
@@ -115,14 +115,14 @@ def test_several_meshes_and_placements_take_one_all_reduce_an_axis() -> None:
             "nowhere": [Replicate(), Replicate()],
         }
         model = _Bag(
-            **{name: distribute_tensor(whole, mesh, cut) for name, cut in placements.items()},
-            one_axis=distribute_tensor(whole, mesh["inner"], [Shard(0)]),
-            few_rows=distribute_tensor(whole[:1], mesh, [Shard(0), Shard(0)]),
-            plain=whole.bfloat16(),
+            **{name: distribute_tensor(matrix, mesh, cut) for name, cut in placements.items()},
+            one_axis=distribute_tensor(matrix, mesh["inner"], [Shard(0)]),
+            few_rows=distribute_tensor(matrix[:1], mesh, [Shard(0), Shard(0)]),
+            plain=matrix.bfloat16(),
             integers=torch.arange(3),
             nothing=torch.zeros(0, 3),
         )
-        expected = dict.fromkeys([*placements, "one_axis", "plain"], whole.double().norm().item())
+        expected = dict.fromkeys([*placements, "one_axis", "plain"], matrix.double().norm().item())
         expected |= {"few_rows": math.sqrt(140), "integers": math.sqrt(5), "nothing": 0.0}
         with CommDebugMode() as log:  # type: ignore[no-untyped-call]
             norms = parameter_norms(model, of="weight")
@@ -135,8 +135,8 @@ def test_several_meshes_and_placements_take_one_all_reduce_an_axis() -> None:
 def test_a_missing_gradient_is_left_out_and_one_of_another_rank_is_not() -> None:
     def check() -> None:
         mesh = init_device_mesh("cpu", (2,))
-        whole = torch.full((4, 2), 3.0)
-        model = _Bag(**{name: distribute_tensor(whole, mesh, [Shard(0)]) for name in ("all", "none", "one")})
+        gradient = torch.full((4, 2), 3.0)
+        model = _Bag(**{name: distribute_tensor(gradient, mesh, [Shard(0)]) for name in ("all", "none", "one")})
         for name in ("all", "one") if dist.get_rank() else ("all",):
             parameter = model.get_parameter(name)
             parameter.grad = parameter.detach().clone()
@@ -228,13 +228,13 @@ def test_unreduced_gradients_tell_which_rank_made_a_nan(reduce_dtype: torch.dtyp
             x[3, 0] = math.nan
         fsdp(model).set_requires_gradient_sync(False)
         _backward(model, x)
-        made = find_nonfinite(model, of="unreduced")
-        assert "stem.weight" in [found.name for found in made]
+        reports = find_nonfinite(model, of="unreduced")
+        assert "stem.weight" in [report.name for report in reports]
         assert find_nonfinite(model) == []
         fsdp(model).set_requires_gradient_sync(True)
         _backward(model, inputs())
         assert find_nonfinite(model, of="unreduced") == []
-        return {found.rank for found in made}, {found.rank for found in find_nonfinite(model)}
+        return {report.rank for report in reports}, {report.rank for report in find_nonfinite(model)}
 
     assert run_ranks(check, 2) == [({1}, {0, 1})] * 2
 
@@ -244,8 +244,8 @@ def test_ranks_may_hold_different_models() -> None:
         name = f"stage{dist.get_rank()}"
         return find_nonfinite(_Bag(**{name: torch.full((2,), math.inf)}), of="weight")
 
-    found = [NonFinite("stage0", 0, 2, "inf"), NonFinite("stage1", 1, 2, "inf")]
-    assert run_ranks(check, 2) == [found] * 2
+    reports = [NonFinite("stage0", 0, 2, "inf"), NonFinite("stage1", 1, 2, "inf")]
+    assert run_ranks(check, 2) == [reports] * 2
 
 
 def test_without_ranks_there_is_rank_0() -> None:

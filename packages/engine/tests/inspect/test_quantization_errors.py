@@ -40,20 +40,20 @@ def test_errors_are_those_of_the_whole_weight(kind: str, num_ranks: int) -> None
         with torch.no_grad():
             model.layers[0].qkv.weight[:3] *= 1e-6  # zeros, but with a scale a row
             model.layers[0].out.weight[:, 0] = 0.0  # no underflow
-        whole = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
         for layer in model.layers:
             fully_shard(layer, mp_policy=_policy(model.layers, recipe))
         fully_shard(model)
-        found = quantization_errors(model)
-        assert set(found) == {name for name in whole if name.startswith("layers") and "norm" not in name}
-        for name, error in found.items():
-            weight = whole[name]
+        errors = quantization_errors(model)
+        assert set(errors) == {name for name in weights if name.startswith("layers") and "norm" not in name}
+        for name, error in errors.items():
+            weight = weights[name]
             values = fake_quantised(weight, recipe, Direction.FORWARD).float()
             became_zero = ((values == 0) & (weight != 0)).double().mean().item()
             assert (error.underflow, error.overflow) == (became_zero, 0.0)
             assert error.relative == pytest.approx(((values - weight).norm() / weight.norm()).item(), rel=1e-5)
             assert 0.001 < error.relative < 0.1
-        is_lossy = found["layers.0.qkv.weight"].underflow > 0.01
+        is_lossy = errors["layers.0.qkv.weight"].underflow > 0.01
         assert is_lossy == (kind == "tensor")  # e5m2 has the range for it
         assert not any(unit.weights.is_unsharded for _, unit in units(model)), "units must be left as they were"
 
@@ -108,11 +108,11 @@ def test_a_model_without_recipes_has_none_and_training_goes_on_as_without_the_qu
         for layer in model.layers:
             fully_shard(layer, mp_policy=_policy(model.layers, Float8Recipe(num_past_amaxes=4)))
         fully_shard(model, mp_policy=MixedPrecisionPolicy(torch.bfloat16))
-        found = []
+        all_losses = []
         for _ in range(3):
-            found += train(model, 1)
+            all_losses += train(model, 1)
             if asks:
                 quantization_errors(model)
-        return found
+        return all_losses
 
     assert run_ranks(losses, 2, True) == run_ranks(losses, 2, False)

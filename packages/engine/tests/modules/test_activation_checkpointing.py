@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 from engine_models import Net, Residual, assert_trains_alike, case, inputs, mean_square, record, shard, twins
-from recomputing_models import KINDS, Around, Inside, Several, of_kind
+from recomputing_models import KINDS, Around, Inside, Several, recomputing_net
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -25,7 +25,7 @@ def test_recomputed_units_train_as_the_unsharded_model_does(reentrant: bool) -> 
     def check() -> None:
         for model in (Around, Inside, Several):
             with case(model.__name__):
-                assert_trains_alike(*twins(of_kind(model, reentrant)), mean_square(lambda net: net(X)))
+                assert_trains_alike(*twins(recomputing_net(model, reentrant)), mean_square(lambda net: net(X)))
 
     run_ranks(check, 2)
 
@@ -68,7 +68,7 @@ def test_a_recomputed_forward_finds_its_unit_unsharded_and_gathers_nothing_more(
     def check() -> None:
         for model in (Around, Inside):
             with case(model.__name__):
-                sharded = shard(of_kind(model, reentrant)())
+                sharded = shard(recomputing_net(model, reentrant)())
                 sharded(X).mean().backward()
                 log = record(sharded)
                 sharded(X).mean().backward()

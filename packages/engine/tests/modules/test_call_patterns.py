@@ -60,9 +60,9 @@ def test_a_unit_may_run_on_two_branches_of_one_forward() -> None:
     class Branches(Net):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             x = self.stem(x)
-            left, right = self.layers[0](x), self.layers[0](-x)
-            left, right = self.layers[1](left), self.layers[2](right)
-            head: torch.Tensor = self.head(left * right)
+            first, second = self.layers[0](x), self.layers[0](-x)
+            first, second = self.layers[1](first), self.layers[2](second)
+            head: torch.Tensor = self.head(first * second)
             return head
 
     _check(Branches, lambda model: model(X))
@@ -200,8 +200,8 @@ def test_part_of_the_outputs_may_be_detached() -> None:
 
 
 class _Pair(NamedTuple):
-    left: torch.Tensor
-    right: torch.Tensor
+    first: torch.Tensor
+    second: torch.Tensor
 
 
 class _ModelOutput(OrderedDict[str, Any]):
@@ -236,8 +236,8 @@ def _structured(pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], tor
 
     class Model(Net):
         def make_layer(self, dim: int) -> nn.Module:
-            made: nn.Module = block(dim)
-            return made
+            layer: nn.Module = block(dim)
+            return layer
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             x = self.stem(x)
@@ -268,7 +268,7 @@ class _Opaque:
 PACKINGS: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]] = {
     "tuple": (lambda x: (1, x, None), lambda out: out[1]),
     "dict": (lambda x: {"hidden": {"last": [x]}, "cache": None}, lambda out: out["hidden"]["last"][0]),
-    "named tuple": (lambda x: _Pair(x * 2, x), lambda out: out.right),
+    "named tuple": (lambda x: _Pair(x * 2, x), lambda out: out.second),
     "model output": (lambda x: _ModelOutput(logits=x, states=(x + 1,)), lambda out: out.states[0]),
     "dataclass": (lambda x: _Record(1, x), lambda out: out.hidden),
     "nested dataclass": (
@@ -408,7 +408,7 @@ class _Notes:
     """What blocks are given to leave tensors in."""
 
     def __init__(self) -> None:
-        self.taken: list[torch.Tensor] = []
+        self.tensors: list[torch.Tensor] = []
 
 
 class _Noting(Residual):
@@ -420,7 +420,7 @@ class _Noting(Residual):
 
     def forward(self, x: torch.Tensor, notes: _Notes) -> torch.Tensor:  # type: ignore[override]
         x = super().forward(x)
-        notes.taken.append(self.side(x))
+        notes.tensors.append(self.side(x))
         return x
 
 
@@ -433,7 +433,7 @@ class _NotingNet(Net):
         notes = _Notes()
         for layer in self.layers:
             x = layer(x, notes)
-        head: torch.Tensor = self.head(x + torch.stack(notes.taken).sum(0))
+        head: torch.Tensor = self.head(x + torch.stack(notes.tensors).sum(0))
         return head
 
 
@@ -455,7 +455,7 @@ def test_a_tensor_that_reaches_the_loss_past_a_units_outputs_makes_no_wrong_grad
                 _, model = twins(make)
                 with pytest.raises(RuntimeError, match=message):
                     model(X).square().mean().backward()
-                kept = twins(make, shard_on(reshard_after_forward=False))
-                assert_trains_alike(*kept, mean_square(lambda model: model(X)))
+                pair = twins(make, shard_on(reshard_after_forward=False))
+                assert_trains_alike(*pair, mean_square(lambda model: model(X)))
 
     run_ranks(check, 2)

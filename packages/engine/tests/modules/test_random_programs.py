@@ -73,7 +73,7 @@ class _Tree(nn.Module):
             _Tree(choose, depth - 1) if depth and choose.random() < 0.6 else _Leaf(choose)
             for _ in range(choose.randint(1, 3))
         )
-        self.own = nn.Linear(DIM, DIM) if choose.random() < 0.6 else nn.Identity()
+        self.linear = nn.Linear(DIM, DIM) if choose.random() < 0.6 else nn.Identity()
         leaves = [child for child in self.children_ if isinstance(child, _Leaf)]
         if len(leaves) > 1 and choose.random() < 0.4:
             leaves[0].linear.weight = leaves[1].linear.weight
@@ -82,7 +82,7 @@ class _Tree(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for i in self.route:
             x = self.children_[i](x)
-        return torch.tanh(self.own(x))
+        return torch.tanh(self.linear(x))
 
 
 @cache
@@ -103,8 +103,8 @@ def _make(seed: int) -> nn.Module:
 
 def _is_tied_outside(module: nn.Module, model: nn.Module) -> bool:
     """Whether a parameter in the module is held by others too: then it can have neither a unit nor a dtype alone."""
-    inside, everywhere = (Counter(map(id, _held_by(each))) for each in (module, model))
-    return any(everywhere[each] > count for each, count in inside.items())
+    counts, everywhere = (Counter(map(id, _held_by(root))) for root in (module, model))
+    return any(everywhere[key] > count for key, count in counts.items())
 
 
 def _held_by(module: nn.Module) -> list[nn.Parameter]:

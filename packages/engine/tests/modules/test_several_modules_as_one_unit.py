@@ -79,8 +79,8 @@ class Parallel(Net):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.stem(x)
-        left, right = self.layers[0](x), self.layers[1](x)
-        head: torch.Tensor = self.head(self.layers[2](left) * right)
+        first, second = self.layers[0](x), self.layers[1](x)
+        head: torch.Tensor = self.head(self.layers[2](first) * second)
         return head
 
 
@@ -122,10 +122,10 @@ def _branches(model: Any) -> Any:
 
 
 def test_training_equals_the_unsharded_model() -> None:
-    kept = {"reshard_after_forward": False}
+    options = {"reshard_after_forward": False}
     cases = [
-        *((Normed, _last_two), (Normed, lambda model: _last_two(model, **kept))),
-        *((Chunked, _last_two), (Chunked, lambda model: _last_two(model, **kept))),
+        *((Normed, _last_two), (Normed, lambda model: _last_two(model, **options))),
+        *((Chunked, _last_two), (Chunked, lambda model: _last_two(model, **options))),
         *((Tied, _ends), (Parallel, _branches), (Recomputed, _last_two), (RecomputedByReentry, _last_two)),
         (Normed, lambda model: fully_shard([model.stem, *model.layers, model.norm, model.head])),
     ]

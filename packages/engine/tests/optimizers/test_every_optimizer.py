@@ -106,10 +106,10 @@ def test_a_step_beyond_elements_is_refused_by_the_optimizers_name_before_its_clo
 
 def test_lbfgs_steps_what_is_cut_evenly_as_unsharded_and_adafactor_what_is_not_cut() -> None:
     def check() -> None:
-        for name, held, placements in (("LBFGS", "two", ZERO3), ("Adafactor", "three", DDP)):
+        for name, submodule, placements in (("LBFGS", "two", ZERO3), ("Adafactor", "three", DDP)):
             reference, sharded = twins(Short, partial(fully_shard, options=ShardingOptions(placements=placements)))
             for model in (reference, sharded):
-                _step(model, OPTIMIZERS[name](model.get_submodule(held).parameters()))
+                _step(model, OPTIMIZERS[name](model.get_submodule(submodule).parameters()))
             assert_weights_equal(reference, sharded, rtol=1e-4, atol=1e-6)
 
     run_ranks(check, 2)

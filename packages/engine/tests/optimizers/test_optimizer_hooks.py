@@ -51,8 +51,8 @@ def test_one_hook_of_the_engine_is_called_before_a_step_and_one_after() -> None:
         (torch_optimizer._global_optimizer_pre_hooks, hooks.before_step),
         (torch_optimizer._global_optimizer_post_hooks, hooks.after_step),
     ):
-        found = [hook for hook in registered.values() if hook.__module__.startswith("lamella_engine.")]
-        assert found == [ours]
+        engine_hooks = [hook for hook in registered.values() if hook.__module__.startswith("lamella_engine.")]
+        assert engine_hooks == [ours]
 
 
 def test_a_function_that_replaces_another_is_called_in_its_place() -> None:

@@ -82,7 +82,7 @@ def _train(model: nn.Module, make: partial[Any], num_steps: int = 3) -> None:
 def _is_cut(model: nn.Module) -> tuple[bool, bool]:
     """Whether this rank owns nothing of some parameter, and a part of some."""
     rows = [(len(p.to_local()), len(p)) for p in model.parameters() if isinstance(p, DTensor)]
-    return any(not here for here, _ in rows), any(0 < here < all_ for here, all_ in rows)
+    return any(not num_local for num_local, _ in rows), any(0 < num_local < all_ for num_local, all_ in rows)
 
 
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS.keys() - REFUSED.keys() - {"Muon"}))

@@ -232,10 +232,10 @@ def test_copies_that_are_kept_between_steps_stay_outside() -> None:
         model = _sharded(pool, placements=ZERO1)
         reference = _sharded(CachingAllocator(), placements=ZERO1)
         for _ in range(4):
-            for each in (model, reference):
-                _backward(each, inputs())
-                descend(each)
-                fsdp(each).mark_updated()
+            for twin in (model, reference):
+                _backward(twin, inputs())
+                descend(twin)
+                fsdp(twin).mark_updated()
         assert pool.report().num_plans == 0
         for got, expected in zip(model.parameters(), reference.parameters(), strict=True):
             assert torch.equal(whole(got), whole(expected))

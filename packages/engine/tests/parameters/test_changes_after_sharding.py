@@ -191,12 +191,12 @@ def test_data_assigned_to_a_sharded_parameter_are_refused_once_by_name(options: 
 def test_the_way_out_of_the_error_writes_the_parameter() -> None:
     def on_each_rank() -> None:
         reference, sharded = twins()
-        ones = torch.ones_like(reference.get_parameter("head.weight"))
+        replacement = torch.ones_like(reference.get_parameter("head.weight"))
         parameter = sharded.get_parameter("head.weight")
         assert isinstance(parameter, DTensor)
         with torch.no_grad():
-            reference.get_parameter("head.weight").copy_(ones)
-            parameter.copy_(distribute_tensor(ones, parameter.device_mesh, parameter.placements))
+            reference.get_parameter("head.weight").copy_(replacement)
+            parameter.copy_(distribute_tensor(replacement, parameter.device_mesh, parameter.placements))
         assert_trains_alike(reference, sharded, LOSS)
 
     run_ranks(on_each_rank, 2)

@@ -117,15 +117,15 @@ def test_an_extended_parameter_trains_as_in_fsdp2(num_ranks: int) -> None:
 
 def test_the_two_methods_are_told_what_fsdp2_tells_them() -> None:
     def on_each_rank() -> None:
-        told = []
+        observations = []
         for api, policy in ((fsdp2.fully_shard, fsdp2.MixedPrecisionPolicy), (fully_shard, MixedPrecisionPolicy)):
             Halves.seen.clear()
             model = _shard(_model(Halves), api, mp_policy=policy(param_dtype=torch.bfloat16))
             output = model(X)
             output.sum().backward()
-            names = [(*rest, kind.__name__, dtype) for *rest, kind, dtype in Halves.seen]
-            told.append((names, output.dtype, [p.grad.dtype for p in model.parameters() if p.grad is not None]))
-        assert told[0][0] and told[0] == told[1]
+            names = [(*sizes, kind.__name__, dtype) for *sizes, kind, dtype in Halves.seen]
+            observations.append((names, output.dtype, [p.grad.dtype for p in model.parameters() if p.grad is not None]))
+        assert observations[0][0] and observations[0] == observations[1]
 
     run_ranks(on_each_rank, 2)
 
@@ -175,7 +175,7 @@ def test_extended_parameters_accumulate_and_are_reduced_over_replicas() -> None:
             model(rows_of_this_rank(2 * X)).sum().backward()
             _descend(model)
         _assert_same_models(*models)
-        assert {told[:2] for told in Halves.seen} == {(1, 2)}
+        assert {call[:2] for call in Halves.seen} == {(1, 2)}
 
     run_ranks(on_each_rank, 4)
 

@@ -224,10 +224,10 @@ def test_a_unit_is_gathered_and_reduced_as_one_payload_in_place() -> None:
     def check() -> None:
         _, sharded = twins(Net, flat(Rows(1)))
         groups = {name: unit.parameters.groups for name, unit in units(sharded)}
-        assert all(len(found) == 1 for found in groups.values())
+        assert all(len(unit_groups) == 1 for unit_groups in groups.values())
         log = record(sharded)
         LOSS(sharded).backward()
-        nbytes = {name: 4 * found[0].layout.full_numel for name, found in groups.items()}
+        nbytes = {name: 4 * unit_groups[0].layout.full_numel for name, unit_groups in groups.items()}
         gathers = [event for event in log.events if event.kind == "gather"]
         assert [event.nbytes for event in gathers] == [nbytes[event.unit] for event in gathers]
         assert sorted(log.units_of("gather")) == sorted([*groups, *(name for name in groups if name != "root")])

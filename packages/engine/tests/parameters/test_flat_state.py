@@ -114,7 +114,7 @@ def test_diagnostics_see_all_ranks() -> None:
         local = weight_of(sharded).to_local()
         if len(local):
             local.view(-1)[0] = math.nan
-        assert {found.name for found in find_nonfinite(sharded, of="weight")} == {"layers.0.up.weight"}
+        assert {report.name for report in find_nonfinite(sharded, of="weight")} == {"layers.0.up.weight"}
 
     run_ranks(check, 3)
 
@@ -122,7 +122,7 @@ def test_diagnostics_see_all_ranks() -> None:
 # -- state -----------------------------------------------------------------------------------------------------------
 
 
-def _same(a: nn.Module, b: nn.Module) -> bool:
+def _are_equal(a: nn.Module, b: nn.Module) -> bool:
     return all(torch.equal(whole(p), whole(q)) for p, q in zip(a.parameters(), b.parameters(), strict=True))
 
 
@@ -134,11 +134,11 @@ def test_state_dicts_are_loaded_copied_saved_and_assigned() -> None:
         file = io.BytesIO()
         torch.save(state, file)
         file.seek(0)
-        for given in (state, copy.deepcopy(state), torch.load(file), pickle.loads(pickle.dumps(state))):
+        for source_state in (state, copy.deepcopy(state), torch.load(file), pickle.loads(pickle.dumps(state))):
             for assign in (False, True):
                 _, target = twins(Net, flat(Rows(1)), seed=2)
-                target.load_state_dict(copy.deepcopy(given), assign=assign)
-                assert _same(target, source)
+                target.load_state_dict(copy.deepcopy(source_state), assign=assign)
+                assert _are_equal(target, source)
                 assert_trains_alike(copy.deepcopy(reference), target, LOSS, num_steps=1)
 
     run_ranks(check, 2)
@@ -152,7 +152,7 @@ def test_a_state_dict_is_loaded_into_another_layout_and_not_assigned_to_it() -> 
                 _, source = twins(Net, apply_source, seed=1)
                 _, target = twins(Net, apply_target, seed=2)
                 target.load_state_dict(source.state_dict())
-                assert _same(target, source)
+                assert _are_equal(target, source)
                 if apply_source is not apply_target:
                     with pytest.raises(TypeError, match="lie as before"):
                         target.load_state_dict(copy.deepcopy(source.state_dict()), assign=True)

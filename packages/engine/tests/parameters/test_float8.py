@@ -196,19 +196,20 @@ def test_every_operator_reads_the_direction_that_is_gathered() -> None:
         recipe = MXFP8Recipe(compute_dtype=FP32)
         for operator, is_recomputed in product(OPERATORS, (False, True)):
             module = _Product(operator)
-            of_forward, of_backward = (
-                fake_quantised(module.weight, recipe, each) for each in (Direction.FORWARD, Direction.BACKWARD)
+            forward_weight, backward_weight = (
+                fake_quantised(module.weight, recipe, direction)
+                for direction in (Direction.FORWARD, Direction.BACKWARD)
             )
-            assert not torch.equal(of_forward, of_backward)
+            assert not torch.equal(forward_weight, backward_weight)
             model = nn.Sequential(module)
             fully_shard(module, mp_policy=MixedPrecisionPolicy(recipe=recipe))
             fully_shard(model)
             x = torch.randn(8, 64, requires_grad=True)
             output = checkpoint(model, x, use_reentrant=False) if is_recomputed else model(x)
-            assert torch.equal(output, OPERATORS[operator](x, of_forward))
+            assert torch.equal(output, OPERATORS[operator](x, forward_weight))
             output.sum().backward()
             # A stack of one is another view, of forward's values; backward with recomputation has both directions.
-            used = of_forward if operator == "bmm" or is_recomputed else of_backward
+            used = forward_weight if operator == "bmm" or is_recomputed else backward_weight
             assert torch.equal(cast(torch.Tensor, x.grad), torch.ones(8, 64) @ used.t())
 
     run_ranks(check, 2)
@@ -231,17 +232,17 @@ def test_a_unit_gathered_inside_the_optimizers_step_is_measured_alone() -> None:
         model, oracle = _sharded(decoder(), recipe), as_oracle(decoder(), recipe)
         log = record(model)
         for _ in range(2):
-            for each in (model, oracle):
-                share = 0.0 if each is model and dist.get_rank() else 1.0
-                (share * loss_of(each)).backward()  # type: ignore[no-untyped-call]
+            for twin in (model, oracle):
+                share = 0.0 if twin is model and dist.get_rank() else 1.0
+                (share * loss_of(twin)).backward()  # type: ignore[no-untyped-call]
             for layer, other in zip(model.layers, oracle.layers, strict=True):
                 descend(layer)
                 descend(other)
                 log.clear()
                 state_of(layer).unit.weights.gather_early()
                 assert [event.kind for event in log.events] == ["all-reduce", "gather"]
-            for each in (model, oracle):
-                each.zero_grad()
+            for twin in (model, oracle):
+                twin.zero_grad()
             log.clear()
             with torch.no_grad():
                 assert loss_of(model).item() == loss_of(oracle).item()
@@ -307,10 +308,10 @@ def test_units_are_measured_together_in_growing_numbers_and_after_writes_without
         train(oracle, 1)
         log = record(model)
         with torch.no_grad():
-            for each in (model, oracle):
-                for parameter in each.parameters():
+            for twin in (model, oracle):
+                for parameter in twin.parameters():
                     parameter.mul_(3.0)  # no optimizer, and no gradient
-                loss_of(each)
+                loss_of(twin)
             assert loss_of(model).item() == loss_of(oracle).item()
         last_units = ["layers.1", "layers.3", "layers.6"]  # of each measurement
         assert [event.unit for event in log.events if event.kind == "all-reduce"] == 2 * last_units
@@ -341,11 +342,13 @@ def test_scales_computed_together_are_those_of_each_alone(num_past: int) -> None
     together, alone = ([Scales(recipe, shapes[i:], torch.device("cpu")) for i in (0, 1, 0)] for _ in range(2))
     for step in range(4):
         for i, pair in enumerate(zip(together, alone, strict=True)):
-            for each in pair:
-                each.amaxes.copy_(torch.rand(len(each.amaxes), generator=torch.Generator().manual_seed(3 * step + i)))
-        rescale(together, torch.cat([each.amaxes for each in together]))
-        for each in alone:
-            rescale([each], each.amaxes)
+            for scales in pair:
+                scales.amaxes.copy_(
+                    torch.rand(len(scales.amaxes), generator=torch.Generator().manual_seed(3 * step + i))
+                )
+        rescale(together, torch.cat([scales.amaxes for scales in together]))
+        for scales in alone:
+            rescale([scales], scales.amaxes)
         for i in range(3):
             assert together[i].state_of(0) == alone[i].state_of(0)
             assert max(together[i].state_of(0)[0]) < 1.0  # computed: scales begin at 1
@@ -358,9 +361,9 @@ def test_delayed_scaling_reads_weights_once_and_reduces_the_amaxes_of_all_units_
         log = record(model)
 
         def reductions() -> list[str]:
-            found = [event.unit for event in log.events if event.kind == "all-reduce"]
+            unit_names = [event.unit for event in log.events if event.kind == "all-reduce"]
             log.clear()
-            return found
+            return unit_names
 
         with patch.object(Float8Recipe, "measure", autospec=True, side_effect=Float8Recipe.measure) as measure:
             train(model, 1)
@@ -412,7 +415,7 @@ def test_delayed_scales_are_of_the_steps_before(placements: Any, says_last: bool
             optimizer.step()
             optimizer.zero_grad()
             scale, *past = scaling_state(model)[name]
-            assert past == [[each] for each in (amaxes[-2:] if step else [-1.0, *amaxes])[::-1]]
+            assert past == [[amax] for amax in (amaxes[-2:] if step else [-1.0, *amaxes])[::-1]]
             assert scale == pytest.approx([max(amaxes[-2:]) / 448])
         assert len(amaxes) == len(set(amaxes)), "each step must change the largest magnitude"
 
@@ -427,8 +430,8 @@ def test_scales_stay_during_a_backward_that_gathers_a_unit_twice(num_past: int) 
             self.a, self.b = (nn.Linear(16, 16, bias=False) for _ in range(2))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            made: torch.Tensor = self.a(self.b(self.a(x)))
-            return made
+            output: torch.Tensor = self.a(self.b(self.a(x)))
+            return output
 
     def check() -> None:
         torch.manual_seed(0)
@@ -471,7 +474,7 @@ def test_replays_of_a_captured_step_have_the_scales_of_eager_steps(name: str) ->
 
     def check() -> None:
         recipe = Float8Recipe(num_past_amaxes=2, compute_dtype=FP32)
-        found = []
+        histories = []
         for replays in (False, True):
             model = _sharded(decoder(), recipe)
             optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -502,8 +505,8 @@ def test_replays_of_a_captured_step_have_the_scales_of_eager_steps(name: str) ->
                 for scales, is_due in zip(every, flags, strict=True):
                     scales.are_due = is_due
                 note_step(optimizer)
-            found.append(seen)
-        assert found[0] == found[1]
+            histories.append(seen)
+        assert histories[0] == histories[1]
 
     run_ranks(check, 2)
 
@@ -535,8 +538,8 @@ def test_recomputed_layers_and_delayed_scaling_train() -> None:
         model = _sharded(decoder(), recipe)
         plain = _sharded(decoder(), recipe)
         for layer in plain.layers:
-            whole = layer.forward
-            layer.forward = lambda x, whole=whole: checkpoint(whole, x, use_reentrant=False)
+            forward = layer.forward
+            layer.forward = lambda x, forward=forward: checkpoint(forward, x, use_reentrant=False)
         losses = train(model, 5)
         assert losses == train(plain, 5)
         assert losses == pytest.approx(train(as_oracle(decoder(), Float8Recipe(compute_dtype=FP32)), 5), rel=0.02)
@@ -548,7 +551,7 @@ def test_delayed_scales_go_on_from_a_checkpoint_on_other_ranks(tmp_path: Path) -
     recipe = Float8Recipe(num_past_amaxes=4, compute_dtype=FP32)
     sgd = partial(torch.optim.SGD, lr=1.0)
 
-    def whole() -> list[float]:
+    def uninterrupted() -> list[float]:
         model = _sharded(decoder(), recipe)
         train(model, 3, sgd)
         weights = {name: cast(DTensor, value).full_tensor() for name, value in model.state_dict().items()}
@@ -560,7 +563,7 @@ def test_delayed_scales_go_on_from_a_checkpoint_on_other_ranks(tmp_path: Path) -
 
     def resumed() -> list[list[float]]:
         text, weights = torch.load(tmp_path / "saved")
-        found = []
+        loss_histories = []
         states: list[dict[str, list[list[float]]]] = [json.loads(text), {}]
         for state in states:
             model = decoder()
@@ -568,12 +571,12 @@ def test_delayed_scales_go_on_from_a_checkpoint_on_other_ranks(tmp_path: Path) -
             model = _sharded(model, recipe)
             missing = load_scaling_state(model, state)
             assert missing == ([] if state else list(states[0]))
-            found.append(train(model, 3, sgd))
-        return found
+            loss_histories.append(train(model, 3, sgd))
+        return loss_histories
 
-    expected = run_ranks(whole, 2)[0]
-    for kept, fresh in run_ranks(resumed, 3):
-        assert kept == expected
+    expected = run_ranks(uninterrupted, 2)[0]
+    for loaded_losses, fresh in run_ranks(resumed, 3):
+        assert loaded_losses == expected
         assert fresh != expected
 
 
@@ -596,15 +599,15 @@ def _pass(model: nn.Module) -> None:
 def test_a_state_of_ranks_with_other_parameters_is_refused_and_kept_for_each_group_of_ranks() -> None:
     def check() -> None:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("experts", "shards"))
-        own = (1.0, 100.0)[mesh["experts"].get_local_rank()]
-        model = _delayed(torch.full((16, 16), own), mesh=mesh["shards"])
+        magnitude = (1.0, 100.0)[mesh["experts"].get_local_rank()]
+        model = _delayed(torch.full((16, 16), magnitude), mesh=mesh["shards"])
         with pytest.raises(
             ValueError, match=r"'0.weight' to have the same scales .* got others on rank 2 than on rank 0"
         ):
             scaling_state(model)
         state = scaling_state(model, group=mesh["shards"].get_group())
-        assert state["0.weight"][1] == [own]
-        again = _delayed(torch.full((16, 16), own), mesh=mesh["shards"])
+        assert state["0.weight"][1] == [magnitude]
+        again = _delayed(torch.full((16, 16), magnitude), mesh=mesh["shards"])
         assert load_scaling_state(again, state) == []
         _pass(again)
         assert quantization_errors(again)["0.weight"].overflow == 0.0
@@ -616,8 +619,8 @@ def test_every_rank_gets_the_scales_of_all_pipeline_stages() -> None:
     def check() -> None:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stages", "shards"))
         stage = mesh["stages"].get_local_rank()
-        own = {"shared": nn.Linear(4, 4, bias=False), f"stage{stage}": nn.Linear(4, 4, bias=False)}
-        model = nn.Sequential(OrderedDict(own))
+        layers = {"shared": nn.Linear(4, 4, bias=False), f"stage{stage}": nn.Linear(4, 4, bias=False)}
+        model = nn.Sequential(OrderedDict(layers))
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 parameter.fill_(7.0 if name.startswith("shared") else stage + 1.0)
@@ -688,16 +691,16 @@ def test_optimizer_state_and_state_dict_are_of_fp32_main_weights() -> None:
         assert all(type(value) is DTensor and value.dtype == FP32 for value in state.values())
         assert all(value["exp_avg"].dtype == FP32 for value in optimizer.state.values())
         # Loaded into another recipe, and into none, the weights are the same.
-        whole = {name: value.full_tensor() for name, value in state.items()}
+        full_weights = {name: value.full_tensor() for name, value in state.items()}
         for other in (Float8Recipe((1, None), dtype=torch.float8_e5m2), None):
             fresh = decoder() if other is None else _sharded(decoder(), other)
             if other is None:
-                fresh.load_state_dict(whole)
+                fresh.load_state_dict(full_weights)
             else:
                 fresh.load_state_dict(state)
             for name, parameter in fresh.named_parameters():
                 got = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-                assert torch.equal(got, whole[name])
+                assert torch.equal(got, full_weights[name])
 
     run_ranks(check, 2)
 
@@ -710,11 +713,13 @@ def test_only_the_matrices_of_the_layers_are_quantised() -> None:
         )
         fully_shard(model, mp_policy=policy)
         cast(Any, model).unshard()
-        found = {name for name, parameter in model.named_parameters() if isinstance(parameter, QuantizedWeight)}
-        assert found == {f"layers.{i}.mlp.{name}.weight" for i in range(2) for name in ("gate", "up", "down")}
-        whole = decoder()
-        matrices = matrices_of(whole, Float8Recipe())
-        chosen = {name for name, parameter in whole.named_parameters() if matrices(parameter) is not None}
+        quantized_names = {
+            name for name, parameter in model.named_parameters() if isinstance(parameter, QuantizedWeight)
+        }
+        assert quantized_names == {f"layers.{i}.mlp.{name}.weight" for i in range(2) for name in ("gate", "up", "down")}
+        plain_model = decoder()
+        matrices = matrices_of(plain_model, Float8Recipe())
+        chosen = {name for name, parameter in plain_model.named_parameters() if matrices(parameter) is not None}
         assert "embedding.weight" not in chosen
         assert "head.weight" in chosen
         assert not any("norm" in name for name in chosen)
@@ -752,11 +757,11 @@ def test_the_engine_reads_no_attribute_of_a_wrapped_weight_through_python() -> N
         model = _sharded(decoder(), RECIPES["tensor"])
         train(model, 2)
         callers: list[str] = []
-        of_wrapper = QuantizedWeight.__dict__["__torch_function__"].__func__
+        torch_function = QuantizedWeight.__dict__["__torch_function__"].__func__
 
         def noted(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             callers.append(sys._getframe(1).f_globals["__name__"])
-            return of_wrapper(cls, func, types, args, kwargs)
+            return torch_function(cls, func, types, args, kwargs)
 
         with patch.object(QuantizedWeight, "__torch_function__", classmethod(noted)):
             model.set_requires_gradient_sync(False)  # type: ignore[operator]  # a microbatch whose gradients are kept
@@ -802,8 +807,8 @@ def test_frozen_matrices_train_around_and_offloaded_shards_leave_no_copy() -> No
     def check() -> None:
         recipe = RECIPES["row"]
         models = decoder(), decoder()
-        for each in models:
-            for layer in each.layers:
+        for twin in models:
+            for layer in twin.layers:
                 layer.get_parameter("qkv.weight").requires_grad_(False)
         model = _assert_trains_as_oracle(*models, recipe, offload_policy=CPUOffloadPolicy(pin_memory=False))
         for _, unit in units(model):

@@ -25,8 +25,8 @@ class _Part(nn.Module):
     def __init__(self, mesh: DeviceMesh | None, shape: Sequence[int], dim: int = 0) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(0)
-        whole = torch.randn(*shape, generator=generator) / shape[-1] ** 0.5
-        self.weight = nn.Parameter(whole if mesh is None else distribute_tensor(whole, mesh, [Shard(dim)]))
+        matrix = torch.randn(*shape, generator=generator) / shape[-1] ** 0.5
+        self.weight = nn.Parameter(matrix if mesh is None else distribute_tensor(matrix, mesh, [Shard(dim)]))
         self.recipe: AnyRecipe | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

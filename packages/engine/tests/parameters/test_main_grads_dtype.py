@@ -61,11 +61,11 @@ def _backward(model: nn.Module, *, num_microbatches: int = 1) -> None:
 
 
 def _gradients(model: nn.Module) -> dict[str, DTensor]:
-    found = {}
+    gradients = {}
     for name, parameter in model.named_parameters():
         assert isinstance(parameter.grad, DTensor), name
-        found[name] = parameter.grad
-    return found
+        gradients[name] = parameter.grad
+    return gradients
 
 
 def _assert_rounded(wide: nn.Module, narrow: nn.Module) -> None:
@@ -129,12 +129,12 @@ def test_microbatches_are_added_where_they_are_reduced(stage: AxisPlacement, num
 def test_a_step_holds_half_the_gradient_bytes() -> None:
     def check() -> None:
         wide, narrow = _pair()
-        held = []
+        gradient_nbytes = []
         for model in (wide, narrow):
             _backward(model)
             storages = {g.to_local().untyped_storage().data_ptr(): g.to_local() for g in _gradients(model).values()}
-            held.append(sum(local.untyped_storage().nbytes() for local in storages.values()))
-        assert 0 < held[1] <= held[0] / 2 + 256  # alignment
+            gradient_nbytes.append(sum(local.untyped_storage().nbytes() for local in storages.values()))
+        assert 0 < gradient_nbytes[1] <= gradient_nbytes[0] / 2 + 256  # alignment
 
     run_ranks(check, 2)
 
@@ -161,8 +161,8 @@ def test_sgd_steps_on_gradients_of_another_dtype() -> None:
             parameter.grad.copy_(parameter.grad.to(BF16))
         for model in (wide, narrow):
             torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9).step()
-        for (name, expected), found in zip(wide.named_parameters(), narrow.parameters(), strict=True):
-            torch.testing.assert_close(whole(found), whole(expected), msg=name)
+        for (name, expected), got in zip(wide.named_parameters(), narrow.parameters(), strict=True):
+            torch.testing.assert_close(whole(got), whole(expected), msg=name)
 
     run_ranks(check, 2)
 

@@ -429,8 +429,8 @@ def test_between_forward_and_backward_each_rank_keeps_its_part_and_only_neighbou
         loss = model(X).square().mean()
         group = next(unit for name, unit in units(model) if name == "layers.0").parameters.groups[0]
         assert group.parts is not None
-        kept = sum(part.nbytes for part in group.parts)
-        assert 2 * kept == sum(slot.nbytes for slot in group.unsharded_weight.slots)
+        parts_nbytes = sum(part.nbytes for part in group.parts)
+        assert 2 * parts_nbytes == sum(slot.nbytes for slot in group.unsharded_weight.slots)
         assert group.unsharded_weight.flat.untyped_storage().nbytes() == 0
         loss.backward()
         assert log.units_of("gather") == ["root", "layers.0", "layers.1"]  # those of backward went to the neighbours

@@ -168,7 +168,7 @@ def test_a_state_dict_can_be_assigned_instead_of_initialising(assign_to_meta: bo
         for parameter in sharded.parameters():
             assert isinstance(parameter, DTensor)
             assert parameter.device.type == parameter._local_tensor.device.type == "cpu"
-            assert any(parameter is held for held in optimizer.param_groups[0]["params"])
+            assert any(parameter is stepped_parameter for stepped_parameter in optimizer.param_groups[0]["params"])
         assert_trains_alike(reference, sharded, LOSS)
 
     run_ranks(check, 2)
@@ -178,11 +178,11 @@ def test_a_state_dict_that_leaves_some_parameters_on_meta_is_noticed_at_the_firs
     def check() -> None:
         sharded = shard(_on_meta())
         state = _distributed(_reference(), sharded)
-        rest = {name: state.pop(name) for name in ("head.bias", "layers.1.gain")}
+        missing_state = {name: state.pop(name) for name in ("head.bias", "layers.1.gain")}
         sharded.load_state_dict(state, strict=False, assign=True)
         with pytest.raises(RuntimeError, match=r"still on meta device: \['head\.bias'\]"):
             sharded(X)
-        sharded.load_state_dict(rest, strict=False, assign=True)
+        sharded.load_state_dict(missing_state, strict=False, assign=True)
         assert_trains_alike(_reference(), sharded, LOSS)
 
     run_ranks(check, 2)

@@ -128,8 +128,8 @@ class _Normed(nn.Sequential):
 
 
 def _keep_norms(model: _Normed) -> Callable[[nn.Parameter], torch.dtype | None]:
-    kept = {id(parameter) for parameter in model[1].parameters()}
-    return lambda parameter: parameter.dtype if id(parameter) in kept else None
+    norm_ids = {id(parameter) for parameter in model[1].parameters()}
+    return lambda parameter: parameter.dtype if id(parameter) in norm_ids else None
 
 
 def test_parameters_that_stay_in_their_dtype_travel_in_it_beside_the_others() -> None:
@@ -137,15 +137,20 @@ def test_parameters_that_stay_in_their_dtype_travel_in_it_beside_the_others() ->
         model = _Normed()
         policy = MixedPrecisionPolicy(BF16, FP32, param_dtype_override_fn=_keep_norms(model))
         planned = plan_units(model, units=nn.Linear, mp_policy=policy)
-        assert [p.compute_dtype for each in planned.units for p in each.parameters] == [BF16, BF16, FP32, FP32]
+        assert [p.compute_dtype for planned_unit in planned.units for p in planned_unit.parameters] == [
+            BF16,
+            BF16,
+            FP32,
+            FP32,
+        ]
         fully_shard(model, mp_policy=policy)
         ((_, unit),) = units(model)
-        found = {
+        dtypes = {
             parameter.name: parameter.unsharded.dtype
             for group in unit.parameters.groups
             for parameter in group.parameters
         }
-        assert found == {"0.weight": BF16, "0.bias": BF16, "1.weight": FP32, "1.bias": FP32}
+        assert dtypes == {"0.weight": BF16, "0.bias": BF16, "1.weight": FP32, "1.bias": FP32}
         log = record(model)
         model(inputs().repeat(1, 2)[:, :4]).sum().backward()
         assert [event.dtypes for event in log.events if event.kind != "compute"] == 2 * [{BF16, FP32}]
@@ -186,9 +191,9 @@ class _Spy(nn.Module):
         self.linear = nn.Linear(3, 3)
         self.seen: list[torch.dtype] = []
 
-    def forward(self, x: torch.Tensor, *, others: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, int]:
-        self.seen = [x.dtype, self.linear.weight.dtype, *(other.dtype for other in others.values())]
-        return self.linear(x.to(self.linear.weight.dtype)), others["index"], 3
+    def forward(self, x: torch.Tensor, *, extras: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, int]:
+        self.seen = [x.dtype, self.linear.weight.dtype, *(other.dtype for other in extras.values())]
+        return self.linear(x.to(self.linear.weight.dtype)), extras["index"], 3
 
 
 @pytest.mark.parametrize("cast_inputs", [True, False])
@@ -201,12 +206,12 @@ def test_floating_point_inputs_and_outputs_are_cast_as_asked_and_nothing_else(
     def check() -> None:
         model = fully_shard(_Spy(), mp_policy=policy)
         x = torch.ones(2, 3, requires_grad=True)
-        others = {"index": torch.arange(2), "mask": torch.ones(2, dtype=torch.bool), "scale": torch.ones(1).double()}
-        out, index, number = model(x, others=others)
+        extras = {"index": torch.arange(2), "mask": torch.ones(2, dtype=torch.bool), "scale": torch.ones(1).double()}
+        out, index, number = model(x, extras=extras)
         cast = [BF16 if cast_inputs else FP32, BF16, torch.int64, torch.bool, BF16 if cast_inputs else torch.float64]
         assert model.seen == cast
         assert out.dtype == (output_dtype or BF16)
-        assert index is others["index"] and number == 3
+        assert index is extras["index"] and number == 3
         out.sum().backward()
         assert x.grad is not None and x.grad.dtype == FP32
         assert_at_rest(model)
@@ -231,11 +236,11 @@ def test_tensors_in_dataclasses_are_cast_too() -> None:
 
     def check() -> None:
         model = fully_shard(Reader(), mp_policy=MixedPrecisionPolicy(param_dtype=BF16, output_dtype=FP32))
-        given = Record(torch.ones(2, 3), {"a": torch.ones(2), "b": torch.ones(2, dtype=torch.int64)})
-        out = model(given)
+        batch = Record(torch.ones(2, 3), {"a": torch.ones(2), "b": torch.ones(2, dtype=torch.int64)})
+        out = model(batch)
         assert isinstance(out, Record)
         assert [out.x.dtype, out.tables["a"].dtype, out.tables["b"].dtype] == [FP32, FP32, torch.int64]
-        assert given.x.dtype == FP32, "what the caller holds is left alone"
+        assert batch.x.dtype == FP32, "what the caller holds is left alone"
 
     run_ranks(check, 1)
 
@@ -297,9 +302,9 @@ def test_unreduced_gradients_are_summed_in_the_reduce_dtype() -> None:
         assert reduced is not None
         assert torch.equal(whole(reduced), torch.full((2, 2), expected))
 
-    both: dict[str, Any] = {"param_dtype": BF16}
-    run_ranks(check, 2, MixedPrecisionPolicy(**both, reduce_dtype=FP32), 1 + 8 * 2**-9)
-    run_ranks(check, 2, MixedPrecisionPolicy(**both, reduce_dtype=BF16), 1.0)
+    options: dict[str, Any] = {"param_dtype": BF16}
+    run_ranks(check, 2, MixedPrecisionPolicy(**options, reduce_dtype=FP32), 1 + 8 * 2**-9)
+    run_ranks(check, 2, MixedPrecisionPolicy(**options, reduce_dtype=BF16), 1.0)
 
 
 def test_torchs_own_mixed_precision_works_around_units() -> None:

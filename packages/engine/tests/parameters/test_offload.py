@@ -301,10 +301,10 @@ def test_shards_are_copied_once_for_each_gather(way: str, monkeypatch: pytest.Mo
 def test_a_shard_on_the_cpu_stays_there_whatever_the_mesh() -> None:
     mesh = DeviceMesh("cuda", torch.arange(1), _init_backend=False, _rank=0)
     shard = torch.ones(2, 3)
-    made = dtensor_for(shard, torch.empty(2, 3), Sharding(DataAxes(mesh, 0), 0, mesh, (Shard(0),)))
-    assert made.device_mesh.device_type == "cuda"
-    assert made.device.type == made.to_local().device.type == "cpu"
-    assert made._local_tensor is shard
+    dtensor = dtensor_for(shard, torch.empty(2, 3), Sharding(DataAxes(mesh, 0), 0, mesh, (Shard(0),)))
+    assert dtensor.device_mesh.device_type == "cuda"
+    assert dtensor.device.type == dtensor.to_local().device.type == "cpu"
+    assert dtensor._local_tensor is shard
 
 
 def test_memory_is_pinned_for_a_device_and_not_on_a_cpu_mesh() -> None:

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from block_recipe import BLOCK, RECIPE, Block, Blocks, BlockWeight, of_matrices, twins_in_8_bits
+from block_recipe import BLOCK, RECIPE, Block, Blocks, BlockWeight, matrix_recipe, twins_in_8_bits
 from engine_models import Log, assert_weights_equal, fsdp, mesh_of, record, units
 from torch import nn
 from torch.distributed.tensor import Shard
@@ -31,7 +31,7 @@ from lamella_precision import Direction
 from lamella_precision.testing import check_recipe
 from lamella_testing import run_ranks
 
-POLICY = MixedPrecisionPolicy(recipe=of_matrices)
+POLICY = MixedPrecisionPolicy(recipe=matrix_recipe)
 
 
 def _sharded(model: Blocks, **options: Any) -> Blocks:

@@ -39,7 +39,7 @@ X = inputs()
 LOSS = mean_square(lambda model: model(X))
 
 
-def _rest(model: nn.Module) -> None:
+def _at_rest(model: nn.Module) -> None:
     """Nothing: the model is at rest."""
 
 
@@ -53,7 +53,7 @@ def _unsharded(model: nn.Module) -> None:
 
 
 # Moments at which somebody may ask for a state dict, or load one.
-MOMENTS = [_rest, _after_forward, _unsharded]
+MOMENTS = [_at_rest, _after_forward, _unsharded]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3, 4])

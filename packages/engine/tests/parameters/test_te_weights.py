@@ -51,8 +51,8 @@ class Block(nn.Module):
         return x + self._run(x, is_first_microbatch)
 
     def _run(self, x: torch.Tensor, is_first_microbatch: bool | None) -> torch.Tensor:
-        made = self.up(self.norm(x), is_first_microbatch=is_first_microbatch)
-        return cast(torch.Tensor, self.down(made.relu(), is_first_microbatch=is_first_microbatch))
+        hidden = self.up(self.norm(x), is_first_microbatch=is_first_microbatch)
+        return cast(torch.Tensor, self.down(hidden.relu(), is_first_microbatch=is_first_microbatch))
 
 
 class Model(nn.Module):
@@ -134,8 +134,8 @@ def _train_whole(model: Model) -> tuple[list[float], dict[str, torch.Tensor]]:
         optimizer.step()
         with torch.no_grad():
             for name, values in main.items():
-                path, _, own = name.rpartition(".")
-                setattr(model.get_submodule(path), own, nn.Parameter(quantizers[name](values.detach())))
+                path, _, attribute = name.rpartition(".")
+                setattr(model.get_submodule(path), attribute, nn.Parameter(quantizers[name](values.detach())))
     return losses, {name: values.detach() for name, values in main.items()}
 
 
@@ -145,8 +145,8 @@ def _assert_trains_as_whole(
     expected_losses, expected = _train_whole(_model(name, recomputes=recomputes, up=up))
     model = _sharded(_model(name, recomputes=recomputes, up=up), **options)
     assert _train(model) == expected_losses
-    for own, parameter in model.named_parameters():
-        assert torch.equal(cast(Any, parameter).full_tensor(), expected[own]), own
+    for parameter_name, parameter in model.named_parameters():
+        assert torch.equal(cast(Any, parameter).full_tensor(), expected[parameter_name]), parameter_name
     return model
 
 
@@ -235,10 +235,10 @@ def test_two_axes_quantise_whole_weights(placements: Any) -> None:
 def test_copies_for_backward_are_made_in_backward_and_go_when_the_unit_is_resharded() -> None:
     def check() -> None:
         model = _sharded(_model("current"))
-        found: list[int] = []
+        copy_counts: list[int] = []
 
         def in_backward(module: nn.Module, args: object, output: torch.Tensor) -> None:
-            output.register_hook(lambda _: found.append(_copies(model)))  # type: ignore[no-untyped-call]
+            output.register_hook(lambda _: copy_counts.append(_copies(model)))  # type: ignore[no-untyped-call]
 
         for module in model.modules():
             if isinstance(module, te.Linear):
@@ -246,7 +246,7 @@ def test_copies_for_backward_are_made_in_backward_and_go_when_the_unit_is_reshar
         loss = next(_losses(model, 0))
         assert _copies(model) == 0
         loss.backward()  # type: ignore[no-untyped-call]
-        assert found == [0, 1, 0, 1]  # before each layer's backward: no copy of the other block is left
+        assert copy_counts == [0, 1, 0, 1]  # before each layer's backward: no copy of the other block is left
         assert _copies(model) == 0
 
     run_ranks(check, 2)
@@ -292,7 +292,7 @@ def test_copies_for_backward_count_in_budgets_and_plans(name: str) -> None:
         for weight in cast(Any, weights):
             weight.update_usage(columnwise_usage=True)
         pairs = zip(weights, before, strict=True)
-        copies = sum(each.nbytes for weight, known in pairs for each in _tensors(weight) if id(each) not in known)
+        copies = sum(tensor.nbytes for weight, ids in pairs for tensor in _tensors(weight) if id(tensor) not in ids)
         assert copies >= 2 * 20 * 37
         buffers = sum(buffer.flat.nbytes for buffer in group.buffers)
         assert group.unsharded_nbytes == buffers + copies
@@ -314,7 +314,7 @@ def test_copies_for_backward_count_in_budgets_and_plans(name: str) -> None:
 
 
 def _tensors(weight: Any) -> list[torch.Tensor]:
-    return [each for each in weight.get_metadata().values() if isinstance(each, torch.Tensor)]
+    return [tensor for tensor in weight.get_metadata().values() if isinstance(tensor, torch.Tensor)]
 
 
 def test_a_byte_an_element_travels_and_one_reduction_a_pass() -> None:
@@ -341,7 +341,7 @@ def test_a_quantised_weight_without_a_recipe_is_refused_with_its_name_and_the_wa
             model = _model(name)
             with pytest.raises(TypeError, match=WAY_OUT):
                 fully_shard(model.blocks[0])
-            assert not [each for each in model.modules() if hasattr(each, "unshard")]
+            assert not [module for module in model.modules() if hasattr(module, "unshard")]
 
     run_ranks(check, 1)
 

@@ -88,10 +88,10 @@ def test_a_parameter_tied_across_units_is_refused_with_both_names() -> None:
 def test_a_module_shared_by_two_units_is_refused_and_the_message_says_what_to_do() -> None:
     def check() -> None:
         shared = nn.Linear(3, 3)
-        left, right = nn.Sequential(shared), nn.Sequential(nn.Tanh(), shared)
-        fully_shard(left)
+        first, second = nn.Sequential(shared), nn.Sequential(nn.Tanh(), shared)
+        fully_shard(first)
         with pytest.raises(ValueError, match=r"'1\.weight'.*the unit around them"):
-            fully_shard(right)
+            fully_shard(second)
 
     run_ranks(check, 2)
 

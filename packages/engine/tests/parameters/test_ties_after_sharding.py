@@ -71,8 +71,8 @@ OPTIONS: list[Any] = [
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_parameters_of_one_unit_that_are_tied_after_sharding_train_as_one(options: dict[str, Any]) -> None:
     def on_each_rank() -> None:
-        given = options | ({"mesh": mesh_of(options["mesh"])} if "mesh" in options else {})
-        reference, sharded = _tied_twins(**given)
+        mesh_options = options | ({"mesh": mesh_of(options["mesh"])} if "mesh" in options else {})
+        reference, sharded = _tied_twins(**mesh_options)
         before = _num_parameters(sharded)
         assert_trains_alike(reference, sharded, LOSS)
         assert sharded.head.weight is sharded.stem.weight
@@ -159,11 +159,11 @@ def test_a_tie_across_units_is_refused_with_both_names() -> None:
         model = _Untied()
         fully_shard(model.head)
         shard(model)
-        own = model.head.weight
+        head_weight = model.head.weight
         model.tie_weights()
         with pytest.raises(RuntimeError, match=r"'head\.weight' to stay.*'stem\.weight'.*Tie parameters before"):
             model(TOKENS)
-        model.head.weight = own
+        model.head.weight = head_weight
         LOSS(model).backward()
 
     run_ranks(on_each_rank, 2)

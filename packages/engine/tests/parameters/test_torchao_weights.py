@@ -47,12 +47,12 @@ def _loss(model: nn.Module, step: int, width: int = WIDTH) -> torch.Tensor:
 
 def _train(model: nn.Module) -> tuple[list[float], list[tuple[torch.Tensor, torch.Tensor]]]:
     """The losses of five steps, and the gathered data and scales of the last."""
-    found: list[tuple[torch.Tensor, torch.Tensor]] = []
+    payloads: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def note(module: Any, _: object) -> None:
         weight = module.weight
         assert weight.dtype == torch.float32
-        found.append((weight._data.view(torch.uint8).clone(), weight._scale.clone()))
+        payloads.append((weight._data.view(torch.uint8).clone(), weight._scale.clone()))
 
     for module in model.modules():
         if isinstance(module, torchao.Float8Linear):
@@ -60,13 +60,13 @@ def _train(model: nn.Module) -> tuple[list[float], list[tuple[torch.Tensor, torc
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     losses = []
     for step in range(5):
-        found.clear()
+        payloads.clear()
         loss = _loss(model, step)
         loss.backward()  # type: ignore[no-untyped-call]
         losses.append(loss.item())
         optimizer.step()
         optimizer.zero_grad()
-    return losses, found
+    return losses, payloads
 
 
 @pytest.mark.parametrize("options", [{}, {"options": ShardingOptions(placements=ZERO1)}], ids=["zero3", "zero1"])
@@ -74,10 +74,10 @@ def _train(model: nn.Module) -> tuple[list[float], list[tuple[torch.Tensor, torc
 def test_layers_train_to_the_bit_as_by_their_own_methods(num_ranks: int, options: dict[str, Any]) -> None:
     def check() -> None:
         expected_losses, expected = _train(_sharded(replaces=False))
-        losses, found = _train(_sharded(replaces=True, **options))
+        losses, payloads = _train(_sharded(replaces=True, **options))
         assert losses == expected_losses and len(set(losses)) == 5
-        assert len(found) == len(expected) == 8
-        for (data, scale), (expected_data, expected_scale) in zip(found, expected, strict=True):
+        assert len(payloads) == len(expected) == 8
+        for (data, scale), (expected_data, expected_scale) in zip(payloads, expected, strict=True):
             assert torch.equal(data, expected_data) and torch.equal(scale, expected_scale)
 
     run_ranks(check, num_ranks)
@@ -86,16 +86,16 @@ def test_layers_train_to_the_bit_as_by_their_own_methods(num_ranks: int, options
 def test_rows_that_ranks_share_unevenly_are_gathered_whole() -> None:
     def check() -> None:
         model = _sharded(replaces=True, width=7)
-        whole = [
+        weights = [
             torchao.WeightWithDynamicFloat8CastTensor(cast(DTensor, p).full_tensor(), (), torch.float8_e4m3fn)
             for p in model[0].parameters()
         ]
         cast(FSDPModule, model[0]).unshard()
-        for gathered, own in zip(model[0].parameters(), whole, strict=True):
-            (data,), (scale,) = own.fsdp_pre_all_gather(None)
-            found: Any = gathered
-            assert torch.equal(found._data.view(torch.uint8), data.view(torch.uint8))
-            assert torch.equal(found._scale, scale)
+        for gathered, weight in zip(model[0].parameters(), weights, strict=True):
+            (data,), (scale,) = weight.fsdp_pre_all_gather(None)
+            gathered_weight: Any = gathered
+            assert torch.equal(gathered_weight._data.view(torch.uint8), data.view(torch.uint8))
+            assert torch.equal(gathered_weight._scale, scale)
 
     run_ranks(check, 3)
 

@@ -157,7 +157,9 @@ def test_with_main_weights_on_both_axes_the_outer_one_is_used_once_a_step_each_w
         assert isinstance(weight, DTensor)
         assert weight.to_local().shape == (2, 3)
         assert cut[-1].main_weight.flat.numel() < cut[-1].layout.shard_numel
-        assert all(each.dtype == torch.bfloat16 for group in cut for each in group.model_weights.values())
+        assert all(
+            model_weight.dtype == torch.bfloat16 for group in cut for model_weight in group.model_weights.values()
+        )
 
     run_ranks(on_each_rank, 4)
 

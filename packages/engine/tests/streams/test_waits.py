@@ -31,7 +31,7 @@ def test_a_missing_wait_is_a_race() -> None:
             torch.zeros(4)
             races.streams.compute.wait_stream(side)
             total.add_(written)
-        return races.found
+        return races.violations
 
     assert run_ranks(races_of_three_accesses, 1) == [
         [

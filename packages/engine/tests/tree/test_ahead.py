@@ -53,20 +53,20 @@ class _Pass:
     """Units that run one after another, driven as a context and its states do it."""
 
     def __init__(self, units: Sequence[_Unit], expected: Sequence[int], budget: int | None) -> None:
-        ahead: Any = GatheredAhead()
-        self._units, self._order, self._ahead = units, ReplayedOrder(expected), ahead
-        self._ahead.budget = budget
+        lookahead: Any = GatheredAhead()
+        self._units, self._order, self._lookahead = units, ReplayedOrder(expected), lookahead
+        self._lookahead.budget = budget
 
     def run(self, index: int) -> list[int]:
         """What is gathered ahead when a unit begins."""
         unit = self._units[index]
         upcoming, passed = self._order.visit(index)
-        self._ahead.free(set(passed).difference(upcoming))
-        chosen = self._ahead.choose(unit, [self._units[i] for i in upcoming])
+        self._lookahead.free(set(passed).difference(upcoming))
+        chosen = self._lookahead.choose(unit, [self._units[i] for i in upcoming])
         unit.begin()
-        for each in chosen:
-            each.unshard()
-        return [each.index for each in chosen]
+        for chosen_unit in chosen:
+            chosen_unit.unshard()
+        return [chosen_unit.index for chosen_unit in chosen]
 
     @property
     def waiting(self) -> list[_Unit]:

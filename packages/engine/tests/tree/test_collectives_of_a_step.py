@@ -36,9 +36,9 @@ def _step(model: nn.Module, x: torch.Tensor = X) -> None:
 
 def _wire_nbytes(model: nn.Module, *names: str) -> int:
     """The bytes of the whole side of a collective: every tensor's slot, padded to equal shards."""
-    wanted = [unit for name, unit in units(model) if name in names]
-    assert len(wanted) == len(names)
-    groups = [group for unit in wanted for group in unit.parameters.groups]
+    named_units = [unit for name, unit in units(model) if name in names]
+    assert len(named_units) == len(names)
+    groups = [group for unit in named_units for group in unit.parameters.groups]
     layouts = [group.layout for group in groups if isinstance(group.layout, EvenLayout)]
     assert len(layouts) == len(groups)
     return sum(4 * layout.full_slot(i).numel for layout in layouts for i in range(layout.num_tensors))

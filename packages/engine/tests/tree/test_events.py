@@ -43,9 +43,9 @@ class Heard(Listener):
         self.moments.append(self._prefix + moment)
 
     def take(self) -> list[str]:
-        taken = firsts(self.moments)
+        moments = firsts(self.moments)
         self.moments.clear()
-        return taken
+        return moments
 
 
 def firsts(moments: list[str]) -> list[str]:

@@ -63,7 +63,7 @@ def _backward_of_all_ranks(model: nn.Module, seed: int = 0) -> None:
     loss.backward()
 
 
-def _left(model: nn.Module) -> bool:
+def _has_pending_reductions(model: nn.Module) -> bool:
     return state_of(model).tree.streams.is_left
 
 
@@ -72,7 +72,7 @@ def _finalized_late(sharded: nn.Module) -> GradientReductionHandle:
     model.set_manual_backward_finalization(True)
     _backward(sharded)
     handle = model.finalize_backward(async_op=True)
-    assert _left(sharded), "nobody has waited for the reductions"
+    assert _has_pending_reductions(sharded), "nobody has waited for the reductions"
     return handle
 
 
@@ -93,8 +93,8 @@ def test_every_stage_trains_as_unsharded_over_several_microbatches(stage: str, k
             parameter_norms(sharded)  # waits by itself
             assert_gradients_equal(reference, sharded, rtol=1e-4, atol=1e-6)
             assert_at_rest(sharded)
-            for each in (reference, sharded):
-                descend(each)
+            for twin in (reference, sharded):
+                descend(twin)
             model.mark_updated()
 
     run_ranks(on_each_rank, torch.Size(shape).numel())
@@ -132,12 +132,12 @@ def test_an_optimizer_does_not_step_before_the_end() -> None:
     def on_each_rank() -> None:
         _, sharded, model = _by_hand()
         other = nn.Linear(2, 2)
-        optimizer, others = sgd(list(sharded.parameters())), sgd(list(other.parameters()))
+        optimizer, other_optimizer = sgd(list(sharded.parameters())), sgd(list(other.parameters()))
         before = [parameter.to_local().clone() for parameter in sharded.parameters()]  # type: ignore[attr-defined]
         _backward(sharded)
         with pytest.raises(RuntimeError, match=r"Expected finalize_backward\(\) before the optimizer's step"):
             optimizer.step()
-        others.step()
+        other_optimizer.step()
         for parameter, was in zip(sharded.parameters(), before, strict=True):
             assert torch.equal(parameter.to_local(), was)  # type: ignore[attr-defined]
         model.finalize_backward()
@@ -174,7 +174,7 @@ def test_who_comes_before_a_handle_is_waited_for_waits_itself(who: str) -> None:
         _, sharded = twins()
         handle = _finalized_late(sharded)
         WAIT_BY_THEMSELVES[who](sharded)
-        assert not _left(sharded)
+        assert not _has_pending_reductions(sharded)
         handle.wait()  # nothing is left
 
     run_ranks(on_each_rank, 2)
@@ -186,7 +186,7 @@ def test_a_handle_is_torchs_where_torch_has_one_and_waits_once() -> None:
         handle = _finalized_late(sharded)
         assert isinstance(handle, getattr(fsdp2, "GradientReductionHandle", GradientReductionHandle))
         handle.wait()
-        assert not _left(sharded)
+        assert not _has_pending_reductions(sharded)
         handle.wait()
 
     run_ranks(on_each_rank, 1)

@@ -31,7 +31,7 @@ LOSS = mean_square(lambda model: model(X))
 BLOCKS = [f"layers.{i}" for i in range(5)]
 
 
-def _kept(model: Any) -> list[str]:
+def _unsharded_blocks(model: Any) -> list[str]:
     return [name for name, unit in units(model) if unit.weights.is_unsharded and name != "root"]
 
 
@@ -46,7 +46,7 @@ def test_the_last_units_that_fit_stay_and_are_gathered_once(num_blocks: float, n
     def check() -> None:
         model, log = _learned(shard(Net(num_layers=5)), num_blocks)
         loss = LOSS(model)
-        assert _kept(model) == BLOCKS[5 - num_kept :]
+        assert _unsharded_blocks(model) == BLOCKS[5 - num_kept :]
         assert sorted(log.units_of("gather")) == sorted(["root", *BLOCKS])
         log.clear()
         loss.backward()
@@ -72,7 +72,7 @@ def test_nothing_stays_of_the_first_forward_nor_of_one_without_gradients() -> No
         model = shard(Net())
         fsdp(model).set_options(keep_budget=10**9)
         LOSS(model)
-        assert _kept(model) == []
+        assert _unsharded_blocks(model) == []
         fsdp(model).reset_iter_state()
         LOSS(model).backward()
         with torch.no_grad():
@@ -92,7 +92,7 @@ def test_a_unit_that_is_too_large_is_left_out_for_smaller_ones() -> None:
         reference, model = twins(Net, apply)
         _learned(model, 1)
         LOSS(model)
-        assert _kept(model) == ["layers.0"]
+        assert _unsharded_blocks(model) == ["layers.0"]
         fsdp(model).reset_iter_state()
         assert_trains_alike(reference, model, LOSS)
 
@@ -103,11 +103,11 @@ def test_several_forwards_before_their_backward_share_the_budget() -> None:
     def check() -> None:
         model, _ = _learned(shard(Routed()), 1)
         losses = []
-        for route, kept in (((0, 1, 2), "layers.2"), ((0, 1), "layers.2"), ((0, 1), "layers.2"), ((2, 1), "layers.1")):
+        for route, block in (((0, 1, 2), "layers.2"), ((0, 1), "layers.2"), ((0, 1), "layers.2"), ((2, 1), "layers.1")):
             model.route = route
             losses.append(LOSS(model))
             # The third would keep the second block, for which there is no room until the last runs again and goes.
-            assert _kept(model) == [kept]
+            assert _unsharded_blocks(model) == [block]
         torch.stack(losses).sum().backward()  # type: ignore[no-untyped-call]
         assert_at_rest(model)
 
@@ -146,7 +146,7 @@ def test_whole_copies_that_stay_anyway_take_no_room() -> None:
         reference, model = twins(Net, apply)
         _learned(model, 1)
         LOSS(model)
-        assert _kept(model) == ["layers.1"]
+        assert _unsharded_blocks(model) == ["layers.1"]
         fsdp(model).reset_iter_state()
         assert_trains_alike(reference, model, LOSS)
 

@@ -90,14 +90,14 @@ def test_interleaved_microbatches_train_as_unsharded(stage: str, dtype: torch.dt
     def on_each_rank() -> None:
         reference, model = twins(lambda: Stack().to(dtype), lambda model: _shard(model, stage))
         # In bf16 all ranks have the same rows: a mean of equal numbers rounds nothing.
-        of_this_rank = rows_of_this_rank if dtype == torch.float32 else lambda batch: batch
-        optimizers = [sgd(list(each.parameters())) for each in (reference, model)]
+        rank_rows = rows_of_this_rank if dtype == torch.float32 else lambda batch: batch
+        optimizers = [sgd(list(twin.parameters())) for twin in (reference, model)]
         batches = [batch.to(dtype) for batch in BATCHES]
         tolerance = {"rtol": 1e-4, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 0.02, "atol": 0.01}
         for _ in range(3):
             _step_unsharded(reference, batches)
             assert isinstance(model, Stack)
-            _step_by_hand(model, [of_this_rank(batch) for batch in batches], dw_at_once=dw_at_once)
+            _step_by_hand(model, [rank_rows(batch) for batch in batches], dw_at_once=dw_at_once)
             assert_gradients_equal(reference, model, **tolerance)
             assert_at_rest(model)
             for optimizer in optimizers:
@@ -175,7 +175,7 @@ def test_steps_by_hand_and_by_hooks_may_alternate() -> None:
     def on_each_rank() -> None:
         reference, model = twins(Stack, lambda model: _shard(model, "ZERO2"))
         assert isinstance(model, Stack)
-        optimizers = [sgd(list(each.parameters())) for each in (reference, model)]
+        optimizers = [sgd(list(twin.parameters())) for twin in (reference, model)]
         for step in range(4):
             _step_unsharded(reference, BATCHES)
             batches = [rows_of_this_rank(batch) for batch in BATCHES]
@@ -259,8 +259,8 @@ def test_a_recomputed_piece_runs_once_more_and_no_more_often_in_the_second_step(
         block.experts = lambda x: checkpoint(counted, x, use_reentrant=False)  # type: ignore[method-assign]
         for _ in range(2):
             calls = 0
-            for each in (reference, model):
-                each.zero_grad()
+            for twin in (reference, model):
+                twin.zero_grad()
             _step_unsharded(reference, BATCHES)
             _step_by_hand(model, [rows_of_this_rank(batch) for batch in BATCHES])
             assert calls == 2 * len(BATCHES)

@@ -79,8 +79,8 @@ def _num_calls(step: Callable[[], None]) -> int:
     return num
 
 
-def _of_a_step(count: Count, model: nn.Module, dtype: torch.dtype) -> int:
-    """Of the third step: in the first two units learn their order."""
+def _num_in_third_step(count: Count, model: nn.Module, dtype: torch.dtype) -> int:
+    """Count in the third step: in the first two, units learn their order."""
 
     def step() -> None:
         model(torch.ones(1, WIDTH, dtype=dtype)).float().sum().backward()
@@ -92,7 +92,7 @@ def _of_a_step(count: Count, model: nn.Module, dtype: torch.dtype) -> int:
 
 
 def _num_plain(count: Count, num_units: int) -> int:
-    return _of_a_step(count, _model(num_units).bfloat16(), torch.bfloat16)
+    return _num_in_third_step(count, _model(num_units).bfloat16(), torch.bfloat16)
 
 
 def _num_sharded(count: Count, num_units: int) -> int:
@@ -103,7 +103,7 @@ def _num_sharded(count: Count, num_units: int) -> int:
     for _, unit in units(model):
         for group in unit.parameters.groups:
             group.transport = _Still()
-    return _of_a_step(count, model, torch.float32)
+    return _num_in_third_step(count, model, torch.float32)
 
 
 def _num_a_unit(count: Count) -> float:

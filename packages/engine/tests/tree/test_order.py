@@ -51,12 +51,12 @@ def test_an_answer_is_always_something_that_followed_the_visited_unit_before(
 
 @given(orders, orders)
 def test_what_was_expected_is_upcoming_or_passed_until_it_comes(expected: list[int], visits: list[int]) -> None:
-    order, left = ReplayedOrder(expected), expected
+    order, remaining_units = ReplayedOrder(expected), expected
     for unit in visits:
         upcoming, passed = order.visit(unit)
-        if unit in left:
-            assert [*passed, unit, *upcoming] == left
-            left = list(upcoming)
+        if unit in remaining_units:
+            assert [*passed, unit, *upcoming] == remaining_units
+            remaining_units = list(upcoming)
         else:
             assert not upcoming and not passed, "off the order nothing is known, and nothing is over"
 

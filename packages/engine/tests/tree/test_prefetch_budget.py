@@ -66,8 +66,8 @@ def test_as_many_units_are_ahead_as_fit_in_forward_and_in_backward() -> None:
 def test_a_budget_of_less_than_two_units_is_as_none(num_blocks: float) -> None:
     def check() -> None:
         orders = []
-        for given in (None, num_blocks):
-            model, log = _learned(shard(Net()), given)
+        for budget in (None, num_blocks):
+            model, log = _learned(shard(Net()), budget)
             LOSS(model).backward()
             orders.append(log.order)
         assert orders[0] == orders[1]

@@ -141,10 +141,10 @@ def _several_forwards_first(choose: Random, pair: Pair) -> None:
     losses: list[list[Any]] = [[], []]
     for i in range(3):
         _reroute(choose, pair)
-        for model, kept in zip(pair, losses, strict=True):
-            kept.append(_loss(model, i))
-    for kept in losses:
-        sum(kept).backward()
+        for model, model_losses in zip(pair, losses, strict=True):
+            model_losses.append(_loss(model, i))
+    for model_losses in losses:
+        sum(model_losses).backward()
 
 
 def _microbatches(choose: Random, pair: Pair) -> None:

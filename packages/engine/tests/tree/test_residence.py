@@ -49,7 +49,7 @@ def _backward(model: Stack, batch: torch.Tensor) -> None:
     backward_dw(model)
 
 
-def _whole(residence: UnitResidence, model: Stack, microbatch: int, batch: torch.Tensor) -> None:
+def _run_microbatch(residence: UnitResidence, model: Stack, microbatch: int, batch: torch.Tensor) -> None:
     """A microbatch with every layer present at once, in one graph, as no schedule has it and any verbs allow."""
     everything = (None, *range(len(model.layers)))
     for phase in ("forward", "backward"):
@@ -71,14 +71,14 @@ def test_backwards_reduce_as_the_stage_says_and_the_last_ends_the_step(
         reference, model = twins(Stack, lambda model: _shard(model, placements))
         assert isinstance(model, Stack)
         for _ in range(2):
-            for each in (reference, model):
-                each.zero_grad()
+            for twin in (reference, model):
+                twin.zero_grad()
             log = record(model)
             residence = _residence(model)
             for microbatch, batch in enumerate(BATCHES):
                 reference(batch).backward()
                 backward_dw(reference)
-                _whole(residence, model, microbatch, rows_of_this_rank(batch))
+                _run_microbatch(residence, model, microbatch, rows_of_this_rank(batch))
             assert_gradients_equal(reference, model, rtol=1e-4, atol=1e-6)
             assert_at_rest(model)
             assert {log.units_of("reduce").count(name) for name, _ in units(model)} == {num_reductions}
@@ -97,7 +97,7 @@ def test_a_caller_may_say_which_backward_is_the_last(placements: AxisPlacement, 
             fsdp(model).set_is_last_backward(number == 6 + len(BATCHES))
             reference(batch).backward()
             backward_dw(reference)
-            _whole(residence, model, number, rows_of_this_rank(batch))
+            _run_microbatch(residence, model, number, rows_of_this_rank(batch))
         fsdp(model).wait_for_gradients()
         assert_gradients_equal(reference, model, rtol=1e-4, atol=1e-6)
         assert_at_rest(model)
@@ -110,16 +110,16 @@ def test_a_layer_may_be_several_units() -> None:
     def on_each_rank() -> None:
         reference, model = twins(Stack, _shard)
         assert isinstance(model, Stack) and isinstance(reference, Stack)
-        first, *others = model.layers
+        first, *later_layers = model.layers
         log = record(model)
-        residence = UnitResidence(model, [first, others])
+        residence = UnitResidence(model, [first, later_layers])
         residence.begin_step(1)
         events = [_Event(0, layer, "backward") for layer in (None, 0, 1)]
         for event in events:
             residence.acquire(event)
             residence.used(event)
-        for each, batch in ((reference, BATCHES[0]), (model, rows_of_this_rank(BATCHES[0]))):
-            _backward(each, batch)
+        for twin, batch in ((reference, BATCHES[0]), (model, rows_of_this_rank(BATCHES[0]))):
+            _backward(twin, batch)
         for event in reversed(events):
             residence.finished(event)
         assert_gradients_equal(reference, model, rtol=1e-4, atol=1e-6)
@@ -136,16 +136,16 @@ def test_a_dropped_residence_leaves_every_unit_at_rest_without_a_collective() ->
         _shard(model)
         log = record(model)
         residence = _residence(model)
-        taken = [_Event(0, None, "forward"), _Event(0, 0, "forward"), _Event(1, 2, "backward")]
-        for event in taken:
+        events = [_Event(0, None, "forward"), _Event(0, 0, "forward"), _Event(1, 2, "backward")]
+        for event in events:
             residence.acquire(event)
-        residence.used(taken[1])
+        residence.used(events[1])
         gathers = len(log.events)
         for _ in range(2):
             residence.drop()
         assert_at_rest(model)
         assert len(log.events) == gathers
-        _whole(_residence(model, 1), model, 0, BATCHES[0])
+        _run_microbatch(_residence(model, 1), model, 0, BATCHES[0])
         assert_at_rest(model)
 
     run_ranks(on_each_rank, 2)
@@ -171,7 +171,7 @@ def test_gradients_are_marked_as_read_before_their_reduction(monkeypatch: pytest
             assert (len(marked) > before) == (event.phase == "backward")
 
         monkeypatch.setattr(UnitResidence, "finished", finished)
-        _whole(_residence(model, 1), model, 0, BATCHES[0])
+        _run_microbatch(_residence(model, 1), model, 0, BATCHES[0])
         return len(marked)
 
     num_parameters = sum(1 for _ in Stack().parameters())

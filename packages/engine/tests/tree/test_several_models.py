@@ -76,10 +76,10 @@ def test_two_roots_may_share_their_inner_units() -> None:
         for _ in range(3):
             for model in pair:
                 model.zero_grad()
-                left, right = model.get_submodule("left"), model.get_submodule("right")
-                left(x).square().mean().backward()
-                right(x).square().mean().backward()
-                (left(x) + right(2 * x)).mean().backward()
+                first, second = model.get_submodule("left"), model.get_submodule("right")
+                first(x).square().mean().backward()
+                second(x).square().mean().backward()
+                (first(x) + second(2 * x)).mean().backward()
             assert_gradients_equal(*pair)
             assert_at_rest(pair[1])
 

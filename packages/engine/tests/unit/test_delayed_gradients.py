@@ -59,9 +59,9 @@ def test_a_unit_is_reduced_when_its_last_gradient_is_there() -> None:
     def on_each_rank() -> None:
         reference, model, log = _pair()
         for batch in BATCHES:
-            for each, rows in ((reference, batch), (model, rows_of_this_rank(batch))):
-                each.zero_grad()
-                _backward(each, rows)
+            for twin, rows in ((reference, batch), (model, rows_of_this_rank(batch))):
+                twin.zero_grad()
+                _backward(twin, rows)
             assert log.units_of("reduce") == ["root"], "it has no late gradients"
             assert all(type(_block(model, i).down.weight) is nn.Parameter for i in range(NUM_LAYERS))
             for i in (1, 0, 2):
@@ -89,7 +89,7 @@ def test_microbatches_whose_weight_gradients_come_late_train_as_unsharded(option
     def on_each_rank() -> None:
         reference, model, _ = _pair(mesh=init_device_mesh("cpu", (2,)), **options)
         is_exact = "mp_policy" not in options
-        optimizers = [sgd(list(each.parameters())) for each in (reference, model)]
+        optimizers = [sgd(list(twin.parameters())) for twin in (reference, model)]
         for _ in range(2):
             for i, batch in enumerate(BATCHES):
                 _backward(reference, batch)
@@ -148,8 +148,8 @@ def test_a_layer_that_writes_over_grad_loses_no_earlier_microbatch(reduce_dtype:
 def test_a_rank_may_find_that_it_has_no_gradient() -> None:
     def on_each_rank() -> None:
         reference, model, _ = _pair()
-        for each in (reference, model):
-            _backward(each, BATCHES[0])
+        for twin in (reference, model):
+            _backward(twin, BATCHES[0])
         backward_dw(reference)
         reference.get_submodule("layers.1").down.weight.grad = None  # type: ignore[union-attr]
         _block(model, 1).down.queue.clear()
@@ -212,9 +212,9 @@ def test_a_reset_forgets_what_was_to_come() -> None:
             if isinstance(module, LateLinear):
                 module.queue.clear()
         model.zero_grad()
-        for each in (reference, model):
-            _backward(each, BATCHES[1])
-            backward_dw(each)
+        for twin in (reference, model):
+            _backward(twin, BATCHES[1])
+            backward_dw(twin)
         assert_gradients_equal(reference, model, rtol=1e-4, atol=1e-6)
 
     run_ranks(on_each_rank, 2)

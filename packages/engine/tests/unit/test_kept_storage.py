@@ -94,13 +94,13 @@ def test_it_trains_as_unsharded(way: str) -> None:
             group.unsharded_weight.flat.data_ptr() for _, unit in units_of(model) for group in unit.parameters.groups
         ]
         for _ in range(2):
-            for each in (reference, model):
-                _loss(each).backward()
+            for twin in (reference, model):
+                _loss(twin).backward()
             for a, b in zip(reference.parameters(), model.parameters(), strict=True):
                 torch.testing.assert_close(b.grad.full_tensor(), a.grad, rtol=1e-4, atol=1e-6)  # type: ignore[union-attr]
-            for each in (reference, model):
-                torch.optim.SGD(each.parameters(), lr=0.1).step()
-                each.zero_grad()
+            for twin in (reference, model):
+                torch.optim.SGD(twin.parameters(), lr=0.1).step()
+                twin.zero_grad()
         after = [
             group.unsharded_weight.flat.data_ptr() for _, unit in units_of(model) for group in unit.parameters.groups
         ]
@@ -117,9 +117,9 @@ def test_a_pool_plans_for_the_others() -> None:
         fsdp(model.layers[0]).set_keep_unsharded_storage(True)
         for num_steps in (4, 2):
             for _ in range(num_steps):
-                for each in (reference, model):
-                    _loss(each).backward()
-                    each.zero_grad()
+                for twin in (reference, model):
+                    _loss(twin).backward()
+                    twin.zero_grad()
             fsdp(model).set_keep_unsharded_storage(False)
         assert_trains_alike(reference, model, mean_square(lambda model: model(inputs())))
 
@@ -130,10 +130,10 @@ def test_shards_that_were_replaced_keep_memory_of_their_own() -> None:
     def on_each_rank() -> None:
         reference, model = twins()
         fsdp(model).set_keep_unsharded_storage(True)
-        for each in (reference, model):
-            each.double()
-            each(inputs().double()).square().mean().backward()
-            each.zero_grad()
+        for twin in (reference, model):
+            twin.double()
+            twin(inputs().double()).square().mean().backward()
+            twin.zero_grad()
         assert 0 not in _nbytes(model).values()
         fsdp(model).set_keep_unsharded_storage(False)
         assert_trains_alike(reference, model, mean_square(lambda model: model(inputs().double())))

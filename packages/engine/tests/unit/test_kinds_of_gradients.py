@@ -72,11 +72,11 @@ def test_a_tensor_subclass_is_added_once_to_what_layers_added_up() -> None:
 
 KINDS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "pair": _pair,
-    "transposed": lambda made: made.t().contiguous().t(),
-    "strided": lambda made: torch.stack([made, made], -1)[..., 0],
-    "expanded": lambda made: made[:1].expand_as(made),
-    "overlapping": lambda made: made.flatten().as_strided(made.shape, (1, 1)),
-    "sparse": lambda made: made.to_sparse(),
+    "transposed": lambda gradient: gradient.t().contiguous().t(),
+    "strided": lambda gradient: torch.stack([gradient, gradient], -1)[..., 0],
+    "expanded": lambda gradient: gradient[:1].expand_as(gradient),
+    "overlapping": lambda gradient: gradient.flatten().as_strided(gradient.shape, (1, 1)),
+    "sparse": lambda gradient: gradient.to_sparse(),
 }
 
 

@@ -90,7 +90,7 @@ def test_it_trains_as_unsharded_with_several_microbatches(stage: str, asks: bool
     def on_each_rank() -> None:
         mesh = mesh_of(shape)
         reference, model = _pair(mesh=mesh, options=ShardingOptions(placements=placements), asks=asks)
-        optimizers = [sgd(list(each.parameters())) for each in (reference, model)]
+        optimizers = [sgd(list(twin.parameters())) for twin in (reference, model)]
         for _ in range(2):
             for i in range(3):
                 batch = X * (i + 1)
@@ -150,10 +150,10 @@ def test_microbatches_without_sync_add_to_one_buffer_and_those_with_get_another(
         (grads,) = dict(units(model))["layers.0"].parameters.main_grads
         with no_gradient_sync(model):
             _backward(model, rows_of_this_rank(X))
-            kept = _buffer_of(grads)
-            assert kept is not None
+            buffer = _buffer_of(grads)
+            assert buffer is not None
             _backward(model, rows_of_this_rank(2 * X))
-            assert _buffer_of(grads) is kept
+            assert _buffer_of(grads) is buffer
         assert not block.get_parameter("up.weight").grad
         _backward(model, rows_of_this_rank(3 * X))
         assert _buffer_of(grads) is None
@@ -199,9 +199,9 @@ def test_a_weight_that_is_used_twice_adds_twice_and_its_dummies_count_for_nothin
     def on_each_rank() -> None:
         reference, model = _pair(_TwiceNet)
         for _ in range(2):
-            for each, rows in ((reference, X), (model, rows_of_this_rank(X))):
-                each.zero_grad()
-                _backward(each, rows)
+            for twin, rows in ((reference, X), (model, rows_of_this_rank(X))):
+                twin.zero_grad()
+                _backward(twin, rows)
             assert_gradients_equal(reference, model, rtol=1e-4, atol=1e-6)
 
     run_ranks(on_each_rank, 2)
@@ -218,8 +218,8 @@ class _Tied(nn.Module):
         self.fused.weight.zero_out_wgrad = True  # type: ignore[attr-defined]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        made: torch.Tensor = self.plain(torch.tanh(self.fused(x)))
-        return made
+        output: torch.Tensor = self.plain(torch.tanh(self.fused(x)))
+        return output
 
 
 def test_a_tied_weights_other_gradient_is_added_where_the_dummy_is_zeros() -> None:
@@ -238,11 +238,15 @@ def test_a_buffer_lives_from_its_units_backward_until_the_next_units_reduction_a
         model = FusedNet()
         _shard(model)
         layers = {name: unit.parameters.main_grads[0] for name, unit in units(model) if unit.parameters.main_grads}
-        made = {name: _keep_what_is_made(grads) for name, grads in layers.items()}
+        buffers_by_layer = {name: _keep_what_is_made(grads) for name, grads in layers.items()}
         alive: dict[str, list[str]] = {}
 
         def alive_now() -> list[str]:
-            return [name for name, buffers in made.items() if any(b.flat.untyped_storage().nbytes() for b in buffers)]
+            return [
+                name
+                for name, buffers in buffers_by_layer.items()
+                if any(b.flat.untyped_storage().nbytes() for b in buffers)
+            ]
 
         for name in layers:
             plain = model.get_submodule(name).get_submodule("plain")
@@ -252,21 +256,21 @@ def test_a_buffer_lives_from_its_units_backward_until_the_next_units_reduction_a
             assert not alive_now()
         assert alive["layers.1"] == ["layers.1"]
         assert alive["layers.0"] == ["layers.0", "layers.1"], "one is written, one is reduced"
-        assert all(len({id(buffer) for buffer in buffers}) == 1 for buffers in made.values())
+        assert all(len({id(buffer) for buffer in buffers}) == 1 for buffers in buffers_by_layer.values())
 
     run_ranks(on_each_rank, 2)
 
 
 def _keep_what_is_made(grads: MainGrads) -> list[UnshardedBuffer]:
-    made: list[UnshardedBuffer] = []
+    buffers: list[UnshardedBuffer] = []
     new_buffer = grads._new_buffer
 
     def keep() -> UnshardedBuffer:
-        made.append(new_buffer())
-        return made[-1]
+        buffers.append(new_buffer())
+        return buffers[-1]
 
     grads._new_buffer = keep  # type: ignore[method-assign]
-    return made
+    return buffers
 
 
 def test_bytes_come_from_the_units_allocator() -> None:
@@ -313,9 +317,9 @@ def test_an_exception_and_zero_grad_drop_what_was_added() -> None:
         handle.remove()
         fsdp(model).reset_iter_state()
         _assert_no_buffers(model)
-        for each, rows in ((reference, X), (model, rows_of_this_rank(X))):
-            each.zero_grad()
-            _backward(each, rows)
+        for twin, rows in ((reference, X), (model, rows_of_this_rank(X))):
+            twin.zero_grad()
+            _backward(twin, rows)
         assert_gradients_equal(reference, model, rtol=1e-4, atol=1e-6)
 
     run_ranks(on_each_rank, 2)
@@ -324,10 +328,10 @@ def test_an_exception_and_zero_grad_drop_what_was_added() -> None:
 def test_a_frozen_weight_and_a_backward_without_the_unit_leave_nothing_behind() -> None:
     def on_each_rank() -> None:
         reference, model = _pair()
-        for each in (reference, model):
-            each.get_parameter("layers.0.up.weight").requires_grad_(False)
-            each.get_submodule("layers")[1].down.fuses = False  # type: ignore[index]
-            _backward(each, X)
+        for twin in (reference, model):
+            twin.get_parameter("layers.0.up.weight").requires_grad_(False)
+            twin.get_submodule("layers")[1].down.fuses = False  # type: ignore[index]
+            _backward(twin, X)
         assert_gradients_equal(reference, model, rtol=1e-4, atol=1e-6)
         _assert_no_buffers(model)
 
@@ -367,11 +371,11 @@ def test_a_late_weight_gradient_may_be_added_to_the_buffer() -> None:
 
         def backward_dw(self, done: Callable[[], None] | None) -> None:
             x, gradient = self.inputs  # type: ignore[misc]
-            made, weight = gradient.T @ x, self.weight
+            weight_gradient, weight = gradient.T @ x, self.weight
             if done is None:
-                weight.grad = made if weight.grad is None else weight.grad + made
+                weight.grad = weight_gradient if weight.grad is None else weight.grad + weight_gradient
                 return
-            weight.get_main_grad().add_(made)  # type: ignore[attr-defined]
+            weight.get_main_grad().add_(weight_gradient)  # type: ignore[attr-defined]
             weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
             done()
 
@@ -381,9 +385,9 @@ def test_a_late_weight_gradient_may_be_added_to_the_buffer() -> None:
         done = delay_gradient(model, model[0].weight)  # type: ignore[index]
         x = torch.randn(6, DIM, generator=torch.Generator().manual_seed(0))
         for scale in (1, 2):
-            for each, rows in ((reference, x), (model, rows_of_this_rank(x))):
-                _backward(each, scale * rows)
-                each[0].backward_dw(done if each is model else None)  # type: ignore[index]
+            for twin, rows in ((reference, x), (model, rows_of_this_rank(x))):
+                _backward(twin, scale * rows)
+                twin[0].backward_dw(done if twin is model else None)  # type: ignore[index]
         assert_gradients_equal(reference, model, rtol=1e-4, atol=1e-6)
         _assert_no_buffers(model)
 

@@ -177,11 +177,11 @@ def test_sharding_a_unit_holds_its_shards_and_one_whole_copy_of_it(policy: Mixed
         mesh = init_device_mesh("cpu", (4,))
         with LiveBytes() as live:
             block = _Block()
-            whole = sum(parameter.nbytes for parameter in block.parameters())
+            nbytes = sum(parameter.nbytes for parameter in block.parameters())
             live.peak = 0
             fully_shard(block, mesh=mesh, mp_policy=policy)
-        assert live.peak == whole + whole // 4
-        assert live.now == whole // 4
+        assert live.peak == nbytes + nbytes // 4
+        assert live.now == nbytes // 4
 
     run_ranks(check, 4)
 
@@ -228,14 +228,14 @@ def test_a_step_holds_two_unsharded_blocks_and_two_blocks_gradients_whatever_the
             model = _build(num_layers, policy)
             root, block = _cost(model, policy), _cost(model.layers[0], policy)
             # The root is there all along, and its gradients wait for the stem's.
-            rest = 2 * (root.shards + num_layers * block.shards) + root.unsharded + root.gradients
+            resident = 2 * (root.shards + num_layers * block.shards) + root.unsharded + root.gradients
             # Between two reductions one block computes and the next is gathered; one's gradients are made and the
             # last one's are reduced. A reduction starts when its block is freed and the last one's gradients are.
             between = 2 * block.unsharded + 2 * block.gradients
             reducing = block.unsharded + block.gradients + block.arrived
             # Not there yet when both meet near the end of backward: the stem's gradient, and those of three shards.
             to_come = 4 * DIM * DIM + root.shards + 2 * block.shards
-            _assert_just_below(_peak(model, _train), rest + max(between, reducing), num_layers, slack=to_come)
+            _assert_just_below(_peak(model, _train), resident + max(between, reducing), num_layers, slack=to_come)
 
     run_ranks(check, 2)
 
@@ -273,9 +273,9 @@ def test_units_that_are_kept_cost_their_unsharded_bytes_until_backward_and_no_lo
         with LiveBytes() as live:
             live.watch_units(model)
             out = model(torch.ones(1, DIM))
-        kept = root.unsharded + 3 * block.unsharded
+        unsharded = root.unsharded + 3 * block.unsharded
         shards = root.shards + 3 * block.shards
-        assert shards + kept <= live.now <= shards + kept + _activations(3)
+        assert shards + unsharded <= live.now <= shards + unsharded + _activations(3)
         out.mean().backward()
         assert_at_rest(model)
 

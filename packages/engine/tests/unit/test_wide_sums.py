@@ -77,10 +77,10 @@ def test_a_gradient_is_the_mean_of_all_ranks_bf16_gradients_taken_in_fp32_in_the
         for rank in range(num_ranks):
             total += _drawn(rank)
         expected = total / num_ranks
-        found = torch.cat([_gradient(parameter).flatten() for parameter in model.parameters()])
-        assert torch.equal(found, expected)
+        gradient = torch.cat([_gradient(parameter).flatten() for parameter in model.parameters()])
+        assert torch.equal(gradient, expected)
         exact = torch.stack([_drawn(rank) for rank in range(num_ranks)]).double().mean(0)
-        torch.testing.assert_close(found.double(), exact, rtol=2**-20, atol=1e-4)
+        torch.testing.assert_close(gradient.double(), exact, rtol=2**-20, atol=1e-4)
 
     run_ranks(check, num_ranks)
 
