@@ -240,10 +240,10 @@ def test_a_killed_writer_is_told_on_every_rank_and_replaced(kit: Kit, tmp_path: 
         saver.save(tmp_path / "a", model=model, extra={"n": 2})
         with pytest.raises(CheckpointFailed, match=f"rank {victim}: the process that writes checkpoints died"):
             saver.wait()
-        left = load(tmp_path / "a", model=model)
+        loaded_extra = load(tmp_path / "a", model=model)
         saver.save(tmp_path / "a", model=model, extra={"n": 3}).wait()
         saver.close()
-        return left
+        return loaded_extra
 
     assert run_ranks(save_three, 2) == [{"n": 1}] * 2
     assert load(tmp_path / "a", model=kit.build(sharded=False)[0]) == {"n": 3}
@@ -446,8 +446,8 @@ def test_a_failure_that_one_rank_alone_knows_is_raised_on_every_rank_before_a_co
 
 def test_a_published_save_is_settled_though_what_it_replaced_resists_removal(tmp_path: Path) -> None:
     save(tmp_path / "a", model=nn.Sequential(*(filled(1.0) for _ in range(50))))  # Its metadata is long.
-    kept = StoredMetadata.read(tmp_path / "a").save_id
-    for save_id, expected in ((kept, True), ("saving-00000002", False)):
+    published_id = StoredMetadata.read(tmp_path / "a").save_id
+    for save_id, expected in ((published_id, True), ("saving-00000002", False)):
         staged = tmp_path / f"a.{save_id}"
         staged.mkdir()
         (staged / ".nfs01").touch()
