@@ -82,8 +82,8 @@ def test_without_a_number_names_and_rows_stay(tmp_path: Path, conv: str) -> None
 
 
 def test_checkpoints_of_different_ranks_are_compared_each_by_its_own(tmp_path: Path) -> None:
-    both = [save(tmp_path / str(num), num, tensor_model_parallel_size=num) for num in (2, 4)]
-    assert [difference.name for difference in diff(*open_both(*both, tensor_parallel_size=2)).differences] == ["args"]
+    paths = [save(tmp_path / str(num), num, tensor_model_parallel_size=num) for num in (2, 4)]
+    assert [difference.name for difference in diff(*open_both(*paths, tensor_parallel_size=2)).differences] == ["args"]
 
 
 def test_another_number_than_the_files_tell_is_refused(tmp_path: Path) -> None:
