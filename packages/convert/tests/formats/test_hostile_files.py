@@ -249,9 +249,9 @@ def test_values_that_contain_themselves_are_refused(tmp_path: Path) -> None:
     assert_damaged(tmp_path / "common.pt", lambda: plain_contents(tmp_path / "common.pt"), "PickleTooLarge")
 
 
-@pytest.mark.parametrize("told", [b"9" * 5000, b"\xff\xfe", "\u0663".encode(), b"../3", b"-3"])
-def test_an_iteration_that_is_none_is_refused(tmp_path: Path, told: bytes) -> None:
-    (tmp_path / "latest_checkpointed_iteration.txt").write_bytes(told)
+@pytest.mark.parametrize("iteration_bytes", [b"9" * 5000, b"\xff\xfe", "\u0663".encode(), b"../3", b"-3"])
+def test_an_iteration_that_is_none_is_refused(tmp_path: Path, iteration_bytes: bytes) -> None:
+    (tmp_path / "latest_checkpointed_iteration.txt").write_bytes(iteration_bytes)
     assert_damaged(tmp_path / "latest_checkpointed_iteration.txt", lambda: iteration_directory(tmp_path))
 
 

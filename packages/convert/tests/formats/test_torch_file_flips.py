@@ -251,21 +251,23 @@ def test_a_cut_off_end_is_found(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("is_archive", [True, False])
 @pytest.mark.parametrize(
-    ("value", "held"), [(torch.arange(4.0), "one tensor without a name"), ([torch.ones(2)], "a list")]
+    ("value", "kind_of_contents"), [(torch.arange(4.0), "one tensor without a name"), ([torch.ones(2)], "a list")]
 )
 def test_a_whole_file_without_names_is_said_to_be_whole_and_no_checkpoint(
-    tmp_path: Path, is_archive: bool, value: object, held: str
+    tmp_path: Path, is_archive: bool, value: object, kind_of_contents: str
 ) -> None:
     torch.save(value, tmp_path / "a.pt", _use_new_zipfile_serialization=is_archive)
     verification = verify(tmp_path / "a.pt")
     assert verification and verification.problems == () and verification.num_bytes > 0
-    assert verification.notes == (f"not a checkpoint of named tensors: it holds {held}",)
+    assert verification.notes == (f"not a checkpoint of named tensors: it holds {kind_of_contents}",)
     assert (
         verification.notes[0] in str(verification)
         and "whole" in str(verification)
         and verification.as_json()["notes"] == [*verification.notes]
     )
-    with pytest.raises(FormatUnknown, match=f"Expected a dict of named tensors in .*, got {held}. Load it with torch"):
+    with pytest.raises(
+        FormatUnknown, match=f"Expected a dict of named tensors in .*, got {kind_of_contents}. Load it with torch"
+    ):
         open_checkpoint(tmp_path / "a.pt")
 
 

@@ -45,10 +45,10 @@ def save(path: Path, num_ranks: int, *, conv: str = "conv1d_weight", **args: Any
     return path
 
 
-@pytest.mark.parametrize("told", [{"tensor_model_parallel_size": 2}, {}], ids=["told", "untold"])
-def test_rows_are_those_of_the_ranks_that_will_read(tmp_path: Path, told: dict[str, Any]) -> None:
-    source = save(tmp_path / "a", 2, **told)
-    num_ranks = 4 if told else 2  # Files that do not tell are taken for files of as many ranks.
+@pytest.mark.parametrize("parallel_args", [{"tensor_model_parallel_size": 2}, {}], ids=["told", "untold"])
+def test_rows_are_those_of_the_ranks_that_will_read(tmp_path: Path, parallel_args: dict[str, Any]) -> None:
+    source = save(tmp_path / "a", 2, **parallel_args)
+    num_ranks = 4 if parallel_args else 2  # Files that do not tell are taken for files of as many ranks.
     options = MegatronOptions(tensor_parallel_size=num_ranks)
     convert(source, tmp_path / "b", to="fsdp_dtensor", megatron=options)
     written = open_checkpoint(tmp_path / "b")

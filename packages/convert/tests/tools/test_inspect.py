@@ -135,7 +135,7 @@ def test_values_need_not_be_compared(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "near", "options", "is_equal"),
+    ("dtype", "perturbation", "options", "is_equal"),
     [
         (torch.float32, 1e-6, {}, False),
         (torch.float32, 1e-6, {"atol": 1e-5}, True),
@@ -146,10 +146,12 @@ def test_values_need_not_be_compared(tmp_path: Path) -> None:
         (torch.float8_e4m3fn, 1, {}, False),
     ],
 )
-def test_tolerances(tmp_path: Path, dtype: torch.dtype, near: float, options: dict[str, Any], is_equal: bool) -> None:
+def test_tolerances(
+    tmp_path: Path, dtype: torch.dtype, perturbation: float, options: dict[str, Any], is_equal: bool
+) -> None:
     values = torch.tensor([1.0, 2.0])
     a = torch_save({"x": values.to(dtype)}, tmp_path / "a.pt")
-    b = torch_save({"x": (values.double() + near).to(dtype)}, tmp_path / "b.pt")
+    b = torch_save({"x": (values.double() + perturbation).to(dtype)}, tmp_path / "b.pt")
     assert bool(diff(a, b, **options)) is not is_equal
     assert not diff(a, a)
 

@@ -220,10 +220,10 @@ def test_meshes_that_say_their_order_are_believed(tmp_path: Path) -> None:
     assert torch.equal(tensors["model.weight"], values)
 
 
-@pytest.mark.parametrize("held", [flat_indices((4, 2)), flat_indices((8, 2)), flat_indices((2, 2))])
-def test_what_is_not_the_ranks_shard_is_refused(held: torch.Tensor) -> None:
-    with pytest.raises(ValueError, match=rf"the 6 elements that this rank holds of '{FC1}'.*got {held.numel()}"):
-        cut().pieces(FC1, shard_of(FC1, 0), held)
+@pytest.mark.parametrize("rank_tensor", [flat_indices((4, 2)), flat_indices((8, 2)), flat_indices((2, 2))])
+def test_what_is_not_the_ranks_shard_is_refused(rank_tensor: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match=rf"the 6 elements that this rank holds of '{FC1}'.*got {rank_tensor.numel()}"):
+        cut().pieces(FC1, shard_of(FC1, 0), rank_tensor)
 
 
 def test_elements_that_split_a_row_are_refused() -> None:
