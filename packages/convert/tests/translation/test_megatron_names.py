@@ -416,12 +416,12 @@ def test_sizes_are_taken_from_args() -> None:
     assert sizes_of_args(args) == {"tp": 2, "qk": 16, "v": 32, "nvh": 4, "kv_down": 8}
 
 
-@pytest.mark.parametrize(("told", "num_heads"), [(None, 8), (4, 4)])
+@pytest.mark.parametrize(("configured_heads", "num_heads"), [(None, 8), (4, 4)])
 def test_mamba_mixers_without_a_number_of_heads_are_twice_as_wide_as_the_model(
-    told: int | None, num_heads: int
+    configured_heads: int | None, num_heads: int
 ) -> None:
     args = {"hidden_size": 16, "mamba_head_dim": 4, "mamba_num_groups": 2, "mamba_state_dim": 8}
-    sizes = sizes_of_args({**args, "mamba_num_heads": told})
+    sizes = sizes_of_args({**args, "mamba_num_heads": configured_heads})
     assert sizes == {"d_inner": 4 * num_heads, "d_state": 16, "nheads": num_heads}
 
 
