@@ -40,7 +40,7 @@ EVERY_OPTIMIZER: dict[str, MakeOptimizer] = {
 SHARDED_OPTIMIZERS = ["Adagrad", "Adam, amsgrad", "ASGD", "NAdam", "RMSprop", "SGD", "SGD, momentum"]
 
 
-class Factored(torch.optim.Optimizer):
+class MixedState(torch.optim.Optimizer):
     """Keeps what torch.optim does not keep of DTensors: sums over rows, a Python number, a bfloat16 moment."""
 
     def __init__(self, params: Iterable[nn.Parameter], lr: float = 0.1) -> None:
@@ -88,9 +88,9 @@ def assert_resumes(kit: Kit, path: Path, make: MakeOptimizer, *, sharded: bool) 
     assert resumed_optimizer.state_dict()["param_groups"] == optimizer.state_dict()["param_groups"]
 
 
-@pytest.mark.parametrize("name", [*EVERY_OPTIMIZER, "Factored"])
+@pytest.mark.parametrize("name", [*EVERY_OPTIMIZER, "MixedState"])
 def test_training_resumes_bit_equal_with_every_torch_optimizer(kit: Kit, tmp_path: Path, name: str) -> None:
-    make = EVERY_OPTIMIZER.get(name, Factored)
+    make = EVERY_OPTIMIZER.get(name, MixedState)
     assert_resumes(kit, tmp_path / "checkpoint", make, sharded=False)
 
 
@@ -104,13 +104,13 @@ def test_training_resumes_bit_equal_with_torch_optimizers_on_sharded_parameters(
 
 def test_factored_state_is_resharded(kit: Kit, tmp_path: Path) -> None:
     def train_and_save() -> State:
-        model, optimizer = kit.build(sharded=True, optimizer=Factored)
+        model, optimizer = kit.build(sharded=True, optimizer=MixedState)
         kit.train(model, optimizer)
         save(tmp_path / "checkpoint", model=model, optimizer=optimizer)
         return kit.state(model, optimizer)
 
     def load_and_train() -> State:
-        model, optimizer = kit.build(sharded=True, seed=1, optimizer=Factored)
+        model, optimizer = kit.build(sharded=True, seed=1, optimizer=MixedState)
         load(tmp_path / "checkpoint", model=model, optimizer=optimizer)
         state = kit.state(model, optimizer)
         kit.train(model, optimizer)
