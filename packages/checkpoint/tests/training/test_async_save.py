@@ -473,18 +473,18 @@ def test_what_only_some_ranks_hold_is_written_by_each_from_the_first_save_on(tmp
 
 
 def test_what_cannot_be_saved_is_told_by_the_call(tmp_path: Path) -> None:
-    class Tagged(torch.Tensor):
+    class LabelledTensor(torch.Tensor):
         pass
 
     model = filled(1.0)
-    model.register_buffer("tagged", torch.ones(2).as_subclass(Tagged))
+    model.register_buffer("tagged", torch.ones(2).as_subclass(LabelledTensor))
     with AsyncSaver() as saver:
         with (
-            torch.serialization.safe_globals([Tagged]),
-            pytest.raises(NotImplementedError, match="got Tagged for 'model.tagged'"),
+            torch.serialization.safe_globals([LabelledTensor]),
+            pytest.raises(NotImplementedError, match="got LabelledTensor for 'model.tagged'"),
         ):
             saver.save(tmp_path / "a", model=model)
-        with pytest.raises(CheckpointFailed, match="Tagged"):
+        with pytest.raises(CheckpointFailed, match="LabelledTensor"):
             saver.wait()
         with pytest.raises(TypeError, match=r"extra\['a'\] to be plain data"):
             saver.save(tmp_path / "a", model=filled(1.0), extra={"a": object()})
