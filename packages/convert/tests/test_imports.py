@@ -42,5 +42,5 @@ def test_every_name_that_is_listed_is_there(package: ModuleType) -> None:
 def test_readers_of_files_need_no_live_tensors(name: str) -> None:
     package, _, attribute = name.rpartition(".")
     program = f"import sys\nfrom {package} import {attribute}\nprint(*sys.modules)"
-    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
-    assert "torch" in found and not {*HEAVY} & {*found}
+    modules = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
+    assert "torch" in modules and not {*HEAVY} & {*modules}

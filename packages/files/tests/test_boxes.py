@@ -22,8 +22,8 @@ from lamella_layout import Chunk
     ],
 )
 def test_overlaps_are_found(chunks: list[tuple[tuple[int, ...], tuple[int, ...]]], overlap: bool) -> None:
-    found = first_overlap([Chunk(*chunk) for chunk in chunks])
-    assert (found is not None) is overlap
+    overlapping_pair = first_overlap([Chunk(*chunk) for chunk in chunks])
+    assert (overlapping_pair is not None) is overlap
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex64, torch.float8_e4m3fn])

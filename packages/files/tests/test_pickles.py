@@ -37,8 +37,8 @@ def test_stand_ins_of_one_file_are_not_those_of_the_next() -> None:
 
 
 def test_unknown_types_are_stand_ins_where_the_reader_knows_all() -> None:
-    made = read_pickle(pickle.dumps({"a": Runs()}), knows=lambda *_: True)
-    assert made["a"].kind == "posix.mkdir" and made["a"].args == ("ran",)
+    contents = read_pickle(pickle.dumps({"a": Runs()}), knows=lambda *_: True)
+    assert contents["a"].kind == "posix.mkdir" and contents["a"].args == ("ran",)
     with pytest.raises(UnknownType, match="posix.mkdir"):
         read_pickle(pickle.dumps(Runs()), knows=lambda *_: False)
 
@@ -48,10 +48,10 @@ def test_an_archive_with_large_numbers_for_values_is_refused(tmp_path: Path, how
     file = tmp_path / "object"
     torch.save({"step": 3}, file)
     with zipfile.ZipFile(file) as archive:
-        held = {member: archive.read(member) for member in archive.namelist()}
+        contents = {member: archive.read(member) for member in archive.namelist()}
     with zipfile.ZipFile(file, "w") as archive:
-        for each, content in held.items():
-            archive.writestr(each, numbered(content, how) if each.endswith("data.pkl") else content)
+        for member_name, content in contents.items():
+            archive.writestr(member_name, numbered(content, how) if member_name.endswith("data.pkl") else content)
     with pytest.raises(CheckpointDamaged, match="to number as many values") as info:
         unpickle(io.BytesIO(file.read_bytes()), file, "step", trust=True)
     assert info.value.file == str(file)

@@ -22,16 +22,16 @@ def source() -> MemorySource:
 def test_pieces_are_every_tensor_once_within_its_chunks_and_the_buffer(source: MemorySource) -> None:
     chunks = (Chunk((0, 0, 0), (7, 2, 3)), Chunk((0, 2, 0), (7, 3, 3)))
     source.tensors["model.float32"] = TensorInfo((7, 5, 3), torch.float32, chunks)
-    found = {name: torch.zeros(info.shape, dtype=info.dtype) for name, info in source.tensors.items()}
+    tensors = {name: torch.zeros(info.shape, dtype=info.dtype) for name, info in source.tensors.items()}
     order = []
     for piece in stream(source, dtypes_of(source), SMALL):
         assert piece.values.nbytes <= SMALL // 2
-        box_of(found[piece.name], piece.chunk).copy_(piece.values)
+        box_of(tensors[piece.name], piece.chunk).copy_(piece.values)
         order.append(piece.name)
         if piece.name == "model.float32":
             assert any(chunk.intersection(piece.chunk) == piece.chunk for chunk in chunks)
     assert list(dict.fromkeys(order)) == list(source.tensors)
-    assert all_same_bits(found, source.held)
+    assert all_same_bits(tensors, source.held)
 
 
 def test_no_more_than_the_buffer_is_read_ahead() -> None:

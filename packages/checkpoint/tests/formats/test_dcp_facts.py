@@ -42,7 +42,10 @@ def partial_load(entries: dict[str, Any], path: Path) -> None:
 def test_a_model_is_tensors_and_two_files(tmp_path: Path) -> None:
     path = dcp_save({"model": nn.Linear(2, 2).state_dict()}, tmp_path / "a")
     assert sorted(file.name for file in path.iterdir()) == [".metadata", "__0_0.distcp"]
-    assert all(isinstance(each, TensorStorageMetadata) for each in metadata(path).state_dict_metadata.values())
+    assert all(
+        isinstance(tensor_metadata, TensorStorageMetadata)
+        for tensor_metadata in metadata(path).state_dict_metadata.values()
+    )
     assert StoredCheckpoint(path).objects == ()
 
 
@@ -105,10 +108,10 @@ def test_an_item_is_an_archive_that_stores_its_tensor_as_it_is(tmp_path: Path) -
     [info] = metadata(path).storage_data.values()
     content = (path / info.relative_path).read_bytes()[info.offset : info.offset + info.length]
     with zipfile.ZipFile(io.BytesIO(content)) as archive:
-        assert {each.compress_type for each in archive.infolist()} == {zipfile.ZIP_STORED}
-    found = find_tensor(io.BytesIO(content))
-    assert found is not None
-    _, start, length, crc = found.record
+        assert {member.compress_type for member in archive.infolist()} == {zipfile.ZIP_STORED}
+    stored_tensor = find_tensor(io.BytesIO(content))
+    assert stored_tensor is not None
+    _, start, length, crc = stored_tensor.record
     assert content[start : start + length] == tensor.numpy().tobytes()
     assert crc == zlib.crc32(tensor.numpy().tobytes())
     assert start % 64 == 0
@@ -135,7 +138,7 @@ def test_torch_loads_flipped_bits(tmp_path: Path) -> None:
     (path / "__0_0.distcp").write_bytes(content)
     state = {"model": {"weight": torch.ones(40, 40), "bias": torch.ones(40)}}
     dcp.load(state, checkpoint_id=path)  # type: ignore[attr-defined]
-    assert any(each.any() for each in state["model"].values())
+    assert any(tensor.any() for tensor in state["model"].values())
     with pytest.raises(CheckpointDamaged, match="with the checksum"):
         load(path, model=nn.Linear(40, 40))
 
@@ -213,8 +216,8 @@ def test_a_partial_load_puts_none_where_objects_were(tmp_path: Path) -> None:
     torchs, ours = request(), request()
     partial_load(torchs, path)
     assert torchs["args"] is None and torchs["d"]["k"] is None
-    kept = ("int", "float", "text", "tuple", "list")
-    assert {name: torchs[name] for name in kept} == {name: ours[name] for name in kept}
+    object_names = ("int", "float", "text", "tuple", "list")
+    assert {name: torchs[name] for name in object_names} == {name: ours[name] for name in object_names}
     filled = fill(ours, StoredCheckpoint(path))
     assert ours["args"] == argparse.Namespace(a=1) and ours["d"] == {"known": 1, "k": argparse.Namespace(b=2)}
     assert ours["model"]["x"].tolist() == [1, 1]
@@ -226,9 +229,11 @@ def test_a_section_is_not_taken_for_one_whose_name_it_begins(tmp_path: Path) -> 
     path = dcp_save({"model_ema": {"weight": torch.ones(2, 2), "bias": torch.ones(2)}}, tmp_path / "a")
     request = {"model": {"weight": torch.zeros(2, 2)}}
     assert fill(request, StoredCheckpoint(path)).kept == ("model.weight",)
-    both = dcp_save({"model": {"weight": torch.zeros(2, 2)}, "model_ema": {"bias": torch.ones(2)}}, tmp_path / "b")
+    sections_path = dcp_save(
+        {"model": {"weight": torch.zeros(2, 2)}, "model_ema": {"bias": torch.ones(2)}}, tmp_path / "b"
+    )
     with pytest.raises(CheckpointMismatch) as info:
-        load(both, model=nn.Linear(2, 2))
+        load(sections_path, model=nn.Linear(2, 2))
     assert info.value.missing == ("model.bias",)
 
 

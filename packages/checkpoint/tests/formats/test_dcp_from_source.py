@@ -51,10 +51,10 @@ def test_a_converted_checkpoint_loads_as_if_it_had_been_saved(tmp_path: Path) ->
     fresh, its_optimizer = two_groups(seed=1)
     assert load(tmp_path / "written", model=fresh, optimizer=its_optimizer) == {"step": 7}
     assert all(torch.equal(one, other) for one, other in zip(fresh.parameters(), model.parameters(), strict=True))
-    found, expected = its_optimizer.state_dict(), optimizer.state_dict()
-    assert found["param_groups"] == expected["param_groups"]
+    loaded_state, expected = its_optimizer.state_dict(), optimizer.state_dict()
+    assert loaded_state["param_groups"] == expected["param_groups"]
     for index, slots in expected["state"].items():
-        assert all(torch.equal(found["state"][index][slot], value) for slot, value in slots.items())
+        assert all(torch.equal(loaded_state["state"][index][slot], value) for slot, value in slots.items())
 
 
 def test_a_converted_checkpoint_has_checksums_of_all_that_it_holds(tmp_path: Path) -> None:

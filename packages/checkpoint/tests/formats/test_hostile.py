@@ -106,15 +106,15 @@ def test_what_a_running_save_wrote_is_published_whole_or_not_at_all(
 )
 def test_a_number_is_never_cut_to_fit(tmp_path: Path, stored: torch.dtype, live: torch.dtype) -> None:
     def model(dtype: torch.dtype) -> nn.Module:
-        made = nn.Module()
-        made.register_buffer("w", torch.full((2,), 3).to(dtype))
-        return made
+        module = nn.Module()
+        module.register_buffer("w", torch.full((2,), 3).to(dtype))
+        return module
 
     save(tmp_path / "a", model=model(stored))
     with pytest.raises(CheckpointMismatch, match=rf"model.w: {stored} \(2,\) in the checkpoint, {live} \(2,\) here"):
         load(tmp_path / "a", model=model(live))
-    left = load(tmp_path / "a", model=model(live), strict=False).left
-    assert [difference.name for difference in left.names] == ["model.w"]
+    differences = load(tmp_path / "a", model=model(live), strict=False).left
+    assert [difference.name for difference in differences.names] == ["model.w"]
     save(tmp_path / "b", model=model(live))
     load(tmp_path / "b", model=model(stored))
 

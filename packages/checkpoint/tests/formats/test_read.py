@@ -54,7 +54,7 @@ def boxes(shape: tuple[int, ...]) -> Iterator[Chunk]:
     yield whole_box(shape)
     for dim, size in enumerate(shape):
         for start, stop in {(0, size // 2), (size // 2, size), (size // 3, size - size // 3)}:
-            box = [(0, each) for each in shape]
+            box = [(0, length) for length in shape]
             box[dim] = (start, stop)
             yield Chunk(tuple(a for a, _ in box), tuple(b - a for a, b in box))
     if shape:
@@ -69,14 +69,14 @@ def test_any_box_of_any_tensor_is_read(
     monkeypatch.setattr(_items, "_PIECE_BYTES", 1000)
     tensors = {f"{shape} {dtype}": values(shape, dtype) for shape in SHAPES for dtype in DTYPES}
     stored = StoredCheckpoint(saved(tmp_path / "a", tensors), verify=verify)
-    wanted, expected = [], []
+    reads, expected = [], []
     for name, tensor in tensors.items():
         for box in boxes(tuple(tensor.shape)):
-            wanted.append(Wanted(f"model.{name}", box, torch.empty(box.sizes, dtype=tensor.dtype)))
+            reads.append(Wanted(f"model.{name}", box, torch.empty(box.sizes, dtype=tensor.dtype)))
             expected.append(tensor[tuple(slice(along.start, along.stop) for along in box.ranges)])
-    stored.read(wanted)
-    for each, part in zip(wanted, expected, strict=True):
-        assert torch.equal(bits(each.into), bits(part)), (each.name, each.chunk)
+    stored.read(reads)
+    for read, part in zip(reads, expected, strict=True):
+        assert torch.equal(bits(read.into), bits(part)), (read.name, read.chunk)
 
 
 @settings(max_examples=40, deadline=None)
@@ -97,7 +97,9 @@ def test_boxes_are_those_of_the_whole(
     path = saved(tmp_path_factory.mktemp("a"), {"x": tensor})
     slices = [slice(*sorted((int(a * size), int(b * size) + 1))) for (a, b), size in zip(cuts, shape, strict=False)]
     expected = tensor[tuple(slices)]
-    box = Chunk(tuple(each.indices(size)[0] for each, size in zip(slices, shape, strict=False)), tuple(expected.shape))
+    box = Chunk(
+        tuple(dim_slice.indices(size)[0] for dim_slice, size in zip(slices, shape, strict=False)), tuple(expected.shape)
+    )
     into = torch.empty_like(expected)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_items, "_SMALL_BYTES", 0)
@@ -192,9 +194,9 @@ def test_files_that_nobody_wants_stay_closed(tmp_path: Path, monkeypatch: pytest
     opened: list[str] = []
     os_open = os.open
 
-    def open_and_note(path: Path, *rest: Any) -> int:
+    def open_and_note(path: Path, *flags: Any) -> int:
         opened.append(os.path.basename(path))
-        return os_open(path, *rest)
+        return os_open(path, *flags)
 
     monkeypatch.setattr(os, "open", open_and_note)
     into = torch.empty(3, 3)
@@ -211,11 +213,11 @@ def test_a_flipped_bit_in_what_plain_torch_wrote_is_found(
     flip(path / "__0_0.distcp", position)
     names = {"model.x", "model.y"}
     for box in (whole_box(shape), Chunk((0, 0), (1, 1))):
-        wanted = [Wanted(name, box, torch.empty(box.sizes)) for name in names]
+        reads = [Wanted(name, box, torch.empty(box.sizes)) for name in names]
         with pytest.raises(CheckpointDamaged, match=r"with the checksum \w+ for 'model.[xy]'") as info:
-            StoredCheckpoint(path).read(wanted)
+            StoredCheckpoint(path).read(reads)
         assert info.value.file == str(path / "__0_0.distcp")
-        StoredCheckpoint(path, verify=False).read(wanted)
+        StoredCheckpoint(path, verify=False).read(reads)
 
 
 def test_chunks_that_overlap_and_leave_a_hole_are_no_tensor(tmp_path: Path) -> None:
@@ -259,12 +261,12 @@ def test_boxes_of_any_sharded_tensor_are_those_that_torch_keeps(kit: Kit) -> Non
         for outer in placements:
             for inner in placements[:3]:
                 num_rows = 8 if isinstance(outer, _StridedShard) else 7  # torch itself refuses strides that do not fit
-                whole = torch.arange(num_rows * 5).reshape(num_rows, 5)
-                covered = torch.zeros_like(whole)
-                tensor = distribute_tensor(whole, mesh, [outer, inner])
+                matrix = torch.arange(num_rows * 5).reshape(num_rows, 5)
+                covered = torch.zeros_like(matrix)
+                tensor = distribute_tensor(matrix, mesh, [outer, inner])
                 for chunk, local in local_boxes(tensor):
                     slices = tuple(slice(along.start, along.stop) for along in chunk.ranges)
-                    assert torch.equal(local, whole[slices]), (outer, inner)
+                    assert torch.equal(local, matrix[slices]), (outer, inner)
                     covered[slices] = 1
                 torch.distributed.all_reduce(covered)
                 assert bool((covered >= 1).all())
@@ -280,11 +282,11 @@ def test_a_local_tensor_says_itself_what_it_holds() -> None:
     def uneven() -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
         mesh, rank = init_device_mesh("cpu", (2,)), torch.distributed.get_rank()
         local = torch.zeros((3, 1)[rank], 2)
-        made = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=torch.Size((4, 2)), stride=(2, 1))
+        dtensor = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=torch.Size((4, 2)), stride=(2, 1))
         with pytest.raises(ValueError, match="bring `__create_chunk_list__`"):
-            local_boxes(made)
+            local_boxes(dtensor)
         chunk = ChunkStorageMetadata(torch.Size(((0, 3)[rank], 0)), local.shape)
-        made._local_tensor.__create_chunk_list__ = lambda: [chunk]  # type: ignore[attr-defined]
-        return [(tuple(box.chunk.offsets), tuple(box.chunk.sizes)) for box in local_boxes(made)]
+        dtensor._local_tensor.__create_chunk_list__ = lambda: [chunk]  # type: ignore[attr-defined]
+        return [(tuple(box.chunk.offsets), tuple(box.chunk.sizes)) for box in local_boxes(dtensor)]
 
     assert run_ranks(uneven, 2) == [[((0, 0), (3, 2))], [((3, 0), (1, 2))]]

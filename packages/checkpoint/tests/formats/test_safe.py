@@ -128,8 +128,8 @@ def test_state_that_is_given_to_an_allowed_class_stays_state(path: Path) -> None
         def __reduce__(self) -> tuple[object, ...]:
             return (StorageMeta, (), {"__class__": Metadata, "__setstate__": "x", "save_id": "y"})
 
-    made = read_pickle(pickle.dumps(State()), knows=lambda module, name: name == "StorageMeta", trust=True)
-    assert type(made) is not StorageMeta and isinstance(made, Inert) and made.fields["save_id"] == "y"
+    stand_in = read_pickle(pickle.dumps(State()), knows=lambda module, name: name == "StorageMeta", trust=True)
+    assert type(stand_in) is not StorageMeta and isinstance(stand_in, Inert) and stand_in.fields["save_id"] == "y"
 
 
 @pytest.mark.parametrize("how", NUMBERED)

@@ -21,50 +21,50 @@ from lamella_testing.tiny import Kit
 
 
 @pytest.fixture
-def own(kit: Kit, tmp_path: Path) -> Path:
+def saved_path(kit: Kit, tmp_path: Path) -> Path:
     model, optimizer = kit.build(sharded=False)
     kit.train(model, optimizer)
     save(tmp_path / "own", model=model, optimizer=optimizer, extra={"step": 2})
     return tmp_path / "own"
 
 
-def test_what_is_whole_is_found_to_be(own: Path, tmp_path: Path) -> None:
+def test_what_is_whole_is_found_to_be(saved_path: Path, tmp_path: Path) -> None:
     def check(path: Path) -> None:
-        told: list[tuple[int, int]] = []
-        verification = verify(path, on_progress=lambda *so_far: told.append(so_far))
+        progress: list[tuple[int, int]] = []
+        verification = verify(path, on_progress=lambda *so_far: progress.append(so_far))
         assert verification and verification.problems == () and verification.num_bytes > 0, str(verification)
-        assert told[-1] == (verification.num_bytes, verification.num_bytes) and "whole" in str(verification)
+        assert progress[-1] == (verification.num_bytes, verification.num_bytes) and "whole" in str(verification)
 
-    for path in (own, dcp_save({"model": nn.Linear(2, 2).state_dict()}, tmp_path / "dcp")):
+    for path in (saved_path, dcp_save({"model": nn.Linear(2, 2).state_dict()}, tmp_path / "dcp")):
         check(path)
-    assert verify(own).num_unverified_bytes == 0
+    assert verify(saved_path).num_unverified_bytes == 0
 
 
-def test_a_checkpoint_that_is_removed_meanwhile_is_gone_and_not_damaged(own: Path) -> None:
+def test_a_checkpoint_that_is_removed_meanwhile_is_gone_and_not_damaged(saved_path: Path) -> None:
     """Retention renames first, and removes the files then."""
 
     def remove_meanwhile(done: int, total: int) -> None:
-        if own.exists():
-            own.rename(own.with_name("own.removed-01234567"))
-            shutil.rmtree(own.with_name("own.removed-01234567"))
+        if saved_path.exists():
+            saved_path.rename(saved_path.with_name("own.removed-01234567"))
+            shutil.rmtree(saved_path.with_name("own.removed-01234567"))
 
     with pytest.raises(FileNotFoundError, match="to stay while it is read, got a removal") as info:
-        verify(own, on_progress=remove_meanwhile)
-    assert info.value.filename == str(own)
+        verify(saved_path, on_progress=remove_meanwhile)
+    assert info.value.filename == str(saved_path)
 
 
-def test_a_checkpoint_that_another_replaces_meanwhile_is_neither_whole_nor_damaged(own: Path) -> None:
+def test_a_checkpoint_that_another_replaces_meanwhile_is_neither_whole_nor_damaged(saved_path: Path) -> None:
     def replace_meanwhile(done: int, total: int) -> None:
         if done == total:
-            save(own, model=nn.Linear(2, 2))
+            save(saved_path, model=nn.Linear(2, 2))
 
     with pytest.raises(FileNotFoundError, match="got another checkpoint at its path"):
-        verify(own, on_progress=replace_meanwhile)
+        verify(saved_path, on_progress=replace_meanwhile)
 
 
-def test_a_read_of_a_removed_checkpoint_says_so(own: Path) -> None:
-    stored = StoredCheckpoint(own)
-    shutil.rmtree(own)
+def test_a_read_of_a_removed_checkpoint_says_so(saved_path: Path) -> None:
+    stored = StoredCheckpoint(saved_path)
+    shutil.rmtree(saved_path)
     [name, *_] = stored.tensors
     with pytest.raises(FileNotFoundError, match="to stay while it is read, got a removal"):
         read_tensor(stored, name)
@@ -95,12 +95,12 @@ def test_all_that_is_wrong_is_told(kit: Kit, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("position", range(0, 2000, 333))
-def test_any_flipped_bit_is_found(own: Path, position: int) -> None:
+def test_any_flipped_bit_is_found(saved_path: Path, position: int) -> None:
     for name in ("__0_0.distcp", ".metadata"):
-        file = own / name
+        file = saved_path / name
         content = file.read_bytes()
         flip(file, position % len(content))
-        assert [os.path.basename(problem.file) for problem in verify(own).problems][:1] == [name]
+        assert [os.path.basename(problem.file) for problem in verify(saved_path).problems][:1] == [name]
         file.write_bytes(content)
 
 
@@ -133,19 +133,19 @@ def test_holes_overlaps_and_missing_places_are_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("file", ["lamella.json", "lamella_checksums.json", ".metadata"])
-def test_an_absent_file_is_a_problem(own: Path, file: str) -> None:
-    (own / file).unlink()
-    assert any(os.path.basename(problem.file) == file for problem in verify(own).problems)
+def test_an_absent_file_is_a_problem(saved_path: Path, file: str) -> None:
+    (saved_path / file).unlink()
+    assert any(os.path.basename(problem.file) == file for problem in verify(saved_path).problems)
 
 
-def test_an_edited_manifest_is_a_problem(own: Path) -> None:
-    (own / "lamella.json").write_text((own / "lamella.json").read_text() + " ")
-    assert [os.path.basename(problem.file) for problem in verify(own).problems] == ["lamella.json"]
+def test_an_edited_manifest_is_a_problem(saved_path: Path) -> None:
+    (saved_path / "lamella.json").write_text((saved_path / "lamella.json").read_text() + " ")
+    assert [os.path.basename(problem.file) for problem in verify(saved_path).problems] == ["lamella.json"]
 
 
-def test_nothing_runs(own: Path) -> None:
-    forget_checksums(own)
-    change_metadata(own, lambda metadata: metadata.planner_data.update(x=Runs()))
+def test_nothing_runs(saved_path: Path) -> None:
+    forget_checksums(saved_path)
+    change_metadata(saved_path, lambda metadata: metadata.planner_data.update(x=Runs()))
     with pytest.raises(CheckpointUntrusted, match="posix.mkdir"):
-        verify(own)
+        verify(saved_path)
     assert not os.path.exists("ran")

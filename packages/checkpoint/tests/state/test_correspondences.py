@@ -29,17 +29,17 @@ def test_shards_are_saved_by_part(tmp_path: Path) -> None:
     def save_mine() -> torch.Tensor:
         torch.manual_seed(0)
         model = nn.Linear(2, 5, bias=False)
-        whole = model.weight.detach().clone()
+        weight = model.weight.detach().clone()
         fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5)
         model.weight.sum().backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         save(tmp_path / "a", model=model, optimizer=optimizer, correspondences=[FUSED])
-        return whole - 1
+        return weight - 1
 
-    whole = run_ranks(save_mine, 3)[0]
+    weight = run_ranks(save_mine, 3)[0]
     tensors = read_all(StoredCheckpoint(tmp_path / "a"))
-    assert torch.equal(tensors["model.up"], whole[:3]) and torch.equal(tensors["model.down"], whole[3:])
+    assert torch.equal(tensors["model.up"], weight[:3]) and torch.equal(tensors["model.down"], weight[3:])
     assert torch.equal(tensors["optimizer.state.up.momentum_buffer"], torch.ones(3, 2))
     assert "model.weight" not in tensors
 
@@ -50,13 +50,13 @@ def test_shards_are_saved_by_part(tmp_path: Path) -> None:
 
     parts = Parts()
     load(tmp_path / "a", model=parts)
-    assert torch.equal(torch.cat([parts.up, parts.down]), whole)
+    assert torch.equal(torch.cat([parts.up, parts.down]), weight)
 
 
 def test_a_live_shard_is_written_by_part_in_views() -> None:
-    held = torch.arange(4.0).reshape(2, 2)  # Rows 2 and 3: the last of one part, the first of the other.
+    rows = torch.arange(4.0).reshape(2, 2)  # Rows 2 and 3: the last of one part, the first of the other.
     cut = LiveCut([FUSED], to="left")
-    pieces = written_pieces(cut, {"weight": (LiveShard.of_rows((5, 2), Range(4, 8)), held)})
-    found = {name: [(tuple(each.offsets), tuple(each.sizes)) for each in value.__create_chunk_list__()]
+    pieces = written_pieces(cut, {"weight": (LiveShard.of_rows((5, 2), Range(4, 8)), rows)})
+    chunks = {name: [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in value.__create_chunk_list__()]
              for name, value in pieces.items()}  # fmt: skip
-    assert found == {"up": [((2, 0), (1, 2))], "down": [((0, 0), (1, 2))]}
+    assert chunks == {"up": [((2, 0), (1, 2))], "down": [((0, 0), (1, 2))]}

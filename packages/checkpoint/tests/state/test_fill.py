@@ -24,11 +24,11 @@ def request() -> dict[str, Any]:
 
 
 def test_a_checkpoint_of_weights_alone_leaves_all_else() -> None:
-    wanted = request()
-    filled = fill(wanted, MemorySource({"model.module.x": torch.ones(2)}))
-    assert wanted["model"]["module.x"].tolist() == [1, 1]
-    assert wanted["args"] is ARGS
-    assert wanted["iteration"] == 1
+    state = request()
+    filled = fill(state, MemorySource({"model.module.x": torch.ones(2)}))
+    assert state["model"]["module.x"].tolist() == [1, 1]
+    assert state["args"] is ARGS
+    assert state["iteration"] == 1
     assert filled.loaded == ("model.module.x",)
     assert filled.kept == (
         "args",
@@ -40,27 +40,27 @@ def test_a_checkpoint_of_weights_alone_leaves_all_else() -> None:
 
 
 def test_only_what_is_missing_stays() -> None:
-    wanted = request()
+    state = request()
     theirs = Namespace(lr=2.0)
-    filled = fill(wanted, MemorySource({"model.module.x": torch.ones(2)}, {"args": theirs, "iteration": 7}))
-    assert wanted["args"] is theirs
-    assert wanted["iteration"] == 7
+    filled = fill(state, MemorySource({"model.module.x": torch.ones(2)}, {"args": theirs, "iteration": 7}))
+    assert state["args"] is theirs
+    assert state["iteration"] == 7
     assert filled.loaded == ("model.module.x", "args", "iteration")
 
 
 def test_a_name_is_not_there_because_a_longer_one_is() -> None:
-    wanted: dict[str, Any] = {"model": {"x": torch.zeros(2)}, "it": 1}
-    filled = fill(wanted, MemorySource({"model_ema.x": torch.ones(2)}, {"iteration": 5, "it.x": 6}))
+    state: dict[str, Any] = {"model": {"x": torch.zeros(2)}, "it": 1}
+    filled = fill(state, MemorySource({"model_ema.x": torch.ones(2)}, {"iteration": 5, "it.x": 6}))
     assert filled.loaded == ()
     assert filled.kept == ("model.x", "it")
-    assert wanted["model"]["x"].tolist() == [0, 0]
+    assert state["model"]["x"].tolist() == [0, 0]
 
 
 def test_nested_objects_of_a_section_that_is_there_stay_too() -> None:
     note = object()
-    wanted = {"d": {"k": note, "n": 1}, "whole": {"a": 1}}
-    filled = fill(wanted, MemorySource({}, {"d.n": 2, "whole": {"b": 3}}))
-    assert wanted == {"d": {"k": note, "n": 2}, "whole": {"b": 3}}
+    state = {"d": {"k": note, "n": 1}, "whole": {"a": 1}}
+    filled = fill(state, MemorySource({}, {"d.n": 2, "whole": {"b": 3}}))
+    assert state == {"d": {"k": note, "n": 2}, "whole": {"b": 3}}
     assert filled.kept == ("d.k",)
 
 
@@ -75,8 +75,8 @@ def test_nested_objects_of_a_section_that_is_there_stay_too() -> None:
 def test_what_does_not_fit_is_refused_before_anything_changes(
     tensors: dict[str, torch.Tensor], objects: dict[str, int], problem: str
 ) -> None:
-    wanted: dict[str, Any] = {"first": torch.zeros(2), "model": {"x": torch.zeros(2)}, "n": 1}
+    state: dict[str, Any] = {"first": torch.zeros(2), "model": {"x": torch.zeros(2)}, "n": 1}
     with pytest.raises(ValueError, match=problem):
-        fill(wanted, MemorySource({"first": torch.ones(2), **tensors}, objects))
-    assert wanted["first"].tolist() == [0, 0]
-    assert wanted["n"] == 1
+        fill(state, MemorySource({"first": torch.ones(2), **tensors}, objects))
+    assert state["first"].tolist() == [0, 0]
+    assert state["n"] == 1

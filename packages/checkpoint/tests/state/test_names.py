@@ -224,9 +224,14 @@ def test_tied_names_with_different_values_are_refused_before_anything_is_read_in
     assert torch.equal(model.embed.weight, before)
     untied = Tied(tied=False)
     load(tmp_path / "a", model=untied)
-    left = load(tmp_path / "a", model=model, strict=False).left
+    differences = load(tmp_path / "a", model=model, strict=False).left
     assert torch.equal(model.embed.weight, untied.embed.weight)
-    assert left.tied == ("model.head.weight",) and not left.shapes and not left.missing and not left.unexpected
+    assert (
+        differences.tied == ("model.head.weight",)
+        and not differences.shapes
+        and not differences.missing
+        and not differences.unexpected
+    )
 
 
 def test_a_check_compares_tied_names_where_it_may_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

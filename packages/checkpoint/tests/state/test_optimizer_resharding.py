@@ -88,19 +88,19 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
 CHAIN = [4, 2, 1, 3]
 
 
-def whole(kit: Kit, value: object) -> object:
+def unsharded(kit: Kit, value: object) -> object:
     return kit.whole(value) if isinstance(value, torch.Tensor) else value
 
 
 def slots(kit: Kit, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {
-        f"{name}/{slot}": whole(kit, value)
+        f"{name}/{slot}": unsharded(kit, value)
         for name, param in model.named_parameters()
         for slot, value in optimizer.state.get(param, {}).items()
     }
 
 
-def same(one: object, other: object) -> bool:
+def are_equal(one: object, other: object) -> bool:
     if isinstance(one, torch.Tensor):
         return isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
     return type(one) is type(other) and one == other
@@ -127,7 +127,7 @@ def test_every_form_of_state_is_resharded_again_and_again(kit: Kit, tmp_path: Pa
         for states in run_ranks(pass_on, num_ranks, previous, num_ranks):
             for name, state in states.items():
                 assert state.keys() == expected[name].keys()
-                different = [key for key in state if not same(state[key], expected[name][key])]
+                different = [key for key in state if not are_equal(state[key], expected[name][key])]
                 assert not different, (name, num_ranks, different)
 
 
@@ -165,4 +165,4 @@ def test_every_form_of_state_is_saved_in_the_background_too(kit: Kit, tmp_path: 
             saver.wait()
             load(tmp_path / name, model=model, optimizer=optimizer)
             got = slots(kit, model, optimizer)
-            assert got.keys() == expected.keys() and all(same(got[key], expected[key]) for key in got), name
+            assert got.keys() == expected.keys() and all(are_equal(got[key], expected[key]) for key in got), name

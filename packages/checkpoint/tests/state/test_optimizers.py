@@ -40,7 +40,7 @@ EVERY_OPTIMIZER: dict[str, MakeOptimizer] = {
 SHARDED_OPTIMIZERS = ["Adagrad", "Adam, amsgrad", "ASGD", "NAdam", "RMSprop", "SGD", "SGD, momentum"]
 
 
-class Factored(torch.optim.Optimizer):
+class MixedState(torch.optim.Optimizer):
     """Keeps what torch.optim does not keep of DTensors: sums over rows, a Python number, a bfloat16 moment."""
 
     def __init__(self, params: Iterable[nn.Parameter], lr: float = 0.1) -> None:
@@ -81,16 +81,16 @@ def assert_resumes(kit: Kit, path: Path, make: MakeOptimizer, *, sharded: bool) 
     assert expected.keys() == got.keys()
     assert all(torch.equal(expected[name], got[name]) for name in expected)
     for param, other in zip(model.parameters(), resumed.parameters(), strict=True):
-        slots, others = optimizer.state.get(param, {}), resumed_optimizer.state.get(other, {})
-        assert {k: type(v) for k, v in slots.items()} == {k: type(v) for k, v in others.items()}
+        slots, resumed_slots = optimizer.state.get(param, {}), resumed_optimizer.state.get(other, {})
+        assert {k: type(v) for k, v in slots.items()} == {k: type(v) for k, v in resumed_slots.items()}
         tensors = [k for k, v in slots.items() if isinstance(v, torch.Tensor)]
-        assert [slots[k].dtype for k in tensors] == [others[k].dtype for k in tensors]
+        assert [slots[k].dtype for k in tensors] == [resumed_slots[k].dtype for k in tensors]
     assert resumed_optimizer.state_dict()["param_groups"] == optimizer.state_dict()["param_groups"]
 
 
-@pytest.mark.parametrize("name", [*EVERY_OPTIMIZER, "Factored"])
+@pytest.mark.parametrize("name", [*EVERY_OPTIMIZER, "MixedState"])
 def test_training_resumes_bit_equal_with_every_torch_optimizer(kit: Kit, tmp_path: Path, name: str) -> None:
-    make = EVERY_OPTIMIZER.get(name, Factored)
+    make = EVERY_OPTIMIZER.get(name, MixedState)
     assert_resumes(kit, tmp_path / "checkpoint", make, sharded=False)
 
 
@@ -104,13 +104,13 @@ def test_training_resumes_bit_equal_with_torch_optimizers_on_sharded_parameters(
 
 def test_factored_state_is_resharded(kit: Kit, tmp_path: Path) -> None:
     def train_and_save() -> State:
-        model, optimizer = kit.build(sharded=True, optimizer=Factored)
+        model, optimizer = kit.build(sharded=True, optimizer=MixedState)
         kit.train(model, optimizer)
         save(tmp_path / "checkpoint", model=model, optimizer=optimizer)
         return kit.state(model, optimizer)
 
     def load_and_train() -> State:
-        model, optimizer = kit.build(sharded=True, seed=1, optimizer=Factored)
+        model, optimizer = kit.build(sharded=True, seed=1, optimizer=MixedState)
         load(tmp_path / "checkpoint", model=model, optimizer=optimizer)
         state = kit.state(model, optimizer)
         kit.train(model, optimizer)
@@ -245,16 +245,16 @@ def test_options_that_conflict_in_one_live_group_are_refused_naming_both_paramet
     [conflict] = info.value.differences.conflicts
     assert (conflict.option, conflict.group, conflict.first, conflict.second) == ("lr", 0, "weight", "bias")
     assert one_group.param_groups[0]["lr"] == 9.0
-    left = load(tmp_path / "a", model=model, optimizer=one_group, strict=False).left
-    assert left.conflicts == (conflict,)
+    differences = load(tmp_path / "a", model=model, optimizer=one_group, strict=False).left
+    assert differences.conflicts == (conflict,)
     assert (one_group.param_groups[0]["lr"], one_group.param_groups[0]["momentum"]) == (9.0, 0)
 
 
 def test_names_that_an_optimizer_was_given_are_this_runs(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     save(tmp_path / "a", model=model, optimizer=torch.optim.SGD(model.named_parameters(), lr=0.5))
-    each = [[("bias", model.bias)], [("weight", model.weight)]]
-    live = torch.optim.SGD([{"params": named} for named in each], lr=9.0)
+    named_groups = [[("bias", model.bias)], [("weight", model.weight)]]
+    live = torch.optim.SGD([{"params": named} for named in named_groups], lr=9.0)
     load(tmp_path / "a", model=model, optimizer=live)
     assert [(group["param_names"], group["lr"]) for group in live.param_groups] == [(["bias"], 0.5), (["weight"], 0.5)]
 
@@ -413,10 +413,10 @@ def test_an_option_that_no_reader_takes_for_plain_data_is_refused_by_name(tmp_pa
 def test_an_option_that_a_group_shares_is_stored_once(tmp_path: Path) -> None:
     model = nn.ModuleList(nn.Linear(1, 1) for _ in range(50))
     save(tmp_path / "one", model=model, optimizer=torch.optim.SGD(model.parameters()))
-    each = [{"params": [param]} for param in model.parameters()]
-    save(tmp_path / "each", model=model, optimizer=torch.optim.SGD(each))
-    one, many = ((tmp_path / name / "__0_0.distcp").stat().st_size for name in ("one", "each"))
-    assert many > 4 * one
+    groups = [{"params": [param]} for param in model.parameters()]
+    save(tmp_path / "each", model=model, optimizer=torch.optim.SGD(groups))
+    shared_nbytes, separate_nbytes = ((tmp_path / name / "__0_0.distcp").stat().st_size for name in ("one", "each"))
+    assert separate_nbytes > 4 * shared_nbytes
 
 
 def test_the_manifest_names_the_optimizer(tmp_path: Path) -> None:

@@ -112,7 +112,7 @@ def test_parts_cut_at_bounds_are_stored_at_their_places_in_the_whole(tmp_path: P
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
         mesh._shard_order = [1, 0]  # type: ignore[attr-defined]  # The tensor axis cuts first.
         data, tensor = mesh.get_local_rank("data"), mesh.get_local_rank("tensor")
-        made = {}
+        tensors = {}
         for name, (ragged, other) in cases.items():
             part = numbered(6, 4)
             if isinstance(other, Shard):
@@ -120,10 +120,10 @@ def test_parts_cut_at_bounds_are_stored_at_their_places_in_the_whole(tmp_path: P
             assert isinstance(ragged, RaggedShard)
             local = part[slice(*ragged.rows(data))].clone()
             placements = [ragged, other]
-            made[name] = DTensor.from_local(
+            tensors[name] = DTensor.from_local(
                 local, mesh, placements, run_check=False, shape=torch.Size((6, 4)), stride=(4, 1)
             )
-        return InPlace(made)
+        return InPlace(tensors)
 
     def save_and_load() -> bool:
         model = bag()
@@ -143,7 +143,7 @@ def test_what_several_ranks_have_alike_is_divided_between_them_by_bytes(tmp_path
     def save_three() -> None:
         rows = [100, 1, 50, 30, 20, 90, 10]
         hsdp, all_ranks = init_device_mesh("cpu", (2, 2)), init_device_mesh("cpu", (4,))
-        plain = {f"p{n}": torch.zeros(each, 100) for n, each in enumerate(rows)}
+        plain = {f"p{n}": torch.zeros(num_rows, 100) for n, num_rows in enumerate(rows)}
         mixed = {name: distribute_tensor(value, hsdp, [Replicate(), Shard(0)]) for name, value in plain.items()}
         copies = {name: distribute_tensor(value, all_ranks, [Replicate()]) for name, value in plain.items()}
         save(tmp_path / "hsdp", model=Bag(**mixed))
@@ -201,11 +201,11 @@ def test_names_that_only_some_ranks_hold_are_stored(tmp_path: Path) -> None:
     for stage in range(2):
         assert {f"model.{stage}.weight", f"model.{stage}.bias", f"model.{stage}.running_var"} <= set(names)
         assert {f"optimizer.param_groups.{stage}.{name}.lr" for name in ("weight", "bias")} <= set(names)
-    whole = nn.ModuleDict({str(stage): nn.BatchNorm1d(6) for stage in range(2)})
-    groups = [{"params": each.parameters()} for each in whole.values()]
+    stages = nn.ModuleDict({str(stage): nn.BatchNorm1d(6) for stage in range(2)})
+    groups = [{"params": norm.parameters()} for norm in stages.values()]
     optimizer = torch.optim.SGD(groups, lr=9.0)
-    load(tmp_path / "stages", model=whole, optimizer=optimizer)
-    assert torch.equal(whole.get_parameter("1.weight"), numbered(6) + 1)
+    load(tmp_path / "stages", model=stages, optimizer=optimizer)
+    assert torch.equal(stages.get_parameter("1.weight"), numbered(6) + 1)
     assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.2]
     plain = nn.ModuleDict({str(n): nn.Linear(2, 2) for n in (0, 1, 2, 3, "shared")})
     load(tmp_path / "plain", model=plain)
@@ -251,8 +251,8 @@ def refusals(make: Callable[[], dict[str, Any]]) -> Callable[[Path], Refusal]:
     return save_and_listen
 
 
-def both(results: list[Refusal], kind: type[Exception], text: str) -> None:
-    assert kind in [each for each, _ in results]
+def assert_refused_everywhere(results: list[Refusal], kind: type[Exception], text: str) -> None:
+    assert kind in [error for error, _ in results]
     assert all(text in message for _, message in results), results
 
 
@@ -261,7 +261,9 @@ def test_a_partial_tensor_is_refused(tmp_path: Path) -> None:
         mesh = init_device_mesh("cpu", (2,))
         return {"model": Bag(a=DTensor.from_local(torch.ones(2), mesh, [Partial()], run_check=False))}
 
-    both(run_ranks(refusals(make), 2, tmp_path / "a"), ValueError, "'model.a' to be sharded or replicated")
+    assert_refused_everywhere(
+        run_ranks(refusals(make), 2, tmp_path / "a"), ValueError, "'model.a' to be sharded or replicated"
+    )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -272,7 +274,9 @@ def test_a_local_tensor_that_is_not_what_the_placements_say_is_refused(tmp_path:
         ragged = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=torch.Size((4, 2)), stride=(2, 1))
         return {"model": Bag(a=ragged)}
 
-    both(run_ranks(refusals(make), 2, tmp_path / "a"), ValueError, "part of 'model.a' to be of shape (2, 2)")
+    assert_refused_everywhere(
+        run_ranks(refusals(make), 2, tmp_path / "a"), ValueError, "part of 'model.a' to be of shape (2, 2)"
+    )
 
 
 def test_two_ranks_with_different_data_for_one_box_are_refused(tmp_path: Path) -> None:
@@ -283,7 +287,9 @@ def test_two_ranks_with_different_data_for_one_box_are_refused(tmp_path: Path) -
         part = numbered(8, 2).chunk(2)[mesh.get_local_rank("tp")]
         return {"model": Bag(a=distribute_tensor(part, mesh["dp"], [Shard(0)]))}
 
-    both(run_ranks(refusals(make), 4, tmp_path / "a"), ValueError, "the same data at [0, 0] of 'model.a'")
+    assert_refused_everywhere(
+        run_ranks(refusals(make), 4, tmp_path / "a"), ValueError, "the same data at [0, 0] of 'model.a'"
+    )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -297,7 +303,7 @@ def test_a_hole_is_refused_when_it_is_saved(tmp_path: Path) -> None:
         return {"model": model, "optimizer": optimizer}
 
     text = "the 8 elements of 'optimizer.state.a.moment', got 4"
-    both(run_ranks(refusals(make), 2, tmp_path / "a"), ValueError, text)
+    assert_refused_everywhere(run_ranks(refusals(make), 2, tmp_path / "a"), ValueError, text)
 
 
 def test_a_tensor_that_names_its_own_boxes_is_asked(tmp_path: Path) -> None:

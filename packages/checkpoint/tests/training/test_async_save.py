@@ -240,10 +240,10 @@ def test_a_killed_writer_is_told_on_every_rank_and_replaced(kit: Kit, tmp_path: 
         saver.save(tmp_path / "a", model=model, extra={"n": 2})
         with pytest.raises(CheckpointFailed, match=f"rank {victim}: the process that writes checkpoints died"):
             saver.wait()
-        left = load(tmp_path / "a", model=model)
+        loaded_extra = load(tmp_path / "a", model=model)
         saver.save(tmp_path / "a", model=model, extra={"n": 3}).wait()
         saver.close()
-        return left
+        return loaded_extra
 
     assert run_ranks(save_three, 2) == [{"n": 1}] * 2
     assert load(tmp_path / "a", model=kit.build(sharded=False)[0]) == {"n": 3}
@@ -446,8 +446,8 @@ def test_a_failure_that_one_rank_alone_knows_is_raised_on_every_rank_before_a_co
 
 def test_a_published_save_is_settled_though_what_it_replaced_resists_removal(tmp_path: Path) -> None:
     save(tmp_path / "a", model=nn.Sequential(*(filled(1.0) for _ in range(50))))  # Its metadata is long.
-    kept = StoredMetadata.read(tmp_path / "a").save_id
-    for save_id, expected in ((kept, True), ("saving-00000002", False)):
+    published_id = StoredMetadata.read(tmp_path / "a").save_id
+    for save_id, expected in ((published_id, True), ("saving-00000002", False)):
         staged = tmp_path / f"a.{save_id}"
         staged.mkdir()
         (staged / ".nfs01").touch()
@@ -473,18 +473,18 @@ def test_what_only_some_ranks_hold_is_written_by_each_from_the_first_save_on(tmp
 
 
 def test_what_cannot_be_saved_is_told_by_the_call(tmp_path: Path) -> None:
-    class Tagged(torch.Tensor):
+    class LabelledTensor(torch.Tensor):
         pass
 
     model = filled(1.0)
-    model.register_buffer("tagged", torch.ones(2).as_subclass(Tagged))
+    model.register_buffer("tagged", torch.ones(2).as_subclass(LabelledTensor))
     with AsyncSaver() as saver:
         with (
-            torch.serialization.safe_globals([Tagged]),
-            pytest.raises(NotImplementedError, match="got Tagged for 'model.tagged'"),
+            torch.serialization.safe_globals([LabelledTensor]),
+            pytest.raises(NotImplementedError, match="got LabelledTensor for 'model.tagged'"),
         ):
             saver.save(tmp_path / "a", model=model)
-        with pytest.raises(CheckpointFailed, match="Tagged"):
+        with pytest.raises(CheckpointFailed, match="LabelledTensor"):
             saver.wait()
         with pytest.raises(TypeError, match=r"extra\['a'\] to be plain data"):
             saver.save(tmp_path / "a", model=filled(1.0), extra={"a": object()})

@@ -39,12 +39,12 @@ def test_steps_beyond_eight_digits_stay_in_order(tmp_path: Path) -> None:
     assert checkpoints.steps() == [99_999_999, 100_000_000]
 
 
-@pytest.mark.parametrize(("keep", "kept"), [(1, [4]), (3, [2, 3, 4]), (None, [1, 2, 3, 4])])
-def test_the_newest_are_kept(tmp_path: Path, keep: int | None, kept: list[int]) -> None:
+@pytest.mark.parametrize(("keep", "newest_steps"), [(1, [4]), (3, [2, 3, 4]), (None, [1, 2, 3, 4])])
+def test_the_newest_are_kept(tmp_path: Path, keep: int | None, newest_steps: list[int]) -> None:
     checkpoints = CheckpointDirectory(tmp_path, keep=keep)
     save_steps(checkpoints, 1, 2, 3, 4)
-    assert checkpoints.steps() == kept
-    assert len(list(tmp_path.iterdir())) == len(kept)
+    assert checkpoints.steps() == newest_steps
+    assert len(list(tmp_path.iterdir())) == len(newest_steps)
 
 
 def test_a_run_that_went_back_keeps_what_it_saves(tmp_path: Path) -> None:

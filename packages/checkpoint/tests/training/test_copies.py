@@ -81,16 +81,16 @@ def sgd(model: nn.Module, **options: Any) -> torch.optim.SGD:
     return torch.optim.SGD(with_gradients(model).parameters(), lr=1.0, **options)
 
 
-@pytest.mark.parametrize("given", ["the same", "none", "another"])
+@pytest.mark.parametrize("optimizer_name", ["the same", "none", "another"])
 def test_the_step_of_any_optimizer_waits_until_the_state_has_been_copied(
-    tmp_path: Path, gate: Gate, saver: AsyncSaver, given: str
+    tmp_path: Path, gate: Gate, saver: AsyncSaver, optimizer_name: str
 ) -> None:
     model = large(1.0)
     optimizer = sgd(model)
-    others = {"the same": optimizer, "none": None, "another": torch.optim.AdamW(model.parameters())}
+    optimizers = {"the same": optimizer, "none": None, "another": torch.optim.AdamW(model.parameters())}
     was_open: list[bool] = []
     optimizer.register_step_post_hook(lambda *_: was_open.append(gate.is_open))
-    handle = saver.save(tmp_path / "a", model=model, optimizer=others[given])
+    handle = saver.save(tmp_path / "a", model=model, optimizer=optimizers[optimizer_name])
     assert not handle.done and handle.held_seconds == 0
     gate.open_soon()
     optimizer.step()

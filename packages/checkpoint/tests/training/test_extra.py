@@ -96,7 +96,7 @@ def test_a_value_comes_back_with_its_type(tmp_path: Path, value: object) -> None
 def test_a_tensor_comes_back_bit_by_bit(tmp_path: Path, tensor: torch.Tensor) -> None:
     back = round_trip(tmp_path, {"value": [tensor]})["value"][0]
     assert (back.dtype, back.shape) == (tensor.dtype, tensor.shape)
-    bits = [each.resolve_conj().contiguous().view(-1).view(torch.uint8) for each in (back, tensor)]
+    bits = [operand.resolve_conj().contiguous().view(-1).view(torch.uint8) for operand in (back, tensor)]
     assert torch.equal(*bits)
 
 
@@ -191,12 +191,12 @@ def test_a_form_that_no_save_writes_is_damage(tmp_path: Path, value: object) -> 
 # -- ranks ------------------------------------------------------------------------------------------------------------
 
 
-def of_this_rank() -> dict[str, Any]:
+def extra_of_rank() -> dict[str, Any]:
     rank = torch.distributed.get_rank()
     return {"step": 7, "position": (100 + rank, "file"), "betas": (0.9, 0.95)}
 
 
-def saved_by_two(kit: Kit, path: Path, extra: Callable[[], dict[str, Any] | None] = of_this_rank) -> list[Any]:
+def saved_by_two(kit: Kit, path: Path, extra: Callable[[], dict[str, Any] | None] = extra_of_rank) -> list[Any]:
     def save_and_load() -> tuple[Any, dict[str, Any]]:
         model, _ = kit.build(sharded=True)
         values = extra()
@@ -246,7 +246,7 @@ def test_values_of_ranks_that_are_no_more_are_left_out_with_a_warning(kit: Kit, 
 
 
 def test_a_rank_that_gives_nothing_gets_rank_zeros(kit: Kit, tmp_path: Path) -> None:
-    results = saved_by_two(kit, tmp_path / "a", lambda: of_this_rank() if torch.distributed.get_rank() == 0 else None)
+    results = saved_by_two(kit, tmp_path / "a", lambda: extra_of_rank() if torch.distributed.get_rank() == 0 else None)
     assert [back for _, back in results] == [results[0][0]] * 2
 
 
@@ -266,12 +266,12 @@ def test_saves_in_the_background_keep_each_ranks_values(kit: Kit, tmp_path: Path
         model, _ = kit.build(sharded=True)
         with AsyncSaver() as saver:
             for step in range(2):
-                saver.save(tmp_path / str(step), model=model, extra=of_this_rank() | {"step": torch.tensor(step)})
+                saver.save(tmp_path / str(step), model=model, extra=extra_of_rank() | {"step": torch.tensor(step)})
         return [load(tmp_path / str(step), model=model) for step in range(2)]
 
     for rank, values in enumerate(run_ranks(save_and_load, 2)):
-        assert [each["step"].item() for each in values] == [0, 1]
-        assert [each["position"] for each in values] == [(100 + rank, "file")] * 2
+        assert [extra["step"].item() for extra in values] == [0, 1]
+        assert [extra["position"] for extra in values] == [(100 + rank, "file")] * 2
 
 
 def test_a_damaged_value_of_a_rank_is_told(kit: Kit, tmp_path: Path) -> None:
@@ -363,8 +363,8 @@ RATES: dict[str, Callable[[], Any]] = {
 
 
 def test_every_scheduler_of_torch_is_tried() -> None:
-    of_torch = {name for name in schedulers.__all__ if name != "LRScheduler"}
-    assert of_torch <= SCHEDULERS.keys()
+    torch_schedulers = {name for name in schedulers.__all__ if name != "LRScheduler"}
+    assert torch_schedulers <= SCHEDULERS.keys()
 
 
 @pytest.mark.filterwarnings("ignore:.*lr_scheduler:UserWarning", "ignore:.*epoch parameter:UserWarning")

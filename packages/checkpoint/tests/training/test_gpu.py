@@ -53,7 +53,7 @@ def read_after_what_its_stream_was_given(path: Path) -> list[bool]:
         load(path, model=model)
         copies = [param.clone() for param in model.parameters()]
     side.synchronize()
-    return [torch.equal(copy.cpu(), each) for copy, each in zip(copies, expected, strict=True)]
+    return [torch.equal(copy.cpu(), original) for copy, original in zip(copies, expected, strict=True)]
 
 
 @pytest.mark.gpu1
@@ -233,9 +233,9 @@ def test_memory_that_training_lets_go_of_is_not_given_to_others_before_it_was_co
             model = large(1.0)
             handle = saver.save(tmp_path / "a", model=model)
             del model
-            others = [torch.full((1 << 14, 1 << 14), 7.0, device="cuda") for _ in range(3)]
+            allocations = [torch.full((1 << 14, 1 << 14), 7.0, device="cuda") for _ in range(3)]
             handle.wait()
-        return len(others)
+        return len(allocations)
 
     run_ranks(save_and_replace, 1, device="cuda")
     assert value_of(tmp_path / "a") == 1.0
@@ -264,10 +264,10 @@ def test_a_state_that_changed_before_it_was_copied_is_not_published(tmp_path: Pa
         torch.nn.init.constant_(model.weight, 1.0)
         with AsyncSaver() as saver:
             saver.save(tmp_path / "a", model=model).wait()
-            held = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-            with torch.cuda.stream(held):
+            busy_stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            with torch.cuda.stream(busy_stream):
                 torch.cuda._sleep(1_000_000_000)  # type: ignore[no-untyped-call]  # About half a second, in which the bus is not used.
-            _copies._stream_beside(model.weight.device).wait_stream(held)
+            _copies._stream_beside(model.weight.device).wait_stream(busy_stream)
             handle = saver.save(tmp_path / "a", model=model)
             change()
             with pytest.raises(CheckpointFailed, match="changes to 1 tensors, 'model.weight'"):

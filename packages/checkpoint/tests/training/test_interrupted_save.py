@@ -23,11 +23,11 @@ class Interruption:
     """Raises KeyboardInterrupt in the main thread before the nth line of the modules of a save."""
 
     def __init__(self, index: int) -> None:
-        self._left = index
+        self._remaining_lines = index
 
     @property
     def has_come(self) -> bool:
-        return self._left < 0
+        return self._remaining_lines < 0
 
     def __enter__(self) -> Self:
         sys.settrace(self._trace)
@@ -40,7 +40,7 @@ class Interruption:
         if frame.f_code.co_filename not in _FILES or self.has_come:
             return None
         if event == "line":
-            self._left -= 1
+            self._remaining_lines -= 1
             if self.has_come:
                 raise KeyboardInterrupt
         return self._trace

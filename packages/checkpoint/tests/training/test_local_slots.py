@@ -42,13 +42,13 @@ def over_two_axes(values: torch.Tensor) -> torch.Tensor:
 
 def _bounds(size: int, num: int) -> list[int]:
     share = -(-size // num)
-    return [min(share * each, size) for each in range(1, num)]
+    return [min(share * index, size) for index in range(1, num)]
 
 
 def uneven(values: torch.Tensor) -> nn.Parameter:
     """As Megatron's: cut where the placements do not say, told by functions on the local tensor."""
     num, rank = dist.get_world_size(), dist.get_rank()
-    bounds = [0, *(min(1 + each * 3, len(values)) for each in range(num - 1)), len(values)]
+    bounds = [0, *(min(1 + index * 3, len(values)) for index in range(num - 1)), len(values)]
     start, stop = bounds[rank], bounds[rank + 1]
     chunk = ChunkStorageMetadata(
         torch.Size((start, *[0] * (values.ndim - 1))), torch.Size((stop - start, *values.shape[1:]))
@@ -62,10 +62,10 @@ def uneven(values: torch.Tensor) -> nn.Parameter:
     mesh = init_device_mesh("cpu", (num,))
     shape, stride = values.shape, values.stride()
     mine = values[start:stop].clone()
-    made = nn.Parameter(DTensor.from_local(mine, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride))
-    made._local_tensor.__create_write_items__ = create_write_items  # type: ignore[attr-defined]
-    made._local_tensor.__create_chunk_list__ = lambda: [chunk]  # type: ignore[attr-defined]
-    return made
+    parameter = nn.Parameter(DTensor.from_local(mine, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride))
+    parameter._local_tensor.__create_write_items__ = create_write_items  # type: ignore[attr-defined]
+    parameter._local_tensor.__create_chunk_list__ = lambda: [chunk]  # type: ignore[attr-defined]
+    return parameter
 
 
 @pytest.mark.parametrize(
@@ -159,9 +159,9 @@ def test_a_slot_of_another_size_is_refused_by_name(tmp_path: Path, num_elements:
             (save if step == "save" else load)(tmp_path / "a", model=model, optimizer=optimizer)
         return str(info.value)
 
-    told = run_ranks(run, 2)
-    own = [text for text in told if "Expected 'optimizer.state.hidden.momentum' to have the" in text]
-    assert own and all(f"got {num_elements} of shape" in text for text in own)
+    messages = run_ranks(run, 2)
+    size_messages = [text for text in messages if "Expected 'optimizer.state.hidden.momentum' to have the" in text]
+    assert size_messages and all(f"got {num_elements} of shape" in text for text in size_messages)
     if step == "save":
         assert list(tmp_path.iterdir()) == []
 

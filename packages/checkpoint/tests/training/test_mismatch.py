@@ -169,22 +169,22 @@ def test_values_with_a_scale_that_the_model_lacks_are_a_difference(stored: torch
     before = model.get_parameter("0.weight").detach().clone()
     with pytest.raises(CheckpointMismatch, match=rf"model.0.weight: {stored} \(3, 3\) to be multiplied by '{scale}'"):
         load(source, model=model)
-    left = load(source, model=model, strict=False).left
-    assert [difference.name for difference in left.names] == ["model.0.weight", f"model.0.{scale}"]
+    differences = load(source, model=model, strict=False).left
+    assert [difference.name for difference in differences.names] == ["model.0.weight", f"model.0.{scale}"]
     assert torch.equal(model.get_parameter("0.weight"), before)
     assert torch.equal(model.get_parameter("0.bias"), torch.ones(3))
 
 
 def test_scaled_values_are_loaded_as_they_are_with_their_scale_and_float8_without_a_scale_is_cast() -> None:
     weight = torch.full((3, 3), 2.0).to(torch.float8_e4m3fn)
-    held = {"model.0.weight": weight, "model.0.bias": torch.ones(3)}
+    tensors = {"model.0.weight": weight, "model.0.bias": torch.ones(3)}
     model = net(num_layers=1)
-    load(MemorySource(held), model=model)
+    load(MemorySource(tensors), model=model)
     assert torch.equal(model.get_parameter("0.weight"), torch.full((3, 3), 2.0))
     scaled = nn.Sequential(nn.Linear(3, 3))
     scaled[0].weight = nn.Parameter(torch.zeros_like(weight), requires_grad=False)
     scaled[0].register_buffer("weight_scale", torch.zeros(()))
-    load(MemorySource({**held, "model.0.weight_scale": torch.tensor(0.5)}), model=scaled)
+    load(MemorySource({**tensors, "model.0.weight_scale": torch.tensor(0.5)}), model=scaled)
     assert torch.equal(scaled.get_parameter("0.weight").float(), torch.full((3, 3), 2.0))
     assert scaled.get_buffer("0.weight_scale").item() == 0.5
 

@@ -57,8 +57,8 @@ def test_what_plain_torch_saved_is_found_past_keys_and_prefixes_with_an_optimize
     }
     for key in reversed(outer):
         entries = {key: entries}
-    found = assert_loads(kit, dcp_save(entries, tmp_path / "a"), trained)
-    assert found.stripped == (*outer, "module")
+    loaded = assert_loads(kit, dcp_save(entries, tmp_path / "a"), trained)
+    assert loaded.stripped == (*outer, "module")
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "a.pt", "folder", "folder_of_weights"])
@@ -95,18 +95,18 @@ def test_any_source_is_loaded() -> None:
 def test_a_source_that_asks_for_live_names_is_told_them_and_says_what_lies_beside() -> None:
     saved, live = nn.Linear(2, 3), nn.Linear(2, 3)
     optimizer = torch.optim.SGD(live.parameters(), lr=9.0)
-    told: list[LiveNames] = []
+    live_names: list[LiveNames] = []
 
     class Foreign(MemorySource):
         def for_live(self, names: LiveNames) -> Opened:
-            told.append(names)
+            live_names.append(names)
             options = {f"optimizer.param_groups.{name}.lr": 0.5 for name in names.optimizer}
             source = MemorySource(source_of(saved).held, options)
             return Opened(source=source, extra={"epoch": 3}, stripped=("outer",))
 
     loaded = load(Foreign({}), model=live, optimizer=optimizer, strict=False)
-    assert [set(each.model) for each in told] == [{"weight", "bias"}]
-    assert [tuple(each.optimizer) for each in told] == [("weight", "bias")]
+    assert [set(names.model) for names in live_names] == [{"weight", "bias"}]
+    assert [tuple(names.optimizer) for names in live_names] == [("weight", "bias")]
     assert loaded.extra == {"epoch": 3} and loaded.stripped == ("outer",)
     assert optimizer.param_groups[0]["lr"] == 0.5 and torch.equal(live.weight, saved.weight)
 

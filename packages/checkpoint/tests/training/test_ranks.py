@@ -49,8 +49,8 @@ def test_errors_that_do_not_pickle_reach_every_rank_as_text() -> None:
             return failed.failures
         pytest.fail("worked")
 
-    told = {1: "DoesNotPickle: no pickle", 2: "DoesNotPickle: no pickle"}
-    assert run_ranks(fail_on_two, 4) == [told, "own", "own", told]
+    failures = {1: "DoesNotPickle: no pickle", 2: "DoesNotPickle: no pickle"}
+    assert run_ranks(fail_on_two, 4) == [failures, "own", "own", failures]
 
 
 def test_a_failure_of_rank_zeros_part_reaches_every_rank() -> None:

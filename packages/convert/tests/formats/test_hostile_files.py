@@ -97,7 +97,7 @@ def test_headers_that_make_no_sense_are_refused(tmp_path: Path, entry: dict[str,
 
 def test_a_name_that_comes_twice_is_found_among_many(tmp_path: Path) -> None:
     file = tmp_path / "a.safetensors"
-    write_safetensors(file, b"{" + b",".join(b'"%d":1' % each for each in range(100_000)) + b',"0":1}')
+    write_safetensors(file, b"{" + b",".join(b'"%d":1' % number for number in range(100_000)) + b',"0":1}')
     assert_damaged(file, lambda: inspect(file), "'0' appears twice")
 
 
@@ -249,9 +249,9 @@ def test_values_that_contain_themselves_are_refused(tmp_path: Path) -> None:
     assert_damaged(tmp_path / "common.pt", lambda: plain_contents(tmp_path / "common.pt"), "PickleTooLarge")
 
 
-@pytest.mark.parametrize("told", [b"9" * 5000, b"\xff\xfe", "\u0663".encode(), b"../3", b"-3"])
-def test_an_iteration_that_is_none_is_refused(tmp_path: Path, told: bytes) -> None:
-    (tmp_path / "latest_checkpointed_iteration.txt").write_bytes(told)
+@pytest.mark.parametrize("iteration_bytes", [b"9" * 5000, b"\xff\xfe", "\u0663".encode(), b"../3", b"-3"])
+def test_an_iteration_that_is_none_is_refused(tmp_path: Path, iteration_bytes: bytes) -> None:
+    (tmp_path / "latest_checkpointed_iteration.txt").write_bytes(iteration_bytes)
     assert_damaged(tmp_path / "latest_checkpointed_iteration.txt", lambda: iteration_directory(tmp_path))
 
 
@@ -382,9 +382,9 @@ def test_a_refused_load_shows_text_too(path: Path) -> None:
     change_manifest(path, optimizer={"class": _ESCAPES, "options": [_ESCAPES]})
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters())
-    for each in (path, path.parent / "a.pt"):
+    for checkpoint_path in (path, path.parent / "a.pt"):
         with pytest.raises(CheckpointMismatch) as info:
-            load(open_checkpoint(each, verify=False), model=model, optimizer=optimizer)
+            load(open_checkpoint(checkpoint_path, verify=False), model=model, optimizer=optimizer)
         assert all(line.isprintable() for line in str(info.value).split("\n"))
         assert r"a\n\x1b[2J\u202eb" in str(info.value)
 

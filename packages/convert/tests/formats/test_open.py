@@ -71,8 +71,8 @@ def test_an_optimizer_that_counts_its_parameters_is_loaded_by_their_order(
 
 @pytest.mark.parametrize("write", [dcp_save, torch_save])
 def test_the_dict_of_torchs_tutorials_is_loaded(kit: Kit, tmp_path: Path, trained: Trained, write: Write) -> None:
-    of_model, of_optimizer = get_state_dict(*trained)
-    path = write({"app": {"model": of_model, "optim": of_optimizer}}, tmp_path / "a.pt")
+    model_state, optimizer_state = get_state_dict(*trained)
+    path = write({"app": {"model": model_state, "optim": optimizer_state}}, tmp_path / "a.pt")
     assert assert_loads(kit, path, trained, strict=False).stripped == ("app",)
 
 
@@ -96,8 +96,8 @@ def test_a_counter_may_lie_beside_the_key_that_holds_all_tensors(
     state = trained[0].state_dict()
     app = {"model": state, "optimizer": trained[1].state_dict()} if key == "model" else state
     path = write({"step": 3, "app": app}, tmp_path / "a.pt")
-    left = assert_loads(kit, path, trained, with_optimizer=key == "model", strict=False)
-    assert left.extra == {"step": 3}
+    loaded = assert_loads(kit, path, trained, with_optimizer=key == "model", strict=False)
+    assert loaded.extra == {"step": 3}
 
 
 @pytest.mark.parametrize("write", [dcp_save, torch_save])
@@ -114,9 +114,9 @@ def test_a_state_dict_alone_is_a_model(
 def test_a_prefix_that_all_names_share_is_left_out(kit: Kit, tmp_path: Path, trained: Trained, prefix: str) -> None:
     state = {f"{prefix}{name}": value for name, value in trained[0].state_dict().items()}
     path = dcp_save({"model": state}, tmp_path / "a")
-    found = assert_loads(kit, path, trained, with_optimizer=False, strict=False)
-    told = prefix.replace("_fsdp_wrapped_module.", "").replace("_orig_mod.", "").removesuffix(".")
-    assert found.stripped == ((told,) if told else ())
+    loaded = assert_loads(kit, path, trained, with_optimizer=False, strict=False)
+    stripped_prefix = prefix.replace("_fsdp_wrapped_module.", "").replace("_orig_mod.", "").removesuffix(".")
+    assert loaded.stripped == ((stripped_prefix,) if stripped_prefix else ())
     nested = {name.replace("hidden.", "hidden._fsdp_wrapped_module."): value for name, value in state.items()}
     assert_loads(kit, dcp_save({"model": nested}, tmp_path / "b"), trained, with_optimizer=False)
 
@@ -142,8 +142,8 @@ def test_sharded_models_of_plain_torch_are_loaded_sharded(kit: Kit, tmp_path: Pa
     def save_with_fsdp() -> dict[str, torch.Tensor]:
         model, optimizer = kit.build(sharded=True)
         kit.train(model, optimizer)
-        of_model, of_optimizer = get_state_dict(model, optimizer)
-        dcp.save({"app": {"model": of_model, "optim": of_optimizer}}, checkpoint_id=tmp_path / "a")  # type: ignore[attr-defined]
+        model_state, optimizer_state = get_state_dict(model, optimizer)
+        dcp.save({"app": {"model": model_state, "optim": optimizer_state}}, checkpoint_id=tmp_path / "a")  # type: ignore[attr-defined]
         return kit.state(model, optimizer)
 
     def load_sharded() -> dict[str, torch.Tensor]:
@@ -244,14 +244,14 @@ def test_formats_are_told_by_what_is_there(tmp_path: Path) -> None:
     dcp_save({"model": model.state_dict()}, tmp_path / "dcp")
     torch_save(model.state_dict(), tmp_path / "no_suffix")
     opened = {name: open_checkpoint(tmp_path / name) for name in ("own", "dcp", "no_suffix")}
-    assert {name: each.format for name, each in opened.items()} == {
+    assert {name: checkpoint.format for name, checkpoint in opened.items()} == {
         "own": Format.LAMELLA,
         "dcp": Format.DCP,
         "no_suffix": Format.TORCH,
     }
     assert opened["own"].extra == {"step": 3}
-    for each in opened.values():
-        assert set(each.source.tensors) == {"model.weight", "model.bias"}
+    for checkpoint in opened.values():
+        assert set(checkpoint.source.tensors) == {"model.weight", "model.bias"}
 
 
 def test_weights_of_hugging_face_are_loaded_and_scaled_float8_is_numbers(tmp_path: Path) -> None:

@@ -25,10 +25,10 @@ class TestTablesOfWhatIsRemembered:
         file = tmp_path / name
         torch.save({"step": 3}, file)
         with zipfile.ZipFile(file) as archive:
-            held = {member: archive.read(member) for member in archive.namelist()}
+            contents = {member: archive.read(member) for member in archive.namelist()}
         with zipfile.ZipFile(file, "w") as archive:
-            for each, content in held.items():
-                archive.writestr(each, numbered(content, how) if each.endswith("data.pkl") else content)
+            for member_name, content in contents.items():
+                archive.writestr(member_name, numbered(content, how) if member_name.endswith("data.pkl") else content)
         read: dict[str, Callable[[], object]] = {
             "a.pt": lambda: open_checkpoint(file),
             "common.pt": lambda: plain_contents(file),

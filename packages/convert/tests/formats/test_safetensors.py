@@ -28,7 +28,7 @@ def write_raw(path: Path, header: object, data: bytes = b"", *, nbytes: int | No
     path.write_bytes((len(text) if nbytes is None else nbytes).to_bytes(8, "little") + text + data)
 
 
-@pytest.mark.parametrize("dtype", [each for each in DTYPES.values() if each is not torch.float8_e8m0fnu], ids=str)
+@pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES.values() if dtype is not torch.float8_e8m0fnu], ids=str)
 def test_every_dtype_that_the_library_writes_is_read_bit_by_bit(tmp_path: Path, dtype: torch.dtype) -> None:
     tensors = {"a": random_bits((3, 5), dtype), "scalar": random_bits((), dtype), "empty": random_bits((0, 4), dtype)}
     save_file(tensors, tmp_path / "model.safetensors")
@@ -78,8 +78,8 @@ def test_pieces_are_a_box_once_in_the_order_of_its_memory(box: Box, max_numel: i
     tensor = torch.arange(torch.Size(shape).numel()).reshape(shape)
     cuts = list(_file_boxes.pieces(chunk, max_numel))
     assert all(0 < cut.numel <= max_numel for cut in cuts)
-    found = [index for cut in cuts for index in box_of(tensor, cut).flatten().tolist()]
-    assert found == box_of(tensor, chunk).flatten().tolist()
+    elements = [index for cut in cuts for index in box_of(tensor, cut).flatten().tolist()]
+    assert elements == box_of(tensor, chunk).flatten().tolist()
 
 
 def test_a_read_touches_only_the_rows_that_are_wanted(tmp_path: Path) -> None:

@@ -65,6 +65,6 @@ def test_two_gpus_write_one_model(kit: Kit, tmp_path: Path) -> None:
 
     saved, _ = run_ranks(write, 2, device="cuda")
     source = SafetensorsSource(tmp_path / "a")
-    found = {name: torch.empty(info.shape, dtype=info.dtype) for name, info in source.tensors.items()}
-    source.read([Wanted(name, source.tensors[name].chunks[0], tensor) for name, tensor in found.items()])
-    assert_equal(saved, found)
+    loaded = {name: torch.empty(info.shape, dtype=info.dtype) for name, info in source.tensors.items()}
+    source.read([Wanted(name, source.tensors[name].chunks[0], tensor) for name, tensor in loaded.items()])
+    assert_equal(saved, loaded)

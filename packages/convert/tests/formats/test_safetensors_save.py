@@ -66,7 +66,7 @@ PLACEMENTS: dict[str, tuple[tuple[int, ...], list[Placement]]] = {
 
 @pytest.mark.parametrize("shape", [(8, 8), (7, 5, 3), (3, 1)], ids=str)
 def test_each_rank_writes_its_boxes_where_they_belong(tmp_path: Path, shape: tuple[int, ...]) -> None:
-    whole = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).reshape(shape)
+    full_tensor = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).reshape(shape)
 
     def write() -> list[str]:
         model = nn.Module()
@@ -75,21 +75,21 @@ def test_each_rank_writes_its_boxes_where_they_belong(tmp_path: Path, shape: tup
             plain = [
                 Shard(placement.dim) if isinstance(placement, _StridedShard) else placement for placement in placements
             ]
-            tensor = distribute_tensor(whole, mesh, plain)
+            tensor = distribute_tensor(full_tensor, mesh, plain)
             if plain != placements:
                 if any(
                     isinstance(placement, Shard | _StridedShard) and shape[placement.dim] % 4
                     for placement in placements
                 ):
                     continue  # torch cuts strided shards of uneven sizes in ways of its own.
-                tensor = distribute_tensor(whole, mesh, placements)
+                tensor = distribute_tensor(full_tensor, mesh, placements)
             model.register_buffer(name, tensor)
         save_safetensors(tmp_path / "a", model=model)
         return list(model.state_dict())
 
     [names, *_] = run_ranks(write, 4)
     assert len(names) == len(PLACEMENTS) - (0 if shape == (8, 8) else 2)
-    assert equal(opened(tmp_path / "a"), dict.fromkeys(names, whole))
+    assert equal(opened(tmp_path / "a"), dict.fromkeys(names, full_tensor))
 
 
 @pytest.mark.parametrize("shape", [(300, 200), (2, 130, 257), (128, 128)], ids=str)
@@ -97,14 +97,14 @@ def test_blocks_that_ranks_share_have_the_scale_that_one_process_gives_them(
     tmp_path: Path, shape: tuple[int, ...]
 ) -> None:
     torch.manual_seed(0)
-    whole = torch.randn(shape) * torch.rand(shape).exp()
+    full_tensor = torch.randn(shape) * torch.rand(shape).exp()
 
     def write() -> None:
         model = nn.Module()
         for name, (sizes, placements) in PLACEMENTS.items():
             if not any(isinstance(placement, _StridedShard) for placement in placements):
-                model.register_buffer(name, distribute_tensor(whole, init_device_mesh("cpu", sizes), placements))
-        model.register_buffer("left", distribute_tensor(whole, init_device_mesh("cpu", (4,)), [Shard(0)]))
+                model.register_buffer(name, distribute_tensor(full_tensor, init_device_mesh("cpu", sizes), placements))
+        model.register_buffer("left", distribute_tensor(full_tensor, init_device_mesh("cpu", (4,)), [Shard(0)]))
         model.register_buffer("vector", torch.ones(3))
         save(tmp_path / "dcp", model=model)
         save_safetensors(tmp_path / "a", model=model, float8=matrices, like=tmp_path / "like")
@@ -113,10 +113,11 @@ def test_blocks_that_ranks_share_have_the_scale_that_one_process_gives_them(
     (tmp_path / "like" / "config.json").write_text('{"model_type": "tiny"}')
     run_ranks(write, 4)
     convert(tmp_path / "dcp", tmp_path / "b", to="hf", float8=matrices, like=tmp_path / "like")
-    found, expected = opened(tmp_path / "a"), opened(tmp_path / "b")
-    assert found["rows"].dtype == torch.float8_e4m3fn and "left_scale_inv" not in found
+    tensors, expected = opened(tmp_path / "a"), opened(tmp_path / "b")
+    assert tensors["rows"].dtype == torch.float8_e4m3fn and "left_scale_inv" not in tensors
     assert equal(
-        {name: bits(each) for name, each in found.items()}, {name: bits(each) for name, each in expected.items()}
+        {name: bits(tensor) for name, tensor in tensors.items()},
+        {name: bits(tensor) for name, tensor in expected.items()},
     )
     configs = [json.loads((tmp_path / path / "config.json").read_text()) for path in "ab"]
     assert configs[0] == configs[1]
@@ -200,14 +201,14 @@ def test_a_dtype_is_for_floating_point(kit: Kit, tmp_path: Path) -> None:
     model.register_buffer("mask", torch.tensor([True]))
     model.register_buffer("float8", torch.ones(2).to(torch.float8_e4m3fn))
     save_safetensors(tmp_path / "a", model=model, dtype=torch.bfloat16)
-    found = opened(tmp_path / "a")
-    assert {name: tensor.dtype for name, tensor in found.items()} == {
+    tensors = opened(tmp_path / "a")
+    assert {name: tensor.dtype for name, tensor in tensors.items()} == {
         "a": torch.bfloat16,
         "count": torch.int64,
         "mask": torch.bool,
         "float8": torch.float8_e4m3fn,
     }
-    assert found["a"].item() == 1.0 and found["count"].item() == 300
+    assert tensors["a"].item() == 1.0 and tensors["count"].item() == 300
 
 
 def test_a_tied_weight_is_written_under_its_first_name(tmp_path: Path) -> None:

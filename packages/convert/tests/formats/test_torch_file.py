@@ -97,9 +97,9 @@ def test_a_tied_tensor_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     source = TorchFile(saved(tmp_path, {"a": tensor, "b": tensor}))
     reads: list[ItemRead] = []
 
-    def read(directory: Path, of_items: Sequence[ItemRead], expected: Expected | None) -> None:
-        reads.extend(of_items)
-        read_tensors(directory, of_items, expected)
+    def read(directory: Path, item_reads: Sequence[ItemRead], expected: Expected | None) -> None:
+        reads.extend(item_reads)
+        read_tensors(directory, item_reads, expected)
 
     monkeypatch.setattr("lamella_convert._formats.torch_file.read_tensors", read)
     one, other = torch.empty(1000), torch.empty(1000)

@@ -127,18 +127,18 @@ def test_a_flipped_bit_of_a_distributed_tensor_is_named(tmp_path: Path) -> None:
 def test_a_flipped_bit_of_any_other_record_is_named_and_the_rest_is_still_verified(tmp_path: Path, name: str) -> None:
     content = saved({"w": base.clone(), "v": base.clone()})
     places = record_places(content)
-    both = flipped(flipped(content, places[name].start), places["data/1"].start)
-    (tmp_path / "a.pt").write_bytes(both)
+    damaged_content = flipped(flipped(content, places[name].start), places["data/1"].start)
+    (tmp_path / "a.pt").write_bytes(damaged_content)
     text = str(verify(tmp_path / "a.pt"))
     assert f"{name!r}" in text and "data/1" in text and "data/0" not in text
 
 
 def test_a_record_that_a_tensor_needs_and_that_is_absent_is_named(tmp_path: Path) -> None:
     content = saved({"w": TwoTensor(base.clone(), base + 1)})  # type: ignore[no-untyped-call]
-    with zipfile.ZipFile(io.BytesIO(content)) as whole, zipfile.ZipFile(tmp_path / "a.pt", "w") as lacking:
-        for info in whole.infolist():
+    with zipfile.ZipFile(io.BytesIO(content)) as archive, zipfile.ZipFile(tmp_path / "a.pt", "w") as lacking:
+        for info in archive.infolist():
             if not info.filename.endswith("data/1"):
-                lacking.writestr(info.filename, whole.read(info))
+                lacking.writestr(info.filename, archive.read(info))
     [problem] = verify(tmp_path / "a.pt").problems
     assert problem.problem == "no record 'data/1', which 'w' needs"
 
@@ -164,10 +164,10 @@ def test_a_flipped_bit_is_found_when_torch_reads_the_value_for_us(tmp_path: Path
 def test_of_a_file_from_before_torch_1_6_nothing_is_called_verified(tmp_path: Path) -> None:
     content = saved({"w": base}, _use_new_zipfile_serialization=False)
     (tmp_path / "a.pt").write_bytes(content)
-    told: list[tuple[int, int]] = []
-    verification = verify(tmp_path / "a.pt", on_progress=lambda *so_far: told.append(so_far))
+    progress: list[tuple[int, int]] = []
+    verification = verify(tmp_path / "a.pt", on_progress=lambda *so_far: progress.append(so_far))
     assert verification and verification.num_bytes == verification.num_unverified_bytes == len(content)
-    assert told[-1] == (len(content), len(content))
+    assert progress[-1] == (len(content), len(content))
     assert f"{len(content)} of {len(content)} bytes have no checksum" in str(verification)
 
 
@@ -251,21 +251,23 @@ def test_a_cut_off_end_is_found(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("is_archive", [True, False])
 @pytest.mark.parametrize(
-    ("value", "held"), [(torch.arange(4.0), "one tensor without a name"), ([torch.ones(2)], "a list")]
+    ("value", "kind_of_contents"), [(torch.arange(4.0), "one tensor without a name"), ([torch.ones(2)], "a list")]
 )
 def test_a_whole_file_without_names_is_said_to_be_whole_and_no_checkpoint(
-    tmp_path: Path, is_archive: bool, value: object, held: str
+    tmp_path: Path, is_archive: bool, value: object, kind_of_contents: str
 ) -> None:
     torch.save(value, tmp_path / "a.pt", _use_new_zipfile_serialization=is_archive)
     verification = verify(tmp_path / "a.pt")
     assert verification and verification.problems == () and verification.num_bytes > 0
-    assert verification.notes == (f"not a checkpoint of named tensors: it holds {held}",)
+    assert verification.notes == (f"not a checkpoint of named tensors: it holds {kind_of_contents}",)
     assert (
         verification.notes[0] in str(verification)
         and "whole" in str(verification)
         and verification.as_json()["notes"] == [*verification.notes]
     )
-    with pytest.raises(FormatUnknown, match=f"Expected a dict of named tensors in .*, got {held}. Load it with torch"):
+    with pytest.raises(
+        FormatUnknown, match=f"Expected a dict of named tensors in .*, got {kind_of_contents}. Load it with torch"
+    ):
         open_checkpoint(tmp_path / "a.pt")
 
 

@@ -91,11 +91,13 @@ def test_one_file_of_torch_maps_tensors_at_aligned_places(source: MemorySource, 
 
 def test_tensors_inside_other_values_keep_elements_and_shared_memory(tmp_path: Path) -> None:
     row = torch.arange(6.0).view(2, 3).t()
-    inside = {None: row, "view": row[1:], "count": torch.tensor(3, dtype=torch.uint16), "none": torch.empty(0)}
-    source = MemorySource({"model.a": torch.ones(2), "optimizer.state.a.slot": inside})
+    tensors = {None: row, "view": row[1:], "count": torch.tensor(3, dtype=torch.uint16), "none": torch.empty(0)}
+    source = MemorySource({"model.a": torch.ones(2), "optimizer.state.a.slot": tensors})
     write_torch(source, {"model.a": torch.float32}, tmp_path / "a.pt")
     loaded = torch.load(tmp_path / "a.pt", weights_only=True)["optimizer"]["state"]["a"]["slot"]
-    assert all(torch.equal(loaded[key], tensor) and loaded[key].dtype == tensor.dtype for key, tensor in inside.items())
+    assert all(
+        torch.equal(loaded[key], tensor) and loaded[key].dtype == tensor.dtype for key, tensor in tensors.items()
+    )
     assert loaded["view"].untyped_storage().data_ptr() == loaded[None].untyped_storage().data_ptr()
 
 

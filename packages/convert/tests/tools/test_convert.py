@@ -101,9 +101,9 @@ def test_a_saved_checkpoint_becomes_weights_and_says_that_the_optimizer_stayed(t
     model, optimizer = build()
     save(tmp_path / "a", model=model, optimizer=optimizer)
     report = convert(tmp_path / "a", tmp_path / "b", to="hf")
-    found = opened(tmp_path / "b")
-    assert set(found) == {"embed.weight", "hidden.weight", "hidden.bias"}  # A tied tensor once.
-    assert all(torch.equal(found[name], model.state_dict()[name]) for name in found)
+    tensors = opened(tmp_path / "b")
+    assert set(tensors) == {"embed.weight", "hidden.weight", "hidden.bias"}  # A tied tensor once.
+    assert all(torch.equal(tensors[name], model.state_dict()[name]) for name in tensors)
     assert "optimizer.state.hidden.bias.exp_avg" in report.left
     assert "optimizer.param_groups.hidden.bias.lr" in report.left
 
@@ -275,20 +275,20 @@ class TestFloat8:
         return tmp_path / "quantised"
 
     def test_is_written_with_scales_and_a_configuration_that_says_so(self, quantised: Path) -> None:
-        found = opened(quantised)
-        assert found["layers.0.q_proj.weight"].dtype == torch.float8_e4m3fn
-        assert found["layers.0.q_proj.weight_scale_inv"].shape == (2, 3)
-        assert same_bits(found["embed_tokens.weight"], MATRICES["embed_tokens.weight"])
+        tensors = opened(quantised)
+        assert tensors["layers.0.q_proj.weight"].dtype == torch.float8_e4m3fn
+        assert tensors["layers.0.q_proj.weight_scale_inv"].shape == (2, 3)
+        assert same_bits(tensors["embed_tokens.weight"], MATRICES["embed_tokens.weight"])
         config = json.loads((quantised / "config.json").read_text())["quantization_config"]
         assert config["weight_block_size"] == [128, 128] and config["modules_to_not_convert"] == ["embed_tokens"]
 
     def test_becomes_numbers_elsewhere(self, quantised: Path, tmp_path: Path) -> None:
         convert(quantised, tmp_path / "b", to="dcp")
         convert(tmp_path / "b", tmp_path / "c", to="hf")
-        found = opened(tmp_path / "c")
-        assert set(found) == set(MATRICES)
+        tensors = opened(tmp_path / "c")
+        assert set(tensors) == set(MATRICES)
         weight = MATRICES["layers.0.q_proj.weight"]
-        torch.testing.assert_close(found["layers.0.q_proj.weight"], weight, rtol=1 / 15, atol=1e-3)
+        torch.testing.assert_close(tensors["layers.0.q_proj.weight"], weight, rtol=1 / 15, atol=1e-3)
         assert "quantization_config" not in json.loads((tmp_path / "c" / "config.json").read_text())
 
     def test_stays_as_it_is_between_directories_and_its_scales_are_not_cast(
@@ -318,7 +318,7 @@ class TestFloat8:
 
 def test_names_are_translated_on_the_way(tmp_path: Path) -> None:
     source = published(tmp_path / "a", {"old": torch.ones(2)})
-    convert(source, tmp_path / "b", to="hf", translate=lambda each: rename(each, lambda _: "model.new"))
+    convert(source, tmp_path / "b", to="hf", translate=lambda original: rename(original, lambda _: "model.new"))
     assert set(opened(tmp_path / "b")) == {"new"}
 
 
@@ -376,7 +376,7 @@ class TestBadInput:
     def test_nothing_to_write_is_said(self, tmp_path: Path) -> None:
         source = published(tmp_path / "a", {"a": torch.ones(2)})
         with pytest.raises(ValueError, match=r"got none in '.*/a'"):
-            convert(source, tmp_path / "b", to="hf", translate=lambda each: rename(each, lambda _: None))
+            convert(source, tmp_path / "b", to="hf", translate=lambda original: rename(original, lambda _: None))
 
     def test_megatrons_names_need_a_configuration_or_rules(self, tmp_path: Path) -> None:
         source = published(tmp_path / "a", {"a": torch.ones(2)})
@@ -468,9 +468,9 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
         model.register_buffer(f"weight{index}", torch.zeros(NUM_MEBIBYTES // 2, 1 << 18))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda _: None)
-        for name, each in (("", model), (".small", nn.Linear(2, 2))):
-            save_safetensors(root / f"hf{name}", model=each)
-            save(root / f"dcp{name}", model=each)
+        for name, module in (("", model), (".small", nn.Linear(2, 2))):
+            save_safetensors(root / f"hf{name}", model=module)
+            save(root / f"dcp{name}", model=module)
     return root
 
 
@@ -487,9 +487,9 @@ def test_a_conversion_holds_a_buffer_and_not_the_model(large: Path, tmp_path: Pa
 def test_every_shard_is_a_file_that_the_library_opens(tmp_path: Path) -> None:
     tensors = {f"layer{index}.weight": torch.rand(10, 10) for index in range(5)}
     convert(published(tmp_path / "a", tensors), tmp_path / "b", to="hf", max_shard_nbytes=1000)
-    found = [load_file(file) for file in sorted((tmp_path / "b").glob("model-*-of-00003.safetensors"))]
-    assert [len(each) for each in found] == [2, 2, 1]
-    assert all_same_bits({name: tensor for each in found for name, tensor in each.items()}, tensors)
+    shards = [load_file(file) for file in sorted((tmp_path / "b").glob("model-*-of-00003.safetensors"))]
+    assert [len(shard) for shard in shards] == [2, 2, 1]
+    assert all_same_bits({name: tensor for shard in shards for name, tensor in shard.items()}, tensors)
 
 
 @pytest.mark.parametrize(

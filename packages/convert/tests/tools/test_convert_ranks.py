@@ -45,10 +45,10 @@ def save(path: Path, num_ranks: int, *, conv: str = "conv1d_weight", **args: Any
     return path
 
 
-@pytest.mark.parametrize("told", [{"tensor_model_parallel_size": 2}, {}], ids=["told", "untold"])
-def test_rows_are_those_of_the_ranks_that_will_read(tmp_path: Path, told: dict[str, Any]) -> None:
-    source = save(tmp_path / "a", 2, **told)
-    num_ranks = 4 if told else 2  # Files that do not tell are taken for files of as many ranks.
+@pytest.mark.parametrize("parallel_args", [{"tensor_model_parallel_size": 2}, {}], ids=["told", "untold"])
+def test_rows_are_those_of_the_ranks_that_will_read(tmp_path: Path, parallel_args: dict[str, Any]) -> None:
+    source = save(tmp_path / "a", 2, **parallel_args)
+    num_ranks = 4 if parallel_args else 2  # Files that do not tell are taken for files of as many ranks.
     options = MegatronOptions(tensor_parallel_size=num_ranks)
     convert(source, tmp_path / "b", to="fsdp_dtensor", megatron=options)
     written = open_checkpoint(tmp_path / "b")
@@ -82,8 +82,8 @@ def test_without_a_number_names_and_rows_stay(tmp_path: Path, conv: str) -> None
 
 
 def test_checkpoints_of_different_ranks_are_compared_each_by_its_own(tmp_path: Path) -> None:
-    both = [save(tmp_path / str(num), num, tensor_model_parallel_size=num) for num in (2, 4)]
-    assert [difference.name for difference in diff(*open_both(*both, tensor_parallel_size=2)).differences] == ["args"]
+    paths = [save(tmp_path / str(num), num, tensor_model_parallel_size=num) for num in (2, 4)]
+    assert [difference.name for difference in diff(*open_both(*paths, tensor_parallel_size=2)).differences] == ["args"]
 
 
 def test_another_number_than_the_files_tell_is_refused(tmp_path: Path) -> None:

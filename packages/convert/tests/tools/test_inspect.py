@@ -25,7 +25,7 @@ def torch_save(entries: dict[str, Any], path: Path) -> Path:
 
 
 @pytest.fixture
-def own(kit: Kit, tmp_path: Path) -> Path:
+def saved_path(kit: Kit, tmp_path: Path) -> Path:
     model, optimizer = kit.build(sharded=False)
     kit.train(model, optimizer)
     save(tmp_path / "own", model=model, optimizer=optimizer, extra={"step": 2})
@@ -54,20 +54,20 @@ def everywhere(tmp_path: Path, kit: Kit) -> dict[Format, Path]:
 
 def test_every_format_is_listed_alike(everywhere: dict[Format, Path]) -> None:
     listed = {kind: inspect(path, native=True) for kind, path in everywhere.items()}
-    assert all(found.format is kind for kind, found in listed.items())
-    entries = [{entry.name: entry[1:3] + entry[4:] for entry in found.entries} for found in listed.values()]
-    assert entries[0]["model.hidden.weight"] == ((7, 3), "float32", 84)
-    assert all(each == entries[0] for each in entries)
-    assert len({found.nbytes for found in listed.values()}) == 1
+    assert all(listing.format is kind for kind, listing in listed.items())
+    tables = [{entry.name: entry[1:3] + entry[4:] for entry in listing.entries} for listing in listed.values()]
+    assert tables[0]["model.hidden.weight"] == ((7, 3), "float32", 84)
+    assert all(table == tables[0] for table in tables)
+    assert len({listing.nbytes for listing in listed.values()}) == 1
 
 
-def test_the_tree_shows_shapes_bytes_and_chunks(own: Path) -> None:
-    text = str(inspect(own))
+def test_the_tree_shows_shapes_bytes_and_chunks(saved_path: Path) -> None:
+    text = str(inspect(saved_path))
     lines = [line.strip() for line in text.splitlines()]
     assert "lamella, " in lines[0] and "4 files" in lines[0] and "step = 2" in lines
     assert "weight  float32 [7, 3], 84 B" in lines
     assert any(line.startswith("hidden  2 tensors, ") for line in lines)
-    shallow = "\n".join(inspect(own).lines(depth=1))
+    shallow = "\n".join(inspect(saved_path).lines(depth=1))
     assert "model  " in shallow and "hidden" not in shallow
 
 
@@ -81,8 +81,8 @@ def test_chunks_are_counted(kit: Kit, tmp_path: Path) -> None:
     assert "3 chunks" in str(inspect(tmp_path / "a"))
 
 
-def test_the_listing_is_json(own: Path, everywhere: dict[Format, Path]) -> None:
-    for path in (own, *everywhere.values()):
+def test_the_listing_is_json(saved_path: Path, everywhere: dict[Format, Path]) -> None:
+    for path in (saved_path, *everywhere.values()):
         content = json.loads(json.dumps(inspect(path).as_json()))
         assert content["nbytes"] == sum(entry["nbytes"] for entry in content["entries"])
         assert sum(content["files"].values()) > content["nbytes"]
@@ -135,7 +135,7 @@ def test_values_need_not_be_compared(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "near", "options", "is_equal"),
+    ("dtype", "perturbation", "options", "is_equal"),
     [
         (torch.float32, 1e-6, {}, False),
         (torch.float32, 1e-6, {"atol": 1e-5}, True),
@@ -146,10 +146,12 @@ def test_values_need_not_be_compared(tmp_path: Path) -> None:
         (torch.float8_e4m3fn, 1, {}, False),
     ],
 )
-def test_tolerances(tmp_path: Path, dtype: torch.dtype, near: float, options: dict[str, Any], is_equal: bool) -> None:
+def test_tolerances(
+    tmp_path: Path, dtype: torch.dtype, perturbation: float, options: dict[str, Any], is_equal: bool
+) -> None:
     values = torch.tensor([1.0, 2.0])
     a = torch_save({"x": values.to(dtype)}, tmp_path / "a.pt")
-    b = torch_save({"x": (values.double() + near).to(dtype)}, tmp_path / "b.pt")
+    b = torch_save({"x": (values.double() + perturbation).to(dtype)}, tmp_path / "b.pt")
     assert bool(diff(a, b, **options)) is not is_equal
     assert not diff(a, a)
 
@@ -175,34 +177,34 @@ def test_a_comparison_holds_a_piece_and_tells_how_far_it_is(tmp_path: Path, monk
     a = dcp_save({"x": tensor}, tmp_path / "a")
     tensor[7777] += 1
     b = dcp_save({"x": tensor}, tmp_path / "b")
-    told: list[tuple[int, int]] = []
+    progress: list[tuple[int, int]] = []
     sizes: list[int] = []
     read = _diff._read
 
     def counting(*args: Any) -> list[torch.Tensor]:
         got = read(*args)
-        sizes.append(sum(each.nbytes for each in got))
+        sizes.append(sum(part.nbytes for part in got))
         return got
 
     monkeypatch.setattr(_diff, "_read", counting)
-    report = diff(a, b, on_progress=lambda done, total: told.append((done, total)))
+    report = diff(a, b, on_progress=lambda done, total: progress.append((done, total)))
     assert report.differences[0].what == "1 of 10000 values, first at [7777]"
-    assert max(sizes) <= 4096 and told[-1] == (40_000, 40_000) and told == sorted(told)
+    assert max(sizes) <= 4096 and progress[-1] == (40_000, 40_000) and progress == sorted(progress)
 
 
 # -- verify -----------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_whole_is_found_to_be(own: Path, everywhere: dict[Format, Path]) -> None:
+def test_what_is_whole_is_found_to_be(saved_path: Path, everywhere: dict[Format, Path]) -> None:
     def check(path: Path) -> None:
-        told: list[tuple[int, int]] = []
-        verification = verify(path, on_progress=lambda *so_far: told.append(so_far))
+        progress: list[tuple[int, int]] = []
+        verification = verify(path, on_progress=lambda *so_far: progress.append(so_far))
         assert verification and verification.problems == () and verification.num_bytes > 0, str(verification)
-        assert told[-1] == (verification.num_bytes, verification.num_bytes) and "whole" in str(verification)
+        assert progress[-1] == (verification.num_bytes, verification.num_bytes) and "whole" in str(verification)
 
-    for path in (own, *everywhere.values()):
+    for path in (saved_path, *everywhere.values()):
         check(path)
-    assert verify(own).num_unverified_bytes == 0
+    assert verify(saved_path).num_unverified_bytes == 0
     assert verify(everywhere[Format.SAFETENSORS]).num_unverified_bytes > 0
 
 
@@ -237,10 +239,10 @@ def test_truncated_files_of_other_formats_are_problems(everywhere: dict[Format, 
     assert not verify(file)
 
 
-def test_nothing_runs(own: Path) -> None:
-    forget_checksums(own)
-    change_metadata(own, lambda metadata: metadata.planner_data.update(x=Runs()))
+def test_nothing_runs(saved_path: Path) -> None:
+    forget_checksums(saved_path)
+    change_metadata(saved_path, lambda metadata: metadata.planner_data.update(x=Runs()))
     for look in (inspect, verify, lambda path: diff(path, path)):
         with pytest.raises(CheckpointUntrusted, match="posix.mkdir"):
-            look(own)
+            look(saved_path)
     assert not os.path.exists("ran")

@@ -38,9 +38,9 @@ WHOLE = {
 DIMS = {FC1: 0, FC2: 1, IN_PROJ: 0}
 
 
-def held(name: str, *, dp: int, tp: int) -> torch.Tensor:
-    whole = WHOLE[name]
-    part = whole.chunk(2, DIMS[name])[tp] if name in DIMS else whole
+def local_part(name: str, *, dp: int, tp: int) -> torch.Tensor:
+    tensor = WHOLE[name]
+    part = tensor.chunk(2, DIMS[name])[tp] if name in DIMS else tensor
     return part.chunk(2)[dp].clone()
 
 
@@ -50,16 +50,21 @@ def make() -> tuple[nn.Module, torch.optim.Optimizer]:
     mesh._shard_order = [1, 0]  # type: ignore[attr-defined]
     dp, tp = divmod(dist.get_rank(), 2)
     model = nn.Module()
-    for name, whole in WHOLE.items():
+    for name, tensor in WHOLE.items():
         *path, last = name.split(".")
         module = model
-        for each in path:
-            if not hasattr(module, each):
-                module.add_module(each, nn.Module())
-            module = getattr(module, each)
+        for module_name in path:
+            if not hasattr(module, module_name):
+                module.add_module(module_name, nn.Module())
+            module = getattr(module, module_name)
         placements = [Shard(0), Shard(DIMS[name]) if name in DIMS else Replicate()]
         local = DTensor.from_local(
-            held(name, dp=dp, tp=tp), mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
+            local_part(name, dp=dp, tp=tp),
+            mesh,
+            placements,
+            run_check=False,
+            shape=tensor.shape,
+            stride=tensor.stride(),
         )
         module.register_parameter(last, nn.Parameter(local))
     optimizer = torch.optim.AdamW([{"params": list(model.parameters()), "lr": 0.25}])
@@ -71,9 +76,9 @@ def make() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 def read_all(path: Path) -> dict[str, torch.Tensor]:
     source = open_checkpoint(path)
-    whole = {name: torch.full(info.shape, -1.0) for name, info in source.tensors.items()}
-    source.read([Wanted(name, Chunk((0,) * into.ndim, tuple(into.shape)), into) for name, into in whole.items()])
-    return whole
+    tensors = {name: torch.full(info.shape, -1.0) for name, info in source.tensors.items()}
+    source.read([Wanted(name, Chunk((0,) * into.ndim, tuple(into.shape)), into) for name, into in tensors.items()])
+    return tensors
 
 
 def canonical(name: str, factor: float = 1.0) -> dict[str, torch.Tensor]:
@@ -141,17 +146,17 @@ def test_a_save_that_fails_leaves_the_last_checkpoint(tmp_path: Path) -> None:
 def parts_of_rank() -> dict[str, list[StoredPart]]:
     """The places that megatron-core would tell: layers stacked, halves apart, each rank its own."""
     tp = dist.get_rank() % 2
-    found = {
+    parts = {
         NORM: [StoredPart(Chunk((0,), (4,)), "decoder.layers.input_layernorm.weight", (1, 4), Chunk((0, 0), (1, 4)))]
     }
     key = "decoder.layers.mlp.linear_fc1.weight"
-    found[FC1] = [
+    parts[FC1] = [
         StoredPart(Chunk((4 * tp + 2 * half, 0), (2, 2)), key, (1, 8, 2), Chunk((0, 4 * half + 2 * tp, 0), (1, 2, 2)))
         for half in range(2)
     ]
     key = "decoder.layers.mlp.linear_fc2.weight"
-    found[FC2] = [StoredPart(Chunk((0, 2 * tp), (2, 2)), key, (1, 2, 4), Chunk((0, 0, 2 * tp), (1, 2, 2)))]
-    return found
+    parts[FC2] = [StoredPart(Chunk((0, 2 * tp), (2, 2)), key, (1, 2, 4), Chunk((0, 0, 2 * tp), (1, 2, 2)))]
+    return parts
 
 
 def test_ranks_write_torch_dist(tmp_path: Path) -> None:
@@ -185,10 +190,10 @@ def test_a_save_in_the_background_has_the_objects_of_the_call(tmp_path: Path) ->
         model, optimizer = make()
         scales, common = [torch.ones(3)], {"iteration": 7, "args": ARGS, "seeds": [1]}
         objects = {"core._extra_state/shard_0_1": scales} if dist.get_rank() == 1 else {}
-        told: dict[str, Any] = {"model": model, "optimizer": optimizer, "parts": parts_of_rank()}
-        save_torch_dist(tmp_path / "blocking", objects=objects, common=common, **told)
+        arguments: dict[str, Any] = {"model": model, "optimizer": optimizer, "parts": parts_of_rank()}
+        save_torch_dist(tmp_path / "blocking", objects=objects, common=common, **arguments)
         with AsyncSaver() as saver:
-            save_torch_dist(tmp_path / "saved", objects=objects, common=common, saver=saver, **told)
+            save_torch_dist(tmp_path / "saved", objects=objects, common=common, saver=saver, **arguments)
             scales[0].zero_()
             common["seeds"] = [2]
 
@@ -208,8 +213,8 @@ def test_an_error_of_one_rank_is_raised_by_the_call_on_every_rank_and_saving_goe
             dist.barrier()
             # Without an optimizer and with one, in either format: the ranks agree on each save.
             save_torch_dist(tmp_path / "first", model=model, parts=parts_of_rank(), saver=saver)
-            told: dict[str, Any] = {"optimizer": optimizer, "sizes": SIZES, "objects": {"args": ARGS}}
-            save_fsdp_dtensor(tmp_path / "saved", model=model, saver=saver, **told)
+            arguments: dict[str, Any] = {"optimizer": optimizer, "sizes": SIZES, "objects": {"args": ARGS}}
+            save_fsdp_dtensor(tmp_path / "saved", model=model, saver=saver, **arguments)
 
     run_ranks(save_mine, 4)
     assert "optimizer.state." + NORM + ".exp_avg" in read_all(tmp_path / "saved")

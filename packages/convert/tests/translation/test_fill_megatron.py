@@ -16,9 +16,9 @@ from lamella_testing import run_ranks
 
 def test_main_weights_arrive_at_full_precision_and_compute_sees_their_rounding() -> None:
     exact = 1.0009765625 + 2**-20
-    whole = torch.full((8, 2), exact)
+    weight = torch.full((8, 2), exact)
     halves = {
-        f"model.module.mlp.linear_fc1.weight_{half}": part for half, part in zip("wv", whole.chunk(2), strict=True)
+        f"model.module.mlp.linear_fc1.weight_{half}": part for half, part in zip("wv", weight.chunk(2), strict=True)
     }
     source = read_fsdp_dtensor(MemorySource(halves))
     main = torch.zeros(8, 2)

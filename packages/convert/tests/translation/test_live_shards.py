@@ -64,8 +64,8 @@ def shard_of(name: str, rank: int) -> LiveShard:
 
 def held_of(name: str, rank: int) -> torch.Tensor:
     """The rank's rows of the global tensor."""
-    whole, shard = flat_indices(SHAPES[name]), shard_of(name, rank)
-    return torch.cat([whole[chunk.offsets[0] : chunk.offsets[0] + chunk.sizes[0]] for chunk in shard.region.chunks])
+    indices, shard = flat_indices(SHAPES[name]), shard_of(name, rank)
+    return torch.cat([indices[chunk.offsets[0] : chunk.offsets[0] + chunk.sizes[0]] for chunk in shard.region.chunks])
 
 
 def as_table(pieces: Iterable[LivePiece]) -> dict[str, tuple[tuple[int, ...], list[float]]]:
@@ -85,8 +85,8 @@ def as_table(pieces: Iterable[LivePiece]) -> dict[str, tuple[tuple[int, ...], li
 def test_halves_of_a_gated_layer(
     rank: int, expected: dict[str, tuple[tuple[int, ...], list[float]]], shape: tuple[int, ...]
 ) -> None:
-    held = held_of(FC1, rank)
-    assert as_table(cut().pieces(FC1, shard_of(FC1, rank), held.reshape(shape))) == expected
+    rows = held_of(FC1, rank)
+    assert as_table(cut().pieces(FC1, shard_of(FC1, rank), rows.reshape(shape))) == expected
 
 
 def test_one_tensor_parallel_rank_shares_the_value_component() -> None:
@@ -118,19 +118,19 @@ def test_the_release_stores_gated_deltas_as_ranks_hold_them() -> None:
 
 def global_dtensor(name: str, mesh: DeviceMesh) -> torch.Tensor:
     """As Megatron-FSDP makes it: the whole mesh, tensor-parallel outermost, which plain placements do not say."""
-    held = held_of(name, dist.get_rank())
+    rows = held_of(name, dist.get_rank())
     shape = torch.Size(SHAPES[name])
     return DTensor.from_local(
-        held, mesh, [Shard(0), Shard(0)], run_check=False, shape=shape, stride=flat_indices(shape).stride()
+        rows, mesh, [Shard(0), Shard(0)], run_check=False, shape=shape, stride=flat_indices(shape).stride()
     )
 
 
 def tp_local_dtensor(name: str, mesh: DeviceMesh) -> torch.Tensor:
     """A tensor-parallel rank's part, on the data-parallel axis alone: it does not know of the other ranks' parts."""
-    held = held_of(name, dist.get_rank())
+    rows = held_of(name, dist.get_rank())
     shape = torch.Size([SHAPES[name][0] // 2, SHAPES[name][1]])
     stride = flat_indices(shape).stride()
-    return DTensor.from_local(held, mesh["dp"], [Shard(0)], run_check=False, shape=shape, stride=stride)
+    return DTensor.from_local(rows, mesh["dp"], [Shard(0)], run_check=False, shape=shape, stride=stride)
 
 
 def plain(name: str, mesh: DeviceMesh) -> torch.Tensor:
@@ -155,24 +155,24 @@ def stored(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, list[tuple[tu
     for name, entry in FileSystemReader(path).read_metadata().state_dict_metadata.items():
         assert isinstance(entry, TensorStorageMetadata)
         metadata[name] = entry
-    whole = {name: torch.full(tuple(info.size), -1.0) for name, info in metadata.items()}
+    tensors = {name: torch.full(tuple(info.size), -1.0) for name, info in metadata.items()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # It says that there is no group.
-        dcp.load(whole, checkpoint_id=path, no_dist=True)  # type: ignore[attr-defined]
+        dcp.load(tensors, checkpoint_id=path, no_dist=True)  # type: ignore[attr-defined]
     chunks = {
         name: sorted((tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in info.chunks)
         for name, info in metadata.items()
     }
-    return whole, chunks
+    return tensors, chunks
 
 
 @pytest.mark.parametrize("make", [global_dtensor, tp_local_dtensor, plain])
 def test_four_ranks_write_the_columns_that_one_process_reads(tmp_path: Path, make: Make) -> None:
     save_by_four(tmp_path / "saved", make)
-    whole, chunks = stored(tmp_path / "saved")
-    assert whole.keys() == ON_DISK.keys()
+    tensors, chunks = stored(tmp_path / "saved")
+    assert tensors.keys() == ON_DISK.keys()
     for name, (values, boxes) in ON_DISK.items():
-        assert whole[name].squeeze(-1).tolist() == values, name
+        assert tensors[name].squeeze(-1).tolist() == values, name
         expected = [box if isinstance(box[0], tuple) else ((box[0], 0), (box[1], 1)) for box in boxes]
         assert chunks[name] == sorted(expected), name
 
@@ -189,13 +189,13 @@ def test_by_its_own_coordinates_half_of_a_tensor_would_be_lost(tmp_path: Path) -
         dcp.save(dict(written_pieces(LiveCut(model, to="left"), tensors)), checkpoint_id=tmp_path / "lost")  # type: ignore[attr-defined]
 
     run_ranks(save_mine, 4)
-    whole, _ = stored(tmp_path / "lost")
-    kept = {value for tensor in whole.values() for value in tensor.flatten().tolist()}
-    assert len(kept) == 16
+    tensors, _ = stored(tmp_path / "lost")
+    elements = {value for tensor in tensors.values() for value in tensor.flatten().tolist()}
+    assert len(elements) == 16
     save_by_four(tmp_path / "whole", tp_local_dtensor)
-    whole, _ = stored(tmp_path / "whole")
-    kept = {value for part in PARTS for value in whole[f"{IN_PROJ}.{part}"].flatten().tolist()}
-    assert len(kept) == 32
+    tensors, _ = stored(tmp_path / "whole")
+    elements = {value for part in PARTS for value in tensors[f"{IN_PROJ}.{part}"].flatten().tolist()}
+    assert len(elements) == 32
 
 
 def test_meshes_that_say_their_order_are_believed(tmp_path: Path) -> None:
@@ -216,14 +216,14 @@ def test_meshes_that_say_their_order_are_believed(tmp_path: Path) -> None:
         return torch.equal(model.weight.to_local(), part)  # type: ignore[attr-defined]
 
     assert run_ranks(save_and_load, 4) == [True] * 4
-    whole, _ = stored(tmp_path / "saved")
-    assert torch.equal(whole["model.weight"], values)
+    tensors, _ = stored(tmp_path / "saved")
+    assert torch.equal(tensors["model.weight"], values)
 
 
-@pytest.mark.parametrize("held", [flat_indices((4, 2)), flat_indices((8, 2)), flat_indices((2, 2))])
-def test_what_is_not_the_ranks_shard_is_refused(held: torch.Tensor) -> None:
-    with pytest.raises(ValueError, match=rf"the 6 elements that this rank holds of '{FC1}'.*got {held.numel()}"):
-        cut().pieces(FC1, shard_of(FC1, 0), held)
+@pytest.mark.parametrize("rank_tensor", [flat_indices((4, 2)), flat_indices((8, 2)), flat_indices((2, 2))])
+def test_what_is_not_the_ranks_shard_is_refused(rank_tensor: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match=rf"the 6 elements that this rank holds of '{FC1}'.*got {rank_tensor.numel()}"):
+        cut().pieces(FC1, shard_of(FC1, 0), rank_tensor)
 
 
 def test_elements_that_split_a_row_are_refused() -> None:
@@ -234,10 +234,10 @@ def test_elements_that_split_a_row_are_refused() -> None:
 
 
 def test_pieces_are_views_that_a_read_may_fill() -> None:
-    held = held_of(FC1, 0)
-    for piece in cut().pieces(FC1, shard_of(FC1, 0), held):
+    rows = held_of(FC1, 0)
+    for piece in cut().pieces(FC1, shard_of(FC1, 0), rows):
         piece.values.fill_(-1)
-    assert held.tolist() == [[-1, -1]] * 3
+    assert rows.tolist() == [[-1, -1]] * 3
 
 
 def test_a_name_that_no_rule_mentions_is_written_as_it_lies() -> None:
@@ -262,21 +262,21 @@ def test_ranks_of_any_mesh_write_every_element_once_and_where_it_belongs(data: s
     shape = (2 * qk + 2 * v + 2 * nvh, columns)
     sizes = {"tp": num_tp, "qk": qk, "v": v, "nvh": nvh}
     live_cut = LiveCut(from_megatron_model({IN_PROJ: shape}, sizes=sizes), to="left")
-    whole = flat_indices(shape)
+    indices = flat_indices(shape)
     written = {name: torch.full(part, -1.0) for name, part in live_cut.shapes(IN_PROJ, shape).items()}
     for dp in range(num_dp):
         for tp in range(num_tp):
             region = mesh_region(shape, (num_dp, num_tp), [Shard(0), Shard(0)], (dp, tp), order=(1, 0))
-            held = torch.zeros(region.shape)
+            rank_rows = torch.zeros(region.shape)
             for chunk, box in zip(region.chunks, places_in_memory(region), strict=True):
-                held[box.offsets[0] : box.offsets[0] + box.sizes[0]] = whole[
+                rank_rows[box.offsets[0] : box.offsets[0] + box.sizes[0]] = indices[
                     chunk.offsets[0] : chunk.offsets[0] + chunk.sizes[0]
                 ]
-            for piece in live_cut.pieces(IN_PROJ, LiveShard(shape=shape, region=region), held):
+            for piece in live_cut.pieces(IN_PROJ, LiveShard(shape=shape, region=region), rank_rows):
                 rows = slice(piece.chunk.offsets[0], piece.chunk.offsets[0] + piece.chunk.sizes[0])
                 assert (written[piece.name][rows] == -1).all()
                 written[piece.name][rows] = piece.values
-    ranks = [whole[rank * shape[0] // num_tp : (rank + 1) * shape[0] // num_tp] for rank in range(num_tp)]
+    ranks = [indices[rank * shape[0] // num_tp : (rank + 1) * shape[0] // num_tp] for rank in range(num_tp)]
     parts = [part.split([size // num_tp for size in (qk, qk, v, v, nvh, nvh)]) for part in ranks]  # type: ignore[no-untyped-call]
     for index, name in enumerate(PARTS):
-        assert torch.equal(written[f"{IN_PROJ}.{name}"], torch.cat([of_rank[index] for of_rank in parts]))
+        assert torch.equal(written[f"{IN_PROJ}.{name}"], torch.cat([rank_part[index] for rank_part in parts]))

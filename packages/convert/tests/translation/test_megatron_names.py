@@ -105,10 +105,10 @@ def scalars(source: Source) -> dict[str, torch.Tensor]:
 
 
 def assert_holds(source: Source, tensors: Mapping[str, torch.Tensor], objects: Mapping[str, object]) -> None:
-    found = read_all(source)
-    assert found.keys() == tensors.keys()
+    loaded = read_all(source)
+    assert loaded.keys() == tensors.keys()
     for name, tensor in tensors.items():
-        assert torch.equal(found[name], tensor), name
+        assert torch.equal(loaded[name], tensor), name
     assert {name: source.read_object(name) for name in source.objects} == objects
 
 
@@ -118,8 +118,8 @@ def test_there_and_back_loses_nothing(dialect: Dialect, num_tp: int) -> None:
     tensors, objects = checkpoint(parameters())
     stored = through(MemorySource(tensors, objects), dialect, {"tp": num_tp})
     assert is_fsdp_dtensor(stored)
-    found = dialect_of(stored)
-    assert found is not None and found.name == dialect.name
+    detected_dialect = dialect_of(stored)
+    assert detected_dialect is not None and detected_dialect.name == dialect.name
     back = read_fsdp_dtensor(stored, sizes={"tp": num_tp, **SIZES})
     assert_holds(back, tensors, objects)
     assert back.inexact == {}
@@ -214,11 +214,11 @@ def test_what_megatrons_training_asks_for_is_there() -> None:
 
 
 def test_the_state_of_the_processes_that_wrote_it_is_left_over_by_name() -> None:
-    of_processes = {"rng_state.(0, 0).0.x": 1, "rerun_state_machine.y": 2}
-    source = MemorySource({"model.module.a": torch.ones(2)}, {**of_processes, "iteration": 3})
+    process_objects = {"rng_state.(0, 0).0.x": 1, "rerun_state_machine.y": 2}
+    source = MemorySource({"model.module.a": torch.ones(2)}, {**process_objects, "iteration": 3})
     read = read_fsdp_dtensor(source)
     assert read.objects == ("iteration",)
-    assert read.left_over == tuple(of_processes)
+    assert read.left_over == tuple(process_objects)
 
 
 @pytest.mark.parametrize("dialect", [RELEASE_0_19, BRIDGE])
@@ -233,8 +233,8 @@ def test_experts_that_are_modules_of_their_own_are_read_and_written(dialect: Dia
     assert f"optimizer.state.module.module.module.{experts}local_experts.1.linear_fc2.weight.exp_avg" in stored.held
     options = f"optimizer.param_to_group_meta.module.module.module.{experts}local_experts.0.linear_fc1.weight.lr"
     assert options in stored.objects
-    found = dialect_of(stored)
-    assert found is not None and found.sequential_experts
+    detected_dialect = dialect_of(stored)
+    assert detected_dialect is not None and detected_dialect.sequential_experts
     assert_holds(read_fsdp_dtensor(stored, sizes={"tp": 2, **SIZES}), tensors, objects)
 
 
@@ -269,8 +269,8 @@ def test_ranks_of_experts_take_their_own_from_a_checkpoint_that_has_all(sequenti
         shapes = layer_of_experts(num_experts, sequential=sequential)
         sizes = {"tp": 4, "etp": num_etp}
         mine = from_megatron_model(shapes, sizes=sizes, first_expert=first)
-        found = to_megatron_model(MemorySource(tensors, objects), mine)
-        values = read_all(found)
+        rank_source = to_megatron_model(MemorySource(tensors, objects), mine)
+        values = read_all(rank_source)
         assert {name.removeprefix("model.") for name in values if name.startswith("model.")} == shapes.keys()
         name = "local_experts.0.linear_fc1.weight" if sequential else "linear_fc1.weight0"
         for section, slot in [("model.", ""), ("optimizer.state.", ".exp_avg")]:
@@ -278,13 +278,13 @@ def test_ranks_of_experts_take_their_own_from_a_checkpoint_that_has_all(sequenti
             halves = [half.chunk(num_etp) for half in stored.chunk(2)]
             as_held = torch.cat([half[rank] for rank in range(num_etp) for half in halves])
             assert torch.equal(values[f"{section}decoder.layers.0.mlp.experts.{name}{slot}"], as_held)
-        others = {
+        foreign_names = {
             name
             for name in [*tensors, *objects]
             for n in {0, 1, 2} - {first, first + num_experts - 1}
             if f".weight{n}" in name
         }
-        assert set(found.left_over) == others
+        assert set(rank_source.left_over) == foreign_names
 
 
 def test_what_no_rank_has_experts_or_not_is_kept_for_load_to_tell() -> None:
@@ -296,8 +296,10 @@ def test_what_no_rank_has_experts_or_not_is_kept_for_load_to_tell() -> None:
 
 
 def test_a_models_own_spelling_of_multi_token_prediction_is_stored_canonically() -> None:
-    [each] = from_megatron_model({"mtp.layers.0.transformer_layer.mlp.linear_fc2.weight": (2, 4)}, sizes={"tp": 1})
-    assert list(each.left) == ["mtp.layers.0.mtp_model_layer.mlp.linear_fc2.weight"]
+    [correspondence] = from_megatron_model(
+        {"mtp.layers.0.transformer_layer.mlp.linear_fc2.weight": (2, 4)}, sizes={"tp": 1}
+    )
+    assert list(correspondence.left) == ["mtp.layers.0.mtp_model_layer.mlp.linear_fc2.weight"]
 
 
 def test_the_number_of_ranks_must_be_known_of_what_they_hold_together() -> None:
@@ -334,9 +336,9 @@ def test_extra_states_are_dropped_and_counters_kept() -> None:
     read = read_fsdp_dtensor(source)
     assert list(read.tensors) == ["model.decoder.layers.0.self_attention.linear_qkv.weight"]
     assert read.objects == ("iteration", "checkpoint_version")
-    told = counters(read, {"step": 9, "consumed_train_samples": 512})
-    assert told.found == {"checkpoint_version": 3.0, "iteration": 9, "consumed_train_samples": 512}
-    assert told.lacking == (
+    translated_counters = counters(read, {"step": 9, "consumed_train_samples": 512})
+    assert translated_counters.found == {"checkpoint_version": 3.0, "iteration": 9, "consumed_train_samples": 512}
+    assert translated_counters.lacking == (
         "args",
         "optimizer",
         "opt_param_scheduler",
@@ -414,13 +416,13 @@ def test_sizes_are_taken_from_args() -> None:
     assert sizes_of_args(args) == {"tp": 2, "qk": 16, "v": 32, "nvh": 4, "kv_down": 8}
 
 
-@pytest.mark.parametrize(("told", "num_heads"), [(None, 8), (4, 4)])
+@pytest.mark.parametrize(("configured_heads", "num_heads"), [(None, 8), (4, 4)])
 def test_mamba_mixers_without_a_number_of_heads_are_twice_as_wide_as_the_model(
-    told: int | None, num_heads: int
+    configured_heads: int | None, num_heads: int
 ) -> None:
     args = {"hidden_size": 16, "mamba_head_dim": 4, "mamba_num_groups": 2, "mamba_state_dim": 8}
-    found = sizes_of_args({**args, "mamba_num_heads": told})
-    assert found == {"d_inner": 4 * num_heads, "d_state": 16, "nheads": num_heads}
+    sizes = sizes_of_args({**args, "mamba_num_heads": configured_heads})
+    assert sizes == {"d_inner": 4 * num_heads, "d_state": 16, "nheads": num_heads}
 
 
 class TestGroupedHybridStacks:
@@ -446,8 +448,8 @@ class TestGroupedHybridStacks:
 
     def test_layers_have_logical_names(self) -> None:
         assert tuple(map(logical_name, self.nested)) == self.names
-        found = nested_names(self.names, self.pattern)
-        assert tuple(found.get(name, name) for name in self.names) == self.nested
+        nested_names_by_logical = nested_names(self.names, self.pattern)
+        assert tuple(nested_names_by_logical.get(name, name) for name in self.names) == self.nested
 
     flat = (
         "decoder.layers.0.mixer.A_log",
@@ -471,12 +473,12 @@ class TestGroupedHybridStacks:
         symbols = "".join(layers)
         first = "".join(f"[{layer}]" if data.draw(st.booleans()) else layer for layer in layers)
         cut = data.draw(st.integers(0, len(symbols)))
-        second = "".join(f"[{each}]" for each in (symbols[:cut], symbols[cut:]) if each)
+        second = "".join(f"[{group}]" for group in (symbols[:cut], symbols[cut:]) if group)
         names = regrouped((f"decoder.layers.{number}.weight" for number in range(len(symbols))), symbols, first)
-        there = regrouped(names.values(), first, second)
-        assert len(set(there.values())) == len(symbols)
-        assert there == {name: regrouped([flat], symbols, second)[flat] for flat, name in names.items()}
-        assert regrouped(there.values(), second, first) == {name: other for other, name in there.items()}
+        second_names = regrouped(names.values(), first, second)
+        assert len(set(second_names.values())) == len(symbols)
+        assert second_names == {name: regrouped([flat], symbols, second)[flat] for flat, name in names.items()}
+        assert regrouped(second_names.values(), second, first) == {name: other for other, name in second_names.items()}
 
     def test_names_of_other_layers_are_refused(self) -> None:
         with pytest.raises(ValueError, match=r"same layers, got '\*E' and '\[\*-\]'"):

@@ -62,7 +62,7 @@ def prepared(*, steps: int) -> tuple[Mixer, torch.optim.Optimizer]:
 
 
 def correspondences(model: nn.Module) -> list[Correspondence]:
-    return from_megatron_model({name: tuple(each.shape) for name, each in model.named_parameters()}, sizes=SIZES)
+    return from_megatron_model({name: tuple(param.shape) for name, param in model.named_parameters()}, sizes=SIZES)
 
 
 def test_components_and_logical_names_are_stored_and_loaded_back(kit: Kit, tmp_path: Path) -> None:
@@ -114,13 +114,13 @@ def test_a_save_in_the_background_cuts_as_one_that_waits(tmp_path: Path) -> None
     assert {name: info.shape for name, info in waited.tensors.items()} == {
         name: info.shape for name, info in behind.tensors.items()
     }
-    found = read_all(waited), read_all(behind)
-    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+    tensors = read_all(waited), read_all(behind)
+    assert all(torch.equal(tensors[0][name], tensors[1][name]) for name in tensors[0])
 
 
 def test_a_slot_that_cannot_be_cut_is_named(tmp_path: Path) -> None:
     model, optimizer = prepared(steps=1)
-    [parameter] = [each for name, each in model.named_parameters() if "in_proj" in name]
+    [parameter] = [param for name, param in model.named_parameters() if "in_proj" in name]
     optimizer.state[parameter]["row"] = torch.zeros(13)
     with pytest.raises(NotImplementedError, match=r"in_proj.weight.row' of shape \(13, 3\), as its parameter is"):
         save(tmp_path / "saved", model=model, optimizer=optimizer, correspondences=correspondences(model))

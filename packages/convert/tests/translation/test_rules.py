@@ -37,8 +37,8 @@ def model(source: Source) -> dict[str, torch.Tensor]:
     return {name.removeprefix("model."): tensor for name, tensor in read_all(source).items()}
 
 
-def alike(some: Mapping[str, torch.Tensor], others: Mapping[str, torch.Tensor]) -> bool:
-    return list(some) == list(others) and all(torch.equal(some[name], others[name]) for name in some)
+def alike(tensors: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> bool:
+    return list(tensors) == list(expected) and all(torch.equal(tensors[name], expected[name]) for name in tensors)
 
 
 def test_heads_interleave_by_group() -> None:
@@ -183,15 +183,15 @@ TABLE = (
 def test_there_and_back_is_the_same_names_and_bits(built: Built) -> None:
     tensors, sizes = built
     rules = Rules(TABLE, sizes)
-    there = to_right(tensors, rules)
-    assert there.left_over == ()
-    back = back_to_left(there, rules)
+    translated = to_right(tensors, rules)
+    assert translated.left_over == ()
+    back = back_to_left(translated, rules)
     assert back.left_over == ()
-    found = model(back)
-    assert found.keys() == tensors.keys()
-    assert all(torch.equal(found[name], tensors[name]) for name in tensors)
-    again = to_right(found, rules)
-    assert alike(dict(sorted(model(again).items())), dict(sorted(model(there).items())))
+    restored = model(back)
+    assert restored.keys() == tensors.keys()
+    assert all(torch.equal(restored[name], tensors[name]) for name in tensors)
+    again = to_right(restored, rules)
+    assert alike(dict(sorted(model(again).items())), dict(sorted(model(translated).items())))
 
 
 @settings(max_examples=60, deadline=None)
@@ -199,18 +199,18 @@ def test_there_and_back_is_the_same_names_and_bits(built: Built) -> None:
 def test_what_is_worked_out_once_for_all_layers_is_what_each_would_be_alone(built: Built) -> None:
     tensors, sizes = built
     rules, shapes = Rules(TABLE, sizes), {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    found = rules.match(shapes)
-    for each in found:
-        (alone,) = rules.match({name: shapes[name] for name in each.left})
-        assert each == alone == Correspondence(**vars(each))  # Whose checks are not made again where numbers differ.
-        (back,) = rules.match(each.right, "right")
-        assert back.left.items() == each.left.items() and back.shift == each.shift
+    matches = rules.match(shapes)
+    for match in matches:
+        (alone,) = rules.match({name: shapes[name] for name in match.left})
+        assert match == alone == Correspondence(**vars(match))  # Whose checks are not made again where numbers differ.
+        (back,) = rules.match(match.right, "right")
+        assert back.left.items() == match.left.items() and back.shift == match.shift
 
 
 def test_layers_of_other_shapes_are_cut_as_theirs_are() -> None:
-    found = Rules((EXPERTS,)).match({"hf.0.gate_up": (2, 4, 3), "hf.7.gate_up": (1, 6, 3), "hf.9.gate_up": (2, 4, 3)})
-    assert [set(each.right.values()) for each in found] == [{(2, 3)}, {(3, 3)}, {(2, 3)}]
-    assert [name for each in found for name in each.right if "fc10" in name] == [
+    matches = Rules((EXPERTS,)).match({"hf.0.gate_up": (2, 4, 3), "hf.7.gate_up": (1, 6, 3), "hf.9.gate_up": (2, 4, 3)})
+    assert [set(match.right.values()) for match in matches] == [{(2, 3)}, {(3, 3)}, {(2, 3)}]
+    assert [name for match in matches for name in match.right if "fc10" in name] == [
         f"{layer}.fc10_{half}" for layer in (0, 7, 9) for half in "wv"
     ]
 
@@ -225,8 +225,12 @@ def test_a_name_is_found_by_its_own_numbers_and_its_text() -> None:
         )
     )
     names = ("norm1.0", "norm2.0", "norm1.01", "norm1.10", "a.b.fc112", "fc10", "fc20", "text.7.a", "text")
-    found = rules.match(dict.fromkeys(names, (1,)), "left")
-    pairs = {left: right for each in found for left, right in zip(each.left, each.right, strict=True)}
+    matches = rules.match(dict.fromkeys(names, (1,)), "left")
+    pairs = {
+        left_name: right_name
+        for match in matches
+        for left_name, right_name in zip(match.left, match.right, strict=True)
+    }
     assert pairs == {
         "norm1.0": "first.0",
         "norm1.10": "first.10",

@@ -16,23 +16,25 @@ def box(*ranges: tuple[int, int]) -> Chunk:
     return Chunk(tuple(start for start, _ in ranges), tuple(stop - start for start, stop in ranges))
 
 
-def halves(left: str, first: str, second: str, rows: int, columns: int, shift: float = 0.0) -> Correspondence:
-    """`left` is `first` over `second`."""
+def halves(fused_name: str, first: str, second: str, rows: int, columns: int, shift: float = 0.0) -> Correspondence:
+    """`fused_name` is `first` over `second`."""
     size = (rows, columns)
     pieces = [
-        Piece(Place(left, Chunk((index * rows, 0), size)), Place(name, Chunk((0, 0), size)))
+        Piece(Place(fused_name, Chunk((index * rows, 0), size)), Place(name, Chunk((0, 0), size)))
         for index, name in enumerate([first, second])
     ]
     shapes = {first: size, second: size}
-    return Correspondence(left={left: (2 * rows, columns)}, right=shapes, pieces=tuple(pieces), shift=shift)
+    return Correspondence(left={fused_name: (2 * rows, columns)}, right=shapes, pieces=tuple(pieces), shift=shift)
 
 
-def stacked(left: str, names: list[str], shape: tuple[int, ...]) -> Correspondence:
+def stacked(packed_name: str, names: list[str], shape: tuple[int, ...]) -> Correspondence:
     pieces = [
-        Piece(Place(left, Chunk((index, 0, 0), (1, *shape))), Place(name, Chunk((0, 0), shape)))
+        Piece(Place(packed_name, Chunk((index, 0, 0), (1, *shape))), Place(name, Chunk((0, 0), shape)))
         for index, name in enumerate(names)
     ]
-    return Correspondence(left={left: (len(names), *shape)}, right=dict.fromkeys(names, shape), pieces=tuple(pieces))
+    return Correspondence(
+        left={packed_name: (len(names), *shape)}, right=dict.fromkeys(names, shape), pieces=tuple(pieces)
+    )
 
 
 def counted(*shape: int, start: int = 0) -> torch.Tensor:
@@ -190,9 +192,9 @@ class TestShift:
         originals = MemorySource({"model.norm": stored})
         gamma = read_all(translate(originals, [self.rule], to="right"))["model.gamma"]
         back = translate(MemorySource({"model.gamma": gamma}), [self.rule], to="left", originals=originals)
-        for each in (back, back.leaving(["step"])):
-            assert torch.equal(read_all(each)["model.norm"], stored)
-            assert each.inexact == {}
+        for translated in (back, back.leaving(["step"])):
+            assert torch.equal(read_all(translated)["model.norm"], stored)
+            assert translated.inexact == {}
 
     def test_nan_is_itself_again(self) -> None:
         assert not not_undone(torch.tensor([float("nan"), float("inf")]), 1.0, torch.float32).any()
@@ -228,7 +230,9 @@ class TestCorrespondence:
     def test_what_does_not_cover_both_sides_once_is_refused(
         self, pieces: list[tuple[tuple[int, int], tuple[int, int]]], problem: str
     ) -> None:
-        places = tuple(Piece(Place("a", box(left)), Place("b", box(right))) for left, right in pieces)
+        places = tuple(
+            Piece(Place("a", box(left_range)), Place("b", box(right_range))) for left_range, right_range in pieces
+        )
         with pytest.raises(ValueError, match=problem):
             Correspondence(left={"a": (4,)}, right={"b": (4,)}, pieces=places)
 
@@ -257,12 +261,12 @@ class TestCorrespondence:
 
     def test_boxes_meet_as_all_pairs_do(self) -> None:
         torch.manual_seed(0)
-        some = [Chunk(tuple(pair[:2]), tuple(pair[2:])) for pair in torch.randint(0, 6, (40, 4)).tolist()]
-        others = [Chunk(tuple(pair[:2]), tuple(pair[2:])) for pair in torch.randint(0, 6, (40, 4)).tolist()]
+        left_boxes = [Chunk(tuple(pair[:2]), tuple(pair[2:])) for pair in torch.randint(0, 6, (40, 4)).tolist()]
+        right_boxes = [Chunk(tuple(pair[:2]), tuple(pair[2:])) for pair in torch.randint(0, 6, (40, 4)).tolist()]
         expected = {
             (i, j, one.intersection(two))
-            for i, one in enumerate(some)
-            for j, two in enumerate(others)
+            for i, one in enumerate(left_boxes)
+            for j, two in enumerate(right_boxes)
             if one.intersection(two).numel
         }
-        assert set(meetings(some, others)) == expected
+        assert set(meetings(left_boxes, right_boxes)) == expected
