@@ -14,6 +14,7 @@ from overlap_runs import (
     NUM_ROWS,
     Case,
     by_driver,
+    compile_recomputation,
     microbatches,
     model_of,
     overlapped,
@@ -89,6 +90,8 @@ def test_early_release_is_taken_from_the_configuration(ran: list[Any], by_megatr
 
 
 def test_a_norm_before_experts_is_recomputed_for_their_backward(ran: list[Any]) -> None:
+    compile_recomputation()
+
     def on_one_rank() -> None:
         model: Any = make_model("*E", Layout(num_ranks=1), **recomputing("layernorm"))
         norm, called = model.decoder.layers[1].pre_mlp_layernorm, Counter[Any]()
