@@ -7,8 +7,9 @@ Note [Filling an archive]
     this package's readers compare it). Boxes in the order of the file are summed while they are written; a
     record filled in another order is read once more.
 
-    torch itself writes such an archive for fake tensors under `skip_data`. Its fake mode imports 3 s of Python at
-    the first use, its archive does not tell the places of storages, and tensors inside other values lose their data.
+    torch itself writes such an archive for fake tensors under `skip_data`. The import of its fake mode costs as much
+    as half a gigabyte, its archive does not tell the places of storages, and tensors inside other values lose their
+    data.
 """
 
 import io
