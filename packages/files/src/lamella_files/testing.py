@@ -17,7 +17,7 @@ class MemorySource:
     Attributes:
         held: Tensors by name.
         values: Objects by name.
-        tensors: The tensors, as for `Source.tensors`; tests may change the chunks.
+        tensors: Shapes, dtypes and chunks by name; tests may change the chunks.
         requests: The name and the box of each read so far.
     """
 

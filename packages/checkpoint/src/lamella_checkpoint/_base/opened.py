@@ -53,7 +53,7 @@ def native(
         raw: With the stored names.
         paths: The keys on the path to a value, by name; an absent name is a single key.
         live: The names to find; None strips only the prefix that DDP adds.
-        identity: The identity, as for `Opened`.
+        identity: A mark that differs between two saves to the same path; None for a format without such a mark.
 
     Raises:
         ValueError: Two names would become one.

@@ -23,8 +23,8 @@ def open_dcp(
 
     Args:
         path: The checkpoint's directory.
-        trust: The permission to unpickle, as for `load`.
-        verify: The choice to verify checksums, as for `load`.
+        trust: Allow unpickling of types beyond plain data and torch's own. **Unsafe: can execute code.**
+        verify: Verify checksums while reading, if there are any.
         live: Names of a live model: distinguish shared prefixes from names.
 
     Raises:

@@ -96,7 +96,7 @@ def complete(
         directory: Holds the files.
         parts: Each rank's placed items. If several ranks wrote a box, the first rank's counts.
         manifest: Without checksums.
-        save_id: The save id, as for `write_metadata`.
+        save_id: The name of the save, which the metadata hold; None for a save without a name.
 
     Raises:
         ValueError: Ranks wrote different data for one box, or together not the whole of a tensor.
@@ -145,8 +145,8 @@ class WithoutManifest:
 
         Args:
             directory: Holds the files.
-            parts: The parts, as for `complete`.
-            save_id: The save id, as for the function `complete`.
+            parts: Each rank's placed items. If several ranks wrote a box, the first rank's counts.
+            save_id: The name of the save, which the metadata hold.
 
         Raises:
             ValueError: The conditions of `complete`.

@@ -29,7 +29,7 @@ class LiveShard:
     """A rank's part of a parameter, in the parameter's coordinates: Note [Coordinates come from the parameter].
 
     Attributes:
-        shape: The shape of the parameter, global.
+        shape: The parameter's global shape.
         region: The rank's part. The region's boxes are in the order of local memory.
     """
 
@@ -43,7 +43,7 @@ class LiveShard:
         """A tensor-parallel rank's part, cut between any rows: Megatron-FSDP's form of a shard.
 
         Args:
-            shape: The shape of the parameter, global.
+            shape: The parameter's global shape.
             elements: The rank's, of the tensor-parallel rank's part laid out flat (`megatron_fsdp_slice`).
             tp_dim: The dim that tensor parallelism cuts, first. None without a cut.
             num_tp: Tensor-parallel ranks.
@@ -127,7 +127,7 @@ class LiveCut:
         Args:
             name: The live tensor's.
             shard: The shard of the parameter: the tensor itself, or the parameter of a slot.
-            data: The data, as for `LiveShard.local`.
+            data: The live tensor: a DTensor, or a plain tensor of the rank's elements in any shape.
         """
         local = shard.local(data, name)
         if name not in self._pieces:

@@ -124,11 +124,11 @@ class AsyncSaver(Closing):
         a call, close the saver on every rank: the next save agrees anew.
 
         Args:
-            path: The path, as for `save`; every rank's counts, and must be the same.
-            model: The model, as for `save`.
-            optimizer: The optimizer, as for `save`.
-            extra: The extra, as for `save`.
-            correspondences: The correspondences, as for `save`; the same for every save.
+            path: The checkpoint's directory, on storage that every rank sees. The same on every rank.
+            model: A model that is sharded by `fully_shard`, wrapped by DDP, compiled or plain.
+            optimizer: An optimizer over the model's parameters. None leaves the optimizer out.
+            extra: Other resume state of this rank, of the types that `save` takes.
+            correspondences: Rules from the checkpoint's form to the model's, for every save of this saver alike.
 
         Returns:
             A handle for the outcome. May be dropped.
@@ -162,7 +162,7 @@ class AsyncSaver(Closing):
         call on all ranks.
 
         Args:
-            path: The path, as for `save`; every rank's counts, and must be the same.
+            path: The checkpoint's directory, on storage that every rank sees. The same on every rank.
             collect: Called once on each rank. No collective.
 
         Returns:

@@ -35,7 +35,7 @@ class CheckpointDirectory(Closing):
             root: On storage that every rank sees.
             keep: Number of newest complete checkpoints kept after a save; None keeps all.
             timeout: The timeout of saves in the background, in seconds: as for `AsyncSaver`.
-            print_line: The function for lines, as for `AsyncSaver`.
+            print_line: Called with a line for each minute of a wait; None logs the line as a warning.
 
         The first `save` creates the directory.
         """

@@ -165,11 +165,11 @@ def check(
     """Raise the errors of `load`, without reading a tensor unless asked to.
 
     Args:
-        source: The source, as for `load`.
-        model: The model, as for `load`, or on the meta device: a model without allocated memory.
-        optimizer: The optimizer, as for `load`.
-        trust: The permission to unpickle, as for `load`.
-        translate: The translate, as for `load`.
+        source: The directory of a DCP checkpoint, an open checkpoint, or a function that opens one.
+        model: The model to load into, on its device, or on the meta device without allocated memory.
+        optimizer: An optimizer over the model's parameters; None leaves the checkpoint's optimizer alone.
+        trust: Allow unpickling of types that torch does not know as plain data. **Unsafe: can execute code.**
+        translate: A map from the checkpoint's names to the model's: an adapter's rules.
         compare_tied: Read tensors that are tied in the model and stored under several names, and compare their values.
 
     Returns:

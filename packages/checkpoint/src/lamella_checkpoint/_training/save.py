@@ -103,7 +103,7 @@ def save_part(path: str | os.PathLike[str], collect: Callable[[], SavePart]) -> 
     """Write a checkpoint, of any form, from each rank's part.
 
     Args:
-        path: The path, as for `save`.
+        path: The checkpoint's directory, on storage that every rank sees. Rank 0's counts.
         collect: Called once on each rank, inside the first exchange, where an error reaches all ranks. No collective.
 
     Returns:

@@ -87,10 +87,10 @@ def open_megatron(
 
     Args:
         path: The directory of one iteration, or of several with a file naming the newest.
-        sizes: The sizes, as for `read_fsdp_dtensor`, where neither `args` nor Bridge's `run_config.yaml` has them.
-            Given sizes take precedence over both.
-        trust: The permission to unpickle, as for `StoredCheckpoint`.
-        verify: The choice to verify checksums, as for `StoredCheckpoint`.
+        sizes: The sizes of the parts of rank-major tensors, where neither `args` nor Bridge's `run_config.yaml` has
+            them. Given sizes take precedence over both.
+        trust: Allow unpickling of types beyond plain data and torch's own. **Unsafe: can execute code.**
+        verify: Verify checksums while reading, if there are any.
 
     Raises:
         CheckpointDamaged: A file is absent or unreadable.

@@ -94,9 +94,9 @@ def diff(
         values: Compare values of tensors and objects. False reads no values.
         rtol: The tolerance relative to the values of `b`, for integers too. With 0, values must be equal.
         atol: The absolute tolerance, added to the relative one. Not-a-number equals itself.
-        trust: The permission to unpickle, as for `open_checkpoint`. Without trust, objects of types
-            that may run code are compared by name alone.
-        verify: The choice to verify checksums, as for `open_checkpoint`.
+        trust: Allow unpickling of types beyond plain data and torch's own. **Unsafe: can execute code.** Without trust,
+            objects of such types are compared by name alone.
+        verify: Verify checksums while reading, if there are any.
         on_progress: Called with the bytes compared so far, and the total.
 
     Raises:

@@ -97,7 +97,7 @@ def inspect(path: str | os.PathLike[str], *, trust: bool = False, native: bool =
 
     Args:
         path: Its file or directory.
-        trust: The permission to unpickle, as for `open_checkpoint`.
+        trust: Allow unpickling of types beyond plain data and torch's own. **Unsafe: can execute code.**
         native: Whether to list native names, rather than stored names.
 
     Raises:

@@ -113,8 +113,8 @@ def save_fsdp_dtensor(
         model: With the model's own names, and tensors of global shapes: tensor-parallel parts are DTensors of whole
             tensors. Read only.
         optimizer: Over the model's parameters. None leaves the optimizer out.
-        sizes: The sizes, as for `from_megatron_model`.
-        first_expert: The first expert, as for `from_megatron_model`.
+        sizes: The sizes by name that `from_megatron_model` takes for the model's fused tensors.
+        first_expert: The global number of this rank's first expert.
         dialect: The dialect of the reader.
         objects: Further entries of the checkpoint, by name, plain data (`args`, `iteration`, `opt_param_scheduler`); a
             dict becomes an entry for each key. Rank 0's counts.
@@ -194,13 +194,13 @@ def save_torch_dist(
     of parameter groups are not. The step is in `common.pt`.
 
     Args:
-        path: The path, as for `save_fsdp_dtensor`.
-        model: The model, as for `save_fsdp_dtensor`.
+        path: The checkpoint's directory, on storage that every rank sees. Rank 0's counts.
+        model: A model with names of its own and tensors of global shapes, as `save_fsdp_dtensor` takes. Read only.
         optimizer: Over the model's parameters. None leaves the optimizer out.
         parts: By the model's own names, the places of this rank's parts. A tensor without places is left out.
         objects: Values of this rank by stored name, as megatron-core stores objects of modules.
         common: The contents of `common.pt`. Rank 0's counts.
-        saver: The saver, as for `save_fsdp_dtensor`.
+        saver: A saver that writes in the background; None writes before the call returns.
 
     Returns:
         As `save_fsdp_dtensor`.

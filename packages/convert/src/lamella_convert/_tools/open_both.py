@@ -31,13 +31,13 @@ def open_both(
     the optimizer are left out. Float8 weights are dequantised unless both sides have float8 weights.
 
     Args:
-        a: The first checkpoint, as `src` of `convert`.
+        a: The first checkpoint: a file or directory of any format.
         b: The other checkpoint.
         like: A Hugging Face directory with the configuration for a checkpoint without one. The other
             checkpoint's configuration is the next choice.
         tensor_parallel_size: The number of ranks that wrote a checkpoint of Megatron, where files do not tell.
-        trust: The permission to unpickle, as for `convert`.
-        verify: The choice to verify checksums, as for `convert`.
+        trust: Allow arbitrary unpickling. **Unsafe: can execute code.**
+        verify: Verify checksums while reading, if there are any.
 
     Raises:
         CheckpointDamaged: The conditions of `convert`.

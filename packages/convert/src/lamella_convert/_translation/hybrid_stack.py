@@ -92,7 +92,7 @@ def nested_groups(names: Iterable[str]) -> frozenset[str]:
     """The groups (`decoder.layers.1`) with two layers of a kind: Note [Groups without logical names].
 
     Args:
-        names: The names of parameters, all that a group has.
+        names: Parameter names, with all parameters of each group.
     """
     layers: dict[tuple[str, str], str] = {}
     nested = (match.group(1, 2, 3) for match in map(_NESTED.match, names) if match)

@@ -319,7 +319,7 @@ def stored_names(dialect: Dialect, parameters: Sequence[str] = (), chunks: Seque
     Args:
         dialect: The dialect of the reader.
         parameters: All of the model's, for a dialect with a pattern.
-        chunks: The chunks, as for `write_fsdp_dtensor`.
+        chunks: The number of decoder layers in each model chunk, for virtual pipelines.
     """
     nested = nested_names(parameters, dialect.hybrid_pattern) if dialect.hybrid_pattern else {}
 

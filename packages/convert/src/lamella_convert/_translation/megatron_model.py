@@ -91,7 +91,7 @@ def to_megatron_model(source: Source, correspondences: Sequence[Correspondence])
 
     Args:
         source: Under the names of the correspondences' left side.
-        correspondences: The correspondences of `from_megatron_model`.
+        correspondences: The result of `from_megatron_model`.
 
     Effects: reads nothing.
     """

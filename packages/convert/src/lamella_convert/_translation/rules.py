@@ -111,7 +111,7 @@ class Rule:
         shift: Added from left to right.
         left_beside: If given, the rule holds on the left only beside this name with the same numbers:
             distinguishes kinds of layers with equal names for a tensor.
-        right_beside: The right beside, the same on the right.
+        right_beside: If given, the rule holds on the right only beside this name.
     """
 
     left: Term

@@ -28,7 +28,7 @@ def read_object(directory: Path, name: str, item: DcpItem, expected: Expected | 
         directory: The directory of the checkpoint.
         name: The name of the entry, for messages.
         item: The object's place in the files.
-        expected: The expected, as for `read_tensors`.
+        expected: The checksums to verify; None verifies nothing.
         trust: Allow unpickling of types that torch does not know as plain data. **Unsafe: can execute code.**
 
     Raises:

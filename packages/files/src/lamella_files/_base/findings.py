@@ -81,11 +81,11 @@ class Findings:
     Attributes:
         path: The file or directory.
         total: Number of bytes to read; set before the first `count`.
-        problems: The problems, as for `Verification`.
-        unneeded: The unneeded, as for `Verification`.
-        notes: The notes, as for `Verification`.
-        num_bytes: The number of bytes, as `Verification`.
-        num_unverified_bytes: The number of unverified bytes, as `Verification`.
+        problems: The problems found so far, file by file.
+        unneeded: Names of data files without a reference from the checkpoint.
+        notes: Sentences about files in a form that readers of checkpoints may not expect.
+        num_bytes: The number of bytes read so far.
+        num_unverified_bytes: The number of bytes read so far that have no checksum.
     """
 
     def __init__(self, path: Path, on_progress: OnProgress) -> None:

@@ -39,7 +39,7 @@ class Correspondence:
 
     Attributes:
         left: Shapes by name. The pieces cover each tensor exactly once.
-        right: The right, the same of the other side.
+        right: The other side's shapes by name, covered in the same way.
         pieces: The pairs of equal boxes.
         shift: Added from left to right, and subtracted on the way back: norm weights stored around zero on the right
             have -1 here.
@@ -88,7 +88,7 @@ class Correspondence:
 
         Args:
             left: The new names of the left side, by the old ones.
-            right: The right, the same of the right side.
+            right: The new names of the right side, by the old ones.
 
         Raises:
             ValueError: Two names of a side would become one.
