@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -33,48 +29,10 @@ import lamella_engine
 from lamella_buffers import PoolAllocator
 from lamella_engine import DDP, HFSDP, HSDP, ZERO1, ZERO2, ZERO3, ShardingOptions
 from lamella_testing import run_ranks
+from lamella_testing.interrupts import Interrupt
 
-_SOURCES = tuple(str(Path(package.__file__ or "").parent) for package in (lamella_engine, lamella_buffers))
-_NEVER = -1
+_PACKAGES = (lamella_engine, lamella_buffers)
 Build = Callable[[], nn.Module]
-
-
-@dataclass
-class _Interrupt:
-    """Raises KeyboardInterrupt before a line of the engine or of its buffers runs, and counts the lines before.
-
-    Attributes:
-        at: The number of lines that run before the interrupt; `_NEVER` counts all lines.
-        num_lines: The lines so far.
-        place: File, line and function of the interrupt.
-    """
-
-    at: int
-    num_lines: int = 0
-    place: str = ""
-
-    def __call__(self, frame: FrameType, event: str, _: object) -> Any:
-        return self._line if frame.f_code.co_filename.startswith(_SOURCES) else None
-
-    def _line(self, frame: FrameType, event: str, _: object) -> Any:
-        if event == "line":
-            if self.num_lines == self.at:
-                sys.settrace(None)
-                self.place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} {frame.f_code.co_name}"
-                raise KeyboardInterrupt
-            self.num_lines += 1
-        return self._line
-
-    def during(self, run: Callable[[], object]) -> None:
-        """Run a function up to the interrupt."""
-        outer = sys.gettrace()
-        try:
-            sys.settrace(self)
-            run()
-        except KeyboardInterrupt:
-            pass
-        finally:
-            sys.settrace(outer)
 
 
 def _backward(model: nn.Module, step: int) -> None:
@@ -115,11 +73,11 @@ def _trains_on(build: Build, *, every: int, first: int) -> None:
     for step in range(3):  # prefetch is learned
         for model, optimizer in zip(models, optimizers, strict=True):
             _update(model, optimizer, step)
-    counter = _Interrupt(_NEVER)
+    counter = Interrupt(_PACKAGES)
     counter.during(lambda: _backward(got, 3))
     got.zero_grad()
     for step, at in enumerate(range(first, counter.num_lines, every), start=3):
-        interrupt = _Interrupt(at)
+        interrupt = Interrupt(_PACKAGES, at)
         interrupt.during(partial(_backward, got, step))
         try:
             fsdp(got).reset_iter_state()
