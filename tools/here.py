@@ -96,7 +96,7 @@ def _pytest(marker: str, args: list[str], *, session: str, folders: list[Path] =
                     print(f"pytest in {folder} was killed by signal {-results[-1]}.", file=sys.stderr)
                 reports += [report] if results[-1] != NO_TESTS_RAN else []
             if status is not None and reports and all(report.is_file() for report in reports):
-                selection = _selection([arg for arg in chosen if arg != str(folder)])
+                selection = _selection([arg for arg in chosen if ROOT / arg != folder])
                 gpu_status.record(reports, status, session=recorded, folder=folder, selection=selection)
     # The first that failed, not the greatest: a child killed by a signal has a negative code.
     ran = [result for result in results if result != NO_TESTS_RAN]
