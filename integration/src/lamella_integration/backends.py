@@ -179,6 +179,7 @@ def lamella(
         "mempool": buffers.MemPoolAllocator,
         "pool": buffers.PoolAllocator,
     }
+    optim.install()
     model = workload.model_on_meta()
     shard = partial(
         engine.fully_shard,

@@ -38,7 +38,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lamella_engine
-import lamella_optim as lamella_optim  # The optimizer's column is of the steps that its users have.
+import lamella_optim
 from lamella_buffers import CopyEngines, CopyEngineTransport, NcclTransport, PeerWindow, WindowAllocator, swap_memory
 from lamella_integration.backends import REDUCE_DTYPES
 from lamella_integration.llama import Llama, LlamaConfig, next_token_loss
@@ -286,6 +286,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=60)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
+    lamella_optim.install()  # the optimizer's column is of the steps that its users have
     gc.disable()  # A collection would count for the backend whose turn it is; `measure` collects between turns.
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=NUM_RANKS)
     reduce_dtype = REDUCE_DTYPES[options.reduce]

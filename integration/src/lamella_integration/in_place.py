@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 import lamella_engine
-import lamella_optim as lamella_optim  # for programs that build their optimizer before they shard
+import lamella_optim
 from lamella_testing import run_ranks
 
 Result = TypeVar("Result")
@@ -64,6 +64,7 @@ def _run(program: Callable[[Path], Result], folder: Path, is_lamellas: bool) -> 
     os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # Read by libraries; the process group exists.
     torch.manual_seed(0)
+    lamella_optim.install()  # for programs that build their optimizer before they shard
     with lamella_engine.install() if is_lamellas else nullcontext():
         return program(folder)
 

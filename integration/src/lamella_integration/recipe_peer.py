@@ -106,9 +106,10 @@ def main() -> None:
     options = parser.parse_args()
     if options.engine == "lamella":
         import lamella_engine
-        import lamella_optim  # noqa: F401  as users would: optimizers then step on plain shards
+        import lamella_optim
 
         lamella_engine.install()
+        lamella_optim.install()
     directory = RunDirectory(options.run)
     run = resolve(read_file(str(directory.config)))
     with TemporaryDirectory() as folder:

@@ -83,11 +83,15 @@ def test_the_package_has_its_names_and_imports_them_when_they_are_used() -> None
         _ = lamella.fully_sahrd  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("program", ["from lamella import fully_shard", "import lamella._training.trainer"])
-def test_whoever_shards_by_this_package_has_its_optimizers_step_on_plain_shards(program: str) -> None:
-    asked = f"{program}\nfrom lamella_engine._optimizer_hooks import BEFORE_STEP\nprint(BEFORE_STEP['view'].__module__)"
-    done = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True, timeout=120)
-    assert done.stdout.split() == ["lamella_optim._plain"]
+def test_an_import_of_the_recipe_changes_no_optimizer() -> None:
+    program = (
+        "import lamella, lamella._training.trainer, lamella_engine, lamella_optim\n"
+        "from lamella_engine._optimizer_hooks import BEFORE_STEP\n"
+        "assert lamella.fully_shard is lamella_engine.fully_shard\n"
+        "print(BEFORE_STEP['view'].__module__)\nlamella_optim.install()\nprint(BEFORE_STEP['view'].__module__)"
+    )
+    process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
+    assert process.stdout.split() == ["lamella_engine._optimizer_hooks", "lamella_optim._plain"]
 
 
 def test_type_checkers_see_the_names_that_there_are() -> None:

@@ -3,6 +3,9 @@
 import pytest
 
 from lamella_engine._parameters import flat_group
+from lamella_optim import install
+
+install()
 
 
 @pytest.fixture

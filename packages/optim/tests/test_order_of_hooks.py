@@ -17,7 +17,8 @@ from torch.optim import optimizer as torch_optimizer
 from lamella_engine import FSDPModule, delay_gradient, fully_shard
 from lamella_engine import _optimizer_hooks as hooks
 from lamella_engine._modules.attached import state_of
-from lamella_optim._registration import STEP_HOOKS, register
+from lamella_optim import install
+from lamella_optim._installation import STEP_HOOKS
 from lamella_testing import run_ranks
 
 Pair = tuple[str, str]
@@ -143,7 +144,7 @@ def test_one_hook_is_called_before_a_step_and_one_after() -> None:
 
 
 def test_this_packages_functions_are_at_the_places_that_the_order_has_for_them() -> None:
-    register()
+    install()
     in_place = {**hooks.BEFORE_STEP, **hooks.AFTER_STEP}
     assert {name: in_place[name] for name in STEP_HOOKS} == STEP_HOOKS
     assert [*hooks.BEFORE_STEP] == NAMES

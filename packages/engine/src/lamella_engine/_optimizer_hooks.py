@@ -59,13 +59,13 @@ def refuse_originals(optimizer: Optimizer, *_: object) -> None:
         raise RuntimeError(
             f"Expected {type(optimizer).__name__} to hold sharded parameters, got {len(unsharded)} that were listed "
             f"while their unit was unsharded, {unsharded[0]!r} among them. Build the optimizer before the first "
-            "forward, or after reshard() of each unit; or install lamella-optim and `import lamella_optim`: then it "
-            "goes on with the shards."
+            "forward, or after reshard() of each unit; or install lamella-optim and call lamella_optim.install(): "
+            "then it goes on with the shards."
         )
     raise RuntimeError(
         f"Expected {type(optimizer).__name__} to hold sharded parameters, got {len(names)} from before fully_shard, "
         f"{next(iter(names.values()))!r} among them. Build the optimizer after fully_shard; or install lamella-optim "
-        "and `import lamella_optim`: then it goes on with the shards."
+        "and call lamella_optim.install(): then it goes on with the shards."
     )
 
 

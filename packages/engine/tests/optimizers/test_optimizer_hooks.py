@@ -104,7 +104,7 @@ def test_an_optimizer_from_before_sharding_is_refused_with_both_ways_out() -> No
         LOSS(model).backward()
         message = (
             r"Expected AdamW to hold sharded parameters, got 16 from before fully_shard, 'stem.weight' among them\. "
-            r"Build the optimizer after fully_shard; or install lamella-optim and `import lamella_optim`"
+            r"Build the optimizer after fully_shard; or install lamella-optim and call lamella_optim\.install\(\)"
         )
         with pytest.raises(RuntimeError, match=message):
             optimizer.step()

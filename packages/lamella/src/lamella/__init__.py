@@ -52,8 +52,6 @@ if not TYPE_CHECKING:  # Hidden from type checkers: a module `__getattr__` makes
     def __getattr__(name: str) -> object:
         if name not in _HOMES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        if _HOMES[name] == "lamella_engine":
-            import_module("lamella_optim")  # whose import has every optimizer step on plain shards
         attribute = globals()[name] = getattr(import_module(_HOMES[name]), name)
         return attribute
 

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from lamella_engine.extending import forget_measured, held_by, hides_tensors, map_tensors, note_step, tensors_in
 from lamella_optim._hooks import wait_before_update
+from lamella_optim._installation import install
 from lamella_optim._overlap import drop_early
 
 P = ParamSpec("P")
@@ -180,12 +181,14 @@ def capture_step(step: Callable[P, R], optimizer: Optimizer, *, num_eager_steps:
         device and empties torch's cache; a replay goes to the current stream, with no host sync. A graph keeps the
         step's memory. With `overlap_optimizer` a captured step gathers nothing for the next step; late gradients stay
         late. Over parameters on the CPU all calls run eagerly, and inputs and param groups are checked alike.
+        Calls `install`.
     """
     if num_eager_steps < 1:
         raise ValueError(
             f"Expected `num_eager_steps` of at least 1, since units learn their order in the first step, got "
             f"{num_eager_steps}."
         )
+    install()
     captured = CapturedStep(step, optimizer, num_eager_steps)
     for index, group in enumerate(optimizer.param_groups):
         if captured.is_on_cuda and group.get("capturable") is False:

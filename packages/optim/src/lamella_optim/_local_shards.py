@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from lamella_engine.extending import held_by, local_of, refuse_kernels_on_dtensors
+from lamella_optim._installation import install, step_hook
 from lamella_optim._plain import laid_out
 
 Opt = TypeVar("Opt", bound=Optimizer)
@@ -50,6 +51,7 @@ def step_on_local_shards(optimizer: Opt) -> Opt:
         ValueError: The optimizer is one of torch's that need whole tensors; or a scheduler has replaced its `step`.
 
     Effects: a later step costs some microseconds of host time a parameter; no copies, no collectives, no host sync.
+        Calls `install`.
     """
     kind: Any = type(optimizer)
     if hasattr(optimizer, _LOCAL_PARAMETERS):
@@ -64,6 +66,7 @@ def step_on_local_shards(optimizer: Opt) -> Opt:
             f"Expected a {kind.__name__} whose step() is its class's own, got one that was replaced, as learning-rate "
             "schedulers do. Call step_on_local_shards before building the scheduler."
         )
+    install()
     setattr(optimizer, _LOCAL_PARAMETERS, {})
     optimizer.__class__ = _on_local_shards(kind)
     return optimizer
@@ -229,6 +232,7 @@ def _laid_out(dtensor: torch.Tensor, state: State, before: State | None = None) 
     return pytree.tree_map_only(torch.Tensor, lay_out, state)  # type: ignore[no-any-return]
 
 
+@step_hook("kernels")
 def refuse_unprepared_kernels(optimizer: Optimizer, *_: object) -> None:
     """Refuse DTensors to kernels without DTensor support, unless `step_on_local_shards` has prepared the optimizer."""
     if not hasattr(optimizer, _LOCAL_PARAMETERS):

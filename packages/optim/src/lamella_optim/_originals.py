@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from lamella_engine.extending import ShardedParameter, held_by, shard_like, sharded_originals
+from lamella_optim._installation import install, step_hook
 
 Opt = TypeVar("Opt", bound=Optimizer)
 
@@ -22,9 +23,9 @@ def shard_optimizer(optimizer: Opt) -> Opt:
     the parameter's placements, in the main weights' dtype where the state had the parameter's dtype; single values
     (`step`) stay. Parameters outside of all units stay, and an optimizer of shards stays unchanged.
 
-    The first `step()` of a `torch.optim` optimizer does the same by itself. Call this function if other code reads the
-    optimizer's parameters before the step (`GradScaler`, clipping by param group, checkpoints), or to save memory:
-    until then the optimizer holds the unsharded parameters, and unsharded state.
+    After `install` the first `step()` of a `torch.optim` optimizer does the same by itself. Call this function if other
+    code reads the optimizer's parameters before the step (`GradScaler`, clipping by param group, checkpoints), or to
+    save memory: until then the optimizer holds the unsharded parameters, and unsharded state.
 
     Args:
         optimizer: Any optimizer whose state is the same on every rank, as the parameters were.
@@ -37,10 +38,12 @@ def shard_optimizer(optimizer: Opt) -> Opt:
             rows, lists of directions, quantised blocks). The optimizer is unchanged.
 
     Effects: allocates shards of the state on the current stream and frees the unsharded state; not a collective.
+        Calls `install`.
     """
     replaced = sharded_originals(held_by(optimizer))
     if not replaced:
         return optimizer
+    install()
     _check_single(optimizer, replaced)
     for original, parameter in replaced.items():
         _check_state(original, parameter, optimizer.state.get(original, {}))
@@ -99,6 +102,7 @@ def _move_state(optimizer: Optimizer, original: torch.Tensor, parameter: Sharded
     optimizer.state[parameter.sharded] = state
 
 
+@step_hook("originals")
 @_disable_dynamo
 def exchange_originals(optimizer: Optimizer, *_: object) -> None:
     """Give an optimizer built before `fully_shard` the sharded parameters."""

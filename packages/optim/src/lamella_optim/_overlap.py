@@ -49,6 +49,7 @@ from lamella_engine.extending import (
     note_step,
 )
 from lamella_optim._hooks import has_other_hooks
+from lamella_optim._installation import install, step_hook
 from lamella_optim._originals import shard_optimizer
 from lamella_optim._partial import cheapest_view_of, check_steps_apart, own_step
 from lamella_optim._plain import plain_view_of, step_on
@@ -253,7 +254,7 @@ def overlap_optimizer(optimizer: Optimizer, *, late_gradients: bool = False) -> 
         collective. In `optimizer.step()` the collectives of the next forward's first units, on the gather stream, after
         their updates; the optimizer's own step is called twice, with late gradients three times. From the step to the
         next forward the unsharded bytes of these two units are held; with late gradients, from backward to the step,
-        the unreduced gradients of the last reduced unit. No host sync.
+        the unreduced gradients of the last reduced unit. No host sync. Calls `install`.
     """
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"Expected a torch.optim.Optimizer, got {type(optimizer).__name__}.")
@@ -261,6 +262,7 @@ def overlap_optimizer(optimizer: Optimizer, *, late_gradients: bool = False) -> 
         raise ValueError(
             f"Expected {type(optimizer).__name__} once, got it again. Call remove() on the first call's result before."
         )
+    install()
     shard_optimizer(optimizer)
     check_steps_apart(optimizer, overlap_optimizer.__name__)
     return OverlapOptimizer(optimizer, late_gradients=late_gradients)
@@ -311,6 +313,7 @@ def _step(optimizer: Optimizer, part: Parts) -> None:
         own_step(optimizer)(cheapest_view_of(optimizer, part))
 
 
+@step_hook("gradients")
 @_disable_dynamo
 def finish_late_reductions(optimizer: Optimizer, *_: object) -> None:
     """Wait for all gradients, unless the optimizer's own step does and no foreign hook comes before."""
@@ -319,6 +322,7 @@ def finish_late_reductions(optimizer: Optimizer, *_: object) -> None:
         finish_left()
 
 
+@step_hook("staleness")
 @_disable_dynamo
 def note_overlapped_step(optimizer: Optimizer, *_: object) -> None:
     """Make units stale after a step, unless an overlapped step did so at its begin."""

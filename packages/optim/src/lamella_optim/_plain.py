@@ -31,6 +31,7 @@ from torch.optim import Optimizer
 from lamella_engine import RaggedDTensor
 from lamella_engine.extending import dtensor_over, held_by, is_compiled, is_sharded, local_of
 from lamella_optim._hooks import has_other_hooks
+from lamella_optim._installation import step_hook
 
 Opt = TypeVar("Opt", bound=Optimizer)
 State = dict[str, Any]
@@ -159,6 +160,7 @@ def _lies_below(tensor: torch.Tensor, parameter: DTensor) -> bool:
     )
 
 
+@step_hook("view")
 def step_on_plain_tensors(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     """Run the step on a view of plain tensors, where possible."""
     # Each step has a new view, and a compiler would compile the step again for a new object.

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-import lamella_optim  # Its import has optimizers step on plain shards.
+import lamella_optim
 from lamella._data.order import BatchStream
 from lamella._data.packing import inputs_and_targets, on_device
 from lamella._data.tokens import load_tokens
@@ -68,6 +68,7 @@ class Trainer:
         self._run_model = build(config, directory.model, rank.device)
         self._model = self._run_model.module
         self._speed = self._measure()
+        lamella_optim.install()
         self._optimizer = make_optimizer(self._model, config.optim)
         self._loss: LossFunction = loss_of_logits
         self._saves = Saves(

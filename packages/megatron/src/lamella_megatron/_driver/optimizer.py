@@ -23,6 +23,7 @@ from megatron.core.optimizer.optimizer import SEPARATE_GRAD_NORM_GROUPS, Megatro
 from megatron.core.transformer.module import param_is_not_shared
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+import lamella_optim
 from lamella_engine.extending import local_of
 from lamella_megatron._driver.muon import muon_maker
 from lamella_megatron._driver.precision_aware import bytes_at_rest, check_gradient_dtypes, fused_adam
@@ -74,7 +75,8 @@ def sharded_optimizer(
             an optimizer that `make` must build; or gradients are in another dtype than the optimizer reads.
         ImportError: `use_precision_aware_optimizer` without Transformer Engine.
 
-    Effects: collective on the default process group: parameter groups are agreed on, through the host.
+    Effects: collective on the default process group: parameter groups are agreed on, through the host. Calls
+        `lamella_optim.install`.
 
     Source: `get_megatron_optimizer` of megatron-core 0.19.2.
     """
@@ -84,6 +86,7 @@ def sharded_optimizer(
     for name, way_out in _REFUSED.items():
         if getattr(config, name, False):
             raise ValueError(f"Expected `config.{name}` to be False, got True. {way_out}")
+    lamella_optim.install()
     groups = pg_collection or model_chunks[0].pg_collection
     named = [pair for chunk in model_chunks for pair in chunk.named_parameters()]
     if make is None:
