@@ -1,6 +1,11 @@
 """The same command on GPUs: one worker each, bfloat16 compute, NCCL."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -58,6 +63,32 @@ def test_losses_in_float32_do_not_depend_on_the_number_of_gpus(
     assert main([*command, "--ranks", "1", "--run-dir", str(tmp_path / "one")]) == 0
     assert main([*command, "--ranks", str(num_gpus), "--run-dir", str(tmp_path / "several")]) == 0
     assert losses(tmp_path / "several") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
+
+
+@pytest.mark.gpu2
+def test_a_rank_stopped_beside_collectives_on_the_gpu_ends_the_run_and_is_named(
+    options: list[str], tmp_path: Path
+) -> None:
+    command = [*options, "--device", "cuda", "--ranks", "2", "--steps", "100000", "--timeout", "10"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "lamella", *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as run:
+        while not (tmp_path / "run" / "metrics.jsonl").exists() or len(losses(tmp_path / "run")) < 5:
+            assert run.poll() is None, run.communicate()[0]
+            time.sleep(0.1)
+        os.kill(process_of_rank(1, run.pid), signal.SIGSTOP)
+        output, _ = run.communicate(timeout=120)
+    assert run.returncode != 0 and "got no sign of life from rank 1" in output, output
+
+
+def process_of_rank(rank: int, parent: int) -> int:
+    """Return the id of the child process that is a rank of the run."""
+    children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+    return next(
+        int(child)
+        for child in children
+        if f"RANK={rank}".encode() in Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
+    )
 
 
 @pytest.mark.parametrize("num_gpus", ON_GPUS[1:])
