@@ -1,6 +1,5 @@
 """Fully sharded training: FSDP2's `fully_shard`, with nothing copied on the way."""
 
-from lamella_engine import _optimizer_hooks as _optimizer_hooks  # registers them
 from lamella_engine._api.fully_shard import fully_shard as fully_shard
 from lamella_engine._api.functions import register_fsdp_forward_method as register_fsdp_forward_method
 from lamella_engine._api.functions import share_comm_ctx as share_comm_ctx

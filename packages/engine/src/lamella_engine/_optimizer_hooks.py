@@ -18,6 +18,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from lamella_engine._parameters.sharded_parameter import is_sharded, sharded_originals
 from lamella_engine._parameters.sharding import local_of
@@ -297,5 +298,17 @@ def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         hook(optimizer, args, kwargs)
 
 
-register_optimizer_step_pre_hook(before_step)
-register_optimizer_step_post_hook(after_step)
+# The process's: torch's handles of the two hooks; empty until the first `fully_shard`.
+_handles: list[RemovableHandle] = []
+
+
+def register_step_hooks() -> None:
+    """Let every `torch.optim` step run `BEFORE_STEP` and `AFTER_STEP`; a second call changes nothing.
+
+    Called by `fully_shard`: a program that imports the engine and shards nothing steps as without it.
+
+    Effects: registers two hooks for all optimizers of the process.
+    """
+    if not _handles:
+        _handles.append(register_optimizer_step_pre_hook(before_step))
+        _handles.append(register_optimizer_step_post_hook(after_step))

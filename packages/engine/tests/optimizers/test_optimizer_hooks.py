@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import patch
@@ -42,6 +44,7 @@ OWN = {
 
 @pytest.fixture(autouse=True)
 def engine_alone() -> Iterator[None]:
+    hooks.register_step_hooks()
     with patch.dict(hooks.BEFORE_STEP, OWN), patch.dict(hooks.AFTER_STEP, {"staleness": note_step}):
         yield
 
@@ -53,6 +56,25 @@ def test_one_hook_of_the_engine_is_called_before_a_step_and_one_after() -> None:
     ):
         engine_hooks = [hook for hook in registered.values() if hook.__module__.startswith("lamella_engine.")]
         assert engine_hooks == [ours]
+
+
+def test_an_import_registers_no_hook_and_the_first_fully_shard_registers_both() -> None:
+    program = """
+import lamella_engine, lamella_engine.extending
+from torch import nn
+from torch.distributed import HashStore, init_process_group
+from torch.optim import optimizer
+
+def counts():
+    return len(optimizer._global_optimizer_pre_hooks), len(optimizer._global_optimizer_post_hooks)
+
+after_import = counts()
+init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+after_sharding = [counts() for _ in range(2) if lamella_engine.fully_shard(nn.Linear(2, 2))]
+print(after_import, *after_sharding)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.strip() == "(0, 0) (1, 1) (1, 1)"
 
 
 def test_a_function_that_replaces_another_is_called_in_its_place() -> None:

@@ -25,6 +25,7 @@ from lamella_engine._modules.attached import attach_state, find_state, is_torchs
 from lamella_engine._modules.hooks import register_hooks
 from lamella_engine._modules.private_view import StateView
 from lamella_engine._modules.state import FSDPState
+from lamella_engine._optimizer_hooks import register_step_hooks
 from lamella_engine._options.options import DEFAULT_OPTIONS, ShardingOptions, as_keep_fn
 from lamella_engine._options.placements import Strategy
 from lamella_engine._options.policies import DataParallelMeshDims, OffloadPolicy
@@ -120,7 +121,8 @@ def fully_shard(
         the first call on a mesh axis without an allocator is a collective on the axis, after which the host waits for
         the device (`lamella_buffers.copy_engines_of`). Else not a collective: every rank must hold the same values, as
         each keeps the rows of its own copy, and nothing is broadcast. Moves the unit's parameters and buffers to the
-        mesh's device; with `CPUOffloadPolicy` parameters to the CPU.
+        mesh's device; with `CPUOffloadPolicy` parameters to the CPU. The process's first call registers two hooks with
+        torch, around every step of a `torch.optim` optimizer.
 
     Source: the signature and its meaning are torch.distributed.fsdp.fully_shard's.
     """
@@ -172,6 +174,7 @@ def fully_shard(
     attach_state(modules, state, StateView(state, modules, policy, hooks), former_modules=former_modules)
     note_in_unit(owners)
     watch(owners, unit.parameters)
+    register_step_hooks()
     return module
 
 
