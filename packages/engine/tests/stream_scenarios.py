@@ -31,6 +31,7 @@ from lamella_engine import (
 from lamella_engine._inspect import scaling_state as _scaling_state
 from lamella_engine._modules.attached import state_of
 from lamella_engine._optimizer_hooks import forget_measured, note_step
+from lamella_engine._scaling.scaling import scales_of
 from lamella_precision import Float8Recipe
 
 Scenario = Callable[[], list[str]]
@@ -465,6 +466,6 @@ def amaxes_dropped_before_a_replay() -> list[str]:
             model(inputs())
         forget_measured(optimizer)
         for unit in state_of(model).tree.units:
-            for scales in unit.parameters.scales:
+            for scales in scales_of(unit.parameters):
                 scales.amaxes.add_(0.0)  # a replayed graph, which encodes on the stream of its replay
     return races.violations

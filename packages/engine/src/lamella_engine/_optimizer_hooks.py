@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from lamella_engine._parameters.sharded_parameter import is_sharded, sharded_originals
 from lamella_engine._parameters.sharding import local_of
 from lamella_engine._ragged.dtensor import dtensor_over
+from lamella_engine._scaling.events import WeightsChange
 from lamella_engine._tree.tree import finish_left, living_trees
 from lamella_engine._unit.unit import Unit
 
@@ -193,10 +194,11 @@ def note_step(optimizer: Optimizer, *_: object) -> None:
 def forget_measured(optimizer: Optimizer) -> None:
     """Drop the amaxes that evaluations have measured of an optimizer's units, before a replay of a captured step.
 
-    Effects: as of `UnitWeights.forget_measured`.
+    Effects: those of `Scaling.weights_changed`.
     """
     for unit in _units_of(optimizer):
-        unit.weights.forget_measured()
+        for listener in unit.parameters.listeners:
+            listener.weights_changed(unit.weights, WeightsChange.REPLAYED)
 
 
 def _units_of(optimizer: Optimizer) -> Iterator[Unit]:

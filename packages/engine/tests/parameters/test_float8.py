@@ -48,7 +48,8 @@ from lamella_engine import (
     scaling_state,
 )
 from lamella_engine._modules.attached import state_of
-from lamella_engine._parameters.scales import Scales, rescale
+from lamella_engine._scaling.scales import Scales, rescale
+from lamella_engine._scaling.scaling import scales_of
 from lamella_engine.extending import forget_measured, note_step
 from lamella_layout import Rows
 from lamella_precision import Direction, Float8Recipe, MXFP8Recipe, QuantizedWeight, matrices_of
@@ -478,7 +479,7 @@ def test_replays_of_a_captured_step_have_the_scales_of_eager_steps(name: str) ->
         for replays in (False, True):
             model = _sharded(decoder(), recipe)
             optimizer = torch.optim.SGD(model.parameters(), 0.1)
-            every = [scales for _, unit in units(model) for scales in unit.parameters.scales]
+            every = [scales for _, unit in units(model) for scales in scales_of(unit.parameters)]
 
             def step(model: nn.Module = model, optimizer: torch.optim.Optimizer = optimizer) -> float:
                 loss = loss_of(model)

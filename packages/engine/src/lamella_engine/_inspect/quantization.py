@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 from lamella_engine._inspect.numerics import named_shards, sum_over_ranks
 from lamella_engine._modules.attached import find_state
 from lamella_engine._parameters.group import ParameterGroup
-from lamella_engine._parameters.scales import parts_in
 from lamella_engine._parameters.sharding import groups_that_share
+from lamella_engine._scaling.scales import parts_in
 from lamella_engine._tree.tree import finish_left
 from lamella_engine._unit.unit import Unit
 from lamella_precision import Dequantizes, Direction

@@ -11,7 +11,7 @@ import torch.nn as nn
 
 from lamella_engine._inspect.numerics import named_shards
 from lamella_engine._modules.attached import find_state
-from lamella_engine._parameters.scales import Scales
+from lamella_engine._scaling.scales import Scales
 from lamella_engine._tree.tree import finish_left
 
 Rows = list[list[float]]
@@ -40,7 +40,7 @@ def scaling_state(model: nn.Module, *, group: dist.ProcessGroup | None = None) -
     """
     finish_left()
     for tree in {id(state.tree): state.tree for module in model.modules() if (state := find_state(module))}.values():
-        tree.compute_measured_scales()
+        tree.scaling.compute_measured()
     _synchronize(model)
     local_state = {name: scales.state_of(i) for name, scales, i in _delayed(model)}
     return _merged_over_ranks(local_state, group) if dist.is_initialized() else local_state

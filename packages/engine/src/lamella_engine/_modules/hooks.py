@@ -74,7 +74,7 @@ def register_hooks(
     def prepare_load(owner: nn.Module, entries: Mapping[str, object], prefix: str, *_: object) -> None:
         leave_nothing_but_shards()
         replaced = {id(parameter) for name, parameter in owner._parameters.items() if prefix + name in entries}
-        state.acting.unit.weights.forget_past(replaced)
+        state.acting.unit.weights.note_replacement(replaced)
 
     def adopt(*_: object) -> None:
         state.acting.unit.weights.adopt_replaced_shards(keep_parameters=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -25,7 +25,6 @@ from lamella_buffers import (
     transport_for,
 )
 from lamella_engine._parameters.offload import Offload
-from lamella_engine._parameters.scales import Scales, joined, rescale
 from lamella_engine._parameters.sharded_parameter import (
     Candidate,
     LostChange,
@@ -40,6 +39,7 @@ from lamella_engine._parameters.sharded_parameter import (
 )
 from lamella_engine._parameters.sharding import DataAxes, local_of
 from lamella_engine._parameters.unsharded_weight import PayloadLayouts, UnshardedWeight
+from lamella_engine._scaling.scales import Scales
 from lamella_layout import EvenLayout, FlatLayout
 from lamella_precision import CachingRecipe, Direction, MixedPrecisionPolicy, ScaledRecipe, read_directly
 
@@ -239,6 +239,16 @@ class ParameterGroup:
         return self.main_weight.device if self.offload is None else self.offload.device
 
     @property
+    def shard_and_outer(self) -> tuple[Transport, Transport | None]:
+        """The axes that main weights are sharded over."""
+        return self.transport, self.outer
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether shards rest on the CPU."""
+        return self.offload is not None
+
+    @property
     def is_at_home(self) -> bool:
         """Whether the shards lie on their resting device."""
         return self.offload is None or self.main_weight.device.type == "cpu"
@@ -367,35 +377,20 @@ class ParameterGroup:
         if self.outer is not None:
             return self._plan_over_outer(chosen, self.outer)
         if self.offload is not None:
-            return self._unsharded.plan(chosen, self._main_weight_on_device(self.offload))
+            return self._unsharded.plan(chosen, self.main_weight_on_device())
         if chosen not in self._plans:
             self._plans[chosen] = self._unsharded.plan(chosen, self.main_weight)
         return self._plans[chosen]
 
-    def measure(self) -> None:
-        """Raise the amaxes of `scales` to those of this rank's rows.
-
-        Effects: on the current stream. If main weights rest on the CPU, a copy of this rank's to the device.
-        """
-        assert self.scales is not None
-        if self.offload is None:
-            self.scales.measure(self.main_weight, stays=True)  # a new buffer comes with new scales
-        else:
-            self.scales.measure(self._main_weight_on_device(self.offload), stays=False)
-
-    def forget_past(self, replaced: Collection[int]) -> None:
-        """Let scales of the sharded parameters with these ids start anew. Effects: as `Scales.forget`."""
-        assert self.scales is not None
-        for i, parameter in enumerate(self.parameters):
-            if id(parameter.sharded) in replaced:
-                self.scales.forget(i)
-
-    def _main_weight_on_device(self, offload: Offload) -> ShardedBuffer:
-        """A copy on the device of main weights at rest on the CPU.
+    def main_weight_on_device(self) -> ShardedBuffer:
+        """The main weights, or a copy on the device of main weights at rest on the CPU.
 
         On a single rank, main weights that need no encoding go straight to the unsharded buffer. Any further copy has
         memory used on the current stream alone: the copy may be freed as soon as its readers are put on the stream.
         """
+        offload = self.offload
+        if offload is None:
+            return self.main_weight
         place = None
         if self._sends_main and self.outer is None and self.layout.num_shards == 1:
             place = self.unsharded_weight.flat
@@ -409,9 +404,8 @@ class ParameterGroup:
         """
         missing = [p for p in chosen if p not in self.model_weights]
         if missing:
-            main = self.main_weight if self.offload is None else self._main_weight_on_device(self.offload)
             # Kept for later gathers, until an update may have changed main weights (`UnitWeights.drop_copy`).
-            self.model_weights |= self._unsharded.gather_shards(missing, main, outer)
+            self.model_weights |= self._unsharded.gather_shards(missing, self.main_weight_on_device(), outer)
         return self._unsharded.plan_from(self.model_weights, chosen)
 
     def keep_part(self) -> None:
@@ -508,32 +502,6 @@ class ParameterGroup:
     def reduce_op(self) -> ReduceOp:
         """The reduction of gradients: the mean if the divisor is the number of ranks, else the sum."""
         return MEAN if self.divisor == self.axes.num_ranks and not self.sums_only else SUM
-
-
-def refresh_scales(groups: Iterable[ParameterGroup]) -> None:
-    """Measure main weights, and compute scales of whole parameters; nothing for groups whose scales are not due.
-
-    Effects: on the current stream: a MAX all-reduce for all groups on the same axes, on the shard axis and on the outer
-        axis, and a computation for all of a recipe. Blocks the host on gloo.
-    """
-    scaled = [(group, group.scales) for group in groups if group.scales is not None and group.scales.are_due]
-    together: dict[DataAxes, dict[ScaledRecipe, list[Scales]]] = {}
-    for group, scales in scaled:
-        if not scales.are_measured:
-            group.measure()
-        together.setdefault(group.axes, {}).setdefault(scales.recipe, []).append(scales)
-    transports = {group.axes: (group.transport, group.outer) for group, _ in scaled}
-    for axes, by_recipe in together.items():
-        amaxes = joined([scales.amaxes for scales_of_recipe in by_recipe.values() for scales in scales_of_recipe])
-        for transport in transports[axes]:
-            if transport is not None:
-                transport.all_reduce([amaxes], dist.ReduceOp.MAX).wait()
-        numels = [sum(len(scales.amaxes) for scales in scales_of_recipe) for scales_of_recipe in by_recipe.values()]
-        for scales_of_recipe, recipe_amaxes in zip(by_recipe.values(), torch.split(amaxes, numels), strict=True):
-            rescale(scales_of_recipe, recipe_amaxes)
-    for _, scales in scaled:
-        scales.are_due, scales.are_measured = False, scales.num_past > 0
-    torch._foreach_zero_([scales.amaxes for _, scales in scaled])  # measurements and encodings raise them
 
 
 class _Borrowed:

@@ -16,7 +16,7 @@ from lamella_buffers import (
     UnshardedBuffer,
     shards_in,
 )
-from lamella_engine._parameters.scales import Scales, parts_in
+from lamella_engine._scaling.scales import Scales, parts_in
 from lamella_layout import EvenLayout, FlatLayout
 from lamella_precision import CachingRecipe, Direction, PayloadFormat, Recipe
 

@@ -12,9 +12,9 @@ from lamella_engine._common.labels import label
 from lamella_engine._options.options import DEFAULT_OPTIONS, ShardingOptions
 from lamella_engine._parameters.registrations import refuse_late_parameters, registrations
 from lamella_engine._parameters.sharded_parameter import ShardedParameter
+from lamella_engine._scaling.scaling import Scaling
 from lamella_engine._streams.context import Context, PassPhase
 from lamella_engine._streams.order_check import OrderCheck
-from lamella_engine._tree.measurements import Measurements
 from lamella_engine._tree.prefetch import Prefetch
 from lamella_engine._unit.gradients import Ended
 from lamella_engine._unit.unit import Unit
@@ -60,6 +60,7 @@ class Tree:
     Attributes:
         context: Shared with the units.
         streams: The context's.
+        scaling: Hears of needs and changes of the units' weights.
         options: The outermost unit's; only the fields of the tree count here.
         finalizes_by_hand: Whether the user ends a step's backward (`finalize`), and no hook.
         awaits_finalization: Whether a backward still has to be finalized by hand.
@@ -78,7 +79,7 @@ class Tree:
         # Weak: an optimizer's hooks own its listener, which must not be called after the optimizer is gone.
         self._listeners: list[weakref.ref[Listener]] = []
         self._prefetch = Prefetch(self._units)
-        self._measurements = Measurements(self._units)
+        self.scaling = Scaling(self._units)
         self._forward_root: int | None = None
         # Until all reductions are waited for: a delayed gradient may come on a stream other than the backward's.
         self._last_backward_ended_on: torch.Stream | None = None
@@ -102,7 +103,7 @@ class Tree:
 
     def add(self, unit: Unit) -> None:
         """Add a unit to the tree."""
-        unit.parameters.context = self.context
+        unit.parameters.join(self.context, (self.scaling,))
         unit.index = len(self._units)
         self._units.append(weakref.ref(unit))
 
@@ -177,13 +178,13 @@ class Tree:
             unit.begin_forward(module_id)
         if is_recomputed:
             unit.direction_in_backward = Direction.BOTH
-        if unit.parameters.has_scales:
-            self._measurements.before_gather_of(unit)
+        for listener in unit.parameters.listeners:
+            listener.weights_needed(weights, is_in_pass=True)
         weights.unshard(Direction.BOTH if is_recomputed else Direction.FORWARD)
         for other in prefetched:
             with label(f"forward_prefetch for {other.parameters.name}"):
-                if other.parameters.has_scales:
-                    self._measurements.before_gather_of(other)
+                for listener in other.parameters.listeners:
+                    listener.weights_needed(other.weights, is_in_pass=True)
                 other.weights.unshard(Direction.FORWARD)
         # Last: the prefetches are queued behind this unit's gather before the host blocks on it (gloo).
         weights.wait_for_unshard()
@@ -207,7 +208,7 @@ class Tree:
                 refuse_late_parameters(unit.parameters for unit in self.units)
             # The optimizer wrote shards on the compute stream: a gather without the wait reads half-written weights.
             self.streams.order_gathers_after_updates()
-            self._measurements.begin_pass()
+            self.scaling.begin_pass()
 
     def is_forward_root(self, unit: Unit) -> bool:
         """Whether the pass under way is a forward which began with `unit`."""
@@ -285,21 +286,14 @@ class Tree:
         """Prefetch for the next forward, while an optimizer still updates other units.
 
         Effects: the gather stream waits for the compute stream; those of the units' gathers, and of
-            `compute_measured_scales`.
+            `Scaling.compute_measured`.
         """
         self.streams.post_optim_event = None  # recorded at an earlier update
-        self.compute_measured_scales()
+        self.scaling.compute_measured()
         for unit in units:
             with label(f"optimizer_prefetch for {unit.parameters.name}"):
                 unit.weights.gather_early()
             self._prefetch.count_ahead(unit)
-
-    def compute_measured_scales(self) -> None:
-        """Compute scales that are due of units at rest, where encodings have measured.
-
-        Effects: those of `Measurements.compute_measured`.
-        """
-        self._measurements.compute_measured()
 
     def leave_nothing_but_shards(self, unit: Unit) -> None:
         """Return a unit to rest before main weights are read, written or replaced.

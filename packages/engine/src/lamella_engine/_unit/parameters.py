@@ -11,11 +11,10 @@ import torch.nn as nn
 from lamella_engine._options.placements import Strategy
 from lamella_engine._parameters.group import ParameterGroup
 from lamella_engine._parameters.offload import CPU
-from lamella_engine._parameters.scales import Scales
 from lamella_engine._parameters.sharded_parameter import any_replaced, attributes_alone
+from lamella_engine._scaling.events import WeightsListener
 from lamella_engine._streams.context import Context
 from lamella_engine._unit.main_grads import MainGrads
-from lamella_precision import ScaledRecipe
 
 
 class UnitParameters:
@@ -32,7 +31,7 @@ class UnitParameters:
         groups: Changed by `replace_groups`.
         is_offloaded: Whether shards rest on the CPU.
         keeps_copies: Whether weight copies stay between uses, beside the main weights.
-        has_scales: Whether a recipe encodes some parameters with scales of whole tensors.
+        listeners: The tree's listeners that the unit's weights concern, as a rule none.
         main_grads: Buffers for gradients of fused layers.
     """
 
@@ -42,19 +41,21 @@ class UnitParameters:
         self.context = context
         self.strategy = strategy
         self.main_grads: tuple[MainGrads, ...] = ()
+        self._listeners_of_tree: tuple[WeightsListener, ...] = ()  # `join` sets them; each concerns some units
         self.replace_groups(groups)
+
+    def join(self, context: Context, listeners: Sequence[WeightsListener]) -> None:
+        """Belong to a tree from now on: run on its streams, and raise events of weights to its listeners."""
+        self.context = context
+        self._listeners_of_tree = tuple(listeners)
+        self.replace_groups(self.groups)
 
     def replace_groups(self, groups: Sequence[ParameterGroup]) -> None:
         """Consist of these groups from now on."""
         self.groups = tuple(groups)
         self.is_offloaded = any(group.offload is not None for group in self.groups)
         self.keeps_copies = self.strategy.keeps_copy or any(group.outer is not None for group in self.groups)
-        self.has_scales = any(isinstance(group.policy.recipe, ScaledRecipe) for group in self.groups)
-
-    @property
-    def scales(self) -> list[Scales]:
-        """The scales of whole tensors, of the groups that have some."""
-        return [group.scales for group in self.groups if group.scales is not None]
+        self.listeners = tuple(listener for listener in self._listeners_of_tree if listener.hears(self.groups))
 
     def rename(self, name: str) -> None:
         """Become an inner unit, under a name in the outer unit, which error messages use."""

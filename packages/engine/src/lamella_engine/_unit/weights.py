@@ -13,9 +13,10 @@ from torch.autograd.graph import increment_version
 from lamella_buffers import Done, Pending, all_gather
 from lamella_engine._common.labels import label
 from lamella_engine._parameters.extended_group import split_extended
-from lamella_engine._parameters.group import ParameterGroup, by_axes, refresh_scales
+from lamella_engine._parameters.group import ParameterGroup, by_axes
 from lamella_engine._parameters.sharded_parameter import COPY, LostChange, has_assigned_data, report_lost
 from lamella_engine._parameters.ties import merge_tied
+from lamella_engine._scaling.events import WeightsChange
 from lamella_engine._streams.context import PassPhase
 from lamella_engine._unit.parameters import UnitParameters
 from lamella_precision import Direction
@@ -175,8 +176,8 @@ class UnitWeights:
         if context.phase is PassPhase.RESTING:
             self.adopt_replaced_shards()
             context.streams.order_gathers_after_updates()
-            if parameters.has_scales:
-                self.expire_scales()
+            for listener in parameters.listeners:
+                listener.weights_changed(self, WeightsChange.UNSEEN)
         for group in parameters.groups:
             if group.is_meta:
                 parameters.refuse_meta()
@@ -187,8 +188,8 @@ class UnitWeights:
                 self.add_payloads(direction)
                 return
             self.drop_copy()
-        if parameters.has_scales and self.awaits_scales:
-            measure([self])
+        for listener in parameters.listeners:
+            listener.weights_needed(self)
         self._start_gathers("gather", direction, None)
         self._gathered_for = direction
         self._holders.add(holder)
@@ -438,40 +439,16 @@ class UnitWeights:
         # The caller writes CPU shards on the host, which no stream orders after the gathers' copies.
         self.parameters.context.streams.wait_for_shards()
 
-    def forget_past(self, replaced: Collection[int]) -> None:
-        """Let delayed scales of parameters start anew from the values that the caller is about to write.
-
-        A scale of the values before may saturate the new ones, in every pass until the next write.
+    def note_replacement(self, replaced: Collection[int]) -> None:
+        """Raise the event of a load that is about to replace some parameters' values.
 
         Args:
             replaced: Ids of sharded parameters.
 
-        Effects: on the gather stream, which the compute stream then waits for; nothing without delayed scaling.
+        Effects: those of the listeners.
         """
-        delayed = [group for group in self.parameters.groups if group.scales is not None and group.scales.num_past]
-        if not delayed:
-            return
-        streams = self.parameters.context.streams
-        with streams.on(streams.all_gather_stream):
-            for group in delayed:
-                group.forget_past(replaced)
-        streams.compute_stream.wait_stream(streams.all_gather_stream)
-
-    def forget_measured(self) -> None:
-        """Drop amaxes that passes since the last update have measured; the next pass measures the same weights again.
-
-        A replay of a captured step, whose amaxes always count as those of the step before, would take them in twice.
-
-        Effects: on the gather stream, which the compute stream then waits for; none where an update waits for its
-            scales, and without delayed scaling.
-        """
-        amaxes = [scales.amaxes for scales in self.parameters.scales if scales.num_past and not scales.are_due]
-        if not amaxes:
-            return
-        streams = self.parameters.context.streams
-        with streams.on(streams.all_gather_stream):
-            torch._foreach_zero_(amaxes)
-        streams.compute_stream.wait_stream(streams.all_gather_stream)
+        for listener in self.parameters.listeners:
+            listener.weights_changed(self, WeightsChange.REPLACED, replaced)
 
     def adopt_replaced_shards(self, *, keep_parameters: bool = False) -> None:
         """Take back shards whose storage or Parameter the user replaced while the unit was at rest.
@@ -549,30 +526,15 @@ class UnitWeights:
         self.reshard()
 
     @property
-    def may_be_measured(self) -> bool:
-        """Whether main weights are encoded before the next use, and nothing uses the scales of earlier weights."""
+    def will_be_encoded(self) -> bool:
+        """Whether main weights are encoded before the next use, and nothing uses earlier encodings."""
         is_kept = self.residency is Residency.KEPT and self.contents is not Contents.CURRENT
         return is_kept or self.residency is Residency.SHARDED
 
-    @property
-    def awaits_scales(self) -> bool:
-        """Whether the next gather needs scales anew; of a unit that `has_scales`."""
-        return any([scales.are_due for scales in self.parameters.scales])
-
-    @property
-    def are_measured(self) -> bool:
-        """Whether no scales that are due need a read of main weights: encodings have measured them."""
-        return all([scales.are_measured for scales in self.parameters.scales if scales.are_due])
-
-    def expire_scales(self) -> None:
-        """Let scales expire: main weights may have been written by anyone, with no event."""
-        for scales in self.parameters.scales:
-            scales.expire()
-
     def note_update(self) -> None:
         """Note that main weights may have changed: earlier unsharded weights are stale."""
-        for scales in self.parameters.scales:
-            scales.note_update()
+        for listener in self.parameters.listeners:
+            listener.weights_changed(self, WeightsChange.UPDATED)
         if self.contents is not Contents.NONE:
             self.contents = Contents.STALE
 
@@ -623,25 +585,6 @@ class UnitWeights:
                 "forward already (overlap_optimizer)."
             )
         return False
-
-
-def measure(units: Sequence[UnitWeights]) -> None:
-    """Compute the scales of whole tensors of some units, for the gathers of this pass.
-
-    Args:
-        units: Weights of units of one tree, at least one; each with `UnitParameters.has_scales`, and one that
-            `may_be_measured` or is about to be gathered.
-
-    Effects: on the gather stream: reads the main weights, but those that encodings have measured, and a MAX all-reduce
-        for all units on the same axes; blocks the host on gloo.
-    """
-    scaled = [unit.parameters for unit in units]
-    first, streams = scaled[0], scaled[0].context.streams
-    streams.reads_shards |= any(parameters.is_offloaded for parameters in scaled)
-    groups = [group for parameters in scaled for group in parameters.groups]
-    first.check_order("measure", lambda: sum(group.scales.amaxes.nbytes for group in groups if group.scales))
-    with label("measure", first.name), streams.on(streams.all_gather_stream):
-        refresh_scales(groups)
 
 
 def _start_gather(groups: Sequence[ParameterGroup], direction: Direction, gathered_for: Direction | None) -> Pending:
