@@ -89,12 +89,13 @@ def test_a_finalized_step_is_one_whose_last_microbatch_is_reduced(way: str) -> N
                 if by_hand:
                     assert not counter.reductions
                     model.set_requires_gradient_sync(True)
-                    streams = state_of(model).tree.streams
+                    tree = state_of(model).tree
+                    streams = tree.streams
                     with streams.on(streams.reduce_scatter_stream):
                         torch.cuda._sleep(50 * LONGEST_SLEEP)  # type: ignore[no-untyped-call]
                     async_op = step % 2 == 1
                     handle = model.finalize_backward(async_op=async_op)
-                    assert (handle is not None) == async_op == streams.is_left
+                    assert (handle is not None) == async_op == tree.step_end.is_deferred
                     if handle is not None:
                         handle.wait()
             nums_reductions.append(len(counter.reductions))

@@ -141,14 +141,15 @@ def test_who_asks_for_norms_waits_for_gradients_that_are_late() -> None:
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
             if is_late:
                 overlap_optimizer(optimizer, late_gradients=True)
-            streams = state_of(model).tree.streams
+            tree = state_of(model).tree
+            streams = tree.streams
             for ask in (lambda model=model: clip_grad_norm_(model.parameters(), 1e9).item(), parameter_norms):
                 with streams.on(streams.reduce_scatter_stream):
                     torch.cuda._sleep(50 * LONGEST_SLEEP)  # type: ignore[no-untyped-call]  # reductions come after 10 ms
                 _backward(model)
-                assert streams.is_left == is_late
+                assert tree.step_end.is_deferred == is_late
                 norms.append(ask(model) if ask is parameter_norms else ask())  # type: ignore[call-arg,arg-type]
-                assert not streams.is_left
+                assert not tree.step_end.is_deferred
                 model.zero_grad()
         assert norms[:2] == norms[2:]
 

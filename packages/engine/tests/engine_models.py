@@ -266,7 +266,7 @@ def assert_at_rest(model: nn.Module) -> None:
     for name, unit in units(model):
         keeps_copy = unit.parameters.strategy.keeps_copy and unit.weights.residency is Residency.KEPT
         assert keeps_copy or unit.weights.residency is Residency.SHARDED, f"{name} is {unit.weights.residency}"
-        assert not unit.awaits_backward_end, f"{name} still waits for its backward to end"
+        assert not unit.is_in_backward, f"{name} still waits for its backward to end"
         for group in unit.parameters.groups:
             is_free = group.unsharded_weight.flat.untyped_storage().nbytes() == 0
             assert is_free or unit.parameters.strategy.keeps_copy, f"{name} kept its unsharded buffer"

@@ -52,9 +52,9 @@ def test_clipping_waits_for_a_backward_that_was_finalized_and_not_waited_for(sta
         for microbatch in range(3):
             _backward(reference, sharded, microbatch)
         model.finalize_backward(async_op=True)
-        assert state_of(sharded).tree.streams.is_left, "nobody has waited for the reductions"
+        assert state_of(sharded).tree.step_end.is_deferred, "nobody has waited for the reductions"
         clip_grad_norm_(sharded.parameters(), 1e9)
-        assert not state_of(sharded).tree.streams.is_left
+        assert not state_of(sharded).tree.step_end.is_deferred
         assert_gradients_equal(reference, sharded, rtol=1e-4, atol=1e-6)
         assert_at_rest(sharded)
 

@@ -192,7 +192,7 @@ def test_backward_waits_for_gradients_of_a_tree_that_no_step_is_to_wait_for() ->
         other = shard(Net())
         fake_streams(other)
         run_backward(other)
-        assert not state_of(other).tree.streams.is_left
+        assert not state_of(other).tree.step_end.is_deferred
 
     run_ranks(check, 2)
 
@@ -202,7 +202,7 @@ def test_gradients_that_go_to_the_cpu_are_not_late() -> None:
         apply = shard_on((2,), mp_policy=BF16, offload_policy=CPUOffloadPolicy())
         pair = Overlapped(partial(Net, dim=8), apply, late_gradients=True)
         pair.backward()
-        assert not state_of(pair.model).tree.streams.is_left
+        assert not state_of(pair.model).tree.step_end.is_deferred
         pair.train()
 
     run_ranks(check, 2)

@@ -93,7 +93,7 @@ def test_a_step_that_is_compiled_is_compiled_once_and_made_as_without() -> None:
         for _ in range(4):
             pair.backward()
             gathered += pair.step()
-            assert not state_of(pair.model).tree.streams.is_left
+            assert not state_of(pair.model).tree.step_end.is_deferred
         assert gathered == []
         assert len(graphs_of[0]) == len(graphs_of[1]) > 0
         pair.assert_looks_alike()

@@ -24,7 +24,7 @@ from lamella_engine._parameters.sharded_parameter import is_sharded, sharded_ori
 from lamella_engine._parameters.sharding import local_of
 from lamella_engine._ragged.dtensor import dtensor_over
 from lamella_engine._scaling.events import WeightsChange
-from lamella_engine._tree.tree import finish_left, living_trees
+from lamella_engine._tree.tree import finish_deferred, living_trees
 from lamella_engine._unit.unit import Unit
 
 # Kernels of these libraries take the address of a DTensor's shard and the size of the whole, and write past the shard.
@@ -139,7 +139,7 @@ def refuse_before_finalization(optimizer: Optimizer, *_: object) -> None:
     Raises:
         RuntimeError: A backward was not finalized, of units with some of the optimizer's parameters.
     """
-    unfinalized = [tree for tree in living_trees() if tree.awaits_finalization]
+    unfinalized = [tree for tree in living_trees() if tree.step_end.is_unfinalized]
     parameter_ids = set(map(id, held_by(optimizer))) if unfinalized else ()
     for tree in unfinalized:
         if any(id(parameter) in parameter_ids for unit in tree.units for parameter in unit.parameters.trained):
@@ -217,7 +217,7 @@ def _units_of(optimizer: Optimizer) -> Iterator[Unit]:
 @_disable_dynamo
 def finish_reductions(optimizer: Optimizer, *_: object) -> None:
     """Order the current stream after all reductions still under way."""
-    finish_left()
+    finish_deferred()
 
 
 def prepare_for_compiler(optimizer: Optimizer, *_: object) -> None:

@@ -4,8 +4,8 @@ Training programs need none of these names. They may change with a minor version
 change with any version.
 
 - Units: `unit_of`, by which modules that are one unit together are told.
-- Events: a subclass of `Listener` hears a `Tree` of `living_trees()` after `Tree.listen`. `finish_left` waits for
-  reductions that a listener has left to a later moment.
+- Events: a subclass of `Listener` hears a `Tree` of `living_trees()` after `Tree.listen`. `finish_deferred` waits for
+  reductions whose wait a listener has deferred (`StepEnd.defers_wait`).
 - Steps: `replace_step_hook` puts a function in its place around every `torch.optim` step.
 - Parameters: `is_sharded`, `sharded_originals`, and tensors with a parameter's placements (`shard_like`,
   `dtensor_over`).
@@ -14,6 +14,8 @@ change with any version.
 - Norms over all ranks: `groups_that_share`, `all_reduce_anywhere`.
 - Nests of tensors, as modules take and return: `map_tensors`, `tensors_in`, `hides_tensors`.
 """
+
+import warnings
 
 from lamella_engine._common.tensors import hides_tensors as hides_tensors
 from lamella_engine._common.tensors import map_tensors as map_tensors
@@ -41,7 +43,7 @@ from lamella_engine._parameters.sharding import local_of as local_of
 from lamella_engine._ragged.dtensor import dtensor_over as dtensor_over
 from lamella_engine._tree.tree import Listener as Listener
 from lamella_engine._tree.tree import Tree as Tree
-from lamella_engine._tree.tree import finish_left as finish_left
+from lamella_engine._tree.tree import finish_deferred as finish_deferred
 from lamella_engine._tree.tree import living_trees as living_trees
 from lamella_engine._unit.unit import Unit as Unit
 
@@ -57,6 +59,7 @@ __all__ = [
     "all_reduce_anywhere",
     "before_step",
     "dtensor_over",
+    "finish_deferred",
     "finish_left",
     "forget_measured",
     "groups_that_share",
@@ -76,3 +79,16 @@ __all__ = [
     "tensors_in",
     "unit_of",
 ]
+
+
+def finish_left() -> None:
+    """finish_left is deprecated and will be removed in lamella-engine 0.2: call finish_deferred.
+
+    Effects: those of `finish_deferred`.
+    """
+    warnings.warn(
+        "finish_left is deprecated and will be removed in lamella-engine 0.2: call finish_deferred.",
+        FutureWarning,
+        stacklevel=2,
+    )
+    finish_deferred()

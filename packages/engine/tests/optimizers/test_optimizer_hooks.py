@@ -177,7 +177,7 @@ class _Leaves(Listener):
     """Leaves a backward's last reductions to the step."""
 
     def gradients_final(self, tree: Tree) -> None:
-        tree.streams.leaves_reductions = True
+        tree.step_end.defers_wait = True
 
 
 def test_a_step_waits_for_reductions_that_a_listener_has_left() -> None:
@@ -186,9 +186,9 @@ def test_a_step_waits_for_reductions_that_a_listener_has_left() -> None:
         tree, leaves = state_of(model).tree, _Leaves()
         tree.listen(leaves)
         LOSS(model).backward()
-        assert tree.streams.is_left
+        assert tree.step_end.is_deferred
         torch.optim.SGD([nn.Parameter(torch.ones(1))]).step()  # of any optimizer
-        assert not tree.streams.is_left
+        assert not tree.step_end.is_deferred
 
     run_ranks(check, 2)
 

@@ -107,14 +107,14 @@ def test_a_units_gradients_are_on_the_streams_that_are_told() -> None:
 def test_a_listener_may_leave_the_wait_to_a_later_moment() -> None:
     class Leaves(Heard):
         def gradients_final(self, tree: Tree) -> None:
-            tree.streams.leaves_reductions = True
+            tree.step_end.defers_wait = True
 
     def check() -> None:
         model = _two_units()
         heard = Leaves(model)
         _backward(model)
         assert heard.take() == ["layers.0 reduced", "root reduced"]
-        assert state_of(model).tree.streams.is_left
+        assert state_of(model).tree.step_end.is_deferred
         fsdp(model).wait_for_gradients()
         assert heard.take() == [FINISHED]
 

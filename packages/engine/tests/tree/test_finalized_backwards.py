@@ -64,7 +64,7 @@ def _backward_of_all_ranks(model: nn.Module, seed: int = 0) -> None:
 
 
 def _has_pending_reductions(model: nn.Module) -> bool:
-    return state_of(model).tree.streams.is_left
+    return state_of(model).tree.step_end.is_deferred
 
 
 def _finalized_late(sharded: nn.Module) -> GradientReductionHandle:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from lamella_engine.extending import all_reduce_anywhere, finish_left, groups_that_share, local_of
+from lamella_engine.extending import all_reduce_anywhere, finish_deferred, groups_that_share, local_of
 
 
 def clip_grad_norm_(
@@ -47,7 +47,7 @@ def clip_grad_norm_(
     parameter_list = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     if not norm_type > 0:
         raise ValueError(f"Expected `norm_type` above 0, got {norm_type}. 2.0 is the Euclidean norm.")
-    finish_left()
+    finish_deferred()
     gradients = [parameter.grad for parameter in parameter_list if parameter.grad is not None]
     if not gradients:
         return torch.zeros(())

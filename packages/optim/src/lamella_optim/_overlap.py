@@ -42,7 +42,7 @@ from lamella_engine.extending import (
     Listener,
     Tree,
     Unit,
-    finish_left,
+    finish_deferred,
     held_by,
     is_compiled,
     living_trees,
@@ -85,7 +85,7 @@ class OverlapOptimizer(Listener):
         self._after.remove()
         for tree in living_trees():
             tree.ignore(self)
-        finish_left()
+        finish_deferred()
         self.drop_early()
 
     def _note_rest(self, optimizer: Optimizer) -> None:
@@ -109,7 +109,7 @@ class OverlapOptimizer(Listener):
         if tree not in self._ended:
             self._ended[tree] = self.waits_late and self._holds_some_of(tree)
         # After every microbatch: a loop need not announce a further one, whose forward finishes the reductions.
-        tree.streams.leaves_reductions |= self._ended[tree]
+        tree.step_end.defers_wait |= self._ended[tree]
 
     def gradients_reduced(self, tree: Tree, unit: Unit, streams: Iterable[torch.Stream]) -> None:
         """Note the events behind a unit's gradients, for a step that waits for some units only."""
@@ -169,7 +169,7 @@ class OverlapOptimizer(Listener):
         """Leave all parameters to the class's own step, after all reductions."""
         self._ended.clear()
         self._is_noted = False  # of a step that raised
-        finish_left()
+        finish_deferred()
 
     @_disable_dynamo
     def _step_in_parts(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
@@ -178,15 +178,15 @@ class OverlapOptimizer(Listener):
         self._is_noted = False  # of a step that raised
         is_plain = args[0] is optimizer and all(argument is None for argument in (*args[1:], *kwargs.values()))
         if not (is_plain and self._is_last_hook(optimizer)):
-            finish_left()
+            finish_deferred()
             return None
         parameter_ids = _ids_of(optimizer)
         self._listen_to(parameter_ids)
         first = {tree: _gathered_first(tree, parameter_ids) for tree in trees}
-        early = {tree: self._reduced_first(tree, first[tree]) for tree in trees if tree.streams.is_left}
+        early = {tree: self._reduced_first(tree, first[tree]) for tree in trees if tree.step_end.is_deferred}
         *parts, last_part = _split(optimizer, [_ids(early), _ids(first)])
         if not any(last_part) or not any(map(any, parts)):
-            finish_left()
+            finish_deferred()
             view = plain_view_of(optimizer, [group["params"] for group in optimizer.param_groups])
             return None if view is None else step_on(view, optimizer, args, kwargs)
         note_step(optimizer)
@@ -195,7 +195,7 @@ class OverlapOptimizer(Listener):
         for tree, units in early.items():
             self._wait_for_gradients_of(tree, units)
         _step(optimizer, parts[0])
-        finish_left()
+        finish_deferred()
         _step(optimizer, parts[1])
         for tree, units in first.items():
             tree.gather_early(units)
@@ -319,7 +319,7 @@ def finish_late_reductions(optimizer: Optimizer, *_: object) -> None:
     """Wait for all gradients, unless the optimizer's own step does and no foreign hook comes before."""
     overlap = _overlap_of(optimizer)
     if overlap is None or not overlap.waits_late or has_other_hooks(optimizer, than=1):
-        finish_left()
+        finish_deferred()
 
 
 @step_hook("staleness")

@@ -311,7 +311,7 @@ def _neighbours(candidates: list[Candidate], reshard_after_forward: bool | int |
 
 
 def _check_resting(name: str, state: FSDPState) -> None:
-    if not state.tree.context.is_resting or state.tree.awaits_finalization:
+    if not state.tree.context.is_resting or state.tree.step_end.is_unfinalized:
         raise RuntimeError(
             f"Expected the unit {name!r} to be at rest, got one in the middle of a step. Call fully_shard between "
             "steps, or reset_iter_state() after an exception."

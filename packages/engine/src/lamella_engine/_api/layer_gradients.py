@@ -45,7 +45,7 @@ def delay_gradient(module: nn.Module, parameter: nn.Parameter) -> Callable[[], N
 
     def note() -> None:
         if (state := ref()) is not None:
-            state.acting.tree.note_gradient(state.acting.unit, delayed)
+            state.acting.tree.step_end.note_gradient(state.acting.unit, delayed)
 
     return note
 

@@ -122,8 +122,8 @@ class FSDPModule(_TorchsModule, UnitVerbs):
             whose unreduced gradients are held.
         """
         tree = outermost(self, "finalize_backward").tree
-        tree.finalize(leaves=async_op)
-        return GradientReductionHandle(tree) if async_op else None
+        tree.step_end.end_step(defers=async_op, finalizes=True)
+        return GradientReductionHandle(tree.step_end) if async_op else None
 
     def reset_iter_state(self) -> None:
         """Return the whole tree to rest after an exception in forward or backward; gradients of the step are lost.
@@ -135,7 +135,7 @@ class FSDPModule(_TorchsModule, UnitVerbs):
 
         Effects: waits for all gathers and reductions in flight; not a collective.
         """
-        outermost(self, "reset_iter_state").tree.reset()
+        outermost(self, "reset_iter_state").tree.step_end.reset()
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Clear gradients of the sharded parameters, and gradients kept unreduced, of this unit and all units below.
@@ -146,7 +146,7 @@ class FSDPModule(_TorchsModule, UnitVerbs):
             kwargs: Keyword arguments of the model's own `zero_grad`.
         """
         set_to_none = kwargs.get("set_to_none", args[0] if args else True)
-        state_of(self).tree.finish_left()
+        state_of(self).tree.step_end.finish_deferred()
         super().zero_grad(*args, **kwargs)  # type: ignore[misc]
         for unit in units_of(self, recurse=True):
             unit.gradients.drop()
@@ -164,7 +164,7 @@ class FSDPModule(_TorchsModule, UnitVerbs):
         With late gradients (`overlap_optimizer`) the optimizer's step waits instead. With
         `set_manual_backward_finalization(True)` `finalize_backward()` ends the step, and the value has no effect.
         """
-        state_of(self).tree.say_last_backward(is_last_backward)
+        state_of(self).tree.step_end.is_last_backward = is_last_backward
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
         """Choose whether the caller ends each step's backward by `finalize_backward()`, instead of autograd.
@@ -180,14 +180,7 @@ class FSDPModule(_TorchsModule, UnitVerbs):
             RuntimeError: The unit is not the outermost; or the mode would change within a backward, or after a backward
                 that was not finalized.
         """
-        tree = outermost(self, "set_manual_backward_finalization").tree
-        if enabled != tree.finalizes_by_hand and (tree.context.is_in_backward or tree.awaits_finalization):
-            raise RuntimeError(
-                "Expected the mode to stay until the backward is finalized, got a change: "
-                "set_manual_backward_finalization cannot change mode during backward, or after backward starts. Call "
-                "finalize_backward() before, or reset_iter_state() after an exception."
-            )
-        tree.finalize_by_hand(enabled)
+        outermost(self, "set_manual_backward_finalization").tree.step_end.finalizes_by_hand = enabled
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Choose whether backward reduces gradients, or keeps them unsharded for a later microbatch.

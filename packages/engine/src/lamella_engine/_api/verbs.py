@@ -53,7 +53,7 @@ class UnitVerbs:
             before, and `wait_for_gradients()` for the gradients. No host sync on CUDA.
         """
         state = state_of(self)
-        state.tree.end_backward_by_hand(state.unit)
+        state.tree.step_end.end_backward(state.unit, is_by_hand=True)
 
     @yields_to_model
     def wait_for_gradients(self) -> None:
@@ -72,7 +72,7 @@ class UnitVerbs:
             all reductions, and copies of the parameters are stale. No host sync on CUDA, unless shards rest on the CPU:
             then the host waits for their gradients.
         """
-        outermost(self, "wait_for_gradients").tree.end_step()
+        outermost(self, "wait_for_gradients").tree.step_end.end_step()
 
     @yields_to_model
     def mark_updated(self) -> None:

@@ -18,7 +18,7 @@ from lamella_engine._common.text import clean_name
 from lamella_engine._modules.attached import find_state
 from lamella_engine._parameters.sharded_parameter import ShardedParameter
 from lamella_engine._parameters.sharding import all_reduce_anywhere, groups_that_share
-from lamella_engine._tree.tree import finish_left
+from lamella_engine._tree.tree import finish_deferred
 
 Kind = Literal["nan", "inf"]
 
@@ -74,7 +74,7 @@ def parameter_norms(model: nn.Module, *, of: Literal["gradient", "weight"] = "gr
         host sync.
     """
     _check_of(of, "gradient", "weight")
-    finish_left()
+    finish_deferred()
     shards = list(named_shards(model))
     if not shards:
         return {}
@@ -190,7 +190,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _named_locals(model: nn.Module, of: str) -> Iterator[tuple[str, torch.Tensor]]:
-    finish_left()
+    finish_deferred()
     for name, parameter in named_shards(model):
         if (tensor := _tensor(parameter, of)) is not None:
             yield name, _local(tensor)

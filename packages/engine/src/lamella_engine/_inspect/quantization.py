@@ -16,7 +16,7 @@ from lamella_engine._modules.attached import find_state
 from lamella_engine._parameters.group import ParameterGroup
 from lamella_engine._parameters.sharding import groups_that_share
 from lamella_engine._scaling.scales import parts_in
-from lamella_engine._tree.tree import finish_left
+from lamella_engine._tree.tree import finish_deferred
 from lamella_engine._unit.unit import Unit
 from lamella_precision import Dequantizes, Direction
 
@@ -51,7 +51,7 @@ def quantization_errors(model: nn.Module) -> dict[str, QuantizationError]:
         each mesh axis that parameters are sharded along, of 40 bytes a parameter; one host sync. Memory for two copies
         of a parameter in fp32.
     """
-    finish_left()
+    finish_deferred()
     sums: dict[int, torch.Tensor] = {}
     for module, unit in _units(model):
         was_unsharded = unit.weights.is_unsharded

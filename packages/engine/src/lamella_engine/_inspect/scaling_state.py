@@ -12,7 +12,7 @@ import torch.nn as nn
 from lamella_engine._inspect.numerics import named_shards
 from lamella_engine._modules.attached import find_state
 from lamella_engine._scaling.scales import Scales
-from lamella_engine._tree.tree import finish_left
+from lamella_engine._tree.tree import finish_deferred
 
 Rows = list[list[float]]
 """The scales of a parameter, and its past amaxes from the latest on, a row each."""
@@ -38,7 +38,7 @@ def scaling_state(model: nn.Module, *, group: dist.ProcessGroup | None = None) -
         all-gather of 16 bytes a parameter and its name, and a broadcast from one rank of each pipeline stage of
         parameters that other stages lack; waits for the device.
     """
-    finish_left()
+    finish_deferred()
     for tree in {id(state.tree): state.tree for module in model.modules() if (state := find_state(module))}.values():
         tree.scaling.compute_measured()
     _synchronize(model)
@@ -67,7 +67,7 @@ def load_scaling_state(model: nn.Module, state: Mapping[str, Sequence[Sequence[f
 
     Effects: waits for the device; not a collective.
     """
-    finish_left()
+    finish_deferred()
     _synchronize(model)
     delayed = list(_delayed(model))
     checked = {name: _checked(name, state[name], scales.state_shape(i)) for name, scales, i in delayed if name in state}

@@ -7,7 +7,7 @@ from typing import Any, Self
 
 import torch.distributed.fsdp as fsdp2
 
-from lamella_engine._tree.tree import Tree
+from lamella_engine._tree.step_end import StepEnd
 from lamella_engine._unit.weights import UnitWeights
 
 _TorchsReductionHandle: Any = getattr(fsdp2, "GradientReductionHandle", object)  # torch 2.15
@@ -34,9 +34,9 @@ class UnshardHandle(fsdp2.UnshardHandle):
 class GradientReductionHandle(_TorchsReductionHandle):  # type: ignore[misc]
     """The reductions of a finalized backward, from `finalize_backward(async_op=True)`."""
 
-    def __init__(self, tree: Tree) -> None:
-        self._tree = tree
-        self._num_resets = tree.num_resets
+    def __init__(self, step_end: StepEnd) -> None:
+        self._step_end = step_end
+        self._num_resets = step_end.num_resets
 
     def wait(self) -> None:
         """Make the current stream wait for the gradients, unless they were waited for.
@@ -46,12 +46,12 @@ class GradientReductionHandle(_TorchsReductionHandle):  # type: ignore[misc]
 
         Effects: no host sync on CUDA, unless shards rest on the CPU; frees the unreduced gradients.
         """
-        if self._tree.num_resets != self._num_resets:
+        if self._step_end.num_resets != self._num_resets:
             raise RuntimeError(
                 "Expected gradients that are being reduced, got a step that reset_iter_state() has dropped: this "
                 "gradient reduction handle was invalidated. Run the step again, and wait for its own handle."
             )
-        self._tree.finish_left()
+        self._step_end.finish_deferred()
 
 
 class Hold:

@@ -151,7 +151,7 @@ class StateView(_View):
         return {module for ref in self.modules if (module := ref()) is not None and id(module) in awaited}
 
     def _root_post_backward_final_callback(self) -> None:
-        self._state.tree.finish_backward()
+        self._state.tree.step_end.finish_backward()
 
 
 class GroupView(_View):
@@ -250,7 +250,7 @@ class GroupView(_View):
 
         Schedules call the method for every group before the outermost unit's last callback, which would end it too.
         """
-        if self._state.unit.awaits_backward_end:
+        if self._state.unit.is_in_backward:
             FSDPState.end_backward(self._state)
 
 

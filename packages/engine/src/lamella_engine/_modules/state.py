@@ -67,4 +67,4 @@ class FSDPState:
 
     def end_backward(self) -> None:
         """End the unit's backward: a hook behind the unit's inputs. Tools may wrap the method on one state."""
-        self.tree.end_backward(self.unit)
+        self.tree.step_end.end_backward(self.unit)

@@ -64,9 +64,7 @@ class Streams:
         self.post_optim_event: torch.Event | None = None
         self._reductions: deque[Reduction] = deque()
         self._all_reductions: deque[Reduction] = deque()
-        self.leaves_reductions = False  # at the end of this backward: the optimizer's step waits for the reductions
-        self.is_left = False  # the last backward's reductions are in flight, and no stream has waited for all
-        self._awaits_gradients = False
+        self._are_gradients_arriving = False
         self.reads_shards = False  # the gather stream read CPU shards since the host last waited for the stream
         self._on_arrival: dict[Callable[[], None], None] = {}
 
@@ -169,8 +167,6 @@ class Streams:
 
         Effects: where gradients go to the CPU, the host waits for the compute stream.
         """
-        self.is_left = False
-        self.leaves_reductions = False
         if self._reductions:
             # The events are not enough: divisions, casts and adds of gradients come later on the stream.
             self.compute_stream.wait_stream(self.reduce_scatter_stream)
@@ -182,20 +178,15 @@ class Streams:
             self._all_reductions.popleft()
         self._wait_for_gradients()
 
-    def leave_reductions(self) -> None:
-        """Leave the last backward's reductions to the next reader of gradients."""
-        self.leaves_reductions = False
-        self.is_left = True
-
     # -- the host ----------------------------------------------------------------------------------------------------
 
     @property
-    def awaits_gradients(self) -> bool:
+    def are_gradients_arriving(self) -> bool:
         """Whether gradients are on their way to the CPU."""
-        return self._awaits_gradients
+        return self._are_gradients_arriving
 
     @property
-    def awaits_hooks(self) -> bool:
+    def has_arrival_hooks(self) -> bool:
         """Whether hooks wait for gradients to arrive on the CPU."""
         return bool(self._on_arrival)
 
@@ -209,15 +200,15 @@ class Streams:
         Args:
             on_arrival: Called after arrival, at the end of this backward; once, however often a hook is noted.
         """
-        self._awaits_gradients = True
+        self._are_gradients_arriving = True
         self._on_arrival.update(dict.fromkeys(on_arrival))
 
     def _wait_for_gradients(self) -> None:
         """Let the host wait for the compute stream, which has waited for the copies of gradients to the CPU."""
-        if not self._awaits_gradients:
+        if not self._are_gradients_arriving:
             return
         _wait_on_host(self.compute_stream)
-        self._awaits_gradients = self.reads_shards = False
+        self._are_gradients_arriving = self.reads_shards = False
         on_arrival, self._on_arrival = self._on_arrival, {}
         with torch.no_grad():
             for call in on_arrival:

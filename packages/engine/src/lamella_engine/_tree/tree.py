@@ -1,4 +1,4 @@
-"""A tree of units: the passes through it, from the first unit's forward to the end of a step's last backward."""
+"""A tree of units, and the passes through it; `step_end` has what follows a unit's backward."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from torch.autograd import Variable
 from lamella_engine._common.labels import label
 from lamella_engine._options.options import DEFAULT_OPTIONS, ShardingOptions
 from lamella_engine._parameters.registrations import refuse_late_parameters, registrations
-from lamella_engine._parameters.sharded_parameter import ShardedParameter
 from lamella_engine._scaling.scaling import Scaling
 from lamella_engine._streams.context import Context, PassPhase
 from lamella_engine._streams.order_check import OrderCheck
 from lamella_engine._tree.prefetch import Prefetch
+from lamella_engine._tree.step_end import StepEnd, settle_weights
 from lamella_engine._unit.gradients import Ended
 from lamella_engine._unit.unit import Unit
-from lamella_engine._unit.weights import Residency
 from lamella_precision import Direction
 
 # The process's: a step hook is called for every optimizer, and looks for trees with its parameters here. Weak: modules
@@ -47,6 +46,49 @@ class Listener:
         """The compute stream was ordered after every reduction of the tree."""
 
 
+class Listeners:
+    """The listeners of one tree, in the order in which they were added.
+
+    Args:
+        tree: The listeners' tree, referred to weakly: the tree holds this object.
+    """
+
+    def __init__(self, tree: Tree) -> None:
+        self._tree = weakref.ref(tree)
+        # Weak: an optimizer's hooks own its listener, which must not be called after the optimizer is gone.
+        self.references: list[weakref.ref[Listener]] = []
+
+    @property
+    def living(self) -> list[Listener]:
+        """The listeners that are still alive."""
+        return [listener for reference in self.references if (listener := reference()) is not None]
+
+    def add(self, listener: Listener) -> None:
+        """Call a listener from now on, after earlier ones; nothing if it is called already."""
+        if listener not in self.living:
+            self.references.append(weakref.ref(listener, self.references.remove))
+
+    def drop(self, listener: Listener) -> None:
+        """Stop calling a listener; nothing if it was not called."""
+        self.references[:] = [reference for reference in self.references if reference() is not listener]
+
+    def gradients_ended(self, unit: Unit, ended: Ended) -> None:
+        """Call the listeners at the end of a unit's backward."""
+        if (tree := self._tree()) is None:
+            return
+        for listener in self.living if ended.installed_on else ():
+            listener.gradients_reduced(tree, unit, ended.installed_on)
+        for listener in self.living if ended.is_final else ():
+            listener.gradients_final(tree)
+
+    def reductions_finished(self) -> None:
+        """Call the listeners after the compute stream was ordered after all reductions."""
+        if (tree := self._tree()) is None:  # a handle of `finalize_backward` may outlive the model
+            return
+        for listener in self.living:
+            listener.reductions_finished(tree)
+
+
 class Tree:
     """All units under one outermost `fully_shard`; a new outer unit takes over its children's units.
 
@@ -62,28 +104,20 @@ class Tree:
         streams: The context's.
         scaling: Hears of needs and changes of the units' weights.
         options: The outermost unit's; only the fields of the tree count here.
-        finalizes_by_hand: Whether the user ends a step's backward (`finalize`), and no hook.
-        awaits_finalization: Whether a backward still has to be finalized by hand.
-        num_resets: The number of passes or steps dropped by `reset`.
+        step_end: Ends units' backwards, the tree's backward and the step.
     """
 
     def __init__(self, device: torch.device, options: ShardingOptions = DEFAULT_OPTIONS) -> None:
         self.context = Context(device)
         self.streams = self.context.streams
-        self.finalizes_by_hand = False
-        self.awaits_finalization = False
-        self.num_resets = 0
         # Weak: modules own their units. A strong reference back would keep a deleted model's memory until the cyclic
         # collector runs. A dead unit's place in the list stays, since indices name units in the learned orders.
         self._units: list[weakref.ref[Unit]] = []
-        # Weak: an optimizer's hooks own its listener, which must not be called after the optimizer is gone.
-        self._listeners: list[weakref.ref[Listener]] = []
+        self._listeners = Listeners(self)
+        self.step_end = StepEnd(self._units, self.context, self._listeners)
         self._prefetch = Prefetch(self._units)
         self.scaling = Scaling(self._units)
         self._forward_root: int | None = None
-        # Until all reductions are waited for: a delayed gradient may come on a stream other than the backward's.
-        self._last_backward_ended_on: torch.Stream | None = None
-        self._says_last_backward = True
         self.follow(options)
         _living.add(self)
 
@@ -112,7 +146,7 @@ class Tree:
 
         Effects: the compute stream waits for this tree's reductions in flight.
         """
-        self.finish_reductions()
+        self.step_end.finish_reductions()
         for unit in self.units:  # their bytes belong to the gather stream left behind
             unit.weights.drop_early()
         self.streams.use_streams_of(other.streams)
@@ -121,27 +155,16 @@ class Tree:
 
     def listen(self, listener: Listener) -> None:
         """Call a listener from now on, after earlier listeners; the tree holds a weak reference."""
-        if listener not in self.listeners:
-            self._listeners.append(weakref.ref(listener, self._listeners.remove))
+        self._listeners.add(listener)
 
     def ignore(self, listener: Listener) -> None:
         """Stop calling a listener; nothing if it was not called."""
-        self._listeners[:] = [ref for ref in self._listeners if ref() is not listener]
+        self._listeners.drop(listener)
 
     @property
     def listeners(self) -> list[Listener]:
         """The listeners, in the order of `listen`."""
-        return [listener for ref in self._listeners if (listener := ref()) is not None]
-
-    def _note_end(self, unit: Unit, ended: Ended) -> None:
-        """Tell listeners of a unit's gradients; after the final ones, renew weight copies at the next use."""
-        for listener in self.listeners if ended.installed_on and self._listeners else ():
-            listener.gradients_reduced(self, unit, ended.installed_on)
-        if ended.is_final:
-            if unit.parameters.keeps_copies:
-                unit.weights.expect_update()
-            for listener in self.listeners if self._listeners else ():
-                listener.gradients_final(self)
+        return self._listeners.living
 
     # -- forward ----------------------------------------------------------------------------------------------------
 
@@ -198,7 +221,7 @@ class Tree:
                 "zero_grad(), and repeat the step."
             )
         with label("root_pre_forward"):
-            self.finish_left()
+            self.step_end.finish_deferred()
             self.context.phase = PassPhase.FORWARD
             self._forward_root = root.index
             self._prefetch.begin_forward(root)
@@ -255,17 +278,9 @@ class Tree:
                 self._prefetch.leave(unit)
         self._prefetch.leave(root)
         self._prefetch.end_forward(root)
-        self._settle_weights()
+        settle_weights(self.units)
         self._check_order_at_end()
         self.context.phase = PassPhase.RESTING
-
-    def _settle_weights(self) -> None:
-        for unit in self.units:
-            # Prefetched, and the pass took another way: kept bytes would outlive the pass, and an optimizer step.
-            if unit.weights.residency is Residency.UNSHARDING:
-                unit.weights.reshard()
-            elif unit.weights.residency is not Residency.SHARDED or unit.parameters.keeps_copies:
-                unit.weights.keep_until_next_pass()
 
     def _place_of(self, running: Unit) -> str:
         return f"{self.context.phase.value} of {running.parameters.name or 'the outermost unit'}"
@@ -301,10 +316,10 @@ class Tree:
         Raises:
             RuntimeError: The unit has a holder.
 
-        Effects: those of `UnitWeights.leave_nothing_but_shards` and `finish_left`.
+        Effects: those of `UnitWeights.leave_nothing_but_shards` and `StepEnd.finish_deferred`.
         """
         unit.weights.check_not_held()
-        self.finish_left()
+        self.step_end.finish_deferred()
         unit.weights.leave_nothing_but_shards()
 
     # -- backward ---------------------------------------------------------------------------------------------------
@@ -315,9 +330,9 @@ class Tree:
         Raises:
             RuntimeError: A part of the unit's backward ran already, with parameters not gathered yet.
         """
-        if unit.awaits_backward_end:
+        if unit.is_in_backward:
             return  # another output of the same forward
-        unit.awaits_backward_end = True
+        unit.is_in_backward = True
         weights = unit.weights
         if weights.early is not None:
             weights.drop_stale_weights()
@@ -343,183 +358,15 @@ class Tree:
     def _begin_backward_pass(self) -> None:
         self.context.phase = PassPhase.BACKWARD
         self._prefetch.begin_backward()
-        self._limit_reductions()
-        self.awaits_finalization |= self.finalizes_by_hand
+        self.step_end.begin_backward()
         # Autograd's engine holds the callback, and with it the tree, until this backward is over.
         Variable._execution_engine.queue_callback(self._end_backward_pass)
 
-    def _limit_reductions(self) -> None:
-        self.context.max_reductions_in_flight = max([unit.max_reductions_in_flight for unit in self.units])
-
-    def end_backward(self, unit: Unit) -> None:
-        """Reshard a unit, and reduce its gradients or keep them for a later microbatch.
-
-        Effects: those of `Unit.end_backward`.
-        """
-        self._note_end(unit, unit.end_backward())
-
-    def end_backward_by_hand(self, unit: Unit) -> None:
-        """The same for a backward without hooks; the caller of the unit's verbs reshards.
-
-        Raises:
-            RuntimeError: A hook will end the backward, or the unit has no gradient.
-
-        Effects: those of `Unit.end_backward_by_hand`.
-        """
-        if self.context.phase is not PassPhase.BACKWARD:
-            self._limit_reductions()
-        self._note_end(unit, unit.end_backward_by_hand())
-
-    def note_gradient(self, unit: Unit, parameter: ShardedParameter) -> None:
-        """Note that a delayed gradient came, made on the current stream.
-
-        Raises:
-            RuntimeError: The gradient came before.
-
-        Effects: with the last gradient of a backward, the effects of the delayed end.
-        """
-        if self.context.phase is not PassPhase.BACKWARD:
-            self._limit_reductions()
-        if (ended := unit.note_gradient(parameter)) is not None:
-            self._note_end(unit, ended)
-            self._finish_awaited()
-
     def _end_backward_pass(self) -> None:
         with label("root_post_backward_callback"):
-            self.finish_backward()
+            self.step_end.finish_backward()
         self._prefetch.end_backward()
         self._check_order_at_end()
-        self.context.phase = PassPhase.RESTING
-
-    def finish_backward(self, *, leaves: bool = False) -> None:
-        """Leave every unit at rest, reached by autograd or not, and reduce kept gradients that are due.
-
-        Args:
-            leaves: Leave the wait for reductions to `finish_left`.
-
-        Effects: those of `Gradients.reduce`, unit by unit; after the step's last backward, or with the last delayed
-            gradient, the compute stream waits for all reductions.
-        """
-        for unit in self.units:
-            self._note_end(unit, unit.finish_backward())
-        self._settle_weights()
-        if self.context.is_last_backward:
-            self._last_backward_ended_on = self.streams.compute_stream
-            self._finish_awaited(leaves=leaves)
-        elif self.streams.awaits_hooks:
-            self.finish_reductions()
-
-    # -- the end of a step ------------------------------------------------------------------------------------------
-
-    def _finish_awaited(self, *, leaves: bool = False) -> None:
-        """Make the last backward's stream wait for all reductions, unless delayed gradients are missing.
-
-        An optimizer step that waits itself, or the caller of `finalize`, may take the wait over.
-        """
-        stream = self._last_backward_ended_on
-        if stream is None or any([unit.gradients.delayed.num_due for unit in self.units]):
-            return
-        self._last_backward_ended_on = None
-        leaves_to_step = self.streams.leaves_reductions and not self.streams.awaits_gradients
-        if (leaves_to_step and self.context.is_in_backward) or leaves:
-            self.streams.leave_reductions()
-            return
-        self.finish_reductions()
-        if stream != self.streams.compute_stream:  # the last delayed gradient came on another stream
-            stream.wait_stream(self.streams.compute_stream)
-
-    def finish_reductions(self) -> None:
-        """Order the compute stream after every reduction, release the unreduced gradients, and tell listeners.
-
-        Effects: where gradients go to the CPU, the host waits for the compute stream.
-        """
-        self.streams.finish_reductions()
-        for listener in self.listeners:
-            listener.reductions_finished(self)
-
-    def finish_left(self) -> None:
-        """Wait for reductions that the last backward left in flight, if any.
-
-        Effects: those of `finish_reductions`.
-        """
-        if self.streams.is_left:
-            self.finish_reductions()
-
-    def end_step(self, *, leaves: bool = False) -> None:
-        """End a backward that was driven by hand, of any microbatch.
-
-        Args:
-            leaves: Whether the wait for reductions is left to `finish_left`.
-
-        Raises:
-            RuntimeError: A pass is under way; or, in the step's last backward, a unit has a holder or misses a delayed
-                gradient.
-
-        Effects: those of `finish_backward`.
-        """
-        if not self.context.is_resting:
-            raise RuntimeError(
-                f"Expected no pass under way, got one ({self.context.phase.value}) that hooks end. Call "
-                "wait_for_gradients() after it, or reset_iter_state() after an exception."
-            )
-        self.finish_left()
-        if self.context.is_last_backward:
-            for unit in self.units:
-                unit.check_ended()
-        self._limit_reductions()
-        self.finish_backward(leaves=leaves)
-
-    def say_last_backward(self, is_last: bool) -> None:
-        """Set whether the next backward is the step's last; counts only if hooks end backwards."""
-        self._says_last_backward = is_last
-        self.context.is_last_backward = is_last and not self.finalizes_by_hand
-
-    def finalize_by_hand(self, enabled: bool) -> None:
-        """Choose whether the caller ends steps' backwards, by `finalize`."""
-        self.finalizes_by_hand = enabled
-        self.say_last_backward(self._says_last_backward)
-
-    def finalize(self, *, leaves: bool) -> None:
-        """End a step's backwards, which hooks have left open.
-
-        Args:
-            leaves: Whether the wait for reductions is left to `finish_left`.
-
-        Raises:
-            RuntimeError: Hooks end backwards; or as `end_step`.
-
-        Effects: those of `end_step`.
-        """
-        if not self.finalizes_by_hand:
-            raise RuntimeError(
-                "Expected backwards that are finalized by hand, got ones that hooks end: finalize_backward requires "
-                "manual backward finalization. Call set_manual_backward_finalization(True) before forward."
-            )
-        if not self.context.is_resting:
-            raise RuntimeError(
-                f"Expected no pass under way, got one ({self.context.phase.value}): finalize_backward must be called "
-                "after backward completes. Call it after the step's last, or reset_iter_state() after an exception."
-            )
-        self.context.is_last_backward = True
-        try:
-            self.end_step(leaves=leaves)
-        finally:
-            self.context.is_last_backward = False
-        self.awaits_finalization = False
-
-    def reset(self) -> None:
-        """Return to rest after an exception, also one between any two lines of a pass; may be called again."""
-        self.num_resets += 1
-        self.awaits_finalization = False
-        self.say_last_backward(self._says_last_backward)  # `finalize` may have been interrupted
-        for unit in self.units:
-            unit.abandon()
-        self._last_backward_ended_on = None
-        self.streams.forget_arrivals()
-        # Reductions in flight still read gradients: their memory may go only behind the reductions' events.
-        self.finish_reductions()
-        if self.context.order_check is not None:
-            self.context.order_check.forget()
         self.context.phase = PassPhase.RESTING
 
 
@@ -528,10 +375,10 @@ def living_trees() -> tuple[Tree, ...]:
     return tuple(_living)
 
 
-def finish_left() -> None:
+def finish_deferred() -> None:
     """Order the current stream after all reductions in flight, of every tree.
 
-    Effects: those of `Tree.finish_reductions`; none without reductions left in flight.
+    Effects: those of `StepEnd.finish_reductions`; none where no wait for reductions was deferred.
     """
     for tree in living_trees():
-        tree.finish_left()
+        tree.step_end.finish_deferred()

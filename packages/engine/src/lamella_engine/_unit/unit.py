@@ -40,7 +40,7 @@ class Unit:
         backward_prefetch: Units that the user named for prefetch in backward; weak.
         direction_in_backward: The direction of backward's payloads: both after a forward was recomputed inside
             backward.
-        awaits_backward_end: Whether a backward of the unit is under way, which a hook will end.
+        is_in_backward: Whether a backward of the unit is under way, which a hook will end.
         awaited: Ids of modules that the forward under way has yet to run.
         view: The unit as torch's tools see a unit; weak, as the view holds the unit.
     """
@@ -64,7 +64,7 @@ class Unit:
         self.forward_prefetch: tuple[Callable[[], Unit | None], ...] = ()
         self.backward_prefetch: tuple[Callable[[], Unit | None], ...] = ()
         self.direction_in_backward = Direction.BACKWARD
-        self.awaits_backward_end = False
+        self.is_in_backward = False
         self.awaited: set[int] = set()
         self.view: Callable[[], object] = lambda: None
         self._forward_is_watched = True
@@ -182,7 +182,7 @@ class Unit:
         """Reshard, and reduce the gradients or keep them for a later microbatch, once delayed gradients came."""
         name = self.parameters.name
         log("post_backward", name)
-        self.awaits_backward_end = False
+        self.is_in_backward = False
         self.awaited.clear()
         is_complete = self._note_end()
         if self.reshard_after_backward:
@@ -199,7 +199,7 @@ class Unit:
         Effects: those of `Gradients.reduce`, unless gradients are kept or still to come.
         """
         title, gradients = self.parameters.title, self.gradients
-        if self.awaits_backward_end:
+        if self.is_in_backward:
             raise RuntimeError(
                 f"Expected a unit whose backward no hook ends, got {title} in the middle of one. It is reduced when "
                 "that is over."
@@ -248,7 +248,7 @@ class Unit:
         Effects: those of `end_backward`; a collective on the outer axis for gradients not reduced over the axis yet.
         """
         ended = Ended()
-        if self.awaits_backward_end:
+        if self.is_in_backward:
             ended = self.end_backward()
         elif self.reshard_after_backward:
             self.weights.reshard()
@@ -271,7 +271,7 @@ class Unit:
     def abandon(self) -> None:
         """Drop the pass under way: unreduced gradients, and the unsharded parameters."""
         self.awaited.clear()
-        self.awaits_backward_end = False
+        self.is_in_backward = False
         self.gradients.delayed.forget()
         self.gradients.drop()
         self.weights.abandon()
