@@ -9,7 +9,7 @@ from torch import nn
 
 from lamella_checkpoint import load, save
 from lamella_engine import Rows, ShardingOptions, Whole, fully_shard
-from lamella_engine._parameters import flat_group
+from lamella_engine._parameters import flat_packing
 from lamella_integration.tasks import unsharded
 from lamella_layout import Keep
 from lamella_testing import run_ranks
@@ -31,7 +31,7 @@ def _matrices_whole(parameter: nn.Parameter) -> Keep | None:
 
 @pytest.fixture(autouse=True)
 def _small_parameters_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flat_group, "ALIGNMENT", 1)
+    monkeypatch.setattr(flat_packing, "ALIGNMENT", 1)
 
 
 def _training(layout: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -40,7 +40,7 @@ def _counted(model: MoE) -> Iterator[Counter[str]]:
         [unit] = units_of(module, recurse=False)
         name = unit.parameters.name or "root"
         for group in unit.parameters.groups:
-            inner = group.transport
+            inner = group.transports.shard
 
             class CountingTransport:
                 def __init__(self, inner: Any, name: str) -> None:
@@ -51,7 +51,7 @@ def _counted(model: MoE) -> Iterator[Counter[str]]:
                         counts[f"{attribute} {self.name}"] += 1
                     return getattr(self.inner, attribute)
 
-            group.transport = CountingTransport(inner, name)
+            group.transports.shard = CountingTransport(inner, name)
     yield counts
 
 

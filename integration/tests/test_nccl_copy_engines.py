@@ -205,7 +205,7 @@ def test_at_rest_windows_hold_no_allocated_bytes(num_ranks: int) -> None:
         with torch.no_grad():
             model(x)
         assert torch.cuda.memory_allocated() - before < 2**20  # messages between ranks
-        windows = state_of(model).unit.parameters.groups[0]._windows
+        windows = state_of(model).unit.parameters.groups[0].transports.windows
         assert windows is not None
         assert windows.reserved_nbytes == 4096 * 4096 * 4
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from lamella_checkpoint import load, save
 from lamella_engine import DDP, HFSDP, HSDP, ZERO1, ZERO2, ZERO3, Rows, ShardingOptions, fully_shard
-from lamella_engine._parameters import flat_group
+from lamella_engine._parameters import flat_packing
 from lamella_testing import run_ranks
 
 
@@ -39,7 +39,7 @@ WAYS = [(stage, layout) for stage in STAGES for layout in LAYOUTS]
 
 @pytest.fixture(autouse=True)
 def _small_parameters_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flat_group, "ALIGNMENT", 1)
+    monkeypatch.setattr(flat_packing, "ALIGNMENT", 1)
 
 
 def _model(seed: int) -> nn.Module:

@@ -45,7 +45,7 @@ PLANTED = [
     *(
         (f"lamella_engine.{room}.{low}", f"lamella_engine.{room}.{high}", f"Inside the engine: {room}")
         for room, low, high in (
-            ("_parameters", "group", "flat_group"),
+            ("_parameters", "group", "payload_form"),
             ("_unit", "weights", "unit"),
             ("_tree", "order", "tree"),
             ("_modules", "state", "hooks"),

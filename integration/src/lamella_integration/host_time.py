@@ -110,7 +110,7 @@ def _host_with_copy_engines() -> Iterator[None]:
     """Make the engine treat this host as one with copy engines, whose driver calls neither wait nor copy."""
     stream = SimpleNamespace(cuda_stream=2, wait_stream=lambda _: None)
     with (
-        patch("lamella_engine._parameters.group._engines", _engines_of),
+        patch("lamella_engine._parameters.group_transports._engines", _engines_of),
         patch("lamella_buffers._driver._function", _idle_function),
         patch.object(torch.cuda, "current_stream", lambda *_: stream),
         patch.object(torch.cuda, "is_current_stream_capturing", lambda: False),
@@ -203,7 +203,8 @@ def _training(name: str, config: LlamaConfig, reduce_dtype: torch.dtype) -> Host
     torch.manual_seed(0)
     host = _host_with_copy_engines if name == "lamella_copy_engines" else nullcontext
     # The engine chooses a transport by the group's backend, and the fake group's is not NCCL.
-    with host(), patch("lamella_engine._parameters.group.transport_for", lambda group, _: NcclTransport(group)):
+    chooser = "lamella_engine._parameters.group_transports.transport_for"
+    with host(), patch(chooser, lambda group, _: NcclTransport(group)):
         model = BACKENDS[name](config, init_device_mesh("cpu", (NUM_RANKS,)), reduce_dtype)
     return HostTraining(model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True), [], host)
 

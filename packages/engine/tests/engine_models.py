@@ -347,8 +347,9 @@ def record(model: nn.Module) -> Log:
     for name, unit in units(model):
         for group in unit.parameters.groups:
             # Of several modules that are one unit, the last names it.
-            real = group.transport._inner if isinstance(group.transport, _LoggingTransport) else group.transport
-            group.transport = _LoggingTransport(name, real, log)
+            shard_axis = group.transports.shard
+            real = shard_axis._inner if isinstance(shard_axis, _LoggingTransport) else shard_axis
+            group.transports.shard = _LoggingTransport(name, real, log)
         _log_computation(name, model if name == "root" else model.get_submodule(name), log)
     return log
 

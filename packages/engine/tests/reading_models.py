@@ -136,5 +136,5 @@ def record_by_name(model: nn.Module) -> Any:
     log = record(model)
     for name, unit in units_by_name(model).items():
         for group in unit.parameters.groups:
-            group.transport._name = name  # the last module of a unit named it, which is one that is read
+            group.transports.shard._name = name  # the last module of a unit named it, which is one that is read
     return log

@@ -128,7 +128,7 @@ def training_with_parts_kept_for_neighbours() -> list[str]:
     model = shard(Net(), mp_policy=BF16)
     for unit in state_of(model).tree.units:
         for group in unit.parameters.groups:
-            group.neighbours = LocalTransport()
+            group.transports.neighbours = LocalTransport()
     with detected(model) as races:
         _train(model)
     return races.violations

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lamella_engine._parameters import flat_group
+from lamella_engine._parameters import flat_packing
 from lamella_optim import install
 
 install()
@@ -11,4 +11,4 @@ install()
 @pytest.fixture
 def small_parameters_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     """At the engine's own alignment no parameter of the tests' models would be cut in the flat layout."""
-    monkeypatch.setattr(flat_group, "ALIGNMENT", 2)
+    monkeypatch.setattr(flat_packing, "ALIGNMENT", 2)

@@ -12,7 +12,7 @@ from optimizer_models import Lion
 from optimizer_pairs import Overlapped, X, named, run_backward
 
 from lamella_engine._modules.attached import state_of
-from lamella_engine._parameters.group import ParameterGroup
+from lamella_engine._parameters.payload_form import PayloadForm
 from lamella_engine._streams.streams import Streams
 from lamella_optim import overlap_optimizer
 from lamella_testing import run_ranks
@@ -21,18 +21,18 @@ from lamella_testing import run_ranks
 def test_gathers_come_behind_the_update_of_what_they_read_and_not_behind_the_rest(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    real = ParameterGroup.prepare_gather
+    real = PayloadForm.prepare_gather
 
     def check() -> None:
         model = shard(Net())
         streams = fake_streams(model)
         seen: list[dict[Any, int]] = []
 
-        def prepare(group: ParameterGroup, *args: Any) -> Any:
+        def prepare(form: PayloadForm, *args: Any) -> Any:
             seen.append(dict(streams.current.seen))
-            return real(group, *args)
+            return real(form, *args)
 
-        monkeypatch.setattr(ParameterGroup, "prepare_gather", prepare)
+        monkeypatch.setattr(PayloadForm, "prepare_gather", prepare)
         optimizer: Any = _TracedOnStreams(model.parameters())
         optimizer.streams, optimizer.work = streams, {}
         overlap_optimizer(optimizer)

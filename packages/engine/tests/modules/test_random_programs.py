@@ -45,7 +45,7 @@ from lamella_engine import (
     Whole,
     fully_shard,
 )
-from lamella_engine._parameters import flat_group
+from lamella_engine._parameters import flat_packing
 from lamella_layout import Keep
 from lamella_testing import run_ranks
 
@@ -272,7 +272,7 @@ def _run(seed: int) -> None:
 
 def _run_all(seeds: range, device: str = "cpu") -> None:
     torch.set_default_device(device)
-    with patch.object(flat_group, "ALIGNMENT", 2):  # at the engine's own these parameters would not be cut
+    with patch.object(flat_packing, "ALIGNMENT", 2):  # at the engine's own these parameters would not be cut
         for seed in seeds:
             _run(seed)
 

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lamella_engine import HFSDP, ZERO3, RaggedDTensor, Rows, ShardingOptions, Whole, fully_shard
-from lamella_engine._parameters import flat_group
+from lamella_engine._parameters import flat_packing
 from lamella_layout import Keep
 from lamella_testing import run_ranks
 
@@ -57,7 +57,7 @@ class Ragged(nn.Module):
 
 @pytest.fixture(autouse=True)
 def _small_parameters_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flat_group, "ALIGNMENT", 1)
+    monkeypatch.setattr(flat_packing, "ALIGNMENT", 1)
 
 
 def _variants(name: str) -> Iterator[dict[str, Any]]:

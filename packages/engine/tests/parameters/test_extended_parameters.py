@@ -20,7 +20,9 @@ from lamella_engine import MixedPrecisionPolicy, ShardingOptions, Whole, describ
 from lamella_engine._api.candidates import move_to
 from lamella_engine._common.errors import MisuseError
 from lamella_engine._options.placements import DDP, ZERO1, ZERO2
-from lamella_engine._parameters.extended_group import ExtendedGroup
+from lamella_engine._parameters.extended_form import ExtendedForm
+from lamella_engine._parameters.group import ParameterGroup
+from lamella_precision import Direction
 from lamella_testing import run_ranks
 
 X = inputs()
@@ -79,14 +81,15 @@ def _assert_same_models(expected: nn.Module, got: nn.Module) -> None:
         torch.testing.assert_close(_values(b), _values(a), msg=f"{name} differs")
 
 
-def _extended(model: nn.Module) -> list[ExtendedGroup]:
-    return [group for _, unit in units(model) for group in unit.parameters.groups if isinstance(group, ExtendedGroup)]
+def _extended(model: nn.Module) -> dict[ParameterGroup, ExtendedForm]:
+    groups = [group for _, unit in units(model) for group in unit.parameters.groups]
+    return {group: group.form for group in groups if isinstance(group.form, ExtendedForm)}
 
 
 def _assert_no_memory(model: nn.Module) -> None:
     assert_at_rest(model)
-    for group in _extended(model):
-        for extension in group._extensions:
+    for form in _extended(model).values():
+        for extension in form.extensions:
             assert extension.tensors
             assert all(tensor.untyped_storage().nbytes() == 0 for tensor in extension.tensors)
 
@@ -275,7 +278,7 @@ def test_a_deleted_model_of_extended_parameters_is_freed_at_once() -> None:
         gc.disable()
         sharded = _shard(_model(Halves))
         sharded(X).sum().backward()
-        tensors = [t for group in _extended(sharded) for e in group._extensions for t in e.tensors]
+        tensors = [t for form in _extended(sharded).values() for e in form.extensions for t in e.tensors]
         locals_: list[Any] = [p.shard for group in _extended(sharded) for p in group.parameters]
         shards = [part for local in locals_ for part in local.parts]
         refs = [weakref.ref(tensor) for tensor in (*tensors, *shards)]
@@ -378,7 +381,7 @@ def test_a_rank_that_sends_too_few_rows_says_so() -> None:
         (group,) = next(unit for _, unit in units(fully_shard(layer))).parameters.groups
         if dist.get_rank() == 1:  # two of the three rows that the other has
             with pytest.raises(MisuseError, match="padded sharded size"):
-                group.prepare_gather()
+                group.form.prepare_gather(group, Direction.BOTH)
 
     run_ranks(on_each_rank, 2)
 

@@ -115,15 +115,15 @@ def test_replicas_may_be_reduced_over_once_for_several_microbatches() -> None:
         reference, sharded = twins(_net, _sharded(mesh=mesh_of((2, 2))))
         num_all_reduces = 0
         for group in (group for _, unit in units(sharded) for group in unit.parameters.groups):
-            assert group.replicas is not None
-            real = group.replicas.all_reduce
+            assert group.transports.replicas is not None
+            real = group.transports.replicas.all_reduce
 
             def counted(*args: Any, real: Any = real) -> Any:
                 nonlocal num_all_reduces
                 num_all_reduces += 1
                 return real(*args)
 
-            group.replicas.all_reduce = counted  # type: ignore[assignment, method-assign]
+            group.transports.replicas.all_reduce = counted  # type: ignore[assignment, method-assign]
         for step in range(2):
             for microbatch in range(3):
                 reference(X * (microbatch + 1)).square().mean().backward()
@@ -447,7 +447,10 @@ def test_units_share_the_communicator_of_their_neighbours() -> None:
         model = Net()
         _sharded(reshard_after_forward=2)(model)
         neighbours = [
-            group.neighbours for name, unit in units(model) if name != "root" for group in unit.parameters.groups
+            group.transports.neighbours
+            for name, unit in units(model)
+            if name != "root"
+            for group in unit.parameters.groups
         ]
         assert len({transport.process_group for transport in neighbours if isinstance(transport, GlooTransport)}) == 1
         assert all(isinstance(transport, GlooTransport) for transport in neighbours)

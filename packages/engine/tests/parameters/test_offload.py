@@ -292,7 +292,9 @@ def test_shards_are_copied_once_for_each_gather(way: str, monkeypatch: pytest.Mo
             num_axes = len({group.axes for group in unit.parameters.groups})
             for group in unit.parameters.groups:
                 # One that an outer axis cuts stays for the step after it has been gathered over that.
-                num_gathers = 2 if group.outer is not None else log.units_of("gather").count(name) // num_axes
+                num_gathers = (
+                    2 if group.transports.outer is not None else log.units_of("gather").count(name) // num_axes
+                )
                 assert copied.count(group.main_weight.flat.data_ptr()) == num_gathers
 
     run_ranks(on_each_rank, torch.Size(shape).numel())

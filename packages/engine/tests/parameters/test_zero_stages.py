@@ -61,8 +61,8 @@ def _counted(model: nn.Module) -> tuple[Log, list[str]]:
     all_reduced: list[str] = []
     for name, unit in units(model):
         for group in unit.parameters.groups:
-            if group.replicas is not None:
-                group.replicas = _Noting(group.replicas, name, all_reduced)  # type: ignore[assignment]
+            if group.transports.replicas is not None:
+                group.transports.replicas = _Noting(group.transports.replicas, name, all_reduced)  # type: ignore[assignment]
     return record(model), all_reduced
 
 
@@ -139,12 +139,14 @@ def test_with_main_weights_on_both_axes_the_outer_one_is_used_once_a_step_each_w
         shard_on(
             (2, 2), options=ShardingOptions(placements=(HFSDP, ZERO3)), mp_policy=MixedPrecisionPolicy(torch.bfloat16)
         )(model)
-        cut = [group for _, unit in units(model) for group in unit.parameters.groups if group.outer is not None]
+        cut = [
+            group for _, unit in units(model) for group in unit.parameters.groups if group.transports.outer is not None
+        ]
         assert len(cut) == 4
         used: list[str] = []
         for group in cut:
-            noting: Any = _NotingOuter(group.outer, used)
-            group.outer = noting
+            noting: Any = _NotingOuter(group.transports.outer, used)
+            group.transports.outer = noting
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for step in range(2):
             for microbatch in range(3):

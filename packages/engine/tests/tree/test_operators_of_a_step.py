@@ -102,7 +102,7 @@ def _num_sharded(count: Count, num_units: int) -> int:
         fully_shard(part, mesh=mesh, mp_policy=BF16)
     for _, unit in units(model):
         for group in unit.parameters.groups:
-            group.transport = _Still()
+            group.transports.shard = _Still()
     return _num_in_third_step(count, model, torch.float32)
 
 

@@ -132,10 +132,10 @@ def test_reductions_may_have_a_communicator_of_their_own() -> None:
         fsdp(model).set_separate_reduce_scatter_group()
         fsdp(model).set_separate_reduce_scatter_group(True)
         assert len(dist.distributed_c10d._world.pg_map) == num_groups + 1, "units on the same ranks share one, once"
-        assert len({id(group.reduce_transport) for _, unit in units(model) for group in unit.parameters.groups}) == 1
+        assert len({id(group.transports.reduce) for _, unit in units(model) for group in unit.parameters.groups}) == 1
         assert_trains_alike(reference, model, LOSS)
         fsdp(model).set_separate_reduce_scatter_group(False, recurse=False)
-        assert [unit.parameters.groups[0].reduce_transport is None for _, unit in units(model)] == [
+        assert [unit.parameters.groups[0].transports.reduce is None for _, unit in units(model)] == [
             True,
             False,
             False,

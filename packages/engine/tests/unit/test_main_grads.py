@@ -114,7 +114,7 @@ def test_gradients_are_added_in_the_reduce_dtype_and_reduced_from_where_they_wer
         fuse(fully_shard(model, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)))
         ((_, unit),) = units(model)
         (group,), (grads,) = unit.parameters.groups, unit.parameters.main_grads
-        group.transport = watching = _Watching(group.transport, grads)  # type: ignore[assignment]
+        group.transports.shard = watching = _Watching(group.transports.shard, grads)  # type: ignore[assignment]
         for _ in range(2):
             _backward(model, torch.ones(3, 4))
         assert watching.num_in_place == 2

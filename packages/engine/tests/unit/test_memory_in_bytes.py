@@ -139,7 +139,7 @@ def _build(num_layers: int, policy: MixedPrecisionPolicy, **options: Any) -> _Wi
     fully_shard(model, mp_policy=policy, mesh=options.get("mesh"))
     for _, unit in units(model):
         for group in unit.parameters.groups:
-            group.transport = _Still()
+            group.transports.shard = _Still()
     return model
 
 

@@ -46,7 +46,7 @@ def test_units_of_predictions_are_gathered_once_a_pass_and_reduced_once_a_microb
         model = model_of(case)
         gathers, reductions, counted = Counter[str](), Counter[str](), list[int]()
         groups = [group for unit in units_of(model, recurse=True) for group in unit.parameters.groups]
-        buffers = [group.unsharded_weight.flat for group in groups if not group.computes_with_main]
+        buffers = [group.unsharded_weight.flat for group in groups if not group.form.computes_with_main]
 
         def weigh() -> None:
             counted.append(sum(buffer.untyped_storage().nbytes() for buffer in buffers))

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lamella_engine._modules.attached import find_state
 from lamella_engine._options.options import KeepFn, checked_keep
-from lamella_engine._parameters.extended_group import is_extended
+from lamella_engine._parameters.extended_form import is_extended
 from lamella_engine._parameters.group import dtypes_of
 from lamella_engine._parameters.sharded_parameter import Candidate, Owner, is_sharded, name_of_sharded_original
 from lamella_engine._parameters.sharding import DataAxes, PlacementFn, Sharding, local_of, sharding_of

@@ -29,7 +29,7 @@ from lamella_engine._optimizer_hooks import register_step_hooks
 from lamella_engine._options.options import DEFAULT_OPTIONS, ShardingOptions, as_keep_fn
 from lamella_engine._options.placements import Strategy
 from lamella_engine._options.policies import DataParallelMeshDims, OffloadPolicy
-from lamella_engine._parameters.extended_group import new_group
+from lamella_engine._parameters.new_group import new_group
 from lamella_engine._parameters.offload import CPU, Offload
 from lamella_engine._parameters.registrations import watch
 from lamella_engine._parameters.sharded_parameter import Candidate

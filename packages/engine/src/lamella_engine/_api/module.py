@@ -204,7 +204,7 @@ class FSDPModule(_TorchsModule, UnitVerbs):
         for unit in units_of(self, recurse):
             unit.reshard_after_forward = reshard_after_forward
             for group in unit.parameters.groups:
-                group.neighbours = None
+                group.transports.neighbours = None
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Choose whether the parameters go after backward.
@@ -341,7 +341,9 @@ class FSDPModule(_TorchsModule, UnitVerbs):
         """
         unit = state_of(self).unit
         check_one_mesh(unit.parameters, "set_all_reduce_hook", "the hook's argument")
-        if stream is not None and any(group.replicas or group.outer for group in unit.parameters.groups):
+        if stream is not None and any(
+            group.transports.replicas or group.transports.outer for group in unit.parameters.groups
+        ):
             error = ValueError("stream cannot be set when using native HSDP")  # callers compare with FSDP2's words
             error.add_note("Expected no `stream` for a unit with replicas, got one. Leave it out.")
             raise error

@@ -156,7 +156,7 @@ def _check_alike(name: str, read: UnitParameters, strategy: Strategy, num_neighb
     for group in read.groups:
         is_factor = num_neighbours not in (None, 1, group.axes.num_shards)
         expected = num_neighbours if is_factor else None
-        got = None if group.neighbours is None else group.neighbours.num_ranks
+        got = None if group.transports.neighbours is None else group.transports.neighbours.num_ranks
         if read.strategy != strategy or expected != got:
             raise ValueError(
                 f"Expected the unit of {name!r}, which is read without calling its module, to have the `placements` "

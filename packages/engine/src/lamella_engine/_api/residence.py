@@ -173,7 +173,7 @@ def _unit(module: nn.Module, name: str) -> FSDPModule:
 
 
 def _gathered_nbytes(unit: Unit) -> int:
-    return sum(group.unsharded_nbytes for group in unit.parameters.groups if not group.computes_with_main)
+    return sum(group.unsharded_nbytes for group in unit.parameters.groups if not group.form.computes_with_main)
 
 
 def _keep_sums_apart(unit: FSDPModule) -> None:

@@ -31,9 +31,9 @@ def gather_by(unit: UnitParameters, comm: AllGather) -> None:
     """
     _check_custom(unit, "set_custom_all_gather", comm)
     for group in unit.groups:
-        group.transport = with_all_gather(group.transport, comm)
-        if group.neighbours is not None:
-            group.neighbours = with_all_gather(group.neighbours, comm)
+        group.transports.shard = with_all_gather(group.transports.shard, comm)
+        if group.transports.neighbours is not None:
+            group.transports.neighbours = with_all_gather(group.transports.neighbours, comm)
 
 
 def reduce_by(unit: UnitParameters, comm: ReduceScatter) -> None:
@@ -45,7 +45,7 @@ def reduce_by(unit: UnitParameters, comm: ReduceScatter) -> None:
     """
     _check_custom(unit, "set_custom_reduce_scatter", comm)
     for group in unit.groups:
-        group.reduce_transport = with_reduce_scatter(group.reduce_transport or group.transport, comm)
+        group.transports.reduce = with_reduce_scatter(group.transports.reduce or group.transports.shard, comm)
 
 
 def _check_custom(unit: UnitParameters, method: str, comm: object) -> None:
@@ -79,15 +79,15 @@ def separate_reductions(units: Iterable[UnitParameters], enable: bool) -> None:
             separate = _separate_transport(shared, group.axes.mesh.device_type, separate, transports_by_ranks)
         elif not enable:
             separate = None
-        if isinstance(group.reduce_transport, CustomReduceScatter):
-            separate = group.reduce_transport.on(separate or plain_of(group.transport))
-        group.reduce_transport = separate
+        if isinstance(group.transports.reduce, CustomReduceScatter):
+            separate = group.transports.reduce.on(separate or plain_of(group.transports.shard))
+        group.transports.reduce = separate
 
 
 def _separate_reduce_transport(group: ParameterGroup) -> Transport | None:
     """The group's separate communicator for reductions, or None."""
-    plain = None if group.reduce_transport is None else plain_of(group.reduce_transport)
-    return None if plain is plain_of(group.transport) else plain
+    plain = None if group.transports.reduce is None else plain_of(group.transports.reduce)
+    return None if plain is plain_of(group.transports.shard) else plain
 
 
 def _separate_transport(
@@ -133,19 +133,19 @@ def check_shares_memory(unit: UnitParameters, backend: str) -> None:
             "It allocates its own memory; leave one of the two calls out."
         )
     for group in unit.groups:
-        if group.transport.num_ranks > 1 and not isinstance(group.transport, CopyEngineTransport):
+        if group.transports.shard.num_ranks > 1 and not isinstance(group.transports.shard, CopyEngineTransport):
             raise MisuseError(
                 "Expected GPUs of one host over NCCL that map one another's memory (without expandable_segments in "
                 "PYTORCH_CUDA_ALLOC_CONF), and neither an `allocator` in `options` nor custom collectives, for "
-                f"{backend!r}, got gathers by {type(group.transport).__name__}. Leave the call out: they are in place, "
-                "in ordinary memory."
+                f"{backend!r}, got gathers by {type(group.transports.shard).__name__}. Leave the call out: they are in "
+                "place, in ordinary memory."
             )
 
 
 def _custom_collective(unit: UnitParameters) -> str | None:
     """A unit's collective that is a user's, in FSDP2's words; None if neither is."""
     for group in unit.groups:
-        for kind, transport in (("all gather", group.transport), ("reduce scatter", group.reduce_transport)):
+        for kind, transport in (("all gather", group.transports.shard), ("reduce scatter", group.transports.reduce)):
             if (comm := custom_of(transport)) is not None:
                 return f"{kind} comm is custom: {type(comm).__name__}"
     return None

@@ -68,9 +68,9 @@ def sum_dtype(group: ParameterGroup) -> torch.dtype:
 
     Copy engines leave the sum to a kernel. The kernel may as well write the gradients' dtype: no cast follows.
     """
-    pushes = isinstance(group.reduce_transport or group.transport, CopyEngineTransport)
-    main = group.main_grads_dtype
-    is_last = group.replicas is None and group.outer is None  # a second axis would carry the wider dtype
+    transports, main = group.transports, group.main_grads_dtype
+    pushes = isinstance(transports.reduce or transports.shard, CopyEngineTransport)
+    is_last = transports.replicas is None and transports.outer is None  # a second axis would carry the wider dtype
     widens = pushes and is_last and torch.promote_types(group.reduce_dtype, main) == main
     return main if widens else group.reduce_dtype
 
@@ -94,7 +94,7 @@ def new_reduced(
     Effects: allocates the buffer on the current stream; zeroes the buffer if some member takes no part.
     """
     layout = _without_gaps(group.layout) if without_gaps else group.layout
-    shards = ShardedBuffer.empty(layout, group.rank, dtype, group.device)
+    shards = ShardedBuffer.empty(layout, group.transports.rank, dtype, group.device)
     members = range(len(group.parameters))
     if len(gradients) < len(members):
         shards.flat.zero_()  # no reduction writes these members' slots, but hooks and second reductions read them
@@ -123,15 +123,17 @@ def reduce_over_outer(group: ParameterGroup, reduced: Reduced) -> Reduced:
     Effects: a collective on the replicate axis, in place, or on the outer axis, into a new buffer; on the current
         stream. The caller keeps `reduced` alive until the reduce stream, which allocated it, has waited.
     """
-    if group.replicas is not None:
-        all_reduce([reduced.shards.flat], group.replicas, group.reduce_op).wait()
-    if group.outer is None:
+    transports = group.transports
+    if transports.replicas is not None:
+        all_reduce([reduced.shards.flat], transports.replicas, group.reduce_op).wait()
+    if transports.outer is None:
         return reduced
     is_dense = reduced.shards.layout is not group.layout
-    layout = _without_gaps(group.main_layout) if is_dense else group.main_layout
+    main_layout = group.main_weight.layout
+    layout = _without_gaps(main_layout) if is_dense else main_layout
     parts = ShardedBuffer.empty(layout, group.axes.main_rank, group.reduce_dtype, group.device)
     moves = zip(parts.slots, reduced.shards.slots, strict=True)
-    group.outer.reduce_scatter([Payload(a, b) for a, b in moves if b.numel() > 0], group.reduce_op).wait()
+    transports.outer.reduce_scatter([Payload(a, b) for a, b in moves if b.numel() > 0], group.reduce_op).wait()
     return Reduced(parts, reduced.present)
 
 

@@ -291,6 +291,24 @@ def report_lost(changes: Iterable[LostChange]) -> None:
     )
 
 
+def point_at(parameter: ShardedParameter, shard: torch.Tensor) -> None:
+    """Make the sharded form a DTensor over `shard`, and stay the same object."""
+    sharded = parameter.sharded
+    if (sharded.dtype, sharded.device) == (shard.dtype, shard.device):
+        sharded._local_tensor = shard  # type: ignore[attr-defined]
+    else:
+        # A DTensor's dtype and device are fixed: only `swap_tensors` changes both in the object that an optimizer
+        # holds.
+        fresh = nn.Parameter(dtensor_for(shard, sharded, parameter.sharding), requires_grad=sharded.requires_grad)
+        vars(fresh).update(vars(sharded))
+        torch.utils.swap_tensors(sharded, fresh)  # type: ignore[no-untyped-call]
+    parameter.shard = local_of(sharded)
+    parameter.note_memory()
+    # `.to()` and similar may have replaced the whole Parameter, and dropped the marks.
+    parameter.marks |= vars(sharded)
+    vars(sharded).update(parameter.marks)
+
+
 def put(parameters: Iterable[ShardedParameter]) -> None:
     """Put the sharded form into every owner, over any other tensor."""
     for parameter in parameters:

@@ -199,7 +199,7 @@ class Gradients:
                 reductions[group], transfers[group] = output, (gradients, wire_dtype, output.shards)
             groups = [group for group, _, _ in inputs]
             for axis_groups in by_axes(groups):
-                transport = axis_groups[0].reduce_transport or axis_groups[0].transport
+                transport = axis_groups[0].transports.reduce or axis_groups[0].transports.shard
                 reduce_scatter([transfers[group] for group in axis_groups], transport, axis_groups[0].reduce_op).wait()
             for group in groups:
                 if group.partial is not None:
@@ -243,7 +243,7 @@ class Gradients:
             The stream with the kernels that install the gradients, or None for a kept sum.
         """
         parameters, streams = self.parameters, self.parameters.context.streams
-        has_outer = group.replicas is not None or group.outer is not None
+        has_outer = group.transports.replicas is not None or group.transports.outer is not None
         if has_outer and (self._waits_for_outer() or not self.requires_all_reduce):
             group.partial = reduced
             return None

@@ -20,7 +20,7 @@ import torch
 import torch.nn as nn
 
 from lamella_buffers import UnshardedBuffer
-from lamella_engine._parameters.extended_group import ExtendedGroup
+from lamella_engine._parameters.extended_form import ExtendedForm
 from lamella_engine._parameters.group import ParameterGroup
 from lamella_engine._parameters.sharded_parameter import ShardedParameter, add_gradient
 from lamella_engine._streams.streams import Streams
@@ -188,7 +188,7 @@ def main_grads_of(pairs: Sequence[tuple[ParameterGroup, ShardedParameter]], stre
     """
     members: dict[ParameterGroup, list[ShardedParameter]] = {}
     for group, parameter in dict.fromkeys(pairs):
-        if isinstance(group, ExtendedGroup) or parameter.sharding.part is not None:
+        if isinstance(group.form, ExtendedForm) or parameter.sharding.part is not None:
             raise NotImplementedError(
                 f"Expected {parameter.name!r} to be a plain parameter, got one that is a DTensor of other axes, or "
                 "whose class defines the gather. Leave it out: its gradient comes as `.grad`."

@@ -54,7 +54,7 @@ class UnitParameters:
         """Consist of these groups from now on."""
         self.groups = tuple(groups)
         self.is_offloaded = any(group.offload is not None for group in self.groups)
-        self.keeps_copies = self.strategy.keeps_copy or any(group.outer is not None for group in self.groups)
+        self.keeps_copies = self.strategy.keeps_copy or any(group.transports.outer is not None for group in self.groups)
         self.listeners = tuple(listener for listener in self._listeners_of_tree if listener.hears(self.groups))
 
     def rename(self, name: str) -> None:
@@ -84,7 +84,7 @@ class UnitParameters:
     @property
     def has_copies(self) -> bool:
         """Whether unsharded parameters are copies, filled by a gather, and not the main weights themselves."""
-        return any(not group.computes_with_main for group in self.groups)
+        return any(not group.form.computes_with_main for group in self.groups)
 
     def drop_parts(self) -> None:
         """Drop the parts kept for neighbours: main weights may have been written since."""

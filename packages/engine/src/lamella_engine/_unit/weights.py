@@ -12,8 +12,8 @@ from torch.autograd.graph import increment_version
 
 from lamella_buffers import Done, Pending, all_gather
 from lamella_engine._common.labels import label
-from lamella_engine._parameters.extended_group import split_extended
 from lamella_engine._parameters.group import ParameterGroup, by_axes
+from lamella_engine._parameters.new_group import split_extended
 from lamella_engine._parameters.sharded_parameter import COPY, LostChange, has_assigned_data, report_lost
 from lamella_engine._parameters.ties import merge_tied
 from lamella_engine._scaling.events import WeightsChange
@@ -205,7 +205,7 @@ class UnitWeights:
         Effects: those of `unshard`, if payloads are missing; else none.
         """
         gathered_for = self._gathered_for
-        if any(group.chosen(direction, gathered_for) for group in self.parameters.groups):
+        if any(group.form.chosen(direction, gathered_for) for group in self.parameters.groups):
             if self.contents is not Contents.CURRENT:
                 self.parameters.drop_gathered_shards()
             self._start_gathers("gather more", direction, gathered_for)
@@ -363,7 +363,7 @@ class UnitWeights:
         # queued kernels of the compute stream still read. The storage objects stay, since autograd holds views of them.
         streams.order_gathers_after_compute()
         for group in self.parameters.groups:
-            if keep_parts and group.neighbours is not None:
+            if keep_parts and group.transports.neighbours is not None:
                 # Copied on the stream that has just waited, before the bytes go.
                 with torch.no_grad(), streams.on(streams.all_gather_stream):
                     group.keep_part()
@@ -589,6 +589,7 @@ class UnitWeights:
 
 def _start_gather(groups: Sequence[ParameterGroup], direction: Direction, gathered_for: Direction | None) -> Pending:
     first = groups[0]
-    if first.parts is not None and first.neighbours is not None:
-        return first.neighbours.all_gather([payload for group in groups for payload in group.take_parts()])
-    return all_gather([group.prepare_gather(direction, gathered_for) for group in groups], first.transport)
+    if first.parts is not None and (neighbours := first.transports.neighbours) is not None:
+        return neighbours.all_gather([payload for group in groups for payload in group.take_parts()])
+    plans = [group.form.prepare_gather(group, direction, gathered_for) for group in groups]
+    return all_gather(plans, first.transports.shard)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, final
 
 import torch
 import torch.nn as nn
@@ -13,8 +13,6 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.distributed.device_mesh import DeviceMesh
 
 from lamella_buffers import (
-    Allocator,
-    CachingAllocator,
     GatherPlan,
     ShardedBuffer,
     Transport,
@@ -22,13 +20,12 @@ from lamella_buffers import (
     plain_values,
 )
 from lamella_engine._common.errors import MisuseError
-from lamella_engine._parameters.flat_group import FlatGroup
-from lamella_engine._parameters.group import ParameterGroup, dtypes_of
+from lamella_engine._parameters.group import Layout, ParameterGroup, dtypes_of
 from lamella_engine._parameters.offload import Offload
-from lamella_engine._parameters.sharded_parameter import Candidate, LostChange, ShardedParameter, put, sharded_parameter
+from lamella_engine._parameters.sharded_parameter import Candidate, ShardedParameter, point_at
 from lamella_engine._parameters.sharding import DataAxes, Sharding, local_of
 from lamella_layout import EvenLayout, FlatLayout
-from lamella_precision import Direction, MixedPrecisionPolicy, refuse_quantized
+from lamella_precision import CachingRecipe, Direction, MixedPrecisionPolicy, refuse_quantized
 
 _PRE, _POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 
@@ -48,137 +45,56 @@ def is_extended(tensor: torch.Tensor) -> bool:
     return all(has)
 
 
-def new_group(
-    candidates: Sequence[Candidate],
-    allocator: Allocator | None,
-    *,
-    neighbours: Transport | None = None,
-    offload: Offload | None = None,
-) -> ParameterGroup:
-    """The group of parameters that are all extended, or all not.
-
-    Args:
-        candidates: Parameters for one group, as `ParameterGroup` takes them.
-        allocator: The source of the unsharded buffer's bytes, for parameters that are not extended.
-        neighbours: The group's.
-        offload: The offload of shards that rest on the CPU, or None.
-
-    Raises:
-        NotImplementedError: The parameters are extended, in a placement unsupported for extended parameters.
-        MisuseError: One method is missing, or the first method's signature is unsupported.
-
-    Effects: the group's.
-    """
-    if not is_extended(local_of(candidates[0].parameter)):
-        kind = ParameterGroup if candidates[0].sharding.keep is None else FlatGroup
-        group = kind(candidates, allocator, offload)
-        group.neighbours = neighbours
-        return group
-    parameters, shapes = [], []
-    for candidate in candidates:
-        tensor, sharding = local_of(candidate.parameter), candidate.sharding
-        _check_lies(candidate.name, sharding, neighbours)
-        _check_policy(candidate)
-        parameters.append(sharded_parameter(candidate, _chunk(tensor, sharding.axes, offload)))
-        shapes.append(tensor.shape)
-    return ExtendedGroup(parameters, shapes, candidates[0].policy, allocator, offload)
-
-
-def split_extended(groups: Sequence[ParameterGroup]) -> tuple[ParameterGroup, ...]:
-    """Split off parameters whose local tensors got the two methods after sharding, into groups of their own.
-
-    The groups must be sharded.
-
-    Raises:
-        NotImplementedError, MisuseError: As `new_group`.
-
-    Effects: copies the shards of groups with such parameters. Not a collective.
-    """
-    split: list[ParameterGroup] = []
-    for group in groups:
-        members = [] if isinstance(group, ExtendedGroup) else [p for p in group.parameters if is_extended(p.shard)]
-        if not members:
-            split.append(group)
-            continue
-        with torch.inference_mode(False), torch.no_grad():  # an inference tensor could never train
-            split.append(_extended(group, members))
-            if len(members) < len(group.parameters):
-                group.leave_out(members)
-                split.append(group)
-    return tuple(split)
-
-
-def _extended(group: ParameterGroup, members: Sequence[ShardedParameter]) -> ExtendedGroup:
-    """A group of some of another group's parameters, with the other group's transports and divisor."""
-    for parameter in members:
-        _check_lies(parameter.name, parameter.sharding, group.neighbours)
-        # The same object, since the methods are bound to it, in new memory: the other group's buffer is rebuilt.
-        shard = parameter.shard.clone()
-        parameter.shard.set_(shard if group.offload is None else group.offload.pinned(shard))  # type: ignore[call-overload]
-    shapes = [group.layout.shapes[group.parameters.index(parameter)] for parameter in members]
-    extended = ExtendedGroup(members, shapes, group.policy, group.allocator, group.offload)
-    for name in ("transport", "reduce_transport", "replicas", "divisor", "sums_only", "keeps_bytes"):
-        setattr(extended, name, getattr(group, name))
-    return extended
-
-
-class ExtendedGroup(ParameterGroup):
-    """Parameters of one unit whose local tensors define `fsdp_pre_all_gather` and `fsdp_post_all_gather`.
+@final
+class ExtendedForm:
+    """The form of parameters whose local tensors define `fsdp_pre_all_gather` and `fsdp_post_all_gather`.
 
     A gather sends the first method's tensors instead of the shard's bytes; the second method makes the unsharded
     parameter from the gathered tensors. A shard is a separate tensor, of the original parameter's class. Gradients,
     possibly of the same class, are reduced as for all parameters.
 
-    Args:
-        parameters: Parameters in the sharded form, each over a separate shard.
-        shapes: The shapes of whole parameters, or of the local parts of DTensors on other axes.
-        policy: Number formats. The first method gets the policy, the second method the compute dtype.
-        allocator: Not used: the second method allocates.
-        offload: The offload of shards that rest on the CPU, or None.
+    The first gather allocates the gathered tensors. `GroupForm` has the meanings of methods and attributes.
 
-    The first gather allocates the gathered tensors.
+    Args:
+        axes: The data axes of the parameters.
+
+    Attributes:
+        extensions: The two methods of each parameter. Made by `build`.
     """
 
-    def __init__(
-        self,
-        parameters: Sequence[ShardedParameter],
-        shapes: Sequence[tuple[int, ...]],
-        policy: MixedPrecisionPolicy,
-        allocator: Allocator | None,
-        offload: Offload | None = None,
-    ) -> None:
-        # Never None, which would ask for windows of copy engines: the methods' tensors lie in no window.
-        self._begin(parameters[0].sharding.axes, policy, allocator or CachingAllocator(), offload)
-        self._lay_out(shapes, [0] * len(shapes))
-        self.parameters = list(parameters)
-        self._mesh = _mesh_of(self.axes)
-        self._describe_shards()
-        self.build_unsharded()
-        put(self.parameters)
+    sends_main = False
+    computes_with_main = False
+    caches: CachingRecipe | None = None
 
-    def _describe_shards(self) -> None:
-        shard = self.parameters[0].shard
-        self.main_weight = _Apart(self.main_layout, self.axes.main_rank, shard.dtype, shard.device)
-        _, self._compute_dtype, self.reduce_dtype = dtypes_of(self.parameters[0].sharded, self.policy)
+    def __init__(self, axes: DataAxes) -> None:
+        self.allocated: tuple[int, ...] = ()
+        self.extensions: list[_Extension] = []
+        self._gathered: _Gathered
+        self._mesh = _mesh_of(axes)
+        self._compute_dtype: torch.dtype
+        self._num_shards = axes.num_shards
+        self._main_rank = axes.main_rank
 
-    def build_unsharded(self) -> None:
-        """Drop the gathered tensors; the next gather makes new tensors."""
-        self.is_meta = self.main_weight.device.type == "meta"
-        self.type_gradients()
-        shapes = self.layout.shapes
-        self._extensions = [
-            _Extension(p, s, self.axes.num_shards) for p, s in zip(self.parameters, shapes, strict=True)
-        ]
-        self._gathered = _Gathered(self._extensions, self.axes.num_shards)
-        self.buffers = (self._gathered,)
-        self._allocated = ()
+    @property
+    def is_unreceived(self) -> bool:
+        """Whether gathered tensors have yet to become unsharded parameters."""
+        return self._gathered.is_unreceived
 
-    def chosen(self, direction: Direction, gathered_for: Direction | None) -> tuple[int, ...]:
-        """The first gather serves both directions: a second gather has nothing to fill."""
-        return (0,) if gathered_for is None else ()
+    def describe(
+        self, parameters: Sequence[ShardedParameter], layout: Layout, policy: MixedPrecisionPolicy
+    ) -> tuple[ShardedBuffer, torch.dtype]:
+        """Describe separate shards as a buffer without memory, and tell the reduce dtype."""
+        shard = parameters[0].shard
+        _, self._compute_dtype, reduce_dtype = dtypes_of(parameters[0].sharded, policy)
+        return _Apart(layout, self._main_rank, shard.dtype, shard.device), reduce_dtype
 
-    def _take(self, shards: list[torch.Tensor], *, keep_parameters: bool) -> None:
-        for parameter, shard, shape in zip(self.parameters, shards, self.layout.shapes, strict=True):
+    def take(self, group: ParameterGroup, layout: Layout, shards: list[torch.Tensor], *, keep_parameters: bool) -> None:
+        """Make other tensors of the class that was sharded the shards.
+
+        Raises:
+            TypeError: A tensor does not define the two methods.
+        """
+        for parameter, shard, shape in zip(group.parameters, shards, group.layout.shapes, strict=True):
             if not is_extended(shard):
                 raise TypeError(
                     f"Expected the local tensor of {parameter.name!r} to define {_PRE} as before, got "
@@ -186,16 +102,25 @@ class ExtendedGroup(ParameterGroup):
                 )
             if not keep_parameters:
                 parameter.adopt(parameter.replacement())
-            self._point(parameter, _with_room(shard, shape, self.axes.num_shards, self.offload))
+            point_at(parameter, _with_room(shard, shape, self._num_shards, group.offload))
             parameter.unsharded = parameter.sharded
             parameter.unsharded_version = None
             parameter.note_memory()
-        self._describe_shards()
-        self.build_unsharded()
-        put(self.parameters)
+        group.main_weight, group.reduce_dtype = self.describe(group.parameters, layout, group.policy)
+
+    def build(self, group: ParameterGroup) -> None:
+        """Drop the gathered tensors; the next gather makes new tensors."""
+        pairs = zip(group.parameters, group.layout.shapes, strict=True)
+        self.extensions = [_Extension(parameter, shape, self._num_shards) for parameter, shape in pairs]
+        self._gathered = _Gathered(self.extensions, self._num_shards)
+        group.buffers = (self._gathered,)
+
+    def chosen(self, direction: Direction, gathered_for: Direction | None) -> tuple[int, ...]:
+        """The first gather serves both directions: a second gather has nothing to fill."""
+        return (0,) if gathered_for is None else ()
 
     def prepare_gather(
-        self, direction: Direction = Direction.BOTH, gathered_for: Direction | None = None
+        self, group: ParameterGroup, direction: Direction = Direction.BOTH, gathered_for: Direction | None = None
     ) -> GatherPlan:
         """Get the tensors to send from `fsdp_pre_all_gather`, and allocate the gathered tensors.
 
@@ -207,26 +132,18 @@ class ExtendedGroup(ParameterGroup):
         """
         if gathered_for is not None:
             return GatherPlan([])
-        self._allocated = (0,)
+        self.allocated = (0,)
         with torch.inference_mode(False), torch.no_grad():  # a later pass may train on the same tensors
-            sent = [extension.send(self._mesh, self.policy, self.offload) for extension in self._extensions]
+            sent = [extension.send(self._mesh, group.policy, group.offload) for extension in self.extensions]
             self._gathered.allocate()
         return GatherPlan([(list(chain.from_iterable(sent)), self._gathered)])
 
-    def install_unsharded(self) -> list[LostChange]:
-        """Make unsharded parameters from the gathered tensors, and put the parameters into the modules.
-
-        Returns:
-            Third tensors in modules, which are dropped.
-
-        Effects: as `fsdp_post_all_gather`, on the current stream, after each gather.
-        """
-        if self._gathered.awaits_post:
-            with torch.inference_mode(False), torch.no_grad():
-                for extension in self._extensions:
-                    extension.receive(self._compute_dtype)
-            self._gathered.settle()
-        return super().install_unsharded()
+    def receive(self) -> None:
+        """Make unsharded parameters from the gathered tensors. Effects: as `fsdp_post_all_gather`."""
+        with torch.inference_mode(False), torch.no_grad():
+            for extension in self.extensions:
+                extension.receive(self._compute_dtype)
+        self._gathered.settle()
 
 
 class _Extension:
@@ -316,7 +233,7 @@ class _Gathered(UnshardedBuffer):
         self._extensions = extensions
         self._num_shards = num_shards
         self._versions: _unsafe_preserve_version_counter | None = None
-        self.awaits_post = False
+        self.is_unreceived = False
 
     @property
     def has_bytes(self) -> bool:
@@ -334,13 +251,13 @@ class _Gathered(UnshardedBuffer):
         if self._versions is None:
             written = tuple(tensor for extension in self._extensions for tensor in extension.written)
             self._versions = _unsafe_preserve_version_counter(written)
-        self.awaits_post = True
+        self.is_unreceived = True
 
     def settle(self) -> None:
         """Put version counters back: the same values in the same places are no modification."""
         if self._versions is not None:
             self._versions.__exit__(None, None, None)
-        self._versions, self.awaits_post = None, False
+        self._versions, self.is_unreceived = None, False
 
     def free(self) -> None:
         self.settle()
@@ -370,7 +287,12 @@ def _takes_more(shard: torch.Tensor) -> bool:
     return len(signature.parameters) == 5
 
 
-def _check_lies(name: str, sharding: Sharding, neighbours: Transport | None) -> None:
+def check_lies(name: str, sharding: Sharding, neighbours: Transport | None) -> None:
+    """Refuse a placement that extended parameters do not have.
+
+    Raises:
+        NotImplementedError: The placement is unsupported.
+    """
     axes = sharding.axes
     unsupported = {
         f"`shard_placement_fn` to shard {name!r} along dim 0": sharding.dim != 0,
@@ -386,7 +308,12 @@ def _check_lies(name: str, sharding: Sharding, neighbours: Transport | None) -> 
             )
 
 
-def _check_policy(candidate: Candidate) -> None:
+def check_policy(candidate: Candidate) -> None:
+    """Refuse number formats beside those that the class defines.
+
+    Raises:
+        NotImplementedError: The policy has a main dtype or a recipe for the parameter.
+    """
     dtype, (main_dtype, _, _) = candidate.parameter.dtype, dtypes_of(candidate.parameter, candidate.policy)
     if main_dtype != dtype or candidate.policy.recipe is not None:
         refuse_quantized(candidate.name, local_of(candidate.parameter))
@@ -410,7 +337,7 @@ def _mesh_of(axes: DataAxes) -> DeviceMesh:
     return axes.mesh[names[axes.shard_axis]]
 
 
-def _chunk(tensor: torch.Tensor, axes: DataAxes, offload: Offload | None) -> torch.Tensor:
+def chunk(tensor: torch.Tensor, axes: DataAxes, offload: Offload | None) -> torch.Tensor:
     """A copy of this rank's rows, of the same class, with memory for as many rows as the first rank's."""
     with torch.no_grad():
         chunks = torch.chunk(tensor.detach(), axes.num_shards)

@@ -1,0 +1,169 @@
+"""A group of parameters with the form that fits the parameters: even, flat, or with a class that defines the gather."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from lamella_buffers import Allocator, Transport, standalone
+from lamella_engine._parameters.extended_form import ExtendedForm, check_lies, check_policy, chunk, is_extended
+from lamella_engine._parameters.flat_packing import pack
+from lamella_engine._parameters.group import Layout, ParameterGroup, dtypes_of, even_layouts
+from lamella_engine._parameters.group_transports import GroupTransports
+from lamella_engine._parameters.offload import Offload
+from lamella_engine._parameters.payload_form import PayloadForm, new_main_weight
+from lamella_engine._parameters.sharded_parameter import Candidate, ShardedParameter, sharded_parameter
+from lamella_engine._parameters.sharding import local_of
+from lamella_precision import MixedPrecisionPolicy
+
+
+def new_group(
+    candidates: Sequence[Candidate],
+    allocator: Allocator | None,
+    *,
+    neighbours: Transport | None = None,
+    offload: Offload | None = None,
+) -> ParameterGroup:
+    """The group of parameters that are all extended, or all not.
+
+    Args:
+        candidates: Parameters for one group, of one set of data axes and one policy, on the resting device of shards or
+            on meta. The group does not keep their storage.
+        allocator: The source of the unsharded buffer's bytes. None: memory for the fastest gathers.
+        neighbours: Ranks that share a larger part of each parameter between forward and backward, or None.
+        offload: The offload of shards that rest on the CPU, or None.
+
+    Raises:
+        NotImplementedError: The parameters are extended, in a placement unsupported for extended parameters.
+        MisuseError: One method is missing, or the first method's signature is unsupported.
+
+    Effects: allocates the shards on the current stream; not a collective, except for the first call on an axis of GPUs
+        without an allocator (`GroupTransports.of`).
+    """
+    if is_extended(local_of(candidates[0].parameter)):
+        for candidate in candidates:
+            check_lies(candidate.name, candidate.sharding, neighbours)
+            check_policy(candidate)
+        return _extended_group(candidates, allocator, offload)
+    layouts: tuple[Layout, Layout]
+    if candidates[0].sharding.keep is None:
+        shapes = [local_of(candidate.parameter).shape for candidate in candidates]
+        layouts = even_layouts(
+            candidates[0].sharding.axes, shapes, [candidate.sharding.dim for candidate in candidates]
+        )
+    else:
+        candidates, *flat_layouts = pack(candidates)
+        layouts = flat_layouts[0], flat_layouts[1]
+    return _packed_group(candidates, layouts, allocator, neighbours, offload)
+
+
+def split_extended(groups: Sequence[ParameterGroup]) -> tuple[ParameterGroup, ...]:
+    """Split off parameters whose local tensors got the two methods after sharding, into groups of their own.
+
+    The groups must be sharded.
+
+    Raises:
+        NotImplementedError, MisuseError: As `new_group`.
+
+    Effects: copies the shards of groups with such parameters. Not a collective.
+    """
+    split: list[ParameterGroup] = []
+    for group in groups:
+        is_split = isinstance(group.form, ExtendedForm)
+        members = [] if is_split else [p for p in group.parameters if is_extended(p.shard)]
+        if not members:
+            split.append(group)
+            continue
+        with torch.inference_mode(False), torch.no_grad():  # an inference tensor could never train
+            split.append(_split_off(group, members))
+            if len(members) < len(group.parameters):
+                group.leave_out(members)
+                split.append(group)
+    return tuple(split)
+
+
+def _packed_group(
+    candidates: Sequence[Candidate],
+    layouts: tuple[Layout, Layout],
+    allocator: Allocator | None,
+    neighbours: Transport | None,
+    offload: Offload | None,
+) -> ParameterGroup:
+    layout, main_layout = layouts
+    axes, policy = candidates[0].sharding.axes, candidates[0].policy
+    transports = GroupTransports.of(axes, uses_windows=allocator is None, neighbours=neighbours)
+    tensors = [local_of(candidate.parameter) for candidate in candidates]
+    main_dtype, _, reduce_dtype = dtypes_of(candidates[0].parameter, policy)
+    main_weight = new_main_weight(main_layout, axes.main_rank, main_dtype, tensors[0].device, offload)
+    main_weight.copy_from(tensors)
+    # Views of the buffer would carry the whole buffer's storage into every pickle and deep copy of one shard.
+    shards = [standalone(shard) for shard in main_weight.shards]
+    return ParameterGroup(
+        [sharded_parameter(candidate, shard) for candidate, shard in zip(candidates, shards, strict=True)],
+        layout,
+        main_weight,
+        reduce_dtype,
+        policy=policy,
+        form=PayloadForm(),
+        transports=transports,
+        allocator=allocator,
+        offload=offload,
+    )
+
+
+def _extended_group(
+    candidates: Sequence[Candidate], allocator: Allocator | None, offload: Offload | None
+) -> ParameterGroup:
+    axes = candidates[0].sharding.axes
+    tensors = [local_of(candidate.parameter) for candidate in candidates]
+    parameters = [
+        sharded_parameter(candidate, chunk(tensor, axes, offload))
+        for candidate, tensor in zip(candidates, tensors, strict=True)
+    ]
+    # No windows of copy engines: the methods' tensors lie in no window.
+    transports = GroupTransports.of(axes, uses_windows=False, neighbours=None)
+    shapes = [tensor.shape for tensor in tensors]
+    return _extended(parameters, shapes, candidates[0].policy, transports, allocator, offload)
+
+
+def _extended(
+    parameters: Sequence[ShardedParameter],
+    shapes: Sequence[tuple[int, ...]],
+    policy: MixedPrecisionPolicy,
+    transports: GroupTransports,
+    allocator: Allocator | None,
+    offload: Offload | None,
+) -> ParameterGroup:
+    layout, main_layout = even_layouts(parameters[0].sharding.axes, shapes, [0] * len(shapes))
+    form = ExtendedForm(parameters[0].sharding.axes)
+    main_weight, reduce_dtype = form.describe(parameters, main_layout, policy)
+    group = ParameterGroup(
+        parameters,
+        layout,
+        main_weight,
+        reduce_dtype,
+        policy=policy,
+        form=form,
+        transports=transports,
+        allocator=allocator,
+        offload=offload,
+    )
+    group.build_unsharded()
+    return group
+
+
+def _split_off(group: ParameterGroup, members: Sequence[ShardedParameter]) -> ParameterGroup:
+    """A group of some of another group's parameters, with the other group's transports and divisor."""
+    for parameter in members:
+        check_lies(parameter.name, parameter.sharding, group.transports.neighbours)
+        # The same object, since the methods are bound to it, in new memory: the other group's buffer is rebuilt.
+        shard = parameter.shard.clone()
+        parameter.shard.set_(shard if group.offload is None else group.offload.pinned(shard))  # type: ignore[call-overload]
+    shapes = [group.layout.shapes[group.parameters.index(parameter)] for parameter in members]
+    transports = replace(group.transports, windows=None)
+    extended = _extended(members, shapes, group.policy, transports, group.allocator, group.offload)
+    extended.divisor, extended.sums_only = group.divisor, group.sums_only
+    extended.keeps_bytes = group.keeps_bytes
+    return extended
