@@ -47,6 +47,7 @@ from torch.optim import Optimizer
 
 from lamella_engine import CPUOffloadPolicy, MixedPrecisionPolicy, Rows, ShardingOptions
 from lamella_engine._modules.attached import state_of
+from lamella_engine._unit.weights import Residency
 from lamella_optim import clip_grad_norm_, overlap_optimizer, step_on_local_shards
 from lamella_testing import run_ranks
 
@@ -275,7 +276,7 @@ def test_every_stage_takes_the_same_steps_with_several_microbatches(stage: str, 
                     pair.train(set_to_none=late)
                     computes_with_main = stage == "DDP" and policy.param_dtype is None
                     early = [state_of(m).unit for m in (pair.model, pair.model.get_submodule("layers.0"))]
-                    assert all(unit.weights.is_unsharding != computes_with_main for unit in early)
+                    assert all((unit.weights.residency is Residency.UNSHARDING) != computes_with_main for unit in early)
                     pair.assert_looks_alike()
 
     run_ranks(check, torch.Size(shape).numel())

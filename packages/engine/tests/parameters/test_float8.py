@@ -240,7 +240,7 @@ def test_a_unit_gathered_inside_the_optimizers_step_is_measured_alone() -> None:
                 descend(layer)
                 descend(other)
                 log.clear()
-                state_of(layer).unit.weights.gather_early()
+                state_of(layer).unit.gather_early()
                 assert [event.kind for event in log.events] == ["all-reduce", "gather"]
             for twin in (model, oracle):
                 twin.zero_grad()

@@ -84,7 +84,7 @@ def _pass(order: ReplayedOrder, units: Nest) -> list[int | None]:
     for unit in units:
         outer, *inner = unit if isinstance(unit, tuple) else (unit,)
         answers += [_next(order, outer), *_pass(order, inner)]
-        order.leave(outer)
+        order.end(outer)
     return answers
 
 
@@ -94,7 +94,7 @@ def _forward(
     order = orders.begin_forward(root)
     nest: Nest = [root, *inner]
     answers = [_next(order, root), *_pass(order, nest[1:])]
-    order.leave(root)
+    order.end(root)
     orders.end_forward(root, order, backward_follows=backward_follows)
     return answers
 

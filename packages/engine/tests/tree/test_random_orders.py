@@ -204,7 +204,9 @@ class _Watch:
 
     def _check_room(self) -> None:
         """The running unit has its parameters: those that are still on their way were gathered ahead."""
-        waiting = [unit.parameters.unsharded_nbytes for unit in self._units if unit.weights.is_unsharding]
+        waiting = [
+            unit.parameters.unsharded_nbytes for unit in self._units if unit.weights.residency is Residency.UNSHARDING
+        ]
         assert len(waiting) <= 1 or sum(waiting) <= (self.budget or 0), f"{waiting} beside {self.budget}"
 
 

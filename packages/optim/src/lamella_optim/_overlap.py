@@ -100,7 +100,7 @@ class OverlapOptimizer(Listener):
         Effects: those of `FSDPModule.reshard`.
         """
         for unit in list(self._early):
-            unit.weights.drop_early()
+            unit.drop_early()
 
     # -- moments of a step -------------------------------------------------------------------------------------------
 
@@ -285,7 +285,7 @@ def _gathered_first(tree: Tree, parameter_ids: Container[int]) -> list[Unit]:
     if tree.streams.is_captured:
         return chosen
     for unit in tree.first_of_next_forward():
-        if not unit.weights.may_be_early or any(id(p) not in parameter_ids for p in unit.parameters.trained):
+        if not unit.may_gather_early or any(id(p) not in parameter_ids for p in unit.parameters.trained):
             break
         chosen.append(unit)
     return chosen if any(unit.parameters.trained for unit in chosen) else []

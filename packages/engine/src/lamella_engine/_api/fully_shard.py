@@ -37,6 +37,7 @@ from lamella_engine._parameters.sharding import DataAxes, PlacementFn
 from lamella_engine._parameters.strategy import strategy_of
 from lamella_engine._tree.tree import Tree
 from lamella_engine._unit.unit import Unit
+from lamella_engine._unit.weights import refuse_holds
 from lamella_precision import MixedPrecisionPolicy
 
 M = TypeVar("M", bound=nn.Module | Sequence[nn.Module])
@@ -316,7 +317,7 @@ def _check_resting(name: str, state: FSDPState) -> None:
             f"Expected the unit {name!r} to be at rest, got one in the middle of a step. Call fully_shard between "
             "steps, or reset_iter_state() after an exception."
         )
-    state.unit.weights.check_not_held()
+    refuse_holds(state.unit.weights)
     state.unit.weights.reshard()
 
 

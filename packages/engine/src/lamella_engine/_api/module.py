@@ -451,7 +451,7 @@ class FSDPModule(_TorchsModule, UnitVerbs):
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> nn.Module:
         """`to`, `to_empty`, `cuda`, ...: act on the shards, and take them back into one buffer."""
         state = state_of(self)
-        state.tree.leave_nothing_but_shards(state.unit)
+        state.tree.bring_to_rest(state.unit)
         module: nn.Module = super(_TorchsModule, self)._apply(fn, recurse)  # type: ignore[misc]
         state.unit.weights.adopt_replaced_shards(keep_parameters=True)
         return module

@@ -42,6 +42,7 @@ from torch.utils.hooks import RemovableHandle
 from lamella_engine._common.labels import label
 from lamella_engine._common.tensors import hides_tensors, map_tensors, tensors_in
 from lamella_engine._modules.state import FSDPState
+from lamella_engine._scaling.events import WeightsChange
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -67,14 +68,16 @@ def register_hooks(
     Effects: registers forward hooks on the modules, and state-dict hooks on the owners.
     """
 
-    def leave_nothing_but_shards(*_: object) -> None:
+    def bring_to_rest(*_: object) -> None:
         acting = state.acting
-        acting.tree.leave_nothing_but_shards(acting.unit)
+        acting.tree.bring_to_rest(acting.unit)
 
     def prepare_load(owner: nn.Module, entries: Mapping[str, object], prefix: str, *_: object) -> None:
-        leave_nothing_but_shards()
+        bring_to_rest()
         replaced = {id(parameter) for name, parameter in owner._parameters.items() if prefix + name in entries}
-        state.acting.unit.weights.note_replacement(replaced)
+        unit = state.acting.unit
+        for listener in unit.parameters.listeners:
+            listener.weights_changed(unit.weights, WeightsChange.REPLACED, replaced)
 
     def adopt(*_: object) -> None:
         state.acting.unit.weights.adopt_replaced_shards(keep_parameters=True)
@@ -93,7 +96,7 @@ def register_hooks(
     for owner in state.unit.parameters.modules_with_directions():
         owner.register_forward_pre_hook(partial(_pre_recompute, state), prepend=True)
     for owner in owners:
-        owner.register_state_dict_pre_hook(leave_nothing_but_shards)  # type: ignore[no-untyped-call]
+        owner.register_state_dict_pre_hook(bring_to_rest)  # type: ignore[no-untyped-call]
         owner.register_load_state_dict_pre_hook(prepare_load)  # type: ignore[no-untyped-call]
         owner.register_load_state_dict_post_hook(adopt)  # type: ignore[no-untyped-call]
     return handles

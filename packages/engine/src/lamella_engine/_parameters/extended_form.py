@@ -69,7 +69,7 @@ class ExtendedForm:
     def __init__(self, axes: DataAxes) -> None:
         self.allocated: tuple[int, ...] = ()
         self.extensions: list[_Extension] = []
-        self._gathered: _Gathered
+        self._gathered: _Gathered  # as `extensions` made anew by each `build`: unsharded parameters are made once
         self._mesh = _mesh_of(axes)
         self._compute_dtype: torch.dtype
         self._num_shards = axes.num_shards
@@ -103,6 +103,7 @@ class ExtendedForm:
             if not keep_parameters:
                 parameter.adopt(parameter.replacement())
             point_at(parameter, _with_room(shard, shape, self._num_shards, group.offload))
+            # Until the next gather makes another: the former unsharded form may be of another dtype or device.
             parameter.unsharded = parameter.sharded
             parameter.unsharded_version = None
             parameter.note_memory()
@@ -154,9 +155,11 @@ class _Extension:
         self._shape = torch.Size(shape)
         self._num_shards = num_shards
         self._takes_more = _takes_more(parameter.shard)
+        # From the first method to the second, and until the tensors go: kernels may read it late (`forget_metadata`).
         self._metadata: object = None
-        self._shapes: list[torch.Size] = []
-        self._is_built = False
+        self._shapes: list[torch.Size] = []  # of the tensors that the first method sends, equal in every gather
+        self._is_built = False  # the unsharded parameter is made once: autograd may hold views
+        # Gathered tensors, and tensors that the second method made over them: their storages stay, their bytes go.
         self.outputs: list[torch.Tensor] = []
         self.inner: tuple[torch.Tensor, ...] = ()
 

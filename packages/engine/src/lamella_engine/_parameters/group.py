@@ -135,7 +135,7 @@ class ParameterGroup:
         offload: The offload of shards that rest on the CPU; None for shards on the mesh's device.
 
     Attributes:
-        parameters: Changed by `leave_out` alone.
+        parameters: Changed by `remove_members` alone.
         axes: The data axes.
         policy: See above; as are `form`, `transports`, `allocator`, `offload`, `layout`, `main_weight`, `reduce_dtype`.
         main_grads_dtype: The dtype of the sharded parameters' gradients; the policy does not apply to integers. Set by
@@ -169,6 +169,7 @@ class ParameterGroup:
         offload: Offload | None = None,
     ) -> None:
         self.parameters = list(parameters)
+        # Of the mesh, fixed: main weights lie by them. The caller's choices of collectives are in `transports`.
         self.axes: DataAxes = parameters[0].sharding.axes
         self.policy = policy
         self.form = form
@@ -181,13 +182,14 @@ class ParameterGroup:
         self.buffers: tuple[UnshardedBuffer, ...] = ()
         self.scales: Scales | None = None
         self.model_weights: dict[int, ShardedBuffer] = {}
+        # Choices of the caller, which the next reduction reads; equal on every rank.
         self.divisor = float(self.axes.num_ranks)
         self.sums_only = False
         self.parts: list[torch.Tensor] | None = None
         self.partial: Reduced | None = None
         self.keeps_bytes = False
         self.is_meta = False
-        put(self.parameters)
+        put(self.parameters)  # last: modules hold the sharded forms once the group is whole
 
     # -- storage ----------------------------------------------------------------------------------------------------
 
@@ -293,7 +295,7 @@ class ParameterGroup:
             return  # some have no storage yet; `on_meta` lists them
         self._take(self.main_weight.layout, shards, keep_parameters=keep_parameters)
 
-    def leave_out(self, parameters: Sequence[ShardedParameter], *, keep_parameters: bool = True) -> None:
+    def remove_members(self, parameters: Sequence[ShardedParameter], *, keep_parameters: bool = True) -> None:
         """Remove some members; the group must be sharded. The remaining members may have been replaced.
 
         Args:

@@ -44,6 +44,7 @@ class GroupTransports:
 
         Effects: on GPUs the first call with `uses_windows` on an axis is a collective (`copy_engines_of`).
         """
+        # Windows and transport of copy engines come together: a gather by engines needs memory that peers have mapped.
         engines = _engines(axes) if uses_windows else None
         return cls(
             shard=engines.transport if engines else _transport(axes, axes.shard_group) or LocalTransport(),

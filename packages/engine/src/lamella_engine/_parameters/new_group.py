@@ -79,7 +79,7 @@ def split_extended(groups: Sequence[ParameterGroup]) -> tuple[ParameterGroup, ..
         with torch.inference_mode(False), torch.no_grad():  # an inference tensor could never train
             split.append(_split_off(group, members))
             if len(members) < len(group.parameters):
-                group.leave_out(members)
+                group.remove_members(members)
                 split.append(group)
     return tuple(split)
 
@@ -97,6 +97,7 @@ def _packed_group(
     tensors = [local_of(candidate.parameter) for candidate in candidates]
     main_dtype, _, reduce_dtype = dtypes_of(candidates[0].parameter, policy)
     main_weight = new_main_weight(main_layout, axes.main_rank, main_dtype, tensors[0].device, offload)
+    # The only copy of the values: originals go when the caller drops the candidates.
     main_weight.copy_from(tensors)
     # Views of the buffer would carry the whole buffer's storage into every pickle and deep copy of one shard.
     shards = [standalone(shard) for shard in main_weight.shards]
@@ -162,6 +163,7 @@ def _split_off(group: ParameterGroup, members: Sequence[ShardedParameter]) -> Pa
         shard = parameter.shard.clone()
         parameter.shard.set_(shard if group.offload is None else group.offload.pinned(shard))  # type: ignore[call-overload]
     shapes = [group.layout.shapes[group.parameters.index(parameter)] for parameter in members]
+    # Of its own from now on: a custom collective set on one group is not the other's.
     transports = replace(group.transports, windows=None)
     extended = _extended(members, shapes, group.policy, transports, group.allocator, group.offload)
     extended.divisor, extended.sums_only = group.divisor, group.sums_only

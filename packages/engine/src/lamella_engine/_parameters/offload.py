@@ -52,6 +52,7 @@ class Offload:
 
         Effects: copies a shard from a device; the host waits for the copy.
         """
+        # `cpu()` and no pinned copy: `form.take` copies the shard into the group's pinned buffer next.
         return shard.cpu() if self.pins and not shard.is_meta else shard
 
     def pinned(self, shard: torch.Tensor) -> torch.Tensor:

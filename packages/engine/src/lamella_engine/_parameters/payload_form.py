@@ -28,6 +28,7 @@ class PayloadForm:
         self.is_unreceived = False  # decoded weights are views of the buffers: nothing to receive
         self.caches: CachingRecipe | None = None
         self._unsharded: UnshardedWeight  # as the two below made by `build`, for shards with storage
+        # Both asked for at every gather. A plan keeps the main weights alive that it sends.
         self._chosen: dict[tuple[Direction, Direction | None], tuple[int, ...]] = {}
         self._plans: dict[tuple[int, ...], GatherPlan] = {}
 
@@ -39,7 +40,7 @@ class PayloadForm:
             group.main_weight.flat.zero_()
             torch._foreach_copy_(list(group.main_weight.shards), shards)
         for parameter, shard in zip(group.parameters, group.main_weight.shards, strict=True):
-            if not keep_parameters:
+            if not keep_parameters:  # a Parameter put in by hand is the one that an optimizer will hold
                 parameter.adopt(parameter.replacement())
             point_at(parameter, standalone(shard))
         group.reduce_dtype = group.policy.reduce_dtype_of(group.main_weight.dtype)
@@ -52,7 +53,7 @@ class PayloadForm:
         self.sends_main = all(payload_format.is_main_weight for payload_format in formats.formats)
         self.computes_with_main = self.sends_main and group.axes.shard_axis is None and group.offload is None
         allocator = _Borrowed(group.main_weight.flat) if self.computes_with_main else group.allocator
-        if isinstance(formats.recipe, ScaledRecipe):
+        if isinstance(formats.recipe, ScaledRecipe):  # new with each build: scales of weights that were replaced
             group.scales = Scales(formats.recipe, group.layout.shapes, group.device)
         self.caches = formats.recipe if isinstance(formats.recipe, CachingRecipe) else None
         layouts, ranks = (group.layout, group.main_weight.layout), (group.transports.rank, group.axes.main_rank)

@@ -34,6 +34,7 @@ def take_gradients(group: ParameterGroup) -> tuple[dict[int, torch.Tensor | None
     gradients, has_any = dict[int, torch.Tensor | None](), False
     with attributes_alone():
         for i, parameter in enumerate(group.parameters):
+            # A parameter frozen since its microbatch still has a gradient to send; `trains` is equal on every rank.
             if parameter.trains or parameter.has_gradient:
                 gradients[i] = gradient = parameter.take_gradient()
                 has_any |= gradient is not None
@@ -176,7 +177,7 @@ def install_gradients(group: ParameterGroup, reduced: Reduced, *, are_divided: b
             fresh.append(i)
         else:
             totals[i] = local_of(grad)
-    if totals:
+    if totals:  # microbatches reduced one by one, or a `.grad` that the optimizer has not cleared
         add = torch._foreach_add_ if group.offload is None else group.offload.add_
         add(list(totals.values()), [shards.shards[i] for i in totals])
     if fresh and group.offload is not None:

@@ -57,7 +57,7 @@ def merge_tied(groups: Sequence[ParameterGroup], *, keep_parameters: bool) -> tu
     for parameter in gone:
         survivors[parameter].owners += parameter.owners
         parameter.owners = []
-    return tuple(group for group in groups if _leave_out(group, gone, keep_parameters=keep_parameters))
+    return tuple(group for group in groups if _remove_members(group, gone, keep_parameters=keep_parameters))
 
 
 def _survivor_of(members: Sequence[ShardedParameter]) -> ShardedParameter:
@@ -65,11 +65,11 @@ def _survivor_of(members: Sequence[ShardedParameter]) -> ShardedParameter:
     return next((parameter for parameter in members if parameter.current_form() is parameter.sharded), members[0])
 
 
-def _leave_out(group: ParameterGroup, gone: Sequence[ShardedParameter], *, keep_parameters: bool) -> bool:
+def _remove_members(group: ParameterGroup, gone: Sequence[ShardedParameter], *, keep_parameters: bool) -> bool:
     """Whether the group has members left."""
     lost = [parameter for parameter in group.parameters if parameter in gone]
     if lost and len(lost) < len(group.parameters):
-        group.leave_out(lost, keep_parameters=keep_parameters)
+        group.remove_members(lost, keep_parameters=keep_parameters)
         return True
     return not lost
 

@@ -112,6 +112,7 @@ class UnshardedWeight:
         allocator: Allocator,
         scales: Scales | None,
     ) -> None:
+        # Made once with the group's buffers, and anew when main weights move: plans refer to views of both.
         self._payloads = payloads
         self._main_layouts = payloads.like(main_layout)
         self._rank, self._main_rank = ranks
@@ -123,7 +124,7 @@ class UnshardedWeight:
             UnshardedBuffer(payload_layout, ranks[0], payload_format.dtype, device, allocator)
             for payload_format, payload_layout in pairs
         )
-        for buffer in self.buffers:
+        for buffer in self.buffers:  # for a moment: torch refuses views beyond a storage's bytes
             buffer.allocate()
         # Decoded once, over views of the buffers: autograd holds the weights while the bytes come and go.
         decode = payloads.recipe.decode
@@ -141,6 +142,7 @@ class UnshardedWeight:
         """
         formats, buffers = self._payloads.formats, self.buffers
         moves = [(main_weight.slots if formats[p].is_main_weight else buffers[p].own, buffers[p]) for p in chosen]
+        # Encoded into this rank's slots of the buffer itself: the gather sends from the place that it fills.
         encoded = [p for p in chosen if not formats[p].is_main_weight]
         if not encoded:
             return GatherPlan(moves)
@@ -171,7 +173,7 @@ class UnshardedWeight:
         for p in chosen:
             buffer = self.buffers[p]
             shards[p] = ShardedBuffer.empty(self._payloads.layouts[p], self._rank, buffer.dtype, buffer.device)
-        # Views of `made`: encoded in place, and gathered in place.
+        # Views of the shards: encoded in place, and gathered in place.
         parts = {p: [torch.tensor_split(slot, outer.num_ranks)[outer.rank] for slot in shards[p].slots] for p in chosen}
         encoded_parts = {p: shards_in(parts[p], self._main_layouts[p], self._main_rank) for p in chosen}
         owned, columns = self._columns(main_weight, encoded_parts)

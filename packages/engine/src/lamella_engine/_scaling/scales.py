@@ -55,8 +55,9 @@ class Scales:
         self.parameter_scales = _split(self._scales, shapes_of_scales)
         self._past_of_each = [_split(row, shapes_of_scales) for row in self._past]
         self.amaxes_of_each = _split(self.amaxes, shapes_of_scales)
+        # Due until the first measurement, and measured by encodings only after it: before, nothing was encoded.
         self.are_due, self.are_measured = True, False
-        self._hears_updates = False
+        self._hears_updates = False  # until an event of an update: from then on passes alone change no scale
         self._columns: tuple[Sequence[object], ...] | None = None  # of main weights that stay where they are
 
     def expire(self) -> None:

@@ -90,6 +90,8 @@ class Scaling:
             measure(due)
 
     def _measure_with_others(self, weights: ScaledWeights) -> None:
+        # In the order of `fully_shard` calls, equal on every rank, from facts that follow from the program: the MAX
+        # reduction must have the same members everywhere.
         candidates = [
             weights,
             *(other for other in self._at_rest() if _are_due(other) and other is not weights),
@@ -101,6 +103,7 @@ class Scaling:
 
     def _at_rest(self) -> list[ScaledWeights]:
         living = [unit.weights for reference in self._units if (unit := reference()) is not None]
+        # A unit in use keeps the scales that its payloads were encoded with: backward decodes with them.
         return [weights for weights in living if self in weights.parameters.listeners and weights.will_be_encoded]
 
 
@@ -138,6 +141,7 @@ def _forget_past(parameters: ScaledParameters, replaced: Collection[int]) -> Non
     with streams.on(streams.all_gather_stream):
         for group, scales in delayed:
             _forget(scales, group, replaced)
+    # The caller writes the new values on the compute stream, and may read scales there (`scaling_state`).
     streams.compute_stream.wait_stream(streams.all_gather_stream)
 
 

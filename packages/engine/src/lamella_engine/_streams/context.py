@@ -35,8 +35,10 @@ class Context:
     def __init__(self, device: torch.device) -> None:
         self.streams = Streams(device)
         self.phase = PassPhase.RESTING
+        # Written by `StepEnd` alone, from announcements that every rank makes alike: ranks that differ in it would
+        # reduce different gradients.
         self.is_last_backward = True
-        self.max_reductions_in_flight = 1
+        self.max_reductions_in_flight = 1  # fixed during a backward: the bound on unreduced gradients' bytes
         self.order_check: OrderCheck | None = None
 
     @property

@@ -61,11 +61,17 @@ class Streams:
         self.device = device
         self.shown: dict[object, object] = {}  # the view of the streams that torch's tools get
         self._accelerator = torch.get_device_module(device)  # torch.cuda, or torch.cpu with streams that do nothing
+        # The user's (`set_post_optim_event`), for the gathers of one forward; cleared when they have waited for it, and
+        # where shards are written after it was recorded.
         self.post_optim_event: torch.Event | None = None
+        # In the order of the reduce stream, oldest first: an event stands for all reductions before it. Trees that
+        # share streams share both queues.
         self._reductions: deque[Reduction] = deque()
         self._all_reductions: deque[Reduction] = deque()
+        # From a reduction's copy to the CPU until the host has waited at the end of backward.
         self._are_gradients_arriving = False
         self.reads_shards = False  # the gather stream read CPU shards since the host last waited for the stream
+        # Hooks of `register_post_accumulate_grad_hook`, called after that wait. A dict: each once, in their order.
         self._on_arrival: dict[Callable[[], None], None] = {}
 
     @cached_property
@@ -137,7 +143,7 @@ class Streams:
         """Keep a reduction's gradients alive until `retire_all_but` pops the reduction."""
         self._reductions.append(reduction)
 
-    def retire_all_but(self, num_left: int) -> None:
+    def retire_all_but(self, num_in_flight: int) -> None:
         """Release the gradients of earlier reductions, but for as many reductions as may stay in flight.
 
         One reduction may stay in flight beside a new one unless a unit asked for more, so at most two units' gradients
@@ -145,7 +151,7 @@ class Streams:
 
         Effects: the compute stream waits for the reductions; no host sync.
         """
-        while len(self._reductions) > num_left:
+        while len(self._reductions) > num_in_flight:
             # The last reference to the gradients, whose memory goes back to the allocating streams. Without the waits
             # backward would write new gradients there while the collective still reads.
             reduction = self._reductions[0]

@@ -21,7 +21,8 @@ class GatheredAhead:
 
     def __init__(self) -> None:
         self.budget: int | None = None
-        # Weak: modules own units, and prefetch must not keep a deleted model's memory.
+        # Added by `choose` and `add`; a unit's own turn removes it. Weak: modules own units, and prefetch must not keep
+        # a deleted model's memory.
         self._units: dict[int, weakref.ref[Unit]] = {}
 
     def free(self, units: Container[int]) -> None:
@@ -44,6 +45,7 @@ class GatheredAhead:
         if self.budget is not None:
             chosen = self._within(self.budget, running, upcoming)
         else:
+            # One unit waits already: a second gather would hold a third unit's bytes, more than the default promises.
             for ref in self._units.values():
                 if (unit := ref()) is not None and unit.weights.residency is Residency.UNSHARDING:
                     return []

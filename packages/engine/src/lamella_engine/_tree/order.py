@@ -26,7 +26,7 @@ class ReplayedOrder:
 
     def __init__(self, expected: Sequence[int] = ()) -> None:
         self._expected = expected
-        self._cursor = 0
+        self._cursor = 0  # in `expected`, behind the last unit on which both orders have met; never goes back
         self.seen: list[int] = []
         self.ended: list[int] = []
 
@@ -41,7 +41,7 @@ class ReplayedOrder:
         self._cursor = position + 1
         return Outlook(self._expected[self._cursor :], passed)
 
-    def leave(self, unit: int) -> None:
+    def end(self, unit: int) -> None:
         """Record that `unit` is over. Units nest, so the ends come in another order than the begins."""
         self.ended.append(unit)
 
@@ -54,10 +54,13 @@ class LearnedOrders:
     """
 
     def __init__(self) -> None:
+        # By the unit that a pass begins with: validation of a part of the model must not unlearn training's order.
         self._forward: dict[int, tuple[int, ...]] = {}
         self._reverse: dict[int, tuple[int, ...]] = {}
+        # Of the last forward with gradients: several forwards may come before one backward, which starts with the last.
         self._last_forward: tuple[int, ...] = ()
         self._reverse_of_last_forward: tuple[int, ...] = ()
+        # The last backward, and the forward that came before it.
         self._backward: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
 
     def begin_forward(self, root: int) -> ReplayedOrder:

@@ -28,6 +28,8 @@ class Prefetch:
         self._prefetched = GatheredAhead()
         self._planned_for_backward = KeptForBackward()
         self._learned = LearnedOrders()
+        # Of the pass under way: begun by `begin_forward` or `begin_backward`, learned at the pass's end. A pass that an
+        # exception ends teaches nothing: the next begins another.
         self._order = ReplayedOrder()
 
     def follow(self, options: ShardingOptions) -> None:
@@ -39,7 +41,7 @@ class Prefetch:
         self._order = self._learned.begin_forward(root.index)
         if self._planned_for_backward.budget:
             backward = self._learned.backward_of_forward(root.index) if torch.is_grad_enabled() else ()
-            self._planned_for_backward.plan(unit for unit in self._living(backward) if unit.goes_after_forward)
+            self._planned_for_backward.plan(unit for unit in self._living(backward) if unit.is_regathered)
 
     def begin_backward(self) -> None:
         """Replay the last backward after the same forward, or the forward in reverse."""
@@ -47,6 +49,7 @@ class Prefetch:
 
     def before_forward_of(self, running: Unit) -> list[Unit]:
         """The units to gather as a unit's forward begins: named by the user, or next in the learned order."""
+        # Also for a unit with a list of the user's: the order of the pass must be recorded, and passed units freed.
         chosen = self._prefetched.choose(running, self._living(self._upcoming(running)))
         return _named(running.forward_prefetch) if running.forward_prefetch else chosen
 
@@ -65,9 +68,9 @@ class Prefetch:
             self._prefetched.free(set(passed).difference(upcoming))
         return upcoming
 
-    def leave(self, unit: Unit) -> None:
+    def note_end(self, unit: Unit) -> None:
         """Note that a unit's forward is over."""
-        self._order.leave(unit.index)
+        self._order.end(unit.index)
 
     def end_forward(self, root: Unit) -> None:
         """Learn a finished forward."""

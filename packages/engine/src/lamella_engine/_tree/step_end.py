@@ -80,7 +80,7 @@ class StepEnd:
     """
 
     def __init__(self, units: Sequence[weakref.ref[Unit]], context: Context, listeners: EndListeners) -> None:
-        self._units = units
+        self._units = units  # weak: modules own units
         self._context = context
         self._streams = context.streams
         self._listeners = listeners
@@ -199,11 +199,12 @@ class StepEnd:
             self._note_end(unit, unit.finish_backward())
         settle_weights(units)
         if self._context.is_last_backward:
+            # Also from ENDED: with delayed gradients still missing, the later backward's stream is the one that waits.
             self._become(StepPhase.ENDED)
             self._ended_on = self._streams.compute_stream
             self._finish_ended(defers=defers)
         elif self._streams.has_arrival_hooks:
-            self.finish_reductions()
+            self.finish_reductions()  # hooks of this microbatch's gradients run once the CPU has these gradients
 
     def end_step(self, *, defers: bool = False, finalizes: bool = False) -> None:
         """End a backward that was driven by hand, of any microbatch; or backwards that hooks have left open.
@@ -233,6 +234,7 @@ class StepEnd:
 
         Effects: where gradients go to the CPU, the host waits for the compute stream.
         """
+        # First: an interrupt in the waits below leaves reductions in flight, which `reset` finishes in any phase.
         self.phase = _BY_WAIT.get(self.phase, self.phase)
         self.defers_wait = False
         self._streams.finish_reductions()
@@ -283,6 +285,7 @@ class StepEnd:
         if stream is None or any([unit.gradients.delayed.num_due for unit in self.units]):
             return
         self._ended_on = None
+        # Gradients on their way to the CPU are waited for by the host: an optimizer's step there cannot order itself.
         defers_to_step = self.defers_wait and not self._streams.are_gradients_arriving
         if (defers_to_step and self._context.is_in_backward) or defers:
             self.defers_wait = False
@@ -312,11 +315,11 @@ class StepEnd:
             )
 
     def _end_backward_by_hand(self, *, defers: bool) -> None:
-        self.finish_deferred()
+        self.finish_deferred()  # of the step before: its unreduced gradients are held until then
         if self._context.is_last_backward:
             for unit in self.units:
                 unit.check_ended()
-        self._limit_reductions()
+        self._limit_reductions()  # no hook has begun the backward
         self.finish_backward(defers=defers)
 
 

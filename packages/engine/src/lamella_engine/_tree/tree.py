@@ -18,6 +18,7 @@ from lamella_engine._tree.prefetch import Prefetch
 from lamella_engine._tree.step_end import StepEnd, settle_weights
 from lamella_engine._unit.gradients import Ended
 from lamella_engine._unit.unit import Unit
+from lamella_engine._unit.weights import refuse_holds
 from lamella_precision import Direction
 
 # The process's: a step hook is called for every optimizer, and looks for trees with its parameters here. Weak: modules
@@ -117,6 +118,7 @@ class Tree:
         self.step_end = StepEnd(self._units, self.context, self._listeners)
         self._prefetch = Prefetch(self._units)
         self.scaling = Scaling(self._units)
+        # The unit whose forward began the last forward pass. An index: the tree refers to units weakly.
         self._forward_root: int | None = None
         self.follow(options)
         _living.add(self)
@@ -138,6 +140,7 @@ class Tree:
     def add(self, unit: Unit) -> None:
         """Add a unit to the tree."""
         unit.parameters.join(self.context, (self.scaling,))
+        # Places are never given away: learned orders name units by index, on every rank alike.
         unit.index = len(self._units)
         self._units.append(weakref.ref(unit))
 
@@ -148,7 +151,7 @@ class Tree:
         """
         self.step_end.finish_reductions()
         for unit in self.units:  # their bytes belong to the gather stream left behind
-            unit.weights.drop_early()
+            unit.drop_early()
         self.streams.use_streams_of(other.streams)
 
     # -- listeners --------------------------------------------------------------------------------------------------
@@ -188,6 +191,7 @@ class Tree:
             if is_recomputed:
                 unit.recompute_forward()
             return False
+        # In a unit of one module no other is left to run: an id is of an earlier forward that an exception ended.
         begins = not unit.awaited or len(unit.parameters.module_ids) == 1
         prefetched: list[Unit] = []
         if begins and not is_recomputed:
@@ -196,7 +200,7 @@ class Tree:
             if (check := self.context.order_check) is not None:
                 check.note(self._place_of(unit))
             prefetched = self._prefetch.before_forward_of(unit)
-            weights.drop_stale_weights()
+            weights.drop_stale_weights()  # kept unsharded over an optimizer's step, or written since
         if begins:
             unit.begin_forward(module_id)
         if is_recomputed:
@@ -258,27 +262,29 @@ class Tree:
         is_root = self.is_forward_root(unit)
         if awaited and not is_root:
             return
+        # Some modules have not run, and the pass ends: with gradients backward is likely next, on these parameters.
         if not (awaited and torch.is_grad_enabled()):
-            self._reshard_after_forward(unit)
+            self._free_unless_kept(unit)
         awaited.clear()
         if is_root:
             self._end_pass(unit)
         else:
-            self._prefetch.leave(unit)
+            self._prefetch.note_end(unit)
 
-    def _reshard_after_forward(self, unit: Unit) -> None:
-        if unit.may_reshard_after_forward and not self._prefetch.keeps(unit):
+    def _free_unless_kept(self, unit: Unit) -> None:
+        if unit.may_free and not self._prefetch.keeps(unit):
             unit.weights.reshard(keep_parts=torch.is_grad_enabled())
 
     def _end_pass(self, root: Unit) -> None:
         for unit in self.units:
             if unit.awaited:  # some of the unit's modules did not run
                 unit.awaited.clear()
-                self._reshard_after_forward(unit)
-                self._prefetch.leave(unit)
-        self._prefetch.leave(root)
+                self._free_unless_kept(unit)
+                self._prefetch.note_end(unit)
+        self._prefetch.note_end(root)
         self._prefetch.end_forward(root)
         settle_weights(self.units)
+        # While the phase still tells the pass, which the message names.
         self._check_order_at_end()
         self.context.phase = PassPhase.RESTING
 
@@ -307,20 +313,20 @@ class Tree:
         self.scaling.compute_measured()
         for unit in units:
             with label(f"optimizer_prefetch for {unit.parameters.name}"):
-                unit.weights.gather_early()
+                unit.gather_early()
             self._prefetch.count_ahead(unit)
 
-    def leave_nothing_but_shards(self, unit: Unit) -> None:
+    def bring_to_rest(self, unit: Unit) -> None:
         """Return a unit to rest before main weights are read, written or replaced.
 
         Raises:
             RuntimeError: The unit has a holder.
 
-        Effects: those of `UnitWeights.leave_nothing_but_shards` and `StepEnd.finish_deferred`.
+        Effects: those of `UnitWeights.bring_to_rest` and `StepEnd.finish_deferred`.
         """
-        unit.weights.check_not_held()
+        refuse_holds(unit.weights)
         self.step_end.finish_deferred()
-        unit.weights.leave_nothing_but_shards()
+        unit.weights.bring_to_rest()
 
     # -- backward ---------------------------------------------------------------------------------------------------
 
@@ -345,6 +351,7 @@ class Tree:
             if (check := self.context.order_check) is not None:
                 check.note(self._place_of(unit))
             prefetched = self._prefetch.before_backward_of(unit)
+            # The unit's own gather before the prefetched ones: gathers run in the order in which they were queued.
             if unit.unshards_in_backward:
                 weights.unshard(unit.direction_in_backward)
             else:

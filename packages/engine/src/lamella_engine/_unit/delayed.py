@@ -26,8 +26,12 @@ class DelayedGradients:
     def __init__(self) -> None:
         self.are_expected = False
         self.num_due = 0
+        # By parameter: gradients that came for backwards not complete yet, also before the end of their backward.
         self._num_arrived: dict[ShardedParameter, int] = {}
+        # The moments at which gradients were made, until `join` has ordered their reader after them.
         self._ready_events: list[tuple[torch.Stream, torch.Event]] = []
+        # The makers' streams since then, until `take_streams`: memory of gradients goes back to these streams. A dict,
+        # as a set without an order: equal on every rank.
         self._streams: dict[torch.Stream, None] = {}
 
     @property
@@ -85,6 +89,7 @@ class DelayedGradients:
             self._ready_events.append((stream, stream.record_event()))
 
     def _complete(self) -> bool:
+        # Counts, not flags: two microbatches' gradients may come before the first backward is complete.
         is_complete = self.num_due > 0 and all(self._num_arrived.values())
         if is_complete:
             self.num_due -= 1

@@ -28,6 +28,14 @@ from lamella_engine._unit.parameters import UnitParameters
 _AS_IT_IS: AbstractContextManager[None] = nullcontext()
 
 
+class GroupGradients(NamedTuple):
+    """A group's part in a reduction: its unreduced gradients, which nothing else holds any more."""
+
+    group: ParameterGroup
+    gradients: dict[int, torch.Tensor | None]  # by member: None where backward made no gradient, and zeros are sent
+    wire_dtype: torch.dtype  # of the communication
+
+
 class Ended(NamedTuple):
     """The gradients of a unit at the end of a backward."""
 
@@ -60,6 +68,9 @@ class Gradients:
         self.reduces_unused_parameters = False
         self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
         self.all_reduce_hook_stream: torch.Stream | None = None
+        # Set at the end of a backward that keeps gradients, on every rank alike (`_wait_for_later`), also where this
+        # rank made none; cleared by the reduction and by `drop`. Sums travel in the reduce dtype: a rank that forgot
+        # the kept microbatch would send another dtype than its peers.
         self.has_sums = False
 
     def take_over(self, other: Gradients) -> None:
@@ -163,11 +174,12 @@ class Gradients:
         delayed = self.delayed if self.delayed.are_expected else None
         if delayed is not None:
             delayed.join(compute)
-        inputs, reads = [], list[torch.Tensor | None]()
+        inputs, reads = list[GroupGradients](), list[torch.Tensor | None]()
         for group in parameters.groups:
             gradients, has_any = reduction.take_gradients(group)
+            # By `has_any` alone the collective depends on gradients here: the caller promises equal use on all ranks.
             if has_any or (self.reduces_unused_parameters and group.is_trainable):
-                inputs.append((group, gradients, self._wire_of(group)))
+                inputs.append(GroupGradients(group, gradients, self._wire_of(group)))
                 reads += gradients.values()  # parameters hold these tensors no more: the reduction's record must
         if not inputs:
             self._drop_main_grads()
@@ -182,12 +194,12 @@ class Gradients:
         if context.order_check is not None:
             parameters.check_order(
                 "reduce",
-                lambda: sum(reduction.gradient_nbytes(g, gradients, wire_dtype) for g, gradients, wire_dtype in inputs),
+                lambda: sum(reduction.gradient_nbytes(*group_gradients) for group_gradients in inputs),
             )
         # The compute stream made the gradients, and may have changed an earlier `.grad` that the reduction adds to.
         stream.wait_stream(compute)
         with label("post_backward_reduce", parameters.name), _no_graph(), streams.on(stream):
-            reductions, transfers = {}, {}
+            groups, reductions, transfers = [], {}, {}
             for group, gradients, wire_dtype in inputs:
                 output = reduction.new_reduced(
                     group,
@@ -196,13 +208,14 @@ class Gradients:
                     installs_all=self.reduces_unused_parameters,
                     without_gaps=self.all_reduce_hook is not None,
                 )
+                groups.append(group)
                 reductions[group], transfers[group] = output, (gradients, wire_dtype, output.shards)
-            groups = [group for group, _, _ in inputs]
             for axis_groups in by_axes(groups):
                 transport = axis_groups[0].transports.reduce or axis_groups[0].transports.shard
                 reduce_scatter([transfers[group] for group in axis_groups], transport, axis_groups[0].reduce_op).wait()
             for group in groups:
                 if group.partial is not None:
+                    # On the stream that reduced the partial sum, behind the reduction: no further wait.
                     reductions[group] = reduction.add_partial(group, reductions[group])
             # The record holds the tensors: the reduce stream still reads memory that belongs to other streams.
             event = stream.record_event()
@@ -248,6 +261,7 @@ class Gradients:
             group.partial = reduced
             return None
         stream = streams.reduce_scatter_stream
+        # Rule 6 of Note [Streams]: a cast on the reduce stream would delay the next unit's reduction.
         if has_outer or self.all_reduce_hook is not None or reduced.shards.dtype != group.main_grads_dtype:
             stream = self.all_reduce_hook_stream or streams.all_reduce_stream
             stream.wait_event(event)

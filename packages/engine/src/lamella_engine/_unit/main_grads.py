@@ -42,10 +42,12 @@ class MainGrads:
         self.group = group
         self.parameters = list(parameters)
         self._streams = streams
+        # From `offer` in the first backward to `take` by the reduction, over any number of kept microbatches.
         self._buffer: UnshardedBuffer | None = None
+        # Without bytes: views of a storage are dear to make, and a reduction may still read the last buffer's.
         self._spare: list[UnshardedBuffer] = []
         self._stream: torch.Stream | None = None  # allocated the buffer: waits for readers before the bytes go
-        self._zeroed: torch.Event | None = None
+        self._zeroed: torch.Event | None = None  # behind the zeroing of the buffer; goes with it
         for parameter in self.parameters:
             parameter.keeps_grad_clear = True
 

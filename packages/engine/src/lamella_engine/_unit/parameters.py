@@ -36,11 +36,11 @@ class UnitParameters:
     """
 
     def __init__(self, groups: Sequence[ParameterGroup], context: Context, strategy: Strategy) -> None:
-        self.name = ""
-        self.module_ids: frozenset[int] = frozenset()
+        self.name = ""  # until `rename`
+        self.module_ids: frozenset[int] = frozenset()  # `register_hooks` sets them: ids, as modules own the unit
         self.context = context
         self.strategy = strategy
-        self.main_grads: tuple[MainGrads, ...] = ()
+        self.main_grads: tuple[MainGrads, ...] = ()  # `set_main_grads` replaces them, and unmarks the former
         self._listeners_of_tree: tuple[WeightsListener, ...] = ()  # `join` sets them; each concerns some units
         self.replace_groups(groups)
 
@@ -52,6 +52,7 @@ class UnitParameters:
 
     def replace_groups(self, groups: Sequence[ParameterGroup]) -> None:
         """Consist of these groups from now on."""
+        # Facts of the groups, computed once: each is asked for several times a pass and unit.
         self.groups = tuple(groups)
         self.is_offloaded = any(group.offload is not None for group in self.groups)
         self.keeps_copies = self.strategy.keeps_copy or any(group.transports.outer is not None for group in self.groups)

@@ -13,7 +13,7 @@ from lamella_engine._parameters.sharded_parameter import ShardedParameter
 from lamella_engine._streams.context import Context
 from lamella_engine._unit.gradients import Ended, Gradients
 from lamella_engine._unit.parameters import UnitParameters
-from lamella_engine._unit.weights import Contents, Residency, UnitWeights
+from lamella_engine._unit.weights import Contents, Residency, UnitWeights, refuse_holds
 from lamella_precision import Direction
 
 FSDP2_STRATEGY = Strategy()
@@ -55,23 +55,26 @@ class Unit:
         self.parameters = UnitParameters(groups, context, strategy)
         self.weights = UnitWeights(self.parameters)
         self.gradients = Gradients(self.parameters)
-        self.index = -1
-        self.is_outermost = True
+        self.index = -1  # until `Tree.add`
+        self.is_outermost = True  # until an outer `fully_shard` takes the tree's units over
+        # Choices of the caller, by `set_...` methods, which count from the next pass on. Every rank must choose alike.
         self.reshard_after_forward = reshard_after_forward
         self.reshard_after_backward = True
         self.unshards_in_backward = True
         self.max_reductions_in_flight = 1
         self.forward_prefetch: tuple[Callable[[], Unit | None], ...] = ()
         self.backward_prefetch: tuple[Callable[[], Unit | None], ...] = ()
+        # Never back to BACKWARD: a unit that recomputes does so in every step, and a second gather costs more than the
+        # payloads of forward in the first.
         self.direction_in_backward = Direction.BACKWARD
-        self.is_in_backward = False
-        self.awaited: set[int] = set()
+        self.is_in_backward = False  # `abandon` clears it after an exception
+        self.awaited: set[int] = set()  # filled by `begin_forward`; empty again when the forward is over
         self.view: Callable[[], object] = lambda: None
-        self._forward_is_watched = True
+        self._forward_is_watched = True  # of the forward under way: every module of the unit must be
 
     def take_over(self, other: Unit) -> None:
         """Communicate another unit's parameters together with this unit's from now on. Both must be at rest."""
-        other.weights.drop_copy()
+        other.weights.drop_copy()  # the other unit's buffers get bytes from this unit's gathers from now on
         self.gradients.take_over(other.gradients)
         mine, theirs = self.parameters, other.parameters
         for parameter in (p for group in theirs.groups for p in group.parameters):
@@ -83,16 +86,16 @@ class Unit:
         self.weights.contents = Contents.NONE  # of the parameters that came in
 
     @property
-    def reshards_after_forward(self) -> bool:
+    def is_transient(self) -> bool:
         """Whether parameters go after forward. The outermost unit's stay, since backward begins with them."""
         if self.reshard_after_forward is not None:
             return self.reshard_after_forward
         return not (self.is_outermost and torch.is_grad_enabled())
 
     @property
-    def goes_after_forward(self) -> bool:
+    def is_regathered(self) -> bool:
         """Whether the parameters are freed after forward, and gathered again for backward."""
-        return self.reshards_after_forward and self.unshards_in_backward and not self.parameters.strategy.keeps_copy
+        return self.is_transient and self.unshards_in_backward and not self.parameters.strategy.keeps_copy
 
     # -- forward ----------------------------------------------------------------------------------------------------
 
@@ -106,9 +109,10 @@ class Unit:
 
         Effects: see `ParameterGroup.adopt_replaced_shards`.
         """
-        self.awaited.clear()
+        self.awaited.clear()  # of a forward that an exception ended
         weights = self.weights
         self.parameters.drop_parts()
+        # Before shards are taken back: the checks compare versions of the shards of before.
         if weights.early is not None:
             self._check_not_captured()
             weights.drop_stale_weights()
@@ -156,9 +160,34 @@ class Unit:
         self.weights.recompute_forward()
 
     @property
-    def may_reshard_after_forward(self) -> bool:
+    def may_free(self) -> bool:
         """Whether parameters go after the forward that ends: output hooks will gather again for backward."""
-        return self._forward_is_watched and self.reshards_after_forward
+        return self._forward_is_watched and self.is_transient
+
+    # -- gathers inside an optimizer's step ---------------------------------------------------------------------------
+
+    @property
+    def may_gather_early(self) -> bool:
+        """Whether a gather may begin before the next forward: unit at rest, no holders, shards on the device."""
+        weights, parameters = self.weights, self.parameters
+        at_rest = parameters.context.is_resting and weights.residency in (Residency.SHARDED, Residency.KEPT)
+        return at_rest and not (weights.num_holds or parameters.is_offloaded)
+
+    def gather_early(self) -> None:
+        """Start gathering for the next forward: the optimizer has updated the unit's parameters.
+
+        Effects: those of `UnitWeights.unshard` between passes. The bytes stay until the forward.
+        """
+        self.weights.unshard(Direction.FORWARD)
+        self.weights.early = self.parameters.versions
+
+    def drop_early(self) -> None:
+        """Free an early gather; nothing once a forward uses the weights.
+
+        Effects: those of `UnitWeights.reshard`.
+        """
+        if self.weights.early is not None:
+            self.weights.reshard()
 
     # -- backward ---------------------------------------------------------------------------------------------------
 
@@ -184,7 +213,9 @@ class Unit:
         log("post_backward", name)
         self.is_in_backward = False
         self.awaited.clear()
-        is_complete = self._note_end()
+        is_complete = not self.gradients.delayed.are_expected or self._note_end()
+        # Before the reduction, which makes the compute stream wait for the unit reduced before: the gather stream,
+        # which waits for compute when weights go, would wait for that reduction too.
         if self.reshard_after_backward:
             with label("post_backward_reshard", name):
                 self.weights.reshard()
@@ -204,6 +235,7 @@ class Unit:
                 f"Expected a unit whose backward no hook ends, got {title} in the middle of one. It is reduced when "
                 "that is over."
             )
+        # Sums in main-grad buffers count as gradients from here on, or the check below would find none.
         gradients.settle(self.parameters.context.streams.compute_stream)
         may_have_none = gradients.delayed.are_expected or gradients.reduces_unused_parameters
         if self.parameters.is_trainable and not (self.parameters.has_gradients or may_have_none):
@@ -211,7 +243,8 @@ class Unit:
                 f"Expected gradients to reduce in {title}, got none. Run its backward first; where some ranks have "
                 "none, call set_reduce_scatter_unused_params(True)."
             )
-        return gradients.end() if self._note_end() else Ended()
+        is_complete = not gradients.delayed.are_expected or self._note_end()
+        return gradients.end() if is_complete else Ended()
 
     def note_gradient(self, parameter: ShardedParameter) -> Ended | None:
         """Note that a delayed gradient came, made on the current stream.
@@ -227,14 +260,15 @@ class Unit:
         delayed = self.gradients.delayed
         if not delayed.arrive(parameter, self.parameters.context.streams.compute_stream):
             return None
-        if not delayed.num_due:
+        if not delayed.num_due:  # a later backward that ended may wait for gradients of its own
             self.weights.reshard(holder=delayed)
         return self.gradients.end()
 
     def _note_end(self) -> bool:
-        """Whether all gradients have come. If not, the modules hold the unsharded parameters until then."""
+        """Whether all delayed gradients have come. If not, the modules hold the unsharded parameters until then."""
         delayed = self.gradients.delayed
-        if not delayed.are_expected or delayed.end(self.parameters.context.streams.compute_stream):
+        # The stream of the end is noted even for an incomplete backward: `join` orders the reduction after it.
+        if delayed.end(self.parameters.context.streams.compute_stream):
             return True
         self.weights.keep_for(delayed)
         return False
@@ -250,7 +284,7 @@ class Unit:
         ended = Ended()
         if self.is_in_backward:
             ended = self.end_backward()
-        elif self.reshard_after_backward:
+        elif self.reshard_after_backward:  # gathered ahead, or by a forward without a backward
             self.weights.reshard()
         finished = self.gradients.finish(is_held=self.weights.num_holds > 0)
         return Ended(ended.installed_on + finished.installed_on, ended.is_final or finished.is_final)
@@ -266,7 +300,7 @@ class Unit:
                 f"Expected every delayed gradient of {self.parameters.title} at the end of a step, got none yet for "
                 f"{missing}. Compute them, and call the callback that `delay_gradient` gave for each."
             )
-        self.weights.check_not_held()
+        refuse_holds(self.weights)
 
     def abandon(self) -> None:
         """Drop the pass under way: unreduced gradients, and the unsharded parameters."""

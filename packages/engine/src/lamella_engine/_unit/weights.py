@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from enum import Enum
 from typing import NamedTuple
 
@@ -14,11 +14,12 @@ from lamella_buffers import Done, Pending, all_gather
 from lamella_engine._common.labels import label
 from lamella_engine._parameters.group import ParameterGroup, by_axes
 from lamella_engine._parameters.new_group import split_extended
-from lamella_engine._parameters.sharded_parameter import COPY, LostChange, has_assigned_data, report_lost
+from lamella_engine._parameters.sharded_parameter import LostChange, has_assigned_data, report_lost
 from lamella_engine._parameters.ties import merge_tied
 from lamella_engine._scaling.events import WeightsChange
 from lamella_engine._streams.context import PassPhase
 from lamella_engine._unit.parameters import UnitParameters
+from lamella_engine._unit.writes import is_written_since, refuse_assigned_data
 from lamella_precision import Direction
 
 
@@ -94,24 +95,29 @@ class UnitWeights:
         self.parameters = parameters
         self.residency = Residency.SHARDED
         self.contents = Contents.NONE
+        # Added by `unshard` and `keep_for`, removed by `reshard`; `abandon` clears them. None stands for hooks and
+        # plain verbs, which count as one user however often they gather.
         self._holders: set[object] = set()
         # Of holders that let go on streams of their own: the buffers may not be freed before these readers are done.
+        # Cleared when the gather stream has waited for all, in the last `reshard`.
         self._readers: list[torch.Event] = []
+        # From the start of a gather to the wait for it. `_finish_gather` clears it last, so an interrupt between any
+        # two lines leaves a gather to wait for, and no buffer that looks filled.
         self._gather: _Gather | None = None
+        # Counters of frozen parameters, saved by `forbid_frozen` in backward, until the gather is waited for.
         self._forbidden: _unsafe_preserve_version_counter | None = None
-        self._gathered: torch.Event | None = None  # for streams that use the weights after another stream has waited
-        self._gathered_for: Direction | None = None  # the passes whose payloads are gathered
+        # For streams that use the weights after another stream has waited. Stays when the weights go: an event holds
+        # no memory.
+        self._gathered: torch.Event | None = None
+        # The passes whose payloads are gathered or in flight; None without gathered bytes. Kept copies keep it, since
+        # the next gather adds only missing payloads.
+        self._gathered_for: Direction | None = None
         self.versions_at_rest: list[int] | None = None
         self.early: list[tuple[int, int]] | None = None
 
     def _become(self, to: Residency) -> None:
         assert (self.residency, to) in _LEGAL, f"{self.parameters.name}: {self.residency} -> {to}"
         self.residency = to
-
-    @property
-    def is_unsharding(self) -> bool:
-        """Whether a gather was started and not waited for."""
-        return self.residency is Residency.UNSHARDING
 
     @property
     def is_unsharded(self) -> bool:
@@ -135,18 +141,6 @@ class UnitWeights:
         """Keep unsharded parameters until `holder` lets go too (`reshard`)."""
         if self.residency is Residency.UNSHARDED:
             self._holders.add(holder)
-
-    def check_not_held(self) -> None:
-        """Refuse a call that needs the modules to hold DTensors while a holder keeps the parameters unsharded.
-
-        Raises:
-            RuntimeError: The unit has a holder beside hooks and plain verbs.
-        """
-        if self.num_holds:
-            raise RuntimeError(
-                f"Expected nobody to hold {self.parameters.title}, got {self.num_holds} holds. Release each first, let "
-                "every delayed gradient come, or call reset_iter_state() after an exception."
-            )
 
     # -- gathered ----------------------------------------------------------------------------------------------------
 
@@ -172,13 +166,14 @@ class UnitWeights:
             return
         context = parameters.context
         if self.contents is not Contents.CURRENT:
+            # Shards gathered over an outer axis, and parts kept for neighbours, are copies of main weights too.
             parameters.drop_gathered_shards()
         if context.phase is PassPhase.RESTING:
             self.adopt_replaced_shards()
             context.streams.order_gathers_after_updates()
             for listener in parameters.listeners:
                 listener.weights_changed(self, WeightsChange.UNSEEN)
-        for group in parameters.groups:
+        for group in parameters.groups:  # an attribute, not the method alone: asked at every gather of every unit
             if group.is_meta:
                 parameters.refuse_meta()
         if self.residency is Residency.KEPT:
@@ -190,6 +185,7 @@ class UnitWeights:
             self.drop_copy()
         for listener in parameters.listeners:
             listener.weights_needed(self)
+        # State follows the gather: after an error in it the unit is sharded, and a caller may try again.
         self._start_gathers("gather", direction, None)
         self._gathered_for = direction
         self._holders.add(holder)
@@ -280,7 +276,7 @@ class UnitWeights:
         for group in self.parameters.groups:
             lost += group.install_unsharded()
         for grads in self.parameters.main_grads:
-            grads.mark()
+            grads.mark()  # forward of a fused layer looks for the attributes on the weight that it reads
         self._become(Residency.UNSHARDED)
         if lost:
             report_lost(lost)
@@ -327,6 +323,7 @@ class UnitWeights:
 
         Effects: the gather stream waits for the compute stream; no host sync on CUDA; not a collective.
         """
+        # Also of a sharded unit: parts that a forward without a backward kept would be gathered as if current.
         for group in self.parameters.groups if not keep_parts else ():
             group.parts = None
         self._holders.discard(holder)
@@ -339,7 +336,7 @@ class UnitWeights:
             return
         if self.early is not None:  # freed before its forward: copies are made anew too
             self.expect_update()
-        if self._gather is not None:
+        if self._gather is not None:  # prefetched in vain: freed before its end, the next gather would write beside it
             self._finish_gather()
         for event in self._readers:  # the gather stream's next allocation takes the bytes
             streams.all_gather_stream.wait_event(event)
@@ -352,7 +349,7 @@ class UnitWeights:
             self._become(Residency.KEPT)
         else:
             self._free(keep_parts=keep_parts)
-        if lost:
+        if lost:  # last: the error leaves a unit at rest
             report_lost(lost)
 
     def _free(self, *, keep_parts: bool = False) -> None:
@@ -400,6 +397,7 @@ class UnitWeights:
 
         Effects: as `reshard`. Waits for a gather in flight if the ZeRO stage keeps the gathered values.
         """
+        # Holders of a dropped pass let go later: `reshard` of a sharded unit then does nothing.
         self._holders.clear()
         streams, groups = self.parameters.context.streams, self.parameters.groups
         for group in groups:
@@ -429,7 +427,7 @@ class UnitWeights:
 
     # -- main weights that change ------------------------------------------------------------------------------------
 
-    def leave_nothing_but_shards(self) -> None:
+    def bring_to_rest(self) -> None:
         """Return to rest before main weights are read, written or replaced; the unit must have no holder.
 
         Effects: those of `reshard` and `drop_copy`. With main weights on the CPU, a host sync after a new gather.
@@ -438,17 +436,6 @@ class UnitWeights:
         self.drop_copy()
         # The caller writes CPU shards on the host, which no stream orders after the gathers' copies.
         self.parameters.context.streams.wait_for_shards()
-
-    def note_replacement(self, replaced: Collection[int]) -> None:
-        """Raise the event of a load that is about to replace some parameters' values.
-
-        Args:
-            replaced: Ids of sharded parameters.
-
-        Effects: those of the listeners.
-        """
-        for listener in self.parameters.listeners:
-            listener.weights_changed(self, WeightsChange.REPLACED, replaced)
 
     def adopt_replaced_shards(self, *, keep_parameters: bool = False) -> None:
         """Take back shards whose storage or Parameter the user replaced while the unit was at rest.
@@ -459,11 +446,11 @@ class UnitWeights:
             return
         parameters = self.parameters
         if is_replaced := parameters.is_replaced:
-            self.drop_copy()
-            self._refuse_assigned_data()
+            self.drop_copy()  # of the replaced values
+            refuse_assigned_data(parameters)
             parameters.context.streams.post_optim_event = None  # too early for the copies made here
             parameters.replace_groups(merge_tied(parameters.groups, keep_parameters=keep_parameters))
-        if self.contents is Contents.NONE:
+        if self.contents is Contents.NONE:  # once: a look at the class of every local tensor would cost each pass
             parameters.replace_groups(split_extended(parameters.groups))
         for group in parameters.groups if is_replaced else ():
             group.adopt_replaced_shards(keep_parameters=keep_parameters)
@@ -483,7 +470,7 @@ class UnitWeights:
         writes through `.data`, `to_local()` or `torch._foreach_*` need `mark_updated()`.
 
         Raises:
-            RuntimeError: As `_refuse_assigned_data`.
+            RuntimeError: As `refuse_assigned_data`.
         """
         parameters, versions = self.parameters, self.versions_at_rest
         if versions is None or self.contents is not Contents.CURRENT:
@@ -492,23 +479,9 @@ class UnitWeights:
         if self.residency is Residency.UNSHARDED and not self.num_holds and has_assigned_data(members):
             self.reshard()
             self.drop_copy()
-            self._refuse_assigned_data()
+            refuse_assigned_data(parameters)
         if versions != parameters.sharded_versions:
             self.note_update()
-
-    def _refuse_assigned_data(self) -> None:
-        """Refuse `parameter.data = tensor` on either form, once; the unit must be sharded, without a kept copy.
-
-        Raises:
-            RuntimeError: A parameter was assigned to in this way. Both of its forms are as before the assignment.
-        """
-        names = [name for group in self.parameters.groups for name in group.undo_assigned_data()]
-        if names:
-            raise RuntimeError(
-                f"Expected {names} to be written in place, got other tensors by `parameter.data = tensor`. A sharded "
-                "parameter cannot take over another tensor's memory, and has the values from before the assignment. "
-                f"Copy under torch.no_grad(), {COPY}; to tie parameters, give both modules one Parameter."
-            )
 
     def drop_stale_weights(self) -> None:
         """Reshard if main weights changed since the gather: the unsharded weights were kept over an optimizer step.
@@ -519,10 +492,11 @@ class UnitWeights:
         """
         if self.versions_at_rest is not None:
             self.renew_written()
-        if self.contents is Contents.CURRENT and (self.early is None or not self._is_written_since(self.early)):
+        early, is_current = self.early, self.contents is Contents.CURRENT
+        if is_current and (early is None or not is_written_since(self.parameters, early)):
             return
         if self.contents is Contents.STALE:  # NONE was never gathered, and DUE only renews copies
-            self.check_not_held()
+            refuse_holds(self)
         self.reshard()
 
     @property
@@ -543,48 +517,18 @@ class UnitWeights:
         if self.contents is Contents.CURRENT:
             self.contents = Contents.DUE
 
-    # -- gathers inside an optimizer's step --------------------------------------------------------------------------
 
-    @property
-    def may_be_early(self) -> bool:
-        """Whether a gather may begin before the next forward: unit at rest, no holders, shards on the device."""
-        at_rest = self.parameters.context.is_resting and self.residency in (Residency.SHARDED, Residency.KEPT)
-        return at_rest and not (self.num_holds or self.parameters.is_offloaded)
+def refuse_holds(weights: UnitWeights) -> None:
+    """Refuse a call that needs the modules to hold DTensors while a holder keeps the parameters unsharded.
 
-    def gather_early(self) -> None:
-        """Start gathering for the next forward: the optimizer has updated the unit's parameters.
-
-        Effects: those of `unshard` between passes. The bytes stay until the forward.
-        """
-        self.unshard(Direction.FORWARD)
-        self.early = self.parameters.versions
-
-    def drop_early(self) -> None:
-        """Free an early gather; nothing once a forward uses the weights.
-
-        Effects: those of `reshard`.
-        """
-        if self.early is not None:
-            self.reshard()
-
-    def _is_written_since(self, before: list[tuple[int, int]]) -> bool:
-        """Whether shards were written since an early gather, as far as torch's version counters can tell.
-
-        A DTensor is written by every rank alike, so all ranks gather again. A local shard may be written by this rank
-        alone, and a gather that other ranks do not begin would never end.
-        """
-        if self.parameters.is_replaced:
-            return True
-        now = self.parameters.versions
-        if [version for version, _ in before] != [version for version, _ in now]:
-            return True
-        if before != now:
-            raise RuntimeError(
-                f"Expected mark_updated(), on every rank, after this rank's shards of {self.parameters.title} were "
-                "written between optimizer.step() and the next forward, got none: the step has gathered them for that "
-                "forward already (overlap_optimizer)."
-            )
-        return False
+    Raises:
+        RuntimeError: The unit has a holder beside hooks and plain verbs.
+    """
+    if weights.num_holds:
+        raise RuntimeError(
+            f"Expected nobody to hold {weights.parameters.title}, got {weights.num_holds} holds. Release each first, "
+            "let every delayed gradient come, or call reset_iter_state() after an exception."
+        )
 
 
 def _start_gather(groups: Sequence[ParameterGroup], direction: Direction, gathered_for: Direction | None) -> Pending:
