@@ -53,7 +53,7 @@ def test_units_of_predictions_are_gathered_once_a_pass_and_reduced_once_a_microb
 
         for unit in units_of(model, recurse=True):
             dense = unit.parameters.groups[0]
-            dense.transport = _Counting(dense.transport, unit.parameters.name, gathers, reductions, weigh)
+            dense.transports.shard = _Counting(dense.transports.shard, unit.parameters.name, gathers, reductions, weigh)
         overlapped(model, DATA[0], case)
         assert max(counted) == overlapped_peak_nbytes(model, NUM_MICROBATCHES)
         return gathers, reductions
