@@ -46,6 +46,7 @@ PLANTED = [
         (f"lamella_engine.{room}.{low}", f"lamella_engine.{room}.{high}", f"Inside the engine: {room}")
         for room, low, high in (
             ("_parameters", "group", "payload_form"),
+            ("_scaling", "scales", "scaling"),
             ("_unit", "weights", "unit"),
             ("_tree", "order", "tree"),
             ("_modules", "state", "hooks"),

@@ -135,6 +135,7 @@ def _in_order(names: tuple[str, ...]) -> Iterator[None]:
 
 
 def test_one_hook_is_called_before_a_step_and_one_after() -> None:
+    hooks.register_step_hooks()  # as the first `fully_shard` does
     for registered, ours in (
         (torch_optimizer._global_optimizer_pre_hooks, hooks.before_step),
         (torch_optimizer._global_optimizer_post_hooks, hooks.after_step),
