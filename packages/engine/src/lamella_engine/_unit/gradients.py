@@ -199,7 +199,7 @@ class Gradients:
         # The compute stream made the gradients, and may have changed an earlier `.grad` that the reduction adds to.
         stream.wait_stream(compute)
         with label("post_backward_reduce", parameters.name), _no_graph(), streams.on(stream):
-            groups, reductions, transfers = [], {}, {}
+            reductions, transfers = {}, {}
             for group, gradients, wire_dtype in inputs:
                 output = reduction.new_reduced(
                     group,
@@ -208,8 +208,8 @@ class Gradients:
                     installs_all=self.reduces_unused_parameters,
                     without_gaps=self.all_reduce_hook is not None,
                 )
-                groups.append(group)
                 reductions[group], transfers[group] = output, (gradients, wire_dtype, output.shards)
+            groups = list(reductions)
             for axis_groups in by_axes(groups):
                 transport = axis_groups[0].transports.reduce or axis_groups[0].transports.shard
                 reduce_scatter([transfers[group] for group in axis_groups], transport, axis_groups[0].reduce_op).wait()
