@@ -235,7 +235,7 @@ _RUNS: Final[Mapping[str, Callable[[argparse.Namespace], int]]] = {
 
 @contextmanager
 def _rare_collections() -> Iterator[None]:
-    """Collect garbage less often: the tables of 300,000 tensors are live objects, and collections walked them for 7 s."""
+    """Collect garbage less often: tables of 300,000 tensors are live objects, and collections walked them for 7 s."""
     thresholds = gc.get_threshold()
     gc.set_threshold(1_000_000, *thresholds[1:])
     try:
