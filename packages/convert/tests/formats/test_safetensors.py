@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -233,9 +234,15 @@ def test_a_directory_without_weights_says_what_it_needs(tmp_path: Path) -> None:
 def test_small_tensors_are_handed_to_threads_by_the_thousand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = {f"t{index}": torch.full((2,), float(index)) for index in range(2500)}
     save_file(tensors, tmp_path / "model.safetensors")
-    source, tasks = SafetensorsSource(tmp_path), []
+    source = SafetensorsSource(tmp_path)
+    tasks: list[int] = []
     read = _safetensors._read
-    monkeypatch.setattr(_safetensors, "_read", lambda *arguments: tasks.append(len(arguments[2])) or read(*arguments))
+
+    def counting(descriptors: Any, streams: Any, group: Any) -> None:
+        tasks.append(len(group))
+        read(descriptors, streams, group)
+
+    monkeypatch.setattr(_safetensors, "_read", counting)
     into = {name: torch.empty(2) for name in tensors}
     source.read([Wanted(name, whole_box((2,)), tensor) for name, tensor in into.items()])
     assert all(torch.equal(into[name], tensor) for name, tensor in tensors.items())

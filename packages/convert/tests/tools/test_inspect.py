@@ -250,9 +250,14 @@ def test_nothing_runs(saved_path: Path) -> None:
 
 
 def test_a_tree_has_a_node_for_each_distinct_part_of_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    nodes = []
+    nodes: list[_inspect._Node] = []
     begin = _inspect._Node.__init__
-    monkeypatch.setattr(_inspect._Node, "__init__", lambda node: nodes.append(node) or begin(node))
+
+    def counting(node: _inspect._Node) -> None:
+        nodes.append(node)
+        begin(node)
+
+    monkeypatch.setattr(_inspect._Node, "__init__", counting)
     path = torch_save({f"layers.0.experts.{index}.weight": torch.zeros(1) for index in range(50)}, tmp_path / "a.pt")
     assert len([*inspect(path).lines()]) > 50
     assert len(nodes) == 1 + len(("layers", "0", "experts")) + 50 * 2
