@@ -153,3 +153,22 @@ def test_gradients_cross_hosts_in_the_dtype_that_is_asked_for(
         assert {policy.reduce_dtype for policy in policies} == {dtype}
 
     run_ranks(on_rank, 2)
+
+
+@pytest.mark.parametrize("kind", ["full", "selective"])
+def test_recomputed_units_compile(kind: Any) -> None:
+    def gradient(*, is_compiled: bool) -> torch.Tensor:
+        torch.manual_seed(0)
+        unit = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+        recompute([unit], kind)
+        fully_shard(unit)
+        if is_compiled:
+            unit.compile(backend="aot_eager")
+        unit(torch.ones(4, 8)).square().sum().backward()
+        weight: Any = unit[0].weight
+        return weight.grad.full_tensor()
+
+    def on_rank() -> None:
+        assert torch.equal(gradient(is_compiled=True), gradient(is_compiled=False))
+
+    run_ranks(on_rank, 2)
