@@ -79,7 +79,8 @@ class Block(nn.Module):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         self.num_forwards += 1
-        return inputs + self.down(torch.nn.functional.gelu(self.up(inputs)))
+        outputs: torch.Tensor = inputs + self.down(torch.nn.functional.gelu(self.up(inputs)))
+        return outputs
 
 
 @pytest.mark.parametrize("kind", ["full", "selective"])
@@ -103,7 +104,7 @@ def test_selective_recompute_repeats_no_product() -> None:
         recompute([block], kind)
         with FlopCounterMode(display=False) as counter:
             block(torch.randn(4, 8)).sum().backward()
-        return counter.get_total_flops()
+        return int(counter.get_total_flops())
 
     # Of a full recompute, torch stops after the last saved tensor: `up` is multiplied again, `down` is not.
     assert num_flops("full") - num_flops("selective") == 2 * 4 * 8 * 16
@@ -141,7 +142,6 @@ def test_gradients_cross_hosts_in_the_dtype_that_is_asked_for(
 ) -> None:
     def on_rank() -> None:
         policies: list[MixedPrecisionPolicy] = []
-        fully_shard = _sharding.fully_shard
 
         def recording(*units: Any, mp_policy: MixedPrecisionPolicy, **options: Any) -> None:
             policies.append(mp_policy)
@@ -157,7 +157,7 @@ def test_gradients_cross_hosts_in_the_dtype_that_is_asked_for(
 
 @pytest.mark.parametrize("kind", ["full", "selective"])
 def test_recomputed_units_compile(kind: Any) -> None:
-    def gradient(*, is_compiled: bool) -> torch.Tensor:
+    def gradient_of_weight(*, is_compiled: bool) -> torch.Tensor:
         torch.manual_seed(0)
         unit = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
         recompute([unit], kind)
@@ -166,9 +166,10 @@ def test_recomputed_units_compile(kind: Any) -> None:
             unit.compile(backend="aot_eager")
         unit(torch.ones(4, 8)).square().sum().backward()
         weight: Any = unit[0].weight
-        return weight.grad.full_tensor()
+        gradient: torch.Tensor = weight.grad.full_tensor()
+        return gradient
 
     def on_rank() -> None:
-        assert torch.equal(gradient(is_compiled=True), gradient(is_compiled=False))
+        assert torch.equal(gradient_of_weight(is_compiled=True), gradient_of_weight(is_compiled=False))
 
     run_ranks(on_rank, 2)
