@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from safetensors.torch import save_file
 
 from lamella_checkpoint import CheckpointDamaged, Wanted
 from lamella_checkpoint.testing import read_tensor
+from lamella_convert._formats import safetensors as _safetensors
 from lamella_convert._formats.safetensors import SafetensorsSource
 from lamella_convert._formats.safetensors_header import DTYPES
 from lamella_files import box_of, whole_box
@@ -227,3 +229,28 @@ def test_a_file_replaced_after_opening_is_refused(sharded: Sharded) -> None:
 def test_a_directory_without_weights_says_what_it_needs(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="'model.safetensors' or 'model.safetensors.index.json'"):
         SafetensorsSource(tmp_path)
+
+
+def test_small_tensors_are_handed_to_threads_by_the_thousand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = {f"t{index}": torch.full((2,), float(index)) for index in range(2500)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    source = SafetensorsSource(tmp_path)
+    tasks: list[int] = []
+    read = _safetensors._read
+
+    def counting(descriptors: Any, streams: Any, group: Any) -> None:
+        tasks.append(len(group))
+        read(descriptors, streams, group)
+
+    monkeypatch.setattr(_safetensors, "_read", counting)
+    into = {name: torch.empty(2) for name in tensors}
+    source.read([Wanted(name, whole_box((2,)), tensor) for name, tensor in into.items()])
+    assert all(torch.equal(into[name], tensor) for name, tensor in tensors.items())
+    assert sorted(tasks) == [452, 1024, 1024]
+
+
+def test_large_tensors_are_read_by_a_task_each(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(1 << 18), "b": torch.ones(1 << 18)}, tmp_path / "model.safetensors")
+    source = SafetensorsSource(tmp_path)
+    wanted = [Wanted(name, whole_box((1 << 18,)), torch.empty(1 << 18)) for name in "ab"]
+    assert [len(group) for group in _safetensors._groups(source._reads(wanted))] == [1, 1]

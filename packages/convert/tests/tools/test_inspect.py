@@ -12,6 +12,7 @@ from lamella_checkpoint import CheckpointUntrusted, save
 from lamella_checkpoint.testing import forget_checksums
 from lamella_convert import Format, diff, inspect, save_safetensors, verify
 from lamella_convert._tools import diff as _diff
+from lamella_convert._tools import inspect as _inspect
 from lamella_testing import run_ranks
 from lamella_testing.harmed_files import flip
 from lamella_testing.hostile_pickles import Runs
@@ -246,3 +247,17 @@ def test_nothing_runs(saved_path: Path) -> None:
         with pytest.raises(CheckpointUntrusted, match="posix.mkdir"):
             look(saved_path)
     assert not os.path.exists("ran")
+
+
+def test_a_tree_has_a_node_for_each_distinct_part_of_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes: list[_inspect._Node] = []
+    begin = _inspect._Node.__init__
+
+    def counting(node: _inspect._Node) -> None:
+        nodes.append(node)
+        begin(node)
+
+    monkeypatch.setattr(_inspect._Node, "__init__", counting)
+    path = torch_save({f"layers.0.experts.{index}.weight": torch.zeros(1) for index in range(50)}, tmp_path / "a.pt")
+    assert len([*inspect(path).lines()]) > 50
+    assert len(nodes) == 1 + len(("layers", "0", "experts")) + 50 * 2

@@ -9,6 +9,7 @@ import pytest
 from lamella import Config, ConfigError, ModelConfig, OptimConfig, cli
 from lamella._model.spec import NAMED
 from lamella._settings.config import GROUPS, read_file, resolve, to_toml, to_values
+from lamella._settings.fit import budget_nbytes
 from lamella._settings.options import fields_of
 from lamella._training.checks import run_root
 from lamella._training.optimizer import learning_rate
@@ -168,3 +169,29 @@ def test_the_folder_of_a_run_has_the_whole_name_of_the_model(
     for file in ("Llama-3.1-8B/config.json", "tiny.json"):
         Path(file).write_text("{}", encoding="utf-8")
     assert run_root(Config(model=ModelConfig(name=model))) == Path("runs", name)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ("--ranks 4 --replicate 3", "Expected --replicate to divide the 4 ranks, got 3."),
+        ("--spread-states", "Expected --spread-states with --replicate of 2 or more, got 1."),
+        ("--replicate 2 --spread-states --stage 2", "Expected --spread-states with --stage 3 only, got 2."),
+        ("--stage 1 --no-reshard-after-forward", "Expected --no-reshard-after-forward with --stage 3 only, got 1"),
+        ("--stage 2 --keep-budget 1GiB", "Expected --keep-budget without --stage 2"),
+        ("--no-reshard-after-forward --keep-budget 1GiB", "Expected --keep-budget without --no-reshard-after-forward"),
+        ("--keep-budget much", "Expected --keep-budget to be a size such as 2GiB or 500MiB, got 'much'."),
+        ("--reduce bf16 --precision fp32", "Expected --reduce bf16 with --precision bf16, got fp32."),
+        ("--offload-activations --compile", "Expected --offload-activations without --compile"),
+        ("--stage 4", "Expected --stage of at least 1 and below 4, got 4."),
+    ],
+)
+def test_options_that_contradict_each_other_are_refused_together(options: str, expected: str) -> None:
+    assert expected in refusal(*options.split())
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"), [(None, 0), ("0", 0), ("12", 12), ("1.5KiB", 1536), ("2GiB", 2 << 30), ("500mb", 500 << 20)]
+)
+def test_budgets_are_counted_in_powers_of_two(text: str | None, nbytes: int) -> None:
+    assert budget_nbytes(text) == nbytes

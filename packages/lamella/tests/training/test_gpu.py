@@ -110,3 +110,23 @@ def test_a_profile_finds_each_units_collectives_on_the_gpu(
             traffic = units[layer][role]
             assert traffic["num"] == 2 and 0 <= traffic["exposed"] <= traffic["duration"]
         assert LAYER_NUMEL <= units[layer]["forward_gathers"]["sent_nbytes"] / share <= LAYER_NUMEL + SLACK_NUMEL
+
+
+@pytest.mark.parametrize("num_gpus", ON_GPUS)
+@pytest.mark.parametrize(
+    "fit",
+    [
+        ["--rest", "cpu"],
+        ["--recompute", "full", "--offload-activations"],
+        ["--recompute", "selective", "--compile"],
+        ["--stage", "2"],
+    ],
+    ids=" ".join,
+)
+def test_options_that_save_memory_change_no_loss_on_gpus(
+    options: list[str], tmp_path: Path, num_gpus: int, fit: list[str]
+) -> None:
+    command = [*options, "--device", "cuda", "--precision", "fp32", "--ranks", str(num_gpus)]
+    assert main([*command, "--run-dir", str(tmp_path / "without")]) == 0
+    assert main([*command, *fit, "--run-dir", str(tmp_path / "with")]) == 0
+    assert losses(tmp_path / "with") == pytest.approx(losses(tmp_path / "without"), rel=1e-4)

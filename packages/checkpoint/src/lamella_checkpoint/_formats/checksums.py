@@ -86,8 +86,8 @@ class Checksums:
         """Write the side file, and wait until the contents are on the disk."""
         files = {file: [[*span, checksum] for span, checksum in spans.items()] for file, spans in self.files.items()}
         with (directory / CHECKSUMS_FILE).open("w", encoding="utf-8") as file:
-            json.dump({"algorithm": _ALGORITHM, "files": files}, file, separators=(",", ":"))
-            file.write("\n")
+            # Not `dump`, whose encoder is Python's, with a call of `write` for each number.
+            file.write(json.dumps({"algorithm": _ALGORITHM, "files": files}, separators=(",", ":")) + "\n")
             file.flush()
             os.fsync(file.fileno())
 

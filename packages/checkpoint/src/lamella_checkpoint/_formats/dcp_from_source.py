@@ -4,13 +4,14 @@ import os
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
-from typing import BinaryIO, Final, Self, cast
+from typing import BinaryIO, Final, Self
 
 import torch
 
 from lamella_checkpoint._base.manifest import Manifest
 from lamella_checkpoint._formats.checksums import ByteSpan, ChecksumStream
 from lamella_checkpoint._formats.dcp_write import Placed, complete, without_archive_checksums, write_metadata
+from lamella_checkpoint._formats.small_archives import save
 from lamella_files import FilledBox, Source, WriteOptions, objects_once, stream
 
 _NO_ALIASES: Final[Mapping[str, str]] = {}
@@ -94,10 +95,7 @@ class _DcpFiles:
             self._open = (self._directory / f"__0_{self._num_files}.distcp").open("xb", buffering=1 << 20)
             self._stream = ChecksumStream(self._open)
             self._num_files += 1
-        try:
-            torch.save(value, cast(BinaryIO, self._stream))
-        except RuntimeError as error:  # On a full disk, torch's writer reports only an unexpected position.
-            raise self._stream.error or error from error
+        save(value, self._stream)
         return f"__0_{self._num_files - 1}.distcp", *self._stream.end_item()
 
     def _close(self) -> None:

@@ -19,7 +19,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
-from typing import BinaryIO, ClassVar, Final, cast
+from typing import ClassVar, Final
 
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
@@ -43,6 +43,7 @@ from lamella_checkpoint._formats.checksums import (
     whole_file_checksum,
 )
 from lamella_checkpoint._formats.extra_by_rank import without_equal_values
+from lamella_checkpoint._formats.small_archives import save
 from lamella_checkpoint._state.shares import Encoded, Item
 from lamella_files import METADATA_FILE, WRITTEN_BY
 from lamella_layout import Chunk
@@ -186,13 +187,10 @@ def _write_file(path: Path, items: Sequence[Item]) -> list[Placed]:
         stream = ChecksumStream(file)
         for item in items:
             value = _on_host(item.value) if isinstance(item.value, torch.Tensor) else item.value
-            try:
-                if isinstance(value, Encoded):
-                    stream.write(value.content)
-                else:
-                    torch.save(value, cast(BinaryIO, stream))  # torch calls only `write` and `flush` of the stream.
-            except RuntimeError as error:
-                raise stream.error or error from error
+            if isinstance(value, Encoded):
+                stream.write(value.content)
+            else:
+                save(value, stream)
             span, checksum = stream.end_item()
             dtype = value.dtype if isinstance(value, torch.Tensor) else None
             placed.append(

@@ -13,7 +13,7 @@ Note [Safetensors without its library]
 """
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from math import prod
@@ -38,6 +38,8 @@ from lamella_files import (
 from lamella_layout import Chunk
 
 _NUM_THREADS: Final = 8
+_GROUP_NBYTES: Final = 1 << 20
+_MAX_GROUP: Final = 1024
 
 
 class _StoredBox(NamedTuple):
@@ -110,7 +112,7 @@ class SafetensorsSource:
         with ExitStack() as open_files:
             descriptors = {file: self._open(file, open_files) for file in {read.part.file for read in reads}}
             pool = open_files.enter_context(ThreadPoolExecutor(_NUM_THREADS))
-            for _ in pool.map(lambda read: _read(descriptors, streams[read.into.device], read), reads):
+            for _ in pool.map(lambda group: _read(descriptors, streams, group), _groups(reads)):
                 pass
 
     def read_object(self, name: str) -> object:
@@ -177,16 +179,33 @@ def _info(path: Path, name: str, parts: Sequence[_StoredBox]) -> TensorInfo:
     return TensorInfo(shape, first.stored.dtype, tuple(chunk for chunk in chunks if chunk.numel) or (whole_box(shape),))
 
 
-def _read(descriptors: Mapping[Path, int], stream: torch.Stream | None, read: _BoxRead) -> None:
-    """Read one box, on a thread of the pool."""
-    file = read.part.file
-    if stream is not None:
-        torch.accelerator.set_stream(stream)  # Current streams are per thread: copies follow the caller's order.
-    try:
-        with torch.no_grad():
+def _groups(reads: Iterable[_BoxRead]) -> Iterator[list[_BoxRead]]:
+    """The reads of one task each: handing a thread one small tensor at a time costs more than reading the tensor."""
+    group: list[_BoxRead] = []
+    nbytes = 0
+    for read in reads:
+        group.append(read)
+        nbytes += read.into.nbytes
+        if nbytes >= _GROUP_NBYTES or len(group) == _MAX_GROUP:
+            yield group
+            group, nbytes = [], 0
+    if group:
+        yield group
+
+
+@torch.no_grad()
+def _read(
+    descriptors: Mapping[Path, int], streams: Mapping[torch.device, torch.Stream | None], group: Sequence[_BoxRead]
+) -> None:
+    """Read some boxes, on a thread of the pool."""
+    for read in group:
+        file = read.part.file
+        if (stream := streams[read.into.device]) is not None:
+            torch.accelerator.set_stream(stream)  # Current streams are per thread: copies follow the caller's order.
+        try:
             read_box(descriptors[file], read.part.stored, read.box, read.into)
-    except (OSError, EOFError) as error:
-        raise CheckpointDamaged(str(file), f"{read.name!r}: {type(error).__name__}: {error}") from error
+        except (OSError, EOFError) as error:
+            raise CheckpointDamaged(str(file), f"{read.name!r}: {type(error).__name__}: {error}") from error
 
 
 def _current_stream(device: torch.device) -> torch.Stream | None:

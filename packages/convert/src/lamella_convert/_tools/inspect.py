@@ -136,6 +136,8 @@ def _file_sizes(path: Path) -> dict[str, int]:
 class _Node:
     """A part of names, with the entries below."""
 
+    __slots__ = ("entry", "inner", "nbytes", "num_objects", "num_tensors")
+
     def __init__(self) -> None:
         self.entry: Entry | None = None
         self.inner: dict[str, _Node] = {}
@@ -145,7 +147,9 @@ class _Node:
         node = self
         for part in entry.name.split("."):
             node._count(entry)
-            node = node.inner.setdefault(part, _Node())
+            if part not in node.inner:  # Not `setdefault`, which would make a node for each part of each name.
+                node.inner[part] = _Node()
+            node = node.inner[part]
         node._count(entry)
         node.entry = entry
 

@@ -34,6 +34,8 @@ class Stored(NamedTuple):
 
     def span(self, chunk: Chunk) -> tuple[int, int]:
         """The first byte of a box, and the number of elements from the first to the last, both included."""
+        if chunk.sizes == self.shape:
+            return self.start, prod(self.shape)
         strides = self.strides
         first = sum(offset * stride for offset, stride in zip(chunk.offsets, strides, strict=True))
         last = sum((size - 1) * stride for size, stride in zip(chunk.sizes, strides, strict=True))
@@ -82,6 +84,9 @@ def write_box(descriptor: int, stored: Stored, chunk: Chunk, values: torch.Tenso
         buffer by buffer.
     """
     values = values.detach()
+    if _is_plain(values, stored.dtype):
+        _write_runs(descriptor, stored, chunk, values)
+        return
     for piece in pieces(chunk, BUFFER_NBYTES // stored.dtype.itemsize):
         host = _part(values, piece, chunk).to(device="cpu", dtype=stored.dtype).contiguous()
         _write_runs(descriptor, stored, piece, host)

@@ -1,6 +1,7 @@
 """`lamella ckpt`: checkpoints of any format listed, compared, converted and checked, by one process without a GPU."""
 
 import argparse
+import gc
 import json
 import re
 import shutil
@@ -43,7 +44,8 @@ def run(arguments: argparse.Namespace) -> int:
     Effects: no collective, no accelerator.
     """
     try:
-        return _RUNS[arguments.ckpt_command](arguments)
+        with _rare_collections():
+            return _RUNS[arguments.ckpt_command](arguments)
     except ModelUnknown as error:
         raise ConfigError(_no_family(error)) from error
     except SizeUnknown as error:
@@ -110,7 +112,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
     inspection = lamella_convert.inspect(arguments.path, trust=arguments.trust)
     depth = None if arguments.depth is None else _number("--depth", arguments.depth, int)
     lines = inspection.lines(depth=depth) if depth is not None or not sys.stdout.isatty() else _at_a_glance(inspection)
-    show(lines, json.dumps(inspection.as_json(), indent=2), arguments.json)
+    show(lines, lambda: json.dumps(inspection.as_json(), indent=2), arguments.json)
     return 0
 
 
@@ -134,7 +136,7 @@ def _diff(arguments: argparse.Namespace) -> int:
             arguments.a, arguments.b, like=like, tensor_parallel_size=tp, trust=arguments.trust
         )
         diff = lamella_convert.diff(*sources, values=not arguments.names_only, rtol=rtol, atol=atol, on_progress=bar.to)
-    show(_differences(diff, limit), json.dumps(diff.as_json(), indent=2), arguments.json)
+    show(_differences(diff, limit), lambda: json.dumps(diff.as_json(), indent=2), arguments.json)
     return _DIFFERS if diff else 0
 
 
@@ -216,7 +218,7 @@ def _report_lines(done: "Conversion") -> Iterator[str]:
 def _verify(arguments: argparse.Namespace) -> int:
     with _ByteBar("reading") as bar:
         verification = lamella_convert.verify(arguments.path, trust=arguments.trust, on_progress=bar.to)
-    show(verification.lines(), json.dumps(verification.as_json(), indent=2), arguments.json)
+    show(verification.lines(), lambda: json.dumps(verification.as_json(), indent=2), arguments.json)
     return 0 if verification else _DAMAGED
 
 
@@ -229,6 +231,17 @@ _RUNS: Final[Mapping[str, Callable[[argparse.Namespace], int]]] = {
 
 
 # -- what they share --------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _rare_collections() -> Iterator[None]:
+    """Collect garbage less often: tables of 300,000 tensors are live objects, and collections walked them for 7 s."""
+    thresholds = gc.get_threshold()
+    gc.set_threshold(1_000_000, *thresholds[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
 
 
 class _ByteBar:

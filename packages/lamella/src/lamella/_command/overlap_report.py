@@ -15,6 +15,6 @@ def run(arguments: argparse.Namespace) -> None:
         TraceError: The file is no trace.
     """
     report = overlap_report(read_trace(Path(arguments.trace)), arguments.trace)
-    show([as_text(report)], as_json(report), arguments.json)
+    show([as_text(report)], lambda: as_json(report), arguments.json)
     if arguments.html is not None:
         write(arguments.html, as_html(report))

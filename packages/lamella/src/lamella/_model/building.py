@@ -65,7 +65,8 @@ def build(config: Config, folder: Path, device: torch.device) -> RunModel:
     replacements = use_kernels(module, config.model.kernels, is_compiled=config.parallel.compile)
     units = shard(module, config.parallel)
     if pretrained is not None:
-        materialise(module, device)
+        materialise(module, torch.device("cpu") if config.parallel.rest == "cpu" else device)
+        module.to(device)  # Buffers; shards that rest on the CPU stay there.
     return RunModel(
         module=module,
         units=units,

@@ -1,40 +1,84 @@
-"""How a model is cut into units, with which number formats, and which units are compiled."""
+"""How a model is cut into units: what they save for backward, their number formats, stage and resting place."""
 
 from collections.abc import Sequence
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from lamella._model.activations import offload_activations, recompute
 from lamella._model.float8 import in_float8
 from lamella._settings.config import ParallelConfig
-from lamella_engine import MixedPrecisionPolicy, fully_shard
+from lamella._settings.fit import budget_nbytes
+from lamella_engine import (
+    HFSDP,
+    HSDP,
+    ZERO1,
+    ZERO2,
+    ZERO3,
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    ShardingOptions,
+    fully_shard,
+)
 from lamella_transformers import fp32_parameters, sharding_units
+
+_STAGES: Final = {1: ZERO1, 2: ZERO2, 3: ZERO3}
 
 
 def shard(model: nn.Module, parallel: ParallelConfig) -> list[nn.Module]:
     """Shard each unit, then the root module with the remaining parameters.
+
+    The order matters: recompute, then offloading of activations around it, then shards. `compile_units` comes last,
+    after the first forward.
 
     Returns:
         The units but the root.
 
     Effects: collective over all ranks.
     """
-    mesh = init_device_mesh(parallel.device, (dist.get_world_size(),))
+    units = sharding_units(model)
+    if parallel.recompute != "no":
+        recompute(units, parallel.recompute)
+    if parallel.offload_activations:
+        offload_activations(units)
     policy = MixedPrecisionPolicy()
     if parallel.precision == "bf16":
         policy = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16,
-            reduce_dtype=torch.float32,
+            reduce_dtype=torch.bfloat16 if parallel.reduce == "bf16" else torch.float32,
             param_dtype_override_fn=fp32_parameters(model),
         )
-    units = sharding_units(model)
     unit_policy = policy if parallel.float8 == "no" else in_float8(units, policy, parallel)
+    options = ShardingOptions(placements=_placements(parallel), keep_budget=budget_nbytes(parallel.keep_budget))
+    shared: dict[str, Any] = {"mesh": _mesh(parallel), "options": options}
+    if parallel.rest == "cpu":
+        shared["offload_policy"] = CPUOffloadPolicy(pin_memory=parallel.device == "cuda")
+    # Stages 1 and 2 keep whole weights, and have nothing to free after forward.
+    reshard = parallel.reshard_after_forward if parallel.stage == 3 else None
     for unit in units:
-        fully_shard(unit, mesh=mesh, mp_policy=unit_policy, reshard_after_forward=parallel.reshard_after_forward)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+        fully_shard(unit, mp_policy=unit_policy, reshard_after_forward=reshard, **shared)
+    fully_shard(model, mp_policy=policy, **shared)
     return units
+
+
+def _mesh(parallel: ParallelConfig) -> DeviceMesh:
+    """All ranks along one axis; with `replicate`, instances along an outer axis."""
+    num_ranks = dist.get_world_size()
+    if parallel.replicate == 1:
+        return init_device_mesh(parallel.device, (num_ranks,))
+    shape = (parallel.replicate, num_ranks // parallel.replicate)
+    return init_device_mesh(parallel.device, shape, mesh_dim_names=("instances", "shards"))
+
+
+def _placements(parallel: ParallelConfig) -> Any:
+    """The engine's name of the stage, for one axis or two."""
+    stage = _STAGES[parallel.stage]
+    if parallel.replicate > 1:
+        return (HFSDP if parallel.spread_states else HSDP, stage)
+    return stage
 
 
 def compile_units(units: Sequence[nn.Module], parallel: ParallelConfig) -> None:

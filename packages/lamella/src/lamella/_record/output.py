@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from io import TextIOWrapper
 from pathlib import Path
@@ -10,20 +10,20 @@ from pathlib import Path
 from lamella._settings.options import ConfigError, shown
 
 
-def show(lines: Iterable[str], as_json: str, to: str | None) -> None:
+def show(lines: Iterable[str], as_json: Callable[[], str], to: str | None) -> None:
     """Print a report.
 
     Args:
         lines: The report as text.
-        as_json: The report as JSON.
+        as_json: Makes the report as JSON; called only if the JSON goes somewhere.
         to: A file to write the JSON to; "-" prints the JSON in place of the text. None prints only the text.
 
     Raises:
         ConfigError: The file cannot be written.
     """
-    say([as_json] if to == "-" else lines)
+    say([as_json()] if to == "-" else lines)
     if to is not None and to != "-":
-        write(to, as_json)
+        write(to, as_json())
 
 
 def say(lines: Iterable[str]) -> None:

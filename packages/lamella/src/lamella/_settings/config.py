@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Final, Literal, NamedTuple
 
+from lamella._settings.fit import check_fit
 from lamella._settings.options import ConfigError, Option, check_fields, fields_of, nearest, shown
 from lamella._settings.parsing import parse_json, parse_toml, read_settings
 
@@ -114,6 +115,39 @@ class ParallelConfig:
     reshard_after_forward: Annotated[
         bool, Option("Free a layer's parameters after its forward; otherwise keep them until its backward.")
     ] = True
+    stage: Annotated[
+        int,
+        Option(
+            "ZeRO stage: 3 shards all; 2 keeps whole weights in the compute dtype on each rank; 1 whole gradients too.",
+            at_least=1,
+            below=4,
+        ),
+    ] = 3
+    replicate: Annotated[
+        int,
+        Option("Instances of the sharded model, as one on each host: a step crosses between them once.", at_least=1),
+    ] = 1
+    spread_states: Annotated[
+        bool, Option("Spread main weights and optimizer states over the instances of --replicate too.")
+    ] = False
+    keep_budget: Annotated[
+        str | None,
+        Option("Bytes of gathered layers, such as 2GiB, that stay from forward to backward (default: none)."),
+    ] = None
+    reduce: Annotated[Literal["fp32", "bf16"], Option("Dtype of gradients between hosts, with --precision bf16.")] = (
+        "fp32"
+    )
+    rest: Annotated[
+        Literal["gpu", "cpu"],
+        Option("Memory of main weights, gradients and optimizer states: the GPU's, or the host's, which steps there."),
+    ] = "gpu"
+    recompute: Annotated[
+        Literal["no", "full", "selective"],
+        Option("Run each layer's forward again in backward, all of it, or all but matrix products and attention."),
+    ] = "no"
+    offload_activations: Annotated[
+        bool, Option("Keep tensors that layers save for backward in the host's memory, but weights.")
+    ] = False
     compile: Annotated[
         bool, Option("Compile each layer with torch's inductor: the first step takes longer, later ones less.")
     ] = False
@@ -170,6 +204,7 @@ class Config:
     def __post_init__(self) -> None:
         for group in GROUPS:
             check_fields(getattr(self, group))
+        check_fit(self.parallel)
         _check_warmup(self.optim)
         _check_tokens(self.optim.batch_size, self.data.sequence_length)
 

@@ -1,0 +1,84 @@
+"""What units save for backward: recomputed, or kept in the host's memory."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial, wraps
+from typing import Any, Final, Literal
+
+import torch
+from torch import nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+SAVED_PRODUCTS: Final = (
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten._scaled_mm.default,
+    torch.ops.aten._grouped_mm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+)
+"""The operators whose outputs `selective` saves: matrix products and attention, most of a layer's time."""
+
+
+def recompute(units: Sequence[nn.Module], kind: Literal["full", "selective"]) -> None:
+    """Let each unit run its forward again in backward.
+
+    Args:
+        units: Changed in place, before `fully_shard`: the unit is gathered before its forward runs again.
+        kind: "full" saves the inputs of the unit alone; "selective" the outputs of `SAVED_PRODUCTS` too.
+    """
+    options: dict[str, Any] = {"use_reentrant": False}
+    if kind == "selective":
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, [*SAVED_PRODUCTS])
+    for unit in units:
+        unit.forward = _recomputed(unit.forward, options)
+
+
+def offload_activations(units: Sequence[nn.Module]) -> None:
+    """Let each unit save tensors for backward in host memory, pinned for CUDA; of recomputed units, the inputs.
+
+    Args:
+        units: Changed in place, after `recompute` and before `fully_shard`.
+
+    Effects: the copies are on the current stream, and the host waits for each.
+    """
+    for unit in units:
+        unit.forward = _offloaded(unit, unit.forward)
+
+
+def _recomputed(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
+    @wraps(forward)
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        return checkpoint(forward, *args, **options, **kwargs)
+
+    return recomputed
+
+
+def _offloaded(unit: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(forward)
+    def offloaded(*args: Any, **kwargs: Any) -> Any:
+        with _on_host(unit):
+            return forward(*args, **kwargs)
+
+    return offloaded
+
+
+def _on_host(unit: nn.Module) -> AbstractContextManager[object]:
+    """Hooks that save tensors in host memory, but weights: the engine frees and gathers those itself."""
+    weights = {parameter.untyped_storage().data_ptr() for parameter in unit.parameters()}
+    host = save_on_cpu(pin_memory=torch.cuda.is_available())
+
+    def pack(tensor: torch.Tensor) -> Any:
+        is_plain = type(tensor) is torch.Tensor and tensor.untyped_storage().data_ptr() not in weights
+        return host.pack_hook(tensor) if is_plain else tensor
+
+    def unpack(packed: Any) -> torch.Tensor:
+        return packed if isinstance(packed, torch.Tensor) else host.unpack_hook(packed)
+
+    return saved_tensors_hooks(pack, unpack)

@@ -1,0 +1,64 @@
+"""Checks between the options that fit a model into memory, each refused in one line before anything starts."""
+
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Final
+
+from lamella._settings.options import ConfigError
+
+if TYPE_CHECKING:
+    from lamella._settings.config import ParallelConfig
+
+_UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+def budget_nbytes(text: str | None) -> int:
+    """Return the bytes of `--keep-budget`; 0 for None.
+
+    Raises:
+        ConfigError: The text is no size.
+    """
+    if text is None:
+        return 0
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT]?)I?B)?", text.upper())
+    if match is None:
+        raise ConfigError(f"Expected --keep-budget to be a size such as 2GiB or 500MiB, got {text!r}.")
+    return int(float(match[1]) * _UNITS[match[2] or ""])
+
+
+def check_fit(parallel: "ParallelConfig") -> None:
+    """Refuse options of [parallel] that contradict each other.
+
+    Raises:
+        ConfigError: Names both options and a way out.
+    """
+    budget_nbytes(parallel.keep_budget)
+    if (problem := next(_problems(parallel), None)) is not None:
+        raise ConfigError(problem)
+
+
+def _problems(parallel: "ParallelConfig") -> Iterator[str]:
+    if parallel.ranks is not None and parallel.ranks % parallel.replicate:
+        yield (
+            f"Expected --replicate to divide the {parallel.ranks} ranks, got {parallel.replicate}. Pass a divisor, or "
+            "--ranks that it divides."
+        )
+    if parallel.spread_states and parallel.replicate == 1:
+        yield "Expected --spread-states with --replicate of 2 or more, got 1. Leave --spread-states out."
+    if parallel.spread_states and parallel.stage != 3:
+        yield f"Expected --spread-states with --stage 3 only, got {parallel.stage}. Leave one of them out."
+    if parallel.stage != 3 and not parallel.reshard_after_forward:
+        yield (
+            f"Expected --no-reshard-after-forward with --stage 3 only, got {parallel.stage}, which keeps all weights "
+            "anyway. Leave one of them out."
+        )
+    if parallel.keep_budget is not None and (parallel.stage != 3 or not parallel.reshard_after_forward):
+        other = f"--stage {parallel.stage}" if parallel.stage != 3 else "--no-reshard-after-forward"
+        yield f"Expected --keep-budget without {other}, which keeps all weights, got both. Leave one of them out."
+    if parallel.reduce == "bf16" and parallel.precision == "fp32":
+        yield "Expected --reduce bf16 with --precision bf16, got fp32. Leave --reduce out, or pass --precision bf16."
+    if parallel.offload_activations and parallel.compile:
+        yield (
+            "Expected --offload-activations without --compile, which traces no hooks of saved tensors, got both. Leave "
+            "one of them out."
+        )

@@ -1,0 +1,175 @@
+"""Options that fit a model into memory change no loss, and a run goes on across a change of them."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+from trained_runs import Run, TrainOn
+
+from lamella import Config, MixedPrecisionPolicy
+from lamella._model import sharding as _sharding
+from lamella._model.activations import offload_activations, recompute
+from lamella._model.spec import load_spec
+from lamella_engine import fully_shard
+from lamella_testing import run_ranks
+from lamella_transformers import build_model
+
+
+def changed(config: Config, name: str, **parallel: Any) -> Config:
+    root = Path(str(config.run.directory)).parent
+    return replace(
+        config,
+        parallel=replace(config.parallel, **parallel),
+        run=replace(config.run, directory=str(root / name), checkpoint_interval=3),
+    )
+
+
+@pytest.fixture(scope="module")
+def plain(shared_config: Config, train: TrainOn) -> Run:
+    return train(changed(shared_config, "plain"), 2)
+
+
+EXACT: dict[str, dict[str, Any]] = {
+    "recompute-offload": {"recompute": "full", "offload_activations": True},
+    "selective": {"recompute": "selective"},
+    "rest-keep": {"rest": "cpu", "keep_budget": "1MiB"},
+    "stage-2": {"stage": 2},
+    "stage-1": {"stage": 1},
+}
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_losses_are_those_without_the_option_to_the_bit(
+    shared_config: Config, plain: Run, train: TrainOn, name: str
+) -> None:
+    run = train(changed(shared_config, name, **EXACT[name]), 2)
+    assert run.losses == plain.losses
+    assert run.validations == plain.validations
+
+
+@pytest.mark.parametrize(("stage", "spread_states"), [(2, False), (3, True)])
+def test_instances_and_microbatches_change_the_order_of_sums_alone(
+    shared_config: Config, plain: Run, train: TrainOn, stage: int, spread_states: bool
+) -> None:
+    config = changed(shared_config, f"instances-{stage}", stage=stage, replicate=2, spread_states=spread_states)
+    run = train(replace(config, optim=replace(config.optim, accumulation=2)), 4)
+    assert run.losses == pytest.approx(plain.losses, rel=1e-5)
+
+
+def test_a_run_goes_on_with_every_option_changed(shared_config: Config, plain: Run, train: TrainOn) -> None:
+    root = plain.directory.root
+    shutil.copytree(root, other := root.with_name("other"))
+    shutil.rmtree(other / "checkpoints" / "step_00000006")
+    options = {"stage": 2, "rest": "cpu", "recompute": "selective", "offload_activations": True}
+    assert train(changed(shared_config, "other", **options), 2).losses == plain.losses
+
+
+class Block(nn.Module):
+    """A layer that counts its forwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.num_forwards = 0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.num_forwards += 1
+        outputs: torch.Tensor = inputs + self.down(torch.nn.functional.gelu(self.up(inputs)))
+        return outputs
+
+
+@pytest.mark.parametrize("kind", ["full", "selective"])
+def test_a_sharded_unit_runs_its_forward_twice_in_training_and_once_in_validation(kind: Any) -> None:
+    def on_rank() -> None:
+        block = Block()
+        recompute([block], kind)
+        fully_shard(block)
+        block(torch.randn(4, 8)).sum().backward()
+        assert block.num_forwards == 2
+        with torch.no_grad():
+            block(torch.randn(4, 8))
+        assert block.num_forwards == 3
+
+    run_ranks(on_rank, 2)
+
+
+def test_selective_recompute_repeats_no_product() -> None:
+    def num_flops(kind: Any) -> int:
+        block = Block()
+        recompute([block], kind)
+        with FlopCounterMode(display=False) as counter:
+            block(torch.randn(4, 8)).sum().backward()
+        return int(counter.get_total_flops())
+
+    # Of a full recompute, torch stops after the last saved tensor: `up` is multiplied again, `down` is not.
+    assert num_flops("full") - num_flops("selective") == 2 * 4 * 8 * 16
+
+
+def test_saved_activations_go_to_the_host_and_weights_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed: list[tuple[int, ...]] = []
+
+    class Recording(torch.autograd.graph.save_on_cpu):
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**options)
+            self.to_host = self.pack_hook
+            self.pack_hook = self.record
+
+        def record(self, tensor: torch.Tensor) -> Any:
+            packed.append(tuple(tensor.shape))
+            return self.to_host(tensor)
+
+    monkeypatch.setattr("lamella._model.activations.save_on_cpu", Recording)
+    block = Block()
+    offload_activations([block])
+    block(torch.randn(4, 8)).sum().backward()
+    assert sorted(packed) == [(4, 8), (4, 16), (4, 16)]
+    packed.clear()
+    recomputed = Block()
+    recompute([recomputed], "full")
+    offload_activations([recomputed])
+    recomputed(torch.randn(4, 8)).sum().backward()
+    assert packed.count((4, 8)) == 1 and (16, 8) not in packed
+
+
+@pytest.mark.parametrize(("reduce", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
+def test_gradients_cross_hosts_in_the_dtype_that_is_asked_for(
+    shared_config: Config, reduce: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def on_rank() -> None:
+        policies: list[MixedPrecisionPolicy] = []
+
+        def recording(*units: Any, mp_policy: MixedPrecisionPolicy, **options: Any) -> None:
+            policies.append(mp_policy)
+            fully_shard(*units, mp_policy=mp_policy, **options)
+
+        monkeypatch.setattr(_sharding, "fully_shard", recording)
+        model = build_model(load_spec(shared_config.model.name, 300), torch.device("cpu"), seed=0)
+        _sharding.shard(model, replace(shared_config.parallel, precision="bf16", reduce=reduce))
+        assert {policy.reduce_dtype for policy in policies} == {dtype}
+
+    run_ranks(on_rank, 2)
+
+
+@pytest.mark.parametrize("kind", ["full", "selective"])
+def test_recomputed_units_compile(kind: Any) -> None:
+    def gradient_of_weight(*, is_compiled: bool) -> torch.Tensor:
+        torch.manual_seed(0)
+        unit = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+        recompute([unit], kind)
+        fully_shard(unit)
+        if is_compiled:
+            unit.compile(backend="aot_eager")
+        unit(torch.ones(4, 8)).square().sum().backward()
+        weight: Any = unit[0].weight
+        gradient: torch.Tensor = weight.grad.full_tensor()
+        return gradient
+
+    def on_rank() -> None:
+        assert torch.equal(gradient_of_weight(is_compiled=True), gradient_of_weight(is_compiled=False))
+
+    run_ranks(on_rank, 2)
