@@ -54,6 +54,10 @@ def _run(argv: Sequence[str]) -> int:
         from lamella._command import ckpt
 
         return ckpt.run(arguments)
+    if arguments.command == "export":
+        from lamella._command import export
+
+        return export.run(arguments)
     if arguments.command == "overlap-report":
         overlap_report.run(arguments)
     elif arguments.print_config:

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from typing import Any, Final, Literal, NoReturn
 
 from lamella import __version__
-from lamella._command import ckpt_options
+from lamella._command import ckpt_options, inference_options
 from lamella._processes.endings import EXIT_CODES_IN_WORDS
 from lamella._record.output import refused_paths
 from lamella._settings.config import GROUPS, Config, Group, Values, read_file, resolve
 from lamella._settings.options import ConfigError, Field, describe, fields_of, inner, nearest, shown
 
 DEFAULT_MODEL = "llama-small"
-COMMANDS: Final = ("train", "ckpt", "overlap-report")
+COMMANDS: Final = ("train", *inference_options.VERBS, "ckpt", "overlap-report")
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -81,6 +81,8 @@ def _unknown(argument: str, arguments: argparse.Namespace) -> str:
     options: Sequence[str] = ["--json", "--html"]
     if command == "train":
         options = ["--config", *(field.flag for cls in GROUPS.values() for field in fields_of(cls))]
+    elif command in inference_options.VERBS:
+        options = inference_options.options_of(command)
     elif command == "ckpt":
         options = ckpt_options.options_of(arguments.ckpt_command)
         command = f"ckpt {arguments.ckpt_command}"
@@ -119,6 +121,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--print-config", action="store_true", default=False, help="print the settings and leave")
     for group, cls in GROUPS.items():
         _add_group(command, group, cls)
+    inference_options.add_verbs(commands)
     command = commands.add_parser(
         "overlap-report",
         help="exposed communication, copies and waits for the host in a profile",

@@ -12,6 +12,7 @@ from torch import nn
 
 from lamella._data.tokenizer import read_tokenizer
 from lamella._data.tokens import check_tokens, prepare_tokens
+from lamella._model.published_dtype import published_dtype
 from lamella._record.run_directory import RunDirectory
 from lamella._settings.config import Config, to_values
 from lamella._settings.options import ConfigError
@@ -48,6 +49,8 @@ def write(config: Config, run: CheckedRun, sources: RunSources, lines: list[str]
         elif run.checkpoint is None:
             _keep_published(run.model.pretrained, directory.model, sources.untrained)
             directory.weights.write_text(f"{fingerprint_of_weights(run.model.pretrained) or ''}\n", encoding="ascii")
+            dtype = str(published_dtype(run.model.pretrained)).removeprefix("torch.")
+            directory.weights_dtype.write_text(f"{dtype}\n", encoding="ascii")
         # Without `from_step`: the next run with this config.json must not set the new checkpoints aside again.
         again = replace(config, run=replace(config.run, from_step=None))
         directory.config.write_text(json.dumps(to_values(again), indent=2) + "\n", encoding="utf-8")
