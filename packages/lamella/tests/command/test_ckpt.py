@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 import lamella_convert
 from lamella._command import ckpt
+from lamella._record.progress import ByteBar
 from lamella.cli import main
 from lamella_checkpoint import CheckpointDirectory, save
 from lamella_convert import keep_published
@@ -495,7 +496,7 @@ def test_an_interrupted_conversion_leaves_with_130_and_nothing_behind(
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(ckpt._ByteBar, "to", interrupt)
+    monkeypatch.setattr(ByteBar, "to", interrupt)
     before = set(tmp_path.iterdir())
     assert main(["ckpt", "convert", str(tiny), str(tmp_path / "to"), "--to", "hf"]) == 130
     assert capsys.readouterr() == ("", "lamella: interrupted.\n")

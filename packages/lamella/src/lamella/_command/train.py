@@ -1,6 +1,7 @@
 """A whole training run: prepare once, start the workers or join torchrun's, return the results."""
 
 import os
+import shlex
 import signal
 import sys
 from contextlib import ExitStack, suppress
@@ -50,7 +51,13 @@ class Result:
             f"checkpoint: {self.checkpoint}",
             f"plot: {self.plot}",
             f"metrics: {self.metrics}",
+            f'next: lamella export {self._run}, or lamella generate {self._run} "..."',
         )
+
+    @property
+    def _run(self) -> str:
+        """The run's folder, as a shell reads it."""
+        return shlex.quote(str(self.metrics.parent))
 
 
 def train(config: Config) -> Result:

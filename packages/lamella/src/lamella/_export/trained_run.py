@@ -65,7 +65,7 @@ def open_run(path: Path, step: int | None = None) -> TrainedRun:
         got = "a folder without a run's config.json and model" if path.is_dir() else "no such folder"
         raise ConfigError(
             f"Expected the folder of a run of `lamella train` (its --run-dir), got {str(path)!r}, {got}."
-            f"{_run_around(path)}"
+            f"{run_around(path)}"
         )
     checkpoints = CheckpointDirectory(directory.checkpoints)
     steps = checkpoints.steps()
@@ -85,8 +85,8 @@ def open_run(path: Path, step: int | None = None) -> TrainedRun:
     )
 
 
-def _run_around(path: Path) -> str:
-    """Return a way out for a path inside a run's folder: the run's folder."""
+def run_around(path: Path) -> str:
+    """Return a way out for a path inside a run's folder: a sentence that names the run's folder, else no text."""
     around = next((folder for folder in path.absolute().parents if is_run(folder)), None)
     return "" if around is None else f" The run's folder is {str(around)!r}."
 

@@ -16,13 +16,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from lamella import Config, __version__
 from lamella._data.text import collect
 from lamella._data.tokenizer import train_tokenizer
-from lamella._export import export as exports
 from lamella._export.trained_run import open_run
 from lamella._model.published_dtype import published_dtype
 from lamella._model.spec import load_spec
 from lamella._record.run_directory import RunDirectory
 from lamella.cli import main
 from lamella_checkpoint import load
+from lamella_convert import convert
 from lamella_transformers import build_model
 
 INPUTS = torch.arange(20)[None]
@@ -62,12 +62,12 @@ def checkpointed(directory: RunDirectory, step: int, dtype: torch.dtype = torch.
     load(directory.checkpoints / f"step_{step:08}", model=model)
     for parameter in model.parameters():  # Not the rotary tables, which transformers leaves in fp32.
         parameter.data = parameter.data.to(dtype)
-    return model.eval()
+    return model
 
 
 def logits(model: Any) -> torch.Tensor:
     with torch.no_grad():
-        tensor = model(input_ids=INPUTS).logits
+        tensor = model.eval()(input_ids=INPUTS).logits
     assert isinstance(tensor, torch.Tensor)
     return tensor
 
@@ -80,7 +80,7 @@ def test_an_exported_model_has_the_logits_of_its_checkpoint(
     folder = run.root / "exports" / f"step_{step:08}"
     assert f"step {step}, 21 tensors" in capsys.readouterr().out
     model = AutoModelForCausalLM.from_pretrained(folder)
-    assert torch.equal(logits(model.eval()), logits(checkpointed(run, step)))
+    assert torch.equal(logits(model), logits(checkpointed(run, step)))
     assert AutoTokenizer.from_pretrained(folder)("def f():")["input_ids"]
     assert model.generation_config.eos_token_id is not None
 
@@ -93,7 +93,7 @@ def test_weights_that_came_in_bf16_leave_in_bf16(
     shutil.rmtree(start)  # The run does not need the folder any more.
     out = tmp_path / "out"
     assert main(["export", str(run.root), str(out)]) == 0
-    model = AutoModelForCausalLM.from_pretrained(out, dtype="auto").eval()
+    model = AutoModelForCausalLM.from_pretrained(out, dtype="auto")
     assert model.dtype == torch.bfloat16
     assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
     assert torch.equal(logits(model), logits(checkpointed(run, 6, torch.bfloat16)))
@@ -101,9 +101,7 @@ def test_weights_that_came_in_bf16_leave_in_bf16(
     assert "from the weights of `published`" in card and "card of the published" not in card
 
     assert main(["export", str(run.root), str(tmp_path / "wide"), "--dtype", "fp32"]) == 0
-    assert torch.equal(
-        logits(AutoModelForCausalLM.from_pretrained(tmp_path / "wide").eval()), logits(checkpointed(run, 6))
-    )
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "wide")), logits(checkpointed(run, 6)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -132,7 +130,7 @@ def test_the_card_has_the_figures_of_the_run(trained: Run, run: RunDirectory) ->
 def test_a_checkpoint_that_a_running_run_removes_gives_way_to_the_next(
     run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    convert, newest = exports.convert, run.checkpoints / "step_00000006"
+    newest = run.checkpoints / "step_00000006"
     later = newest.with_name("step_00000009")
 
     def convert_after_a_save(*paths: Path, **options: Any) -> object:
@@ -140,7 +138,7 @@ def test_a_checkpoint_that_a_running_run_removes_gives_way_to_the_next(
             newest.rename(later)
         return convert(*paths, **options)
 
-    monkeypatch.setattr(exports, "convert", convert_after_a_save)
+    monkeypatch.setattr("lamella._export.export.convert", convert_after_a_save)
     assert main(["export", str(run.root), str(tmp_path / "out")]) == 0
     assert (tmp_path / "out" / "model.safetensors").is_file()
 
