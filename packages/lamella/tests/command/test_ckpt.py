@@ -19,7 +19,6 @@ from torch import nn
 from tqdm import tqdm
 
 import lamella_convert
-from lamella._command import ckpt
 from lamella._record.progress import ByteBar
 from lamella.cli import main
 from lamella_checkpoint import CheckpointDirectory, save
@@ -514,7 +513,7 @@ def test_progress_is_drawn_on_a_terminal_and_counts_to_the_end(
                 drawn.append((self.n, self.total))
             super().close()
 
-    monkeypatch.setattr(ckpt, "tqdm", Told)
+    monkeypatch.setattr("lamella._record.progress.tqdm", Told)
     assert main(["ckpt", "convert", str(tiny), str(tmp_path / "a"), "--to", "dcp"]) == 0
     assert capsys.readouterr().err == "" and not drawn
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)

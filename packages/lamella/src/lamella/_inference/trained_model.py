@@ -90,7 +90,7 @@ def _model_of_run(run: TrainedRun, path: Path, device: torch.device) -> TrainedM
     materialise(model, device)
     load(run.checkpoint, model=model)
     if (folder / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+        cast(Any, model).generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
     return TrainedModel(
         model=model.eval(),
         device=device,
