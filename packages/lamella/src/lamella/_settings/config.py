@@ -63,17 +63,40 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
-    """Steps, batches and AdamW with warm-up and cosine decay."""
+    """Steps, batches, the optimizer, and the learning rate over the steps."""
 
     steps: Annotated[int, Option("Optimizer steps in all.", at_least=1)] = 500
+    epochs: Annotated[float | None, Option("Passes over the training text, in place of --steps.", above=0)] = None
     batch_size: Annotated[int, Option("Sequences in a step, over all ranks.", at_least=1)] = 16
     accumulation: Annotated[int, Option("Microbatches a rank adds up in a step.", at_least=1)] = 1
     lr: Annotated[float, Option("Highest learning rate.", above=0)] = 5e-3
     warmup_steps: Annotated[
         int | None, Option("Steps of linear warm-up, at most --steps (default: 40, or all of fewer).", at_least=0)
     ] = None
+    schedule: Annotated[
+        Literal["cosine", "linear", "constant", "wsd"],
+        Option(
+            "Learning rate after the warm-up: falls to the end by a cosine or a line, stays, or (wsd) stays and falls "
+            "by a line in the last --decay-fraction."
+        ),
+    ] = "cosine"
+    decay_fraction: Annotated[float, Option("Share of the steps in which wsd falls.", above=0, below=1)] = 0.2
     final_lr_fraction: Annotated[float, Option("Learning rate at the end, as a share of --lr.", at_least=0)] = 0.1
-    weight_decay: Annotated[float, Option("AdamW's weight decay.", at_least=0)] = 0.1
+    optimizer: Annotated[
+        str, Option("adamw, or the import path of an elementwise optimizer, such as torch.optim:SGD.")
+    ] = "adamw"
+    optimizer_options: Annotated[
+        tuple[str, ...],
+        Option("Arguments of an optimizer by import path, such as momentum=0.9 nesterov=true.", metavar="NAME=X"),
+    ] = ()
+    train: Annotated[
+        tuple[str, ...],
+        Option(
+            "Shell patterns of the parameters to train, such as 'model.layers.3*'; others are frozen (default: all).",
+            metavar="PATTERN",
+        ),
+    ] = ()
+    weight_decay: Annotated[float, Option("Weight decay of matrices.", at_least=0)] = 0.1
     beta1: Annotated[float, Option("AdamW's first beta.", at_least=0, below=1)] = 0.9
     beta2: Annotated[float, Option("AdamW's second beta.", at_least=0, below=1)] = 0.95
     eps: Annotated[float, Option("AdamW's epsilon.", above=0)] = 1e-8
@@ -176,6 +199,8 @@ class Config:
 
 def _check_warmup(optim: OptimConfig) -> None:
     """Refuse a warm-up that would not end: the learning rate would never reach `--lr`."""
+    if optim.epochs is not None:  # The text decides on the steps.
+        return
     if optim.num_warmup_steps > optim.steps:
         raise ConfigError(
             f"Expected --warmup-steps of at most --steps, {optim.steps}, got {optim.num_warmup_steps}. "
@@ -208,12 +233,31 @@ def resolve(*layers: Values) -> Config:
     """
     merged: dict[str, dict[str, object]] = {group: {} for group in GROUPS}
     for layer in layers:
-        for group, values in layer.items():
+        for group, values in _with_one_length(layer).items():
             merged[group].update(values)
     if "name" not in merged["model"]:
         raise ConfigError("Expected a model in the configuration (model.name, or --model), got none.")
     groups = {group: cls(**typing.cast(typing.Any, merged[group])) for group, cls in GROUPS.items()}
     return Config(**typing.cast(typing.Any, groups))
+
+
+def _with_one_length(layer: Values) -> Values:
+    """Return a layer whose steps, or epochs, replace the epochs, or steps, of earlier layers.
+
+    Raises:
+        ConfigError: The layer has both.
+    """
+    optim = layer.get("optim", {})
+    steps, epochs = optim.get("steps"), optim.get("epochs")
+    if steps is not None and epochs is not None:
+        raise ConfigError(
+            f"Expected --steps or --epochs, got both, {shown(steps)} and {shown(epochs)}. Pass one of them."
+        )
+    if steps is not None:
+        return {**layer, "optim": {**optim, "epochs": None}}
+    if epochs is not None:
+        return {**layer, "optim": {**optim, "steps": OptimConfig.steps}}
+    return layer
 
 
 def read_file(path: str) -> Values:
@@ -249,8 +293,11 @@ def _checked_group(group: str, values: object, path: str) -> Mapping[str, object
 
 
 def to_values(config: Config) -> dict[str, dict[str, object]]:
-    """Return the settings as plain values for JSON and `resolve`."""
-    return dataclasses.asdict(config)
+    """Return the settings as plain values for JSON and `resolve`; without steps where epochs are in their place."""
+    values = dataclasses.asdict(config)
+    if config.optim.epochs is not None:
+        del values["optim"]["steps"]
+    return values
 
 
 def to_toml(config: Config) -> str:

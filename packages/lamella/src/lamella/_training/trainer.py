@@ -26,9 +26,10 @@ from lamella._record.profiling import profiled
 from lamella._record.progress import ProgressBar
 from lamella._record.run_directory import RunDirectory
 from lamella._settings.config import Config
-from lamella._training.optimizer import learning_rate, make_optimizer
+from lamella._training.optimizer import constant_settings, learning_rate, make_optimizer
 from lamella._training.resume import damage_in, damaged, stream_settings
 from lamella._training.saves import TRY, Saves, reason_of
+from lamella._training.trained_parameters import freeze
 from lamella._training.validation import Validation
 from lamella_checkpoint import CheckpointDamaged, CheckpointDirectory, CheckpointFailed, load
 from lamella_engine import FSDPModule, load_scaling_state, scaling_state
@@ -69,6 +70,7 @@ class Trainer:
         self._model = self._run_model.module
         self._speed = self._measure()
         lamella_optim.install()
+        freeze(self._model, config.optim.train)
         self._optimizer = make_optimizer(self._model, config.optim)
         self._loss: LossFunction = loss_of_logits
         self._saves = Saves(
@@ -170,12 +172,11 @@ class Trainer:
             if self._run_model.pretrained is not None:
                 load_weights(self._run_model.pretrained, self._model, self._run_model.spec)
             return 0
-        groups = self._optimizer.param_groups
-        settings = [{name: value for name, value in group.items() if name != "params"} for group in groups]
+        settings = constant_settings(self._optimizer, self._config.optim)
         try:
             extra = load(latest, model=self._model, optimizer=self._optimizer)
             step = int(extra["step"])
-            for group, group_settings in zip(groups, settings, strict=True):
+            for group, group_settings in zip(self._optimizer.param_groups, settings, strict=True):
                 group.update(
                     group_settings
                 )  # The checkpoint has options too; the run's settings were printed, and count.
