@@ -17,7 +17,8 @@ from lamella._data.packing import num_sequences
 from lamella._data.tokens import load_tokens
 from lamella._model.spec import load_spec
 from lamella._processes.placement import place
-from lamella._settings.config import Values, read_file, resolve, to_toml, to_values
+from lamella._settings.config import Values, resolve, to_toml, to_values
+from lamella._settings.files import read_file
 from lamella._training.optimizer import learning_rate, make_optimizer
 from lamella._training.preparation import prepare
 from lamella.cli import main

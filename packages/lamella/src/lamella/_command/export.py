@@ -6,6 +6,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from lamella import __version__
 from lamella._command.choices import number, one_of
 from lamella._command.ckpt_options import DamageError
 from lamella._command.inference_options import EXPORT_DTYPES
@@ -31,7 +32,14 @@ def run(arguments: argparse.Namespace) -> int:
     out = None if arguments.out is None else Path(arguments.out)
     try:
         with ByteBar("writing") as bar:
-            exported = export(Path(arguments.run), out, dtype=arguments.dtype, step=step, on_progress=bar.to)
+            exported = export(
+                Path(arguments.run),
+                out,
+                dtype=arguments.dtype,
+                step=step,
+                version=__version__,
+                on_progress=bar.to,
+            )
     except CheckpointDamaged as error:
         raise DamageError(one_line(f"{error}".rstrip(".")) + f". {_way_out(arguments.run, step)}") from error
     except FileExistsError as error:

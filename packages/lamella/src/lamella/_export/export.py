@@ -37,7 +37,13 @@ class Export:
 
 
 def export(
-    path: Path, to: Path | None, *, dtype: str, step: int | None, on_progress: Callable[[int, int], None]
+    path: Path,
+    to: Path | None,
+    *,
+    dtype: str,
+    step: int | None,
+    version: str,
+    on_progress: Callable[[int, int], None],
 ) -> Export:
     """Write the Hugging Face folder of a run's checkpoint.
 
@@ -46,6 +52,7 @@ def export(
         to: The folder to write; None for `exports/<step>` in the run's folder.
         dtype: "fp32", "bf16", or "auto" for the dtype of the weights that the run started from.
         step: The number of steps of the checkpoint; None for the newest.
+        version: The version of lamella, for the model card.
         on_progress: Called with the bytes written so far, and the total.
 
     Raises:
@@ -59,17 +66,18 @@ def export(
     while True:
         run = open_run(path, step)
         try:
-            return _export(run, to or run.directory.root / "exports" / run.checkpoint.name, dtype, on_progress)
+            folder = to or run.directory.root / "exports" / run.checkpoint.name
+            return _export(run, folder, dtype, version, on_progress)
         except (CheckpointDamaged, FileNotFoundError):
             if run.checkpoint.is_dir():
                 raise
 
 
-def _export(run: TrainedRun, to: Path, dtype: str, on_progress: Callable[[int, int], None]) -> Export:
+def _export(run: TrainedRun, to: Path, dtype: str, version: str, on_progress: Callable[[int, int], None]) -> Export:
     model = run.directory.model
     torch_dtype = _dtype_of_start(run) if dtype == "auto" else _DTYPES[dtype]
     name = str(torch_dtype).removeprefix("torch.")
-    card = model_card(run, model_type=_model_type(run), dtype=name)
+    card = model_card(run, model_type=_model_type(run), dtype=name, version=version)
     conversion = convert(
         run.checkpoint,
         to,

@@ -3,25 +3,25 @@
 from collections.abc import Iterator, Mapping
 from typing import Final
 
-from lamella import __version__
 from lamella._export.trained_run import TrainedRun
 from lamella._record.metrics import StepRecord, ValidationRecord, read
 
 _FINGERPRINT_LENGTH: Final = 16
 
 
-def model_card(run: TrainedRun, *, model_type: str, dtype: str) -> str:
+def model_card(run: TrainedRun, *, model_type: str, dtype: str, version: str) -> str:
     """Return a model card in Markdown, with the metadata block that model hubs read.
 
     Args:
         run: The run, with the exported checkpoint.
         model_type: The model type of transformers.
         dtype: The name of the exported weights' dtype.
+        version: The version of lamella.
 
     Raises:
         CheckpointDamaged: The checkpoint's metadata cannot be read.
     """
-    rows = "\n".join(f"| {name} | {text} |" for name, text in _figures(run, dtype))
+    rows = "\n".join(f"| {name} | {text} |" for name, text in _figures(run, dtype, version))
     return f"""---
 library_name: transformers
 pipeline_tag: text-generation
@@ -55,7 +55,7 @@ def _origin(run: TrainedRun) -> str:
     return f"from the weights of `{run.config.model.name.rstrip('/').rpartition('/')[2]}`"
 
 
-def _figures(run: TrainedRun, dtype: str) -> Iterator[tuple[str, str]]:
+def _figures(run: TrainedRun, dtype: str, version: str) -> Iterator[tuple[str, str]]:
     extra = run.extra()
     sequences, length = _number(extra, "optim.batch_size"), _number(extra, "data.sequence_length")
     yield "steps", f"{run.step:,}"
@@ -63,7 +63,7 @@ def _figures(run: TrainedRun, dtype: str) -> Iterator[tuple[str, str]]:
     yield from _losses(run)
     yield "fingerprint of the text", f"`{str(extra.get('fingerprint'))[:_FINGERPRINT_LENGTH]}`"
     yield "weights", f"{dtype}, trained in float32"
-    yield "lamella", __version__
+    yield "lamella", version
 
 
 def _number(extra: Mapping[str, object], name: str) -> int:

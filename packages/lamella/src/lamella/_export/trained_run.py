@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lamella._record.run_directory import RunDirectory
-from lamella._settings.config import Config, read_file, resolve
+from lamella._settings.config import Config, resolve
+from lamella._settings.files import read_file
 from lamella._settings.options import ConfigError
 from lamella_checkpoint import CheckpointDirectory
 

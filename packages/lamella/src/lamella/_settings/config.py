@@ -5,11 +5,9 @@ import json
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated, Final, Literal, NamedTuple
 
-from lamella._settings.options import ConfigError, Option, check_fields, fields_of, nearest, shown
-from lamella._settings.parsing import parse_json, parse_toml, read_settings
+from lamella._settings.options import ConfigError, Option, check_fields, shown
 
 _WARMUP_STEPS: Final = 40
 _LARGEST_STEP: Final = 1 << 30
@@ -164,6 +162,10 @@ class RunConfig:
     validation_sequences: Annotated[int, Option("Sequences in a validation, at most.", at_least=1)] = 256
     checkpoint_interval: Annotated[int, Option("Steps between checkpoints.", at_least=1)] = 100
     keep_checkpoints: Annotated[int, Option("Newest checkpoints that are kept.", at_least=1)] = 2
+    trackers: Annotated[
+        tuple[str, ...],
+        Option("Trackers of the records: tensorboard, wandb, mlflow, trackio (lamella[...]).", metavar="NAME"),
+    ] = ()
     profile: Annotated[
         int | None, Option("Steps to profile, after three others, for a trace and an overlap report.", at_least=1)
     ] = None
@@ -173,6 +175,12 @@ class RunConfig:
     startup_timeout: Annotated[
         float, Option("The same up to the end of the first step, which may compile.", above=0, below=_FOREVER_S)
     ] = 3600.0
+
+    @property
+    def tracker_names(self) -> tuple[str, ...]:
+        """The names of the trackers; `--trackers a,b` and `--trackers a b` are the same."""
+        names = (name.strip() for text in self.trackers for name in text.split(","))
+        return tuple(dict.fromkeys(name for name in names if name))
 
     @property
     def wait_limits(self) -> WaitLimits:
@@ -231,14 +239,24 @@ def resolve(*layers: Values) -> Config:
     Raises:
         ConfigError: A value has the wrong type or is out of bounds, or no layer names a model.
     """
-    merged: dict[str, dict[str, object]] = {group: {} for group in GROUPS}
+    settings = merged(*layers)
+    if "name" not in settings["model"]:
+        raise ConfigError("Expected a model in the configuration (model.name, or --model), got none.")
+    groups = {group: cls(**typing.cast(typing.Any, settings[group])) for group, cls in GROUPS.items()}
+    return Config(**typing.cast(typing.Any, groups))
+
+
+def merged(*layers: Values) -> dict[str, dict[str, object]]:
+    """Return all groups of settings, later layers over earlier layers.
+
+    Raises:
+        ConfigError: A layer has both steps and epochs.
+    """
+    settings: dict[str, dict[str, object]] = {group: {} for group in GROUPS}
     for layer in layers:
         for group, values in _with_one_length(layer).items():
-            merged[group].update(values)
-    if "name" not in merged["model"]:
-        raise ConfigError("Expected a model in the configuration (model.name, or --model), got none.")
-    groups = {group: cls(**typing.cast(typing.Any, merged[group])) for group, cls in GROUPS.items()}
-    return Config(**typing.cast(typing.Any, groups))
+            settings[group].update(values)
+    return settings
 
 
 def _with_one_length(layer: Values) -> Values:
@@ -256,40 +274,8 @@ def _with_one_length(layer: Values) -> Values:
     if steps is not None:
         return {**layer, "optim": {**optim, "epochs": None}}
     if epochs is not None:
-        return {**layer, "optim": {**optim, "steps": OptimConfig.steps}}
+        return {**layer, "optim": {**optim, "steps": OptimConfig.steps}}  # No earlier steps are left to mislead.
     return layer
-
-
-def read_file(path: str) -> Values:
-    """Read settings from a TOML file, or from a run's config.json.
-
-    Raises:
-        ConfigError: The file cannot be read, or names an unknown group or field.
-    """
-    try:
-        text = read_settings(Path(path))
-        loaded = parse_json(text) if path.endswith(".json") else parse_toml(text)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"Expected a configuration in {path!r}, got {_reason(error)}.") from error
-    if not isinstance(loaded, dict):
-        raise ConfigError(f"Expected groups of settings in {path!r}, got {type(loaded).__name__}.")
-    return {group: _checked_group(group, values, path) for group, values in loaded.items()}
-
-
-def _reason(error: Exception) -> str:
-    return error.strerror or str(error) if isinstance(error, OSError) else str(error).rstrip(".")
-
-
-def _checked_group(group: str, values: object, path: str) -> Mapping[str, object]:
-    if group not in GROUPS:
-        raise ConfigError(f"Expected one of {sorted(GROUPS)} in {path!r}, got {shown(group)}.{nearest(group, GROUPS)}")
-    if not isinstance(values, dict):
-        raise ConfigError(f"Expected a table [{group}] in {path!r}, got {shown(values)}.")
-    names = [field.name for field in fields_of(GROUPS[group])]
-    for name in values:
-        if name not in names:
-            raise ConfigError(f"Expected a field of [{group}] in {path!r}, got {shown(name)}.{nearest(name, names)}")
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
 
 
 def to_values(config: Config) -> dict[str, dict[str, object]]:
@@ -301,7 +287,7 @@ def to_values(config: Config) -> dict[str, dict[str, object]]:
 
 
 def to_toml(config: Config) -> str:
-    """Return the settings as a TOML document for `read_file`; settings of None are omitted."""
+    """Return the settings as a TOML document for `lamella._settings.files.read_file`; settings of None are omitted."""
     return "\n".join(_table(group, values) for group, values in to_values(config).items())
 
 
