@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Final
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
 
 from lamella._data.packing import num_sequences
 from lamella._data.sources import TextSource, loss_lines
@@ -146,7 +145,8 @@ def _all_of(paths: Sequence[str]) -> Corpus:
 @contextmanager
 def _process_group_of_one() -> Iterator[None]:
     """Give the validation, which sums over ranks, a group of this process alone."""
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    store = dist.HashStore()  # type: ignore[attr-defined]  # torch.distributed has the name, and does not list it.
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         yield
     finally:
