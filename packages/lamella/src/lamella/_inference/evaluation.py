@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
+import torch
 import torch.distributed as dist
 
 from lamella._data.packing import num_sequences
@@ -79,7 +80,7 @@ def evaluate(trained: TrainedModel, options: EvaluationOptions) -> Evaluation:
             )
         count = min(count, options.num_sequences or _num_sequences(trained, options) or count)
         config, rank = _settings(trained, length, count), Rank(rank=0, num_ranks=1, device=trained.device)
-        with _process_group_of_one():
+        with _process_group_of_one(trained.device):
             record = Validation(config, tokens, rank).record(trained.model, trained.run.step if trained.run else 0)
         trained.model.eval()
     return Evaluation(record=record, num_sequences=count, sequence_length=length, text=text, lines=lines)
@@ -143,10 +144,12 @@ def _all_of(paths: Sequence[str]) -> Corpus:
 
 
 @contextmanager
-def _process_group_of_one() -> Iterator[None]:
+def _process_group_of_one(device: torch.device) -> Iterator[None]:
     """Give the validation, which sums over ranks, a group of this process alone."""
     store = dist.HashStore()  # type: ignore[attr-defined]  # torch.distributed has the name, and does not list it.
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", store=store, rank=0, world_size=1
+    )
     try:
         yield
     finally:

@@ -247,35 +247,28 @@ def resolve(*layers: Values) -> Config:
 
 
 def merged(*layers: Values) -> dict[str, dict[str, object]]:
-    """Return all groups of settings, later layers over earlier layers.
+    """Return all groups of settings, later layers over earlier layers; steps replace epochs, and epochs steps.
 
     Raises:
         ConfigError: A layer has both steps and epochs.
     """
     settings: dict[str, dict[str, object]] = {group: {} for group in GROUPS}
     for layer in layers:
-        for group, values in _with_one_length(layer).items():
+        if (replaced := _replaced_length(layer.get("optim", {}))) is not None:
+            settings["optim"].pop(replaced, None)
+        for group, values in layer.items():
             settings[group].update(values)
     return settings
 
 
-def _with_one_length(layer: Values) -> Values:
-    """Return a layer whose steps, or epochs, replace the epochs, or steps, of earlier layers.
-
-    Raises:
-        ConfigError: The layer has both.
-    """
-    optim = layer.get("optim", {})
+def _replaced_length(optim: Mapping[str, object]) -> str | None:
+    """Return the field of earlier layers that the steps, or epochs, of a layer replace."""
     steps, epochs = optim.get("steps"), optim.get("epochs")
     if steps is not None and epochs is not None:
         raise ConfigError(
             f"Expected --steps or --epochs, got both, {shown(steps)} and {shown(epochs)}. Pass one of them."
         )
-    if steps is not None:
-        return {**layer, "optim": {**optim, "epochs": None}}
-    if epochs is not None:
-        return {**layer, "optim": {**optim, "steps": OptimConfig.steps}}  # No earlier steps are left to mislead.
-    return layer
+    return "epochs" if steps is not None else "steps" if epochs is not None else None
 
 
 def to_values(config: Config) -> dict[str, dict[str, object]]:
