@@ -27,6 +27,7 @@ from lamella._record.metrics import StepRecord, ValidationRecord, read
 from lamella._settings.config import Config, resolve
 from lamella._training.preparation import prepare
 from lamella._training.trainer import Trainer
+from lamella.cli import main
 from lamella_convert import find_family
 from lamella_testing import run_ranks, write_entry_points
 
@@ -130,6 +131,20 @@ def _configure(folder: Path, text_folder: Path, model_file: Path) -> Config:
             },
         }
     )
+
+
+@pytest.fixture(scope="module")
+def trained(shared_config: Config, train: TrainOn) -> Run:
+    """A finished run that the tests of a file share."""
+    return train(shared_config, 2)
+
+
+@pytest.fixture(scope="module")
+def exported(trained: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Its model as a Hugging Face folder."""
+    folder = tmp_path_factory.mktemp("exported") / "model"
+    assert main(["export", str(trained.directory.root), str(folder)]) == 0
+    return folder
 
 
 @pytest.fixture

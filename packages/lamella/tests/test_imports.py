@@ -51,6 +51,9 @@ def imported(*commands: Sequence[str], code: int = 0) -> set[str]:
         ["ckpt", "--help"],
         ["ckpt", "convert", "--help"],
         ["overlap-report", "--help"],
+        ["export", "--help"],
+        ["generate", "--help"],
+        ["eval", "--help"],
     ],
     ids=" ".join,
 )

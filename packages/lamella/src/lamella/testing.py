@@ -7,8 +7,8 @@ from lamella._model.spec import load_spec as load_spec
 from lamella._record.metrics import StepRecord as StepRecord
 from lamella._record.metrics import read as read_metrics
 from lamella._record.run_directory import RunDirectory as RunDirectory
-from lamella._settings.config import read_file as read_file
 from lamella._settings.config import resolve as resolve
+from lamella._settings.files import read_file as read_file
 from lamella._training.optimizer import learning_rate as learning_rate
 from lamella_transformers import build_model as build_model
 

@@ -19,7 +19,7 @@ from torch import nn
 from tqdm import tqdm
 
 import lamella_convert
-from lamella._command import ckpt
+from lamella._record.progress import ByteBar
 from lamella.cli import main
 from lamella_checkpoint import CheckpointDirectory, save
 from lamella_convert import keep_published
@@ -495,7 +495,7 @@ def test_an_interrupted_conversion_leaves_with_130_and_nothing_behind(
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(ckpt._ByteBar, "to", interrupt)
+    monkeypatch.setattr(ByteBar, "to", interrupt)
     before = set(tmp_path.iterdir())
     assert main(["ckpt", "convert", str(tiny), str(tmp_path / "to"), "--to", "hf"]) == 130
     assert capsys.readouterr() == ("", "lamella: interrupted.\n")
@@ -513,7 +513,7 @@ def test_progress_is_drawn_on_a_terminal_and_counts_to_the_end(
                 drawn.append((self.n, self.total))
             super().close()
 
-    monkeypatch.setattr(ckpt, "tqdm", Told)
+    monkeypatch.setattr("lamella._record.progress.tqdm", Told)
     assert main(["ckpt", "convert", str(tiny), str(tmp_path / "a"), "--to", "dcp"]) == 0
     assert capsys.readouterr().err == "" and not drawn
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)

@@ -31,14 +31,15 @@ def test_the_command_trains_and_run_again_resumes(
     assert any(line.startswith("data: 3 files, ") for line in lines)
     step = next(line for line in lines if line.startswith("step: 3  loss: "))
     assert all(word in step for word in ("grad_norm: ", "tokens/s: ", "memory: ", "GiB", "mfu: -"))
-    for line, path in zip(lines[-3:], ["checkpoints/step_00000003", "loss.png", "metrics.jsonl"], strict=True):
+    for line, path in zip(lines[-4:-1], ["checkpoints/step_00000003", "loss.png", "metrics.jsonl"], strict=True):
         assert line.endswith(str(tmp_path / "run" / path)) and (tmp_path / "run" / path).exists()
-    assert lines[-4].startswith("validation: ") and "% of the first" in lines[-4]
+    assert lines[-5].startswith("validation: ") and "% of the first" in lines[-5]
+    assert lines[-1] == f'next: lamella export {tmp_path / "run"}, or lamella generate {tmp_path / "run"} "..."'
 
     assert main([*options, "--steps", "3"]) == 0
     again = capfd.readouterr().out
     assert "Already complete at step 3. Pass --steps M" in again
-    assert again.splitlines()[-4:] == lines[-4:]
+    assert again.splitlines()[-5:] == lines[-5:]
 
     assert main([*options, "--steps", "5", "--ranks", "1"]) == 0
     on = capfd.readouterr().out

@@ -161,7 +161,7 @@ def test_metrics_that_cannot_be_written_end_the_run_on_every_rank(
         if path.name == "metrics.jsonl" and checkpoints_of(config).steps():
             raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
-    monkeypatch.setattr("lamella._training.trainer.append", full)
+    monkeypatch.setattr("lamella._record.stream.append", full)
     run = replace(config.run, log_interval=6)
     texts = errors_of(StorageError, wait_for_the_checkpoint, replace(config, run=run))
     assert texts[0] == texts[1]

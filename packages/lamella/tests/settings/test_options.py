@@ -8,7 +8,8 @@ import pytest
 
 from lamella import Config, ConfigError, ModelConfig, OptimConfig, cli
 from lamella._model.spec import NAMED
-from lamella._settings.config import GROUPS, read_file, resolve, to_toml, to_values
+from lamella._settings.config import GROUPS, resolve, to_toml, to_values
+from lamella._settings.files import read_file
 from lamella._settings.fit import budget_nbytes
 from lamella._settings.options import fields_of
 from lamella._training.checks import run_root
@@ -51,7 +52,7 @@ def test_every_option_is_explained_in_the_help(capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize(
     ("argv", "expected"),
     [
-        ([], "Expected a command of `lamella`, one of train, ckpt, overlap-report, got none. `lamella --help` says"),
+        ([], "Expected a command of `lamella`, one of train, export, generate, eval, ckpt, overlap-report, got none."),
         (["trian", "--steps", "3"], "got 'trian'. Did you mean 'train'?"),
         (["ckpt"], "Expected a command of `lamella ckpt`, one of inspect, diff, convert, verify, got none."),
         (["ckpt", "inspct", "x"], "got 'inspct'. Did you mean 'inspect'?"),

@@ -11,23 +11,23 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Final, cast
 
 import torch
 from tqdm import tqdm
 
 import lamella_checkpoint  # By attribute below: a name that a command does not use is not imported.
 import lamella_convert
+from lamella._command.choices import number, one_of
 from lamella._command.ckpt_options import DIALECTS, DTYPES, MTP_LAYERS, NUM_LINES, TARGETS, DamageError
 from lamella._record.output import one_line, printable, say, show
-from lamella._settings.options import ConfigError, nearest
+from lamella._record.progress import ByteBar
+from lamella._settings.options import ConfigError
 from lamella_checkpoint import CheckpointDamaged, CheckpointUntrusted, FormatUnknown, Source
 from lamella_convert import ModelUnknown, SizeUnknown
 
 if TYPE_CHECKING:
     from lamella_convert import Conversion, Diff, Inspection, MtpLayer, Target
-
-T = TypeVar("T")
 
 _DIFFERS, _DAMAGED = 1, 1
 _UNITS: Final = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
@@ -110,7 +110,7 @@ def _system_message(error: OSError, arguments: argparse.Namespace) -> str:
 
 def _inspect(arguments: argparse.Namespace) -> int:
     inspection = lamella_convert.inspect(arguments.path, trust=arguments.trust)
-    depth = None if arguments.depth is None else _number("--depth", arguments.depth, int)
+    depth = None if arguments.depth is None else number("--depth", arguments.depth, int)
     lines = inspection.lines(depth=depth) if depth is not None or not sys.stdout.isatty() else _at_a_glance(inspection)
     show(lines, lambda: json.dumps(inspection.as_json(), indent=2), arguments.json)
     return 0
@@ -128,10 +128,10 @@ def _at_a_glance(inspection: "Inspection") -> Iterator[str]:
 
 
 def _diff(arguments: argparse.Namespace) -> int:
-    rtol, atol = (_number(f"--{name}", getattr(arguments, name), float) for name in ("rtol", "atol"))
-    limit = _number("--limit", arguments.limit, int)
+    rtol, atol = (number(f"--{name}", getattr(arguments, name), float) for name in ("rtol", "atol"))
+    limit = number("--limit", arguments.limit, int)
     tp = _tensor_parallel_size(arguments)
-    with _config_folder(arguments.config) as like, _ByteBar("comparing") as bar:
+    with _config_folder(arguments.config) as like, ByteBar("comparing") as bar:
         sources = lamella_convert.open_both(
             arguments.a, arguments.b, like=like, tensor_parallel_size=tp, trust=arguments.trust
         )
@@ -149,16 +149,16 @@ def _differences(diff: "Diff", limit: int) -> Iterator[str]:
 
 
 def _convert(arguments: argparse.Namespace) -> int:
-    to = cast("Target", _one_of("--to", arguments.to, TARGETS))
+    to = cast("Target", one_of("--to", arguments.to, TARGETS))
     for flag in ("--dialect", "--mtp-layer", "--padded-vocab"):
         if to != "fsdp_dtensor" and getattr(arguments, flag[2:].replace("-", "_")) is not None:
             raise ConfigError(f"Expected {flag} with --to fsdp_dtensor only, got --to {to}. Leave {flag} out.")
     if to != "hf" and arguments.float8:
         raise ConfigError(f"Expected --float8 with --to hf only, got --to {to}. Leave --float8 out.")
-    dtype = None if arguments.dtype is None else getattr(torch, DTYPES[_one_of("--dtype", arguments.dtype, DTYPES)])
-    dialect = _one_of("--dialect", arguments.dialect or DIALECTS[0], DIALECTS)
+    dtype = None if arguments.dtype is None else getattr(torch, DTYPES[one_of("--dtype", arguments.dtype, DTYPES)])
+    dialect = one_of("--dialect", arguments.dialect or DIALECTS[0], DIALECTS)
     layer_name = arguments.mtp_layer
-    mtp_layer = None if layer_name is None else cast("MtpLayer", _one_of("--mtp-layer", layer_name, MTP_LAYERS))
+    mtp_layer = None if layer_name is None else cast("MtpLayer", one_of("--mtp-layer", layer_name, MTP_LAYERS))
     megatron = lamella_convert.MegatronOptions(
         dialect=dialect,
         mtp_layer=mtp_layer,
@@ -166,7 +166,7 @@ def _convert(arguments: argparse.Namespace) -> int:
         padded_vocabulary=_optional_number("--padded-vocab", arguments.padded_vocab),
     )
     size = _nbytes(arguments.max_shard_size)
-    with _config_folder(arguments.config) as like, _ByteBar("writing") as bar:
+    with _config_folder(arguments.config) as like, ByteBar("writing") as bar:
         done = lamella_convert.convert(
             arguments.src,
             arguments.dst,
@@ -216,7 +216,7 @@ def _report_lines(done: "Conversion") -> Iterator[str]:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    with _ByteBar("reading") as bar:
+    with ByteBar("reading") as bar:
         verification = lamella_convert.verify(arguments.path, trust=arguments.trust, on_progress=bar.to)
     show(verification.lines(), lambda: json.dumps(verification.as_json(), indent=2), arguments.json)
     return 0 if verification else _DAMAGED
@@ -244,32 +244,6 @@ def _rare_collections() -> Iterator[None]:
         gc.set_threshold(*thresholds)
 
 
-class _ByteBar:
-    """A progress bar in bytes, on a terminal; absent elsewhere."""
-
-    def __init__(self, label: str) -> None:
-        self._bar = tqdm(
-            desc=label,
-            unit="B",
-            unit_scale=True,
-            unit_divisor=1024,
-            disable=not sys.stderr.isatty(),
-            dynamic_ncols=True,
-            leave=False,
-        )
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.close()
-
-    def to(self, done: int, total: int) -> None:
-        """Move the bar to `done` of `total` bytes."""
-        self._bar.total = total
-        self._bar.update(done - self._bar.n)
-
-
 @contextmanager
 def _config_folder(path: str | None) -> Iterator[Path | None]:
     """Yield the folder that `--config` names; for a lone file, a folder with a copy of the file alone."""
@@ -293,26 +267,7 @@ def _tensor_parallel_size(arguments: argparse.Namespace) -> int | None:
 
 
 def _optional_number(flag: str, text: str | None) -> int | None:
-    return None if text is None else _number(flag, text, int, at_least=1)
-
-
-def _number(flag: str, text: str, kind: Callable[[str], T], *, at_least: float = 0) -> T:
-    try:
-        value = kind(text)
-    except ValueError:
-        value = None
-    if value is None or not cast(float, value) >= at_least:
-        kind_in_words = "an integer" if kind is int else "a number"
-        raise ConfigError(f"Expected {flag} to be {kind_in_words} of at least {at_least:g}, got {text!r}.")
-    return value
-
-
-def _one_of(flag: str, choice: str, choices: Sequence[str] | Mapping[str, object]) -> str:
-    if choice not in choices:
-        raise ConfigError(
-            f"Expected {flag} to be one of {', '.join(choices)}, got {choice!r}.{nearest(choice, choices)}"
-        )
-    return choice
+    return None if text is None else number(flag, text, int, at_least=1)
 
 
 def _nbytes(text: str) -> int:

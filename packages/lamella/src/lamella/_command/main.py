@@ -54,6 +54,14 @@ def _run(argv: Sequence[str]) -> int:
         from lamella._command import ckpt
 
         return ckpt.run(arguments)
+    if arguments.command == "export":
+        from lamella._command import export
+
+        return export.run(arguments)
+    if arguments.command in ("generate", "eval"):
+        from lamella._command import inference
+
+        return inference.run_generate(arguments) if arguments.command == "generate" else inference.run_eval(arguments)
     if arguments.command == "overlap-report":
         overlap_report.run(arguments)
     elif arguments.print_config:

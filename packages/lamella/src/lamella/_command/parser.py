@@ -7,14 +7,16 @@ from collections.abc import Sequence
 from typing import Any, Final, Literal, NoReturn
 
 from lamella import __version__
-from lamella._command import ckpt_options
+from lamella._command import ckpt_options, inference_options
 from lamella._processes.endings import EXIT_CODES_IN_WORDS
 from lamella._record.output import refused_paths
-from lamella._settings.config import GROUPS, Config, Group, Values, read_file, resolve
+from lamella._settings.config import GROUPS, Config, Group, Values, resolve
+from lamella._settings.files import read_config
 from lamella._settings.options import ConfigError, Field, describe, fields_of, inner, nearest, shown
+from lamella._settings.spellings import option_of_spelling
 
 DEFAULT_MODEL = "llama-small"
-COMMANDS: Final = ("train", "ckpt", "overlap-report")
+COMMANDS: Final = ("train", *inference_options.VERBS, "ckpt", "overlap-report")
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -38,7 +40,7 @@ def config_of(arguments: argparse.Namespace) -> Config:
     Raises:
         ConfigError: An option's value has the wrong type or is out of bounds.
     """
-    layers = [read_file(path) for path in arguments.config]
+    layers = [read_config(source) for source in arguments.config]
     layers.append(_values(arguments))
     name = next((layer["model"]["name"] for layer in reversed(layers) if "name" in layer.get("model", {})), None)
     if name is None and not arguments.config:
@@ -81,11 +83,14 @@ def _unknown(argument: str, arguments: argparse.Namespace) -> str:
     options: Sequence[str] = ["--json", "--html"]
     if command == "train":
         options = ["--config", *(field.flag for cls in GROUPS.values() for field in fields_of(cls))]
+    elif command in inference_options.VERBS:
+        options = inference_options.options_of(command)
     elif command == "ckpt":
         options = ckpt_options.options_of(arguments.ckpt_command)
         command = f"ckpt {arguments.ckpt_command}"
     word = argument.split("=")[0]
-    return f"Expected an option of `lamella {command}`, got {word!r}.{nearest(word, options)}"
+    hint = (option_of_spelling(word) if command == "train" else "") or nearest(word, options)
+    return f"Expected an option of `lamella {command}`, got {word!r}.{hint}"
 
 
 class _Formatter(argparse.HelpFormatter):
@@ -115,10 +120,17 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
     )
-    command.add_argument("--config", action="append", default=[], metavar="FILE", help="settings from TOML or JSON")
+    command.add_argument(
+        "--config",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="settings from TOML or JSON, or from a name in a Python file, as runs.py:name",
+    )
     command.add_argument("--print-config", action="store_true", default=False, help="print the settings and leave")
     for group, cls in GROUPS.items():
         _add_group(command, group, cls)
+    inference_options.add_verbs(commands)
     command = commands.add_parser(
         "overlap-report",
         help="exposed communication, copies and waits for the host in a profile",

@@ -1,10 +1,11 @@
 """A whole training run: prepare once, start the workers or join torchrun's, return the results."""
 
 import os
+import shlex
 import signal
 import sys
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -50,7 +51,13 @@ class Result:
             f"checkpoint: {self.checkpoint}",
             f"plot: {self.plot}",
             f"metrics: {self.metrics}",
+            f'next: lamella export {self._run}, or lamella generate {self._run} "..."',
         )
+
+    @property
+    def _run(self) -> str:
+        """The run's folder, as a shell reads it."""
+        return shlex.quote(str(self.metrics.parent))
 
 
 def train(config: Config) -> Result:
@@ -123,6 +130,8 @@ def _train_as_rank(config: Config) -> Result:
             prepared = _agreed(outcome)
             if not prepared.is_complete:
                 with watched(rank, config.run.wait_limits, requests, end_wait):
+                    # Steps may be rank 0's count of the epochs.
+                    config = replace(config, optim=prepared.config.optim)
                     signum = Trainer(config, prepared.directory, rank, requests).train()
         if signum:
             raise Stopped(signum, _stop_message(config, signum))
@@ -177,7 +186,7 @@ def _prepare(config: Config) -> PreparedRun:
     """Prepare, then print the settings and the lines of the start. A refused run prints nothing here."""
     with refused_paths():
         prepared = prepare(config)
-    say([to_toml(config), *prepared.lines])
+    say([to_toml(prepared.config), *prepared.lines])
     return prepared
 
 

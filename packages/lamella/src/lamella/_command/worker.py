@@ -12,7 +12,8 @@ def _work(requests: StopRequests) -> None:
     from lamella._processes.endings import Stopped
     from lamella._processes.placement import process_group
     from lamella._record.run_directory import RunDirectory
-    from lamella._settings.config import read_file, resolve
+    from lamella._settings.config import resolve
+    from lamella._settings.files import read_file
     from lamella._training.trainer import Trainer
 
     directory = RunDirectory(Path(sys.argv[1]))

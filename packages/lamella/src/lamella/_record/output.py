@@ -26,13 +26,13 @@ def show(lines: Iterable[str], as_json: Callable[[], str], to: str | None) -> No
         write(to, as_json())
 
 
-def say(lines: Iterable[str]) -> None:
-    """Print lines; escape characters the terminal cannot encode, and tolerate a closed pipe (`| head`)."""
+def say(lines: Iterable[str], end: str = "\n") -> None:
+    """Print lines, each followed by `end`; escape characters the terminal cannot encode, and tolerate a closed pipe."""
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         for line in lines:
-            print(line)
+            print(line, end=end)
         sys.stdout.flush()
     except BrokenPipeError:
         # Without a valid standard output, the interpreter's flush at exit raises BrokenPipeError again.

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from typing import Self
 
 from tqdm import tqdm
 
@@ -36,3 +37,29 @@ class ProgressBar:
     def close(self) -> None:
         """Stop updating the bar and leave its last state on the terminal."""
         self._bar.close()
+
+
+class ByteBar:
+    """A progress bar in bytes, on a terminal; absent elsewhere."""
+
+    def __init__(self, label: str) -> None:
+        self._bar = tqdm(
+            desc=label,
+            unit="B",
+            unit_scale=True,
+            unit_divisor=1024,
+            disable=not sys.stderr.isatty(),
+            dynamic_ncols=True,
+            leave=False,
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+
+    def to(self, done: int, total: int) -> None:
+        """Move the bar to `done` of `total` bytes."""
+        self._bar.total = total
+        self._bar.update(done - self._bar.n)

@@ -33,6 +33,11 @@ class RunDirectory:
         return self.root / "weights.sha256"
 
     @property
+    def weights_dtype(self) -> Path:
+        """The dtype of the weights that the run started from, in which `lamella export` writes; absent without them."""
+        return self.root / "weights.dtype"
+
+    @property
     def tokens(self) -> Path:
         """The folder of the text's tokens, memory-mapped by the ranks."""
         return self.root / "tokens"

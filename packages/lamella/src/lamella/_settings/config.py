@@ -5,12 +5,10 @@ import json
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated, Final, Literal, NamedTuple
 
 from lamella._settings.fit import check_fit
-from lamella._settings.options import ConfigError, Option, check_fields, fields_of, nearest, shown
-from lamella._settings.parsing import parse_json, parse_toml, read_settings
+from lamella._settings.options import ConfigError, Option, check_fields, shown
 
 _WARMUP_STEPS: Final = 40
 _LARGEST_STEP: Final = 1 << 30
@@ -64,17 +62,40 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
-    """Steps, batches and AdamW with warm-up and cosine decay."""
+    """Steps, batches, the optimizer, and the learning rate over the steps."""
 
     steps: Annotated[int, Option("Optimizer steps in all.", at_least=1)] = 500
+    epochs: Annotated[float | None, Option("Passes over the training text, in place of --steps.", above=0)] = None
     batch_size: Annotated[int, Option("Sequences in a step, over all ranks.", at_least=1)] = 16
     accumulation: Annotated[int, Option("Microbatches a rank adds up in a step.", at_least=1)] = 1
     lr: Annotated[float, Option("Highest learning rate.", above=0)] = 5e-3
     warmup_steps: Annotated[
         int | None, Option("Steps of linear warm-up, at most --steps (default: 40, or all of fewer).", at_least=0)
     ] = None
+    schedule: Annotated[
+        Literal["cosine", "linear", "constant", "wsd"],
+        Option(
+            "Learning rate after the warm-up: falls to the end by a cosine or a line, stays, or (wsd) stays and falls "
+            "by a line in the last --decay-fraction."
+        ),
+    ] = "cosine"
+    decay_fraction: Annotated[float, Option("Share of the steps in which wsd falls.", above=0, below=1)] = 0.2
     final_lr_fraction: Annotated[float, Option("Learning rate at the end, as a share of --lr.", at_least=0)] = 0.1
-    weight_decay: Annotated[float, Option("AdamW's weight decay.", at_least=0)] = 0.1
+    optimizer: Annotated[
+        str, Option("adamw, or the import path of an elementwise optimizer, such as torch.optim:SGD.")
+    ] = "adamw"
+    optimizer_options: Annotated[
+        tuple[str, ...],
+        Option("Arguments of an optimizer by import path, such as momentum=0.9 nesterov=true.", metavar="NAME=X"),
+    ] = ()
+    train: Annotated[
+        tuple[str, ...],
+        Option(
+            "Shell patterns of the parameters to train, such as 'model.layers.3*'; others are frozen (default: all).",
+            metavar="PATTERN",
+        ),
+    ] = ()
+    weight_decay: Annotated[float, Option("Weight decay of matrices.", at_least=0)] = 0.1
     beta1: Annotated[float, Option("AdamW's first beta.", at_least=0, below=1)] = 0.9
     beta2: Annotated[float, Option("AdamW's second beta.", at_least=0, below=1)] = 0.95
     eps: Annotated[float, Option("AdamW's epsilon.", above=0)] = 1e-8
@@ -175,6 +196,10 @@ class RunConfig:
     validation_sequences: Annotated[int, Option("Sequences in a validation, at most.", at_least=1)] = 256
     checkpoint_interval: Annotated[int, Option("Steps between checkpoints.", at_least=1)] = 100
     keep_checkpoints: Annotated[int, Option("Newest checkpoints that are kept.", at_least=1)] = 2
+    trackers: Annotated[
+        tuple[str, ...],
+        Option("Trackers of the records: tensorboard, wandb, mlflow, trackio (lamella[...]).", metavar="NAME"),
+    ] = ()
     profile: Annotated[
         int | None, Option("Steps to profile, after three others, for a trace and an overlap report.", at_least=1)
     ] = None
@@ -184,6 +209,12 @@ class RunConfig:
     startup_timeout: Annotated[
         float, Option("The same up to the end of the first step, which may compile.", above=0, below=_FOREVER_S)
     ] = 3600.0
+
+    @property
+    def tracker_names(self) -> tuple[str, ...]:
+        """The names of the trackers; `--trackers a,b` and `--trackers a b` are the same."""
+        names = (name.strip() for text in self.trackers for name in text.split(","))
+        return tuple(dict.fromkeys(name for name in names if name))
 
     @property
     def wait_limits(self) -> WaitLimits:
@@ -211,6 +242,8 @@ class Config:
 
 def _check_warmup(optim: OptimConfig) -> None:
     """Refuse a warm-up that would not end: the learning rate would never reach `--lr`."""
+    if optim.epochs is not None:  # The text decides on the steps.
+        return
     if optim.num_warmup_steps > optim.steps:
         raise ConfigError(
             f"Expected --warmup-steps of at most --steps, {optim.steps}, got {optim.num_warmup_steps}. "
@@ -241,55 +274,48 @@ def resolve(*layers: Values) -> Config:
     Raises:
         ConfigError: A value has the wrong type or is out of bounds, or no layer names a model.
     """
-    merged: dict[str, dict[str, object]] = {group: {} for group in GROUPS}
-    for layer in layers:
-        for group, values in layer.items():
-            merged[group].update(values)
-    if "name" not in merged["model"]:
+    settings = merged(*layers)
+    if "name" not in settings["model"]:
         raise ConfigError("Expected a model in the configuration (model.name, or --model), got none.")
-    groups = {group: cls(**typing.cast(typing.Any, merged[group])) for group, cls in GROUPS.items()}
+    groups = {group: cls(**typing.cast(typing.Any, settings[group])) for group, cls in GROUPS.items()}
     return Config(**typing.cast(typing.Any, groups))
 
 
-def read_file(path: str) -> Values:
-    """Read settings from a TOML file, or from a run's config.json.
+def merged(*layers: Values) -> dict[str, dict[str, object]]:
+    """Return all groups of settings, later layers over earlier layers; steps replace epochs, and epochs steps.
 
     Raises:
-        ConfigError: The file cannot be read, or names an unknown group or field.
+        ConfigError: A layer has both steps and epochs.
     """
-    try:
-        text = read_settings(Path(path))
-        loaded = parse_json(text) if path.endswith(".json") else parse_toml(text)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"Expected a configuration in {path!r}, got {_reason(error)}.") from error
-    if not isinstance(loaded, dict):
-        raise ConfigError(f"Expected groups of settings in {path!r}, got {type(loaded).__name__}.")
-    return {group: _checked_group(group, values, path) for group, values in loaded.items()}
+    settings: dict[str, dict[str, object]] = {group: {} for group in GROUPS}
+    for layer in layers:
+        if (replaced := _replaced_length(layer.get("optim", {}))) is not None:
+            settings["optim"].pop(replaced, None)
+        for group, values in layer.items():
+            settings[group].update(values)
+    return settings
 
 
-def _reason(error: Exception) -> str:
-    return error.strerror or str(error) if isinstance(error, OSError) else str(error).rstrip(".")
-
-
-def _checked_group(group: str, values: object, path: str) -> Mapping[str, object]:
-    if group not in GROUPS:
-        raise ConfigError(f"Expected one of {sorted(GROUPS)} in {path!r}, got {shown(group)}.{nearest(group, GROUPS)}")
-    if not isinstance(values, dict):
-        raise ConfigError(f"Expected a table [{group}] in {path!r}, got {shown(values)}.")
-    names = [field.name for field in fields_of(GROUPS[group])]
-    for name in values:
-        if name not in names:
-            raise ConfigError(f"Expected a field of [{group}] in {path!r}, got {shown(name)}.{nearest(name, names)}")
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+def _replaced_length(optim: Mapping[str, object]) -> str | None:
+    """Return the field of earlier layers that the steps, or epochs, of a layer replace."""
+    steps, epochs = optim.get("steps"), optim.get("epochs")
+    if steps is not None and epochs is not None:
+        raise ConfigError(
+            f"Expected --steps or --epochs, got both, {shown(steps)} and {shown(epochs)}. Pass one of them."
+        )
+    return "epochs" if steps is not None else "steps" if epochs is not None else None
 
 
 def to_values(config: Config) -> dict[str, dict[str, object]]:
-    """Return the settings as plain values for JSON and `resolve`."""
-    return dataclasses.asdict(config)
+    """Return the settings as plain values for JSON and `resolve`; without steps where epochs are in their place."""
+    values = dataclasses.asdict(config)
+    if config.optim.epochs is not None:
+        del values["optim"]["steps"]
+    return values
 
 
 def to_toml(config: Config) -> str:
-    """Return the settings as a TOML document for `read_file`; settings of None are omitted."""
+    """Return the settings as a TOML document for `lamella._settings.files.read_file`; settings of None are omitted."""
     return "\n".join(_table(group, values) for group, values in to_values(config).items())
 
 

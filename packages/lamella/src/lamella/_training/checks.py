@@ -7,9 +7,12 @@ from pathlib import Path
 from lamella._model.checks import CheckedModel, check_model
 from lamella._model.spec import NAMED
 from lamella._record.run_directory import RunDirectory
+from lamella._record.trackers import check_trackers
 from lamella._settings.config import Config
 from lamella._settings.options import ConfigError
+from lamella._training.optimizer_class import check_optimizer
 from lamella._training.resume import wanted_checkpoint
+from lamella._training.trained_parameters import check_trained
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +43,9 @@ def check(config: Config) -> CheckedRun:
     if checkpoint is None:
         _check_writable(directory)
     model = check_model(config, has_checkpoint=checkpoint is not None)
+    check_trackers(config.run.tracker_names)
+    check_optimizer(config.optim, config.parallel.device)
+    check_trained((name for name, _ in model.outline.named_parameters()), config.optim.train)
     return CheckedRun(directory=directory, checkpoint=checkpoint, model=model)
 
 

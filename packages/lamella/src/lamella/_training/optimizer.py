@@ -6,24 +6,64 @@ import torch
 from torch import nn
 
 from lamella._settings.config import OptimConfig
+from lamella._training.optimizer_class import ADAMW, OptimizerClass
+from lamella_optim import step_on_local_shards
 
 
 def learning_rate(step: int, optim: OptimConfig) -> float:
-    """Return the learning rate of step `step`, from 0 on: linear warm-up, then a cosine down to the final fraction."""
+    """Return the learning rate of step `step`, from 0 on: linear warm-up, then the schedule, to the final fraction."""
     warmup = optim.num_warmup_steps
     if step < warmup:
         return optim.lr * (step + 1) / warmup
     done = (step - warmup) / max(1, optim.steps - warmup)
-    cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
-    return optim.lr * (optim.final_lr_fraction + (1 - optim.final_lr_fraction) * cosine)
+    share = _share(min(1.0, done), optim)
+    return optim.lr * (optim.final_lr_fraction + (1 - optim.final_lr_fraction) * share)
 
 
-def make_optimizer(model: nn.Module, optim: OptimConfig) -> torch.optim.AdamW:
-    """Make an AdamW with weight decay on matrices and none on vectors (norms, biases)."""
+def _share(done: float, optim: OptimConfig) -> float:
+    """Return the share of the way from the final learning rate up to `--lr`, after a share of the steps."""
+    if optim.schedule == "cosine":
+        return 0.5 * (1 + math.cos(math.pi * done))
+    if optim.schedule == "linear":
+        return 1 - done
+    if optim.schedule == "wsd":
+        return min(1.0, (1 - done) / optim.decay_fraction)
+    return 1.0
+
+
+def make_optimizer(model: nn.Module, optim: OptimConfig) -> torch.optim.Optimizer:
+    """Make the optimizer of the trained parameters, with weight decay on matrices and none on vectors (norms, biases).
+
+    Raises:
+        ConfigError: The optimizer of an import path is not elementwise on this device.
+    """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": optim.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
     nonempty_groups = [group for group in groups if group["params"]]
+    if optim.optimizer != ADAMW:
+        return _of_class(nonempty_groups, optim, parameters[0].device)
     return torch.optim.AdamW(nonempty_groups, lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps, fused=True)
+
+
+def _of_class(groups: list[dict[str, object]], optim: OptimConfig, device: torch.device) -> torch.optim.Optimizer:
+    optimizer_class = OptimizerClass.of(optim)
+    if device.type != "cpu":  # The trial on the CPU was before the run.
+        optimizer_class.check_elementwise(device)
+    optimizer = optimizer_class.make(groups)
+    # torch's own classes step on plain shards already. Other classes' kernels may know no DTensors.
+    return optimizer if type(optimizer).__module__.startswith("torch.optim") else step_on_local_shards(optimizer)
+
+
+def constant_settings(optimizer: torch.optim.Optimizer, optim: OptimConfig) -> list[dict[str, object]]:
+    """Return the settings of each group that count in a resumed run in place of the checkpoint's.
+
+    A class by import path may count in its groups (steps, estimates): of its settings only those of the run are taken.
+    """
+    names = None if optim.optimizer == ADAMW else {"lr", "weight_decay", *OptimizerClass.of(optim).options}
+    return [
+        {name: setting for name, setting in group.items() if name != "params" and (names is None or name in names)}
+        for group in optimizer.param_groups
+    ]

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from lamella._record.run_directory import RunDirectory
 from lamella._settings.config import Config
 from lamella._training.checks import check
-from lamella._training.sources import read
-from lamella._training.writing import write
+from lamella._training.sources import check_profile, read
+from lamella._training.writing import in_steps, write
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,12 +18,14 @@ class PreparedRun:
         first_step: Steps completed by the latest checkpoint; 0 for a new run.
         is_complete: True for a run without a step to go.
         lines: Lines to print at the start: on data, model, weights and the checkpoint.
+        config: The settings, with steps for epochs.
     """
 
     directory: RunDirectory
     first_step: int
     is_complete: bool
     lines: tuple[str, ...]
+    config: Config
 
 
 def prepare(config: Config) -> PreparedRun:
@@ -41,12 +43,16 @@ def prepare(config: Config) -> PreparedRun:
     lines: list[str] = []
     run = check(config)
     sources = read(config, run, lines)
+    config = in_steps(config, run, sources)
     done, steps = sources.first_step, config.optim.steps
     is_complete = done >= steps
     if not is_complete:
+        check_profile(config, done)
         write(config, run, sources, lines)
     if is_complete:
         lines.append(f"Already complete at step {done}. Pass --steps M, above {done}, to go on.")
     elif done:
         lines.append(f"resuming: step {done} of {steps}, from {run.directory.checkpoints}")
-    return PreparedRun(directory=run.directory, first_step=done, is_complete=is_complete, lines=tuple(lines))
+    return PreparedRun(
+        directory=run.directory, first_step=done, is_complete=is_complete, lines=tuple(lines), config=config
+    )

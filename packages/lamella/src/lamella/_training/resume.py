@@ -11,13 +11,16 @@ from lamella._model.spec import load_spec
 from lamella._record.metrics import rewind
 from lamella._record.output import one_line
 from lamella._record.run_directory import RunDirectory
-from lamella._settings.config import Config, RunConfig, to_values
+from lamella._settings.config import Config, OptimConfig, RunConfig, to_values
 from lamella._settings.options import ConfigError
 from lamella_checkpoint import CheckpointDamaged, CheckpointDirectory, CheckpointFailed, CheckpointMismatch, check
 from lamella_transformers import ModelSpec, fingerprint_of_weights
 
 # These settings and the text determine the data stream. After a change, a resumed run would repeat or skip text.
 _STREAM = (("data", "sequence_length"), ("optim", "batch_size"), ("run", "seed"))
+
+# The optimizer's state in a checkpoint is of these settings. Checkpoints that do not tell are of the defaults.
+_STATE: Mapping[str, object] = {"optim.optimizer": OptimConfig.optimizer, "optim.train": OptimConfig.train}
 
 # Fields of a model's config that a run sets by itself, or that training does not read.
 _NOT_OF_THE_MODEL = ("architectures", "bos_token_id", "eos_token_id", "pad_token_id", "_name_or_path", "use_cache")
@@ -119,7 +122,8 @@ def _check_same_weights(pretrained: Path, directory: RunDirectory) -> None:
 def _check_stream(stored: Mapping[str, object], config: Config, text: str) -> None:
     """Refuse to resume with other text or other settings of the data stream."""
     for name, value in stream_settings(config).items():
-        _check_kept(name, stored.get(name), value, "value")
+        before = stored.get(name, _STATE.get(name))
+        _check_kept(name, tuple(before) if isinstance(before, list) else before, value, "value")
     if stored.get("fingerprint") != text:
         raise ConfigError(
             "Expected the text that the run to be resumed was started on, got another. "
@@ -138,7 +142,8 @@ def _check_kept(name: str, before: object, now: object, option: str) -> None:
 def stream_settings(config: Config) -> dict[str, object]:
     """Return the settings that must not change over a run, by dotted name."""
     values = to_values(config)
-    return {f"{group}.{name}": values[group][name] for group, name in _STREAM}
+    names = (*_STREAM, *(name.split(".") for name in _STATE))
+    return {f"{group}.{name}": values[group][name] for group, name in names}
 
 
 def go_back(directory: RunDirectory, step: int) -> list[str]:

@@ -9,6 +9,7 @@ from lamella._settings.config import Config
 from lamella._settings.options import ConfigError
 from lamella._training.checks import CheckedRun
 from lamella._training.resume import check_resumable
+from lamella._training.trained_parameters import trained_line
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +42,12 @@ def read(config: Config, run: CheckedRun, lines: list[str]) -> RunSources:
     """
     model = run.model
     text = read_text(config.data, model.pretrained, model.spec.vocab_size, without=run.directory.root)
-    lines += [f"data: {text.corpus.describe()}", model.describe(), *loss_lines(text)]
+    lines += [
+        f"data: {text.corpus.describe()}",
+        model.describe(),
+        *trained_line(model.outline, config.optim.train),
+        *loss_lines(text),
+    ]
     untrained: tuple[str, ...] = ()
     first_step = 0
     if run.checkpoint is not None:
@@ -49,13 +55,15 @@ def read(config: Config, run: CheckedRun, lines: list[str]) -> RunSources:
     elif model.pretrained is not None:
         untrained = check_weights(model.pretrained, model.outline, model.spec)
         lines.append(weights_line(model.pretrained, untrained))
-    if first_step < config.optim.steps:
-        _check_profile(config, first_step)
     return RunSources(text=text, untrained=untrained, first_step=first_step)
 
 
-def _check_profile(config: Config, first_step: int) -> None:
-    """Refuse to profile more steps than remain."""
+def check_profile(config: Config, first_step: int) -> None:
+    """Refuse to profile more steps than remain.
+
+    Raises:
+        ConfigError: Names `--profile`, and the number of steps that remain.
+    """
     needed = 0 if config.run.profile is None else NUM_WARMUP_STEPS + config.run.profile
     if needed > config.optim.steps - first_step:
         raise ConfigError(

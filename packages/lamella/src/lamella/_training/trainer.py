@@ -19,16 +19,18 @@ from lamella._processes.endings import LossNotFiniteError, StorageError
 from lamella._processes.placement import Rank
 from lamella._processes.stop import StopRequests
 from lamella._record.measurements import Interval, Speed, peak_flops
-from lamella._record.metrics import Record, StepRecord, append, read
+from lamella._record.metrics import Record, StepRecord
 from lamella._record.output import say
-from lamella._record.plots import plot
 from lamella._record.profiling import profiled
 from lamella._record.progress import ProgressBar
 from lamella._record.run_directory import RunDirectory
-from lamella._settings.config import Config
-from lamella._training.optimizer import learning_rate, make_optimizer
+from lamella._record.stream import LossPlot, MetricsFile, RecordStream
+from lamella._record.trackers import TrackedRun, open_trackers
+from lamella._settings.config import Config, to_values
+from lamella._training.optimizer import constant_settings, learning_rate, make_optimizer
 from lamella._training.resume import damage_in, damaged, stream_settings
 from lamella._training.saves import TRY, Saves, reason_of
+from lamella._training.trained_parameters import freeze
 from lamella._training.validation import Validation
 from lamella_checkpoint import CheckpointDamaged, CheckpointDirectory, CheckpointFailed, load
 from lamella_engine import FSDPModule, load_scaling_state, scaling_state
@@ -69,8 +71,10 @@ class Trainer:
         self._model = self._run_model.module
         self._speed = self._measure()
         lamella_optim.install()
+        freeze(self._model, config.optim.train)
         self._optimizer = make_optimizer(self._model, config.optim)
         self._loss: LossFunction = loss_of_logits
+        self._records = RecordStream()
         self._saves = Saves(
             directory,
             config.run.keep_checkpoints,
@@ -111,6 +115,7 @@ class Trainer:
         try:
             return self._train()
         finally:
+            self._records.close()
             self._run_model.replacements.undo()
 
     def _train(self) -> int:
@@ -120,6 +125,7 @@ class Trainer:
         self._choose_loss(lines)
         for line in lines:
             progress.say(line)
+        self._records = self._open_records(first_step, progress)
         if first_step == 0:
             self._report([self._validation.record(self._model, 0)], progress)
         num_profiled = self._config.run.profile if self._rank.is_first else None
@@ -170,12 +176,11 @@ class Trainer:
             if self._run_model.pretrained is not None:
                 load_weights(self._run_model.pretrained, self._model, self._run_model.spec)
             return 0
-        groups = self._optimizer.param_groups
-        settings = [{name: value for name, value in group.items() if name != "params"} for group in groups]
+        settings = constant_settings(self._optimizer, self._config.optim)
         try:
             extra = load(latest, model=self._model, optimizer=self._optimizer)
             step = int(extra["step"])
-            for group, group_settings in zip(groups, settings, strict=True):
+            for group, group_settings in zip(self._optimizer.param_groups, settings, strict=True):
                 group.update(
                     group_settings
                 )  # The checkpoint has options too; the run's settings were printed, and count.
@@ -238,7 +243,17 @@ class Trainer:
         if is_due and not stopping:
             self._save(step, progress, wait=step == self._config.optim.steps)  # No step is left to overlap with.
         if is_due or stopping:
-            self._write(self._directory.plot, lambda: plot(read(self._directory.metrics), self._directory.plot))
+            self._write(self._directory.plot, self._records.flush)
+
+    def _open_records(self, first_step: int, progress: ProgressBar) -> RecordStream:
+        """Return the stream of the run's records; without sinks on ranks but the first."""
+        if not self._rank.is_first:
+            return RecordStream()
+        directory = self._directory
+        run = TrackedRun(root=directory.root, settings=to_values(self._config), first_step=first_step)
+        files = (MetricsFile(directory.metrics), LossPlot(directory.metrics, directory.plot))
+        trackers = open_trackers(self._config.run.tracker_names, run, progress.say)
+        return RecordStream((*files, *trackers), progress.say)
 
     def _report_steps(self, steps: list[StepRecord], progress: ProgressBar) -> None:
         """Report the steps, up to the first with a loss or gradient norm that is not finite; then raise."""
@@ -256,7 +271,7 @@ class Trainer:
 
     def _report(self, records: list[Record], progress: ProgressBar) -> None:
         """Write all records, and print the last of each kind."""
-        self._write(self._directory.metrics, lambda: append(self._directory.metrics, records))
+        self._write(self._directory.metrics, lambda: self._records.write(records))
         for record in {type(record): record for record in records}.values():
             progress.say(record.line())
 

@@ -1,6 +1,7 @@
 """The files of a run, written before any worker starts: tokens, tokenizer, model folder and settings."""
 
 import json
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -10,8 +11,10 @@ from typing import cast
 import torch
 from torch import nn
 
+from lamella._data.packing import num_sequences
 from lamella._data.tokenizer import read_tokenizer
 from lamella._data.tokens import check_tokens, prepare_tokens
+from lamella._model.published_dtype import published_dtype
 from lamella._record.run_directory import RunDirectory
 from lamella._settings.config import Config, to_values
 from lamella._settings.options import ConfigError
@@ -48,9 +51,29 @@ def write(config: Config, run: CheckedRun, sources: RunSources, lines: list[str]
         elif run.checkpoint is None:
             _keep_published(run.model.pretrained, directory.model, sources.untrained)
             directory.weights.write_text(f"{fingerprint_of_weights(run.model.pretrained) or ''}\n", encoding="ascii")
+            dtype = str(published_dtype(run.model.pretrained)).removeprefix("torch.")
+            directory.weights_dtype.write_text(f"{dtype}\n", encoding="ascii")
         # Without `from_step`: the next run with this config.json must not set the new checkpoints aside again.
         again = replace(config, run=replace(config.run, from_step=None))
         directory.config.write_text(json.dumps(to_values(again), indent=2) + "\n", encoding="utf-8")
+
+
+def in_steps(config: Config, run: CheckedRun, sources: RunSources) -> Config:
+    """Return the settings with steps for epochs: as many as the sequences of the training text fill, rounded up.
+
+    Raises:
+        ConfigError: The text is too short, or a document cannot be rendered.
+
+    Effects: with `--epochs`, writes tokenizer and tokens into the run's directory.
+    """
+    epochs = config.optim.epochs
+    if epochs is None:
+        return config
+    with _writing(run.directory):
+        data = prepare_tokens(sources.text.corpus, sources.text.tokenizer, run.directory.tokens, run.directory.model)
+    check_tokens(data, config.data)
+    steps = math.ceil(epochs * num_sequences(data.train, config.data.sequence_length) / config.optim.batch_size)
+    return replace(config, optim=replace(config.optim, steps=steps, epochs=None))
 
 
 @contextmanager

@@ -1,0 +1,108 @@
+"""The export of a run: a Hugging Face folder with weights, config, tokenizer, generation config and a model card."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from lamella._export.model_card import model_card
+from lamella._export.trained_run import TrainedRun, open_run
+from lamella._model.weights import as_published
+from lamella._settings.options import ConfigError
+from lamella_checkpoint import CheckpointDamaged
+from lamella_convert import convert
+
+if TYPE_CHECKING:
+    from lamella_convert import Conversion
+
+_DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Export:
+    """An exported model.
+
+    Attributes:
+        run: The run, with the exported checkpoint.
+        conversion: The conversion of its weights.
+        dtype: The name of the exported weights' dtype, as torch spells it.
+    """
+
+    run: TrainedRun
+    conversion: "Conversion"
+    dtype: str
+
+
+def export(
+    path: Path,
+    to: Path | None,
+    *,
+    dtype: str,
+    step: int | None,
+    version: str,
+    on_progress: Callable[[int, int], None],
+) -> Export:
+    """Write the Hugging Face folder of a run's checkpoint.
+
+    Args:
+        path: The run's folder.
+        to: The folder to write; None for `exports/<step>` in the run's folder.
+        dtype: "fp32", "bf16", or "auto" for the dtype of the weights that the run started from.
+        step: The number of steps of the checkpoint; None for the newest.
+        version: The version of lamella, for the model card.
+        on_progress: Called with the bytes written so far, and the total.
+
+    Raises:
+        CheckpointDamaged: A file of the checkpoint is absent or damaged.
+        ConfigError: The folder is no run's, or has no such checkpoint.
+        FileExistsError: `to` is occupied.
+        OSError: A file cannot be written.
+
+    Effects: no collective. A run in progress may remove the newest checkpoint meanwhile: then the next one is taken.
+    """
+    while True:
+        run = open_run(path, step)
+        try:
+            folder = to or run.directory.root / "exports" / run.checkpoint.name
+            return _export(run, folder, dtype, version, on_progress)
+        except (CheckpointDamaged, FileNotFoundError):
+            if run.checkpoint.is_dir():
+                raise
+
+
+def _export(run: TrainedRun, to: Path, dtype: str, version: str, on_progress: Callable[[int, int], None]) -> Export:
+    model = run.directory.model
+    torch_dtype = _dtype_of_start(run) if dtype == "auto" else _DTYPES[dtype]
+    name = str(torch_dtype).removeprefix("torch.")
+    card = model_card(run, model_type=_model_type(run), dtype=name, version=version)
+    conversion = convert(
+        run.checkpoint,
+        to,
+        to="hf",
+        translate=as_published(model) if (model / "lamella_published.json").is_file() else None,
+        dtype=torch_dtype,
+        like=model,
+        on_progress=on_progress,
+    )
+    # After the conversion, which may have copied the card of the published model.
+    (to / "README.md").write_text(card, encoding="utf-8")
+    return Export(run=run, conversion=conversion, dtype=name)
+
+
+def _dtype_of_start(run: TrainedRun) -> torch.dtype:
+    """Return the dtype of the weights that the run started from; fp32 for fresh weights."""
+    file = run.directory.weights_dtype
+    name = file.read_text(encoding="ascii").strip() if file.is_file() else "float32"
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ConfigError(
+            f"Expected the name of a dtype in {str(file)!r}, got {name!r:.40}. Pass --dtype bf16 or fp32."
+        )
+    return dtype
+
+
+def _model_type(run: TrainedRun) -> str:
+    return str(json.loads(run.directory.model_config.read_text(encoding="utf-8"))["model_type"])

@@ -1,0 +1,81 @@
+"""The card of an exported model: the figures of its run, and the lines that open it."""
+
+from collections.abc import Iterator, Mapping
+from typing import Final
+
+from lamella._export.trained_run import TrainedRun
+from lamella._record.metrics import StepRecord, ValidationRecord, read
+
+_FINGERPRINT_LENGTH: Final = 16
+
+
+def model_card(run: TrainedRun, *, model_type: str, dtype: str, version: str) -> str:
+    """Return a model card in Markdown, with the metadata block that model hubs read.
+
+    Args:
+        run: The run, with the exported checkpoint.
+        model_type: The model type of transformers.
+        dtype: The name of the exported weights' dtype.
+        version: The version of lamella.
+
+    Raises:
+        CheckpointDamaged: The checkpoint's metadata cannot be read.
+    """
+    rows = "\n".join(f"| {name} | {text} |" for name, text in _figures(run, dtype, version))
+    return f"""---
+library_name: transformers
+pipeline_tag: text-generation
+tags:
+- lamella
+- {model_type}
+---
+
+# {run.name}
+
+A causal language model ({model_type}), trained {_origin(run)} by `lamella train`.
+
+| figure | |
+|---|---|
+{rows}
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+folder = "."  # of this card
+tokenizer = AutoTokenizer.from_pretrained(folder)
+model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+```
+"""
+
+
+def _origin(run: TrainedRun) -> str:
+    """Describe the start of the run, by the name of a pretrained folder and without its place on a machine."""
+    if not run.directory.weights.is_file():
+        return "from fresh weights"
+    return f"from the weights of `{run.config.model.name.rstrip('/').rpartition('/')[2]}`"
+
+
+def _figures(run: TrainedRun, dtype: str, version: str) -> Iterator[tuple[str, str]]:
+    extra = run.extra()
+    sequences, length = _number(extra, "optim.batch_size"), _number(extra, "data.sequence_length")
+    yield "steps", f"{run.step:,}"
+    yield "tokens", f"{run.step * sequences * length:,} ({sequences:,} sequences of {length:,} a step)"
+    yield from _losses(run)
+    yield "fingerprint of the text", f"`{str(extra.get('fingerprint'))[:_FINGERPRINT_LENGTH]}`"
+    yield "weights", f"{dtype}, trained in float32"
+    yield "lamella", version
+
+
+def _number(extra: Mapping[str, object], name: str) -> int:
+    number = extra.get(name)
+    return number if isinstance(number, int) else 0
+
+
+def _losses(run: TrainedRun) -> Iterator[tuple[str, str]]:
+    """Yield the last losses up to the exported step; none of a run whose records are gone."""
+    records = [record for record in read(run.directory.metrics) if record.step <= run.step]
+    if losses := [record for record in records if isinstance(record, StepRecord)]:
+        yield "training loss", f"{losses[-1].loss:.4f} nats/token (step {losses[-1].step:,})"
+    if validations := [record for record in records if isinstance(record, ValidationRecord)]:
+        last = validations[-1]
+        yield "validation loss", f"{last.nats:.4f} nats/{last.unit} (step {last.step:,})"

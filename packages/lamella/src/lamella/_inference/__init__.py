@@ -1,0 +1,1 @@
+"""Trained models put to use in one process: texts generated, losses on texts, tasks."""

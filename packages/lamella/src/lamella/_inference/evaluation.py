@@ -1,0 +1,156 @@
+"""The loss of a trained model on texts, by the validation of training."""
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+import torch
+import torch.distributed as dist
+
+from lamella._data.packing import num_sequences
+from lamella._data.sources import TextSource, loss_lines
+from lamella._data.text import Corpus, collect
+from lamella._data.tokens import TokenData, fingerprint, load_tokens, prepare_tokens
+from lamella._inference.trained_model import TrainedModel
+from lamella._model.spec import check_context
+from lamella._processes.placement import Rank
+from lamella._record.metrics import ValidationRecord
+from lamella._settings.config import Config, ModelConfig, OptimConfig, RunConfig
+from lamella._settings.options import ConfigError
+from lamella._training.validation import Validation
+from lamella_transformers import num_positions
+
+_NO_SHARE: Final = 1e-12
+_SEQUENCE_LENGTH: Final = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationOptions:
+    """The options of an evaluation on texts.
+
+    Attributes:
+        paths: Text files and folders; empty for the text that the run held out.
+        sequence_length: Tokens predicted in a sequence; None for the run's, or 1,024 and at most the model's positions.
+        num_sequences: Sequences that are evaluated, at most; None for all of `paths`, or the run's number.
+    """
+
+    paths: tuple[str, ...]
+    sequence_length: int | None
+    num_sequences: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """The loss of a model on texts.
+
+    Attributes:
+        record: The loss, as a validation's record.
+        num_sequences: The number of sequences.
+        sequence_length: Tokens predicted in a sequence.
+        text: A description of the texts.
+        lines: Lines to print on the tokens in the loss.
+    """
+
+    record: ValidationRecord
+    num_sequences: int
+    sequence_length: int
+    text: str
+    lines: tuple[str, ...]
+
+
+def evaluate(trained: TrainedModel, options: EvaluationOptions) -> Evaluation:
+    """Return the loss of a model on texts.
+
+    Raises:
+        ConfigError: A text cannot be read, is shorter than a sequence, or no text is there.
+
+    Effects: makes a process group of this process alone for the time of the call; writes tokens to a temporary folder.
+    """
+    length = options.sequence_length or _sequence_length(trained)
+    check_context(trained.spec, length)
+    with _tokens(trained, options) as (tokens, text, lines):
+        count = num_sequences(tokens.validation, length)
+        if not count:
+            raise ConfigError(
+                f"Expected at least {length + 1} tokens in {text}, got {len(tokens.validation)}. Pass more text, or a "
+                "smaller --sequence-length."
+            )
+        count = min(count, options.num_sequences or _num_sequences(trained, options) or count)
+        config, rank = _settings(trained, length, count), Rank(rank=0, num_ranks=1, device=trained.device)
+        with _process_group_of_one(trained.device):
+            record = Validation(config, tokens, rank).record(trained.model, trained.run.step if trained.run else 0)
+        trained.model.eval()
+    return Evaluation(record=record, num_sequences=count, sequence_length=length, text=text, lines=lines)
+
+
+def _sequence_length(trained: TrainedModel) -> int:
+    if trained.run is not None:
+        return trained.run.config.data.sequence_length
+    return min(_SEQUENCE_LENGTH, num_positions(trained.spec) or _SEQUENCE_LENGTH)
+
+
+def _num_sequences(trained: TrainedModel, options: EvaluationOptions) -> int | None:
+    """Return the run's number of sequences for the text that it held out: the loss is then its own validation's."""
+    return None if trained.run is None or options.paths else trained.run.config.run.validation_sequences
+
+
+def _settings(trained: TrainedModel, length: int, num_sequences: int) -> Config:
+    """Return settings for the validation: of the run, and with the sequences of one rank in a forward."""
+    config = Config(model=ModelConfig(name=trained.name)) if trained.run is None else trained.run.config
+    ranks = config.parallel.ranks or 1
+    batch_size = 1 if trained.run is None else config.optim.batch_size // (ranks * config.optim.accumulation)
+    return replace(
+        config,
+        data=replace(config.data, sequence_length=length),
+        optim=replace(OptimConfig(), batch_size=max(1, batch_size)),
+        run=replace(RunConfig(), validation_sequences=num_sequences),
+    )
+
+
+@contextmanager
+def _tokens(trained: TrainedModel, options: EvaluationOptions) -> Iterator[tuple[TokenData, str, tuple[str, ...]]]:
+    """Yield the tokens to evaluate on, with a description, and with lines on the loss."""
+    if not options.paths:
+        yield _held_out(trained), "the text that the run held out", ()
+        return
+    corpus = _all_of(options.paths)
+    tokenizer = trained.tokenizer
+    source = TextSource(corpus=corpus, tokenizer=tokenizer, fingerprint=fingerprint(corpus, tokenizer))
+    lines = tuple(loss_lines(source))
+    with tempfile.TemporaryDirectory(prefix="lamella-") as folder:
+        tokens = prepare_tokens(corpus, tokenizer, Path(folder, "tokens"), Path(folder))
+        yield tokens, ", ".join(options.paths), lines
+
+
+def _held_out(trained: TrainedModel) -> TokenData:
+    if trained.run is None:
+        raise ConfigError(
+            f"Expected --data or --tasks with {trained.name!r}, which has no held-out text as a run has, got none."
+        )
+    folder = trained.run.directory.tokens
+    if not (folder / "index.pt").is_file():
+        raise ConfigError(f"Expected the tokens of the run in {str(folder)!r}, got none. Pass --data.")
+    return load_tokens(folder)
+
+
+def _all_of(paths: Sequence[str]) -> Corpus:
+    """Return the text in files and folders, all of it held out."""
+    corpus = collect(paths, _NO_SHARE)
+    files = sorted((*corpus.train, *corpus.validation), key=lambda file: (file.name, file.start))
+    return replace(corpus, train=(), validation=tuple(files))
+
+
+@contextmanager
+def _process_group_of_one(device: torch.device) -> Iterator[None]:
+    """Give the validation, which sums over ranks, a group of this process alone."""
+    store = dist.HashStore()  # type: ignore[attr-defined]  # torch.distributed has the name, and does not list it.
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", store=store, rank=0, world_size=1
+    )
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,65 @@
+"""Scores of a trained model in tasks of lm-eval."""
+
+import importlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lamella._inference.trained_model import TrainedModel
+from lamella._settings.options import ConfigError, in_short
+
+
+def score_tasks(trained: TrainedModel, tasks: Sequence[str], *, limit: int | None) -> dict[str, Any]:
+    """Return the results of lm-eval's tasks, as its `simple_evaluate` returns them.
+
+    Args:
+        trained: The model.
+        tasks: Names of tasks.
+        limit: Documents of each task, at most; None for all.
+
+    Raises:
+        ConfigError: lm-eval is not installed, or refuses the tasks.
+
+    Effects: lm-eval may download the tasks' data sets.
+    """
+    try:
+        evaluator = importlib.import_module("lm_eval")
+        models = importlib.import_module("lm_eval.models.huggingface")
+    except ImportError as error:
+        raise ConfigError(
+            f"Expected lm-eval to be installed for --tasks, got {in_short(error)} Install it from a clone: uv pip "
+            "install './packages/lamella[eval]'"
+        ) from error
+    try:
+        language_model = models.HFLM(pretrained=trained.model, tokenizer=trained.tokenizer.tokenizer)
+        results = evaluator.simple_evaluate(model=language_model, tasks=list(tasks), limit=limit)
+    except Exception as error:  # Tasks are code and data of others.
+        raise ConfigError(f"Expected tasks that lm-eval can run, got: {in_short(error)}") from error
+    return dict(results or {})
+
+
+def scores_of(results: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """Return the numbers in results of lm-eval: task -> metric -> number; a standard error is a metric of its own."""
+    return {
+        task: {
+            name.removesuffix(",none"): float(score)
+            for name, score in metrics.items()
+            if isinstance(score, int | float)
+        }
+        for task, metrics in results.get("results", {}).items()
+    }
+
+
+def score_lines(scores: Mapping[str, Mapping[str, float]]) -> list[str]:
+    """Return a line a task and metric, with the standard error where there is one."""
+    return [
+        f"{task}  {name}: {score:.4f}{_deviation(metrics, name)}"
+        for task, metrics in scores.items()
+        for name, score in metrics.items()
+        if "_stderr" not in name
+    ]
+
+
+def _deviation(metrics: Mapping[str, float], name: str) -> str:
+    metric, comma, filter_name = name.partition(",")
+    deviation = metrics.get(f"{metric}_stderr{comma}{filter_name}")
+    return "" if deviation is None else f" +- {deviation:.4f}"

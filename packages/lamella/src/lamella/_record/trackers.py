@@ -1,0 +1,206 @@
+"""Trackers of experiments as sinks of a run's records: TensorBoard, W&B, MLflow and trackio."""
+
+import importlib.util
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Final
+
+from lamella._record.metrics import Record, StepRecord
+from lamella._record.stream import Sink, dropped_line
+from lamella._settings.options import ConfigError, nearest
+
+_PROJECT: Final = "lamella"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrackedRun:
+    """The facts of a run that trackers show.
+
+    Attributes:
+        root: The run's folder, which holds what trackers write.
+        settings: The settings of the run: group -> field -> setting.
+        first_step: Steps completed before this start of the run.
+    """
+
+    root: Path
+    settings: Mapping[str, Mapping[str, object]]
+    first_step: int
+
+    @property
+    def name(self) -> str:
+        """The name of the run's folder."""
+        return self.root.resolve().name
+
+    @property
+    def flat_settings(self) -> dict[str, object]:
+        """The settings by dotted name."""
+        return {
+            f"{group}.{name}": setting for group, fields in self.settings.items() for name, setting in fields.items()
+        }
+
+    def identity(self, tracker: str) -> Path:
+        """Return the file with the run's identity in a tracker, by which a resumed run goes on."""
+        return self.root / f"{tracker}.id"
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Refuse trackers that lamella does not know, or whose library is not installed.
+
+    Raises:
+        ConfigError: Names the tracker and the way out.
+
+    Effects: imports nothing.
+    """
+    for name in names:
+        if name not in TRACKERS:
+            raise ConfigError(
+                f"Expected --trackers to be of {', '.join(TRACKERS)}, got {name!r}.{nearest(name, TRACKERS)}"
+            )
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.origin is None:  # A folder of that name is no library: W&B writes one.
+            raise ConfigError(
+                f"Expected {name} to be installed for --trackers {name}, got none. Install it from a clone: uv pip "
+                f"install './packages/lamella[{name}]'"
+            )
+
+
+def open_trackers(names: Sequence[str], run: TrackedRun, print_line: Callable[[str], object]) -> Iterator[Sink]:
+    """Yield a sink a tracker; a tracker that cannot start is left out, with a line.
+
+    Effects: trackers may talk to their servers.
+    """
+    for name in names:
+        try:
+            yield TRACKERS[name](run)
+        except Exception as error:  # noqa: BLE001  Trackers are programs of others, and talk to servers.
+            print_line(dropped_line(name, error))
+
+
+def numbers(record: Record) -> dict[str, float]:
+    """Return the numbers of a record by a name with its kind, `train/loss`; without those that are unknown."""
+    kind = "train" if isinstance(record, StepRecord) else "validation"
+    fields = {name: number for name, number in asdict(record).items() if name != "step" and number is not None}
+    return {f"{kind}/{name}": float(number) for name, number in fields.items()}
+
+
+class TensorBoard:
+    """TensorBoard's event files, in the folder `tensorboard` of the run.
+
+    On resume, TensorBoard hides the steps after the checkpoint.
+    """
+
+    is_file = False
+
+    def __init__(self, run: TrackedRun) -> None:
+        summary_writer: Any = import_module("torch.utils.tensorboard").SummaryWriter
+        purged_from = run.first_step + 1 if run.first_step else None
+        self._writer = summary_writer(log_dir=str(run.root / "tensorboard"), purge_step=purged_from)
+
+    def write(self, records: Sequence[Record]) -> None:
+        """Add a scalar a number."""
+        for record in records:
+            for name, number in numbers(record).items():
+                self._writer.add_scalar(name, number, record.step)
+
+    def flush(self) -> None:
+        """Write what is pending to the disk."""
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Close the event file."""
+        self._writer.close()
+
+
+class WandB:
+    """A run of Weights & Biases, in the project `lamella` or `WANDB_PROJECT`; a resumed run goes on in it."""
+
+    is_file = False
+
+    def __init__(self, run: TrackedRun) -> None:
+        wandb: Any = import_module("wandb")
+        file = run.identity("wandb")
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", _PROJECT),
+            name=run.name,
+            id=file.read_text(encoding="utf-8") if file.is_file() else None,
+            resume="allow",
+            dir=str(run.root),
+            config=run.flat_settings,
+        )
+        file.write_text(str(self._run.id), encoding="utf-8")
+
+    def write(self, records: Sequence[Record]) -> None:
+        """Log the numbers of each record at its step."""
+        for record in records:
+            self._run.log(numbers(record), step=record.step)
+
+    def flush(self) -> None:
+        """Nothing: W&B sends by itself."""
+
+    def close(self) -> None:
+        """Finish the run there."""
+        self._run.finish()
+
+
+class MLflow:
+    """A run of MLflow, in the experiment `lamella` or `MLFLOW_EXPERIMENT_NAME`; a resumed run goes on in it."""
+
+    is_file = False
+
+    def __init__(self, run: TrackedRun) -> None:
+        self._mlflow: Any = import_module("mlflow")
+        file = run.identity("mlflow")
+        if file.is_file():
+            self._mlflow.start_run(run_id=file.read_text(encoding="utf-8"))
+            return
+        self._mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", _PROJECT))
+        started = self._mlflow.start_run(run_name=run.name)
+        file.write_text(str(started.info.run_id), encoding="utf-8")
+        self._mlflow.log_params(run.flat_settings)  # Once: MLflow refuses another value of a parameter.
+
+    def write(self, records: Sequence[Record]) -> None:
+        """Log the numbers of each record at its step."""
+        for record in records:
+            self._mlflow.log_metrics(numbers(record), step=record.step)
+
+    def flush(self) -> None:
+        """Nothing: MLflow has the numbers."""
+
+    def close(self) -> None:
+        """End the run there."""
+        self._mlflow.end_run()
+
+
+class Trackio:
+    """A run of trackio, in the project `lamella` or `TRACKIO_PROJECT`; a resumed run goes on in it."""
+
+    is_file = False
+
+    def __init__(self, run: TrackedRun) -> None:
+        trackio: Any = import_module("trackio")
+        project = os.environ.get("TRACKIO_PROJECT", _PROJECT)
+        self._run = trackio.init(project=project, name=run.name, config=run.flat_settings, resume="allow")
+
+    def write(self, records: Sequence[Record]) -> None:
+        """Log the numbers of each record at its step."""
+        for record in records:
+            self._run.log(numbers(record), step=record.step)
+
+    def flush(self) -> None:
+        """Nothing: trackio sends by itself."""
+
+    def close(self) -> None:
+        """Finish the run there."""
+        self._run.finish()
+
+
+TRACKERS: Final[Mapping[str, Callable[[TrackedRun], Sink]]] = {
+    "tensorboard": TensorBoard,
+    "wandb": WandB,
+    "mlflow": MLflow,
+    "trackio": Trackio,
+}
+"""The sink of each tracker, under the name of its library."""

@@ -1,0 +1,101 @@
+"""Names that other trainers give to settings, and the options of `lamella train` for them."""
+
+from collections.abc import Mapping
+from typing import Final
+
+from lamella._settings.config import GROUPS
+from lamella._settings.options import fields_of
+
+_OPTIONS: Final[Mapping[str, tuple[str, ...]]] = {
+    "--model": ("model-name-or-path", "model-name", "model-path", "base-model", "pretrained-model-name-or-path"),
+    "--kernels liger": ("use-liger-kernel", "use-liger", "liger", "enable-liger-kernel"),
+    "--data": ("dataset", "datasets", "dataset-name", "dataset-path", "train-file", "train-data", "data-path"),
+    "--sequence-length": (
+        *("max-seq-length", "max-seq-len", "seq-length", "seq-len", "sequence-len", "max-length", "block-size"),
+        *("context-length", "cutoff-len"),
+    ),
+    "--epochs": ("num-train-epochs", "num-epochs", "epoch", "train-epochs", "n-epochs"),
+    "--steps": ("max-steps", "train-steps", "num-steps", "train-iters", "max-iters", "total-steps"),
+    "--accumulation": ("gradient-accumulation-steps", "grad-accum", "grad-accum-steps", "accumulate-grad-batches"),
+    "--lr": ("learning-rate", "max-lr", "peak-lr"),
+    "--schedule": ("lr-scheduler-type", "lr-scheduler", "scheduler", "lr-decay-style", "lr-schedule"),
+    "--warmup-steps": ("num-warmup-steps", "lr-warmup-iters", "lr-warmup-steps", "warmup", "warmup-ratio"),
+    "--final-lr-fraction": ("min-lr", "min-lr-ratio", "min-lr-rate"),
+    "--optimizer": ("optim", "optimizer-name"),
+    "--weight-decay": ("wd",),
+    "--beta1": ("adam-beta1",),
+    "--beta2": ("adam-beta2",),
+    "--eps": ("adam-epsilon", "adam-eps", "epsilon"),
+    "--clip-norm": ("max-grad-norm", "gradient-clip-val", "grad-clip", "clip-grad", "gradient-clipping"),
+    "--train": ("freeze", "trainable", "freeze-layers", "unfreeze", "unfrozen-parameters", "trainable-parameters"),
+    "--ranks": ("num-processes", "nproc-per-node", "num-gpus", "gpus", "devices", "world-size"),
+    "--precision": ("dtype", "torch-dtype", "mixed-precision"),
+    "--precision bf16": ("bf16", "bfloat16", "bf16-mixed"),
+    "--precision fp32": ("fp32",),
+    "--float8": ("fp8", "fp8-recipe"),
+    "--compile": ("torch-compile",),
+    "--run-dir": ("output-dir", "output", "out-dir", "save-dir", "save", "checkpoint-dir", "logging-dir"),
+    "--resume": ("resume-from-checkpoint", "resume-from", "load"),
+    "--log-interval": ("logging-steps", "log-every", "log-every-n-steps", "log-freq"),
+    "--validation-interval": ("eval-steps", "eval-interval", "val-check-interval", "evaluation-interval"),
+    "--checkpoint-interval": ("save-steps", "save-interval", "save-every", "checkpoint-every"),
+    "--keep-checkpoints": ("save-total-limit", "max-checkpoints", "keep-last"),
+    "--trackers": ("report-to", "wandb", "tensorboard", "mlflow", "trackio", "logger", "use-wandb", "log-with"),
+}
+
+_SENTENCES: Final[Mapping[str, str]] = {
+    "per-device-train-batch-size": "Pass --batch-size, which counts the sequences of all ranks, and --accumulation.",
+    "micro-batch-size": "Pass --batch-size, which counts the sequences of all ranks, and --accumulation.",
+    "global-batch-size": "Pass --batch-size, which counts the sequences of all ranks.",
+    "train-batch-size": "Pass --batch-size, which counts the sequences of all ranks.",
+    "fp16": "Pass --precision bf16, which needs no loss scaling; there is no fp16.",
+    "lora": "Adapters are trained by other trainers on lamella's engine: docs/how-to/put-lamella-in-fsdp2s-place.md.",
+    "gradient-checkpointing": "Activations are kept: pass a smaller --batch-size or --sequence-length, or more "
+    "--accumulation.",
+    "deepspeed": "Parameters, gradients and optimizer state are sharded already, as ZeRO-3 does: leave it out. Other "
+    "stages: docs/how-to/choose-a-zero-stage.md.",
+}
+
+_OTHERS: Final[Mapping[str, tuple[str, ...]]] = {
+    "per-device-train-batch-size": ("per-gpu-train-batch-size", "per-device-batch-size"),
+    "lora": ("lora-r", "lora-rank", "lora-alpha", "use-lora", "use-peft", "peft", "adapter", "qlora", "dora"),
+    "gradient-checkpointing": (
+        "activation-checkpointing",
+        "recompute",
+        "recompute-activations",
+        "recompute-granularity",
+    ),
+    "deepspeed": ("fsdp", "fsdp-config", "zero-stage", "zero", "use-fsdp", "deepspeed-config"),
+}
+
+
+def _hints() -> dict[str, str]:
+    hints = {name: f"Pass {option}." for option, names in _OPTIONS.items() for name in names}
+    hints |= _SENTENCES
+    return hints | {name: _SENTENCES[spelling] for spelling, names in _OTHERS.items() for name in names}
+
+
+_HINTS: Final = _hints()
+
+
+def option_of_spelling(flag: str) -> str:
+    """Return ` Pass ...` for an option of another trainer, `--learning-rate` or `--learning_rate`; else no text."""
+    hint = _HINTS.get(_spelled(flag))
+    return "" if hint is None else f" {hint}"
+
+
+def field_of_spelling(name: str) -> str:
+    """Return ` Did you mean ...?` for a field of another trainer in a configuration file; else no text."""
+    hint = _HINTS.get(_spelled(name))
+    if hint is None:
+        return ""
+    flag = hint.removeprefix("Pass ").removesuffix(".")
+    for group, cls in GROUPS.items():
+        for field in fields_of(cls):
+            if field.flag == flag:
+                return f" Did you mean {field.name!r} in [{group}]?"
+    return f" On the command line: {hint[:1].lower()}{hint[1:]}" if hint.startswith("Pass") else f" {hint}"
+
+
+def _spelled(name: str) -> str:
+    return name.lstrip("-").replace("_", "-").lower()

@@ -1,0 +1,168 @@
+"""Optimizers by import path: the class, its arguments, and the trial that it updates each element by itself.
+
+Note [Elementwise]
+    A rank holds rows of a parameter. An optimizer whose update of an element depends on other elements (Adafactor,
+    Muon, LAMB) would compute another update on each number of ranks, without an error. Names do not tell: the trial
+    steps a small matrix as one and in two halves, with the same gradients.
+"""
+
+import importlib
+import inspect
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+from lamella._settings.config import OptimConfig
+from lamella._settings.options import ConfigError, in_short, shown
+
+ADAMW: Final = "adamw"
+_NUM_TRIAL_STEPS: Final = 3
+_TRIAL_SHAPE: Final = (8, 6)
+_IN_TORCH: Final = {
+    "sgd": "SGD",
+    "adam": "Adam",
+    "adagrad": "Adagrad",
+    "rmsprop": "RMSprop",
+    "nadam": "NAdam",
+    "radam": "RAdam",
+}
+_WAY_OUT: Final = "Pass --optimizer adamw, or the import path of an elementwise one, such as torch.optim:SGD."
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerClass:
+    """An optimizer's class with its arguments.
+
+    Attributes:
+        name: The import path, as the user passed it.
+        build: The class, or a function that makes an optimizer of param groups.
+        lr: The learning rate.
+        options: The arguments that the user passed.
+    """
+
+    name: str
+    build: Callable[..., torch.optim.Optimizer]
+    lr: float
+    options: Mapping[str, object]
+
+    @classmethod
+    def of(cls, optim: OptimConfig) -> "OptimizerClass":
+        """Import the class that the settings name.
+
+        Raises:
+            ConfigError: The path leads to no callable, or an option has no name or no value.
+        """
+        return cls(
+            name=optim.optimizer,
+            build=_imported(optim.optimizer),
+            lr=optim.lr,
+            options=dict(map(_option, optim.optimizer_options)),
+        )
+
+    def make(self, groups: Sequence[Mapping[str, object]]) -> torch.optim.Optimizer:
+        """Make an optimizer of param groups, without the groups' weight decay where the class takes none."""
+        takes_decay = "weight_decay" in inspect.signature(self.build).parameters
+        groups = [
+            {name: setting for name, setting in group.items() if takes_decay or name != "weight_decay"}
+            for group in groups
+        ]
+        return self.build(groups, lr=self.lr, **self.options)
+
+    def check_elementwise(self, device: torch.device) -> None:
+        """Refuse an optimizer whose update of an element depends on other elements; see Note [Elementwise].
+
+        Raises:
+            ConfigError: The optimizer is not elementwise, or cannot be made or stepped.
+        """
+        try:
+            united, separate = (self._trial(num_parts, device) for num_parts in (1, 2))
+        except Exception as error:  # The class is code of others.
+            raise ConfigError(
+                f"Expected --optimizer {self.name} to step parameters on {device.type}, got {type(error).__name__}: "
+                f"{in_short(error)} Pass its arguments as --optimizer-options, or another --optimizer."
+            ) from error
+        if not torch.equal(united, separate):
+            raise ConfigError(
+                f"Expected an --optimizer that updates each element by itself, since ranks hold parts of parameters, "
+                f"got {self.name}, whose step on a matrix differs from its steps on the matrix's halves. {_WAY_OUT}"
+            )
+
+    def _trial(self, num_parts: int, device: torch.device) -> torch.Tensor:
+        """Return a small matrix after a few steps on its parts."""
+        generator = torch.Generator().manual_seed(0)
+        matrix, *gradients = (torch.randn(_TRIAL_SHAPE, generator=generator) for _ in range(1 + _NUM_TRIAL_STEPS))
+        parts = [torch.nn.Parameter(part.clone().to(device)) for part in matrix.chunk(num_parts)]
+        optimizer = self.make([{"params": parts, "weight_decay": 0.1}])
+        for scale, gradient in enumerate(gradients, start=1):
+            for part, part_gradient in zip(parts, (gradient * scale).chunk(num_parts), strict=True):
+                part.grad = part_gradient.to(device)
+            optimizer.step()
+        return torch.cat([part.detach() for part in parts])
+
+
+def check_optimizer(optim: OptimConfig, device: str) -> None:
+    """Refuse an optimizer that a run cannot step on shards.
+
+    Args:
+        optim: The run's settings.
+        device: The device of the ranks: "cpu" or "cuda".
+
+    Raises:
+        ConfigError: There is no such class, it is not elementwise, or `--optimizer-options` are for no class.
+    """
+    if optim.optimizer == ADAMW:
+        if optim.optimizer_options:
+            raise ConfigError(
+                f"Expected --optimizer-options with an --optimizer by import path, got {optim.optimizer_options[0]!r} "
+                "with adamw. Pass --beta1, --beta2, --eps or --weight-decay."
+            )
+        return
+    optimizer_class = OptimizerClass.of(optim)
+    if device == "cpu":  # A class of GPU kernels can be tried by the ranks alone.
+        optimizer_class.check_elementwise(torch.device("cpu"))
+
+
+def _imported(path: str) -> Callable[..., torch.optim.Optimizer]:
+    module_name, colon, name = path.partition(":")
+    if not (module_name and colon and name):
+        in_torch = _IN_TORCH.get(path.lower())
+        way_out = f"Pass --optimizer torch.optim:{in_torch}." if in_torch else _WAY_OUT
+        raise ConfigError(f"Expected --optimizer to be adamw or an import path package:Class, got {path!r}. {way_out}")
+    try:
+        with _current_folder_importable():
+            build: Any = importlib.import_module(module_name)
+        for attribute in name.split("."):
+            build = getattr(build, attribute)
+    except Exception as error:  # The module is code of others.
+        raise ConfigError(f"Expected --optimizer {path} to be importable, got {in_short(error)} {_WAY_OUT}") from error
+    if not callable(build):
+        raise ConfigError(f"Expected --optimizer {path} to be a class, got {shown(build)}. {_WAY_OUT}")
+    return build  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _current_folder_importable() -> Iterator[None]:
+    """Search the current folder too, last: the `lamella` command and its workers do not."""
+    folder = os.getcwd()
+    sys.path.append(folder)
+    try:
+        yield
+    finally:
+        sys.path.remove(folder)
+
+
+def _option(text: str) -> tuple[str, object]:
+    """Return the name and value of NAME=X; X is JSON, or else a text."""
+    name, equals, argument = text.partition("=")
+    if not (name.isidentifier() and equals):
+        raise ConfigError(f"Expected --optimizer-options as NAME=X, such as momentum=0.9, got {text!r}.")
+    try:
+        return name, json.loads(argument)
+    except ValueError:
+        return name, argument

@@ -1,0 +1,110 @@
+"""`lamella generate`: the text that transformers generates from an export, from a run or from the folder."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from trained_runs import Run
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from lamella.cli import main
+
+PROMPT = "def f("
+TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+)
+
+
+def by_transformers(folder: Path, prompt: str, num_tokens: int) -> str:
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder)
+    inputs = tokenizer(prompt, return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        output = model.generate(
+            inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=num_tokens, do_sample=False
+        )
+    return str(tokenizer.decode(output[0, inputs.shape[1] :], skip_special_tokens=True))
+
+
+def generated(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    assert main(["generate", *argv]) == 0
+    output = capsys.readouterr()
+    assert output.err == ""
+    return output.out
+
+
+@pytest.mark.parametrize("kind", ["run", "folder"])
+def test_the_text_is_that_of_transformers(
+    trained: Run, exported: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    expected = by_transformers(exported, PROMPT, 12)
+    before = {path: path.stat().st_mtime_ns for path in trained.directory.root.rglob("*")}
+    capsys.readouterr()
+    path = trained.directory.root if kind == "run" else exported
+    output = generated(capsys, str(path), PROMPT, "--max-tokens", "12", "--temperature", "0", "--device", "cpu")
+    assert output == f"{PROMPT}{expected}\n"
+    assert {path: path.stat().st_mtime_ns for path in trained.directory.root.rglob("*")} == before
+
+
+def test_random_choices_follow_from_the_seed(trained: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = [str(trained.directory.root), PROMPT, "--max-tokens", "12", "--temperature", "1.5", "--device", "cpu"]
+    texts = [generated(capsys, *argv, "--seed", seed) for seed in ("1", "1", "2")]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_a_message_is_rendered_by_the_chat_template(
+    exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "chat"
+    shutil.copytree(exported, folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
+    expected = by_transformers(exported, f"<user>{PROMPT}<a>", 12)
+    capsys.readouterr()
+    argv = ["--chat", "--max-tokens", "12", "--temperature", "0", "--device", "cpu"]
+    assert generated(capsys, str(folder), PROMPT, *argv) == f"{expected}\n"  # without the prompt
+
+
+def test_a_text_without_tokens_begins_as_a_document(trained: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    assert generated(capsys, str(trained.directory.root), "", "--max-tokens", "3", "--device", "cpu").endswith("\n")
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (["{run}/absent", "x"], "Expected the folder of a run of `lamella train`, or a Hugging Face folder, got '"),
+        (["{run}/checkpoints", "x"], "which has no config.json. The run's folder is '{run}'."),
+        (["{run}/model", "x"], "Expected weights (model.safetensors) in the folder '{run}/model', got none. The run"),
+        (["{run}", "x", "--step", "4"], "Expected --step to be one of the saved steps, 6, got 4."),
+        (["{run}", "x", "--chat"], "Expected a tokenizer with a chat template for --chat, got none in '{run}, step 6'"),
+        (["{run}", "x", "--max-tokens", "0"], "Expected --max-tokens to be an integer of at least 1, got '0'."),
+        (["{run}", "x", "--temperature", "nan"], "Expected --temperature to be a number of at least 0, got 'nan'."),
+        (["{run}", "x", "--device", "gpu"], "Expected --device to be one of auto, cpu, cuda, got 'gpu'."),
+        (["{run}", "\udcff"], "Expected a prompt in UTF-8, got other bytes."),
+        (["{run}", "word " * 3000], "Expected a prompt of fewer than 2,048 tokens, the positions of the model, got "),
+        (["{run}", "x", "--temprature", "1"], "got '--temprature'. Did you mean '--temperature'?"),
+        (["{run}"], "The following arguments are required: PROMPT. See `lamella generate --help`."),
+        (["{exported}", "x", "--step", "3"], "Expected --step with the folder of a run only, got '{exported}'."),
+    ],
+)
+def test_bad_input_is_one_line(
+    trained: Run, exported: Path, argv: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capsys.readouterr()
+    names = {"run": str(trained.directory.root), "exported": str(exported)}
+    assert main(["generate", *(word.format_map(names) for word in argv)]) == 2
+    output = capsys.readouterr()
+    assert output.err.startswith("lamella: error: ") and output.err.count("\n") == 1 and output.out == ""
+    assert expected.format_map(names) in output.err
+
+
+def test_a_damaged_checkpoint_is_refused_by_its_file(
+    trained: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(trained.directory.root, tmp_path / "copy")
+    file = next((tmp_path / "copy" / "checkpoints").glob("*/*.distcp"))
+    file.write_bytes(file.read_bytes()[:100])
+    assert main(["generate", str(tmp_path / "copy"), "x", "--device", "cpu"]) == 1
+    error = capsys.readouterr().err
+    assert str(file) in error and error.count("\n") == 1
