@@ -33,6 +33,15 @@ SIZES: Mapping[str, Mapping[str, Any]] = {
         "num_hidden_layers": 2,
         "num_attention_heads": 2,
     },
+    "roberta-prelayernorm": {
+        "vocab_size": 300,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    },
+    "xlm": {"vocab_size": 300, "emb_dim": 16, "n_layers": 2, "n_heads": 2, "dropout": 0.0, "attention_dropout": 0.0},
+    "xlnet": {"vocab_size": 300, "d_model": 16, "n_layer": 2, "n_head": 2, "d_inner": 24, "dropout": 0.0},
 }
 
 

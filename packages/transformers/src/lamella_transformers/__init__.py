@@ -31,6 +31,8 @@ from lamella_transformers._loss import target_losses as target_losses
 from lamella_transformers._sizes import balance_coefficient as balance_coefficient
 from lamella_transformers._sizes import flops_per_token as flops_per_token
 from lamella_transformers._sizes import num_positions as num_positions
+from lamella_transformers._units import UnitChoice as UnitChoice
+from lamella_transformers._units import choose_units as choose_units
 from lamella_transformers._units import fp32_parameters as fp32_parameters
 from lamella_transformers._units import sharding_units as sharding_units
 from lamella_transformers._weights import as_published as as_published

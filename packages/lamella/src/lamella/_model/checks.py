@@ -16,7 +16,7 @@ from lamella._model.spec import check_context, load_spec, outline
 from lamella._model.weights import pretrained_directory
 from lamella._settings.config import Config, ParallelConfig
 from lamella._settings.options import ConfigError
-from lamella_transformers import ModelSpec, sharding_units
+from lamella_transformers import ModelSpec, UnitChoice, choose_units
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,16 +27,19 @@ class CheckedModel:
         pretrained: The folder of the weights to start from; None for fresh weights.
         spec: The config of the model.
         outline: The model on the meta device.
+        units: The choice of the modules to shard one by one.
     """
 
     pretrained: Path | None
     spec: ModelSpec
     outline: nn.Module
+    units: UnitChoice
 
     def describe(self) -> str:
-        """Return one line on the size of the model."""
+        """Return one line on the size of the model, and on units that neither an adapter nor transformers names."""
         num_parameters = sum(parameter.numel() for parameter in self.outline.parameters())
-        return f"model: {num_parameters:,} parameters, {self.spec.vocab_size:,} tokens"
+        units = "" if self.units.note is None else f"; its units are {self.units.note}: transformers names none"
+        return f"model: {num_parameters:,} parameters, {self.spec.vocab_size:,} tokens{units}"
 
 
 def check_model(config: Config, *, has_checkpoint: bool) -> CheckedModel:
@@ -58,10 +61,11 @@ def check_model(config: Config, *, has_checkpoint: bool) -> CheckedModel:
     model = outline(spec)
     if pretrained is None and not has_checkpoint:
         _check_memory(model, config.parallel)
-    check_float8(sharding_units(model), config.parallel)
+    units = choose_units(model)
+    check_float8(units.modules, config.parallel)
     check_kernels(config.model, spec.model_type, config.parallel)
     _check_compiler(config.parallel)
-    return CheckedModel(pretrained=pretrained, spec=spec, outline=model)
+    return CheckedModel(pretrained=pretrained, spec=spec, outline=model, units=units)
 
 
 def _check_vocabulary(config: Config, pretrained: Path | None) -> None:
