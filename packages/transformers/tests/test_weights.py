@@ -1,5 +1,6 @@
 """Published weights are read by transformers' own table, checked before a run, and told apart."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -108,13 +109,13 @@ def test_boxes_cut_tensors_as_transformers_does(steps: str, monkeypatch: pytest.
     if steps != "split":
         model.layer["k"] = torch.nn.Linear(3, 4)
     targets = ["q.weight"] if steps == "interleave back" else ["q.weight", "k.weight"]
-    operations: list[table.ConversionOps] = {
+    operations: Mapping[str, list[table.ConversionOps]] = {
         "split": [table.Split(dim=0)],
         "chunk": [table.Chunk(dim=0)],
         "interleave and chunk": [table.Interleave(dim=0), table.Chunk(dim=0)],
         "interleave back": [table.Interleave(dim=0, inverse=True)],
-    }[steps]
-    converter = table.WeightConverter("fused.weight", targets, operations)
+    }
+    converter = table.WeightConverter("fused.weight", targets, operations[steps])
     monkeypatch.setattr(transformers.conversion_mapping, "get_model_conversion_mapping", lambda _: [converter])
     fused = torch.randn(sum(model.get_parameter(f"layer.{target}").shape[0] for target in targets), 3)
     [correspondence] = correspondences(model, {"layer.fused.weight": tuple(fused.shape)})

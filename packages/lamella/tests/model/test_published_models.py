@@ -152,7 +152,7 @@ def test_a_model_whose_positions_see_what_they_predict_is_refused(config: Config
     file = tmp_path / "model.json"
     file.write_text(json.dumps({"model_type": "bert", **SMALL}))
     with pytest.raises(
-        ConfigError, match="got 'bert', each of whose positions sees all others. Set \"is_decoder\": true"
+        ConfigError, match="got 'bert', whose positions see the tokens that they predict. Set \"is_decoder\": true"
     ):
         prepare(starting_from(config, file))
 

@@ -8,16 +8,16 @@ from lamella_transformers._adapters import GROUP as GROUP
 from lamella_transformers._adapters import Adapter as Adapter
 from lamella_transformers._adapters import DtypeRule as DtypeRule
 from lamella_transformers._adapters import find_adapter as find_adapter
-from lamella_transformers._building import ModelSpec as ModelSpec
 from lamella_transformers._building import build_model as build_model
 from lamella_transformers._building import build_without_parameters as build_without_parameters
 from lamella_transformers._building import materialise as materialise
-from lamella_transformers._building import outline as outline
 from lamella_transformers._chunked_loss import IGNORED as IGNORED
 from lamella_transformers._chunked_loss import DeferredHead as DeferredHead
 from lamella_transformers._chunked_loss import linear_cross_entropy as linear_cross_entropy
+from lamella_transformers._construction import ModelSpec as ModelSpec
 from lamella_transformers._conversion import correspondences as correspondences
 from lamella_transformers._errors import ModelError as ModelError
+from lamella_transformers._fresh import FreshWeights as FreshWeights
 from lamella_transformers._kernels import Replacements as Replacements
 from lamella_transformers._kernels import has_kernels as has_kernels
 from lamella_transformers._kernels import has_liger as has_liger
@@ -28,6 +28,7 @@ from lamella_transformers._loss import ModelLoss as ModelLoss
 from lamella_transformers._loss import choose_loss as choose_loss
 from lamella_transformers._loss import loss_of_logits as loss_of_logits
 from lamella_transformers._loss import target_losses as target_losses
+from lamella_transformers._outline import outline as outline
 from lamella_transformers._sizes import balance_coefficient as balance_coefficient
 from lamella_transformers._sizes import flops_per_token as flops_per_token
 from lamella_transformers._sizes import num_positions as num_positions

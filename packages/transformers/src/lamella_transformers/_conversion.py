@@ -1,8 +1,8 @@
 """The names and cuts of tensors in a published model's files, by transformers' own table, as boxes.
 
 transformers renames tensors on loading, stacks experts that files store one by one, and joins or cuts projections, by a
-table for each model type. `from_pretrained` applies the table to unsharded tensors. Here the table becomes pairs of boxes, of
-a file's tensor and of a module's tensor, so that a rank reads its shards alone and no tensor is read in full.
+table for each model type. `from_pretrained` applies the table to unsharded tensors. Here the table becomes pairs of
+boxes, of a file's tensor and of a module's tensor, so that a rank reads its shards alone and no tensor is read in full.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -130,7 +130,7 @@ def _single(tensors: _Tensors) -> _CutTensor:
     return tensor
 
 
-def _by_name(target: str, tensors: Mapping[str, Sequence[_CutTensor]]) -> dict[str, _CutTensor]:
+def _by_name(target: str, tensors: _Tensors) -> dict[str, _CutTensor]:
     """Return converted tensors under full names: a pattern is a part of the name, as in transformers' `convert`."""
     if len(tensors) == 1:
         return {target: _single(tensors)}
@@ -145,9 +145,7 @@ def _chunk_sizes(size: int, num_chunks: int) -> list[int]:
     return [min(chunk, size - start) for start in range(0, size, chunk)]
 
 
-def _cut(
-    tensor: _CutTensor, dim: int, patterns: Sequence[str], sizes: Sequence[int]
-) -> dict[str, list[_CutTensor]]:
+def _cut(tensor: _CutTensor, dim: int, patterns: Sequence[str], sizes: Sequence[int]) -> dict[str, list[_CutTensor]]:
     """Cut a tensor along a dim into one tensor a pattern."""
     starts = accumulate(sizes, initial=0)
     return {

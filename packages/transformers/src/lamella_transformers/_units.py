@@ -42,7 +42,7 @@ def choose_units(model: nn.Module) -> UnitChoice:
         return UnitChoice(modules=adapter.sharding_units(model))
     layers = _layers_in_lists(model)
     named = _named_by_transformers(model)
-    # Some models name a part of their layers alone (RoBERTa-PreLayerNorm: attention), or a class that they do not build.
+    # Some models name a part of their layers alone (RoBERTa-PreLayerNorm: attention), or a class that is never built.
     if named and 2 * _numel_shared(layers, named) >= _numel_shared(layers, layers):
         return UnitChoice(modules=named)
     if not layers:

@@ -1,6 +1,7 @@
 """The checks of a model before a run: its config, the folder of its weights, and what the machine must have for it."""
 
 import importlib.util
+import math
 import os
 import shutil
 import sys
@@ -77,17 +78,21 @@ def _check_vocabulary(config: Config, pretrained: Path | None) -> None:
 
 
 def _check_memory(model: nn.Module, parallel: ParallelConfig) -> None:
-    """Refuse a model that a rank cannot build: each rank makes all fresh weights, in fp32, before it shards them."""
-    needed = sum(parameter.numel() * torch.float32.itemsize for parameter in model.parameters())
+    """Refuse a model whose shards, and one fresh parameter while it is drawn, do not fit into the memory of a rank."""
+    nbytes = [parameter.numel() * torch.float32.itemsize for parameter in model.parameters()]
+    num_ranks = parallel.ranks or 1
+    needed = math.ceil(sum(nbytes) / num_ranks) + max(nbytes, default=0)
     place = "a GPU" if parallel.device == "cuda" else "this machine"
     if parallel.device == "cuda":
         memory = torch.cuda.get_device_properties(0).total_memory
     else:
+        needed *= int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if needed > memory:
         raise ConfigError(
             f"Expected a model whose fresh weights fit into the memory of {place}, {memory / 2**30:,.0f} GiB, got "
-            f"{needed / 2**30:,.0f} GiB. Pass a smaller --model."
+            f"{needed / 2**30:,.0f} GiB on {num_ranks} ranks, with one parameter unsharded. Pass a smaller --model or "
+            "more --ranks."
         )
 
 

@@ -37,7 +37,6 @@ from lamella_transformers import (
     ModelLoss,
     balance_coefficient,
     choose_loss,
-    load_weights,
     loss_of_logits,
 )
 
@@ -167,8 +166,7 @@ class Trainer:
         # Both ways from here run collectives, and a network file system may show ranks different directories.
         latest = from_first_rank(checkpoints.latest())
         if latest is None:
-            if self._run_model.pretrained is not None:
-                load_weights(self._run_model.pretrained, self._model, self._run_model.spec)
+            self._run_model.initialise(self._rank.device)
             return 0
         groups = self._optimizer.param_groups
         settings = [{name: value for name, value in group.items() if name != "params"} for group in groups]
