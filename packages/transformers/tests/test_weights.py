@@ -1,11 +1,11 @@
 """Published weights are read by transformers' own table, checked before a run, and told apart."""
 
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 import torch
-import transformers.conversion_mapping
 from safetensors.torch import load_file, save_file
 from tiny_models import make_model, make_spec
 from transformers import core_model_loading as table
@@ -26,6 +26,8 @@ from lamella_transformers import (
 from lamella_transformers._conversion import _cut, _CutTensor, _stacked
 
 CPU = torch.device("cpu")
+# Not by the name in transformers, whose lazy module forgets what other tests replaced.
+CONVERSION_MAPPING = import_module("transformers.conversion_mapping")
 
 
 def test_experts_are_stacked_in_the_order_of_their_numbers(tmp_path: Path) -> None:
@@ -116,7 +118,7 @@ def test_boxes_cut_tensors_as_transformers_does(steps: str, monkeypatch: pytest.
         "interleave back": [table.Interleave(dim=0, inverse=True)],
     }
     converter = table.WeightConverter("fused.weight", targets, operations[steps])
-    monkeypatch.setattr(transformers.conversion_mapping, "get_model_conversion_mapping", lambda _: [converter])
+    monkeypatch.setattr(CONVERSION_MAPPING, "get_model_conversion_mapping", lambda _: [converter])
     fused = torch.randn(sum(model.get_parameter(f"layer.{target}").shape[0] for target in targets), 3)
     [correspondence] = correspondences(model, {"layer.fused.weight": tuple(fused.shape)})
     cut = {name: torch.empty(shape) for name, shape in correspondence.right.items()}
@@ -134,7 +136,7 @@ def _slices(chunk: Chunk) -> tuple[slice, ...]:
 
 def test_an_operation_that_reorders_elements_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     converter = table.WeightConverter("fused.weight", "q.weight", [table.Transpose(0, 1)])
-    monkeypatch.setattr(transformers.conversion_mapping, "get_model_conversion_mapping", lambda _: [converter])
+    monkeypatch.setattr(CONVERSION_MAPPING, "get_model_conversion_mapping", lambda _: [converter])
     with pytest.raises(ModelError, match=r"renames, stacks, joins or cuts, got Transpose for 'layer\.q\.weight'"):
         correspondences(_Halves(), {"layer.fused.weight": (3, 4)})
 
