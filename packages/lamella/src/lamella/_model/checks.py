@@ -13,11 +13,11 @@ from torch import nn
 
 from lamella._model.float8 import check_float8
 from lamella._model.kernels import check_kernels
-from lamella._model.spec import check_context, load_spec, outline
+from lamella._model.spec import check_context, load_spec, outline, refused_models
 from lamella._model.weights import pretrained_directory
 from lamella._settings.config import Config, ParallelConfig
 from lamella._settings.options import ConfigError
-from lamella_transformers import ModelSpec, UnitChoice, choose_units
+from lamella_transformers import FreshWeights, ModelSpec, UnitChoice, choose_units
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,9 @@ class CheckedModel:
     def describe(self) -> str:
         """Return one line on the size of the model, and on units that neither an adapter nor transformers names."""
         num_parameters = sum(parameter.numel() for parameter in self.outline.parameters())
-        units = "" if self.units.note is None else f"; its units are {self.units.note}: transformers names none"
+        units = (
+            "" if self.units.note is None else f"; its units are {self.units.note}, which transformers does not name"
+        )
         return f"model: {num_parameters:,} parameters, {self.spec.vocab_size:,} tokens{units}"
 
 
@@ -62,6 +64,8 @@ def check_model(config: Config, *, has_checkpoint: bool) -> CheckedModel:
     model = outline(spec)
     if pretrained is None and not has_checkpoint:
         _check_memory(model, config.parallel)
+        with refused_models():
+            FreshWeights(spec, torch.device("cpu"), config.run.seed)
     units = choose_units(model)
     check_float8(units.modules, config.parallel)
     check_kernels(config.model, spec.model_type, config.parallel)
