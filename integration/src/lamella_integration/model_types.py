@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Final, cast
+from typing import Any, Final, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -118,14 +118,20 @@ def check_type(model_type: str) -> TypeRow:
             kept.mkdir()
             keep_published(published, kept, untrained=(), dtype=torch.float32)
             _export(checkpoint, exported, kept)
-            expected_losses, reference = _trained_by_transformers(published)
-            differences = [_relative(losses, expected_losses), _logits_difference(exported, reference)]
+            expected = _trained_by_transformers(published)
+            difference = expected.difference(_Training(losses, _logits(_opened(exported))))
+            sensitivity = 0.0
+            if difference > _TOLERANCE:
+                sensitivity = max(expected.difference(_trained_by_transformers(published, seed)) for seed in (1, 2, 3))
+                detail += (
+                    f"; {sensitivity:.0e} between two trainings in transformers whose weights differ in the last bit"
+                )
         except ConfigError as error:
             return TypeRow(model_type=model_type, outcome="refused", detail=_without(folder, f"{error}"))
         except Exception as error:  # noqa: BLE001  The table counts tracebacks.
             return TypeRow(model_type=model_type, outcome="failed", detail=_without(folder, _in_short(error)))
-        outcome = "exact" if max(differences) <= _TOLERANCE else "differs"
-        return TypeRow(model_type=model_type, outcome=outcome, difference=max(differences), detail=detail)
+        outcome = "exact" if difference <= max(_TOLERANCE, 3 * sensitivity) else "differs"
+        return TypeRow(model_type=model_type, outcome=outcome, difference=difference, detail=detail)
 
 
 def _publish(model_type: str, folder: Path) -> None:
@@ -209,9 +215,26 @@ def _export(checkpoint: Path, exported: Path, kept: Path) -> None:
         raise ConfigError(errors.getvalue().strip())
 
 
-def _trained_by_transformers(published: Path) -> tuple[list[float], nn.Module]:
-    """Train the unsharded model on the batches of all ranks; return the losses, and the model."""
+class _Training(NamedTuple):
+    """The outcome of a training: the losses of all steps, and logits of the trained model."""
+
+    losses: list[float]
+    logits: torch.Tensor
+
+    def difference(self, other: "_Training") -> float:
+        """Return the largest difference of another training's losses and logits, relative to this one's largest."""
+        losses = max(abs(a - b) / abs(a) for a, b in zip(self.losses, other.losses, strict=True))
+        return max(losses, float((self.logits - other.logits).abs().max() / self.logits.abs().max()))
+
+
+def _trained_by_transformers(published: Path, noise_seed: int | None = None) -> _Training:
+    """Train the unsharded model on the batches of all ranks; with a seed, from weights that differ in the last bit."""
     model: Any = AutoModelForCausalLM.from_pretrained(published, dtype=torch.float32).train()
+    if noise_seed is not None:
+        torch.manual_seed(noise_seed)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1 + torch.finfo(torch.float32).eps * torch.randint(-1, 2, parameter.shape))
     optimizer = _optimizer(model)
     losses = []
     for step in range(_NUM_STEPS):
@@ -226,11 +249,11 @@ def _trained_by_transformers(published: Path) -> tuple[list[float], nn.Module]:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-    return losses, model
+    return _Training(losses, _logits(model))
 
 
-def _logits_difference(exported: Path, reference: nn.Module) -> float:
-    """Return the largest difference of logits of the exported folder, by the largest logit.
+def _opened(exported: Path) -> nn.Module:
+    """Open an exported folder in transformers.
 
     Raises:
         ValueError: transformers misses a tensor in the folder, or finds another.
@@ -239,14 +262,13 @@ def _logits_difference(exported: Path, reference: nn.Module) -> float:
     model, info = load(exported, dtype=torch.float32, output_loading_info=True)
     if unfit := {kind: names for kind, names in info.items() if names}:
         raise ValueError(f"Expected all weights in the exported folder, got {unfit}.")
+    return cast(nn.Module, model)
+
+
+def _logits(model: nn.Module) -> torch.Tensor:
     inputs, _ = next(_microbatches(_NUM_STEPS, 0))
     with torch.no_grad():
-        actual, expected = (cast(Any, m.eval()(input_ids=inputs, use_cache=False)).logits for m in (model, reference))
-    return float((actual - expected).abs().max() / expected.abs().max())
-
-
-def _relative(actual: Sequence[float], expected: Sequence[float]) -> float:
-    return max(abs(a - e) / abs(e) for a, e in zip(actual, expected, strict=True))
+        return cast(torch.Tensor, cast(Any, model.eval()(input_ids=inputs, use_cache=False)).logits)
 
 
 def _in_short(error: Exception) -> str:
@@ -287,7 +309,8 @@ sizes: {exact} exact, {refused} refused with the reason, {neither} neither.
 A tiny model of each type was saved by transformers. Two ranks read their shards from the folder and trained {steps}
 steps of {accumulation} microbatches in fp32, with unequal numbers of targets, and the checkpoint was exported.
 transformers trained the same model unsharded. The difference is the largest of the losses' and of the exported model's
-logits, relative to the largest; *exact* is at most {tolerance}.
+logits, relative to the largest. *exact* is at most {tolerance}; or, where a rounding decides on a ReLU or an expert,
+at most three times the difference between trainings in transformers alone whose weights differ in the last bit.
 
 | type | outcome | difference | loss, or the reason |
 |---|---|--:|---|
