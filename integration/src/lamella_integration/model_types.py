@@ -73,7 +73,7 @@ class TypeRow:
 
 
 def main() -> None:
-    """Run the types one after another; print their rows, and write the page."""
+    """Run the types one after another; print their rows, and write the page. Exit with 1 if a type differs or fails."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("types", nargs="*")
     parser.add_argument("--page", type=Path)
@@ -91,6 +91,8 @@ def main() -> None:
                     file.write(json.dumps(asdict(row)) + "\n")
     if options.page is not None:
         options.page.write_text(page(sorted(rows.values(), key=lambda row: row.model_type)), encoding="utf-8")
+    if any(row.outcome in ("differs", "failed") for row in rows.values()):
+        raise SystemExit(1)
 
 
 def _earlier(file: Path | None) -> dict[str, TypeRow]:

@@ -24,7 +24,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lamella_checkpoint import TensorInfo, Wanted
-from lamella_files import whole_box
+from lamella_layout import Chunk
 from lamella_transformers._construction import ModelSpec, constructed
 from lamella_transformers._errors import ModelError, in_short
 
@@ -66,13 +66,11 @@ class FreshWeights:
         # Untied: transformers draws both parameters of a tie, and then takes one of them.
         self._model, self._registered = constructed(spec, torch.device("meta"), is_finished=False)
         self._ties = cast(Mapping[str, str], getattr(self._model, "all_tied_weights_keys", {}))
-        self._parameters = dict(self._model.named_parameters(remove_duplicate=False))
+        self._on_meta = dict(self._model.named_parameters(remove_duplicate=False))
         self._slots = _slots(self._model)
         self._initialisers = _initialisers_by_parameter(self._model)
         self._constructed_groups = self._group_constructed()
-        self.tensors: Mapping[str, TensorInfo] = {
-            name: TensorInfo(tuple(p.shape), p.dtype, (whole_box(p.shape),)) for name, p in self._parameters.items()
-        }
+        self.tensors: Mapping[str, TensorInfo] = {name: _info(p) for name, p in self._on_meta.items()}
         self.objects: Sequence[str] = ()
 
     @property
@@ -89,7 +87,7 @@ class FreshWeights:
         by_name: dict[str, list[Wanted]] = {}
         for request in requests:
             by_name.setdefault(self._drawn_name(request.name), []).append(request)
-        drawn_names = [name for name in by_name if id(self._parameters[name]) in self._initialisers]
+        drawn_names = [name for name in by_name if id(self._on_meta[name]) in self._initialisers]
         with torch.random.fork_rng(devices=[self._device] if self._device.type == "cuda" else []):
             for name in drawn_names:
                 _copy(self._drawn(name), by_name.pop(name))
@@ -106,11 +104,11 @@ class FreshWeights:
         """Return the name of the parameter that a tie takes the values of, as the model itself names it."""
         while name in self._ties:
             name = self._ties[name]
-        parameter = self._parameters[name]
-        return next(first for first, other in self._parameters.items() if other is parameter)
+        parameter = self._on_meta[name]
+        return next(first for first, other in self._on_meta.items() if other is parameter)
 
     def _drawn(self, name: str) -> torch.Tensor:
-        parameter = self._parameters[name]
+        parameter = self._on_meta[name]
         try:
             return self._initialised(name, [parameter])
         except RuntimeError:  # A function reads another parameter of its module, RWKV's for the device alone.
@@ -132,7 +130,7 @@ class FreshWeights:
 
     def _group_constructed(self) -> list[list[str]]:
         """Group the parameters that no function initialises; a group has at most the largest parameter's elements."""
-        limit = max((parameter.numel() for parameter in self._parameters.values()), default=0)
+        limit = max((parameter.numel() for parameter in self._on_meta.values()), default=0)
         groups: list[list[str]] = [[]]
         numel = 0
         for name, parameter in self._model.named_parameters():
@@ -147,10 +145,15 @@ class FreshWeights:
     def _constructed(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
         """Return parameters by name with the values of their modules' constructors."""
         indices = {id(parameter): index for index, parameter in enumerate(self._registered)}
-        by_index = {indices[id(self._parameters[name])]: name for name in names}
+        by_index = {indices[id(self._on_meta[name])]: name for name in names}
         torch.manual_seed(_seed_of(self._seed, names[0]))
         _, registered = constructed(self._spec, self._device, is_finished=False, with_memory=frozenset(by_index))
         return {name: registered[index].detach() for index, name in by_index.items()}
+
+
+def _info(parameter: nn.Parameter) -> TensorInfo:
+    shape = tuple(parameter.shape)
+    return TensorInfo(shape, parameter.dtype, (Chunk((0,) * len(shape), shape),))
 
 
 def _seed_of(seed: int, name: str) -> int:
