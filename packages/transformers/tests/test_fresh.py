@@ -39,12 +39,17 @@ MODEL_TYPES = ["apertus", "bert", "gpt2", "mamba2", "mixtral", "modernbert-decod
 
 def sharded(spec: Any, seed: int) -> nn.Module:
     """A model with fresh weights, as a rank of a run makes it."""
+    model = without_weights(spec)
+    fill(dict(model.named_parameters()), FreshWeights(spec, CPU, seed))
+    return model
+
+
+def without_weights(spec: Any) -> nn.Module:
     model = build_without_parameters(spec, CPU)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for module in [*sharding_units(model), model]:
         fully_shard(module, mesh=mesh)
     materialise(model, CPU)
-    fill(dict(model.named_parameters()), FreshWeights(spec, CPU, seed))
     return model
 
 
@@ -144,12 +149,18 @@ def rank_0_of(num_ranks: int) -> Iterator[None]:
 
 def test_a_rank_allocates_its_shards_and_one_parameter() -> None:
     spec = make_spec("mixtral", hidden_size=64, intermediate_size=128, num_hidden_layers=6)
-    sizes = [parameter.nbytes for parameter in build_without_parameters(spec, CPU).parameters()]
+    unsharded = build_without_parameters(spec, CPU)
+    sizes = [parameter.nbytes for parameter in unsharded.parameters()]
+    layer = sum(parameter.nbytes for parameter in sharding_units(unsharded)[0].parameters())
+    aligned_shards = sum(sizes) / 4 + 2**14
     with rank_0_of(4), _LiveBytes() as live:
-        model = sharded(spec, seed=0)
-        assert live.now < sum(sizes) / 4 + 2**14  # Shards are aligned.
-        assert live.peak < sum(sizes) / 4 + max(sizes) + 2**14
-    assert 3 * max(sizes) < sum(sizes)  # All weights would be more.
+        model = without_weights(spec)
+        assert live.peak < aligned_shards + layer  # `fully_shard` makes the views of a unit's gathered weights.
+        live.peak = 0
+        fill(dict(model.named_parameters()), FreshWeights(spec, CPU, seed=0))
+        assert live.peak < aligned_shards + max(sizes)
+        assert live.now < aligned_shards
+    assert 5 * max(layer, max(sizes)) < sum(sizes)  # All weights would be more.
     assert all(parameter.isfinite().all() for parameter in map(_local, model.parameters()))
 
 
