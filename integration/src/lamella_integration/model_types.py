@@ -251,19 +251,21 @@ def _trained_by_transformers(published: Path, noise_seed: int | None = None) -> 
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-    return _Training(losses, _logits(model))
+    with TemporaryDirectory() as folder:  # Opened from files alike: Youtu forgets a row of the embedding then.
+        model.save_pretrained(folder)
+        return _Training(losses, _logits(_opened(Path(folder))))
 
 
-def _opened(exported: Path) -> nn.Module:
-    """Open an exported folder in transformers.
+def _opened(folder: Path) -> nn.Module:
+    """Open a folder in transformers.
 
     Raises:
         ValueError: transformers misses a tensor in the folder, or finds another.
     """
     load = cast(Any, AutoModelForCausalLM.from_pretrained)
-    model, info = load(exported, dtype=torch.float32, output_loading_info=True)
+    model, info = load(folder, dtype=torch.float32, output_loading_info=True)
     if unfit := {kind: names for kind, names in info.items() if names}:
-        raise ValueError(f"Expected all weights in the exported folder, got {unfit}.")
+        raise ValueError(f"Expected all weights in the folder, got {unfit}.")
     return cast(nn.Module, model)
 
 

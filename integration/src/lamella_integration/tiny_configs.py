@@ -1,5 +1,6 @@
 """Tiny configs of all model types that transformers trains as causal language models, by one set of sizes."""
 
+import re
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -58,6 +59,7 @@ _CHANGES: Final[Mapping[str, Mapping[str, Any]]] = {
 }
 """By model type, sizes that fit no other type."""
 
+_NOISE: Final = re.compile(r"drop|jitter")
 _LAYER_LISTS: Final = ("layer_types", "mlp_layer_types", "layers_block_type", "block_types", "moe_layers")
 
 
@@ -74,7 +76,8 @@ def tiny_config(model_type: str) -> Any:
     known = {*defaults, *getattr(cls, "attribute_map", {})}
     changes = _CHANGES.get(model_type, {})
     values = {name: value for name, value in _SIZES.items() if name in known} | dict(changes)
-    values |= {name: 0.0 for name, value in defaults.items() if "drop" in name and isinstance(value, float)}
+    noise = [name for name, value in defaults.items() if _NOISE.search(name) and isinstance(value, float)]
+    values |= dict.fromkeys(noise, 0.0)
     if "qk_rope_head_dim" in known and "head_dim" in values:
         values["head_dim"] = values["qk_rope_head_dim"]
     for name in _LAYER_LISTS:
