@@ -186,6 +186,17 @@ def soak(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def model_types(session: nox.Session) -> None:
+    """Train and export every causal model type of transformers beside transformers, and write the table; minutes.
+
+    Names of types print their rows and leave the page: ./dev model_types llama mamba
+    """
+    _install(session, *_editable("integration", "testing", "lamella", "transformers", "qwen", "mamba"))
+    page = [] if session.posargs else ["--page", str(ROOT / "docs" / "reference" / "model-types.md")]
+    session.run("python", "-W", "ignore", "-m", "lamella_integration.model_types", *page, *session.posargs)
+
+
+@nox.session(default=False)
 def docs(session: nox.Session) -> None:
     """Build the documentation into site/, refusing warnings; `./dev docs serve` serves and rebuilds the pages."""
     _install(session, "--group", "docs")

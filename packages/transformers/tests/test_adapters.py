@@ -5,6 +5,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from tiny_models import make_model
 from torch import nn
 
 from lamella_testing import write_entry_points
-from lamella_transformers import GROUP, ModelError, find_adapter, fp32_parameters, sharding_units
+from lamella_transformers import GROUP, ModelError, choose_units, find_adapter, fp32_parameters, sharding_units
 
 RULES = """\
     import torch
@@ -66,9 +67,31 @@ def test_a_model_without_an_adapter_is_sharded_at_the_layers_that_transformers_n
     model = make_model("mixtral")
     assert {type(unit).__name__ for unit in sharding_units(model)} == {"MixtralDecoderLayer"}
     assert fp32_parameters(model) is None
-    model._no_split_modules = None  # type: ignore[assignment]
-    with pytest.raises(ModelError, match="Expected decoder layers named by transformers, got none for 'mixtral'"):
-        sharding_units(model)
+    assert choose_units(model).note is None
+
+
+def test_a_model_whose_layers_transformers_does_not_name_is_sharded_at_its_longest_list() -> None:
+    model = make_model("mixtral")
+    for module in (model, cast(Any, model).model):
+        module._no_split_modules = None
+    choice = choose_units(model)
+    assert choice.modules == [*cast(Any, model).model.layers]
+    assert choice.note == "the 2 modules of the longest list (MixtralDecoderLayer)"
+    cast(Any, model).model.layers = nn.Sequential(*cast(Any, model).model.layers)
+    with pytest.raises(ModelError, match="Expected a model with a list of layers, got 'mixtral', which has none"):
+        choose_units(model)
+
+
+def test_layers_cut_in_several_lists_and_layers_named_in_part_are_units() -> None:
+    xlm = make_model("xlm")
+    assert [type(unit).__name__ for unit in sharding_units(xlm)] == ["MultiHeadAttention"] * 2 + ["TransformerFFN"] * 2
+    named_in_part = make_model("roberta-prelayernorm", is_decoder=True)
+    assert {type(unit).__name__ for unit in sharding_units(named_in_part)} == {"RobertaPreLayerNormLayer"}
+
+
+def test_a_unit_holds_no_tied_parameter_and_no_other_unit() -> None:
+    model = make_model("bert", is_decoder=True)  # It names its embeddings, which the head is tied to.
+    assert {type(unit).__name__ for unit in sharding_units(model)} == {"BertLayer"}
 
 
 def test_two_packages_with_one_model_type_are_refused(announce: Announce) -> None:

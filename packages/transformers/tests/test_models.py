@@ -10,6 +10,7 @@ from transformers import AutoConfig
 from lamella_transformers import (
     ModelError,
     ModelSpec,
+    _causality,
     balance_coefficient,
     build_model,
     build_without_parameters,
@@ -41,9 +42,44 @@ def test_a_model_without_parameters_has_its_buffers_and_keeps_them() -> None:
         assert torch.equal(buffer, buffers[name]), name
 
 
-def test_an_outline_has_no_memory_and_refuses_a_model_that_sees_ahead() -> None:
+def test_an_outline_has_no_memory() -> None:
     assert all(parameter.is_meta for parameter in outline(make_spec("llama")).parameters())
-    with pytest.raises(ModelError, match=r"got 'bert', each of whose positions sees all others\. Set \"is_decoder\""):
+
+
+@pytest.mark.parametrize(
+    ("model_type", "way_out"),
+    [
+        ("bert", 'Set "is_decoder": true in its config.'),
+        ("megatron-bert", 'Set "is_decoder": true in its config.'),  # Its modules do not say what they see.
+        ("xlm", 'Set "causal": true in its config.'),
+        ("xlnet", "Train a model of another type."),
+    ],
+)
+def test_a_model_that_sees_ahead_is_refused_by_trying(model_type: str, way_out: str) -> None:
+    with pytest.raises(
+        ModelError, match=f"got '{model_type}', whose positions see the tokens that they predict. {way_out}"
+    ):
+        outline(make_spec(model_type))
+
+
+def test_a_model_that_does_not_see_ahead_is_taken_whatever_its_modules_say() -> None:
+    model = outline(make_spec("bigbird_pegasus"))
+    assert not any(module.is_causal for module in model.modules() if hasattr(module, "is_causal"))
+    outline(make_spec("xlm", causal=True))
+    outline(make_spec("megatron-bert", is_decoder=True))
+
+
+def test_a_layer_of_a_large_model_is_tried_and_the_word_of_a_larger_one_is_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    spec = make_spec("xlm")
+    numel = sum(parameter.numel() for parameter in outline(spec, is_checked=True).parameters())
+    monkeypatch.setattr(_causality, "_LARGEST_TRIAL_NUMEL", numel - 1)
+    with pytest.raises(ModelError, match="got 'xlm', whose positions see"):
+        outline(spec)
+    monkeypatch.setattr(_causality, "_LARGEST_TRIAL_NUMEL", 0)
+    outline(spec)  # XLM's modules say nothing.
+    with pytest.raises(ModelError, match="got 'bert', whose positions see"):
         outline(make_spec("bert"))
 
 

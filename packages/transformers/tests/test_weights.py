@@ -1,12 +1,17 @@
 """Published weights are read by transformers' own table, checked before a run, and told apart."""
 
+from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import make_model, make_spec
+from transformers import core_model_loading as table
 
+from lamella_checkpoint import Place
+from lamella_layout import Chunk
 from lamella_transformers import (
     ModelError,
     as_published,
@@ -18,8 +23,11 @@ from lamella_transformers import (
     materialise,
     outline,
 )
+from lamella_transformers._conversion import _cut, _CutTensor, _stacked
 
 CPU = torch.device("cpu")
+# Not by the name in transformers, whose lazy module forgets what other tests replaced.
+CONVERSION_MAPPING = import_module("transformers.conversion_mapping")
 
 
 def test_experts_are_stacked_in_the_order_of_their_numbers(tmp_path: Path) -> None:
@@ -84,3 +92,56 @@ def test_weights_are_told_apart_by_their_values_and_not_by_their_files(tmp_path:
 
 def test_a_folder_that_publishes_nothing_has_no_names_to_give_back(tmp_path: Path) -> None:
     assert as_published(tmp_path, make_spec("llama")) is None
+
+
+class _Halves(torch.nn.Module):
+    """A model whose files keep three projections as one tensor, by the operations of a table."""
+
+    base_model_prefix = ""
+    config = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.ModuleDict({"q": torch.nn.Linear(3, 4), "k": torch.nn.Linear(3, 2)})
+
+
+@pytest.mark.parametrize("steps", ["split", "chunk", "interleave and chunk", "interleave back"])
+def test_boxes_cut_tensors_as_transformers_does(steps: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = _Halves()
+    if steps != "split":
+        model.layer["k"] = torch.nn.Linear(3, 4)
+    targets = ["q.weight"] if steps == "interleave back" else ["q.weight", "k.weight"]
+    operations: Mapping[str, list[table.ConversionOps]] = {
+        "split": [table.Split(dim=0)],
+        "chunk": [table.Chunk(dim=0)],
+        "interleave and chunk": [table.Interleave(dim=0), table.Chunk(dim=0)],
+        "interleave back": [table.Interleave(dim=0, inverse=True)],
+    }
+    converter = table.WeightConverter("fused.weight", targets, operations[steps])
+    monkeypatch.setattr(CONVERSION_MAPPING, "get_model_conversion_mapping", lambda _: [converter])
+    fused = torch.randn(sum(model.get_parameter(f"layer.{target}").shape[0] for target in targets), 3)
+    [correspondence] = correspondences(model, {"layer.fused.weight": tuple(fused.shape)})
+    cut = {name: torch.empty(shape) for name, shape in correspondence.right.items()}
+    for piece in correspondence.pieces:
+        cut[piece.right.name][_slices(piece.right.chunk)] = fused[_slices(piece.left.chunk)]
+    converter.add_tensor("layer.q.weight", "layer.fused.weight", "fused.weight", lambda: fused)  # type: ignore[arg-type]
+    expected = converter.convert("layer.q.weight", model=model, config=None)
+    assert cut.keys() == expected.keys() == {f"layer.{target}" for target in targets}
+    assert all(torch.equal(cut[name], tensor) for name, tensor in expected.items())
+
+
+def _slices(chunk: Chunk) -> tuple[slice, ...]:
+    return tuple(slice(offset, offset + size) for offset, size in zip(chunk.offsets, chunk.sizes, strict=True))
+
+
+def test_an_operation_that_reorders_elements_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    converter = table.WeightConverter("fused.weight", "q.weight", [table.Transpose(0, 1)])
+    monkeypatch.setattr(CONVERSION_MAPPING, "get_model_conversion_mapping", lambda _: [converter])
+    with pytest.raises(ModelError, match=r"renames, stacks, joins or cuts, got Transpose for 'layer\.q\.weight'"):
+        correspondences(_Halves(), {"layer.fused.weight": (3, 4)})
+
+
+def test_an_expert_is_cut_out_of_a_stack_along_the_dims_of_its_file() -> None:
+    experts = [_CutTensor((4, 3), ((Place(f"{i}", Chunk((0, 0), (4, 3))), Chunk((0, 0), (4, 3))),)) for i in range(2)]
+    [(place, box)] = _cut(_stacked(experts, 0), 1, ["head", "tail"], [1, 3])["tail"][0].boxes[1:]
+    assert place == Place("1", Chunk((1, 0), (3, 3))) and box == Chunk((1, 0, 0), (1, 3, 3))

@@ -3,20 +3,28 @@
 from lamella._data.order import BatchStream as BatchStream
 from lamella._data.packing import inputs_and_targets as inputs_and_targets
 from lamella._data.tokens import load_tokens as load_tokens
+from lamella._model.building import build as build
+from lamella._model.checks import check_model as check_model
 from lamella._model.spec import load_spec as load_spec
+from lamella._model.weights import check_weights as check_weights
 from lamella._record.metrics import StepRecord as StepRecord
 from lamella._record.metrics import read as read_metrics
 from lamella._record.run_directory import RunDirectory as RunDirectory
 from lamella._settings.config import resolve as resolve
 from lamella._settings.files import read_file as read_file
+from lamella._settings.options import ConfigError as ConfigError
 from lamella._training.optimizer import learning_rate as learning_rate
 from lamella_transformers import build_model as build_model
 
 __all__ = [
     "BatchStream",
+    "ConfigError",
     "RunDirectory",
     "StepRecord",
+    "build",
     "build_model",
+    "check_model",
+    "check_weights",
     "inputs_and_targets",
     "learning_rate",
     "load_spec",

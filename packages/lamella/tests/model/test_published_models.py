@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -152,9 +152,37 @@ def test_a_model_whose_positions_see_what_they_predict_is_refused(config: Config
     file = tmp_path / "model.json"
     file.write_text(json.dumps({"model_type": "bert", **SMALL}))
     with pytest.raises(
-        ConfigError, match="got 'bert', each of whose positions sees all others. Set \"is_decoder\": true"
+        ConfigError, match="got 'bert', whose positions see the tokens that they predict. Set \"is_decoder\": true"
     ):
         prepare(starting_from(config, file))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "sizes", "num_layers"),
+    [
+        ("nemotron_h", {"layers_block_type": ["mamba", "attention", "mlp"]}, 3),
+        ("longcat_flash", {"num_layers": 2}, 4),
+        ("prophetnet", {"num_encoder_layers": 3, "num_decoder_layers": 2}, 3),
+    ],
+)
+def test_a_number_of_layers_may_be_computed_from_other_fields(
+    tmp_path: Path, model_type: str, sizes: dict[str, object], num_layers: int
+) -> None:
+    file = tmp_path / "model.json"
+    values = {"model_type": model_type, "vocab_size": 300, "hidden_size": 16}
+    file.write_text(json.dumps(values | sizes))
+    assert cast(Any, load_spec(str(file))).num_hidden_layers == num_layers
+    file.write_text(json.dumps(values))
+    with pytest.raises(ConfigError, match=f"Expected a field '{min(sizes, key=len)}' in the model config .*, got none"):
+        load_spec(str(file))
+
+
+def test_units_that_transformers_does_not_name_are_told_at_the_start(config: Config, tmp_path: Path) -> None:
+    file = tmp_path / "model.json"
+    values = {"model_type": "openai-gpt", "vocab_size": 300, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32}
+    file.write_text(json.dumps(values))
+    [line] = [line for line in prepare(starting_from(config, file)).lines if line.startswith("model: ")]
+    assert line.endswith("; its units are the 2 modules of the longest list (Block), which transformers does not name")
 
 
 def test_a_tokenizer_that_is_not_byte_level_is_taken_and_losses_are_told_a_token(

@@ -5,7 +5,7 @@ from typing import cast
 
 from torch import nn
 
-from lamella_transformers._building import ModelSpec
+from lamella_transformers._construction import ModelSpec
 
 
 def flops_per_token(model: nn.Module, spec: ModelSpec, sequence_length: int) -> float:

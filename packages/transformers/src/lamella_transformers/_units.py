@@ -1,35 +1,112 @@
 """The units of a model and the dtypes of parameters in compute, by an adapter's rules or by transformers' names."""
 
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, cast
 
 from torch import nn
 
+from lamella_engine import plan_units
 from lamella_transformers._adapters import DtypeRule, find_adapter
 from lamella_transformers._errors import ModelError
 
 
-def sharding_units(model: nn.Module) -> list[nn.Module]:
-    """Return the modules to shard one by one, before the model.
+@dataclass(frozen=True, kw_only=True)
+class UnitChoice:
+    """The modules of a model to shard one by one, before the model.
 
-    They follow from the rule of the adapter for the model's type, or are the layers that transformers names
-    (`_no_split_modules`).
+    Attributes:
+        modules: The modules, none inside another.
+        note: The modules in a few words, where neither an adapter nor transformers names them; None otherwise.
+    """
+
+    modules: list[nn.Module]
+    note: str | None = None
+
+
+def choose_units(model: nn.Module) -> UnitChoice:
+    """Choose the modules to shard one by one, before the model.
+
+    The modules follow from the rule of the adapter for the model's type, or are the layers that transformers names
+    (`_no_split_modules`) and that can be units, or the modules of the list with most parameters.
 
     Args:
-        model: A model of transformers; may be on the meta device.
+        model: A model of transformers that is not sharded; may be on the meta device.
 
     Raises:
-        ModelError: The model names no layers.
+        ModelError: The model names no layers, and has no list of modules.
 
     Effects: imports the package of the adapter.
     """
-    model_type = _model_type(model)
-    if (adapter := find_adapter(model_type)) is not None:
-        return adapter.sharding_units(model)
-    names = set(getattr(model, "_no_split_modules", None) or ())
-    units = [module for module in model.modules() if type(module).__name__ in names]
-    if not units:
-        raise ModelError(f"Expected decoder layers named by transformers, got none for {model_type!r}.")
-    return units
+    if (adapter := find_adapter(_model_type(model))) is not None:
+        return UnitChoice(modules=adapter.sharding_units(model))
+    layers = _layers_in_lists(model)
+    named = _named_by_transformers(model)
+    # Some models name a part of their layers alone (RoBERTa-PreLayerNorm: attention), or a class that is never built.
+    if named and 2 * _numel_shared(layers, named) >= _numel_shared(layers, layers):
+        return UnitChoice(modules=named)
+    if not layers:
+        raise ModelError(f"Expected a model with a list of layers, got {_model_type(model)!r}, which has none.")
+    classes = ", ".join(sorted({type(layer).__name__ for layer in layers}))
+    return UnitChoice(modules=layers, note=f"the {len(layers)} modules of the longest list ({classes})")
+
+
+def _named_by_transformers(model: nn.Module) -> list[nn.Module]:
+    try:
+        return _planned(model, "no_split")
+    except ValueError:  # The model names no classes, or builds none of them.
+        return []
+
+
+def _layers_in_lists(model: nn.Module) -> list[nn.Module]:
+    """Return the modules of the list that has most parameters, and of the lists beside it that the layers are cut in.
+
+    XLM keeps the attention of all layers in one list, and their products in another.
+    """
+    lists = dict(_outer_lists(model))
+    if not lists:
+        return []
+    largest = max(lists, key=lambda name: sum(parameter.numel() for parameter in lists[name].parameters()))
+    parent = largest.rpartition(".")[0]
+    names = [
+        f"{name}.{index}"
+        for name, modules in lists.items()
+        if name.rpartition(".")[0] == parent and len(modules) == len(lists[largest])
+        for index, module in enumerate(modules)
+        if name == largest or any(module.children())
+    ]
+    return _planned(model, names)
+
+
+def _outer_lists(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.ModuleList]]:
+    """Yield the lists of modules that lie in no other list, with their names."""
+    for name, module in model.named_children():
+        if isinstance(module, nn.ModuleList) and len(module):
+            yield f"{prefix}{name}", module
+        else:
+            yield from _outer_lists(module, f"{prefix}{name}.")
+
+
+def _planned(model: nn.Module, units: str | list[str]) -> list[nn.Module]:
+    """Return the modules that the engine would make units of: none inside another, none with a tied parameter."""
+    return [model.get_submodule(unit.name) for unit in plan_units(model, units=units).units if unit.name]
+
+
+def _numel_shared(modules: Iterable[nn.Module], others: Iterable[nn.Module]) -> int:
+    """Return the number of elements of the parameters that both hold."""
+    ids = {id(parameter) for module in others for parameter in module.parameters()}
+    return sum(p.numel() for module in modules for p in module.parameters() if id(p) in ids)
+
+
+def sharding_units(model: nn.Module) -> list[nn.Module]:
+    """Return the modules to shard one by one, before the model: those of `choose_units`, which see.
+
+    Raises:
+        ModelError: As `choose_units`.
+
+    Effects: as `choose_units`.
+    """
+    return choose_units(model).modules
 
 
 def fp32_parameters(model: nn.Module) -> DtypeRule | None:

@@ -23,9 +23,10 @@ from lamella_checkpoint import (
 )
 from lamella_convert import find_family, open_checkpoint, parameter_shapes, translate
 from lamella_layout import Chunk
-from lamella_transformers._building import ModelSpec, outline
+from lamella_transformers._construction import ModelSpec
 from lamella_transformers._conversion import correspondences
 from lamella_transformers._errors import ModelError
+from lamella_transformers._outline import outline
 
 _NUM_NAMED = 3
 _NUM_COMPARED: Final = 256
@@ -125,7 +126,7 @@ def load_weights(directory: Path, model: nn.Module, spec: ModelSpec) -> None:
     Effects: collective.
     """
     # Of a model without memory: sharded, a model has other classes, and transformers' table goes by those too.
-    as_modules = partial(_as_modules, model=outline(spec), spec=spec)
+    as_modules = partial(_as_modules, model=outline(spec, is_checked=True), spec=spec)
     differences = load(partial(open_checkpoint, directory), model=model, strict=False, translate=as_modules).left
     if unfit := _unfit(differences):
         raise RuntimeError(f"Expected the weights in {str(directory)!r} to stay as they were, got {unfit}.")
@@ -161,5 +162,5 @@ def as_published(directory: Path, spec: ModelSpec) -> Callable[[Source], Source]
     shapes = {name: tuple(shape) for name, shape in json.loads(file.read_text(encoding="utf-8")).items()}
     if find_family(spec.model_type) is not None:
         return None
-    translations = correspondences(outline(spec), shapes)
+    translations = correspondences(outline(spec, is_checked=True), shapes)
     return partial(translate, correspondences=translations, to="left") if translations else None

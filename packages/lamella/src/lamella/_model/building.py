@@ -1,4 +1,4 @@
-"""The model of a run on one rank: built with weights or without memory, given its kernels, and sharded."""
+"""The model of a run on one rank: built without memory, given its kernels, sharded, and given its first weights."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,12 +11,14 @@ from lamella._model.sharding import shard
 from lamella._model.spec import load_spec
 from lamella._model.weights import pretrained_directory
 from lamella._settings.config import Config
+from lamella_checkpoint import fill
 from lamella_transformers import (
+    FreshWeights,
     ModelSpec,
     Replacements,
-    build_model,
     build_without_parameters,
     flops_per_token,
+    load_weights,
     materialise,
     use_kernels,
 )
@@ -24,13 +26,14 @@ from lamella_transformers import (
 
 @dataclass(frozen=True, kw_only=True)
 class RunModel:
-    """A sharded model, with the facts of its construction.
+    """A sharded model, with the facts of its construction. The values of its weights are undefined at first.
 
     Attributes:
         module: The root unit.
         units: The units but the root.
         spec: The transformers config of the model.
-        pretrained: The folder of the weights that the run starts from, not read yet; None for fresh weights.
+        pretrained: The folder of the weights that the run starts from; None for fresh weights.
+        seed: The seed of fresh weights.
         replacements: The functions of transformers that kernels replaced, for the end of the run.
         flops_per_token: Floating-point operations of a token's forward and backward.
     """
@@ -39,8 +42,26 @@ class RunModel:
     units: Sequence[nn.Module]
     spec: ModelSpec
     pretrained: Path | None
+    seed: int
     replacements: Replacements
     flops_per_token: float
+
+    def initialise(self, device: torch.device) -> None:
+        """Give the model the weights that a new run starts from.
+
+        Args:
+            device: The device of this rank.
+
+        Raises:
+            RuntimeError: A tensor has vanished from the folder of weights.
+
+        Effects: collective for weights from a folder. Allocates one parameter at a time for fresh weights.
+        """
+        if self.pretrained is not None:
+            load_weights(self.pretrained, self.module, self.spec)
+        else:
+            # A full copy of a parameter is drawn, of which a rank keeps its shard: equal on any number of ranks.
+            fill(dict(self.module.named_parameters()), FreshWeights(self.spec, device, self.seed))
 
 
 def build(config: Config, folder: Path, device: torch.device) -> RunModel:
@@ -51,27 +72,22 @@ def build(config: Config, folder: Path, device: torch.device) -> RunModel:
         folder: The run's model folder, which holds the model's config.
         device: The device of this rank.
 
-    Effects: collective over all ranks. Allocates all fresh weights before they are sharded, and of pretrained weights
-        the shards alone, whose values are undefined until the weights are read. Kernels replace functions of
-        transformers in the whole process until `replacements.undo()`.
+    Effects: collective over all ranks. Allocates the shards alone. Kernels replace functions of transformers in the
+        whole process until `replacements.undo()`.
     """
     spec = load_spec(str(folder))
-    pretrained = pretrained_directory(config.model.name)
-    if pretrained is None:
-        module = build_model(spec, device, config.run.seed)
-    else:
-        module = build_without_parameters(spec, device)
+    module = build_without_parameters(spec, device)
     flops = flops_per_token(module, spec, config.data.sequence_length)
     replacements = use_kernels(module, config.model.kernels, is_compiled=config.parallel.compile)
     units = shard(module, config.parallel)
-    if pretrained is not None:
-        materialise(module, torch.device("cpu") if config.parallel.rest == "cpu" else device)
-        module.to(device)  # Buffers; shards that rest on the CPU stay there.
+    materialise(module, torch.device("cpu") if config.parallel.rest == "cpu" else device)
+    module.to(device)  # Buffers; shards that rest on the CPU stay there.
     return RunModel(
         module=module,
         units=units,
         spec=spec,
-        pretrained=pretrained,
+        pretrained=pretrained_directory(config.model.name),
+        seed=config.run.seed,
         replacements=replacements,
         flops_per_token=flops,
     )

@@ -1,6 +1,7 @@
 """The checks of a model before a run: its config, the folder of its weights, and what the machine must have for it."""
 
 import importlib.util
+import math
 import os
 import shutil
 import sys
@@ -12,11 +13,11 @@ from torch import nn
 
 from lamella._model.float8 import check_float8
 from lamella._model.kernels import check_kernels
-from lamella._model.spec import check_context, load_spec, outline
+from lamella._model.spec import check_context, load_spec, outline, refused_models
 from lamella._model.weights import pretrained_directory
 from lamella._settings.config import Config, ParallelConfig
 from lamella._settings.options import ConfigError
-from lamella_transformers import ModelSpec, sharding_units
+from lamella_transformers import FreshWeights, ModelSpec, UnitChoice, choose_units
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,16 +28,21 @@ class CheckedModel:
         pretrained: The folder of the weights to start from; None for fresh weights.
         spec: The config of the model.
         outline: The model on the meta device.
+        units: The choice of the modules to shard one by one.
     """
 
     pretrained: Path | None
     spec: ModelSpec
     outline: nn.Module
+    units: UnitChoice
 
     def describe(self) -> str:
-        """Return one line on the size of the model."""
+        """Return one line on the size of the model, and on units that neither an adapter nor transformers names."""
         num_parameters = sum(parameter.numel() for parameter in self.outline.parameters())
-        return f"model: {num_parameters:,} parameters, {self.spec.vocab_size:,} tokens"
+        units = (
+            "" if self.units.note is None else f"; its units are {self.units.note}, which transformers does not name"
+        )
+        return f"model: {num_parameters:,} parameters, {self.spec.vocab_size:,} tokens{units}"
 
 
 def check_model(config: Config, *, has_checkpoint: bool) -> CheckedModel:
@@ -58,10 +64,13 @@ def check_model(config: Config, *, has_checkpoint: bool) -> CheckedModel:
     model = outline(spec)
     if pretrained is None and not has_checkpoint:
         _check_memory(model, config.parallel)
-    check_float8(sharding_units(model), config.parallel)
+        with refused_models():
+            FreshWeights(spec, torch.device("cpu"), config.run.seed)
+    units = choose_units(model)
+    check_float8(units.modules, config.parallel)
     check_kernels(config.model, spec.model_type, config.parallel)
     _check_compiler(config.parallel)
-    return CheckedModel(pretrained=pretrained, spec=spec, outline=model)
+    return CheckedModel(pretrained=pretrained, spec=spec, outline=model, units=units)
 
 
 def _check_vocabulary(config: Config, pretrained: Path | None) -> None:
@@ -73,17 +82,21 @@ def _check_vocabulary(config: Config, pretrained: Path | None) -> None:
 
 
 def _check_memory(model: nn.Module, parallel: ParallelConfig) -> None:
-    """Refuse a model that a rank cannot build: each rank makes all fresh weights, in fp32, before it shards them."""
-    needed = sum(parameter.numel() * torch.float32.itemsize for parameter in model.parameters())
+    """Refuse a model whose shards, and one fresh parameter while it is drawn, do not fit into the memory of a rank."""
+    nbytes = [parameter.numel() * torch.float32.itemsize for parameter in model.parameters()]
+    num_ranks = parallel.ranks or 1
+    needed = math.ceil(sum(nbytes) / num_ranks) + max(nbytes, default=0)
     place = "a GPU" if parallel.device == "cuda" else "this machine"
     if parallel.device == "cuda":
         memory = torch.cuda.get_device_properties(0).total_memory
     else:
+        needed *= int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if needed > memory:
         raise ConfigError(
             f"Expected a model whose fresh weights fit into the memory of {place}, {memory / 2**30:,.0f} GiB, got "
-            f"{needed / 2**30:,.0f} GiB. Pass a smaller --model."
+            f"{needed / 2**30:,.0f} GiB on {num_ranks} ranks, with one parameter unsharded. Pass a smaller --model or "
+            "more --ranks."
         )
 
 

@@ -180,14 +180,36 @@ def _to_spec(name: str, values: dict[str, object]) -> ModelSpec:
 
 def _check_sizes(name: str, spec: object, values: Mapping[str, object]) -> None:
     """Refuse a config that leaves its size to transformers, whose defaults are those of a published model."""
-    aliases: Mapping[str, str] = getattr(spec, "attribute_map", {})
     for size in ("vocab_size", "hidden_size", "num_hidden_layers"):
-        if size not in values and aliases.get(size, size) not in values:
-            default = getattr(spec, size, None)
+        fields = _fields_of_size(spec, size)
+        if size not in values and fields.isdisjoint(values):
             raise ConfigError(
-                f"Expected a field {aliases.get(size, size)!r} in the model config {name!r}, got none "
-                f"(transformers would take {default})."
+                f"Expected a field {min(fields)!r} in the model config {name!r}, got none "
+                f"(transformers would take {getattr(spec, size, None)})."
             )
+
+
+def _fields_of_size(spec: object, size: str) -> set[str]:
+    """Return the fields that a size is stored in: under another name, or those that transformers computes it from."""
+    computed = getattr(type(spec), size, None)
+    if isinstance(computed, property) and computed.fget is not None:
+        fields = _RecordedFields(spec)
+        computed.fget(fields)
+        return fields.names
+    aliases: Mapping[str, str] = getattr(spec, "attribute_map", {})
+    return {aliases.get(size, size)}
+
+
+class _RecordedFields:
+    """A config whose attributes are noted as they are read."""
+
+    def __init__(self, spec: object) -> None:
+        self.names: set[str] = set()
+        self._spec = spec
+
+    def __getattr__(self, name: str) -> object:
+        self.names.add(name)
+        return getattr(self._spec, name)
 
 
 def _check_vocabulary(vocab_size: int) -> None:

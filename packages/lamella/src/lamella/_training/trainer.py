@@ -39,7 +39,6 @@ from lamella_transformers import (
     ModelLoss,
     balance_coefficient,
     choose_loss,
-    load_weights,
     loss_of_logits,
 )
 
@@ -173,8 +172,7 @@ class Trainer:
         # Both ways from here run collectives, and a network file system may show ranks different directories.
         latest = from_first_rank(checkpoints.latest())
         if latest is None:
-            if self._run_model.pretrained is not None:
-                load_weights(self._run_model.pretrained, self._model, self._run_model.spec)
+            self._run_model.initialise(self._rank.device)
             return 0
         settings = constant_settings(self._optimizer, self._config.optim)
         try:
