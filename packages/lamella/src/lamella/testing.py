@@ -1,7 +1,6 @@
 """A run's files and parts, for tests and benchmarks of other packages."""
 
 from lamella._data.order import BatchStream as BatchStream
-from lamella._data.packing import inputs_and_targets as inputs_and_targets
 from lamella._data.tokens import load_tokens as load_tokens
 from lamella._model.spec import load_spec as load_spec
 from lamella._record.metrics import StepRecord as StepRecord
@@ -10,6 +9,7 @@ from lamella._record.run_directory import RunDirectory as RunDirectory
 from lamella._settings.config import read_file as read_file
 from lamella._settings.config import resolve as resolve
 from lamella._training.optimizer import learning_rate as learning_rate
+from lamella._training.preparation import prepare as prepare
 from lamella_transformers import build_model as build_model
 
 __all__ = [
@@ -17,10 +17,10 @@ __all__ = [
     "RunDirectory",
     "StepRecord",
     "build_model",
-    "inputs_and_targets",
     "learning_rate",
     "load_spec",
     "load_tokens",
+    "prepare",
     "read_file",
     "read_metrics",
     "resolve",

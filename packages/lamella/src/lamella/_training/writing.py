@@ -30,7 +30,7 @@ def write(config: Config, run: CheckedRun, sources: RunSources, lines: list[str]
         config: The run's settings.
         run: The run, checked.
         sources: The run's sources.
-        lines: The lines to print at the start; those on what is set aside are added.
+        lines: The lines to print at the start; those on packing and on what is set aside are added.
 
     Raises:
         ConfigError: The text is too short, a document cannot be rendered, or a file cannot be written.
@@ -40,8 +40,10 @@ def write(config: Config, run: CheckedRun, sources: RunSources, lines: list[str]
     """
     directory = run.directory
     with _writing(directory):
-        data = prepare_tokens(sources.text.corpus, sources.text.tokenizer, directory.tokens, directory.model)
+        text = sources.text
+        data = prepare_tokens(text.corpus, text.tokenizer, text.form, directory.tokens, directory.model)
         check_tokens(data, config.data)
+        lines += data.lines(config.data.sequence_length)
         lines += go_back(directory, sources.first_step if run.checkpoint is not None else -1)
         if run.model.pretrained is None:
             _write_model(run.model.spec, run.model.outline, directory)
