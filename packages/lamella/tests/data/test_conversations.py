@@ -199,6 +199,31 @@ def test_losses_on_conversations_are_means_over_answers_on_any_number_of_ranks(
     assert one.losses[6] < one.losses[1]
 
 
+def test_a_model_whose_state_crosses_documents_has_one_a_sequence(
+    config: Config, chat_model: Callable[[str | None], Path], chats: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lamella._training.sources.separates_documents", lambda _: False)
+    config = on(config, chats, chat_model(MARKED))
+    prepared = prepare(config)
+    assert "packing: none, since documents of one sequence would see each other in this model" in prepared.lines
+    assert load_tokens(prepared.directory.tokens).packing == "none"
+    with pytest.raises(ConfigError, match="for --packing documents, got one whose state crosses them. Pass"):
+        prepare(replace(config, data=replace(config.data, packing="documents")))
+
+
+def test_truncated_and_rewritten_conversations_are_told(
+    config: Config, chat_model: Callable[[str | None], Path], tmp_path: Path
+) -> None:
+    turns = [*conversation(1)["messages"], *conversation(2)["messages"]]  # type: ignore[misc]
+    (tmp_path / "a.jsonl").write_text(lines(*[{"messages": turns}] * 40))
+    rewriting = PLAIN.replace("{{ message.content }}", "{% if loop.last %}!{% endif %}{{ message.content }}")
+    config = on(config, tmp_path / "a.jsonl", chat_model(rewriting))
+    prepared = prepare(replace(config, data=replace(config.data, sequence_length=96)))
+    assert any("40 conversations become several documents" in line for line in prepared.lines)
+    [line] = [line for line in prepared.lines if "are truncated to" in line]
+    assert "documents are truncated to 96 tokens, " in line and "--sequence-length" in line
+
+
 def test_conversations_without_a_template_are_refused(
     config: Config, chat_model: Callable[[str | None], Path], chats: Path
 ) -> None:

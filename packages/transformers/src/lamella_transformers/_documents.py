@@ -41,12 +41,12 @@ def separates_documents(outline: nn.Module) -> bool:
     """True for models that read several documents in a sequence without one seeing another.
 
     Args:
-        outline: The model on the meta device. Its forward runs up to its first masks.
+        outline: The model on the meta device. Its forward runs up to its first mask.
     """
     if "position_ids" not in inspect.signature(outline.forward).parameters or _carries_a_state(outline):
         return False
     tokens = torch.zeros(1, 2, dtype=torch.int64, device="meta")
-    # A forward may fail on the meta device, after it has built its masks: experts are chosen by numbers.
+    # Other forwards may fail on the meta device: experts are chosen by numbers.
     with _mask_requests() as requests, _without_padding(outline), torch.no_grad(), suppress(Exception):
         outline(input_ids=tokens, position_ids=tokens, use_cache=False)
     return bool(requests)
@@ -74,13 +74,18 @@ def _carries_a_state(model: nn.Module) -> bool:
 
 @contextmanager
 def _mask_requests() -> Iterator[list[torch.Tensor]]:
-    """Collect the positions that transformers builds masks from in the block."""
+    """Collect the positions that transformers builds masks from in the block; the first ends the forward."""
     from transformers import masking_utils
 
     positions: list[torch.Tensor] = []
+
+    def request(position_ids: torch.Tensor) -> None:
+        positions.append(position_ids)
+        raise StopIteration
+
     functions = vars(masking_utils)
     former = functions["find_packed_sequence_indices"]
-    functions["find_packed_sequence_indices"] = positions.append
+    functions["find_packed_sequence_indices"] = request
     try:
         yield positions
     finally:

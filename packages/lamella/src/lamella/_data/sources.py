@@ -20,6 +20,7 @@ class TextSource:
         tokenizer: The tokenizer of the model; or the vocabulary size of one to train.
         kinds: The kinds of documents in the text.
         form: How the documents become sequences of tokens.
+        separates_documents: The model can keep documents of one sequence apart.
         fingerprint: A hash of text, tokenizer and form.
     """
 
@@ -27,6 +28,7 @@ class TextSource:
     tokenizer: RunTokenizer | int
     kinds: Survey
     form: TokenForm
+    separates_documents: bool
     fingerprint: str
 
 
@@ -63,6 +65,7 @@ def read_text(
         tokenizer=tokenizer,
         kinds=kinds,
         form=form,
+        separates_documents=separates_documents,
         fingerprint=fingerprint(corpus, tokenizer, form),
     )
 
@@ -100,7 +103,7 @@ def _check_template(kinds: Survey, tokenizer: RunTokenizer | int) -> None:
 def data_lines(source: TextSource) -> list[str]:
     """Return the lines to print on the tokens in the loss, on packing, and on the unit of validations."""
     tokenizer = source.tokenizer if isinstance(source.tokenizer, RunTokenizer) else None
-    return [*_loss_lines(source, tokenizer), *_unit_lines(tokenizer)]
+    return [*_loss_lines(source, tokenizer), *_packing_lines(source), *_unit_lines(tokenizer)]
 
 
 def _loss_lines(source: TextSource, tokenizer: RunTokenizer | None) -> list[str]:
@@ -116,6 +119,16 @@ def _loss_lines(source: TextSource, tokenizer: RunTokenizer | None) -> list[str]
         is_marked = tokenizer.marks_the_assistant
         how = ", as the chat template marks them" if is_marked else ", found by rendering conversations up to each"
     return [f"answers: the loss is on them alone{how}"]
+
+
+def _packing_lines(source: TextSource) -> list[str]:
+    if not source.kinds.has_answers:
+        return []
+    if source.form.packing == "stream":
+        return ["packing: a stream cut anywhere: answers may be without their prompt, and documents see each other"]
+    if source.form.packing == "none" and not source.separates_documents:
+        return ["packing: none, since documents of one sequence would see each other in this model"]
+    return []
 
 
 def _unit_lines(tokenizer: RunTokenizer | None) -> list[str]:

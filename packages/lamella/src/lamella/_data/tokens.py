@@ -119,7 +119,7 @@ def _row_lines(rows: DocumentRows) -> list[str]:
     if rows.is_packed:
         lines = [f"packing: {len(rows.documents):,} documents in {len(rows):,} sequences, {share:.1%} full"]
     else:
-        lines = [f"packing: none, a document a sequence, {share:.1%} of {bound:,} tokens full on average"]
+        lines = [f"packing: a document a sequence, {share:.1%} of {bound:,} tokens on average"]
     if num_longer := int((lengths > bound).sum()):
         num_tokens, num_lost = int(lengths.sum()), int((lengths - bound).clamp(min=0).sum())
         lines.append(
