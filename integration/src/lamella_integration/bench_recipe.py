@@ -83,7 +83,7 @@ def _lamella(
     command += ["--batch-size", str(options.batch_size), "--steps", str(options.steps), "--warmup-steps", "5"]
     command += [part for name, steps in intervals.items() for part in (f"--{name}-interval", str(steps))]
     command += ["--validation-sequences", str(options.ranks), "--run-dir", str(root), "--no-resume", *arguments]
-    output = _output(command, options.timeout)
+    output = output_of(command, options.timeout)
     shutil.rmtree(RunDirectory(root).checkpoints)  # 12 bytes a parameter, for each variant.
     records = [record for record in read_metrics(RunDirectory(root).metrics) if isinstance(record, StepRecord)]
     return RecipeRow(
@@ -102,13 +102,13 @@ def _mean(records: Sequence[StepRecord]) -> float:
 def _trainer(variant: str, arguments: Sequence[str], options: argparse.Namespace, root: Path) -> RecipeRow:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.ranks)]
     peer = ["-m", "lamella_integration.recipe_peer", str(root), "--num-skipped", str(options.num_skipped)]
-    output = _output([*torchrun, *peer, *arguments], options.timeout)
+    output = output_of([*torchrun, *peer, *arguments], options.timeout)
     [record] = [json.loads(line) for line in output.splitlines() if line.startswith('{"tokens_per_s"')]
     first, skipped, *measured = record.pop("losses")  # means of `num_skipped` steps each, from the second on
     return RecipeRow(variant=variant, losses=[first, skipped, fmean(measured)], **record)
 
 
-def _output(command: Sequence[str], timeout: float) -> str:
+def output_of(command: Sequence[str], timeout: float) -> str:
     """Run a command and return its standard output. Raises RuntimeError with its last lines if it fails."""
     process = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
     if process.returncode:

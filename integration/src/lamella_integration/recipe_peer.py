@@ -24,7 +24,6 @@ from lamella.testing import (
     BatchStream,
     RunDirectory,
     build_model,
-    inputs_and_targets,
     learning_rate,
     load_spec,
     load_tokens,
@@ -40,10 +39,10 @@ def run_rows(stream: BatchStream, num_steps: int) -> list[dict[str, torch.Tensor
     """
     rows = []
     for step in range(num_steps):
-        inputs, targets = inputs_and_targets(stream.batch(step, 0, 1))
+        batch = stream.batch(step, 0, 1)
         rows += [
             {"input_ids": sequence, "labels": labels.contiguous(), "shift_labels": labels.contiguous()}
-            for sequence, labels in zip(inputs, targets, strict=True)
+            for sequence, labels in zip(batch.inputs, batch.targets, strict=True)
         ]
     return rows
 
@@ -132,11 +131,9 @@ def main() -> None:
 def _trainer(run: Config, directory: RunDirectory, options: argparse.Namespace, folder: str) -> RunTrainer:
     tokens = load_tokens(directory.tokens)
     stream = BatchStream(
-        tokens=tokens.train,
-        sequence_length=run.data.sequence_length,
+        sequences=tokens.sequences("train", run.data.sequence_length),
         batch_size=run.optim.batch_size,
         seed=run.run.seed,
-        is_masked=tokens.is_masked,
     )
     num_ranks = int(os.environ["WORLD_SIZE"])
     make_arguments: Any = TrainingArguments  # The type of `fsdp` differs between releases.

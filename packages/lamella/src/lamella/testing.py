@@ -1,7 +1,6 @@
 """A run's files and parts, for tests and benchmarks of other packages."""
 
 from lamella._data.order import BatchStream as BatchStream
-from lamella._data.packing import inputs_and_targets as inputs_and_targets
 from lamella._data.tokens import load_tokens as load_tokens
 from lamella._model.building import build as build
 from lamella._model.checks import check_model as check_model
@@ -14,6 +13,7 @@ from lamella._settings.config import resolve as resolve
 from lamella._settings.files import read_file as read_file
 from lamella._settings.options import ConfigError as ConfigError
 from lamella._training.optimizer import learning_rate as learning_rate
+from lamella._training.preparation import prepare as prepare
 from lamella_transformers import build_model as build_model
 
 __all__ = [
@@ -25,10 +25,10 @@ __all__ = [
     "build_model",
     "check_model",
     "check_weights",
-    "inputs_and_targets",
     "learning_rate",
     "load_spec",
     "load_tokens",
+    "prepare",
     "read_file",
     "read_metrics",
     "resolve",

@@ -1,6 +1,8 @@
 """JSON lines: texts and conversations, rendered by the model's chat template, with the loss on what is told."""
 
+import itertools
 import json
+import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,14 +15,18 @@ from trained_runs import TrainOn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from lamella import Config, ConfigError
+from lamella._data.batches import IGNORED
 from lamella._data.order import validation_indices
-from lamella._data.packing import inputs_and_targets, sequences
 from lamella._data.text import collect
 from lamella._data.tokenizer import read_tokenizer, train_tokenizer
-from lamella._data.tokens import IGNORED, load_tokens
+from lamella._data.tokens import load_tokens
+from lamella._settings.config import Packing
 from lamella._training.preparation import prepare
 
-PLAIN = "{% for message in messages %}[{{ message.role }}]{{ message.content }}\n{% endfor %}"
+PLAIN = (
+    "{% for message in messages %}[{{ message.role }}]{{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
 MARKED = (
     "{% for message in messages %}[{{ message.role }}]{% if message.role == 'assistant' %}{% generation %}"
     "{{ message.content }}<|endoftext|>{% endgeneration %}{% else %}{{ message.content }}{% endif %}\n{% endfor %}"
@@ -31,8 +37,8 @@ def lines(*records: object) -> str:
     return "".join(json.dumps(record) + "\n" for record in records)
 
 
-def conversation(index: int) -> Mapping[str, object]:
-    question = {"role": "user", "content": f"What is {index} plus one? Say it in one number."}
+def conversation(index: int, num_repeats: int = 1) -> Mapping[str, object]:
+    question = {"role": "user", "content": f"What is {index} plus one? " + "Say it in one number." * num_repeats}
     return {"messages": [question, {"role": "assistant", "content": f"It is {index + 1}, of course."}]}
 
 
@@ -73,7 +79,7 @@ def on(config: Config, data: Path, model: Path | None = None) -> Config:
     return replace(
         config,
         model=replace(config.model, name=name),
-        data=replace(config.data, paths=(str(data),)),
+        data=replace(config.data, paths=(str(data),), sequence_length=64),
         optim=replace(config.optim, lr=1e-2),
     )
 
@@ -85,41 +91,67 @@ def test_a_text_field_is_trained_on_and_nothing_else_of_its_line(config: Config,
     data = load_tokens(prepared.directory.tokens)
     tokenizer: Any = AutoTokenizer.from_pretrained(prepared.directory.model)
     decoded = tokenizer.decode(torch.cat([data.train, data.validation])).split("<|endoftext|>")
-    assert decoded == [*texts, ""] and not data.is_masked
+    assert decoded == [*texts, ""] and data.packing == "stream" and int(data.train.min()) >= 0
 
 
 def test_a_conversation_is_rendered_by_the_models_template(
     config: Config, chat_model: Callable[[str | None], Path], chats: Path
 ) -> None:
-    prepared = prepare(on(config, chats, chat_model(PLAIN)))
+    config = on(config, chats, chat_model(PLAIN))
+    prepared = prepare(replace(config, data=replace(config.data, packing="stream", loss_on="all")))
     data = load_tokens(prepared.directory.tokens)
     tokenizer: Any = AutoTokenizer.from_pretrained(prepared.directory.model)
     text = tokenizer.decode(data.train)
     assert text.startswith(
         "[user]What is 0 plus one? Say it in one number.\n[assistant]It is 1, of course.\n<|endoftext|>["
     )
-    assert not data.is_masked
-    assert any("the loss is on all tokens; the chat template does not mark" in line for line in prepared.lines)
+    assert int(data.train.min()) >= 0
+    assert "answers: the loss is on all tokens, those of prompts too" in prepared.lines
 
 
-def test_the_loss_is_on_the_assistants_tokens_where_the_template_marks_them(
+def test_the_loss_is_on_the_answers_alone_whether_the_template_marks_them_or_not(
     config: Config, chat_model: Callable[[str | None], Path], chats: Path
 ) -> None:
-    folder = chat_model(MARKED)
-    prepared = prepare(on(config, chats, folder))
-    data = load_tokens(prepared.directory.tokens)
+    for template, answers in ((MARKED, "It is 1, of course.<|endoftext|>"), (PLAIN, "It is 1, of course.")):
+        folder = chat_model(template)
+        prepared = prepare(on(config, chats, folder))
+        tokenizer = read_tokenizer(folder, 300).tokenizer
+        tokens = load_tokens(prepared.directory.tokens).train
+        assert str(tokenizer.decode(tokens[tokens >= 0])).startswith(answers + "It is 2, of course.")
+        # Jinja leaves out a line's end that follows a tag.
+        text = str(tokenizer.decode(torch.where(tokens < 0, ~tokens, tokens)))
+        assert "[user]What is 1 plus one? Say it in one number." in text
+        [line] = [line for line in prepared.lines if line.startswith("answers:")]
+        assert ("as the chat template marks them" in line) == (template == MARKED)
+
+
+@pytest.mark.parametrize("packing", ["documents", "none"])
+def test_no_answer_is_without_its_prompt(
+    config: Config, chat_model: Callable[[str | None], Path], tmp_path: Path, packing: Packing
+) -> None:
+    draw = random.Random(0)
+    records = [conversation(index, draw.randint(1, 12)) for index in range(300)]
+    (tmp_path / "drawn.jsonl").write_text(lines(*records))
+    config = on(config, tmp_path / "drawn.jsonl", folder := chat_model(MARKED))
+    prepared = prepare(replace(config, data=replace(config.data, packing=packing, sequence_length=400)))
+    sequences = load_tokens(prepared.directory.tokens).sequences("train", 400)
     tokenizer = read_tokenizer(folder, 300).tokenizer
-    inputs, targets = inputs_and_targets(data.train[None, :])
-    answers = tokenizer.decode(targets[targets != IGNORED])
-    assert isinstance(answers, str)
-    assert answers.startswith("It is 1, of course.<|endoftext|>It is 2, of course.<|endoftext|>")
-    # Jinja leaves out a line's end that follows a tag.
-    read = tokenizer.decode(inputs[0])
-    assert isinstance(read, str)
-    assert read.startswith(
-        "[user]What is 0 plus one? Say it in one number.[assistant]It is 1, of course.<|endoftext|>["
-    )
-    assert any("the loss is on what the assistant says" in line for line in prepared.lines)
+    num_answers = 0
+    for index in torch.arange(len(sequences)):
+        batch = sequences.batch(index[None])
+        positions = torch.arange(400) if batch.positions is None else batch.positions[0]
+        for part in parts_of(positions):
+            if bool((batch.targets[0][part] != IGNORED).any()):
+                document = str(tokenizer.decode(batch.inputs[0][part]))
+                assert document.startswith("[user]What") and document.count("[user]") == 1
+                num_answers += document.count("[assistant]It is")
+    assert 280 < num_answers < 290  # the others are held out
+
+
+def parts_of(positions: torch.Tensor) -> list[slice]:
+    """Return the parts of a row from one position 0 to the next."""
+    begins = [*(positions == 0).nonzero()[:, 0].tolist(), len(positions)]
+    return [slice(begin, end) for begin, end in itertools.pairwise(begins)]
 
 
 def test_other_shapes_of_a_conversation_give_the_same_tokens(
@@ -137,19 +169,27 @@ def test_other_shapes_of_a_conversation_give_the_same_tokens(
         assert torch.equal(torch.cat([data.train, data.validation]), torch.cat([first.train, first.validation]))
 
 
-def test_losses_on_conversations_are_means_over_what_is_said_on_any_number_of_ranks(
-    config: Config, train: TrainOn, chat_model: Callable[[str | None], Path], chats: Path, tmp_path: Path
+@pytest.mark.parametrize("packing", ["documents", "none", "stream"])
+def test_losses_on_conversations_are_means_over_answers_on_any_number_of_ranks(
+    config: Config,
+    train: TrainOn,
+    chat_model: Callable[[str | None], Path],
+    chats: Path,
+    tmp_path: Path,
+    packing: Packing,
 ) -> None:
     config = on(config, chats, chat_model(MARKED))
+    config = replace(config, data=replace(config.data, packing=packing))
     one = train(config, 1)
     data = load_tokens(one.directory.tokens)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "chat-model", dtype=torch.float32).eval()  # type: ignore[no-untyped-call]
-    batch = sequences(data.validation, validation_indices(data.validation, 32, 7), 32)
-    inputs, targets = inputs_and_targets(batch)
+    held_out = data.sequences("validation", 64)
+    batch = held_out.batch(validation_indices(held_out, 7))
     with torch.no_grad():
-        nats = F.cross_entropy(model(input_ids=inputs).logits.transpose(1, 2), targets, reduction="sum")
-    answers = targets[targets != IGNORED]
-    assert 0 < len(answers) < targets.numel()
+        logits = model(input_ids=batch.inputs, position_ids=batch.positions).logits
+    nats = F.cross_entropy(logits.transpose(1, 2), batch.targets, reduction="sum")
+    answers = batch.targets[batch.targets != IGNORED]
+    assert data.packing == packing and 0 < len(answers) < batch.targets.numel()
     assert one.validations[0] == pytest.approx(float(nats / data.units[answers].sum()), rel=1e-5)
     for num_ranks in (2, 4):
         elsewhere = replace(config, run=replace(config.run, directory=str(tmp_path / f"ranks-{num_ranks}")))
@@ -157,6 +197,31 @@ def test_losses_on_conversations_are_means_over_what_is_said_on_any_number_of_ra
         assert run.losses == pytest.approx(one.losses, rel=1e-5)
         assert run.validations == pytest.approx(one.validations, rel=1e-5)
     assert one.losses[6] < one.losses[1]
+
+
+def test_a_model_whose_state_crosses_documents_has_one_a_sequence(
+    config: Config, chat_model: Callable[[str | None], Path], chats: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lamella._training.sources.separates_documents", lambda _: False)
+    config = on(config, chats, chat_model(MARKED))
+    prepared = prepare(config)
+    assert "packing: none, since documents of one sequence would see each other in this model" in prepared.lines
+    assert load_tokens(prepared.directory.tokens).packing == "none"
+    with pytest.raises(ConfigError, match="for --packing documents, got one whose state crosses them. Pass"):
+        prepare(replace(config, data=replace(config.data, packing="documents")))
+
+
+def test_truncated_and_rewritten_conversations_are_told(
+    config: Config, chat_model: Callable[[str | None], Path], tmp_path: Path
+) -> None:
+    turns = [*conversation(1)["messages"], *conversation(2)["messages"]]  # type: ignore[misc]
+    (tmp_path / "a.jsonl").write_text(lines(*[{"messages": turns}] * 40))
+    rewriting = PLAIN.replace("{{ message.content }}", "{% if loop.last %}!{% endif %}{{ message.content }}")
+    config = on(config, tmp_path / "a.jsonl", chat_model(rewriting))
+    prepared = prepare(replace(config, data=replace(config.data, sequence_length=96)))
+    assert any("40 conversations become several documents" in line for line in prepared.lines)
+    [line] = [line for line in prepared.lines if "are truncated to" in line]
+    assert "documents are truncated to 96 tokens, " in line and "--sequence-length" in line
 
 
 def test_conversations_without_a_template_are_refused(
@@ -174,12 +239,12 @@ def test_conversations_without_a_template_are_refused(
     ("second", "expected"),
     [
         (
-            '{"prompt": "a", "completion": "b"}',
-            "with a text 'text', or with 'messages', in line 2 of .*got the keys 'prompt', 'completion'.",
+            '{"question": "a", "answer": "b"}',
+            "or with a text 'text', in line 2 of .*got the keys 'question', 'answer'. Rename the keys",
         ),
-        ('{"text": 3}', "in line 2 of .*got a number under 'text'."),
+        ('{"text": 3}', "a text under 'text' in line 2 of .*got a number."),
         ("[1]", "in line 2 of .*got no object but a list."),
-        ("{", "Expected JSON in line 2 of .*a.jsonl', got expecting property name .* at column 2."),
+        ("{", "Expected JSON in line 2 of .*a.jsonl', got expecting property name .* at column 2. Repair"),
         ('{"messages": []}', "a list of messages under 'messages' in line 2 of .*got an empty one."),
         ('{"messages": [{"who": "me"}]}', "or 'from' and 'value', under 'messages' in line 2 of .*got the keys 'who'."),
     ],

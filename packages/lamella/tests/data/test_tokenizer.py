@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from lamella._data.encoding import Encoder
 from lamella._data.text import Corpus, collect
 from lamella._data.tokenizer import END_OF_TEXT, RunTokenizer, train_tokenizer
 
@@ -28,7 +29,7 @@ def corpus_of(tmp_path: Path) -> CorpusOf:
 
 
 def encode(tokenizer: RunTokenizer, corpus: Corpus) -> list[int]:
-    return [token for tokens in tokenizer.encode(corpus.train) for token in tokens]
+    return [token for documents in Encoder(tokenizer=tokenizer).encode(corpus.train) for token in documents.tokens]
 
 
 def nbytes(tokenizer: RunTokenizer, tokens: list[int]) -> int:
@@ -70,9 +71,9 @@ def test_a_long_text_is_encoded_in_pieces_and_nothing_is_lost(
     text = "some words and more words\n" * 400 + "a line that is longer than a piece, \u4e2d\u6587 \U0001f600 too " * 9
     corpus = corpus_of(text)
     tokenizer = train_tokenizer(corpus.train, 300)
-    for name, value in (("text._PIECE_LENGTH", 27), ("text._BLOCK_NBYTES", 31), ("tokenizer._BATCH_LENGTH", 100)):
+    for name, value in (("text._PIECE_LENGTH", 27), ("text._BLOCK_NBYTES", 31), ("encoding._BATCH_LENGTH", 100)):
         monkeypatch.setattr(f"lamella._data.{name}", value)
-    assert len(list(tokenizer.encode(corpus.train))) > 50
+    assert len(list(Encoder(tokenizer=tokenizer).encode(corpus.train))) > 50
     assert decode(tokenizer, encode(tokenizer, corpus)) == text
 
 

@@ -13,7 +13,6 @@ import torch
 from trained_runs import Run, TrainOn
 
 from lamella import Config, ConfigError, OptimConfig
-from lamella._data.packing import num_sequences
 from lamella._data.tokens import load_tokens
 from lamella._model.spec import load_spec
 from lamella._processes.placement import place
@@ -158,7 +157,7 @@ def test_epochs_are_the_steps_that_pass_over_the_text(config: Config, train: Tra
     config = with_optim(config, epochs=0.02, warmup_steps=1)
     prepared = prepare(place(config))
     tokens = load_tokens(prepared.directory.tokens)
-    expected = math.ceil(0.02 * num_sequences(tokens.train, 32) / 8)
+    expected = math.ceil(0.02 * len(tokens.sequences("train", 32)) / 8)
     assert prepared.config.optim.steps == expected > 1
     stored = json.loads(prepared.directory.config.read_text())["optim"]
     assert stored["steps"] == expected and stored["epochs"] is None

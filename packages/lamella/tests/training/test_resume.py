@@ -116,6 +116,20 @@ def test_a_step_without_a_checkpoint_is_refused_with_those_that_there_are(
     assert (finished.checkpoints / "step_00000006").is_dir()
 
 
+def test_another_order_of_the_data_under_the_same_seed_is_refused(
+    config: Config, finished: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lamella._training.resume.ORDER", "feistel-2")
+    message = refusal(longer(config))
+    assert "in the data order 'feistel-2', got 'feistel-1'." in message and "pass another --run-dir" in message
+
+
+def test_another_packing_is_refused(config: Config, finished: RunDirectory) -> None:
+    changed = longer(config)
+    changed = replace(changed, data=replace(changed.data, packing="documents"))
+    assert "Expected data.packing to stay 'stream' as in the run to be resumed, got 'documents'." in refusal(changed)
+
+
 def test_a_resumed_run_says_that_it_dropped_a_line(config: Config, finished: RunDirectory, train: TrainOn) -> None:
     with finished.metrics.open("a") as file:
         file.write('{"step": 7, "loss": 5.')

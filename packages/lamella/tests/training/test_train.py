@@ -14,7 +14,6 @@ from trained_runs import Run, TrainOn
 
 from lamella import Config, MixedPrecisionPolicy, OptimConfig, ParallelConfig
 from lamella._data.order import BatchStream
-from lamella._data.packing import inputs_and_targets
 from lamella._data.tokens import load_tokens
 from lamella._model.float8 import in_float8
 from lamella._model.sharding import compile_units, shard
@@ -201,11 +200,10 @@ def test_the_loss_that_balances_experts_counts_where_the_config_asks_for_it(
     )
     run = train(config, 1)
     model = build_model(load_spec(str(run.directory.model)), torch.device("cpu"), config.run.seed)
-    tokens = load_tokens(run.directory.tokens).train
-    stream = BatchStream(tokens=tokens, sequence_length=32, batch_size=8, seed=config.run.seed)
-    inputs, targets = inputs_and_targets(stream.batch(0, 0, 1))
-    targets = targets.contiguous()
-    outputs = model(input_ids=inputs, labels=targets, shift_labels=targets, use_cache=False)
+    sequences = load_tokens(run.directory.tokens).sequences("train", 32)
+    batch = BatchStream(sequences=sequences, batch_size=8, seed=config.run.seed).batch(0, 0, 1)
+    targets = batch.targets.contiguous()
+    outputs = model(input_ids=batch.inputs, labels=targets, shift_labels=targets, use_cache=False)
     outputs.loss.backward()
     norm = torch.nn.utils.get_total_norm(
         [parameter.grad for parameter in model.parameters() if parameter.grad is not None]

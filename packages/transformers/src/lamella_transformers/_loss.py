@@ -10,9 +10,8 @@ Note [The model's own loss]
 """
 
 import inspect
-from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,6 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from lamella_transformers._chunked_loss import IGNORED, DeferredHead
+from lamella_transformers._documents import document_arguments
 
 _TRIAL_SHAPE: Final = (2, 16)
 _TRIAL_NUM_TARGETS: Final = 8  # a sequence, at its start: a model that shifts them once more drops one
@@ -39,12 +39,33 @@ class MicrobatchLoss(NamedTuple):
     balance: torch.Tensor | None
 
 
-LossFunction = Callable[[nn.Module, torch.Tensor, torch.Tensor, float], MicrobatchLoss]
-"""(model, inputs, targets, num_targets) -> loss; inputs and targets are (num_sequences, sequence_length) int64."""
+class LossFunction(Protocol):
+    """Computes the loss of a microbatch."""
+
+    def __call__(
+        self,
+        model: nn.Module,
+        inputs: torch.Tensor,
+        targets: torch.Tensor,
+        num_targets: float,
+        positions: torch.Tensor | None = None,
+        /,
+    ) -> MicrobatchLoss:
+        """Return the loss.
+
+        Args:
+            model: A causal language model of transformers.
+            inputs: (num_sequences, sequence_length) int64 tokens.
+            targets: (num_sequences, sequence_length) int64: the token to predict at each position, or `IGNORED`.
+            num_targets: The divisor of the sum over the targets.
+            positions: (num_sequences, sequence_length) int64, from 0 on in each document of a sequence; None where a
+                sequence is one document.
+        """
+        ...
 
 
 def target_losses(
-    model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor
+    model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor, positions: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the cross entropy of every target, and the auxiliary loss.
 
@@ -52,24 +73,32 @@ def target_losses(
         model: A causal language model of transformers.
         inputs: (num_sequences, sequence_length) int64 tokens.
         targets: (num_sequences, sequence_length) int64: the token to predict at each position, or `IGNORED`.
+        positions: (num_sequences, sequence_length) int64, from 0 on in each document of a sequence; None where a
+            sequence is one document.
 
     Returns:
         (num_sequences, sequence_length) fp32 losses, 0 for ignored targets; and the 0-D auxiliary loss that balances
         the experts of a model whose config has `output_router_logits`, None for other models.
     """
-    output = model(input_ids=inputs, use_cache=False)
+    output = model(**document_arguments(model, inputs, positions), use_cache=False)
+    rows = output.logits.view(*targets.shape, -1)
     # Over flat logits: torch's softmax over a middle dim takes 8 of a GPU's 132 multiprocessors. A sequence at a time:
     # fp32 copies of all logits would take gigabytes.
     losses = [
-        F.cross_entropy(logits.float(), labels, reduction="none")
-        for logits, labels in zip(output.logits, targets, strict=True)
+        F.cross_entropy(logits.float(), labels, reduction="none") for logits, labels in zip(rows, targets, strict=True)
     ]
     return torch.stack(losses), getattr(output, "aux_loss", None)
 
 
-def loss_of_logits(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor, num_targets: float) -> MicrobatchLoss:
+def loss_of_logits(
+    model: nn.Module,
+    inputs: torch.Tensor,
+    targets: torch.Tensor,
+    num_targets: float,
+    positions: torch.Tensor | None = None,
+) -> MicrobatchLoss:
     """Return the loss over the model's logits: a `LossFunction` for every causal language model."""
-    losses, balance = target_losses(model, inputs, targets)
+    losses, balance = target_losses(model, inputs, targets, positions)
     return MicrobatchLoss(losses.sum() / num_targets, balance)
 
 
@@ -90,13 +119,19 @@ class ModelLoss:
         return self._head is not None
 
     def __call__(
-        self, model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor, num_targets: float
+        self,
+        model: nn.Module,
+        inputs: torch.Tensor,
+        targets: torch.Tensor,
+        num_targets: float,
+        positions: torch.Tensor | None = None,
     ) -> MicrobatchLoss:
         """Return the loss of a microbatch."""
-        labels = targets.contiguous()  # Loss functions flatten by `view`.
+        arguments = document_arguments(model, inputs, positions)
+        labels = targets.contiguous().view_as(arguments["input_ids"])  # Loss functions flatten by `view`.
         with nullcontext() if self._head is None else self._head.deferred():
             output = model(
-                input_ids=inputs, use_cache=False, labels=labels, shift_labels=labels, num_items_in_batch=num_targets
+                **arguments, use_cache=False, labels=labels, shift_labels=labels, num_items_in_batch=num_targets
             )
         balance = getattr(output, "aux_loss", None)
         if balance is None:

@@ -5,63 +5,99 @@ Note [The stream does not know the ranks]
     sequences, shuffled anew in every epoch by seed and epoch alone. Each rank takes its part of the step. The number of
     ranks therefore changes neither the batch of a step nor the batches of a resumed run, and a checkpoint needs to
     store only the step.
+
+Note [A permutation without a table]
+    A table of the order takes 8 bytes a sequence and epoch on every rank, and seconds to shuffle. A Feistel network is
+    a permutation of all numbers of an even number of bits, whatever its rounds compute from the key. Numbers past the
+    count are sent through the network again until one below it comes out: a permutation of [0, count), as following a
+    cycle from a number below the count ends at one number below it, and from no two numbers at the same.
 """
 
-import functools
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 
-from lamella._data.packing import num_sequences, sequences
+from lamella._data.batches import Sequences, TokenBatch
+
+ORDER: Final = "feistel-1"
+"""The name of the order: another order under the same seed would have a resumed run repeat and skip sequences."""
+
+_NUM_ROUNDS: Final = 6
+_GOLDEN: Final = -7046029254386353131  # 2**64 / golden ratio, odd, as a signed integer
+_FACTORS: Final = (-4658895280553007687, -7723592293110705685)  # of splitmix64's finalizer
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchStream:
     """The training sequences of every step; see Note [The stream does not know the ranks]."""
 
-    tokens: torch.Tensor
-    sequence_length: int
+    sequences: Sequences
     batch_size: int
     seed: int
-    is_masked: bool = False
 
-    def batch(self, step: int, rank: int, num_ranks: int) -> torch.Tensor:
-        """Return a rank's part of step `step`, from 0 on: (batch_size / num_ranks, sequence_length + 1) int64."""
+    def batch(self, step: int, rank: int, num_ranks: int) -> TokenBatch:
+        """Return a rank's part of step `step`, from 0 on: batch_size / num_ranks sequences."""
         share = self.batch_size // num_ranks
-        start = step * self.batch_size + rank * share
-        return sequences(self.tokens, self._indices(start, share), self.sequence_length)
+        return self.sequences.batch(self._indices(step * self.batch_size + rank * share, share))
 
     def num_targets(self, step: int) -> int:
         """Count the targets in the loss of a step over all ranks, at least 1: the divisor of the mean."""
-        if not self.is_masked:
-            return self.batch_size * self.sequence_length
-        return max(1, int(self._num_targets[self._indices(step * self.batch_size, self.batch_size)].sum()))
-
-    @functools.cached_property
-    def _num_targets(self) -> torch.Tensor:
-        """The targets of each sequence, (num_sequences,) int32: counted once, as a step needs those of all ranks."""
-        count = num_sequences(self.tokens, self.sequence_length)
-        targets = self.tokens[1 : 1 + count * self.sequence_length].view(count, self.sequence_length)
-        pieces = torch.split(targets, max(1, (1 << 22) // self.sequence_length))  # A mapped text may exceed the memory.
-        return torch.cat([(piece >= 0).sum(1, dtype=torch.int32) for piece in pieces])
+        return max(1, self.sequences.num_targets(self._indices(step * self.batch_size, self.batch_size)))
 
     def _indices(self, start: int, num_positions: int) -> torch.Tensor:
-        return torch.tensor([self._index(position) for position in range(start, start + num_positions)])
-
-    def _index(self, position: int) -> int:
-        count = num_sequences(self.tokens, self.sequence_length)
-        return int(_shuffled(count, self.seed, position // count)[position % count])
-
-
-@functools.lru_cache(maxsize=2)
-def _shuffled(count: int, seed: int, epoch: int) -> torch.Tensor:
-    generator = torch.Generator()
-    generator.manual_seed(seed * 1_000_003 + epoch)
-    return torch.randperm(count, generator=generator)
+        count, stop = len(self.sequences), start + num_positions
+        parts = []
+        for epoch in range(start // count, (stop - 1) // count + 1):
+            begin = epoch * count
+            positions = torch.arange(max(start, begin) - begin, min(stop, begin + count) - begin)
+            parts.append(shuffled(positions, count, self.seed, epoch))
+        return torch.cat(parts)
 
 
-def validation_indices(tokens: torch.Tensor, sequence_length: int, at_most: int) -> torch.Tensor:
-    """Return the indices of validation sequences, evenly spaced over the held-out text, at most `at_most`; int64."""
-    count = num_sequences(tokens, sequence_length)
+def shuffled(positions: torch.Tensor, count: int, seed: int, epoch: int) -> torch.Tensor:
+    """Return the sequences at `positions` of an epoch; see Note [A permutation without a table].
+
+    Args:
+        positions: (num_positions,) int64, below `count`.
+        count: The number of sequences.
+        seed: The seed of the run.
+        epoch: The epoch, from 0 on.
+    """
+    num_bits = max(1, ((count - 1).bit_length() + 1) // 2)  # of a half
+    key = _mixed(_mixed(torch.tensor(seed)) + epoch)
+    keys = list(_mixed(key + torch.arange(_NUM_ROUNDS) * _GOLDEN))
+    indices = _feistel(positions, keys, num_bits)
+    while (is_past := indices >= count).any():
+        indices[is_past] = _feistel(indices[is_past], keys, num_bits)
+    return indices
+
+
+def _feistel(numbers: torch.Tensor, keys: list[torch.Tensor], num_bits: int) -> torch.Tensor:
+    mask = (1 << num_bits) - 1
+    left, right = numbers >> num_bits, numbers & mask
+    for key in keys:
+        left, right = right, left ^ (_mixed(right + key) & mask)
+    return (left << num_bits) | right
+
+
+def _mixed(numbers: torch.Tensor) -> torch.Tensor:
+    """Return 64 bits that all depend on every bit of a number, by splitmix64's finalizer; int64 wraps around."""
+    for shift, factor in zip((30, 27), _FACTORS, strict=True):
+        numbers = (numbers ^ _shifted(numbers, shift)) * factor
+    return numbers ^ _shifted(numbers, 31)
+
+
+def _shifted(numbers: torch.Tensor, shift: int) -> torch.Tensor:
+    """Shift to the right without copies of the sign."""
+    return (numbers >> shift) & ((1 << (64 - shift)) - 1)
+
+
+def validation_indices(sequences: Sequences, at_most: int) -> torch.Tensor:
+    """Return the indices of validation sequences, evenly spaced over those with targets, at most `at_most`; int64."""
+    counts = sequences.target_counts
+    with_targets = None if counts is None else counts.nonzero()[:, 0]
+    count = len(sequences) if with_targets is None else len(with_targets)
     chosen = min(count, at_most)
-    return torch.arange(chosen) * count // chosen
+    places = torch.arange(chosen) * count // chosen
+    return places if with_targets is None else with_targets[places]

@@ -1,30 +1,57 @@
-"""Sequences of equal length, cut from a stream of tokens; their inputs and targets."""
+"""Rows of whole documents: which documents lie together in a row of bounded length.
+
+Best fit decreasing, as TRL's `bfd`: the longest document first, each into the row with the least space that suffices.
+"""
+
+from array import array
+from collections import deque
+from typing import NamedTuple
 
 import torch
 
-from lamella._data.tokens import IGNORED
+
+class PackedRows(NamedTuple):
+    """Documents by rows.
+
+    Attributes:
+        documents: (num_documents,) int64: the documents of the first row, then those of the second, and so on.
+        starts: (num_rows + 1,) int64: row r holds `documents[starts[r] : starts[r + 1]]`.
+    """
+
+    documents: torch.Tensor
+    starts: torch.Tensor
 
 
-def num_sequences(tokens: torch.Tensor, sequence_length: int) -> int:
-    """Count the sequences of a stream: each predicts `sequence_length` tokens, and no token is predicted twice."""
-    return max(0, len(tokens) - 1) // sequence_length
+def packed(lengths: torch.Tensor, capacity: int) -> PackedRows:
+    """Pack documents into rows, in O(num_documents * log(num_documents)).
+
+    Args:
+        lengths: (num_documents,) integers. A document longer than `capacity` fills a row; an empty one is in none.
+        capacity: The tokens of a row.
+    """
+    lengths = lengths.clamp(max=capacity)
+    order = lengths.argsort(descending=True, stable=True)[: int((lengths > 0).sum())]
+    rows, num_rows = array("q"), 0
+    rows_by_space: list[deque[int]] = [deque() for _ in range(capacity)]
+    spaces = 0  # Bit s is set where a row has s tokens of space: the lowest bit from a length on is the best fit.
+    for length in lengths[order].tolist():
+        if fitting := spaces >> length:
+            space = length + (fitting & -fitting).bit_length() - 1
+            row = rows_by_space[space].popleft()
+            if not rows_by_space[space]:
+                spaces ^= 1 << space
+        else:
+            row, space, num_rows = num_rows, capacity, num_rows + 1
+        rows.append(row)
+        if remaining := space - length:
+            rows_by_space[remaining].append(row)
+            spaces |= 1 << remaining
+    row_of = torch.tensor(rows, dtype=torch.int64)
+    counts = torch.bincount(row_of, minlength=num_rows)
+    return PackedRows(order[row_of.argsort(stable=True)], torch.cat([counts.new_zeros(1), counts.cumsum(0)]))
 
 
-def sequences(tokens: torch.Tensor, indices: torch.Tensor, sequence_length: int) -> torch.Tensor:
-    """Return the sequences at `indices`, (num_indices, sequence_length + 1) int64: the inputs and one more token."""
-    positions = indices[:, None] * sequence_length + torch.arange(sequence_length + 1)
-    return tokens[positions].long()
-
-
-def inputs_and_targets(batch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Split a batch of `sequences` into inputs and targets, each (num_sequences, sequence_length) int64."""
-    is_ignored = batch < 0
-    inputs, targets = torch.where(is_ignored, ~batch, batch), torch.where(is_ignored, IGNORED, batch)
-    return inputs[:, :-1], targets[:, 1:]
-
-
-def on_device(batch: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy a batch to a device. Effects: no host sync; from pageable memory the host would wait for all work."""
-    if device.type == "cpu":
-        return batch
-    return batch.pin_memory().to(device, non_blocking=True)
+def one_a_row(lengths: torch.Tensor) -> PackedRows:
+    """Return rows of one document each, without empty documents."""
+    documents = lengths.nonzero()[:, 0]
+    return PackedRows(documents, torch.arange(len(documents) + 1))

@@ -16,12 +16,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
+from lamella._data.json_files import Form, elements, form_of
 from lamella._settings.options import ConfigError
 
 _BLOCK_NBYTES: Final = 1 << 20
 _PIECE_LENGTH: Final = 1 << 16
-_JSON_LINES: Final = (".jsonl", ".ndjson")
-_NAMES_OF_MARKS: Final = {codecs.BOM_UTF16_LE: "UTF-16", codecs.BOM_UTF16_BE: "UTF-16", b"\x1f\x8b": "gzip"}
+_NAMES_OF_MARKS: Final = {
+    codecs.BOM_UTF16_LE: "UTF-16",
+    codecs.BOM_UTF16_BE: "UTF-16",
+    b"\x1f\x8b": "gzip",
+    b"PA": "Parquet; pandas writes JSON lines: read_parquet(...).to_json('data.jsonl', orient='records', lines=True)",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +39,8 @@ class TextFile:
         start: First byte of the range.
         stop: Byte after the last.
         digest: SHA-256 of the range's bytes, in hexadecimal digits.
+        form: How documents lie in the file.
+        num_elements_before: Elements of an array before the range.
     """
 
     name: str
@@ -41,20 +48,27 @@ class TextFile:
     start: int = field(default=0)
     stop: int
     digest: str
+    form: Form = "text"
+    num_elements_before: int = 0
 
     @property
     def nbytes(self) -> int:
         """Bytes of the range."""
         return self.stop - self.start
 
-    @property
-    def is_json_lines(self) -> bool:
-        """True for a file with a document on each line."""
-        return self.path.suffix.lower() in _JSON_LINES
+    def num_records_before(self) -> int:
+        """Return the number of lines or elements before the range. Effects: may read the file up to the range."""
+        if self.form == "array" or not self.start:
+            return self.num_elements_before
+        return sum(block.count(b"\n") for block in _blocks(self.path, 0, self.start))
 
-    def num_lines_before(self) -> int:
-        """Return the number of line ends before the range. Effects: reads the file up to the range."""
-        return sum(block.count(b"\n") for block in _blocks(self.path, 0, self.start)) if self.start else 0
+    def records(self) -> Iterator[str]:
+        """Yield the JSON texts of the documents: lines, some of them blank, or elements of the array.
+
+        Raises:
+            ConfigError: The file has changed since its digest was computed.
+        """
+        return (element.text for element in elements(self._texts())) if self.form == "array" else self.lines()
 
     def pieces(self) -> Iterator[str]:
         """Yield the text in pieces of at most 65,536 characters, cut at line ends unless a line is longer.
@@ -200,7 +214,7 @@ def _named(path: Path) -> TextFile:
         raise _unreadable(path, error) from error
     if not stat.S_ISREG(kind):  # Reading a pipe waits for the writer, and a pipe cannot be read twice.
         raise ConfigError(f"Expected a text file or a folder as --data, got {str(path)!r}, which is neither.")
-    file = _scan(path.name, path)
+    file = _scan(path.name, path, is_named=True)
     if file is None:
         raise ConfigError(
             f"Expected UTF-8 text in {str(path)!r}, got other bytes{_hint(path)}. Convert the file, or leave it out."
@@ -227,7 +241,7 @@ def _walk(root: Path, real_paths: set[str], *, suffix: str = "", skip: Sequence[
                 yield _scan(path.relative_to(root).as_posix(), path)
 
 
-def _scan(name: str, path: Path) -> TextFile | None:
+def _scan(name: str, path: Path, *, is_named: bool = False) -> TextFile | None:
     """Return the file if all its bytes are UTF-8 text without NUL, else None. Effects: reads the file."""
     digest, decoder, nbytes = hashlib.sha256(), codecs.getincrementaldecoder("utf-8")(), 0
     try:
@@ -242,7 +256,13 @@ def _scan(name: str, path: Path) -> TextFile | None:
         return None
     except OSError as error:
         raise _unreadable(path, error) from error
-    return TextFile(name=name, path=path, stop=nbytes, digest=digest.hexdigest())
+    form = form_of(path.suffix.lower(), _decoded(path, 0, nbytes), is_named=is_named)
+    return TextFile(name=name, path=path, stop=nbytes, digest=digest.hexdigest(), form=form)
+
+
+def _decoded(path: Path, start: int, stop: int) -> Iterator[str]:
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    return (decoder.decode(block) for block in _blocks(path, start, stop))
 
 
 def _unreadable(path: Path, error: OSError) -> ConfigError:
@@ -270,18 +290,42 @@ def _hash(name: str) -> bytes:
 
 
 def _cut(file: TextFile, fraction: float) -> tuple[Iterable[TextFile], Iterable[TextFile]]:
-    """Split a file into its first and its last lines."""
+    """Split a file into its first and its last lines, or elements."""
     at = round(file.nbytes * (1 - fraction))
+    if file.form == "array":
+        return _parts(file, *_element_end(file, at))
     with file.path.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as content:
         if line := content.rfind(b"\n", 0, at) + 1:
             at = line
-        elif file.is_json_lines:  # Half a document is none.
+        elif file.form == "lines":  # Half a document is none.
             at = content.find(b"\n", at) + 1 or file.nbytes
         while at and content[at : at + 1] and content[at] & 0xC0 == 0x80:  # a continuation byte of a character
             at -= 1
-    parts = ((start, stop) for start, stop in ((0, at), (at, file.nbytes)) if stop > start)
+    return _parts(file, at)
+
+
+def _element_end(file: TextFile, at: int) -> tuple[int, int]:
+    """Return where the last element ends that ends by `at`, or else the first, and the number of elements to there."""
+    end = num_elements = 0
+    for element in elements(_decoded(file.path, 0, file.nbytes)):
+        if num_elements and element.stop > at:
+            break
+        end, num_elements = element.stop, num_elements + 1
+    return end, num_elements
+
+
+def _parts(file: TextFile, at: int, num_elements: int = 0) -> tuple[list[TextFile], list[TextFile]]:
+    ranges = ((0, at, 0), (at, file.nbytes, num_elements))
     first, *second = (
-        replace(file, start=start, stop=stop, digest=_digest(file.path, start, stop)) for start, stop in parts
+        replace(
+            file,
+            start=start,
+            stop=stop,
+            digest=_digest(file.path, start, stop),
+            num_elements_before=num_elements_before,
+        )
+        for start, stop, num_elements_before in ranges
+        if stop > start
     )
     return [first], second
 

@@ -1,15 +1,15 @@
-"""The tokenizer of a run, trained on the text or taken from a model, and the tokens of documents."""
+"""The tokenizer of a run, trained on the text or taken from a model."""
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, cast
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from lamella._data.documents import Chat, Part, length_of, parts
+from lamella._data.records import parts
 from lamella._data.text import TextFile
 from lamella._settings.options import ConfigError, in_short
 
@@ -23,9 +23,6 @@ Unit = Literal["byte", "token"]
 
 _VOCABULARY_LENGTH: Final = 16 << 20
 """Limit on the characters to train a vocabulary on: more text changes few merges, and costs time in proportion."""
-
-_BATCH_LENGTH: Final = 1 << 21
-"""Characters to tokenize in one call, which bounds memory: the tokenizer holds about a hundred bytes per token."""
 
 _GENERATION: Final = re.compile(r"\{%-?\s*generation\s*-?%\}")
 """A chat template's mark around the assistant's messages."""
@@ -72,49 +69,6 @@ class RunTokenizer:
         vocabulary = sorted(self.tokenizer.get_vocab().items()) if backend is None else backend.to_str()
         return json.dumps([vocabulary, self.end, self.chat_template])
 
-    def encode(self, files: Iterable[TextFile]) -> Iterator[list[int]]:
-        """Yield the tokens of all documents, each followed by `end`, in lists of bounded length.
-
-        Tokens outside the loss are complemented, `~token`: in conversations every token but the assistant's, if the
-        chat template marks the assistant.
-
-        Raises:
-            ConfigError: A line of a file holds no document, or a conversation cannot be rendered. Names the line.
-        """
-        for batch in _batches(parts(files)):
-            texts = iter(self._encode_texts([part for part in batch if isinstance(part, str)]))
-            ids: list[int] = []
-            for part in batch:
-                if isinstance(part, str):
-                    ids += next(texts)
-                else:
-                    ids += self._encode_chat(part) if isinstance(part, Chat) else [self.end]
-            yield ids
-
-    def _encode_texts(self, texts: Sequence[str]) -> Iterator[list[int]]:
-        if self.backend is None:
-            return iter(self.tokenizer(list(texts), add_special_tokens=False)["input_ids"] if texts else [])
-        return (encoding.ids for encoding in self.backend.encode_batch_fast(list(texts), add_special_tokens=False))
-
-    def _encode_chat(self, chat: Chat) -> list[int]:
-        render = cast("Callable[..., Mapping[str, list[int]]]", self.tokenizer.apply_chat_template)
-        is_marked = self.marks_the_assistant
-        try:
-            encoded = render(chat.messages, tools=chat.tools, return_dict=True, return_assistant_tokens_mask=is_marked)
-        except Exception as error:  # Templates are code and may raise any exception, jinja2's among them.
-            raise ConfigError(
-                f"Expected a conversation that the chat template can render in {chat.place}, got: {in_short(error)}"
-            ) from error
-        ids = encoded["input_ids"]
-        if is_marked:
-            ids = [
-                token if is_assistant else ~token
-                for token, is_assistant in zip(ids, encoded["assistant_masks"], strict=True)
-            ]
-        # Many templates end with `end` already. Otherwise append `end`: outside the loss, since no message holds it.
-        is_ended = bool(ids) and ids[-1] in (self.end, ~self.end)
-        return ids if is_ended else [*ids, ~self.end if is_marked else self.end]
-
     def units(self) -> list[int]:
         """Return the length of each token in `unit`: bytes of text, 0 for `end`; or 1 per token.
 
@@ -128,18 +82,6 @@ class RunTokenizer:
         for name, index in self.backend.get_vocab().items():
             nbytes[index] = 0 if index == self.end else added.get(index, len(name))
         return nbytes
-
-
-def _batches(every: Iterable[Part]) -> Iterator[list[Part]]:
-    batch: list[Part] = []
-    length = 0
-    for part in every:
-        batch.append(part)
-        length += length_of(part)
-        if length >= _BATCH_LENGTH:
-            yield batch
-            batch, length = [], 0
-    yield batch
 
 
 def train_tokenizer(files: Iterable[TextFile], vocab_size: int) -> RunTokenizer:

@@ -1,8 +1,7 @@
 """The token files of a run: made from its text and mapped into memory.
 
-Note [A complement is read and not predicted]
-    A token outside the loss, such as a user's message to an assistant, is stored as its complement `~token`, a negative
-    number. As an input the complement stands for the token, as a target for `IGNORED`. Plain text has no complements.
+Documents lie one after another. Where they are kept apart, files of offsets say where each begins, and which are in
+each row; where only some tokens are targets, a file counts those of each sequence: a step needs those of all ranks.
 """
 
 import hashlib
@@ -11,78 +10,173 @@ from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal, NamedTuple
 
 import torch
 
-from lamella._data.text import Corpus
+from lamella._data.batches import DocumentRows, Sequences, StreamSequences, num_sequences
+from lamella._data.encoding import EncodedDocuments, Encoder
+from lamella._data.packing import one_a_row, packed
+from lamella._data.text import Corpus, TextFile
 from lamella._data.tokenizer import RunTokenizer, Unit, train_tokenizer
-from lamella._settings.config import DataConfig
+from lamella._settings.config import DataConfig, LossOn, Packing
 from lamella._settings.options import ConfigError
 
-IGNORED: Final = -100
-"""The target ignored by torch's cross entropy."""
+_INDEX: Final = "index.pt"
+_PIECE_LENGTH: Final = 1 << 22
 
-_INDEX, _TRAIN, _VALIDATION = "index.pt", "train.bin", "validation.bin"
+Split = Literal["train", "validation"]
+_SPLITS: Final[tuple[Split, ...]] = ("train", "validation")
+
+
+class TokenForm(NamedTuple):
+    """How the documents of a run become sequences of tokens.
+
+    Attributes:
+        packing: "documents" or "none" for rows of whole documents, "stream" for sequences cut from one stream.
+        loss_on: "answers" or "all".
+        sequence_length: The tokens of a sequence.
+        has_answers: Some document has answers: without, every token is a target.
+    """
+
+    packing: Packing
+    loss_on: LossOn
+    sequence_length: int
+    has_answers: bool
+
+    def identity(self) -> str:
+        """Return a text that differs between forms whose files differ."""
+        if self.packing == "stream" and not self.has_answers:
+            return "stream"
+        return f"{self.packing}-{self.loss_on}-{self.sequence_length}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenData:
-    """The token streams of a run, and the length of each token.
+    """The tokens of a run, and the length of each token.
 
     Attributes:
-        train: (num_tokens,) int32, memory-mapped; see Note [A complement is read and not predicted].
-        validation: The held-out text, in the same form.
+        folder: The folder of the token files.
+        packing: How tokens become sequences.
         units: (vocab_size,) int32: length of each token in `unit`.
         unit: "byte" or "token"; in tokens every length is 1.
-        is_masked: True when a stream holds complements.
-        fingerprint: Hash of the text, its split and the tokenizer.
+        num_rewritten: The conversations that the chat template renders in several texts.
+        fingerprint: Hash of the text, its split, the tokenizer and the form.
     """
 
-    train: torch.Tensor
-    validation: torch.Tensor
+    folder: Path
+    packing: Packing
     units: torch.Tensor
     unit: Unit
-    is_masked: bool
+    num_rewritten: int
     fingerprint: str
+
+    @property
+    def train(self) -> torch.Tensor:
+        """(num_tokens,) int32, memory-mapped; see Note [A complement is read and not predicted]."""
+        return _mapped(self.folder / "train.bin")
+
+    @property
+    def validation(self) -> torch.Tensor:
+        """The held-out text, in the same form."""
+        return _mapped(self.folder / "validation.bin")
+
+    def sequences(self, split: Split, sequence_length: int) -> Sequences:
+        """Return the sequences of a split, mapped into memory."""
+        tokens, files = _mapped(self.folder / f"{split}.bin"), _RowFiles(self.folder, split)
+        counts = _mapped(files.target_counts) if files.target_counts.exists() else None
+        if counts is None or self.packing == "stream":
+            return StreamSequences(tokens=tokens, sequence_length=sequence_length, target_counts=counts)
+        return DocumentRows(
+            tokens=tokens,
+            document_starts=_mapped(files.document_starts, torch.int64),
+            documents=_mapped(files.documents, torch.int64),
+            row_starts=_mapped(files.row_starts, torch.int64),
+            target_counts=counts,
+            sequence_length=sequence_length,
+            is_packed=self.packing == "documents",
+        )
+
+    def lines(self, sequence_length: int) -> list[str]:
+        """Return the lines to print on rows of documents, and on conversations in several documents."""
+        rows = self.sequences("train", sequence_length)
+        lines = _row_lines(rows) if isinstance(rows, DocumentRows) else []
+        if self.num_rewritten:
+            lines.append(
+                f"answers: {self.num_rewritten:,} conversations become several documents, since the chat template "
+                "rewrites earlier turns"
+            )
+        return lines
 
     def num_units(self, targets: torch.Tensor) -> torch.Tensor:
         """Return the length of each sequence of targets in `unit`, (num_sequences,) int64, without ignored targets."""
-        return torch.where(targets == IGNORED, 0, self.units[targets.clamp(min=0)]).sum(1)
+        return torch.where(targets < 0, 0, self.units[targets.clamp(min=0)]).sum(1)
+
+
+def _row_lines(rows: DocumentRows) -> list[str]:
+    lengths, bound = rows.document_starts.diff(), rows.sequence_length
+    share = rows.tokens_a_sequence / bound
+    if rows.is_packed:
+        lines = [f"packing: {len(rows.documents):,} documents in {len(rows):,} sequences, {share:.1%} full"]
+    else:
+        lines = [f"packing: a document a sequence, {share:.1%} of {bound:,} tokens on average"]
+    if num_longer := int((lengths > bound).sum()):
+        num_tokens, num_lost = int(lengths.sum()), int((lengths - bound).clamp(min=0).sum())
+        lines.append(
+            f"packing: {num_longer:,} documents are truncated to {bound:,} tokens, {num_lost / num_tokens:.1%} of all "
+            f"tokens are left out; --sequence-length {int(lengths.max())} keeps all"
+        )
+    return lines
+
+
+class _RowFiles(NamedTuple):
+    folder: Path
+    split: Split
+
+    @property
+    def document_starts(self) -> Path:
+        return self.folder / f"{self.split}.document_starts.bin"
+
+    @property
+    def documents(self) -> Path:
+        return self.folder / f"{self.split}.documents.bin"
+
+    @property
+    def row_starts(self) -> Path:
+        return self.folder / f"{self.split}.row_starts.bin"
+
+    @property
+    def target_counts(self) -> Path:
+        return self.folder / f"{self.split}.target_counts.bin"
 
 
 def load_tokens(folder: Path) -> TokenData:
-    """Map the token streams in `folder` into memory, without reading them."""
-    index = torch.load(folder / _INDEX, weights_only=True)
-    return TokenData(
-        train=_mapped(folder / _TRAIN),
-        validation=_mapped(folder / _VALIDATION),
-        units=index["units"],
-        unit=index["unit"],
-        is_masked=index["is_masked"],
-        fingerprint=index["fingerprint"],
-    )
+    """Return the tokens in `folder`, without reading them."""
+    return TokenData(folder=folder, **torch.load(folder / _INDEX, weights_only=True))
 
 
-def _mapped(file: Path) -> torch.Tensor:
-    num_tokens = file.stat().st_size // torch.int32.itemsize
+def _mapped(file: Path, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    count = file.stat().st_size // dtype.itemsize
     # An empty file cannot be mapped.
-    return torch.from_file(str(file), size=num_tokens, dtype=torch.int32) if num_tokens else torch.empty(0).int()
+    return torch.from_file(str(file), size=count, dtype=dtype) if count else torch.empty(0, dtype=dtype)
 
 
-def fingerprint(corpus: Corpus, tokenizer: RunTokenizer | int) -> str:
-    """Return a hash of the tokens' sources: the text and the tokenizer, or the size of the tokenizer to train."""
+def fingerprint(corpus: Corpus, tokenizer: RunTokenizer | int, form: TokenForm) -> str:
+    """Return a hash of the tokens' sources: the text, the tokenizer or the size of one to train, and the form."""
     if isinstance(tokenizer, int):
-        return f"{corpus.fingerprint()}-{tokenizer}"
-    return f"{corpus.fingerprint()}-{hashlib.sha256(tokenizer.identity().encode()).hexdigest()}"
+        return f"{corpus.fingerprint()}-{tokenizer}-{form.identity()}"
+    return f"{corpus.fingerprint()}-{hashlib.sha256(tokenizer.identity().encode()).hexdigest()}-{form.identity()}"
 
 
-def prepare_tokens(corpus: Corpus, tokenizer: RunTokenizer | int, tokens: Path, model: Path) -> TokenData:
+def prepare_tokens(
+    corpus: Corpus, tokenizer: RunTokenizer | int, form: TokenForm, tokens: Path, model: Path
+) -> TokenData:
     """Return the tokens of `corpus`, from the folder `tokens` if its fingerprint matches, else newly made.
 
     Args:
         corpus: The text.
         tokenizer: A model's tokenizer; or the vocabulary size of a tokenizer to train on the text and save in `model`.
+        form: How documents become sequences.
         tokens: Folder of the token files.
         model: Folder for a trained tokenizer.
 
@@ -91,16 +185,22 @@ def prepare_tokens(corpus: Corpus, tokenizer: RunTokenizer | int, tokens: Path, 
 
     Effects: may train a tokenizer; replaces the folder `tokens` once the new folder is complete.
     """
-    expected = fingerprint(corpus, tokenizer)
-    if not (tokens / _INDEX).exists() or load_tokens(tokens).fingerprint != expected:
+    expected = fingerprint(corpus, tokenizer, form)
+    if not (tokens / _INDEX).exists() or _fingerprint_in(tokens) != expected:
         if isinstance(tokenizer, int):
             tokenizer = train_tokenizer(corpus.train, tokenizer)
             tokenizer.tokenizer.save_pretrained(model)
-        _write_tokens(corpus, tokenizer, expected, tokens)
+        _write_tokens(corpus, tokenizer, form, expected, tokens)
     return load_tokens(tokens)
 
 
-def _write_tokens(corpus: Corpus, tokenizer: RunTokenizer, text_fingerprint: str, folder: Path) -> None:
+def _fingerprint_in(folder: Path) -> object:
+    return torch.load(folder / _INDEX, weights_only=True).get("fingerprint")
+
+
+def _write_tokens(
+    corpus: Corpus, tokenizer: RunTokenizer, form: TokenForm, token_fingerprint: str, folder: Path
+) -> None:
     """Write the tokens of a corpus, batch by batch, to a second folder; then replace the old folder.
 
     A run killed during tokenization leaves the old folder as it was; one killed while the folder is replaced leaves no
@@ -109,26 +209,76 @@ def _write_tokens(corpus: Corpus, tokenizer: RunTokenizer, text_fingerprint: str
     staged = folder.with_name(f"{folder.name}.partial")
     shutil.rmtree(staged, ignore_errors=True)
     staged.mkdir(parents=True)
-    masks = [
-        _write(tokenizer.encode(files), staged / name)
-        for files, name in ((corpus.train, _TRAIN), (corpus.validation, _VALIDATION))
-    ]
-    units = torch.tensor(tokenizer.units(), dtype=torch.int32)
-    index = {"units": units, "unit": tokenizer.unit, "is_masked": any(masks), "fingerprint": text_fingerprint}
+    encoder = Encoder(
+        tokenizer=tokenizer,
+        loss_is_on_all=form.loss_on == "all",
+        keeps_documents_apart=form.packing != "stream",
+    )
+    for split, files in zip(_SPLITS, (corpus.train, corpus.validation), strict=True):
+        _write_split(encoder, files, form, staged, split)
+    index = {
+        "packing": form.packing,
+        "units": torch.tensor(tokenizer.units(), dtype=torch.int32),
+        "unit": tokenizer.unit,
+        "num_rewritten": encoder.num_rewritten,
+        "fingerprint": token_fingerprint,
+    }
     torch.save(index, staged / _INDEX)
     (folder / _INDEX).unlink(missing_ok=True)  # first: an index beside token files that are gone would be trusted
     shutil.rmtree(folder, ignore_errors=True)
     staged.rename(folder)
 
 
-def _write(batches: Iterable[list[int]], file: Path) -> bool:
-    """Write a stream of int32 tokens; return True if one is a complement."""
-    is_masked = False
-    with file.open("wb") as opened:
+def _write_split(encoder: Encoder, files: Iterable[TextFile], form: TokenForm, folder: Path, split: Split) -> None:
+    row_files = _RowFiles(folder, split)
+    _write(encoder.encode(files), folder / f"{split}.bin", row_files.document_starts)
+    tokens = _mapped(folder / f"{split}.bin")
+    if form.packing != "stream":
+        starts = _mapped(row_files.document_starts, torch.int64)
+        _save(_write_rows(tokens, starts, form, row_files), row_files.target_counts)
+    elif form.has_answers:
+        stops = torch.arange(num_sequences(tokens, form.sequence_length) + 1) * form.sequence_length + 1
+        _save(_num_targets_before(tokens, stops).diff(), row_files.target_counts)
+
+
+def _write_rows(tokens: torch.Tensor, starts: torch.Tensor, form: TokenForm, files: _RowFiles) -> torch.Tensor:
+    """Pack documents into rows and write the rows; return the targets of each row."""
+    lengths = starts.diff()
+    rows = packed(lengths, form.sequence_length) if form.packing == "documents" else one_a_row(lengths)
+    for numbers, file in ((rows.documents, files.documents), (rows.starts, files.row_starts)):
+        _save(numbers, file, torch.int64)
+    stops = starts[:-1] + lengths.clamp(max=form.sequence_length)
+    counts = _num_targets_before(tokens, stops) - _num_targets_before(tokens, starts[:-1])
+    before = torch.cat([counts.new_zeros(1), counts[rows.documents].cumsum(0)])
+    return before[rows.starts].diff()
+
+
+def _num_targets_before(tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Count the targets before each of the ascending positions, (num_positions,) int64."""
+    counts = torch.empty_like(positions)
+    first = num_before = 0
+    for start in range(0, len(tokens) + 1, _PIECE_LENGTH):  # A mapped text may exceed the memory.
+        piece = tokens[start : start + _PIECE_LENGTH] >= 0
+        sums = num_before + torch.cat([torch.zeros(1, dtype=torch.int64), piece.cumsum(0)])
+        last = int(torch.searchsorted(positions, start + len(piece), right=True))
+        counts[first:last] = sums[positions[first:last] - start]
+        first, num_before = last, int(sums[-1])
+    return counts
+
+
+def _save(numbers: torch.Tensor, file: Path, dtype: torch.dtype = torch.int32) -> None:
+    numbers.to(dtype).numpy().tofile(file)
+
+
+def _write(batches: Iterable[EncodedDocuments], file: Path, starts_file: Path) -> None:
+    """Write int32 tokens, and the int64 offsets at which documents begin, with the end of the last."""
+    num_tokens = 0
+    with file.open("wb") as opened, starts_file.open("wb") as opened_starts:
+        array("q", [0]).tofile(opened_starts)
         for batch in batches:
-            array("i", batch).tofile(opened)
-            is_masked = is_masked or min(batch, default=0) < 0
-    return is_masked
+            array("i", batch.tokens).tofile(opened)
+            array("q", [num_tokens + stop for stop in batch.stops]).tofile(opened_starts)
+            num_tokens += len(batch.tokens)
 
 
 def check_tokens(data: TokenData, config: DataConfig) -> None:
@@ -137,15 +287,33 @@ def check_tokens(data: TokenData, config: DataConfig) -> None:
     Raises:
         ConfigError: The training or the held-out text is too short or has no targets. Names the text and its length.
     """
-    needed = config.sequence_length + 1
-    for name, tokens in (("train on", data.train), ("validate on", data.validation)):
-        if len(tokens) < needed:
+    for split, purpose in zip(_SPLITS, ("train on", "validate on"), strict=True):
+        sequences = data.sequences(split, config.sequence_length)
+        _check_length(data, sequences, purpose, config)
+        counts = sequences.target_counts
+        if counts is not None and not bool(counts.any()):
             raise ConfigError(
-                f"Expected at least {needed} tokens to {name}, got {len(tokens)}. "
-                "Pass more text as --data, or a smaller --sequence-length."
+                f"Expected tokens of an answer to {purpose}, got none in {_described(sequences)}. Pass conversations "
+                "with messages of the role 'assistant' as --data, a larger --sequence-length, or --loss-on all."
             )
-        if data.is_masked and not any(bool((part >= 0).any()) for part in torch.split(tokens, 1 << 22)):
-            raise ConfigError(
-                f"Expected tokens of an assistant to {name}, got {len(tokens)} of others alone. Pass conversations "
-                "with messages of the role 'assistant' as --data."
-            )
+
+
+def _described(sequences: Sequences) -> str:
+    if not isinstance(sequences, DocumentRows):
+        return f"{len(sequences):,} sequences"
+    lengths = sequences.document_starts.diff()
+    return (
+        f"the first {sequences.sequence_length:,} tokens of {len(lengths):,} documents of up to {int(lengths.max()):,}"
+    )
+
+
+def _check_length(data: TokenData, sequences: Sequences, purpose: str, config: DataConfig) -> None:
+    if len(sequences):
+        return
+    if data.packing != "stream":
+        raise ConfigError(f"Expected a document to {purpose}, got none. Pass more of them as --data.")
+    num_tokens = len(data.train if purpose == "train on" else data.validation)
+    raise ConfigError(
+        f"Expected at least {config.sequence_length + 1} tokens to {purpose}, got {num_tokens}. "
+        "Pass more text as --data, or a smaller --sequence-length."
+    )

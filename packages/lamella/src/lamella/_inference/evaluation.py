@@ -10,18 +10,17 @@ from typing import Final
 import torch
 import torch.distributed as dist
 
-from lamella._data.packing import num_sequences
-from lamella._data.sources import TextSource, loss_lines
+from lamella._data.sources import data_lines, text_source
 from lamella._data.text import Corpus, collect
-from lamella._data.tokens import TokenData, fingerprint, load_tokens, prepare_tokens
+from lamella._data.tokens import TokenData, load_tokens, prepare_tokens
 from lamella._inference.trained_model import TrainedModel
 from lamella._model.spec import check_context
 from lamella._processes.placement import Rank
 from lamella._record.metrics import ValidationRecord
-from lamella._settings.config import Config, ModelConfig, OptimConfig, RunConfig
+from lamella._settings.config import Config, DataConfig, ModelConfig, OptimConfig, RunConfig
 from lamella._settings.options import ConfigError
 from lamella._training.validation import Validation
-from lamella_transformers import num_positions
+from lamella_transformers import num_positions, separates_documents
 
 _NO_SHARE: Final = 1e-12
 _SEQUENCE_LENGTH: Final = 1024
@@ -71,8 +70,8 @@ def evaluate(trained: TrainedModel, options: EvaluationOptions) -> Evaluation:
     """
     length = options.sequence_length or _sequence_length(trained)
     check_context(trained.spec, length)
-    with _tokens(trained, options) as (tokens, text, lines):
-        count = num_sequences(tokens.validation, length)
+    with _tokens(trained, options, length) as (tokens, text, lines):
+        count = len(tokens.sequences("validation", length))
         if not count:
             raise ConfigError(
                 f"Expected at least {length + 1} tokens in {text}, got {len(tokens.validation)}. Pass more text, or a "
@@ -111,21 +110,26 @@ def _settings(trained: TrainedModel, length: int, num_sequences: int) -> Config:
 
 
 @contextmanager
-def _tokens(trained: TrainedModel, options: EvaluationOptions) -> Iterator[tuple[TokenData, str, tuple[str, ...]]]:
+def _tokens(
+    trained: TrainedModel, options: EvaluationOptions, length: int
+) -> Iterator[tuple[TokenData, str, tuple[str, ...]]]:
     """Yield the tokens to evaluate on, with a description, and with lines on the loss."""
     if not options.paths:
-        yield _held_out(trained), "the text that the run held out", ()
+        yield _held_out(trained, length), "the text that the run held out", ()
         return
-    corpus = _all_of(options.paths)
-    tokenizer = trained.tokenizer
-    source = TextSource(corpus=corpus, tokenizer=tokenizer, fingerprint=fingerprint(corpus, tokenizer))
-    lines = tuple(loss_lines(source))
+    settings = DataConfig(sequence_length=length) if trained.run is None else trained.run.config.data
+    source = text_source(
+        _all_of(options.paths),
+        trained.tokenizer,
+        replace(settings, sequence_length=length),
+        separates_documents=separates_documents(trained.model),
+    )
     with tempfile.TemporaryDirectory(prefix="lamella-") as folder:
-        tokens = prepare_tokens(corpus, tokenizer, Path(folder, "tokens"), Path(folder))
-        yield tokens, ", ".join(options.paths), lines
+        tokens = prepare_tokens(source.corpus, trained.tokenizer, source.form, Path(folder, "tokens"), Path(folder))
+        yield tokens, ", ".join(options.paths), tuple(data_lines(source))
 
 
-def _held_out(trained: TrainedModel) -> TokenData:
+def _held_out(trained: TrainedModel, length: int) -> TokenData:
     if trained.run is None:
         raise ConfigError(
             f"Expected --data or --tasks with {trained.name!r}, which has no held-out text as a run has, got none."
@@ -133,7 +137,13 @@ def _held_out(trained: TrainedModel) -> TokenData:
     folder = trained.run.directory.tokens
     if not (folder / "index.pt").is_file():
         raise ConfigError(f"Expected the tokens of the run in {str(folder)!r}, got none. Pass --data.")
-    return load_tokens(folder)
+    tokens, bound = load_tokens(folder), trained.run.config.data.sequence_length
+    if tokens.packing != "stream" and length != bound:
+        raise ConfigError(
+            f"Expected the --sequence-length of the run, {bound}, at which its documents were packed, got {length}. "
+            "Leave --sequence-length out, or pass the text as --data."
+        )
+    return tokens
 
 
 def _all_of(paths: Sequence[str]) -> Corpus:

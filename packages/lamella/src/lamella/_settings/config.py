@@ -10,6 +10,12 @@ from typing import Annotated, Final, Literal, NamedTuple
 from lamella._settings.fit import check_fit
 from lamella._settings.options import ConfigError, Option, check_fields, shown
 
+Packing = Literal["documents", "stream", "none"]
+"""How documents become the sequences of a batch."""
+
+LossOn = Literal["answers", "all"]
+"""The tokens of conversations, and of prompts with completions, that the loss is on."""
+
 _WARMUP_STEPS: Final = 40
 _LARGEST_STEP: Final = 1 << 30
 _FOREVER_S: Final = 1e7  # nanoseconds of longer times do not fit into the integers of torch's timeouts
@@ -51,8 +57,23 @@ class DataConfig:
 
     paths: Annotated[
         tuple[str, ...],
-        Option("Text files and folders of them (default: the standard library's sources).", name="data"),
+        Option(
+            "Files of text, of JSON lines or of a JSON array, and folders of them (default: the standard library's "
+            "sources).",
+            name="data",
+        ),
     ] = ()
+    packing: Annotated[
+        Literal["auto", "documents", "stream", "none"],
+        Option(
+            "Sequences of whole documents that do not see each other (documents), cut from one stream of all (stream), "
+            "or of one document each (none); auto is stream for text alone, else documents, or none for models whose "
+            "state crosses documents."
+        ),
+    ] = "auto"
+    loss_on: Annotated[
+        LossOn, Option("Tokens of conversations and completions to predict: the answers, or the prompts too.")
+    ] = "answers"
     vocab_size: Annotated[int | None, Option("Byte-pair tokens (default: the model's).", at_least=257)] = None
     sequence_length: Annotated[int, Option("Tokens predicted in a sequence.", at_least=1)] = 128
     validation_fraction: Annotated[

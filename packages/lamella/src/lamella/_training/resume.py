@@ -6,18 +6,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
+from lamella._data.order import ORDER
 from lamella._model.checks import CheckedModel
 from lamella._model.spec import load_spec
 from lamella._record.metrics import rewind
 from lamella._record.output import one_line
 from lamella._record.run_directory import RunDirectory
-from lamella._settings.config import Config, OptimConfig, RunConfig, to_values
+from lamella._settings.config import Config, OptimConfig, Packing, RunConfig, to_values
 from lamella._settings.options import ConfigError
 from lamella_checkpoint import CheckpointDamaged, CheckpointDirectory, CheckpointFailed, CheckpointMismatch, check
 from lamella_transformers import ModelSpec, fingerprint_of_weights
 
 # These settings and the text determine the data stream. After a change, a resumed run would repeat or skip text.
-_STREAM = (("data", "sequence_length"), ("optim", "batch_size"), ("run", "seed"))
+_STREAM = (("data", "sequence_length"), ("data", "loss_on"), ("optim", "batch_size"), ("run", "seed"))
+_ORDER: Final = "data.order"
 
 # The optimizer's state in a checkpoint is of these settings. Checkpoints that do not tell are of the defaults.
 _STATE: Mapping[str, object] = {"optim.optimizer": OptimConfig.optimizer, "optim.train": OptimConfig.train}
@@ -64,14 +66,16 @@ def _checkpoint_at(checkpoints: CheckpointDirectory, step: int) -> Path:
     return checkpoints.path(step)
 
 
-def check_resumable(checkpoint: Path, model: CheckedModel, config: Config, text: str, directory: RunDirectory) -> int:
+def check_resumable(
+    checkpoint: Path, model: CheckedModel, stream: Mapping[str, object], text: str, directory: RunDirectory
+) -> int:
     """Return the checkpoint's step; refuse checkpoints of another model or data stream, and other weights.
 
     Args:
         checkpoint: The checkpoint to go on from.
         model: The model that the settings name.
-        config: The run's settings.
-        text: The fingerprint of text and tokenizer.
+        stream: The settings of the data stream, by dotted name.
+        text: The fingerprint of text, tokenizer and form of the sequences.
         directory: The run's files.
 
     Raises:
@@ -88,7 +92,7 @@ def check_resumable(checkpoint: Path, model: CheckedModel, config: Config, text:
             f"Expected a checkpoint of this model in {str(checkpoint)!r}, got a checkpoint of another model: {first}"
             f"{f'; and {more} more' if more > 0 else ''}. Pass the checkpoint's --model, or another --run-dir."
         ) from error
-    _check_stream(extra, config, text)
+    _check_stream(extra, stream, text)
     _check_same_model(model.spec, directory)
     if model.pretrained is not None:
         _check_same_weights(model.pretrained, directory)
@@ -119,9 +123,15 @@ def _check_same_weights(pretrained: Path, directory: RunDirectory) -> None:
         )
 
 
-def _check_stream(stored: Mapping[str, object], config: Config, text: str) -> None:
-    """Refuse to resume with other text or other settings of the data stream."""
-    for name, value in stream_settings(config).items():
+def _check_stream(stored: Mapping[str, object], stream: Mapping[str, object], text: str) -> None:
+    """Refuse to resume with other text, other settings of the data stream, or another order under the same seed."""
+    if stored.get(_ORDER) != stream[_ORDER]:
+        order = stored.get(_ORDER, "an older one")
+        raise ConfigError(
+            f"Expected a checkpoint of a run in the data order {stream[_ORDER]!r}, got {order!r}. "
+            "Resume the run with the version of lamella that began it, or pass another --run-dir."
+        )
+    for name, value in stream.items():
         before = stored.get(name, _STATE.get(name))
         _check_kept(name, tuple(before) if isinstance(before, list) else before, value, "value")
     if stored.get("fingerprint") != text:
@@ -139,11 +149,17 @@ def _check_kept(name: str, before: object, now: object, option: str) -> None:
         )
 
 
-def stream_settings(config: Config) -> dict[str, object]:
-    """Return the settings that must not change over a run, by dotted name."""
+def stream_settings(config: Config, packing: Packing) -> dict[str, object]:
+    """Return the settings that must not change over a run, by dotted name.
+
+    Args:
+        config: The run's settings.
+        packing: How the run's documents become sequences; "auto" leaves that to the documents.
+    """
     values = to_values(config)
     names = (*_STREAM, *(name.split(".") for name in _STATE))
-    return {f"{group}.{name}": values[group][name] for group, name in names}
+    settings = {f"{group}.{name}": values[group][name] for group, name in names}
+    return settings | {"data.packing": packing, _ORDER: ORDER}
 
 
 def go_back(directory: RunDirectory, step: int) -> list[str]:

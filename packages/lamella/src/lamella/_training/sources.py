@@ -2,14 +2,15 @@
 
 from dataclasses import dataclass
 
-from lamella._data.sources import TextSource, loss_lines, read_text
+from lamella._data.sources import TextSource, data_lines, read_text
 from lamella._model.weights import check_weights, weights_line
 from lamella._record.profiling import NUM_WARMUP_STEPS
 from lamella._settings.config import Config
 from lamella._settings.options import ConfigError
 from lamella._training.checks import CheckedRun
-from lamella._training.resume import check_resumable
+from lamella._training.resume import check_resumable, stream_settings
 from lamella._training.trained_parameters import trained_line
+from lamella_transformers import separates_documents
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,17 +42,24 @@ def read(config: Config, run: CheckedRun, lines: list[str]) -> RunSources:
     Effects: reads all text once, and the heads of the weights; writes nothing.
     """
     model = run.model
-    text = read_text(config.data, model.pretrained, model.spec.vocab_size, without=run.directory.root)
+    text = read_text(
+        config.data,
+        model.pretrained,
+        model.spec.vocab_size,
+        separates_documents=separates_documents(model.outline),
+        without=run.directory.root,
+    )
     lines += [
         f"data: {text.corpus.describe()}",
         model.describe(),
         *trained_line(model.outline, config.optim.train),
-        *loss_lines(text),
+        *data_lines(text),
     ]
     untrained: tuple[str, ...] = ()
     first_step = 0
     if run.checkpoint is not None:
-        first_step = check_resumable(run.checkpoint, model, config, text.fingerprint, run.directory)
+        stream = stream_settings(config, text.form.packing)
+        first_step = check_resumable(run.checkpoint, model, stream, text.fingerprint, run.directory)
     elif model.pretrained is not None:
         untrained = check_weights(model.pretrained, model.outline, model.spec)
         lines.append(weights_line(model.pretrained, untrained))

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 import lamella_optim
+from lamella._data.batches import TokenBatch
 from lamella._data.order import BatchStream
-from lamella._data.packing import inputs_and_targets, on_device
 from lamella._data.tokens import load_tokens
 from lamella._model.building import build
 from lamella._model.float8 import product_lines, scale_lines
@@ -59,11 +59,9 @@ class Trainer:
         self._agreement = Agreement()
         self._data = load_tokens(directory.tokens)
         self._stream = BatchStream(
-            tokens=self._data.train,
-            sequence_length=config.data.sequence_length,
+            sequences=self._data.sequences("train", config.data.sequence_length),
             batch_size=config.optim.batch_size,
             seed=config.run.seed,
-            is_masked=self._data.is_masked,
         )
         self._validation = Validation(config, self._data, rank)
         self._run_model = build(config, directory.model, rank.device)
@@ -91,7 +89,7 @@ class Trainer:
         config = self._config
         peak = peak_flops(self._rank.device, config.parallel.precision)
         return Speed(
-            tokens_per_step=config.optim.batch_size * config.data.sequence_length,
+            tokens_per_step=round(config.optim.batch_size * self._stream.sequences.tokens_a_sequence),
             flops_per_token=self._run_model.flops_per_token,
             peak_flops=peak and peak * self._rank.num_ranks,
         )
@@ -194,7 +192,7 @@ class Trainer:
         optim = self._config.optim
         torch.manual_seed(seed_of(self._config.run.seed, step, self._rank.rank))
         batch = self._stream.batch(step, self._rank.rank, self._rank.num_ranks)
-        microbatches = on_device(batch, self._rank.device).chunk(optim.accumulation)
+        microbatches = [part.on_device(self._rank.device) for part in batch.microbatches(optim.accumulation)]
         # Gradients are averaged over ranks with unequal numbers of targets: a mean over all targets divides by
         # the targets of all ranks over the number of ranks, on each rank alike.
         num_targets = self._stream.num_targets(step) / self._rank.num_ranks
@@ -211,10 +209,12 @@ class Trainer:
         self._optimizer.zero_grad()
         return torch.stack(losses).sum(), grad_norm, lr
 
-    def _backward(self, microbatch: torch.Tensor, num_targets: float, *, is_last: bool) -> torch.Tensor:
+    def _backward(self, microbatch: TokenBatch, num_targets: float, *, is_last: bool) -> torch.Tensor:
         assert isinstance(self._model, FSDPModule)
         self._model.set_requires_gradient_sync(is_last)
-        objective, balance = self._loss(self._model, *inputs_and_targets(microbatch), num_targets)
+        objective, balance = self._loss(
+            self._model, microbatch.inputs, microbatch.targets, num_targets, microbatch.positions
+        )
         loss = objective.detach()
         if balance is not None:  # a mean over the tokens of one microbatch
             coefficient = balance_coefficient(self._run_model.spec)
@@ -285,7 +285,10 @@ class Trainer:
             raise StorageError(text)
 
     def _save(self, step: int, progress: ProgressBar, *, wait: bool) -> None:
-        extra = stream_settings(self._config) | {"fingerprint": self._data.fingerprint, "step": step}
+        extra = stream_settings(self._config, self._data.packing) | {
+            "fingerprint": self._data.fingerprint,
+            "step": step,
+        }
         if scaling := scaling_state(self._model):
             extra["scaling"] = scaling
         with self._rank.pulse.saving():

@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lamella._data.batches import TokenBatch
 from lamella._data.order import validation_indices
-from lamella._data.packing import inputs_and_targets, on_device, sequences
 from lamella._data.tokens import TokenData
 from lamella._processes.placement import Rank
 from lamella._record.metrics import ValidationRecord
@@ -26,6 +26,7 @@ class Validation:
 
     def __init__(self, config: Config, tokens: TokenData, rank: Rank) -> None:
         self._config, self._tokens, self._rank = config, tokens, rank
+        self._sequences = tokens.sequences("validation", config.data.sequence_length)
 
     @torch.no_grad()
     def record(self, model: nn.Module, step: int) -> ValidationRecord:
@@ -36,29 +37,28 @@ class Validation:
         model.eval()
         sums = torch.zeros(2, dtype=torch.float64, device=self._rank.device)
         for batch, weights in self._batches():
-            inputs, targets = inputs_and_targets(on_device(batch, self._rank.device))
-            losses = target_losses(model, inputs, targets)[0].double().sum(1)
-            num_units = self._tokens.num_units(inputs_and_targets(batch)[1])
+            copies = batch.on_device(self._rank.device)
+            losses = target_losses(model, copies.inputs, copies.targets, copies.positions)[0].double().sum(1)
+            num_units = self._tokens.num_units(batch.targets)
             sums += torch.stack([losses, num_units.to(losses)]) @ weights.to(losses)
         model.train()
         dist.all_reduce(sums)
         nats, num_units_in_all = sums.tolist()
         return ValidationRecord.of(step, nats / max(1, num_units_in_all), self._tokens.unit)
 
-    def _batches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def _batches(self) -> Iterator[tuple[TokenBatch, torch.Tensor]]:
         """Yield this rank's sequences and their weights.
 
         Every rank runs the same number of forwards, or their all-gathers would hang: padding repeats a sequence at
         weight 0.
         """
         config, rank = self._config, self._rank
-        length = config.data.sequence_length
-        indices = validation_indices(self._tokens.validation, length, config.run.validation_sequences)
+        indices = validation_indices(self._sequences, config.run.validation_sequences)
         weights = torch.ones(len(indices), dtype=torch.float64)
         padding = -len(indices) % rank.num_ranks
         indices = torch.cat([indices, indices[:1].expand(padding)])[rank.rank :: rank.num_ranks]
         weights = torch.cat([weights, weights.new_zeros(padding)])[rank.rank :: rank.num_ranks]
         share = max(1, config.optim.batch_size // (rank.num_ranks * config.optim.accumulation))
         for start in range(0, len(indices), share):
-            part = indices[start : start + share]
-            yield sequences(self._tokens.validation, part, length), weights[start : start + share]
+            [batch] = self._sequences.batch(indices[start : start + share]).microbatches(1)
+            yield batch, weights[start : start + share]

@@ -11,7 +11,6 @@ from typing import cast
 import torch
 from torch import nn
 
-from lamella._data.packing import num_sequences
 from lamella._data.tokenizer import read_tokenizer
 from lamella._data.tokens import check_tokens, prepare_tokens
 from lamella._model.published_dtype import published_dtype
@@ -33,7 +32,7 @@ def write(config: Config, run: CheckedRun, sources: RunSources, lines: list[str]
         config: The run's settings.
         run: The run, checked.
         sources: The run's sources.
-        lines: The lines to print at the start; those on what is set aside are added.
+        lines: The lines to print at the start; those on packing and on what is set aside are added.
 
     Raises:
         ConfigError: The text is too short, a document cannot be rendered, or a file cannot be written.
@@ -43,8 +42,10 @@ def write(config: Config, run: CheckedRun, sources: RunSources, lines: list[str]
     """
     directory = run.directory
     with _writing(directory):
-        data = prepare_tokens(sources.text.corpus, sources.text.tokenizer, directory.tokens, directory.model)
+        text = sources.text
+        data = prepare_tokens(text.corpus, text.tokenizer, text.form, directory.tokens, directory.model)
         check_tokens(data, config.data)
+        lines += data.lines(config.data.sequence_length)
         lines += go_back(directory, sources.first_step if run.checkpoint is not None else -1)
         if run.model.pretrained is None:
             _write_model(run.model.spec, run.model.outline, directory)
@@ -70,9 +71,11 @@ def in_steps(config: Config, run: CheckedRun, sources: RunSources) -> Config:
     if epochs is None:
         return config
     with _writing(run.directory):
-        data = prepare_tokens(sources.text.corpus, sources.text.tokenizer, run.directory.tokens, run.directory.model)
+        text = sources.text
+        data = prepare_tokens(text.corpus, text.tokenizer, text.form, run.directory.tokens, run.directory.model)
     check_tokens(data, config.data)
-    steps = math.ceil(epochs * num_sequences(data.train, config.data.sequence_length) / config.optim.batch_size)
+    count = len(data.sequences("train", config.data.sequence_length))
+    steps = math.ceil(epochs * count / config.optim.batch_size)
     return replace(config, optim=replace(config.optim, steps=steps, epochs=None))
 
 

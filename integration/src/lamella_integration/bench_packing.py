@@ -1,0 +1,99 @@
+"""`lamella train` on short documents: packed rows beside padded ones, in tokens a second that the loss is on.
+
+    python -m lamella_integration.bench_packing --model llama-1b --ranks 2 --steps 40 [options of lamella train]
+
+The set `pairs-350` is drawn from a seed: prompts with completions, of log-normal lengths with a median of 350 tokens
+together, in made-up words that are a token each. A padded batch is as long as its longest document.
+"""
+
+import argparse
+import json
+import random
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from tempfile import TemporaryDirectory
+
+import torch
+
+from lamella.testing import RunDirectory, StepRecord, load_tokens, read_metrics
+from lamella_integration.bench_recipe import output_of
+
+MEDIAN_LENGTH, SEQUENCE_LENGTH, NUM_WORDS = 350, 2048, 1500
+PACKINGS = ("none", "stream", "documents")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackingRow:
+    """The speed of a way to pack, and the share of its tokens that the loss is on."""
+
+    packing: str
+    targets_per_s: float
+    tokens_per_s: float
+    target_share: float
+
+    def line(self) -> str:
+        """Return a row of the table."""
+        return f"| {self.packing} | {self.targets_per_s:,.0f} | {self.tokens_per_s:,.0f} | {self.target_share:.1%} |"
+
+
+def write_pairs(file: Path, num_documents: int, median_length: int = MEDIAN_LENGTH) -> None:
+    """Write the set `pairs-350`: JSON lines with 'prompt' and 'completion'."""
+    draw = random.Random(0)
+    words = sorted({"".join(draw.choices("abcdefghijklmnopqrstuvwxyz", k=5)) for _ in range(NUM_WORDS)})
+    with file.open("w") as opened:
+        for _ in range(num_documents):
+            # The median of the sum of two such lengths is near 1.14 times that of a log-normal length as long as both.
+            lengths = (draw.lognormvariate(0, 1) * median_length / 2.5 for _ in range(2))
+            prompt, completion = (" ".join(draw.choices(words, k=max(1, round(length)))) for length in lengths)
+            opened.write(json.dumps({"prompt": f"{prompt}\n", "completion": f" {completion}"}) + "\n")
+
+
+def main() -> None:
+    """Train with each way to pack, and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="llama-1b")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--num-skipped", type=int, default=20)
+    parser.add_argument("--num-documents", type=int, default=20_000)
+    parser.add_argument("--sequence-length", type=int, default=SEQUENCE_LENGTH)
+    parser.add_argument("--timeout", type=float, default=300.0)
+    options, arguments = parser.parse_known_args()
+    rows = []
+    with TemporaryDirectory() as folder:
+        data = Path(folder, "pairs-350.jsonl")
+        write_pairs(data, options.num_documents, MEDIAN_LENGTH * options.sequence_length // SEQUENCE_LENGTH)
+        for packing in PACKINGS:
+            rows.append(_measured(packing, data, options, arguments))
+            print(rows[-1].line(), flush=True)
+    print(
+        "\n| packing | target tokens/s | tokens/s | targets |\n|---|--:|--:|--:|",
+        *(row.line() for row in rows),
+        sep="\n",
+    )
+
+
+def _measured(packing: str, data: Path, options: argparse.Namespace, arguments: list[str]) -> PackingRow:
+    root = data.with_name(packing)
+    intervals = {"log": options.num_skipped, "validation": 10**6, "checkpoint": 10**6}
+    command = [sys.executable, "-m", "lamella", "train", "--model", options.model, "--ranks", str(options.ranks)]
+    command += ["--data", str(data), "--packing", packing, "--sequence-length", str(options.sequence_length)]
+    command += ["--batch-size", str(options.batch_size), "--steps", str(options.steps), "--warmup-steps", "5"]
+    command += [part for name, steps in intervals.items() for part in (f"--{name}-interval", str(steps))]
+    command += ["--validation-sequences", str(options.ranks), "--run-dir", str(root), "--no-resume", *arguments]
+    output_of(command, options.timeout)
+    records = [record for record in read_metrics(RunDirectory(root).metrics) if isinstance(record, StepRecord)]
+    sequences = load_tokens(RunDirectory(root).tokens).sequences("train", options.sequence_length)
+    num_targets = sequences.num_targets(torch.arange(len(sequences)))
+    share = num_targets / (len(sequences) * sequences.tokens_a_sequence)
+    tokens_per_s = fmean(record.tokens_per_s for record in records[options.num_skipped :])
+    return PackingRow(
+        packing=packing, targets_per_s=share * tokens_per_s, tokens_per_s=tokens_per_s, target_share=share
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""Where the answers of a conversation lie in its rendered text, for any chat template.
+
+Note [Renderings of prefixes]
+    An answer begins where the conversation before it ends, rendered with the prompt to generate one, and ends where the
+    conversation up to it ends. Both are prefixes of the rendered conversation, unless the template writes earlier turns
+    in another way than the last one (without their thoughts, as Qwen3's does). Such a turn is seen by a model as the
+    last one when the model writes it, so the turn becomes a document of its own: the conversation up to it, with the
+    loss on that answer alone.
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import NamedTuple, Protocol
+
+Messages = Sequence[Mapping[str, object]]
+
+
+class Render(Protocol):
+    """Renders messages by a chat template."""
+
+    def __call__(self, messages: Messages, *, add_generation_prompt: bool = False) -> str:
+        """Return the text."""
+        ...
+
+
+class Span(NamedTuple):
+    """Characters of a text."""
+
+    start: int
+    stop: int
+
+
+class RenderedChat(NamedTuple):
+    """A text of a chat template, and the answers in it that the loss is on."""
+
+    text: str
+    answers: tuple[Span, ...]
+
+
+def rendered_chats(messages: Messages, render: Render) -> list[RenderedChat]:
+    """Return a conversation in one text, or in several where the template rewrites earlier turns.
+
+    See Note [Renderings of prefixes].
+
+    Args:
+        messages: The conversation.
+        render: Raises any exception where the template refuses messages.
+    """
+    text = render(messages)
+    answers: list[Span] = []
+    chats: list[RenderedChat] = []
+    for stop in reversed([index + 1 for index, message in enumerate(messages) if message["role"] == "assistant"]):
+        up_to_answer = text if stop == len(messages) else render(messages[:stop])
+        if not text.startswith(up_to_answer):
+            if answers:
+                chats.append(RenderedChat(text, tuple(reversed(answers))))
+            text, answers = up_to_answer, []
+        start = _answer_start(messages[:stop], up_to_answer, render)
+        # No model has to predict the line's end that a template writes after the end of a turn.
+        answers.append(Span(start, max(start, len(up_to_answer.rstrip("\n")))))
+    if answers or not chats:
+        chats.append(RenderedChat(text, tuple(reversed(answers))))
+    return chats[::-1]
+
+
+def num_equal(first: Sequence[object], second: Sequence[object]) -> int:
+    """Count the elements at the start that two sequences share."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((index for index, (one, other) in pairs if one != other), min(len(first), len(second)))
+
+
+def _answer_start(messages: Messages, text: str, render: Render) -> int:
+    """Return where the last message's answer begins in the text of the messages."""
+    before, answer = messages[:-1], messages[-1]
+    with suppress(Exception):  # Templates are code and may raise any exception.
+        prompt, without_prompt = render(before, add_generation_prompt=True), render(before)
+        if text.startswith(without_prompt):
+            return num_equal(prompt, text)
+    # The template refuses the messages before, or rewrites them: the answer begins where two answers differ.
+    first, second = (render([*before, {"role": answer["role"], "content": content}]) for content in ("A", "B"))
+    return min(num_equal(first, second), num_equal(first, text))

@@ -1,0 +1,178 @@
+"""Batches of sequences, and the two forms of sequences: cut from a stream of tokens, or rows of whole documents."""
+
+from dataclasses import dataclass
+from typing import Final, NamedTuple, Protocol
+
+import torch
+
+IGNORED: Final = -100
+"""The target ignored by torch's cross entropy."""
+
+PADDING: Final = ~0
+"""Fills rows: the complement of a token, which is read by no target."""
+
+
+class TokenBatch(NamedTuple):
+    """Sequences of a batch.
+
+    Attributes:
+        tokens: (num_sequences, length + 1) int64, with complements as `tokens` of `TokenData` has them.
+        positions: (num_sequences, length) int64, beginning anew at each document; None where every sequence is one.
+    """
+
+    tokens: torch.Tensor
+    positions: torch.Tensor | None = None
+
+    def on_device(self, device: torch.device) -> "TokenBatch":
+        """Copy to a device. Effects: no host sync; from pageable memory the host would wait for all work."""
+        if device.type == "cpu":
+            return self
+        copies = (None if part is None else part.pin_memory().to(device, non_blocking=True) for part in self)
+        return TokenBatch(*copies)  # type: ignore[arg-type]
+
+    def microbatches(self, count: int) -> "list[TokenBatch]":
+        """Split into batches of equal numbers of sequences, each cut after its last target."""
+        tokens = self.tokens.chunk(count)
+        if self.positions is None:
+            return [TokenBatch(_without_end(part)) for part in tokens]
+        return [TokenBatch(*parts) for parts in zip(tokens, self.positions.chunk(count), strict=True)]
+
+    @property
+    def inputs(self) -> torch.Tensor:
+        """(num_sequences, length) int64."""
+        return torch.where(self.tokens < 0, ~self.tokens, self.tokens)[:, :-1]
+
+    @property
+    def targets(self) -> torch.Tensor:
+        """(num_sequences, length) int64: the token after each input, or `IGNORED`."""
+        return torch.where(self.tokens < 0, IGNORED, self.tokens)[:, 1:]
+
+
+def _without_end(tokens: torch.Tensor) -> torch.Tensor:
+    """Cut columns after the last target of any sequence: no target reads them."""
+    columns = (tokens >= 0).any(0).nonzero()
+    return tokens[:, : max(2, int(columns[-1, 0]) + 1 if len(columns) else 0)]
+
+
+class Sequences(Protocol):
+    """Sequences to train on, by number."""
+
+    def __len__(self) -> int:
+        """The number of sequences."""
+        ...
+
+    @property
+    def tokens_a_sequence(self) -> float:
+        """The mean number of tokens in a sequence, without padding."""
+        ...
+
+    @property
+    def target_counts(self) -> torch.Tensor | None:
+        """(num_sequences,) int32; None where every token is a target."""
+        ...
+
+    def batch(self, indices: torch.Tensor) -> TokenBatch:
+        """Return the sequences at `indices`, (num_indices,) int64."""
+        ...
+
+    def num_targets(self, indices: torch.Tensor) -> int:
+        """Count the targets of the sequences at `indices`."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamSequences:
+    """Sequences of equal length, cut from a stream of tokens; no token is predicted twice.
+
+    Attributes:
+        tokens: (num_tokens,) int32.
+        sequence_length: Tokens predicted in a sequence.
+        target_counts: (num_sequences,) int32; None where every token is a target.
+    """
+
+    tokens: torch.Tensor
+    sequence_length: int
+    target_counts: torch.Tensor | None = None
+
+    def __len__(self) -> int:
+        """The number of sequences."""
+        return num_sequences(self.tokens, self.sequence_length)
+
+    @property
+    def tokens_a_sequence(self) -> float:
+        """The number of tokens in a sequence."""
+        return self.sequence_length
+
+    def batch(self, indices: torch.Tensor) -> TokenBatch:
+        """Return the sequences at `indices`."""
+        positions = indices[:, None] * self.sequence_length + torch.arange(self.sequence_length + 1)
+        return TokenBatch(self.tokens[positions].long())
+
+    def num_targets(self, indices: torch.Tensor) -> int:
+        """Count the targets of the sequences at `indices`."""
+        if self.target_counts is None:
+            return len(indices) * self.sequence_length
+        return int(self.target_counts[indices].sum())
+
+
+def num_sequences(tokens: torch.Tensor, sequence_length: int) -> int:
+    """Count the sequences of a stream."""
+    return max(0, len(tokens) - 1) // sequence_length
+
+
+@dataclass(frozen=True, kw_only=True)
+class DocumentRows:
+    """Rows of whole documents, each truncated to the length of a row. All tensors may be mapped files.
+
+    Attributes:
+        tokens: (num_tokens,) int32: documents one after another. The first token of each is a complement: nothing
+            before it predicts it.
+        document_starts: (num_documents + 1,) int64, offsets into `tokens`.
+        documents: (num_packed,) int64, by rows.
+        row_starts: (num_rows + 1,) int64, offsets into `documents`.
+        target_counts: (num_rows,) int32.
+        sequence_length: The tokens of a row.
+        is_packed: Rows hold several documents: positions begin anew at each.
+    """
+
+    tokens: torch.Tensor
+    document_starts: torch.Tensor
+    documents: torch.Tensor
+    row_starts: torch.Tensor
+    target_counts: torch.Tensor
+    sequence_length: int
+    is_packed: bool
+
+    def __len__(self) -> int:
+        """The number of rows."""
+        return len(self.row_starts) - 1
+
+    @property
+    def tokens_a_sequence(self) -> float:
+        """The mean number of tokens in a row, without padding."""
+        lengths = self.document_starts.diff().clamp(max=self.sequence_length)
+        return float(lengths.sum()) / max(1, len(self))
+
+    def batch(self, indices: torch.Tensor) -> TokenBatch:
+        """Return the rows at `indices`, padded to the length of a row."""
+        tokens = torch.full((len(indices), self.sequence_length + 1), PADDING)
+        positions = torch.arange(self.sequence_length).repeat(len(indices), 1)
+        for row, index in enumerate(indices.tolist()):
+            end = self._fill(index, tokens[row], positions[row])
+            positions[row, end:] -= end  # Padding is a document of its own: none of its tokens reads a document.
+        return TokenBatch(tokens, positions if self.is_packed else None)
+
+    def _fill(self, index: int, tokens: torch.Tensor, positions: torch.Tensor) -> int:
+        """Write the documents of a row; return where they end."""
+        end = 0
+        first, last = self.row_starts[index : index + 2].tolist()
+        for document in self.documents[first:last].tolist():
+            start, stop = self.document_starts[document : document + 2].tolist()
+            begin, end = end, end + min(stop - start, self.sequence_length)
+            tokens[begin:end] = self.tokens[start : start + end - begin]
+            positions[begin:end] -= begin
+        return end
+
+    def num_targets(self, indices: torch.Tensor) -> int:
+        """Count the targets of the rows at `indices`."""
+        return int(self.target_counts[indices].sum())

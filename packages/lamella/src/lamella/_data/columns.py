@@ -1,0 +1,179 @@
+"""The columns of JSON records: those of TRL, and those of ShareGPT and Alpaca.
+
+TRL has `messages`, `prompt` with `completion` (both texts or both lists of messages) and `text`, and `tools` and
+`chat_template_kwargs` beside messages.
+"""
+
+import textwrap
+from collections.abc import Callable, Iterator, Mapping
+from typing import Final
+
+from lamella._data.documents import Chat, EndOfText, Instruction, Part, PromptCompletion, RecordPosition
+from lamella._settings.options import ConfigError
+from lamella._settings.parsing import has_half_characters, kind_of, parse_json
+
+_ROLES: Final[Mapping[str, str]] = {"human": "user", "gpt": "assistant", "bot": "assistant"}
+"""ShareGPT's names of roles -> chat templates' names."""
+
+_BESIDE: Final = ("tools", "chat_template_kwargs", "input", "system", "history")
+"""Columns that count where the document's own columns do."""
+
+_PIECE_LENGTH: Final = 1 << 16
+_NUM_NAMED: Final = 8
+
+Fields = Mapping[str, object]
+
+
+def document(text: str, position: RecordPosition) -> Iterator[Part]:
+    """Yield the parts of a record's document.
+
+    Of several kinds of columns those of conversations come first, and `text` last: data sets have a `text` beside them
+    that holds the same, rendered.
+
+    Args:
+        text: The record's JSON text.
+        position: The record, for error messages.
+
+    Raises:
+        ConfigError: The text is not JSON, or its object holds no document; names position and keys.
+    """
+    try:
+        record = parse_json(text, is_line=True)
+    except ValueError as error:
+        raise ConfigError(f"Expected JSON in {position}, got {error}. Repair the record, or leave it out.") from error
+    # Tables written out as JSON have every column in every record: null stands for an absent one.
+    fields = {name: value for name, value in record.items() if value is not None} if isinstance(record, dict) else {}
+    for names, parse in _PARSERS:
+        if all(name in fields for name in names):
+            _check_characters(text, position, [fields.get(name) for name in (*names, *_BESIDE)])
+            yield from parse(fields, position)
+            return
+    got = _described(record) if isinstance(record, dict) else f"no object but {kind_of(record)}"
+    way_out = "Rename the keys, or leave the record out."
+    if isinstance(record, list):
+        way_out = "An array of records is read from a file whose name ends in .json."
+    raise ConfigError(
+        "Expected an object with 'messages', with 'prompt' and 'completion', with 'instruction' and 'output', or with "
+        f"a text 'text', in {position}, got {got}. {way_out}"
+    )
+
+
+def _described(record: Fields) -> str:
+    """Describe an object that is no document: the document's field of another kind, or the keys."""
+    for name in ("text", "messages", "conversations"):
+        if name in record:
+            return f"{kind_of(record[name])} under {name!r}"
+    return _keys(record)
+
+
+def _keys(fields: Fields) -> str:
+    names = [repr(name) for name in list(fields)[:_NUM_NAMED]]
+    more = f" and {len(fields) - _NUM_NAMED} more" if len(fields) > _NUM_NAMED else ""
+    return f"the keys {textwrap.shorten(', '.join(names), 200) or 'of nothing'}{more}"
+
+
+def _check_characters(text: str, position: RecordPosition, columns: list[object]) -> None:
+    if has_half_characters(text, columns):
+        raise ConfigError(
+            f"Expected whole characters in {position}, got half of one (an escape from \\ud800 to \\udfff without its "
+            "other half). Replace the escape, or leave the record out."
+        )
+
+
+def _chat(name: str) -> Callable[[Fields, RecordPosition], Iterator[Part]]:
+    def parse(fields: Fields, position: RecordPosition) -> Iterator[Part]:
+        yield _conversation(fields, _messages(fields[name], name, position), position)
+
+    return parse
+
+
+def _conversation(
+    fields: Fields, messages: list[Fields], position: RecordPosition, num_prompt_messages: int | None = None
+) -> Chat:
+    options = fields.get("chat_template_kwargs", {})
+    if not isinstance(options, dict):
+        raise ConfigError(f"Expected an object under 'chat_template_kwargs' in {position}, got {kind_of(options)}.")
+    return Chat(
+        messages=messages,
+        tools=_tools(fields.get("tools"), position),
+        template_options=options,
+        num_prompt_messages=num_prompt_messages,
+        position=position,
+    )
+
+
+def _tools(tools: object, position: RecordPosition) -> list[object] | None:
+    if isinstance(tools, str) and tools:  # as TRL has it: a table's column has one type, and tools have many
+        try:
+            tools = parse_json(tools, is_line=True)
+        except ValueError as error:
+            raise ConfigError(f"Expected JSON in the text under 'tools' in {position}, got {error}.") from error
+    return tools if isinstance(tools, list) and tools else None
+
+
+def _messages(messages: object, name: str, position: RecordPosition) -> list[Fields]:
+    if not isinstance(messages, list) or not messages:
+        got = "an empty one" if messages == [] else kind_of(messages)
+        raise ConfigError(f"Expected a list of messages under {name!r} in {position}, got {got}.")
+    return [_message(message, name, position) for message in messages]
+
+
+def _message(message: object, name: str, position: RecordPosition) -> Fields:
+    """Return a message with "role" and "content", converted from ShareGPT's "from" and "value" where necessary."""
+    if isinstance(message, dict):
+        if isinstance(message.get("role"), str) and ("content" in message or "tool_calls" in message):
+            return message
+        if isinstance(role := message.get("from"), str) and isinstance(message.get("value"), str):
+            return {"role": _ROLES.get(role, role), "content": message["value"]}
+    got = _keys(message) if isinstance(message, dict) else kind_of(message)
+    raise ConfigError(
+        f"Expected messages with 'role' and 'content', or 'from' and 'value', under {name!r} in {position}, got {got}."
+    )
+
+
+def _prompt_and_completion(fields: Fields, position: RecordPosition) -> Iterator[Part]:
+    prompt, completion = fields["prompt"], fields["completion"]
+    if isinstance(prompt, str) and isinstance(completion, str):
+        yield PromptCompletion(prompt, completion)
+    elif isinstance(prompt, list) and isinstance(completion, list):
+        before = _messages(prompt, "prompt", position)
+        messages = [*before, *_messages(completion, "completion", position)]
+        yield _conversation(fields, messages, position, num_prompt_messages=len(before))
+    else:
+        raise ConfigError(
+            f"Expected two texts or two lists of messages under 'prompt' and 'completion' in {position}, got "
+            f"{kind_of(prompt)} and {kind_of(completion)}."
+        )
+
+
+def _instruction(fields: Fields, position: RecordPosition) -> Iterator[Part]:
+    names = ("instruction", "input", "output", "system")
+    columns = [fields.get(name, "") for name in names]
+    for name, column in zip(names, columns, strict=True):
+        if not isinstance(column, str):
+            raise ConfigError(f"Expected a text under {name!r} in {position}, got {kind_of(column)}.")
+    if fields.get("history"):
+        raise ConfigError(
+            f"Expected no earlier turns under 'history' in {position}, got {kind_of(fields['history'])}. Write the "
+            "turns as 'messages'."
+        )
+    instruction, context, output, system = map(str, columns)
+    yield Instruction(instruction, context, output, system, position)
+
+
+def _text(fields: Fields, position: RecordPosition) -> Iterator[Part]:
+    text = fields["text"]
+    if not isinstance(text, str):
+        raise ConfigError(f"Expected a text under 'text' in {position}, got {kind_of(text)}.")
+    yield from (text[start : start + _PIECE_LENGTH] for start in range(0, len(text), _PIECE_LENGTH))
+    yield EndOfText()
+
+
+_PARSERS: Final = (
+    (("messages",), _chat("messages")),
+    (("conversations",), _chat("conversations")),
+    (("prompt", "completion"), _prompt_and_completion),
+    (("instruction", "output"), _instruction),
+    (("text",), _text),
+)
+"""Columns that a record must have -> its document's parts."""

@@ -1,0 +1,197 @@
+"""The tokens of documents, and which of them the loss is on.
+
+Note [A complement is read and not predicted]
+    A token outside the loss, such as a user's message to an assistant, is stored as its complement `~token`, a negative
+    number. As an input the complement stands for the token, as a target for `IGNORED`.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple, cast
+
+from lamella._data.answers import Messages, RenderedChat, Span, num_equal, rendered_chats
+from lamella._data.documents import Chat, EndOfText, Instruction, Part, PromptCompletion, RecordPosition, length_of
+from lamella._data.records import parts
+from lamella._data.text import TextFile
+from lamella._data.tokenizer import RunTokenizer
+from lamella._settings.options import ConfigError, in_short
+
+_BATCH_LENGTH: Final = 1 << 21
+"""Characters to tokenize in one call, which bounds memory: the tokenizer holds about a hundred bytes per token."""
+
+
+class EncodedDocuments(NamedTuple):
+    """Documents, or parts of them, of bounded length.
+
+    Attributes:
+        tokens: The tokens; see Note [A complement is read and not predicted].
+        stops: Offsets into `tokens` at which documents end.
+    """
+
+    tokens: list[int]
+    stops: list[int]
+
+
+@dataclass(kw_only=True)
+class Encoder:
+    """Turns documents into tokens.
+
+    Attributes:
+        tokenizer: The tokenizer of the run.
+        loss_is_on_all: No token is complemented for being no answer.
+        keeps_documents_apart: Documents are not read one after another in a stream: the tokenizer's special tokens are
+            added to texts, no `end` is added to what a chat template rendered, and the first token of each document
+            is a complement.
+        num_rewritten: Conversations so far that the chat template renders in several texts.
+    """
+
+    tokenizer: RunTokenizer
+    loss_is_on_all: bool = False
+    keeps_documents_apart: bool = False
+    num_rewritten: int = 0
+
+    def encode(self, files: Iterable[TextFile]) -> Iterator[EncodedDocuments]:
+        """Yield the tokens of all documents, in order.
+
+        Raises:
+            ConfigError: A record of a file holds no document, or a conversation cannot be rendered. Names the record.
+        """
+        is_start = True
+        for batch in _batches(parts(files)):
+            texts = iter(self._encode_texts([part for part in batch if isinstance(part, str)]))
+            documents = EncodedDocuments([], [])
+            for part in batch:
+                if isinstance(part, str):
+                    documents.tokens.extend([*self._begin(is_start), *next(texts)])
+                    is_start = False
+                elif isinstance(part, EndOfText):
+                    documents.tokens.append(self.tokenizer.end)
+                    documents.stops.append(len(documents.tokens))
+                    is_start = True
+                else:
+                    self._add(documents, part)
+            yield documents
+
+    def _begin(self, is_start: bool) -> list[int]:
+        """Return the special tokens that begin a text."""
+        return self._first_tokens if is_start and self.keeps_documents_apart else []
+
+    @property
+    def _first_tokens(self) -> list[int]:
+        begin = getattr(self.tokenizer.tokenizer, "bos_token_id", None)
+        return [begin] if begin is not None and _ids(self.tokenizer, "", add_special_tokens=True)[:1] == [begin] else []
+
+    def _add(self, documents: EncodedDocuments, part: Chat | PromptCompletion | Instruction) -> None:
+        if isinstance(part, Instruction):
+            part = part.as_text() if self.tokenizer.chat_template is None else part.as_chat()
+        encoded = [self._encode_completion(part)] if isinstance(part, PromptCompletion) else self._encode_chat(part)
+        self.num_rewritten += len(encoded) > 1
+        for ids in encoded:
+            documents.tokens.extend(self._ended(ids))
+            documents.stops.append(len(documents.tokens))
+
+    def _ended(self, ids: list[int]) -> list[int]:
+        """Return a document as it stands alone, or with `end` in a stream."""
+        if self.keeps_documents_apart:
+            return [~ids[0] if ids[0] >= 0 else ids[0], *ids[1:]] if ids else []
+        # Many templates end with `end` already. Otherwise append `end`: outside the loss, since no message holds it.
+        end = self.tokenizer.end
+        is_ended = bool(ids) and ids[-1] in (end, ~end)
+        return ids if is_ended else [*ids, end if self.loss_is_on_all else ~end]
+
+    def _encode_texts(self, texts: Sequence[str]) -> Iterator[list[int]]:
+        backend = self.tokenizer.backend
+        if backend is None:
+            return iter(self.tokenizer.tokenizer(list(texts), add_special_tokens=False)["input_ids"] if texts else [])
+        return (encoding.ids for encoding in backend.encode_batch_fast(list(texts), add_special_tokens=False))
+
+    def _encode_completion(self, pair: PromptCompletion) -> list[int]:
+        end = self.tokenizer.tokenizer.eos_token or self.tokenizer.tokenizer.convert_ids_to_tokens(self.tokenizer.end)
+        text = pair.prompt + pair.completion  # Tokens that merge over the prompt's end count as the completion's.
+        ids = _ids(self.tokenizer, text if text.endswith(str(end)) else f"{text}{end}", add_special_tokens=True)
+        prompt = [] if self.loss_is_on_all else _ids(self.tokenizer, pair.prompt, add_special_tokens=True)
+        return _complemented(ids, range(num_equal(prompt, ids), len(ids)))
+
+    def _encode_chat(self, chat: Chat) -> list[list[int]]:
+        """Return the token lists of a conversation: one, or more where the template rewrites earlier turns."""
+        try:
+            if self.loss_is_on_all:
+                return [_ids(self.tokenizer, self._render(chat, chat.messages))]
+            if chat.num_prompt_messages is not None:
+                return [self._encode_chat_completion(chat, chat.messages[: chat.num_prompt_messages])]
+            if self.tokenizer.marks_the_assistant:
+                return [self._encode_marked(chat)]
+            rendered = rendered_chats(
+                chat.messages, lambda messages, **options: self._render(chat, messages, **options)
+            )
+        except ConfigError:
+            raise
+        except Exception as error:  # Templates are code and may raise any exception, jinja2's among them.
+            raise _unrendered(chat.position, error) from error
+        return [self._encode_rendered(text) for text in rendered]
+
+    def _render(self, chat: Chat, messages: Messages, **options: Any) -> str:
+        render = cast("Callable[..., str]", self.tokenizer.tokenizer.apply_chat_template)
+        return render(messages, tools=chat.tools, tokenize=False, **chat.template_options, **options)
+
+    def _encode_chat_completion(self, chat: Chat, prompt: Messages) -> list[int]:
+        ids = _ids(self.tokenizer, self._render(chat, chat.messages))
+        before = _ids(self.tokenizer, self._render(chat, prompt, add_generation_prompt=True)) if prompt else []
+        return _complemented(ids, range(num_equal(before, ids), len(ids)))
+
+    def _encode_marked(self, chat: Chat) -> list[int]:
+        render = cast("Callable[..., Mapping[str, list[int]]]", self.tokenizer.tokenizer.apply_chat_template)
+        options = {"return_dict": True, "return_assistant_tokens_mask": True}
+        encoded = render(chat.messages, tools=chat.tools, **options, **chat.template_options)
+        masks = enumerate(encoded["assistant_masks"])
+        return _complemented(encoded["input_ids"], [position for position, is_answer in masks if is_answer])
+
+    def _encode_rendered(self, chat: RenderedChat) -> list[int]:
+        backend = self.tokenizer.backend
+        if backend is None:
+            ids = _ids(self.tokenizer, chat.text)
+            bounds = [[num_equal(_ids(self.tokenizer, chat.text[:at]), ids) for at in span] for span in chat.answers]
+            return _complemented(ids, [position for bound in bounds for position in range(*bound)])
+        encoding = backend.encode(chat.text, add_special_tokens=False)
+        spans = [_token_range(encoding, span) for span in chat.answers]
+        return _complemented(encoding.ids, [position for span in spans for position in span])
+
+
+def _unrendered(position: RecordPosition, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"Expected a conversation that the chat template can render in {position}, got: {in_short(error)}"
+    )
+
+
+def _ids(tokenizer: RunTokenizer, text: str, *, add_special_tokens: bool = False) -> list[int]:
+    return list(cast("Any", tokenizer.tokenizer)(text, add_special_tokens=add_special_tokens)["input_ids"])
+
+
+def _complemented(ids: Sequence[int], answers: Iterable[int]) -> list[int]:
+    """Return the tokens with the complements of all but those at the positions `answers`."""
+    complements = [~token for token in ids]
+    for position in answers:
+        complements[position] = ids[position]
+    return complements
+
+
+def _token_range(encoding: Any, span: Span) -> range:
+    """Return the tokens that a span touches, as transformers does for spans that a template marks."""
+    tokens = (encoding.char_to_token(position) for position in range(*span))
+    first = next((token for token in tokens if token is not None), None)
+    if first is None:
+        return range(0)
+    last = encoding.char_to_token(span.stop - 1)
+    return range(first, len(encoding.ids) if last is None else last + 1)
+
+
+def _batches(documents: Iterable[Part]) -> Iterator[list[Part]]:
+    batch: list[Part] = []
+    length = 0
+    for part in documents:
+        batch.append(part)
+        length += length_of(part)
+        if length >= _BATCH_LENGTH:
+            yield batch
+            batch, length = [], 0
+    yield batch

@@ -1,0 +1,126 @@
+"""JSON files that hold one document after another: on lines, or as the elements of one array."""
+
+import json
+import re
+from collections.abc import Iterable, Iterator
+from typing import Final, Literal, NamedTuple
+
+Form = Literal["text", "lines", "array"]
+"""How documents lie in a file: the file is one document, or its lines or the elements of its array are."""
+
+DOCUMENT_COLUMNS: Final = ("messages", "conversations", "prompt", "instruction", "text")
+"""Keys of which a document's object has at least one."""
+
+_LINE_SUFFIXES: Final = (".jsonl", ".ndjson")
+_ARRAY_SUFFIX: Final = ".json"
+_SEPARATORS: Final = re.compile(r"[\s,\ufeff]*")
+_DECODER: Final = json.JSONDecoder()
+
+
+class Element(NamedTuple):
+    """An element of an array.
+
+    Attributes:
+        text: Its JSON text; for a damaged element all text up to the file's end.
+        stop: Bytes from the beginning of the array's text to the end of the element.
+    """
+
+    text: str
+    stop: int
+
+
+def form_of(suffix: str, texts: Iterable[str], *, is_named: bool) -> Form:
+    """Return the form of a file.
+
+    A `.json` file is one document of text, such as a program's settings in a folder of sources, unless its first
+    object has a document's columns.
+
+    Args:
+        suffix: The suffix of the file's name, in lower case.
+        texts: The file's text in pieces; only the beginning is read.
+        is_named: The user named the file itself, not its folder: any array is then taken for one of documents.
+    """
+    if suffix in _LINE_SUFFIXES:
+        return "lines"
+    if suffix != _ARRAY_SUFFIX:
+        return "text"
+    pieces = iter(texts)
+    first = next(pieces, "")
+    begin = first.lstrip("\ufeff \t\r\n")
+    if begin.startswith("["):
+        element = next(elements(_chain(first, pieces)), None)
+        is_array = element is not None and (_is_document(element.text) or (is_named and _is_json(element.text)))
+        return "array" if is_array else "text"
+    return "lines" if _is_document(begin.partition("\n")[0]) else "text"
+
+
+def _chain(first: str, pieces: Iterator[str]) -> Iterator[str]:
+    yield first
+    yield from pieces
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _is_document(text: str) -> bool:
+    fields = json.loads(text) if _is_json(text) else None
+    return isinstance(fields, dict) and any(name in fields for name in DOCUMENT_COLUMNS)
+
+
+def elements(texts: Iterable[str]) -> Iterator[Element]:
+    """Yield the elements of an array, or of a part of an array that begins or ends between elements.
+
+    Args:
+        texts: The array's text in pieces.
+    """
+    remainder, nbytes, needed, is_begun = "", 0, 0, False
+    for text, is_last in _with_end(texts):
+        remainder += text
+        if len(remainder) < needed and not is_last:  # An element of many pieces would be parsed anew for each.
+            continue
+        if not is_begun:
+            start = _after_bracket(remainder)
+            nbytes, remainder, is_begun = len(remainder[:start].encode()), remainder[start:], True
+        position = 0
+        for begin, end in _spans(remainder):
+            nbytes += len(remainder[position:end].encode())
+            yield Element(remainder[begin:end], nbytes)
+            position = end
+        remainder = remainder[position:]
+        needed = 2 * len(remainder)
+    damaged = remainder.strip(" \t\r\n,")
+    if damaged not in ("", "]"):
+        yield Element(damaged, nbytes + len(remainder.encode()))
+
+
+def _with_end(texts: Iterable[str]) -> Iterator[tuple[str, bool]]:
+    """Yield every text, and an empty last one that is marked."""
+    for text in texts:
+        yield text, False
+    yield "", True
+
+
+def _after_bracket(text: str) -> int:
+    start = _skip(text, 0)
+    return start + 1 if text[start : start + 1] == "[" else 0
+
+
+def _skip(text: str, position: int) -> int:
+    match = _SEPARATORS.match(text, position)
+    return match.end() if match else position
+
+
+def _spans(text: str) -> Iterator[tuple[int, int]]:
+    """Yield begin and end of each whole element in a text that begins between elements."""
+    position = 0
+    while (begin := _skip(text, position)) < len(text) and text[begin] != "]":
+        try:
+            _, position = _DECODER.raw_decode(text, begin)
+        except (ValueError, RecursionError):  # cut at the end of the text, or damaged
+            return
+        yield begin, position

@@ -1,0 +1,140 @@
+"""Answers in rendered conversations: the mask of marked templates, found without marks in any template."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lamella import ConfigError
+from lamella._data.documents import Chat, RecordPosition
+from lamella._data.encoding import Encoder
+from lamella._data.text import TextFile
+from lamella._data.tokenizer import RunTokenizer
+
+CHATML = (
+    "{%- if tools %}{{ '<|im_start|>tools\n' + (tools | tojson) + '<|im_end|>\n' }}{%- endif %}"
+    "{%- for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}"
+    "{%- if message.role == 'assistant' %}{% generation %}{{ (message.content or '') + '<|im_end|>' }}"
+    "{%- for call in message.tool_calls or [] %}{{ '<call>' + (call | tojson) }}{%- endfor %}{% endgeneration %}"
+    "{{ '\n' }}"
+    "{%- else %}{{ message.content + '<|im_end|>\n' }}{%- endif %}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{%- endif %}"
+)
+LLAMA = (
+    "{{ bos_token }}{% for message in messages %}{% if message.role == 'assistant' %}"
+    "{% generation %}{{ ' ' + message.content | trim + eos_token }}{% endgeneration %}"
+    "{% else %}{{ '[INST] ' + message.content | trim + ' [/INST]' }}{% endif %}{% endfor %}"
+)
+THINKING = (
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}"
+    "{% if message.role == 'assistant' and loop.last %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
+    "{{ message.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+THOUGHTS_AHEAD = (
+    "{% for message in messages %}{{ '<' + message.role + '>' + message.content + '<|im_end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<assistant><think>' }}{% endif %}"
+)
+REFUSING = (
+    "{% if messages | length < 2 or messages[1].role != 'assistant' %}{{ raise_exception('Two, please') }}{% endif %}"
+    "{% for message in messages %}{{ '<' + message.role + '>' + message.content + '<|im_end|>' }}{% endfor %}"
+)
+
+
+@pytest.fixture(scope="module")
+def run_tokenizer() -> RunTokenizer:
+    """A byte-level tokenizer with a token for the end of a turn."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {character: index for index, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken("<|im_end|>", special=True), AddedToken("<s>", special=True)])
+    make: Any = PreTrainedTokenizerFast
+    tokenizer = make(tokenizer_object=backend, bos_token="<s>", eos_token="<|im_end|>")
+    return RunTokenizer(tokenizer=tokenizer, end=256, num_tokens=258, unit="byte")
+
+
+def chat(*messages: Mapping[str, object], **options: Any) -> Chat:
+    position = RecordPosition(TextFile(name="a", path=options.pop("path", None), stop=0, digest="", form="array"), 3)
+    return Chat(messages=messages, position=position, **options)
+
+
+def message(role: str, content: str) -> Mapping[str, object]:
+    return {"role": role, "content": content}
+
+
+def encoded(tokenizer: RunTokenizer, template: str, conversation: Chat, *, marked: bool = False) -> list[list[int]]:
+    plain = re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", template)
+    tokenizer.tokenizer.chat_template = template if marked else plain
+    return Encoder(tokenizer=tokenizer, keeps_documents_apart=True)._encode_chat(conversation)
+
+
+def answers(tokenizer: RunTokenizer, ids: Sequence[int]) -> str:
+    return str(tokenizer.tokenizer.decode([token for token in ids if token >= 0]))
+
+
+CONTENTS = st.text("ab \n<>é", max_size=12)
+
+
+@settings(max_examples=40)
+@given(st.lists(st.tuples(CONTENTS, CONTENTS), min_size=1, max_size=3), st.booleans(), st.sampled_from([CHATML, LLAMA]))
+def test_the_mask_without_marks_is_the_mask_of_the_marks(
+    run_tokenizer: RunTokenizer, turns: list[tuple[str, str]], has_system: bool, template: str
+) -> None:
+    messages = [message("system", "You add.")] if has_system else []
+    for question, answer in turns:
+        messages += [message("user", question), message("assistant", answer)]
+    marked = encoded(run_tokenizer, template, chat(*messages), marked=True)
+    assert encoded(run_tokenizer, template, chat(*messages)) == marked
+
+
+def test_calls_of_tools_are_answers_and_their_outputs_are_not(run_tokenizer: RunTokenizer) -> None:
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "add", "arguments": {"a": 1}}]}
+    messages = [message("user", "1+2"), call, message("tool", "3"), message("assistant", "Three.")]
+    conversation = chat(*messages, tools=[{"type": "function", "function": {"name": "add"}}])
+    [ids] = encoded(run_tokenizer, CHATML, conversation)
+    assert [ids] == encoded(run_tokenizer, CHATML, conversation, marked=True)
+    assert answers(run_tokenizer, ids) == ('<|im_end|><call>{"name": "add", "arguments": {"a": 1}}Three.<|im_end|>')
+
+
+def test_a_turn_that_the_template_rewrites_is_a_document_as_the_model_wrote_it(run_tokenizer: RunTokenizer) -> None:
+    messages = [message("user", "1"), message("assistant", "one"), message("user", "2"), message("assistant", "two")]
+    first, second = encoded(run_tokenizer, THINKING, chat(*messages))
+    for ids, answer in ((first, "one"), (second, "two")):
+        assert answers(run_tokenizer, ids) == f"<think>\n\n</think>\n\n{answer}<|im_end|>"
+    text = run_tokenizer.tokenizer.decode([token if token >= 0 else ~token for token in second])
+    assert "one" in str(text) and str(text).count("<think>") == 1
+
+
+def test_an_answer_begins_before_a_thought_that_only_the_prompt_begins(run_tokenizer: RunTokenizer) -> None:
+    [ids] = encoded(run_tokenizer, THOUGHTS_AHEAD, chat(message("user", "1"), message("assistant", "one")))
+    assert answers(run_tokenizer, ids) == "one<|im_end|>"
+
+
+def test_answers_are_found_in_templates_that_refuse_the_messages_before(run_tokenizer: RunTokenizer) -> None:
+    [ids] = encoded(run_tokenizer, REFUSING, chat(message("user", "1"), message("assistant", "one")))
+    assert answers(run_tokenizer, ids) == "one<|im_end|>"
+
+
+def test_an_answer_may_come_first_or_be_empty(run_tokenizer: RunTokenizer) -> None:
+    [ids] = encoded(run_tokenizer, CHATML, chat(message("assistant", "Hello"), message("user", "1")))
+    assert answers(run_tokenizer, ids) == "Hello<|im_end|>"
+    [ids] = encoded(run_tokenizer, CHATML, chat(message("user", "1"), message("assistant", "")))
+    assert answers(run_tokenizer, ids) == "<|im_end|>"
+
+
+def test_of_a_prompt_with_completion_the_loss_is_on_all_of_the_completion(run_tokenizer: RunTokenizer) -> None:
+    messages = [message("user", "1"), message("assistant", "one"), message("user", "2"), message("assistant", "two")]
+    [ids] = encoded(run_tokenizer, CHATML, chat(*messages, num_prompt_messages=3))
+    assert answers(run_tokenizer, ids) == "two<|im_end|>\n"
+
+
+def test_what_a_template_refuses_is_refused_by_its_row(run_tokenizer: RunTokenizer) -> None:
+    with pytest.raises(ConfigError, match="can render in row 3 of 'None', got: Two, please."):
+        encoded(run_tokenizer, REFUSING, chat(message("user", "1")))

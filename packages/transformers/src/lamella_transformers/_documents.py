@@ -1,0 +1,92 @@
+"""Several documents in one sequence: the arguments of a model's forward, and models that keep documents apart.
+
+Note [Positions that begin anew]
+    Without an attention mask and a cache, transformers builds its masks from `position_ids`: a position that does not
+    follow the one before begins a document, and no token attends to another document. Flash attention finds documents
+    in a batch of one row alone, so rows are joined into one there. A state that layers carry along a sequence (of
+    Mamba, of linear attention, of a convolution) knows no positions and crosses from one document into the next.
+"""
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+_ATTENTION_TYPES = ("full_attention", "sliding_attention", "chunked_attention", "indexed_attention", "attention")
+"""Types of layers, as configs of transformers name them, that carry no state along a sequence."""
+
+
+def document_arguments(
+    model: nn.Module, inputs: torch.Tensor, positions: torch.Tensor | None
+) -> dict[str, torch.Tensor]:
+    """Return the tokens and positions as arguments of a model's forward; see Note [Positions that begin anew].
+
+    Args:
+        model: A causal language model of transformers.
+        inputs: (num_sequences, sequence_length) int64 tokens.
+        positions: (num_sequences, sequence_length) int64, from 0 on in each document; None for a document a sequence.
+    """
+    if positions is None:
+        return {"input_ids": inputs}
+    implementation = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    if "flash" in str(implementation):
+        inputs, positions = inputs.reshape(1, -1), positions.reshape(1, -1)
+    return {"input_ids": inputs, "position_ids": positions}
+
+
+def separates_documents(outline: nn.Module) -> bool:
+    """True for models that read several documents in a sequence without one seeing another.
+
+    Args:
+        outline: The model on the meta device. Its forward runs up to its first mask.
+    """
+    if "position_ids" not in inspect.signature(outline.forward).parameters or _carries_a_state(outline):
+        return False
+    tokens = torch.zeros(1, 2, dtype=torch.int64, device="meta")
+    # Other forwards may fail on the meta device: experts are chosen by numbers.
+    with _mask_requests() as requests, _without_padding(outline), torch.no_grad(), suppress(Exception):
+        outline(input_ids=tokens, position_ids=tokens, use_cache=False)
+    return bool(requests)
+
+
+@contextmanager
+def _without_padding(model: nn.Module) -> Iterator[None]:
+    """Set no padding token in the block: some forwards look for it among the tokens before they build masks."""
+    config = cast(Any, model).config
+    former = getattr(config, "pad_token_id", None)
+    config.pad_token_id = None
+    try:
+        yield
+    finally:
+        config.pad_token_id = former
+
+
+def _carries_a_state(model: nn.Module) -> bool:
+    config = cast(Any, getattr(model, "config", None))
+    layer_types = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
+    return bool(getattr(model, "_is_stateful", False)) or any(
+        layer_type not in _ATTENTION_TYPES for layer_type in layer_types
+    )
+
+
+@contextmanager
+def _mask_requests() -> Iterator[list[torch.Tensor]]:
+    """Collect the positions that transformers builds masks from in the block; the first ends the forward."""
+    from transformers import masking_utils
+
+    positions: list[torch.Tensor] = []
+
+    def request(position_ids: torch.Tensor) -> None:
+        positions.append(position_ids)
+        raise StopIteration
+
+    functions = vars(masking_utils)
+    former = functions["find_packed_sequence_indices"]
+    functions["find_packed_sequence_indices"] = request
+    try:
+        yield positions
+    finally:
+        functions["find_packed_sequence_indices"] = former
