@@ -51,15 +51,15 @@ def _way_out(spec: ModelSpec) -> str:
 
 def _change_before_later_tokens(model: nn.Module, spec: ModelSpec) -> float | None:
     """Return the largest change of logits before changed tokens, by the change from there on; None without a trial."""
-    small = _small_enough(model, spec)
-    if small is None:
+    trial_spec = _small_enough(model, spec)
+    if trial_spec is None:
         return None
     generator = torch.Generator().manual_seed(0)
     first = torch.randint(spec.vocab_size, (1, _TRIAL_LENGTH), generator=generator)
     half = _TRIAL_LENGTH // 2
     second = torch.cat([first[:, :half], (first[:, half:] + 1) % spec.vocab_size], dim=1)
     try:
-        trial = build_model(small, torch.device("cpu"), seed=0).eval()
+        trial = build_model(trial_spec, torch.device("cpu"), seed=0).eval()
         with torch.no_grad():
             logits, changed = (cast(Any, trial(input_ids=x, use_cache=False)).logits for x in (first, second))
     except Exception:  # noqa: BLE001  Some models run on GPUs alone, or on longer sequences.

@@ -29,7 +29,7 @@ from lamella_transformers._construction import ModelSpec, constructed
 from lamella_transformers._errors import ModelError, in_short
 
 
-class _Slot(NamedTuple):
+class _ParameterSlot(NamedTuple):
     """An attribute of a module that holds a parameter."""
 
     module: nn.Module
@@ -113,15 +113,17 @@ class FreshWeights:
             return self._initialised(name, [parameter])
         except RuntimeError:  # A function reads another parameter of its module, RWKV's for the device alone.
             modules = [initialiser.module for initialiser in self._initialisers[id(parameter)]]
-            beside = [p for module in modules for p in module.parameters(recurse=False) if p is not parameter]
-            return self._initialised(name, [parameter, *beside])
+            siblings = [p for module in modules for p in module.parameters(recurse=False) if p is not parameter]
+            return self._initialised(name, [parameter, *siblings])
 
     def _initialised(self, name: str, parameters: Sequence[nn.Parameter]) -> torch.Tensor:
         """Draw the first of some parameters, which have memory for that time."""
         with ExitStack() as contexts:
             tensors = [torch.empty_like(parameter, device=self._device) for parameter in parameters]
             for parameter, tensor in zip(parameters, tensors, strict=True):
-                contexts.enter_context(_held(self._slots[id(parameter)], nn.Parameter(tensor, requires_grad=False)))
+                contexts.enter_context(
+                    _with_parameter(self._slots[id(parameter)], nn.Parameter(tensor, requires_grad=False))
+                )
             contexts.enter_context(self._device)
             torch.manual_seed(_seed_of(self._seed, name))
             for initialiser in self._initialisers[id(parameters[0])]:
@@ -166,18 +168,18 @@ def _copy(tensor: torch.Tensor, requests: Sequence[Wanted]) -> None:
         request.into.copy_(tensor[tuple(map(slice, box.offsets, map(sum, zip(box.offsets, box.sizes, strict=True))))])
 
 
-def _slots(model: nn.Module) -> dict[int, list[_Slot]]:
+def _slots(model: nn.Module) -> dict[int, list[_ParameterSlot]]:
     """Return the attributes that hold each parameter, by the parameter's id."""
-    slots: dict[int, list[_Slot]] = {}
+    slots: dict[int, list[_ParameterSlot]] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                slots.setdefault(id(parameter), []).append(_Slot(module, name))
+                slots.setdefault(id(parameter), []).append(_ParameterSlot(module, name))
     return slots
 
 
 @contextmanager
-def _held(slots: Sequence[_Slot], parameter: nn.Parameter) -> Iterator[None]:
+def _with_parameter(slots: Sequence[_ParameterSlot], parameter: nn.Parameter) -> Iterator[None]:
     """Put a parameter into the attributes that hold another, for the time of the block."""
     originals = [slot.module._parameters[slot.name] for slot in slots]
     for slot in slots:
