@@ -33,7 +33,7 @@ def refusal(*argv: str) -> str:
         ("--per-device-train-batch-size", "Pass --batch-size, which counts the sequences of all ranks, and --accu"),
         ("--fp16", "Pass --precision bf16, which needs no loss scaling; there is no fp16."),
         ("--lora-r", "docs/how-to/put-lamella-in-fsdp2s-place.md."),
-        ("--gradient-checkpointing", "pass a smaller --batch-size or --sequence-length, or more --accumulation."),
+        ("--gradient-checkpointing", "Pass --recompute full."),
         ("--deepspeed", "sharded already, as ZeRO-3 does: leave it out."),
         ("--stepps", "Did you mean '--steps'?"),
     ],

@@ -32,6 +32,13 @@ _OPTIONS: Final[Mapping[str, tuple[str, ...]]] = {
     "--precision": ("dtype", "torch-dtype", "mixed-precision"),
     "--precision bf16": ("bf16", "bfloat16", "bf16-mixed"),
     "--precision fp32": ("fp32",),
+    "--recompute full": ("gradient-checkpointing", "activation-checkpointing", "recompute-activations"),
+    "--recompute": ("recompute-granularity",),
+    "--stage": ("zero-stage", "zero"),
+    "--offload-activations": ("activation-offloading",),
+    "--rest cpu": ("cpu-offload", "fsdp-offload-params", "offload-params"),
+    "--packing": ("sample-packing", "pack", "padding-free"),
+    "--loss-on": ("train-on-inputs", "assistant-only-loss", "completion-only-loss", "mask-prompt", "train-on-prompt"),
     "--float8": ("fp8", "fp8-recipe"),
     "--compile": ("torch-compile",),
     "--run-dir": ("output-dir", "output", "out-dir", "save-dir", "save", "checkpoint-dir", "logging-dir"),
@@ -50,22 +57,14 @@ _SENTENCES: Final[Mapping[str, str]] = {
     "train-batch-size": "Pass --batch-size, which counts the sequences of all ranks.",
     "fp16": "Pass --precision bf16, which needs no loss scaling; there is no fp16.",
     "lora": "Adapters are trained by other trainers on lamella's engine: docs/how-to/put-lamella-in-fsdp2s-place.md.",
-    "gradient-checkpointing": "Activations are kept: pass a smaller --batch-size or --sequence-length, or more "
-    "--accumulation.",
-    "deepspeed": "Parameters, gradients and optimizer state are sharded already, as ZeRO-3 does: leave it out. Other "
-    "stages: docs/how-to/choose-a-zero-stage.md.",
+    "deepspeed": "Parameters, gradients and optimizer state are sharded already, as ZeRO-3 does: leave it out, or "
+    "pass --stage.",
 }
 
 _OTHERS: Final[Mapping[str, tuple[str, ...]]] = {
     "per-device-train-batch-size": ("per-gpu-train-batch-size", "per-device-batch-size"),
     "lora": ("lora-r", "lora-rank", "lora-alpha", "use-lora", "use-peft", "peft", "adapter", "qlora", "dora"),
-    "gradient-checkpointing": (
-        "activation-checkpointing",
-        "recompute",
-        "recompute-activations",
-        "recompute-granularity",
-    ),
-    "deepspeed": ("fsdp", "fsdp-config", "zero-stage", "zero", "use-fsdp", "deepspeed-config"),
+    "deepspeed": ("fsdp", "fsdp-config", "use-fsdp", "deepspeed-config"),
 }
 
 
