@@ -34,7 +34,7 @@ def refusal(*argv: str) -> str:
         ("--fp16", "Pass --precision bf16, which needs no loss scaling; there is no fp16."),
         ("--lora-r", "docs/how-to/put-lamella-in-fsdp2s-place.md."),
         ("--gradient-checkpointing", "Pass --recompute full."),
-        ("--deepspeed", "sharded already, as ZeRO-3 does: leave it out."),
+        ("--deepspeed", "sharded already, as ZeRO-3 does: leave it out, or pass --stage."),
         ("--stepps", "Did you mean '--steps'?"),
     ],
 )
