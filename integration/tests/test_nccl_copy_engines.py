@@ -12,7 +12,7 @@ from late_streams import LLAMA, assert_no_bit_changes_when_late
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from lamella_buffers import CachingAllocator, NcclTransport, Payload, copy_engines_of
+from lamella_buffers import CachingAllocator, NcclTransport, Payload, WindowAllocator, copy_engines_of
 from lamella_buffers.testing import check_allocator
 from lamella_engine import ZERO2, ZERO3, AxisPlacement, MixedPrecisionPolicy, ShardingOptions, fully_shard
 from lamella_engine._modules.attached import state_of
@@ -206,7 +206,7 @@ def test_at_rest_windows_hold_no_allocated_bytes(num_ranks: int) -> None:
             model(x)
         assert torch.cuda.memory_allocated() - before < 2**20  # messages between ranks
         windows = state_of(model).unit.parameters.groups[0].transports.windows
-        assert windows is not None
+        assert isinstance(windows, WindowAllocator)
         assert windows.reserved_nbytes == 4096 * 4096 * 4
 
     run_ranks(check, num_ranks, device="cuda")

@@ -194,7 +194,7 @@ def note_step(optimizer: Optimizer, *_: object) -> None:
 def forget_measured(optimizer: Optimizer) -> None:
     """Drop the amaxes that evaluations have measured of an optimizer's units, before a replay of a captured step.
 
-    Effects: those of `Scaling.weights_changed`.
+    Effects: those of `WeightScaling.weights_changed`.
     """
     for unit in _units_of(optimizer):
         for listener in unit.parameters.listeners:

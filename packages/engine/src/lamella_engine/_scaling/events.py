@@ -85,7 +85,7 @@ class ScaledParameters(Protocol):
         """Refuse a collective that other ranks are not about to begin."""
 
 
-class ScaledWeights(Protocol):
+class MeasurableWeights(Protocol):
     """The weights of a unit, as measurements see them."""
 
     @property
@@ -102,7 +102,7 @@ class WeightsListener(Protocol):
     def hears(self, groups: Sequence[ScaledGroup]) -> bool:
         """Whether the events of a unit with some groups concern the listener."""
 
-    def weights_needed(self, weights: ScaledWeights, *, is_in_pass: bool = False) -> None:
+    def weights_needed(self, weights: MeasurableWeights, *, is_in_pass: bool = False) -> None:
         """A gather from main weights is about to begin.
 
         Args:
@@ -111,7 +111,9 @@ class WeightsListener(Protocol):
                 between passes, or completes one.
         """
 
-    def weights_changed(self, weights: ScaledWeights, change: WeightsChange, replaced: Collection[int] = ()) -> None:
+    def weights_changed(
+        self, weights: MeasurableWeights, change: WeightsChange, replaced: Collection[int] = ()
+    ) -> None:
         """Main weights of a unit have changed, may have changed, or are about to.
 
         Args:

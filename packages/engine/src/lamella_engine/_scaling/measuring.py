@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 
 from lamella_engine._common.labels import label
-from lamella_engine._scaling.events import ScaledGroup, ScaledWeights
+from lamella_engine._scaling.events import MeasurableWeights, ScaledGroup
 from lamella_engine._scaling.scales import Scales, joined, rescale
 from lamella_precision import ScaledRecipe
 
 
-def measure(units: Sequence[ScaledWeights]) -> None:
+def measure(units: Sequence[MeasurableWeights]) -> None:
     """Compute the scales of whole tensors of some units, for the gathers of this pass.
 
     Args:

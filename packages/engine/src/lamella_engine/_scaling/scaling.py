@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from lamella_engine._scaling.events import ScaledGroup, ScaledParameters, ScaledWeights, WeightsChange
+from lamella_engine._scaling.events import MeasurableWeights, ScaledGroup, ScaledParameters, WeightsChange
 from lamella_engine._scaling.measuring import measure
 from lamella_engine._scaling.scales import Scales
 from lamella_precision import ScaledRecipe
@@ -24,10 +24,10 @@ class ScaledUnit(Protocol):
     """A unit of the tree."""
 
     @property
-    def weights(self) -> ScaledWeights: ...
+    def weights(self) -> MeasurableWeights: ...
 
 
-class Scaling:
+class WeightScaling:
     """Hears of needs and changes of a tree's weights, and computes scales before a gather encodes with them.
 
     The first gather of a forward waits for the measurement of two units; later ones find units measured in growing
@@ -51,7 +51,7 @@ class Scaling:
         for weights in self._at_rest():
             _expire(weights.parameters)
 
-    def weights_needed(self, weights: ScaledWeights, *, is_in_pass: bool = False) -> None:
+    def weights_needed(self, weights: MeasurableWeights, *, is_in_pass: bool = False) -> None:
         """Compute the scales of a unit that is about to be gathered, if due; in a pass also some other units'.
 
         Effects: those of `measure`; none with scales at hand.
@@ -63,7 +63,9 @@ class Scaling:
         elif weights.will_be_encoded:  # else earlier encodings serve this pass
             self._measure_with_others(weights)
 
-    def weights_changed(self, weights: ScaledWeights, change: WeightsChange, replaced: Collection[int] = ()) -> None:
+    def weights_changed(
+        self, weights: MeasurableWeights, change: WeightsChange, replaced: Collection[int] = ()
+    ) -> None:
         """Take a change of main weights into account.
 
         Effects: those of `_forget_past` and `_forget_measured`, before weights are replaced and before a replay.
@@ -89,7 +91,7 @@ class Scaling:
         if due := [weights for weights in at_rest if _are_due(weights) and _are_measured(weights)]:
             measure(due)
 
-    def _measure_with_others(self, weights: ScaledWeights) -> None:
+    def _measure_with_others(self, weights: MeasurableWeights) -> None:
         # In the order of `fully_shard` calls, equal on every rank, from facts that follow from the program: the MAX
         # reduction must have the same members everywhere.
         candidates = [
@@ -101,7 +103,7 @@ class Scaling:
         self._num_measured += len(due)
         measure([*due, *(candidate for candidate in candidates if _are_measured(candidate))])
 
-    def _at_rest(self) -> list[ScaledWeights]:
+    def _at_rest(self) -> list[MeasurableWeights]:
         living = [unit.weights for reference in self._units if (unit := reference()) is not None]
         # A unit in use keeps the scales that its payloads were encoded with: backward decodes with them.
         return [weights for weights in living if self in weights.parameters.listeners and weights.will_be_encoded]
@@ -112,12 +114,12 @@ def scales_of(parameters: ScaledParameters) -> list[Scales]:
     return [group.scales for group in parameters.groups if group.scales is not None]
 
 
-def _are_due(weights: ScaledWeights) -> bool:
+def _are_due(weights: MeasurableWeights) -> bool:
     """Whether the next gather needs scales anew."""
     return any([scales.are_due for scales in scales_of(weights.parameters)])
 
 
-def _are_measured(weights: ScaledWeights) -> bool:
+def _are_measured(weights: MeasurableWeights) -> bool:
     """Whether no scales that are due need a read of main weights: encodings have measured them."""
     return all([scales.are_measured for scales in scales_of(weights.parameters) if scales.are_due])
 

@@ -11,7 +11,7 @@ from torch.autograd import Variable
 from lamella_engine._common.labels import label
 from lamella_engine._options.options import DEFAULT_OPTIONS, ShardingOptions
 from lamella_engine._parameters.registrations import refuse_late_parameters, registrations
-from lamella_engine._scaling.scaling import Scaling
+from lamella_engine._scaling.scaling import WeightScaling
 from lamella_engine._streams.context import Context, PassPhase
 from lamella_engine._streams.order_check import OrderCheck
 from lamella_engine._tree.prefetch import Prefetch
@@ -117,7 +117,7 @@ class Tree:
         self._listeners = Listeners(self)
         self.step_end = StepEnd(self._units, self.context, self._listeners)
         self._prefetch = Prefetch(self._units)
-        self.scaling = Scaling(self._units)
+        self.scaling = WeightScaling(self._units)
         # The unit whose forward began the last forward pass. An index: the tree refers to units weakly.
         self._forward_root: int | None = None
         self.follow(options)
@@ -307,7 +307,7 @@ class Tree:
         """Prefetch for the next forward, while an optimizer still updates other units.
 
         Effects: the gather stream waits for the compute stream; those of the units' gathers, and of
-            `Scaling.compute_measured`.
+            `WeightScaling.compute_measured`.
         """
         self.streams.post_optim_event = None  # recorded at an earlier update
         self.scaling.compute_measured()

@@ -23,7 +23,7 @@ class Render(Protocol):
         ...
 
 
-class Span(NamedTuple):
+class AnswerSpan(NamedTuple):
     """Characters of a text."""
 
     start: int
@@ -34,7 +34,7 @@ class RenderedChat(NamedTuple):
     """A text of a chat template, and the answers in it that the loss is on."""
 
     text: str
-    answers: tuple[Span, ...]
+    answers: tuple[AnswerSpan, ...]
 
 
 def rendered_chats(messages: Messages, render: Render) -> list[RenderedChat]:
@@ -47,7 +47,7 @@ def rendered_chats(messages: Messages, render: Render) -> list[RenderedChat]:
         render: Raises any exception where the template refuses messages.
     """
     text = render(messages)
-    answers: list[Span] = []
+    answers: list[AnswerSpan] = []
     chats: list[RenderedChat] = []
     for stop in reversed([index + 1 for index, message in enumerate(messages) if message["role"] == "assistant"]):
         up_to_answer = text if stop == len(messages) else render(messages[:stop])
@@ -57,7 +57,7 @@ def rendered_chats(messages: Messages, render: Render) -> list[RenderedChat]:
             text, answers = up_to_answer, []
         start = _answer_start(messages[:stop], up_to_answer, render)
         # No model has to predict the line's end that a template writes after the end of a turn.
-        answers.append(Span(start, max(start, len(up_to_answer.rstrip("\n")))))
+        answers.append(AnswerSpan(start, max(start, len(up_to_answer.rstrip("\n")))))
     if answers or not chats:
         chats.append(RenderedChat(text, tuple(reversed(answers))))
     return chats[::-1]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, cast
 
-from lamella._data.answers import Messages, RenderedChat, Span, num_equal, rendered_chats
+from lamella._data.answers import AnswerSpan, Messages, RenderedChat, num_equal, rendered_chats
 from lamella._data.documents import Chat, EndOfText, Instruction, Part, PromptCompletion, RecordPosition, length_of
 from lamella._data.records import parts
 from lamella._data.text import TextFile
@@ -175,7 +175,7 @@ def _complemented(ids: Sequence[int], answers: Iterable[int]) -> list[int]:
     return complements
 
 
-def _token_range(encoding: Any, span: Span) -> range:
+def _token_range(encoding: Any, span: AnswerSpan) -> range:
     """Return the tokens that a span touches, as transformers does for spans that a template marks."""
     tokens = (encoding.char_to_token(position) for position in range(*span))
     first = next((token for token in tokens if token is not None), None)
