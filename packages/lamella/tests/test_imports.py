@@ -54,6 +54,7 @@ def imported(*commands: Sequence[str], code: int = 0) -> set[str]:
         ["export", "--help"],
         ["generate", "--help"],
         ["eval", "--help"],
+        ["run", "--help"],
     ],
     ids=" ".join,
 )

@@ -62,6 +62,10 @@ def _run(argv: Sequence[str]) -> int:
         from lamella._command import inference
 
         return inference.run_generate(arguments) if arguments.command == "generate" else inference.run_eval(arguments)
+    if arguments.command == "run":
+        from lamella._command import script
+
+        script.run(arguments)
     if arguments.command == "overlap-report":
         overlap_report.run(arguments)
     elif arguments.print_config:

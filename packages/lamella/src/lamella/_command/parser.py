@@ -16,7 +16,7 @@ from lamella._settings.options import ConfigError, Field, describe, fields_of, i
 from lamella._settings.spellings import option_of_spelling
 
 DEFAULT_MODEL = "llama-small"
-COMMANDS: Final = ("train", *inference_options.VERBS, "ckpt", "overlap-report")
+COMMANDS: Final = ("train", *inference_options.VERBS, "run", "ckpt", "overlap-report")
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -131,6 +131,17 @@ def _parser() -> argparse.ArgumentParser:
     for group, cls in GROUPS.items():
         _add_group(command, group, cls)
     inference_options.add_verbs(commands)
+    command = commands.add_parser(
+        "run",
+        usage="%(prog)s [-m] SCRIPT [ARGUMENT ...]",
+        help="run a program written for FSDP2, with lamella in FSDP2's place",
+        description="Run a Python script, or with -m a module, unchanged: what it shards by torch's fully_shard is "
+        "sharded by lamella. On several ranks: torchrun --nproc-per-node N -m lamella run SCRIPT.",
+        allow_abbrev=False,
+    )
+    command.add_argument("-m", dest="is_module", action="store_true", help="SCRIPT is the name of a module")
+    command.add_argument("program", metavar="SCRIPT", help="file of a script")
+    command.add_argument("arguments", metavar="ARGUMENT", nargs=argparse.REMAINDER, help="arguments of the program")
     command = commands.add_parser(
         "overlap-report",
         help="exposed communication, copies and waits for the host in a profile",

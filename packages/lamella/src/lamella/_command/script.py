@@ -1,0 +1,52 @@
+"""`lamella run`: a program written for FSDP2, with lamella in FSDP2's place."""
+
+import argparse
+import os
+import runpy
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NoReturn
+
+import lamella_engine
+import lamella_optim
+from lamella._settings.options import ConfigError
+
+
+def run(arguments: argparse.Namespace) -> NoReturn:
+    """Run a script or a module as `python` would, and end with its exit code.
+
+    Raises:
+        ConfigError: There is no such script or module.
+        SystemExit: The program has ended: the interpreter's exit runs the program's exit handlers.
+
+    Effects: `lamella_engine.install` and `lamella_optim.install`, for the rest of the process; changes `sys.argv` and
+        `sys.path` as `python` sets them for the program.
+    """
+    program = arguments.program
+    _check(program, is_module=arguments.is_module)
+    lamella_engine.install()
+    lamella_optim.install()
+    sys.argv = [program, *arguments.arguments]
+    if arguments.is_module:
+        runpy.run_module(program, run_name="__main__", alter_sys=True)
+    else:
+        sys.path.insert(0, str(Path(program).resolve().parent))
+        runpy.run_path(program, run_name="__main__")
+    raise SystemExit(0)
+
+
+def _check(program: str, *, is_module: bool) -> None:
+    if not is_module:
+        if not Path(program).is_file():
+            raise ConfigError(
+                f"Expected the file of a Python script, got {program!r}. Pass -m before the name of a module."
+            )
+        return
+    sys.path.insert(0, os.getcwd())
+    try:
+        is_absent = find_spec(program) is None
+    except ModuleNotFoundError:  # of a package on the way
+        is_absent = True
+    if is_absent:
+        raise ConfigError(f"Expected a module that Python finds after -m, got {program!r}.")

@@ -1,0 +1,73 @@
+"""`lamella run`: a program written for FSDP2 runs unchanged, sharded by lamella."""
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from lamella.cli import main
+
+PROGRAM = """
+    import atexit, sys
+    import torch
+    import torch.distributed as dist
+    from helper import width
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo")
+    model = torch.nn.Linear(width, 3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)  # before sharding, as some libraries do
+    fully_shard(model)
+    model(torch.ones(2, width)).sum().backward()
+    optimizer.step()
+    print(__name__, type(model).__mro__[1].__module__.split(".")[0], sys.argv[1:], flush=True)
+    atexit.register(print, "exit handler", flush=True)
+    dist.destroy_process_group()
+    sys.exit(int(sys.argv[-1]))
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "program.py").write_text(textwrap.dedent(PROGRAM), encoding="utf-8")
+    (tmp_path / "helper.py").write_text("width = 4\n", encoding="utf-8")
+    return tmp_path
+
+
+def run(folder: Path, *argv: str, ranks: int) -> "subprocess.CompletedProcess[str]":
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command = [sys.executable, *launcher, "-m", "lamella", "run", *argv]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=120)
+
+
+@pytest.mark.parametrize("program", [["program.py"], ["-m", "program"]], ids=["script", "module"])
+def test_a_program_for_fsdp2_is_sharded_by_lamella_and_gets_its_arguments(folder: Path, program: list[str]) -> None:
+    ended = run(folder, *program, "-m", "--lr", "0", ranks=2)
+    assert ended.returncode == 0, ended.stderr
+    lines = ended.stdout.splitlines()
+    assert lines.count("__main__ lamella_engine ['-m', '--lr', '0']") == 2
+    assert lines.count("exit handler") == 2
+
+
+def test_the_exit_code_is_the_programs(folder: Path) -> None:
+    program = "import sys; sys.exit(7)"
+    (folder / "failing.py").write_text(program, encoding="utf-8")
+    command = [sys.executable, "-m", "lamella", "run", "failing.py"]
+    assert subprocess.run(command, cwd=folder, check=False, timeout=120).returncode == 7
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["absent.py"], "Expected the file of a Python script, got 'absent.py'. Pass -m before the name of a module."),
+        (["-m", "absent.module"], "Expected a module that Python finds after -m, got 'absent.module'."),
+    ],
+    ids=["script", "module"],
+)
+def test_an_absent_program_is_refused_in_one_line(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run", *argv]) == 2
+    assert capsys.readouterr().err == f"lamella: error: {message}\n"
