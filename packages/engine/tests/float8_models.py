@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from engine_models import units
 from torch import nn
 
-from lamella_engine import FSDPModule
-from lamella_precision import Direction, Float8Recipe, MXFP8Recipe
+from lamella_engine import FSDPModule, MixedPrecisionPolicy, fully_shard
+from lamella_precision import Direction, Float8Recipe, MXFP8Recipe, matrices_of
 
+FP32 = torch.float32
 AnyRecipe = Float8Recipe | MXFP8Recipe
 RECIPES: dict[str, AnyRecipe] = {
     "tensor": Float8Recipe(compute_dtype=torch.float32),
@@ -195,3 +198,32 @@ def train(
         stepper.zero_grad()
         losses.append(loss.item())
     return losses
+
+
+def sharded(model: Decoder, recipe: AnyRecipe, **options: Any) -> Decoder:
+    policy = MixedPrecisionPolicy(
+        None if recipe.compute_dtype == FP32 else recipe.compute_dtype, recipe=matrices_of(model.layers, recipe)
+    )
+    for layer in model.layers:
+        fully_shard(layer, mp_policy=policy, **options)
+    fully_shard(model, mp_policy=replace(policy, recipe=None), **options)
+    for _, unit in units(model):
+        for group in unit.parameters.groups:
+            group.divisor = 1.0  # a sum: `train` gives all ranks but the first gradients of zero
+    return model
+
+
+def delayed_linear(weights: torch.Tensor, **options: Any) -> Any:
+    """A layer with delayed scales, after a pass."""
+    model = nn.Sequential(nn.Linear(16, 16, bias=False))
+    with torch.no_grad():
+        model.get_parameter("0.weight").copy_(weights)
+    recipe = matrices_of(model, Float8Recipe(num_past_amaxes=4))
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(torch.bfloat16, recipe=recipe), **options)
+    run_forward(model)
+    return model
+
+
+@torch.no_grad()
+def run_forward(model: nn.Module) -> None:
+    model(torch.ones(3, 16))
