@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from lamella._processes.launch import WorkerError as WorkerError
     from lamella._processes.launch import WorkerTimeoutError as WorkerTimeoutError
     from lamella._settings.config import Config as Config
-    from lamella._settings.config import DataConfig as DataConfig
-    from lamella._settings.config import ModelConfig as ModelConfig
-    from lamella._settings.config import OptimConfig as OptimConfig
-    from lamella._settings.config import ParallelConfig as ParallelConfig
-    from lamella._settings.config import RunConfig as RunConfig
     from lamella._settings.options import ConfigError as ConfigError
+    from lamella._settings.sections import DataConfig as DataConfig
+    from lamella._settings.sections import ModelConfig as ModelConfig
+    from lamella._settings.sections import OptimConfig as OptimConfig
+    from lamella._settings.sections import ParallelConfig as ParallelConfig
+    from lamella._settings.sections import RunConfig as RunConfig
     from lamella_checkpoint import CheckpointDirectory as CheckpointDirectory
     from lamella_checkpoint import load as load
     from lamella_checkpoint import save as save
@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     from lamella_engine import fully_shard as fully_shard
 
 _NAMES: Final = {
-    "lamella._settings.config": ("Config", "DataConfig", "ModelConfig", "OptimConfig", "ParallelConfig", "RunConfig"),
+    "lamella._settings.config": ("Config",),
+    "lamella._settings.sections": ("DataConfig", "ModelConfig", "OptimConfig", "ParallelConfig", "RunConfig"),
     "lamella._processes.endings": ("LossNotFiniteError", "Stopped", "StorageError"),
     "lamella._processes.launch": ("WorkerError", "WorkerTimeoutError"),
     "lamella._settings.options": ("ConfigError",),

@@ -20,7 +20,7 @@ from lamella._data.order import validation_indices
 from lamella._data.text import collect
 from lamella._data.tokenizer import read_tokenizer, train_tokenizer
 from lamella._data.tokens import load_tokens
-from lamella._settings.config import Packing
+from lamella._settings.sections import Packing
 from lamella._training.preparation import prepare
 
 PLAIN = (

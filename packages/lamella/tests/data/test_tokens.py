@@ -18,7 +18,7 @@ from lamella._data.packing import one_a_row, packed
 from lamella._data.text import Corpus, collect
 from lamella._data.tokenizer import train_tokenizer
 from lamella._data.tokens import TokenData, TokenForm, check_tokens, load_tokens, prepare_tokens
-from lamella._settings.config import Packing
+from lamella._settings.sections import Packing
 
 LENGTH = 4
 STREAM = TokenForm(packing="stream", loss_on="answers", sequence_length=LENGTH, has_answers=False)

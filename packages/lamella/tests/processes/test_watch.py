@@ -17,7 +17,7 @@ from lamella._processes.launch import run_workers
 from lamella._processes.placement import BOARD_VARIABLE, STORE_VARIABLE, Rank, process_group
 from lamella._processes.stop import StopRequests
 from lamella._processes.watch import Beat, FileBoard, Pulse, RunPhase, StoreBoard, Watch, watched
-from lamella._settings.config import WaitLimits
+from lamella._settings.sections import WaitLimits
 from lamella_testing import run_ranks
 
 LIMITS = WaitLimits(600.0, 3600.0)

@@ -14,7 +14,7 @@ from lamella._processes.placement import place
 from lamella._record.metrics import Record, StepRecord, ValidationRecord, read
 from lamella._record.stream import MetricsFile, RecordStream
 from lamella._record.trackers import TRACKERS, TrackedRun, numbers, open_trackers
-from lamella._settings.config import RunConfig
+from lamella._settings.sections import RunConfig
 from lamella._training.preparation import prepare
 
 STEP = StepRecord(step=3, loss=2.5, grad_norm=0.5, lr=1e-3, tokens_per_s=10.0, memory_nbytes=4, mfu=None)

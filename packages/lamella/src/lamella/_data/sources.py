@@ -7,8 +7,8 @@ from lamella._data.records import Survey, survey
 from lamella._data.text import Corpus, collect
 from lamella._data.tokenizer import RunTokenizer, read_tokenizer
 from lamella._data.tokens import TokenForm, fingerprint
-from lamella._settings.config import DataConfig, Packing
 from lamella._settings.options import ConfigError
+from lamella._settings.sections import DataConfig, Packing
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,8 +19,8 @@ from lamella._data.encoding import EncodedDocuments, Encoder
 from lamella._data.packing import one_a_row, packed
 from lamella._data.text import Corpus, TextFile
 from lamella._data.tokenizer import RunTokenizer, Unit, train_tokenizer
-from lamella._settings.config import DataConfig, LossOn, Packing
 from lamella._settings.options import ConfigError
+from lamella._settings.sections import DataConfig, LossOn, Packing
 
 _INDEX: Final = "index.pt"
 _PIECE_LENGTH: Final = 1 << 22

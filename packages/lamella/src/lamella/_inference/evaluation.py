@@ -17,8 +17,9 @@ from lamella._inference.trained_model import TrainedModel
 from lamella._model.spec import check_context
 from lamella._processes.placement import Rank
 from lamella._record.metrics import ValidationRecord
-from lamella._settings.config import Config, DataConfig, ModelConfig, OptimConfig, RunConfig
+from lamella._settings.config import Config
 from lamella._settings.options import ConfigError
+from lamella._settings.sections import DataConfig, ModelConfig, OptimConfig, RunConfig
 from lamella._training.validation import Validation
 from lamella_transformers import num_positions, separates_documents
 

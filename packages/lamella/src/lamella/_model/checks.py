@@ -15,8 +15,9 @@ from lamella._model.float8 import check_float8
 from lamella._model.kernels import check_kernels
 from lamella._model.spec import check_context, load_spec, outline, refused_models
 from lamella._model.weights import pretrained_directory
-from lamella._settings.config import Config, ParallelConfig
+from lamella._settings.config import Config
 from lamella._settings.options import ConfigError
+from lamella._settings.sections import ParallelConfig
 from lamella_transformers import FreshWeights, ModelSpec, UnitChoice, choose_units
 
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from lamella._settings.config import ParallelConfig
 from lamella._settings.options import ConfigError, in_short
+from lamella._settings.sections import ParallelConfig
 from lamella_precision import (
     Float8Recipe,
     MixedPrecisionPolicy,

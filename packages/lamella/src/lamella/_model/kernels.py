@@ -1,7 +1,7 @@
 """`--kernels`: the libraries of fused kernels that a run may ask for."""
 
-from lamella._settings.config import ModelConfig, ParallelConfig
 from lamella._settings.options import ConfigError
+from lamella._settings.sections import ModelConfig, ParallelConfig
 from lamella_transformers import has_kernels, has_liger
 
 

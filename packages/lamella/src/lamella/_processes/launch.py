@@ -38,8 +38,8 @@ from lamella._processes.placement import BOARD_VARIABLE, STORE_VARIABLE
 from lamella._processes.stop import SIGNALS, StopRequests, listening
 from lamella._processes.watch import FileBoard, Watch
 from lamella._record.output import say
-from lamella._settings.config import WaitLimits
 from lamella._settings.options import ConfigError
+from lamella._settings.sections import WaitLimits
 
 _ERROR_FILE_VARIABLE = "LAMELLA_ERROR_FILE"
 _POLL_S = 0.05

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from lamella._processes.watch import Board, FileBoard, Pulse, StoreBoard
-from lamella._settings.config import Config, ParallelConfig, WaitLimits
+from lamella._settings.config import Config
 from lamella._settings.options import ConfigError
+from lamella._settings.sections import ParallelConfig, WaitLimits
 
 if TYPE_CHECKING:
     import torch  # The command line's help needs none.

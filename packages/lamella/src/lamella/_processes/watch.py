@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from lamella._processes.stop import StopRequests
 from lamella._record.output import say
-from lamella._settings.config import WaitLimits
+from lamella._settings.sections import WaitLimits
 
 if TYPE_CHECKING:
     import torch.distributed as dist  # The parent of workers needs none.

@@ -2,12 +2,10 @@
 
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from lamella._settings.options import ConfigError
-
-if TYPE_CHECKING:
-    from lamella._settings.config import ParallelConfig
+from lamella._settings.sections import ParallelConfig
 
 _UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
@@ -26,7 +24,7 @@ def budget_nbytes(text: str | None) -> int:
     return int(float(match[1]) * _UNITS[match[2] or ""])
 
 
-def check_fit(parallel: "ParallelConfig") -> None:
+def check_fit(parallel: ParallelConfig) -> None:
     """Refuse options of [parallel] that contradict each other.
 
     Raises:
@@ -37,7 +35,7 @@ def check_fit(parallel: "ParallelConfig") -> None:
         raise ConfigError(problem)
 
 
-def _problems(parallel: "ParallelConfig") -> Iterator[str]:
+def _problems(parallel: ParallelConfig) -> Iterator[str]:
     if parallel.ranks is not None and parallel.ranks % parallel.replicate:
         yield (
             f"Expected --replicate to divide the {parallel.ranks} ranks, got {parallel.replicate}. Pass a divisor, or "

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import nn
 
-from lamella._settings.config import OptimConfig
+from lamella._settings.sections import OptimConfig
 from lamella._training.optimizer_class import ADAMW, OptimizerClass
 from lamella_optim import step_on_local_shards
 

@@ -18,8 +18,8 @@ from typing import Any, Final
 
 import torch
 
-from lamella._settings.config import OptimConfig
 from lamella._settings.options import ConfigError, in_short, shown
+from lamella._settings.sections import OptimConfig
 
 ADAMW: Final = "adamw"
 _NUM_TRIAL_STEPS: Final = 3

@@ -12,8 +12,9 @@ from lamella._model.spec import load_spec
 from lamella._record.metrics import rewind
 from lamella._record.output import one_line
 from lamella._record.run_directory import RunDirectory
-from lamella._settings.config import Config, OptimConfig, Packing, RunConfig, to_values
+from lamella._settings.config import Config, to_values
 from lamella._settings.options import ConfigError
+from lamella._settings.sections import OptimConfig, Packing, RunConfig
 from lamella_checkpoint import CheckpointDamaged, CheckpointDirectory, CheckpointFailed, CheckpointMismatch, check
 from lamella_transformers import ModelSpec, fingerprint_of_weights
 
