@@ -32,7 +32,7 @@ def refusal(*argv: str) -> str:
         ("--optim", "Pass --optimizer."),
         ("--per-device-train-batch-size", "Pass --batch-size, which counts the sequences of all ranks, and --accu"),
         ("--fp16", "Pass --precision bf16, which needs no loss scaling; there is no fp16."),
-        ("--lora-r", "docs/how-to/put-lamella-in-fsdp2s-place.md."),
+        ("--lora-r", "Pass --lora-rank."),
         ("--gradient-checkpointing", "Pass --recompute full."),
         ("--deepspeed", "sharded already, as ZeRO-3 does: leave it out, or pass --stage."),
         ("--stepps", "Did you mean '--steps'?"),

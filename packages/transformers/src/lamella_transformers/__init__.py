@@ -24,6 +24,14 @@ from lamella_transformers._kernels import Replacements as Replacements
 from lamella_transformers._kernels import has_kernels as has_kernels
 from lamella_transformers._kernels import has_liger as has_liger
 from lamella_transformers._kernels import use_kernels as use_kernels
+from lamella_transformers._lora import LoraSettings as LoraSettings
+from lamella_transformers._lora import add_lora as add_lora
+from lamella_transformers._lora import has_peft as has_peft
+from lamella_transformers._lora import lora_config as lora_config
+from lamella_transformers._lora import lora_layers as lora_layers
+from lamella_transformers._lora_weights import FreshLora as FreshLora
+from lamella_transformers._lora_weights import MergedLora as MergedLora
+from lamella_transformers._lora_weights import as_peft as as_peft
 from lamella_transformers._loss import LossFunction as LossFunction
 from lamella_transformers._loss import MicrobatchLoss as MicrobatchLoss
 from lamella_transformers._loss import ModelLoss as ModelLoss

@@ -125,7 +125,7 @@ class FreshWeights:
                     _with_parameter(self._slots[id(parameter)], nn.Parameter(tensor, requires_grad=False))
                 )
             contexts.enter_context(self._device)
-            torch.manual_seed(_seed_of(self._seed, name))
+            torch.manual_seed(seed_of(self._seed, name))
             for initialiser in self._initialisers[id(parameters[0])]:
                 initialiser.run()
         return tensors[0]
@@ -148,7 +148,7 @@ class FreshWeights:
         """Return parameters by name with the values of their modules' constructors."""
         indices = {id(parameter): index for index, parameter in enumerate(self._registered)}
         by_index = {indices[id(self._on_meta[name])]: name for name in names}
-        torch.manual_seed(_seed_of(self._seed, names[0]))
+        torch.manual_seed(seed_of(self._seed, names[0]))
         _, registered = constructed(self._spec, self._device, is_finished=False, with_memory=frozenset(by_index))
         return {name: registered[index].detach() for index, name in by_index.items()}
 
@@ -158,7 +158,7 @@ def _info(parameter: nn.Parameter) -> TensorInfo:
     return TensorInfo(shape, parameter.dtype, (Chunk((0,) * len(shape), shape),))
 
 
-def _seed_of(seed: int, name: str) -> int:
+def seed_of(seed: int, name: str) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:8], "little") >> 1
 
 

@@ -17,6 +17,7 @@ from lamella_checkpoint import (
     Differences,
     Source,
     TensorInfo,
+    Translate,
     Wanted,
     check,
     load,
@@ -117,8 +118,16 @@ def _unfit(differences: Differences) -> str:
     return "; ".join(map(str, names[:_NUM_NAMED])) + more
 
 
-def load_weights(directory: Path, model: nn.Module, spec: ModelSpec) -> None:
+def load_weights(
+    directory: Path, model: nn.Module, spec: ModelSpec, *, over: Translate = lambda source: source
+) -> None:
     """Read the weights into a model that passed `check_weights`.
+
+    Args:
+        directory: The folder of the weights.
+        model: The model, sharded.
+        spec: The config of the model.
+        over: Lays further tensors, or other names, over the weights, whose names are `model.<name>`: `FreshLora`.
 
     Raises:
         RuntimeError: A tensor has vanished from the files.
@@ -126,7 +135,11 @@ def load_weights(directory: Path, model: nn.Module, spec: ModelSpec) -> None:
     Effects: collective.
     """
     # Of a model without memory: sharded, a model has other classes, and transformers' table goes by those too.
-    as_modules = partial(_as_modules, model=outline(spec, is_checked=True), spec=spec)
+    plain = outline(spec, is_checked=True)
+
+    def as_modules(source: Source) -> Source:
+        return over(_as_modules(source, plain, spec))
+
     differences = load(partial(open_checkpoint, directory), model=model, strict=False, translate=as_modules).left
     if unfit := _unfit(differences):
         raise RuntimeError(f"Expected the weights in {str(directory)!r} to stay as they were, got {unfit}.")

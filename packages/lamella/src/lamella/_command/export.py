@@ -36,6 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
                 Path(arguments.run),
                 out,
                 dtype=arguments.dtype,
+                merge=arguments.merge,
                 step=step,
                 version=__version__,
                 on_progress=bar.to,

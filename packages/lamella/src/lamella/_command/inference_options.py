@@ -46,6 +46,7 @@ _VERBS: Final[Mapping[str, _Verb]] = {
                 "default": "auto",
                 "help": "dtype of the weights; auto is that of the weights that the run started from, else fp32 [auto]",
             },
+            "--merge": {"action": "store_true", "help": "merge a run's adapters into its layers [a folder for peft]"},
             **_STEP,
         },
     ),

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
+from lamella._export.adapters import check_merge, export_adapters, merged_checkpoint
 from lamella._export.model_card import model_card
 from lamella._export.trained_run import TrainedRun, open_run
 from lamella._model.weights import as_published
@@ -41,16 +42,18 @@ def export(
     to: Path | None,
     *,
     dtype: str,
+    merge: bool,
     step: int | None,
     version: str,
     on_progress: Callable[[int, int], None],
 ) -> Export:
-    """Write the Hugging Face folder of a run's checkpoint.
+    """Write the Hugging Face folder of a run's checkpoint, or peft's folder of its adapters.
 
     Args:
         path: The run's folder.
         to: The folder to write; None for `exports/<step>` in the run's folder.
         dtype: "fp32", "bf16", or "auto" for the dtype of the weights that the run started from.
+        merge: Merge adapters into the layers; a run with adapters is a folder for peft otherwise.
         step: The number of steps of the checkpoint; None for the newest.
         version: The version of lamella, for the model card.
         on_progress: Called with the bytes written so far, and the total.
@@ -65,8 +68,12 @@ def export(
     """
     while True:
         run = open_run(path, step)
+        check_merge(run, merge=merge)
+        is_adapters = run.config.model.lora_rank is not None and not merge
         try:
             folder = to or run.directory.root / "exports" / run.checkpoint.name
+            if is_adapters:
+                return _export_adapters(run, folder, dtype, on_progress)
             return _export(run, folder, dtype, version, on_progress)
         except (CheckpointDamaged, FileNotFoundError):
             if run.checkpoint.is_dir():
@@ -78,18 +85,26 @@ def _export(run: TrainedRun, to: Path, dtype: str, version: str, on_progress: Ca
     torch_dtype = _dtype_of_start(run) if dtype == "auto" else _DTYPES[dtype]
     name = str(torch_dtype).removeprefix("torch.")
     card = model_card(run, model_type=_model_type(run), dtype=name, version=version)
-    conversion = convert(
-        run.checkpoint,
-        to,
-        to="hf",
-        translate=as_published(model) if (model / "lamella_published.json").is_file() else None,
-        dtype=torch_dtype,
-        like=model,
-        on_progress=on_progress,
-    )
+    with merged_checkpoint(run, to) as checkpoint:
+        conversion = convert(
+            checkpoint,
+            to,
+            to="hf",
+            translate=as_published(model) if (model / "lamella_published.json").is_file() else None,
+            dtype=torch_dtype,
+            like=model,
+            on_progress=on_progress,
+        )
     # After the conversion, which may have copied the card of the published model.
     (to / "README.md").write_text(card, encoding="utf-8")
     return Export(run=run, conversion=conversion, dtype=name)
+
+
+def _export_adapters(run: TrainedRun, to: Path, dtype: str, on_progress: Callable[[int, int], None]) -> Export:
+    """Export adapters, in fp32 as they are trained where the dtype is "auto"."""
+    torch_dtype = torch.float32 if dtype == "auto" else _DTYPES[dtype]
+    conversion = export_adapters(run, to, torch_dtype, on_progress)
+    return Export(run=run, conversion=conversion, dtype=str(torch_dtype).removeprefix("torch."))
 
 
 def _dtype_of_start(run: TrainedRun) -> torch.dtype:

@@ -1,6 +1,7 @@
 """A trained model in one process, read from a run's checkpoint or from a Hugging Face folder."""
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -9,6 +10,7 @@ from torch import nn
 
 from lamella._data.tokenizer import RunTokenizer, read_tokenizer
 from lamella._export.trained_run import TrainedRun, is_run, open_run, run_around
+from lamella._model.lora import merged
 from lamella._model.spec import load_spec, outline
 from lamella._model.weights import pretrained_directory
 from lamella._settings.options import ConfigError, in_short
@@ -88,7 +90,7 @@ def _model_of_run(run: TrainedRun, path: Path, device: torch.device) -> TrainedM
     for parameter in model.parameters():  # Not the buffers: transformers leaves rotary tables in fp32.
         parameter.data = parameter.data.to(_DTYPES[device.type])
     materialise(model, device)
-    load(run.checkpoint, model=model)
+    load(run.checkpoint, model=model, translate=partial(merged, model=run.config.model))
     if (folder / "generation_config.json").is_file():
         cast(Any, model).generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
     return TrainedModel(

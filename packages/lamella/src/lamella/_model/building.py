@@ -2,16 +2,18 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import nn
 
+from lamella._model.lora import RunAdapters, add_adapters
 from lamella._model.sharding import shard
 from lamella._model.spec import load_spec
 from lamella._model.weights import pretrained_directory
 from lamella._settings.config import Config
-from lamella_checkpoint import fill
+from lamella_checkpoint import Source, fill
 from lamella_transformers import (
     FreshWeights,
     ModelSpec,
@@ -34,6 +36,7 @@ class RunModel:
         spec: The transformers config of the model.
         pretrained: The folder of the weights that the run starts from; None for fresh weights.
         seed: The seed of fresh weights.
+        adapters: The adapters in the model; None without.
         replacements: The functions of transformers that kernels replaced, for the end of the run.
         flops_per_token: Floating-point operations of a token's forward and backward.
     """
@@ -43,6 +46,7 @@ class RunModel:
     spec: ModelSpec
     pretrained: Path | None
     seed: int
+    adapters: RunAdapters | None
     replacements: Replacements
     flops_per_token: float
 
@@ -58,10 +62,14 @@ class RunModel:
         Effects: collective for weights from a folder. Allocates one parameter at a time for fresh weights.
         """
         if self.pretrained is not None:
-            load_weights(self.pretrained, self.module, self.spec)
+            load_weights(self.pretrained, self.module, self.spec, over=partial(self._with_adapters, prefix="model."))
         else:
             # A full copy of a parameter is drawn, of which a rank keeps its shard: equal on any number of ranks.
-            fill(dict(self.module.named_parameters()), FreshWeights(self.spec, device, self.seed))
+            weights = self._with_adapters(FreshWeights(self.spec, device, self.seed))
+            fill(dict(self.module.named_parameters()), weights)
+
+    def _with_adapters(self, source: Source, prefix: str = "") -> Source:
+        return source if self.adapters is None else self.adapters.fresh(source, prefix)
 
 
 def build(config: Config, folder: Path, device: torch.device) -> RunModel:
@@ -78,6 +86,7 @@ def build(config: Config, folder: Path, device: torch.device) -> RunModel:
     spec = load_spec(str(folder))
     module = build_without_parameters(spec, device)
     flops = flops_per_token(module, spec, config.data.sequence_length)
+    adapters = add_adapters(module, config.model, config.run.seed)
     replacements = use_kernels(module, config.model.kernels, is_compiled=config.parallel.compile)
     units = shard(module, config.parallel)
     materialise(module, torch.device("cpu") if config.parallel.rest == "cpu" else device)
@@ -88,6 +97,7 @@ def build(config: Config, folder: Path, device: torch.device) -> RunModel:
         spec=spec,
         pretrained=pretrained_directory(config.model.name),
         seed=config.run.seed,
+        adapters=adapters,
         replacements=replacements,
         flops_per_token=flops,
     )

@@ -13,6 +13,7 @@ from torch import nn
 
 from lamella._model.float8 import check_float8
 from lamella._model.kernels import check_kernels
+from lamella._model.lora import add_adapters, check_peft
 from lamella._model.spec import check_context, load_spec, outline, refused_models
 from lamella._model.weights import pretrained_directory
 from lamella._settings.config import Config
@@ -28,13 +29,15 @@ class CheckedModel:
     Attributes:
         pretrained: The folder of the weights to start from; None for fresh weights.
         spec: The config of the model.
-        outline: The model on the meta device.
+        outline: The model on the meta device, without adapters.
+        checkpointed: The model on the meta device as checkpoints hold it, with adapters.
         units: The choice of the modules to shard one by one.
     """
 
     pretrained: Path | None
     spec: ModelSpec
     outline: nn.Module
+    checkpointed: nn.Module
     units: UnitChoice
 
     def describe(self) -> str:
@@ -62,16 +65,18 @@ def check_model(config: Config, *, has_checkpoint: bool) -> CheckedModel:
     _check_vocabulary(config, pretrained)
     spec = load_spec(config.model.name, config.data.vocab_size)
     check_context(spec, config.data.sequence_length)
-    model = outline(spec)
+    check_peft(config.model)
+    model, checkpointed = outline(spec), outline(spec)
+    add_adapters(checkpointed, config.model, config.run.seed)
     if pretrained is None and not has_checkpoint:
-        _check_memory(model, config.parallel)
+        _check_memory(checkpointed, config.parallel)
         with refused_models():
             FreshWeights(spec, torch.device("cpu"), config.run.seed)
     units = choose_units(model)
     check_float8(units.modules, config.parallel)
     check_kernels(config.model, spec.model_type, config.parallel)
     _check_compiler(config.parallel)
-    return CheckedModel(pretrained=pretrained, spec=spec, outline=model, units=units)
+    return CheckedModel(pretrained=pretrained, spec=spec, outline=model, checkpointed=checkpointed, units=units)
 
 
 def _check_vocabulary(config: Config, pretrained: Path | None) -> None:

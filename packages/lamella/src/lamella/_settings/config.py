@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from lamella._settings.fit import check_fit
+from lamella._settings.lora import check_lora
 from lamella._settings.options import ConfigError, check_fields, shown
 from lamella._settings.sections import DataConfig, ModelConfig, OptimConfig, ParallelConfig, RunConfig
 
@@ -28,6 +29,7 @@ class Config:
         for group in GROUPS:
             check_fields(getattr(self, group))
         check_fit(self.parallel)
+        check_lora(self)
         _check_warmup(self.optim)
         _check_tokens(self.optim.batch_size, self.data.sequence_length)
 

@@ -43,6 +43,24 @@ class ModelConfig:
         Literal["none", "liger"],
         Option("Library of fused kernels for the model's layers and loss: liger, on GPUs (lamella[kernels])."),
     ] = "none"
+    lora_rank: Annotated[
+        int | None,
+        Option(
+            "Train low-rank adapters of this rank in linear layers, and freeze the model (lamella[lora]).", at_least=1
+        ),
+    ] = None
+    lora_alpha: Annotated[
+        float | None, Option("Adapters are scaled by this over --lora-rank (default: twice --lora-rank).", above=0)
+    ] = None
+    lora_targets: Annotated[
+        tuple[str, ...],
+        Option(
+            "Linear layers that get adapters: names or shell patterns, such as q_proj 'model.layers.3*' (default: all "
+            "but the output head).",
+            metavar="PATTERN",
+        ),
+    ] = ()
+    dora: Annotated[bool, Option("Train a magnitude of each output beside the adapters.")] = False
 
 
 @dataclass(frozen=True, kw_only=True)

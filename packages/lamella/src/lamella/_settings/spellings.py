@@ -8,6 +8,9 @@ from lamella._settings.options import fields_of
 
 _OPTIONS: Final[Mapping[str, tuple[str, ...]]] = {
     "--model": ("model-name-or-path", "model-name", "model-path", "base-model", "pretrained-model-name-or-path"),
+    "--lora-rank": ("lora-r", "lora", "use-lora", "use-peft", "peft", "adapter", "lora-dim"),
+    "--lora-targets": ("lora-target-modules", "target-modules", "lora-target"),
+    "--dora": ("use-dora",),
     "--kernels liger": ("use-liger-kernel", "use-liger", "liger", "enable-liger-kernel"),
     "--data": ("dataset", "datasets", "dataset-name", "dataset-path", "train-file", "train-data", "data-path"),
     "--sequence-length": (
@@ -56,14 +59,14 @@ _SENTENCES: Final[Mapping[str, str]] = {
     "global-batch-size": "Pass --batch-size, which counts the sequences of all ranks.",
     "train-batch-size": "Pass --batch-size, which counts the sequences of all ranks.",
     "fp16": "Pass --precision bf16, which needs no loss scaling; there is no fp16.",
-    "lora": "Adapters are trained by other trainers on lamella's engine: docs/how-to/put-lamella-in-fsdp2s-place.md.",
+    "qlora": "Pass --lora-rank, which keeps the frozen weights unquantised.",
     "deepspeed": "Parameters, gradients and optimizer state are sharded already, as ZeRO-3 does: leave it out, or "
     "pass --stage.",
 }
 
 _OTHERS: Final[Mapping[str, tuple[str, ...]]] = {
     "per-device-train-batch-size": ("per-gpu-train-batch-size", "per-device-batch-size"),
-    "lora": ("lora-r", "lora-rank", "lora-alpha", "use-lora", "use-peft", "peft", "adapter", "qlora", "dora"),
+    "qlora": ("use-qlora",),
     "deepspeed": ("fsdp", "fsdp-config", "use-fsdp", "deepspeed-config"),
 }
 

@@ -14,8 +14,9 @@ from lamella._record.output import one_line
 from lamella._record.run_directory import RunDirectory
 from lamella._settings.config import Config, to_values
 from lamella._settings.options import ConfigError
-from lamella._settings.sections import OptimConfig, Packing, RunConfig
+from lamella._settings.sections import ModelConfig, OptimConfig, Packing, RunConfig
 from lamella_checkpoint import CheckpointDamaged, CheckpointDirectory, CheckpointFailed, CheckpointMismatch, check
+from lamella_convert import open_checkpoint
 from lamella_transformers import ModelSpec, fingerprint_of_weights
 
 # These settings and the text determine the data stream. After a change, a resumed run would repeat or skip text.
@@ -24,6 +25,14 @@ _ORDER: Final = "data.order"
 
 # The optimizer's state in a checkpoint is of these settings. Checkpoints that do not tell are of the defaults.
 _STATE: Mapping[str, object] = {"optim.optimizer": OptimConfig.optimizer, "optim.train": OptimConfig.train}
+
+# The adapters in a checkpoint are of these settings; checkpoints that do not tell have none.
+_ADAPTERS: Mapping[str, object] = {
+    "model.lora_rank": ModelConfig.lora_rank,
+    "model.lora_alpha": ModelConfig.lora_alpha,
+    "model.lora_targets": ModelConfig.lora_targets,
+    "model.dora": ModelConfig.dora,
+}
 
 # Fields of a model's config that a run sets by itself, or that training does not read.
 _NOT_OF_THE_MODEL = ("architectures", "bos_token_id", "eos_token_id", "pad_token_id", "_name_or_path", "use_cache")
@@ -83,7 +92,9 @@ def check_resumable(
         ConfigError: The checkpoint is damaged, or was written under other settings; names the difference.
     """
     try:
-        extra = check(checkpoint, model=model.outline)
+        # Before the names of tensors, which other adapters change.
+        _check_settings(open_checkpoint(checkpoint).extra, {name: stream[name] for name in _ADAPTERS})
+        extra = check(checkpoint, model=model.checkpointed)
     except CheckpointDamaged as error:
         raise damaged(CheckpointDirectory(checkpoint.parent), checkpoint, error) from error
     except CheckpointMismatch as error:
@@ -132,14 +143,19 @@ def _check_stream(stored: Mapping[str, object], stream: Mapping[str, object], te
             f"Expected a checkpoint of a run in the data order {stream[_ORDER]!r}, got {order!r}. "
             "Resume the run with the version of lamella that began it, or pass another --run-dir."
         )
-    for name, value in stream.items():
-        before = stored.get(name, _STATE.get(name))
-        _check_kept(name, tuple(before) if isinstance(before, list) else before, value, "value")
+    _check_settings(stored, stream)
     if stored.get("fingerprint") != text:
         raise ConfigError(
             "Expected the text that the run to be resumed was started on, got another. "
             "Pass the same --data, or another --run-dir."
         )
+
+
+def _check_settings(stored: Mapping[str, object], settings: Mapping[str, object]) -> None:
+    """Refuse settings, by dotted name, that are not the stored ones."""
+    for name, setting in settings.items():
+        before = stored.get(name, {**_STATE, **_ADAPTERS}.get(name))
+        _check_kept(name, tuple(before) if isinstance(before, list) else before, setting, "value")
 
 
 def _check_kept(name: str, before: object, now: object, option: str) -> None:
@@ -158,7 +174,7 @@ def stream_settings(config: Config, packing: Packing) -> dict[str, object]:
         packing: How the run's documents become sequences; "auto" leaves that to the documents.
     """
     values = to_values(config)
-    names = (*_STREAM, *(name.split(".") for name in _STATE))
+    names = (*_STREAM, *(name.split(".") for name in (*_STATE, *_ADAPTERS)))
     settings = {f"{group}.{name}": values[group][name] for group, name in names}
     return settings | {"data.packing": packing, _ORDER: ORDER}
 

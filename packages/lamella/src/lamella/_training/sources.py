@@ -9,7 +9,7 @@ from lamella._settings.config import Config
 from lamella._settings.options import ConfigError
 from lamella._training.checks import CheckedRun
 from lamella._training.resume import check_resumable, stream_settings
-from lamella._training.trained_parameters import trained_line
+from lamella._training.trained_parameters import trained_line, trained_patterns
 from lamella_transformers import separates_documents
 
 
@@ -52,7 +52,7 @@ def read(config: Config, run: CheckedRun, lines: list[str]) -> RunSources:
     lines += [
         f"data: {text.corpus.describe()}",
         model.describe(),
-        *trained_line(model.outline, config.optim.train),
+        *trained_line(model.checkpointed, trained_patterns(config)),
         *data_lines(text),
     ]
     untrained: tuple[str, ...] = ()

@@ -5,7 +5,14 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
+from lamella._model.lora import ADAPTERS
+from lamella._settings.config import Config
 from lamella._settings.options import ConfigError, nearest
+
+
+def trained_patterns(config: Config) -> tuple[str, ...]:
+    """Return the patterns of the parameters that a run trains: `--train`, or those of adapters; none for all."""
+    return config.optim.train if config.model.lora_rank is None else ADAPTERS
 
 
 def check_trained(names: Iterable[str], patterns: Sequence[str]) -> None:

@@ -30,7 +30,7 @@ from lamella._settings.config import Config, to_values
 from lamella._training.optimizer import constant_settings, learning_rate, make_optimizer
 from lamella._training.resume import damage_in, damaged, stream_settings
 from lamella._training.saves import TRY, Saves, reason_of
-from lamella._training.trained_parameters import freeze
+from lamella._training.trained_parameters import freeze, trained_patterns
 from lamella._training.validation import Validation
 from lamella_checkpoint import CheckpointDamaged, CheckpointDirectory, CheckpointFailed, load
 from lamella_engine import FSDPModule, load_scaling_state, scaling_state
@@ -68,7 +68,7 @@ class Trainer:
         self._model = self._run_model.module
         self._speed = self._measure()
         lamella_optim.install()
-        freeze(self._model, config.optim.train)
+        freeze(self._model, trained_patterns(config))
         self._optimizer = make_optimizer(self._model, config.optim)
         self._loss: LossFunction = loss_of_logits
         self._records = RecordStream()

@@ -1,0 +1,94 @@
+"""The export of a run's adapters: a folder that peft opens, or a checkpoint with adapters merged into its layers."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from lamella._export.trained_run import TrainedRun
+from lamella._model.lora import lora_settings, merged
+from lamella._model.spec import load_spec, outline, refused_models
+from lamella._settings.options import ConfigError
+from lamella_convert import convert
+from lamella_transformers import as_peft, lora_config, lora_layers
+
+if TYPE_CHECKING:
+    from lamella_convert import Conversion
+
+_WEIGHTS: Final = "adapter_model.safetensors"
+_ONE_FILE_NBYTES: Final = 1 << 62
+
+
+def check_merge(run: TrainedRun, *, merge: bool) -> None:
+    """Refuse to merge where there are no adapters, and adapters without weights that they belong to.
+
+    Raises:
+        ConfigError: Names `--merge`.
+    """
+    has_adapters = run.config.model.lora_rank is not None
+    if merge and not has_adapters:
+        raise ConfigError(
+            f"Expected a run with --lora-rank for --merge, got none in {str(run.directory.root)!r}. Leave --merge out."
+        )
+    if has_adapters and not merge and not run.directory.weights.is_file():
+        raise ConfigError(
+            f"Expected --merge with a run from fresh weights, which no other folder holds, got none. Run: lamella "
+            f"export {run.directory.root} --merge"
+        )
+
+
+def export_adapters(
+    run: TrainedRun, to: Path, dtype: torch.dtype, on_progress: Callable[[int, int], None]
+) -> "Conversion":
+    """Write the folder of a run's adapters: adapter_model.safetensors and adapter_config.json.
+
+    Raises:
+        CheckpointDamaged: A file of the checkpoint is absent or damaged.
+        FileExistsError: `to` is occupied.
+        ImportError: peft is not installed.
+
+    Effects: no collective; imports peft.
+    """
+    settings = lora_settings(run.config.model)
+    assert settings is not None
+    with refused_models():
+        layers = lora_layers(outline(load_spec(str(run.directory.model))), settings.targets)
+    config = lora_config(settings, layers, run.config.model.name)
+    conversion = convert(
+        run.checkpoint,
+        to,
+        to="hf",
+        translate=as_peft,
+        dtype=dtype,
+        max_shard_nbytes=_ONE_FILE_NBYTES,
+        on_progress=on_progress,
+    )
+    (to / "model.safetensors").rename(to / _WEIGHTS)
+    config.inference_mode = True
+    config.save_pretrained(str(to))
+    return conversion
+
+
+@contextmanager
+def merged_checkpoint(run: TrainedRun, beside: Path) -> Iterator[Path]:
+    """Give a checkpoint of the run's model without adapters; for a run with adapters, a merged one for that time.
+
+    Args:
+        run: The run.
+        beside: A folder; a merged checkpoint is written beside it, fp32.
+
+    Raises:
+        CheckpointDamaged: A file of the checkpoint is absent or damaged.
+    """
+    if run.config.model.lora_rank is None:
+        yield run.checkpoint
+        return
+    beside.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix=".merged-", dir=beside.parent) as folder:
+        checkpoint = Path(folder, "checkpoint")
+        convert(run.checkpoint, checkpoint, to="dcp", translate=partial(merged, model=run.config.model))
+        yield checkpoint

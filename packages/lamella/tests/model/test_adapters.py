@@ -1,0 +1,203 @@
+"""A run of adapters trains as peft does on one process, and is exported as peft's folder or merged."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from peft import PeftModel, get_peft_model, get_peft_model_state_dict
+from safetensors.torch import load_file
+from torch import nn
+from trained_runs import Run, TrainOn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from lamella import Config, ConfigError
+from lamella._data.order import BatchStream
+from lamella._data.text import collect
+from lamella._data.tokenizer import train_tokenizer
+from lamella._data.tokens import load_tokens
+from lamella._inference.trained_model import open_model
+from lamella._model.lora import lora_settings
+from lamella._processes.placement import place
+from lamella._training.preparation import prepare
+from lamella.cli import main
+from lamella_checkpoint import fill
+from lamella_convert import open_checkpoint
+from lamella_transformers import FreshLora, LoraSettings, lora_config, lora_layers
+
+CPU = torch.device("cpu")
+
+# peft asks a model by a name that transformers renames.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+
+
+@pytest.fixture(scope="module")
+def adapted(shared_config: Config, tmp_path_factory: pytest.TempPathFactory) -> Config:
+    """The settings of a run with adapters on a published model with untied weights in fp32."""
+    folder = tmp_path_factory.mktemp("published")
+    spec = AutoConfig.for_model(**json.loads(Path(shared_config.model.name).read_text(encoding="utf-8")))
+    torch.manual_seed(0)
+    cast(Any, AutoModelForCausalLM).from_config(spec).save_pretrained(folder)
+    tokenizer = train_tokenizer(collect(list(shared_config.data.paths), 0.05).train, 290)
+    assert tokenizer.backend is not None
+    tokenizer.backend.save(str(folder / "tokenizer.json"))
+    model = replace(shared_config.model, name=str(folder), lora_rank=4, lora_alpha=12.0)
+    optim = replace(shared_config.optim, lr=1e-2)
+    run = replace(shared_config.run, directory=str(folder / "run"), checkpoint_interval=3)
+    return replace(shared_config, model=model, optim=optim, run=run)
+
+
+def with_model(config: Config, directory: Path, **fields: Any) -> Config:
+    run = replace(config.run, directory=str(directory))
+    return replace(config, model=replace(config.model, **fields), run=run)
+
+
+@pytest.fixture(scope="module")
+def lora_run(adapted: Config, train: TrainOn) -> Run:
+    return train(adapted, 2)
+
+
+def peft_model(config: Config) -> nn.Module:
+    """The model as peft wraps it, with the adapters that a run of the settings starts from."""
+    settings = cast(LoraSettings, lora_settings(config.model))
+    base = cast(nn.Module, AutoModelForCausalLM.from_pretrained(config.model.name, dtype=torch.float32))
+    layers = lora_layers(base, settings.targets)
+    source = FreshLora(open_checkpoint(config.model.name).source, layers, settings, config.run.seed, "model.")
+    model = cast(nn.Module, get_peft_model(cast(Any, base), lora_config(settings, layers)))
+    prefix = "base_model.model."
+    fill(
+        {
+            "model": {
+                n.removeprefix(prefix): p for n, p in model.named_parameters() if ".lora_" in n and "lora_m" not in n
+            }
+        },
+        source,
+    )
+    return model
+
+
+def losses_of_peft(config: Config, run: Run, steps: int) -> list[float]:
+    """The losses of plain AdamW steps on the run's batches."""
+    optim, data = config.optim, load_tokens(run.directory.tokens)
+    model = peft_model(config)
+    sequences = data.sequences("train", config.data.sequence_length)
+    stream = BatchStream(sequences=sequences, batch_size=optim.batch_size, seed=config.run.seed)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim == 2], "weight_decay": optim.weight_decay},
+        {"params": [p for p in trained if p.ndim == 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, betas=(optim.beta1, optim.beta2), eps=optim.eps)
+    losses = []
+    for step in range(steps):
+        batch = stream.batch(step, 0, 1)
+        logits = model(batch.inputs).logits
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten())
+        loss.backward()  # type: ignore[no-untyped-call]
+        nn.utils.clip_grad_norm_(trained, optim.clip_norm)
+        for group in optimizer.param_groups:
+            group["lr"] = optim.lr * min(1.0, (step + 1) / 2)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_losses_are_those_of_peft_on_one_process(adapted: Config, lora_run: Run) -> None:
+    expected = losses_of_peft(adapted, lora_run, 3)
+    assert [lora_run.losses[step] for step in (1, 2, 3)] == pytest.approx(expected, rel=1e-5)
+
+
+def test_adapters_alone_are_trained_and_have_optimizer_state(lora_run: Run) -> None:
+    before, after = (open_checkpoint(lora_run.directory.checkpoints / f"step_{step:08}").source for step in (3, 6))
+    names = [name for name in after.tensors if name.startswith("model.")]
+    changed = {name for name in names if not torch.equal(tensor(before, name), tensor(after, name))}
+    assert changed == {name for name in names if ".lora_" in name} and len(changed) == 28
+    states = {name for name in after.tensors if name.startswith("optimizer.state.")}
+    assert states and all(".lora_" in name for name in states)
+
+
+def tensor(source: Any, name: str) -> torch.Tensor:
+    numbers = torch.empty(source.tensors[name].shape)
+    parts: dict[str, Any] = {name: numbers}
+    fill(parts, source)
+    return numbers
+
+
+def test_a_run_resumes_on_other_ranks_and_refuses_other_adapters(
+    adapted: Config, lora_run: Run, train: TrainOn
+) -> None:
+    for fields, expected in (
+        ({"lora_rank": 8}, "Expected model.lora_rank to stay 4 as in the run to be resumed, got 8."),
+        ({"dora": True}, "Expected model.dora to stay False as in the run to be resumed, got True."),
+        ({"lora_rank": None, "lora_alpha": None}, "Expected model.lora_rank to stay 4 as in the run to be resumed"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            prepare(place(with_model(adapted, lora_run.directory.root, **cast(Any, fields))))
+        assert expected in str(caught.value)
+    before = lora_run.losses
+    resumed = train(replace(adapted, run=replace(adapted.run, from_step=3)), 1)
+    assert resumed.losses == pytest.approx(before, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (("--dora",), "Expected --lora-rank with --dora, got none. Pass --lora-rank 16, or leave --dora out."),
+        (("--lora-alpha", "8"), "Expected --lora-rank with --lora-alpha, got none."),
+        (("--lora-targets", "q_proj"), "Expected --lora-rank with --lora-targets, got none."),
+        (("--lora-rank", "4", "--train", "*norm*"), "Expected --lora-rank without --train, since adapters alone"),
+        (("--lora-rank", "4", "--float8", "row"), "Expected --lora-rank without --float8, got both, 4 and row."),
+        (("--lora-rank", "0"), "Expected --lora-rank of at least 1, got 0."),
+        (
+            ("--lora-rank", "4", "--lora-targets", "qproj"),
+            "Expected adapters in linear layers of the model, got 'qproj'.",
+        ),
+    ],
+)
+def test_options_that_do_not_fit_are_refused_in_one_line(
+    options: list[str], flags: tuple[str, ...], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*options, *flags]) != 0
+    assert expected in capsys.readouterr().err
+
+
+def test_a_missing_peft_is_one_error_that_names_the_extra(
+    options: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("lamella._model.lora.has_peft", lambda: False)
+    assert main([*options, "--lora-rank", "4"]) != 0
+    assert "Expected peft to be installed for --lora-rank 4, got none." in capsys.readouterr().err
+
+
+def test_merging_without_adapters_is_refused(trained: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", str(trained.directory.root), "--merge"]) != 0
+    assert "Expected a run with --lora-rank for --merge, got none" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_exports_are_peft_s(
+    adapted: Config, lora_run: Run, train: TrainOn, tmp_path: Path, dora: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = lora_run
+    if dora:
+        config = with_model(adapted, tmp_path / "dora", dora=True, lora_targets=("q_proj", "model.layers.1.mlp.*"))
+        run = train(config, 2)
+        expected = losses_of_peft(config, run, 3)
+        assert [run.losses[step] for step in (1, 2, 3)] == pytest.approx(expected, rel=1e-5)
+    folder, adapters, whole = str(run.directory.root), tmp_path / "adapters", tmp_path / "whole"
+    assert main(["export", folder, str(adapters)]) == 0
+    assert main(["export", folder, str(whole), "--merge"]) == 0
+    base = AutoModelForCausalLM.from_pretrained(adapted.model.name, dtype=torch.float32)
+    opened = PeftModel.from_pretrained(cast(Any, base), str(adapters))
+    stored = load_file(adapters / "adapter_model.safetensors")
+    assert stored.keys() == get_peft_model_state_dict(opened).keys()
+    assert any("magnitude" in name for name in stored) is dora
+    merged = cast(nn.Module, cast(Any, opened).merge_and_unload())
+    exported = AutoModelForCausalLM.from_pretrained(whole, dtype=torch.float32)
+    used = open_model(run.directory.root, None, CPU).model
+    for name, parameter in merged.named_parameters():
+        torch.testing.assert_close(exported.get_parameter(name), parameter, rtol=0, atol=1e-6)
+        torch.testing.assert_close(used.get_parameter(name), parameter, rtol=0, atol=1e-6)
