@@ -153,7 +153,7 @@ def test_a_run_resumes_on_other_ranks_and_refuses_other_adapters(
         (("--lora-rank", "0"), "Expected --lora-rank of at least 1, got 0."),
         (
             ("--lora-rank", "4", "--lora-targets", "qproj"),
-            "Expected adapters in linear layers of the model, got 'qproj'.",
+            "Expected adapters in layers of torch.nn.Linear, got 'qproj'.",
         ),
     ],
 )
@@ -169,12 +169,20 @@ def test_a_missing_peft_is_one_error_that_names_the_extra(
 ) -> None:
     monkeypatch.setattr("lamella._model.lora.has_peft", lambda: False)
     assert main([*options, "--lora-rank", "4"]) != 0
-    assert "Expected peft to be installed for --lora-rank 4, got none." in capsys.readouterr().err
+    assert "Expected peft to be installed for adapters (--lora-rank 4), got none." in capsys.readouterr().err
 
 
 def test_merging_without_adapters_is_refused(trained: Run, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["export", str(trained.directory.root), "--merge"]) != 0
     assert "Expected a run with --lora-rank for --merge, got none" in capsys.readouterr().err
+
+
+def test_peft_is_asked_for_by_an_export_of_adapters_alone(
+    lora_run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("lamella._model.lora.has_peft", lambda: False)
+    assert main(["export", str(lora_run.directory.root)]) != 0
+    assert "Expected peft to be installed for adapters (--lora-rank 4), got none." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("dora", [False, True])

@@ -58,8 +58,8 @@ def lora_layers(model: nn.Module, targets: Sequence[str]) -> list[str]:
     names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head]
     for target in targets:
         if not any(_matches(name, target) for name in names):
-            first = f"The first linear layer is {names[0]!r}." if names else "The model has none."
-            raise ModelError(f"Expected adapters in linear layers of the model, got {target!r}. {first}")
+            first = f"The first is {names[0]!r}." if names else "The model has none."
+            raise ModelError(f"Expected adapters in layers of torch.nn.Linear, got {target!r}. {first}")
     return [name for name in names if any(_matches(name, target) for target in targets)]
 
 

@@ -1,5 +1,7 @@
 """The export of a run's adapters: a folder that peft opens, or a checkpoint with adapters merged into its layers."""
 
+import errno
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -10,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from lamella._export.trained_run import TrainedRun
-from lamella._model.lora import lora_settings, merged
+from lamella._model.lora import check_peft, lora_settings, merged
 from lamella._model.spec import load_spec, outline, refused_models
 from lamella._settings.options import ConfigError
 from lamella_convert import convert
@@ -23,11 +25,11 @@ _WEIGHTS: Final = "adapter_model.safetensors"
 _ONE_FILE_NBYTES: Final = 1 << 62
 
 
-def check_merge(run: TrainedRun, *, merge: bool) -> None:
-    """Refuse to merge where there are no adapters, and adapters without weights that they belong to.
+def is_for_peft(run: TrainedRun, *, merge: bool) -> bool:
+    """True for a run whose export is a folder of adapters alone.
 
     Raises:
-        ConfigError: Names `--merge`.
+        ConfigError: The run has no adapters to merge, adapters are of fresh weights, or peft is not installed.
     """
     has_adapters = run.config.model.lora_rank is not None
     if merge and not has_adapters:
@@ -36,9 +38,12 @@ def check_merge(run: TrainedRun, *, merge: bool) -> None:
         )
     if has_adapters and not merge and not run.directory.weights.is_file():
         raise ConfigError(
-            f"Expected --merge with a run from fresh weights, which no other folder holds, got none. Run: lamella "
+            f"Expected --merge with adapters on fresh weights, which no other folder holds, got none. Run: lamella "
             f"export {run.directory.root} --merge"
         )
+    if has_adapters and not merge:
+        check_peft(run.config.model)
+    return has_adapters and not merge
 
 
 def export_adapters(
@@ -49,7 +54,6 @@ def export_adapters(
     Raises:
         CheckpointDamaged: A file of the checkpoint is absent or damaged.
         FileExistsError: `to` is occupied.
-        ImportError: peft is not installed.
 
     Effects: no collective; imports peft.
     """
@@ -83,10 +87,13 @@ def merged_checkpoint(run: TrainedRun, beside: Path) -> Iterator[Path]:
 
     Raises:
         CheckpointDamaged: A file of the checkpoint is absent or damaged.
+        FileExistsError: `beside` is occupied, which would be noticed after the merge otherwise.
     """
     if run.config.model.lora_rank is None:
         yield run.checkpoint
         return
+    if beside.is_dir() and any(beside.iterdir()):
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(beside))
     beside.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix=".merged-", dir=beside.parent) as folder:
         checkpoint = Path(folder, "checkpoint")

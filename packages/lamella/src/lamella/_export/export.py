@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from lamella._export.adapters import check_merge, export_adapters, merged_checkpoint
+from lamella._export.adapters import export_adapters, is_for_peft, merged_checkpoint
 from lamella._export.model_card import model_card
 from lamella._export.trained_run import TrainedRun, open_run
 from lamella._model.weights import as_published
@@ -51,7 +51,7 @@ def export(
 
     Args:
         path: The run's folder.
-        to: The folder to write; None for `exports/<step>` in the run's folder.
+        to: The folder to write; None for `exports/<step>` in the run's folder, `<step>-adapters` for adapters.
         dtype: "fp32", "bf16", or "auto" for the dtype of the weights that the run started from.
         merge: Merge adapters into the layers; a run with adapters is a folder for peft otherwise.
         step: The number of steps of the checkpoint; None for the newest.
@@ -68,11 +68,11 @@ def export(
     """
     while True:
         run = open_run(path, step)
-        check_merge(run, merge=merge)
-        is_adapters = run.config.model.lora_rank is not None and not merge
+        for_peft = is_for_peft(run, merge=merge)
         try:
-            folder = to or run.directory.root / "exports" / run.checkpoint.name
-            if is_adapters:
+            name = f"{run.checkpoint.name}-adapters" if for_peft else run.checkpoint.name
+            folder = to or run.directory.root / "exports" / name
+            if for_peft:
                 return _export_adapters(run, folder, dtype, on_progress)
             return _export(run, folder, dtype, version, on_progress)
         except (CheckpointDamaged, FileNotFoundError):

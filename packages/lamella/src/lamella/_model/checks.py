@@ -1,5 +1,6 @@
 """The checks of a model before a run: its config, the folder of its weights, and what the machine must have for it."""
 
+import copy
 import importlib.util
 import math
 import os
@@ -66,7 +67,8 @@ def check_model(config: Config, *, has_checkpoint: bool) -> CheckedModel:
     spec = load_spec(config.model.name, config.data.vocab_size)
     check_context(spec, config.data.sequence_length)
     check_peft(config.model)
-    model, checkpointed = outline(spec), outline(spec)
+    model = outline(spec)
+    checkpointed = copy.deepcopy(model)
     add_adapters(checkpointed, config.model, config.run.seed)
     if pretrained is None and not has_checkpoint:
         _check_memory(checkpointed, config.parallel)

@@ -49,8 +49,8 @@ def check_peft(model: ModelConfig) -> None:
     """
     if model.lora_rank is not None and not has_peft():
         raise ConfigError(
-            f"Expected peft to be installed for --lora-rank {model.lora_rank}, got none. Leave --lora-rank out, or "
-            "install it from a clone: uv pip install './packages/lamella[lora]'"
+            f"Expected peft to be installed for adapters (--lora-rank {model.lora_rank}), got none. Install it from a "
+            "clone: uv pip install './packages/lamella[lora]'"
         )
 
 
