@@ -55,6 +55,17 @@ def test_a_folders_weights_are_read_onto_the_gpus(
     assert losses(tmp_path / "on-gpus") == pytest.approx(losses(tmp_path / "on-the-host"), rel=1e-4)
 
 
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+@pytest.mark.parametrize("num_gpus", ON_GPUS)
+def test_adapters_in_bf16_follow_those_in_float32(options: list[str], tmp_path: Path, num_gpus: int, kind: str) -> None:
+    adapters = ["--lora-rank", "4", *(["--dora"] if kind == "dora" else [])]
+    command = [*options, "--device", "cuda", "--ranks", str(num_gpus), *adapters]
+    for precision in ("fp32", "bf16"):
+        assert main([*command, "--precision", precision, "--run-dir", str(tmp_path / precision)]) == 0
+    trained = losses(tmp_path / "fp32")
+    assert losses(tmp_path / "bf16") == pytest.approx(trained, rel=1e-2) and trained[5] < trained[0]
+
+
 @pytest.mark.parametrize("num_gpus", ON_GPUS[1:])
 def test_losses_in_float32_do_not_depend_on_the_number_of_gpus(
     options: list[str], tmp_path: Path, num_gpus: int
