@@ -29,7 +29,7 @@ class Config:
         for group in GROUPS:
             check_fields(getattr(self, group))
         check_fit(self.parallel)
-        check_lora(self)
+        check_lora(self.model, self.optim, self.parallel)
         _check_warmup(self.optim)
         _check_tokens(self.optim.batch_size, self.data.sequence_length)
 
