@@ -15,13 +15,13 @@ def number(flag: str, text: str, kind: Callable[[str], T], *, at_least: float = 
         ConfigError: The text is no number of this kind, or a smaller one; names the option.
     """
     try:
-        value = kind(text)
+        parsed = kind(text)
     except ValueError:
-        value = None
-    if value is None or not cast(float, value) >= at_least:
+        parsed = None
+    if parsed is None or not cast(float, parsed) >= at_least:
         kind_in_words = "an integer" if kind is int else "a number"
         raise ConfigError(f"Expected {flag} to be {kind_in_words} of at least {at_least:g}, got {text!r}.")
-    return value
+    return parsed
 
 
 def one_of(flag: str, choice: str, choices: Sequence[str] | Mapping[str, object]) -> str:

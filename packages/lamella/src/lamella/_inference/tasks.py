@@ -31,13 +31,13 @@ def score_tasks(trained: TrainedModel, tasks: Sequence[str], *, limit: int | Non
         ) from error
     try:
         language_model = models.HFLM(pretrained=trained.model, tokenizer=trained.tokenizer.tokenizer)
-        results = evaluator.simple_evaluate(model=language_model, tasks=list(tasks), limit=limit)
+        evaluation = evaluator.simple_evaluate(model=language_model, tasks=list(tasks), limit=limit)
     except Exception as error:  # Tasks are code and data of others.
         raise ConfigError(f"Expected tasks that lm-eval can run, got: {in_short(error)}") from error
-    return dict(results or {})
+    return dict(evaluation or {})
 
 
-def scores_of(results: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+def scores_of(evaluation: Mapping[str, Any]) -> dict[str, dict[str, float]]:
     """Return the numbers in results of lm-eval: task -> metric -> number; a standard error is a metric of its own."""
     return {
         task: {
@@ -45,7 +45,7 @@ def scores_of(results: Mapping[str, Any]) -> dict[str, dict[str, float]]:
             for name, score in metrics.items()
             if isinstance(score, int | float)
         }
-        for task, metrics in results.get("results", {}).items()
+        for task, metrics in evaluation.get("results", {}).items()
     }
 
 
