@@ -114,23 +114,13 @@ class TensorBoard:
         self._writer.close()
 
 
-class WandB:
-    """A run of Weights & Biases, in the project `lamella` or `WANDB_PROJECT`; a resumed run goes on in it."""
+class _LoggedRun:
+    """A run of a tracker with W&B's interface, which sends by itself."""
 
     is_file = False
 
-    def __init__(self, run: TrackedRun) -> None:
-        wandb: Any = import_module("wandb")
-        file = run.identity("wandb")
-        self._run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", _PROJECT),
-            name=run.name,
-            id=file.read_text(encoding="utf-8") if file.is_file() else None,
-            resume="allow",
-            dir=str(run.root),
-            config=run.flat_settings,
-        )
-        file.write_text(str(self._run.id), encoding="utf-8")
+    def __init__(self, run: Any) -> None:
+        self._run = run
 
     def write(self, records: Sequence[Record]) -> None:
         """Log the numbers of each record at its step."""
@@ -138,11 +128,29 @@ class WandB:
             self._run.log(numbers(record), step=record.step)
 
     def flush(self) -> None:
-        """Nothing: W&B sends by itself."""
+        """Nothing: the tracker sends by itself."""
 
     def close(self) -> None:
         """Finish the run there."""
         self._run.finish()
+
+
+class WandB(_LoggedRun):
+    """A run of Weights & Biases, in the project `lamella` or `WANDB_PROJECT`; a resumed run goes on in it."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        wandb: Any = import_module("wandb")
+        file = run.identity("wandb")
+        tracked = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", _PROJECT),
+            name=run.name,
+            id=file.read_text(encoding="utf-8") if file.is_file() else None,
+            resume="allow",
+            dir=str(run.root),
+            config=run.flat_settings,
+        )
+        file.write_text(str(tracked.id), encoding="utf-8")
+        super().__init__(tracked)
 
 
 class MLflow:
@@ -174,27 +182,13 @@ class MLflow:
         self._mlflow.end_run()
 
 
-class Trackio:
+class Trackio(_LoggedRun):
     """A run of trackio, in the project `lamella` or `TRACKIO_PROJECT`; a resumed run goes on in it."""
-
-    is_file = False
 
     def __init__(self, run: TrackedRun) -> None:
         trackio: Any = import_module("trackio")
         project = os.environ.get("TRACKIO_PROJECT", _PROJECT)
-        self._run = trackio.init(project=project, name=run.name, config=run.flat_settings, resume="allow")
-
-    def write(self, records: Sequence[Record]) -> None:
-        """Log the numbers of each record at its step."""
-        for record in records:
-            self._run.log(numbers(record), step=record.step)
-
-    def flush(self) -> None:
-        """Nothing: trackio sends by itself."""
-
-    def close(self) -> None:
-        """Finish the run there."""
-        self._run.finish()
+        super().__init__(trackio.init(project=project, name=run.name, config=run.flat_settings, resume="allow"))
 
 
 TRACKERS: Final[Mapping[str, Callable[[TrackedRun], Sink]]] = {
