@@ -174,7 +174,7 @@ class FSDPModule(_TorchsModule, UnitVerbs):
         `torch.optim` that holds some of the parameters does not step before.
 
         Args:
-            enabled: For the whole tree, from the next backward on.
+            enabled: Whether the caller ends backwards: of the whole tree, from the next backward on.
 
         Raises:
             RuntimeError: The unit is not the outermost; or the mode would change within a backward, or after a backward

@@ -36,14 +36,15 @@ def is_for_peft(run: TrainedRun, *, merge: bool) -> bool:
         raise ConfigError(
             f"Expected a run with --lora-rank for --merge, got none in {str(run.directory.root)!r}. Leave --merge out."
         )
-    if has_adapters and not merge and not run.directory.weights.is_file():
+    if merge or not has_adapters:
+        return False
+    if not run.directory.weights.is_file():
         raise ConfigError(
             f"Expected --merge with adapters on fresh weights, which no other folder holds, got none. Run: lamella "
             f"export {run.directory.root} --merge"
         )
-    if has_adapters and not merge:
-        check_peft(run.config.model)
-    return has_adapters and not merge
+    check_peft(run.config.model)
+    return True
 
 
 def export_adapters(

@@ -68,7 +68,7 @@ def check_model(config: Config, *, has_checkpoint: bool) -> CheckedModel:
     check_context(spec, config.data.sequence_length)
     check_peft(config.model)
     model = outline(spec)
-    checkpointed = copy.deepcopy(model)
+    checkpointed = model if config.model.lora_rank is None else copy.deepcopy(model)
     add_adapters(checkpointed, config.model, config.run.seed)
     if pretrained is None and not has_checkpoint:
         _check_memory(checkpointed, config.parallel)

@@ -34,6 +34,8 @@ _ADAPTERS: Mapping[str, object] = {
     "model.dora": ModelConfig.dora,
 }
 
+_KEPT = {**_STATE, **_ADAPTERS}
+
 # Fields of a model's config that a run sets by itself, or that training does not read.
 _NOT_OF_THE_MODEL = ("architectures", "bos_token_id", "eos_token_id", "pad_token_id", "_name_or_path", "use_cache")
 
@@ -92,12 +94,12 @@ def check_resumable(
         ConfigError: The checkpoint is damaged, or was written under other settings; names the difference.
     """
     try:
-        # Before the names of tensors, which other adapters change.
-        _check_settings(open_checkpoint(checkpoint).extra, {name: stream[name] for name in _ADAPTERS})
         extra = check(checkpoint, model=model.checkpointed)
     except CheckpointDamaged as error:
         raise damaged(CheckpointDirectory(checkpoint.parent), checkpoint, error) from error
     except CheckpointMismatch as error:
+        # Other adapters change the names of tensors: their settings are the reason, if they differ.
+        _check_settings(open_checkpoint(checkpoint).extra, {name: stream[name] for name in _ADAPTERS})
         first = "; ".join(map(str, error.differences.names[:_NUM_NAMED]))
         more = len(error.differences.names) - _NUM_NAMED
         raise ConfigError(
@@ -154,7 +156,7 @@ def _check_stream(stored: Mapping[str, object], stream: Mapping[str, object], te
 def _check_settings(stored: Mapping[str, object], settings: Mapping[str, object]) -> None:
     """Refuse settings, by dotted name, that are not the stored ones."""
     for name, setting in settings.items():
-        before = stored.get(name, {**_STATE, **_ADAPTERS}.get(name))
+        before = stored.get(name, _KEPT.get(name))
         _check_kept(name, tuple(before) if isinstance(before, list) else before, setting, "value")
 
 
@@ -174,7 +176,7 @@ def stream_settings(config: Config, packing: Packing) -> dict[str, object]:
         packing: How the run's documents become sequences; "auto" leaves that to the documents.
     """
     values = to_values(config)
-    names = (*_STREAM, *(name.split(".") for name in (*_STATE, *_ADAPTERS)))
+    names = (*_STREAM, *(name.split(".") for name in _KEPT))
     settings = {f"{group}.{name}": values[group][name] for group, name in names}
     return settings | {"data.packing": packing, _ORDER: ORDER}
 
