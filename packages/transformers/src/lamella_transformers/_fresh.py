@@ -67,6 +67,8 @@ class FreshWeights:
         self._model, self._registered = constructed(spec, torch.device("meta"), is_finished=False)
         self._ties = cast(Mapping[str, str], getattr(self._model, "all_tied_weights_keys", {}))
         self._on_meta = dict(self._model.named_parameters(remove_duplicate=False))
+        # Of a parameter with several names, the first: the names that `named_parameters` yields once.
+        self._names = {id(parameter): name for name, parameter in self._model.named_parameters()}
         self._slots = _slots(self._model)
         self._initialisers = _initialisers_by_parameter(self._model)
         self._constructed_groups = self._group_constructed()
@@ -104,8 +106,7 @@ class FreshWeights:
         """Return the name of the parameter that a tie takes the values of, as the model itself names it."""
         while name in self._ties:
             name = self._ties[name]
-        parameter = self._on_meta[name]
-        return next(first for first, other in self._on_meta.items() if other is parameter)
+        return self._names[id(self._on_meta[name])]
 
     def _drawn(self, name: str) -> torch.Tensor:
         parameter = self._on_meta[name]
