@@ -344,3 +344,34 @@ optimizer.step()
             break
         threading.Event().wait(0.1)
     assert load(tmp_path / "a", model=nn.Linear(NUM_FEATURES, 50 * NUM_FEATURES)) == {"step": 1}
+
+
+def test_a_program_ends_in_order_while_a_thread_asks_the_store_and_its_exit_handlers_may_still_wait(
+    tmp_path: Path,
+) -> None:
+    # The interpreter ends a thread that asks for its lock inside C++ by an abort of the process.
+    program = f"""
+import atexit
+import threading
+import time
+import torch
+from lamella_checkpoint import AsyncSaver
+from lamella_checkpoint._training.outcomes import Outcomes
+
+def read(outcomes, save):
+    is_asking.set()
+    until = time.monotonic() + 1
+    while time.monotonic() < until:
+        outcomes._store.check([save])
+    return requested(outcomes, save)
+
+is_asking = threading.Event()
+requested, Outcomes.read = Outcomes.read, read
+atexit.register(lambda: print(handle.wait() if {{waits}} else None))
+handle = AsyncSaver().save({str(tmp_path)!r} + "/{{waits}}", model=torch.nn.Linear(2, 2))
+is_asking.wait()
+"""
+    for waits in (True, False):
+        command = [sys.executable, "-W", "ignore", "-c", program.format(waits=waits)]
+        output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+        assert output == (f"{tmp_path / 'True'}\n" if waits else "None\n")

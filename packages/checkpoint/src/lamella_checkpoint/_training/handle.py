@@ -6,15 +6,22 @@ Note [An interrupt at any line]
     outcome. An interrupt before leaves nothing but a state laid out in memory that no process reads. An interrupt
     after leaves a save in flight, as if the call had returned. `StateCopies.cancel` tells the two apart. A save that
     was not begun fails on all ranks, as its peers wait for its part.
+
+Note [A program that ends]
+    The thread that follows a save is a daemon: a program ends without a wait for its last checkpoint, which the writing
+    process completes. A request to a store releases the interpreter's lock, and a thread that asks for the lock while
+    the interpreter ends is ended inside C++, which aborts the process: exit code 134 after a run that lost nothing. So
+    the threads leave their saves in a handler of `atexit`, before the interpreter ends.
 """
 
+import atexit
 import logging
 import math
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Final
 
@@ -29,6 +36,7 @@ _PAUSE_S: Final = 1.0
 _LINE_EVERY_S: Final = 60.0
 _NUM_NAMED: Final = 4
 _OVERRUN_S: Final = 60.0  # Past the time limit: only a store that does not answer lets a save last so long.
+_LEAVING_S: Final = 5.0  # For a request in flight: a store that hangs must not hold up the program's end.
 _LOGGER: Final = logging.getLogger("lamella_checkpoint")
 
 
@@ -119,6 +127,7 @@ class SaveHandle:
 
     def begin(self, copies: StateCopies, writer: Writer, job: Job) -> None:
         """HostCopy, write and follow the save in threads. Effects: none on the save once the call has returned."""
+        _register_exit()
         self._copies = copies
         self._sender = copies.start(partial(self._go_on, writer, job))
         self._is_begun = True
@@ -139,13 +148,21 @@ class SaveHandle:
             self._fail(caught)
             return
         self._following = following
+        self._follow(following)
+
+    def _follow(self, following: Following) -> None:
+        """Wait for the outcome, in a thread: Note [A program that ends]."""
 
         def follow() -> None:
-            self._end(following.run())
+            failures = following.run()
+            if failures is not None:
+                self._end(failures)
+            _followers.pop(following, None)
 
+        follower = threading.Thread(target=follow, name="lamella-checkpoint-outcome", daemon=True)
+        _followers[following] = follower
         try:
-            # A daemon: a program that ends does not wait for the outcome.
-            threading.Thread(target=follow, name="lamella-checkpoint-outcome", daemon=True).start()
+            follower.start()
         except RuntimeError:  # No more threads.
             follow()
 
@@ -165,6 +182,9 @@ class SaveHandle:
         """Wait for the save's end; return False if it has not come in time."""
         if not self._is_begun and not self._ended.is_set():
             self.abandon(KeyboardInterrupt("the call that saves was interrupted"))
+        if self._following is not None and self._following.is_left:  # The call comes from another handler of `atexit`.
+            self._following.rejoin()
+            self._follow(self._following)
         began = time.monotonic()
         until = began + (math.inf if timeout is None else timeout)
         num_lines = 0
@@ -191,3 +211,20 @@ class SaveHandle:
             return "rank 0 to complete it"
         names = " and ".join(f"rank {index}'s" for index in late[:_NUM_NAMED])
         return f"{names} part" if len(late) <= _NUM_NAMED else f"{names} and {len(late) - _NUM_NAMED} more ranks' parts"
+
+
+_followers: dict[Following, threading.Thread] = {}
+
+
+@cache
+def _register_exit() -> None:
+    """Register the handler with the first save: Note [A program that ends]."""
+    atexit.register(_leave_saves)
+
+
+def _leave_saves() -> None:
+    for following in tuple(_followers):
+        following.leave()
+    for follower in tuple(_followers.values()):
+        with suppress(RuntimeError):  # Not started yet: the program was interrupted there.
+            follower.join(_LEAVING_S)

@@ -13,6 +13,7 @@ Note [One outcome]
 """
 
 import json
+import threading
 import time
 from collections.abc import Mapping
 from typing import Final
@@ -64,8 +65,12 @@ class Outcomes:
         """
         return _decoded(self._store.get(save)) if self._store.check([save]) else None
 
-    def acknowledge(self, save: str) -> None:
+    def acknowledge(self, save: str, departure: threading.Event) -> None:
         """Count this rank among the readers of an outcome; on rank 0, wait until all other ranks have been counted.
+
+        Args:
+            save: The save's name.
+            departure: Ends rank 0's wait early.
 
         Raises:
             RuntimeError: The store is gone.
@@ -77,9 +82,8 @@ class Outcomes:
             return
         deadline = time.monotonic() + _LONGEST_READ_S
         while self._store.add(_readers(save), 0) < self._num_ranks - 1:
-            if time.monotonic() > deadline:
+            if time.monotonic() > deadline or departure.wait(_PAUSE_S):
                 return
-            time.sleep(_PAUSE_S)
         for key in (save, _readers(save)):
             self._store.delete_key(key)
 

@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from contextlib import suppress
 from multiprocessing import Pipe
@@ -118,6 +119,7 @@ class Following:
         self._writer, self._outcomes, self._job, self._timeout = writer, outcomes, job, timeout
         self._part: Failures | None = None  # The answer of this rank's process.
         self._outcome: Failures | None = None
+        self._departure = threading.Event()
 
     def send(self) -> None:
         """Send the job; an error ends the process."""
@@ -127,25 +129,40 @@ class Following:
             self._writer.kill()
             raise
 
-    def run(self) -> Failures:
-        """Return the outcome, once it is known and the memory is free. Raises nothing."""
+    def run(self) -> Failures | None:
+        """Return the outcome, once it is known and the memory is free; None after `leave`. Raises nothing."""
         try:
             return self._follow()
         except BaseException as error:  # noqa: BLE001  In a thread: no caller would receive the error.
             self._writer.kill()
             return self._agree({self._job.rank: describe(error)})
 
+    @property
+    def is_left(self) -> bool:
+        """Whether `leave` was called last, not `rejoin`."""
+        return self._departure.is_set()
+
+    def leave(self) -> None:
+        """Let `run` return at once, while the save goes on."""
+        self._departure.set()
+
+    def rejoin(self) -> None:
+        """Let another `run` follow the save from where the last was left."""
+        self._departure.clear()
+
     def stop(self) -> None:
         """End the process, so that it reads the memory no more."""
         self._writer.kill()
 
-    def _follow(self) -> Failures:
+    def _follow(self) -> Failures | None:
         pause = _PAUSES_S[0]
         while self._part is None or self._outcome is None:
+            if self._departure.is_set():
+                return None
             if self._part is None:
                 self._accept(self._answer(pause))
             else:
-                time.sleep(pause)
+                self._departure.wait(pause)
             if self._outcome is None:
                 self._read()
             self._check_time()
@@ -154,7 +171,7 @@ class Following:
             discard_files(self._job)
         else:
             with suppress(RuntimeError):  # Rank 0 has ended, and with it the store.
-                self._outcomes.acknowledge(self._name)
+                self._outcomes.acknowledge(self._name, self._departure)
         return self._outcome
 
     @property
