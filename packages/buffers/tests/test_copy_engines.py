@@ -13,19 +13,23 @@ import time
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import lamella_buffers
 from lamella_buffers import CachingAllocator, CopyEngineTransport, Payload, _copy_engines, _driver
 from lamella_buffers._memory import swap_memory
 from lamella_buffers._payload import Filling, Payloads
 from lamella_buffers._windows import PeerWindow
 from lamella_testing import run_ranks
+from lamella_testing.interrupts import Interrupt
 
 CPU = torch.device("cpu")
 NBYTES = 1 << 16
@@ -51,6 +55,7 @@ class SharedAllocator(CachingAllocator):
         self._storages: set[int] = set()
 
     def allocate(self, buffer: torch.Tensor) -> None:
+        assert buffer.untyped_storage().nbytes() == 0, "a buffer is allocated twice"
         swap_memory(buffer.untyped_storage(), self._home[: buffer.nbytes])
         self._storages.add(buffer.untyped_storage()._cdata)
 
@@ -76,8 +81,15 @@ class DeviceCopies:
         self._moves = [(into, a, nbytes) for (into, _, nbytes), a in zip(self._moves, sources, strict=True)]
 
     def enqueue(self, stream: int) -> None:
-        for move in self._moves:
-            ctypes.memmove(*move)
+        _driver.complete(self.calls(stream), [])
+
+    def calls(self, stream: int) -> list[partial[int]]:
+        return [partial(_copied, move) for move in self._moves]
+
+
+def _copied(move: tuple[int, int, int]) -> int:
+    ctypes.memmove(*move)
+    return 0
 
 
 class Flags:
@@ -87,12 +99,16 @@ class Flags:
         self._words = [ctypes.c_uint32.from_address(address) for address in addresses]
         self._value = value
 
-    def enqueue(self, stream: int) -> None:
+    def calls(self, stream: int) -> list[partial[int]]:
+        return [partial(self._waited)]
+
+    def _waited(self) -> int:
         for word in self._words:
             while (flag := word.value) != self._value:
                 assert flag == 0, "ranks disagree on where a buffer lies"
                 os.sched_yield()
             word.value = 0
+        return 0
 
 
 class Stream:
@@ -249,6 +265,86 @@ def test_a_gather_that_was_captured_first_leaves_nothing_to_the_next_that_its_gr
         assert torch.equal(buffer, torch.arange(2.0).repeat_interleave(300))
 
     run_ranks(check, 2)
+
+
+class _Moves:
+    """A gather and an exchange that check their values, which differ with each turn."""
+
+    def __init__(self, folder: Path) -> None:
+        self._transport, self._windows = _transport(folder)
+        self._rank = dist.get_rank()
+        self._buffer = self._windows.create(2 * 300, torch.float32, CPU)
+        self._windows.free(self._buffer)
+        self.turn = 0
+
+    def _free(self) -> None:
+        if self._buffer.untyped_storage().nbytes():
+            self._windows.free(self._buffer)
+
+    def gather(self) -> None:
+        self._free()
+        self._windows.allocate(self._buffer)
+        wholes = torch.split(self._buffer, [400, 200])
+        shards = [whole.view(2, -1)[self._rank] for whole in wholes]
+        sources = [torch.full_like(shard, 10.0 * self.turn + self._rank) for shard in shards]
+        payloads = [Payload(shard, whole) for shard, whole in zip(shards, wholes, strict=True)]
+        casts = Filling(torch._foreach_copy_, (shards, sources), range(2))
+        self._transport.fill_and_gather(Payloads(payloads, [casts]))
+        for whole in wholes:
+            assert whole.view(2, -1)[:, -1].tolist() == [10.0 * self.turn, 10.0 * self.turn + 1]
+
+    def exchange(self) -> None:
+        shard = torch.empty(5)
+        gradient = (torch.arange(10) + self.turn % 100).bfloat16()
+        self._transport.reduce_scatter([Payload(shard, gradient)], dist.ReduceOp.AVG)
+        assert torch.equal(shard, torch.arange(10.0).view(2, -1)[self._rank] + self.turn % 100)
+
+    def both(self) -> None:
+        self.gather()
+        self.exchange()
+
+    def interrupted(self, at: int) -> int:
+        """Run both up to a line; return the number of moves that had begun."""
+        moves: list[_copy_engines._Move] = []
+        new_move = _copy_engines._Channel.new_move
+
+        def recorded(channel: _copy_engines._Channel, name: int) -> _copy_engines._Move:
+            moves.append(new_move(channel, name))
+            return moves[-1]
+
+        with mock.patch.object(_copy_engines._Channel, "new_move", recorded):
+            Interrupt((lamella_buffers,), at).during(self.both)
+        return sum(move.is_begun for move in moves)
+
+    def go_on(self) -> None:
+        self._free()
+        for _ in range(2):
+            self.turn += 1
+            self.both()
+        self.turn += 1
+
+
+def test_an_interrupt_at_any_line_leaves_a_move_unbegun_or_complete_with_its_data(tmp_path: Path) -> None:
+    def check() -> list[int]:
+        moves = _Moves(tmp_path)
+        moves.both()
+        counter = Interrupt((lamella_buffers,))
+        counter.during(moves.both)
+        nums_begun = []
+        for at in range(counter.num_lines):  # Both ranks stop at the same line.
+            nums_begun.append(moves.interrupted(at))
+            moves.go_on()
+        for at, num_begun in enumerate(nums_begun):  # One rank stops, and its peer uses its data.
+            if dist.get_rank() == 1:
+                moves.interrupted(at)
+            else:
+                for move in (moves.gather, moves.exchange)[:num_begun]:
+                    move()
+            moves.go_on()
+        return nums_begun
+
+    for nums_begun in run_ranks(check, 2):
+        assert nums_begun == sorted(nums_begun) and {nums_begun.count(num) > 5 for num in range(3)} == {True}
 
 
 def test_gathers_and_exchanges_interleave(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import ctypes
 import itertools
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,10 +18,14 @@ A_STREAM, LEGACY_DEFAULT = 7 << 20, 0
 def _calls(monkeypatch: pytest.MonkeyPatch, stream: int, *, has_batches: bool, is_capturing: bool) -> list[str]:
     calls: list[str] = []
 
-    def call(name: str, *_: Any) -> None:
-        calls.append(name)
+    def function(name: str) -> Any:
+        def call(*_: Any) -> int:
+            calls.append(name)
+            return 0
 
-    monkeypatch.setattr(_driver, "_call", call)
+        return call
+
+    monkeypatch.setattr(_driver, "_function", function)
     monkeypatch.setattr(_driver, "_has_batches", lambda: has_batches)
     monkeypatch.setattr(_driver, "_allocation_of", lambda address: address)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_capturing)
@@ -84,7 +89,7 @@ def test_pieces_of_a_decoders_block_are_captured_as_few_copies(monkeypatch: pyte
 
 
 def test_no_copies_are_no_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_driver, "_call", lambda *_: pytest.fail("Expected no call."))
+    monkeypatch.setattr(_driver, "_function", lambda name: pytest.fail(f"Expected no call, got {name}."))
     _driver.DeviceCopies([]).enqueue(A_STREAM)
 
 
@@ -99,10 +104,9 @@ def test_structures_are_as_large_as_the_drivers() -> None:
 
 
 def test_flags_are_waited_for_before_any_is_reset(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(_driver, "_call", lambda *call: calls.append(call))
-    _driver.FlagOps([64, 128], 5).enqueue(A_STREAM)
-    ((name, stream, num_ops, ops, flags),) = calls
+    monkeypatch.setattr(_driver, "_function", lambda name: partial(print, name))
+    (call,) = _driver.FlagOps([64, 128], 5).calls(A_STREAM)
+    name, stream, num_ops, ops, flags = call.args
     assert (name, stream, num_ops, flags) == ("cuStreamBatchMemOp_v2", A_STREAM, 4, 0)
     is_equal, wait, write = 1, 1, 2  # CU_STREAM_WAIT_VALUE_EQ, ..._MEM_OP_WAIT_VALUE_32, ..._MEM_OP_WRITE_VALUE_32
     assert [(op.operation, op.address, op.value, op.flags) for op in ops] == [
@@ -114,12 +118,25 @@ def test_flags_are_waited_for_before_any_is_reset(monkeypatch: pytest.MonkeyPatc
 
 
 def test_prepared_copies_read_from_wherever_they_are_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(_driver, "_call", lambda *call: calls.append(call))
+    monkeypatch.setattr(_driver, "_function", lambda name: print)
     copies = _driver.DeviceCopies([(8, 16, 4), (32, 64, 2)])
     copies.read_from([128, 256])
-    copies.enqueue(LEGACY_DEFAULT)
-    assert [call[1:] for call in calls] == [(8, 128, 4, LEGACY_DEFAULT), (32, 256, 2, LEGACY_DEFAULT)]
+    calls = copies.calls(LEGACY_DEFAULT)
+    assert [call.args for call in calls] == [(8, 128, 4, LEGACY_DEFAULT), (32, 256, 2, LEGACY_DEFAULT)]
+
+
+def test_calls_that_were_made_are_not_made_again_and_a_refused_one_is_named() -> None:
+    codes: list[int] = []
+    calls = [_driver.Call(_code, code) for code in (0, 0, 201)]
+    _driver.complete(calls[:1], codes)
+    assert codes == [0]
+    with pytest.raises(_driver.DriverError, match="_code to succeed, got the driver's error 201"):
+        _driver.complete(calls, codes)
+    assert codes == [0, 0, 201]
+
+
+def _code(code: int) -> int:
+    return code
 
 
 @pytest.mark.parametrize("has_driver", [True, False])

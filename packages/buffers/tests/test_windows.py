@@ -12,12 +12,14 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+import lamella_buffers
 from lamella_buffers import WindowAllocator, _copy_engines, copy_engines_of
 from lamella_buffers._copy_engines import _host
 from lamella_buffers._driver import DriverError
 from lamella_buffers._windows import over_ranks
 from lamella_buffers.testing import check_allocator
 from lamella_testing import run_ranks
+from lamella_testing.interrupts import Interrupt
 
 MIB = 1 << 20
 CPU = torch.device("cpu")
@@ -79,6 +81,30 @@ def test_as_many_windows_as_buffers_that_have_bytes_at_once_and_the_smallest_tha
     assert allocator.window_of(middle) is windows[0]
     allocator.allocate(small)
     assert allocator.window_of(small) is windows[1]
+    assert len(windows) == 2
+
+
+def test_after_an_interrupt_at_any_line_and_a_free_every_window_is_lent_again() -> None:
+    allocator, windows = _allocator()
+    first, second = (_freed(allocator, 4 * MIB) for _ in range(2))
+
+    def lend() -> None:
+        for buffer in (first, second):
+            allocator.allocate(buffer)
+        for buffer in (first, second):
+            allocator.free(buffer)
+
+    lend()
+    counter = Interrupt((lamella_buffers,))
+    counter.during(lend)
+    for at in range(counter.num_lines):
+        Interrupt((lamella_buffers,), at).during(lend)
+        for buffer in (first, second):
+            if buffer.untyped_storage().nbytes():
+                allocator.free(buffer)
+    allocator.allocate(first)
+    allocator.allocate(second)
+    assert allocator.window_of(first) is windows[0] and allocator.window_of(second) is windows[1]
     assert len(windows) == 2
 
 

@@ -65,13 +65,13 @@ class _Channel:
         self._signals: dict[int, _Signal] = {}
         self._last_stream: torch.cuda.Stream | None = None
 
-    def begin(self, name: int) -> _Move:
-        """Begin a move: peers may write this rank's memory.
+    def new_move(self, name: int) -> _Move:
+        """Prepare a move on the current stream.
 
         Args:
             name: The move's name, not 0.
 
-        Effects: the current stream waits for the last move's stream, if different, and signals all peers.
+        Effects: the current stream waits for the last move's stream, if different.
         """
         stream = torch.cuda.current_stream()
         # Moves of a channel share flags: two moves in flight on different streams would take each other's signals.
@@ -79,8 +79,7 @@ class _Channel:
             stream.wait_stream(self._last_stream)
         self._last_stream = stream
         signal = self._signals.get(name) or self._new_signal(name)
-        signal.tells[0].enqueue(stream.cuda_stream)
-        return _Move(stream.cuda_stream, signal)
+        return _Move(stream.cuda_stream, signal, signal.calls(stream.cuda_stream))
 
     def _new_signal(self, name: int) -> _Signal:
         # Written on this stream; the next move's stream waits for this one. During capture nothing is written until
@@ -90,7 +89,7 @@ class _Channel:
         tells = [[(bases[i] + mine, word.data_ptr(), _FLAG_NBYTES) for i in self.peers] for bases in self._words]
         flags = [[bases[self._rank] + _FLAG_NBYTES * i for i in self.peers] for bases in self._words]
         signal = _Signal(
-            word, [driver.DeviceCopies(each) for each in tells], [driver.FlagOps(each, name) for each in flags]
+            word, [driver.DeviceCopies(each) for each in tells], [driver.FlagOps(each, name) for each in flags], {}
         )
         if not torch.cuda.is_current_stream_capturing():
             self._signals[name] = signal
@@ -103,28 +102,81 @@ class _Signal(NamedTuple):
     word: torch.Tensor
     tells: list[driver.DeviceCopies]
     waits: list[driver.FlagOps]
+    eager_calls: dict[int, _Calls]
+
+    def calls(self, stream: int) -> _Calls:
+        """The calls that put a move's signals and waits on a stream, prepared once for each stream outside captures."""
+        if (calls := self.eager_calls.get(stream)) is not None and not torch.cuda.is_current_stream_capturing():
+            return calls
+        (tell_open, tell_closed), (wait_open, wait_closed) = (
+            [ops.calls(stream) for ops in both] for both in (self.tells, self.waits)
+        )
+        calls = _Calls(tell_open, wait_open, tell_closed + wait_closed)
+        if not torch.cuda.is_current_stream_capturing():
+            self.eager_calls[stream] = calls
+        return calls
 
 
-class _Move(NamedTuple):
-    """A move in flight, on a stream given by its driver handle."""
+class _Calls(NamedTuple):
+    """The driver calls of a move: its own "open", the wait for its peers', and "closed" with the wait."""
 
-    stream: int
-    signal: _Signal
+    begin: list[driver.Call]
+    open: list[driver.Call]
+    close: list[driver.Call]
+
+
+class _Move:
+    """A move on a stream given by its driver handle, from its "open" to its peers' "closed".
+
+    Note [Interrupted moves]. Ctrl-C may be raised at any line. A move that stopped half-way would leave words unwaited:
+    the next move would take a stale word for a peer's signal and push too early, or overwrite a word that a slower rank
+    waits for, which then never ends. So a move once begun is completed before the interrupt is raised further, with
+    its data: a peer that was interrupted elsewhere, or nowhere, uses them. A method called again makes only the driver
+    calls that are missing (`driver.complete`). Other errors complete nothing: data may be missing, and the peers wait,
+    as in a ring that a rank never joined.
+
+    Attributes:
+        stream: The driver's handle.
+    """
+
+    def __init__(self, stream: int, signal: _Signal, calls: _Calls) -> None:
+        self.stream = stream
+        self._signal = signal  # The source of signals not yet on the stream; a captured move's belongs to no channel.
+        self._calls = calls
+        self._begin_codes: list[int] = []
+        self._open_codes: list[int] = []
+        self._close_codes: list[int] = []
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether peers may write this rank's memory, and await this rank's writes."""
+        return bool(self._begin_codes)
+
+    @property
+    def is_closing(self) -> bool:
+        """Whether peers may read this rank's writes: no more may follow."""
+        return bool(self._close_codes)
+
+    def begin(self) -> None:
+        """Let peers write this rank's memory.
+
+        Effects: the stream signals all peers.
+        """
+        driver.complete(self._calls.begin, self._begin_codes)
 
     def open(self) -> None:
         """Let later work on the stream write to peers.
 
         Effects: the stream waits for all peers.
         """
-        self.signal.waits[0].enqueue(self.stream)
+        driver.complete(self._calls.open, self._open_codes)
 
     def close(self) -> None:
         """End the move: later work on the stream may read the peers' writes, and the peers may read this rank's.
 
         Effects: the stream signals all peers, and waits for theirs.
         """
-        self.signal.tells[1].enqueue(self.stream)
-        self.signal.waits[1].enqueue(self.stream)
+        driver.complete(self._calls.close, self._close_codes)
 
 
 def _name_of(places: Iterable[tuple[int, int, int]]) -> int:
@@ -223,8 +275,20 @@ class CopyEngineTransport(NcclTransport):
             payloads.fill()
             copy_missing(self._own(payloads.wholes), payloads.shards)
             payloads = Payloads(payloads)  # without fillings: written above
-        # Before the casts below, so that peers need not wait for this rank's casts: Note [Flags].
-        move = self._gathers.begin(push.name)
+        move = self._gathers.new_move(push.name)
+        try:
+            # Before the casts, so that peers need not wait for this rank's casts: Note [Flags].
+            move.begin()
+            self._fill_and_push(move, push, payloads)
+            move.close()
+        except KeyboardInterrupt:
+            if move.is_begun:  # Note [Interrupted moves]
+                self._complete_gather(move, push, payloads)
+            raise
+        return Done()
+
+    def _fill_and_push(self, move: _Move, push: _Push, payloads: Payloads) -> None:
+        """Push this rank's pieces to all peers, each once it has been written."""
         if push.num_first == len(payloads) or payloads.are_there:
             payloads.fill()
             move.open()
@@ -236,8 +300,18 @@ class CopyEngineTransport(NcclTransport):
             push.first.enqueue(move.stream)
             rest_is_there()  # else the copies below would push pieces still being cast
         push.rest.enqueue(move.stream)
+
+    def _complete_gather(self, move: _Move, push: _Push, payloads: Payloads) -> None:
+        """Do all of an interrupted gather that may be missing; writing and pushing a piece twice changes nothing."""
+        move.begin()
+        if not move.is_closing:
+            if self._fills is not None:
+                torch.cuda.current_stream().wait_stream(self._fills)
+            payloads.fill()
+            move.open()
+            push.first.enqueue(move.stream)
+            push.rest.enqueue(move.stream)
         move.close()
-        return Done()
 
     def _fill_beside(self, payloads: Payloads, num_first: int) -> Callable[[], object]:
         """Write all but the first shards in parallel with the current stream's next work.
@@ -295,36 +369,50 @@ class CopyEngineTransport(NcclTransport):
         """
         arrivals = self._arrivals_for(payloads)
         buffer = arrivals.buffer
+        # An interrupted exchange leaves its buffer allocated, with its move completed or never begun.
+        if buffer.untyped_storage().nbytes():
+            self._arrivals.free(buffer)
         self._arrivals.allocate(buffer)
         pushes = arrivals.pushes.get(buffer.data_ptr()) or self._new_pushes(payloads, arrivals)
         shards = [shard for shard, _ in payloads]
         fused = _fused_sums() if shards[0].is_cuda and shards[0].dtype == torch.float32 else None
         # Before peers are told: the host may wait for the stream here, and the stream waits for the peers then.
         launches = [] if fused is None else fused.launches_for(arrivals.places, shards)
-        move = self._exchanges.begin(pushes.name)
-        move.open()
-        # By addresses: a view for each piece would cost the host more than the copies. Autograd allocates gradients
-        # anew in each backward, so sources change with each call.
+        move = self._exchanges.new_move(pushes.name)
         wholes = [full for _, full in payloads]
-        pushes.copies.read_from(
-            [
-                address + offset
-                for address, offsets in zip(_addresses(wholes), pushes.offsets, strict=True)
-                for offset in offsets
-            ]
-        )
-        pushes.copies.enqueue(move.stream)
+        try:
+            self._push_to_owners(move, pushes, wholes)
+        except KeyboardInterrupt:
+            if move.is_begun:  # Note [Interrupted moves]. This rank's sum is lost with its step.
+                self._push_to_owners(move, pushes, wholes)
+            raise
         own = self._own(wholes)
         if fused is None:
             torch._foreach_copy_(arrivals.own, own)
-            move.close()
             add_up(arrivals.places, shards, op)
         else:
-            move.close()
             fused.add_up(launches, arrivals.places, own, shards, self.rank, averages=op == dist.ReduceOp.AVG)
         # Before the sum has run: the window's next user waits for this stream before its "open", and peers write only
         # after the "open".
         self._arrivals.free(buffer)
+
+    @staticmethod
+    def _push_to_owners(move: _Move, pushes: _Exchange, wholes: Sequence[torch.Tensor]) -> None:
+        """Push the peers' pieces, or after an interrupt all of it that may be missing."""
+        move.begin()
+        move.open()
+        if not move.is_closing:
+            # By addresses: a view for each piece would cost the host more than the copies. Autograd allocates gradients
+            # anew in each backward, so sources change with each call.
+            pushes.copies.read_from(
+                [
+                    address + offset
+                    for address, offsets in zip(_addresses(wholes), pushes.offsets, strict=True)
+                    for offset in offsets
+                ]
+            )
+            pushes.copies.enqueue(move.stream)
+        move.close()
 
     def _arrivals_for(self, payloads: Sequence[Payload]) -> _Arrivals:
         full = payloads[0].full

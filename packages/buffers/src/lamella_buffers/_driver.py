@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import operator
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -108,6 +109,25 @@ def map_shared(shared: Shared) -> int:
     return address.value + shared.offset
 
 
+Call = partial[int]
+"""A call of the driver with its arguments; returns an error code."""
+
+
+def complete(calls: Sequence[Call], codes: list[int]) -> None:
+    """Make the calls without a code yet, and append their codes.
+
+    After a keyboard interrupt `codes` tells exactly the calls made. Handlers of signals run between bytecodes: a Python
+    loop could be interrupted between a call and its record, and a signal to a peer sent twice is a signal too many.
+
+    Raises:
+        DriverError: The driver refused a call.
+    """
+    codes.extend(map(operator.call, calls[len(codes) :] if codes else calls))
+    if any(codes):
+        index = next(i for i, code in enumerate(codes) if code)
+        _refuse(calls[index].func.__name__, codes[index])
+
+
 class DeviceCopies:
     """Copies of device memory, within a device or between two, as argument arrays of the driver.
 
@@ -141,24 +161,26 @@ class DeviceCopies:
     def enqueue(self, stream: int) -> None:
         """Put the copies on a stream, which must be torch's current stream.
 
-        A single batch, if the driver has batches: a tenth of the host time of separate calls, and no gaps on the copy
-        engines. The legacy default stream (torch's default) refuses batches, and graphs cannot capture them: a captured
-        graph gets copies of equal size as rows of two-dimensional copies, where spacing allows.
-
         Effects: copies by copy engines between different devices; ordered after earlier work on the stream, and before
             later work.
         """
+        complete(self.calls(stream), [])
+
+    def calls(self, stream: int) -> list[Call]:
+        """The calls that put the copies on a stream, which must be torch's current stream.
+
+        A single batch, if the driver has batches: a tenth of the host time of separate calls, and no gaps on the copy
+        engines. The legacy default stream (torch's default) refuses batches, and graphs cannot capture them: a captured
+        graph gets copies of equal size as rows of two-dimensional copies, where spacing allows.
+        """
         if not self._num:
-            return
+            return []
         moves = zip(self._into, self._sources, self._nbytes, strict=True)
         if stream != _LEGACY_DEFAULT and torch.cuda.is_current_stream_capturing():
-            for rows in _as_rows(moves):
-                _call(_ROWS, ctypes.byref(rows), stream)
-        elif stream != _LEGACY_DEFAULT and _has_batches():
-            _call(_BATCH, *self._batch, stream)
-        else:
-            for move in moves:
-                _call(_COPY, *move, stream)
+            return [partial(_function(_ROWS), ctypes.byref(rows), stream) for rows in _as_rows(moves)]
+        if stream != _LEGACY_DEFAULT and _has_batches():
+            return [partial(_function(_BATCH), *self._batch, stream)]
+        return [partial(_function(_COPY), *move, stream) for move in moves]
 
 
 def _as_rows(moves: Iterable[tuple[int, int, int]]) -> Iterator[_RowCopy]:
@@ -214,12 +236,12 @@ class FlagOps:
         ops += [_MemoryOp(_WRITE_VALUE_32, address, 0, 0) for address in addresses]
         self._ops = (_MemoryOp * len(ops))(*ops)
 
-    def enqueue(self, stream: int) -> None:
-        """Put waits and resets on a stream. No multiprocessor is used.
+    def calls(self, stream: int) -> list[Call]:
+        """The call that puts waits and resets on a stream. No multiprocessor is used.
 
-        Effects: later work on the stream waits for the flags.
+        Effects of the call: later work on the stream waits for the flags.
         """
-        _call("cuStreamBatchMemOp_v2", stream, len(self._ops), self._ops, 0)
+        return [partial(_function("cuStreamBatchMemOp_v2"), stream, len(self._ops), self._ops, 0)]
 
 
 _ARGUMENTS: dict[str, list[Any]] = {

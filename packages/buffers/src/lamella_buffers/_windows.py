@@ -85,8 +85,10 @@ class WindowAllocator(CachingAllocator):
             place.last_stream = stream
         with self._at_home(), place.window.lending():
             super().allocate(buffer)
-        place.is_free = False
+        # In this order, and the reverse in `free`: an interrupt between the lines leaves a window that `free` gives
+        # back. Lost on some ranks alone, it would let the ranks choose different windows.
         self._held[storage] = place
+        place.is_free = False
 
     def free(self, buffer: torch.Tensor) -> None:
         """Give the window back.
@@ -94,9 +96,11 @@ class WindowAllocator(CachingAllocator):
         Effects: none on a stream.
         """
         # On the host: readers may still be running. The next `allocate` orders its stream after them by `last_stream`.
-        super().free(buffer)
-        if (place := self._held.pop(buffer.untyped_storage(), None)) is not None:
+        storage = buffer.untyped_storage()
+        if (place := self._held.get(storage)) is not None:
             place.is_free = True
+        super().free(buffer)
+        self._held.pop(storage, None)
 
     def window_of(self, buffer: torch.Tensor) -> Window | None:
         """The window around a buffer, or around a view of a buffer; None if outside all windows."""
