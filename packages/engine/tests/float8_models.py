@@ -9,10 +9,10 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from engine_models import units
 from torch import nn
 
 from lamella_engine import FSDPModule, MixedPrecisionPolicy, fully_shard
+from lamella_engine.testing import named_units
 from lamella_precision import Direction, Float8Recipe, MXFP8Recipe, matrices_of
 
 FP32 = torch.float32
@@ -207,7 +207,7 @@ def sharded(model: Decoder, recipe: AnyRecipe, **options: Any) -> Decoder:
     for layer in model.layers:
         fully_shard(layer, mp_policy=policy, **options)
     fully_shard(model, mp_policy=replace(policy, recipe=None), **options)
-    for _, unit in units(model):
+    for _, unit in named_units(model):
         for group in unit.parameters.groups:
             group.divisor = 1.0  # a sum: `train` gives all ranks but the first gradients of zero
     return model

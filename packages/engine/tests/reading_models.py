@@ -7,12 +7,13 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from engine_models import Net, inputs, mean_square, record, units
+from engine_models import Net, inputs, mean_square
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from lamella_engine import declare_reads, fully_shard
+from lamella_engine.testing import named_units, record
 
 X = inputs()
 LOSS = mean_square(lambda model: model(X))
@@ -129,7 +130,7 @@ OWN_UNITS = ["root", "layers.0", "layers.1", "layers.2"]
 
 def units_by_name(model: nn.Module) -> dict[str, Any]:
     """The units by the names of their own modules."""
-    return {unit.parameters.name or "root": unit for _, unit in units(model)}
+    return {unit.parameters.name or "root": unit for _, unit in named_units(model)}
 
 
 def record_by_name(model: nn.Module) -> Any:

@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from engine_models import (
     Net,
-    assert_at_rest,
     assert_gradients_equal,
     assert_trains_alike,
     case,
@@ -44,8 +43,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from lamella_engine import declare_reads, fully_shard
-from lamella_engine._modules.attached import find_state, state_of
-from lamella_engine._unit.weights import Residency
+from lamella_engine.extending import unit_of
+from lamella_engine.testing import Residency, assert_at_rest, require_unit
 from lamella_testing import run_ranks
 
 
@@ -84,7 +83,7 @@ def test_declared_parameters_are_freed_after_forward_and_after_backward_and_kept
     def check() -> None:
         reference, sharded = twins(make, shard_declared)
         first, *_ = convs_of(sharded)
-        unit = state_of(first).unit
+        unit = require_unit(first)
         flats = [group.unsharded_weight.flat for group in unit.parameters.groups]
 
         def is_free() -> bool:
@@ -157,8 +156,8 @@ def test_a_declared_parameter_in_another_unit_is_taken_over_or_refused() -> None
         reference, sharded = twins(Model, apply)
         assert_trains_alike(reference, sharded, LOSS)
         first, second, _ = convs_of(sharded)
-        assert find_state(first) is find_state(sharded.get_submodule("layers.0"))
-        assert find_state(second) is find_state(sharded.get_submodule("layers.1.mixer"))
+        assert unit_of(first) is unit_of(sharded.get_submodule("layers.0"))
+        assert unit_of(second) is unit_of(sharded.get_submodule("layers.1.mixer"))
 
         # Refused: a unit that is gathered with a module elsewhere.
         model = Model()
@@ -169,7 +168,7 @@ def test_a_declared_parameter_in_another_unit_is_taken_over_or_refused() -> None
             ValueError, match=r"'mixer\.conv1d\.\w+', which Mixer reads .* gathered with modules elsewh"
         ):
             fully_shard(model.layers[0])
-        assert find_state(model.layers[0]) is None
+        assert unit_of(model.layers[0]) is None
         assert not isinstance(model.layers[0].get_parameter("up.weight"), DTensor)
 
         # Refused: one that another unit reads already.

@@ -16,7 +16,6 @@ from engine_models import (
     EVERY_STAGE,
     SOME_STAGES,
     Net,
-    assert_at_rest,
     assert_gradients_equal,
     assert_trains_alike,
     case,
@@ -24,7 +23,6 @@ from engine_models import (
     fsdp,
     mesh_of,
     twins,
-    units,
     whole,
 )
 from reading_models import (
@@ -56,8 +54,8 @@ from lamella_engine import (
     register_fsdp_forward_method,
     set_main_grads,
 )
-from lamella_engine._modules.attached import find_state, state_of
-from lamella_engine._unit.weights import Residency
+from lamella_engine.extending import unit_of
+from lamella_engine.testing import Residency, assert_at_rest, named_units, require_unit
 from lamella_testing import run_ranks
 
 
@@ -91,7 +89,7 @@ def test_the_owners_flag_says_what_happens_between_forward_and_backward(flag: bo
         reference, sharded = twins(Model, partial(shard_declared, reshard_after_forward=flag))
         assert_trains_alike(reference, sharded, LOSS, num_steps=1)
         LOSS(sharded)
-        unit = state_of(convs_of(sharded)[0]).unit
+        unit = require_unit(convs_of(sharded)[0])
         assert (unit.weights.residency is Residency.UNSHARDED) == (flag is False)
         if flag is False:
             return
@@ -266,12 +264,12 @@ def test_a_unit_that_took_another_over_may_be_taken_over_with_it() -> None:
     def apply(model: Any) -> None:
         declare_reads(model, "layers.0.up.weight")
         shard_declared(model)
-        assert find_state(model) is find_state(model.layers[0]) is find_state(convs_of(model)[0])
+        assert unit_of(model) is unit_of(model.layers[0]) is unit_of(convs_of(model)[0])
 
     def check() -> None:
         reference, sharded = twins(Reading, apply)
         assert_trains_alike(reference, sharded, LOSS, num_steps=3)
-        unit = state_of(sharded).unit
+        unit = require_unit(sharded)
         names = {parameter.name for group in unit.parameters.groups for parameter in group.parameters}
         assert names >= {"layers.0.up.weight", "layers.0.mixer.conv1d.weight", "stem.weight"}
 
@@ -439,7 +437,7 @@ def test_a_deleted_model_is_freed_at_once() -> None:
     def check() -> None:
         model = shard_declared(Model())
         LOSS(model).backward()
-        states = [weakref.ref(unit) for _, unit in units(model)]
+        states = [weakref.ref(unit) for _, unit in named_units(model)]
         gc.collect()
         gc.disable()
         del model

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from engine_models import Net, assert_trains_alike, fsdp, inputs, mean_square, record, shard, twins
+from engine_models import Net, assert_trains_alike, fsdp, inputs, mean_square, shard, twins
 from torch import nn
 
 from lamella_engine import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from lamella_engine._modules.attached import find_state
 from lamella_engine._modules.hooks import pre_forward
+from lamella_engine.testing import record
 from lamella_testing import run_ranks
 
 X = inputs()

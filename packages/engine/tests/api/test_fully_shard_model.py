@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from engine_models import Net, Residual, assert_trains_alike, case, inputs, mean_square, twins, units
+from engine_models import Net, Residual, assert_trains_alike, case, inputs, mean_square, twins
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from lamella_engine import MixedPrecisionPolicy, ShardingPlan, fully_shard, fully_shard_model, plan_units
 from lamella_engine.extending import local_of
+from lamella_engine.testing import named_units
 from lamella_precision import Float8Recipe
 from lamella_testing import run_ranks
 
@@ -161,7 +162,7 @@ def test_units_that_are_there_already_are_left_alone() -> None:
         assert _names(plan) == ["layers.0", "layers.2"]
         assert "up.weight" not in [parameter.name for parameter in plan.units[0].parameters]
         fully_shard_model(model, units=Residual, verbose=False)
-        assert [name for name, _ in units(model)] == ["root", "layers.0", "layers.0.up", "layers.1", "layers.2"]
+        assert [name for name, _ in named_units(model)] == ["root", "layers.0", "layers.0.up", "layers.1", "layers.2"]
 
     run_ranks(check, 1)
 
@@ -308,7 +309,7 @@ def test_units_own_the_parameters_and_the_bytes_that_were_planned(recipe: Any) -
             model = _Towers()
             plan = plan_units(model, units=choice, mp_policy=policy)
             fully_shard_model(model, units=choice, mp_policy=policy, verbose=False)
-            units_by_name = dict(units(model))
+            units_by_name = dict(named_units(model))
             assert {unit.name or "root" for unit in plan.units} == set(units_by_name)
             for unit in plan.units:
                 groups = units_by_name[unit.name or "root"].parameters.groups
@@ -330,7 +331,7 @@ def test_a_parameter_that_is_a_dtensor_is_planned_by_the_part_that_this_rank_gat
         model.weight = nn.Parameter(DTensor.from_local(torch.ones(2, 3), meshes["experts"], [Shard(0)]))
         [planned] = plan_units(model, units=1).units
         fully_shard(model, mesh=meshes["data"])
-        [parameter] = dict(units(model))["root"].parameters.trained
+        [parameter] = dict(named_units(model))["root"].parameters.trained
         return planned.unsharded_nbytes, local_of(parameter).nbytes
 
     assert run_ranks(on_each_rank, 2) == [(24, 24)] * 2

@@ -8,12 +8,13 @@ from functools import partial
 
 import pytest
 import torch
-from engine_models import Net, Residual, assert_trains_alike, case, inputs, mean_square, record, shard, twins
+from engine_models import Net, Residual, assert_trains_alike, case, inputs, mean_square, shard, twins
 from recomputing_models import KINDS, Around, Inside, Several, recomputing_net
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lamella_engine import fully_shard
+from lamella_engine.testing import record
 from lamella_testing import run_ranks
 
 X = inputs()

@@ -13,7 +13,6 @@ import torch
 from engine_models import (
     Net,
     Residual,
-    assert_at_rest,
     assert_gradients_equal,
     assert_trains_alike,
     case,
@@ -27,6 +26,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from lamella_engine import fully_shard
+from lamella_engine.testing import assert_at_rest
 from lamella_testing import run_ranks
 
 X = inputs()

@@ -6,24 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from engine_models import (
-    Net,
-    Residual,
-    adamw,
-    assert_at_rest,
-    case,
-    descend,
-    fsdp,
-    inputs,
-    no_gradient_sync,
-    rows_of_this_rank,
-    units,
-    whole,
-)
+from engine_models import Net, Residual, adamw, case, descend, fsdp, inputs, no_gradient_sync, rows_of_this_rank, whole
 from torch import nn
 
 from lamella_buffers import Allocator, CachingAllocator, PoolAllocator
 from lamella_engine import ZERO1, MixedPrecisionPolicy, ShardingOptions, fully_shard, fully_shard_model
+from lamella_engine.testing import assert_at_rest, named_units
 from lamella_testing import run_ranks
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
@@ -250,7 +238,7 @@ def test_a_whole_model_takes_one_allocator_for_all_of_its_units() -> None:
     def check() -> None:
         pool = PoolAllocator()
         model = fully_shard_model(_FragileNet(), units=_Fragile, verbose=False, options=ShardingOptions(allocator=pool))
-        assert {id(group.allocator) for _, unit in units(model) for group in unit.parameters.groups} == {id(pool)}
+        assert {id(group.allocator) for _, unit in named_units(model) for group in unit.parameters.groups} == {id(pool)}
         _steps(model, pool, 4)
         assert _steps(model, pool) == 0
 

@@ -8,13 +8,14 @@ from typing import cast
 import pytest
 import torch
 import torch.nn.functional as F
-from engine_models import assert_weights_equal, descend, record
+from engine_models import assert_weights_equal, descend
 from float8_models import RECIPES, AnyRecipe, quantised_straight
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from lamella_engine import MixedPrecisionPolicy, fully_shard
+from lamella_engine.testing import record
 from lamella_precision import Float8Recipe
 from lamella_testing import run_ranks
 

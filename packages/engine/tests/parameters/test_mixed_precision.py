@@ -10,22 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as fsdp2
-from engine_models import (
-    Log,
-    Net,
-    assert_at_rest,
-    assert_weights_equal,
-    inputs,
-    no_gradient_sync,
-    record,
-    rows_of_this_rank,
-    twins,
-    units,
-    whole,
-)
+from engine_models import Net, assert_weights_equal, inputs, no_gradient_sync, rows_of_this_rank, twins, whole
 from torch import nn
 
 from lamella_engine import MixedPrecisionPolicy, fully_shard, plan_units
+from lamella_engine.testing import CollectiveLog, assert_at_rest, named_units, record
 from lamella_testing import run_ranks
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -105,12 +94,12 @@ def test_the_wire_carries_the_param_dtype_forth_and_the_narrower_dtype_back(
 ) -> None:
     def check() -> None:
         _, model = _sharded(policy)
-        log: Log = record(model)
+        log: CollectiveLog = record(model)
         model(inputs()).mean().backward()
         dtypes = {event.kind: event.dtypes for event in log.events}
         assert dtypes["gather"] == {gathered}
         assert dtypes["reduce"] == {sent}
-        assert {event.sums for event in log.events if event.kind == "reduce"} == {frozenset({summed})}
+        assert {event.sum_dtypes for event in log.events if event.kind == "reduce"} == {frozenset({summed})}
 
     run_ranks(check, 2)
 
@@ -144,7 +133,7 @@ def test_parameters_that_stay_in_their_dtype_travel_in_it_beside_the_others() ->
             FP32,
         ]
         fully_shard(model, mp_policy=policy)
-        ((_, unit),) = units(model)
+        ((_, unit),) = named_units(model)
         dtypes = {
             parameter.name: parameter.unsharded.dtype
             for group in unit.parameters.groups
@@ -154,7 +143,7 @@ def test_parameters_that_stay_in_their_dtype_travel_in_it_beside_the_others() ->
         log = record(model)
         model(inputs().repeat(1, 2)[:, :4]).sum().backward()
         assert [event.dtypes for event in log.events if event.kind != "compute"] == 2 * [{BF16, FP32}]
-        assert [event.sums for event in log.events if event.kind == "reduce"] == [{FP32}]
+        assert [event.sum_dtypes for event in log.events if event.kind == "reduce"] == [{FP32}]
 
     run_ranks(check, 2)
 

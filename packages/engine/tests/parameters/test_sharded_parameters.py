@@ -15,7 +15,6 @@ import torch.distributed as dist
 from engine_models import (
     Net,
     adamw,
-    assert_at_rest,
     assert_gradients_equal,
     assert_trains_alike,
     assert_weights_equal,
@@ -33,6 +32,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.tensor import DTensor, Shard
 
 from lamella_engine import FSDPModule, fully_shard
+from lamella_engine.testing import assert_at_rest
 from lamella_testing import run_ranks
 
 X = inputs()

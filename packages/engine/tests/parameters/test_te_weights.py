@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from engine_models import fsdp, mesh_of, record, record_third_step, units
+from engine_models import fsdp, mesh_of, record_third_step
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -24,6 +24,7 @@ from lamella_engine import (
     fully_shard,
     plan_units,
 )
+from lamella_engine.testing import named_units, record
 from lamella_precision import Float8Recipe
 from lamella_precision.te import replace_quantized_weights
 from lamella_testing import run_ranks
@@ -89,7 +90,7 @@ def _sharded(model: Model, *, layers: bool = False, **options: Any) -> Model:
             fully_shard(cast(Block, block).up, mp_policy=policy, **options)
         fully_shard(block, mp_policy=policy, **options)
     fully_shard(model, mp_policy=policy, **options)
-    for _, unit in units(model):
+    for _, unit in named_units(model):
         for group in unit.parameters.groups:
             group.divisor = 1.0  # a sum, where all ranks but the first have gradients of zero
     return model
@@ -152,7 +153,7 @@ def _assert_trains_as_whole(
 
 def _weights(model: Model) -> Iterator[Any]:
     """The gathered forms of quantised weights."""
-    for _, unit in units(model):
+    for _, unit in named_units(model):
         for group in unit.parameters.groups:
             yield from (p.unsharded for p in group.parameters if hasattr(p.unsharded, "get_metadata"))
 
@@ -284,7 +285,7 @@ def test_copies_for_backward_count_in_budgets_and_plans(name: str) -> None:
     def check() -> None:
         model = _sharded(_model(name))
         block = cast(Any, model.blocks[1])
-        unit = dict(units(model))["blocks.1"].parameters
+        unit = dict(named_units(model))["blocks.1"].parameters
         (group,) = [group for group in unit.groups if len(group.parameters) == 2 and group.scales]
         block.unshard()
         weights = [p.unsharded for p in group.parameters]
@@ -302,7 +303,7 @@ def test_copies_for_backward_count_in_budgets_and_plans(name: str) -> None:
             fsdp(model).set_options(keep_budget=unit.unsharded_nbytes - short_of)
             record_third_step(model, lambda _: next(_losses(model, 0)))
             loss = next(_losses(model, 0))
-            assert dict(units(model))["blocks.1"].weights.is_unsharded == is_kept
+            assert dict(named_units(model))["blocks.1"].weights.is_unsharded == is_kept
             loss.backward()  # type: ignore[no-untyped-call]
 
         fresh = _model(name)

@@ -11,20 +11,19 @@ import torch.distributed as dist
 from engine_models import (
     Net,
     Residual,
-    assert_at_rest,
     assert_gradients_equal,
     assert_trains_alike,
     fsdp,
     inputs,
     mean_square,
     no_gradient_sync,
-    record,
     shard,
     twins,
 )
 from torch import nn
 
 from lamella_engine import fully_shard
+from lamella_engine.testing import assert_at_rest, record
 from lamella_testing import run_ranks
 
 X = inputs()

@@ -7,21 +7,12 @@ import weakref
 from typing import Any
 
 import torch
-from engine_models import (
-    Net,
-    assert_at_rest,
-    assert_trains_alike,
-    fsdp,
-    inputs,
-    mean_square,
-    record,
-    shard,
-    twins,
-)
+from engine_models import Net, assert_trains_alike, fsdp, inputs, mean_square, shard, twins
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lamella_engine import fully_shard
+from lamella_engine.testing import assert_at_rest, record
 from lamella_testing import run_ranks
 
 X = inputs()

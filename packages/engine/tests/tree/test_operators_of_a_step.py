@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from engine_models import units
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lamella_buffers import Done, Payload, Pending, ReduceOp
 from lamella_engine import MixedPrecisionPolicy, fully_shard
+from lamella_engine.testing import named_units
 from lamella_testing import run_ranks
 
 WIDTH, NUM_PARAMETERS = 256, 8
@@ -100,7 +100,7 @@ def _num_sharded(count: Count, num_units: int) -> int:
     model = _model(num_units)
     for part in (*model, model):
         fully_shard(part, mesh=mesh, mp_policy=BF16)
-    for _, unit in units(model):
+    for _, unit in named_units(model):
         for group in unit.parameters.groups:
             group.transports.shard = _Still()
     return _num_in_third_step(count, model, torch.float32)

@@ -7,27 +7,25 @@ from dataclasses import dataclass
 
 import torch
 from engine_models import (
-    Log,
     Net,
     Residual,
     Routed,
-    assert_at_rest,
     assert_gradients_equal,
     assert_trains_alike,
     inputs,
     mean_square,
-    record,
     shard,
     twins,
 )
 from torch import nn
 
+from lamella_engine.testing import CollectiveLog, assert_at_rest, record
 from lamella_testing import run_ranks
 
 X = inputs()
 
 
-def _gathers(log: Log) -> list[str]:
+def _gathers(log: CollectiveLog) -> list[str]:
     return log.units_of("gather")
 
 

@@ -17,20 +17,19 @@ import torch
 from engine_models import (
     Net,
     Residual,
-    assert_at_rest,
     assert_gradients_equal,
     assert_weights_equal,
     case,
     fsdp,
     no_gradient_sync,
     twins,
-    units,
 )
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lamella_engine import fully_shard
-from lamella_engine._unit.weights import Residency, UnitWeights
+from lamella_engine._unit.weights import UnitWeights
+from lamella_engine.testing import Residency, assert_at_rest, named_units
 from lamella_testing import run_ranks
 
 NUM_STEPS, NUM_BLOCKS = 12, 5
@@ -182,7 +181,7 @@ class _Watch:
     """Sees every change of every unit's residency."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._units = [unit for _, unit in units(model)]
+        self._units = [unit for _, unit in named_units(model)]
         self._largest = max(unit.parameters.unsharded_nbytes for unit in self._units)
         self.budget: int | None = None
         self.num_gathers = self.num_used = 0
@@ -214,7 +213,7 @@ def _run(seed: int) -> None:
     choose = Random(seed)
     pair = twins(_make, _cut, seed=seed)
     watch = _Watch(pair[1])
-    block = dict(units(pair[1]))["layers.0"].parameters.unsharded_nbytes
+    block = dict(named_units(pair[1]))["layers.0"].parameters.unsharded_nbytes
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9) for model in pair]
     done: list[str] = []
     with watch.watching(pytest.MonkeyPatch()):

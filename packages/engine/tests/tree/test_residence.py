@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_models import assert_at_rest, assert_gradients_equal, fsdp, record, rows_of_this_rank, twins, units
+from engine_models import assert_gradients_equal, fsdp, rows_of_this_rank, twins
 from schedule_models import Stack, backward_dw
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from lamella_engine import ZERO1, ZERO3, AxisPlacement, ShardingOptions, UnitResidence, fully_shard
 from lamella_engine._api.residence import _mark_read
+from lamella_engine.testing import assert_at_rest, named_units, record
 from lamella_testing import run_ranks
 
 BATCHES = [torch.randn(8, 3, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2)]
@@ -81,7 +82,7 @@ def test_backwards_reduce_as_the_stage_says_and_the_last_ends_the_step(
                 _run_microbatch(residence, model, microbatch, rows_of_this_rank(batch))
             assert_gradients_equal(reference, model, rtol=1e-4, atol=1e-6)
             assert_at_rest(model)
-            assert {log.units_of("reduce").count(name) for name, _ in units(model)} == {num_reductions}
+            assert {log.units_of("reduce").count(name) for name, _ in named_units(model)} == {num_reductions}
 
     run_ranks(on_each_rank, 2)
 
@@ -101,7 +102,7 @@ def test_a_caller_may_say_which_backward_is_the_last(placements: AxisPlacement, 
         fsdp(model).wait_for_gradients()
         assert_gradients_equal(reference, model, rtol=1e-4, atol=1e-6)
         assert_at_rest(model)
-        assert {log.units_of("reduce").count(name) for name, _ in units(model)} == {num_reductions}
+        assert {log.units_of("reduce").count(name) for name, _ in named_units(model)} == {num_reductions}
 
     run_ranks(on_each_rank, 2)
 
@@ -125,7 +126,7 @@ def test_a_layer_may_be_several_units() -> None:
         assert_gradients_equal(reference, model, rtol=1e-4, atol=1e-6)
         assert_at_rest(model)
         for verb in ("gather", "reduce"):
-            assert sorted(log.units_of(verb)) == sorted(name for name, _ in units(model))
+            assert sorted(log.units_of(verb)) == sorted(name for name, _ in named_units(model))
 
     run_ranks(on_each_rank, 2)
 
@@ -157,7 +158,7 @@ def test_gradients_are_marked_as_read_before_their_reduction(monkeypatch: pytest
     def on_each_rank() -> int:
         model = Stack()
         _shard(model)
-        streams: Any = dict(units(model))["root"].parameters.context.streams
+        streams: Any = dict(named_units(model))["root"].parameters.context.streams
         monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: marked.append(tensor))
         real = streams.device
         original = UnitResidence.finished
@@ -205,7 +206,7 @@ def test_a_dtensors_gradient_is_marked_as_read_by_its_local_part(monkeypatch: py
         loss: Any = _Part.forward(model, BATCHES[0]).sum()
         loss.backward()
         residence.finished(forward)
-        streams: Any = dict(units(model))["root"].parameters.context.streams
+        streams: Any = dict(named_units(model))["root"].parameters.context.streams
         real = streams.device
         monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: marked.append(tensor))
         monkeypatch.setattr(type(streams), "compute_stream", property(lambda _: torch.cpu.current_stream()))

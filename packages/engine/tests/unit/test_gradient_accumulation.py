@@ -6,20 +6,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from engine_models import (
-    Net,
-    assert_at_rest,
-    assert_gradients_equal,
-    fsdp,
-    inputs,
-    no_gradient_sync,
-    record,
-    rows_of_this_rank,
-    shard,
-    twins,
-)
+from engine_models import Net, assert_gradients_equal, fsdp, inputs, no_gradient_sync, rows_of_this_rank, shard, twins
 from torch import nn
 
+from lamella_engine.testing import assert_at_rest, record
 from lamella_testing import run_ranks
 
 NUM_MICROBATCHES = 3

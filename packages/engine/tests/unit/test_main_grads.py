@@ -9,20 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_models import (
-    assert_at_rest,
-    assert_gradients_equal,
-    fsdp,
-    inputs,
-    mesh_of,
-    no_gradient_sync,
-    record,
-    rows_of_this_rank,
-    sgd,
-    twins,
-    units,
-)
-from fake_streams import fake_streams
+from engine_models import assert_gradients_equal, fsdp, inputs, mesh_of, no_gradient_sync, rows_of_this_rank, sgd, twins
 from fused_models import DIM, Block, FusedLinear, FusedNet, fuse
 from torch import nn
 
@@ -41,6 +28,7 @@ from lamella_engine import (
     set_main_grads,
 )
 from lamella_engine._unit.main_grads import MainGrads
+from lamella_engine.testing import assert_at_rest, fake_streams, named_units, record
 from lamella_testing import run_ranks
 
 X = inputs()
@@ -64,7 +52,7 @@ def _backward(model: nn.Module, x: torch.Tensor) -> None:
 
 def _assert_no_buffers(model: nn.Module) -> None:
     """Nothing that was written is alive, and nobody has a view of it."""
-    for name, unit in units(model):
+    for name, unit in named_units(model):
         for grads in unit.parameters.main_grads:
             assert grads._buffer is None, f"{name} kept its buffer"
             assert all(b.flat.untyped_storage().nbytes() == 0 for b in grads._spare), f"{name} kept its buffer's bytes"
@@ -112,7 +100,7 @@ def test_gradients_are_added_in_the_reduce_dtype_and_reduced_from_where_they_wer
         # 14 rows divide over two ranks; those that do not are staged, as gradients of autograd's are.
         model = nn.Sequential(FusedLinear(4, 14), nn.Linear(14, 13))
         fuse(fully_shard(model, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)))
-        ((_, unit),) = units(model)
+        ((_, unit),) = named_units(model)
         (group,), (grads,) = unit.parameters.groups, unit.parameters.main_grads
         group.transports.shard = watching = _Watching(group.transports.shard, grads)  # type: ignore[assignment]
         for _ in range(2):
@@ -147,7 +135,7 @@ def test_microbatches_without_sync_add_to_one_buffer_and_those_with_get_another(
     def on_each_rank() -> None:
         reference, model = _pair()
         block = model.get_submodule("layers.0")
-        (grads,) = dict(units(model))["layers.0"].parameters.main_grads
+        (grads,) = dict(named_units(model))["layers.0"].parameters.main_grads
         with no_gradient_sync(model):
             _backward(model, rows_of_this_rank(X))
             buffer = _buffer_of(grads)
@@ -237,7 +225,9 @@ def test_a_buffer_lives_from_its_units_backward_until_the_next_units_reduction_a
     def on_each_rank() -> None:
         model = FusedNet()
         _shard(model)
-        layers = {name: unit.parameters.main_grads[0] for name, unit in units(model) if unit.parameters.main_grads}
+        layers = {
+            name: unit.parameters.main_grads[0] for name, unit in named_units(model) if unit.parameters.main_grads
+        }
         buffers_by_layer = {name: _keep_what_is_made(grads) for name, grads in layers.items()}
         alive: dict[str, list[str]] = {}
 
@@ -288,7 +278,7 @@ def test_bytes_come_from_the_units_allocator() -> None:
                 calls.append("free")
                 super().free(buffer)
 
-        for _, unit in units(model):
+        for _, unit in named_units(model):
             for grads in unit.parameters.main_grads:
                 grads.group.allocator = Counting()
         _backward(model, X)
@@ -436,7 +426,7 @@ def test_a_deleted_model_goes_at_once() -> None:
         _shard(model)
         _backward(model, X)
         refs: list[weakref.ref[Any]] = [weakref.ref(model.get_submodule("layers.0"))]
-        refs.append(weakref.ref(dict(units(model))["layers.0"]))
+        refs.append(weakref.ref(dict(named_units(model))["layers.0"]))
         gc.collect()
         gc.disable()
         del model

@@ -8,7 +8,6 @@ import torch.distributed as dist
 from engine_models import (
     Net,
     Residual,
-    assert_at_rest,
     assert_gradients_equal,
     assert_trains_alike,
     assert_weights_equal,
@@ -21,6 +20,7 @@ from engine_models import (
 from torch import nn
 
 from lamella_engine import fully_shard
+from lamella_engine.testing import assert_at_rest
 from lamella_testing import run_ranks
 
 X = inputs()
