@@ -104,6 +104,10 @@ class Routed(Net):
         return head
 
 
+class Boom(Exception):
+    """Raised by a test's model or hook."""
+
+
 def inputs(num_rows: int = 12, *, seed: int = 0) -> torch.Tensor:
     """(num_rows, 3). Twelve rows split evenly over one, two, three and four ranks."""
     return torch.randn(num_rows, 3, generator=torch.Generator().manual_seed(seed))

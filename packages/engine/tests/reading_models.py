@@ -56,7 +56,7 @@ class CallingMixer(Mixer):
         return out
 
 
-class Block(nn.Module):
+class MixerBlock(nn.Module):
     def __init__(self, dim: int, mixer: Callable[[int], nn.Module] = Mixer) -> None:
         super().__init__()
         self.up = nn.Linear(dim, dim)
@@ -67,21 +67,21 @@ class Block(nn.Module):
         return out
 
 
-class Model(Net):
+class MixerNet(Net):
     def make_layer(self, dim: int) -> nn.Module:
-        return Block(dim)
+        return MixerBlock(dim)
 
 
 class CallingModel(Net):
     def make_layer(self, dim: int) -> nn.Module:
-        return Block(dim, CallingMixer)
+        return MixerBlock(dim, CallingMixer)
 
 
-class Recomputed(Net):
+class RecomputedMixers(Net):
     use_reentrant = False
 
     def make_layer(self, dim: int) -> nn.Module:
-        return Block(dim)
+        return MixerBlock(dim)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.stem(x)
@@ -91,7 +91,7 @@ class Recomputed(Net):
         return head
 
 
-class RecomputedByReentry(Recomputed):
+class MixersRecomputedByReentry(RecomputedMixers):
     use_reentrant = True
 
 
@@ -99,12 +99,12 @@ class RecomputedInside(Net):
     """What runs again is inside the unit."""
 
     def make_layer(self, dim: int) -> nn.Module:
-        class Inside(Block):
+        class InsideMixer(MixerBlock):
             def forward(self, x: torch.Tensor) -> torch.Tensor:
                 mixed = checkpoint(self.mixer, torch.tanh(self.up(x)), use_reentrant=False)
                 return x + cast(torch.Tensor, mixed)
 
-        return Inside(dim)
+        return InsideMixer(dim)
 
 
 def mixers_of(model: nn.Module) -> Iterator[Mixer]:

@@ -58,7 +58,7 @@ class Chunked(Normed):
         return torch.stack([self.head(chunk).square().mean() for chunk in x.chunk(3)]).mean()
 
 
-class Tied(Net):
+class TiedUnit(Net):
     """The first and the last module to run are one unit, because they share a weight."""
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ class Tied(Net):
         return super().forward(torch.arange(12).view(3, 4) % 11)
 
 
-class Parallel(Net):
+class ParallelEnds(Net):
     """Neither of the two modules of a unit sees the other's output."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -81,7 +81,7 @@ class Parallel(Net):
         return head
 
 
-class Recomputed(Normed):
+class RecomputedEnd(Normed):
     """Norm and head run again inside backward."""
 
     use_reentrant = False
@@ -94,7 +94,7 @@ class Recomputed(Normed):
         return out
 
 
-class RecomputedByReentry(Recomputed):
+class EndRecomputedByReentry(RecomputedEnd):
     use_reentrant = True
 
 
@@ -123,7 +123,12 @@ def test_training_equals_the_unsharded_model() -> None:
     cases = [
         *((Normed, _last_two), (Normed, lambda model: _last_two(model, **options))),
         *((Chunked, _last_two), (Chunked, lambda model: _last_two(model, **options))),
-        *((Tied, _ends), (Parallel, _branches), (Recomputed, _last_two), (RecomputedByReentry, _last_two)),
+        *(
+            (TiedUnit, _ends),
+            (ParallelEnds, _branches),
+            (RecomputedEnd, _last_two),
+            (EndRecomputedByReentry, _last_two),
+        ),
         (Normed, lambda model: fully_shard([model.stem, *model.layers, model.norm, model.head])),
     ]
 

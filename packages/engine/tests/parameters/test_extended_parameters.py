@@ -370,14 +370,14 @@ def test_what_an_extended_parameter_cannot_is_refused() -> None:
 
 def test_a_rank_that_sends_too_few_rows_says_so() -> None:
     def on_each_rank() -> None:
-        class Short(Halves):
+        class ShortHalves(Halves):
             def fsdp_pre_all_gather(
                 self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
             ) -> Any:
                 return tuple(self.parts), len(self)
 
         layer = nn.Linear(3, 5, bias=False)
-        layer.weight = nn.Parameter(Short.encode(layer.weight.detach()))
+        layer.weight = nn.Parameter(ShortHalves.encode(layer.weight.detach()))
         (group,) = next(unit for _, unit in named_units(fully_shard(layer))).parameters.groups
         if dist.get_rank() == 1:  # two of the three rows that the other has
             with pytest.raises(MisuseError, match="padded sharded size"):

@@ -166,7 +166,7 @@ def test_delayed_scales_are_of_the_steps_before(placements: Any, says_last: bool
 
 @pytest.mark.parametrize("num_past", [0, 2])
 def test_scales_stay_during_a_backward_that_gathers_a_unit_twice(num_past: int) -> None:
-    class Twice(nn.Module):
+    class GatheredTwice(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.a, self.b = (nn.Linear(16, 16, bias=False) for _ in range(2))
@@ -177,7 +177,7 @@ def test_scales_stay_during_a_backward_that_gathers_a_unit_twice(num_past: int) 
 
     def check() -> None:
         torch.manual_seed(0)
-        model = Twice()
+        model = GatheredTwice()
         for unit in (model.a, model.b):
             recipe = matrices_of(model, Float8Recipe(num_past_amaxes=num_past, compute_dtype=FP32))
             fully_shard(unit, mp_policy=MixedPrecisionPolicy(recipe=recipe))

@@ -63,7 +63,7 @@ def test_a_llama_trains_to_the_bit_as_one_rank_that_quantises_whole_weights(name
     run_ranks(check, num_ranks)
 
 
-class _Tied(nn.Module):
+class _TiedEmbedding(nn.Module):
     """An embedding that is the head's weight too; with a `recipe`, an oracle."""
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ class _Tied(nn.Module):
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_a_tied_weight_is_quantised_for_the_embedding_and_the_head(name: str, num_ranks: int) -> None:
     def check() -> None:
-        model, oracle = _Tied(), _Tied()
+        model, oracle = _TiedEmbedding(), _TiedEmbedding()
         oracle.recipe = RECIPES[name]
         fully_shard(model, mp_policy=MixedPrecisionPolicy(recipe=RECIPES[name]))  # `matrices_of` leaves tables out
         for _, unit in named_units(model):

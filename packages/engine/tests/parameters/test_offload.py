@@ -98,7 +98,7 @@ def _backward_of_both(pair: tuple[nn.Module, nn.Module], scale: float = 1.0) -> 
 
 
 @dataclass
-class Late:
+class LateCopies:
     """Copies to the host that nobody has waited for, and how often somebody waited."""
 
     copies: list[Callable[[], object]] = field(default_factory=list)
@@ -112,9 +112,9 @@ class Late:
 
 
 @contextmanager
-def late_copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[Late]:
+def late_copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[LateCopies]:
     """Let what goes to the host arrive when the host waits, and be NaN before."""
-    late = Late()
+    late = LateCopies()
 
     def to_host(self: Offload, tensor: torch.Tensor) -> torch.Tensor:
         landed = self.empty(tensor.numel(), tensor.dtype).fill_(torch.nan)
@@ -202,13 +202,13 @@ def test_some_units_may_rest_on_the_cpu_and_others_not() -> None:
 
 
 def test_a_unit_that_runs_twice_adds_to_what_is_still_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Twice(Net):
+    class TwoForwards(Net):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             first: torch.Tensor = super().forward(x)
             return first + super().forward(x * 2)
 
     def on_each_rank() -> None:
-        pair = twins(lambda: Twice(dim=8), _offloaded())
+        pair = twins(lambda: TwoForwards(dim=8), _offloaded())
         with late_copies(monkeypatch) as late:
             _backward_of_both(pair)
             assert late.num_waits == 1

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from block_recipe import BLOCK, RECIPE, Block, Blocks, BlockWeight, matrix_recipe, twins_in_8_bits
+from block_recipe import BLOCK, RECIPE, Blocks, BlockWeight, MatrixBlock, matrix_recipe, twins_in_8_bits
 from engine_models import assert_weights_equal, fsdp, mesh_of
 from torch import nn
 from torch.distributed.tensor import Shard
@@ -193,7 +193,7 @@ class _RecomputingUnits(Blocks):
         return head
 
 
-class _RecomputingInside(Block):
+class _RecomputingInside(MatrixBlock):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         up = checkpoint(self.up, x, use_reentrant=False)
         return x + nn.functional.layer_norm(self.down(torch.tanh(up)), x.shape[-1:])

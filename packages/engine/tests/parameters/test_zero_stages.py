@@ -60,11 +60,11 @@ def _counted(model: nn.Module) -> tuple[CollectiveLog, list[str]]:
     for name, unit in named_units(model):
         for group in unit.parameters.groups:
             if group.transports.replicas is not None:
-                group.transports.replicas = _Noting(group.transports.replicas, name, all_reduced)  # type: ignore[assignment]
+                group.transports.replicas = _NotingTransport(group.transports.replicas, name, all_reduced)  # type: ignore[assignment]
     return record(model), all_reduced
 
 
-class _Noting:
+class _NotingTransport:
     """A transport that notes who reduces over it."""
 
     def __init__(self, inner: Any, name: str, noted: list[str]) -> None:

@@ -104,13 +104,13 @@ def test_a_units_gradients_are_on_the_streams_that_are_told() -> None:
 
 
 def test_a_listener_may_leave_the_wait_to_a_later_moment() -> None:
-    class Leaves(Heard):
+    class HeardUntilIt(Heard):
         def gradients_final(self, tree: Tree) -> None:
             tree.step_end.defers_wait = True
 
     def check() -> None:
         model = _two_units()
-        heard = Leaves(model)
+        heard = HeardUntilIt(model)
         _backward(model)
         assert heard.take() == ["layers.0 reduced", "root reduced"]
         assert tree_of(model).step_end.is_deferred

@@ -103,7 +103,7 @@ def test_several_forwards_before_their_backward_share_the_budget() -> None:
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_recomputed_units_may_stay(reentrant: bool) -> None:
-    class Recomputed(Net):
+    class RecomputedNet(Net):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             x = self.stem(x)
             for layer in self.layers:
@@ -112,7 +112,7 @@ def test_recomputed_units_may_stay(reentrant: bool) -> None:
             return head
 
     def check() -> None:
-        reference, model = twins(Recomputed)
+        reference, model = twins(RecomputedNet)
         _, log = _learned(model, 2)
         LOSS(model).backward()
         assert sorted(log.units_of("gather")) == ["layers.0", "layers.0", "layers.1", "layers.2", "root"]

@@ -17,7 +17,7 @@ from engine_models import (
     sgd,
     twins,
 )
-from schedule_models import NUM_LAYERS, Block, Microbatch, Stack, backward_dw, delay, in_turns
+from schedule_models import NUM_LAYERS, Microbatch, ScheduledBlock, Stack, backward_dw, delay, in_turns
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -191,8 +191,8 @@ class _Piecewise(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Linear(3, 8)
-        self.block = Block()
-        self.other = Block()
+        self.block = ScheduledBlock()
+        self.other = ScheduledBlock()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.other(self.stem(x))
@@ -244,7 +244,7 @@ def test_a_recomputed_piece_runs_once_more_and_no_more_often_in_the_second_step(
         assert isinstance(model, Stack)
         calls = 0
         block = model.layers[0]
-        assert isinstance(block, Block)
+        assert isinstance(block, ScheduledBlock)
         experts = block.experts
 
         def counted(x: torch.Tensor) -> torch.Tensor:

@@ -136,14 +136,14 @@ def test_a_unit_whose_backward_needs_no_weights_takes_no_room_there() -> None:
 
 
 def test_a_block_that_runs_twice_is_gathered_ahead_twice() -> None:
-    class Twice(Net):
+    class RepeatedLayer(Net):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             x = self.layers[1](self.layers[0](self.stem(x)))
             head: torch.Tensor = self.head(self.layers[2](self.layers[0](x)))
             return head
 
     def check() -> None:
-        reference, model = twins(Twice)
+        reference, model = twins(RepeatedLayer)
         _, log = _learned(model, 3)
         log.clear()
         LOSS(model)

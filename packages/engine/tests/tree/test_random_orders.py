@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from engine_models import (
+    Boom,
     Net,
     Residual,
     assert_gradients_equal,
@@ -36,12 +37,8 @@ NUM_STEPS, NUM_BLOCKS = 12, 5
 X = torch.randn(4, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
-class _Boom(Exception):
-    pass
-
-
 def _boom(_: torch.Tensor) -> None:
-    raise _Boom
+    raise Boom
 
 
 class _Nested(nn.Module):
@@ -75,7 +72,7 @@ class _Random(Net):
         x = self.stem(x)
         for position, i in enumerate(self.route):
             if self.fails_at == ("forward", position):
-                raise _Boom
+                raise Boom
             if self.fails_at == ("backward", position):
                 x.register_hook(_boom)  # type: ignore[no-untyped-call]
             if self.recomputes is None or not torch.is_grad_enabled():
@@ -162,7 +159,7 @@ def _failing_first(choose: Random, pair: Pair) -> None:
     fails_at = (choose.choice(["forward", "backward"]), choose.randrange(NUM_BLOCKS))
     for model in pair:
         route, model.route, model.fails_at = model.route, tuple(range(NUM_BLOCKS)), fails_at
-        with pytest.raises(_Boom):
+        with pytest.raises(Boom):
             _loss(model).backward()
         model.route, model.fails_at = route, ("nowhere", 0)
         model.zero_grad()

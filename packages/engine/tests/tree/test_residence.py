@@ -22,7 +22,7 @@ BATCHES = [torch.randn(8, 3, generator=torch.Generator().manual_seed(seed)) for 
 
 
 @dataclass(frozen=True)
-class _Event:
+class _ResidenceEvent:
     microbatch: int
     layer: int | None
     phase: str
@@ -55,13 +55,13 @@ def _run_microbatch(residence: UnitResidence, model: Stack, microbatch: int, bat
     everything = (None, *range(len(model.layers)))
     for phase in ("forward", "backward"):
         for layer in everything:
-            residence.acquire(_Event(microbatch, layer, phase))
+            residence.acquire(_ResidenceEvent(microbatch, layer, phase))
         for layer in everything:
-            residence.used(_Event(microbatch, layer, phase))
+            residence.used(_ResidenceEvent(microbatch, layer, phase))
         if phase == "backward":
             _backward(model, batch)
         for layer in reversed(everything):
-            residence.finished(_Event(microbatch, layer, phase))
+            residence.finished(_ResidenceEvent(microbatch, layer, phase))
 
 
 @pytest.mark.parametrize(("placements", "num_reductions"), [(ZERO3, 2), (ZERO1, 1)])
@@ -115,7 +115,7 @@ def test_a_layer_may_be_several_units() -> None:
         log = record(model)
         residence = UnitResidence(model, [first, later_layers])
         residence.begin_step(1)
-        events = [_Event(0, layer, "backward") for layer in (None, 0, 1)]
+        events = [_ResidenceEvent(0, layer, "backward") for layer in (None, 0, 1)]
         for event in events:
             residence.acquire(event)
             residence.used(event)
@@ -137,7 +137,11 @@ def test_a_dropped_residence_leaves_every_unit_at_rest_without_a_collective() ->
         _shard(model)
         log = record(model)
         residence = _residence(model)
-        events = [_Event(0, None, "forward"), _Event(0, 0, "forward"), _Event(1, 2, "backward")]
+        events = [
+            _ResidenceEvent(0, None, "forward"),
+            _ResidenceEvent(0, 0, "forward"),
+            _ResidenceEvent(1, 2, "backward"),
+        ]
         for event in events:
             residence.acquire(event)
         residence.used(events[1])
@@ -163,7 +167,7 @@ def test_gradients_are_marked_as_read_before_their_reduction(monkeypatch: pytest
         real = streams.device
         original = UnitResidence.finished
 
-        def finished(self: UnitResidence, event: _Event) -> None:
+        def finished(self: UnitResidence, event: _ResidenceEvent) -> None:
             before = len(marked)
             streams.device = torch.device("cuda") if event.phase == "backward" else real
             monkeypatch.setattr(type(streams), "compute_stream", property(lambda _: torch.cpu.current_stream()))
@@ -179,7 +183,7 @@ def test_gradients_are_marked_as_read_before_their_reduction(monkeypatch: pytest
     assert run_ranks(on_each_rank, 2) == [num_parameters] * 2
 
 
-class _Part(nn.Module):
+class _SchedulePart(nn.Module):
     """A weight that comes as a DTensor on other axes, and whose layer reads the local part."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -196,14 +200,14 @@ def test_a_dtensors_gradient_is_marked_as_read_by_its_local_part(monkeypatch: py
 
     def on_each_rank() -> list[type]:
         meshes = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "experts"))
-        model: Any = fully_shard(_Part(meshes["experts"]), mesh=meshes["data"])
+        model: Any = fully_shard(_SchedulePart(meshes["experts"]), mesh=meshes["data"])
         residence = UnitResidence(model, [])
         residence.begin_step(1)
-        forward, backward = (_Event(0, None, phase) for phase in ("forward", "backward"))
+        forward, backward = (_ResidenceEvent(0, None, phase) for phase in ("forward", "backward"))
         for event in (forward, backward):
             residence.acquire(event)
             residence.used(event)
-        loss: Any = _Part.forward(model, BATCHES[0]).sum()
+        loss: Any = _SchedulePart.forward(model, BATCHES[0]).sum()
         loss.backward()
         residence.finished(forward)
         streams: Any = dict(named_units(model))["root"].parameters.context.streams
@@ -232,6 +236,6 @@ def test_wrong_residences_and_events_are_refused() -> None:
         with pytest.raises(
             ValueError, match=r"Expected a unit for each layer of the schedule, got 3 units and layer 3"
         ):
-            residence.acquire(_Event(0, 3, "forward"))
+            residence.acquire(_ResidenceEvent(0, 3, "forward"))
 
     run_ranks(on_each_rank, 1)

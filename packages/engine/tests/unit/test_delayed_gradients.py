@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from engine_models import assert_gradients_equal, fsdp, inputs, mesh_of, no_gradient_sync, rows_of_this_rank, sgd, twins
-from schedule_models import NUM_LAYERS, Block, LateLinear, Stack, backward_dw, delay
+from schedule_models import NUM_LAYERS, LateLinear, ScheduledBlock, Stack, backward_dw, delay
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -31,9 +31,9 @@ def _pair(**options: Any) -> tuple[nn.Module, Stack, CollectiveLog]:
     return reference, model, record(model)
 
 
-def _block(model: Stack, i: int) -> Block:
+def _block(model: Stack, i: int) -> ScheduledBlock:
     block = model.layers[i]
-    assert isinstance(block, Block)
+    assert isinstance(block, ScheduledBlock)
     return block
 
 

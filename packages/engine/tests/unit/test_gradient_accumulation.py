@@ -77,7 +77,7 @@ def test_microbatches_sum_to_the_large_batch(
     run_ranks(check, 2)
 
 
-class _Halves(Net):
+class _HalvedNet(Net):
     """A microbatch runs the first layer or the second."""
 
     def forward(self, x: torch.Tensor, layer: int = 0) -> torch.Tensor:
@@ -87,7 +87,7 @@ class _Halves(Net):
 
 def test_a_unit_that_the_last_microbatch_does_not_use_is_reduced_with_it() -> None:
     def check() -> None:
-        reference, sharded = twins(_Halves)
+        reference, sharded = twins(_HalvedNet)
         for layer in (0, 1):
             reference(inputs(), layer).square().mean().backward()
         with no_gradient_sync(sharded):

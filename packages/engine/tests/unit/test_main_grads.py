@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from engine_models import assert_gradients_equal, fsdp, inputs, mesh_of, no_gradient_sync, rows_of_this_rank, sgd, twins
-from fused_models import DIM, Block, FusedLinear, FusedNet, fuse
+from fused_models import DIM, FusedBlock, FusedLinear, FusedNet, fuse
 from torch import nn
 
 from lamella_buffers import CachingAllocator, UnshardedBuffer
@@ -173,14 +173,14 @@ def test_a_layer_may_use_its_buffer_in_one_microbatch_and_not_in_another(
     run_ranks(on_each_rank, 2)
 
 
-class _Twice(Block):
+class _TwiceBlock(FusedBlock):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(super().forward(x))
 
 
 class _TwiceNet(FusedNet):
     def make_layer(self, dim: int) -> nn.Module:
-        return _Twice()
+        return _TwiceBlock()
 
 
 def test_a_weight_that_is_used_twice_adds_twice_and_its_dummies_count_for_nothing() -> None:
@@ -195,7 +195,7 @@ def test_a_weight_that_is_used_twice_adds_twice_and_its_dummies_count_for_nothin
     run_ranks(on_each_rank, 2)
 
 
-class _Tied(nn.Module):
+class _TiedLinears(nn.Module):
     """One weight in a layer that adds to a buffer and in one that does not."""
 
     def __init__(self) -> None:
@@ -212,7 +212,7 @@ class _Tied(nn.Module):
 
 def test_a_tied_weights_other_gradient_is_added_where_the_dummy_is_zeros() -> None:
     def on_each_rank() -> None:
-        reference, model = twins(_Tied, lambda model: fuse(fully_shard(model)))
+        reference, model = twins(_TiedLinears, lambda model: fuse(fully_shard(model)))
         x = torch.randn(6, DIM, generator=torch.Generator().manual_seed(0))
         _backward(reference, x)
         _backward(model, rows_of_this_rank(x))
@@ -331,13 +331,13 @@ def test_a_frozen_weight_and_a_backward_without_the_unit_leave_nothing_behind() 
 def test_by_hand_the_buffer_is_made_when_it_is_asked_for() -> None:
     def on_each_rank() -> None:
         for asks in (True, False):
-            reference, model = twins(Block, lambda model, asks=asks: fuse(fully_shard(model), asks=asks))
+            reference, model = twins(FusedBlock, lambda model, asks=asks: fuse(fully_shard(model), asks=asks))
             x = torch.randn(6, DIM, generator=torch.Generator().manual_seed(0))
             log = record(model)
             for scale in (1, 2):
                 _backward(reference, scale * x)
                 with fsdp(model).hold():
-                    out = Block.forward(model, scale * rows_of_this_rank(x))  # type: ignore[arg-type]
+                    out = FusedBlock.forward(model, scale * rows_of_this_rank(x))  # type: ignore[arg-type]
                     if not asks:
                         allocate_main_grads(model)
                     out.square().mean().backward()  # type: ignore[no-untyped-call]
@@ -351,7 +351,7 @@ def test_by_hand_the_buffer_is_made_when_it_is_asked_for() -> None:
 
 
 def test_a_late_weight_gradient_may_be_added_to_the_buffer() -> None:
-    class Late(FusedLinear):
+    class LateFused(FusedLinear):
         """Puts its addition off until it is told to."""
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -370,7 +370,7 @@ def test_a_late_weight_gradient_may_be_added_to_the_buffer() -> None:
             done()
 
     def on_each_rank() -> None:
-        reference, model = twins(lambda: nn.Sequential(Late(DIM, DIM), nn.Linear(DIM, 3)), fully_shard)
+        reference, model = twins(lambda: nn.Sequential(LateFused(DIM, DIM), nn.Linear(DIM, 3)), fully_shard)
         fuse(model)
         done = delay_gradient(model, model[0].weight)  # type: ignore[index]
         x = torch.randn(6, DIM, generator=torch.Generator().manual_seed(0))

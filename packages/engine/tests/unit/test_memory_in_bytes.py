@@ -29,7 +29,7 @@ from lamella_testing import run_ranks
 DIM, HIDDEN = 64, 256
 
 
-class _Block(Residual):
+class _WideBlock(Residual):
     def __init__(self) -> None:
         nn.Module.__init__(self)
         self.up = nn.Linear(DIM, HIDDEN, bias=False)
@@ -41,7 +41,7 @@ class _Wide(Net):
     def __init__(self, num_layers: int) -> None:
         nn.Module.__init__(self)
         self.stem = nn.Linear(DIM, DIM, bias=False)
-        self.layers = nn.ModuleList(_Block() for _ in range(num_layers))
+        self.layers = nn.ModuleList(_WideBlock() for _ in range(num_layers))
         self.head = nn.Linear(DIM, HIDDEN, bias=False)
 
 
@@ -87,7 +87,7 @@ def _union_nbytes(ranges: Iterable[tuple[int, int]]) -> int:
     return total
 
 
-class _Still:
+class _StillTransport:
     """A transport of two ranks that moves nothing."""
 
     rank = 0
@@ -139,7 +139,7 @@ def _build(num_layers: int, policy: MixedPrecisionPolicy, **options: Any) -> _Wi
     fully_shard(model, mp_policy=policy, mesh=options.get("mesh"))
     for _, unit in named_units(model):
         for group in unit.parameters.groups:
-            group.transports.shard = _Still()
+            group.transports.shard = _StillTransport()
     return model
 
 
@@ -176,7 +176,7 @@ def test_sharding_a_unit_holds_its_shards_and_one_whole_copy_of_it(policy: Mixed
     def check() -> None:
         mesh = init_device_mesh("cpu", (4,))
         with LiveBytes() as live:
-            block = _Block()
+            block = _WideBlock()
             nbytes = sum(parameter.nbytes for parameter in block.parameters())
             live.peak = 0
             fully_shard(block, mesh=mesh, mp_policy=policy)
