@@ -22,7 +22,7 @@ BATCHES = [torch.randn(8, 3, generator=torch.Generator().manual_seed(seed)) for 
 
 
 @dataclass(frozen=True)
-class _ResidenceEvent:
+class _UseEvent:
     microbatch: int
     layer: int | None
     phase: str
@@ -55,13 +55,13 @@ def _run_microbatch(residence: UnitResidence, model: Stack, microbatch: int, bat
     everything = (None, *range(len(model.layers)))
     for phase in ("forward", "backward"):
         for layer in everything:
-            residence.acquire(_ResidenceEvent(microbatch, layer, phase))
+            residence.acquire(_UseEvent(microbatch, layer, phase))
         for layer in everything:
-            residence.used(_ResidenceEvent(microbatch, layer, phase))
+            residence.used(_UseEvent(microbatch, layer, phase))
         if phase == "backward":
             _backward(model, batch)
         for layer in reversed(everything):
-            residence.finished(_ResidenceEvent(microbatch, layer, phase))
+            residence.finished(_UseEvent(microbatch, layer, phase))
 
 
 @pytest.mark.parametrize(("placements", "num_reductions"), [(ZERO3, 2), (ZERO1, 1)])
@@ -115,7 +115,7 @@ def test_a_layer_may_be_several_units() -> None:
         log = record(model)
         residence = UnitResidence(model, [first, later_layers])
         residence.begin_step(1)
-        events = [_ResidenceEvent(0, layer, "backward") for layer in (None, 0, 1)]
+        events = [_UseEvent(0, layer, "backward") for layer in (None, 0, 1)]
         for event in events:
             residence.acquire(event)
             residence.used(event)
@@ -138,9 +138,9 @@ def test_a_dropped_residence_leaves_every_unit_at_rest_without_a_collective() ->
         log = record(model)
         residence = _residence(model)
         events = [
-            _ResidenceEvent(0, None, "forward"),
-            _ResidenceEvent(0, 0, "forward"),
-            _ResidenceEvent(1, 2, "backward"),
+            _UseEvent(0, None, "forward"),
+            _UseEvent(0, 0, "forward"),
+            _UseEvent(1, 2, "backward"),
         ]
         for event in events:
             residence.acquire(event)
@@ -167,7 +167,7 @@ def test_gradients_are_marked_as_read_before_their_reduction(monkeypatch: pytest
         real = streams.device
         original = UnitResidence.finished
 
-        def finished(self: UnitResidence, event: _ResidenceEvent) -> None:
+        def finished(self: UnitResidence, event: _UseEvent) -> None:
             before = len(marked)
             streams.device = torch.device("cuda") if event.phase == "backward" else real
             monkeypatch.setattr(type(streams), "compute_stream", property(lambda _: torch.cpu.current_stream()))
@@ -203,7 +203,7 @@ def test_a_dtensors_gradient_is_marked_as_read_by_its_local_part(monkeypatch: py
         model: Any = fully_shard(_SchedulePart(meshes["experts"]), mesh=meshes["data"])
         residence = UnitResidence(model, [])
         residence.begin_step(1)
-        forward, backward = (_ResidenceEvent(0, None, phase) for phase in ("forward", "backward"))
+        forward, backward = (_UseEvent(0, None, phase) for phase in ("forward", "backward"))
         for event in (forward, backward):
             residence.acquire(event)
             residence.used(event)
@@ -236,6 +236,6 @@ def test_wrong_residences_and_events_are_refused() -> None:
         with pytest.raises(
             ValueError, match=r"Expected a unit for each layer of the schedule, got 3 units and layer 3"
         ):
-            residence.acquire(_ResidenceEvent(0, 3, "forward"))
+            residence.acquire(_UseEvent(0, 3, "forward"))
 
     run_ranks(on_each_rank, 1)
