@@ -24,6 +24,7 @@ class FakeStream:
 
     def __init__(self, streams: FakeStreams) -> None:
         self._streams = streams
+        # Its own work too: `FakeStreams.work` counts here, and an event is a copy of the counts.
         self.seen: dict[FakeStream, int] = {self: 0}
 
     def wait_stream(self, other: FakeStream) -> None:
@@ -145,4 +146,5 @@ def fake_streams(model: nn.Module) -> FakeStreams:
 
 def _merge(seen: dict[FakeStream, int], other_seen: dict[FakeStream, int]) -> None:
     for stream, count in other_seen.items():
+        # The later point of the two: a wait takes no earlier wait back.
         seen[stream] = max(seen.get(stream, 0), count)

@@ -24,6 +24,7 @@ def flat_alignment(numel: int) -> Iterator[None]:
     Args:
         numel: The alignment, in elements; units made inside the context have it.
     """
+    # In the module that reads the name when it packs, not in modules that imported a copy.
     with patch.object(flat_packing, "ALIGNMENT", numel):
         yield
 
@@ -42,6 +43,7 @@ def gradient_installs_watched(watch: Callable[[ParameterGroup], object]) -> Iter
     Args:
         watch: Gets the group; called on the host, with the stream of the installing kernels current.
     """
+    # Taken before the patch: inside, the name is the watching function's.
     install_gradients = reduction.install_gradients
 
     def install(group: ParameterGroup, reduced: Reduced, **options: Any) -> None:

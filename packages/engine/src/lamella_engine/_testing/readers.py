@@ -79,6 +79,7 @@ def assert_at_rest(model: nn.Module) -> None:
             end of its backward; or a parameter is no DTensor. The message names the unit or parameter.
     """
     for name, unit in named_units(model):
+        # A persistent copy stays gathered between uses by its strategy: not a leak.
         keeps_copy = unit.parameters.strategy.keeps_copy and unit.weights.residency is Residency.KEPT
         assert keeps_copy or unit.weights.residency is Residency.SHARDED, f"{name} is {unit.weights.residency}"
         assert not unit.is_in_backward, f"{name} still waits for its backward to end"
