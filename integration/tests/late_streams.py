@@ -8,8 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lamella_engine._modules.attached import state_of
-from lamella_engine._streams.streams import Streams
+from lamella_engine.testing import Streams, streams_of
 from lamella_integration.repeatable import use_repeatable_kernels
 from lamella_integration.tasks import TASKS, Batch, Recipe, Task, Trace, train
 from lamella_testing import run_ranks
@@ -68,7 +67,7 @@ def assert_no_bit_changes_when_late(
         use_repeatable_kernels()
         punctual = training(task, sharded(), recipe)
         model = sharded()
-        delay_streams(model, state_of(model).tree.streams)
+        delay_streams(model, streams_of(model))
         return punctual, training(task, model, recipe)
 
     for punctual, late in run_ranks(traces, num_ranks, device="cuda"):

@@ -1,5 +1,6 @@
 """Checkpoints of units in the flat layout: resumed in any layout and on any number of ranks, in both directions."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from torch import nn
 
 from lamella_checkpoint import load, save
 from lamella_engine import Rows, ShardingOptions, Whole, fully_shard
-from lamella_engine._parameters import flat_packing
+from lamella_engine.testing import flat_alignment
 from lamella_integration.tasks import unsharded
 from lamella_layout import Keep
 from lamella_testing import run_ranks
@@ -30,8 +31,10 @@ def _matrices_whole(parameter: nn.Parameter) -> Keep | None:
 
 
 @pytest.fixture(autouse=True)
-def _small_parameters_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flat_packing, "ALIGNMENT", 1)
+def _small_parameters_are_cut() -> Iterator[None]:
+    """At the engine's own alignment no parameter of the tests' models would be cut in the flat layout."""
+    with flat_alignment(1):
+        yield
 
 
 def _training(layout: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -25,8 +25,7 @@ from moe_training import (
 )
 
 from lamella_engine import FSDPModule, UnitResidence
-from lamella_engine._modules.attached import units_of
-from lamella_engine._unit.weights import Residency
+from lamella_engine.testing import Residency, named_units, require_unit
 from lamella_integration.moe import MoE
 from lamella_schedule import Event, Kind, Slot, run, run_order
 from lamella_testing import run_ranks
@@ -37,7 +36,7 @@ def _counted(model: MoE) -> Iterator[Counter[str]]:
     """Count the gathers and reductions of each unit."""
     counts: Counter[str] = Counter()
     for module in (*layers_of(model), model):
-        [unit] = units_of(module, recurse=False)
+        unit = require_unit(module)
         name = unit.parameters.name or "root"
         for group in unit.parameters.groups:
             inner = group.transports.shard
@@ -110,7 +109,7 @@ def test_the_results_are_near_a_single_ranks() -> None:
 def test_each_unit_is_gathered_and_reduced_as_often_as_said(stage: str, reductions: int) -> None:
     def on_each_rank() -> tuple[dict[str, int], int, set[int]]:
         model = sharded(2, stage, has_shared=False, is_delayed=False)
-        units = [unit for module in layers_of(model) for unit in units_of(module, recurse=False)]
+        units = [require_unit(layer) for layer in layers_of(model)]
         present: set[int] = set()
 
         @contextmanager
@@ -181,8 +180,8 @@ def test_the_counted_peak_in_bytes_is_the_computed_one(stage: str, cases: list[_
 def _step_within(model: MoE, budgets: _Budgets) -> list[torch.Tensor]:
     """Take a step within budgets, and compare the peak with the computed peak."""
     assert isinstance(model, FSDPModule)
-    layers = [unit for layer in layers_of(model) for unit in units_of(layer, recurse=False)]
-    [root] = units_of(model, recurse=False)
+    layers = [require_unit(layer) for layer in layers_of(model)]
+    root = require_unit(model)
     [nbytes] = {unit.parameters.unsharded_nbytes for unit in layers}
     prefetch = None if budgets.prefetch is None else budgets.prefetch * nbytes
     model.set_options(prefetch_budget=prefetch, keep_budget=budgets.keep * nbytes)
@@ -228,7 +227,7 @@ def test_an_exception_in_any_slot_leaves_all_units_at_rest_and_the_next_step_wor
 
             with pytest.raises(InterruptedError):
                 scheduled_step(model, microbatches(0), around=around)
-            for unit in units_of(model, recurse=True):
+            for _, unit in named_units(model):
                 assert unit.weights.num_holds == 0
                 assert not unit.parameters.has_gradients
                 assert unit.weights.residency in (Residency.SHARDED, Residency.KEPT)
@@ -261,14 +260,14 @@ def test_one_residence_takes_steps_of_any_number_of_microbatches(stage: str) -> 
 def test_a_wrong_loss_returns_kept_units_to_rest() -> None:
     def on_each_rank() -> None:
         model: Any = sharded(2, "ZERO3", has_shared=False, is_delayed=False)
-        [*_, layer] = units_of(model, recurse=True)
+        [*_, (_, layer)] = named_units(model)
         model.set_options(keep_budget=LAYERS * layer.parameters.unsharded_nbytes)
         residence = UnitResidence(model, layers_of(model))
         chunks = [model.chunk(batch, 1 / MICROBATCHES) for batch in microbatches(0)]
         wrong = [*chunks[:1], replace(chunks[1], postprocess=lambda x: x), *chunks[2:]]
         with pytest.raises(ValueError, match="one 0-D loss .*in microbatch 1"):
             run(wrong, residence=residence, device="cpu")
-        assert all(unit.weights.residency is Residency.SHARDED for unit in units_of(model, recurse=True))
+        assert all(unit.weights.residency is Residency.SHARDED for _, unit in named_units(model))
         model.zero_grad()
         run(chunks, residence=residence, device="cpu")
 

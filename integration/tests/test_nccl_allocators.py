@@ -10,7 +10,7 @@ import torch._dynamo  # As in test_nccl: once here instead of once a rank.
 from lamella_buffers import Allocator, CachingAllocator, MemPoolAllocator, PoolAllocator
 from lamella_buffers.testing import check_allocator
 from lamella_engine import FSDPModule, MixedPrecisionPolicy, ShardingOptions, fully_shard
-from lamella_engine._modules.attached import state_of
+from lamella_engine.testing import require_unit
 from lamella_integration.llama import Llama, LlamaConfig, next_token_loss
 from lamella_integration.reference import init_weights
 from lamella_integration.repeatable import use_repeatable_kernels
@@ -66,7 +66,7 @@ def test_every_unsharded_byte_lies_in_the_memory_pool() -> None:
         model = _wide(allocator)
         assert _held_by(allocator) == 0
         model.unshard()
-        unsharded = sum(group.unsharded_weight.flat.nbytes for group in state_of(model).unit.parameters.groups)
+        unsharded = sum(group.unsharded_weight.flat.nbytes for group in require_unit(model).parameters.groups)
         assert unsharded > 32 * MIB
         assert unsharded <= _held_by(allocator) <= unsharded + MIB
         model.reshard()

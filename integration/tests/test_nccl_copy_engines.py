@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 from lamella_buffers import CachingAllocator, NcclTransport, Payload, WindowAllocator, copy_engines_of
 from lamella_buffers.testing import check_allocator
 from lamella_engine import ZERO2, ZERO3, AxisPlacement, MixedPrecisionPolicy, ShardingOptions, fully_shard
-from lamella_engine._modules.attached import state_of
+from lamella_engine.testing import require_unit
 from lamella_integration.tasks import TASKS, Recipe, shard, train
 from lamella_testing import run_ranks
 
@@ -205,7 +205,7 @@ def test_at_rest_windows_hold_no_allocated_bytes(num_ranks: int) -> None:
         with torch.no_grad():
             model(x)
         assert torch.cuda.memory_allocated() - before < 2**20  # messages between ranks
-        windows = state_of(model).unit.parameters.groups[0].transports.windows
+        windows = require_unit(model).parameters.groups[0].transports.windows
         assert isinstance(windows, WindowAllocator)
         assert windows.reserved_nbytes == 4096 * 4096 * 4
 

@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lamella_engine import ZERO1, FSDPModule, MixedPrecisionPolicy, Rows, ShardingOptions, fully_shard
-from lamella_engine._modules.attached import state_of
 from lamella_engine.extending import Unit
+from lamella_engine.testing import tree_of
 from lamella_integration.collectives import CollectiveCounter
 from lamella_integration.llama import Llama, LlamaConfig, next_token_loss
 from lamella_integration.reference import init_weights
@@ -50,7 +50,7 @@ def _sharded(way: str, **options: Any) -> FSDPModule:
 
 def _units(model: FSDPModule) -> list[Unit]:
     assert isinstance(model, nn.Module)
-    return state_of(model).tree.units
+    return tree_of(model).units
 
 
 def _backward(model: Any, seed: int = 0) -> torch.Tensor:
@@ -89,7 +89,7 @@ def test_a_finalized_step_is_one_whose_last_microbatch_is_reduced(way: str) -> N
                 if by_hand:
                     assert not counter.reductions
                     model.set_requires_gradient_sync(True)
-                    tree = state_of(model).tree
+                    tree = tree_of(model)
                     streams = tree.streams
                     with streams.on(streams.reduce_scatter_stream):
                         torch.cuda._sleep(50 * LONGEST_SLEEP)  # type: ignore[no-untyped-call]

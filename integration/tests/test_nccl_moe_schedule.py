@@ -16,7 +16,7 @@ import torch._dynamo  # as in test_nccl: once here instead of once a rank
 import torch.distributed as dist
 from moe_training import layers_of, plain_step, scheduled_step, sharded, train
 
-from lamella_engine._modules.attached import state_of
+from lamella_engine.testing import streams_of
 from lamella_integration.moe import MoE
 from lamella_integration.repeatable import use_repeatable_kernels
 from lamella_schedule import Event
@@ -37,7 +37,7 @@ class _Sleeps:
 
     def __init__(self, model: MoE) -> None:
         self._choose = Random(dist.get_rank())
-        self._streams = state_of(model).tree.streams
+        self._streams = streams_of(model)
 
     @contextmanager
     def __call__(self, event: Event) -> Iterator[None]:

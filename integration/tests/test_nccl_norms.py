@@ -23,7 +23,7 @@ from lamella_engine import (
     fully_shard,
     parameter_norms,
 )
-from lamella_engine._modules.attached import state_of
+from lamella_engine.testing import tree_of
 from lamella_integration.collectives import CollectiveCounter
 from lamella_integration.tasks import TASKS, shard
 from lamella_optim import clip_grad_norm_, overlap_optimizer
@@ -141,7 +141,7 @@ def test_who_asks_for_norms_waits_for_gradients_that_are_late() -> None:
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
             if is_late:
                 overlap_optimizer(optimizer, late_gradients=True)
-            tree = state_of(model).tree
+            tree = tree_of(model)
             streams = tree.streams
             for ask in (lambda model=model: clip_grad_norm_(model.parameters(), 1e9).item(), parameter_norms):
                 with streams.on(streams.reduce_scatter_stream):

@@ -15,7 +15,7 @@ from late_streams import LLAMA, LONGEST_SLEEP, delay_streams
 from torch import nn
 
 from lamella_engine import MixedPrecisionPolicy, fully_shard
-from lamella_engine._modules.attached import state_of
+from lamella_engine.testing import streams_of
 from lamella_integration.backends import BACKENDS, Workload
 from lamella_integration.profile import NUM_STEPS, NUM_TOKENS, PROOF, profile_steps
 from lamella_integration.repeatable import use_repeatable_kernels
@@ -46,7 +46,7 @@ def test_steps_that_hide_the_ends_change_no_bit_however_late_a_stream_may_be(way
         use_repeatable_kernels()
         expected = train(LLAMA, _sharded(way), RECIPE)
         model = _sharded(way)
-        delay_streams(model, state_of(model).tree.streams)
+        delay_streams(model, streams_of(model))
         return expected, train(LLAMA, model, RECIPE, partial(_overlap_late, model, late_gradients))
 
     for expected, got in run_ranks(traces, 4, device="cuda"):
@@ -56,7 +56,7 @@ def test_steps_that_hide_the_ends_change_no_bit_however_late_a_stream_may_be(way
 
 def _overlap_late(model: nn.Module, late_gradients: bool, optimizer: torch.optim.Optimizer) -> None:
     """Hide the ends behind an optimizer before whose step a stream may sleep."""
-    choose, streams = Random(torch.cuda.current_device()), state_of(model).tree.streams
+    choose, streams = Random(torch.cuda.current_device()), streams_of(model)
     engines = [streams.all_gather_stream, streams.reduce_scatter_stream, streams.all_reduce_stream]
 
     def delay(*_: object) -> None:
@@ -133,7 +133,7 @@ def test_the_first_gather_of_forward_runs_beside_the_optimizer() -> None:
 def _profile_of_steps_whose_last_reduction_is_late(**options: Any) -> list[Kernel]:
     workload = Workload(config=PROOF, device=torch.device("cuda", torch.cuda.current_device()))
     training = BACKENDS["lamella"](workload, **options)
-    streams = state_of(training.model).tree.streams
+    streams = streams_of(training.model)
 
     def step() -> None:
         with streams.on(streams.reduce_scatter_stream):  # behind the last reduction of a finished backward

@@ -27,8 +27,7 @@ from lamella_engine import (
     fully_shard,
     set_main_grads,
 )
-from lamella_engine._modules.attached import state_of
-from lamella_engine._streams.streams import Streams
+from lamella_engine.testing import Streams, require_unit, streams_of
 from lamella_integration.tasks import unsharded
 from lamella_testing import run_ranks
 
@@ -210,7 +209,7 @@ def _train(model: nn.Sequential, delay: Callable[[], None] = lambda: None) -> tu
     generator = torch.Generator().manual_seed(1)
     dtype = (
         torch.bfloat16
-        if isinstance(model, FSDPModule) and state_of(model[0]).unit.parameters.groups[0].policy.param_dtype
+        if isinstance(model, FSDPModule) and require_unit(model[0]).parameters.groups[0].policy.param_dtype
         else None
     )
     between: set[int] = set()
@@ -275,7 +274,7 @@ def test_streams_that_are_late_at_random_change_no_bit(is_fused: bool) -> None:
         for is_late in (False, True):
             model = _model()
             _shard(model, is_fused=is_fused, mp_policy=BF16)
-            delay = _sleep_at_random(state_of(model).tree.streams, model) if is_late else lambda: None
+            delay = _sleep_at_random(streams_of(model), model) if is_late else lambda: None
             weights_by_way.append(_train(model, delay)[0])
         return weights_by_way[0], weights_by_way[1]
 

@@ -1,7 +1,6 @@
 """On GPUs over NCCL: bf16 gradients exchanged in bf16, and added up in fp32 on arrival."""
 
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,8 +13,7 @@ from torch import nn
 from lamella_buffers import NcclTransport, ShardedBuffer, reduce_scatter
 from lamella_buffers.testing import check_transport
 from lamella_engine import HFSDP, HSDP, ZERO1, ZERO2, ZERO3, MixedPrecisionPolicy, Rows, ShardingOptions, fully_shard
-from lamella_engine._modules.attached import state_of
-from lamella_engine._parameters import reduction
+from lamella_engine.testing import reductions_in, tree_of
 from lamella_integration.backends import BACKENDS, Workload
 from lamella_integration.collectives import CollectiveCounter
 from lamella_integration.llama import Llama, LlamaConfig, next_token_loss
@@ -114,7 +112,7 @@ def test_training_takes_the_steps_of_a_wire_that_is_as_wide_as_the_sum(
             return train(task, model, recipe)
 
         narrow = [trained(name) for name in TASKS]
-        with patch.object(reduction, "wire_dtype", lambda _: torch.float32):
+        with reductions_in(torch.float32):
             wide = [trained(name) for name in TASKS]
         return list(zip(narrow, wide, strict=True))
 
@@ -139,7 +137,7 @@ def test_streams_that_are_late_at_random_change_no_bit(way: str) -> None:
         for is_late in (False, True):
             model = shard(LLAMA.model(device=_cuda()), fully_shard, mp_policy=POLICY, **WAYS[way]())
             if is_late:
-                delay_streams(model, state_of(model).tree.streams)
+                delay_streams(model, tree_of(model).streams)
             measured.append(train(LLAMA, model, recipe))
         return measured[0], measured[1]
 

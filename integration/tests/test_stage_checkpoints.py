@@ -1,6 +1,7 @@
 """Checkpoints of every ZeRO stage and both layouts: each box stored once, and plain torch reads the whole."""
 
 import json
+from collections.abc import Iterator
 from itertools import pairwise
 from math import prod
 from pathlib import Path
@@ -17,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from lamella_checkpoint import load, save
 from lamella_engine import DDP, HFSDP, HSDP, ZERO1, ZERO2, ZERO3, Rows, ShardingOptions, fully_shard
-from lamella_engine._parameters import flat_packing
+from lamella_engine.testing import flat_alignment
 from lamella_testing import run_ranks
 
 
@@ -38,8 +39,10 @@ WAYS = [(stage, layout) for stage in STAGES for layout in LAYOUTS]
 
 
 @pytest.fixture(autouse=True)
-def _small_parameters_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flat_packing, "ALIGNMENT", 1)
+def _small_parameters_are_cut() -> Iterator[None]:
+    """At the engine's own alignment no parameter of the tests' models would be cut in the flat layout."""
+    with flat_alignment(1):
+        yield
 
 
 def _model(seed: int) -> nn.Module:

@@ -37,7 +37,7 @@ def read_columns(data: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     return data.float() * scales.repeat_interleave(BLOCK, 0)[: len(data)]
 
 
-class Linear(torch.autograd.Function):
+class RecipeProduct(torch.autograd.Function):
     """A matrix product whose weight differs by direction. It saves the weight's wrapper, whose bytes come and go."""
 
     @staticmethod
@@ -82,7 +82,7 @@ class BlockWeight(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is nn.functional.linear:
-            return Linear.apply(args[0], args[1], BlockWeight.read)  # type: ignore[no-untyped-call]
+            return RecipeProduct.apply(args[0], args[1], BlockWeight.read)  # type: ignore[no-untyped-call]
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
@@ -138,7 +138,7 @@ def matrix_recipe(parameter: nn.Parameter) -> BlockRecipe | None:
     return RECIPE if parameter.ndim == 2 else None
 
 
-class Block(nn.Module):
+class MatrixBlock(nn.Module):
     def __init__(self, rows: int, width: int) -> None:
         super().__init__()
         self.up = nn.Linear(width, rows)  # its bias is no matrix, and travels as it is
@@ -153,7 +153,7 @@ class Blocks(nn.Module):
 
     def __init__(self, rows: int = 32, width: int = 16, num_blocks: int = 3) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block(rows, width) for _ in range(num_blocks))
+        self.blocks = nn.ModuleList(MatrixBlock(rows, width) for _ in range(num_blocks))
         self.head = nn.Linear(width, 5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -166,7 +166,7 @@ class _OracleLinear(nn.Linear):
     read = staticmethod(read_main)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = Linear.apply(x, self.weight, self.read)  # type: ignore[no-untyped-call]
+        output: torch.Tensor = RecipeProduct.apply(x, self.weight, self.read)  # type: ignore[no-untyped-call]
         return output if self.bias is None else output + self.bias  # type: ignore[redundant-expr]
 
 

@@ -1,15 +1,18 @@
 """Property tests draw the same examples in every run: a red run is red again."""
 
+from collections.abc import Iterator
+
 import pytest
 from hypothesis import settings
 
-from lamella_engine._parameters import flat_packing
+from lamella_engine.testing import flat_alignment
 
 settings.register_profile("lamella", derandomize=True, deadline=None, max_examples=60)
 settings.load_profile("lamella")
 
 
 @pytest.fixture
-def small_parameters_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_parameters_are_cut() -> Iterator[None]:
     """At the engine's own alignment no parameter of the tests' models would be cut in the flat layout."""
-    monkeypatch.setattr(flat_packing, "ALIGNMENT", 2)
+    with flat_alignment(2):
+        yield

@@ -15,7 +15,7 @@ reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dis
 
 
 @dataclass
-class Counted:
+class CountedCollective:
     """What a custom collective was asked for."""
 
     returns_work: bool = False
@@ -37,7 +37,7 @@ class Counted:
         return len(self.groups)
 
 
-class Gather(Counted):
+class Gather(CountedCollective):
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
     ) -> dist.Work | None:
@@ -48,7 +48,7 @@ class Gather(Counted):
         return work
 
 
-class Reduce(Counted):
+class Reduce(CountedCollective):
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
     ) -> dist.Work | None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
@@ -20,11 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import DTensor
 
-from lamella_buffers import Payload, Pending, ReduceOp, Transport
 from lamella_engine import DDP, HFSDP, HSDP, ZERO1, ZERO2, ZERO3, FSDPModule, MixedPrecisionPolicy, fully_shard
-from lamella_engine._modules.attached import find_state
-from lamella_engine._unit.unit import Unit
-from lamella_engine._unit.weights import Residency
+from lamella_engine.testing import CollectiveLog, assert_at_rest, record
 from lamella_layout import mesh_region
 
 if TYPE_CHECKING or hasattr(_fsdp_common, "ShardPlacementResult"):
@@ -106,6 +102,10 @@ class Routed(Net):
             x = self.layers[i](x)
         head: torch.Tensor = self.head(x)
         return head
+
+
+class Boom(Exception):
+    """Raised by a test's model or hook."""
 
 
 def inputs(num_rows: int = 12, *, seed: int = 0) -> torch.Tensor:
@@ -243,128 +243,18 @@ def assert_trains_alike(
 # -- what units do ---------------------------------------------------------------------------------------------------
 
 
-def units(model: nn.Module) -> Iterator[tuple[str, Unit]]:
-    """Each unit under the name of its module; the outermost is "root"."""
-    for name, module in model.named_modules():
-        if (state := find_state(module)) is not None:
-            yield name or "root", state.unit
-
-
-def unsharded_nbytes(module: nn.Module) -> int:
-    """What a unit's parameters weigh unsharded."""
-    return dict(units(module))["root"].parameters.unsharded_nbytes
-
-
 def fsdp(module: nn.Module) -> FSDPModule:
     """The module, known to be a unit."""
     assert isinstance(module, FSDPModule)
     return module
 
 
-def assert_at_rest(model: nn.Module) -> None:
-    """Only shards hold memory: no unsharded bytes, no unreduced gradients, and modules hold DTensors."""
-    for name, unit in units(model):
-        keeps_copy = unit.parameters.strategy.keeps_copy and unit.weights.residency is Residency.KEPT
-        assert keeps_copy or unit.weights.residency is Residency.SHARDED, f"{name} is {unit.weights.residency}"
-        assert not unit.is_in_backward, f"{name} still waits for its backward to end"
-        for group in unit.parameters.groups:
-            is_free = group.unsharded_weight.flat.untyped_storage().nbytes() == 0
-            assert is_free or unit.parameters.strategy.keeps_copy, f"{name} kept its unsharded buffer"
-            assert group.parts is None, f"{name} kept parts for its neighbours"
-            assert not group.has_gradients, f"{name} kept unreduced gradients"
-    for name, parameter in model.named_parameters():
-        assert isinstance(parameter, DTensor), f"{name} is a {type(parameter).__name__}"
-
-
-@dataclass(frozen=True)
-class Collective:
-    """One call: what, whose, and the bytes of the whole (all ranks') side."""
-
-    kind: str
-    unit: str
-    nbytes: int
-    dtypes: frozenset[torch.dtype]
-    sums: frozenset[torch.dtype] = frozenset()  # of a reduction: the dtypes that it adds up in
-
-
-@dataclass
-class Log:
-    """What the units of a model did, in order: collectives, and computations as `Collective("compute", ...)`."""
-
-    events: list[Collective] = field(default_factory=list)
-
-    def clear(self) -> None:
-        self.events.clear()
-
-    def units_of(self, kind: str) -> list[str]:
-        return [event.unit for event in self.events if event.kind == kind]
-
-    def nbytes_of(self, kind: str) -> int:
-        return sum(event.nbytes for event in self.events if event.kind == kind)
-
-    @property
-    def order(self) -> list[str]:
-        return [f"{event.kind} {event.unit}" for event in self.events]
-
-
-class _LoggingTransport:
-    """A transport that writes down what passes."""
-
-    def __init__(self, name: str, inner: Transport, log: Log) -> None:
-        self._name, self._inner, self._log = name, inner, log
-
-    @property
-    def rank(self) -> int:
-        return self._inner.rank
-
-    @property
-    def num_ranks(self) -> int:
-        return self._inner.num_ranks
-
-    def all_gather(self, payloads: Sequence[Payload]) -> Pending:
-        self._write("gather", payloads)
-        return self._inner.all_gather(payloads)
-
-    def reduce_scatter(self, payloads: Sequence[Payload], op: ReduceOp) -> Pending:
-        self._write("reduce", payloads)
-        return self._inner.reduce_scatter(payloads, op)
-
-    def all_reduce(self, tensors: Sequence[torch.Tensor], op: ReduceOp) -> Pending:
-        nbytes = sum(tensor.nbytes for tensor in tensors)
-        self._log.events.append(Collective("all-reduce", self._name, nbytes, frozenset(t.dtype for t in tensors)))
-        return self._inner.all_reduce(tensors, op)
-
-    def _write(self, kind: str, payloads: Sequence[Payload]) -> None:
-        nbytes = sum(payload.full.nbytes for payload in payloads)
-        dtypes = frozenset(payload.full.dtype for payload in payloads)
-        sums = frozenset(payload.shard.dtype for payload in payloads) if kind == "reduce" else frozenset()
-        self._log.events.append(Collective(kind, self._name, nbytes, dtypes, sums))
-
-
-def record(model: nn.Module) -> Log:
-    """Log every unit's collectives from now on, and its forward computations between them."""
-    log = Log()
-    for name, unit in units(model):
-        for group in unit.parameters.groups:
-            # Of several modules that are one unit, the last names it.
-            shard_axis = group.transports.shard
-            real = shard_axis._inner if isinstance(shard_axis, _LoggingTransport) else shard_axis
-            group.transports.shard = _LoggingTransport(name, real, log)
-        _log_computation(name, model if name == "root" else model.get_submodule(name), log)
-    return log
-
-
-def record_third_step(model: nn.Module, loss_of: Forward) -> Log:
+def record_third_step(model: nn.Module, loss_of: Forward) -> CollectiveLog:
     """Take two steps, from which the units' order is known, drop their gradients, and log from now on."""
     for _ in range(2):
         loss_of(model).backward()
     model.zero_grad()
     return record(model)
-
-
-def _log_computation(name: str, module: nn.Module, log: Log) -> None:
-    # A hook that comes after the unit's own: the unit's collectives are issued by then.
-    module.register_forward_pre_hook(lambda *_: log.events.append(Collective("compute", name, 0, frozenset())))
 
 
 @contextmanager

@@ -7,10 +7,11 @@ from functools import partial
 from typing import Any
 
 import pytest
-from engine_models import Net, inputs, mean_square, shard, units
+from engine_models import Net, inputs, mean_square, shard
 from torch import nn
 
 from lamella_engine import RaggedDTensor, Rows, ShardingOptions
+from lamella_engine.testing import named_units
 from lamella_layout import FlatLayout, Keep
 
 NEEDS_FLAT_LAYOUT = pytest.mark.usefixtures("small_parameters_are_cut")
@@ -29,7 +30,7 @@ def flat(keep: Any, *, placements: Any = None, **options: Any) -> Callable[[Net]
 
 
 def layouts_of(model: nn.Module) -> list[FlatLayout]:
-    groups = [group for _, unit in units(model) for group in unit.parameters.groups]
+    groups = [group for _, unit in named_units(model) for group in unit.parameters.groups]
     return [group.layout for group in groups if isinstance(group.layout, FlatLayout)]
 
 

@@ -9,10 +9,10 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from engine_models import units
 from torch import nn
 
 from lamella_engine import FSDPModule, MixedPrecisionPolicy, fully_shard
+from lamella_engine.testing import named_units
 from lamella_precision import Direction, Float8Recipe, MXFP8Recipe, matrices_of
 
 FP32 = torch.float32
@@ -104,7 +104,7 @@ class Mlp(nn.Module):
         return cast(torch.Tensor, self.down(F.silu(self.gate(x)) * self.up(x)))
 
 
-class Experts(nn.Module):
+class Float8Experts(nn.Module):
     """Two of four experts for each token; the weights of all experts in two stacks."""
 
     recipe: AnyRecipe | None = None
@@ -134,7 +134,7 @@ class Layer(nn.Module):
         self.norm1, self.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
         self.qkv = Linear(width, 3 * width, bias=False)
         self.out = Linear(width, width, bias=False)
-        self.mlp: nn.Module = Experts(width, hidden) if is_moe else Mlp(width, hidden)
+        self.mlp: nn.Module = Float8Experts(width, hidden) if is_moe else Mlp(width, hidden)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = (
@@ -169,7 +169,7 @@ def decoder(width: int = 20, hidden: int = 36, *, is_moe: bool = False, num_laye
 def as_oracle(model: Decoder, recipe: AnyRecipe) -> Decoder:
     """Let the matrices of a model's layers be quantised at each use, but routers."""
     for name, module in model.layers.named_modules():
-        if isinstance(module, (Linear, Experts)) and not name.endswith("router"):
+        if isinstance(module, (Linear, Float8Experts)) and not name.endswith("router"):
             module.recipe = recipe
     return model
 
@@ -207,7 +207,7 @@ def sharded(model: Decoder, recipe: AnyRecipe, **options: Any) -> Decoder:
     for layer in model.layers:
         fully_shard(layer, mp_policy=policy, **options)
     fully_shard(model, mp_policy=replace(policy, recipe=None), **options)
-    for _, unit in units(model):
+    for _, unit in named_units(model):
         for group in unit.parameters.groups:
             group.divisor = 1.0  # a sum: `train` gives all ranks but the first gradients of zero
     return model

@@ -22,11 +22,11 @@ class FusedLinear(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.fuses:
             return super().forward(x)
-        fused: torch.Tensor = _FusedLinear.apply(x, self.weight, self.bias, self.asks)  # type: ignore[no-untyped-call]
+        fused: torch.Tensor = _FusedProduct.apply(x, self.weight, self.bias, self.asks)  # type: ignore[no-untyped-call]
         return fused
 
 
-class _FusedLinear(torch.autograd.Function):
+class _FusedProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: Any, bias: torch.Tensor, asks: bool) -> torch.Tensor:
         ctx.save_for_backward(x)
@@ -53,7 +53,7 @@ class _FusedLinear(torch.autograd.Function):
         return gradient @ weight, dummy, gradient.sum(0), None
 
 
-class Block(nn.Module):
+class FusedBlock(nn.Module):
     """Two weights that are added to buffers, one that is not, and biases."""
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class FusedNet(Net):
         super().__init__(num_layers=2, dim=DIM)
 
     def make_layer(self, dim: int) -> nn.Module:
-        return Block()
+        return FusedBlock()
 
 
 def fuse(module: nn.Module, *, asks: bool = True) -> None:

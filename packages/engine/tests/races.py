@@ -17,14 +17,13 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from fake_streams import Stream, Streams, Work, fake_streams
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from lamella_buffers import CachingAllocator, LocalTransport, Pending, ReduceOp
-from lamella_engine._modules.attached import state_of
+from lamella_engine.testing import FakeStream, FakeStreams, FakeWork, fake_streams, streams_of
 
 
 @dataclass
@@ -38,13 +37,13 @@ class _Memory:
         reads: Since then, the last on each stream.
     """
 
-    allocated_on: Stream | None
+    allocated_on: FakeStream | None
     addresses: range = range(0)
-    write: tuple[Work, str] | None = None
-    reads: dict[Stream, tuple[Work, str]] = field(default_factory=dict)
+    write: tuple[FakeWork, str] | None = None
+    reads: dict[FakeStream, tuple[FakeWork, str]] = field(default_factory=dict)
 
     @property
-    def accesses(self) -> list[tuple[Work, str]]:
+    def accesses(self) -> list[tuple[FakeWork, str]]:
         return [*([] if self.write is None else [self.write]), *self.reads.values()]
 
 
@@ -59,18 +58,18 @@ class Races(TorchDispatchMode):  # type: ignore[no-untyped-call]
         violations: A line for each pair of accesses that nothing orders.
     """
 
-    def __init__(self, streams: Streams) -> None:
+    def __init__(self, streams: FakeStreams) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.streams = streams
-        self.host = Stream(streams)
+        self.host = FakeStream(streams)
         self.host.seen = streams.seen_by_host
         self.host.seen[self.host] = 0
         self.violations: list[str] = []
         self._memories: dict[int, _Memory] = {}
-        self._freed: dict[Stream, list[_Memory]] = {}
-        self._names: dict[Stream, str] = {}
+        self._freed: dict[FakeStream, list[_Memory]] = {}
+        self._names: dict[FakeStream, str] = {}
 
-    def name(self, stream: Stream, name: str) -> None:
+    def name(self, stream: FakeStream, name: str) -> None:
         """Name a stream in `violations`."""
         self._names[stream] = name
 
@@ -102,13 +101,13 @@ class Races(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._access(tensor, work, func.__name__, is_write=True)
         return output
 
-    def _begin(self) -> Work:
+    def _begin(self) -> FakeWork:
         work = self.streams.work()
         for stream, count in self.host.seen.items():
             work.stream.seen[stream] = max(work.stream.seen.get(stream, 0), count)
         return work
 
-    def _memory(self, tensor: torch.Tensor, allocated_on: Stream | None) -> _Memory:
+    def _memory(self, tensor: torch.Tensor, allocated_on: FakeStream | None) -> _Memory:
         storage = tensor.untyped_storage()
         key, start = storage._cdata, storage.data_ptr()
         if key not in self._memories:
@@ -117,7 +116,7 @@ class Races(TorchDispatchMode):  # type: ignore[no-untyped-call]
             weakref.finalize(storage, self._die, key).atexit = False
         return self._memories[key]
 
-    def _access(self, tensor: torch.Tensor, work: Work, operation: str, *, is_write: bool) -> None:
+    def _access(self, tensor: torch.Tensor, work: FakeWork, operation: str, *, is_write: bool) -> None:
         memory = self._memory(tensor, None)
         conflicts = memory.accesses if is_write else memory.accesses[: memory.write is not None]
         self._check(conflicts, work.stream, f"{operation} {'writes' if is_write else 'reads'}")
@@ -126,17 +125,17 @@ class Races(TorchDispatchMode):  # type: ignore[no-untyped-call]
         else:
             memory.reads[work.stream] = work, operation
 
-    def _check(self, earlier: list[tuple[Work, str]], stream: Stream, operation: str) -> None:
+    def _check(self, earlier: list[tuple[FakeWork, str]], stream: FakeStream, operation: str) -> None:
         for work, name in earlier:
             if not work.is_before(stream.seen):
                 self.violations.append(
                     f"{operation} on {self._name(stream)}, not ordered after {name} on {self._name(work.stream)}"
                 )
 
-    def _name(self, stream: Stream) -> str:
+    def _name(self, stream: FakeStream) -> str:
         return "host" if stream is self.host else self._names.get(stream, "compute")
 
-    def _allocate(self, tensor: torch.Tensor, stream: Stream) -> None:
+    def _allocate(self, tensor: torch.Tensor, stream: FakeStream) -> None:
         for memory in self._freed.pop(stream, []):
             self._check(memory.accesses, stream, "an allocation")
         memory = self._memory(tensor, stream)
@@ -192,7 +191,7 @@ def detected(model: nn.Module) -> Iterator[Races]:
     Collectives of one rank run on their stream at once, as NCCL's do.
     """
     races = Races(fake_streams(model))
-    streams = state_of(model).tree.streams
+    streams = streams_of(model)
     for name in ("all_gather_stream", "reduce_scatter_stream", "all_reduce_stream"):
         races.name(getattr(streams, name), name)
     allocate, free = CachingAllocator.allocate, CachingAllocator.free

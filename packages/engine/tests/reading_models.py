@@ -7,12 +7,13 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from engine_models import Net, inputs, mean_square, record, units
+from engine_models import Net, inputs, mean_square
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from lamella_engine import declare_reads, fully_shard
+from lamella_engine.testing import named_units, record
 
 X = inputs()
 LOSS = mean_square(lambda model: model(X))
@@ -55,7 +56,7 @@ class CallingMixer(Mixer):
         return out
 
 
-class Block(nn.Module):
+class MixerBlock(nn.Module):
     def __init__(self, dim: int, mixer: Callable[[int], nn.Module] = Mixer) -> None:
         super().__init__()
         self.up = nn.Linear(dim, dim)
@@ -66,21 +67,21 @@ class Block(nn.Module):
         return out
 
 
-class Model(Net):
+class MixerNet(Net):
     def make_layer(self, dim: int) -> nn.Module:
-        return Block(dim)
+        return MixerBlock(dim)
 
 
 class CallingModel(Net):
     def make_layer(self, dim: int) -> nn.Module:
-        return Block(dim, CallingMixer)
+        return MixerBlock(dim, CallingMixer)
 
 
-class Recomputed(Net):
+class RecomputedMixers(Net):
     use_reentrant = False
 
     def make_layer(self, dim: int) -> nn.Module:
-        return Block(dim)
+        return MixerBlock(dim)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.stem(x)
@@ -90,7 +91,7 @@ class Recomputed(Net):
         return head
 
 
-class RecomputedByReentry(Recomputed):
+class MixersRecomputedByReentry(RecomputedMixers):
     use_reentrant = True
 
 
@@ -98,12 +99,12 @@ class RecomputedInside(Net):
     """What runs again is inside the unit."""
 
     def make_layer(self, dim: int) -> nn.Module:
-        class Inside(Block):
+        class InsideMixer(MixerBlock):
             def forward(self, x: torch.Tensor) -> torch.Tensor:
                 mixed = checkpoint(self.mixer, torch.tanh(self.up(x)), use_reentrant=False)
                 return x + cast(torch.Tensor, mixed)
 
-        return Inside(dim)
+        return InsideMixer(dim)
 
 
 def mixers_of(model: nn.Module) -> Iterator[Mixer]:
@@ -129,7 +130,7 @@ OWN_UNITS = ["root", "layers.0", "layers.1", "layers.2"]
 
 def units_by_name(model: nn.Module) -> dict[str, Any]:
     """The units by the names of their own modules."""
-    return {unit.parameters.name or "root": unit for _, unit in units(model)}
+    return {unit.parameters.name or "root": unit for _, unit in named_units(model)}
 
 
 def record_by_name(model: nn.Module) -> Any:

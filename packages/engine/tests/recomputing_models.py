@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 KINDS = [pytest.param(True, id="reentrant"), pytest.param(False, id="not reentrant")]
 
 
-class Around(Net):
+class RecomputedUnits(Net):
     """Each unit is recomputed as a whole."""
 
     reentrant: bool
@@ -32,7 +32,7 @@ class RecomputedResidual(Residual):
         return out
 
 
-class Inside(Net):
+class RecomputedInsides(Net):
     """Each unit recomputes its own inside."""
 
     reentrant: bool

@@ -39,7 +39,7 @@ class LateLinear(nn.Linear):
         self.on_gradient: Callable[[], None] | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        late: torch.Tensor = _LateLinear.apply(x, self.weight, self.queue)  # type: ignore[no-untyped-call]
+        late: torch.Tensor = _LateProduct.apply(x, self.weight, self.queue)  # type: ignore[no-untyped-call]
         return late
 
     def backward_dw(self) -> None:
@@ -51,7 +51,7 @@ class LateLinear(nn.Linear):
             self.on_gradient()
 
 
-class _LateLinear(torch.autograd.Function):
+class _LateProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, queue: list[Any]) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
@@ -65,7 +65,7 @@ class _LateLinear(torch.autograd.Function):
         return gradient @ weight, None, None
 
 
-class Block(nn.Module):
+class ScheduledBlock(nn.Module):
     """Attention's half, dispatch, experts, combine. Parameters are read outside of the modules that hold them."""
 
     def __init__(self) -> None:
@@ -104,7 +104,7 @@ class Stack(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Linear(3, DIM)
-        self.layers = nn.ModuleList(Block() for _ in range(NUM_LAYERS))
+        self.layers = nn.ModuleList(ScheduledBlock() for _ in range(NUM_LAYERS))
         self.final_gain = nn.Parameter(torch.linspace(1.5, 0.5, DIM))
         self.head = nn.Linear(DIM, 5)
 
@@ -130,7 +130,7 @@ def backward_dw(model: nn.Module) -> None:
 def delay(model: nn.Module) -> None:
     """Tell each unit which gradients come late, and each layer whom to tell that they are there."""
     for layer in model.get_submodule("layers").children():
-        assert isinstance(layer, Block)
+        assert isinstance(layer, ScheduledBlock)
         layer.down.on_gradient = delay_gradient(layer, layer.down.get_parameter("weight"))
 
 

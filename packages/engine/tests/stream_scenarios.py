@@ -8,7 +8,6 @@ from unittest.mock import patch
 
 import torch
 from engine_models import BF16, Net, fsdp, inputs, local, mesh_of, shard
-from fake_streams import Stream
 from races import Races, detected
 from schedule_models import Stack, backward_dw, delay
 from torch import nn
@@ -29,9 +28,9 @@ from lamella_engine import (
     share_comm_ctx,
 )
 from lamella_engine._inspect import scaling_state as _scaling_state
-from lamella_engine._modules.attached import state_of
-from lamella_engine._optimizer_hooks import forget_measured, note_step
 from lamella_engine._scaling.scaling import scales_of
+from lamella_engine.extending import forget_measured, note_step
+from lamella_engine.testing import FakeStream, require_unit, streams_of, tree_of
 from lamella_precision import Float8Recipe
 
 Scenario = Callable[[], list[str]]
@@ -64,9 +63,9 @@ def _train(model: nn.Module, num_steps: int = 3) -> None:
         _update(model)
 
 
-def _stream(races: Races, name: str) -> Stream:
+def _stream(races: Races, name: str) -> FakeStream:
     """Another stream of the caller, behind all work of the compute stream."""
-    stream = Stream(races.streams)
+    stream = FakeStream(races.streams)
     stream.wait_stream(races.streams.compute)
     races.name(stream, name)
     return stream
@@ -126,7 +125,7 @@ def training_with_an_outer_axis() -> list[str]:
 @_scenario
 def training_with_parts_kept_for_neighbours() -> list[str]:
     model = shard(Net(), mp_policy=BF16)
-    for unit in state_of(model).tree.units:
+    for unit in tree_of(model).units:
         for group in unit.parameters.groups:
             group.transports.neighbours = LocalTransport()
     with detected(model) as races:
@@ -140,7 +139,7 @@ def gathers_that_wait_for_an_event_after_the_update() -> list[str]:
     with detected(model) as races:
         for _ in range(2):
             _train(model, num_steps=1)
-            state_of(model).tree.streams.post_optim_event = races.streams.compute.record_event()  # type: ignore[assignment]
+            streams_of(model).post_optim_event = races.streams.compute.record_event()  # type: ignore[assignment]
     return races.violations
 
 
@@ -209,7 +208,7 @@ def a_reset_before_gathers_that_wait_for_an_earlier_event() -> list[str]:
         event = races.streams.compute.record_event()
         _compute(layer, x)
         fsdp(model).reset_iter_state()
-        state_of(model).tree.streams.post_optim_event = event  # type: ignore[assignment]
+        streams_of(model).post_optim_event = event  # type: ignore[assignment]
         layer.unshard()
     return races.violations
 
@@ -217,7 +216,7 @@ def a_reset_before_gathers_that_wait_for_an_earlier_event() -> list[str]:
 class _Queue(list[Any]):
     """Delayed products: another stream waits for the inputs of each, and not for the rest of the backward."""
 
-    def __init__(self, stream: Stream, races: Races) -> None:
+    def __init__(self, stream: FakeStream, races: Races) -> None:
         super().__init__()
         self._stream, self._races = stream, races
 
@@ -276,7 +275,7 @@ class _AddsOnAnotherStream(torch.autograd.Function):
     """Adds to a weight's main_grad on a stream that waits for nothing of its layer's."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: Any, races: Races, side: Stream) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, weight: Any, races: Races, side: FakeStream) -> torch.Tensor:
         ctx.save_for_backward(weight)
         ctx.get, ctx.weight, ctx.races, ctx.side = weight.get_main_grad, weight, races, side
         output: torch.Tensor = x @ weight.T
@@ -294,7 +293,7 @@ class _AddsOnAnotherStream(torch.autograd.Function):
 
 class _FusedOnAnotherStream(nn.Linear):
     races: Races
-    side: Stream
+    side: FakeStream
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         output: torch.Tensor = _AddsOnAnotherStream.apply(x, self.weight, self.races, self.side)  # type: ignore[no-untyped-call]
@@ -331,7 +330,7 @@ def main_grads_dropped_on_another_stream() -> list[str]:
             _backward(model)
             late = _stream(races, "late")
             with torch.no_grad(), races.streams.stream(late):
-                unit = state_of(model).unit
+                unit = require_unit(model)
                 unit.parameters.main_grads[0].view(0).add_(1.0)
                 model.zero_grad()
     return races.violations
@@ -356,7 +355,7 @@ def partial_sums_reduced_without_another_backward() -> list[str]:
 def trees_that_share_streams_on_streams_of_their_own() -> list[str]:
     models = [shard(Net(), mp_policy=_REDUCED_IN_BF16) for _ in range(2)]
     with detected(models[0]) as races:
-        state_of(models[1]).tree.streams._accelerator = races.streams
+        streams_of(models[1])._accelerator = races.streams
         share_comm_ctx([fsdp(model) for model in models])
         side = _stream(races, "side")
         for _ in range(2):  # gradients stay: an update on one stream would order nothing on the other
@@ -465,7 +464,7 @@ def amaxes_dropped_before_a_replay() -> list[str]:
         with torch.no_grad():
             model(inputs())
         forget_measured(optimizer)
-        for unit in state_of(model).tree.units:
+        for unit in tree_of(model).units:
             for scales in scales_of(unit.parameters):
                 scales.amaxes.add_(0.0)  # a replayed graph, which encodes on the stream of its replay
     return races.violations

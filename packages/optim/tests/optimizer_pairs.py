@@ -7,13 +7,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from engine_models import Log, Net, fsdp, inputs, local, mean_square, record, rows_of_this_rank, shard
+from engine_models import Net, fsdp, inputs, local, mean_square, rows_of_this_rank, shard
 from optimizer_models import OPTIMIZERS
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from lamella_engine._modules.attached import state_of
+from lamella_engine.testing import CollectiveLog, record
 from lamella_optim import overlap_optimizer
 
 X = inputs(24)
@@ -126,7 +126,7 @@ class Overlapped(Pair):
     def __init__(self, *args: Any, looks: bool = True, late_gradients: bool = False, **options: Any) -> None:
         super().__init__(*args, **options)
         self.handle = overlap_optimizer(self.optimizer, late_gradients=late_gradients)
-        self.logs: list[Log] = [record(model) if looks else Log() for model in self.models]
+        self.logs: list[CollectiveLog] = [record(model) if looks else CollectiveLog() for model in self.models]
 
     def backward(self) -> None:
         for model, log in zip(self.models, self.logs, strict=True):
@@ -154,14 +154,3 @@ class Overlapped(Pair):
     def assert_looks_alike(self) -> None:
         with torch.no_grad():
             assert torch.equal(*(model(X) for model in self.models))
-
-
-def held_nbytes(model: nn.Module) -> dict[str, int]:
-    """The bytes that units hold unsharded."""
-    modules = [(name, module) for name, module in model.named_modules() if hasattr(module, "unshard")]
-    units = {name or "root": state_of(module).unit for name, module in modules}
-    return {
-        name: nbytes
-        for name, unit in units.items()
-        if (nbytes := sum(group.unsharded_weight.flat.untyped_storage().nbytes() for group in unit.parameters.groups))
-    }

@@ -10,7 +10,6 @@ import torch
 from engine_models import (
     EVERY_STAGE,
     Net,
-    assert_at_rest,
     assert_gradients_equal,
     assert_weights_equal,
     fsdp,
@@ -24,7 +23,7 @@ from engine_models import (
 from torch import nn
 
 from lamella_engine import FSDPModule, ShardingOptions
-from lamella_engine._modules.attached import state_of
+from lamella_engine.testing import assert_at_rest, tree_of
 from lamella_optim import clip_grad_norm_, overlap_optimizer
 from lamella_testing import run_ranks
 
@@ -52,9 +51,9 @@ def test_clipping_waits_for_a_backward_that_was_finalized_and_not_waited_for(sta
         for microbatch in range(3):
             _backward(reference, sharded, microbatch)
         model.finalize_backward(async_op=True)
-        assert state_of(sharded).tree.step_end.is_deferred, "nobody has waited for the reductions"
+        assert tree_of(sharded).step_end.is_deferred, "nobody has waited for the reductions"
         clip_grad_norm_(sharded.parameters(), 1e9)
-        assert not state_of(sharded).tree.step_end.is_deferred
+        assert not tree_of(sharded).step_end.is_deferred
         assert_gradients_equal(reference, sharded, rtol=1e-4, atol=1e-6)
         assert_at_rest(sharded)
 

@@ -9,14 +9,11 @@ from typing import Any
 import pytest
 import torch
 from engine_models import BF16, Net, fsdp, shard, shard_on
-from fake_streams import Work, fake_streams
 from optimizer_models import Lion
 from optimizer_pairs import ADAMW, Overlapped, X, named, run_backward
 
 from lamella_engine import CPUOffloadPolicy, find_nonfinite
-from lamella_engine._modules.attached import state_of
-from lamella_engine._parameters import reduction
-from lamella_engine._parameters.group import ParameterGroup, Reduced
+from lamella_engine.testing import FakeWork, fake_streams, gradient_installs_watched, require_unit, tree_of
 from lamella_optim import clip_grad_norm_, overlap_optimizer
 from lamella_testing import run_ranks
 
@@ -24,16 +21,8 @@ from lamella_testing import run_ranks
 class _Late:
     """A model on streams that know what they come after, and an optimizer whose step waits for gradients itself."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, num_axes: int = 1, **options: Any) -> None:
-        self.installed: dict[int, Work] = {}
-        real = reduction.install_gradients
-
-        def install(group: ParameterGroup, reduced: Reduced, **options: Any) -> None:
-            work = self.streams.work()
-            self.installed.update((id(parameter.sharded), work) for parameter in group.parameters)
-            real(group, reduced, **options)
-
-        monkeypatch.setattr(reduction, "install_gradients", install)
+    def __init__(self, num_axes: int = 1, **options: Any) -> None:
+        self.installed: dict[int, FakeWork] = {}
         self.model = Net()
         shard_on((2,) * num_axes, **options)(self.model)
         self.streams = fake_streams(self.model)
@@ -44,8 +33,13 @@ class _Late:
     def backward(self) -> set[str]:
         """The parameters whose gradients the compute stream has not waited for."""
         self.installed.clear()
-        run_backward(self.model)
+        with gradient_installs_watched(self._note_install):
+            run_backward(self.model)
         return self.missing()
+
+    def _note_install(self, group: Any) -> None:
+        work = self.streams.work()
+        self.installed.update((id(parameter.sharded), work) for parameter in group.parameters)
 
     def missing(self) -> set[str]:
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
@@ -74,11 +68,9 @@ OUTER = {"stem.weight", "stem.bias", "head.weight", "head.bias"}
 
 
 @pytest.mark.parametrize(("num_axes", "options"), [(1, {}), (1, {"mp_policy": BF16}), (2, {})], ids=str)
-def test_each_part_of_a_step_waits_for_its_own_gradients(
-    num_axes: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_part_of_a_step_waits_for_its_own_gradients(num_axes: int, options: dict[str, Any]) -> None:
     def check() -> None:
-        late = _Late(monkeypatch, num_axes, **options)
+        late = _Late(num_axes, **options)
         for step in range(3):
             assert late.backward() >= OUTER
             late.optimizer.step()
@@ -89,9 +81,9 @@ def test_each_part_of_a_step_waits_for_its_own_gradients(
     run_ranks(check, 2**num_axes)
 
 
-def test_gradients_of_the_last_of_several_microbatches_are_late_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_of_the_last_of_several_microbatches_are_late_too() -> None:
     def check() -> None:
-        late = _Late(monkeypatch)
+        late = _Late()
         for _ in range(2):
             for _ in range(2):
                 assert late.backward() >= OUTER
@@ -170,11 +162,9 @@ def _give_up(late: _Late) -> None:
     ],
     ids=lambda look: look.__name__.strip("_"),
 )
-def test_who_looks_at_late_gradients_waits_for_all_of_them(
-    look: Callable[[_Late], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_looks_at_late_gradients_waits_for_all_of_them(look: Callable[[_Late], None]) -> None:
     def check() -> None:
-        late = _Late(monkeypatch)
+        late = _Late()
         for _ in range(2):
             late.backward()
             late.optimizer.step()
@@ -192,7 +182,7 @@ def test_backward_waits_for_gradients_of_a_tree_that_no_step_is_to_wait_for() ->
         other = shard(Net())
         fake_streams(other)
         run_backward(other)
-        assert not state_of(other).tree.step_end.is_deferred
+        assert not tree_of(other).step_end.is_deferred
 
     run_ranks(check, 2)
 
@@ -202,7 +192,7 @@ def test_gradients_that_go_to_the_cpu_are_not_late() -> None:
         apply = shard_on((2,), mp_policy=BF16, offload_policy=CPUOffloadPolicy())
         pair = Overlapped(partial(Net, dim=8), apply, late_gradients=True)
         pair.backward()
-        assert not state_of(pair.model).tree.step_end.is_deferred
+        assert not tree_of(pair.model).step_end.is_deferred
         pair.train()
 
     run_ranks(check, 2)
@@ -220,14 +210,15 @@ def test_units_that_are_reduced_in_two_microbatches_on_two_streams_are_waited_fo
     """As of two groups, one of them cast: the last microbatch may use the other one alone."""
 
     def check() -> None:
-        state = state_of(model := shard(Net()))
+        model = shard(Net())
+        unit, tree = require_unit(model), tree_of(model)
         overlap = overlap_optimizer(torch.optim.AdamW(model.parameters()), late_gradients=True)
-        streams, tree, works = fake_streams(model), state.tree, []
+        streams, works = fake_streams(model), []
         for stream in (tree.streams.all_reduce_stream, tree.streams.reduce_scatter_stream):
             with tree.streams.on(stream):
                 works.append(streams.work())
-            overlap.gradients_reduced(tree, state.unit, {stream})
-        overlap._wait_for_gradients_of(tree, [state.unit])
+            overlap.gradients_reduced(tree, unit, {stream})
+        overlap._wait_for_gradients_of(tree, [unit])
         assert all(work.is_before(streams.current.seen) for work in works)
 
     run_ranks(check, 1)

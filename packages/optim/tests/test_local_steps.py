@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from engine_models import Net, assert_at_rest, assert_weights_equal, inputs, shard, twins, whole
+from engine_models import Net, assert_weights_equal, inputs, shard, twins, whole
 from optimizer_models import OPTIMIZERS, Short
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 
 from lamella_engine import fully_shard
+from lamella_engine.testing import assert_at_rest
 from lamella_optim import clip_grad_norm_, step_on_local_shards
 from lamella_testing import run_ranks
 

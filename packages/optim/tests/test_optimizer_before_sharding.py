@@ -16,7 +16,6 @@ from engine_models import (
     SOME_STAGES,
     Net,
     adamw,
-    assert_at_rest,
     assert_weights_equal,
     case,
     fsdp,
@@ -36,6 +35,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils import _pytree as pytree
 
 from lamella_engine import CPUOffloadPolicy, MixedPrecisionPolicy, RaggedDTensor, Rows, ShardingOptions, fully_shard
+from lamella_engine.testing import assert_at_rest
 from lamella_optim import shard_optimizer
 from lamella_testing import run_ranks
 

@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
 from lamella_engine import FSDPModule, delay_gradient, fully_shard
-from lamella_engine import _optimizer_hooks as hooks
-from lamella_engine._modules.attached import state_of
+from lamella_engine.extending import before_step
+from lamella_engine.testing import AFTER_STEP, BEFORE_STEP, after_step, register_step_hooks, tree_of
 from lamella_optim import install
 from lamella_optim._installation import STEP_HOOKS
 from lamella_testing import run_ranks
@@ -84,7 +84,7 @@ def _shards_on_the_cpu_are_waited_for() -> None:
     model = Net()
     optimizer = _optimizer_from_before(model, shard)
     _backward(model)
-    tree = state_of(model).tree
+    tree = tree_of(model)
     tree.streams.reads_shards = True
     optimizer.step()
     assert not tree.streams.reads_shards
@@ -125,20 +125,20 @@ ORDERED: dict[Pair, Callable[[], None]] = {
     ("finalization", "view"): _refusing_an_unfinished_backward_counts_no_write,
     ("delayed gradients", "view"): _refusing_to_miss_a_delayed_gradient_counts_no_write,
 }
-NAMES = list(hooks.BEFORE_STEP)
+NAMES = list(BEFORE_STEP)
 
 
 @contextmanager
 def _in_order(names: tuple[str, ...]) -> Iterator[None]:
-    with patch.object(hooks, "BEFORE_STEP", {name: hooks.BEFORE_STEP[name] for name in names}):
+    with patch.dict(BEFORE_STEP, {name: BEFORE_STEP[name] for name in names}, clear=True):
         yield
 
 
 def test_one_hook_is_called_before_a_step_and_one_after() -> None:
-    hooks.register_step_hooks()  # as the first `fully_shard` does
+    register_step_hooks()  # as the first `fully_shard` does
     for registered, ours in (
-        (torch_optimizer._global_optimizer_pre_hooks, hooks.before_step),
-        (torch_optimizer._global_optimizer_post_hooks, hooks.after_step),
+        (torch_optimizer._global_optimizer_pre_hooks, before_step),
+        (torch_optimizer._global_optimizer_post_hooks, after_step),
     ):
         own_hooks = [hook for hook in registered.values() if hook.__module__.startswith("lamella_")]
         assert own_hooks == [ours]
@@ -146,9 +146,9 @@ def test_one_hook_is_called_before_a_step_and_one_after() -> None:
 
 def test_this_packages_functions_are_at_the_places_that_the_order_has_for_them() -> None:
     install()
-    in_place = {**hooks.BEFORE_STEP, **hooks.AFTER_STEP}
+    in_place = {**BEFORE_STEP, **AFTER_STEP}
     assert {name: in_place[name] for name in STEP_HOOKS} == STEP_HOOKS
-    assert [*hooks.BEFORE_STEP] == NAMES
+    assert [*BEFORE_STEP] == NAMES
 
 
 def test_the_written_order_keeps_every_pair() -> None:

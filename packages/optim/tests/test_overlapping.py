@@ -8,21 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_models import (
-    BF16,
-    EVERY_STAGE,
-    SOME_STAGES,
-    Collective,
-    Log,
-    Net,
-    assert_at_rest,
-    case,
-    fsdp,
-    record,
-    shard,
-    shard_on,
-    units,
-)
+from engine_models import BF16, EVERY_STAGE, SOME_STAGES, Net, case, fsdp, shard, shard_on
 from optimizer_models import (
     OPTIMIZERS,
     WHOLE_TENSORS_ONLY,
@@ -32,22 +18,21 @@ from optimizer_models import (
     NormsOverAll,
     flavours_of,
 )
-from optimizer_pairs import (
-    ADAMW,
-    LOSS,
-    Overlapped,
-    assert_same_weights,
-    held_nbytes,
-    named,
-    run_backward,
-    two_microbatches,
-)
+from optimizer_pairs import ADAMW, LOSS, Overlapped, assert_same_weights, named, run_backward, two_microbatches
 from torch import nn
 from torch.optim import Optimizer
 
 from lamella_engine import CPUOffloadPolicy, MixedPrecisionPolicy, Rows, ShardingOptions
-from lamella_engine._modules.attached import state_of
-from lamella_engine._unit.weights import Residency
+from lamella_engine.testing import (
+    CollectiveLog,
+    LoggedCollective,
+    Residency,
+    assert_at_rest,
+    held_nbytes,
+    named_units,
+    record,
+    require_unit,
+)
 from lamella_optim import clip_grad_norm_, overlap_optimizer, step_on_local_shards
 from lamella_testing import run_ranks
 
@@ -57,7 +42,7 @@ from lamella_testing import run_ranks
 class _Traced(Lion):
     """Notes which parameters it updates, and when."""
 
-    def __init__(self, model: nn.Module, log: Log) -> None:
+    def __init__(self, model: nn.Module, log: CollectiveLog) -> None:
         super().__init__(model.parameters(), lr=1e-2)
         self.names, self.log = {id(parameter): name for name, parameter in model.named_parameters()}, log
 
@@ -65,7 +50,7 @@ class _Traced(Lion):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for p in (p for group in self.param_groups for p in group["params"]):
             if id(p) in self.names:  # not when it is tried
-                self.log.events.append(Collective("update", self.names[id(p)], 0, frozenset()))
+                self.log.events.append(LoggedCollective("update", self.names[id(p)], 0, frozenset()))
         super().step()
 
 
@@ -112,7 +97,7 @@ def test_two_units_are_held_between_a_step_and_the_next_forward_whatever_the_pre
                 pair = Overlapped()
                 fsdp(pair.model).set_options(prefetch_budget=budget)
                 assert pair.train() == ["root", "layers.0"]
-                units = {name: state_of(pair.model.get_submodule(name)).unit for name in ("", "layers.0")}
+                units = {name: require_unit(pair.model.get_submodule(name)) for name in ("", "layers.0")}
                 nbytes = {name or "root": unit.parameters.unsharded_nbytes for name, unit in units.items()}
                 assert held_nbytes(pair.model) == nbytes
 
@@ -122,7 +107,7 @@ def test_two_units_are_held_between_a_step_and_the_next_forward_whatever_the_pre
 def test_a_budget_counts_what_the_step_has_gathered() -> None:
     def check() -> None:
         pair = Overlapped(partial(Net, dim=64))
-        nbytes = state_of(pair.model.get_submodule("layers.0")).unit.parameters.unsharded_nbytes
+        nbytes = require_unit(pair.model.get_submodule("layers.0")).parameters.unsharded_nbytes
         fsdp(pair.model).set_options(prefetch_budget=2 * nbytes)
         pair.train()
         most = 0
@@ -134,7 +119,7 @@ def test_a_budget_counts_what_the_step_has_gathered() -> None:
         for layer in pair.model.get_submodule("layers").children():
             layer.register_forward_hook(look, prepend=True)
         pair.backward()
-        assert most <= state_of(pair.model).unit.parameters.unsharded_nbytes + 3 * nbytes
+        assert most <= require_unit(pair.model).parameters.unsharded_nbytes + 3 * nbytes
 
     run_ranks(check, 2)
 
@@ -275,7 +260,7 @@ def test_every_stage_takes_the_same_steps_with_several_microbatches(stage: str, 
                     pair = Overlapped(partial(Net, dim=8), apply, backward=backward, looks=False, late_gradients=late)
                     pair.train(set_to_none=late)
                     computes_with_main = stage == "DDP" and policy.param_dtype is None
-                    early = [state_of(m).unit for m in (pair.model, pair.model.get_submodule("layers.0"))]
+                    early = [require_unit(m) for m in (pair.model, pair.model.get_submodule("layers.0"))]
                     assert all((unit.weights.residency is Residency.UNSHARDING) != computes_with_main for unit in early)
                     pair.assert_looks_alike()
 
@@ -440,13 +425,13 @@ def test_after_a_step_that_raised_the_next_forward_sees_what_it_has_updated() ->
 
 def _count_updates(model: nn.Module) -> dict[str, int]:
     """The updates that each unit notes from now on."""
-    nums_updates = {name: 0 for name, _ in units(model)}
+    nums_updates = {name: 0 for name, _ in named_units(model)}
 
     def count(name: str, note: Callable[[], None]) -> None:
         nums_updates[name] += 1
         note()
 
-    for name, unit in units(model):
+    for name, unit in named_units(model):
         unit.weights.note_update = partial(count, name, unit.weights.note_update)  # type: ignore[method-assign]
     return nums_updates
 

@@ -8,12 +8,13 @@ from functools import partial
 
 import pytest
 import torch
-from engine_models import BF16, EVERY_STAGE, Net, assert_at_rest, case, fsdp, local, shard, shard_on
-from optimizer_pairs import ADAMW, LOSS, Act, Overlapped, X, do_nothing, held_nbytes, run_backward
+from engine_models import BF16, EVERY_STAGE, Net, case, fsdp, local, shard, shard_on
+from optimizer_pairs import ADAMW, LOSS, Act, Overlapped, X, do_nothing, run_backward
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lamella_engine import ShardingOptions, fully_shard, share_comm_ctx
+from lamella_engine.testing import assert_at_rest, held_nbytes
 from lamella_optim import overlap_optimizer
 from lamella_testing import run_ranks
 

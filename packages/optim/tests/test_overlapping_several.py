@@ -6,11 +6,12 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from engine_models import Net, local, record, rows_of_this_rank, shard
-from optimizer_pairs import Overlapped, X, assert_same_weights, held_nbytes, run_backward
+from engine_models import Net, local, rows_of_this_rank, shard
+from optimizer_pairs import Overlapped, X, assert_same_weights, run_backward
 from torch import nn
 from torch.optim import Optimizer
 
+from lamella_engine.testing import held_nbytes, record
 from lamella_optim import overlap_optimizer
 from lamella_testing import run_ranks
 

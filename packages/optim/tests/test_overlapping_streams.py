@@ -7,42 +7,30 @@ from typing import Any
 import pytest
 import torch
 from engine_models import Net, fsdp, shard
-from fake_streams import fake_streams
 from optimizer_models import Lion
 from optimizer_pairs import Overlapped, X, named, run_backward
 
-from lamella_engine._modules.attached import state_of
-from lamella_engine._parameters.payload_form import PayloadForm
-from lamella_engine._streams.streams import Streams
+from lamella_engine.testing import Streams, fake_streams, gather_preparations_watched, streams_of, tree_of
 from lamella_optim import overlap_optimizer
 from lamella_testing import run_ranks
 
 
-def test_gathers_come_behind_the_update_of_what_they_read_and_not_behind_the_rest(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    real = PayloadForm.prepare_gather
-
+def test_gathers_come_behind_the_update_of_what_they_read_and_not_behind_the_rest() -> None:
     def check() -> None:
         model = shard(Net())
         streams = fake_streams(model)
         seen: list[dict[Any, int]] = []
-
-        def prepare(form: PayloadForm, *args: Any) -> Any:
-            seen.append(dict(streams.current.seen))
-            return real(form, *args)
-
-        monkeypatch.setattr(PayloadForm, "prepare_gather", prepare)
         optimizer: Any = _TracedOnStreams(model.parameters())
         optimizer.streams, optimizer.work = streams, {}
         overlap_optimizer(optimizer)
         for step in range(3):
             run_backward(model)
             if step == 2:  # left from a step before: it says nothing of this one
-                state_of(model).tree.streams.post_optim_event = streams.compute.record_event()  # type: ignore[assignment]
+                streams_of(model).post_optim_event = streams.compute.record_event()  # type: ignore[assignment]
             optimizer.work.clear()
             seen.clear()
-            optimizer.step()
+            with gather_preparations_watched(lambda: seen.append(dict(streams.current.seen))):
+                optimizer.step()
             optimizer.zero_grad()
         assert len(seen) == 2
         for name, parameter in model.named_parameters():
@@ -93,7 +81,7 @@ def test_a_step_that_is_compiled_is_compiled_once_and_made_as_without() -> None:
         for _ in range(4):
             pair.backward()
             gathered += pair.step()
-            assert not state_of(pair.model).tree.step_end.is_deferred
+            assert not tree_of(pair.model).step_end.is_deferred
         assert gathered == []
         assert len(graphs_of[0]) == len(graphs_of[1]) > 0
         pair.assert_looks_alike()

@@ -21,8 +21,7 @@ from transformers import (
 )
 
 from lamella_checkpoint import load, save
-from lamella_convert import MegatronOptions, open_checkpoint, save_safetensors
-from lamella_convert._tools.convert import convert
+from lamella_convert import MegatronOptions, convert, open_checkpoint, save_safetensors
 from lamella_engine import fully_shard
 from lamella_qwen import FAMILY, sharding_units
 from lamella_testing import run_ranks

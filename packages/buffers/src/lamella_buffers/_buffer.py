@@ -136,6 +136,7 @@ class UnshardedBuffer:
         flat = allocator.create(layout.full_numel, dtype, device)
         self.flat = flat.data  # same bytes, separate version counter: Note [Version counters]
         self.slots = tuple(self.flat[slice(*slot)] for slot in layout.wire_full_slots)
+        # Pieces of the destinations: a gather from here is in place, and no piece is copied.
         self.own = tuple(torch.tensor_split(slot, layout.num_shards)[rank] for slot in self.slots)
         self.tensors = tuple(flat[slice(*layout.tensor_range(i))].view(shape) for i, shape in enumerate(layout.shapes))
         # Last: torch makes no view past the end of a storage, so the views above needed the bytes.
@@ -236,6 +237,8 @@ class GatherPlan:
             fillings = [Filling(fill, columns, [0 if is_whole else begins[i] for i in tensors])]
         # Views hold the buffers' storages, not their bytes: between gathers the storages are empty.
         self.payloads = Payloads(payloads, fillings)
+        # Weak keys: otherwise the plan of a deleted group, and its main weights, would live as long as its neighbour's
+        # plan.
         self._joined: weakref.WeakKeyDictionary[GatherPlan, GatherPlan] = weakref.WeakKeyDictionary()
 
     def joined(self, other: GatherPlan) -> GatherPlan:
@@ -291,6 +294,7 @@ def standalone(view: torch.Tensor) -> torch.Tensor:
     """
     if view.is_meta:
         return view
+    # A storage that begins at the view's first byte, over the same memory: no copy, no offset.
     start = view.storage_offset() * view.itemsize
     storage = view.untyped_storage()[start : start + view.numel() * view.itemsize]
     return torch.empty(0, dtype=view.dtype, device=view.device).set_(storage, 0, view.shape, view.stride())

@@ -71,6 +71,7 @@ class _RowCopy(ctypes.Structure):
     )
 
 
+# CU_MEMCPY_SRC_ACCESS_ORDER_STREAM: sources are read in stream order, behind the kernels that write them.
 _IN_STREAM_ORDER = _CopyAttributes(order=1)
 
 
@@ -89,6 +90,7 @@ def share(address: int) -> Shared:
 
     Effects: none on a stream.
     """
+    # The driver shares whole allocations: the offset inside travels beside the handle.
     base, handle = _allocation_of(address), _Handle()
     _call("cuIpcGetMemHandle", ctypes.byref(handle), base)
     return Shared(bytes(memoryview(handle).cast("B")), address - base)
@@ -141,6 +143,7 @@ class DeviceCopies:
         self._into = (ctypes.c_uint64 * num)(*into)
         self._sources = (ctypes.c_uint64 * num)(*sources)
         self._nbytes = (ctypes.c_size_t * num)(*nbytes)
+        # Kept with the object: ctypes passes the arrays' addresses, from which the driver reads at every call.
         self._batch = (
             self._into,
             self._sources,
@@ -156,6 +159,7 @@ class DeviceCopies:
 
         The driver read the earlier addresses at the call: copies in flight are unaffected.
         """
+        # Into the same array, whose address `_batch` holds.
         self._sources[:] = sources  # type: ignore[assignment]
 
     def enqueue(self, stream: int) -> None:
@@ -232,6 +236,7 @@ class FlagOps:
     """
 
     def __init__(self, addresses: Sequence[int], value: int) -> None:
+        # All waits first: operations of a batch run in order, so no flag is reset before its value has come.
         ops = [_MemoryOp(_WAIT_VALUE_32, address, value, _EQUAL) for address in addresses]
         ops += [_MemoryOp(_WRITE_VALUE_32, address, 0, 0) for address in addresses]
         self._ops = (_MemoryOp * len(ops))(*ops)
@@ -244,6 +249,7 @@ class FlagOps:
         return [partial(_function("cuStreamBatchMemOp_v2"), stream, len(self._ops), self._ops, 0)]
 
 
+# Declared for every call: ctypes would pass a Python int as a C int, and cut a 64-bit address.
 _ARGUMENTS: dict[str, list[Any]] = {
     "cuMemGetAddressRange_v2": [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint64],
     "cuIpcGetMemHandle": [ctypes.c_void_p, ctypes.c_uint64],
@@ -277,6 +283,8 @@ def _has_batches() -> bool:
 @cache
 def _function(name: str) -> Any:
     try:
+        # At the first call, not at import: machines without a driver import this module, and older drivers lack some
+        # names.
         found = getattr(ctypes.CDLL("libcuda.so.1"), name)
     except (OSError, AttributeError) as error:
         raise DriverError(f"Expected the CUDA driver to have {name}, got: {error}.") from error

@@ -68,6 +68,7 @@ def _add_meetings(met: dict[K, set[K]], in_order: Iterable[Lifetime[K]]) -> None
     for life in in_order:
         alive = [other for other in alive if other.end > life.start]
         mine = met.setdefault(life.key, set())
+        # Both directions: either of the two may be placed first.
         for other in alive:
             mine.add(other.key)
             met[other.key].add(life.key)

@@ -100,6 +100,7 @@ class Payloads(Sequence[Payload]):
         fillings: list[Filling] = []
         for payload_list in several:
             for filling in payload_list._fillings:
+                # Begins count from the first payload of the joined list.
                 moved = filling._replace(begins=[begin + len(payloads) for begin in filling.begins])
                 alike = [i for i, other in enumerate(fillings) if other.is_like(moved)]
                 if alike:

@@ -134,6 +134,7 @@ def _packed(
     if present:
         places = [packed[slice(*layout.tensor_range(i))].view(gradient.shape) for i, gradient in present.items()]
         torch._foreach_copy_(places, list(present.values()))
+    # All of the buffer travels: earlier contents of its memory must not be added to other ranks' gradients.
     _zero(packed, [*layout.gaps, *absent])
     return packed
 
@@ -181,6 +182,7 @@ def _stage(
             source = gradient if layout.is_contiguous(i) else by_rank(gradient, layout, i)
             copies.append(slot[:filled].view(source.shape))
             sources.append(source)
+        # Slack and absent gradients are summed too, and hooks see whole buffers: zeros, not earlier contents.
         if filled < slot.numel():
             zeros.append(slot[filled:])
     if copies:

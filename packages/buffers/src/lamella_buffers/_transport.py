@@ -329,6 +329,7 @@ def copy_missing(into: list[torch.Tensor], source: list[torch.Tensor]) -> None:
 
     Effects: a multi-tensor copy at most, on the current stream.
     """
+    # An equal address means in place: the shard is a piece of the unsharded buffer.
     moves = [(a, b) for a, b in zip(into, source, strict=True) if a.data_ptr() != b.data_ptr() and a.numel() > 0]
     if moves:
         torch._foreach_copy_([a.view(-1) for a, _ in moves], [b.view(-1) for _, b in moves])

@@ -70,6 +70,7 @@ def _check_graphs_follow(allocator: Allocator, device: torch.device) -> None:
         buffer.fill_(value)
         output = (inputs @ weight.t()).sum()
         allocator.free(buffer)
+        # As an engine does: autograd would refuse the weight's view if the refill counted as a modification.
         with torch.autograd.grad_mode._unsafe_preserve_version_counter(buffer):
             allocator.allocate(buffer)
             buffer.fill_(-value)
@@ -173,6 +174,8 @@ def _check_streams_are_apart(allocator: Allocator, device: torch.device) -> None
     for _ in range(5):
         with accelerator.stream(late):
             allocator.allocate(buffers[0])
+            # Holds the late stream: the second buffer, given the first one's bytes too early, would be overwritten by
+            # the fill.
             torch.cuda._sleep(20_000_000)  # type: ignore[no-untyped-call]
             buffers[0].fill_(1)
         allocator.free(buffers[0])  # on a different stream, as with a last user on a different stream

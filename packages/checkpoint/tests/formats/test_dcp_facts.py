@@ -23,8 +23,8 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from lamella_checkpoint import CheckpointDamaged, CheckpointMismatch, CheckpointUntrusted, load
 from lamella_checkpoint._formats.dcp_read import StoredCheckpoint
 from lamella_checkpoint._state.fill import fill
-from lamella_files._archives.metadata import StoredMetadata
-from lamella_files._archives.torch_zip import find_tensor, records
+from lamella_files import StoredMetadata, records
+from lamella_files._archives.torch_zip import find_tensor
 from lamella_testing import run_ranks
 from lamella_testing.hostile_pickles import Runs
 from lamella_testing.plain_dcp import dcp_save

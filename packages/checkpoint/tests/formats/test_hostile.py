@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from lamella_checkpoint import CheckpointMismatch, OptionConflict, load, save, verify
 from lamella_checkpoint.testing import assert_damaged, change_manifest, forget_checksums
-from lamella_files._base.directories import publish, recover, stage
+from lamella_files import publish, recover, stage
 from lamella_testing.harmed_files import make_deep, make_huge, make_link, make_pipe
 from lamella_testing.plain_dcp import change_metadata
 

@@ -15,8 +15,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from lamella_checkpoint import CheckpointDamaged, Wanted
 from lamella_checkpoint._base.live_boxes import local_boxes
 from lamella_checkpoint._formats.dcp_read import StoredCheckpoint
+from lamella_files import whole_box
 from lamella_files._archives import items as _items
-from lamella_files._base.boxes import whole_box
 from lamella_layout import Chunk
 from lamella_testing import run_ranks
 from lamella_testing.bits import bits

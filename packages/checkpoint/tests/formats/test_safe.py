@@ -18,8 +18,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 
 from lamella_checkpoint import CheckpointDamaged, CheckpointUntrusted, check, load, save
 from lamella_checkpoint.testing import forget_checksums
-from lamella_files._archives.metadata import StoredMetadata
-from lamella_files._base.pickles import Inert, read_pickle
+from lamella_files import Inert, StoredMetadata, read_pickle
 from lamella_testing.hostile_pickles import NUMBERED, Runs, numbered
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

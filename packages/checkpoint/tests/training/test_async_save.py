@@ -24,7 +24,7 @@ from lamella_checkpoint._training.async_process import Job, WriterAnswer, is_set
 from lamella_checkpoint._training.handle import Limits
 from lamella_checkpoint._training.outcomes import Failures, Outcomes
 from lamella_checkpoint._training.writer import Following
-from lamella_files._archives.metadata import StoredMetadata
+from lamella_files import StoredMetadata
 from lamella_testing import run_ranks
 from lamella_testing.harmed_files import no_file_larger_than
 from lamella_testing.tiny import Kit

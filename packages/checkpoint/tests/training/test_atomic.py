@@ -20,7 +20,7 @@ from lamella_checkpoint._formats import dcp_read as _dcp_read
 from lamella_checkpoint._formats import dcp_write as _dcp_write
 from lamella_checkpoint._state.contents import StateContents
 from lamella_checkpoint._training import save as _save
-from lamella_files._archives.items import read_tensors
+from lamella_files import read_tensors
 from lamella_files._base import directories as _directories
 from lamella_testing import RankFailure, run_ranks
 from lamella_testing.tiny import Kit

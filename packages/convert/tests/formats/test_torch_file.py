@@ -15,8 +15,7 @@ from lamella_checkpoint import CheckpointDamaged, CheckpointUntrusted, Wanted, l
 from lamella_checkpoint.testing import read_tensor
 from lamella_convert import open_checkpoint
 from lamella_convert._formats.torch_file import TorchFile
-from lamella_files import Expected, ItemRead, read_tensors
-from lamella_files._base.boxes import whole_box
+from lamella_files import Expected, ItemRead, read_tensors, whole_box
 from lamella_layout import Chunk
 from lamella_testing.hostile_pickles import Runs
 from lamella_testing.reads import counted_reads

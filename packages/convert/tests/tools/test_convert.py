@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from lamella_checkpoint import CheckpointDamaged, load, save
-from lamella_checkpoint._base.manifest import Manifest
+from lamella_checkpoint.extending import Manifest
 from lamella_checkpoint.testing import read_tensor
 from lamella_convert import Target, convert, diff, open_both, save_safetensors
 from lamella_convert._formats.safetensors import SafetensorsSource

@@ -24,7 +24,7 @@ from lamella_checkpoint import Correspondence, load, save
 from lamella_checkpoint._state.shards import LiveCut, LivePiece, LiveShard, written_pieces
 from lamella_convert._translation.megatron import BRIDGE, RELEASE_0_19, Dialect
 from lamella_convert._translation.megatron_model import from_megatron_model
-from lamella_files._base.boxes import places_in_memory
+from lamella_files import places_in_memory
 from lamella_layout import Chunk, Range, Region, mesh_region
 from lamella_testing import run_ranks
 

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from lamella_checkpoint import CheckpointDirectory, Correspondence, load, save
-from lamella_checkpoint._formats.dcp_read import StoredCheckpoint
+from lamella_checkpoint.extending import StoredCheckpoint
 from lamella_checkpoint.testing import read_all
 from lamella_convert import translate
 from lamella_convert._translation.megatron_model import from_megatron_model

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from engine_models import Net, assert_trains_alike, case, fsdp, twins
-from reading_models import LOSS, Block, Mixer, Model, X, convs_of, mixers_of
+from reading_models import LOSS, Mixer, MixerBlock, MixerNet, X, convs_of, mixers_of
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -28,7 +28,7 @@ from lamella_testing import run_ranks
 
 
 def test_a_plan_passes_over_what_is_read_from_outside_and_says_so() -> None:
-    model = Model()
+    model = MixerNet()
     for mixer in mixers_of(model):
         declare_reads(mixer, "conv1d.*")
     plan = plan_units(model, units=nn.Linear)
@@ -49,7 +49,7 @@ def test_every_budget_trains_a_model_that_declares_what_it_reads() -> None:
 
         for budget in (1, 300, 600, 10**6):
             with case(budget):
-                assert_trains_alike(*twins(Model, partial(apply, budget=budget)), LOSS)
+                assert_trains_alike(*twins(MixerNet, partial(apply, budget=budget)), LOSS)
 
     run_ranks(check, 2)
 
@@ -88,7 +88,7 @@ def test_a_name_that_went_away_is_refused_by_fully_shard_before_anything_changes
 
 def test_a_declaration_that_comes_too_late_is_refused() -> None:
     def check() -> None:
-        model = Model()
+        model = MixerNet()
         for layer in model.layers:
             fully_shard(layer)
         for reader in (model.layers[0], model.layers[0].get_submodule("mixer")):
@@ -128,12 +128,12 @@ def test_what_was_not_declared_is_named_when_it_is_met_as_a_shard() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return F.linear(self.project(x), self.conv1d.weight, self.conv1d.bias)
 
-    class Around(Net):
+    class AroundNet(Net):
         def make_layer(self, dim: int) -> nn.Module:
-            return Block(dim, Undeclared)
+            return MixerBlock(dim, Undeclared)
 
     def check() -> None:
-        model = Around()
+        model = AroundNet()
         for conv in convs_of(model):
             fully_shard(conv)
         for layer in model.layers:
@@ -173,7 +173,7 @@ class _Backbone(nn.Module):
         return cast(torch.Tensor, self.project(x))
 
 
-class _Wrapper(nn.Module):
+class _ReadingWrapper(nn.Module):
     """Embeds before the backbone runs: by the embedding itself, or by a method of the backbone."""
 
     calls_method = False
@@ -198,13 +198,13 @@ def test_a_module_of_an_inner_unit_that_another_calls_is_named_with_the_declarat
 
     def shard(model: nn.Module) -> None:
         for wrapper in model.modules():
-            if isinstance(wrapper, _Wrapper):
+            if isinstance(wrapper, _ReadingWrapper):
                 wrapper.calls_method = calls_method
                 fully_shard(wrapper.language)
         fully_shard(model)
 
     def make() -> nn.Module:
-        return _Wrapper() if depth == 1 else nn.Sequential(_Wrapper())
+        return _ReadingWrapper() if depth == 1 else nn.Sequential(_ReadingWrapper())
 
     def declared(model: nn.Module) -> None:
         declare_reads(model, name)

@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from engine_models import (
     Net,
-    assert_at_rest,
     assert_gradients_equal,
     assert_trains_alike,
     case,
@@ -26,12 +25,12 @@ from engine_models import (
 from reading_models import (
     LOSS,
     OWN_UNITS,
-    Block,
     Mixer,
-    Model,
-    Recomputed,
-    RecomputedByReentry,
+    MixerBlock,
+    MixerNet,
+    MixersRecomputedByReentry,
     RecomputedInside,
+    RecomputedMixers,
     X,
     convs_of,
     mixers_of,
@@ -44,14 +43,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from lamella_engine import declare_reads, fully_shard
-from lamella_engine._modules.attached import find_state, state_of
-from lamella_engine._unit.weights import Residency
+from lamella_engine.extending import unit_of
+from lamella_engine.testing import Residency, assert_at_rest, require_unit
 from lamella_testing import run_ranks
 
 
 def test_declared_parameters_are_gathered_before_forward_with_the_owner() -> None:
     def check() -> None:
-        reference, sharded = twins(Model, shard_declared)
+        reference, sharded = twins(MixerNet, shard_declared)
         log = record_by_name(sharded)
         seen: list[bool] = []
         for mixer in mixers_of(sharded):
@@ -65,7 +64,7 @@ def test_declared_parameters_are_gathered_before_forward_with_the_owner() -> Non
 
 def test_declared_parameters_are_gathered_before_backward() -> None:
     def check() -> None:
-        reference, sharded = twins(Model, shard_declared)
+        reference, sharded = twins(MixerNet, shard_declared)
         loss = LOSS(sharded)
         assert all(isinstance(conv.weight, DTensor) for conv in convs_of(sharded)), "freed in between"
         log = record_by_name(sharded)
@@ -77,14 +76,14 @@ def test_declared_parameters_are_gathered_before_backward() -> None:
     run_ranks(check, 2)
 
 
-@pytest.mark.parametrize("make", [Recomputed, RecomputedByReentry, RecomputedInside])
+@pytest.mark.parametrize("make", [RecomputedMixers, MixersRecomputedByReentry, RecomputedInside])
 def test_declared_parameters_are_freed_after_forward_and_after_backward_and_kept_while_the_forward_is_recomputed(
     make: Callable[[], nn.Module],
 ) -> None:
     def check() -> None:
         reference, sharded = twins(make, shard_declared)
         first, *_ = convs_of(sharded)
-        unit = state_of(first).unit
+        unit = require_unit(first)
         flats = [group.unsharded_weight.flat for group in unit.parameters.groups]
 
         def is_free() -> bool:
@@ -102,7 +101,7 @@ def test_declared_parameters_are_freed_after_forward_and_after_backward_and_kept
 
 def test_gradients_of_declared_parameters_are_counted_to_the_owners_unit() -> None:
     def check() -> None:
-        reference, sharded = twins(Model, shard_declared)
+        reference, sharded = twins(MixerNet, shard_declared)
         log = record_by_name(sharded)
         for model, rows in ((reference, X), (sharded, rows_of_this_rank(X))):
             model(rows).square().mean().backward()
@@ -123,7 +122,7 @@ def test_gradients_of_declared_parameters_are_counted_to_the_owners_unit() -> No
 
 def test_declared_parameters_are_gathered_ahead_and_in_one_call_with_the_owners() -> None:
     def check() -> None:
-        _, sharded = twins(Model, shard_declared)
+        _, sharded = twins(MixerNet, shard_declared)
         log = record_by_name(sharded)
         for _ in range(2):
             log.clear()
@@ -154,14 +153,14 @@ def test_a_declared_parameter_in_another_unit_is_taken_over_or_refused() -> None
                 fully_shard(layer)
             fully_shard(model)
 
-        reference, sharded = twins(Model, apply)
+        reference, sharded = twins(MixerNet, apply)
         assert_trains_alike(reference, sharded, LOSS)
         first, second, _ = convs_of(sharded)
-        assert find_state(first) is find_state(sharded.get_submodule("layers.0"))
-        assert find_state(second) is find_state(sharded.get_submodule("layers.1.mixer"))
+        assert unit_of(first) is unit_of(sharded.get_submodule("layers.0"))
+        assert unit_of(second) is unit_of(sharded.get_submodule("layers.1.mixer"))
 
         # Refused: a unit that is gathered with a module elsewhere.
-        model = Model()
+        model = MixerNet()
         first, second, _ = convs_of(model)
         declare_reads(model.layers[0].get_submodule("mixer"), "conv1d.*")
         fully_shard([first, second])
@@ -169,11 +168,11 @@ def test_a_declared_parameter_in_another_unit_is_taken_over_or_refused() -> None
             ValueError, match=r"'mixer\.conv1d\.\w+', which Mixer reads .* gathered with modules elsewh"
         ):
             fully_shard(model.layers[0])
-        assert find_state(model.layers[0]) is None
+        assert unit_of(model.layers[0]) is None
         assert not isinstance(model.layers[0].get_parameter("up.weight"), DTensor)
 
         # Refused: one that another unit reads already.
-        model = Model()
+        model = MixerNet()
         owner, reader, _ = mixers_of(model)
         reader.conv1d = owner.conv1d
         for mixer in (owner, reader):
@@ -187,13 +186,13 @@ def test_a_declared_parameter_in_another_unit_is_taken_over_or_refused() -> None
 
 
 def test_shared_and_tied_parameters_that_are_declared_train_as_unsharded() -> None:
-    class SharedModule(Model):
+    class SharedModule(MixerNet):
         def __init__(self) -> None:
             super().__init__()
             one, two, three = mixers_of(self)
             two.conv1d = three.conv1d = one.conv1d
 
-    class TiedWeight(Model):
+    class TiedWeight(MixerNet):
         def __init__(self) -> None:
             super().__init__()
             one, two, three = convs_of(self)
@@ -208,7 +207,7 @@ def test_shared_and_tied_parameters_that_are_declared_train_as_unsharded() -> No
             fully_shard(layer.up)
         fully_shard(model)
 
-    class TiedHead(Model):
+    class TiedHead(MixerNet):
         """The model reads the embedding's weight in place of a head, and the embedding is called too."""
 
         def __init__(self) -> None:
@@ -237,7 +236,7 @@ def test_shared_and_tied_parameters_that_are_declared_train_as_unsharded() -> No
 
 def test_declared_parameters_compute_as_unsharded_without_gradients_and_in_eval() -> None:
     def check() -> None:
-        reference, sharded = twins(Model, shard_declared)
+        reference, sharded = twins(MixerNet, shard_declared)
         for model in (reference, sharded):
             model.eval()
         for mode in (torch.no_grad, torch.inference_mode):
@@ -256,7 +255,7 @@ def test_declared_parameters_compute_as_unsharded_without_gradients_and_in_eval(
 
 def test_checkpoint_names_of_declared_parameters_are_unchanged() -> None:
     def check() -> None:
-        reference, sharded = twins(Model, shard_declared)
+        reference, sharded = twins(MixerNet, shard_declared)
         loss = LOSS(sharded)
         expected = reference.state_dict()
         conv_state = convs_of(sharded)[0].state_dict(prefix="layers.0.mixer.conv1d.")
@@ -278,7 +277,7 @@ def test_checkpoint_names_of_declared_parameters_are_unchanged() -> None:
 
 def test_declared_parameters_keep_their_tensor_parallel_annotations() -> None:
     def marked() -> nn.Module:
-        model = Model(num_layers=1, dim=8)
+        model = MixerNet(num_layers=1, dim=8)
         for conv in convs_of(model):
             conv.weight.tensor_model_parallel = True  # type: ignore[attr-defined]
             conv.weight.partition_dim = 0  # type: ignore[attr-defined]
@@ -295,11 +294,11 @@ def test_declared_parameters_keep_their_tensor_parallel_annotations() -> None:
 
     run_ranks(check, 2)
 
-    class Parallel(Net):
+    class ParallelMixers(Net):
         """Every parameter is a DTensor on the tensor axis; the convolution's is cut there."""
 
         def make_layer(self, dim: int) -> nn.Module:
-            return Block(dim, ParallelMixer)
+            return MixerBlock(dim, ParallelMixer)
 
     class ParallelMixer(Mixer):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -311,7 +310,7 @@ def test_declared_parameters_keep_their_tensor_parallel_annotations() -> None:
         models = []
         for is_sharded in (False, True):
             torch.manual_seed(0)
-            model = Parallel(num_layers=1, dim=8)
+            model = ParallelMixers(num_layers=1, dim=8)
             for module in model.modules():
                 placement = Shard(0) if module in convs_of(model) else Replicate()
                 for name, parameter in module.named_parameters(recurse=False):

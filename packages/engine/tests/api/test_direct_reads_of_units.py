@@ -16,7 +16,6 @@ from engine_models import (
     EVERY_STAGE,
     SOME_STAGES,
     Net,
-    assert_at_rest,
     assert_gradients_equal,
     assert_trains_alike,
     case,
@@ -24,18 +23,17 @@ from engine_models import (
     fsdp,
     mesh_of,
     twins,
-    units,
     whole,
 )
 from reading_models import (
     LOSS,
     OWN_UNITS,
-    Block,
     CallingMixer,
     CallingModel,
     Mixer,
-    Model,
-    RecomputedByReentry,
+    MixerBlock,
+    MixerNet,
+    MixersRecomputedByReentry,
     X,
     convs_of,
     mixers_of,
@@ -56,8 +54,8 @@ from lamella_engine import (
     register_fsdp_forward_method,
     set_main_grads,
 )
-from lamella_engine._modules.attached import find_state, state_of
-from lamella_engine._unit.weights import Residency
+from lamella_engine.extending import unit_of
+from lamella_engine.testing import Residency, assert_at_rest, named_units, require_unit
 from lamella_testing import run_ranks
 
 
@@ -69,7 +67,7 @@ def test_every_zero_stage_trains_as_unsharded(stage: str) -> None:
         shard_declared(model, mesh=mesh_of(shape), options=ShardingOptions(placements=placements))
 
     def check() -> None:
-        reference, sharded = twins(partial(Model, dim=8), apply)
+        reference, sharded = twins(partial(MixerNet, dim=8), apply)
         optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in (reference, sharded)]
         for _ in range(2):
             for microbatch in range(2):
@@ -88,10 +86,10 @@ def test_every_zero_stage_trains_as_unsharded(stage: str) -> None:
 @pytest.mark.parametrize("flag", [True, False, None, 2])
 def test_the_owners_flag_says_what_happens_between_forward_and_backward(flag: bool | int | None) -> None:
     def check() -> None:
-        reference, sharded = twins(Model, partial(shard_declared, reshard_after_forward=flag))
+        reference, sharded = twins(MixerNet, partial(shard_declared, reshard_after_forward=flag))
         assert_trains_alike(reference, sharded, LOSS, num_steps=1)
         LOSS(sharded)
-        unit = state_of(convs_of(sharded)[0]).unit
+        unit = require_unit(convs_of(sharded)[0])
         assert (unit.weights.residency is Residency.UNSHARDED) == (flag is False)
         if flag is False:
             return
@@ -115,7 +113,7 @@ def test_a_module_that_is_read_and_called_trains_as_unsharded_too() -> None:
 
 
 def test_a_module_that_is_read_may_be_called_outside_of_the_reader() -> None:
-    class Aside(Model):
+    class Aside(MixerNet):
         """Its last convolution runs again between the blocks, and after them."""
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -145,9 +143,9 @@ def test_a_module_that_is_read_may_be_called_outside_of_the_reader() -> None:
     run_ranks(check, 2)
 
 
-class _CallingRecomputed(RecomputedByReentry):
+class _CallingRecomputed(MixersRecomputedByReentry):
     def make_layer(self, dim: int) -> nn.Module:
-        return Block(dim, CallingMixer)
+        return MixerBlock(dim, CallingMixer)
 
 
 def test_a_module_that_is_read_and_called_runs_again_after_an_optimizer_stepped() -> None:
@@ -181,7 +179,7 @@ def _shard_after(model: Any, tell: Callable[[nn.Linear], object]) -> list[Any]:
 
 def test_a_gradient_that_was_said_to_come_late_before_is_waited_for() -> None:
     def check() -> None:
-        reference, sharded = twins(Model, lambda model: None)
+        reference, sharded = twins(MixerNet, lambda model: None)
         came = _shard_after(sharded, lambda conv: delay_gradient(conv, conv.get_parameter("weight")))
         shards = [conv.weight for conv in convs_of(sharded)]
         for model in (reference, sharded):
@@ -197,7 +195,7 @@ def test_a_gradient_that_was_said_to_come_late_before_is_waited_for() -> None:
 
 def test_a_buffer_for_gradients_that_was_asked_for_before_is_there() -> None:
     def check() -> None:
-        sharded = Model()
+        sharded = MixerNet()
         _shard_after(sharded, lambda conv: set_main_grads(conv, [conv.get_parameter("weight")]))
         for layer in sharded.layers:
             fsdp(layer).unshard()
@@ -227,7 +225,7 @@ def test_another_method_of_a_module_that_is_read_casts_as_the_module_does() -> N
 
 def test_a_list_of_units_to_gather_ahead_may_name_one_that_was_taken_over() -> None:
     def check() -> None:
-        sharded = Model()
+        sharded = MixerNet()
         for mixer in mixers_of(sharded):
             declare_reads(mixer, "conv1d.*")
             fully_shard(mixer.conv1d)
@@ -252,13 +250,13 @@ def test_shards_may_rest_on_the_cpu(inner: CPUOffloadPolicy | None) -> None:
     )
 
     def check() -> None:
-        assert_trains_alike(*twins(Model, apply), LOSS, num_steps=3)
+        assert_trains_alike(*twins(MixerNet, apply), LOSS, num_steps=3)
 
     run_ranks(check, 2)
 
 
 def test_a_unit_that_took_another_over_may_be_taken_over_with_it() -> None:
-    class Reading(Model):
+    class Reading(MixerNet):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             x = super().forward(x)
             return x * self.layers[0].get_parameter("up.weight").sum()
@@ -266,12 +264,12 @@ def test_a_unit_that_took_another_over_may_be_taken_over_with_it() -> None:
     def apply(model: Any) -> None:
         declare_reads(model, "layers.0.up.weight")
         shard_declared(model)
-        assert find_state(model) is find_state(model.layers[0]) is find_state(convs_of(model)[0])
+        assert unit_of(model) is unit_of(model.layers[0]) is unit_of(convs_of(model)[0])
 
     def check() -> None:
         reference, sharded = twins(Reading, apply)
         assert_trains_alike(reference, sharded, LOSS, num_steps=3)
-        unit = state_of(sharded).unit
+        unit = require_unit(sharded)
         names = {parameter.name for group in unit.parameters.groups for parameter in group.parameters}
         assert names >= {"layers.0.up.weight", "layers.0.mixer.conv1d.weight", "stem.weight"}
 
@@ -280,7 +278,7 @@ def test_a_unit_that_took_another_over_may_be_taken_over_with_it() -> None:
 
 def test_several_forwards_before_their_backwards() -> None:
     def check() -> None:
-        reference, sharded = twins(Model, shard_declared)
+        reference, sharded = twins(MixerNet, shard_declared)
         for model in (reference, sharded):
             losses = [model(X * scale).square().mean() for scale in (1, 2)]
             losses[0].backward()
@@ -300,7 +298,7 @@ class _Anyhow(Net):
         self.recomputes = [choose.random() < 0.3 for _ in self.layers]
 
     def make_layer(self, dim: int) -> nn.Module:
-        return Block(dim, self._choose.choice([Mixer, CallingMixer]))
+        return MixerBlock(dim, self._choose.choice([Mixer, CallingMixer]))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.stem(x)
@@ -340,7 +338,7 @@ def test_units_that_are_cut_at_random_train_as_unsharded() -> None:
 
 
 def test_frozen_parameters_are_gathered_and_not_reduced() -> None:
-    class Frozen(Model):
+    class Frozen(MixerNet):
         def __init__(self) -> None:
             super().__init__()
             for conv in convs_of(self):
@@ -355,7 +353,7 @@ def test_frozen_parameters_are_gathered_and_not_reduced() -> None:
 
 
 def test_a_convolution_may_keep_a_dtype_of_its_own() -> None:
-    class Mixed(Model):
+    class MixedReads(MixerNet):
         def __init__(self) -> None:
             super().__init__()
             for mixer in mixers_of(self):
@@ -365,7 +363,7 @@ def test_a_convolution_may_keep_a_dtype_of_its_own() -> None:
     def check() -> None:
         bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         plain = MixedPrecisionPolicy()
-        _, sharded = twins(Mixed, partial(shard_declared, inner={"mp_policy": plain}, mp_policy=bf16))
+        _, sharded = twins(MixedReads, partial(shard_declared, inner={"mp_policy": plain}, mp_policy=bf16))
         dtypes: set[tuple[torch.dtype, torch.dtype]] = set()
         for mixer in mixers_of(sharded):
             mixer.register_forward_pre_hook(lambda m, _: dtypes.add((m.conv1d.weight.dtype, m.gate.dtype)))
@@ -380,7 +378,7 @@ def test_a_convolution_may_keep_a_dtype_of_its_own() -> None:
 def test_parameters_on_meta_are_materialised_with_the_others() -> None:
     def check() -> None:
         with torch.device("meta"):
-            model = Model()
+            model = MixerNet()
         shard_declared(model)
         with pytest.raises(RuntimeError, match=r"materialized.*mixer\.conv1d\.weight"):
             model.layers[0](torch.ones(2, 7))
@@ -416,7 +414,7 @@ def test_the_verbs_of_a_module_that_is_read_are_those_of_the_unit() -> None:
     """A schedule that never calls `forward` drives the unit by hand."""
 
     def check() -> None:
-        reference, sharded = twins(Model, shard_declared)
+        reference, sharded = twins(MixerNet, shard_declared)
         conv, block = convs_of(sharded)[0], sharded.get_submodule("layers.0")
         fsdp(conv).unshard()
         assert type(conv.weight) is type(block.get_parameter("up.weight")) is nn.Parameter
@@ -437,9 +435,9 @@ def test_the_verbs_of_a_module_that_is_read_are_those_of_the_unit() -> None:
 
 def test_a_deleted_model_is_freed_at_once() -> None:
     def check() -> None:
-        model = shard_declared(Model())
+        model = shard_declared(MixerNet())
         LOSS(model).backward()
-        states = [weakref.ref(unit) for _, unit in units(model)]
+        states = [weakref.ref(unit) for _, unit in named_units(model)]
         gc.collect()
         gc.disable()
         del model
@@ -451,7 +449,7 @@ def test_a_deleted_model_is_freed_at_once() -> None:
 
 def test_a_unit_that_was_taken_over_is_described_where_it_is_now() -> None:
     def check() -> None:
-        model = shard_declared(Model())
+        model = shard_declared(MixerNet())
         text = describe(model)
         assert "FSDPLinear" not in text
         assert "layers.0 ... layers.2: FSDPBlock, 2 groups" in text
@@ -462,9 +460,9 @@ def test_a_unit_that_was_taken_over_is_described_where_it_is_now() -> None:
 def test_torchs_attention_reads_its_projection_and_need_not_be_told() -> None:
     class Attending(Net):
         def make_layer(self, dim: int) -> nn.Module:
-            return Attention()
+            return ReadAttention()
 
-    class Attention(nn.Module):
+    class ReadAttention(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.attention = nn.MultiheadAttention(7, 1)

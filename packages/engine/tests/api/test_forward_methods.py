@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from engine_models import Net, assert_trains_alike, fsdp, inputs, mean_square, record, shard, twins
+from engine_models import Net, assert_trains_alike, fsdp, inputs, mean_square, shard, twins
 from torch import nn
 
 from lamella_engine import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from lamella_engine._modules.attached import find_state
 from lamella_engine._modules.hooks import pre_forward
+from lamella_engine.testing import record
 from lamella_testing import run_ranks
 
 X = inputs()
@@ -65,7 +66,7 @@ def test_a_method_of_an_inner_unit_may_be_registered() -> None:
             out: torch.Tensor = self.linear(x)
             return out
 
-    class Model(Net):
+    class NetOfRuns(Net):
         def make_layer(self, dim: int) -> nn.Module:
             return Half()
 
@@ -77,13 +78,13 @@ def test_a_method_of_an_inner_unit_may_be_registered() -> None:
             head: torch.Tensor = self.head(x)
             return head
 
-    def apply(model: Model) -> None:
+    def apply(model: NetOfRuns) -> None:
         shard(model)
         for layer in model.layers:
             register_fsdp_forward_method(layer, "run")
 
     def check() -> None:
-        reference, sharded = twins(Model, apply)
+        reference, sharded = twins(NetOfRuns, apply)
         log = record(sharded)
         assert_trains_alike(reference, sharded, mean_square(lambda model: model(X)))
         assert log.units_of("gather").count("layers.1") == 4

@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from engine_models import Net, Residual, assert_trains_alike, case, inputs, mean_square, twins, units
+from engine_models import Net, Residual, assert_trains_alike, case, inputs, mean_square, twins
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from lamella_engine import MixedPrecisionPolicy, ShardingPlan, fully_shard, fully_shard_model, plan_units
 from lamella_engine.extending import local_of
+from lamella_engine.testing import named_units
 from lamella_precision import Float8Recipe
 from lamella_testing import run_ranks
 
@@ -23,7 +24,7 @@ BLOCK_NBYTES = 4 * 196  # (13, 7), (13,), (7, 13) and (1,) in fp32
 X = inputs()
 
 
-class _Tied(Net):
+class _TiedEnds(Net):
     """The head's weight is the stem's."""
 
     def __init__(self) -> None:
@@ -47,7 +48,7 @@ class _Towers(nn.Module):
         return out
 
 
-class _Model(nn.ModuleDict):
+class _NamedModules(nn.ModuleDict):
     """Modules under names, with a forward."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -96,7 +97,7 @@ def test_a_container_stands_for_what_it_holds(wanted: Any) -> None:
 
 
 def test_a_container_in_a_container_does_too() -> None:
-    model = _Model()
+    model = _NamedModules()
     model["stages"] = nn.ModuleDict({"a": nn.ModuleList([nn.Linear(2, 2), nn.ReLU()]), "b": nn.Linear(2, 2)})
     assert _names(plan_units(model, units="stages")) == ["stages.a.0", "stages.b"]
 
@@ -113,7 +114,7 @@ def test_hugging_faces_own_list_is_collected_from_the_modules_below() -> None:
 
 
 def test_a_name_is_matched_without_what_compilation_puts_before_it() -> None:
-    model = _Model({"_orig_mod": Net()})  # as torch.compile names what it wraps
+    model = _NamedModules({"_orig_mod": Net()})  # as torch.compile names what it wraps
     assert _names(plan_units(model, units="layers.?")) == [f"_orig_mod.{layer}" for layer in _layers()]
 
 
@@ -138,7 +139,7 @@ def test_a_byte_budget_counts_in_the_dtype_that_computes() -> None:
 
 
 def test_nothing_inside_an_attention_that_reads_its_childs_weight_becomes_a_unit() -> None:
-    model = _Model({"attention": nn.MultiheadAttention(8, 2), "head": nn.Linear(8, 8)})
+    model = _NamedModules({"attention": nn.MultiheadAttention(8, 2), "head": nn.Linear(8, 8)})
     for choice in (1, "attention*", "*"):
         assert "attention" in _names(plan_units(model, units=choice))
     assert _names(plan_units(model, units=nn.Linear)) == ["head"]
@@ -161,7 +162,7 @@ def test_units_that_are_there_already_are_left_alone() -> None:
         assert _names(plan) == ["layers.0", "layers.2"]
         assert "up.weight" not in [parameter.name for parameter in plan.units[0].parameters]
         fully_shard_model(model, units=Residual, verbose=False)
-        assert [name for name, _ in units(model)] == ["root", "layers.0", "layers.0.up", "layers.1", "layers.2"]
+        assert [name for name, _ in named_units(model)] == ["root", "layers.0", "layers.0.up", "layers.1", "layers.2"]
 
     run_ranks(check, 1)
 
@@ -170,7 +171,7 @@ def test_units_that_are_there_already_are_left_alone() -> None:
 
 
 def test_tied_parameters_are_left_to_the_unit_around_both_and_the_plan_says_so() -> None:
-    plan = plan_units(_Tied(), units=["stem", "layers.*", "head"])
+    plan = plan_units(_TiedEnds(), units=["stem", "layers.*", "head"])
     assert _names(plan) == _layers()
     assert [parameter.name for parameter in plan.units[-1].parameters] == ["stem.weight", "stem.bias"]
     assert "stem.weight is tied to head.weight" in str(plan)
@@ -178,14 +179,14 @@ def test_tied_parameters_are_left_to_the_unit_around_both_and_the_plan_says_so()
 
 
 def test_a_tie_inside_one_unit_splits_nothing() -> None:
-    towers = nn.Sequential(_Tied(), _Tied())
-    plan = plan_units(towers, units=_Tied)
+    towers = nn.Sequential(_TiedEnds(), _TiedEnds())
+    plan = plan_units(towers, units=_TiedEnds)
     assert _names(plan) == ["0", "1"]
     assert plan.notes == ()
 
 
 def test_matches_inside_a_module_that_is_passed_over_still_count() -> None:
-    model = _Tied()
+    model = _TiedEnds()
     model.draft = nn.Sequential(nn.Linear(5, 5), Residual(5))
     model.draft[0].weight = model.head.weight
     plan = plan_units(model, units=["draft", "draft.1"])
@@ -293,7 +294,7 @@ def test_a_tied_model_trains_as_unsharded(num_ranks: int) -> None:
         def apply(model: nn.Module) -> None:
             fully_shard_model(model, units=nn.Linear, verbose=False)
 
-        reference, sharded = twins(_Tied, apply)
+        reference, sharded = twins(_TiedEnds, apply)
         assert_trains_alike(reference, sharded, mean_square(lambda model: model(x)))
 
     run_ranks(check, num_ranks)
@@ -308,7 +309,7 @@ def test_units_own_the_parameters_and_the_bytes_that_were_planned(recipe: Any) -
             model = _Towers()
             plan = plan_units(model, units=choice, mp_policy=policy)
             fully_shard_model(model, units=choice, mp_policy=policy, verbose=False)
-            units_by_name = dict(units(model))
+            units_by_name = dict(named_units(model))
             assert {unit.name or "root" for unit in plan.units} == set(units_by_name)
             for unit in plan.units:
                 groups = units_by_name[unit.name or "root"].parameters.groups
@@ -330,7 +331,7 @@ def test_a_parameter_that_is_a_dtensor_is_planned_by_the_part_that_this_rank_gat
         model.weight = nn.Parameter(DTensor.from_local(torch.ones(2, 3), meshes["experts"], [Shard(0)]))
         [planned] = plan_units(model, units=1).units
         fully_shard(model, mesh=meshes["data"])
-        [parameter] = dict(units(model))["root"].parameters.trained
+        [parameter] = dict(named_units(model))["root"].parameters.trained
         return planned.unsharded_nbytes, local_of(parameter).nbytes
 
     assert run_ranks(on_each_rank, 2) == [(24, 24)] * 2

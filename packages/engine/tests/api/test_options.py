@@ -9,12 +9,13 @@ from dataclasses import FrozenInstanceError, fields
 from typing import Any
 
 import pytest
-from engine_models import Net, fsdp, record_third_step, shard, units, unsharded_nbytes
+from engine_models import Net, fsdp, record_third_step, shard
 from flat_models import LOSS
 from torch import nn
 
 from lamella_buffers import PoolAllocator
 from lamella_engine import ZERO1, ZERO2, Rows, ShardingOptions, fully_shard, fully_shard_model
+from lamella_engine.testing import named_units, unsharded_nbytes
 from lamella_testing import run_ranks
 
 OF_THE_TREE = ["prefetch_budget", "keep_budget", "order_check", "order_check_timeout_s"]
@@ -147,7 +148,7 @@ def test_another_object_than_options_is_refused(options: Any) -> None:
 def test_a_check_that_is_under_way_goes_on_where_another_field_changes() -> None:
     def check() -> None:
         model = shard(Net(), options=ShardingOptions(order_check=True))
-        context = next(unit for _, unit in units(model)).parameters.context
+        context = next(unit for _, unit in named_units(model)).parameters.context
         check = context.order_check
         assert check is not None
         fsdp(model).set_options(keep_budget=1 << 20)
@@ -168,7 +169,7 @@ def test_the_environment_is_overruled_by_a_field(monkeypatch: pytest.MonkeyPatch
     def check() -> None:
         for asked, checks in ((None, True), (False, False), (True, True)):
             model = shard(Net(), options=ShardingOptions(order_check=asked))
-            assert (next(unit for _, unit in units(model)).parameters.context.order_check is not None) == checks
+            assert (next(unit for _, unit in named_units(model)).parameters.context.order_check is not None) == checks
 
     run_ranks(check, 1)
 

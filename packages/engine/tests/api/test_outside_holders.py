@@ -31,7 +31,7 @@ class _Slotted:
         self.weight = weight
 
 
-class _Scaled(nn.Module):
+class _ScaledOutside(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.ones(4))
@@ -43,7 +43,7 @@ class _Scaled(nn.Module):
 
 
 def _with(attribute: object) -> Any:
-    model = _Scaled()
+    model = _ScaledOutside()
     vars(model)["helper"] = attribute if not callable(attribute) else attribute(model)
     return nn.Sequential(model, nn.Linear(4, 2))
 
@@ -51,7 +51,7 @@ def _with(attribute: object) -> Any:
 HOLDERS: dict[str, tuple[Any, str]] = {
     "object": (lambda model: _Helper(model.scale), r"'0\.helper\.weight_cp1' of a _Helper"),
     "object with slots": (lambda model: _Slotted(model.scale), r"'0\.helper\.weight' of a _Slotted"),
-    "list": (lambda model: [model.scale], r"'0\.helper\[0\]' of a _Scaled"),
+    "list": (lambda model: [model.scale], r"'0\.helper\[0\]' of a _ScaledOutside"),
     "dict in object": (lambda model: _Helper({"a": model.scale}), r"0\.helper\.weight_cp1\['a'\]. of a _Helper"),
     "tuple in list": (lambda model: [(1, model.scale)], r"'0\.helper\[0\]\[1\]'"),
     "partial": (lambda model: functools.partial(torch.mul, model.scale), r"'0\.helper\.args\[0\]'"),
@@ -129,7 +129,7 @@ def test_an_object_that_refers_to_itself_ends_the_search() -> None:
 
 
 def test_recurrent_modules_keep_a_list_that_they_look_up_anew() -> None:
-    class _Recurrent(nn.Module):
+    class _RecurrentOutside(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.lstm = nn.LSTM(4, 3)
@@ -138,4 +138,4 @@ def test_recurrent_modules_keep_a_list_that_they_look_up_anew() -> None:
             out: torch.Tensor = self.lstm(x)[0]
             return out
 
-    run_ranks(lambda: assert_trains_alike(*twins(_Recurrent, fully_shard), LOSS), 2)
+    run_ranks(lambda: assert_trains_alike(*twins(_RecurrentOutside, fully_shard), LOSS), 2)

@@ -116,7 +116,7 @@ def test_the_units_method_is_called_on_its_class_where_the_model_has_its_own() -
 
 
 def test_a_wrapper_that_passes_names_on_to_an_inner_unit_has_none_of_its_own() -> None:
-    class Wrapper(nn.Module):
+    class NamedWrapper(nn.Module):
         def __init__(self, inner: nn.Module) -> None:
             super().__init__()
             self.inner = inner
@@ -129,7 +129,7 @@ def test_a_wrapper_that_passes_names_on_to_an_inner_unit_has_none_of_its_own() -
                 return getattr(super().__getattr__("inner"), name)
 
     def check() -> None:
-        model: Any = fully_shard(Wrapper(fully_shard(nn.Linear(4, 4))))
+        model: Any = fully_shard(NamedWrapper(fully_shard(nn.Linear(4, 4))))
         model.set_options(keep_budget=7)  # refused by the inner unit
         assert model.sharding_options.keep_budget == 7
         with model.hold():

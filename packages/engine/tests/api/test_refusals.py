@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from lamella_engine import MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from lamella_engine._api.candidates import move_to
-from lamella_engine._parameters.sharding import local_of
+from lamella_engine.extending import local_of
 from lamella_testing import run_ranks
 
 

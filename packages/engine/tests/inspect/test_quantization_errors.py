@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from engine_models import units
 from float8_models import decoder, fake_quantised, train
 from torch import nn
 
 from lamella_engine import MixedPrecisionPolicy, fully_shard, quantization_errors
+from lamella_engine.testing import named_units
 from lamella_precision import Direction, Float8Recipe, MXFP8Recipe, matrices_of
 from lamella_precision.te import replace_quantized_weights
 from lamella_precision.torchao import replace_quantized_weights as replace_torchao_weights
@@ -55,7 +55,7 @@ def test_errors_are_those_of_the_whole_weight(kind: str, num_ranks: int) -> None
             assert 0.001 < error.relative < 0.1
         is_lossy = errors["layers.0.qkv.weight"].underflow > 0.01
         assert is_lossy == (kind == "tensor")  # e5m2 has the range for it
-        assert not any(unit.weights.is_unsharded for _, unit in units(model)), "units must be left as they were"
+        assert not any(unit.weights.is_unsharded for _, unit in named_units(model)), "units must be left as they were"
 
     run_ranks(check, num_ranks)
 

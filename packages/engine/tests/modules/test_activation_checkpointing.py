@@ -8,12 +8,13 @@ from functools import partial
 
 import pytest
 import torch
-from engine_models import Net, Residual, assert_trains_alike, case, inputs, mean_square, record, shard, twins
-from recomputing_models import KINDS, Around, Inside, Several, recomputing_net
+from engine_models import Net, Residual, assert_trains_alike, case, inputs, mean_square, shard, twins
+from recomputing_models import KINDS, RecomputedInsides, RecomputedUnits, Several, recomputing_net
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lamella_engine import fully_shard
+from lamella_engine.testing import record
 from lamella_testing import run_ranks
 
 X = inputs()
@@ -23,7 +24,7 @@ BLOCKS = ["layers.0", "layers.1", "layers.2"]
 @pytest.mark.parametrize("reentrant", KINDS)
 def test_recomputed_units_train_as_the_unsharded_model_does(reentrant: bool) -> None:
     def check() -> None:
-        for model in (Around, Inside, Several):
+        for model in (RecomputedUnits, RecomputedInsides, Several):
             with case(model.__name__):
                 assert_trains_alike(*twins(recomputing_net(model, reentrant)), mean_square(lambda net: net(X)))
 
@@ -66,7 +67,7 @@ def test_units_without_a_root_can_be_recomputed(reentrant: bool) -> None:
 @pytest.mark.parametrize("reentrant", KINDS)
 def test_a_recomputed_forward_finds_its_unit_unsharded_and_gathers_nothing_more(reentrant: bool) -> None:
     def check() -> None:
-        for model in (Around, Inside):
+        for model in (RecomputedUnits, RecomputedInsides):
             with case(model.__name__):
                 sharded = shard(recomputing_net(model, reentrant)())
                 sharded(X).mean().backward()

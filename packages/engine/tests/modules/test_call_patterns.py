@@ -13,7 +13,6 @@ import torch
 from engine_models import (
     Net,
     Residual,
-    assert_at_rest,
     assert_gradients_equal,
     assert_trains_alike,
     case,
@@ -27,6 +26,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from lamella_engine import fully_shard
+from lamella_engine.testing import assert_at_rest
 from lamella_testing import run_ranks
 
 X = inputs()
@@ -45,7 +45,7 @@ def _check(make: Callable[[], nn.Module], forward: Callable[[Any], torch.Tensor]
 
 
 def test_a_unit_may_run_twice_in_one_forward() -> None:
-    class Twice(Net):
+    class RepeatedLayers(Net):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             x = self.stem(x)
             for i in (0, 1, 1, 2, 0):
@@ -53,7 +53,7 @@ def test_a_unit_may_run_twice_in_one_forward() -> None:
             head: torch.Tensor = self.head(x)
             return head
 
-    _check(Twice, lambda model: model(X))
+    _check(RepeatedLayers, lambda model: model(X))
 
 
 def test_a_unit_may_run_on_two_branches_of_one_forward() -> None:
@@ -234,7 +234,7 @@ class _Structured(Residual):
 def _structured(pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> type[Net]:
     block = type("Structured", (_Structured,), {"pack": staticmethod(pack), "unpack": staticmethod(unpack)})
 
-    class Model(Net):
+    class StructuredNet(Net):
         def make_layer(self, dim: int) -> nn.Module:
             layer: nn.Module = block(dim)
             return layer
@@ -246,7 +246,7 @@ def _structured(pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], tor
             head: torch.Tensor = self.head(x)
             return head
 
-    return Model
+    return StructuredNet
 
 
 @dataclass(frozen=True)
@@ -292,14 +292,14 @@ def test_tensors_are_found_in_nested_inputs_and_outputs() -> None:
 
 
 def test_tensors_are_found_in_dataclasses_among_the_inputs_which_stay_what_they_are() -> None:
-    class Block(Residual):
+    class RecordBlock(Residual):
         def forward(self, record: _Record) -> torch.Tensor:  # type: ignore[override]
             assert isinstance(record.hidden, torch.Tensor)
             return super().forward(record.hidden)
 
-    class Model(Net):
+    class RecordNet(Net):
         def make_layer(self, dim: int) -> nn.Module:
-            return Block(dim)
+            return RecordBlock(dim)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             x = self.stem(x)
@@ -310,7 +310,7 @@ def test_tensors_are_found_in_dataclasses_among_the_inputs_which_stay_what_they_
             head: torch.Tensor = self.head(x)
             return head
 
-    _check(Model, lambda model: model(X))
+    _check(RecordNet, lambda model: model(X))
 
 
 def test_an_elementwise_weight_behind_an_opaque_output_is_there_in_backward() -> None:
@@ -324,7 +324,7 @@ def test_an_elementwise_weight_behind_an_opaque_output_is_there_in_backward() ->
         def forward(self, x: torch.Tensor) -> _Opaque:
             return _Opaque(x * self.weight)
 
-    class Model(Net):
+    class OpaqueNet(Net):
         def make_layer(self, dim: int) -> nn.Module:
             return Gain()
 
@@ -335,7 +335,7 @@ def test_an_elementwise_weight_behind_an_opaque_output_is_there_in_backward() ->
             head: torch.Tensor = self.head(x)
             return head
 
-    _check(Model, lambda model: model(X))
+    _check(OpaqueNet, lambda model: model(X))
 
 
 def test_outputs_may_be_written_in_place() -> None:
@@ -365,16 +365,16 @@ def test_inputs_may_be_integers() -> None:
 
 
 def test_a_unit_may_return_one_of_its_parameters() -> None:
-    class Model(Net):
+    class NetAndWeight(Net):
         def forward(self, x: torch.Tensor) -> Any:
             return super().forward(x), self.head.weight
 
-    def forward(model: Model) -> torch.Tensor:
+    def forward(model: NetAndWeight) -> torch.Tensor:
         out, weight = model(X)
         mixed: torch.Tensor = out @ weight
         return mixed
 
-    _check(Model, forward)
+    _check(NetAndWeight, forward)
 
 
 def test_a_module_that_keeps_its_weights_in_a_list_of_its_own_sees_them_change() -> None:

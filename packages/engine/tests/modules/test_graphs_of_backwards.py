@@ -7,21 +7,11 @@ from typing import cast
 
 import pytest
 import torch
-from engine_models import (
-    Net,
-    assert_at_rest,
-    assert_gradients_equal,
-    descend,
-    fsdp,
-    inputs,
-    record,
-    shard,
-    shard_on,
-    twins,
-)
+from engine_models import Net, assert_gradients_equal, descend, fsdp, inputs, shard, shard_on, twins
 from torch import nn
 
 from lamella_engine import HFSDP, ZERO1, ZERO3, ShardingOptions
+from lamella_engine.testing import assert_at_rest, record
 from lamella_testing import run_ranks
 
 Loss = Callable[[nn.Module, torch.Tensor], torch.Tensor]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from engine_models import assert_at_rest, assert_shard_equals
+from engine_models import assert_shard_equals
 from pipeline_models import rows_of, shard_stage, stage_loss, stages_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -24,6 +24,7 @@ from torch.distributed.pipelining import (
 from torch.distributed.tensor import DTensor
 
 from lamella_engine import share_comm_ctx
+from lamella_engine.testing import assert_at_rest
 from lamella_testing import run_ranks
 
 NUM_MICROBATCHES = 4

@@ -10,20 +10,10 @@ from collections.abc import Callable
 from functools import cache, partial
 from random import Random
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
-from engine_models import (
-    assert_at_rest,
-    assert_gradients_equal,
-    assert_shard_equals,
-    case,
-    fsdp,
-    rows_of_this_rank,
-    twins,
-    units,
-)
+from engine_models import assert_gradients_equal, assert_shard_equals, case, fsdp, rows_of_this_rank, twins
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
@@ -45,7 +35,7 @@ from lamella_engine import (
     Whole,
     fully_shard,
 )
-from lamella_engine._parameters import flat_packing
+from lamella_engine.testing import assert_at_rest, flat_alignment, named_units
 from lamella_layout import Keep
 from lamella_testing import run_ranks
 
@@ -192,7 +182,7 @@ def _reroute(choose: Random, pair: Pair) -> None:
 
 
 def _freeze(choose: Random, pair: Pair) -> None:
-    for _, unit in units(pair[1]):
+    for _, unit in named_units(pair[1]):
         unit.weights.reshard()  # whose flags are set must be the shards
     trains = {name: choose.random() < 0.8 for name, _ in pair[0].named_parameters()}
     for model in pair:
@@ -247,7 +237,7 @@ def _step(choose: Random, pair: Pair) -> None:
         fsdp(pair[1]).set_requires_gradient_sync(reduces_each or i == num_microbatches - 1)
         for model, x in zip(pair, (_batch(), rows_of_this_rank(_batch())), strict=True):
             _backward(model, x + i, recomputed=recomputed)
-    for _, unit in units(pair[1]):
+    for _, unit in named_units(pair[1]):
         unit.weights.reshard()  # where nothing trained, no backward did
     assert_at_rest(pair[1])
     assert_gradients_equal(*pair, **_tolerance(pair[0]))
@@ -272,7 +262,7 @@ def _run(seed: int) -> None:
 
 def _run_all(seeds: range, device: str = "cpu") -> None:
     torch.set_default_device(device)
-    with patch.object(flat_packing, "ALIGNMENT", 2):  # at the engine's own these parameters would not be cut
+    with flat_alignment(2):  # at the engine's own these parameters would not be cut
         for seed in seeds:
             _run(seed)
 

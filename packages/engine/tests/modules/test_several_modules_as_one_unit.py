@@ -9,7 +9,6 @@ import torch
 from engine_models import (
     Net,
     Residual,
-    assert_at_rest,
     assert_gradients_equal,
     assert_trains_alike,
     case,
@@ -17,17 +16,15 @@ from engine_models import (
     fsdp,
     inputs,
     mean_square,
-    record,
     twins,
-    units,
 )
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from lamella_engine import FSDPModule, MixedPrecisionPolicy, fully_shard
-from lamella_engine._modules.attached import find_state, state_of
-from lamella_engine._unit.weights import Residency
+from lamella_engine.extending import unit_of
+from lamella_engine.testing import Residency, assert_at_rest, named_units, record, require_unit
 from lamella_testing import run_ranks
 
 X = inputs()
@@ -61,7 +58,7 @@ class Chunked(Normed):
         return torch.stack([self.head(chunk).square().mean() for chunk in x.chunk(3)]).mean()
 
 
-class Tied(Net):
+class TiedUnit(Net):
     """The first and the last module to run are one unit, because they share a weight."""
 
     def __init__(self) -> None:
@@ -74,7 +71,7 @@ class Tied(Net):
         return super().forward(torch.arange(12).view(3, 4) % 11)
 
 
-class Parallel(Net):
+class ParallelEnds(Net):
     """Neither of the two modules of a unit sees the other's output."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -84,7 +81,7 @@ class Parallel(Net):
         return head
 
 
-class Recomputed(Normed):
+class RecomputedEnd(Normed):
     """Norm and head run again inside backward."""
 
     use_reentrant = False
@@ -97,7 +94,7 @@ class Recomputed(Normed):
         return out
 
 
-class RecomputedByReentry(Recomputed):
+class EndRecomputedByReentry(RecomputedEnd):
     use_reentrant = True
 
 
@@ -126,7 +123,12 @@ def test_training_equals_the_unsharded_model() -> None:
     cases = [
         *((Normed, _last_two), (Normed, lambda model: _last_two(model, **options))),
         *((Chunked, _last_two), (Chunked, lambda model: _last_two(model, **options))),
-        *((Tied, _ends), (Parallel, _branches), (Recomputed, _last_two), (RecomputedByReentry, _last_two)),
+        *(
+            (TiedUnit, _ends),
+            (ParallelEnds, _branches),
+            (RecomputedEnd, _last_two),
+            (EndRecomputedByReentry, _last_two),
+        ),
         (Normed, lambda model: fully_shard([model.stem, *model.layers, model.norm, model.head])),
     ]
 
@@ -145,12 +147,12 @@ def test_every_module_becomes_a_unit_of_the_same_state_and_the_list_comes_back()
         assert fully_shard(modules) is modules
         assert [type(module).__name__ for module in modules] == ["FSDPLayerNorm", "FSDPLinear"]
         assert all(isinstance(module, FSDPModule) for module in modules)
-        assert find_state(model.norm) is find_state(model.head) is not None
+        assert unit_of(model.norm) is unit_of(model.head) is not None
         assert all(isinstance(parameter, DTensor) for module in modules for parameter in module.parameters())
         pair = (model.layers[0], model.layers[1])
         assert fully_shard(pair) is pair
         fully_shard(model)
-        assert [unit.parameters.name for _, unit in units(model)] == [
+        assert [unit.parameters.name for _, unit in named_units(model)] == [
             "",
             *2 * ["layers.0, layers.1"],
             *2 * ["head, norm"],
@@ -176,7 +178,7 @@ def test_it_is_gathered_once_a_pass_and_reduced_once() -> None:
 def test_it_is_freed_when_the_last_has_run_and_held_between() -> None:
     def check() -> None:
         model = _last_two(Normed())
-        unit = state_of(model.head).unit
+        unit = require_unit(model.head)
         seen = []
         model.norm.register_forward_hook(lambda *_: seen.append(unit.weights.residency))
         model.head.register_forward_hook(lambda *_: seen.append(unit.weights.residency))
@@ -191,7 +193,7 @@ def test_modules_that_a_forward_leaves_out_do_not_keep_it_unsharded() -> None:
         reference, sharded = twins(Normed, _last_two)
         reference.runs_head = sharded.runs_head = False  # type: ignore[assignment]
         out: Any = sharded(X)
-        unit = state_of(sharded.norm).unit
+        unit = require_unit(sharded.norm)
         assert unit.weights.residency is Residency.SHARDED
         out.square().mean().backward()
         expected: Any = reference(X)

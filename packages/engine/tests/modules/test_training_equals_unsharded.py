@@ -12,7 +12,6 @@ from engine_models import (
     MakeOptimizer,
     Net,
     adamw,
-    assert_at_rest,
     assert_gradients_equal,
     assert_weights_equal,
     case,
@@ -26,6 +25,7 @@ from engine_models import (
 from torch import nn
 
 from lamella_engine import FSDPModule, fully_shard
+from lamella_engine.testing import assert_at_rest
 from lamella_testing import run_ranks
 
 

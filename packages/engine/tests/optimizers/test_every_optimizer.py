@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from engine_models import assert_at_rest, assert_weights_equal, case, inputs, mean_square, twins
+from engine_models import assert_weights_equal, case, inputs, mean_square, twins
 from optimizer_models import (
     NO_DTENSOR_FUSED_KERNEL,
     OPTIMIZERS,
@@ -22,6 +22,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lamella_engine import DDP, ZERO3, Rows, ShardingOptions, fully_shard
+from lamella_engine.testing import assert_at_rest
 from lamella_testing import run_ranks
 
 MakeOptimizer = Callable[..., torch.optim.Optimizer]

@@ -27,9 +27,8 @@ from torch.optim import optimizer as torch_optimizer
 
 from lamella_engine import _optimizer_hooks as hooks
 from lamella_engine import fully_shard
-from lamella_engine._modules.attached import state_of
-from lamella_engine._optimizer_hooks import note_step
-from lamella_engine.extending import Listener, Tree, replace_step_hook
+from lamella_engine.extending import Listener, Tree, note_step, replace_step_hook
+from lamella_engine.testing import tree_of
 from lamella_testing import load_compiler, run_ranks
 
 LOSS = mean_square(lambda model: model(rows_of_this_rank(inputs())))
@@ -183,7 +182,7 @@ class _Leaves(Listener):
 def test_a_step_waits_for_reductions_that_a_listener_has_left() -> None:
     def check() -> None:
         model = shard(Net())
-        tree, leaves = state_of(model).tree, _Leaves()
+        tree, leaves = tree_of(model), _Leaves()
         tree.listen(leaves)
         LOSS(model).backward()
         assert tree.step_end.is_deferred

@@ -4,21 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from engine_models import (
-    BF16,
-    Net,
-    assert_at_rest,
-    assert_weights_equal,
-    inputs,
-    mean_square,
-    no_gradient_sync,
-    record,
-    twins,
-)
+from engine_models import BF16, Net, assert_weights_equal, inputs, mean_square, no_gradient_sync, twins
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lamella_engine import MixedPrecisionPolicy, fully_shard
+from lamella_engine.testing import assert_at_rest, record
 from lamella_testing import run_ranks
 
 LOSS = mean_square(lambda model: model(inputs()))

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from engine_models import assert_at_rest, assert_weights_equal, case, inputs, mesh_of, twins
+from engine_models import assert_weights_equal, case, inputs, mesh_of, twins
 from optimizer_models import OPTIMIZERS
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lamella_engine import HFSDP, ZERO3, RaggedDTensor, Rows, ShardingOptions, Whole, fully_shard
-from lamella_engine._parameters import flat_packing
+from lamella_engine.testing import assert_at_rest, flat_alignment
 from lamella_layout import Keep
 from lamella_testing import run_ranks
 
@@ -56,8 +56,10 @@ class Ragged(nn.Module):
 
 
 @pytest.fixture(autouse=True)
-def _small_parameters_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flat_packing, "ALIGNMENT", 1)
+def _small_parameters_are_cut() -> Iterator[None]:
+    """At the engine's own alignment no parameter of the tests' models would be cut in the flat layout."""
+    with flat_alignment(1):
+        yield
 
 
 def _variants(name: str) -> Iterator[dict[str, Any]]:

@@ -7,49 +7,45 @@ from typing import Any
 import pytest
 import torch
 from engine_models import (
+    Boom,
     Net,
     Residual,
     adamw,
-    assert_at_rest,
     case,
     descend,
     fsdp,
     inputs,
     no_gradient_sync,
     rows_of_this_rank,
-    units,
     whole,
 )
 from torch import nn
 
 from lamella_buffers import Allocator, CachingAllocator, PoolAllocator
 from lamella_engine import ZERO1, MixedPrecisionPolicy, ShardingOptions, fully_shard, fully_shard_model
+from lamella_engine.testing import assert_at_rest, named_units
 from lamella_testing import run_ranks
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 
 
-class _Boom(Exception):
-    pass
-
-
-class _Fragile(Residual):
+class _FailingBlock(Residual):
     fails = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.fails:
-            raise _Boom
+            raise Boom
         return super().forward(x)
 
 
-class _FragileNet(Net):
+class _FailingNet(Net):
     def make_layer(self, dim: int) -> nn.Module:
-        return _Fragile(dim)
+        return _FailingBlock(dim)
 
 
 def _sharded(allocator: Allocator, policy: MixedPrecisionPolicy | None = None, **options: Any) -> Net:
     torch.manual_seed(0)
-    model = _FragileNet(num_layers=4)
+    model = _FailingNet(num_layers=4)
     chosen = ShardingOptions(allocator=allocator, **options)
     for layer in model.layers:
         fully_shard(layer, options=chosen, mp_policy=policy)
@@ -75,7 +71,7 @@ def _accumulates(model: nn.Module) -> None:
 def _fails(model: nn.Module) -> None:
     layer = model.get_submodule("layers.2")
     layer.fails = True  # type: ignore[assignment]
-    with pytest.raises(_Boom):
+    with pytest.raises(Boom):
         _backward(model, inputs())
     layer.fails = False  # type: ignore[assignment]
     fsdp(model).reset_iter_state()
@@ -249,8 +245,10 @@ def test_copies_that_are_kept_between_steps_stay_outside() -> None:
 def test_a_whole_model_takes_one_allocator_for_all_of_its_units() -> None:
     def check() -> None:
         pool = PoolAllocator()
-        model = fully_shard_model(_FragileNet(), units=_Fragile, verbose=False, options=ShardingOptions(allocator=pool))
-        assert {id(group.allocator) for _, unit in units(model) for group in unit.parameters.groups} == {id(pool)}
+        model = fully_shard_model(
+            _FailingNet(), units=_FailingBlock, verbose=False, options=ShardingOptions(allocator=pool)
+        )
+        assert {id(group.allocator) for _, unit in named_units(model) for group in unit.parameters.groups} == {id(pool)}
         _steps(model, pool, 4)
         assert _steps(model, pool) == 0
 

@@ -23,7 +23,6 @@ from engine_models import (
     sgd,
     shard,
     twins,
-    units,
     whole,
 )
 from torch import nn
@@ -36,6 +35,7 @@ from lamella_buffers import GlooTransport
 from lamella_buffers.testing import check_transport
 from lamella_engine import MixedPrecisionPolicy, fully_shard
 from lamella_engine._parameters.custom_collectives import CustomAllGather, CustomReduceScatter
+from lamella_engine.testing import named_units
 from lamella_testing import run_ranks
 
 X = inputs()
@@ -44,7 +44,7 @@ _square = mean_square(lambda model: model(X))
 
 def _bring(model: nn.Module, gather: Any, reduce: Any) -> None:
     """To every unit: the methods do not reach units below."""
-    for _, module in [(name, model if name == "root" else model.get_submodule(name)) for name, _ in units(model)]:
+    for _, module in [(name, model if name == "root" else model.get_submodule(name)) for name, _ in named_units(model)]:
         fsdp(module).set_custom_all_gather(gather)
         fsdp(module).set_custom_reduce_scatter(reduce)
 
@@ -57,7 +57,7 @@ def test_custom_collectives_do_all_of_a_units_gathers_and_reductions(num_ranks: 
         gather, reduce = Gather(returns_work), Reduce(returns_work)
         _bring(sharded, gather, reduce)
         assert_trains_alike(reference, sharded, _square, num_steps=3)
-        num_units, ranks = len(list(units(sharded))), dist.get_world_size()
+        num_units, ranks = len(list(named_units(sharded))), dist.get_world_size()
         assert gather.num_calls == 3 * (2 * num_units - 1)  # the outermost unit's parameters stay for backward
         assert reduce.num_calls == 3 * num_units
         assert set(gather.groups) == set(reduce.groups) == {dist.group.WORLD}

@@ -10,18 +10,18 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as fsdp2
-from engine_models import Residual, assert_at_rest, case, fsdp, inputs, mesh_of, record, rows_of_this_rank, units
+from engine_models import Residual, case, fsdp, inputs, mesh_of, rows_of_this_rank
 from extended_models import Halves, Quantised, QuantisedUneven, Wrapper, give
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from lamella_engine import MixedPrecisionPolicy, ShardingOptions, Whole, describe, fully_shard
+from lamella_engine import DDP, ZERO1, ZERO2, MixedPrecisionPolicy, ShardingOptions, Whole, describe, fully_shard
 from lamella_engine._api.candidates import move_to
 from lamella_engine._common.errors import MisuseError
-from lamella_engine._options.placements import DDP, ZERO1, ZERO2
 from lamella_engine._parameters.extended_form import ExtendedForm
 from lamella_engine._parameters.group import ParameterGroup
+from lamella_engine.testing import assert_at_rest, named_units, record
 from lamella_precision import Direction
 from lamella_testing import run_ranks
 
@@ -82,7 +82,7 @@ def _assert_same_models(expected: nn.Module, got: nn.Module) -> None:
 
 
 def _extended(model: nn.Module) -> dict[ParameterGroup, ExtendedForm]:
-    groups = [group for _, unit in units(model) for group in unit.parameters.groups]
+    groups = [group for _, unit in named_units(model) for group in unit.parameters.groups]
     return {group: group.form for group in groups if isinstance(group.form, ExtendedForm)}
 
 
@@ -370,15 +370,15 @@ def test_what_an_extended_parameter_cannot_is_refused() -> None:
 
 def test_a_rank_that_sends_too_few_rows_says_so() -> None:
     def on_each_rank() -> None:
-        class Short(Halves):
+        class ShortHalves(Halves):
             def fsdp_pre_all_gather(
                 self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
             ) -> Any:
                 return tuple(self.parts), len(self)
 
         layer = nn.Linear(3, 5, bias=False)
-        layer.weight = nn.Parameter(Short.encode(layer.weight.detach()))
-        (group,) = next(unit for _, unit in units(fully_shard(layer))).parameters.groups
+        layer.weight = nn.Parameter(ShortHalves.encode(layer.weight.detach()))
+        (group,) = next(unit for _, unit in named_units(fully_shard(layer))).parameters.groups
         if dist.get_rank() == 1:  # two of the three rows that the other has
             with pytest.raises(MisuseError, match="padded sharded size"):
                 group.form.prepare_gather(group, Direction.BOTH)

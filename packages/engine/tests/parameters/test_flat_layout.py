@@ -12,7 +12,6 @@ import torch
 from engine_models import (
     Net,
     adamw,
-    assert_at_rest,
     assert_gradients_equal,
     assert_trains_alike,
     assert_weights_equal,
@@ -20,11 +19,9 @@ from engine_models import (
     fsdp,
     mesh_of,
     no_gradient_sync,
-    record,
     rows_of_this_rank,
     sgd,
     twins,
-    units,
     whole,
 )
 from flat_models import LOSS, NEEDS_FLAT_LAYOUT, X, flat, layouts_of, matrices_only
@@ -49,6 +46,7 @@ from lamella_engine import (
     fully_shard,
     fully_shard_model,
 )
+from lamella_engine.testing import assert_at_rest, named_units, record
 from lamella_testing import run_ranks
 
 pytestmark = NEEDS_FLAT_LAYOUT
@@ -223,7 +221,7 @@ def test_shards_that_rest_on_the_cpu_take_the_unsharded_steps() -> None:
 def test_a_unit_is_gathered_and_reduced_as_one_payload_in_place() -> None:
     def check() -> None:
         _, sharded = twins(Net, flat(Rows(1)))
-        groups = {name: unit.parameters.groups for name, unit in units(sharded)}
+        groups = {name: unit.parameters.groups for name, unit in named_units(sharded)}
         assert all(len(unit_groups) == 1 for unit_groups in groups.values())
         log = record(sharded)
         LOSS(sharded).backward()
@@ -250,8 +248,8 @@ def test_both_layouts_of_a_unit_travel_in_one_call() -> None:
         _, sharded = twins(Net, flat(matrices_only))
         log = record(sharded)
         LOSS(sharded).backward()
-        names = [name for name, _ in units(sharded)]
-        assert all(len(unit.parameters.groups) == 2 for _, unit in units(sharded))
+        names = [name for name, _ in named_units(sharded)]
+        assert all(len(unit.parameters.groups) == 2 for _, unit in named_units(sharded))
         assert sorted(log.units_of("reduce")) == sorted(names)
         assert len(log.units_of("gather")) == 2 * len(names) - 1
 

@@ -8,18 +8,19 @@ from typing import cast
 import pytest
 import torch
 import torch.nn.functional as F
-from engine_models import assert_weights_equal, descend, record
+from engine_models import assert_weights_equal, descend
 from float8_models import RECIPES, AnyRecipe, quantised_straight
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from lamella_engine import MixedPrecisionPolicy, fully_shard
+from lamella_engine.testing import record
 from lamella_precision import Float8Recipe
 from lamella_testing import run_ranks
 
 
-class _Part(nn.Module):
+class _Float8Part(nn.Module):
     """A matrix, or a stack of matrices, that comes cut over a mesh; without one, an oracle with a `recipe`."""
 
     def __init__(self, mesh: DeviceMesh | None, shape: Sequence[int], dim: int = 0) -> None:
@@ -61,7 +62,7 @@ def test_parts_of_experts_and_of_tensor_parallel_rows_train_as_the_whole_quantis
         mesh = init_device_mesh("cpu", (num_data, 2), mesh_dim_names=("shards", "parts"))
         stacks = [(name, (6, 12, 16)) for name in ("tensor", "row", "cut-block")]
         for name, shape in [*stacks, ("row", (12, 16)), ("cut-block", (32, 16))]:
-            model, oracle = _Part(mesh["parts"], shape), _Part(None, shape)
+            model, oracle = _Float8Part(mesh["parts"], shape), _Float8Part(None, shape)
             oracle.recipe = RECIPES[name]
             fully_shard(model, mesh=mesh["shards"], mp_policy=MixedPrecisionPolicy(recipe=RECIPES[name]))
             losses = _train_part(model)
@@ -80,7 +81,7 @@ def test_half_of_the_bytes_of_bf16_travel_to_a_part() -> None:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shards", "parts"))
         nbytes = []
         for recipe in (Float8Recipe(), None):
-            model = _Part(mesh["parts"], (4, 64, 64))
+            model = _Float8Part(mesh["parts"], (4, 64, 64))
             fully_shard(model, mesh=mesh["shards"], mp_policy=MixedPrecisionPolicy(torch.bfloat16, recipe=recipe))
             log = record(model)
             model(torch.ones(3, 64, dtype=torch.bfloat16)).sum().backward()
@@ -101,7 +102,7 @@ def test_parts_that_would_not_be_quantised_as_in_the_whole_are_refused_at_the_ca
             ("tensor", (4, 8, 8), 1),
             ("mxfp8", (64, 64), 0),
         ]:
-            split = _Part(mesh["tensor"], shape, dim)
+            split = _Float8Part(mesh["tensor"], shape, dim)
             policy = MixedPrecisionPolicy(recipe=RECIPES[name])
             with pytest.raises(NotImplementedError, match=r"'weight' to be a plain parameter, or .* got .* DTensor"):
                 fully_shard(split, mesh=mesh["shards"], mp_policy=policy)

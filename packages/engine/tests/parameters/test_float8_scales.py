@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from engine_models import descend, record, units
+from engine_models import descend
 from float8_models import (
     FP32,
     RECIPES,
@@ -34,10 +34,10 @@ from lamella_engine import (
     quantization_errors,
     scaling_state,
 )
-from lamella_engine._modules.attached import state_of
 from lamella_engine._scaling.scales import Scales, rescale
 from lamella_engine._scaling.scaling import scales_of
 from lamella_engine.extending import forget_measured, note_step
+from lamella_engine.testing import named_units, record, require_unit
 from lamella_precision import Float8Recipe, QuantizedWeight, matrices_of
 from lamella_testing import run_ranks
 
@@ -140,7 +140,7 @@ def test_delayed_scales_are_of_the_steps_before(placements: Any, says_last: bool
         name, amaxes = "layers.0.qkv.weight", list[float]()
         [(scales, place)] = [
             (cast(Scales, group.scales), i)
-            for group in state_of(model.layers[0]).unit.parameters.groups
+            for group in require_unit(model.layers[0]).parameters.groups
             for i, parameter in enumerate(group.parameters)
             if parameter.name == "qkv.weight"
         ]
@@ -166,7 +166,7 @@ def test_delayed_scales_are_of_the_steps_before(placements: Any, says_last: bool
 
 @pytest.mark.parametrize("num_past", [0, 2])
 def test_scales_stay_during_a_backward_that_gathers_a_unit_twice(num_past: int) -> None:
-    class Twice(nn.Module):
+    class GatheredTwice(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.a, self.b = (nn.Linear(16, 16, bias=False) for _ in range(2))
@@ -177,7 +177,7 @@ def test_scales_stay_during_a_backward_that_gathers_a_unit_twice(num_past: int) 
 
     def check() -> None:
         torch.manual_seed(0)
-        model = Twice()
+        model = GatheredTwice()
         for unit in (model.a, model.b):
             recipe = matrices_of(model, Float8Recipe(num_past_amaxes=num_past, compute_dtype=FP32))
             fully_shard(unit, mp_policy=MixedPrecisionPolicy(recipe=recipe))
@@ -220,7 +220,7 @@ def test_replays_of_a_captured_step_have_the_scales_of_eager_steps(name: str) ->
         for replays in (False, True):
             model = sharded(decoder(), recipe)
             optimizer = torch.optim.SGD(model.parameters(), 0.1)
-            every = [scales for _, unit in units(model) for scales in scales_of(unit.parameters)]
+            every = [scales for _, unit in named_units(model) for scales in scales_of(unit.parameters)]
 
             def step(model: nn.Module = model, optimizer: torch.optim.Optimizer = optimizer) -> float:
                 loss = loss_of(model)

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from engine_models import assert_weights_equal, descend, mesh_of, record, units
+from engine_models import assert_weights_equal, descend, mesh_of
 from float8_models import (
     FP32,
     RECIPES,
@@ -38,7 +38,7 @@ from lamella_engine import (
     ShardingOptions,
     fully_shard,
 )
-from lamella_engine._modules.attached import state_of
+from lamella_engine.testing import named_units, record, require_unit
 from lamella_precision import Direction, Float8Recipe, MXFP8Recipe
 from lamella_testing import load_compiler, run_ranks
 
@@ -63,7 +63,7 @@ def test_a_llama_trains_to_the_bit_as_one_rank_that_quantises_whole_weights(name
     run_ranks(check, num_ranks)
 
 
-class _Tied(nn.Module):
+class _TiedEmbedding(nn.Module):
     """An embedding that is the head's weight too; with a `recipe`, an oracle."""
 
     def __init__(self) -> None:
@@ -85,10 +85,10 @@ class _Tied(nn.Module):
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_a_tied_weight_is_quantised_for_the_embedding_and_the_head(name: str, num_ranks: int) -> None:
     def check() -> None:
-        model, oracle = _Tied(), _Tied()
+        model, oracle = _TiedEmbedding(), _TiedEmbedding()
         oracle.recipe = RECIPES[name]
         fully_shard(model, mp_policy=MixedPrecisionPolicy(recipe=RECIPES[name]))  # `matrices_of` leaves tables out
-        for _, unit in units(model):
+        for _, unit in named_units(model):
             for group in unit.parameters.groups:
                 group.divisor = 1.0
         assert train(model) == pytest.approx(train(oracle), rel=1e-6)
@@ -212,7 +212,7 @@ def test_a_unit_gathered_inside_the_optimizers_step_is_measured_alone() -> None:
                 descend(layer)
                 descend(other)
                 log.clear()
-                state_of(layer).unit.gather_early()
+                require_unit(layer).gather_early()
                 assert [event.kind for event in log.events] == ["all-reduce", "gather"]
             for twin in (model, oracle):
                 twin.zero_grad()
@@ -273,7 +273,7 @@ def test_frozen_matrices_train_around_and_offloaded_shards_leave_no_copy() -> No
             for layer in twin.layers:
                 layer.get_parameter("qkv.weight").requires_grad_(False)
         model = _assert_trains_as_oracle(*models, recipe, offload_policy=CPUOffloadPolicy(pin_memory=False))
-        for _, unit in units(model):
+        for _, unit in named_units(model):
             for group in unit.parameters.groups:
                 assert group.scales is None or group.scales._columns is None
 

@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from engine_models import descend, record, units
+from engine_models import descend
 from float8_models import (
     FP32,
     RECIPES,
@@ -26,6 +26,7 @@ from lamella_engine import (
     ShardingOptions,
     fully_shard,
 )
+from lamella_engine.testing import named_units, record
 from lamella_layout import Rows
 from lamella_precision import Float8Recipe, QuantizedWeight, matrices_of
 from lamella_testing import run_ranks
@@ -158,7 +159,7 @@ def test_gathered_payloads_have_no_bytes_at_rest() -> None:
     def check() -> None:
         model = sharded(decoder(), RECIPES["tensor"])
         train(model, 2)
-        for _, unit in units(model):
+        for _, unit in named_units(model):
             assert not any(buffer.has_bytes for group in unit.parameters.groups for buffer in group.buffers)
 
     run_ranks(check, 2)

@@ -10,19 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from engine_models import (
-    Net,
-    ShardPlacementResult,
-    case,
-    fsdp,
-    inputs,
-    mesh_of,
-    record,
-    rows_of_this_rank,
-    twins,
-    units,
-    whole,
-)
+from engine_models import Net, ShardPlacementResult, case, fsdp, inputs, mesh_of, rows_of_this_rank, twins, whole
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchsPolicy
@@ -34,6 +22,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from lamella_buffers import GlooTransport
 from lamella_engine import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, fully_shard
+from lamella_engine.testing import named_units, record
 from lamella_testing import run_ranks
 
 X = inputs(24)
@@ -114,7 +103,7 @@ def test_replicas_may_be_reduced_over_once_for_several_microbatches() -> None:
     def on_each_rank() -> None:
         reference, sharded = twins(_net, _sharded(mesh=mesh_of((2, 2))))
         num_all_reduces = 0
-        for group in (group for _, unit in units(sharded) for group in unit.parameters.groups):
+        for group in (group for _, unit in named_units(sharded) for group in unit.parameters.groups):
             assert group.transports.replicas is not None
             real = group.transports.replicas.all_reduce
 
@@ -148,7 +137,7 @@ def test_clearing_gradients_forgets_what_was_kept_for_the_replicas() -> None:
         fsdp(sharded).set_requires_all_reduce(False)
         sharded(rows_of_this_rank(X)).sum().backward()
         sharded.zero_grad()
-        assert all(group.partial is None for _, unit in units(sharded) for group in unit.parameters.groups)
+        assert all(group.partial is None for _, unit in named_units(sharded) for group in unit.parameters.groups)
 
     run_ranks(on_each_rank, 4)
 
@@ -427,17 +416,17 @@ def test_between_forward_and_backward_each_rank_keeps_its_part_and_only_neighbou
         _sharded(reshard_after_forward=2)(model)
         log = record(model)
         loss = model(X).square().mean()
-        group = next(unit for name, unit in units(model) if name == "layers.0").parameters.groups[0]
+        group = next(unit for name, unit in named_units(model) if name == "layers.0").parameters.groups[0]
         assert group.parts is not None
         parts_nbytes = sum(part.nbytes for part in group.parts)
         assert 2 * parts_nbytes == sum(slot.nbytes for slot in group.unsharded_weight.slots)
         assert group.unsharded_weight.flat.untyped_storage().nbytes() == 0
         loss.backward()
         assert log.units_of("gather") == ["root", "layers.0", "layers.1"]  # those of backward went to the neighbours
-        assert all(group.parts is None for _, unit in units(model) for group in unit.parameters.groups)
+        assert all(group.parts is None for _, unit in named_units(model) for group in unit.parameters.groups)
         with torch.no_grad():
             model(X)
-        assert all(group.parts is None for _, unit in units(model) for group in unit.parameters.groups)
+        assert all(group.parts is None for _, unit in named_units(model) for group in unit.parameters.groups)
 
     run_ranks(on_each_rank, 4)
 
@@ -448,7 +437,7 @@ def test_units_share_the_communicator_of_their_neighbours() -> None:
         _sharded(reshard_after_forward=2)(model)
         neighbours = [
             group.transports.neighbours
-            for name, unit in units(model)
+            for name, unit in named_units(model)
             if name != "root"
             for group in unit.parameters.groups
         ]

@@ -10,22 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as fsdp2
-from engine_models import (
-    Log,
-    Net,
-    assert_at_rest,
-    assert_weights_equal,
-    inputs,
-    no_gradient_sync,
-    record,
-    rows_of_this_rank,
-    twins,
-    units,
-    whole,
-)
+from engine_models import Net, assert_weights_equal, inputs, no_gradient_sync, rows_of_this_rank, twins, whole
 from torch import nn
 
 from lamella_engine import MixedPrecisionPolicy, fully_shard, plan_units
+from lamella_engine.testing import CollectiveLog, assert_at_rest, named_units, record
 from lamella_testing import run_ranks
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -105,17 +94,17 @@ def test_the_wire_carries_the_param_dtype_forth_and_the_narrower_dtype_back(
 ) -> None:
     def check() -> None:
         _, model = _sharded(policy)
-        log: Log = record(model)
+        log: CollectiveLog = record(model)
         model(inputs()).mean().backward()
         dtypes = {event.kind: event.dtypes for event in log.events}
         assert dtypes["gather"] == {gathered}
         assert dtypes["reduce"] == {sent}
-        assert {event.sums for event in log.events if event.kind == "reduce"} == {frozenset({summed})}
+        assert {event.sum_dtypes for event in log.events if event.kind == "reduce"} == {frozenset({summed})}
 
     run_ranks(check, 2)
 
 
-class _Normed(nn.Sequential):
+class _NormedLinears(nn.Sequential):
     """A linear layer in the compute dtype, and a norm in fp32."""
 
     def __init__(self) -> None:
@@ -127,14 +116,14 @@ class _Normed(nn.Sequential):
         return out
 
 
-def _keep_norms(model: _Normed) -> Callable[[nn.Parameter], torch.dtype | None]:
+def _keep_norms(model: _NormedLinears) -> Callable[[nn.Parameter], torch.dtype | None]:
     norm_ids = {id(parameter) for parameter in model[1].parameters()}
     return lambda parameter: parameter.dtype if id(parameter) in norm_ids else None
 
 
 def test_parameters_that_stay_in_their_dtype_travel_in_it_beside_the_others() -> None:
     def check() -> None:
-        model = _Normed()
+        model = _NormedLinears()
         policy = MixedPrecisionPolicy(BF16, FP32, param_dtype_override_fn=_keep_norms(model))
         planned = plan_units(model, units=nn.Linear, mp_policy=policy)
         assert [p.compute_dtype for planned_unit in planned.units for p in planned_unit.parameters] == [
@@ -144,7 +133,7 @@ def test_parameters_that_stay_in_their_dtype_travel_in_it_beside_the_others() ->
             FP32,
         ]
         fully_shard(model, mp_policy=policy)
-        ((_, unit),) = units(model)
+        ((_, unit),) = named_units(model)
         dtypes = {
             parameter.name: parameter.unsharded.dtype
             for group in unit.parameters.groups
@@ -154,7 +143,7 @@ def test_parameters_that_stay_in_their_dtype_travel_in_it_beside_the_others() ->
         log = record(model)
         model(inputs().repeat(1, 2)[:, :4]).sum().backward()
         assert [event.dtypes for event in log.events if event.kind != "compute"] == 2 * [{BF16, FP32}]
-        assert [event.sums for event in log.events if event.kind == "reduce"] == [{FP32}]
+        assert [event.sum_dtypes for event in log.events if event.kind == "reduce"] == [{FP32}]
 
     run_ranks(check, 2)
 
@@ -162,7 +151,7 @@ def test_parameters_that_stay_in_their_dtype_travel_in_it_beside_the_others() ->
 @pytest.mark.skipif(not hasattr(fsdp2.MixedPrecisionPolicy, "_resolve_for_param"), reason="torch before 2.15")
 def test_torchs_policy_may_say_so_too() -> None:
     def check() -> None:
-        model = _Normed()
+        model = _NormedLinears()
         keep: Any = {"param_dtype_override_fn": _keep_norms(model)}
         fully_shard(model, mp_policy=fsdp2.MixedPrecisionPolicy(param_dtype=BF16, **keep))
         model.unshard()  # type: ignore[operator]
@@ -174,10 +163,10 @@ def test_torchs_policy_may_say_so_too() -> None:
 
 def test_a_third_dtype_is_refused_before_anything_has_changed() -> None:
     def check() -> None:
-        model = _Normed()
+        model = _NormedLinears()
         with pytest.raises(ValueError, match=r"Expected None, torch.bfloat16 or torch.float32 .* got torch.float16"):
             fully_shard(model, mp_policy=MixedPrecisionPolicy(BF16, param_dtype_override_fn=lambda parameter: FP16))
-        assert type(model) is _Normed
+        assert type(model) is _NormedLinears
         assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
 
     run_ranks(check, 1)
@@ -221,7 +210,7 @@ def test_floating_point_inputs_and_outputs_are_cast_as_asked_and_nothing_else(
 
 def test_tensors_in_dataclasses_are_cast_too() -> None:
     @dataclass(frozen=True)
-    class Record:
+    class MixedRecord:
         x: torch.Tensor
         tables: dict[str, torch.Tensor]
 
@@ -230,15 +219,15 @@ def test_tensors_in_dataclasses_are_cast_too() -> None:
             super().__init__()
             self.linear = nn.Linear(3, 3)
 
-        def forward(self, record: Record) -> Record:
+        def forward(self, record: MixedRecord) -> MixedRecord:
             assert [record.x.dtype, record.tables["a"].dtype, record.tables["b"].dtype] == [BF16, BF16, torch.int64]
-            return Record(self.linear(record.x), record.tables)
+            return MixedRecord(self.linear(record.x), record.tables)
 
     def check() -> None:
         model = fully_shard(Reader(), mp_policy=MixedPrecisionPolicy(param_dtype=BF16, output_dtype=FP32))
-        batch = Record(torch.ones(2, 3), {"a": torch.ones(2), "b": torch.ones(2, dtype=torch.int64)})
+        batch = MixedRecord(torch.ones(2, 3), {"a": torch.ones(2), "b": torch.ones(2, dtype=torch.int64)})
         out = model(batch)
-        assert isinstance(out, Record)
+        assert isinstance(out, MixedRecord)
         assert [out.x.dtype, out.tables["a"].dtype, out.tables["b"].dtype] == [FP32, FP32, torch.int64]
         assert batch.x.dtype == FP32, "what the caller holds is left alone"
 
@@ -344,7 +333,7 @@ def test_buffers_keep_their_dtype() -> None:
 
 
 def test_one_unit_may_hold_parameters_of_several_dtypes() -> None:
-    class Mixed(Net):
+    class MixedDtypes(Net):
         def __init__(self) -> None:
             super().__init__()
             self.head.to(BF16)
@@ -359,7 +348,7 @@ def test_one_unit_may_hold_parameters_of_several_dtypes() -> None:
             return head
 
     def check() -> None:
-        reference, sharded = twins(Mixed, fully_shard)
+        reference, sharded = twins(MixedDtypes, fully_shard)
         log = record(sharded)
         for model in (reference, sharded):
             model(inputs()).float().square().mean().backward()

@@ -19,22 +19,18 @@ from engine_models import (
     BF16,
     Net,
     adamw,
-    assert_at_rest,
     assert_gradients_equal,
     assert_weights_equal,
     case,
     fsdp,
     inputs,
-    record,
     rows_of_this_rank,
     sgd,
     shard_on,
     twins,
-    units,
     whole,
 )
 from extended_models import Halves
-from fake_streams import Streams, Work, fake_streams
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -58,6 +54,7 @@ from lamella_engine._parameters.offload import Offload
 from lamella_engine._parameters.sharded_parameter import dtensor_for
 from lamella_engine._parameters.sharding import DataAxes, Sharding
 from lamella_engine._streams import streams as engine_streams
+from lamella_engine.testing import FakeStreams, FakeWork, assert_at_rest, fake_streams, named_units, record
 from lamella_testing import run_ranks
 
 X = inputs(24)
@@ -101,7 +98,7 @@ def _backward_of_both(pair: tuple[nn.Module, nn.Module], scale: float = 1.0) -> 
 
 
 @dataclass
-class Late:
+class LateCopies:
     """Copies to the host that nobody has waited for, and how often somebody waited."""
 
     copies: list[Callable[[], object]] = field(default_factory=list)
@@ -115,9 +112,9 @@ class Late:
 
 
 @contextmanager
-def late_copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[Late]:
+def late_copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[LateCopies]:
     """Let what goes to the host arrive when the host waits, and be NaN before."""
-    late = Late()
+    late = LateCopies()
 
     def to_host(self: Offload, tensor: torch.Tensor) -> torch.Tensor:
         landed = self.empty(tensor.numel(), tensor.dtype).fill_(torch.nan)
@@ -205,13 +202,13 @@ def test_some_units_may_rest_on_the_cpu_and_others_not() -> None:
 
 
 def test_a_unit_that_runs_twice_adds_to_what_is_still_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Twice(Net):
+    class TwoForwards(Net):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             first: torch.Tensor = super().forward(x)
             return first + super().forward(x * 2)
 
     def on_each_rank() -> None:
-        pair = twins(lambda: Twice(dim=8), _offloaded())
+        pair = twins(lambda: TwoForwards(dim=8), _offloaded())
         with late_copies(monkeypatch) as late:
             _backward_of_both(pair)
             assert late.num_waits == 1
@@ -229,7 +226,7 @@ def test_extended_parameters_and_custom_collectives_work_on_the_copy() -> None:
             assert isinstance(layer.up, nn.Linear)
             layer.up.weight = nn.Parameter(Halves.encode(layer.up.weight.detach()))
         _offloaded()(model)
-        for _, unit in units(model):
+        for _, unit in named_units(model):
             assert all(group.offload is not None for group in unit.parameters.groups)
         fsdp(model).set_custom_all_gather(Gather())
         fsdp(model).set_custom_reduce_scatter(Reduce())
@@ -253,7 +250,7 @@ def test_what_computes_shares_no_memory_with_what_rests(way: str, policy: MixedP
     def on_each_rank() -> None:
         _, model = _pair(shape=shape, mp_policy=policy, **options)
         _backward(model, rows_of_this_rank(X))
-        for _, unit in units(model):
+        for _, unit in named_units(model):
             unit.weights.unshard()
             unit.weights.wait_for_unshard()
             for group in unit.parameters.groups:
@@ -288,7 +285,7 @@ def test_shards_are_copied_once_for_each_gather(way: str, monkeypatch: pytest.Mo
         log = record(model)
         for _ in range(2):
             _backward(model, rows_of_this_rank(X))
-        for name, unit in units(model):
+        for name, unit in named_units(model):
             num_axes = len({group.axes for group in unit.parameters.groups})
             for group in unit.parameters.groups:
                 # One that an outer axis cuts stays for the step after it has been gathered over that.
@@ -488,16 +485,16 @@ def test_every_copy_is_waited_for_by_whoever_needs_it(way: str, monkeypatch: pyt
     run_ranks(on_each_rank, torch.Size(shape).numel())
 
 
-def _note_copies(monkeypatch: pytest.MonkeyPatch, streams: Streams) -> tuple[list[Work], list[Work]]:
+def _note_copies(monkeypatch: pytest.MonkeyPatch, streams: FakeStreams) -> tuple[list[FakeWork], list[FakeWork]]:
     """Copies to the device and to the host, as work on the streams that are current."""
-    up: list[Work] = []
-    down: list[Work] = []
+    up: list[FakeWork] = []
+    down: list[FakeWork] = []
     for name, works in (("to_device", up), ("to_host", down), ("add_", down)):
         monkeypatch.setattr(Offload, name, _noting(getattr(Offload, name), works, streams))
     return up, down
 
 
-def _noting(real: Callable[..., Any], works: list[Work], streams: Streams) -> Callable[..., Any]:
+def _noting(real: Callable[..., Any], works: list[FakeWork], streams: FakeStreams) -> Callable[..., Any]:
     def noted(*args: Any) -> Any:
         works.append(streams.work())
         return real(*args)
@@ -550,7 +547,7 @@ def test_weights_that_are_loaded_are_gathered_and_rest_apart_from_what_computes(
 
 
 def _move_shards(patch: pytest.MonkeyPatch, model: nn.Module) -> None:
-    for _, unit in units(model):
+    for _, unit in named_units(model):
         for group in unit.parameters.groups:
             patch.setattr(group.main_weight, "device", torch.device("cuda", 0))
 

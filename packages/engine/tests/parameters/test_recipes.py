@@ -7,8 +7,8 @@ from typing import Any, cast
 
 import pytest
 import torch
-from block_recipe import BLOCK, RECIPE, Block, Blocks, BlockWeight, matrix_recipe, twins_in_8_bits
-from engine_models import Log, assert_weights_equal, fsdp, mesh_of, record, units
+from block_recipe import BLOCK, RECIPE, Blocks, BlockWeight, MatrixBlock, matrix_recipe, twins_in_8_bits
+from engine_models import assert_weights_equal, fsdp, mesh_of
 from torch import nn
 from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
@@ -27,6 +27,7 @@ from lamella_engine import (
     describe,
     fully_shard,
 )
+from lamella_engine.testing import CollectiveLog, named_units, record
 from lamella_precision import Direction
 from lamella_precision.testing import check_recipe
 from lamella_testing import run_ranks
@@ -63,7 +64,7 @@ def _assert_trains_as_oracle(sharded: Callable[[Blocks], Blocks], width: int = 1
         for model in (mine, oracle):
             with torch.no_grad():
                 model(_x(width))
-    for _, unit in units(mine):
+    for _, unit in named_units(mine):
         unit.weights.reshard()  # those that stay after a forward
     assert_weights_equal(oracle, mine, rtol=0.0, atol=0.0)
     return mine
@@ -119,7 +120,7 @@ def test_blocks_that_even_chunks_would_cut_apart_lie_in_the_flat_layout(num_rank
 
 
 def _matrices(model: nn.Module) -> list[Any]:
-    return [group for _, unit in units(model) for group in unit.parameters.groups if len(group.buffers) > 1]
+    return [group for _, unit in named_units(model) for group in unit.parameters.groups if len(group.buffers) > 1]
 
 
 @pytest.mark.parametrize("placements", [(HFSDP, ZERO3), None], ids=["hfsdp", "hsdp"])
@@ -147,7 +148,7 @@ def test_a_smaller_group_gathers_again_in_backward() -> None:
     run_ranks(check, 4)
 
 
-def _logged(**options: Any) -> tuple[Blocks, Log]:
+def _logged(**options: Any) -> tuple[Blocks, CollectiveLog]:
     model = _sharded(twins_in_8_bits()[0], **options)
     for _ in range(2):
         _step(model, _x())
@@ -192,7 +193,7 @@ class _RecomputingUnits(Blocks):
         return head
 
 
-class _RecomputingInside(Block):
+class _RecomputingInside(MatrixBlock):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         up = checkpoint(self.up, x, use_reentrant=False)
         return x + nn.functional.layer_norm(self.down(torch.tanh(up)), x.shape[-1:])

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from engine_models import (
     Net,
     adamw,
-    assert_at_rest,
     assert_gradients_equal,
     assert_trains_alike,
     assert_weights_equal,
@@ -33,6 +32,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.tensor import DTensor, Shard
 
 from lamella_engine import FSDPModule, fully_shard
+from lamella_engine.testing import assert_at_rest
 from lamella_testing import run_ranks
 
 X = inputs()
@@ -376,7 +376,7 @@ def test_a_slice_of_a_sharded_sequential_is_a_plain_sequential_of_units() -> Non
 
 
 def test_a_units_class_makes_plain_modules_whatever_its_constructor_takes() -> None:
-    class Counted(nn.Linear):
+    class CountedLinear(nn.Linear):
         def __new__(cls, size: int) -> Self:
             return super().__new__(cls)
 
@@ -384,7 +384,7 @@ def test_a_units_class_makes_plain_modules_whatever_its_constructor_takes() -> N
             super().__init__(size, size)
 
     def check() -> None:
-        model = fully_shard(Counted(3))
-        assert type(type(model)(4)) is Counted
+        model = fully_shard(CountedLinear(3))
+        assert type(type(model)(4)) is CountedLinear
 
     run_ranks(check, 1)

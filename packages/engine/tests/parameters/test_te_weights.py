@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from engine_models import fsdp, mesh_of, record, record_third_step, units
+from engine_models import fsdp, mesh_of, record_third_step
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -24,6 +24,7 @@ from lamella_engine import (
     fully_shard,
     plan_units,
 )
+from lamella_engine.testing import named_units, record
 from lamella_precision import Float8Recipe
 from lamella_precision.te import replace_quantized_weights
 from lamella_testing import run_ranks
@@ -38,7 +39,7 @@ NUM_STEPS = 3
 WAY_OUT = r"'(up|0).weight' .* of transformer_engine, .*te\.replace_quantized_weights\(model\)"
 
 
-class Block(nn.Module):
+class TeBlock(nn.Module):
     def __init__(self, width: int, hidden: int, quantizer: Any, *, recomputes: bool, up: type[te.Linear]) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width)
@@ -55,7 +56,7 @@ class Block(nn.Module):
         return cast(torch.Tensor, self.down(hidden.relu(), is_first_microbatch=is_first_microbatch))
 
 
-class Model(nn.Module):
+class TeModel(nn.Module):
     def __init__(
         self,
         quantizer: Any,
@@ -66,7 +67,7 @@ class Model(nn.Module):
         up: type[te.Linear] = te.Linear,
     ) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block(width, hidden, quantizer, recomputes=recomputes, up=up) for _ in range(2))
+        self.blocks = nn.ModuleList(TeBlock(width, hidden, quantizer, recomputes=recomputes, up=up) for _ in range(2))
         self.head = nn.Linear(width, 5)
 
     def forward(self, x: torch.Tensor, *, is_first_microbatch: bool | None = None) -> torch.Tensor:
@@ -75,34 +76,34 @@ class Model(nn.Module):
         return cast(torch.Tensor, self.head(x))
 
 
-def _model(name: str, **options: Any) -> Model:
+def _model(name: str, **options: Any) -> TeModel:
     torch.manual_seed(0)
     if name in MXFP8:
-        return Model(MXFP8[name], width=128, hidden=256, **options)
-    return Model(QUANTIZERS[name], **options)
+        return TeModel(MXFP8[name], width=128, hidden=256, **options)
+    return TeModel(QUANTIZERS[name], **options)
 
 
-def _sharded(model: Model, *, layers: bool = False, **options: Any) -> Model:
+def _sharded(model: TeModel, *, layers: bool = False, **options: Any) -> TeModel:
     policy = MixedPrecisionPolicy(recipe=replace_quantized_weights(model, compute_dtype=torch.float32))
     for block in model.blocks:
         if layers:
-            fully_shard(cast(Block, block).up, mp_policy=policy, **options)
+            fully_shard(cast(TeBlock, block).up, mp_policy=policy, **options)
         fully_shard(block, mp_policy=policy, **options)
     fully_shard(model, mp_policy=policy, **options)
-    for _, unit in units(model):
+    for _, unit in named_units(model):
         for group in unit.parameters.groups:
             group.divisor = 1.0  # a sum, where all ranks but the first have gradients of zero
     return model
 
 
-def _losses(model: Model, step: int) -> Iterator[torch.Tensor]:
+def _losses(model: TeModel, step: int) -> Iterator[torch.Tensor]:
     """The losses of two microbatches."""
     for i in range(2):
         x = torch.randn(6, model.head.in_features, generator=torch.Generator().manual_seed(10 * step + i))
         yield model(x, is_first_microbatch=i == 0).square().mean()
 
 
-def _train(model: Model) -> list[float]:
+def _train(model: TeModel) -> list[float]:
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     losses = []
     for step in range(NUM_STEPS):
@@ -114,7 +115,7 @@ def _train(model: Model) -> list[float]:
     return losses
 
 
-def _train_whole(model: Model) -> tuple[list[float], dict[str, torch.Tensor]]:
+def _train_whole(model: TeModel) -> tuple[list[float], dict[str, torch.Tensor]]:
     """The layers alone, with main weights beside, quantised anew after each step. Returns losses and main weights."""
     main, quantizers = {}, {}
     for name, parameter in model.named_parameters():
@@ -141,7 +142,7 @@ def _train_whole(model: Model) -> tuple[list[float], dict[str, torch.Tensor]]:
 
 def _assert_trains_as_whole(
     name: str, *, recomputes: bool = False, up: type[te.Linear] = te.Linear, **options: Any
-) -> Model:
+) -> TeModel:
     expected_losses, expected = _train_whole(_model(name, recomputes=recomputes, up=up))
     model = _sharded(_model(name, recomputes=recomputes, up=up), **options)
     assert _train(model) == expected_losses
@@ -150,14 +151,14 @@ def _assert_trains_as_whole(
     return model
 
 
-def _weights(model: Model) -> Iterator[Any]:
+def _weights(model: TeModel) -> Iterator[Any]:
     """The gathered forms of quantised weights."""
-    for _, unit in units(model):
+    for _, unit in named_units(model):
         for group in unit.parameters.groups:
             yield from (p.unsharded for p in group.parameters if hasattr(p.unsharded, "get_metadata"))
 
 
-def _copies(model: Model) -> int:
+def _copies(model: TeModel) -> int:
     """The weights with a copy for backward."""
     names = ("data_transpose", "columnwise_data")
     return sum(any(weight.get_metadata().get(name) is not None for name in names) for weight in _weights(model))
@@ -284,7 +285,7 @@ def test_copies_for_backward_count_in_budgets_and_plans(name: str) -> None:
     def check() -> None:
         model = _sharded(_model(name))
         block = cast(Any, model.blocks[1])
-        unit = dict(units(model))["blocks.1"].parameters
+        unit = dict(named_units(model))["blocks.1"].parameters
         (group,) = [group for group in unit.groups if len(group.parameters) == 2 and group.scales]
         block.unshard()
         weights = [p.unsharded for p in group.parameters]
@@ -302,12 +303,14 @@ def test_copies_for_backward_count_in_budgets_and_plans(name: str) -> None:
             fsdp(model).set_options(keep_budget=unit.unsharded_nbytes - short_of)
             record_third_step(model, lambda _: next(_losses(model, 0)))
             loss = next(_losses(model, 0))
-            assert dict(units(model))["blocks.1"].weights.is_unsharded == is_kept
+            assert dict(named_units(model))["blocks.1"].weights.is_unsharded == is_kept
             loss.backward()  # type: ignore[no-untyped-call]
 
         fresh = _model(name)
         policy = MixedPrecisionPolicy(recipe=replace_quantized_weights(fresh, compute_dtype=torch.float32))
-        (planned,) = [p for p in plan_units(fresh, units=Block, mp_policy=policy).units[0].parameters if "up" in p.name]
+        (planned,) = [
+            p for p in plan_units(fresh, units=TeBlock, mp_policy=policy).units[0].parameters if "up" in p.name
+        ]
         assert planned.unsharded_nbytes == 20 * 37 + copies // 2
 
     run_ranks(check, 2)

@@ -13,7 +13,7 @@ from lamella_testing import run_ranks
 TOKENS = torch.arange(12).view(3, 4) % 11
 
 
-class _Tied(Net):
+class _LanguageModel(Net):
     """A language model: the head's weight is the embedding's."""
 
     def __init__(self) -> None:
@@ -23,14 +23,22 @@ class _Tied(Net):
         self.head.weight = self.stem.weight
 
 
+class _Shared(Net):
+    """The first layer is the last one too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[2] = self.layers[0]
+
+
 LOSS = mean_square(lambda model: model(TOKENS))
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_tied_parameters_of_one_unit_train_as_one(num_ranks: int) -> None:
     def check() -> None:
-        reference, sharded = twins(_Tied)
-        assert isinstance(sharded, _Tied)
+        reference, sharded = twins(_LanguageModel)
+        assert isinstance(sharded, _LanguageModel)
         assert len(list(sharded.parameters())) == len(list(reference.parameters()))
         assert sharded.head.weight is sharded.stem.weight
         assert_trains_alike(reference, sharded, LOSS)
@@ -43,13 +51,8 @@ def test_tied_parameters_of_one_unit_train_as_one(num_ranks: int) -> None:
 
 
 def test_a_module_that_one_unit_holds_twice_is_sharded_once() -> None:
-    class Shared(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers[2] = self.layers[0]
-
     def check() -> None:
-        reference, sharded = twins(Shared, fully_shard)
+        reference, sharded = twins(_Shared, fully_shard)
         x = torch.ones(2, 3)
         assert_trains_alike(reference, sharded, mean_square(lambda model: model(x)))
 
@@ -57,18 +60,13 @@ def test_a_module_that_one_unit_holds_twice_is_sharded_once() -> None:
 
 
 def test_a_unit_that_is_held_twice_is_one_unit() -> None:
-    class Shared(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers[2] = self.layers[0]
-
-    def apply(model: Shared) -> None:
+    def apply(model: _Shared) -> None:
         for layer in (model.layers[0], model.layers[1]):
             fully_shard(layer)
         fully_shard(model)
 
     def check() -> None:
-        reference, sharded = twins(Shared, apply)
+        reference, sharded = twins(_Shared, apply)
         x = torch.ones(2, 3)
         assert_trains_alike(reference, sharded, mean_square(lambda model: model(x)))
 
@@ -77,7 +75,7 @@ def test_a_unit_that_is_held_twice_is_one_unit() -> None:
 
 def test_a_parameter_tied_across_units_is_refused_with_both_names() -> None:
     def check() -> None:
-        model = _Tied()
+        model = _LanguageModel()
         fully_shard(model.head)
         with pytest.raises(ValueError, match=r"'stem\.weight'.*'weight'.*the unit around them"):
             shard(model)
@@ -100,7 +98,7 @@ def test_a_module_shared_by_two_units_is_refused_and_the_message_says_what_to_do
 @pytest.mark.parametrize("assign", [False, True])
 def test_a_tied_parameter_can_be_loaded_under_any_of_its_names(name: str, assign: bool) -> None:
     def check() -> None:
-        model = shard(_Tied())
+        model = shard(_LanguageModel())
         value = torch.full_like(model.state_dict()[name], 3.0)
         model.load_state_dict({name: value}, strict=False, assign=assign)
         assert model.head.weight is model.stem.weight
@@ -111,7 +109,7 @@ def test_a_tied_parameter_can_be_loaded_under_any_of_its_names(name: str, assign
 
 def test_tied_parameters_stay_tied_when_they_are_assigned_under_both_names() -> None:
     def check() -> None:
-        reference, sharded = twins(_Tied)
+        reference, sharded = twins(_LanguageModel)
         sharded.load_state_dict({name: value.clone() for name, value in sharded.state_dict().items()}, assign=True)
         assert_trains_alike(reference, sharded, LOSS)
 

@@ -17,7 +17,6 @@ from engine_models import (
     no_gradient_sync,
     shard,
     twins,
-    units,
     whole,
 )
 from torch import nn
@@ -25,6 +24,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.func import functional_call
 
 from lamella_engine import DDP, HSDP, ZERO1, ZERO3, Rows, ShardingOptions, fully_shard, set_main_grads
+from lamella_engine.testing import named_units
 from lamella_testing import run_ranks
 
 TOKENS = torch.arange(12).view(3, 4) % 11
@@ -56,7 +56,7 @@ def _tied_twins(**options: Any) -> tuple[_Untied, _Untied]:
 
 
 def _num_parameters(model: nn.Module) -> int:
-    return sum(len(group.parameters) for _, unit in units(model) for group in unit.parameters.groups)
+    return sum(len(group.parameters) for _, unit in named_units(model) for group in unit.parameters.groups)
 
 
 OPTIONS: list[Any] = [
@@ -138,7 +138,7 @@ def test_members_in_groups_of_their_own_are_tied_too() -> None:
         for model in (reference, sharded):
             model.tie_weights()  # type: ignore[operator]
         assert_trains_alike(reference, sharded, LOSS)
-        assert len(dict(units(sharded))["root"].parameters.groups) == 1
+        assert len(dict(named_units(sharded))["root"].parameters.groups) == 1
 
     run_ranks(on_each_rank, 2)
 

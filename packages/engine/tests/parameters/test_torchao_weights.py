@@ -7,12 +7,12 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
-from engine_models import record
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lamella_engine import ZERO1, FSDPModule, MixedPrecisionPolicy, ShardingOptions, fully_shard
+from lamella_engine.testing import record
 from lamella_precision.torchao import replace_quantized_weights
 from lamella_testing import run_ranks
 from lamella_testing import torchao_weights as torchao

@@ -11,16 +11,13 @@ from engine_models import (
     EVERY_STAGE,
     ONE_AXIS,
     SOME_STAGES,
-    Log,
     Net,
     case,
     fsdp,
     inputs,
-    record,
     rows_of_this_rank,
     shard_on,
     twins,
-    units,
     whole,
 )
 from torch import nn
@@ -41,6 +38,7 @@ from lamella_engine import (
     ShardingOptions,
     fully_shard,
 )
+from lamella_engine.testing import CollectiveLog, named_units, record
 from lamella_testing import run_ranks
 
 X = inputs(24)
@@ -56,17 +54,17 @@ def _num_ranks(shape: tuple[int, ...]) -> int:
     return torch.Size(shape).numel()
 
 
-def _counted(model: nn.Module) -> tuple[Log, list[str]]:
+def _counted(model: nn.Module) -> tuple[CollectiveLog, list[str]]:
     """The log of the shard axis's collectives, and the units that reduced over replicas."""
     all_reduced: list[str] = []
-    for name, unit in units(model):
+    for name, unit in named_units(model):
         for group in unit.parameters.groups:
             if group.transports.replicas is not None:
-                group.transports.replicas = _Noting(group.transports.replicas, name, all_reduced)  # type: ignore[assignment]
+                group.transports.replicas = _NotingTransport(group.transports.replicas, name, all_reduced)  # type: ignore[assignment]
     return record(model), all_reduced
 
 
-class _Noting:
+class _NotingTransport:
     """A transport that notes who reduces over it."""
 
     def __init__(self, inner: Any, name: str, noted: list[str]) -> None:
@@ -140,7 +138,10 @@ def test_with_main_weights_on_both_axes_the_outer_one_is_used_once_a_step_each_w
             (2, 2), options=ShardingOptions(placements=(HFSDP, ZERO3)), mp_policy=MixedPrecisionPolicy(torch.bfloat16)
         )(model)
         cut = [
-            group for _, unit in units(model) for group in unit.parameters.groups if group.transports.outer is not None
+            group
+            for _, unit in named_units(model)
+            for group in unit.parameters.groups
+            if group.transports.outer is not None
         ]
         assert len(cut) == 4
         used: list[str] = []
@@ -233,7 +234,7 @@ def test_at_rest_it_holds_the_bytes_that_its_placements_say(stage: str, param_dt
             optimizer.step()
             optimizer.zero_grad()
         storages = {}
-        for _, unit in units(model):
+        for _, unit in named_units(model):
             for group in unit.parameters.groups:
                 for flat in (group.main_weight.flat, group.unsharded_weight.flat):
                     storages[flat.untyped_storage()._cdata] = flat.untyped_storage().nbytes()
@@ -255,7 +256,9 @@ def test_between_microbatches_stage_one_keeps_whole_gradients_and_stage_two_shar
             shard_on(options=ShardingOptions(placements=stage))(model)
             fsdp(model).set_is_last_backward(False)
             model(X).square().mean().backward()
-            parameters = [p for _, unit in units(model) for group in unit.parameters.groups for p in group.parameters]
+            parameters = [
+                p for _, unit in named_units(model) for group in unit.parameters.groups for p in group.parameters
+            ]
             assert all(parameter.has_gradient == keeps_whole for parameter in parameters)
             assert all((parameter.sharded.grad is None) == keeps_whole for parameter in parameters)
 
@@ -424,7 +427,7 @@ def test_gradients_of_a_unit_that_the_last_microbatch_passes_over_are_reduced_al
                         parameter.sub_(parameter.grad, alpha=0.1)
                     parameter.grad = None
             _assert_equal(reference, sharded)
-        assert all(group.partial is None for _, unit in units(sharded) for group in unit.parameters.groups)
+        assert all(group.partial is None for _, unit in named_units(sharded) for group in unit.parameters.groups)
 
     run_ranks(on_each_rank, _num_ranks(shape))
 

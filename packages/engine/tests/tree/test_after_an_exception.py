@@ -9,30 +9,26 @@ import pytest
 import torch
 import torch.distributed as dist
 from engine_models import (
+    Boom,
     Net,
     Residual,
-    assert_at_rest,
     assert_gradients_equal,
     assert_trains_alike,
     fsdp,
     inputs,
     mean_square,
     no_gradient_sync,
-    record,
     shard,
     twins,
 )
 from torch import nn
 
 from lamella_engine import fully_shard
+from lamella_engine.testing import assert_at_rest, record
 from lamella_testing import run_ranks
 
 X = inputs()
 LOSS = mean_square(lambda model: model(X))
-
-
-class _Boom(Exception):
-    pass
 
 
 class _Fragile(Residual):
@@ -41,14 +37,14 @@ class _Fragile(Residual):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out = super().forward(x)
         if self.fails_in == "forward":
-            raise _Boom
+            raise Boom
         if self.fails_in == "backward":
             out.register_hook(_boom)  # type: ignore[no-untyped-call]
         return out
 
 
 def _boom(_: torch.Tensor) -> None:
-    raise _Boom
+    raise Boom
 
 
 class _FragileNet(Net):
@@ -59,7 +55,7 @@ class _FragileNet(Net):
 def _fail(model: nn.Module, where: str) -> None:
     layer = model.get_submodule("layers.1")
     layer.fails_in = where  # type: ignore[assignment]
-    with pytest.raises(_Boom):
+    with pytest.raises(Boom):
         LOSS(model).backward()
     layer.fails_in = ""  # type: ignore[assignment]
 
@@ -204,7 +200,7 @@ class _FailsOnce:
     ) -> None:
         if not self.has_failed:
             self.has_failed = True
-            raise _Boom
+            raise Boom
         _all_gather(output_tensor, input_tensor, group=group)
 
 
@@ -215,11 +211,11 @@ def test_a_gather_that_failed_leaves_no_bytes_behind_and_may_be_tried_again(rese
         layer = fsdp(sharded.get_submodule("layers.1"))
         layer.set_custom_all_gather(_FailsOnce())
         if resets:
-            with pytest.raises(_Boom):
+            with pytest.raises(Boom):
                 LOSS(sharded)
             fsdp(sharded).reset_iter_state()
         else:
-            with pytest.raises(_Boom):
+            with pytest.raises(Boom):
                 layer.hold()
         assert_at_rest(sharded)
         sharded.state_dict()

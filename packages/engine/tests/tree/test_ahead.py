@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from lamella_engine._tree.ahead import GatheredAhead
 from lamella_engine._tree.order import ReplayedOrder
-from lamella_engine._unit.weights import Residency
+from lamella_engine.testing import Residency
 
 
 @dataclass(eq=False)

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from engine_models import Log, Net, fsdp, inputs, no_gradient_sync, record, shard, units
+from engine_models import Net, fsdp, inputs, no_gradient_sync, shard
 from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
 
 from lamella_engine import fully_shard
+from lamella_engine.testing import CollectiveLog, named_units, record
 from lamella_layout import EvenLayout
 from lamella_testing import run_ranks
 
@@ -20,7 +21,7 @@ X = inputs().requires_grad_()
 BLOCKS = ["layers.0", "layers.1", "layers.2"]
 
 
-def _sharded(**options: Any) -> tuple[Net, Log]:
+def _sharded(**options: Any) -> tuple[Net, CollectiveLog]:
     """A model whose order is learned, and an empty log."""
     model = Net()
     for layer in model.layers:
@@ -36,9 +37,9 @@ def _step(model: nn.Module, x: torch.Tensor = X) -> None:
 
 def _wire_nbytes(model: nn.Module, *names: str) -> int:
     """The bytes of the whole side of a collective: every tensor's slot, padded to equal shards."""
-    named_units = [unit for name, unit in units(model) if name in names]
-    assert len(named_units) == len(names)
-    groups = [group for unit in named_units for group in unit.parameters.groups]
+    senders = [unit for name, unit in named_units(model) if name in names]
+    assert len(senders) == len(names)
+    groups = [group for unit in senders for group in unit.parameters.groups]
     layouts = [group.layout for group in groups if isinstance(group.layout, EvenLayout)]
     assert len(layouts) == len(groups)
     return sum(4 * layout.full_slot(i).numel for layout in layouts for i in range(layout.num_tensors))

@@ -6,12 +6,11 @@ import gc
 from collections.abc import Iterable
 
 import torch
-from engine_models import Net, fsdp, inputs, no_gradient_sync, rows_of_this_rank, shard, units
-from fake_streams import fake_streams
+from engine_models import Net, fsdp, inputs, no_gradient_sync, rows_of_this_rank, shard
 from torch import nn
 
-from lamella_engine._modules.attached import state_of
 from lamella_engine.extending import Listener, Tree, Unit
+from lamella_engine.testing import fake_streams, named_units, tree_of
 from lamella_testing import run_ranks
 
 FINAL, FINISHED = "gradients final", "reductions finished"
@@ -23,8 +22,8 @@ class Heard(Listener):
     def __init__(self, model: nn.Module, moments: list[str] | None = None, prefix: str = "") -> None:
         self.moments = [] if moments is None else moments
         self.streams: dict[str, set[torch.Stream]] = {}
-        self._tree, self._prefix = state_of(model).tree, prefix
-        self._names = {id(unit): name for name, unit in units(model)}
+        self._tree, self._prefix = tree_of(model), prefix
+        self._names = {id(unit): name for name, unit in named_units(model)}
         self._tree.listen(self)
 
     def gradients_final(self, tree: Tree) -> None:
@@ -97,7 +96,7 @@ def test_a_units_gradients_are_on_the_streams_that_are_told() -> None:
     def check() -> None:
         model = _two_units()
         fake_streams(model)
-        heard, tree = Heard(model), state_of(model).tree
+        heard, tree = Heard(model), tree_of(model)
         _backward(model)
         assert heard.streams == {name: {tree.streams.reduce_scatter_stream} for name in ("layers.0", "root")}
 
@@ -105,16 +104,16 @@ def test_a_units_gradients_are_on_the_streams_that_are_told() -> None:
 
 
 def test_a_listener_may_leave_the_wait_to_a_later_moment() -> None:
-    class Leaves(Heard):
+    class HeardUntilIt(Heard):
         def gradients_final(self, tree: Tree) -> None:
             tree.step_end.defers_wait = True
 
     def check() -> None:
         model = _two_units()
-        heard = Leaves(model)
+        heard = HeardUntilIt(model)
         _backward(model)
         assert heard.take() == ["layers.0 reduced", "root reduced"]
-        assert state_of(model).tree.step_end.is_deferred
+        assert tree_of(model).step_end.is_deferred
         fsdp(model).wait_for_gradients()
         assert heard.take() == [FINISHED]
 
@@ -126,7 +125,7 @@ def test_listeners_are_called_in_their_order_and_each_once() -> None:
         model = _two_units()
         first = Heard(model, prefix="1 ")
         second = Heard(model, first.moments, "2 ")
-        state_of(model).tree.listen(first)
+        tree_of(model).listen(first)
         _backward(model)
         assert firsts(first.moments) == [f"{i} {moment}" for moment in OF_A_STEP for i in (1, 2)]
         assert second.moments is first.moments
@@ -137,7 +136,7 @@ def test_listeners_are_called_in_their_order_and_each_once() -> None:
 def test_a_listener_that_is_ignored_or_gone_hears_nothing_and_others_go_on() -> None:
     def check() -> None:
         model = _two_units()
-        tree = state_of(model).tree
+        tree = tree_of(model)
         moments: list[str] = []
         listeners = [Heard(model, moments, f"{i} ") for i in range(3)]
         tree.ignore(listeners[0])

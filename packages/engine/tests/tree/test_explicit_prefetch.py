@@ -7,21 +7,12 @@ import weakref
 from typing import Any
 
 import torch
-from engine_models import (
-    Net,
-    assert_at_rest,
-    assert_trains_alike,
-    fsdp,
-    inputs,
-    mean_square,
-    record,
-    shard,
-    twins,
-)
+from engine_models import Net, assert_trains_alike, fsdp, inputs, mean_square, shard, twins
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lamella_engine import fully_shard
+from lamella_engine.testing import assert_at_rest, record
 from lamella_testing import run_ranks
 
 X = inputs()
@@ -166,7 +157,7 @@ def test_a_unit_that_backward_does_not_need_is_not_gathered_for_it() -> None:
 
 
 def test_a_recomputed_forward_gathers_what_backward_would_not() -> None:
-    class Recomputed(_Embedded):
+    class RecomputedEmbedding(_Embedded):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             ids = torch.arange(12).view(3, 4) % 11
             x = checkpoint(lambda: self.layers[0](self.stem(ids)), use_reentrant=False)
@@ -174,7 +165,7 @@ def test_a_recomputed_forward_gathers_what_backward_would_not() -> None:
             return head
 
     def check() -> None:
-        reference, model = twins(Recomputed, _embedding_alone)
+        reference, model = twins(RecomputedEmbedding, _embedding_alone)
         assert_trains_alike(reference, model, LOSS)
         assert_at_rest(model)
 

@@ -12,14 +12,12 @@ from engine_models import (
     EVERY_STAGE,
     SOME_STAGES,
     Net,
-    assert_at_rest,
     assert_gradients_equal,
     assert_trains_alike,
     descend,
     fsdp,
     inputs,
     mean_square,
-    record,
     rows_of_this_rank,
     sgd,
     shard,
@@ -38,7 +36,7 @@ from lamella_engine import (
     fully_shard,
     parameter_norms,
 )
-from lamella_engine._modules.attached import state_of
+from lamella_engine.testing import assert_at_rest, record, tree_of
 from lamella_testing import run_ranks
 
 
@@ -64,7 +62,7 @@ def _backward_of_all_ranks(model: nn.Module, seed: int = 0) -> None:
 
 
 def _has_pending_reductions(model: nn.Module) -> bool:
-    return state_of(model).tree.step_end.is_deferred
+    return tree_of(model).step_end.is_deferred
 
 
 def _finalized_late(sharded: nn.Module) -> GradientReductionHandle:

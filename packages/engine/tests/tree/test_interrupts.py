@@ -8,18 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_models import (
-    BF16,
-    Net,
-    assert_at_rest,
-    fsdp,
-    inputs,
-    local,
-    mesh_of,
-    no_gradient_sync,
-    rows_of_this_rank,
-    shard,
-)
+from engine_models import BF16, Net, fsdp, inputs, local, mesh_of, no_gradient_sync, rows_of_this_rank, shard
 from fused_models import FusedNet, fuse
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -28,6 +17,7 @@ import lamella_buffers
 import lamella_engine
 from lamella_buffers import PoolAllocator
 from lamella_engine import DDP, HFSDP, HSDP, ZERO1, ZERO2, ZERO3, ShardingOptions
+from lamella_engine.testing import assert_at_rest
 from lamella_testing import run_ranks
 from lamella_testing.interrupts import Interrupt
 

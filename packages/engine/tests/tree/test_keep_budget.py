@@ -6,24 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from engine_models import (
-    Log,
-    Net,
-    Routed,
-    assert_at_rest,
-    assert_trains_alike,
-    fsdp,
-    inputs,
-    mean_square,
-    record_third_step,
-    shard,
-    twins,
-    units,
-    unsharded_nbytes,
-)
+from engine_models import Net, Routed, assert_trains_alike, fsdp, inputs, mean_square, record_third_step, shard, twins
 from torch.utils.checkpoint import checkpoint
 
 from lamella_engine import ZERO1, ShardingOptions, fully_shard
+from lamella_engine.testing import CollectiveLog, assert_at_rest, named_units, unsharded_nbytes
 from lamella_testing import run_ranks
 
 X = inputs()
@@ -32,10 +19,10 @@ BLOCKS = [f"layers.{i}" for i in range(5)]
 
 
 def _unsharded_blocks(model: Any) -> list[str]:
-    return [name for name, unit in units(model) if unit.weights.is_unsharded and name != "root"]
+    return [name for name, unit in named_units(model) if unit.weights.is_unsharded and name != "root"]
 
 
-def _learned(model: Any, num_blocks: float) -> tuple[Any, Log]:
+def _learned(model: Any, num_blocks: float) -> tuple[Any, CollectiveLog]:
     """A model whose order is known, whose budget holds so many blocks."""
     fsdp(model).set_options(keep_budget=int(num_blocks * unsharded_nbytes(model.layers[0])))
     return model, record_third_step(model, LOSS)
@@ -116,7 +103,7 @@ def test_several_forwards_before_their_backward_share_the_budget() -> None:
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_recomputed_units_may_stay(reentrant: bool) -> None:
-    class Recomputed(Net):
+    class RecomputedNet(Net):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             x = self.stem(x)
             for layer in self.layers:
@@ -125,7 +112,7 @@ def test_recomputed_units_may_stay(reentrant: bool) -> None:
             return head
 
     def check() -> None:
-        reference, model = twins(Recomputed)
+        reference, model = twins(RecomputedNet)
         _, log = _learned(model, 2)
         LOSS(model).backward()
         assert sorted(log.units_of("gather")) == ["layers.0", "layers.0", "layers.1", "layers.2", "root"]

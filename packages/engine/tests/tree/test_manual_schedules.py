@@ -7,26 +7,22 @@ from typing import Any
 import pytest
 import torch
 from engine_models import (
-    assert_at_rest,
     assert_gradients_equal,
     assert_shard_equals,
     assert_weights_equal,
     fsdp,
     inputs,
     mesh_of,
-    record,
     rows_of_this_rank,
     sgd,
     twins,
-    units,
 )
-from fake_streams import WaitingStream
-from schedule_models import NUM_LAYERS, Block, Microbatch, Stack, backward_dw, delay, in_turns
+from schedule_models import NUM_LAYERS, Microbatch, ScheduledBlock, Stack, backward_dw, delay, in_turns
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lamella_engine import HFSDP, HSDP, ZERO1, ZERO2, ZERO3, ShardingOptions, delay_gradient, fully_shard
-from lamella_engine._streams.streams import Streams
+from lamella_engine.testing import Streams, WaitingStream, assert_at_rest, named_units, record
 from lamella_testing import run_ranks
 
 STAGES: dict[str, tuple[tuple[int, ...], Any]] = {
@@ -115,7 +111,7 @@ def test_only_units_that_somebody_holds_have_bytes() -> None:
         seen = set()
 
         def look() -> None:
-            for name, unit in units(model):
+            for name, unit in named_units(model):
                 has_bytes = any(g.unsharded_weight.flat.untyped_storage().nbytes() for g in unit.parameters.groups)
                 assert has_bytes == (unit.weights.num_holds > 0), f"{name}: {unit.weights.num_holds} holds"
                 seen.add(unit.weights.num_holds)
@@ -148,7 +144,7 @@ def test_a_unit_is_gathered_once_for_all_who_hold_it(stage: str, blocks: list[in
             gathers = log.units_of("gather")
             assert [gathers.count(f"layers.{i}") for i in range(NUM_LAYERS)] == blocks
             assert gathers.count("root") == root
-            assert all(log.units_of("reduce").count(name) == reductions for name, _ in units(model))
+            assert all(log.units_of("reduce").count(name) == reductions for name, _ in named_units(model))
 
     run_ranks(on_each_rank, 2)
 
@@ -195,8 +191,8 @@ class _Piecewise(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Linear(3, 8)
-        self.block = Block()
-        self.other = Block()
+        self.block = ScheduledBlock()
+        self.other = ScheduledBlock()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.other(self.stem(x))
@@ -248,7 +244,7 @@ def test_a_recomputed_piece_runs_once_more_and_no_more_often_in_the_second_step(
         assert isinstance(model, Stack)
         calls = 0
         block = model.layers[0]
-        assert isinstance(block, Block)
+        assert isinstance(block, ScheduledBlock)
         experts = block.experts
 
         def counted(x: torch.Tensor) -> torch.Tensor:
@@ -396,7 +392,7 @@ def test_a_gather_at_rest_waits_for_who_wrote_the_shards_and_for_every_reader_be
     def on_each_rank() -> None:
         model = Stack()
         _shard(model, "ZERO3")
-        streams = dict(units(model))["root"].parameters.context.streams
+        streams = dict(named_units(model))["root"].parameters.context.streams
         waits: list[object] = []
         stream: Any = streams.all_gather_stream
         stream.wait_event = stream.wait_stream = waits.append
@@ -423,7 +419,7 @@ def test_every_stream_that_waits_for_a_hold_waits_for_the_gather() -> None:
     def on_each_rank(patch: pytest.MonkeyPatch) -> None:
         model = Stack()
         _shard(model, "ZERO3")
-        streams = dict(units(model))["root"].parameters.context.streams
+        streams = dict(named_units(model))["root"].parameters.context.streams
         gathers, first, second = WaitingStream(), WaitingStream(), WaitingStream()
         streams.__dict__["all_gather_stream"] = gathers
         holds = []

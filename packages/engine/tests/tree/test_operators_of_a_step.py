@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from engine_models import units
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lamella_buffers import Done, Payload, Pending, ReduceOp
 from lamella_engine import MixedPrecisionPolicy, fully_shard
+from lamella_engine.testing import named_units
 from lamella_testing import run_ranks
 
 WIDTH, NUM_PARAMETERS = 256, 8
@@ -21,7 +21,7 @@ MOST_CALLS = 600
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
 
 
-class _Still:
+class _StillWork:
     """A transport of two ranks that moves nothing."""
 
     rank = 0
@@ -37,7 +37,7 @@ class _Still:
         return Done()
 
 
-class _Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _CountedOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.num: int = 0
@@ -58,7 +58,7 @@ Count = Callable[[Callable[[], None]], int]  # what a step makes
 
 
 def _num_operators(step: Callable[[], None]) -> int:
-    counted = _Counted()
+    counted = _CountedOperators()
     with counted:
         step()
     return counted.num
@@ -100,9 +100,9 @@ def _num_sharded(count: Count, num_units: int) -> int:
     model = _model(num_units)
     for part in (*model, model):
         fully_shard(part, mesh=mesh, mp_policy=BF16)
-    for _, unit in units(model):
+    for _, unit in named_units(model):
         for group in unit.parameters.groups:
-            group.transports.shard = _Still()
+            group.transports.shard = _StillWork()
     return _num_in_third_step(count, model, torch.float32)
 
 

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from engine_models import (
     Net,
     Routed,
-    assert_at_rest,
     assert_trains_alike,
     fsdp,
     inputs,
@@ -24,6 +23,7 @@ from engine_models import (
 from torch import nn
 
 from lamella_engine import HSDP, ZERO3, ShardingOptions, fully_shard
+from lamella_engine.testing import assert_at_rest
 from lamella_testing import run_ranks
 
 X = inputs()

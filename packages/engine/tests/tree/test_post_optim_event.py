@@ -8,8 +8,7 @@ import torch
 from engine_models import assert_trains_alike, fsdp, inputs, mean_square, twins
 from torch import nn
 
-from lamella_engine._modules.attached import state_of
-from lamella_engine._streams.streams import Streams
+from lamella_engine.testing import streams_of
 from lamella_testing import run_ranks
 
 X = inputs()
@@ -19,13 +18,9 @@ LOSS = mean_square(lambda model: model(X))
 def _waits(model: nn.Module) -> list[object]:
     """What the gather stream will have waited for: events, and whole streams."""
     waits: list[object] = []
-    stream: Any = _streams(model).all_gather_stream
+    stream: Any = streams_of(model).all_gather_stream
     stream.wait_event = stream.wait_stream = waits.append
     return waits
-
-
-def _streams(model: nn.Module) -> Streams:
-    return state_of(model).tree.streams
 
 
 def test_the_next_forward_waits_for_it_alone_and_the_one_after_for_everything() -> None:
@@ -41,7 +36,7 @@ def test_the_next_forward_waits_for_it_alone_and_the_one_after_for_everything() 
         waits.clear()
         model(X)
         assert event not in waits
-        assert waits[0] == _streams(model).compute_stream
+        assert waits[0] == streams_of(model).compute_stream
 
     run_ranks(check, 1)
 

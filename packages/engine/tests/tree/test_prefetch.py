@@ -7,27 +7,25 @@ from dataclasses import dataclass
 
 import torch
 from engine_models import (
-    Log,
     Net,
     Residual,
     Routed,
-    assert_at_rest,
     assert_gradients_equal,
     assert_trains_alike,
     inputs,
     mean_square,
-    record,
     shard,
     twins,
 )
 from torch import nn
 
+from lamella_engine.testing import CollectiveLog, assert_at_rest, record
 from lamella_testing import run_ranks
 
 X = inputs()
 
 
-def _gathers(log: Log) -> list[str]:
+def _gathers(log: CollectiveLog) -> list[str]:
     return log.units_of("gather")
 
 
@@ -69,13 +67,13 @@ def test_several_outputs_and_inputs_of_a_unit_do_not_disturb_the_order() -> None
         x: torch.Tensor
         memory: torch.Tensor
 
-    class Pair(Residual):
+    class PairBlock(Residual):
         def forward(self, state: State) -> State:  # type: ignore[override]
             return State(super().forward(state.x), super().forward(state.memory))
 
-    class Model(Net):
+    class PairNet(Net):
         def make_layer(self, dim: int) -> nn.Module:
-            return Pair(dim)
+            return PairBlock(dim)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             state = State(self.stem(x), self.stem(-x))
@@ -85,7 +83,7 @@ def test_several_outputs_and_inputs_of_a_unit_do_not_disturb_the_order() -> None
             return head
 
     def check() -> None:
-        model = shard(Model())
+        model = shard(PairNet())
         for _ in range(2):
             model(X).mean().backward()
         out = model(X)

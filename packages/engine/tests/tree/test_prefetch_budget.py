@@ -6,32 +6,20 @@ from typing import Any
 
 import pytest
 import torch
-from engine_models import (
-    Log,
-    Net,
-    assert_at_rest,
-    assert_trains_alike,
-    fsdp,
-    inputs,
-    mean_square,
-    record_third_step,
-    shard,
-    twins,
-    units,
-    unsharded_nbytes,
-)
+from engine_models import Net, assert_trains_alike, fsdp, inputs, mean_square, record_third_step, shard, twins
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from lamella_engine import DataParallelMeshDims, MixedPrecisionPolicy, fully_shard
+from lamella_engine.testing import CollectiveLog, assert_at_rest, named_units, unsharded_nbytes
 from lamella_testing import run_ranks
 
 X = inputs()
 LOSS = mean_square(lambda model: model(X))
 
 
-def _learned(model: Any, num_blocks: float | None) -> tuple[Net, Log]:
+def _learned(model: Any, num_blocks: float | None) -> tuple[Net, CollectiveLog]:
     """A model whose order is known, whose budget holds so many blocks."""
     budget = None if num_blocks is None else int(num_blocks * unsharded_nbytes(model.layers[0]))
     fsdp(model).set_options(prefetch_budget=budget)
@@ -148,14 +136,14 @@ def test_a_unit_whose_backward_needs_no_weights_takes_no_room_there() -> None:
 
 
 def test_a_block_that_runs_twice_is_gathered_ahead_twice() -> None:
-    class Twice(Net):
+    class RepeatedLayer(Net):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             x = self.layers[1](self.layers[0](self.stem(x)))
             head: torch.Tensor = self.head(self.layers[2](self.layers[0](x)))
             return head
 
     def check() -> None:
-        reference, model = twins(Twice)
+        reference, model = twins(RepeatedLayer)
         _, log = _learned(model, 3)
         log.clear()
         LOSS(model)
@@ -213,7 +201,7 @@ def test_what_a_unit_weighs_is_what_it_allocates() -> None:
     def check() -> None:
         for policy in (MixedPrecisionPolicy(), MixedPrecisionPolicy(param_dtype=torch.bfloat16)):
             layer = fully_shard(Net().layers[0], mp_policy=policy)
-            (group,) = dict(units(layer))["root"].parameters.groups
+            (group,) = dict(named_units(layer))["root"].parameters.groups
             fsdp(layer).unshard()
             assert unsharded_nbytes(layer) == group.unsharded_weight.flat.untyped_storage().nbytes() > 0
 
@@ -227,7 +215,7 @@ def test_tensor_parallel_ranks_with_unequal_parts_count_alike() -> None:
         model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [Replicate(), Shard(0)]))
         model.bias = nn.Parameter(distribute_tensor(model.bias.detach(), mesh, [Replicate(), Replicate()]))
         fully_shard(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="data"))
-        (group,) = dict(units(model))["root"].parameters.groups
+        (group,) = dict(named_units(model))["root"].parameters.groups
         fsdp(model).unshard()
         return unsharded_nbytes(model), group.unsharded_weight.flat.untyped_storage().nbytes()
 

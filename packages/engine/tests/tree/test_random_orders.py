@@ -15,34 +15,30 @@ from typing import Any
 import pytest
 import torch
 from engine_models import (
+    Boom,
     Net,
     Residual,
-    assert_at_rest,
     assert_gradients_equal,
     assert_weights_equal,
     case,
     fsdp,
     no_gradient_sync,
     twins,
-    units,
 )
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lamella_engine import fully_shard
-from lamella_engine._unit.weights import Residency, UnitWeights
+from lamella_engine._unit.weights import UnitWeights
+from lamella_engine.testing import Residency, assert_at_rest, named_units
 from lamella_testing import run_ranks
 
 NUM_STEPS, NUM_BLOCKS = 12, 5
 X = torch.randn(4, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
-class _Boom(Exception):
-    pass
-
-
 def _boom(_: torch.Tensor) -> None:
-    raise _Boom
+    raise Boom
 
 
 class _Nested(nn.Module):
@@ -76,7 +72,7 @@ class _Random(Net):
         x = self.stem(x)
         for position, i in enumerate(self.route):
             if self.fails_at == ("forward", position):
-                raise _Boom
+                raise Boom
             if self.fails_at == ("backward", position):
                 x.register_hook(_boom)  # type: ignore[no-untyped-call]
             if self.recomputes is None or not torch.is_grad_enabled():
@@ -163,7 +159,7 @@ def _failing_first(choose: Random, pair: Pair) -> None:
     fails_at = (choose.choice(["forward", "backward"]), choose.randrange(NUM_BLOCKS))
     for model in pair:
         route, model.route, model.fails_at = model.route, tuple(range(NUM_BLOCKS)), fails_at
-        with pytest.raises(_Boom):
+        with pytest.raises(Boom):
             _loss(model).backward()
         model.route, model.fails_at = route, ("nowhere", 0)
         model.zero_grad()
@@ -182,7 +178,7 @@ class _Watch:
     """Sees every change of every unit's residency."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._units = [unit for _, unit in units(model)]
+        self._units = [unit for _, unit in named_units(model)]
         self._largest = max(unit.parameters.unsharded_nbytes for unit in self._units)
         self.budget: int | None = None
         self.num_gathers = self.num_used = 0
@@ -214,7 +210,7 @@ def _run(seed: int) -> None:
     choose = Random(seed)
     pair = twins(_make, _cut, seed=seed)
     watch = _Watch(pair[1])
-    block = dict(units(pair[1]))["layers.0"].parameters.unsharded_nbytes
+    block = dict(named_units(pair[1]))["layers.0"].parameters.unsharded_nbytes
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9) for model in pair]
     done: list[str] = []
     with watch.watching(pytest.MonkeyPatch()):

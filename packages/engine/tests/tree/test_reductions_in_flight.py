@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import gc
 import weakref
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from engine_models import (
     Net,
-    assert_at_rest,
     assert_gradients_equal,
     assert_trains_alike,
     fsdp,
@@ -20,29 +18,28 @@ from engine_models import (
     mesh_of,
     shard,
     twins,
-    units,
 )
-from fake_streams import Work, fake_streams
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from lamella_engine import fully_shard, share_comm_ctx
-from lamella_engine._modules.attached import state_of
-from lamella_engine._parameters import reduction
-from lamella_engine._parameters.group import ParameterGroup, Reduced
-from lamella_engine._streams.streams import Reduction, Streams
+from lamella_engine._streams.streams import Reduction
+from lamella_engine.testing import (
+    FakeWork,
+    assert_at_rest,
+    fake_streams,
+    gradient_installs_watched,
+    named_units,
+    streams_of,
+)
 from lamella_testing import run_ranks
 
 X = inputs()
 LOSS = mean_square(lambda model: model(X))
 
 
-def _streams(model: nn.Module) -> Streams:
-    return state_of(model).tree.streams
-
-
 def _most_in_flight(model: nn.Module) -> int:
-    streams, most = _streams(model), 0
+    streams, most = streams_of(model), 0
     hold = streams.hold
 
     def count(reduction: Reduction) -> None:
@@ -62,7 +59,7 @@ def test_as_many_are_in_flight_as_asked_for_and_none_after_backward(num: int) ->
         reference, model = twins()
         fsdp(model).set_reduce_scatter_max_input_buffers(num)
         assert _most_in_flight(model) == min(num, 4), "three blocks and the rest"
-        assert not _streams(model)._reductions
+        assert not streams_of(model)._reductions
         model.zero_grad()
         assert_trains_alike(reference, model, LOSS)
 
@@ -70,22 +67,17 @@ def test_as_many_are_in_flight_as_asked_for_and_none_after_backward(num: int) ->
 
 
 @pytest.mark.parametrize("num_axes", [1, 2])
-def test_the_optimizer_comes_after_what_follows_a_reduction(num_axes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_optimizer_comes_after_what_follows_a_reduction(num_axes: int) -> None:
     """Gradients are divided, cast and added to after they were reduced, on the stream that did."""
-    installed: list[Work] = []
-    real = reduction.install_gradients
+    installed: list[FakeWork] = []
 
     def check() -> None:
         mesh = mesh_of((2,) * num_axes)
         _, model = twins(apply=lambda model: fully_shard(model.layers[0], mesh=mesh) and fully_shard(model, mesh=mesh))
         streams = fake_streams(model)
 
-        def install(group: ParameterGroup, reduced: Reduced, **options: Any) -> None:
-            installed.append(streams.work())
-            real(group, reduced, **options)
-
-        monkeypatch.setattr(reduction, "install_gradients", install)
-        LOSS(model).backward()
+        with gradient_installs_watched(lambda _: installed.append(streams.work())):
+            LOSS(model).backward()
         assert len(installed) == 2
         assert all(work.is_before(streams.compute.seen) for work in installed)
 
@@ -118,7 +110,7 @@ def test_reductions_stay_in_flight_between_backwards_until_the_last() -> None:
         for is_last in (False, True):
             fsdp(model).set_is_last_backward(is_last)
             LOSS(model).backward()
-            assert len(_streams(model)._reductions) == (0 if is_last else 4)
+            assert len(streams_of(model)._reductions) == (0 if is_last else 4)
             LOSS(reference).backward()
         assert_gradients_equal(reference, model)
 
@@ -132,10 +124,13 @@ def test_reductions_may_have_a_communicator_of_their_own() -> None:
         fsdp(model).set_separate_reduce_scatter_group()
         fsdp(model).set_separate_reduce_scatter_group(True)
         assert len(dist.distributed_c10d._world.pg_map) == num_groups + 1, "units on the same ranks share one, once"
-        assert len({id(group.transports.reduce) for _, unit in units(model) for group in unit.parameters.groups}) == 1
+        assert (
+            len({id(group.transports.reduce) for _, unit in named_units(model) for group in unit.parameters.groups})
+            == 1
+        )
         assert_trains_alike(reference, model, LOSS)
         fsdp(model).set_separate_reduce_scatter_group(False, recurse=False)
-        assert [unit.parameters.groups[0].transports.reduce is None for _, unit in units(model)] == [
+        assert [unit.parameters.groups[0].transports.reduce is None for _, unit in named_units(model)] == [
             True,
             False,
             False,
@@ -164,7 +159,7 @@ def test_trees_that_share_streams_train_as_they_would_alone() -> None:
         LOSS(models[1]).backward()
         models[1].zero_grad()
         share_comm_ctx([fsdp(model) for model in models])
-        first, second = (_streams(model) for model in models)
+        first, second = (streams_of(model) for model in models)
         assert first.all_gather_stream is second.all_gather_stream
         assert first.reduce_scatter_stream is second.reduce_scatter_stream
         assert first is not second, "each stays the outermost unit of its own tree"
@@ -181,9 +176,9 @@ def test_trees_that_share_streams_keep_no_more_reductions_in_flight_than_one() -
         share_comm_ctx([fsdp(model) for model in models])
         fsdp(models[0]).set_is_last_backward(False)
         LOSS(models[0]).backward()
-        assert len(_streams(models[0])._reductions) == 1
+        assert len(streams_of(models[0])._reductions) == 1
         assert _most_in_flight(models[1]) == 1
-        assert not _streams(models[0])._reductions
+        assert not streams_of(models[0])._reductions
 
     run_ranks(check, 2)
 
@@ -210,7 +205,7 @@ def test_what_cannot_share_streams_is_refused() -> None:
         with pytest.raises(ValueError, match=r"`modules` to be a list of units, got Linear"):
             share_comm_ctx([fsdp(model), model.stem])  # type: ignore[list-item]
         other = shard(Net())
-        _streams(other).device = torch.device("meta")
+        streams_of(other).device = torch.device("meta")
         with pytest.raises(ValueError, match=r"units on one device, got cpu and meta"):
             share_comm_ctx([fsdp(model), fsdp(other)])
 

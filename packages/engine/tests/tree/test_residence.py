@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_models import assert_at_rest, assert_gradients_equal, fsdp, record, rows_of_this_rank, twins, units
+from engine_models import assert_gradients_equal, fsdp, rows_of_this_rank, twins
 from schedule_models import Stack, backward_dw
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -15,13 +15,14 @@ from torch.distributed.tensor import DTensor, Shard
 
 from lamella_engine import ZERO1, ZERO3, AxisPlacement, ShardingOptions, UnitResidence, fully_shard
 from lamella_engine._api.residence import _mark_read
+from lamella_engine.testing import assert_at_rest, named_units, record
 from lamella_testing import run_ranks
 
 BATCHES = [torch.randn(8, 3, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2)]
 
 
 @dataclass(frozen=True)
-class _Event:
+class _UseEvent:
     microbatch: int
     layer: int | None
     phase: str
@@ -54,13 +55,13 @@ def _run_microbatch(residence: UnitResidence, model: Stack, microbatch: int, bat
     everything = (None, *range(len(model.layers)))
     for phase in ("forward", "backward"):
         for layer in everything:
-            residence.acquire(_Event(microbatch, layer, phase))
+            residence.acquire(_UseEvent(microbatch, layer, phase))
         for layer in everything:
-            residence.used(_Event(microbatch, layer, phase))
+            residence.used(_UseEvent(microbatch, layer, phase))
         if phase == "backward":
             _backward(model, batch)
         for layer in reversed(everything):
-            residence.finished(_Event(microbatch, layer, phase))
+            residence.finished(_UseEvent(microbatch, layer, phase))
 
 
 @pytest.mark.parametrize(("placements", "num_reductions"), [(ZERO3, 2), (ZERO1, 1)])
@@ -81,7 +82,7 @@ def test_backwards_reduce_as_the_stage_says_and_the_last_ends_the_step(
                 _run_microbatch(residence, model, microbatch, rows_of_this_rank(batch))
             assert_gradients_equal(reference, model, rtol=1e-4, atol=1e-6)
             assert_at_rest(model)
-            assert {log.units_of("reduce").count(name) for name, _ in units(model)} == {num_reductions}
+            assert {log.units_of("reduce").count(name) for name, _ in named_units(model)} == {num_reductions}
 
     run_ranks(on_each_rank, 2)
 
@@ -101,7 +102,7 @@ def test_a_caller_may_say_which_backward_is_the_last(placements: AxisPlacement, 
         fsdp(model).wait_for_gradients()
         assert_gradients_equal(reference, model, rtol=1e-4, atol=1e-6)
         assert_at_rest(model)
-        assert {log.units_of("reduce").count(name) for name, _ in units(model)} == {num_reductions}
+        assert {log.units_of("reduce").count(name) for name, _ in named_units(model)} == {num_reductions}
 
     run_ranks(on_each_rank, 2)
 
@@ -114,7 +115,7 @@ def test_a_layer_may_be_several_units() -> None:
         log = record(model)
         residence = UnitResidence(model, [first, later_layers])
         residence.begin_step(1)
-        events = [_Event(0, layer, "backward") for layer in (None, 0, 1)]
+        events = [_UseEvent(0, layer, "backward") for layer in (None, 0, 1)]
         for event in events:
             residence.acquire(event)
             residence.used(event)
@@ -125,7 +126,7 @@ def test_a_layer_may_be_several_units() -> None:
         assert_gradients_equal(reference, model, rtol=1e-4, atol=1e-6)
         assert_at_rest(model)
         for verb in ("gather", "reduce"):
-            assert sorted(log.units_of(verb)) == sorted(name for name, _ in units(model))
+            assert sorted(log.units_of(verb)) == sorted(name for name, _ in named_units(model))
 
     run_ranks(on_each_rank, 2)
 
@@ -136,7 +137,11 @@ def test_a_dropped_residence_leaves_every_unit_at_rest_without_a_collective() ->
         _shard(model)
         log = record(model)
         residence = _residence(model)
-        events = [_Event(0, None, "forward"), _Event(0, 0, "forward"), _Event(1, 2, "backward")]
+        events = [
+            _UseEvent(0, None, "forward"),
+            _UseEvent(0, 0, "forward"),
+            _UseEvent(1, 2, "backward"),
+        ]
         for event in events:
             residence.acquire(event)
         residence.used(events[1])
@@ -157,12 +162,12 @@ def test_gradients_are_marked_as_read_before_their_reduction(monkeypatch: pytest
     def on_each_rank() -> int:
         model = Stack()
         _shard(model)
-        streams: Any = dict(units(model))["root"].parameters.context.streams
+        streams: Any = dict(named_units(model))["root"].parameters.context.streams
         monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: marked.append(tensor))
         real = streams.device
         original = UnitResidence.finished
 
-        def finished(self: UnitResidence, event: _Event) -> None:
+        def finished(self: UnitResidence, event: _UseEvent) -> None:
             before = len(marked)
             streams.device = torch.device("cuda") if event.phase == "backward" else real
             monkeypatch.setattr(type(streams), "compute_stream", property(lambda _: torch.cpu.current_stream()))
@@ -178,7 +183,7 @@ def test_gradients_are_marked_as_read_before_their_reduction(monkeypatch: pytest
     assert run_ranks(on_each_rank, 2) == [num_parameters] * 2
 
 
-class _Part(nn.Module):
+class _SchedulePart(nn.Module):
     """A weight that comes as a DTensor on other axes, and whose layer reads the local part."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -195,17 +200,17 @@ def test_a_dtensors_gradient_is_marked_as_read_by_its_local_part(monkeypatch: py
 
     def on_each_rank() -> list[type]:
         meshes = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "experts"))
-        model: Any = fully_shard(_Part(meshes["experts"]), mesh=meshes["data"])
+        model: Any = fully_shard(_SchedulePart(meshes["experts"]), mesh=meshes["data"])
         residence = UnitResidence(model, [])
         residence.begin_step(1)
-        forward, backward = (_Event(0, None, phase) for phase in ("forward", "backward"))
+        forward, backward = (_UseEvent(0, None, phase) for phase in ("forward", "backward"))
         for event in (forward, backward):
             residence.acquire(event)
             residence.used(event)
-        loss: Any = _Part.forward(model, BATCHES[0]).sum()
+        loss: Any = _SchedulePart.forward(model, BATCHES[0]).sum()
         loss.backward()
         residence.finished(forward)
-        streams: Any = dict(units(model))["root"].parameters.context.streams
+        streams: Any = dict(named_units(model))["root"].parameters.context.streams
         real = streams.device
         monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: marked.append(tensor))
         monkeypatch.setattr(type(streams), "compute_stream", property(lambda _: torch.cpu.current_stream()))
@@ -231,6 +236,6 @@ def test_wrong_residences_and_events_are_refused() -> None:
         with pytest.raises(
             ValueError, match=r"Expected a unit for each layer of the schedule, got 3 units and layer 3"
         ):
-            residence.acquire(_Event(0, 3, "forward"))
+            residence.acquire(_UseEvent(0, 3, "forward"))
 
     run_ranks(on_each_rank, 1)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from engine_models import Net, Residual, assert_at_rest, assert_gradients_equal, case, inputs, shard, twins, whole
+from engine_models import Net, Residual, assert_gradients_equal, case, inputs, shard, twins, whole
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lamella_engine import fully_shard
+from lamella_engine.testing import assert_at_rest
 from lamella_testing import run_ranks
 
 X = inputs()

@@ -11,9 +11,9 @@ from schedule_models import Stack, backward_dw, delay
 from torch import nn
 
 from lamella_engine import fully_shard
-from lamella_engine._modules.attached import state_of
 from lamella_engine._tree.step_end import StepEnd, StepPhase
 from lamella_engine.extending import Listener, Tree, finish_deferred, finish_left
+from lamella_engine.testing import tree_of
 from lamella_testing import run_ranks
 
 OPEN, UNFINALIZED, ENDED, DEFERRED, REOPENED = StepPhase
@@ -30,7 +30,7 @@ def _backward(model: nn.Module) -> None:
 
 
 def _step_end(model: nn.Module) -> StepEnd:
-    return state_of(model).tree.step_end
+    return tree_of(model).step_end
 
 
 def test_a_backward_that_hooks_end_waits_for_its_reductions() -> None:
@@ -85,7 +85,7 @@ def test_a_last_backward_is_open_again_when_its_delayed_gradients_have_come(defe
         delay(model)
         listener = _Defers()
         if defers:
-            state_of(model).tree.listen(listener)
+            tree_of(model).listen(listener)
         model(inputs()).backward()
         assert _step_end(model).phase is ENDED
         with pytest.raises(RuntimeError, match="set_manual_backward_finalization cannot change mode"):
@@ -100,7 +100,7 @@ def test_a_wait_that_a_listener_defers_is_made_by_the_next_forward() -> None:
     def check() -> None:
         model = shard(Net())
         listener = _Defers()
-        state_of(model).tree.listen(listener)
+        tree_of(model).listen(listener)
         _backward(model)
         assert _step_end(model).phase is DEFERRED
         model(rows_of_this_rank(inputs()))
@@ -137,7 +137,7 @@ def test_the_former_name_of_the_deferred_wait_warns_and_waits() -> None:
     def check() -> None:
         model = shard(Net())
         listener = _Defers()
-        state_of(model).tree.listen(listener)
+        tree_of(model).listen(listener)
         gradients = []
         for finish in (finish_deferred, finish_left):
             _backward(model)

@@ -6,28 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from engine_models import (
-    Log,
-    assert_at_rest,
-    assert_gradients_equal,
-    fsdp,
-    inputs,
-    mesh_of,
-    no_gradient_sync,
-    record,
-    rows_of_this_rank,
-    sgd,
-    twins,
-    units,
-)
-from fake_streams import WaitingStream
-from schedule_models import NUM_LAYERS, Block, LateLinear, Stack, backward_dw, delay
+from engine_models import assert_gradients_equal, fsdp, inputs, mesh_of, no_gradient_sync, rows_of_this_rank, sgd, twins
+from schedule_models import NUM_LAYERS, LateLinear, ScheduledBlock, Stack, backward_dw, delay
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from lamella_engine import HSDP, ZERO1, ZERO3, MixedPrecisionPolicy, ShardingOptions, delay_gradient, fully_shard
-from lamella_engine._streams.streams import Streams
+from lamella_engine.testing import CollectiveLog, Streams, WaitingStream, assert_at_rest, named_units, record
 from lamella_testing import run_ranks
 
 BATCHES = [inputs(8, seed=1), inputs(8, seed=2)]
@@ -39,15 +25,15 @@ def _shard(model: nn.Module, **options: Any) -> None:
     delay(model)
 
 
-def _pair(**options: Any) -> tuple[nn.Module, Stack, Log]:
+def _pair(**options: Any) -> tuple[nn.Module, Stack, CollectiveLog]:
     reference, model = twins(Stack, lambda model: _shard(model, **options))
     assert isinstance(model, Stack)
     return reference, model, record(model)
 
 
-def _block(model: Stack, i: int) -> Block:
+def _block(model: Stack, i: int) -> ScheduledBlock:
     block = model.layers[i]
-    assert isinstance(block, Block)
+    assert isinstance(block, ScheduledBlock)
     return block
 
 
@@ -223,7 +209,7 @@ def test_a_reset_forgets_what_was_to_come() -> None:
 def test_the_caller_waits_for_reductions_when_the_last_gradient_is_there_and_not_before() -> None:
     def on_each_rank() -> None:
         _, model, _ = _pair()
-        streams = dict(units(model))["root"].parameters.context.streams
+        streams = dict(named_units(model))["root"].parameters.context.streams
         _backward(model, BATCHES[0])
         assert len(streams._reductions) == 1, "the outermost unit's overlaps with the late gradients"
         for i in range(NUM_LAYERS):
@@ -254,7 +240,7 @@ def test_replicas_are_reduced_with_the_late_gradients_too() -> None:
 def test_streams_that_made_gradients_and_those_that_use_them_wait_for_each_other() -> None:
     def on_each_rank(patch: pytest.MonkeyPatch) -> None:
         _, model, _ = _pair()
-        streams = dict(units(model))["root"].parameters.context.streams
+        streams = dict(named_units(model))["root"].parameters.context.streams
         main, side, reduce = WaitingStream(), WaitingStream(), WaitingStream()
         current: list[WaitingStream] = [main]
         patch.setattr(Streams, "compute_stream", property(lambda _: current[-1]))

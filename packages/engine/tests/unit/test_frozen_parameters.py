@@ -7,12 +7,10 @@ import torch
 from engine_models import (
     Net,
     Residual,
-    assert_at_rest,
     assert_gradients_equal,
     assert_trains_alike,
     inputs,
     mean_square,
-    record,
     shard,
     twins,
     whole,
@@ -20,6 +18,7 @@ from engine_models import (
 from torch import nn
 
 from lamella_engine import MixedPrecisionPolicy, fully_shard
+from lamella_engine.testing import assert_at_rest, record
 from lamella_testing import run_ranks
 
 X = inputs()

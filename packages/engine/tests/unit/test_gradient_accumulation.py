@@ -6,20 +6,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from engine_models import (
-    Net,
-    assert_at_rest,
-    assert_gradients_equal,
-    fsdp,
-    inputs,
-    no_gradient_sync,
-    record,
-    rows_of_this_rank,
-    shard,
-    twins,
-)
+from engine_models import Net, assert_gradients_equal, fsdp, inputs, no_gradient_sync, rows_of_this_rank, shard, twins
 from torch import nn
 
+from lamella_engine.testing import assert_at_rest, record
 from lamella_testing import run_ranks
 
 NUM_MICROBATCHES = 3
@@ -87,7 +77,7 @@ def test_microbatches_sum_to_the_large_batch(
     run_ranks(check, 2)
 
 
-class _Halves(Net):
+class _HalvedNet(Net):
     """A microbatch runs the first layer or the second."""
 
     def forward(self, x: torch.Tensor, layer: int = 0) -> torch.Tensor:
@@ -97,7 +87,7 @@ class _Halves(Net):
 
 def test_a_unit_that_the_last_microbatch_does_not_use_is_reduced_with_it() -> None:
     def check() -> None:
-        reference, sharded = twins(_Halves)
+        reference, sharded = twins(_HalvedNet)
         for layer in (0, 1):
             reference(inputs(), layer).square().mean().backward()
         with no_gradient_sync(sharded):

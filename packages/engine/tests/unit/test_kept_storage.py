@@ -6,35 +6,27 @@ from typing import Any
 
 import pytest
 import torch
-from engine_models import (
-    Net,
-    assert_trains_alike,
-    fsdp,
-    inputs,
-    mean_square,
-    record,
-    shard,
-    shard_on,
-    twins,
-)
-from engine_models import units as units_of
+from engine_models import Net, assert_trains_alike, fsdp, inputs, mean_square, shard, shard_on, twins
 from extended_models import Halves
 from torch import nn
 
 from lamella_buffers import PoolAllocator
 from lamella_engine import DDP, ZERO1, ShardingOptions, fully_shard
+from lamella_engine.testing import named_units, record
 from lamella_testing import run_ranks
 
 
 def _nbytes(model: nn.Module) -> dict[str, int]:
     return {
         name: sum(group.unsharded_weight.flat.untyped_storage().nbytes() for group in unit.parameters.groups)
-        for name, unit in units_of(model)
+        for name, unit in named_units(model)
     }
 
 
 def _addresses(model: nn.Module) -> list[int]:
-    return [group.unsharded_weight.flat.data_ptr() for _, unit in units_of(model) for group in unit.parameters.groups]
+    return [
+        group.unsharded_weight.flat.data_ptr() for _, unit in named_units(model) for group in unit.parameters.groups
+    ]
 
 
 def _loss(model: nn.Module) -> Any:
@@ -91,7 +83,7 @@ def test_it_trains_as_unsharded(way: str) -> None:
         fsdp(model).set_keep_unsharded_storage(True)
         torch.testing.assert_close(_loss(model), _loss(reference))
         before = [
-            group.unsharded_weight.flat.data_ptr() for _, unit in units_of(model) for group in unit.parameters.groups
+            group.unsharded_weight.flat.data_ptr() for _, unit in named_units(model) for group in unit.parameters.groups
         ]
         for _ in range(2):
             for twin in (reference, model):
@@ -102,7 +94,7 @@ def test_it_trains_as_unsharded(way: str) -> None:
                 torch.optim.SGD(twin.parameters(), lr=0.1).step()
                 twin.zero_grad()
         after = [
-            group.unsharded_weight.flat.data_ptr() for _, unit in units_of(model) for group in unit.parameters.groups
+            group.unsharded_weight.flat.data_ptr() for _, unit in named_units(model) for group in unit.parameters.groups
         ]
         assert before == after
 

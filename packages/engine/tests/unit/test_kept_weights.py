@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from engine_models import Net, case, fsdp, inputs, mesh_of, record, shard, twins
+from engine_models import Net, case, fsdp, inputs, mesh_of, shard, twins
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -25,6 +25,7 @@ from lamella_engine import (
     ShardingOptions,
     fully_shard,
 )
+from lamella_engine.testing import record
 from lamella_testing import run_ranks
 
 X = inputs()

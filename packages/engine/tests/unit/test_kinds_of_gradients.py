@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_models import assert_gradients_equal, case, fsdp, inputs, no_gradient_sync, twins, units, whole
+from engine_models import assert_gradients_equal, case, fsdp, inputs, no_gradient_sync, twins, whole
 from fused_models import FusedLinear, fuse
 from schedule_models import LateLinear
 from torch import nn
@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from torch.testing._internal.two_tensor import TwoTensor
 
 from lamella_engine import ZERO1, MixedPrecisionPolicy, Rows, ShardingOptions, delay_gradient, fully_shard
+from lamella_engine.testing import named_units
 from lamella_testing import run_ranks
 
 X = inputs()
@@ -58,7 +59,7 @@ def test_a_tensor_subclass_is_added_once_to_what_layers_added_up() -> None:
     def on_each_rank() -> None:
         model = FusedLinear(4, 6)
         fuse(fully_shard(model))
-        ((_, unit),) = units(model)
+        ((_, unit),) = named_units(model)
         with no_gradient_sync(model):
             model(torch.ones(3, 4)).sum().backward()
         (weight,) = (p for group in unit.parameters.groups for p in group.parameters if p.name == "weight")

@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from engine_models import Net, adamw, case, fsdp, inputs, shard, units
+from engine_models import Net, adamw, case, fsdp, inputs, shard
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lamella_buffers import PoolAllocator
 from lamella_engine import MixedPrecisionPolicy, ShardingOptions, fully_shard, fully_shard_model
+from lamella_engine.testing import named_units
 from lamella_testing import run_ranks
 
 X = inputs()
@@ -36,7 +37,7 @@ def _without_cycle_collector() -> Iterator[None]:
 def _watch(model: nn.Module) -> dict[str, weakref.ref[torch.UntypedStorage]]:
     """The storages of a sharded model: what must be gone when it is."""
     storages = {}
-    for name, unit in units(model):
+    for name, unit in named_units(model):
         for group in unit.parameters.groups:
             storages[f"{name} shards"] = weakref.ref(group.main_weight.flat.untyped_storage())
             storages[f"{name} unsharded"] = weakref.ref(group.unsharded_weight.flat.untyped_storage())

@@ -9,21 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from engine_models import (
-    assert_at_rest,
-    assert_gradients_equal,
-    fsdp,
-    inputs,
-    mesh_of,
-    no_gradient_sync,
-    record,
-    rows_of_this_rank,
-    sgd,
-    twins,
-    units,
-)
-from fake_streams import fake_streams
-from fused_models import DIM, Block, FusedLinear, FusedNet, fuse
+from engine_models import assert_gradients_equal, fsdp, inputs, mesh_of, no_gradient_sync, rows_of_this_rank, sgd, twins
+from fused_models import DIM, FusedBlock, FusedLinear, FusedNet, fuse
 from torch import nn
 
 from lamella_buffers import CachingAllocator, UnshardedBuffer
@@ -41,6 +28,7 @@ from lamella_engine import (
     set_main_grads,
 )
 from lamella_engine._unit.main_grads import MainGrads
+from lamella_engine.testing import assert_at_rest, fake_streams, named_units, record
 from lamella_testing import run_ranks
 
 X = inputs()
@@ -64,7 +52,7 @@ def _backward(model: nn.Module, x: torch.Tensor) -> None:
 
 def _assert_no_buffers(model: nn.Module) -> None:
     """Nothing that was written is alive, and nobody has a view of it."""
-    for name, unit in units(model):
+    for name, unit in named_units(model):
         for grads in unit.parameters.main_grads:
             assert grads._buffer is None, f"{name} kept its buffer"
             assert all(b.flat.untyped_storage().nbytes() == 0 for b in grads._spare), f"{name} kept its buffer's bytes"
@@ -112,7 +100,7 @@ def test_gradients_are_added_in_the_reduce_dtype_and_reduced_from_where_they_wer
         # 14 rows divide over two ranks; those that do not are staged, as gradients of autograd's are.
         model = nn.Sequential(FusedLinear(4, 14), nn.Linear(14, 13))
         fuse(fully_shard(model, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)))
-        ((_, unit),) = units(model)
+        ((_, unit),) = named_units(model)
         (group,), (grads,) = unit.parameters.groups, unit.parameters.main_grads
         group.transports.shard = watching = _Watching(group.transports.shard, grads)  # type: ignore[assignment]
         for _ in range(2):
@@ -147,7 +135,7 @@ def test_microbatches_without_sync_add_to_one_buffer_and_those_with_get_another(
     def on_each_rank() -> None:
         reference, model = _pair()
         block = model.get_submodule("layers.0")
-        (grads,) = dict(units(model))["layers.0"].parameters.main_grads
+        (grads,) = dict(named_units(model))["layers.0"].parameters.main_grads
         with no_gradient_sync(model):
             _backward(model, rows_of_this_rank(X))
             buffer = _buffer_of(grads)
@@ -185,14 +173,14 @@ def test_a_layer_may_use_its_buffer_in_one_microbatch_and_not_in_another(
     run_ranks(on_each_rank, 2)
 
 
-class _Twice(Block):
+class _TwiceBlock(FusedBlock):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(super().forward(x))
 
 
 class _TwiceNet(FusedNet):
     def make_layer(self, dim: int) -> nn.Module:
-        return _Twice()
+        return _TwiceBlock()
 
 
 def test_a_weight_that_is_used_twice_adds_twice_and_its_dummies_count_for_nothing() -> None:
@@ -207,7 +195,7 @@ def test_a_weight_that_is_used_twice_adds_twice_and_its_dummies_count_for_nothin
     run_ranks(on_each_rank, 2)
 
 
-class _Tied(nn.Module):
+class _TiedLinears(nn.Module):
     """One weight in a layer that adds to a buffer and in one that does not."""
 
     def __init__(self) -> None:
@@ -224,7 +212,7 @@ class _Tied(nn.Module):
 
 def test_a_tied_weights_other_gradient_is_added_where_the_dummy_is_zeros() -> None:
     def on_each_rank() -> None:
-        reference, model = twins(_Tied, lambda model: fuse(fully_shard(model)))
+        reference, model = twins(_TiedLinears, lambda model: fuse(fully_shard(model)))
         x = torch.randn(6, DIM, generator=torch.Generator().manual_seed(0))
         _backward(reference, x)
         _backward(model, rows_of_this_rank(x))
@@ -237,7 +225,9 @@ def test_a_buffer_lives_from_its_units_backward_until_the_next_units_reduction_a
     def on_each_rank() -> None:
         model = FusedNet()
         _shard(model)
-        layers = {name: unit.parameters.main_grads[0] for name, unit in units(model) if unit.parameters.main_grads}
+        layers = {
+            name: unit.parameters.main_grads[0] for name, unit in named_units(model) if unit.parameters.main_grads
+        }
         buffers_by_layer = {name: _keep_what_is_made(grads) for name, grads in layers.items()}
         alive: dict[str, list[str]] = {}
 
@@ -288,7 +278,7 @@ def test_bytes_come_from_the_units_allocator() -> None:
                 calls.append("free")
                 super().free(buffer)
 
-        for _, unit in units(model):
+        for _, unit in named_units(model):
             for grads in unit.parameters.main_grads:
                 grads.group.allocator = Counting()
         _backward(model, X)
@@ -341,13 +331,13 @@ def test_a_frozen_weight_and_a_backward_without_the_unit_leave_nothing_behind() 
 def test_by_hand_the_buffer_is_made_when_it_is_asked_for() -> None:
     def on_each_rank() -> None:
         for asks in (True, False):
-            reference, model = twins(Block, lambda model, asks=asks: fuse(fully_shard(model), asks=asks))
+            reference, model = twins(FusedBlock, lambda model, asks=asks: fuse(fully_shard(model), asks=asks))
             x = torch.randn(6, DIM, generator=torch.Generator().manual_seed(0))
             log = record(model)
             for scale in (1, 2):
                 _backward(reference, scale * x)
                 with fsdp(model).hold():
-                    out = Block.forward(model, scale * rows_of_this_rank(x))  # type: ignore[arg-type]
+                    out = FusedBlock.forward(model, scale * rows_of_this_rank(x))  # type: ignore[arg-type]
                     if not asks:
                         allocate_main_grads(model)
                     out.square().mean().backward()  # type: ignore[no-untyped-call]
@@ -361,7 +351,7 @@ def test_by_hand_the_buffer_is_made_when_it_is_asked_for() -> None:
 
 
 def test_a_late_weight_gradient_may_be_added_to_the_buffer() -> None:
-    class Late(FusedLinear):
+    class LateFused(FusedLinear):
         """Puts its addition off until it is told to."""
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -380,7 +370,7 @@ def test_a_late_weight_gradient_may_be_added_to_the_buffer() -> None:
             done()
 
     def on_each_rank() -> None:
-        reference, model = twins(lambda: nn.Sequential(Late(DIM, DIM), nn.Linear(DIM, 3)), fully_shard)
+        reference, model = twins(lambda: nn.Sequential(LateFused(DIM, DIM), nn.Linear(DIM, 3)), fully_shard)
         fuse(model)
         done = delay_gradient(model, model[0].weight)  # type: ignore[index]
         x = torch.randn(6, DIM, generator=torch.Generator().manual_seed(0))
@@ -436,7 +426,7 @@ def test_a_deleted_model_goes_at_once() -> None:
         _shard(model)
         _backward(model, X)
         refs: list[weakref.ref[Any]] = [weakref.ref(model.get_submodule("layers.0"))]
-        refs.append(weakref.ref(dict(units(model))["layers.0"]))
+        refs.append(weakref.ref(dict(named_units(model))["layers.0"]))
         gc.collect()
         gc.disable()
         del model

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_models import BF16, Net, Residual, assert_at_rest, fsdp, units
+from engine_models import BF16, Net, Residual, fsdp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -23,13 +23,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lamella_buffers import Done, Payload, Pending, ReduceOp
 from lamella_engine import MixedPrecisionPolicy, fully_shard
-from lamella_engine._modules.attached import state_of
+from lamella_engine.testing import assert_at_rest, named_units, require_unit
 from lamella_testing import run_ranks
 
 DIM, HIDDEN = 64, 256
 
 
-class _Block(Residual):
+class _WideBlock(Residual):
     def __init__(self) -> None:
         nn.Module.__init__(self)
         self.up = nn.Linear(DIM, HIDDEN, bias=False)
@@ -41,7 +41,7 @@ class _Wide(Net):
     def __init__(self, num_layers: int) -> None:
         nn.Module.__init__(self)
         self.stem = nn.Linear(DIM, DIM, bias=False)
-        self.layers = nn.ModuleList(_Block() for _ in range(num_layers))
+        self.layers = nn.ModuleList(_WideBlock() for _ in range(num_layers))
         self.head = nn.Linear(DIM, HIDDEN, bias=False)
 
 
@@ -54,7 +54,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.peak: int = 0
 
     def watch_units(self, model: nn.Module) -> None:
-        groups = [group for _, unit in units(model) for group in unit.parameters.groups]
+        groups = [group for _, unit in named_units(model) for group in unit.parameters.groups]
         self.watch([group.main_weight.flat for group in groups])
         self.watch([group.unsharded_weight.flat for group in groups])
 
@@ -87,7 +87,7 @@ def _union_nbytes(ranges: Iterable[tuple[int, int]]) -> int:
     return total
 
 
-class _Still:
+class _StillTransport:
     """A transport of two ranks that moves nothing."""
 
     rank = 0
@@ -119,7 +119,7 @@ class _Cost:
 
 
 def _cost(module: nn.Module, policy: MixedPrecisionPolicy) -> _Cost:
-    (layout,) = (group.layout for group in state_of(module).unit.parameters.groups)
+    (layout,) = (group.layout for group in require_unit(module).parameters.groups)
     compute = policy.compute_dtype_of(torch.float32)
     reduce = policy.reduce_dtype_of(torch.float32)
     numel = sum(torch.Size(shape).numel() for shape in layout.shapes)
@@ -137,9 +137,9 @@ def _build(num_layers: int, policy: MixedPrecisionPolicy, **options: Any) -> _Wi
     for layer in model.layers:
         fully_shard(layer, mp_policy=policy, **options)
     fully_shard(model, mp_policy=policy, mesh=options.get("mesh"))
-    for _, unit in units(model):
+    for _, unit in named_units(model):
         for group in unit.parameters.groups:
-            group.transports.shard = _Still()
+            group.transports.shard = _StillTransport()
     return model
 
 
@@ -176,7 +176,7 @@ def test_sharding_a_unit_holds_its_shards_and_one_whole_copy_of_it(policy: Mixed
     def check() -> None:
         mesh = init_device_mesh("cpu", (4,))
         with LiveBytes() as live:
-            block = _Block()
+            block = _WideBlock()
             nbytes = sum(parameter.nbytes for parameter in block.parameters())
             live.peak = 0
             fully_shard(block, mesh=mesh, mp_policy=policy)

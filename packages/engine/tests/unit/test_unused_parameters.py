@@ -8,7 +8,6 @@ import torch.distributed as dist
 from engine_models import (
     Net,
     Residual,
-    assert_at_rest,
     assert_gradients_equal,
     assert_trains_alike,
     assert_weights_equal,
@@ -21,13 +20,14 @@ from engine_models import (
 from torch import nn
 
 from lamella_engine import fully_shard
+from lamella_engine.testing import assert_at_rest
 from lamella_testing import run_ranks
 
 X = inputs()
 LOSS = mean_square(lambda model: model(X))
 
 
-class _Experts(nn.Module):
+class _TwoExperts(nn.Module):
     """Two linears of which a call uses one, or none."""
 
     def __init__(self, dim: int) -> None:
@@ -40,7 +40,7 @@ class _Experts(nn.Module):
 
 class _Moe(Net):
     def make_layer(self, dim: int) -> nn.Module:
-        return _Experts(dim)
+        return _TwoExperts(dim)
 
     def forward(self, x: torch.Tensor, experts: tuple[int | None, ...]) -> torch.Tensor:  # type: ignore[override]
         x = self.stem(x)
@@ -190,7 +190,7 @@ def test_parameters_without_elements_are_sharded_like_any_other(num_ranks: int) 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x + self.rows.sum() + self.columns.sum()
 
-    class Model(Net):
+    class NothingNet(Net):
         def make_layer(self, dim: int) -> nn.Module:
             return Nothing()
 
@@ -203,7 +203,7 @@ def test_parameters_without_elements_are_sharded_like_any_other(num_ranks: int) 
             return out
 
     def check() -> None:
-        assert_trains_alike(*twins(Model), LOSS)
+        assert_trains_alike(*twins(NothingNet), LOSS)
 
     run_ranks(check, num_ranks)
 
@@ -213,12 +213,12 @@ def test_what_is_upstream_of_an_input_that_a_unit_ignores_has_no_gradient() -> N
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x.detach())
 
-    class Model(Net):
+    class StopperNet(Net):
         def make_layer(self, dim: int) -> nn.Module:
             return Stopper(dim)
 
     def check() -> None:
-        pair = twins(Model)
+        pair = twins(StopperNet)
         for _ in range(2):
             gradients = []
             for model in pair:

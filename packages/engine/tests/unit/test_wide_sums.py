@@ -10,13 +10,13 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from engine_models import Net, assert_at_rest, fsdp, mesh_of, no_gradient_sync, record, units, whole
+from engine_models import Net, fsdp, mesh_of, no_gradient_sync, whole
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from lamella_buffers import GlooTransport
 from lamella_engine import DDP, HFSDP, HSDP, ZERO1, ZERO2, ZERO3, MixedPrecisionPolicy, ShardingOptions, fully_shard
-from lamella_engine._parameters import reduction
+from lamella_engine.testing import assert_at_rest, named_units, record, reductions_in
 from lamella_layout import Rows
 from lamella_testing import run_ranks
 
@@ -147,11 +147,6 @@ def _train(model: Any, reduces_each: bool) -> list[float]:
     return losses
 
 
-def _wide_wire() -> Any:
-    """As if the wire had to be as wide as the sum."""
-    return patch.object(reduction, "wire_dtype", lambda _: FP32)
-
-
 SETTINGS: dict[str, tuple[tuple[int, ...], dict[str, Any], Callable[[Any], object]]] = {
     "ZERO3": ((2,), {}, lambda model: None),
     "ZERO1": ((2,), {"options": ShardingOptions(placements=ZERO1)}, lambda model: None),
@@ -182,7 +177,7 @@ def test_training_takes_the_steps_of_a_wide_wire(setting: str, reduces_each: boo
             return _train(model, reduces_each), [whole(parameter) for parameter in model.parameters()]
 
         losses, weights = trained()
-        with _wide_wire():
+        with reductions_in(FP32):
             expected_losses, expected_weights = trained()
         assert losses == expected_losses
         for weight, expected in zip(weights, expected_weights, strict=True):
@@ -251,7 +246,7 @@ def test_ranks_agree_on_the_wire_where_only_one_of_them_has_sums() -> None:
 def test_gradients_that_autograd_makes_in_fp32_travel_in_fp32() -> None:
     def check() -> None:
         model = fully_shard(_Scaled(), mp_policy=POLICY)
-        ((_, unit),) = units(model)
+        ((_, unit),) = named_units(model)
         for parameter in unit.parameters.groups[0].parameters:
             parameter.unsharded.grad_dtype = FP32
         log = record(model)

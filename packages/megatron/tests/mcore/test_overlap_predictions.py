@@ -25,7 +25,7 @@ from overlap_runs import (
 )
 from torch import nn
 
-from lamella_engine._modules.attached import units_of
+from lamella_engine.testing import tree_of
 from lamella_testing import run_ranks
 from lamella_testing.megatron import (
     EXPERTS,
@@ -45,13 +45,13 @@ def test_units_of_predictions_are_gathered_once_a_pass_and_reduced_once_a_microb
         case = Case(kind="*E/*E/*E", groups="[*E]")
         model = model_of(case)
         gathers, reductions, counted = Counter[str](), Counter[str](), list[int]()
-        groups = [group for unit in units_of(model, recurse=True) for group in unit.parameters.groups]
+        groups = [group for unit in tree_of(model).units for group in unit.parameters.groups]
         buffers = [group.unsharded_weight.flat for group in groups if not group.form.computes_with_main]
 
         def weigh() -> None:
             counted.append(sum(buffer.untyped_storage().nbytes() for buffer in buffers))
 
-        for unit in units_of(model, recurse=True):
+        for unit in tree_of(model).units:
             dense = unit.parameters.groups[0]
             dense.transports.shard = _Counting(dense.transports.shard, unit.parameters.name, gathers, reductions, weigh)
         overlapped(model, DATA[0], case)

@@ -10,7 +10,8 @@ import torch
 
 from lamella_checkpoint._base.manifest import Manifest
 from lamella_checkpoint._formats.checksums import ByteSpan, ChecksumStream
-from lamella_checkpoint._formats.dcp_write import Placed, complete, without_archive_checksums, write_metadata
+from lamella_checkpoint._formats.dcp_write import complete, without_archive_checksums, write_metadata
+from lamella_checkpoint._formats.placed import Placed
 from lamella_checkpoint._formats.small_archives import save
 from lamella_files import FilledBox, Source, WriteOptions, objects_once, stream
 

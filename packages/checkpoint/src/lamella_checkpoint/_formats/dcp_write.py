@@ -43,26 +43,13 @@ from lamella_checkpoint._formats.checksums import (
     whole_file_checksum,
 )
 from lamella_checkpoint._formats.extra_by_rank import without_equal_values
+from lamella_checkpoint._formats.placed import Placed
 from lamella_checkpoint._formats.small_archives import save
 from lamella_checkpoint._state.shares import Encoded, Item
 from lamella_files import METADATA_FILE, WRITTEN_BY
-from lamella_layout import Chunk
 
 _NUM_THREADS: Final = 4
 _SPLIT_NBYTES: Final = 64 << 20  # From about this size on, a second file with a thread pays.
-
-
-@dataclass(frozen=True, kw_only=True)
-class Placed:
-    """An item written to a file, with the metadata's contents for the item. Pickles small."""
-
-    names: tuple[str, ...]
-    shape: tuple[int, ...] | None
-    chunk: Chunk | None
-    dtype: torch.dtype | None
-    file: str
-    span: ByteSpan
-    checksum: int
 
 
 def write_items(directory: Path, rank: int, items: Sequence[Item], *, archive_checksums: bool = False) -> list[Placed]:

@@ -10,14 +10,12 @@ Note [One `extra` for all ranks, or a value for each]
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import Any, Final, cast
 
 from lamella_checkpoint._base.manifest import MANIFEST_FILE, Manifest
 from lamella_checkpoint._formats.dcp_read import StoredCheckpoint
+from lamella_checkpoint._formats.placed import Placed
 from lamella_files import CheckpointDamaged, Json, decode_extra, short
-
-if TYPE_CHECKING:
-    from lamella_checkpoint._formats.dcp_write import Placed
 
 _SECTION: Final = "extra"
 
@@ -38,9 +36,7 @@ def texts(extra: Mapping[str, Json], rank: int) -> Iterator[tuple[str, str]]:
         yield name_of(rank, key), json.dumps(value)
 
 
-def without_equal_values(
-    parts: "Sequence[Sequence[Placed]]", manifest: Manifest
-) -> "tuple[list[list[Placed]], Manifest]":
+def without_equal_values(parts: Sequence[Sequence[Placed]], manifest: Manifest) -> tuple[list[list[Placed]], Manifest]:
     """All ranks' placed items without values that equal rank 0's, and the manifest with the keys of the others."""
     values: dict[str, dict[int, Placed]] = {}
     for rank, part in enumerate(parts):
@@ -93,5 +89,5 @@ def _loaded(stored: StoredCheckpoint, name: str) -> Json:
         raise CheckpointDamaged(str(file), f"expected JSON for {name!r}, got {short(text)}: {error}") from error
 
 
-def _data_of(placed: "Placed") -> tuple[int, int]:
+def _data_of(placed: Placed) -> tuple[int, int]:
     return placed.span.length, placed.checksum

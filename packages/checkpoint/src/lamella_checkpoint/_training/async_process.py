@@ -30,7 +30,8 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from lamella_checkpoint._formats.checksums import ByteSpan
-from lamella_checkpoint._formats.dcp_write import Form, Placed, write_items
+from lamella_checkpoint._formats.dcp_write import Form, write_items
+from lamella_checkpoint._formats.placed import Placed
 from lamella_checkpoint._state.contents import Ranks
 from lamella_checkpoint._state.shares import Item, differing
 from lamella_checkpoint._training.outcomes import Failures

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from lamella_checkpoint._base.ranks import exchange, num_ranks, on_device_of, rank
-from lamella_checkpoint._formats.dcp_write import Form, Placed, WithManifest, write_items
+from lamella_checkpoint._formats.dcp_write import Form, WithManifest, write_items
 from lamella_checkpoint._formats.extra_by_rank import texts
+from lamella_checkpoint._formats.placed import Placed
 from lamella_checkpoint._state.contents import Ranks, StateContents
 from lamella_checkpoint._state.recut import recut
 from lamella_checkpoint._state.shares import Share, Tables, differing

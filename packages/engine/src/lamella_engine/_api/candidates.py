@@ -32,6 +32,7 @@ def own_modules(modules: list[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
     def walk(inner: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
         if id(inner) in seen or find_state(inner) is not None:
             return
+        # By id: a module that is held under several names has its parameters once.
         seen.add(id(inner))
         yield prefix, inner
         for name, child in inner.named_children():
@@ -219,8 +220,11 @@ def move_to(
                         f"Requires DTensor to have mesh of the same type as the FSDP mesh but got {kind} for "
                         f"DTensor and {device.type} for FSDP. Distribute it over an axis of the mesh that `mesh` is of."
                     )
+                # Inside the same object in all three cases: ties, optimizers and other modules hold the Parameter
+                # itself.
                 tensor._local_tensor = local_of(tensor).to(to)
             elif _is_wrapper(tensor):
+                # Inner tensors hold the bytes: only a swap moves them under the same object.
                 moved = tensor.detach().to(to)
                 moved = nn.Parameter(moved, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else moved
                 torch.utils.swap_tensors(tensor, moved)  # type: ignore[no-untyped-call]

@@ -154,6 +154,7 @@ def fully_shard(
     offload = Offload.of(offload_policy, device)
     _warn_of_hidden(modules)
     classes = [_unit_class(type(each)) for each in modules]  # type: ignore[arg-type]  # a class may refuse
+    # Before shards are made: each shard is allocated where its parameter lies.
     move_to(modules, device, CPU if offload else device, ignored_params or set())
 
     tree = Tree(device, options)
@@ -318,6 +319,7 @@ def _check_resting(name: str, state: FSDPState) -> None:
             "steps, or reset_iter_state() after an exception."
         )
     refuse_holds(state.unit.weights)
+    # The outer unit may take the shards over: no module may hold an unsharded form then.
     state.unit.weights.reshard()
 
 

@@ -101,11 +101,13 @@ class UnitResidence:
             ends_step = is_last and event.layer is None
         holds = self._holds.pop(key_of(event))
         if not self._presence.finish(key_of(event)):
+            # Handed over to the layer's backward, which then finds the layer unsharded.
             self._holds[event.microbatch, event.layer, "backward"] = holds
             return
         for hold in holds:
             hold.release()
         if ends_step:
+            # Before the wait, which may raise: the next step must not end at this step's microbatch.
             self._last = None
             FSDPModule.wait_for_gradients(self._model)
 

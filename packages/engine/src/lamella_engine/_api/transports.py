@@ -32,6 +32,7 @@ def gather_by(unit: UnitParameters, comm: AllGather) -> None:
     _check_custom(unit, "set_custom_all_gather", comm)
     for group in unit.groups:
         group.transports.shard = with_all_gather(group.transports.shard, comm)
+        # Backward gathers over the neighbours, where a number as `reshard_after_forward` has chosen some.
         if group.transports.neighbours is not None:
             group.transports.neighbours = with_all_gather(group.transports.neighbours, comm)
 

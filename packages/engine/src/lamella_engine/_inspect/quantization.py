@@ -54,11 +54,13 @@ def quantization_errors(model: nn.Module) -> dict[str, QuantizationError]:
     finish_deferred()
     sums: dict[int, torch.Tensor] = {}
     for module, unit in _units(model):
+        # A unit that its user keeps unsharded must be so afterwards, too.
         was_unsharded = unit.weights.is_unsharded
         module.unshard()
         try:
             for group in unit.parameters.groups:
                 sums.update((id(parameter), row) for parameter, row in _sums_of_group(group))
+        # Also after an error: left unsharded, the unit would hold its bytes until the next pass.
         finally:
             if not was_unsharded:
                 module.reshard()
@@ -86,6 +88,8 @@ def _sums_of_group(group: ParameterGroup) -> Iterator[tuple[nn.Parameter, torch.
     owned_shards = {i: (shard, part.first_row) for i, shard, part in zip(owned, shards, parts, strict=True)}
     for i, parameter in enumerate(group.parameters):
         payloads = [buffer.tensors[i] for buffer in group.buffers]
+        # A row on every rank, also without elements, for the all-reduce; in float64, since float32 counts exactly to 16
+        # million only.
         row = torch.zeros(5, dtype=torch.float64, device=payloads[0].device)
         if i in owned_shards:
             shard, first = owned_shards[i]

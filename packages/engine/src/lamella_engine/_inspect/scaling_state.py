@@ -70,6 +70,7 @@ def load_scaling_state(model: nn.Module, state: Mapping[str, Sequence[Sequence[f
     finish_deferred()
     _synchronize(model)
     delayed = list(_delayed(model))
+    # All checked before the first is loaded: a refused state must change nothing.
     checked = {name: _checked(name, state[name], scales.state_shape(i)) for name, scales, i in delayed if name in state}
     for name, scales, i in delayed:
         if name in checked:
@@ -92,11 +93,13 @@ def _checked(name: str, rows: Sequence[Sequence[float]], expected: tuple[int, in
 
 def _merged_over_ranks(local_state: dict[str, Rows], group: dist.ProcessGroup | None) -> dict[str, Rows]:
     """The parameters of all ranks of a group. Effects: collective, as `scaling_state`."""
+    # Digests first: the numbers themselves travel only for parameters that some rank lacks.
     digests: list[dict[str, bytes]] = [{} for _ in range(dist.get_world_size(group))]
     dist.all_gather_object(digests, {name: _digest(rows) for name, rows in local_state.items()}, group)
     holders = _first_holders(digests)
     lacked = {name: rank for name, rank in holders.items() if not all(name in digest for digest in digests)}
     merged = dict(local_state)
+    # In the order of ranks: each rank must join the same broadcasts, one after another.
     for source in sorted(set(lacked.values())):
         is_source = source == dist.get_rank(group)
         sent = [{name: local_state[name] for name, rank in lacked.items() if rank == source} if is_source else {}]

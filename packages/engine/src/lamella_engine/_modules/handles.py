@@ -28,6 +28,8 @@ class UnshardHandle(fsdp2.UnshardHandle):
         """
         if self._weights is not None:
             self._weights.wait_for_unshard()
+            # The line above waits once a gather, maybe on another stream: this stream is ordered after the gather in
+            # any case.
             self._weights.order_after_gather()
 
 
@@ -76,6 +78,7 @@ class Hold:
         """
         self._check_not_released("wait()")
         self._weights.wait_for_unshard()
+        # Several streams may wait for one gather, of which the line above orders the first alone.
         self._weights.order_after_gather()
 
     def release(self) -> None:
@@ -90,6 +93,7 @@ class Hold:
             current stream when the parameters go.
         """
         self._check_not_released("release()")
+        # First: if resharding raises, a second release must not free parameters under another hold.
         self._is_released = True
         self._weights.reshard(holder=self)
 

@@ -73,6 +73,7 @@ def register_hooks(
         acting.tree.bring_to_rest(acting.unit)
 
     def prepare_load(owner: nn.Module, entries: Mapping[str, object], prefix: str, *_: object) -> None:
+        # Before anything is written: values loaded into unsharded forms would be lost at the next gather.
         bring_to_rest()
         replaced = {id(parameter) for name, parameter in owner._parameters.items() if prefix + name in entries}
         unit = state.acting.unit
@@ -80,6 +81,8 @@ def register_hooks(
             listener.weights_changed(unit.weights, WeightsChange.REPLACED, replaced)
 
     def adopt(*_: object) -> None:
+        # `assign=True` has put other Parameters into the modules: their values move to the group's buffer, and the
+        # Parameters that an optimizer holds go back in place.
         state.acting.unit.weights.adopt_replaced_shards(keep_parameters=True)
 
     state.unit.parameters.module_ids = frozenset(id(module) for module in modules)
@@ -186,6 +189,7 @@ class _EndBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        # First: the reduction is under way before autograd turns to the units below.
         ctx.state.end_backward()
         if torch.is_grad_enabled():
             _watch_gradients(ctx.state, gradients)

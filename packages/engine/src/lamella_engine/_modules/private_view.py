@@ -74,6 +74,7 @@ class StateView(_View):
         hooks: tuple[RemovableHandle, RemovableHandle],
     ) -> None:
         before, after = hooks
+        # Past `__setattr__`, which refuses names that a tool might change without effect.
         vars(self).update(
             _state=state,
             modules=tuple(weakref.ref(module) for module in modules),
@@ -180,6 +181,8 @@ class GroupView(_View):
             vars(self._state).pop(_WRAPPED[name], None)
             vars(self).pop(name, None)
         else:
+            # On the state too: autograd's hooks look the method up there, so that a wrapper sees every backward of the
+            # unit.
             vars(self._state)[_WRAPPED[name]] = vars(self)[name] = value
 
     @property

@@ -106,7 +106,10 @@ class CustomAllGather(_Delegating):
             host if the user's collective does.
         """
         shards, fulls = zip(*of_one_dtype(payloads), strict=True)
+        # Memory of the user's choice, maybe that of the call before: earlier contents were copied out on the same
+        # stream.
         gathered = _allocate(self.comm, sum(full.numel() for full in fulls), shards[0])
+        # This rank's part of the output is the input: FSDP2's collectives gather in place.
         mine = pack(shards, gathered.view(self.num_ranks, -1)[self.rank])
         _wait(self.comm(output_tensor=gathered, input_tensor=mine, group=self.plain.process_group, async_op=False))
         unpack(gathered, fulls, self.num_ranks)  # at once: the next `allocate` may return the same memory
@@ -158,12 +161,14 @@ def custom_of(transport: Transport | None) -> object | None:
 
 def with_all_gather(transport: Transport, comm: AllGather) -> Transport:
     """A transport with a user's gathers in place of its own; unchanged on a single rank, which gathers nothing."""
+    # The plain transport again: a second call replaces the user's first collective, and does not wrap it.
     plain = plain_of(transport)
     return CustomAllGather(plain, comm) if isinstance(plain, GlooTransport | NcclTransport) else plain
 
 
 def with_reduce_scatter(transport: Transport, comm: ReduceScatter) -> Transport:
     """A transport with a user's reductions in place of its own; unchanged on a single rank, which reduces nothing."""
+    # As above: the last call's collective counts.
     plain = plain_of(transport)
     return CustomReduceScatter(plain, comm) if isinstance(plain, GlooTransport | NcclTransport) else plain
 

@@ -133,6 +133,7 @@ class ExtendedForm:
         """
         if gathered_for is not None:
             return GatherPlan([])
+        # First: if a method raises, tensors that earlier parameters have made must be freed too.
         self.allocated = (0,)
         with torch.inference_mode(False), torch.no_grad():  # a later pass may train on the same tensors
             sent = [extension.send(self._mesh, group.policy, group.offload) for extension in self.extensions]
@@ -144,6 +145,8 @@ class ExtendedForm:
         with torch.inference_mode(False), torch.no_grad():
             for extension in self.extensions:
                 extension.receive(self._compute_dtype)
+        # After the second methods, which write into the gathered tensors too: none of these writes may advance a
+        # counter.
         self._gathered.settle()
 
 
@@ -169,6 +172,7 @@ class _Extension:
         """This rank's tensors to send, flat. A shard at rest on the CPU is copied to the device first."""
         shard: Any = self._parameter.shard
         if offload is not None:
+            # The copy goes when the first method is done with it: both use the current stream alone.
             shard = shard.to(offload.device, non_blocking=True)
         more = (self._shape, _stride(self._shape), self._parameter.owners[0].module(), policy)
         inputs, self._metadata = shard.fsdp_pre_all_gather(mesh, *(more if self._takes_more else ()))
@@ -263,6 +267,7 @@ class _Gathered(UnshardedBuffer):
         self._versions, self.is_unreceived = None, False
 
     def free(self) -> None:
+        # A gather may be freed before its `receive`: the saved counters, put back later, would hide a write in between.
         self.settle()
         for extension in self._extensions:
             extension.forget_metadata()

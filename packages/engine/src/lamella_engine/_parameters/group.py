@@ -179,8 +179,12 @@ class ParameterGroup:
         self.layout = layout
         self.main_weight = main_weight
         self.reduce_dtype = self.main_grads_dtype = reduce_dtype
+        # Every `build` makes new ones: a view of an earlier buffer that is kept past `adopt_replaced_shards` reads
+        # memory that no gather fills.
         self.buffers: tuple[UnshardedBuffer, ...] = ()
         self.scales: Scales | None = None
+        # Filled on the gather stream, cleared by `drop_gathered_shards`: past an update of the main weights these
+        # shards would be gathered as weights of the step before, without an error.
         self.model_weights: dict[int, ShardedBuffer] = {}
         # Choices of the caller, which the next reduction reads; equal on every rank.
         self.divisor = float(self.axes.num_ranks)
@@ -268,6 +272,7 @@ class ParameterGroup:
 
         Effects: those of `build_unsharded`, if there are any.
         """
+        # Either form may lie over the assigned memory: unsharded forms are made anew, over buffers of the group.
         if names := undo_assigned_data(self.parameters):
             self.build_unsharded()
         return names
@@ -320,6 +325,7 @@ class ParameterGroup:
     def _take(self, layout: Layout, shards: list[torch.Tensor], *, keep_parameters: bool) -> None:
         self.form.take(self, layout, shards, keep_parameters=keep_parameters)
         self.build_unsharded()
+        # Last: a tensor that `take` refuses stays in its module, where the user finds it.
         put(self.parameters)
 
     # -- verbs ------------------------------------------------------------------------------------------------------
@@ -357,6 +363,8 @@ class ParameterGroup:
 
         Effects: on the current stream, which allocates the buffers.
         """
+        # The payloads hold the only references from here on: the caller keeps them until the stream has passed the
+        # gather.
         parts, self.parts = self.parts or [], None
         self.allocate(range(len(self.buffers)))
         full_slots = [slot for buffer in self.buffers for slot in buffer.slots]
@@ -368,6 +376,7 @@ class ParameterGroup:
         for p in chosen:
             if p not in form.allocated:  # held bytes were kept: `allocate` would raise
                 self.buffers[p].allocate()
+                # Buffer by buffer: if the next allocation raises, `free_unsharded` must find this one.
                 form.allocated = (*form.allocated, p)
 
     def free_unsharded(self) -> None:
@@ -381,6 +390,8 @@ class ParameterGroup:
         if form.caches is not None:
             form.caches.drop_caches([parameter.unsharded for parameter in self.parameters])
         if not self.keeps_bytes:
+            # Cleared first: after an interrupt between two frees `settle_bytes` looks for bytes itself, and a second
+            # free of one buffer would raise.
             allocated, form.allocated = form.allocated, ()
             for p in allocated:
                 self.buffers[p].free()
@@ -409,6 +420,7 @@ class ParameterGroup:
 
         Effects: those of the form's `receive`.
         """
+        # Before modules hold the forms: the first `receive` makes the unsharded form of an extended parameter.
         if self.form.is_unreceived:
             self.form.receive()
         return install(self.parameters, is_sharded=False)

@@ -77,6 +77,7 @@ def split_extended(groups: Sequence[ParameterGroup]) -> tuple[ParameterGroup, ..
             split.append(group)
             continue
         with torch.inference_mode(False), torch.no_grad():  # an inference tensor could never train
+            # The new group first: it clones its shards out of this group's buffer, which `remove_members` replaces.
             split.append(_split_off(group, members))
             if len(members) < len(group.parameters):
                 group.remove_members(members)
@@ -166,6 +167,8 @@ def _split_off(group: ParameterGroup, members: Sequence[ShardedParameter]) -> Pa
     # Of its own from now on: a custom collective set on one group is not the other's.
     transports = replace(group.transports, windows=None)
     extended = _extended(members, shapes, group.policy, transports, group.allocator, group.offload)
+    # The caller made these choices on the unit: left at their defaults, gradients of split members would be divided
+    # otherwise.
     extended.divisor, extended.sums_only = group.divisor, group.sums_only
     extended.keeps_bytes = group.keeps_bytes
     return extended

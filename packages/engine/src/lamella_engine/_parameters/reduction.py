@@ -167,6 +167,8 @@ def install_gradients(group: ParameterGroup, reduced: Reduced, *, are_divided: b
     shards, present = reduced
     if group.reduce_op is not MEAN and not are_divided:
         shards.flat.div_(group.divisor)
+    # The sums stay with the caller, who holds them until the reduce stream, which allocated them, has waited for this
+    # cast.
     if shards.dtype != group.main_grads_dtype:
         shards = shards.cast_to(group.main_grads_dtype)
     fresh, totals = [], {}
@@ -180,6 +182,7 @@ def install_gradients(group: ParameterGroup, reduced: Reduced, *, are_divided: b
     if totals:  # microbatches reduced one by one, or a `.grad` that the optimizer has not cleared
         add = torch._foreach_add_ if group.offload is None else group.offload.add_
         add(list(totals.values()), [shards.shards[i] for i in totals])
+    # The copy is asynchronous: no gradient may be read before the host has waited (`Streams.expect_gradients`).
     if fresh and group.offload is not None:
         shards = ShardedBuffer(shards.layout, shards.rank, group.offload.to_host(shards.flat))
     # Views of one buffer: the memory stays until the last gradient of the group is gone.
@@ -193,6 +196,8 @@ def hooks_of(group: ParameterGroup, present: Sequence[bool]) -> list[Callable[[]
     Raises:
         RuntimeError: A member has hooks from `register_hook`, which autograd calls for the unsharded form alone.
     """
+    # Collected, not called: with shards on the CPU the gradients are still on their way, and a hook would read memory
+    # that a copy is writing.
     hooks: list[Callable[[], None]] = []
     for parameter, is_present in zip(group.parameters, present, strict=True):
         if parameter.sharded._backward_hooks:

@@ -325,6 +325,7 @@ def put_back(parameters: Iterable[ShardedParameter]) -> None:
             for owner_parameters, name, _ in parameter.owners
             if owner_parameters.get(name) is unsharded
         ]
+        # An interrupt may have come between two owners of a tied parameter: each owner is looked at by itself.
         if holders:
             sharded.requires_grad_(unsharded.requires_grad)
         for owner_parameters, name in holders:

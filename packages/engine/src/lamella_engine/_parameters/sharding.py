@@ -152,6 +152,7 @@ class DataAxes:
     def main_rank(self) -> int:
         """This process's rank among the ranks that share a parameter's main weights: shard by shard, then by part."""
         outer = 0 if self.outer_axis is None else self.mesh.get_local_rank(self.outer_axis)
+        # The parts of one shard are consecutive: a gather over the outer axis fills the shard without copies.
         return self.shard_rank * self.num_outer_shards + outer
 
     @property
@@ -265,12 +266,14 @@ class Sharding:
             rows = ragged_rows(self.placements, coordinate)
             return local if rows is None else local[slice(*rows)]
         parts = torch.chunk(local, self.axes.num_shards * self.axes.num_outer_shards, self.dim)
+        # `torch.chunk` makes fewer chunks than ranks of few rows: the last ranks own nothing.
         return parts[self.axes.main_rank] if self.axes.main_rank < len(parts) else local.narrow(self.dim, 0, 0)
 
     def wrap(self, local: torch.Tensor) -> torch.Tensor:
         """The unsharded parameter over the local part: a DTensor if the parameter came as a DTensor."""
         if self.part is None:
             return local
+        # Over `local` itself: the bytes of the DTensor must come and go with the unsharded buffer.
         return DTensor(local, self.part, requires_grad=False)  # type: ignore[no-untyped-call]
 
     def largest_part(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -297,6 +300,7 @@ class Sharding:
         for axis in self.axes.axes_of_whole:
             placements[axis] = gradient.placements[axis]  # left to the reduction, which sums over data axes
         if list(gradient.placements) != placements:
+            # A collective that every model-parallel rank joins: placements of a gradient are equal on all of them.
             gradient = gradient.redistribute(placements=placements)
         return gradient.to_local()
 

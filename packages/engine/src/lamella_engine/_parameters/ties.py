@@ -56,6 +56,7 @@ def merge_tied(groups: Sequence[ParameterGroup], *, keep_parameters: bool) -> tu
     _check_between_steps(groups, gone)
     for parameter in gone:
         survivors[parameter].owners += parameter.owners
+        # Without owners `install` can put no form of the freed parameter over the survivor's.
         parameter.owners = []
     return tuple(group for group in groups if _remove_members(group, gone, keep_parameters=keep_parameters))
 
@@ -90,6 +91,7 @@ def _check_of_one_unit(mine: Sequence[ShardedParameter]) -> None:
     }
     if not replaced:
         return
+    # Of all living units, not of the tree alone: the tensor may be another model's parameter.
     for other in set(living_parameters()) - set(mine):
         for form in (other.sharded, *other.in_places()):
             if (parameter := replaced.get(id(form))) is not None and other.is_in_place(form):

@@ -141,6 +141,7 @@ class UnshardedWeight:
         The plan keeps the main weights alive.
         """
         formats, buffers = self._payloads.formats, self.buffers
+        # Views alone: a plan that is kept between gathers holds no bytes of the buffers, which come and go.
         moves = [(main_weight.slots if formats[p].is_main_weight else buffers[p].own, buffers[p]) for p in chosen]
         # Encoded into this rank's slots of the buffer itself: the gather sends from the place that it fills.
         encoded = [p for p in chosen if not formats[p].is_main_weight]
@@ -177,8 +178,10 @@ class UnshardedWeight:
         parts = {p: [torch.tensor_split(slot, outer.num_ranks)[outer.rank] for slot in shards[p].slots] for p in chosen}
         encoded_parts = {p: shards_in(parts[p], self._main_layouts[p], self._main_rank) for p in chosen}
         owned, columns = self._columns(main_weight, encoded_parts)
+        # A rank without rows encodes nothing, and still takes part in the collective below.
         if owned:
             self._encode(*columns)
         transfers = [transfer for p in chosen for transfer in zip(parts[p], shards[p].slots, strict=True)]
+        # Waited for at once: gloo fills the shards in `wait`, and the gather over the shard axis sends them next.
         outer.all_gather([Payload(part, full_slot) for part, full_slot in transfers if full_slot.numel() > 0]).wait()
         return shards

@@ -207,6 +207,7 @@ def _copy(func: Any, into: torch.Tensor, source: torch.Tensor, non_blocking: boo
         into.copy_(source.redistribute(placements=into.placements), non_blocking)
         return into
     if isinstance(source, DTensor) and source.shape == into.shape and source.placements != into.placements:
+        # A collective, which ranks without rows join too: the two layouts give a rank different rows.
         rows = source.full_tensor()[slice(*rows_of(into))]
     else:
         rows = _local(func, source, into)
@@ -315,6 +316,7 @@ def reduce_ragged(tensor: torch.Tensor, like: DTensor, op: dist.ReduceOp.RedOpTy
         a copy to the device and back, and the host waits for both copies.
     """
     _check_one_cut(like)
+    # Maybe `tensor` itself, which is then reduced in place: callers give away a tensor that they have just made.
     sent = tensor.to(like.device_mesh.device_type).contiguous()
     for axis, placement in enumerate(like.placements):
         if isinstance(placement, RaggedShard) and like.device_mesh.size(axis) > 1 and sent.numel():
@@ -350,6 +352,7 @@ def _norms(func: Any, tensors: Sequence[DTensor], p: float, dtype: torch.dtype |
     if p < 0:
         raise _refusal(func, f"a norm of order {p}, which has no value for a rank without rows")
     results = [dtype or tensor.dtype for tensor in tensors]
+    # Not in the operands' dtype: a sum of squares over the ranks would overflow in half precision.
     wide = torch.float64 if any(rank_norm.itemsize == 8 for rank_norm in results) else torch.float32
     zero = torch.zeros((), dtype=wide, device=like._local_tensor.device)
     locals_ = [tensor._local_tensor.detach() for tensor in tensors]
@@ -420,6 +423,7 @@ def _sum(func: Any, args: Args, kwargs: Kwargs) -> DTensor:
     tensor, dim, keepdim, dtype = _bound(func, args, kwargs, "self", "dim", "keepdim", "dtype")
     _check_all_dims(func, tensor, dim, keepdim)
     result = dtype or (tensor.dtype if tensor.dtype.is_floating_point else torch.int64)
+    # Ranks' sums rounded to a narrow dtype would make the total depend on the number of ranks.
     wide = torch.float32 if result.is_floating_point and result.itemsize < 4 else result
     local_sum = tensor._local_tensor.detach().sum(dtype=wide)
     return _everywhere(_over_ranks(local_sum, tensor, dist.ReduceOp.SUM).to(result), tensor)
@@ -440,6 +444,7 @@ def _extreme(op: dist.ReduceOp.RedOpType) -> Callable[[Any, Args, Kwargs], DTens
             raise _refusal(func, _described(tensor))
         limits = torch.finfo(tensor.dtype) if tensor.dtype.is_floating_point else torch.iinfo(tensor.dtype)
         lowest, highest = (-math.inf, math.inf) if tensor.dtype.is_floating_point else (limits.min, limits.max)
+        # A rank without rows joins the collective with the neutral element: torch has no maximum of nothing.
         nothing = local.new_full((), lowest if is_max else highest)
         local_extreme = nothing if not local.numel() else local.max() if is_max else local.min()
         return _everywhere(_over_ranks(local_extreme, tensor, op), tensor)
@@ -452,6 +457,7 @@ def _truth(op: dist.ReduceOp.RedOpType) -> Callable[[Any, Args, Kwargs], DTensor
         tensor, dim, keepdim = _bound(func, args, kwargs, "self", "dim", "keepdim")
         _check_all_dims(func, tensor, dim, keepdim)
         local = tensor._local_tensor.detach()
+        # As 0 and 1: the maximum over the ranks is `any`, the minimum is `all`.
         local_extreme = (local.any() if op is dist.ReduceOp.MAX else local.all()).to(torch.uint8)
         return _everywhere(_over_ranks(local_extreme, tensor, op).to(torch.bool), tensor)
 
@@ -504,6 +510,7 @@ def _on_owner(func: Any, args: Args, kwargs: Kwargs) -> DTensor:
         result: torch.Tensor = func(*picked[0], **picked[1])
         return result
 
+    # On meta on every rank: ranks without rows cannot run the operator, and must know the shape and strides.
     meta = run(lambda tensor: torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"))
     if rows_of(like).numel:
         local = run(lambda tensor: tensor.full_tensor() if tensor.ndim == 0 else tensor._local_tensor)

@@ -103,6 +103,7 @@ class _OrderComparison:
         self._me = self._keys[group.rank()]
         self._progress = _progress.setdefault(group, _Progress())
         self._number = self._progress.number
+        # Used up even if the comparison raises: numbers are keys in the store, and must stay equal on all ranks.
         self._progress.number += 1
 
     def settle(self) -> None:

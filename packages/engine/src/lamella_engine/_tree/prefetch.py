@@ -142,5 +142,6 @@ class KeptForBackward:
         nbytes = sum(other.parameters.unsharded_nbytes for other in other_units if other.weights.is_unsharded)
         fits = nbytes + unit.parameters.unsharded_nbytes <= self.budget
         if fits:
+            # Never removed: a unit that was freed since counts nothing while it is sharded.
             self._units[unit.index] = weakref.ref(unit)
         return fits

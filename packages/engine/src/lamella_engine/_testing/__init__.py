@@ -1,0 +1,1 @@
+"""Readers of units' state, logs of collectives, and streams without a device."""
