@@ -1,9 +1,9 @@
 """One process in place of all ranks: collectives that move nothing, and tensors without memory."""
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -35,12 +35,19 @@ def fake_ranks(num_ranks: int, rank: int = 0, device_type: str = "cuda") -> Iter
         raise ConfigError(f"Expected rank from 0 to {num_ranks - 1}, got {rank}.")
     backend = FAKE_GPUS if device_type == "cuda" else "fake"
     dist.init_process_group(backend, store=FakeStore(), rank=rank, world_size=num_ranks)
+    assert dist.group.WORLD is not None
+    # Without a default backend the end of the group prints a warning: several devices have none.
+    dist.group.WORLD._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
     try:
         yield
     finally:
         dist.destroy_process_group()
 
 
-def no_memory() -> FakeTensorMode:
-    """Return a mode in which new tensors have shapes and dtypes, and no memory."""
-    return FakeTensorMode(allow_non_fake_inputs=True)
+@contextmanager
+def no_memory() -> Iterator[None]:
+    """Give new tensors shapes and dtypes, and no memory, in the block."""
+    with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True):
+        # Shards in place are known by their addresses. Without memory all are 0, and count as in place.
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+        yield
