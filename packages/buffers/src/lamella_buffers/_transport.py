@@ -28,6 +28,9 @@ ReduceOp = dist.ReduceOp.RedOpType
 _all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
 _reduce_scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
 
+FAKE_GPUS = "cpu:fake,cuda:fake"
+"""The backend of a process group for estimates: no rank but this one exists, and collectives take NCCL's memory."""
+
 Options = TypeVar("Options", AllgatherOptions, AllreduceCoalescedOptions, AllToAllOptions, ReduceScatterOptions)
 
 
@@ -261,6 +264,31 @@ class GlooTransport(_GroupTransport):
         return Done()
 
 
+class FakeTransport(_GroupTransport):
+    """A group of `FAKE_GPUS`, whose other ranks do not exist: takes NCCL's memory, and moves nothing.
+
+    A step on fake tensors then allocates on one process as a step on GPUs does.
+    """
+
+    def all_gather(self, payloads: Sequence[Payload]) -> Pending:
+        """Leave the payloads as they are: NCCL gathers in place."""
+        return Done()
+
+    def _reduce(self, payloads: Sequence[Payload], op: ReduceOp) -> None:
+        """Leave the payloads as they are: NCCL reduces straight from `full` into `shard`."""
+
+    def _exchange(self, payloads: Sequence[Payload], op: ReduceOp) -> None:
+        """Allocate a buffer for the arriving pieces, and free it.
+
+        Effects: allocates as `NcclTransport`'s exchange on one host.
+        """
+        payloads[0].full.new_empty(arrivals_numel(payloads, self.num_ranks))
+
+    def all_reduce(self, tensors: Sequence[torch.Tensor], op: ReduceOp) -> Pending:
+        """Leave the tensors as they are."""
+        return Done()
+
+
 class _GlooGather:
     """Waits on the host, once, and unpacks."""
 
@@ -284,12 +312,16 @@ def transport_for(group: dist.ProcessGroup, device_type: str) -> Transport:
     Args:
         group: The axis's process group.
         device_type: Device of the moved tensors, as in a mesh. A group may serve CPUs by gloo and GPUs by NCCL; NCCL's
-            calls on CPU tensors would go to gloo, without a wait for the result.
+            calls on CPU tensors would go to gloo, without a wait for the result. A group of `FAKE_GPUS` gets a
+            transport that moves nothing.
     """
     if group.size() == 1:
         return LocalTransport()
     # Not `get_backend`: for a group with a backend chosen by torch, the answer is "undefined".
-    has_nccl = device_type != "cpu" and "nccl" in dist.get_backend_config(group)
+    backends = dist.get_backend_config(group)
+    if backends == FAKE_GPUS:  # Also for a CPU mesh: fake tensors need no GPU.
+        return FakeTransport(group)
+    has_nccl = device_type != "cpu" and "nccl" in backends
     return NcclTransport(group) if has_nccl else GlooTransport(group)
 
 

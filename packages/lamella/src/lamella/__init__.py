@@ -15,6 +15,8 @@ except PackageNotFoundError:  # Sources on PYTHONPATH, as on a GPU host where no
 if TYPE_CHECKING:
     from lamella._command.train import Result as Result
     from lamella._command.train import train as train
+    from lamella._estimate.api import estimate as estimate
+    from lamella._estimate.estimated_bytes import Estimate as Estimate
     from lamella._processes.endings import LossNotFiniteError as LossNotFiniteError
     from lamella._processes.endings import Stopped as Stopped
     from lamella._processes.endings import StorageError as StorageError
@@ -42,6 +44,8 @@ _NAMES: Final = {
     "lamella._processes.launch": ("WorkerError", "WorkerTimeoutError"),
     "lamella._settings.options": ("ConfigError",),
     "lamella._command.train": ("Result", "train"),
+    "lamella._estimate.api": ("estimate",),
+    "lamella._estimate.estimated_bytes": ("Estimate",),
     "lamella_checkpoint": ("CheckpointDirectory", "load", "save"),
     "lamella_engine": ("FSDPModule", "MixedPrecisionPolicy", "UnshardHandle", "fully_shard"),
 }

@@ -35,6 +35,7 @@ from lamella_transformers._lora_weights import as_peft as as_peft
 from lamella_transformers._loss import LossFunction as LossFunction
 from lamella_transformers._loss import MicrobatchLoss as MicrobatchLoss
 from lamella_transformers._loss import ModelLoss as ModelLoss
+from lamella_transformers._loss import assumed_loss as assumed_loss
 from lamella_transformers._loss import choose_loss as choose_loss
 from lamella_transformers._loss import loss_of_logits as loss_of_logits
 from lamella_transformers._loss import target_losses as target_losses

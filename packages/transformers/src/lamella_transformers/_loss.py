@@ -170,6 +170,33 @@ def choose_loss(
     return with_whole_logits if is_heeded else loss_of_logits
 
 
+def assumed_loss(model: nn.Module, balance_coefficient: float, *, is_fused: bool = False) -> LossFunction:
+    """Return the loss of `choose_loss` for a model whose own loss heeds its arguments, without a trial.
+
+    For a model whose tensors have no memory: losses cannot be compared.
+
+    Args:
+        model: On fake tensors.
+        balance_coefficient: The weight of the auxiliary loss in the model's loss.
+        is_fused: The model's forward fuses head and loss: no head is deferred.
+
+    Effects: a forward of 32 tokens. May replace the head's forward, as `DeferredHead` does.
+    """
+    if not _takes_labels(model):
+        return loss_of_logits
+    with_whole_logits = ModelLoss(balance_coefficient)
+    head = None if is_fused else DeferredHead.of(model)
+    if head is None:
+        return with_whole_logits
+    inputs = torch.zeros(_TRIAL_SHAPE, dtype=torch.int64)
+    with torch.no_grad():
+        with_whole_logits(model, inputs, inputs, _TRIAL_DIVISOR)
+    if head.can_be_deferred:
+        return ModelLoss(balance_coefficient, head)
+    head.remove()
+    return with_whole_logits
+
+
 def _equals_loss_of_logits(model: nn.Module, model_loss: LossFunction, vocab_size: int, device: torch.device) -> bool:
     expected, actual = _trial_losses(model, model_loss, vocab_size, device)
     # Ranks that differ in the last bits must not differ in the choice.

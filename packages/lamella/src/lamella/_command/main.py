@@ -70,6 +70,10 @@ def _run(argv: Sequence[str]) -> int:
         overlap_report.run(arguments)
     elif arguments.print_config:
         print(to_toml(config_of(arguments)))
+    elif arguments.command == "estimate":
+        from lamella._command import estimate
+
+        estimate.run(arguments)
     else:
         from lamella._command.train import train
 

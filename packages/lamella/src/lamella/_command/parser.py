@@ -16,7 +16,7 @@ from lamella._settings.options import ConfigError, Field, describe, fields_of, i
 from lamella._settings.spellings import option_of_spelling
 
 DEFAULT_MODEL = "llama-small"
-COMMANDS: Final = ("train", *inference_options.VERBS, "run", "ckpt", "overlap-report")
+COMMANDS: Final = ("train", "estimate", *inference_options.VERBS, "run", "ckpt", "overlap-report")
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -41,9 +41,11 @@ def config_of(arguments: argparse.Namespace) -> Config:
         ConfigError: An option's value has the wrong type or is out of bounds.
     """
     layers = [read_config(source) for source in arguments.config]
+    if (subject := getattr(arguments, "subject", None)) is not None:
+        layers.append(read_config(subject) if subject.endswith(".toml") else {"model": {"name": subject}})
     layers.append(_values(arguments))
     name = next((layer["model"]["name"] for layer in reversed(layers) if "name" in layer.get("model", {})), None)
-    if name is None and not arguments.config:
+    if name is None and len(layers) == 1:
         name = DEFAULT_MODEL
         layers.append({"model": {"name": name}})
     with refused_paths():
@@ -81,7 +83,7 @@ def _check_command(argv: Sequence[str], commands: Sequence[str], program: str) -
 def _unknown(argument: str, arguments: argparse.Namespace) -> str:
     command = arguments.command
     options: Sequence[str] = ["--json", "--html"]
-    if command == "train":
+    if command in ("train", "estimate"):
         options = ["--config", *(field.flag for cls in GROUPS.values() for field in fields_of(cls))]
     elif command in inference_options.VERBS:
         options = inference_options.options_of(command)
@@ -89,7 +91,7 @@ def _unknown(argument: str, arguments: argparse.Namespace) -> str:
         options = ckpt_options.options_of(arguments.ckpt_command)
         command = f"ckpt {arguments.ckpt_command}"
     word = argument.split("=")[0]
-    hint = (option_of_spelling(word) if command == "train" else "") or nearest(word, options)
+    hint = (option_of_spelling(word) if command in ("train", "estimate") else "") or nearest(word, options)
     return f"Expected an option of `lamella {command}`, got {word!r}.{hint}"
 
 
@@ -120,16 +122,25 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
     )
-    command.add_argument(
-        "--config",
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="settings from TOML or JSON, or from a name in a Python file, as runs.py:name",
+    _add_run_options(command)
+    command = commands.add_parser(
+        "estimate",
+        usage="%(prog)s [CONFIG] [--ranks N] [options of train]",
+        help="estimate the memory of a run, without GPUs or weights",
+        description="Estimate the memory of each GPU of a run: takes the options of train, starts nothing, and writes "
+        "nothing but the files of --json and --svg. Any number of --ranks, 8 by default.",
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
     )
-    command.add_argument("--print-config", action="store_true", default=False, help="print the settings and leave")
-    for group, cls in GROUPS.items():
-        _add_group(command, group, cls)
+    command.add_argument(
+        "subject", nargs="?", default=None, metavar="CONFIG", help="a model, as for --model; or settings in TOML"
+    )
+    command.add_argument("--rank", type=int, default=0, metavar="N", help="the rank to estimate [0]")
+    command.add_argument(
+        "--json", default=None, metavar="PATH", help="write the estimate as JSON; - prints JSON in place of the text"
+    )
+    command.add_argument("--svg", default=None, metavar="PATH", help="write a picture of bytes over the step")
+    _add_run_options(command)
     inference_options.add_verbs(commands)
     command = commands.add_parser(
         "run",
@@ -154,6 +165,19 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--html", metavar="PATH", help="write the report as a page with a timeline")
     ckpt_options.add_commands(commands)
     return parser
+
+
+def _add_run_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--config",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="settings from TOML or JSON, or from a name in a Python file, as runs.py:name",
+    )
+    command.add_argument("--print-config", action="store_true", default=False, help="print the settings and leave")
+    for group, cls in GROUPS.items():
+        _add_group(command, group, cls)
 
 
 def _add_group(parser: argparse.ArgumentParser, group: str, cls: type[Group]) -> None:

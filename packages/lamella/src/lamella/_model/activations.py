@@ -7,6 +7,7 @@ from typing import Any, Final, Literal
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
@@ -38,16 +39,17 @@ def recompute(units: Sequence[nn.Module], kind: Literal["full", "selective"]) ->
         unit.forward = _recomputed(unit.forward, options)
 
 
-def offload_activations(units: Sequence[nn.Module]) -> None:
+def offload_activations(units: Sequence[nn.Module], host: saved_tensors_hooks | None = None) -> None:
     """Let each unit save tensors for backward in host memory, pinned for CUDA; of recomputed units, the inputs.
 
     Args:
         units: Changed in place, after `recompute` and before `fully_shard`.
+        host: Hooks that move a tensor to the host's memory and back; None for torch's.
 
     Effects: the copies are on the current stream, and the host waits for each.
     """
     for unit in units:
-        unit.forward = _offloaded(unit, unit.forward)
+        unit.forward = _offloaded(unit, unit.forward, host)
 
 
 def _recomputed(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
@@ -60,22 +62,23 @@ def _recomputed(forward: Callable[..., Any], options: dict[str, Any]) -> Callabl
     return recomputed
 
 
-def _offloaded(unit: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+def _offloaded(
+    unit: nn.Module, forward: Callable[..., Any], host: saved_tensors_hooks | None
+) -> Callable[..., Any]:
     @wraps(forward)
     def offloaded(*args: Any, **kwargs: Any) -> Any:
-        with _on_host(unit):
+        with _on_host(unit, host or save_on_cpu(pin_memory=torch.cuda.is_available())):
             return forward(*args, **kwargs)
 
     return offloaded
 
 
-def _on_host(unit: nn.Module) -> AbstractContextManager[object]:
+def _on_host(unit: nn.Module, host: saved_tensors_hooks) -> AbstractContextManager[object]:
     """Hooks that save tensors in host memory, but weights: the engine frees and gathers those itself."""
-    weights = {parameter.untyped_storage().data_ptr() for parameter in unit.parameters()}
-    host = save_on_cpu(pin_memory=torch.cuda.is_available())
+    weights = {parameter.untyped_storage()._cdata for parameter in unit.parameters()}
 
     def pack(tensor: torch.Tensor) -> Any:
-        is_plain = type(tensor) is torch.Tensor and tensor.untyped_storage().data_ptr() not in weights
+        is_plain = type(tensor) in (torch.Tensor, FakeTensor) and tensor.untyped_storage()._cdata not in weights
         return host.pack_hook(tensor) if is_plain else tensor
 
     def unpack(packed: Any) -> torch.Tensor:

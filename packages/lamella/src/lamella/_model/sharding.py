@@ -6,6 +6,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lamella._model.activations import offload_activations, recompute
@@ -28,11 +29,16 @@ from lamella_transformers import fp32_parameters, sharding_units
 _STAGES: Final = {1: ZERO1, 2: ZERO2, 3: ZERO3}
 
 
-def shard(model: nn.Module, parallel: ParallelConfig) -> list[nn.Module]:
+def shard(model: nn.Module, parallel: ParallelConfig, *, host: saved_tensors_hooks | None = None) -> list[nn.Module]:
     """Shard each unit, then the root module with the remaining parameters.
 
     The order matters: recompute, then offloading of activations around it, then shards. `compile_units` comes last,
     after the first forward.
+
+    Args:
+        model: Changed in place.
+        parallel: The settings.
+        host: Hooks that move saved tensors to the host's memory, as for `offload_activations`.
 
     Returns:
         The units but the root.
@@ -43,7 +49,7 @@ def shard(model: nn.Module, parallel: ParallelConfig) -> list[nn.Module]:
     if parallel.recompute != "no":
         recompute(units, parallel.recompute)
     if parallel.offload_activations:
-        offload_activations(units)
+        offload_activations(units, host)
     policy = MixedPrecisionPolicy()
     if parallel.precision == "bf16":
         policy = MixedPrecisionPolicy(

@@ -39,15 +39,25 @@ def place(config: Config) -> Config:
         ConfigError: GPUs are missing, `--ranks` contradicts torchrun, or ranks times `--accumulation` does not divide
             `--batch-size`.
     """
-    parallel = _decide(config.parallel)
-    shares = (parallel.ranks or 1) * config.optim.accumulation
+    config = replace(config, parallel=_decide(config.parallel))
+    check_batch(config)
+    return config
+
+
+def check_batch(config: Config) -> None:
+    """Refuse a batch that ranks cannot share evenly.
+
+    Raises:
+        ConfigError: Ranks times `--accumulation` does not divide `--batch-size`.
+    """
+    num_ranks = config.parallel.ranks or 1
+    shares = num_ranks * config.optim.accumulation
     if config.optim.batch_size % shares:
         raise ConfigError(
-            f"Expected --batch-size to be a multiple of ranks times --accumulation, {parallel.ranks} * "
+            f"Expected --batch-size to be a multiple of ranks times --accumulation, {num_ranks} * "
             f"{config.optim.accumulation} = {shares}, got {config.optim.batch_size}. Pass --batch-size "
             f"{-(-config.optim.batch_size // shares) * shares}."
         )
-    return replace(config, parallel=parallel)
 
 
 def _decide(asked: ParallelConfig) -> ParallelConfig:

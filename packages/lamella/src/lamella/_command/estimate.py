@@ -1,0 +1,62 @@
+"""`lamella estimate`: the memory of a run before it starts."""
+
+import argparse
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from lamella._command.parser import config_of
+from lamella._record.output import say
+from lamella._settings.config import Config
+from lamella._settings.options import ConfigError
+
+_NUM_RANKS = 8
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Estimate, and print the text, or write what the options ask for.
+
+    Raises:
+        ConfigError: The settings cannot be met, or a file cannot be written.
+
+    Effects: writes the files of `--json` and `--svg`, and nothing else.
+    """
+    from lamella._estimate.api import estimate_run
+    from lamella._estimate.svg import svg
+    from lamella._estimate.text import lines
+
+    estimate = estimate_run(placed(config_of(arguments)), arguments.rank)
+    if arguments.svg is not None:
+        _write(arguments.svg, svg(estimate))
+    if arguments.json is not None:
+        _write(arguments.json, json.dumps(estimate.to_json(), indent=2) + "\n")
+    if arguments.json != "-":
+        say([*lines(estimate)])
+
+
+def placed(config: Config) -> Config:
+    """Decide ranks, device and precision of a run that this machine need not hold: GPUs, unless it says otherwise.
+
+    Raises:
+        ConfigError: Ranks times `--accumulation` does not divide `--batch-size`.
+    """
+    from lamella._processes.placement import check_batch
+
+    asked = config.parallel
+    device = "cuda" if asked.device == "auto" else asked.device
+    precision = asked.precision if asked.precision != "auto" else "bf16" if device == "cuda" else "fp32"
+    parallel = replace(asked, ranks=asked.ranks or _NUM_RANKS, device=device, precision=precision)
+    config = replace(config, parallel=parallel)
+    check_batch(config)
+    return config
+
+
+def _write(path: str, text: str) -> None:
+    if path == "-":
+        sys.stdout.write(text)
+        return
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"Expected a path to write to, got {path!r}: {error.strerror}.") from error

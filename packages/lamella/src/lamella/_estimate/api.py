@@ -1,0 +1,146 @@
+"""`lamella.estimate`: of a run's configuration, or of any module that a function shards."""
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import singledispatch
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from lamella._estimate.estimated_bytes import CONTEXT_NBYTES, Estimate, estimate_of
+from lamella._estimate.fake_ranks import fake_ranks, no_memory
+from lamella._estimate.kinds import on_host
+from lamella._estimate.live_bytes import LiveBytes
+from lamella._estimate.recipe_step import record_recipe
+from lamella._estimate.recorded_step import TrainingStep, record
+from lamella._settings.config import Config
+from lamella_engine.extending import unit_of
+
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+_COMPILED = "compiled layers are estimated as eager ones, which save more for backward"
+_KERNELS = "kernels of --kernels are estimated as the model's own layers, which save more for backward"
+_DOCUMENTS = "a sequence is estimated as one document"
+
+
+def estimate_run(config: Config, rank: int = 0) -> Estimate:
+    """Estimate the bytes of a rank of `lamella train`.
+
+    Args:
+        config: The run's settings, with ranks, device and precision.
+        rank: The rank.
+
+    Raises:
+        ConfigError: The settings cannot be met, or the process has a process group.
+
+    Effects: none on the disk; allocates no memory for weights or activations.
+    """
+    recorded = record_recipe(config, rank)
+    parallel = config.parallel
+    notes = [_COMPILED] * parallel.compile + [_KERNELS] * (config.model.kernels != "none")
+    notes += [_DOCUMENTS] * (config.data.packing == "documents")
+    return estimate_of(
+        recorded,
+        rank=rank,
+        num_ranks=parallel.ranks or 1,
+        host=on_host(parallel.rest == "cpu"),
+        context_nbytes=context_nbytes(parallel.device),
+        notes=tuple(notes),
+    )
+
+
+def estimate_module(
+    module: nn.Module,
+    *,
+    loss: Callable[[nn.Module], torch.Tensor],
+    shard: Callable[[nn.Module, DeviceMesh], object],
+    optimizer: MakeOptimizer = torch.optim.AdamW,
+    mesh: Sequence[int] = (8,),
+    rank: int = 0,
+    num_microbatches: int = 1,
+    vocab_size: int | None = None,
+    clip: Callable[[nn.Module], object] = lambda module: None,
+    rests_on_cpu: bool = False,
+    device: Literal["cpu", "cuda"] = "cuda",
+) -> Estimate:
+    """Estimate the bytes of a rank of any training loop over `fully_shard`.
+
+        with torch.device("meta"):
+            model = Decoder(config)
+        estimate = lamella.estimate(
+            model, shard=shard_blocks, loss=lambda model: model(torch.zeros(1, 4096, dtype=torch.int64)).sum(), mesh=(64,)
+        )
+
+    The step runs on tensors without memory: the functions see shapes and dtypes, and no values.
+
+    Args:
+        module: On the meta device, not sharded. Sharded in place.
+        loss: Runs the forward of a microbatch on inputs that it makes on the CPU; returns a 0-D loss.
+        shard: Calls `fully_shard` on the units and last on the module, with the mesh.
+        optimizer: Makes the optimizer of the module's parameters.
+        mesh: Ranks along each axis; with two, the first axis is of replicas.
+        rank: The rank.
+        num_microbatches: Microbatches whose gradients a step adds up.
+        vocab_size: The last size of the logits, to list them apart.
+        clip: Clips the module's gradients.
+        rests_on_cpu: Count main weights, gradients and optimizer state as the host's: `shard` passes a
+            `CPUOffloadPolicy`.
+        device: "cuda" counts NCCL's memory, "cpu" gloo's.
+
+    Raises:
+        ConfigError: The process has a process group, or the rank is outside the mesh.
+
+    Effects: allocates no memory; the default process group is a fake one meanwhile.
+    """
+    num_ranks = torch.Size(mesh).numel()
+    live = LiveBytes()
+    with fake_ranks(num_ranks, rank, device):
+        names = ("replicas", "shards")[-len(mesh) :] if len(mesh) <= 2 else None
+        shard(module, init_device_mesh("cpu", tuple(mesh), mesh_dim_names=names))
+        with no_memory(), live:
+            module.to_empty(device="cpu")
+            step = TrainingStep(
+                model=module,
+                units=[unit for unit in module.modules() if unit is not module and unit_of(unit) is not None],
+                loss=lambda: loss(module),
+                optimizer=optimizer(module.parameters()),
+                clip=lambda: clip(module),
+                num_microbatches=num_microbatches,
+                vocab_size=vocab_size,
+            )
+            recorded = record(step, live)
+    return estimate_of(
+        recorded,
+        rank=rank,
+        num_ranks=num_ranks,
+        host=on_host(rests_on_cpu),
+        context_nbytes=context_nbytes(device),
+    )
+
+
+@singledispatch
+def estimate(subject: object, **options: Any) -> Estimate:
+    """Estimate the bytes of one rank over an optimizer step, by kind and moment, without weights or GPUs.
+
+    Args:
+        subject: A run's settings (`Config`), with the options of `estimate_run`; or an `nn.Module`, with the options of
+            `estimate_module`.
+        options: `rank` for settings; at least `loss` and `shard` for a module.
+
+    Raises:
+        ConfigError: The settings cannot be met, or the process has a process group.
+        TypeError: The subject is neither.
+
+    Effects: allocates no memory for weights or activations; the default process group is a fake one meanwhile.
+    """
+    raise TypeError(f"Expected a Config or an nn.Module to estimate, got {type(subject).__name__}.")
+
+
+estimate.register(Config, estimate_run)
+estimate.register(nn.Module, estimate_module)
+
+
+def context_nbytes(device: str) -> int:
+    """Return the bytes of a CUDA context; none for the CPU."""
+    return CONTEXT_NBYTES if device == "cuda" else 0

@@ -1,0 +1,53 @@
+"""One process in place of all ranks: collectives that move nothing, and tensors without memory."""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from lamella._settings.options import ConfigError
+from lamella_buffers import FAKE_GPUS
+
+
+@contextmanager
+def fake_ranks(num_ranks: int, rank: int = 0, device_type: str = "cuda") -> Iterator[None]:
+    """Make this process one rank of a default process group whose other ranks do not exist, in the block.
+
+    Args:
+        num_ranks: Ranks of the group.
+        rank: This process's rank.
+        device_type: "cuda" for the memory of NCCL's collectives, which need no staging; "cpu" for that of gloo's.
+
+    Raises:
+        ConfigError: The process has a process group already, or the rank is outside.
+
+    Effects: none on other processes.
+    """
+    if dist.is_initialized():
+        raise ConfigError(
+            f"Expected a process without a process group for an estimate of {num_ranks} ranks, got a group of "
+            f"{dist.get_world_size()}. Call estimate before init_process_group."
+        )
+    if not 0 <= rank < num_ranks:
+        raise ConfigError(f"Expected rank from 0 to {num_ranks - 1}, got {rank}.")
+    backend = FAKE_GPUS if device_type == "cuda" else "fake"
+    dist.init_process_group(backend, store=FakeStore(), rank=rank, world_size=num_ranks)
+    assert dist.group.WORLD is not None
+    # Without a default backend the end of the group prints a warning: several devices have none.
+    dist.group.WORLD._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def no_memory() -> Iterator[None]:
+    """Give new tensors shapes and dtypes, and no memory, in the block."""
+    with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True):
+        # Shards in place are known by their addresses. Without memory all are 0, and count as in place.
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+        yield

@@ -1,0 +1,109 @@
+"""The step that `lamella train` takes by a configuration, on tensors without memory."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from typing import Literal
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+import lamella_optim
+from lamella._estimate.fake_ranks import fake_ranks, no_memory
+from lamella._estimate.kinds import HOST_ACTIVATIONS
+from lamella._estimate.live_bytes import LiveBytes
+from lamella._estimate.recorded_step import RecordedStep, TrainingStep, record
+from lamella._model.lora import add_adapters
+from lamella._model.sharding import shard
+from lamella._model.spec import load_spec
+from lamella._settings.config import Config
+from lamella._training.optimizer import make_optimizer
+from lamella._training.trained_parameters import freeze, trained_patterns
+from lamella_transformers import (
+    LossFunction,
+    ModelSpec,
+    assumed_loss,
+    balance_coefficient,
+    build_without_parameters,
+    materialise,
+)
+
+_CPU = torch.device("cpu")
+_MOST_MICROBATCHES = 3  # The first makes the sums, the second adds to them, the last reduces them.
+
+
+def record_recipe(config: Config, rank: int = 0) -> RecordedStep:
+    """Record the live bytes of a step of a run on one of its ranks.
+
+    Args:
+        config: The run's settings, with ranks, device and precision.
+        rank: The rank.
+
+    Raises:
+        ConfigError: The settings cannot be met, or the process has a process group.
+
+    Effects: allocates no memory for weights or activations; the default process group is a fake one meanwhile.
+    """
+    assert config.parallel.ranks is not None
+    live = LiveBytes()
+    with (
+        fake_ranks(config.parallel.ranks, rank, config.parallel.device),
+        training_step(config, live, no_memory()) as step,
+    ):
+        return record(step, live)
+
+
+@contextmanager
+def training_step(
+    config: Config, live: LiveBytes, memory: AbstractContextManager[object] | None = None
+) -> Iterator[TrainingStep]:
+    """Yield the step of a run, on the ranks of the default process group, in CPU memory.
+
+    Args:
+        config: The run's settings.
+        live: Counts from the first shard on, in the block.
+        memory: A mode that gives tensors no memory; None for memory with undefined contents.
+    """
+    spec = load_spec(config.model.name, config.data.vocab_size)
+    model = build_without_parameters(spec, _CPU)
+    add_adapters(model, config.model, config.run.seed)
+    on_cpu = _with_device(config, "cpu")
+    units = shard(model, on_cpu.parallel, host=_HostCopies(live))
+    freeze(model, trained_patterns(config))
+    with memory or nullcontext(), live:
+        materialise(model, _CPU)
+        loss = assumed_loss(model, balance_coefficient(spec), is_fused=config.model.kernels != "none")
+        optimizer = make_optimizer(model, config.optim)
+        yield TrainingStep(
+            model=model,
+            units=units,
+            loss=lambda: _microbatch_loss(config, spec, model, loss),
+            optimizer=optimizer,
+            clip=lambda: lamella_optim.clip_grad_norm_(model.parameters(), config.optim.clip_norm),
+            num_microbatches=min(config.optim.accumulation, _MOST_MICROBATCHES),
+            vocab_size=spec.vocab_size,
+        )
+
+
+def _microbatch_loss(config: Config, spec: ModelSpec, model: torch.nn.Module, loss: LossFunction) -> torch.Tensor:
+    num_sequences = config.optim.batch_size // ((config.parallel.ranks or 1) * config.optim.accumulation)
+    inputs = torch.zeros((num_sequences, config.data.sequence_length), dtype=torch.int64)
+    objective, balance = loss(model, inputs, torch.zeros_like(inputs), float(inputs.numel()))
+    if balance is None:
+        return objective
+    return objective + balance_coefficient(spec) / config.optim.accumulation * balance
+
+
+def _with_device(config: Config, device: Literal["cpu", "cuda"]) -> Config:
+    return replace(config, parallel=replace(config.parallel, device=device))
+
+
+class _HostCopies(saved_tensors_hooks):
+    """Copies saved tensors to the host's memory and back, where both are memory of no device."""
+
+    def __init__(self, live: LiveBytes) -> None:
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            with live.births_are(HOST_ACTIVATIONS):
+                return tensor.clone()
+
+        super().__init__(pack, torch.clone)

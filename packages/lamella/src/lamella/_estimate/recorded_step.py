@@ -1,0 +1,136 @@
+"""One optimizer step, recorded: the bytes that live storages hold, moment by moment."""
+
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from lamella._estimate.kinds import (
+    FORWARD,
+    HEAD_AND_LOSS,
+    adopt_gradients,
+    adopt_model,
+    adopt_optimizer_state,
+    classify,
+)
+from lamella._estimate.live_bytes import LiveBytes, MemoryLog
+from lamella_engine import FSDPModule
+
+AT_REST: Final = "at rest"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingStep:
+    """A model with all that one optimizer step of it needs.
+
+    Attributes:
+        model: The root unit.
+        units: The units but the root.
+        loss: Runs the forward of a microbatch, and returns its loss.
+        optimizer: The optimizer.
+        clip: Clips gradients before the optimizer's step.
+        num_microbatches: Microbatches of a step.
+        vocab_size: The last size of logits; None without logits.
+    """
+
+    model: nn.Module
+    units: Sequence[nn.Module]
+    loss: Callable[[], torch.Tensor]
+    optimizer: torch.optim.Optimizer
+    clip: Callable[[], object] = lambda: None
+    num_microbatches: int = 1
+    vocab_size: int | None = None
+
+    @property
+    def unit_names(self) -> Mapping[nn.Module, str]:
+        """The names of the units in the model."""
+        names = {module: name for name, module in self.model.named_modules()}
+        return {unit: names.get(unit, type(unit).__name__) for unit in self.units}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordedStep:
+    """The changes of live bytes in a step, after others.
+
+    Attributes:
+        log: The changes, those before the step too.
+        first_moment: The index of the step's first moment.
+    """
+
+    log: MemoryLog
+    first_moment: int
+
+
+def record(step: TrainingStep, live: LiveBytes) -> RecordedStep:
+    """Run a step, in which the engine learns its order and the optimizer makes its state, then record another.
+
+    Args:
+        step: The model's parameters have storages, with memory or without.
+        live: Entered by the caller.
+
+    Effects: two optimizer steps. Collective on the groups of the model's mesh.
+    """
+    adopt_model(live, step.model)
+    with _moments_of_units(step, live):
+        _run(step, live)
+        gc.collect()  # Cycles of the first step would count as the second's.
+        first_moment = len(live.log.moments)
+        _run(step, live)
+    adopt_optimizer_state(live, step.optimizer)
+    adopt_model(live, step.model)
+    live.begin(AT_REST)
+    classify(live.log, step.model, step.vocab_size)
+    return RecordedStep(log=live.log, first_moment=first_moment)
+
+
+def _run(step: TrainingStep, live: LiveBytes) -> None:
+    for index in range(step.num_microbatches):
+        _run_microbatch(step, live, is_last=index == step.num_microbatches - 1)
+    adopt_gradients(live, step.model)
+    live.begin("clipping")
+    step.clip()
+    live.begin("optimizer step")
+    step.optimizer.step()
+    live.begin(AT_REST)
+    step.optimizer.zero_grad()
+
+
+def _run_microbatch(step: TrainingStep, live: LiveBytes, *, is_last: bool) -> None:
+    if step.num_microbatches > 1 and isinstance(step.model, FSDPModule):
+        step.model.set_requires_gradient_sync(is_last)
+    live.begin(f"{FORWARD} begins")
+    loss = step.loss()
+    live.begin(f"backward {HEAD_AND_LOSS}")
+    live.in_backward = True
+    loss.backward()  # type: ignore[no-untyped-call]
+    live.in_backward = False
+
+
+@contextmanager
+def _moments_of_units(step: TrainingStep, live: LiveBytes) -> Iterator[None]:
+    """Begin a moment at each unit's forward, and at the gradient of its output."""
+    last = step.units[-1] if step.units else None
+    with ExitStack() as hooks:
+        for unit, name in step.unit_names.items():
+            before, after = _hooks(live, name, is_last=unit is last)
+            hooks.callback(unit.register_forward_pre_hook(before).remove)
+            hooks.callback(unit.register_forward_hook(after).remove)
+        yield
+
+
+def _hooks(live: LiveBytes, name: str, *, is_last: bool) -> tuple[Callable[..., None], Callable[..., None]]:
+    def before(module: nn.Module, arguments: Any) -> None:
+        live.begin(f"backward recomputes {name}" if live.in_backward else f"{FORWARD} {name}")
+
+    def after(module: nn.Module, arguments: Any, output: Any) -> None:
+        tensor = output[0] if isinstance(output, tuple | list) else output
+        if isinstance(tensor, torch.Tensor) and tensor.requires_grad and not live.in_backward:
+            tensor.register_hook(lambda _: live.begin(f"backward {name}"))
+        if not live.in_backward:
+            live.begin(f"{FORWARD} {HEAD_AND_LOSS}" if is_last else f"{FORWARD} after {name}")
+
+    return before, after

@@ -1,0 +1,97 @@
+"""Estimated bytes are those of really sharded models: at rest on every rank, and moment by moment of a step."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import TINY_LLAMA
+
+import lamella
+from lamella import Config
+from lamella._estimate.api import estimate_run
+from lamella._estimate.estimated_bytes import Estimate, estimate_of
+from lamella._estimate.kinds import GATHERED, GRADIENTS, MAIN_WEIGHTS, OPTIMIZER_STATE, on_host
+from lamella._estimate.live_bytes import LiveBytes
+from lamella._estimate.recipe_step import training_step
+from lamella._estimate.recorded_step import record
+from lamella._settings.config import resolve
+from lamella_testing import run_ranks
+
+TINY = {**TINY_LLAMA, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4}
+
+CASES: dict[str, tuple[int, dict[str, Any]]] = {
+    "zero-3": (2, {}),
+    "zero-3 on three ranks": (3, {}),
+    "zero-3 fp32": (2, {"precision": "fp32"}),
+    "zero-2": (2, {"stage": 2}),
+    "zero-1": (2, {"stage": 1}),
+    "one rank": (1, {}),
+    "hsdp": (4, {"replicate": 2}),
+    "hfsdp": (4, {"replicate": 2, "spread_states": True}),
+    "rest cpu": (2, {"rest": "cpu"}),
+    "keep budget": (2, {"keep_budget": "100KiB"}),
+    "no reshard": (2, {"reshard_after_forward": False}),
+    "full": (2, {"recompute": "full"}),
+    "selective": (2, {"recompute": "selective"}),
+    "offload": (2, {"offload_activations": True}),
+    "full and offload": (2, {"recompute": "full", "offload_activations": True}),
+    "float8": (2, {"float8": "tensor"}),
+    "float8 of rows": (2, {"float8": "row"}),
+    "bf16 reductions": (2, {"reduce": "bf16"}),
+}
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model") / "config.json"
+    path.write_text(json.dumps(TINY))
+    return path
+
+
+def config_of(model: Path, num_ranks: int, *, accumulation: int = 1, **parallel: Any) -> Config:
+    return resolve(
+        {
+            "model": {"name": str(model)},
+            "data": {"sequence_length": 64},
+            "optim": {"batch_size": 2 * num_ranks * accumulation, "accumulation": accumulation, "steps": 2},
+            "parallel": {"device": "cpu", "precision": "bf16", "ranks": num_ranks, **parallel},
+        }
+    )
+
+
+def measured(config: Config) -> list[Estimate]:
+    """Replays of a step that really runs on ranks, one for each rank."""
+    return run_ranks(_measured, config.parallel.ranks or 1, config)
+
+
+def _measured(config: Config) -> Estimate:
+    live = LiveBytes()
+    with training_step(config, live) as step:
+        with torch.no_grad():
+            for parameter in step.model.parameters():
+                parameter.fill_(0.01)
+        recorded = record(step, live)
+    return estimate_of(
+        recorded,
+        rank=dist.get_rank(),
+        num_ranks=dist.get_world_size(),
+        host=on_host(config.parallel.rest == "cpu"),
+        context_nbytes=0,
+    )
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_moment_of_a_step_has_the_bytes_of_a_real_one(model_folder: Path, name: str) -> None:
+    num_ranks, parallel = CASES[name]
+    config = config_of(model_folder, num_ranks, **parallel)
+    for rank, actual in enumerate(measured(config)):
+        estimate = estimate_run(config, rank)
+        assert estimate.at_rest == actual.at_rest
+        assert estimate.host_at_rest == actual.host_at_rest
+        assert [moment.name for moment in estimate.moments] == [moment.name for moment in actual.moments]
+        for expected, moment in zip(actual.moments, estimate.moments, strict=True):
+            assert moment.nbytes == pytest.approx(expected.nbytes, rel=0.03), moment.name
+            assert moment.host_nbytes == pytest.approx(expected.host_nbytes, rel=0.03), moment.name
