@@ -11,12 +11,13 @@ import os
 import stat
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
 from lamella._data.json_files import Form, elements, form_of
+from lamella._settings.named_texts import named_texts
 from lamella._settings.options import ConfigError
 
 _BLOCK_NBYTES: Final = 1 << 20
@@ -41,6 +42,7 @@ class TextFile:
         digest: SHA-256 of the range's bytes, in hexadecimal digits.
         form: How documents lie in the file.
         num_elements_before: Elements of an array before the range.
+        source: The name of the source or validation set that the file is of; empty without names.
     """
 
     name: str
@@ -50,6 +52,7 @@ class TextFile:
     digest: str
     form: Form = "text"
     num_elements_before: int = 0
+    source: str = ""
 
     @property
     def nbytes(self) -> int:
@@ -126,41 +129,73 @@ def _blocks(path: Path, start: int, stop: int | None = None) -> Iterator[bytes]:
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """Files in a fixed order, split into training files and held-out files."""
+    """Files in a fixed order, split into training files and held-out files.
+
+    Attributes:
+        source: A description of the training text.
+        train: The training files.
+        validation: The held-out files, or those of texts for validation.
+        num_skipped: Files that are not text.
+        validation_source: A description of the texts for validation; None where a part of the text is held out.
+    """
 
     source: str
     train: tuple[TextFile, ...]
     validation: tuple[TextFile, ...]
     num_skipped: int
+    validation_source: str | None = None
 
     def fingerprint(self) -> str:
         """Return a hash of the names, contents and split."""
         digest = hashlib.sha256()
         for file in (*self.train, None, *self.validation):
-            digest.update(
-                b"\0split\0"
-                if file is None
-                else f"\0{file.name}\0{file.nbytes}\0{file.digest}".encode(errors="surrogateescape")
-            )
+            digest.update(b"\0split\0" if file is None else _identity(file).encode(errors="surrogateescape"))
         return digest.hexdigest()
 
     def describe(self) -> str:
         """Return one line on the files, bytes and source of the text."""
-        files = (*self.train, *self.validation)
-        nbytes = sum(file.nbytes for file in files)
         skipped = f"; skipped {self.num_skipped} that are not text" if self.num_skipped else ""
-        return f"{len(files):,} files, {nbytes:,} bytes of {self.source} ({len(self.validation):,} held out){skipped}"
+        if self.validation_source is None:
+            size = _size((*self.train, *self.validation))
+            return f"{size} of {self.source} ({len(self.validation):,} held out){skipped}"
+        validation = f"validation on {_size(self.validation)} of {self.validation_source}"
+        return f"{_size(self.train)} of {self.source}; {validation}{skipped}"
 
 
-def collect(paths: Sequence[str], validation_fraction: float, *, without: Path | None = None) -> Corpus:
+def _identity(file: TextFile) -> str:
+    source = f"\0source {file.source}" if file.source else ""
+    return f"{source}\0{file.name}\0{file.nbytes}\0{file.digest}"
+
+
+def _size(files: Sequence[TextFile]) -> str:
+    return f"{len(files):,} files, {sum(file.nbytes for file in files):,} bytes"
+
+
+def by_source(files: Iterable[TextFile]) -> Mapping[str, tuple[TextFile, ...]]:
+    """Return the files of each source, in the order of the sources."""
+    sources: dict[str, list[TextFile]] = {}
+    for file in files:
+        sources.setdefault(file.source, []).append(file)
+    return {source: tuple(files_of_source) for source, files_of_source in sources.items()}
+
+
+def collect(
+    paths: Sequence[str],
+    validation_fraction: float,
+    *,
+    validation_paths: Sequence[str] = (),
+    without: Path | None = None,
+) -> Corpus:
     """Find and split the text files under `paths`; without paths, the standard library's sources.
 
     Files other than UTF-8 text are skipped in folders and refused when named. A file reached by several paths is read
     once; otherwise its text could be both trained on and held out.
 
     Args:
-        paths: Text files and folders.
-        validation_fraction: Share of the bytes to hold out.
+        paths: Text files and folders, with or without names of sources.
+        validation_fraction: Share of the bytes of each source to hold out, unless there are texts for validation.
+        validation_paths: Text files and folders for validation, with or without names. Their files are left out of
+            training.
         without: Folder to leave out: the run's own, whose files change during the run.
 
     Raises:
@@ -168,30 +203,78 @@ def collect(paths: Sequence[str], validation_fraction: float, *, without: Path |
 
     Effects: reads every file once, for its digest.
     """
-    files = list(_find(paths, without))
-    texts = [file for file in files if file is not None and file.nbytes]
-    if not texts:
-        raise ConfigError(f"Expected text in {_names(paths)}, got {len(files)} files with no text in them.")
-    train, validation = _split(sorted(texts, key=lambda file: file.name), validation_fraction)
-    return Corpus(source=_names(paths), train=tuple(train), validation=tuple(validation), num_skipped=files.count(None))
+    search = _Search(without)
+    validation = search.texts("--validation-data", validation_paths) if validation_paths else []
+    sources = by_source(search.texts("--data", paths))
+    train: list[TextFile] = []
+    for files in sources.values():
+        if validation_paths:
+            train += files
+        else:
+            first, second = _split(files, validation_fraction)
+            train += first
+            validation += second
+    return Corpus(
+        source=_description(paths),
+        train=tuple(train),
+        validation=tuple(validation),
+        num_skipped=search.num_skipped,
+        validation_source=", ".join(validation_paths) or None,
+    )
 
 
-def _names(paths: Sequence[str]) -> str:
+def _description(paths: Sequence[str]) -> str:
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     return ", ".join(paths) if paths else f"the Python {version} standard library"
 
 
-def _find(paths: Sequence[str], without: Path | None) -> Iterator[TextFile | None]:
+class _Search:
+    """The search for text files by name of the source, which finds no file twice.
+
+    Args:
+        without: Folder to leave out.
+
+    Attributes:
+        num_skipped: Files so far that are not text.
+    """
+
+    def __init__(self, without: Path | None) -> None:
+        self.num_skipped = 0
+        self._real_paths: set[str] = set() if without is None else {os.path.realpath(without)}
+        self._claimed: list[TextFile] = []
+
+    def texts(self, flag: str, paths: Sequence[str]) -> list[TextFile]:
+        """Return the files of all sources, in the order of names, the sources one after another.
+
+        Raises:
+            ConfigError: As `collect` does.
+        """
+        sources = named_texts(flag, paths) or {"": ()}
+        return [file for source, named in sources.items() for file in self._texts_of(source, named, flag)]
+
+    def _texts_of(self, source: str, paths: Sequence[str], flag: str) -> list[TextFile]:
+        files = list(_find(paths, self._real_paths, flag))
+        texts = [replace(file, source=source) for file in files if file is not None and file.nbytes]
+        if not texts:
+            elsewhere = " apart from the files that other names or --validation-data hold" if self._claimed else ""
+            raise ConfigError(
+                f"Expected text in {_description(paths)}{elsewhere}, got {len(files)} files with no text in them."
+            )
+        self._claimed += texts
+        self.num_skipped += files.count(None)
+        return sorted(texts, key=lambda file: file.name)
+
+
+def _find(paths: Sequence[str], real_paths: set[str], flag: str) -> Iterator[TextFile | None]:
     if not paths:
         # Tests hold generated tables, and some distributions leave them out; site-packages is not the library.
         skip = ("site-packages", "dist-packages", "test", "tests", "idle_test")
         yield from _walk(Path(sysconfig.get_path("stdlib")), set(), suffix=".py", skip=skip)
-    real_paths: set[str] = set() if without is None else {os.path.realpath(without)}
     for path in map(Path, paths):
         if path.is_dir():
             yield from _walk(path, real_paths)
         elif _is_new(path, real_paths):
-            yield _named(path)
+            yield _named(path, flag)
 
 
 def _is_new(path: Path, real_paths: set[str]) -> bool:
@@ -203,17 +286,17 @@ def _is_new(path: Path, real_paths: set[str]) -> bool:
     return is_new
 
 
-def _named(path: Path) -> TextFile:
+def _named(path: Path, flag: str) -> TextFile:
     try:
         kind = path.stat().st_mode
     except FileNotFoundError:
         raise ConfigError(
-            f"Expected a text file or a folder as --data, got {str(path)!r}, which does not exist."
+            f"Expected a text file or a folder as {flag}, got {str(path)!r}, which does not exist."
         ) from None
     except OSError as error:
         raise _unreadable(path, error) from error
     if not stat.S_ISREG(kind):  # Reading a pipe waits for the writer, and a pipe cannot be read twice.
-        raise ConfigError(f"Expected a text file or a folder as --data, got {str(path)!r}, which is neither.")
+        raise ConfigError(f"Expected a text file or a folder as {flag}, got {str(path)!r}, which is neither.")
     file = _scan(path.name, path, is_named=True)
     if file is None:
         raise ConfigError(
@@ -269,7 +352,7 @@ def _unreadable(path: Path, error: OSError) -> ConfigError:
     return ConfigError(f"Expected to read {str(path)!r}, got {error.strerror}.")
 
 
-def _split(files: list[TextFile], fraction: float) -> tuple[Iterable[TextFile], Iterable[TextFile]]:
+def _split(files: Sequence[TextFile], fraction: float) -> tuple[Iterable[TextFile], Iterable[TextFile]]:
     """Hold out whole files, in the order of their names' hashes, up to the fraction; cut a single file in two."""
     if len(files) == 1:
         return _cut(files[0], fraction)

@@ -75,6 +75,13 @@ class DataConfig:
             name="data",
         ),
     ] = ()
+    validation_paths: Annotated[
+        tuple[str, ...],
+        Option(
+            "Texts to validate on in place of a held-out share, as --data; NAME=PATH for several sets.",
+            name="validation-data",
+        ),
+    ] = ()
     packing: Annotated[
         Literal["auto", "documents", "stream", "none"],
         Option(
