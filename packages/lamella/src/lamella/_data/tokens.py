@@ -17,7 +17,8 @@ import torch
 from lamella._data.batches import DocumentRows, Sequences, StreamSequences, num_sequences
 from lamella._data.encoding import EncodedDocuments, Encoder
 from lamella._data.packing import one_a_row, packed
-from lamella._data.text import Corpus, TextFile, by_source
+from lamella._data.tables import SourceFile
+from lamella._data.text import Corpus, by_source
 from lamella._data.tokenizer import RunTokenizer, Unit, train_tokenizer
 from lamella._settings.options import ConfigError
 from lamella._settings.sections import DataConfig, LossOn, Packing
@@ -77,7 +78,7 @@ class TokenData:
 
     @property
     def train(self) -> torch.Tensor:
-        """(num_tokens,) int32, memory-mapped; see Note [A complement is read and not predicted]."""
+        """(num_tokens,) int32, memory-mapped, without names; see Note [A complement is read and not predicted]."""
         return _mapped(_RowFiles(self.folder, "train").tokens)
 
     @property
@@ -234,7 +235,7 @@ def _write_tokens(
         loss_is_on_all=form.loss_on == "all",
         keeps_documents_apart=form.packing != "stream",
     )
-    splits: Mapping[Split, Mapping[str, Sequence[TextFile]]] = {
+    splits: Mapping[Split, Mapping[str, Sequence[SourceFile]]] = {
         "train": by_source(corpus.train) or {"": ()},
         "validation": by_source(corpus.validation) or {"": ()},
     }
@@ -256,7 +257,7 @@ def _write_tokens(
     staged.rename(folder)
 
 
-def _write_split(encoder: Encoder, files: Iterable[TextFile], form: TokenForm, row_files: _RowFiles) -> None:
+def _write_split(encoder: Encoder, files: Iterable[SourceFile], form: TokenForm, row_files: _RowFiles) -> None:
     _write(encoder.encode(files), row_files.tokens, row_files.document_starts)
     tokens = _mapped(row_files.tokens)
     if form.packing != "stream":

@@ -70,8 +70,8 @@ class DataConfig:
     paths: Annotated[
         tuple[str, ...],
         Option(
-            "Files of text, of JSON lines or of a JSON array, and folders of them (default: the standard library's "
-            "sources).",
+            "Files of text, JSON lines, a JSON array, CSV, Parquet or Arrow, folders of them, and hf:OWNER/NAME:SPLIT "
+            "(default: the standard library's sources).",
             name="data",
         ),
     ] = ()
