@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from lamella import ConfigError
 from lamella._data.documents import Chat, RecordPosition
 from lamella._data.encoding import Encoder
-from lamella._data.text import TextFile
+from lamella._data.text_files import TextFile
 from lamella._data.tokenizer import RunTokenizer
 
 CHATML = (

@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 
 from lamella import ConfigError
-from lamella._data.text import TextFile, collect
+from lamella._data.tables import SourceFile
+from lamella._data.text import collect
 
 
-def names(files: tuple[TextFile, ...]) -> list[str]:
+def names(files: tuple[SourceFile, ...]) -> list[str]:
     return [file.name for file in files]
 
 
@@ -100,7 +101,7 @@ def test_no_path_no_text_and_binary_files_are_refused(tmp_path: Path) -> None:
             "Expected UTF-8 text in .*file', got other bytes. Convert the file, or leave it",
         ),
         ("text".encode("utf-16"), r"got other bytes \(UTF-16\)"),
-        (b"\x1f\x8b\x08\0", r"got other bytes \(gzip\)"),
+        (b"\x1f\x8b\x08\0", r"got other bytes \(gzip; a file whose name ends in .gz is decompressed\)"),
     ],
 )
 def test_a_file_in_another_encoding_is_refused_by_what_it_looks_like(

@@ -71,7 +71,11 @@ def test_a_long_text_is_encoded_in_pieces_and_nothing_is_lost(
     text = "some words and more words\n" * 400 + "a line that is longer than a piece, \u4e2d\u6587 \U0001f600 too " * 9
     corpus = corpus_of(text)
     tokenizer = train_tokenizer(corpus.train, 300)
-    for name, value in (("text._PIECE_LENGTH", 27), ("text._BLOCK_NBYTES", 31), ("encoding._BATCH_LENGTH", 100)):
+    for name, value in (
+        ("text_files._PIECE_LENGTH", 27),
+        ("text_files._BLOCK_NBYTES", 31),
+        ("encoding._BATCH_LENGTH", 100),
+    ):
         monkeypatch.setattr(f"lamella._data.{name}", value)
     assert len(list(Encoder(tokenizer=tokenizer).encode(corpus.train))) > 50
     assert decode(tokenizer, encode(tokenizer, corpus)) == text
@@ -80,7 +84,7 @@ def test_a_long_text_is_encoded_in_pieces_and_nothing_is_lost(
 def test_a_vocabulary_is_trained_on_pieces_spread_over_a_long_text(
     corpus_of: CorpusOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lamella._data.text._PIECE_LENGTH", 40)
+    monkeypatch.setattr("lamella._data.text_files._PIECE_LENGTH", 40)
     monkeypatch.setattr("lamella._data.tokenizer._VOCABULARY_LENGTH", 4000)
     corpus = corpus_of("first words of it\n" * 1000 + "other thing at its end\n" * 1000)
     tokens = train_tokenizer(corpus.train, 300).tokenizer.get_vocab()

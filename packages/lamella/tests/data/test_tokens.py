@@ -192,8 +192,8 @@ def test_tokens_are_written_batch_by_batch_and_read_where_they_lie(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lamella._data.encoding._BATCH_LENGTH", 1 << 14)
-    monkeypatch.setattr("lamella._data.text._PIECE_LENGTH", 1 << 12)
-    monkeypatch.setattr("lamella._data.text._BLOCK_NBYTES", 1 << 14)
+    monkeypatch.setattr("lamella._data.text_files._PIECE_LENGTH", 1 << 12)
+    monkeypatch.setattr("lamella._data.text_files._BLOCK_NBYTES", 1 << 14)
     text = corpus(
         tmp_path, "".join(f"{index} is a number, and {index * 7919} is one more\n" for index in range(50_000))
     )

@@ -31,6 +31,16 @@ def broken():
 """
 
 
+def test_a_table_in_the_place_of_a_list_has_a_text_a_name(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(
+        '[data]\nvalidation_paths = {wiki = "w.jsonl", code = ["a", "b"]}\n[optim]\n'
+        "optimizer_options = {momentum = 0.9, nesterov = true}\n"
+    )
+    groups = read_config(str(tmp_path / "run.toml"))
+    assert groups["data"]["validation_paths"] == ("wiki=w.jsonl", "code=a", "code=b")
+    assert groups["optim"]["optimizer_options"] == ("momentum=0.9", "nesterov=true")
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "runs.py").write_text(RUNS, encoding="utf-8")

@@ -59,9 +59,9 @@ def run_eval(arguments: argparse.Namespace) -> int:
     with _refused_models(), refused_paths():
         trained = _open(arguments)
         if arguments.data or not arguments.tasks:
-            evaluation = evaluate(trained, options)
-            report |= _as_json(evaluation)
-            lines += [*evaluation.lines, _line(evaluation)]
+            evaluations = evaluate(trained, options)
+            report |= _as_json(evaluations[0]) if len(evaluations) == 1 else {"texts": [*map(_as_json, evaluations)]}
+            lines += [*evaluations[0].lines, *map(_line, evaluations)]
         if arguments.tasks:
             scores = scores_of(score_tasks(trained, arguments.tasks, limit=limit))
             report["tasks"] = scores

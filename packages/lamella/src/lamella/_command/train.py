@@ -4,6 +4,7 @@ import os
 import shlex
 import signal
 import sys
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from lamella._processes.lock import locked
 from lamella._processes.placement import place, process_group, under_torchrun
 from lamella._processes.stop import StopRequests, interrupted, listening
 from lamella._processes.watch import Watch, watched
-from lamella._record.metrics import ValidationRecord, read
+from lamella._record.metrics import Record, ValidationRecord, last_validations, read
 from lamella._record.output import refused_paths, say
 from lamella._record.run_directory import RunDirectory
 from lamella._settings.config import Config, to_toml
@@ -28,26 +29,45 @@ from lamella_checkpoint import CheckpointDirectory
 
 
 @dataclass(frozen=True, kw_only=True)
+class LossChange:
+    """The first and the last loss of a validation set.
+
+    Attributes:
+        first: Nats per `unit` before the first step.
+        last: The same after the last validation.
+        unit: "byte" or "token".
+        title: The word "validation", with the name of the set if there is one.
+    """
+
+    first: float
+    last: float
+    unit: str = "byte"
+    title: str = "validation"
+
+    @property
+    def ratio(self) -> float:
+        """The last loss divided by the first."""
+        return self.last / self.first
+
+    def line(self) -> str:
+        """Return the line to print."""
+        losses = f"{self.first:.4f} -> {self.last:.4f} nats/{self.unit}"
+        return f"{self.title}: {losses} ({self.ratio:.1%} of the first)"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Result:
-    """The files of a run's results, and the first and last validation loss in nats per `unit` (byte or token)."""
+    """The files of a run's results, and the losses of each validation set, in the order of the sets."""
 
     checkpoint: Path
     plot: Path
     metrics: Path
-    first_validation: float
-    last_validation: float
-    unit: str = "byte"
-
-    @property
-    def ratio(self) -> float:
-        """The last validation loss divided by the first."""
-        return self.last_validation / self.first_validation
+    validations: tuple[LossChange, ...]
 
     def lines(self) -> tuple[str, ...]:
         """Return the lines to print."""
-        losses = f"{self.first_validation:.4f} -> {self.last_validation:.4f} nats/{self.unit}"
         return (
-            f"validation: {losses} ({self.ratio:.1%} of the first)",
+            *(change.line() for change in self.validations),
             f"checkpoint: {self.checkpoint}",
             f"plot: {self.plot}",
             f"metrics: {self.metrics}",
@@ -191,7 +211,7 @@ def _prepare(config: Config) -> PreparedRun:
 
 
 def _result(directory: RunDirectory, *, aloud: bool) -> Result:
-    validations = [record for record in read(directory.metrics) if isinstance(record, ValidationRecord)]
+    validations = _loss_changes(read(directory.metrics))
     checkpoint = CheckpointDirectory(directory.checkpoints).latest()
     if not validations or checkpoint is None:
         raise ConfigError(f"Expected validations and a checkpoint in {str(directory.root)!r}, got none.")
@@ -199,10 +219,16 @@ def _result(directory: RunDirectory, *, aloud: bool) -> Result:
         checkpoint=directory.checkpoints / checkpoint.name,
         plot=directory.plot,
         metrics=directory.metrics,
-        first_validation=validations[0].nats,
-        last_validation=validations[-1].nats,
-        unit=validations[-1].unit,
+        validations=validations,
     )
     if aloud:
         say(result.lines())
     return result
+
+
+def _loss_changes(records: Sequence[Record]) -> tuple[LossChange, ...]:
+    firsts = {record.name: record for record in reversed(records) if isinstance(record, ValidationRecord)}
+    return tuple(
+        LossChange(first=firsts[last.name].nats, last=last.nats, unit=last.unit, title=last.title)
+        for last in last_validations(records)
+    )

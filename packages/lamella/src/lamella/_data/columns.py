@@ -9,14 +9,12 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Final
 
 from lamella._data.documents import Chat, EndOfText, Instruction, Part, PromptCompletion, RecordPosition
+from lamella._data.json_files import COLUMN_SETS, COLUMNS_BESIDE
 from lamella._settings.options import ConfigError
 from lamella._settings.parsing import has_half_characters, kind_of, parse_json
 
 _ROLES: Final[Mapping[str, str]] = {"human": "user", "gpt": "assistant", "bot": "assistant"}
 """ShareGPT's names of roles -> chat templates' names."""
-
-_BESIDE: Final = ("tools", "chat_template_kwargs", "input", "system", "history")
-"""Columns that count where the document's own columns do."""
 
 _PIECE_LENGTH: Final = 1 << 16
 _NUM_NAMED: Final = 8
@@ -45,7 +43,7 @@ def document(text: str, position: RecordPosition) -> Iterator[Part]:
     fields = {name: value for name, value in record.items() if value is not None} if isinstance(record, dict) else {}
     for names, parse in _PARSERS:
         if all(name in fields for name in names):
-            _check_characters(text, position, [fields.get(name) for name in (*names, *_BESIDE)])
+            _check_characters(text, position, [fields.get(name) for name in (*names, *COLUMNS_BESIDE)])
             yield from parse(fields, position)
             return
     got = _described(record) if isinstance(record, dict) else f"no object but {kind_of(record)}"
@@ -169,11 +167,11 @@ def _text(fields: Fields, position: RecordPosition) -> Iterator[Part]:
     yield EndOfText()
 
 
-_PARSERS: Final = (
-    (("messages",), _chat("messages")),
-    (("conversations",), _chat("conversations")),
-    (("prompt", "completion"), _prompt_and_completion),
-    (("instruction", "output"), _instruction),
-    (("text",), _text),
+_PARSERS: Final = tuple(
+    zip(
+        COLUMN_SETS,
+        (_chat("messages"), _chat("conversations"), _prompt_and_completion, _instruction, _text),
+        strict=True,
+    )
 )
 """Columns that a record must have -> its document's parts."""

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from lamella._data.text import TextFile
+from lamella._data.tables import SourceFile
 
 
 class RecordPosition(NamedTuple):
@@ -15,11 +15,11 @@ class RecordPosition(NamedTuple):
         number: Number of the record in the file or its part, from 1 on.
     """
 
-    file: TextFile
+    file: SourceFile
     number: int
 
     def __str__(self) -> str:
-        noun = "row" if self.file.form == "array" else "line"
+        noun = "row" if self.file.form in ("array", "table") else "line"
         return f"{noun} {self.file.num_records_before() + self.number} of {str(self.file.path)!r}"
 
 

@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple, cast
 from lamella._data.answers import AnswerSpan, Messages, RenderedChat, num_equal, rendered_chats
 from lamella._data.documents import Chat, EndOfText, Instruction, Part, PromptCompletion, RecordPosition, length_of
 from lamella._data.records import parts
-from lamella._data.text import TextFile
+from lamella._data.tables import SourceFile
 from lamella._data.tokenizer import RunTokenizer
 from lamella._settings.options import ConfigError, in_short
 
@@ -50,7 +50,7 @@ class Encoder:
     keeps_documents_apart: bool = False
     num_rewritten: int = 0
 
-    def encode(self, files: Iterable[TextFile]) -> Iterator[EncodedDocuments]:
+    def encode(self, files: Iterable[SourceFile]) -> Iterator[EncodedDocuments]:
         """Yield the tokens of all documents, in order.
 
         Raises:

@@ -5,11 +5,29 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Final, Literal, NamedTuple
 
-Form = Literal["text", "lines", "array"]
-"""How documents lie in a file: the file is one document, or its lines or the elements of its array are."""
+Form = Literal["text", "lines", "array", "table"]
+"""How documents lie in a file: the file is one document, or its lines, the elements of its array or its rows are."""
 
 DOCUMENT_COLUMNS: Final = ("messages", "conversations", "prompt", "instruction", "text")
 """Keys of which a document's object has at least one."""
+
+COLUMN_SETS: Final = (
+    ("messages",),
+    ("conversations",),
+    ("prompt", "completion"),
+    ("instruction", "output"),
+    ("text",),
+)
+"""Columns that make a document, each set of them; of several in a record the first counts."""
+
+COLUMN_SETS_IN_WORDS: Final = (
+    "'messages', 'prompt' and 'completion', 'instruction' and 'output', 'conversations', or 'text'"
+)
+
+COLUMNS_BESIDE: Final = ("tools", "chat_template_kwargs", "input", "system", "history")
+"""Columns that count where the document's own columns do."""
+
+COLUMNS: Final = (*(name for names in COLUMN_SETS for name in names), *COLUMNS_BESIDE)
 
 _LINE_SUFFIXES: Final = (".jsonl", ".ndjson")
 _ARRAY_SUFFIX: Final = ".json"

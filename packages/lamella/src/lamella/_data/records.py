@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 
 from lamella._data.columns import document
 from lamella._data.documents import Chat, EndOfText, Instruction, Part, PromptCompletion, RecordPosition
-from lamella._data.text import TextFile
+from lamella._data.tables import SourceFile
 
 
-def parts(files: Iterable[TextFile]) -> Iterator[Part]:
+def parts(files: Iterable[SourceFile]) -> Iterator[Part]:
     """Yield the documents of all files, in order, in parts: text in bounded pieces, other documents whole.
 
     Raises:
@@ -46,7 +46,7 @@ class Survey:
         return self.has_completions or self.first_chat is not None or self.first_instruction is not None
 
 
-def survey(files: Sequence[TextFile]) -> Survey:
+def survey(files: Sequence[SourceFile]) -> Survey:
     """Return the kinds of documents in files.
 
     Raises:

@@ -51,7 +51,9 @@ def read_text(
     Effects: reads every file once, and files of JSON records twice.
     """
     tokenizer = vocab_size if pretrained is None else read_tokenizer(pretrained, vocab_size)
-    corpus = collect(config.paths, config.validation_fraction, without=without)
+    corpus = collect(
+        config.paths, config.validation_fraction, validation_paths=config.validation_paths, without=without
+    )
     return text_source(corpus, tokenizer, config, separates_documents=separates_documents)
 
 

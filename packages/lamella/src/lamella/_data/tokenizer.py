@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final, Literal, cast
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from lamella._data.records import parts
-from lamella._data.text import TextFile
+from lamella._data.tables import SourceFile
 from lamella._settings.options import ConfigError, in_short
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class RunTokenizer:
         return nbytes
 
 
-def train_tokenizer(files: Iterable[TextFile], vocab_size: int) -> RunTokenizer:
+def train_tokenizer(files: Iterable[SourceFile], vocab_size: int) -> RunTokenizer:
     """Train a byte-level byte-pair tokenizer of up to `vocab_size` tokens: 256 bytes, the end of a text, and merges.
 
     A short text yields fewer tokens. For a long text, training uses evenly spread pieces.
@@ -105,7 +105,7 @@ def train_tokenizer(files: Iterable[TextFile], vocab_size: int) -> RunTokenizer:
     return _checked(wrap(tokenizer_object=tokenizer, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT), END_OF_TEXT)
 
 
-def _sample(files: Sequence[TextFile]) -> Iterator[str]:
+def _sample(files: Sequence[SourceFile]) -> Iterator[str]:
     """Yield evenly spread pieces of about `_VOCABULARY_LENGTH` characters together; all of a shorter text."""
     share = min(1.0, _VOCABULARY_LENGTH / max(1, sum(file.nbytes for file in files)))
     due = 0.0

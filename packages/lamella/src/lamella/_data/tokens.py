@@ -7,7 +7,7 @@ each row; where only some tokens are targets, a file counts those of each sequen
 import hashlib
 import shutil
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal, NamedTuple
@@ -17,7 +17,8 @@ import torch
 from lamella._data.batches import DocumentRows, Sequences, StreamSequences, num_sequences
 from lamella._data.encoding import EncodedDocuments, Encoder
 from lamella._data.packing import one_a_row, packed
-from lamella._data.text import Corpus, TextFile
+from lamella._data.tables import SourceFile
+from lamella._data.text import Corpus, by_source
 from lamella._data.tokenizer import RunTokenizer, Unit, train_tokenizer
 from lamella._settings.options import ConfigError
 from lamella._settings.sections import DataConfig, LossOn, Packing
@@ -26,7 +27,7 @@ _INDEX: Final = "index.pt"
 _PIECE_LENGTH: Final = 1 << 22
 
 Split = Literal["train", "validation"]
-_SPLITS: Final[tuple[Split, ...]] = ("train", "validation")
+_ONE: Final = ("",)
 
 
 class TokenForm(NamedTuple):
@@ -62,6 +63,8 @@ class TokenData:
         unit: "byte" or "token"; in tokens every length is 1.
         num_rewritten: The conversations that the chat template renders in several texts.
         fingerprint: Hash of the text, its split, the tokenizer and the form.
+        sources: The names of the training sources; one empty name without names.
+        validation_sets: The names of the validation sets; one empty name without names.
     """
 
     folder: Path
@@ -70,20 +73,23 @@ class TokenData:
     unit: Unit
     num_rewritten: int
     fingerprint: str
+    sources: Sequence[str] = _ONE
+    validation_sets: Sequence[str] = _ONE
 
     @property
     def train(self) -> torch.Tensor:
-        """(num_tokens,) int32, memory-mapped; see Note [A complement is read and not predicted]."""
-        return _mapped(self.folder / "train.bin")
+        """(num_tokens,) int32, memory-mapped, without names; see Note [A complement is read and not predicted]."""
+        return _mapped(_RowFiles(self.folder, "train").tokens)
 
     @property
     def validation(self) -> torch.Tensor:
         """The held-out text, in the same form."""
-        return _mapped(self.folder / "validation.bin")
+        return _mapped(_RowFiles(self.folder, "validation").tokens)
 
-    def sequences(self, split: Split, sequence_length: int) -> Sequences:
-        """Return the sequences of a split, mapped into memory."""
-        tokens, files = _mapped(self.folder / f"{split}.bin"), _RowFiles(self.folder, split)
+    def sequences(self, split: Split, sequence_length: int, source: str = "") -> Sequences:
+        """Return the sequences of a split, or of a named source or set of the split, mapped into memory."""
+        files = _RowFiles(self.folder, split, source)
+        tokens = _mapped(files.tokens)
         counts = _mapped(files.target_counts) if files.target_counts.exists() else None
         if counts is None or self.packing == "stream":
             return StreamSequences(tokens=tokens, sequence_length=sequence_length, target_counts=counts)
@@ -99,8 +105,14 @@ class TokenData:
 
     def lines(self, sequence_length: int) -> list[str]:
         """Return the lines to print on rows of documents, and on conversations in several documents."""
-        rows = self.sequences("train", sequence_length)
-        lines = _row_lines(rows) if isinstance(rows, DocumentRows) else []
+        lines: list[str] = []
+        for source in self.sources:
+            rows = self.sequences("train", sequence_length, source)
+            lines += (
+                _row_lines(rows, f"packing of {source}" if source else "packing")
+                if isinstance(rows, DocumentRows)
+                else []
+            )
         if self.num_rewritten:
             lines.append(
                 f"answers: {self.num_rewritten:,} conversations become several documents, since the chat template "
@@ -113,17 +125,17 @@ class TokenData:
         return torch.where(targets < 0, 0, self.units[targets.clamp(min=0)]).sum(1)
 
 
-def _row_lines(rows: DocumentRows) -> list[str]:
+def _row_lines(rows: DocumentRows, topic: str) -> list[str]:
     lengths, bound = rows.document_starts.diff(), rows.sequence_length
     share = rows.tokens_a_sequence / bound
     if rows.is_packed:
-        lines = [f"packing: {len(rows.documents):,} documents in {len(rows):,} sequences, {share:.1%} full"]
+        lines = [f"{topic}: {len(rows.documents):,} documents in {len(rows):,} sequences, {share:.1%} full"]
     else:
-        lines = [f"packing: a document a sequence, {share:.1%} of {bound:,} tokens on average"]
+        lines = [f"{topic}: a document a sequence, {share:.1%} of {bound:,} tokens on average"]
     if num_longer := int((lengths > bound).sum()):
         num_tokens, num_lost = int(lengths.sum()), int((lengths - bound).clamp(min=0).sum())
         lines.append(
-            f"packing: {num_longer:,} documents are truncated to {bound:,} tokens, {num_lost / num_tokens:.1%} of all "
+            f"{topic}: {num_longer:,} documents are truncated to {bound:,} tokens, {num_lost / num_tokens:.1%} of all "
             f"tokens are left out; --sequence-length {int(lengths.max())} keeps all"
         )
     return lines
@@ -132,22 +144,31 @@ def _row_lines(rows: DocumentRows) -> list[str]:
 class _RowFiles(NamedTuple):
     folder: Path
     split: Split
+    source: str = ""
+
+    @property
+    def tokens(self) -> Path:
+        return self.folder / f"{self._stem}.bin"
 
     @property
     def document_starts(self) -> Path:
-        return self.folder / f"{self.split}.document_starts.bin"
+        return self.folder / f"{self._stem}.document_starts.bin"
 
     @property
     def documents(self) -> Path:
-        return self.folder / f"{self.split}.documents.bin"
+        return self.folder / f"{self._stem}.documents.bin"
 
     @property
     def row_starts(self) -> Path:
-        return self.folder / f"{self.split}.row_starts.bin"
+        return self.folder / f"{self._stem}.row_starts.bin"
 
     @property
     def target_counts(self) -> Path:
-        return self.folder / f"{self.split}.target_counts.bin"
+        return self.folder / f"{self._stem}.target_counts.bin"
+
+    @property
+    def _stem(self) -> str:
+        return f"{self.split}-{self.source}" if self.source else self.split
 
 
 def load_tokens(folder: Path) -> TokenData:
@@ -214,14 +235,21 @@ def _write_tokens(
         loss_is_on_all=form.loss_on == "all",
         keeps_documents_apart=form.packing != "stream",
     )
-    for split, files in zip(_SPLITS, (corpus.train, corpus.validation), strict=True):
-        _write_split(encoder, files, form, staged, split)
+    splits: Mapping[Split, Mapping[str, Sequence[SourceFile]]] = {
+        "train": by_source(corpus.train) or {"": ()},
+        "validation": by_source(corpus.validation) or {"": ()},
+    }
+    for split, sources in splits.items():
+        for source, files in sources.items():
+            _write_split(encoder, files, form, _RowFiles(staged, split, source))
     index = {
         "packing": form.packing,
         "units": torch.tensor(tokenizer.units(), dtype=torch.int32),
         "unit": tokenizer.unit,
         "num_rewritten": encoder.num_rewritten,
         "fingerprint": token_fingerprint,
+        "sources": list(splits["train"]),
+        "validation_sets": list(splits["validation"]),
     }
     torch.save(index, staged / _INDEX)
     (folder / _INDEX).unlink(missing_ok=True)  # first: an index beside token files that are gone would be trusted
@@ -229,10 +257,9 @@ def _write_tokens(
     staged.rename(folder)
 
 
-def _write_split(encoder: Encoder, files: Iterable[TextFile], form: TokenForm, folder: Path, split: Split) -> None:
-    row_files = _RowFiles(folder, split)
-    _write(encoder.encode(files), folder / f"{split}.bin", row_files.document_starts)
-    tokens = _mapped(folder / f"{split}.bin")
+def _write_split(encoder: Encoder, files: Iterable[SourceFile], form: TokenForm, row_files: _RowFiles) -> None:
+    _write(encoder.encode(files), row_files.tokens, row_files.document_starts)
+    tokens = _mapped(row_files.tokens)
     if form.packing != "stream":
         starts = _mapped(row_files.document_starts, torch.int64)
         _save(_write_rows(tokens, starts, form, row_files), row_files.target_counts)
@@ -285,17 +312,30 @@ def check_tokens(data: TokenData, config: DataConfig) -> None:
     """Refuse text shorter than one sequence, and text without targets.
 
     Raises:
-        ConfigError: The training or the held-out text is too short or has no targets. Names the text and its length.
+        ConfigError: The training text, or that of a validation set, is too short or has no targets. Names the text and
+            its length.
     """
-    for split, purpose in zip(_SPLITS, ("train on", "validate on"), strict=True):
-        sequences = data.sequences(split, config.sequence_length)
-        _check_length(data, sequences, purpose, config)
-        counts = sequences.target_counts
-        if counts is not None and not bool(counts.any()):
-            raise ConfigError(
-                f"Expected tokens of an answer to {purpose}, got none in {_described(sequences)}. Pass conversations "
-                "with messages of the role 'assistant' as --data, a larger --sequence-length, or --loss-on all."
-            )
+    flag = "--validation-data" if config.validation_paths else "--data"
+    for source in data.sources:
+        sequences = data.sequences("train", config.sequence_length, source)
+        _check_sequences(sequences, f"train on{_of(source)}", "--data")
+    for source in data.validation_sets:
+        sequences = data.sequences("validation", config.sequence_length, source)
+        _check_sequences(sequences, f"validate on{_of(source)}", flag)
+
+
+def _of(source: str) -> str:
+    return f" in {source!r}" if source else ""
+
+
+def _check_sequences(sequences: Sequences, purpose: str, flag: str) -> None:
+    _check_length(sequences, purpose, flag)
+    counts = sequences.target_counts
+    if counts is not None and not bool(counts.any()):
+        raise ConfigError(
+            f"Expected tokens of an answer to {purpose}, got none in {_described(sequences)}. Pass conversations "
+            f"with messages of the role 'assistant' as {flag}, a larger --sequence-length, or --loss-on all."
+        )
 
 
 def _described(sequences: Sequences) -> str:
@@ -307,13 +347,12 @@ def _described(sequences: Sequences) -> str:
     )
 
 
-def _check_length(data: TokenData, sequences: Sequences, purpose: str, config: DataConfig) -> None:
+def _check_length(sequences: Sequences, purpose: str, flag: str) -> None:
     if len(sequences):
         return
-    if data.packing != "stream":
-        raise ConfigError(f"Expected a document to {purpose}, got none. Pass more of them as --data.")
-    num_tokens = len(data.train if purpose == "train on" else data.validation)
-    raise ConfigError(
-        f"Expected at least {config.sequence_length + 1} tokens to {purpose}, got {num_tokens}. "
-        "Pass more text as --data, or a smaller --sequence-length."
-    )
+    if isinstance(sequences, StreamSequences):
+        raise ConfigError(
+            f"Expected at least {sequences.sequence_length + 1} tokens to {purpose}, got {len(sequences.tokens)}. "
+            f"Pass more text as {flag}, or a smaller --sequence-length."
+        )
+    raise ConfigError(f"Expected a document to {purpose}, got none. Pass more of them as {flag}.")

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Final
 
 from lamella._export.trained_run import TrainedRun
-from lamella._record.metrics import StepRecord, ValidationRecord, read
+from lamella._record.metrics import StepRecord, last_validations, read
 
 _FINGERPRINT_LENGTH: Final = 16
 
@@ -76,6 +76,6 @@ def _losses(run: TrainedRun) -> Iterator[tuple[str, str]]:
     records = [record for record in read(run.directory.metrics) if record.step <= run.step]
     if losses := [record for record in records if isinstance(record, StepRecord)]:
         yield "training loss", f"{losses[-1].loss:.4f} nats/token (step {losses[-1].step:,})"
-    if validations := [record for record in records if isinstance(record, ValidationRecord)]:
-        last = validations[-1]
-        yield "validation loss", f"{last.nats:.4f} nats/{last.unit} (step {last.step:,})"
+    for last in last_validations(records):
+        of_set = "" if last.name is None else f" on {last.name}"
+        yield f"validation loss{of_set}", f"{last.nats:.4f} nats/{last.unit} (step {last.step:,})"

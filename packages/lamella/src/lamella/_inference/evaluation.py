@@ -10,6 +10,7 @@ from typing import Final
 import torch
 import torch.distributed as dist
 
+from lamella._data.batches import StreamSequences
 from lamella._data.sources import data_lines, text_source
 from lamella._data.text import Corpus, collect
 from lamella._data.tokens import TokenData, load_tokens, prepare_tokens
@@ -61,8 +62,8 @@ class Evaluation:
     lines: tuple[str, ...]
 
 
-def evaluate(trained: TrainedModel, options: EvaluationOptions) -> Evaluation:
-    """Return the loss of a model on texts.
+def evaluate(trained: TrainedModel, options: EvaluationOptions) -> list[Evaluation]:
+    """Return the loss of a model on texts, one for each validation set or named text.
 
     Raises:
         ConfigError: A text cannot be read, is shorter than a sequence, or no text is there.
@@ -72,18 +73,32 @@ def evaluate(trained: TrainedModel, options: EvaluationOptions) -> Evaluation:
     length = options.sequence_length or _sequence_length(trained)
     check_context(trained.spec, length)
     with _tokens(trained, options, length) as (tokens, text, lines):
-        count = len(tokens.sequences("validation", length))
-        if not count:
-            raise ConfigError(
-                f"Expected at least {length + 1} tokens in {text}, got {len(tokens.validation)}. Pass more text, or a "
-                "smaller --sequence-length."
-            )
-        count = min(count, options.num_sequences or _num_sequences(trained, options) or count)
-        config, rank = _settings(trained, length, count), Rank(rank=0, num_ranks=1, device=trained.device)
+        texts = [f"{text}, {name}" if name else text for name in tokens.validation_sets]
+        counts = [
+            _count(trained, options, tokens, name, text)
+            for name, text in zip(tokens.validation_sets, texts, strict=True)
+        ]
+        config, rank = _settings(trained, length, max(counts)), Rank(rank=0, num_ranks=1, device=trained.device)
         with _process_group_of_one(trained.device):
-            record = Validation(config, tokens, rank).record(trained.model, trained.run.step if trained.run else 0)
+            records = Validation(config, tokens, rank).records(trained.model, trained.run.step if trained.run else 0)
         trained.model.eval()
-    return Evaluation(record=record, num_sequences=count, sequence_length=length, text=text, lines=lines)
+    return [
+        Evaluation(record=record, num_sequences=count, sequence_length=length, text=text, lines=lines)
+        for record, count, text in zip(records, counts, texts, strict=True)
+    ]
+
+
+def _count(trained: TrainedModel, options: EvaluationOptions, tokens: TokenData, name: str, text: str) -> int:
+    """Return the number of sequences of a validation set that are evaluated."""
+    length = options.sequence_length or _sequence_length(trained)
+    sequences = tokens.sequences("validation", length, name)
+    if not len(sequences):
+        num_tokens = len(sequences.tokens) if isinstance(sequences, StreamSequences) else 0
+        raise ConfigError(
+            f"Expected at least {length + 1} tokens in {text}, got {num_tokens}. Pass more text, or a "
+            "smaller --sequence-length."
+        )
+    return min(len(sequences), options.num_sequences or _num_sequences(trained, options) or len(sequences))
 
 
 def _sequence_length(trained: TrainedModel) -> int:

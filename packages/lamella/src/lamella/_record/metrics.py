@@ -47,20 +47,29 @@ class ValidationRecord:
         step: Number of completed steps.
         nats_per_byte: Nats per byte of text, independent of the vocabulary; None when the bytes of tokens are unknown.
         nats_per_token: Nats per token when the bytes of tokens are unknown; else None.
+        name: The name of the validation set; None for the only one.
     """
 
     step: int
     nats_per_byte: float | None = None
     nats_per_token: float | None = None
+    name: str | None = None
 
     def __post_init__(self) -> None:
         if (self.nats_per_byte is None) == (self.nats_per_token is None):
             raise ValueError(f"Expected nats a byte or nats a token, got {self!r}. Pass one of them.")
 
     @classmethod
-    def of(cls, step: int, nats: float, unit: Literal["byte", "token"]) -> "ValidationRecord":
+    def of(cls, step: int, nats: float, unit: Literal["byte", "token"], name: str | None = None) -> "ValidationRecord":
         """Make a record of a loss in nats per `unit`."""
-        return cls(step=step, nats_per_byte=nats) if unit == "byte" else cls(step=step, nats_per_token=nats)
+        if unit == "byte":
+            return cls(step=step, nats_per_byte=nats, name=name)
+        return cls(step=step, nats_per_token=nats, name=name)
+
+    @property
+    def title(self) -> str:
+        """The word "validation", with the name of the set if there is one."""
+        return "validation" if self.name is None else f"validation on {self.name}"
 
     @property
     def unit(self) -> str:
@@ -76,7 +85,7 @@ class ValidationRecord:
 
     def line(self) -> str:
         """Return the validation line."""
-        return f"step: {self.step}  validation: {self.nats:.4f} nats/{self.unit}"
+        return f"step: {self.step}  {self.title}: {self.nats:.4f} nats/{self.unit}"
 
 
 Record = StepRecord | ValidationRecord
@@ -89,9 +98,10 @@ def append(path: Path, records: Iterable[Record]) -> None:
 
 
 def _values(record: Record) -> dict[str, object]:
-    """Return a record's fields, without a validation's unused nats field."""
+    """Return a record's fields, without those that a validation leaves out."""
     values = asdict(record)
-    return {name: value for name, value in values.items() if not (name.startswith("nats_per_") and value is None)}
+    is_step = isinstance(record, StepRecord)
+    return {name: value for name, value in values.items() if is_step or value is not None}
 
 
 def read(path: Path) -> list[Record]:
@@ -112,6 +122,11 @@ def _record(line: str) -> Record | None:
         values = json.loads(line)
         return StepRecord(**values) if "loss" in values else ValidationRecord(**values)
     return None
+
+
+def last_validations(records: Iterable[Record]) -> list[ValidationRecord]:
+    """Return the last record of each validation set, in the order of the sets' first records."""
+    return list({record.name: record for record in records if isinstance(record, ValidationRecord)}.values())
 
 
 def rewind(path: Path, step: int) -> int:

@@ -20,13 +20,15 @@ def plot(records: Iterable[Record], path: Path) -> None:
     validation_axes = loss_axes.twinx()
     validation_axes.set_ylabel(f"validation loss (nats/{validations[0].unit if validations else 'byte'})")
     lines = loss_axes.plot([r.step for r in steps], [r.loss for r in steps], color="tab:blue", lw=1, label="training")
-    lines += validation_axes.plot(
-        [r.step for r in validations],
-        [r.nats for r in validations],
-        "o-",
-        color="tab:orange",
-        label="validation",
-    )
+    for index, title in enumerate(dict.fromkeys(record.title for record in validations)):
+        records_of_set = [record for record in validations if record.title == title]
+        lines += validation_axes.plot(
+            [r.step for r in records_of_set],
+            [r.nats for r in records_of_set],
+            "o-",
+            color=f"C{index + 1}",  # matplotlib's second colour, tab:orange, and those after it
+            label=title,
+        )
     loss_axes.set_ylim(bottom=0)
     validation_axes.set_ylim(bottom=0)
     loss_axes.legend(handles=lines)

@@ -8,7 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
-from lamella._record.metrics import Record, StepRecord
+from lamella._record.metrics import Record, StepRecord, ValidationRecord
 from lamella._record.stream import Sink, dropped_line
 from lamella._settings.options import ConfigError, nearest
 
@@ -80,9 +80,16 @@ def open_trackers(names: Sequence[str], run: TrackedRun, print_line: Callable[[s
 
 
 def numbers(record: Record) -> dict[str, float]:
-    """Return the numbers of a record by a name with its kind, `train/loss`; without those that are unknown."""
+    """Return the numbers of a record by a name with its kind, `train/loss`; without those that are unknown.
+
+    A validation set with a name has it in the kind, `validation/wiki/nats_per_byte`.
+    """
     kind = "train" if isinstance(record, StepRecord) else "validation"
-    fields = {name: number for name, number in asdict(record).items() if name != "step" and number is not None}
+    if isinstance(record, ValidationRecord) and record.name is not None:
+        kind = f"{kind}/{record.name}"
+    fields = {
+        name: number for name, number in asdict(record).items() if name not in ("step", "name") and number is not None
+    }
     return {f"{kind}/{name}": float(number) for name, number in fields.items()}
 
 

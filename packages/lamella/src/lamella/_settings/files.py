@@ -1,8 +1,10 @@
 """Settings from files: TOML, JSON, and names in Python files."""
 
 import importlib.util
+import json
 import os
 import sys
+import typing
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -88,7 +90,19 @@ def _checked_group(group: str, fields: object, path: str) -> Mapping[str, object
         if name not in names:
             hint = field_of_spelling(str(name)) or nearest(str(name), names)
             raise ConfigError(f"Expected a field of [{group}] in {path!r}, got {shown(name)}.{hint}")
-    return {name: tuple(setting) if isinstance(setting, list) else setting for name, setting in fields.items()}
+    lists = [field.name for field in fields_of(GROUPS[group]) if typing.get_origin(field.kind) is tuple]
+    return {name: _setting(setting, is_list=name in lists) for name, setting in fields.items()}
+
+
+def _setting(setting: object, *, is_list: bool) -> object:
+    """Return a list as a tuple, and a table in a list's place as NAME=X texts, which the command line has."""
+    if is_list and isinstance(setting, Mapping):
+        return tuple(
+            f"{name}={text if isinstance(text, str) else json.dumps(text, default=str)}"
+            for name, texts in setting.items()
+            for text in (texts if isinstance(texts, list | tuple) else [texts])
+        )
+    return tuple(setting) if isinstance(setting, list) else setting
 
 
 def _read_python(path: str, name: str) -> Values:

@@ -70,9 +70,16 @@ class DataConfig:
     paths: Annotated[
         tuple[str, ...],
         Option(
-            "Files of text, of JSON lines or of a JSON array, and folders of them (default: the standard library's "
-            "sources).",
+            "Files of text, JSON lines, a JSON array, CSV, Parquet or Arrow, folders of them, and hf:OWNER/NAME:SPLIT "
+            "(default: the standard library's sources).",
             name="data",
+        ),
+    ] = ()
+    validation_paths: Annotated[
+        tuple[str, ...],
+        Option(
+            "Texts to validate on in place of a held-out share, as --data; NAME=PATH for several sets.",
+            name="validation-data",
         ),
     ] = ()
     packing: Annotated[

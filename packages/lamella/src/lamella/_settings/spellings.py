@@ -13,6 +13,10 @@ _OPTIONS: Final[Mapping[str, tuple[str, ...]]] = {
     "--dora": ("use-dora",),
     "--kernels liger": ("use-liger-kernel", "use-liger", "liger", "enable-liger-kernel"),
     "--data": ("dataset", "datasets", "dataset-name", "dataset-path", "train-file", "train-data", "data-path"),
+    "--validation-data": (
+        *("validation-file", "validation-dataset", "eval-file", "eval-data", "eval-dataset", "eval-datasets"),
+        *("test-datasets", "val-data", "valid-data"),
+    ),
     "--sequence-length": (
         *("max-seq-length", "max-seq-len", "seq-length", "seq-len", "sequence-len", "max-length", "block-size"),
         *("context-length", "cutoff-len"),

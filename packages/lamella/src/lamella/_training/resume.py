@@ -149,7 +149,7 @@ def _check_stream(stored: Mapping[str, object], stream: Mapping[str, object], te
     if stored.get("fingerprint") != text:
         raise ConfigError(
             "Expected the text that the run to be resumed was started on, got another. "
-            "Pass the same --data, or another --run-dir."
+            "Pass the same --data and --validation-data, or another --run-dir."
         )
 
 

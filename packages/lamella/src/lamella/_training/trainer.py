@@ -124,7 +124,7 @@ class Trainer:
             progress.say(line)
         self._records = self._open_records(first_step, progress)
         if first_step == 0:
-            self._report([self._validation.record(self._model, 0)], progress)
+            self._report([*self._validation.records(self._model, 0)], progress)
         num_profiled = self._config.run.profile if self._rank.is_first else None
         with profiled(num_profiled, self._directory, self._rank.device, progress.say) as end_step:
             signum = self._train_from(first_step, progress, end_step)
@@ -236,7 +236,7 @@ class Trainer:
         if stopping:  # Before the validation: a scheduler may kill the run before a long validation ends.
             self._save(step, progress, wait=True)
         if self._is_every(run.validation_interval, step):
-            self._report([self._validation.record(self._model, step)], progress)
+            self._report([*self._validation.records(self._model, step)], progress)
         is_due = self._is_every(run.checkpoint_interval, step)
         if is_due and not stopping:
             self._save(step, progress, wait=step == self._config.optim.steps)  # No step is left to overlap with.
@@ -268,10 +268,12 @@ class Trainer:
         self._report([*steps], progress)
 
     def _report(self, records: list[Record], progress: ProgressBar) -> None:
-        """Write all records, and print the last of each kind."""
+        """Write all records, and print those of the last step of each kind."""
         self._write(self._directory.metrics, lambda: self._records.write(records))
-        for record in {type(record): record for record in records}.values():
-            progress.say(record.line())
+        steps = {type(record): record.step for record in records}
+        for record in records:
+            if record.step == steps[type(record)]:
+                progress.say(record.line())
 
     def _write(self, path: Path, write: Callable[[], None]) -> None:
         """Let rank 0 write a file; on failure raise `StorageError` on every rank. Effects: collective."""

@@ -1,4 +1,4 @@
-"""The validation of a run: the loss of its model on the held-out text."""
+"""The validation of a run: the loss of its model on the held-out text, or on each of several texts."""
 
 from collections.abc import Iterator
 
@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lamella._data.batches import TokenBatch
+from lamella._data.batches import Sequences, TokenBatch
 from lamella._data.order import validation_indices
 from lamella._data.tokens import TokenData
 from lamella._processes.placement import Rank
@@ -26,39 +26,44 @@ class Validation:
 
     def __init__(self, config: Config, tokens: TokenData, rank: Rank) -> None:
         self._config, self._tokens, self._rank = config, tokens, rank
-        self._sequences = tokens.sequences("validation", config.data.sequence_length)
+        length = config.data.sequence_length
+        self._sets = {name: tokens.sequences("validation", length, name) for name in tokens.validation_sets}
 
     @torch.no_grad()
-    def record(self, model: nn.Module, step: int) -> ValidationRecord:
-        """Return the loss of a model after `step` steps, the same on every rank.
+    def records(self, model: nn.Module, step: int) -> list[ValidationRecord]:
+        """Return the loss of a model after `step` steps on each validation set, the same on every rank.
 
         Effects: collective over all ranks; waits for the device; leaves the model in training mode.
         """
         model.eval()
+        records = [self._record(model, step, name) for name in self._sets]
+        model.train()
+        return records
+
+    def _record(self, model: nn.Module, step: int, name: str) -> ValidationRecord:
         sums = torch.zeros(2, dtype=torch.float64, device=self._rank.device)
-        for batch, weights in self._batches():
+        for batch, weights in self._batches(self._sets[name]):
             copies = batch.on_device(self._rank.device)
             losses = target_losses(model, copies.inputs, copies.targets, copies.positions)[0].double().sum(1)
             num_units = self._tokens.num_units(batch.targets)
             sums += torch.stack([losses, num_units.to(losses)]) @ weights.to(losses)
-        model.train()
         dist.all_reduce(sums)
         nats, num_units_in_all = sums.tolist()
-        return ValidationRecord.of(step, nats / max(1, num_units_in_all), self._tokens.unit)
+        return ValidationRecord.of(step, nats / max(1, num_units_in_all), self._tokens.unit, name or None)
 
-    def _batches(self) -> Iterator[tuple[TokenBatch, torch.Tensor]]:
+    def _batches(self, sequences: Sequences) -> Iterator[tuple[TokenBatch, torch.Tensor]]:
         """Yield this rank's sequences and their weights.
 
         Every rank runs the same number of forwards, or their all-gathers would hang: padding repeats a sequence at
         weight 0.
         """
         config, rank = self._config, self._rank
-        indices = validation_indices(self._sequences, config.run.validation_sequences)
+        indices = validation_indices(sequences, config.run.validation_sequences)
         weights = torch.ones(len(indices), dtype=torch.float64)
         padding = -len(indices) % rank.num_ranks
         indices = torch.cat([indices, indices[:1].expand(padding)])[rank.rank :: rank.num_ranks]
         weights = torch.cat([weights, weights.new_zeros(padding)])[rank.rank :: rank.num_ranks]
         share = max(1, config.optim.batch_size // (rank.num_ranks * config.optim.accumulation))
         for start in range(0, len(indices), share):
-            [batch] = self._sequences.batch(indices[start : start + share]).microbatches(1)
+            [batch] = sequences.batch(indices[start : start + share]).microbatches(1)
             yield batch, weights[start : start + share]

@@ -1,0 +1,293 @@
+"""Tables of documents, a row each: Parquet, Arrow and data sets of the Hugging Face Hub, by `datasets`, and CSV.
+
+CSV is read by Python's `csv`: the reader of `datasets` takes "1" for a number and "NA" for nothing, and leaves its
+files open.
+
+A row becomes the JSON text of its documents' columns: a table and a file of JSON lines with the same records hold the
+same documents.
+"""
+
+import csv
+import glob
+import hashlib
+import importlib.util
+import io
+import json
+import logging
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from importlib import import_module
+from itertools import islice
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from lamella._data.json_files import COLUMN_SETS, COLUMN_SETS_IN_WORDS, COLUMNS, Form
+from lamella._data.text_files import READ_ERRORS, TextFile, changed, opened, suffix_of
+from lamella._settings.options import ConfigError, in_short, shown
+
+HUB: Final = "hf:"
+"""The beginning of the name of a data set of the Hub."""
+
+_HUB_NAME: Final = re.compile(r"hf:([\w.-]+(?:/[\w.-]+)?)(?:/([\w.-]+))?(?::(.+))?")
+_SEPARATORS: Final[Mapping[str, str]] = {".csv": ",", ".tsv": "\t"}
+_BUILDERS: Final[Mapping[str, Literal["parquet", "arrow"]]] = {
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".feather": "arrow",
+}
+_LONGEST_FIELD: Final = (1 << 31) - 1
+_NUM_NAMED: Final = 8
+_BATCH_SIZE: Final = 256
+_LOGGERS: Final = ("datasets", "huggingface_hub")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableFile:
+    """Rows of a table.
+
+    Attributes:
+        name: Path relative to the searched folder, or the data set's name: independent of the machine.
+        path: The file, or the data set's name with `hf:`.
+        start: First row of the range.
+        stop: Row after the last.
+        nbytes: Bytes of the rows as JSON.
+        digest: SHA-256 of those bytes, in hexadecimal digits.
+        source: As in `TextFile`.
+        form: How documents lie in the file: one a row.
+    """
+
+    name: str
+    path: Path | str
+    start: int = 0
+    stop: int
+    nbytes: int
+    digest: str
+    source: str = ""
+    form: Form = "table"
+
+    def num_records_before(self) -> int:
+        """Return the number of rows before the range."""
+        return self.start
+
+    def records(self) -> Iterator[str]:
+        """Yield the JSON texts of the documents.
+
+        Raises:
+            ConfigError: The table has changed since its digest was computed, or cannot be read.
+        """
+        digest = hashlib.sha256()
+        for record in _records(self.path, self.start, self.stop):
+            digest.update(record.encode())
+            yield record
+        if digest.hexdigest() != self.digest:
+            raise changed(self.path)
+
+    def pieces(self) -> Iterator[str]:
+        """Yield nothing: a table has documents, and no text beside them."""
+        return iter(())
+
+    def cut(self, fraction: float) -> "tuple[list[TableFile], list[TableFile]]":
+        """Split into the first rows, one at least, and the last ones, which are `fraction` of all."""
+        at = max(1, round(self.stop * (1 - fraction)))
+        parts = [self._part(start, stop) for start, stop in ((0, at), (at, self.stop)) if stop > start]
+        return parts[:1], parts[1:]
+
+    def _part(self, start: int, stop: int) -> "TableFile":
+        _, nbytes, digest = _measured(_records(self.path, start, stop))
+        return replace(self, start=start, stop=stop, nbytes=nbytes, digest=digest)
+
+
+SourceFile = TextFile | TableFile
+"""A file of documents, or a part of one."""
+
+
+def is_table(path: Path) -> bool:
+    """True for the name of a table, which may have documents' columns or not."""
+    return path.suffix.lower() in _BUILDERS or _is_separated(path)
+
+
+def _is_separated(path: Path | str) -> bool:
+    return isinstance(path, Path) and suffix_of(path) in _SEPARATORS
+
+
+def scan_table(name: str, path: Path, *, is_named: bool) -> TableFile | None:
+    """Return a table with documents' columns, else None.
+
+    Args:
+        name: As in `TableFile`.
+        path: The file.
+        is_named: The user named the file itself, not its folder.
+
+    Raises:
+        ConfigError: The table cannot be read, `datasets` is not installed, or a named table has no documents' columns.
+
+    Effects: reads the table.
+    """
+    if _is_separated(path) and not is_named and not _begins_with_documents(path):
+        return None
+    return _scanned(name, path, is_named=is_named)
+
+
+def scan_hub(name: str) -> TableFile:
+    """Return the rows of a data set, `hf:OWNER/NAME`, `hf:OWNER/NAME/CONFIG`, with `:SPLIT` for another than train.
+
+    Raises:
+        ConfigError: The name is none of these, the data set or the split does not exist or cannot be reached,
+            `datasets` is not installed, or the data set has no documents' columns.
+
+    Effects: downloads the data set to the cache of `datasets`, unless it lies there; reads it.
+    """
+    table = _scanned(name.removeprefix(HUB), name, is_named=True)
+    assert table is not None
+    return table
+
+
+def _scanned(name: str, path: Path | str, *, is_named: bool) -> TableFile | None:
+    columns = _columns(path)
+    if not _has_documents(columns):
+        if not is_named:
+            return None
+        names = ", ".join(map(repr, columns[:_NUM_NAMED])) or "none"
+        more = f" and {len(columns) - _NUM_NAMED} more" if len(columns) > _NUM_NAMED else ""
+        raise ConfigError(
+            f"Expected {COLUMN_SETS_IN_WORDS} as columns of {str(path)!r}, got {names}{more}. Rename the columns."
+        )
+    num_rows, nbytes, digest = _measured(_records(path, 0, None))
+    return TableFile(name=name, path=path, stop=num_rows, nbytes=nbytes, digest=digest)
+
+
+def _has_documents(columns: Iterable[str]) -> bool:
+    return any(set(names) <= set(columns) for names in COLUMN_SETS)
+
+
+def _measured(records: Iterable[str]) -> tuple[int, int, str]:
+    """Return the number of records, their bytes and their digest."""
+    digest, num_rows, nbytes = hashlib.sha256(), 0, 0
+    for record in records:
+        content = record.encode()
+        digest.update(content)
+        num_rows, nbytes = num_rows + 1, nbytes + len(content)
+    return num_rows, nbytes, digest.hexdigest()
+
+
+def _begins_with_documents(path: Path) -> bool:
+    """True for a file of separated columns whose first row names documents' columns; other such files are text."""
+    with suppress(*READ_ERRORS, UnicodeDecodeError, csv.Error):
+        return _has_documents(_columns_of_separated(path))
+    return False
+
+
+def _records(path: Path | str, start: int, stop: int | None) -> Iterator[str]:
+    """Yield the JSON text of each row of a range, with the documents' columns alone."""
+    with _refused(path):
+        for row in _rows(path, start, stop):
+            yield json.dumps(_without_nulls(row), ensure_ascii=False, default=str)
+
+
+def _rows(path: Path | str, start: int, stop: int | None) -> Iterable[Mapping[str, object]]:
+    if isinstance(path, Path) and _is_separated(path):
+        return islice(_separated_rows(path), start, stop)
+    table = _opened_table(path)
+    table = table.select_columns([name for name in COLUMNS if name in table.column_names])
+    if isinstance(path, Path):
+        return islice(_table_rows(table), start, stop)
+    # A downloaded data set has random access.
+    return _table_rows(table.select(range(start, table.num_rows if stop is None else stop)))
+
+
+def _table_rows(table: Any) -> Iterator[Mapping[str, object]]:
+    for batch in table.with_format("arrow").iter(_BATCH_SIZE):  # Row by row, a data set takes several times as long.
+        yield from batch.to_pylist()
+
+
+def _separated_rows(path: Path) -> Iterator[Mapping[str, str]]:
+    with _separated(path) as reader:
+        columns: list[str] = next(reader, [])
+        for number, row in enumerate(filter(None, reader), start=1):
+            if len(row) > len(columns):
+                raise csv.Error(f"{len(row)} fields in row {number}, under {len(columns)} columns")
+            yield {name: field for name, field in zip(columns, row, strict=False) if name in COLUMNS}
+
+
+@contextmanager
+def _separated(path: Path) -> Iterator[Any]:
+    csv.field_size_limit(_LONGEST_FIELD)  # of this process: the default refuses documents of 128 KiB
+    with io.TextIOWrapper(opened(path), encoding="utf-8-sig", newline="") as lines:
+        yield csv.reader(lines, delimiter=_SEPARATORS[suffix_of(path)], strict=True)
+
+
+def _columns_of_separated(path: Path) -> list[str]:
+    with _separated(path) as reader:
+        return next(reader, [])
+
+
+def _without_nulls(column: Any) -> Any:
+    """Drop the fields of null, which stand for absent ones: in a table every row has every field.
+
+    A message's content stays: an assistant's that calls a tool is null.
+    """
+    if isinstance(column, dict):
+        return {name: _without_nulls(field) for name, field in column.items() if field is not None or name == "content"}
+    return [_without_nulls(element) for element in column] if isinstance(column, list) else column
+
+
+def _columns(path: Path | str) -> list[str]:
+    with _refused(path):
+        if isinstance(path, Path) and _is_separated(path):
+            return _columns_of_separated(path)
+        return [*_opened_table(path).column_names]
+
+
+def _opened_table(path: Path | str) -> Any:
+    datasets = _library(path)
+    if isinstance(path, Path):
+        builder = _BUILDERS[path.suffix.lower()]
+        return datasets.load_dataset(builder, data_files=glob.escape(str(path)), split="train", streaming=True)
+    match = _HUB_NAME.fullmatch(path)
+    if match is None:
+        raise ConfigError(
+            f"Expected {HUB}OWNER/NAME, {HUB}OWNER/NAME/CONFIG or one of them with :SPLIT, got {shown(path)}."
+        )
+    return datasets.load_dataset(match[1], match[2], split=match[3] or "train")
+
+
+def _library(path: Path | str) -> Any:
+    spec = importlib.util.find_spec("datasets")
+    if spec is None or spec.origin is None:  # A folder of that name is no library.
+        raise ConfigError(
+            f"Expected datasets to be installed for {str(path)!r}, got none. Install it from a clone: uv pip install "
+            "'./packages/lamella[data]'"
+        )
+    return import_module("datasets")
+
+
+@contextmanager
+def _refused(path: Path | str) -> Iterator[None]:
+    """Turn the errors of reading a table into refusals.
+
+    Raises:
+        ConfigError: Names the table and the reason.
+    """
+    try:
+        with _silence():
+            yield
+    except ConfigError:
+        raise
+    except Exception as error:  # of datasets, pyarrow, the Hub's client, the network, and csv
+        where = " from the Hub or its cache on this machine" if isinstance(path, str) else ""
+        raise ConfigError(f"Expected to read {str(path)!r}{where}, got {in_short(error)}") from error
+
+
+@contextmanager
+def _silence() -> Iterator[None]:
+    """Keep back the lines of libraries on errors that they raise too."""
+    levels = {name: logging.getLogger(name).level for name in _LOGGERS}
+    for name in levels:
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)

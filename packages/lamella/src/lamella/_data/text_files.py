@@ -1,0 +1,292 @@
+"""UTF-8 text files, read in blocks and never whole; files that end in `.gz` are decompressed as they are read."""
+
+import codecs
+import gzip
+import hashlib
+import zlib
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import BinaryIO, Final, cast
+
+from lamella._data.json_files import Form, elements, form_of
+from lamella._settings.options import ConfigError
+
+_BLOCK_NBYTES: Final = 1 << 20
+_PIECE_LENGTH: Final = 1 << 16
+_GZIP_SUFFIX: Final = ".gz"
+_GZIP_MARK: Final = b"\x1f\x8b"
+_NAMES_OF_MARKS: Final = {
+    codecs.BOM_UTF16_LE: "UTF-16",
+    codecs.BOM_UTF16_BE: "UTF-16",
+    _GZIP_MARK: "gzip; a file whose name ends in .gz is decompressed",
+    b"PA": "Parquet; a file whose name ends in .parquet is read as a table",
+}
+
+
+READ_ERRORS: Final = (OSError, EOFError, zlib.error)
+"""The errors of reading a file that may be compressed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextFile:
+    """A UTF-8 text file, or a byte range of a file. Bytes of a compressed file are those of its content.
+
+    Attributes:
+        name: Path relative to the searched folder, and so independent of the machine.
+        path: The file.
+        start: First byte of the range.
+        stop: Byte after the last.
+        digest: SHA-256 of the range's bytes, in hexadecimal digits.
+        form: How documents lie in the file.
+        num_elements_before: Elements of an array before the range.
+        source: The name of the source or validation set that the file is of; empty without names.
+    """
+
+    name: str
+    path: Path
+    start: int = field(default=0)
+    stop: int
+    digest: str
+    form: Form = "text"
+    num_elements_before: int = 0
+    source: str = ""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the range."""
+        return self.stop - self.start
+
+    def num_records_before(self) -> int:
+        """Return the number of lines or elements before the range. Effects: may read the file up to the range."""
+        if self.form == "array" or not self.start:
+            return self.num_elements_before
+        return sum(block.count(b"\n") for block in blocks(self.path, 0, self.start))
+
+    def records(self) -> Iterator[str]:
+        """Yield the JSON texts of the documents: lines, some of them blank, or elements of the array.
+
+        Raises:
+            ConfigError: The file has changed since its digest was computed.
+        """
+        return (element.text for element in elements(self._texts())) if self.form == "array" else self.lines()
+
+    def pieces(self) -> Iterator[str]:
+        """Yield the text in pieces of at most 65,536 characters, cut at line ends unless a line is longer.
+
+        Raises:
+            ConfigError: The file has changed since its digest was computed.
+        """
+        remainder = ""
+        for text in self._texts():
+            remainder += text
+            while len(remainder) > _PIECE_LENGTH:
+                end = remainder.rfind("\n", 0, _PIECE_LENGTH) + 1 or _PIECE_LENGTH
+                yield remainder[:end]
+                remainder = remainder[end:]
+        if remainder:
+            yield remainder
+
+    def lines(self) -> Iterator[str]:
+        """Yield the lines of the text, without line ends and byte order mark.
+
+        Raises:
+            ConfigError: The file has changed since its digest was computed.
+        """
+        remainder, is_first = "", True
+        for text in self._texts():
+            *lines, remainder = (remainder + (text.removeprefix("\ufeff") if is_first else text)).split("\n")
+            is_first = False
+            yield from lines
+        if remainder:
+            yield remainder
+
+    def cut(self, fraction: float) -> "tuple[list[TextFile], list[TextFile]]":
+        """Split into the first lines, or elements, and the last ones that have `fraction` of the bytes."""
+        at = round(self.nbytes * (1 - fraction))
+        if self.form == "array":
+            return _parts(self, *_element_end(self, at))
+        at = _line_end(self, at)
+        return _parts(self, at - _num_continuation_bytes(self, at))
+
+    def _texts(self) -> Iterator[str]:
+        digest, decoder = hashlib.sha256(), codecs.getincrementaldecoder("utf-8")()
+        try:
+            for block in blocks(self.path, self.start, self.stop):
+                digest.update(block)
+                yield decoder.decode(block)
+            decoder.decode(b"", final=True)
+        except (*READ_ERRORS, UnicodeDecodeError) as error:
+            raise changed(self.path) from error
+        if digest.hexdigest() != self.digest:
+            raise changed(self.path)
+
+
+def changed(location: object) -> ConfigError:
+    """Return the refusal of a file that another program writes meanwhile."""
+    return ConfigError(
+        f"Expected {str(location)!r} to stay as it was while it is read, got another content. Run again."
+    )
+
+
+def suffix_of(path: Path) -> str:
+    """Return the suffix of a file's name in lower case, without that of the compression."""
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    if suffixes[-1:] == [_GZIP_SUFFIX]:
+        suffixes.pop()
+    return suffixes[-1] if suffixes else ""
+
+
+def opened(path: Path) -> BinaryIO:
+    """Open a file's content; a file by the name of compressed ones that lacks their mark is read as it is."""
+    if path.suffix.lower() == _GZIP_SUFFIX and _mark(path) == _GZIP_MARK:
+        return cast("BinaryIO", gzip.open(path, "rb"))
+    return path.open("rb")
+
+
+def _mark(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return file.read(2)
+
+
+def blocks(path: Path, start: int, stop: int | None = None) -> Iterator[bytes]:
+    """Yield a range of a file's content in blocks of at most 1 MiB."""
+    with opened(path) as file:
+        file.seek(start)
+        while block := file.read(_BLOCK_NBYTES if stop is None else min(_BLOCK_NBYTES, stop - file.tell())):
+            yield block
+
+
+def scan_text(name: str, path: Path, *, is_named: bool) -> TextFile | None:
+    """Return the file if all its bytes are UTF-8 text without NUL, else None.
+
+    Args:
+        name: As in `TextFile`.
+        path: The file.
+        is_named: The user named the file itself, not its folder.
+
+    Raises:
+        ConfigError: The file cannot be read, or is named and no text.
+
+    Effects: reads the file.
+    """
+    digest, decoder, nbytes = hashlib.sha256(), codecs.getincrementaldecoder("utf-8")(), 0
+    try:
+        with refused_damage(path):
+            for block in blocks(path, 0):
+                if b"\0" in block:
+                    raise UnicodeDecodeError("utf-8", b"\0", 0, 1, "NUL")
+                decoder.decode(block)
+                digest.update(block)
+                nbytes += len(block)
+            decoder.decode(b"", final=True)
+    except UnicodeDecodeError:
+        if is_named:
+            raise ConfigError(
+                f"Expected UTF-8 text in {str(path)!r}, got other bytes{_hint(path)}. Convert the file, or leave it "
+                "out."
+            ) from None
+        return None
+    form = form_of(suffix_of(path), _decoded(path, 0, nbytes), is_named=is_named)
+    return TextFile(name=name, path=path, stop=nbytes, digest=digest.hexdigest(), form=form)
+
+
+def _hint(path: Path) -> str:
+    """Guess the file's encoding or compression from its first two bytes."""
+    mark = _mark(path)
+    return f" ({_NAMES_OF_MARKS[mark]})" if mark in _NAMES_OF_MARKS and path.suffix.lower() != _GZIP_SUFFIX else ""
+
+
+@contextmanager
+def refused_damage(path: Path) -> Iterator[None]:
+    """Turn the errors of reading a file into refusals.
+
+    Raises:
+        ConfigError: Names the file and the reason.
+    """
+    try:
+        yield
+    except READ_ERRORS as error:
+        raise unreadable(path, error) from error
+
+
+def unreadable(path: Path, error: Exception) -> ConfigError:
+    """Return the refusal of a file that cannot be read."""
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error).rstrip(".")
+    return ConfigError(f"Expected to read {str(path)!r}, got {reason}.")
+
+
+def _decoded(path: Path, start: int, stop: int) -> Iterator[str]:
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    return (decoder.decode(block) for block in blocks(path, start, stop))
+
+
+def _line_end(file: TextFile, at: int) -> int:
+    """Return where the last line ends that ends by `at`; in a file of one line a document, else where the first does.
+
+    A text whose first line is longer is cut within the line, at `at`.
+    """
+    for start in (max(0, at - _BLOCK_NBYTES), 0):  # Nearly all lines are shorter than a block.
+        if end := _last_line_end(blocks(file.path, start, at), start):
+            return end
+    if file.form == "text":
+        return at
+    position = at  # Half a document is none.
+    for block in blocks(file.path, at):
+        if (index := block.find(b"\n")) >= 0:
+            return position + index + 1
+        position += len(block)
+    return file.nbytes
+
+
+def _last_line_end(pieces: Iterable[bytes], start: int) -> int:
+    end = 0
+    for block in pieces:
+        if (index := block.rfind(b"\n")) >= 0:
+            end = start + index + 1
+        start += len(block)
+    return end
+
+
+def _num_continuation_bytes(file: TextFile, at: int) -> int:
+    """Count the bytes before `at` of the character that a cut there would split."""
+    start = max(0, at - 3)
+    content = b"".join(blocks(file.path, start, min(at + 1, file.nbytes)))
+    index = at - start
+    while 0 < index < len(content) and content[index] & 0xC0 == 0x80:
+        index -= 1
+    return at - start - index
+
+
+def _element_end(file: TextFile, at: int) -> tuple[int, int]:
+    """Return where the last element ends that ends by `at`, or else the first, and the number of elements to there."""
+    end = num_elements = 0
+    for element in elements(_decoded(file.path, 0, file.nbytes)):
+        if num_elements and element.stop > at:
+            break
+        end, num_elements = element.stop, num_elements + 1
+    return end, num_elements
+
+
+def _parts(file: TextFile, at: int, num_elements: int = 0) -> tuple[list[TextFile], list[TextFile]]:
+    ranges = ((0, at, 0), (at, file.nbytes, num_elements))
+    first, *second = (
+        replace(
+            file,
+            start=start,
+            stop=stop,
+            digest=_digest(file.path, start, stop),
+            num_elements_before=num_elements_before,
+        )
+        for start, stop, num_elements_before in ranges
+        if stop > start
+    )
+    return [first], second
+
+
+def _digest(path: Path, start: int, stop: int) -> str:
+    digest = hashlib.sha256()
+    for block in blocks(path, start, stop):
+        digest.update(block)
+    return digest.hexdigest()

@@ -1,0 +1,206 @@
+"""Tables, compressed files and data sets of the Hub hold the documents that JSON lines with the same records hold."""
+
+import csv
+import gzip
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lamella import Config, ConfigError
+from lamella._data.documents import Chat
+from lamella._data.records import parts, survey
+from lamella._data.text import Corpus, collect
+from lamella._data.tokens import load_tokens
+from lamella._training.preparation import prepare
+
+datasets = pytest.importorskip("datasets")
+
+TEXTS = [{"text": f'Line {number}: \u00e9t\u00e9 \u4e2d, NA, {number}\n"quoted"'} for number in range(60)]
+CHATS = [
+    {"messages": [{"role": "user", "content": f"{number}?"}, {"role": "assistant", "content": "Yes."}], "rating": 3}
+    for number in range(20)
+]
+
+
+def write_lines(path: Path, records: Sequence[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return path
+
+
+def write_table(path: Path, records: Sequence[dict[str, Any]]) -> Path:
+    """Write a table in the format of the file's name."""
+    path.parent.mkdir(exist_ok=True)
+    if path.suffix == ".parquet":
+        datasets.Dataset.from_list(list(records)).to_parquet(path)
+    elif path.suffix == ".arrow":
+        datasets.Dataset.from_list(list(records)).save_to_disk(path.parent / "saved")
+        next((path.parent / "saved").glob("*.arrow")).rename(path)
+    else:
+        opening: Callable[..., Any] = gzip.open if path.suffix == ".gz" else open
+        with opening(path, "wt", encoding="utf-8", newline="") as file:
+            writer = csv.DictWriter(file, [*records[0]], delimiter="\t" if ".tsv" in path.name else ",")
+            writer.writeheader()
+            writer.writerows(records)
+    return path
+
+
+def documents(corpus: Corpus) -> list[Any]:
+    """Return the parts of all documents, without the records' positions."""
+    found = parts([*corpus.train, *corpus.validation])
+    return [(part.messages, part.tools) if isinstance(part, Chat) else part for part in found]
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow", "a.csv", "a.tsv", "a.csv.gz"])
+def test_a_table_of_texts_holds_the_documents_of_json_lines(tmp_path: Path, name: str) -> None:
+    corpus = collect([str(write_table(tmp_path / name, TEXTS))], 0.25)
+    expected = collect([str(write_lines(tmp_path / "a.jsonl", TEXTS))], 0.25)
+    assert documents(corpus) == documents(expected)
+    assert [file.form for file in (*corpus.train, *corpus.validation)] == ["table", "table"]
+    [train], [held_out] = corpus.train, corpus.validation
+    assert len([*train.records()]) == train.stop == held_out.start == 45
+    assert len([*held_out.records()]) == 15
+    assert corpus.fingerprint() == collect([str(tmp_path / name)], 0.25).fingerprint()
+    assert corpus.fingerprint() != collect([str(write_table(tmp_path / name, TEXTS[1:]))], 0.25).fingerprint()
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
+def test_a_table_of_conversations_has_no_fields_of_null(tmp_path: Path, name: str) -> None:
+    chats = json.loads(json.dumps(CHATS))
+    chats[3]["messages"][0]["name"] = "Ada"
+    chats[4]["messages"][1] |= {"content": None, "tool_calls": [{"type": "function"}]}
+    corpus = collect([str(write_table(tmp_path / name, chats))], 0.25)
+    assert documents(corpus) == documents(collect([str(write_lines(tmp_path / "a.jsonl", chats))], 0.25))
+    assert survey(corpus.train).first_chat is not None
+
+
+@pytest.mark.parametrize("name", ["a.txt.gz", "a.jsonl.gz", "a.json.gz"])
+def test_a_compressed_file_is_split_and_read_as_the_file_itself(tmp_path: Path, name: str) -> None:
+    text = json.dumps(TEXTS) if ".json." in name else "".join(json.dumps(record) + "\n" for record in TEXTS)
+    plain = tmp_path / name.removesuffix(".gz")
+    plain.write_text(text, encoding="utf-8")
+    (tmp_path / name).write_bytes(gzip.compress(text.encode()))
+    compressed, expected = (collect([str(path)], 0.25) for path in (tmp_path / name, plain))
+    assert documents(compressed) == documents(expected)
+    for one, other in zip(
+        (*compressed.train, *compressed.validation), (*expected.train, *expected.validation), strict=True
+    ):
+        assert (one.digest, one.nbytes, one.num_records_before()) == (
+            other.digest,
+            other.nbytes,
+            other.num_records_before(),
+        )
+
+
+def test_folders_hold_tables_beside_text_and_skip_tables_without_documents(tmp_path: Path) -> None:
+    root = tmp_path / "fold[e]r *"
+    write_table(root / "documents.parquet", TEXTS)
+    write_table(root / "figures.parquet", [{"x": 1.0}])
+    write_table(root / "figures.csv", [{"x": 1.0}])
+    write_lines(root / "lines.jsonl", TEXTS)
+    datasets.Dataset.from_list(TEXTS).save_to_disk(root / "saved")
+    corpus = collect([str(root)], 0.01)
+    forms = {file.name: file.form for file in (*corpus.train, *corpus.validation)}
+    assert forms == {
+        "documents.parquet": "table",
+        "figures.csv": "text",
+        "lines.jsonl": "lines",
+        "saved/data-00000-of-00001.arrow": "table",
+    }
+    assert corpus.num_skipped == 1
+
+
+def test_a_run_on_a_table_has_the_tokens_of_a_run_on_json_lines(config: Config, tmp_path: Path) -> None:
+    def tokens(path: Path) -> torch.Tensor:
+        settings = replace(config.data, paths=(str(path),))
+        run = replace(config.run, directory=str(tmp_path / f"run-{path.suffix}"))
+        return load_tokens(prepare(replace(config, data=settings, run=run)).directory.tokens).train
+
+    records = TEXTS * 10
+    expected = tokens(write_lines(tmp_path / "a.jsonl", records))
+    assert len(expected) > 1000
+    assert torch.equal(tokens(write_table(tmp_path / "a.parquet", records)), expected)
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.csv"])
+def test_a_table_without_documents_is_refused_by_its_columns(tmp_path: Path, name: str) -> None:
+    path = write_table(tmp_path / name, [{"prompt": "a", "response": "b"}])
+    message = r"Expected 'messages', 'prompt' and 'completion', .* as columns of .*, got 'prompt', 'response'. Rename"
+    with pytest.raises(ConfigError, match=message):
+        collect([str(path)], 0.1)
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow", "a.csv", "a.jsonl.gz"])
+def test_a_damaged_file_is_refused_in_one_line(tmp_path: Path, name: str) -> None:
+    content = gzip.compress(b"0123456789" * 50)[:-20] if name.endswith("gz") else b"text,x\n\xff\xfe,2,3\n"
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match="Expected to read .*, got ") as refusal:
+        collect([str(tmp_path / name)], 0.1)
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_row_that_is_no_document_is_named_by_its_number(tmp_path: Path) -> None:
+    path = write_table(tmp_path / "a.parquet", [*CHATS, {"messages": [], "rating": 1}])
+    with pytest.raises(ConfigError, match="row 21 of .*a.parquet"):
+        survey(collect([str(path)], 0.1).validation)
+
+
+def test_without_the_library_the_error_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_table(tmp_path / "a.parquet", TEXTS)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"Expected datasets to be installed for .*packages/lamella\[data\]"):
+        collect([str(path)], 0.1)
+
+
+class _Hub:
+    """A stand-in for the Hub: a data set under one name, with the errors of `datasets`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[tuple[str, str | None, str]] = []
+        monkeypatch.setattr(datasets, "load_dataset", self._load)
+
+    def _load(self, name: str, config: str | None, *, split: str) -> Any:
+        self.calls.append((name, config, split))
+        if split != "train":
+            raise ValueError(f"Unknown split \"{split}\". Should be one of ['train'].")
+        return datasets.Dataset.from_list(TEXTS)
+
+
+def test_a_data_set_of_the_hub_holds_the_documents_of_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = _Hub(monkeypatch)
+    corpus = collect(["hf:ada/letters"], 0.25)
+    assert documents(corpus) == documents(collect([str(write_lines(tmp_path / "a.jsonl", TEXTS))], 0.25))
+    assert [file.name for file in corpus.train] == ["ada/letters"]
+    collect(["letters=hf:ada/letters/en:train"], 0.25)
+    assert {*hub.calls} == {("ada/letters", None, "train"), ("ada/letters", "en", "train")}
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("hf:ada/letters:test", 'Unknown split "test". Should be one of'),
+        ("hf:", "Expected hf:OWNER/NAME, hf:OWNER/NAME/CONFIG or one of them with :SPLIT, got 'hf:'"),
+        ("hf:a/b/c/d", "Expected hf:OWNER/NAME"),
+    ],
+)
+def test_another_name_or_split_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch, name: str, message: str) -> None:
+    _Hub(monkeypatch)
+    with pytest.raises(ConfigError, match=message):
+        collect([name], 0.25)
+
+
+def test_offline_a_data_set_of_the_hub_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ConfigError, match="Expected to read 'hf:ada/absent' from the Hub or its cache on this machine"):
+        collect(["hf:ada/absent"], 0.25)
+
+
+def test_text_alone_needs_no_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    assert collect([str(write_lines(tmp_path / "a.jsonl", TEXTS))], 0.1).num_skipped == 0
