@@ -9,23 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from client_models import TEMPLATE, model_folder
 from datasets import Dataset
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM
 from trl import SFTConfig, SFTTrainer
 
 from lamella.testing import load_tokens, prepare, resolve
 from lamella_transformers import loss_of_logits
 
 NUM_STEPS, BATCH_SIZE, LENGTH, CLIP_NORM = 50, 2, 96, 1.0
-TEMPLATE = (
-    "{%- if tools %}{{ '<|im_start|>tools\n' + (tools | tojson) + '<|im_end|>\n' }}{%- endif %}"
-    "{%- for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}"
-    "{%- if message.role == 'assistant' %}{% generation %}{{ message.content + '<|im_end|>' }}{% endgeneration %}"
-    "{{ '\n' }}"
-    "{%- else %}{{ message.content + '<|im_end|>\n' }}{%- endif %}{%- endfor %}"
-    "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{%- endif %}"
-)
 UNMARKED = TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")
 
 
@@ -57,23 +49,6 @@ def texts(number: int) -> list[dict[str, Any]]:
     """Prompts with completions as texts, one of them empty."""
     records = pairs(number)
     return [{"prompt": r["prompt"][0]["content"] + "\n", "completion": r["completion"][0]["content"]} for r in records]
-
-
-def model_folder(folder: Path, template: str) -> Path:
-    vocabulary = {character: index for index, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    names = ("<|im_start|>", "<|im_end|>", "<pad>")
-    backend.add_special_tokens([AddedToken(name, special=True) for name in names])
-    make: Any = PreTrainedTokenizerFast
-    tokenizer = make(tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<pad>")
-    tokenizer.chat_template = template
-    tokenizer.save_pretrained(folder)
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
-    LlamaForCausalLM(LlamaConfig(vocab_size=272, **sizes)).save_pretrained(folder)
-    return folder
 
 
 def lamella_rows(folder: Path, model: Path, records: list[dict[str, Any]]) -> Any:
