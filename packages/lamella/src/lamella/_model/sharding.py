@@ -1,6 +1,6 @@
 """How a model is cut into units: what they save for backward, their number formats, stage and resting place."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Final
 
 import torch
@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lamella._model.activations import offload_activations, recompute
 from lamella._model.float8 import in_float8
+from lamella._model.matrices import keep_whole
 from lamella._settings.fit import budget_nbytes
 from lamella._settings.sections import ParallelConfig
 from lamella_engine import (
@@ -28,11 +29,16 @@ from lamella_transformers import fp32_parameters, sharding_units
 _STAGES: Final = {1: ZERO1, 2: ZERO2, 3: ZERO3}
 
 
-def shard(model: nn.Module, parallel: ParallelConfig) -> list[nn.Module]:
+def shard(model: nn.Module, parallel: ParallelConfig, matrices: Collection[str] = ()) -> list[nn.Module]:
     """Shard each unit, then the root module with the remaining parameters.
 
     The order matters: recompute, then offloading of activations around it, then shards. `compile_units` comes last,
     after the first forward.
+
+    Args:
+        model: Changed in place.
+        parallel: The settings of sharding.
+        matrices: The names of matrices that stay whole on one rank each, for Muon.
 
     Returns:
         The units but the root.
@@ -52,7 +58,11 @@ def shard(model: nn.Module, parallel: ParallelConfig) -> list[nn.Module]:
             param_dtype_override_fn=fp32_parameters(model),
         )
     unit_policy = policy if parallel.float8 == "no" else in_float8(units, policy, parallel)
-    options = ShardingOptions(placements=_placements(parallel), keep_budget=budget_nbytes(parallel.keep_budget))
+    options = ShardingOptions(
+        placements=_placements(parallel),
+        keep_budget=budget_nbytes(parallel.keep_budget),
+        keep_together=keep_whole(model, matrices),
+    )
     shared: dict[str, Any] = {"mesh": _mesh(parallel), "options": options}
     if parallel.rest == "cpu":
         shared["offload_policy"] = CPUOffloadPolicy(pin_memory=parallel.device == "cuda")
