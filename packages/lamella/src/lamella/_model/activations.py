@@ -10,6 +10,8 @@ from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from lamella_engine.extending import local_of
+
 SAVED_PRODUCTS: Final = (
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
@@ -71,7 +73,8 @@ def _offloaded(unit: nn.Module, forward: Callable[..., Any]) -> Callable[..., An
 
 def _on_host(unit: nn.Module) -> AbstractContextManager[object]:
     """Hooks that save tensors in host memory, but weights: the engine frees and gathers those itself."""
-    weights = {parameter.untyped_storage().data_ptr() for parameter in unit.parameters()}
+    # Spread experts are DTensors also while they are unsharded.
+    weights = {local_of(parameter).untyped_storage().data_ptr() for parameter in unit.parameters()}
     host = save_on_cpu(pin_memory=torch.cuda.is_available())
 
     def pack(tensor: torch.Tensor) -> Any:

@@ -191,6 +191,13 @@ class ParallelConfig:
     spread_states: Annotated[
         bool, Option("Spread main weights and optimizer states over the instances of --replicate too.")
     ] = False
+    experts: Annotated[
+        int,
+        Option(
+            "Ranks that share the experts of a layer, each with its part, to which tokens travel (expert parallelism).",
+            at_least=1,
+        ),
+    ] = 1
     keep_budget: Annotated[
         str | None,
         Option("Bytes of gathered layers, such as 2GiB, that stay from forward to backward (default: none)."),
