@@ -250,7 +250,7 @@ def test_wrong_models_and_meshes_are_refused() -> None:
             chunk(model, **batch)
         with pytest.raises(ValueError, match=r"Expected spread experts"):
             shard_with_experts(model, mesh=_mesh()["ep"])
-        with pytest.raises(ValueError, match=r"Expected experts that divide among the 3 ranks of 'ep', got 4"):
+        with pytest.raises(ValueError, match=r"Expected experts that divide among the 3 ranks that share them, got 4"):
             spread_experts(model, _mesh())
         with pytest.raises(ValueError, match=r"Expected a `mesh` of two axes with names"):
             spread_experts(model, init_device_mesh("cpu", (3,), mesh_dim_names=("ep",)))

@@ -10,7 +10,7 @@ change with any version.
 - Parameters: `is_sharded`, `sharded_originals`, and tensors with a parameter's placements (`shard_like`,
   `dtensor_over`).
 - Placements: `placement_on`, the result of a `shard_placement_fn` for a parameter on a mesh of its own; `MeshInfo`, the
-  mesh in such a result.
+  mesh in such a result; `RaggedShard`, the cut rows of the flat layout.
 - Norms over all ranks: `groups_that_share`, `all_reduce_anywhere`.
 - Nests of tensors, as modules take and return: `map_tensors`, `tensors_in`, `hides_tensors`.
 """
@@ -46,12 +46,14 @@ from lamella_engine._tree.tree import Tree as Tree
 from lamella_engine._tree.tree import finish_deferred as finish_deferred
 from lamella_engine._tree.tree import living_trees as living_trees
 from lamella_engine._unit.unit import Unit as Unit
+from lamella_layout import RaggedShard as RaggedShard
 
 __all__ = [
     "Listener",
     "MeshInfo",
     "ParameterMesh",
     "ParameterPlacement",
+    "RaggedShard",
     "ShardedParameter",
     "StepHook",
     "Tree",

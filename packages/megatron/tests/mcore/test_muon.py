@@ -40,7 +40,8 @@ def _on_one_data_parallel_rank(kind: str, tp: int, is_split: bool) -> list[Weigh
     """Three steps of torch's Muon and AdamW over plain parameters, by tensor-parallel rank."""
 
     def on_each_rank() -> Weights:
-        from lamella_megatron._driver.muon import MuonAndAdam
+        from lamella_megatron._driver.muon import is_matrix
+        from lamella_optim import MuonAndAdam
 
         model: Any = made(kind, Layout(num_ranks=tp, tp=tp))
         heads, groups, width = (
@@ -50,7 +51,9 @@ def _on_one_data_parallel_rank(kind: str, tp: int, is_split: bool) -> list[Weigh
         fused = {p: rows for name, p in model.named_parameters() if is_split and name.endswith("linear_qkv.weight")}
         muon = {"lr": 0.02, "weight_decay": 0.0, "adjust_lr_fn": "match_rms_adamw"}
         adam = {"lr": 0.02, "weight_decay": 0.0, "betas": (0.9, 0.999), "eps": 1e-3}
-        optimizer = MuonAndAdam([{"params": list(model.parameters())}], muon=muon, adam=adam, fused=fused)
+        optimizer = MuonAndAdam(
+            [{"params": list(model.parameters())}], is_matrix=is_matrix, muon=muon, adam=adam, fused=fused
+        )
         for _ in range(NUM_STEPS):
             optimizer.zero_grad()
             token_losses(model, BATCH).mean().backward()  # type: ignore[no-untyped-call]
@@ -95,7 +98,8 @@ def test_shards_take_the_steps_of_whole_matrices(kind: str, layout: Layout, is_s
 
 
 def test_queries_keys_and_values_are_matrices_of_their_own() -> None:
-    from lamella_megatron._driver.muon import MuonAndAdam
+    from lamella_megatron._driver.muon import is_matrix
+    from lamella_optim import MuonAndAdam
 
     rows, num_groups = (4, 2, 3), 3
     generator = torch.Generator().manual_seed(0)
@@ -103,7 +107,7 @@ def test_queries_keys_and_values_are_matrices_of_their_own() -> None:
     numbers = torch.split(torch.arange(len(fused)).view(num_groups, sum(rows)), list(rows), 1)
     apart = [nn.Parameter(fused.detach()[matrix_rows.flatten()]) for matrix_rows in numbers]
     muon: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}
-    optimizer = MuonAndAdam([{"params": [fused]}], muon=muon, adam={}, fused={fused: rows})
+    optimizer = MuonAndAdam([{"params": [fused]}], is_matrix=is_matrix, muon=muon, adam={}, fused={fused: rows})
     reference = torch.optim.Muon(apart, **muon)
     for _ in range(NUM_STEPS):
         fused.grad = torch.randn(fused.shape, generator=generator)

@@ -116,11 +116,14 @@ def test_every_stage_is_saved_and_resumed(tmp_path: Path, first: str, other: str
 
 
 def _with_muon(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
-    from lamella_megatron._driver.muon import MuonAndAdam
+    from lamella_megatron._driver.muon import is_matrix
     from lamella_megatron.training import keep_matrices
+    from lamella_optim import MuonAndAdam
 
     fully_shard_model(model, options=ShardingOptions(keep_together=keep_matrices))
-    return model, MuonAndAdam([{"params": list(model.parameters())}], muon={"lr": 0.02}, adam={"lr": 0.02})
+    return model, MuonAndAdam(
+        [{"params": list(model.parameters())}], is_matrix=is_matrix, muon={"lr": 0.02}, adam={"lr": 0.02}
+    )
 
 
 def _save_random(world: World, kind: str, path: Path) -> None:
@@ -261,13 +264,16 @@ def test_lamellas_own_checkpoints_resume_and_tell_muon_from_other_optimizers(tmp
     """A model of torch's modules: megatron-core's have state without tensors, which lamella-checkpoint refuses."""
 
     def made_and_sharded() -> tuple[nn.Module, torch.optim.Optimizer]:
-        from lamella_megatron._driver.muon import MuonAndAdam
+        from lamella_megatron._driver.muon import is_matrix
         from lamella_megatron.training import keep_matrices
+        from lamella_optim import MuonAndAdam
 
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(16, 24), nn.Tanh(), nn.Linear(24, 8), nn.LayerNorm(8))
         fully_shard(model, options=ShardingOptions(keep_together=keep_matrices))
-        return model, MuonAndAdam([{"params": list(model.parameters())}], muon={"lr": 0.02}, adam={"lr": 0.02})
+        return model, MuonAndAdam(
+            [{"params": list(model.parameters())}], is_matrix=is_matrix, muon={"lr": 0.02}, adam={"lr": 0.02}
+        )
 
     def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         inputs = torch.randn(4, 16, generator=torch.Generator().manual_seed(1))

@@ -11,6 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from lamella_engine.extending import local_of
+
 SAVED_PRODUCTS: Final = (
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
@@ -75,7 +77,8 @@ def _offloaded(
 
 def _on_host(unit: nn.Module, host: saved_tensors_hooks) -> AbstractContextManager[object]:
     """Hooks that save tensors in host memory, but weights: the engine frees and gathers those itself."""
-    weights = {parameter.untyped_storage()._cdata for parameter in unit.parameters()}
+    # Spread experts are DTensors also while they are unsharded.
+    weights = {local_of(parameter).untyped_storage()._cdata for parameter in unit.parameters()}
 
     def pack(tensor: torch.Tensor) -> Any:
         is_plain = type(tensor) in (torch.Tensor, FakeTensor) and tensor.untyped_storage()._cdata not in weights

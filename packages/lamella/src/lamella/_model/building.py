@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from lamella._model.lora import RunAdapters, add_adapters
+from lamella._model.matrices import MUON, muon_matrices
 from lamella._model.sharding import shard
 from lamella._model.spec import load_spec
 from lamella._model.weights import pretrained_directory
@@ -37,6 +38,7 @@ class RunModel:
         pretrained: The folder of the weights that the run starts from; None for fresh weights.
         seed: The seed of fresh weights.
         adapters: The adapters in the model; None without.
+        matrices: The names of the matrices that Muon steps; none for other optimizers.
         replacements: The functions of transformers that kernels replaced, for the end of the run.
         flops_per_token: Floating-point operations of a token's forward and backward.
     """
@@ -47,6 +49,7 @@ class RunModel:
     pretrained: Path | None
     seed: int
     adapters: RunAdapters | None
+    matrices: frozenset[str]
     replacements: Replacements
     flops_per_token: float
 
@@ -88,7 +91,8 @@ def build(config: Config, folder: Path, device: torch.device) -> RunModel:
     flops = flops_per_token(module, spec, config.data.sequence_length)
     adapters = add_adapters(module, config.model, config.run.seed)
     replacements = use_kernels(module, config.model.kernels, is_compiled=config.parallel.compile)
-    units = shard(module, config.parallel)
+    matrices = muon_matrices(module) if config.optim.optimizer == MUON else frozenset()
+    units = shard(module, config.parallel, matrices)
     materialise(module, torch.device("cpu") if config.parallel.rest == "cpu" else device)
     module.to(device)  # Buffers; shards that rest on the CPU stay there.
     return RunModel(
@@ -98,6 +102,7 @@ def build(config: Config, folder: Path, device: torch.device) -> RunModel:
         pretrained=pretrained_directory(config.model.name),
         seed=config.run.seed,
         adapters=adapters,
+        matrices=matrices,
         replacements=replacements,
         flops_per_token=flops,
     )

@@ -21,6 +21,7 @@ from lamella._settings.config import Config
 from lamella._settings.options import ConfigError
 from lamella._settings.sections import ParallelConfig
 from lamella_transformers import FreshWeights, ModelSpec, UnitChoice, choose_units
+from lamella_transformers.experts import check_spread
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +75,7 @@ def check_model(config: Config, *, has_checkpoint: bool) -> CheckedModel:
         _check_memory(checkpointed, config.parallel)
         with refused_models():
             FreshWeights(spec, torch.device("cpu"), config.run.seed)
+    _check_experts(model, config.parallel)
     units = choose_units(model)
     check_float8(units.modules, config.parallel)
     check_kernels(config.model, spec.model_type, config.parallel)
@@ -87,6 +89,19 @@ def _check_vocabulary(config: Config, pretrained: Path | None) -> None:
             f"Expected no --vocab-size with the weights in {str(pretrained)!r}, which have their own vocabulary, got "
             f"{config.data.vocab_size}."
         )
+
+
+def _check_experts(model: nn.Module, parallel: ParallelConfig) -> None:
+    """Refuse --experts for a model without experts, of a family that is not known, or with others than divide."""
+    if parallel.experts == 1:
+        return
+    try:
+        check_spread(model, parallel.experts)
+    except ValueError as error:
+        raise ConfigError(
+            f"{str(error).partition('. ')[0]}, with --experts {parallel.experts}. Pass another --experts, or leave it "
+            "out."
+        ) from error
 
 
 def _check_memory(model: nn.Module, parallel: ParallelConfig) -> None:

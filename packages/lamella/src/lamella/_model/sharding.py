@@ -1,7 +1,7 @@
 """How a model is cut into units: what they save for backward, their number formats, stage and resting place."""
 
-from collections.abc import Sequence
-from typing import Any, Final
+from collections.abc import Collection, Sequence
+from typing import Any, Final, cast
 
 import torch
 import torch.distributed as dist
@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lamella._model.activations import offload_activations, recompute
 from lamella._model.float8 import in_float8
+from lamella._model.matrices import keep_whole
 from lamella._settings.fit import budget_nbytes
 from lamella._settings.sections import ParallelConfig
 from lamella_engine import (
@@ -20,24 +21,33 @@ from lamella_engine import (
     ZERO2,
     ZERO3,
     CPUOffloadPolicy,
+    FSDPModule,
     MixedPrecisionPolicy,
     ShardingOptions,
     fully_shard,
 )
 from lamella_transformers import fp32_parameters, sharding_units
+from lamella_transformers.experts import expert_arguments, spread_experts
 
 _STAGES: Final = {1: ZERO1, 2: ZERO2, 3: ZERO3}
 
 
-def shard(model: nn.Module, parallel: ParallelConfig, *, host: saved_tensors_hooks | None = None) -> list[nn.Module]:
+def shard(
+    model: nn.Module,
+    parallel: ParallelConfig,
+    matrices: Collection[str] = (),
+    *,
+    host: saved_tensors_hooks | None = None,
+) -> list[nn.Module]:
     """Shard each unit, then the root module with the remaining parameters.
 
-    The order matters: recompute, then offloading of activations around it, then shards. `compile_units` comes last,
-    after the first forward.
+    The order matters: spread experts, which replace parameters, then recompute, then offloading of activations around
+    it, then shards. `compile_units` comes last, after the first forward.
 
     Args:
         model: Changed in place.
-        parallel: The settings.
+        parallel: The settings of sharding.
+        matrices: The names of matrices that stay whole on one rank each, for Muon.
         host: Hooks that move saved tensors to the host's memory, as for `offload_activations`.
 
     Returns:
@@ -46,6 +56,8 @@ def shard(model: nn.Module, parallel: ParallelConfig, *, host: saved_tensors_hoo
     Effects: collective over all ranks.
     """
     units = sharding_units(model)
+    if parallel.experts > 1:
+        spread_experts(model, _experts_mesh(parallel))
     if parallel.recompute != "no":
         recompute(units, parallel.recompute)
     if parallel.offload_activations:
@@ -58,8 +70,14 @@ def shard(model: nn.Module, parallel: ParallelConfig, *, host: saved_tensors_hoo
             param_dtype_override_fn=fp32_parameters(model),
         )
     unit_policy = policy if parallel.float8 == "no" else in_float8(units, policy, parallel)
-    options = ShardingOptions(placements=_placements(parallel), keep_budget=budget_nbytes(parallel.keep_budget))
+    options = ShardingOptions(
+        placements=_placements(parallel),
+        keep_budget=budget_nbytes(parallel.keep_budget),
+        keep_together=keep_whole(model, matrices),
+    )
     shared: dict[str, Any] = {"mesh": _mesh(parallel), "options": options}
+    if parallel.experts > 1:
+        shared |= expert_arguments(model, options)
     if parallel.rest == "cpu":
         shared["offload_policy"] = CPUOffloadPolicy(pin_memory=parallel.device == "cuda")
     # Stages 1 and 2 keep whole weights, and have nothing to free after forward.
@@ -67,6 +85,9 @@ def shard(model: nn.Module, parallel: ParallelConfig, *, host: saved_tensors_hoo
     for unit in units:
         fully_shard(unit, mp_policy=unit_policy, reshard_after_forward=reshard, **shared)
     fully_shard(model, mp_policy=policy, **shared)
+    if parallel.experts > 1:  # Experts have seen the tokens of all ranks that share them.
+        for unit in (*units, model):
+            cast(FSDPModule, unit).set_gradient_divide_factor(dist.get_world_size())
     return units
 
 
@@ -77,6 +98,12 @@ def _mesh(parallel: ParallelConfig) -> DeviceMesh:
         return init_device_mesh(parallel.device, (num_ranks,))
     shape = (parallel.replicate, num_ranks // parallel.replicate)
     return init_device_mesh(parallel.device, shape, mesh_dim_names=("instances", "shards"))
+
+
+def _experts_mesh(parallel: ParallelConfig) -> DeviceMesh:
+    """The ranks with the same experts along an outer axis, the ranks that share them along the inner one."""
+    shape = (dist.get_world_size() // parallel.experts, parallel.experts)
+    return init_device_mesh(parallel.device, shape, mesh_dim_names=("experts_data", "experts"))
 
 
 def _placements(parallel: ParallelConfig) -> Any:

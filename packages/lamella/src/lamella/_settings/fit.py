@@ -41,6 +41,21 @@ def _problems(parallel: ParallelConfig) -> Iterator[str]:
             f"Expected --replicate to divide the {parallel.ranks} ranks, got {parallel.replicate}. Pass a divisor, or "
             "--ranks that it divides."
         )
+    if parallel.ranks is not None and parallel.ranks % parallel.experts:
+        yield (
+            f"Expected --experts to divide the {parallel.ranks} ranks, got {parallel.experts}. Pass a divisor, or "
+            "--ranks that it divides."
+        )
+    if parallel.experts > 1 and parallel.replicate > 1:
+        yield (
+            f"Expected --experts without --replicate, whose instances would each need all experts, got both, "
+            f"{parallel.experts} and {parallel.replicate}. Leave one of them out."
+        )
+    if parallel.experts > 1 and parallel.compile:
+        yield (
+            "Expected --experts without --compile, which cannot trace the numbers of tokens on their way, got both. "
+            "Leave one of them out."
+        )
     if parallel.spread_states and parallel.replicate == 1:
         yield "Expected --spread-states with --replicate of 2 or more, got 1. Leave --spread-states out."
     if parallel.spread_states and parallel.stage != 3:

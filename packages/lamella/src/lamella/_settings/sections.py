@@ -122,11 +122,18 @@ class OptimConfig:
     decay_fraction: Annotated[float, Option("Share of the steps in which wsd falls.", above=0, below=1)] = 0.2
     final_lr_fraction: Annotated[float, Option("Learning rate at the end, as a share of --lr.", at_least=0)] = 0.1
     optimizer: Annotated[
-        str, Option("adamw, or the import path of an elementwise optimizer, such as torch.optim:SGD.")
+        str,
+        Option(
+            "adamw; muon for the layers' matrices, each whole on one rank, and adamw for all others, both at AdamW's "
+            "--lr (Muon's updates are scaled to the size of AdamW's); or the import path of an elementwise optimizer, "
+            "such as torch.optim:SGD."
+        ),
     ] = "adamw"
     optimizer_options: Annotated[
         tuple[str, ...],
-        Option("Arguments of an optimizer by import path, such as momentum=0.9 nesterov=true.", metavar="NAME=X"),
+        Option(
+            "Arguments of muon or an optimizer by import path, such as momentum=0.9 nesterov=true.", metavar="NAME=X"
+        ),
     ] = ()
     train: Annotated[
         tuple[str, ...],
@@ -191,6 +198,13 @@ class ParallelConfig:
     spread_states: Annotated[
         bool, Option("Spread main weights and optimizer states over the instances of --replicate too.")
     ] = False
+    experts: Annotated[
+        int,
+        Option(
+            "Ranks that share the experts of a layer, each with its part, to which tokens travel (expert parallelism).",
+            at_least=1,
+        ),
+    ] = 1
     keep_budget: Annotated[
         str | None,
         Option("Bytes of gathered layers, such as 2GiB, that stay from forward to backward (default: none)."),

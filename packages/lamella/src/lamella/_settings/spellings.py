@@ -42,6 +42,7 @@ _OPTIONS: Final[Mapping[str, tuple[str, ...]]] = {
     "--recompute full": ("gradient-checkpointing", "activation-checkpointing", "recompute-activations"),
     "--recompute": ("recompute-granularity",),
     "--stage": ("zero-stage", "zero"),
+    "--experts": ("expert-parallel-size", "expert-model-parallel-size", "expert-parallel", "ep-size", "ep"),
     "--offload-activations": ("activation-offloading",),
     "--rest cpu": ("cpu-offload", "fsdp-offload-params", "offload-params"),
     "--packing": ("sample-packing", "pack", "padding-free"),

@@ -1,13 +1,16 @@
 """The optimizer of a run, and the learning rate of each step."""
 
 import math
+from collections.abc import Collection
+from typing import Any
 
 import torch
 from torch import nn
 
+from lamella._model.matrices import MUON
 from lamella._settings.sections import OptimConfig
-from lamella._training.optimizer_class import ADAMW, OptimizerClass
-from lamella_optim import step_on_local_shards
+from lamella._training.optimizer_class import ADAMW, OptimizerClass, muon_options
+from lamella_optim import MuonAndAdam, step_on_local_shards
 
 
 def learning_rate(step: int, optim: OptimConfig) -> float:
@@ -31,8 +34,13 @@ def _share(done: float, optim: OptimConfig) -> float:
     return 1.0
 
 
-def make_optimizer(model: nn.Module, optim: OptimConfig) -> torch.optim.Optimizer:
+def make_optimizer(model: nn.Module, optim: OptimConfig, matrices: Collection[str] = ()) -> torch.optim.Optimizer:
     """Make the optimizer of the trained parameters, with weight decay on matrices and none on vectors (norms, biases).
+
+    Args:
+        model: The model, sharded.
+        optim: The settings of the optimizer.
+        matrices: The names of the matrices that Muon steps.
 
     Raises:
         ConfigError: The optimizer of an import path is not elementwise on this device.
@@ -43,12 +51,17 @@ def make_optimizer(model: nn.Module, optim: OptimConfig) -> torch.optim.Optimize
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
     nonempty_groups = [group for group in groups if group["params"]]
-    if optim.optimizer != ADAMW:
-        return _of_class(nonempty_groups, optim, parameters[0].device)
-    return torch.optim.AdamW(nonempty_groups, lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps, fused=True)
+    adam: dict[str, Any] = {"lr": optim.lr, "betas": (optim.beta1, optim.beta2), "eps": optim.eps, "fused": True}
+    if optim.optimizer == ADAMW:
+        return torch.optim.AdamW(nonempty_groups, **adam)
+    if optim.optimizer == MUON:
+        of_muon = {parameter for name, parameter in model.named_parameters() if name in matrices}
+        muon = {"lr": optim.lr, **muon_options(optim)}
+        return MuonAndAdam(nonempty_groups, is_matrix=of_muon.__contains__, muon=muon, adam=adam)
+    return _of_class(nonempty_groups, optim, parameters[0].device)
 
 
-def _of_class(groups: list[dict[str, object]], optim: OptimConfig, device: torch.device) -> torch.optim.Optimizer:
+def _of_class(groups: list[dict[str, Any]], optim: OptimConfig, device: torch.device) -> torch.optim.Optimizer:
     optimizer_class = OptimizerClass.of(optim)
     if device.type != "cpu":  # The trial on the CPU was before the run.
         optimizer_class.check_elementwise(device)
@@ -62,7 +75,7 @@ def constant_settings(optimizer: torch.optim.Optimizer, optim: OptimConfig) -> l
 
     A class by import path may count in its groups (steps, estimates): of its settings only those of the run are taken.
     """
-    names = None if optim.optimizer == ADAMW else {"lr", "weight_decay", *OptimizerClass.of(optim).options}
+    names = None if optim.optimizer in (ADAMW, MUON) else {"lr", "weight_decay", *OptimizerClass.of(optim).options}
     return [
         {name: setting for name, setting in group.items() if name != "params" and (names is None or name in names)}
         for group in optimizer.param_groups

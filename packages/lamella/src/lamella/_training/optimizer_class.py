@@ -18,6 +18,7 @@ from typing import Any, Final
 
 import torch
 
+from lamella._model.matrices import MUON
 from lamella._settings.options import ConfigError, in_short, shown
 from lamella._settings.sections import OptimConfig
 
@@ -32,7 +33,7 @@ _IN_TORCH: Final = {
     "nadam": "NAdam",
     "radam": "RAdam",
 }
-_WAY_OUT: Final = "Pass --optimizer adamw, or the import path of an elementwise one, such as torch.optim:SGD."
+_WAY_OUT: Final = "Pass --optimizer adamw or muon, or the import path of an elementwise one, such as torch.optim:SGD."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,11 +117,14 @@ def check_optimizer(optim: OptimConfig, device: str) -> None:
     Raises:
         ConfigError: There is no such class, it is not elementwise, or `--optimizer-options` are for no class.
     """
+    if optim.optimizer == MUON:
+        _check_muon(optim)
+        return
     if optim.optimizer == ADAMW:
         if optim.optimizer_options:
             raise ConfigError(
-                f"Expected --optimizer-options with an --optimizer by import path, got {optim.optimizer_options[0]!r} "
-                "with adamw. Pass --beta1, --beta2, --eps or --weight-decay."
+                "Expected --optimizer-options with muon or an --optimizer by import path, got "
+                f"{optim.optimizer_options[0]!r} with adamw. Pass --beta1, --beta2, --eps or --weight-decay."
             )
         return
     optimizer_class = OptimizerClass.of(optim)
@@ -128,12 +132,36 @@ def check_optimizer(optim: OptimConfig, device: str) -> None:
         optimizer_class.check_elementwise(torch.device("cpu"))
 
 
+def muon_options(optim: OptimConfig) -> dict[str, Any]:
+    """Return the arguments of torch's Muon but the learning rate and the weight decay, which are the run's.
+
+    The scale of updates is AdamW's unless the user passes another: one `--lr` then fits matrices and all others.
+    """
+    return {"adjust_lr_fn": "match_rms_adamw", **dict(map(_option, optim.optimizer_options))}
+
+
+def _check_muon(optim: OptimConfig) -> None:
+    """Refuse arguments that torch's Muon does not take, and those that have options of their own."""
+    options = muon_options(optim)
+    try:
+        if reserved := options.keys() & {"lr", "weight_decay"}:
+            raise ValueError(f"{min(reserved)}, which is --{min(reserved).replace('_', '-')}.")
+        torch.optim.Muon([torch.nn.Parameter(torch.empty(1, 1))], **options)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"Expected --optimizer-options of torch.optim.Muon (momentum, nesterov, ns_steps, adjust_lr_fn) with "
+            f"--optimizer muon, got {in_short(error)}"
+        ) from error
+
+
 def _imported(path: str) -> Callable[..., torch.optim.Optimizer]:
     module_name, colon, name = path.partition(":")
     if not (module_name and colon and name):
         in_torch = _IN_TORCH.get(path.lower())
         way_out = f"Pass --optimizer torch.optim:{in_torch}." if in_torch else _WAY_OUT
-        raise ConfigError(f"Expected --optimizer to be adamw or an import path package:Class, got {path!r}. {way_out}")
+        raise ConfigError(
+            f"Expected --optimizer to be adamw, muon or an import path package:Class, got {path!r}. {way_out}"
+        )
     try:
         with _current_folder_importable():
             build: Any = importlib.import_module(module_name)

@@ -69,7 +69,7 @@ class Trainer:
         self._speed = self._measure()
         lamella_optim.install()
         freeze(self._model, trained_patterns(config))
-        self._optimizer = make_optimizer(self._model, config.optim)
+        self._optimizer = make_optimizer(self._model, config.optim, self._run_model.matrices)
         self._loss: LossFunction = loss_of_logits
         self._records = RecordStream()
         self._saves = Saves(

@@ -111,9 +111,8 @@ class GlobalOptimizer(torch.optim.Optimizer):
         for part in getattr(self._sharded, "parts", (self._sharded,)):
             for group in part.param_groups:
                 if (slots := _slots(part, group)) is not None:
-                    kinds_and_slots.update(
-                        {id(parameter): (type(part).__name__, slots) for parameter in group["params"]}
-                    )
+                    kind = Muon if isinstance(part, Muon) else type(part)
+                    kinds_and_slots.update({id(parameter): (kind.__name__, slots) for parameter in group["params"]})
         parameters = {
             name: self._parameters.get(id(global_parameter))
             for name, global_parameter in self._model.state_dict().items()

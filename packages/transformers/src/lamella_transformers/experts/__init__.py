@@ -12,5 +12,7 @@ Qwen3-Next and Qwen3.5-MoE (text).
 """
 
 from lamella_transformers.experts._slots import chunk as chunk
+from lamella_transformers.experts._spread import check_spread as check_spread
+from lamella_transformers.experts._spread import expert_arguments as expert_arguments
 from lamella_transformers.experts._spread import shard_with_experts as shard_with_experts
 from lamella_transformers.experts._spread import spread_experts as spread_experts

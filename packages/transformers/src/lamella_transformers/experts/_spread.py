@@ -50,7 +50,6 @@ def spread_experts(model: nn.Module, mesh: DeviceMesh) -> None:
     Effects: frees the other ranks' experts. In each forward and backward of a layer, two all-to-alls of tokens and one
         of counts on the second axis, for which the host waits.
     """
-    check_family(model)
     if mesh.ndim != 2 or mesh.mesh_dim_names is None:
         raise ValueError(
             "Expected a `mesh` of two axes with names, the ranks with the same experts and the ranks that share the "
@@ -58,16 +57,7 @@ def spread_experts(model: nn.Module, mesh: DeviceMesh) -> None:
             "with the same experts is an axis of size 1."
         )
     sharing = mesh[mesh.mesh_dim_names[1]]
-    stacks: list[Any] = [module.experts for module in model.modules() if is_sparse(module)]
-    for experts in stacks:
-        if isinstance(experts, SpreadExperts):
-            raise ValueError("Expected experts that are not spread, got spread ones. Call spread_experts once.")
-        if experts.num_experts % sharing.size():
-            raise ValueError(
-                f"Expected experts that divide among the {sharing.size()} ranks of {mesh.mesh_dim_names[1]!r}, got "
-                f"{experts.num_experts}. Use an axis of a size that divides."
-            )
-    for experts in stacks:
+    for experts in _checked_stacks(model, sharing.size()):
         num_local = experts.num_experts // sharing.size()
         first = sharing.get_local_rank() * num_local
         for name, weight in list(experts.named_parameters(recurse=False)):
@@ -76,6 +66,36 @@ def spread_experts(model: nn.Module, mesh: DeviceMesh) -> None:
             setattr(experts, name, nn.Parameter(part, requires_grad=weight.requires_grad))
         experts.num_all_experts, experts.num_experts, experts.mesh = experts.num_experts, num_local, mesh
         experts.__class__ = type(type(experts).__name__, (SpreadExperts, type(experts)), {})
+
+
+def check_spread(model: nn.Module, num_ranks: int) -> None:
+    """Refuse a model that `spread_experts` would refuse.
+
+    Args:
+        model: The model, also on the meta device; not changed.
+        num_ranks: The number of ranks that share the experts.
+
+    Raises:
+        ValueError: Another model, a model without experts, experts that do not divide among the ranks, or experts that
+            are spread already.
+    """
+    _checked_stacks(model, num_ranks)
+
+
+def _checked_stacks(model: nn.Module, num_ranks: int) -> list[Any]:
+    check_family(model)
+    stacks: list[Any] = [module.experts for module in model.modules() if is_sparse(module)]
+    if not stacks:
+        raise ValueError(f"Expected layers with experts, got none in {type(model).__name__}. Shard it by fully_shard.")
+    for experts in stacks:
+        if isinstance(experts, SpreadExperts):
+            raise ValueError("Expected experts that are not spread, got spread ones. Call spread_experts once.")
+        if experts.num_experts % num_ranks:
+            raise ValueError(
+                f"Expected experts that divide among the {num_ranks} ranks that share them, got {experts.num_experts}. "
+                "Use a number of ranks that divides."
+            )
+    return stacks
 
 
 def shard_with_experts(
@@ -102,30 +122,50 @@ def shard_with_experts(
 
     Effects: as `fully_shard`.
     """
-    spread = [module for module in model.modules() if isinstance(module, SpreadExperts)]
-    if not spread:
-        raise ValueError("Expected spread experts, got a model without. Call spread_experts before.")
-    expert_mesh = spread[0].mesh
+    expert_mesh = _spread_in(model)[0].mesh
     if mesh.size() != expert_mesh.size():
         raise ValueError(
             f"Expected `mesh` to have the {expert_mesh.size()} ranks of the experts' mesh, got {mesh.size()}: "
             "gradients would be means over other ranks. Pass a mesh of one axis over the same ranks."
         )
+    arguments = expert_arguments(model, options or ShardingOptions())
+    for module in (*decoder_of(model).layers, model):
+        unit = fully_shard(module, mesh=mesh, mp_policy=mp_policy or MixedPrecisionPolicy(), **arguments)
+        unit.set_gradient_divide_factor(mesh.size())
+
+
+def expert_arguments(model: nn.Module, options: ShardingOptions) -> dict[str, Any]:
+    """Return the arguments of `fully_shard` that shard spread experts over the ranks with the same experts.
+
+    For units and policies of your own, where `shard_with_experts` has too few arguments. Each unit's
+    `set_gradient_divide_factor` must be called with the number of all ranks.
+
+    Args:
+        model: After `spread_experts`, before `fully_shard`.
+        options: The options of all parameters. `keep_together` does not count for experts.
+
+    Returns:
+        `shard_placement_fn` and `options`.
+
+    Raises:
+        ValueError: Experts are not spread.
+    """
+    spread = _spread_in(model)
+    expert_mesh = spread[0].mesh
     experts = {id(weight) for module in spread for weight in module.parameters()}
     placed = placement_on(expert_mesh[cast(Any, expert_mesh.mesh_dim_names)[0]])
 
     def place(parameter: torch.Tensor) -> Any:
         return placed if id(parameter) in experts else None
 
-    for module in (*decoder_of(model).layers, model):
-        unit = fully_shard(
-            module,
-            mesh=mesh,
-            shard_placement_fn=place,
-            mp_policy=mp_policy or MixedPrecisionPolicy(),
-            options=_beside_experts(options or ShardingOptions(), experts),
-        )
-        unit.set_gradient_divide_factor(mesh.size())
+    return {"shard_placement_fn": place, "options": _beside_experts(options, experts)}
+
+
+def _spread_in(model: nn.Module) -> list[SpreadExperts]:
+    spread = [module for module in model.modules() if isinstance(module, SpreadExperts)]
+    if not spread:
+        raise ValueError("Expected spread experts, got a model without. Call spread_experts before.")
+    return spread
 
 
 def _beside_experts(options: ShardingOptions, experts: set[int]) -> ShardingOptions:

@@ -1,0 +1,142 @@
+"""`--optimizer muon`: one rank's unsharded steps on any ranks, resumed elsewhere, and exported."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from trained_runs import Run, TrainOn
+from transformers import AutoModelForCausalLM
+
+from lamella import Config, ConfigError
+from lamella._data.order import BatchStream
+from lamella._data.tokens import load_tokens
+from lamella._model.matrices import muon_matrices
+from lamella._model.spec import load_spec
+from lamella._processes.placement import place
+from lamella._training.optimizer import learning_rate
+from lamella._training.preparation import prepare
+from lamella.cli import main
+from lamella_checkpoint import load
+from lamella_transformers import build_model, target_losses
+
+NUM_STEPS = 20
+
+
+def with_optim(config: Config, **optim: Any) -> Config:
+    return replace(config, optim=replace(config.optim, **optim))
+
+
+def in_folder(config: Config, name: str) -> Config:
+    root = Path(str(config.run.directory)).parent
+    return replace(config, run=replace(config.run, directory=str(root / name), checkpoint_interval=10, log_interval=1))
+
+
+@pytest.fixture(scope="module")
+def muon_config(shared_config: Config) -> Config:
+    return with_optim(shared_config, optimizer="muon", steps=NUM_STEPS, batch_size=6)
+
+
+@pytest.fixture(scope="module")
+def run(muon_config: Config, train: TrainOn) -> Run:
+    return train(in_folder(muon_config, "muon"), 2)
+
+
+def unsharded_losses(config: Config) -> dict[int, float]:
+    """Train one process's plain model by torch's Muon and AdamW, on the run's batches."""
+    directory = prepare(place(config)).directory
+    tokens = load_tokens(directory.tokens).sequences("train", config.data.sequence_length)
+    stream = BatchStream(sequences=tokens, batch_size=config.optim.batch_size, seed=config.run.seed)
+    model = build_model(load_spec(str(directory.model)), torch.device("cpu"), config.run.seed)
+    layers = {id(parameter) for parameter in model.get_submodule("model.layers").parameters()}
+    parameters = list(model.parameters())
+    matrices = [p for p in parameters if p.ndim == 2 and id(p) in layers]
+    tables = [p for p in parameters if p.ndim == 2 and id(p) not in layers]
+    vectors = [{"params": [p for p in parameters if p.ndim == 1], "weight_decay": 0.0}]
+    decay = config.optim.weight_decay
+    optimizers = [
+        torch.optim.Muon(matrices, weight_decay=decay, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW([{"params": tables, "weight_decay": decay}, *vectors], betas=(0.9, 0.95)),
+    ]
+    losses = {}
+    for step in range(config.optim.steps):
+        [batch] = stream.batch(step, 0, 1).microbatches(1)
+        loss = target_losses(model, batch.inputs, batch.targets)[0].sum() / stream.num_targets(step)
+        loss.backward()  # type: ignore[no-untyped-call]
+        nn.utils.clip_grad_norm_(parameters, config.optim.clip_norm)
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(step, config.optim)
+            optimizer.step()
+            optimizer.zero_grad()
+        losses[step + 1] = loss.item()
+    return losses
+
+
+def test_losses_are_those_of_one_ranks_unsharded_muon_and_adamw(muon_config: Config, run: Run, train: TrainOn) -> None:
+    expected = unsharded_losses(in_folder(muon_config, "unsharded"))
+    assert expected[NUM_STEPS] < expected[1] - 0.3
+    assert run.losses == pytest.approx(expected, rel=1e-5)
+    for num_ranks in (1, 3):
+        losses = train(in_folder(muon_config, f"muon-{num_ranks}"), num_ranks).losses
+        assert losses == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_run_resumes_to_the_same_bits_and_on_other_ranks(muon_config: Config, run: Run, train: TrainOn) -> None:
+    config = in_folder(muon_config, "muon")
+    config = replace(config, run=replace(config.run, from_step=10))
+    expected = dict(run.losses)
+    assert train(config, 2).losses == expected
+    for num_ranks in (1, 3):
+        assert train(config, num_ranks).losses == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_exported_folder_has_the_weights_of_the_run(run: Run, tmp_path: Path) -> None:
+    assert main(["export", str(run.directory.root), str(tmp_path / "exported")]) == 0
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
+    model = build_model(load_spec(str(run.directory.model)), torch.device("cpu"), seed=1)
+    load(run.directory.checkpoints / f"step_{NUM_STEPS:08}", model=model)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(exported.get_parameter(name), parameter), name
+
+
+@pytest.mark.parametrize(
+    "parallel", [{"stage": 2, "replicate": 2}, {"replicate": 2, "spread_states": True}, {"rest": "cpu"}]
+)
+def test_stages_instances_and_resting_places_change_no_loss(
+    muon_config: Config, run: Run, train: TrainOn, parallel: dict[str, Any]
+) -> None:
+    config = with_optim(in_folder(muon_config, "-".join(parallel)), batch_size=12, accumulation=2, steps=4)
+    reference = train(in_folder(config, "reference-of-12"), 2)
+    config = replace(config, parallel=replace(config.parallel, **parallel))
+    num_ranks = 4 if "replicate" in parallel else 2
+    config = config if num_ranks == 2 else with_optim(config, accumulation=1)
+    assert train(config, num_ranks).losses == pytest.approx(reference.losses, rel=1e-5)
+
+
+def test_matrices_are_those_of_layers_and_stacks_of_experts_without_routers(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 300, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    kind = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    (tmp_path / "config.json").write_text(repr({**sizes, **kind, "head_dim": 8}).replace("'", '"'), encoding="utf-8")
+    model = build_model(load_spec(str(tmp_path)), torch.device("meta"), seed=0)
+    names = {name.removeprefix("model.layers.0.") for name in muon_matrices(model)}
+    attention = {f"self_attn.{letter}_proj.weight" for letter in "qkvo"}
+    assert names == attention | {"mlp.experts.gate_up_proj", "mlp.experts.down_proj"}
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (("nope=1",), "got Muon.__init__() got an unexpected keyword argument 'nope'"),
+        (("momentum=-1",), "got momentum should be >= 0 but is: -1"),
+        (("lr=1",), "got lr, which is --lr."),
+    ],
+)
+def test_arguments_that_muon_does_not_take_are_one_line(
+    config: Config, options: tuple[str, ...], expected: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        prepare(place(with_optim(config, optimizer="muon", optimizer_options=options)))
+    assert "\n" not in str(caught.value) and expected in str(caught.value)

@@ -1,0 +1,199 @@
+"""Muon for the matrices of layers and AdamW for all other parameters, as one optimizer over shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim import AdamW, Muon, Optimizer
+from torch.optim._muon import muon
+
+from lamella_engine.extending import RaggedShard, local_of
+
+_OPTIONS = ("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "ns_steps", "eps", "adjust_lr_fn")
+
+
+class OwnerMuon(Muon):
+    """torch's Muon, stepped by the rank that owns a matrix: ranks step different matrices at once, each alone.
+
+    A parameter is one of three:
+    - a matrix;
+    - a stack of matrices (three dims or more), such as experts; a rank has any number of the matrices;
+    - a matrix that holds several, their rows in turns, such as queries, keys and values. Each of the several is a
+      matrix of its own for orthogonalisation and scale; the momentum lies as the matrix of all. The option `rows` of
+      a group is the number of rows of each in a turn.
+
+    Args:
+        params: Parameters or param groups.
+        options: Options of `torch.optim.Muon`.
+
+    Raises:
+        ValueError: Several ranks share the rows of a matrix; or an option is not Muon's.
+    """
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        defaults = Muon([torch.nn.Parameter(torch.empty(1, 1))], **options).defaults
+        Optimizer.__init__(self, params, defaults)  # Muon's own constructor refuses stacks.
+        for parameter in (parameter for group in self.param_groups for parameter in group["params"]):
+            _check_owned(parameter)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # of `MuonAndAdam`, which has the closure
+        """Step all matrices that this rank owns. Effects: no collective, no host sync."""
+        for group in self.param_groups:
+            options = {name: group[name] for name in _OPTIONS}
+            for parameter in (parameter for parameter in group["params"] if parameter.grad is not None):
+                state = self.state[parameter]
+                if "momentum_buffer" not in state:  # On ranks without rows too: state is alike on all ranks.
+                    state["momentum_buffer"] = torch.zeros_like(parameter.grad)
+                tensors = [local_of(tensor) for tensor in (parameter, parameter.grad, state["momentum_buffer"])]
+                if not tensors[0].numel():
+                    continue
+                if "rows" in group:
+                    _step_in_turns(tensors, group["rows"], options)
+                else:
+                    _step_matrices(tensors, options)
+
+
+def _check_owned(parameter: torch.Tensor) -> None:
+    if parameter.ndim < 2:
+        raise ValueError(f"Expected matrices or stacks of matrices for Muon, got a shape of {tuple(parameter.shape)}.")
+    if not isinstance(parameter, DTensor):
+        return
+    for axis, placement in enumerate(parameter.placements):
+        # Matrices of a stack lie whole on a rank wherever dim 0 is cut.
+        is_whole = placement.is_replicate() or parameter.device_mesh.size(axis) == 1
+        is_whole |= isinstance(placement, RaggedShard) and (placement.owner is not None or parameter.ndim > 2)
+        is_whole |= parameter.ndim > 2 and getattr(placement, "dim", None) == 0
+        if not is_whole:
+            raise ValueError(
+                f"Expected matrices that lie whole on one rank for Muon, got one of shape {tuple(parameter.shape)} "
+                f"that {placement!r} cuts. Shard with ShardingOptions(keep_together=...) that returns Whole() for it."
+            )
+
+
+def _step_matrices(tensors: Sequence[torch.Tensor], options: Mapping[str, Any]) -> None:
+    """Step a matrix, or each matrix of a stack.
+
+    Args:
+        tensors: The local weight, gradient and momentum, (..., num_rows, width).
+        options: Those of torch's function.
+    """
+    weights, gradients, momenta = ([*tensor.view(-1, *tensor.shape[-2:])] for tensor in tensors)
+    muon(weights, gradients, momenta, **options, has_complex=False)
+
+
+def _step_in_turns(tensors: Sequence[torch.Tensor], rows: Sequence[int], options: Mapping[str, Any]) -> None:
+    """Step the several matrices of one, on copies: torch's Muon takes matrices, and a matrix's rows lie apart."""
+    width = tensors[0].shape[1]
+    turns = [torch.split(tensor.view(-1, sum(rows), width), list(rows), 1) for tensor in tensors]
+    for parts in zip(*turns, strict=True):
+        weight, gradient, momentum = (
+            part.clone(memory_format=torch.contiguous_format).view(-1, width) for part in parts
+        )
+        muon([weight], [gradient], [momentum], **options, has_complex=False)
+        parts[0].copy_(weight.view_as(parts[0]))
+        parts[2].copy_(momentum.view_as(parts[2]))
+
+
+class MuonAndAdam(Optimizer):
+    """Muon for matrices, torch's AdamW for all other parameters, as one optimizer.
+
+        names = {name for name, parameter in model.layers.named_parameters() if parameter.ndim == 2}
+        matrices = {parameter for name, parameter in model.layers.named_parameters() if name in names}
+        optimizer = MuonAndAdam(
+            [{"params": model.parameters()}],
+            is_matrix=matrices.__contains__,
+            muon={"lr": 1e-3, "adjust_lr_fn": "match_rms_adamw"},
+            adam={"lr": 1e-3},
+        )
+
+    Tables of embeddings and output layers are not for Muon, though they have two dims. Matrices must lie whole on one
+    rank each: shard with `keep_together` of `lamella_engine.ShardingOptions`, which returns `Whole()` for them.
+
+    Args:
+        groups: Parameter groups; each is divided into a group for either optimizer.
+        is_matrix: True for the parameters of Muon.
+        muon: Options of `torch.optim.Muon`.
+        adam: Options of `torch.optim.AdamW`.
+        fused: Matrices that hold several, as for `OwnerMuon`, and the rows of each of the several in a turn.
+
+    Raises:
+        ValueError: Several ranks share the rows of a matrix.
+
+    Attributes:
+        parts: The optimizers, each over groups of its own, with the state of all.
+    """
+
+    def __init__(
+        self,
+        groups: Iterable[dict[str, Any]],
+        *,
+        is_matrix: Callable[[torch.Tensor], bool],
+        muon: dict[str, Any],
+        adam: dict[str, Any],
+        fused: Mapping[torch.Tensor, tuple[int, ...]] | None = None,
+    ) -> None:
+        groups = [{**group, "params": list(group["params"])} for group in groups]
+        rows = fused or {}
+        self.parts: list[Optimizer] = []
+        self._add(OwnerMuon, groups, lambda p: is_matrix(p) and p not in rows, muon)
+        for turn in dict.fromkeys(rows.values()):
+            fused_alike = {parameter for parameter, parameter_rows in rows.items() if parameter_rows == turn}
+            self._add(OwnerMuon, [{**group, "rows": turn} for group in groups], fused_alike.__contains__, muon)
+        self._add(AdamW, groups, lambda p: not is_matrix(p), adam)
+        # A checkpoint tells optimizers apart by the names of their defaults.
+        groups = [{"params": group["params"]} for part in self.parts for group in part.param_groups]
+        super().__init__(groups, {"muon": muon, "adam": adam})
+        # One dict a group and one state for all: learning rates are set here, and a state dict covers both.
+        self.param_groups = [group for part in self.parts for group in part.param_groups]
+        self._share()
+
+    def _add(
+        self,
+        kind: Callable[..., Optimizer],
+        groups: Iterable[dict[str, Any]],
+        chooses: Callable[[torch.Tensor], bool],
+        options: dict[str, Any],
+    ) -> None:
+        """Add an optimizer of the chosen parameters, if there are any."""
+        chosen = [{**group, "params": list(filter(chooses, group["params"]))} for group in groups]
+        if chosen := [group for group in chosen if group["params"]]:
+            self.parts.append(kind(chosen, **options))
+
+    def _share(self) -> None:
+        """Let the parts step on this optimizer's groups and state."""
+        begin = 0
+        for part in self.parts:
+            end = begin + len(part.param_groups)
+            part.__setstate__({"state": self.state, "param_groups": self.param_groups[begin:end]})
+            begin = end
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step by all parts.
+
+        Args:
+            closure: Makes the gradients anew.
+
+        Returns:
+            The closure's result.
+
+        Effects: no collective.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for part in self.parts:
+            part.step()
+        return loss
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "parts": self.parts}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # Every load brings new groups and a new state.
+        self._share()
