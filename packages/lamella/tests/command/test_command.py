@@ -31,21 +31,25 @@ def test_the_command_trains_and_run_again_resumes(
     assert any(line.startswith("data: 3 files, ") for line in lines)
     step = next(line for line in lines if line.startswith("step: 3  loss: "))
     assert all(word in step for word in ("grad_norm: ", "tokens/s: ", "memory: ", "GiB", "mfu: -"))
-    for line, path in zip(lines[-4:-1], ["checkpoints/step_00000003", "loss.png", "metrics.jsonl"], strict=True):
+    for line, path in zip(
+        lines[-5:-1], ["checkpoints/step_00000003", "loss.png", "report.html", "metrics.jsonl"], strict=True
+    ):
         assert line.endswith(str(tmp_path / "run" / path)) and (tmp_path / "run" / path).exists()
-    assert lines[-5].startswith("validation: ") and "% of the first" in lines[-5]
+    assert lines[-6].startswith("validation: ") and "% of the first" in lines[-6]
     assert lines[-1] == f'next: lamella export {tmp_path / "run"}, or lamella generate {tmp_path / "run"} "..."'
 
     assert main([*options, "--steps", "3"]) == 0
     again = capfd.readouterr().out
     assert "Already complete at step 3. Pass --steps M" in again
-    assert again.splitlines()[-5:] == lines[-5:]
+    assert again.splitlines()[-6:] == lines[-6:]
 
     assert main([*options, "--steps", "5", "--ranks", "1"]) == 0
     on = capfd.readouterr().out
     assert "resuming: step 3 of 5" in on and "step: 5  loss: " in on
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records if "loss" in record] == [1, 2, 3, 4, 5]
+    report = (tmp_path / "run" / "report.html").read_text()
+    assert report.count("resume from step 3") == 1 and "1 rank on cpu" in report
 
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")

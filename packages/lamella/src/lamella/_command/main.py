@@ -58,6 +58,10 @@ def _run(argv: Sequence[str]) -> int:
         from lamella._command import export
 
         return export.run(arguments)
+    if arguments.command == "report":
+        from lamella._command import report
+
+        return report.run(arguments)
     if arguments.command in ("generate", "eval"):
         from lamella._command import inference
 

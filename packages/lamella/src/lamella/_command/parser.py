@@ -16,7 +16,7 @@ from lamella._settings.options import ConfigError, Field, describe, fields_of, i
 from lamella._settings.spellings import option_of_spelling
 
 DEFAULT_MODEL = "llama-small"
-COMMANDS: Final = ("train", "estimate", *inference_options.VERBS, "run", "ckpt", "overlap-report")
+COMMANDS: Final = ("train", "estimate", *inference_options.VERBS, "run", "ckpt", "report", "overlap-report")
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -82,7 +82,7 @@ def _check_command(argv: Sequence[str], commands: Sequence[str], program: str) -
 
 def _unknown(argument: str, arguments: argparse.Namespace) -> str:
     command = arguments.command
-    options: Sequence[str] = ["--json", "--html"]
+    options: Sequence[str] = ["--json", "--html"] if command == "overlap-report" else []
     if command in ("train", "estimate"):
         options = ["--config", *(field.flag for cls in GROUPS.values() for field in fields_of(cls))]
     elif command in inference_options.VERBS:
@@ -153,6 +153,14 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("-m", dest="is_module", action="store_true", help="SCRIPT is the name of a module")
     command.add_argument("program", metavar="SCRIPT", help="file of a script")
     command.add_argument("arguments", metavar="ARGUMENT", nargs=argparse.REMAINDER, help="arguments of the program")
+    command = commands.add_parser(
+        "report",
+        help="write the page on a run again: losses, speed, memory, samples, settings",
+        description="Write RUN/report.html from the run's records, also of a run in progress: losses, speed, memory, "
+        "samples and settings, on one page without scripts.",
+        allow_abbrev=False,
+    )
+    command.add_argument("run", metavar="RUN", help="folder of a run of `lamella train`")
     command = commands.add_parser(
         "overlap-report",
         help="exposed communication, copies and waits for the host in a profile",

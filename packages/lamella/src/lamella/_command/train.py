@@ -5,11 +5,12 @@ import shlex
 import signal
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
+import torch
 import torch.distributed as dist
 
 from lamella._processes.endings import FAILED, Stopped
@@ -20,6 +21,7 @@ from lamella._processes.stop import StopRequests, interrupted, listening
 from lamella._processes.watch import Watch, watched
 from lamella._record.metrics import Record, ValidationRecord, last_validations, read
 from lamella._record.output import refused_paths, say
+from lamella._record.report import reported_run
 from lamella._record.run_directory import RunDirectory
 from lamella._settings.config import Config, to_toml
 from lamella._settings.options import ConfigError
@@ -62,6 +64,7 @@ class Result:
     checkpoint: Path
     plot: Path
     metrics: Path
+    report: Path
     validations: tuple[LossChange, ...]
 
     def lines(self) -> tuple[str, ...]:
@@ -70,6 +73,7 @@ class Result:
             *(change.line() for change in self.validations),
             f"checkpoint: {self.checkpoint}",
             f"plot: {self.plot}",
+            f"report: {self.report}",
             f"metrics: {self.metrics}",
             f'next: lamella export {self._run}, or lamella generate {self._run} "..."',
         )
@@ -115,14 +119,15 @@ def _train_with_workers(config: Config, requests: StopRequests) -> Result:
         if not prepared.is_complete:
             command = (sys.executable, "-P", "-m", "lamella._command.worker", str(prepared.directory.root))
             requests.wait_from_now_on()
-            run_workers(
-                command,
-                config.parallel.ranks or 1,
-                config.parallel.threads or 1,
-                requests=requests,
-                descriptors=descriptors,
-                limits=config.run.wait_limits,
-            )
+            with _reported(config, prepared):
+                run_workers(
+                    command,
+                    config.parallel.ranks or 1,
+                    config.parallel.threads or 1,
+                    requests=requests,
+                    descriptors=descriptors,
+                    limits=config.run.wait_limits,
+                )
         return _result(prepared.directory, aloud=True)
 
 
@@ -149,7 +154,8 @@ def _train_as_rank(config: Config) -> Result:
         with process_group(config.parallel, config.run.wait_limits) as rank:
             prepared = _agreed(outcome)
             if not prepared.is_complete:
-                with watched(rank, config.run.wait_limits, requests, end_wait):
+                reported = _reported(config, prepared) if is_first else nullcontext()
+                with reported, watched(rank, config.run.wait_limits, requests, end_wait):
                     # Steps may be rank 0's count of the epochs.
                     config = replace(config, optim=prepared.config.optim)
                     signum = Trainer(config, prepared.directory, rank, requests).train()
@@ -210,6 +216,14 @@ def _prepare(config: Config) -> PreparedRun:
     return prepared
 
 
+def _reported(config: Config, prepared: PreparedRun) -> AbstractContextManager[None]:
+    """Record the start and the end of training in the run's folder, and write the report at the end."""
+    parallel = config.parallel
+    device = parallel.device if parallel.device != "cuda" else torch.cuda.get_device_name(0)
+    facts = {"step": prepared.first_step, "ranks": parallel.ranks, "device": device}
+    return reported_run(prepared.directory, facts, lambda line: say([line]))
+
+
 def _result(directory: RunDirectory, *, aloud: bool) -> Result:
     validations = _loss_changes(read(directory.metrics))
     checkpoint = CheckpointDirectory(directory.checkpoints).latest()
@@ -219,6 +233,7 @@ def _result(directory: RunDirectory, *, aloud: bool) -> Result:
         checkpoint=directory.checkpoints / checkpoint.name,
         plot=directory.plot,
         metrics=directory.metrics,
+        report=directory.report,
         validations=validations,
     )
     if aloud:

@@ -1,35 +1,66 @@
 """The plot of a run's losses."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from itertools import cycle
 from pathlib import Path
+from typing import TYPE_CHECKING, Final
 
-from lamella._record.metrics import Record, StepRecord, ValidationRecord
+from lamella._record.axes import fitted_axis
+from lamella._record.series import Series, step_series, validation_series
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.lines import Line2D
+
+_TRAINING_UNIT: Final = "nats/token"
+_VALIDATION_COLOURS: Final = ("tab:orange", "tab:green", "tab:red", "tab:purple", "tab:brown", "tab:pink")
 
 
-def plot(records: Iterable[Record], path: Path) -> None:
-    """Draw training loss (nats per token) and validation loss (nats per byte, or per token) over the steps."""
+def plot(rows: Iterable[Mapping[str, object]], path: Path) -> None:
+    """Draw the losses over the steps: of training and, a line a held-out set, of validations.
+
+    The axes are fitted to the losses, see `fitted_axis`. Validations in another unit have an axis of their own.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    every = list(records)
-    steps = [record for record in every if isinstance(record, StepRecord)]
-    validations = [record for record in every if isinstance(record, ValidationRecord)]
+    objects = list(rows)
+    training = step_series(objects, "loss", "training", _TRAINING_UNIT)
+    by_unit: dict[str, list[Series]] = {_TRAINING_UNIT: []}
+    for series in validation_series(objects):
+        by_unit.setdefault(series.unit, []).append(series)
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
-    loss_axes = figure.add_subplot(xlabel="step", ylabel="training loss (nats/token)")
-    validation_axes = loss_axes.twinx()
-    validation_axes.set_ylabel(f"validation loss (nats/{validations[0].unit if validations else 'byte'})")
-    lines = loss_axes.plot([r.step for r in steps], [r.loss for r in steps], color="tab:blue", lw=1, label="training")
-    for index, title in enumerate(dict.fromkeys(record.title for record in validations)):
-        records_of_set = [record for record in validations if record.title == title]
-        lines += validation_axes.plot(
-            [r.step for r in records_of_set],
-            [r.nats for r in records_of_set],
-            "o-",
-            color=f"C{index + 1}",  # matplotlib's second colour, tab:orange, and those after it
-            label=title,
-        )
-    loss_axes.set_ylim(bottom=0)
-    validation_axes.set_ylim(bottom=0)
-    loss_axes.legend(handles=lines)
+    axes = figure.add_subplot(xlabel="step (optimizer steps)")
+    colours = cycle(_VALIDATION_COLOURS)
+    lines = axes.plot(*_columns(training), color="tab:blue", lw=1, label=training.name)
+    for unit, validations in by_unit.items():
+        is_first = unit == _TRAINING_UNIT
+        unit_axes = axes if is_first else axes.twinx()
+        for series in validations:
+            lines += unit_axes.plot(*_columns(series), "o-", ms=4, color=next(colours), label=series.name)
+        if is_first or validations:
+            _fit(unit_axes, [training, *validations] if is_first else validations)
+            unit_axes.set_ylabel(f"{'training' if is_first else 'validation'} loss ({unit})")
+    _legend(axes, lines)
     figure.savefig(path, dpi=120)
+
+
+def _columns(series: Series) -> tuple[list[int], list[float]]:
+    return [step for step, _ in series.points], series.numbers
+
+
+def _fit(axes: "Axes", lines: Iterable[Series]) -> None:
+    points = sorted(point for series in lines for point in series.points)
+    axis = fitted_axis(number for _, number in points)
+    axes.set_yscale("log" if axis.is_log else "linear")
+    axes.set_ylim(axis.low, axis.high)
+    if axis.is_log:  # matplotlib would print powers of ten alone, of which a short axis has none.
+        axes.set_yticks(axis.ticks(), labels=[f"{tick:g}" for tick in axis.ticks()], minor=False)
+        axes.set_yticks([], minor=True)
+
+
+def _legend(axes: "Axes", lines: "list[Line2D]") -> None:
+    drawn = [line for line in lines if len(line.get_xdata())]  # type: ignore[arg-type]
+    if drawn:
+        axes.legend(handles=drawn)

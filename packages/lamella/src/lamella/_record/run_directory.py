@@ -56,6 +56,16 @@ class RunDirectory:
         return self.root / "loss.png"
 
     @property
+    def report(self) -> Path:
+        """The page on the run, for a browser."""
+        return self.root / "report.html"
+
+    @property
+    def history(self) -> Path:
+        """One JSON object per line: a start of the run, or its end."""
+        return self.root / "history.jsonl"
+
+    @property
     def profile(self) -> Path:
         """The folder of rank 0's profile: the trace and the overlap reports."""
         return self.root / "profile"

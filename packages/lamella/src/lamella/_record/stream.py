@@ -4,9 +4,10 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from lamella._record.metrics import Record, append, read
+from lamella._record.metrics import Record, append
 from lamella._record.output import one_line
 from lamella._record.plots import plot
+from lamella._record.series import metric_rows
 
 
 class Sink(Protocol):
@@ -60,7 +61,7 @@ class LossPlot:
 
     def flush(self) -> None:
         """Draw the plot."""
-        plot(read(self._metrics), self._path)
+        plot(metric_rows(self._metrics), self._path)
 
     def close(self) -> None:
         """Nothing: the plot is drawn."""
