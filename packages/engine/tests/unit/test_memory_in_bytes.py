@@ -109,7 +109,7 @@ class _StillTransport:
 
 @dataclass(frozen=True)
 class _Cost:
-    """Bytes of one unit, from its layout and its policy."""
+    """Bytes of one unit, from layout and policy."""
 
     shards: int
     unsharded: int
