@@ -1,4 +1,4 @@
-"""Ranks that are threads of this process, and a transport between them that does nothing but what a transport must."""
+"""Ranks as threads of this process, and between the ranks the least transport possible."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Result = TypeVar("Result")
 
 
 class SimulatedTransport:
-    """One rank's end of an axis whose ranks lay what they send on one table."""
+    """A rank's end of an axis: ranks lay their payloads on one table."""
 
     def __init__(self, rank: int, table: list[Sequence[torch.Tensor]], barrier: Barrier) -> None:
         self.rank, self.num_ranks = rank, len(table)
@@ -46,7 +46,7 @@ class SimulatedTransport:
         return Done()
 
     def _sent(self, tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-        """What each rank sends, as it was before anybody wrote."""
+        """Each rank's payloads, from before any write."""
         assert all(tensor.is_contiguous() for tensor in tensors)
         self._table[self.rank] = [tensor.view(-1).clone() for tensor in tensors]
         self._barrier.wait()
@@ -62,7 +62,7 @@ class SimulatedTransport:
 
 
 def on_simulated_ranks(num_ranks: int, run: Callable[[SimulatedTransport], Result]) -> list[Result]:
-    """Results of a function by rank; what a rank raises is raised here, and lets no other wait."""
+    """Results of a function by rank; a rank's error is raised here, and ends the remaining ranks' waits."""
     barrier, table = Barrier(num_ranks), [()] * num_ranks  # type: tuple[Barrier, list[Sequence[torch.Tensor]]]
 
     def guarded(rank: int) -> Result:
@@ -75,6 +75,6 @@ def on_simulated_ranks(num_ranks: int, run: Callable[[SimulatedTransport], Resul
     with ThreadPoolExecutor(num_ranks) as ranks:
         running = [ranks.submit(guarded, rank) for rank in range(num_ranks)]
     errors = [error for future in running if (error := future.exception()) is not None]
-    for error in sorted(errors, key=lambda error: isinstance(error, BrokenBarrierError)):  # which is a consequence
+    for error in sorted(errors, key=lambda error: isinstance(error, BrokenBarrierError)):  # broken by an error
         raise error
     return [future.result() for future in running]

@@ -105,7 +105,7 @@ def test_the_conformance_test_catches_addresses_that_are_not_aligned() -> None:
 
 def test_the_conformance_test_catches_freed_buffers_whose_bytes_can_be_read() -> None:
     class Keeping(CachingAllocator):
-        """Frees nothing, but refuses what it must."""
+        """Frees nothing, but refuses misuse."""
 
         def __init__(self) -> None:
             self._free: set[int] = set()

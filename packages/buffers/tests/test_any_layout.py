@@ -25,7 +25,7 @@ REAL = torch.float32, torch.bfloat16, torch.float64
 
 @st.composite
 def even_layouts(draw: st.DrawFn, num_ranks: int) -> EvenLayout:
-    """Any shapes; those that are cut along another dim than the first divide, as they must."""
+    """Any shapes; shapes cut along another dim than the first divide, as required."""
     shapes, dims = [], []
     for _ in range(draw(st.integers(0, 4))):
         shape = draw(st.lists(st.integers(0, 5), min_size=1, max_size=3))
@@ -47,15 +47,15 @@ def flat_layouts(draw: st.DrawFn, num_ranks: int) -> FlatLayout:
 
 @dataclass(frozen=True)
 class Group:
-    """Tensors of one layout and dtype that travel with others', and where some of them come from."""
+    """Tensors of one layout and dtype, sent together with further groups, and some tensors' sources."""
 
     layout: Layout
     dtype: torch.dtype  # of the shards
     wire: torch.dtype
     gradient_dtype: torch.dtype
     seed: int
-    absent: frozenset[int]  # tensors that take no part in the reduction
-    missing: frozenset[tuple[int, int]]  # ranks that have no gradient, and of which tensor
+    absent: frozenset[int]  # tensors without a part in the reduction
+    missing: frozenset[tuple[int, int]]  # ranks without a gradient, and the tensor
     transposed: bool  # gradients do not lie as the tensors do
 
     def wholes(self, rank: int = -1) -> list[torch.Tensor]:
@@ -94,7 +94,7 @@ def groups(draw: st.DrawFn, num_ranks: int) -> Group:
 
 @st.composite
 def units(draw: st.DrawFn) -> tuple[int, list[Group]]:
-    """What one call moves."""
+    """The moves of one call."""
     num_ranks = draw(NUM_RANKS)
     return num_ranks, draw(st.lists(groups(num_ranks), min_size=1, max_size=2))
 

@@ -1,6 +1,6 @@
-"""What copy engines push, and the flags that keep it in order, on CPU ranks that share memory.
+"""Pushes of copy engines, and the flags for their order, on CPU ranks with shared memory.
 
-The driver's calls are played by copies and loads in memory that forked ranks have mapped, so addresses, places and the
+Copies and loads in memory mapped by forked ranks play the driver's calls, so addresses, places and the
 order of flags are the real ones. `integration/tests/test_nccl_copy_engines.py` has the driver's own.
 """
 
@@ -38,7 +38,7 @@ NUMELS = (3, 256, 1, 700)
 
 @dataclass(frozen=True)
 class SharedWindow(PeerWindow):
-    """A window in a file that every rank has mapped."""
+    """A window in a file, mapped by every rank."""
 
     memories: tuple[torch.Tensor, ...] = ()
 
@@ -72,7 +72,7 @@ class SharedAllocator(CachingAllocator):
 
 
 class DeviceCopies:
-    """The driver's prepared copies, each made as it is put on a stream."""
+    """The driver's prepared copies, each run at once."""
 
     def __init__(self, moves: Iterable[tuple[int, int, int]]) -> None:
         self._moves = list(moves)
@@ -93,7 +93,7 @@ def _copied(move: tuple[int, int, int]) -> int:
 
 
 class Flags:
-    """The driver's waits, by loads. Where it would wait for ever, they fail."""
+    """The driver's waits, by loads. Endless waits fail."""
 
     def __init__(self, addresses: Sequence[int], value: int) -> None:
         self._words = [ctypes.c_uint32.from_address(address) for address in addresses]
@@ -112,7 +112,7 @@ class Flags:
 
 
 class Stream:
-    """One that is always done, and always the same."""
+    """A stream without pending work; the only one."""
 
     cuda_stream = 0
 
@@ -193,7 +193,7 @@ def test_gathers_put_every_ranks_piece_in_its_place(
             parts = [full_tensor.view(num_ranks, -1)[dist.get_rank()] for full_tensor in wholes]
             shards = [_values(dist.get_rank(), turn, numel) for numel in NUMELS]
             if "dtype" in shards_lie:
-                # One is there already, as the shards of a group in the wire's dtype are.
+                # One piece is in place already, like the shards of a group in the wire's dtype.
                 parts[0].copy_(shards[0])
                 payloads = [Payload(a, b) for a, b in zip(parts, wholes, strict=True)]
                 casts = Filling(
@@ -261,7 +261,7 @@ def test_a_gather_that_was_captured_first_leaves_nothing_to_the_next_that_its_gr
             dist.barrier()
             if captured:
                 assert words
-                torch._foreach_zero_(words)  # a graph that was captured has not run
+                torch._foreach_zero_(words)  # a captured graph has not run
         assert torch.equal(buffer, torch.arange(2.0).repeat_interleave(300))
 
     run_ranks(check, 2)
@@ -348,7 +348,7 @@ def test_an_interrupt_at_any_line_leaves_a_move_unbegun_or_complete_with_its_dat
 
 
 def test_gathers_and_exchanges_interleave(tmp_path: Path) -> None:
-    """Each has flags of its own."""
+    """Each channel has separate flags."""
 
     def check() -> None:
         transport, windows = _transport(tmp_path)
@@ -370,7 +370,7 @@ def test_gathers_and_exchanges_interleave(tmp_path: Path) -> None:
 
 
 def test_ranks_that_disagree_on_where_a_buffer_lies_write_nothing(tmp_path: Path) -> None:
-    """On a GPU they wait for ever, as ranks do whose collectives differ."""
+    """On a GPU the ranks wait for ever, as with differing collectives."""
 
     def check() -> str:
         transport, windows = _transport(tmp_path)

@@ -1,4 +1,4 @@
-"""Which calls of the CUDA driver are made; no driver is there to take them."""
+"""The calls of the CUDA driver, taken by a stand-in."""
 
 import ctypes
 import itertools
@@ -58,7 +58,7 @@ MOVES = st.lists(
 
 @given(MOVES)
 def test_rows_are_the_copies_that_they_stand_for(places: list[tuple[int, ...]]) -> None:
-    """Each place is an allocation, and where in it, in pitches of which some are too far for the driver."""
+    """Each place is an allocation and an offset in pitches; some pitches are too far for the driver."""
     pitch = (1 << 31) // 4
     moves = [(a * 99 * pitch + i * pitch, b * 99 * pitch + j * pitch, nbytes) for a, i, b, j, nbytes in places]
     with pytest.MonkeyPatch.context() as patch:
@@ -94,7 +94,7 @@ def test_no_copies_are_no_call(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_structures_are_as_large_as_the_drivers() -> None:
-    """`CUstreamBatchMemOpParams`, a union that is padded to six words, `CUmemcpyAttributes`, `CUDA_MEMCPY2D`."""
+    """`CUstreamBatchMemOpParams`, a union padded to six words, `CUmemcpyAttributes`, `CUDA_MEMCPY2D`."""
     assert ctypes.sizeof(_driver._MemoryOp) == 6 * 8
     assert _driver._MemoryOp.address.offset == 8 and _driver._MemoryOp.value.offset == 16
     assert ctypes.sizeof(_driver._CopyAttributes) == 6 * 4
@@ -159,7 +159,7 @@ def test_a_missing_driver_and_a_refusal_are_errors_that_name_the_call(
 
 
 class _Refusing:
-    """A driver library that refuses everything."""
+    """A driver library that refuses every call."""
 
     def __getattr__(self, name: str) -> Any:
         return lambda *_: 201

@@ -1,4 +1,4 @@
-"""Offsets by interval colouring: what is alive together lies apart, in as few bytes as can be."""
+"""Offsets by interval colouring: allocations alive together lie apart, in the fewest possible bytes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Trace = list[Lifetime[int]]
 
 @st.composite
 def traces(draw: st.DrawFn, sizes: st.SearchStrategy[int], *, max_lives: int = 12) -> Trace:
-    """Lives that nest, cross or follow each other, at any ticks."""
+    """Lives nested, crossing or in sequence, at any ticks."""
     ticks = st.tuples(st.integers(0, 20), st.integers(1, 10))
     lives = draw(st.lists(st.tuples(ticks, sizes), max_size=max_lives))
     return [Lifetime(i, nbytes, start, start + length) for i, ((start, length), nbytes) in enumerate(lives)]
@@ -57,7 +57,7 @@ def test_lives_of_equal_size_take_exactly_the_peak(trace: Trace) -> None:
 
 @given(st.lists(traces(st.just(7)), max_size=3))
 def test_several_traces_share_a_plan_in_which_each_lies_apart(several: list[Trace]) -> None:
-    """Some lives of different traces have one name, and so one offset."""
+    """Some lives of different traces have one name, and hence one offset."""
     offsets = place(several)
     for trace in several:
         _assert_apart(trace, offsets)
@@ -72,7 +72,7 @@ def test_traces_without_a_life_in_common_share_the_same_bytes() -> None:
 
 def test_a_small_life_goes_into_the_smallest_gap_that_holds_it() -> None:
     wall = [Lifetime(name, nbytes, 0, 2) for name, nbytes in (("a", 10), ("b", 30), ("c", 10), ("d", 20), ("e", 10))]
-    gaps = [Lifetime("f", 10, 2, 9)]  # after b and d are gone, between the others
+    gaps = [Lifetime("f", 10, 2, 9)]  # after b and d are gone, between a and c
     trace = [Lifetime(x.key, x.nbytes, x.start, 9 if x.key in "ace" else 2) for x in wall] + gaps
     offsets = place([trace])
     assert extent(offsets, {x.key: x.nbytes for x in trace}) == 80
@@ -80,7 +80,7 @@ def test_a_small_life_goes_into_the_smallest_gap_that_holds_it() -> None:
 
 
 def test_a_chain_of_units_takes_two_places_beside_the_outermost() -> None:
-    """What a ZeRO-3 step does: each unit is gathered while the one before it computes, forward and back."""
+    """A ZeRO-3 step: each unit is gathered while its predecessor computes, forward and back."""
     units = [("forward", i) for i in range(32)] + [("backward", i) for i in reversed(range(32))]
     trace = [Lifetime(("root", 0), 500, 0, 1000)]
     trace += [Lifetime(unit, 100, 1 + 2 * i, 1 + 2 * i + 3) for i, unit in enumerate(units)]
@@ -88,7 +88,7 @@ def test_a_chain_of_units_takes_two_places_beside_the_outermost() -> None:
 
 
 def test_units_of_two_sizes_in_turn_take_two_places_of_the_larger() -> None:
-    """Neither the first nor the largest first finds it: where backward turns, two large ones meet."""
+    """Neither order alone finds the optimum: at the turn to backward two large buffers meet."""
     sizes = [40, 300] * 8
     units = [("forward", i) for i in range(16)] + [("backward", i) for i in reversed(range(16))]
     trace = [Lifetime(unit, sizes[unit[1]], 2 * i, 2 * i + 3) for i, unit in enumerate(units)]

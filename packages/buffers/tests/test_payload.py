@@ -19,7 +19,7 @@ def test_shards_are_packed_one_after_another_and_come_back() -> None:
 
 
 def test_wholes_are_packed_rank_by_rank_and_come_back() -> None:
-    """A rank's part of the packed tensor is what that rank packs of its shards."""
+    """A rank's part of the packed tensor equals the rank's packed shards."""
     wholes = [torch.arange(6), torch.arange(10, 13)]
     packed = pack(wholes, torch.empty(9, dtype=torch.int64), 3)
     assert packed.tolist() == [0, 1, 10, 2, 3, 11, 4, 5, 12]
@@ -44,7 +44,7 @@ def test_payloads_are_grouped_by_dtype_in_the_order_in_which_dtypes_come() -> No
 
 @pytest.mark.parametrize("num_first", range(8))
 def test_items_are_written_once_each_and_before_the_first_of_their_payloads_is_sent(num_first: int) -> None:
-    """Three items of two, one and three payloads, and one payload between them that is there."""
+    """Three items of two, one and three payloads, and in between a payload already written."""
     written: list[str] = []
     moved = [_payload(0, 1, torch.uint8) for _ in range(7)]
     filling = Filling(lambda names, absent: written.extend(names), (["a", "b", "c"], None), (0, 2, 4))

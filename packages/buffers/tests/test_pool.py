@@ -1,4 +1,4 @@
-"""The pool: what repeats is planned, what leaves the plan works all the same, and nothing alive is ever overwritten."""
+"""The pool plans repeated rounds, serves rounds outside the plan too, and never overwrites a live buffer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ KIB = 1024
 
 
 class _Counting(CachingAllocator):
-    """Counts what a pool asks for."""
+    """Counts a pool's requests."""
 
     def __init__(self) -> None:
         self.num_calls = 0
@@ -43,7 +43,7 @@ class _Counting(CachingAllocator):
 
 
 class _Buffers:
-    """Freed buffers of a pool; each toggle allocates one, or frees it after looking at what it holds."""
+    """Freed buffers of a pool; each toggle allocates a buffer, or frees a buffer after a check of its contents."""
 
     def __init__(self, pool: Allocator, sizes_kib: Sequence[int]) -> None:
         self._pool = pool
@@ -73,7 +73,7 @@ class _Buffers:
         assert all(end <= start for (_, end), (start, _) in pairwise(ranges))
 
 
-# A root around a chain in which each comes before the one before it goes, there and back.
+# A root around a chain, forward and back: each buffer comes before its predecessor goes.
 STEP = (0, 1, 2, 1, 3, 2, 4, 3, 4, 4, 3, 4, 2, 3, 1, 2, 1, 0)
 FORWARD = (0, 1, 2, 1, 3, 2, 4, 3, 4, 0)
 NUM_ALLOCATIONS = 9  # of a step
@@ -128,7 +128,7 @@ def test_equal_units_are_planned_in_exactly_the_bytes_that_are_alive_at_once() -
         planned_nbytes=16 * KIB,
         bound_nbytes=16 * KIB,
         reserved_nbytes=16 * KIB,
-        live_nbytes=24 * KIB,  # all of them, when they were created
+        live_nbytes=24 * KIB,  # every buffer, at creation
         num_inside=NUM_ALLOCATIONS,
         num_outside=0,
         num_plans=1,
@@ -187,7 +187,7 @@ def test_what_leaves_the_plan_twice_is_planned_beside_what_is_known() -> None:
 
 def test_a_buffer_that_stays_longer_than_planned_keeps_its_place() -> None:
     pool, buffers = _trained()
-    buffers.toggle(0, 1, 2, 3)  # 3 was to have the place of 1, which is still there
+    buffers.toggle(0, 1, 2, 3)  # the plan gives 3 the place of 1, and 1 is still alive
     assert pool.report().num_outside == 1
     buffers.free_all()
     _assert_replays(pool, buffers)
@@ -314,7 +314,7 @@ def test_a_round_in_which_a_buffer_went_is_not_planned(toggles: Sequence[int]) -
 
 
 def test_buffers_may_go_at_any_moment_of_a_call() -> None:
-    """Cycles hold models, and the cyclic collector comes when it likes: also while a plan is being made."""
+    """Cycles hold models, and the cyclic collector comes at any time: also while the pool makes a plan."""
     num_moments = _num_moments_of_the_call_that_plans(None)
     assert num_moments > 100
     for moment in range(num_moments):
@@ -322,7 +322,7 @@ def test_buffers_may_go_at_any_moment_of_a_call() -> None:
 
 
 def _num_moments_of_the_call_that_plans(moment: int | None) -> int:
-    """Count the bytecodes in the pool's code; at one of them buffers of another model go, which the plan knows."""
+    """Count the bytecodes in the pool's code; at one bytecode planned buffers of another model go."""
     gc.collect(0)
     gc.disable()
     pool = PoolAllocator()
@@ -342,7 +342,7 @@ def _num_moments_of_the_call_that_plans(moment: int | None) -> int:
         if event == "opcode":
             num += 1
             if num - 1 == moment:
-                gc.collect(0)  # what was made since the collector was stopped
+                gc.collect(0)  # objects made since the collector's stop
         return trace
 
     tracing = sys.gettrace()
@@ -376,7 +376,7 @@ def test_the_next_plan_does_without_buffers_that_are_gone() -> None:
 PROGRAMS = st.lists(
     st.lists(st.integers(0, 4), min_size=1, max_size=14).map(tuple), min_size=1, max_size=3
 )  # passes, as toggles
-EVENTS = st.lists(st.integers(0, 5), max_size=25)  # which pass comes next; from 3 on, an order that comes once
+EVENTS = st.lists(st.integers(0, 5), max_size=25)  # the next pass; from 3 on, orders without a repetition
 
 
 @given(st.lists(st.sampled_from([1, 2, 3, 7]), min_size=5, max_size=5), PROGRAMS, EVENTS, st.randoms())
@@ -389,7 +389,7 @@ def test_any_passes_in_any_order_never_share_live_bytes_and_each_is_planned_in_t
         once = [random.randrange(5) for _ in range(random.randrange(14))]
         buffers.toggle(*(passes[event] if event < len(passes) else once))
         buffers.free_all()
-    for _ in range(2):  # whatever was learned before, each of them comes twice now
+    for _ in range(2):  # after any earlier learning each order comes twice now
         for order in passes:
             buffers.toggle(*order)
             buffers.free_all()
@@ -411,7 +411,7 @@ def test_any_passes_in_any_order_never_share_live_bytes_and_each_is_planned_in_t
 def test_what_lies_in_the_plan_never_lies_where_another_stream_has_memory(
     sizes: list[int], passes: list[tuple[int, ...]], streams: list[str]
 ) -> None:
-    """A stream that is late may still write to what was freed: only its own later allocations come after that."""
+    """A late stream may still write to freed memory: only its own later allocations come after the write."""
     stream = "compute"
     lay: dict[str, list[tuple[int, int]]] = {"compute": [], "gather": []}
 
@@ -427,7 +427,7 @@ def test_what_lies_in_the_plan_never_lies_where_another_stream_has_memory(
         pool = Noting()
         buffers = _Buffers(pool, sizes)
         for turn in range(4):
-            if turn == 3:  # by now all of them are planned, in one plan
+            if turn == 3:  # by now one plan holds all orders
                 lay["compute"].clear()
                 lay["gather"].clear()
                 num_plans = pool.report().num_plans
@@ -442,7 +442,7 @@ def test_what_lies_in_the_plan_never_lies_where_another_stream_has_memory(
         assert all(end <= start or stop <= begin for start, stop in lay["gather"])
 
 
-# -- the other one -----------------------------------------------------------------------------------------------------
+# -- two streams --------------------------------------------------------------------------------------------------
 
 
 def test_a_buffer_of_another_allocator_is_refused() -> None:

@@ -59,7 +59,7 @@ def test_a_group_is_nccls_on_gpus_whoever_chose_the_backend(
 
 
 class _AnsweredByGloo:
-    """A process group that takes the calls made of NCCL's, on a CPU, and notes those of exchanges."""
+    """A process group that takes NCCL's calls, on a CPU, and notes exchanges."""
 
     def __init__(self) -> None:
         self.noted: list[str] = []
@@ -77,7 +77,7 @@ class _AnsweredByGloo:
         return answer
 
     def alltoall(self, arrivals: list[torch.Tensor], pieces: list[torch.Tensor], options: Any) -> None:
-        """One piece to each rank; gloo before torch 2.12 exchanges the parts of one tensor and nothing else."""
+        """One piece to each rank; gloo before torch 2.12 exchanges only the parts of one tensor."""
         self.noted.append("alltoall")
         sent = torch.cat([piece.reshape(-1) for piece in pieces]).view(torch.uint8)
         arrived = torch.empty_like(sent)
@@ -143,7 +143,7 @@ def test_bf16_gradients_that_are_added_up_in_fp32_travel_as_they_are_in_one_call
 
 
 class _Bytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of what this rank gives to collectives."""
+    """Counts the bytes of this rank's inputs to collectives."""
 
     nbytes = 0
 

@@ -1,4 +1,4 @@
-"""Windows are lent to one buffer at a time, alike on every rank; where there are none, nothing is promised."""
+"""Windows are lent to one buffer at a time, alike on every rank; without windows there is no promise."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_after_an_interrupt_at_any_line_and_a_free_every_window_is_lent_again() 
 
 
 def test_small_buffers_have_windows_of_their_own() -> None:
-    """The caching allocator has segments for them, in which the others' blocks do not lie."""
+    """The caching allocator has separate segments for windows, without blocks of further tensors."""
     allocator, windows = _allocator()
     large, small = _freed(allocator, 2 * MIB), _freed(allocator, 512)
     allocator.allocate(large)
@@ -135,7 +135,7 @@ def test_a_buffer_that_comes_back_is_known_by_its_new_window() -> None:
 
 
 def test_the_window_of_a_buffer_that_died_with_its_bytes_is_not_used_again() -> None:
-    """When it died is this rank's own affair, and windows must be the same on all."""
+    """Buffers die at different times on each rank, and windows must be equal on all."""
     allocator, windows = _allocator()
     for _ in range(2):
         buffer = _freed(allocator, 2 * MIB)
@@ -145,7 +145,7 @@ def test_the_window_of_a_buffer_that_died_with_its_bytes_is_not_used_again() -> 
 
 
 def test_windows_of_buffers_that_died_with_their_bytes_on_all_ranks_serve_again() -> None:
-    """Or every model that is deleted while unsharded would cost its weight for good."""
+    """Otherwise every model deleted while unsharded would cost its bytes for good."""
     windows: list[Plain] = []
 
     def new_window(nbytes: int) -> Plain:
@@ -206,7 +206,7 @@ def test_what_fails_on_one_rank_fails_on_all(error: type[Exception]) -> None:
 def test_ranks_of_which_some_cannot_share_memory_have_no_copy_engines(
     trouble: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All of them alike: who has them calls nothing of NCCL's."""
+    """All groups alike: ranks with windows make no call of NCCL's."""
     troubles: dict[str, list[str | None]] = {"several hosts": ["a", "b"], "settings of one rank": ["a", None]}
     hosts = troubles.get(trouble, ["a", "a"])
 

@@ -1,4 +1,4 @@
-"""Names of lamella-files that this package had before keep their import paths."""
+"""Names of lamella-files from this package's former modules keep the former import paths."""
 
 import pickle
 

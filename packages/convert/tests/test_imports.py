@@ -1,4 +1,4 @@
-"""Every public name is there, and those that read files import nothing that only live models need."""
+"""Every public name exists, and readers of files import no module for live models."""
 
 import subprocess
 import sys

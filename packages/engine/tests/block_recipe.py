@@ -141,7 +141,7 @@ def matrix_recipe(parameter: nn.Parameter) -> BlockRecipe | None:
 class MatrixBlock(nn.Module):
     def __init__(self, rows: int, width: int) -> None:
         super().__init__()
-        self.up = nn.Linear(width, rows)  # its bias is no matrix, and travels as it is
+        self.up = nn.Linear(width, rows)  # the bias is no matrix, and travels unencoded
         self.down = nn.Linear(rows, width, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -179,7 +179,7 @@ class _Biased(nn.Linear):
 
 
 def twins_in_8_bits(**sizes: int) -> tuple[Blocks, Blocks]:
-    """A model to be sharded, and its oracle, which quantises whole weights."""
+    """A model to be sharded, and an oracle that quantises whole weights."""
     models = []
     for kind in (_Biased, _OracleLinear):
         torch.manual_seed(0)

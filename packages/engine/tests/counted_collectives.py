@@ -1,4 +1,4 @@
-"""Custom collectives, as FSDP2's users write them, that count what they were asked for."""
+"""Custom collectives in the manner of FSDP2's users, with counts of calls and allocations."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dis
 
 @dataclass
 class CountedCollective:
-    """What a custom collective was asked for."""
+    """The calls and allocations of a custom collective."""
 
     returns_work: bool = False
     allocated: list[int] = field(default_factory=list)

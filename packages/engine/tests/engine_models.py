@@ -1,4 +1,4 @@
-"""What the engine's tests share: small models, their unsharded twins, and a log of what units do."""
+"""Common models of the engine's tests, their unsharded twins, and comparisons of the two."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import pytest
 import torch
 
-# torch imports these when the first optimizer is made and the first DTensor is computed with. Imported here, once,
-# every forked rank has them.
+# torch imports both modules with the first optimizer and the first DTensor operator. Imported here, once,
+# every forked rank has both.
 import torch._dynamo
 import torch.distributed as dist
 import torch.distributed.tensor._random
@@ -28,7 +28,7 @@ if TYPE_CHECKING or hasattr(_fsdp_common, "ShardPlacementResult"):
 else:  # torch before 2.12
 
     class ShardPlacementResult(NamedTuple):
-        """What a placement function says of a parameter that has a mesh of its own."""
+        """A placement function's answer for a parameter on a separate mesh."""
 
         placement: Any
         mesh_info: Any
@@ -40,7 +40,7 @@ MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
-# Stages by their names: the mesh that they are tested on, and `placements`.
+# Stages by name: the test's mesh, and `placements`.
 ONE_AXIS = {"DDP": DDP, "ZERO1": ZERO1, "ZERO2": ZERO2, "ZERO3": ZERO3}
 EVERY_STAGE: dict[str, tuple[tuple[int, ...], Any]] = {
     **{name: ((2,), placement) for name, placement in ONE_AXIS.items()},
@@ -92,7 +92,7 @@ class Net(nn.Module):
 
 
 class Routed(Net):
-    """Runs the layers it is told to, in the order it is told."""
+    """Runs the layers of a route, in order."""
 
     route: tuple[int, ...] = (0, 1, 2)
 
@@ -119,7 +119,7 @@ def rows_of_this_rank(batch: torch.Tensor) -> torch.Tensor:
 
 
 def shard(model: Net, **options: Any) -> Net:
-    """One unit a block, one for the rest."""
+    """A unit for each block, and a unit for the rest."""
     for layer in model.layers:
         fully_shard(layer, **options)
     return fully_shard(model, **options)
@@ -131,14 +131,14 @@ def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
 
 
 def shard_on(shape: tuple[int, ...] = (2,), **options: Any) -> Callable[[Net], Net]:
-    """What shards a model so over a mesh of this shape."""
+    """A function that shards a model over a mesh of this shape."""
     return lambda model: shard(model, mesh=mesh_of(shape), **options)
 
 
 def twins(
     make: Callable[[], nn.Module] = Net, apply: Callable[..., object] = shard, *, seed: int = 0
 ) -> tuple[nn.Module, nn.Module]:
-    """The same model twice: as it is, and sharded."""
+    """The same model twice: unsharded, and sharded."""
     torch.manual_seed(seed)
     reference = make()
     torch.manual_seed(seed)
@@ -157,7 +157,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def this_ranks(tensor: torch.Tensor, like: DTensor) -> torch.Tensor:
-    """What this rank owns of a whole tensor that lies as `like` does; maybe nothing."""
+    """This rank's part of a whole tensor placed as `like`; maybe empty."""
     mesh, coordinate = like.device_mesh, like.device_mesh.get_coordinate()
     assert coordinate is not None
     owned = mesh_region(like.shape, mesh.shape, like.placements, coordinate).chunks
@@ -169,12 +169,12 @@ def this_ranks(tensor: torch.Tensor, like: DTensor) -> torch.Tensor:
 
 
 def assert_shard_equals(got: torch.Tensor, expected: torch.Tensor, name: str, *, rtol: float, atol: float) -> None:
-    """This rank's rows are those of the whole. Every rank asks: together they compare everything, and send nothing."""
+    """This rank's rows equal the whole's. With a call on every rank all rows are compared, and none are sent."""
     if isinstance(got, DTensor):
         expected = this_ranks(expected, got)
         got = got.to_local()
     torch.testing.assert_close(
-        # Offloaded shards are on the CPU, whatever the model computes on.
+        # Offloaded shards are on the CPU, for models on any device.
         got.detach(),
         expected.detach().to(got.device),
         rtol=rtol,
@@ -184,7 +184,7 @@ def assert_shard_equals(got: torch.Tensor, expected: torch.Tensor, name: str, *,
 
 
 def assert_gradients_equal(reference: nn.Module, sharded: nn.Module, *, rtol: float = 1e-5, atol: float = 1e-7) -> None:
-    """Every gradient is the unsharded model's; absent where that is absent."""
+    """Every gradient is the unsharded model's; absent with an absent one."""
     for (name, expected), (other, got) in zip(reference.named_parameters(), sharded.named_parameters(), strict=True):
         assert name == other
         if expected.grad is None:
@@ -218,14 +218,14 @@ def descend(model: nn.Module) -> None:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a DTensor; another tensor as it is."""
+    """This rank's part of a DTensor; a plain tensor unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def assert_trains_alike(
     reference: nn.Module, sharded: nn.Module, loss_of: Forward, *, num_steps: int = 2, rtol: float = 1e-5
 ) -> None:
-    """Every rank sees the same data, so that each rank's loss is the unsharded model's."""
+    """Every rank sees the same data: each rank's loss is the unsharded model's."""
     for step in range(num_steps):
         losses = []
         for model in (reference, sharded):
@@ -240,7 +240,7 @@ def assert_trains_alike(
         assert abs(got - expected) <= rtol * abs(expected), f"step {step}: expected loss {expected}, got {got}"
 
 
-# -- what units do ---------------------------------------------------------------------------------------------------
+# -- units and their order -------------------------------------------------------------------------------------------
 
 
 def fsdp(module: nn.Module) -> FSDPModule:
@@ -250,7 +250,7 @@ def fsdp(module: nn.Module) -> FSDPModule:
 
 
 def record_third_step(model: nn.Module, loss_of: Forward) -> CollectiveLog:
-    """Take two steps, from which the units' order is known, drop their gradients, and log from now on."""
+    """Take two steps, which teach the units' order, drop the gradients, and log from now on."""
     for _ in range(2):
         loss_of(model).backward()
     model.zero_grad()
@@ -259,7 +259,7 @@ def record_third_step(model: nn.Module, loss_of: Forward) -> CollectiveLog:
 
 @contextmanager
 def case(label: object) -> Iterator[None]:
-    """Name the case in the report of a test that goes through several."""
+    """Name the case in the report of a test with several cases."""
     try:
         yield
     except BaseException as error:

@@ -1,4 +1,4 @@
-"""Tensors that say themselves what is gathered of them, by FSDP2's two methods."""
+"""Tensors that choose their gathered form by FSDP2's two methods."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ aten = torch.ops.aten
 
 
 class Wrapper(torch.Tensor):
-    """An fp32 tensor kept in tensors of other dtypes. Every operator runs on the fp32 values."""
+    """An fp32 tensor kept in tensors of narrower dtypes. Every operator runs on the fp32 values."""
 
     names: ClassVar[list[str]]
 
@@ -41,11 +41,11 @@ class Wrapper(torch.Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _BY_PART:  # views, and what has no values: on each part, so that views stay views
+        if func in _BY_PART:  # views, and operators without values: on each part, to keep views views
             return cls._by_part(func, args, kwargs)
         plain_args, plain_kwargs = pytree.tree_map_only(cls, lambda t: t.decode(), (args, kwargs))
         if func._schema.name.endswith("_") or func is aten.copy_.default:
-            # The first argument is written: its decoded values, and then its parts.
+            # The first argument is written: the decoded values, and then the parts.
             result = func(*plain_args, **plain_kwargs)
             if not isinstance(args[0], cls):
                 return args[0]
@@ -118,7 +118,7 @@ class Halves(Wrapper):
 
 
 class Quantised(Wrapper):
-    """fp32, which travels as int8 with a scale a row. The short signature, and rows that divide."""
+    """fp32, sent as int8 with a scale a row. The short signature, and rows divisible by the ranks."""
 
     names: ClassVar[list[str]] = ["values"]
 

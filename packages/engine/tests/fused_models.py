@@ -1,4 +1,4 @@
-"""Layers that add their weight's gradient to a buffer they are given, as fused kernels do."""
+"""Layers that add the weight's gradient to a given buffer, like fused kernels."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DIM = 8
 
 
 class FusedLinear(nn.Linear):
-    """Adds its weight's gradient to `main_grad` and returns a dummy, as fused kernels do; or is as any other layer."""
+    """Adds the weight's gradient to `main_grad` and returns a dummy, like fused kernels; or is an ordinary layer."""
 
     fuses = False
     asks = True  # for the buffer, rather than read the attribute
@@ -54,7 +54,7 @@ class _FusedProduct(torch.autograd.Function):
 
 
 class FusedBlock(nn.Module):
-    """Two weights that are added to buffers, one that is not, and biases."""
+    """Two weights with gradients in buffers, one weight without, and biases."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class FusedNet(Net):
 
 
 def fuse(module: nn.Module, *, asks: bool = True) -> None:
-    """Make a sharded unit's fused layers use the buffers that it gives them."""
+    """Make a sharded unit's fused layers use the unit's buffers."""
     fused = [layer for layer in module.modules() if isinstance(layer, FusedLinear)]
     set_main_grads(module, [layer.get_parameter("weight") for layer in fused])
     for layer in fused:

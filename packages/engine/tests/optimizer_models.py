@@ -1,4 +1,4 @@
-"""What the tests of optimizers share: torch's own by name, some as users write them, and parameters of few rows."""
+"""Optimizers for tests: torch's by name, some in the manner of users' own, and a model of parameters with few rows."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     if inspect.isclass(kind) and issubclass(kind, Optimizer) and kind is not Optimizer
 }
 
-# What torch itself cannot do with DTensors, whoever made them. Each raises at its first step, on every rank alike;
-# when one stops raising, it belongs among those that are compared.
+# Optimizers beyond torch's own DTensor support. Each raises at its first step, on every rank alike;
+# an optimizer without an error any more belongs among the compared optimizers.
 WHOLE_TENSORS_ONLY = {
     "Adafactor": "scales by norms, which a DTensor has in part on each rank",
     "LBFGS": "flattens all parameters into one vector, which DTensor refuses for chunks of unequal size",
@@ -25,7 +25,7 @@ WHOLE_TENSORS_ONLY = {
     "Rprop": "writes through boolean indices, or copies lists of tensors, for which DTensor has no in-place strategy",
     "SparseAdam": "takes sparse gradients only",
 }
-WHOLE_MATRICES_BEFORE = {"Muon": "2.12"}  # the torch since which it raises; before, DTensor gathered what it multiplied
+WHOLE_MATRICES_BEFORE = {"Muon": "2.12"}  # the first torch with the error; before, DTensor gathered the factors
 NO_DTENSOR_FUSED_KERNEL = {"Adagrad", "SGD"}
 
 
@@ -68,7 +68,7 @@ class Lion(Optimizer):
 
 
 class CountsInItsGroups(Lion):
-    """Corrects for a number of steps that each group counts."""
+    """Corrects for the number of steps, counted by each group."""
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
@@ -77,7 +77,7 @@ class CountsInItsGroups(Lion):
 
 
 class CountsItself(Lion):
-    """Slows down with a number of steps that it counts itself."""
+    """Slows down with the number of steps, counted by the optimizer itself."""
 
     num_steps = 0
 
@@ -89,7 +89,7 @@ class CountsItself(Lion):
 
 
 class NormsOverAll(Lion):
-    """Looks at all gradients before it updates any."""
+    """Looks at all gradients before the first update."""
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]

@@ -1,4 +1,4 @@
-"""Stages for torch's pipeline schedules, and what they are fed."""
+"""Stages for torch's pipeline schedules, and the stages' inputs."""
 
 from __future__ import annotations
 

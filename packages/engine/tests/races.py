@@ -1,10 +1,10 @@
-"""Finds accesses to memory that no wait orders, over fake streams on a CPU: a race detector by vector clocks.
+"""Finds accesses to memory without an order, over fake streams on a CPU: a race detector by vector clocks.
 
-Each operator is work on the fake stream that is current. Two accesses to one memory, of which at least one writes, must
-be ordered: the later stream has waited for the earlier one. Freed memory goes back to the stream that allocated it, as
+Each operator is work on the current fake stream. Two accesses to one memory, with at least one write, must
+be ordered: the later stream has waited for the earlier one. Freed memory goes back to the allocating stream, as
 with torch's allocator on a GPU: the next allocation there must be ordered after every access to the freed memory.
 
-The host is a stream too. Work begins after all that the host has done before; the host itself waits by `synchronize`.
+The host is a stream too. Work begins after all earlier work of the host; the host itself waits by `synchronize`.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from lamella_engine.testing import FakeStream, FakeStreams, FakeWork, fake_strea
 
 @dataclass
 class _Memory:
-    """The accesses to one allocation, which several storages may share (`lamella_buffers.standalone`).
+    """The accesses to one allocation, maybe of several storages (`lamella_buffers.standalone`).
 
     Attributes:
         allocated_on: None for memory from before the detector.
-        addresses: The places of its bytes in the process; empty without bytes.
-        write: The last.
+        addresses: The addresses of the bytes in the process; empty without bytes.
+        write: The last write.
         reads: Since then, the last on each stream.
     """
 
@@ -55,7 +55,7 @@ class Races(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Attributes:
         host: The host's stream; `on_host` makes it current.
-        violations: A line for each pair of accesses that nothing orders.
+        violations: A line for each pair of accesses without an order.
     """
 
     def __init__(self, streams: FakeStreams) -> None:
@@ -157,7 +157,7 @@ class Races(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._allocate(buffer, self.streams.current)
 
     def free(self, buffer: torch.Tensor) -> None:
-        """Note that a buffer lost its bytes."""
+        """Note a free of a buffer's bytes."""
         memory = self._memory(buffer, None)
         self._free(replace(memory))
         memory.addresses, memory.write, memory.reads = range(0), None, {}
@@ -186,9 +186,9 @@ def _all_reduce(self: LocalTransport, tensors: Any, op: ReduceOp) -> Pending:
 
 @contextmanager
 def detected(model: nn.Module) -> Iterator[Races]:
-    """Run a model that has not run yet on fake streams, and note every race.
+    """Run a fresh model on fake streams, and note every race.
 
-    Collectives of one rank run on their stream at once, as NCCL's do.
+    Collectives of one rank run on their stream at once, like NCCL's.
     """
     races = Races(fake_streams(model))
     streams = streams_of(model)

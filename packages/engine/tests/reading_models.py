@@ -1,4 +1,4 @@
-"""Models whose modules read parameters below them without a call, and how they are sharded when they say so."""
+"""Models with modules that read parameters below without a call, and the models' sharding after declarations."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LOSS = mean_square(lambda model: model(X))
 
 
 class _Kernel(torch.autograd.Function):
-    """A fused kernel: takes the weights themselves, and looks at them again in backward."""
+    """A fused kernel: takes weights as arguments, and reads the weights again in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
@@ -36,7 +36,7 @@ class _Kernel(torch.autograd.Function):
 
 
 class Mixer(nn.Module):
-    """Reads the weights of its convolution (of width one) and never calls it."""
+    """Reads the weights of a convolution (of width one) without a call."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class MixersRecomputedByReentry(RecomputedMixers):
 
 
 class RecomputedInside(Net):
-    """What runs again is inside the unit."""
+    """The recomputed part is inside the unit."""
 
     def make_layer(self, dim: int) -> nn.Module:
         class InsideMixer(MixerBlock):
@@ -116,7 +116,7 @@ def convs_of(model: nn.Module) -> list[nn.Linear]:
 
 
 def shard_declared(model: Any, *, inner: dict[str, Any] | None = None, **options: Any) -> Any:
-    """Every convolution a unit, every block, and the model; the mixers, which are none, say what they read."""
+    """Units are every convolution, every block, and the model; mixers, which are no units, declare their reads."""
     for mixer in mixers_of(model):
         declare_reads(mixer, "conv1d.*")
         fully_shard(mixer.conv1d, **(options if inner is None else inner))
@@ -137,5 +137,5 @@ def record_by_name(model: nn.Module) -> Any:
     log = record(model)
     for name, unit in units_by_name(model).items():
         for group in unit.parameters.groups:
-            group.transports.shard._name = name  # the last module of a unit named it, which is one that is read
+            group.transports.shard._name = name  # the last module of a unit, a read one, gave the name
     return log

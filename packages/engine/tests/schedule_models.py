@@ -1,4 +1,4 @@
-"""A model that is called in pieces, as schedules for expert parallelism do, and what drives it without any hook."""
+"""A model called in pieces, as by schedules for expert parallelism, and drivers for the model without hooks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DIM, HIDDEN, NUM_LAYERS = 8, 12, 3
 
 
 class SingleUse(torch.autograd.Function):
-    """A norm whose backward uses up what forward saved, as Transformer Engine's operators do."""
+    """A norm whose backward uses up the tensors saved by forward, as in Transformer Engine's operators."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:
@@ -31,7 +31,7 @@ class SingleUse(torch.autograd.Function):
 
 
 class LateLinear(nn.Linear):
-    """Its backward makes the input's gradient; the weight's is made by `backward_dw`, then it calls `on_gradient`."""
+    """Backward makes the input's gradient; `backward_dw` makes the weight's gradient and calls `on_gradient`."""
 
     def __init__(self, num_in: int, num_out: int) -> None:
         super().__init__(num_in, num_out, bias=False)
@@ -66,7 +66,7 @@ class _LateProduct(torch.autograd.Function):
 
 
 class ScheduledBlock(nn.Module):
-    """Attention's half, dispatch, experts, combine. Parameters are read outside of the modules that hold them."""
+    """Attention's half, dispatch, experts, combine. Parameters are read outside of their modules."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,21 +121,21 @@ class Stack(nn.Module):
 
 
 def backward_dw(model: nn.Module) -> None:
-    """All that is queued, at once: what a model that nobody schedules does."""
+    """All queued products at once, as in a model without a schedule."""
     for module in model.modules():
         while isinstance(module, LateLinear) and module.queue:
             module.backward_dw()
 
 
 def delay(model: nn.Module) -> None:
-    """Tell each unit which gradients come late, and each layer whom to tell that they are there."""
+    """Declare late gradients to each unit, and give each layer the unit's callback."""
     for layer in model.get_submodule("layers").children():
         assert isinstance(layer, ScheduledBlock)
         layer.down.on_gradient = delay_gradient(layer, layer.down.get_parameter("weight"))
 
 
 class _Slot:
-    """One piece of one microbatch: it runs on detached inputs, so that its backward can be run by itself."""
+    """A piece of one microbatch, on detached inputs: its backward can run alone."""
 
     def __init__(self, run: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self._run = run
@@ -154,7 +154,7 @@ class _Slot:
 
 
 class Microbatch:
-    """Runs one microbatch slot by slot, by verbs alone. Both ways are generators that yield after each slot."""
+    """Runs one microbatch slot by slot, by verbs alone. Forward and backward are generators of slots."""
 
     def __init__(self, model: Stack, x: torch.Tensor, *, dw_at_once: bool = True) -> None:
         self._model = model
@@ -202,7 +202,7 @@ class Microbatch:
         yield "backward"
 
     def _layer_hold(self, layers: Sequence[nn.Module], i: int) -> Hold:
-        # The one after the last is the last itself: a hold more on it, which is let go of with it.
+        # After the last layer the last layer again: a second hold, released with the first.
         return fsdp(layers[i]).hold() if 0 <= i < len(layers) else _NoHold()  # type: ignore[return-value]
 
 
@@ -213,7 +213,7 @@ class _NoHold:
 
 
 def in_turns(*ways: Iterator[str], between: Callable[[], None] = lambda: None) -> None:
-    """One slot of each, in turn, until all are through."""
+    """One slot of each pass in turn, until all passes are through."""
     going = list(ways)
     while going:
         for way in list(going):

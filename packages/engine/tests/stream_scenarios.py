@@ -1,4 +1,4 @@
-"""Programs that need the waits between streams; a program returns its races, none if all waits are there."""
+"""Programs that need the waits between streams; a program returns its races, none with all waits in place."""
 
 from __future__ import annotations
 
@@ -272,7 +272,7 @@ def a_delayed_gradient_within_its_backward() -> list[str]:
 
 
 class _AddsOnAnotherStream(torch.autograd.Function):
-    """Adds to a weight's main_grad on a stream that waits for nothing of its layer's."""
+    """Adds to a weight's main_grad on a stream without a wait for the layer's work."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: Any, races: Races, side: FakeStream) -> torch.Tensor:
@@ -358,7 +358,7 @@ def trees_that_share_streams_on_streams_of_their_own() -> list[str]:
         streams_of(models[1])._accelerator = races.streams
         share_comm_ctx([fsdp(model) for model in models])
         side = _stream(races, "side")
-        for _ in range(2):  # gradients stay: an update on one stream would order nothing on the other
+        for _ in range(2):  # gradients stay: an update on one stream would not order the second
             _backward(models[0])
             with races.streams.stream(side):
                 _backward(models[1])
@@ -466,5 +466,5 @@ def amaxes_dropped_before_a_replay() -> list[str]:
         forget_measured(optimizer)
         for unit in tree_of(model).units:
             for scales in scales_of(unit.parameters):
-                scales.amaxes.add_(0.0)  # a replayed graph, which encodes on the stream of its replay
+                scales.amaxes.add_(0.0)  # a replayed graph encodes on the stream of the replay
     return races.violations

@@ -1,4 +1,4 @@
-"""Pickles are data: nothing in them runs, and no few bytes of them take gigabytes or an endless walk."""
+"""Pickles are data: no code runs, and no small pickle takes gigabytes or an endless walk."""
 
 import io
 import os

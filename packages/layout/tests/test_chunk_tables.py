@@ -1,4 +1,4 @@
-"""Regions and chunk tables against torch's own arithmetic, which needs no process group for it either."""
+"""Regions and chunk tables against torch's own arithmetic, without a process group on either side."""
 
 from itertools import product
 from math import prod
@@ -52,7 +52,7 @@ def pick(full: torch.Tensor, region: Region) -> torch.Tensor:
 
 
 def cut_as_torch_does(full: torch.Tensor, placement: Placement, num_ranks: int, rank: int) -> torch.Tensor:
-    """What DTensor itself calls to cut a tensor along one axis."""
+    """DTensor's own function to cut a tensor along one axis."""
     if isinstance(placement, Shard | _StridedShard):
         return placement._split_tensor(full, num_ranks, with_padding=False)[0][rank]
     return full
@@ -237,7 +237,7 @@ def test_a_flat_shard_strided_over_an_outer_axis_falls_apart_into_its_boxes() ->
 
 
 def fused_table(tp_rows: int, columns: int, dp_cut: int, component: Range) -> list[tuple[Chunk, ...]]:
-    """Boxes of one component of a fused weight, by rank of a (dp 2, tp 2) mesh: TP outermost, DP cut where it is told.
+    """Boxes of one component of a fused weight, by rank of a (dp 2, tp 2) mesh: TP outermost, DP cut by the argument.
 
     Every TP rank holds rows `component` of its own fused rows; on disk, the component is joined over the TP ranks.
     """

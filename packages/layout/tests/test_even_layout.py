@@ -1,4 +1,4 @@
-"""EvenLayout against torch: the chunks are torch's chunks, and the buffers hold them where it says."""
+"""EvenLayout against torch: the chunks are torch's chunks, and lie in buffers at the layout's offsets."""
 
 from itertools import pairwise
 

@@ -113,7 +113,7 @@ def test_padding_stays_below_the_bound_that_is_promised(layout: FlatLayout) -> N
     """The bound, from the promise alone.
 
     At most one gap a cut, each smaller than the largest step, and a shard that is a multiple of the steps of all
-    tensors longer than it. `longest` runs over what the longest tensor may be that is not longer than a shard.
+    longer tensors. `longest` runs over possible sizes of the longest tensor within a shard.
     """
     alignment, num_shards = layout.alignment, layout.num_shards
     tensors = []
@@ -261,7 +261,7 @@ def test_whole_tensors_are_spread_as_evenly_as_best_fit_can() -> None:
 
 
 def test_a_gap_that_reaches_into_the_next_shard_is_not_filled_across_the_boundary() -> None:
-    # The last tensor is longer than a shard; where it cannot start in this shard, it leaves room in two.
+    # The last tensor is longer than a shard; without room for its start in this shard, two shards have room.
     layout = FlatLayout.build([(1, 3), (2, 4), (4, 4)], 3, keep=[Whole(), Whole(), Rows(1)], alignment=1)
     for index in (0, 1):
         assert sum(layout.owned(index, rank).numel > 0 for rank in range(3)) == 1

@@ -1,4 +1,4 @@
-"""Pictures of small layouts, letter by letter, and what has to hold for large ones."""
+"""Pictures of small layouts, letter by letter, and properties of large pictures."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A model that is trained in the ordinary way, and its twin whose optimizer steps otherwise, to the same bits."""
+"""A model trained in the ordinary way, and a twin with another kind of step, to the same bits."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Act = Callable[[nn.Module], None]
 
 
 def named(name: str, **options: Any) -> Make:
-    """What makes one of torch's optimizers over a model's parameters."""
+    """A maker of one of torch's optimizers over a model's parameters."""
     return lambda model: OPTIMIZERS[name](model.parameters(), **options)
 
 
@@ -64,7 +64,7 @@ def assert_same_weights(expected: nn.Module, got: nn.Module) -> None:
 
 
 class Pair:
-    """The two models, and the optimizer of each: first the ordinary one."""
+    """The two models, and the optimizer of each: first the ordinary pair."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class Pair:
         assert_same_state(*(optimizer.state_dict() for optimizer in self.optimizers))
 
     def compile_steps(self) -> list[list[object]]:
-        """Have both optimizers' steps compiled from now on; returns the graphs of each, which are added as it is."""
+        """Compile both optimizers' steps from now on; returns a growing list of graphs for each."""
         graphs_of: list[list[object]] = [[], []]
         for optimizer, graphs in zip(self.optimizers, graphs_of, strict=True):
             optimizer.step = torch.compile(optimizer.step, backend=partial(_noted, graphs))  # type: ignore[assignment, method-assign]
@@ -121,7 +121,7 @@ def _noted(graphs: list[object], graph: Any, _: object) -> Any:
 
 
 class Overlapped(Pair):
-    """The twin's optimizer hides gathers; what the units of both communicate is logged, unless nobody looks."""
+    """The twin's optimizer hides gathers; both models' collectives are logged with `looks`."""
 
     def __init__(self, *args: Any, looks: bool = True, late_gradients: bool = False, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -134,7 +134,7 @@ class Overlapped(Pair):
             self._backward(model)
 
     def step(self, *, set_to_none: bool = True) -> list[str]:
-        """The units that the step has gathered."""
+        """The units gathered by the step."""
         for log in self.logs:
             log.clear()
         self._step(set_to_none)
@@ -143,7 +143,7 @@ class Overlapped(Pair):
         return gathered
 
     def train(self, num_steps: int = 3, *, set_to_none: bool = True, between: Act = do_nothing) -> list[str]:
-        """The units that the last step has gathered."""
+        """The units gathered by the last step."""
         for _ in range(num_steps):
             self.backward()
             gathered = self.step(set_to_none=set_to_none)

@@ -1,4 +1,4 @@
-"""`capture_step` where nothing is captured: on the CPU, where it runs the step and refuses what GPUs would."""
+"""`capture_step` without a capture: on the CPU the step runs, with the refusals of a GPU."""
 
 import re
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ NUM_STEPS = 6
 
 
 class Loop:
-    """A model, its optimizer and a step over both, which counts its calls."""
+    """A model, its optimizer and a step over both, with a count of calls."""
 
     def __init__(self, model: nn.Module, num_eager_steps: int = 2) -> None:
         self.model = model
@@ -93,7 +93,7 @@ def test_other_inputs_are_refused_before_anything_runs(num_before: int) -> None:
 
 
 class Batch:
-    """Tensors that nobody sees who does not know the class."""
+    """Tensors hidden from code unaware of the class."""
 
     def __init__(self, x: torch.Tensor) -> None:
         self.x = x

@@ -42,7 +42,7 @@ def _with_gradients() -> tuple[nn.Module, nn.Module]:
     pair = twins(lambda: Net(dim=8), _on_three_meshes)
     pair[0](X).square().mean().backward()
     pair[1](rows_of_this_rank(X)).square().mean().backward()
-    # Ignored: its gradient is each rank's own, and it is the same on all where a trainer makes it so.
+    # Ignored: each rank has a separate gradient, equal on all ranks only by the trainer's care.
     pair[1].get_parameter("head.bias").grad = pair[0].get_parameter("head.bias").grad.clone()  # type: ignore[union-attr]
     return pair
 
@@ -79,7 +79,7 @@ def test_gradients_below_the_norm_are_left_as_they_are() -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex64])
 def test_gradients_that_float32_does_not_hold_are_clipped_as_unsharded(dtype: torch.dtype) -> None:
     def on_each_rank() -> None:
-        # In float32 too, and of one row: this rank owns nothing of it, or all.
+        # In float32 too, and of one row: this rank owns nothing, or all.
         parameters = [nn.Parameter(torch.zeros(shape, dtype=kind)) for shape, kind in (((3, 2), dtype), ((1,), None))]
         norms = []
         for is_sharded in (False, True):

@@ -1,4 +1,4 @@
-"""A backward may end before its last reductions: the optimizer's step waits for them, and so does who looks before."""
+"""A backward may end before its last reductions: the optimizer's step waits, and earlier readers wait too."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lamella_testing import run_ranks
 
 
 class _Late:
-    """A model on streams that know what they come after, and an optimizer whose step waits for gradients itself."""
+    """A model on fake streams, and an optimizer whose step waits for gradients by itself."""
 
     def __init__(self, num_axes: int = 1, **options: Any) -> None:
         self.installed: dict[int, FakeWork] = {}
@@ -48,7 +48,7 @@ class _Late:
 
 
 class _Noting(Lion):
-    """Looks whether each gradient that it uses has been waited for."""
+    """Asserts a wait before the use of each gradient."""
 
     late: Any = None
     num_seen = 0
@@ -135,7 +135,7 @@ def _step_after_a_hook(late: _Late) -> None:
         assert late.missing() == set()
 
     late.optimizer.register_step_pre_hook(look)
-    for _ in range(2):  # first it comes after ours, and then before
+    for _ in range(2):  # at first behind our hook, then before our hook
         late.optimizer.step()
         late.backward()
     late.optimizer.step()
@@ -207,7 +207,7 @@ def test_steps_that_wait_for_gradients_are_the_same(name: str) -> None:
 
 
 def test_units_that_are_reduced_in_two_microbatches_on_two_streams_are_waited_for_on_both() -> None:
-    """As of two groups, one of them cast: the last microbatch may use the other one alone."""
+    """As with two groups, one cast: the last microbatch may use the uncast group alone."""
 
     def check() -> None:
         model = shard(Net())

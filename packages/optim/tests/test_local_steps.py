@@ -1,4 +1,4 @@
-"""Optimizers whose kernels take plain tensors only, on shards of which some ranks own nothing."""
+"""Optimizers whose kernels take plain tensors only, on shards with ranks that own nothing."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ X = inputs()
 
 
 class PlainAdam(torch.optim.Optimizer):
-    """Adam as fused kernels have it: one launch over lists of plain tensors, one count of steps a group.
+    """Adam in the manner of fused kernels: one launch over lists of plain tensors, one count of steps a group.
 
-    It makes state for parameters without a gradient too, and unpacks and packs it itself, as Transformer Engine's does.
+    Makes state for parameters without a gradient too, and unpacks and packs state by itself, as Transformer Engine's.
     """
 
     def __init__(self, params: Any, lr: float = 1e-2) -> None:
@@ -113,7 +113,7 @@ def test_plain_kernels_take_the_unsharded_steps() -> None:
 
 
 def test_without_it_the_kernels_refuse() -> None:
-    """The helper above means what it says."""
+    """Checks the helper above: its kernels refuse DTensors."""
 
     def check() -> None:
         _, sharded = _short()
@@ -131,7 +131,7 @@ def test_state_lies_as_parameters_do_and_is_not_made_anew() -> None:
         parameters = [p for p in sharded.parameters() if isinstance(p, DTensor)]
         assert list(optimizer.state) == parameters == optimizer.param_groups[0]["params"]
         for parameter in parameters:
-            assert isinstance(parameter.grad, DTensor)  # what the step read is still there
+            assert isinstance(parameter.grad, DTensor)  # the step's reads are still in place
             for value in optimizer.state[parameter].values():
                 assert value.placements == parameter.placements
                 assert value.shape == parameter.shape
@@ -145,7 +145,7 @@ def test_state_lies_as_parameters_do_and_is_not_made_anew() -> None:
 
 @pytest.mark.parametrize("name", ["AdamW", "SGD", "Rprop"])
 def test_optimizers_of_torch_step_on_shards_too(name: str) -> None:
-    """Rprop among them, which DTensors cannot do."""
+    """Rprop too, which DTensors cannot run."""
 
     def check() -> None:
         reference, sharded = twins(Net, shard)
@@ -219,7 +219,7 @@ def test_state_dicts_hold_dtensors_and_load() -> None:
 
 
 def test_state_that_was_loaded_lies_as_parameters_do_at_once() -> None:
-    """Who looks at it before the first step must find it, and must not leave an empty one in its place."""
+    """A reader before the first step must find the state, and must not leave empty state in its place."""
 
     def check() -> None:
         _, sharded = _short()
@@ -235,7 +235,7 @@ def test_state_that_was_loaded_lies_as_parameters_do_at_once() -> None:
 
 
 def test_ranks_that_own_nothing_have_the_state_of_torchs_optimizers_too() -> None:
-    """Whole tensors are made of it by a collective a tensor."""
+    """Whole tensors come from state by a collective a tensor."""
 
     def check() -> list[list[str]]:
         reference, sharded = _short()
@@ -285,7 +285,7 @@ def test_steps_take_what_they_took() -> None:
 
 @pytest.mark.filterwarnings("ignore:GradScaler is going to stop")
 def test_a_scaler_that_the_optimizer_was_to_ask_is_refused() -> None:
-    """It would scale nothing back, unseen: the scaler gives itself only to a step that says it takes one."""
+    """Gradients would stay scaled, unseen: the scaler passes itself only to a step with the parameter."""
 
     def check() -> None:
         _, sharded = _short()
@@ -370,7 +370,7 @@ def test_a_scheduler_that_came_first_is_named() -> None:
 
 @pytest.mark.parametrize("module", ["transformer_engine.pytorch.optimizers.fused_adam", "apex.optimizers"])
 def test_kernels_that_would_write_past_a_shard_are_refused(module: str) -> None:
-    """Before the first step has made state or moved a weight; afterwards it goes on from there."""
+    """Before the first step makes state or moves a weight; later steps go on from the loaded state."""
 
     def check() -> None:
         reference, sharded = _short()

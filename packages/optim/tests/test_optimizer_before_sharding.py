@@ -1,4 +1,4 @@
-"""An optimizer that was built, or has stepped, before its parameters were sharded goes on training them."""
+"""An optimizer built, or stepped, before the sharding of its parameters goes on with the training."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _pair(
     before: int = 2,
     after: Callable[[torch.optim.Optimizer], object] = lambda _: None,
 ) -> tuple[nn.Module, nn.Module, torch.optim.Optimizer]:
-    """A model that was never sharded, and one that was after some steps; both stepped on for three more."""
+    """A never sharded model, and a model sharded after some steps; both stepped on for three more."""
     models = []
     for prepare in (lambda _: None, apply):
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""The hook before every optimizer's step: which of its functions comes first, and what breaks otherwise."""
+"""The hook before every optimizer's step: the order of the functions, and the failures of any other order."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _head_weight(model: Net) -> nn.Parameter:
 def _optimizer_from_before(
     model: nn.Module, apply: Callable[..., object], kind: Callable[..., Optimizer] = torch.optim.AdamW
 ) -> Optimizer:
-    """An optimizer that holds the parameters from before they were sharded."""
+    """An optimizer with parameters from before sharding."""
     optimizer = kind(model.parameters())
     apply(model)
     return optimizer
@@ -80,7 +80,7 @@ def _a_missing_delayed_gradient_is_refused() -> None:
 
 
 def _shards_on_the_cpu_are_waited_for() -> None:
-    """On a CPU no gather is late: a tree that says so stands in."""
+    """On a CPU no gather is late: a tree with a late gather stands in."""
     model = Net()
     optimizer = _optimizer_from_before(model, shard)
     _backward(model)
@@ -163,7 +163,7 @@ def test_a_step_is_right_in_the_written_order(program: Callable[[], None]) -> No
 
 @pytest.mark.parametrize("pair", ORDERED, ids=" before ".join)
 def test_a_step_goes_wrong_wherever_a_pair_is_swapped(pair: Pair) -> None:
-    """In every order of the two and the exchange of originals in which the pair, and nothing else, is swapped."""
+    """In every order of the pair and the exchange of originals with the pair alone swapped."""
 
     def check() -> None:
         for names in _orders_that_break(pair):
@@ -174,7 +174,7 @@ def test_a_step_goes_wrong_wherever_a_pair_is_swapped(pair: Pair) -> None:
 
 
 def _orders_that_break(pair: Pair) -> Iterator[tuple[str, ...]]:
-    """Each place where the later of a pair can stand ahead of the earlier, with all others in the written order."""
+    """Each place for the later of a pair ahead of the earlier, with the remaining functions in the written order."""
     earlier, later = pair
     other_names = [name for name in NAMES if name not in pair]
     for first, second in itertools.combinations_with_replacement(range(len(other_names) + 1), 2):

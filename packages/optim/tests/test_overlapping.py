@@ -1,4 +1,4 @@
-"""An optimizer whose step hides the next forward's first gathers trains, to the bit, as one that is left alone."""
+"""An optimizer whose step hides the next forward's first gathers trains, to the bit, like an ordinary optimizer."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ from lamella_engine.testing import (
 from lamella_optim import clip_grad_norm_, overlap_optimizer, step_on_local_shards
 from lamella_testing import run_ranks
 
-# -- what a step does ------------------------------------------------------------------------------------------------
+# -- a step ----------------------------------------------------------------------------------------------------------
 
 
 class _Traced(Lion):
-    """Notes which parameters it updates, and when."""
+    """Notes updated parameters, in order."""
 
     def __init__(self, model: nn.Module, log: CollectiveLog) -> None:
         super().__init__(model.parameters(), lr=1e-2)
@@ -49,7 +49,7 @@ class _Traced(Lion):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for p in (p for group in self.param_groups for p in group["params"]):
-            if id(p) in self.names:  # not when it is tried
+            if id(p) in self.names:  # not at the trial step
                 self.log.events.append(LoggedCollective("update", self.names[id(p)], 0, frozenset()))
         super().step()
 
@@ -68,7 +68,7 @@ def test_what_forward_gathers_first_is_updated_and_gathered_before_the_others_ar
         names = [name for name, _ in model.named_parameters()]
         late = [f"update {name}" for name in names if name.startswith(("layers.1", "layers.2"))]
         first = [f"update {name}" for name in names if f"update {name}" not in late]
-        # While the outermost unit's gradients are still being reduced, there is something else to update.
+        # While the outermost unit's gradients are being reduced, further units are ready for the update.
         early = [update for update in late if "layers.2" in update] if late_gradients else []
         late = [update for update in late if update not in early]
         assert log.order == [*early, *first, "gather root", "gather layers.0", *late]
@@ -142,7 +142,7 @@ def test_nothing_is_gathered_before_a_step_whose_backward_has_been() -> None:
         pair.backward()
         for model in pair.models:
             model.zero_grad()
-        assert pair.step() == ["root", "layers.0"]  # which finds no gradients
+        assert pair.step() == ["root", "layers.0"]  # without gradients
         assert pair.step() == []
 
     run_ranks(check, 2)
@@ -288,7 +288,7 @@ def test_other_ways_to_lie_take_the_same_steps(options: dict[str, Any]) -> None:
 
 
 def test_weights_that_stay_after_backward_are_not_gathered_in_the_step() -> None:
-    """Their bytes are in use: what holds them may be about to read them."""
+    """The bytes are in use: a holder may be about to read."""
 
     def check() -> None:
         def apply(model: Net) -> None:
@@ -386,7 +386,7 @@ def test_a_step_with_a_closure_is_made_as_without() -> None:
 
 
 class _Raises(Lion):
-    """In the part that comes second, when it is told to."""
+    """In the second part, on demand."""
 
     raises = False
     last: nn.Parameter
@@ -424,7 +424,7 @@ def test_after_a_step_that_raised_the_next_forward_sees_what_it_has_updated() ->
 
 
 def _count_updates(model: nn.Module) -> dict[str, int]:
-    """The updates that each unit notes from now on."""
+    """The updates noted by each unit from now on."""
     nums_updates = {name: 0 for name, _ in named_units(model)}
 
     def count(name: str, note: Callable[[], None]) -> None:

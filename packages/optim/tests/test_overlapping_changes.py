@@ -63,7 +63,7 @@ def _put_another(model: nn.Module) -> None:
 
 
 def _freeze_the_stem(model: nn.Module) -> None:
-    """What is frozen stays so when what was gathered is thrown away."""
+    """Frozen parameters stay frozen when prefetched weights are thrown away."""
     model.get_submodule("stem").requires_grad_(False)
     _write(model)
     assert not model.get_parameter("stem.weight").requires_grad

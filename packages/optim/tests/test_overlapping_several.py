@@ -1,4 +1,4 @@
-"""Steps that hide gathers, where several optimizers or several models train."""
+"""Steps hide gathers of several optimizers, and of several models."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lamella_testing import run_ranks
 
 
 def _train_with(optimizers: Sequence[Optimizer], model: nn.Module, num_steps: int = 3) -> list[list[str]]:
-    """The units that each optimizer's last step has gathered."""
+    """The units gathered by each optimizer's last step."""
     log = record(model)
     for _ in range(num_steps):
         run_backward(model)
@@ -49,9 +49,9 @@ def test_each_of_several_optimizers_gathers_the_units_that_are_all_its_own(overl
             overlapped_units.append(_train_with(optimizers, model))
         assert_same_weights(*models)
         first, second, forward = overlapped_units[1]
-        assert first == (["root"] if overlapped[0] else [])  # layers.0 is the other's
-        assert second == []  # it has not the first unit, which is gathered before others
-        assert first + second + forward == overlapped_units[0][-1]  # what one has gathered outlives the other's step
+        assert first == (["root"] if overlapped[0] else [])  # layers.0 belongs to the second optimizer
+        assert second == []  # the second optimizer lacks the first unit, and gathers nothing early
+        assert first + second + forward == overlapped_units[0][-1]  # gathers outlive the second step
 
     run_ranks(check, 2)
 
@@ -71,7 +71,7 @@ def test_a_unit_that_two_optimizers_share_is_not_gathered_in_the_step_of_either(
 
 
 class _OwnAdamW(torch.optim.AdamW):
-    """Of torch's own the version counters of a step would show what was gathered too early."""
+    """Without torch's own optimizers: version counters of a step would reveal early gathers."""
 
 
 def test_what_is_frozen_between_a_backward_and_its_step_is_updated_before_it_is_gathered() -> None:
@@ -101,7 +101,7 @@ def test_frozen_units_are_gathered_with_those_that_train() -> None:
 
 
 class _Residuals(Net):
-    """Takes what it gives, so that another can follow."""
+    """Returns tensors of its input's shape: two generators can follow each other."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x)[:, :3]
@@ -133,7 +133,7 @@ def test_a_generator_and_its_discriminator_train_as_before(freezes: bool) -> Non
                 critic.zero_grad()
             weights.append([local(p) for model in (generator, critic) for p in model.parameters()])
             if overlaps:
-                assert set(held_nbytes(generator)) == {"root"}  # for a backward that might follow its last forward
+                assert set(held_nbytes(generator)) == {"root"}  # kept for a backward after the last forward
                 assert set(held_nbytes(critic)) == {"root", "layers.0"}
         for expected, got in zip(*weights, strict=True):
             assert torch.equal(expected, got)

@@ -1,4 +1,4 @@
-"""What a step that hides gathers puts on which stream, and what becomes of it in a graph."""
+"""Streams of the work in a step that hides gathers, and the step in a graph."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_gathers_come_behind_the_update_of_what_they_read_and_not_behind_the_res
         overlap_optimizer(optimizer)
         for step in range(3):
             run_backward(model)
-            if step == 2:  # left from a step before: it says nothing of this one
+            if step == 2:  # from an earlier step, without meaning for this one
                 streams_of(model).post_optim_event = streams.compute.record_event()  # type: ignore[assignment]
             optimizer.work.clear()
             seen.clear()

@@ -1,4 +1,4 @@
-"""torch's elementwise optimizers step below DTensor's dispatch, and nobody can tell but by the time it takes."""
+"""torch's elementwise optimizers step below DTensor's dispatch, with no difference but the time."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from lamella_testing import run_ranks
 
 X = inputs()
 NAMES = sorted(kind.__name__ for kind in _ELEMENTWISE)
-DTENSORS_CANNOT = "Rprop"  # it writes through boolean indices
+DTENSORS_CANNOT = "Rprop"  # Rprop writes through boolean indices
 
 Change = Callable[[Optimizer], object]
 
@@ -57,7 +57,7 @@ def _sharded(module: nn.Module, **options: Any) -> nn.Module:
 
 
 def _pair(name: str = "AdamW", *, keep: bool = False, **options: Any) -> list[tuple[nn.Module, Optimizer]]:
-    """The same model and optimizer twice: what steps on DTensors, and what does not."""
+    """The same model and optimizer twice: with steps on DTensors, and without."""
     how = {"options": ShardingOptions(keep_together=lambda parameter: Rows(1))} if keep else {}
     models = [twins(Short, lambda module: _sharded(module, **how))[1] for _ in range(2)]
     return [(model, OPTIMIZERS[name](model.parameters(), **{"lr": 1e-2, **options})) for model in models]
@@ -81,7 +81,7 @@ def _train(model: nn.Module, optimizer: Optimizer, num_steps: int = 2, *, before
 
 
 def _assert_equal(pair: list[tuple[nn.Module, Optimizer]]) -> None:
-    """To the bit: weights, and state, which lies as they do."""
+    """Equal to the bit: weights, and state with the weights' placements."""
     found = []
     for model, optimizer in pair:
         parameters = [p for p in model.parameters() if isinstance(p, DTensor)]
@@ -100,10 +100,10 @@ def _assert_equal(pair: list[tuple[nn.Module, Optimizer]]) -> None:
 
 
 def _check_alike(pair: list[tuple[nn.Module, Optimizer]], before_step: Change = lambda _: None) -> tuple[int, int]:
-    """Train one on DTensors and the other not, and compare.
+    """Train the first on DTensors and the second on plain tensors, and compare.
 
     Returns:
-        How many DTensors the operators of a step were given in each.
+        The number of DTensors among the operands of a step, for both.
     """
     (model, optimizer), other = pair
     with _on_dtensors():
@@ -267,7 +267,7 @@ def test_a_parameter_without_a_gradient_stays_and_has_no_state() -> None:
 
 
 def test_a_gradient_that_lies_otherwise_is_left_to_dtensors() -> None:
-    """Which refuse it, or redistribute it."""
+    """Refused, or redistributed."""
 
     def check() -> None:
         model, optimizer = _pair("SGD", foreach=False)[0]
@@ -311,7 +311,7 @@ def test_what_a_step_that_failed_has_done_is_what_it_would_have_done_on_dtensors
                 with pytest.raises(TypeError):
                     _train(model, optimizer, 1)
                 optimizer.param_groups[0]["weight_decay"] = 0.1
-        _check_alike(pair, _drop)  # what has no gradient now had one in the step that failed
+        _check_alike(pair, _drop)  # a parameter without a gradient now had a gradient in the failed step
 
     run_ranks(check, 2)
 
@@ -326,7 +326,7 @@ def test_a_step_keeps_neither_gradients_nor_an_optimizer_nor_weights() -> None:
         assert gradient() is None
         optimizer.param_groups[0]["params"] = optimizer.param_groups[0]["params"][1:]
         optimizer.state.pop(first)
-        _train(model, optimizer, 1)  # from which on it knows nothing of the first
+        _train(model, optimizer, 1)  # from here on the second optimizer knows nothing of the first
         dead = weakref.ref(optimizer)
         del optimizer
         assert dead() is None
@@ -374,7 +374,7 @@ def test_hooks_after_a_step_are_given_the_optimizer_that_they_were_registered_on
     def check() -> None:
         for make in (lambda _: None, overlap_optimizer):
             model = shard(Net())
-            scale = nn.Parameter(torch.ones(()))  # in no unit: something is left for the step, whoever steps before
+            scale = nn.Parameter(torch.ones(()))  # in no unit: the step has work left after any earlier step
             optimizer = torch.optim.NAdam([*model.parameters(), scale])
             seen: list[list[object]] = []
 
@@ -396,7 +396,7 @@ def test_hooks_after_a_step_are_given_the_optimizer_that_they_were_registered_on
 
 
 def test_state_that_somebody_lets_go_of_between_steps_is_freed() -> None:
-    """Many do that to make room for other work."""
+    """A common way to make room for further work."""
 
     def check() -> None:
         model, optimizer = _pair()[0]
@@ -470,7 +470,7 @@ def test_state_of_which_nobody_knows_the_rows_is_refused_as_on_dtensors(options:
     run_ranks(check, 2)
 
 
-@pytest.mark.filterwarnings("ignore:.*script_method.*:DeprecationWarning")  # torch's own, of what Dynamo imports
+@pytest.mark.filterwarnings("ignore:.*script_method.*:DeprecationWarning")  # torch's own
 def test_a_compiled_step_is_one_on_dtensors() -> None:
     def check() -> None:
         (model, optimizer), (reference, eager) = _pair("SGD", momentum=0.9)

@@ -98,7 +98,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu1)]
 @pytest.mark.parametrize("is_gathered", [False, True], ids=["plain", "gathered"])
 @pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore:.*should not be instantiated")  # both by Dynamo
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # It imports what is so declared.
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # The import of declared backends.
 def test_the_products_are_of_the_quantised_operands(
     device: str, recipe: Float8Recipe, is_gathered: bool, is_compiled: bool
 ) -> None:
@@ -266,7 +266,11 @@ def test_layers_that_are_units_are_refused_by_name_and_none_is_changed_back() ->
     ("device", "capability", "expected"),
     [
         ("cpu", (9, 0), (False, False, False)),
-        ("cuda:70", (8, 0), (False, False, False)),  # answers are kept by index: each has one that no machine has
+        (
+            "cuda:70",
+            (8, 0),
+            (False, False, False),
+        ),  # answers are cached by index: each case takes an index beyond any machine's
         ("cuda:71", (8, 9), (True, True, False)),
         ("cuda:72", (9, 0), (True, True, True)),
         ("cuda:73", (10, 0), (True, True, False)),

@@ -1,4 +1,4 @@
-"""Transformer Engine's weights: replaced by plain ones, and encoded to the bytes of its own quantisation."""
+"""Transformer Engine's weights: replaced by plain weights, and encoded to the bytes of the library."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def test_mxfp8_shards_are_the_bytes_of_the_layers_own_quantisation(num_ranks: in
     layer = _layer(MXFP8, 256, 128)
     weight = torch.randn(256, 128, generator=torch.Generator().manual_seed(seed)) * 2.0**exponent
     weight[:64, :64] = 0.0  # blocks of zeros alone
-    weight[64, :32] = 448 * 2.0 ** (exponent // 2)  # a scale that is a power of two already, and its neighbours
+    weight[64, :32] = 448 * 2.0 ** (exponent // 2)  # a scale already a power of two, and neighbouring numbers
     weight[65, :32] = weight[64, 0].nextafter(torch.tensor(0.0))
     weight[66, :32] = weight[64, 0].nextafter(torch.tensor(torch.inf))
     expected: Any = MXFP8(weight)

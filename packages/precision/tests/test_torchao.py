@@ -1,4 +1,4 @@
-"""torchao's float8 weights: replaced by plain ones, and encoded to the bytes of its own all-gather."""
+"""torchao's float8 weights: replaced by plain weights, and encoded to the bytes of torchao's all-gather."""
 
 from __future__ import annotations
 

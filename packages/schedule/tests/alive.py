@@ -27,5 +27,5 @@ class Alive:
 
     @property
     def places(self) -> list[int]:
-        """Which of the noted storages are alive, by the order in which they were noted."""
+        """The living storages among the noted ones, in noted order."""
         return [i for i, storage in enumerate(self._storages) if not storage.expired()]

@@ -1,4 +1,4 @@
-"""Borders between slots: what crosses is detached, what is untouched is not copied, what nobody saved is free."""
+"""Borders between slots: crossing tensors are detached, untouched tensors not copied, unsaved tensors freed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Orders of any chunks: every event once, every dependency before its user, parameters there for every reader."""
+"""Orders of any chunks: every event once, every dependency before its user, parameters present for every reader."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _OPTIONS = st.fixed_dictionaries({"early_release": st.booleans(), "delayed": st.
 
 
 def _expected(microbatch: int, plans: list[LayerPlan], delayed: bool, phase: Phase) -> list[Event]:
-    """The events of one pass in the order in which they need each other, each weight gradient behind its backward."""
+    """The events of one pass in the order of their dependencies, each weight gradient behind its backward."""
     kind = Kind.FORWARD if phase is Phase.FORWARD else Kind.BACKWARD
     events = [Event(microbatch, None, Slot.PREPROCESS, kind)]
     for layer, plan in enumerate(plans):
@@ -106,7 +106,7 @@ def test_parameters_are_acquired_before_used_and_finished_behind_all_readers(
 
 
 def _neighbour(events: tuple[AnyEvent, ...], place: int, stay: ResidenceEvent) -> Event:
-    """The first event of a layer behind `used`, the last one before `finished`."""
+    """The first event of a layer behind `used`, the last event before `finished`."""
     step = 1 if stay.action is Action.USED else -1
     event = events[place]
     while not (

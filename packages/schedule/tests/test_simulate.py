@@ -1,4 +1,4 @@
-"""Timelines: lanes work in order, events wait for what they need, and exposed time is what compute does not cover."""
+"""Timelines: lanes work in order, events wait for dependencies, and exposed time is time without compute."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The README's example runs and prints what the README says it prints."""
+"""The README's example runs and prints the README's output."""
 
 import re
 from contextlib import redirect_stdout

@@ -138,6 +138,7 @@ class UnshardedBuffer:
         self.slots = tuple(self.flat[slice(*slot)] for slot in layout.wire_full_slots)
         # Pieces of the destinations: a gather from here is in place, and no piece is copied.
         self.own = tuple(torch.tensor_split(slot, layout.num_shards)[rank] for slot in self.slots)
+        # Views of the tensor as created, with its version counter: gathers, which write `self.flat`, do not advance it.
         self.tensors = tuple(flat[slice(*layout.tensor_range(i))].view(shape) for i, shape in enumerate(layout.shapes))
         # Last: torch makes no view past the end of a storage, so the views above needed the bytes.
         allocator.free(self.flat)

@@ -62,7 +62,9 @@ class _Channel:
             [base + _FLAG_NBYTES * (2 * index + kind) * num_ranks for base in flags.addresses] for kind in (0, 1)
         ]
         self._device = device
+        # Kept for the life of the channel: copies read `word` whenever a signal reaches the head of its stream.
         self._signals: dict[int, _Signal] = {}
+        # Set by each `begin` and never cleared: the next move waits for this one on whatever stream it comes.
         self._last_stream: torch.cuda.Stream | None = None
 
     def new_move(self, name: int) -> _Move:
@@ -247,6 +249,7 @@ class CopyEngineTransport(NcclTransport):
         super().__init__(group)
         self._windows = windows
         self._arrivals = arrivals
+        # By dtype and sizes: as many as kinds of units, with bytes only while an exchange runs.
         self._buffers: dict[tuple[torch.dtype, tuple[int, ...]], _Arrivals] = {}
         self._pushes: dict[tuple[tuple[int, ...], tuple[int, ...]], _Push] = {}
         self._fills: torch.cuda.Stream | None = None

@@ -68,6 +68,7 @@ def widened(payloads: Sequence[Payload]) -> list[Payload]:
     Effects: on the current stream, an allocation and a multi-tensor cast of every `full`.
     """
     numels = [full.numel() for _, full in payloads]
+    # One allocation on the current stream: reused there only behind the reduction that reads it.
     wide = torch.split(payloads[0].shard.new_empty(sum(numels)), numels)
     torch._foreach_copy_(list(wide), [full.view(-1) for _, full in payloads])
     return [Payload(shard, full) for (shard, _), full in zip(payloads, wide, strict=True)]

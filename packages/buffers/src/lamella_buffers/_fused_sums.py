@@ -85,8 +85,11 @@ def add_up(
     Effects: kernels on the current stream, no host sync.
     """
     num_ranks = len(places[0])
+    # From the start of the storage, as the table's offsets count.
     arrivals = places[0].as_strided((1,), (1,), 0)
     for payloads, table in launches:
+        # At each call: autograd allocates gradients anew in each backward, and a vector load from an odd address is an
+        # error.
         addresses = [own[i].data_ptr() for i in payloads]
         is_aligned = table.is_aligned and not any([address % _ALIGNMENT for address in addresses])
         _add_up[(len(table.line_of),)](
@@ -105,6 +108,7 @@ def add_up(
         )
 
 
+# By sizes, which are the same in every backward of a unit: the copy to the device makes the host wait.
 @lru_cache(_CACHED)
 def _table(sizes: tuple[tuple[int, int, int], ...], device: torch.device) -> _Table:
     numbers = [-(-numel // _ELEMENTS) for _, _, numel in sizes]

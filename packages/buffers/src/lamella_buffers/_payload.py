@@ -87,6 +87,7 @@ class Payloads(Sequence[Payload]):
 
     def __init__(self, payloads: Iterable[Payload], fillings: Iterable[Filling] = ()) -> None:
         self._payloads = tuple(payloads)
+        # Lists as torch's calls take them, made once: a gather repeats the call with the same arguments.
         self.shards = [shard for shard, _ in self._payloads]
         self.wholes = [full for _, full in self._payloads]
         self.dtypes = {unsharded.dtype for unsharded in self.wholes}

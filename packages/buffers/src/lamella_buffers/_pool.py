@@ -87,9 +87,13 @@ class PoolAllocator:
         self._serials = count()
         self._buffers: dict[int, _Buffer] = {}
         self._live_nbytes: dict[int, int] = {}  # by serial, of the buffers with bytes
+        # Replaced when the last live buffer is freed: turns of allocations count from there.
         self._round = _Round(0)
+        # Hashes of rounds outside the plan, the oldest forgotten first: a second occurrence makes a plan due.
         self._seen: deque[int] = deque(maxlen=_NUM_REMEMBERED)
+        # The traces of rounds that came twice; gone with the last buffer.
         self._learned: list[_Trace] = []
+        # Set at a round's end or at a buffer's death, heeded between rounds alone: live buffers lie in the old plan.
         self._plan_is_due = False
         self._plan = _PoolPlan([])
         self._num_plans = self._num_inside = self._num_outside = 0

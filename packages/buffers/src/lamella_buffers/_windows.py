@@ -53,6 +53,7 @@ class WindowAllocator(CachingAllocator):
     ) -> None:
         self._new_window = new_window
         self._agree = agree
+        # Only grows: peers have mapped the windows, and the ranks name windows to each other by index.
         self._places: list[_WindowLease] = []
         # Weak keys: a strong reference would keep a deleted model's memory.
         self._held: weakref.WeakKeyDictionary[torch.UntypedStorage, _WindowLease] = weakref.WeakKeyDictionary()

@@ -142,6 +142,7 @@ def _check_orders_that_repeat(buffers: _Stamped) -> None:
                 buffers.toggle(i)
         for i in between:
             buffers.toggle(i)
+        # A step that an exception ended: live buffers are freed out of order below.
         for i in step[: len(step) // 2]:  # ended by an exception
             buffers.toggle(i)
         buffers.free_all()

@@ -1,4 +1,4 @@
-"""Every stored item has a checksum, and the side file that holds them is itself missed when it is lost."""
+"""Every stored item has a checksum in a side file, and the loss of the side file is noticed."""
 
 import io
 import json

@@ -1,6 +1,6 @@
-"""What torch's DCP does, as far as this package relies on it, or protects from it: each fact beside what happens here.
+"""Facts of torch's DCP that this package relies on, or protects from: each fact beside this package's behaviour.
 
-The first of each pair of assertions is about torch. One that fails says that torch has changed, and what to look at.
+The first of each pair of assertions is about torch. A failing first assertion shows a change in torch.
 """
 
 import argparse
@@ -36,7 +36,7 @@ def partial_load(entries: dict[str, Any], path: Path) -> None:
     dcp.load(entries, checkpoint_id=path, planner=DefaultLoadPlanner(allow_partial_load=True))  # type: ignore[attr-defined]
 
 
-# -- what is in the files ---------------------------------------------------------------------------------------------
+# -- contents of files ------------------------------------------------------------------------------------------------
 
 
 def test_a_model_is_tensors_and_two_files(tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_the_options_of_a_group_are_objects_and_its_parameters_one_of_them(tmp_p
 
 
 def test_the_types_in_metadata_are_those_that_are_known(tmp_path: Path) -> None:
-    """The allow-list is enough for what this torch writes; a new type must be looked at before it is added."""
+    """The allow-list covers this torch's files; a new type needs a review before its addition."""
 
     def save_sharded() -> None:
         mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
@@ -128,7 +128,7 @@ def test_archives_without_checksums_have_zeros_for_them() -> None:
     assert {record.crc for record in records(buffer).values()} == {None}
 
 
-# -- what torch does not notice ---------------------------------------------------------------------------------------
+# -- unnoticed by torch -----------------------------------------------------------------------------------------------
 
 
 def test_torch_loads_flipped_bits(tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ def test_torch_runs_what_metadata_says(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_two_ranks_that_write_one_place_lose_one_of_them(tmp_path: Path) -> None:
-    """Tensors of tensor-parallel ranks that are saved as if they were whole: the first of them is what is kept."""
+    """Parts of tensor-parallel ranks saved as if whole: the file keeps the first rank's."""
 
     def save_alike() -> None:
         rank = torch.distributed.get_rank()
@@ -183,7 +183,7 @@ def test_two_ranks_that_write_one_place_lose_one_of_them(tmp_path: Path) -> None
     assert state["x"].tolist() in ([0.0, 0.0], [1.0, 1.0])
 
 
-# -- what a load does with what is missing ----------------------------------------------------------------------------
+# -- loads with missing entries -------------------------------------------------------------------------------------
 
 
 def test_a_missing_key_raises_what_except_exception_lets_through(tmp_path: Path) -> None:
@@ -197,7 +197,7 @@ def test_a_missing_key_raises_what_except_exception_lets_through(tmp_path: Path)
 
 
 def test_a_partial_load_puts_none_where_objects_were(tmp_path: Path) -> None:
-    """The hazard that `fill` is for: not only at the top, but inside sections that are there."""
+    """The reason for `fill`: missing entries at the top, and inside present sections too."""
     path = dcp_save({"model": {"x": torch.ones(2)}, "d": {"known": 1}}, tmp_path / "a")
 
     def request() -> dict[str, Any]:
@@ -251,7 +251,7 @@ def test_options_that_the_checkpoint_lacks_are_kept_and_told(tmp_path: Path) -> 
     assert "optimizer.param_groups.weight.lr" not in result.kept
 
 
-# -- what a load does with what is there ------------------------------------------------------------------------------
+# -- loads of present entries ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("allow_partial_load", [True, False])
@@ -314,7 +314,7 @@ def test_names_may_share_a_place(tmp_path: Path) -> None:
 
 
 def test_a_dtensor_asks_its_local_tensor_what_it_holds() -> None:
-    """How Megatron-FSDP says where its uneven shards lie; `local_boxes` asks alike."""
+    """Megatron-FSDP's functions for the places of uneven shards; `local_boxes` calls them."""
 
     def ask() -> list[str]:
         mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))

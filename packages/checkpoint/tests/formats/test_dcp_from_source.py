@@ -1,4 +1,4 @@
-"""A source written as torch DCP: torch and this package read what was in it, bit by bit."""
+"""A source written as torch DCP: torch and this package read the source's values, bit by bit."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Checkpoints that somebody made to do harm: each is refused by the file's name."""
+"""Hostile checkpoints: each is refused by the file's name."""
 
 import json
 import os
@@ -74,7 +74,7 @@ def test_a_tensor_that_claims_more_than_is_stored_of_it_is_refused(path: Path, s
 def test_what_a_running_save_wrote_is_published_whole_or_not_at_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another job that saves to the same path takes it for the leftover of a killed one."""
+    """A second job with the same path takes the directory for the leftover of a killed job."""
     target = tmp_path / "a"
     save(target, model=nn.Linear(2, 2))
     staged = stage(target)

@@ -1,4 +1,4 @@
-"""What is read is bit by bit what was stored: any boxes, dtypes and devices' strides, by one thread or several."""
+"""Reads equal the stored values bit by bit: any boxes, dtypes and devices' strides, by one thread or several."""
 
 import os
 from collections.abc import Iterator
@@ -250,7 +250,7 @@ def test_an_item_of_another_shape_is_not_taken_for_the_chunk(tmp_path: Path, ver
 
 
 def test_boxes_of_any_sharded_tensor_are_those_that_torch_keeps(kit: Kit) -> None:
-    """HSDP, several axes on one dim, uneven and strided shards: each box holds the global tensor's values there."""
+    """HSDP, several axes on one dim, uneven and strided shards: each box holds the global tensor's values."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
     from torch.distributed.tensor.placement_types import _StridedShard

@@ -1,4 +1,4 @@
-"""A checkpoint is data from elsewhere: nothing pickled in it runs, and no path in it leads outside."""
+"""A checkpoint is foreign data: no pickled code runs, and no path leads outside."""
 
 import argparse
 import enum
@@ -121,7 +121,7 @@ def test_classes_that_others_use_stay_as_they_are(path: Path) -> None:
 
 
 def test_state_that_is_given_to_an_allowed_class_stays_state(path: Path) -> None:
-    """BUILD on an instance runs `__setstate__`, and what an instance's state says it is does not become its type."""
+    """BUILD on an instance runs `__setstate__`, and a type in the instance's state does not become its type."""
 
     class State:
         def __reduce__(self) -> tuple[object, ...]:
@@ -152,7 +152,7 @@ def test_trust_makes_what_the_metadata_asks_for(path: Path) -> None:
 
 
 def write_entry(value: object, directory: str = "b") -> nn.Linear:
-    """A checkpoint whose one option is any object: plain DCP writes what it is given."""
+    """A checkpoint with any object as its only option: plain DCP writes every object."""
     model = nn.Linear(1, 1)
     dcp.save({"model": model.state_dict(), "optimizer": {"param_groups.weight.lr": value}}, checkpoint_id=directory)  # type: ignore[attr-defined]
     return model

@@ -1,4 +1,4 @@
-"""Everything that is wrong with a DCP checkpoint is told, and nothing in it runs."""
+"""Every damage of a DCP checkpoint is reported, and no pickled code runs."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""A request is filled with what a checkpoint has; what it lacks stays, and is not taken for loaded."""
+"""A request is filled with a checkpoint's values; missing values stay, and do not count as loaded."""
 
 from argparse import Namespace
 from typing import Any

@@ -1,4 +1,4 @@
-"""Names are the unsharded model's, whatever wraps it; a tied tensor is stored once and found under each name."""
+"""Names are the unsharded model's under any wrapper; a tied tensor is stored once and found under each name."""
 
 from collections.abc import Callable
 from pathlib import Path

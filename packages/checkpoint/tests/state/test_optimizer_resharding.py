@@ -1,4 +1,4 @@
-"""State of every form, saved by four ranks, then by two, one and three: bit by bit what it was."""
+"""State of every form, saved by four ranks, then by two, one and three: bit by bit unchanged."""
 
 from collections.abc import Iterable
 from itertools import pairwise
@@ -15,7 +15,7 @@ from lamella_testing.tiny import Kit, MakeOptimizer
 
 
 class Elementwise(torch.optim.Optimizer):
-    """An optimizer whose subclasses say what they keep of a parameter. Steps it by the first tensor that they keep."""
+    """An optimizer whose subclasses choose the state of a parameter. Steps by the first tensor of the state."""
 
     def __init__(self, params: Iterable[nn.Parameter], lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr})

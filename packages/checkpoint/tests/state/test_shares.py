@@ -1,4 +1,4 @@
-"""Every rank finds out alone what it writes: each box once, divided over those who have it, with nothing asked."""
+"""Every rank computes its share of a save alone: each box once, divided over its holders, without communication."""
 
 import json
 from collections.abc import Callable
@@ -96,7 +96,7 @@ def test_parts_cut_at_bounds_are_stored_at_their_places_in_the_whole(tmp_path: P
     """Matrices kept whole on data-parallel ranks, of tensor-parallel parts; and rows cut anywhere."""
 
     class InPlace(nn.ParameterDict):
-        """A plain DTensor with such placements computes nothing, not even a copy of itself."""
+        """A plain DTensor with ragged placements runs no operator, not even a copy."""
 
         def load_state_dict(self, *_: Any, **__: Any) -> Any:
             return None
@@ -159,7 +159,7 @@ def test_what_several_ranks_have_alike_is_divided_between_them_by_bytes(tmp_path
 
 
 def test_a_save_asks_no_rank_for_its_tensors(kit: Kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two exchanges: digests, and places. What goes first does not grow with the model."""
+    """Two exchanges: digests, and places. Digests do not grow with the model."""
     sent = []
     gather_object = dist.gather_object
 
@@ -214,7 +214,7 @@ def test_names_that_only_some_ranks_hold_are_stored(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("in_background", [False, True])
 def test_options_of_parameters_that_only_some_ranks_name_are_stored(tmp_path: Path, in_background: bool) -> None:
-    """Experts: each rank's group has names of its own beside those that all ranks have."""
+    """Experts: each rank's group has separate names beside the names of all ranks."""
 
     def save_experts() -> None:
         rank, mesh = dist.get_rank(), init_device_mesh("cpu", (2,))
@@ -241,7 +241,7 @@ Refusal = tuple[type[BaseException], str]
 
 
 def refusals(make: Callable[[], dict[str, Any]]) -> Callable[[Path], Refusal]:
-    """What each rank says to a save of the model that `make` returns."""
+    """Each rank's answer to a save of the model from `make`."""
 
     def save_and_listen(path: Path) -> Refusal:
         with pytest.raises((ValueError, NotImplementedError, CheckpointFailed)) as info:
@@ -280,7 +280,7 @@ def test_a_local_tensor_that_is_not_what_the_placements_say_is_refused(tmp_path:
 
 
 def test_two_ranks_with_different_data_for_one_box_are_refused(tmp_path: Path) -> None:
-    """Tensor-parallel parts on meshes of their own: one of them would be lost."""
+    """Tensor-parallel parts on separate meshes: one part would be lost."""
 
     def make() -> dict[str, Any]:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "dp"))
@@ -307,7 +307,7 @@ def test_a_hole_is_refused_when_it_is_saved(tmp_path: Path) -> None:
 
 
 def test_a_tensor_that_names_its_own_boxes_is_asked(tmp_path: Path) -> None:
-    """As Megatron's uneven tensors: rows cut where the placements do not say, told by functions on the local tensor."""
+    """As Megatron's uneven tensors: rows cut beside the placements, placed by functions on the local tensor."""
 
     def uneven(start: int, num_rows: int) -> DTensor:
         def create_write_items(fqn: str, _: object) -> list[WriteItem]:
@@ -368,7 +368,7 @@ def test_large_shares_are_written_as_several_files(tmp_path: Path, monkeypatch: 
 
 
 class Tagged(torch.Tensor):
-    """A class of its own, element by element."""
+    """A separate class, element by element."""
 
 
 class Packed(torch.Tensor):

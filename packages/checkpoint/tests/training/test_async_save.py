@@ -53,12 +53,12 @@ def until(is_true: Callable[[], bool]) -> None:
 
 
 def in_child(fn: Callable[[], object]) -> int:
-    """Run a function in a process that ends like a killed one: nothing is closed or waited for."""
+    """Run a function in a process that ends like a killed one: without any closing or waiting."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # The child needs no threads.
         pid = os.fork()
     if pid == 0:
-        torch.set_num_threads(1)  # A fork has none of its parent's OpenMP threads, and would wait for them for ever.
+        torch.set_num_threads(1)  # A fork lacks the parent's OpenMP threads, and would wait for the threads for ever.
         try:
             fn()
         except BaseException:  # noqa: BLE001

@@ -1,4 +1,4 @@
-"""A save appears whole or not at all: whoever fails or is killed, at whatever moment."""
+"""A save appears whole or not at all, after a failure or a kill of any process at any moment."""
 
 import multiprocessing
 import os
@@ -39,7 +39,7 @@ def value_at(path: Path) -> float:
 
 
 def killed_at(monkeypatch: pytest.MonkeyPatch, owner: object, name: str, *, after: bool = False) -> None:
-    """Let this process be killed where it calls `owner.name`, before or after the call."""
+    """Kill this process at its call of `owner.name`, before or after the call."""
     original = getattr(owner, name)
 
     def die(*args: object, **kwargs: object) -> None:
@@ -53,7 +53,7 @@ def killed_at(monkeypatch: pytest.MonkeyPatch, owner: object, name: str, *, afte
 def in_child(fn: Callable[[], object]) -> int | None:
     process = multiprocessing.get_context("fork").Process(target=fn)
     process.start()
-    process.join(120)  # A process that takes longer hangs, on a busy machine too.
+    process.join(120)  # A longer process hangs, on a busy machine too.
     return process.exitcode
 
 
@@ -191,7 +191,7 @@ def test_an_interrupt_on_one_rank_reaches_every_rank(tmp_path: Path, monkeypatch
 
 
 class TestWithoutExchange:
-    """File systems that cannot exchange two directories: the old checkpoint steps aside first."""
+    """On file systems without an exchange of two directories the old checkpoint steps aside first."""
 
     @pytest.fixture(autouse=True)
     def _no_exchange(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,7 +216,7 @@ class TestWithoutExchange:
                 os.kill(os.getpid(), signal.SIGKILL)
 
             patch.setattr(Path, "rename", rename_and_die)
-            # The writer renames its metadata file, which is not meant here.
+            # Not the writer's rename of its metadata file.
             patch.setattr(_dcp_write, "complete", lambda *_: None)
             assert in_child(lambda: save(path, model=filled(2.0))) == -signal.SIGKILL
         assert not path.exists()
@@ -253,7 +253,7 @@ def test_directories_are_exchanged_in_one_step_where_the_system_can(tmp_path: Pa
         (tmp_path / name).mkdir()
         (tmp_path / name / name).touch()
     if not _directories.swap(tmp_path / "one", tmp_path / "other"):
-        assert (tmp_path / "one" / "one").exists()  # It says no, and has changed nothing.
+        assert (tmp_path / "one" / "one").exists()  # The call is refused without a change.
     else:
         assert (tmp_path / "one" / "other").exists() and (tmp_path / "other" / "one").exists()
     with pytest.raises(FileNotFoundError):
@@ -261,7 +261,7 @@ def test_directories_are_exchanged_in_one_step_where_the_system_can(tmp_path: Pa
 
 
 def _raise_not_found() -> NoReturn:
-    raise FileNotFoundError  # A system that cannot exchange says so before it looks.
+    raise FileNotFoundError  # A system without the exchange refuses before any look at the arguments.
 
 
 def test_a_checkpoint_that_is_replaced_while_it_is_read_is_not_taken_for_whole(
@@ -297,7 +297,7 @@ def test_a_reader_never_finds_the_checkpoint_absent_or_half_written(tmp_path: Pa
             refusals.append(damage.problem)
     process.join()
     assert seen == sorted(seen) and value_at(path) == 19.0
-    # The files of a checkpoint that was replaced after it had been opened are gone, or another's.
+    # Files of a checkpoint replaced after its opening are gone, or belong to another save.
     assert all("replaced" in refusal or "No such file" in refusal for refusal in refusals)
 
 

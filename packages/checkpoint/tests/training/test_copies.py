@@ -1,4 +1,4 @@
-"""The state of a save in the background is that of the call, whatever training does while it is being copied."""
+"""A save in the background holds the state of the call, for any training during the copy."""
 
 import gc
 import subprocess
@@ -21,11 +21,11 @@ from lamella_checkpoint._training import copies as _copies
 from lamella_testing import run_ranks
 from lamella_testing.tiny import Kit
 
-NUM_FEATURES = 200  # Weights that are too large to be copied at once.
+NUM_FEATURES = 200  # Weights too large for one copy.
 
 
 class Gate:
-    """Lets no copy begin before it is opened."""
+    """Lets no copy begin before the gate is opened."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._is_open = threading.Event()
@@ -45,7 +45,7 @@ class Gate:
         self._is_open.set()
 
     def open_soon(self) -> None:
-        """Once the calling thread waits for copies, most likely; it may not go on before."""
+        """Most likely once the calling thread waits for copies; the thread may not go on before."""
         threading.Timer(0.1, self.open).start()
 
 
@@ -58,7 +58,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
 
 @pytest.fixture(scope="module")
 def saver() -> Iterator[AsyncSaver]:
-    """One for all: its process takes seconds to come up."""
+    """One saver for all tests: its process takes seconds to start."""
     with AsyncSaver() as saver:
         yield saver
 
@@ -294,7 +294,7 @@ def test_a_save_that_failed_holds_nothing_of_the_state(
     with pytest.raises(CheckpointFailed):
         handle.wait()
     del model
-    gc.collect()  # Errors are in cycles with the frames that they went through.
+    gc.collect()  # Errors are in cycles with the frames of their tracebacks.
     assert handle._copies is not None
     assert [storage() for storage in storages] == [None, None]
 
@@ -349,7 +349,7 @@ optimizer.step()
 def test_a_program_ends_in_order_while_a_thread_asks_the_store_and_its_exit_handlers_may_still_wait(
     tmp_path: Path,
 ) -> None:
-    # The interpreter ends a thread that asks for its lock inside C++ by an abort of the process.
+    # A thread that asks for the interpreter's lock inside C++ at exit ends the process by an abort.
     program = f"""
 import atexit
 import threading

@@ -1,4 +1,4 @@
-"""What the caller keeps in a checkpoint comes back as it went, on the rank that gave it."""
+"""The caller's `extra` comes back unchanged, on the rank of the save."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""The same on GPUs, where NCCL alone carries the verdicts. Run by `gpu(1)` and `gpu(2)`."""
+"""Saves and loads on GPUs, with verdicts over NCCL alone. Run by `gpu(1)` and `gpu(2)`."""
 
 from pathlib import Path
 
@@ -40,7 +40,7 @@ def load_and_train(kit: Kit, path: Path, **options: bool) -> tuple[State, State,
 
 
 def read_after_what_its_stream_was_given(path: Path) -> list[bool]:
-    """Zeros that wait on a stream, then a load on it: copies on any other stream would come first, and be lost."""
+    """Zeros that wait on a stream, then a load on the stream: copies on a second stream would come first."""
     model = torch.nn.ModuleList(torch.nn.Linear(512, 512) for _ in range(16)).cuda()
     save(path, model=model)
     expected = [param.detach().cpu() for param in model.parameters()]
@@ -82,7 +82,7 @@ def test_training_resumes_bit_equal_and_counts_steps_where_the_step_runs(
 
 @pytest.mark.gpu1
 def test_a_host_checkpoint_loads_on_a_gpu_and_back(kit: Kit, tmp_path: Path) -> None:
-    # In ranks of their own: an optimizer's step makes even a process that trains on the host use CUDA.
+    # In separate ranks: an optimizer's step makes even a process with training on the host use CUDA.
     def save_on_the_host() -> State:
         model, optimizer = kit.build(sharded=False)
         kit.train(model, optimizer)
@@ -113,7 +113,7 @@ def test_the_current_device_need_not_be_set(kit: Kit, tmp_path: Path) -> None:
     def save_from_a_wrong_current_device() -> int:
         model, optimizer = build(kit)
         train(model, optimizer)
-        torch.cuda.set_device(0)  # What every process starts with.
+        torch.cuda.set_device(0)  # The start of every process.
         save(tmp_path / "a", model=model, optimizer=optimizer)
         load(tmp_path / "a", model=model, optimizer=optimizer)
         return torch.cuda.current_device()
@@ -140,7 +140,7 @@ def test_a_failing_rank_makes_every_rank_raise_over_nccl(
 @pytest.mark.gpu1
 def test_what_was_taken_in_the_call_keeps_its_memory_until_it_has_been_copied(tmp_path: Path) -> None:
     def save_and_reuse_memory() -> int:
-        model = torch.nn.Linear(16384, 16384, device="cuda")  # 1 GiB, which is copied before the samples are.
+        model = torch.nn.Linear(16384, 16384, device="cuda")  # 1 GiB, copied before the samples.
         with AsyncSaver() as saver:
             saver.save(tmp_path / "a", model=model).wait()
             torch.cuda._sleep(500_000_000)  # type: ignore[no-untyped-call]  # About a quarter of a second.
@@ -178,7 +178,7 @@ def test_a_save_in_the_background_holds_the_state_of_the_call_while_the_host_goe
 
 
 def large(value: float) -> nn.Linear:
-    """A gibibyte of weights: tens of milliseconds on a bus. Given gradients, so that SGD can step."""
+    """A gibibyte of weights: tens of milliseconds on a bus. With gradients, for SGD's step."""
     model = torch.nn.Linear(1 << 14, 1 << 14, bias=False, device="cuda")
     torch.nn.init.constant_(model.weight, value)
     model.weight.grad = torch.ones_like(model.weight)
@@ -260,7 +260,7 @@ def test_a_state_that_changed_before_it_was_copied_is_not_published(tmp_path: Pa
             else:
                 graph.replay()
 
-        change()  # Loads its kernels: what loads some may wait for all that the GPU does, and so for the copies.
+        change()  # Loads the kernels: a load of kernels may wait for all work of the GPU, and for the copies too.
         torch.nn.init.constant_(model.weight, 1.0)
         with AsyncSaver() as saver:
             saver.save(tmp_path / "a", model=model).wait()

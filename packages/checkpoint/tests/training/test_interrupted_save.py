@@ -48,7 +48,7 @@ class Interruption:
 
 @pytest.fixture(scope="module")
 def saver() -> Iterator[AsyncSaver]:
-    """One for all: its process takes seconds to come up."""
+    """One saver for all tests: its process takes seconds to start."""
     with AsyncSaver() as saver:
         yield saver
 

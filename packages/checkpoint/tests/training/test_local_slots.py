@@ -1,4 +1,4 @@
-"""Optimizer state that each rank keeps as plain tensors of its own elements is placed by its parameter."""
+"""Optimizer state kept as plain tensors of each rank's elements is placed by the parameter."""
 
 from collections.abc import Callable
 from functools import partial
@@ -22,12 +22,12 @@ MakeSharded = Callable[[torch.Tensor], torch.Tensor]
 
 
 def over_any(values: torch.Tensor) -> torch.Tensor:
-    """Also where a rank is alone, as `fully_shard` does."""
+    """Also for a single rank, as in `fully_shard`."""
     return distribute_tensor(values, init_device_mesh("cpu", (dist.get_world_size(),)), [Shard(0)])
 
 
 def over_two_axes(values: torch.Tensor) -> torch.Tensor:
-    """Tensor parallelism cuts first, as Megatron-FSDP's meshes say, and there are two replicas of everything."""
+    """Tensor parallelism cuts first, as in Megatron-FSDP's meshes, with two replicas."""
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replica", "dp", "tp"))
     mesh._shard_order = [0, 2, 1]  # type: ignore[attr-defined]
     coordinate = mesh.get_coordinate()
@@ -46,7 +46,7 @@ def _bounds(size: int, num: int) -> list[int]:
 
 
 def uneven(values: torch.Tensor) -> nn.Parameter:
-    """As Megatron's: cut where the placements do not say, told by functions on the local tensor."""
+    """As Megatron's: cut beside the placements, with functions on the local tensor for the place."""
     num, rank = dist.get_world_size(), dist.get_rank()
     bounds = [0, *(min(1 + index * 3, len(values)) for index in range(num - 1)), len(values)]
     start, stop = bounds[rank], bounds[rank + 1]
@@ -106,7 +106,7 @@ def test_a_save_in_the_background_places_them_alike(tmp_path: Path) -> None:
 
 
 def tensor_parallel_part(param: DTensor) -> DTensor:
-    """A slot that knows of the data-parallel ranks alone: its shape is that of a tensor-parallel rank's part."""
+    """A slot unaware of tensor parallelism: the shape is a tensor-parallel rank's part."""
     mesh, part = param.device_mesh, (param.shape[0] // 2, *param.shape[1:])
     stride = numbered(part).stride()
     values = torch.zeros_like(param._local_tensor)
@@ -114,7 +114,7 @@ def tensor_parallel_part(param: DTensor) -> DTensor:
 
 
 def test_a_tensor_parallel_ranks_part_is_placed_by_its_parameter(tmp_path: Path) -> None:
-    """By its own coordinates all tensor-parallel ranks would write one box, and equal values would hide it."""
+    """By the slot's coordinates all tensor-parallel ranks would write one box, unseen with equal values."""
 
     def make_one() -> tuple[nn.ParameterDict, torch.optim.SGD]:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -173,7 +173,7 @@ def trained_like(model: nn.Module) -> OnShards:
 
 
 def test_a_slot_that_only_some_ranks_could_hold_is_refused(tmp_path: Path) -> None:
-    """Three elements are the second rank's part, and nothing that the first could have."""
+    """Three elements are the second rank's part, and impossible for the first rank."""
 
     def save_one() -> type[BaseException]:
         model, optimizer = make(over_all)

@@ -1,4 +1,4 @@
-"""`load` takes the path of a DCP checkpoint, an open checkpoint of any format, or a function that opens one."""
+"""`load` takes the path of a DCP checkpoint, an open checkpoint of any format, or a function to open a checkpoint."""
 
 import pickle
 from collections.abc import Callable

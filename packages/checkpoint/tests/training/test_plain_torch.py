@@ -1,4 +1,4 @@
-"""What is written opens in plain torch with no lamella installed, and what plain torch writes opens here."""
+"""Saves open in plain torch without lamella installed, and plain torch's checkpoints open in lamella."""
 
 import subprocess
 import sys

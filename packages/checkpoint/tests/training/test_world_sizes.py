@@ -1,4 +1,4 @@
-"""What one number of ranks saved, any other number loads. 0 stands for a process without a group."""
+"""A save by any number of ranks is loaded by any number. 0 stands for a process without a group."""
 
 from collections.abc import Callable
 from functools import partial
@@ -46,7 +46,7 @@ def saved(root: Path, kit: Kit) -> dict[int, Trained]:
 
 @pytest.fixture(scope="module")
 def loaded(root: Path, kit: Kit, saved: dict[int, Trained]) -> dict[tuple[int, int], Trained]:
-    """By (saving, loading) world size: the state that was loaded, and what training made of it."""
+    """By (saving, loading) world size: the loaded state, and the state after training."""
 
     def load_all_train(num_ranks: int) -> dict[int, Trained]:
         results = {}

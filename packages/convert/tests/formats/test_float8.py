@@ -1,4 +1,4 @@
-"""Float8 with a scale a block: what is read is the product, and what is written loses what float8 must lose."""
+"""Float8 with a scale a block: reads are products, and writes lose only the rounding of float8."""
 
 import json
 from itertools import product

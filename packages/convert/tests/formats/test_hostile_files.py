@@ -1,4 +1,4 @@
-"""Checkpoints that somebody made to do harm: each is refused by the file's name, and what is shown is text."""
+"""Hostile checkpoints: each is refused by the file's name, and messages are printable text."""
 
 import argparse
 import io

@@ -1,4 +1,4 @@
-"""Directories that Megatron-LM and Megatron-Bridge wrote open as they are, and nothing in them runs."""
+"""Directories of Megatron-LM and Megatron-Bridge open unchanged, and no pickled code runs."""
 
 import os
 import warnings
@@ -21,7 +21,7 @@ from lamella_convert._tools.inspect import inspect
 
 def save(path: Path, values: dict[str, Any]) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # It says that there is no group.
+        warnings.simplefilter("ignore")  # A warning: no group is initialized.
         dcp.save(values, checkpoint_id=path, no_dist=True)  # type: ignore[attr-defined]
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints of other programs: found, named as the model names them, and loaded with their optimizers."""
+"""Checkpoints of other programs: found, with the model's names, and loaded with their optimizers."""
 
 import json
 from collections.abc import Callable
@@ -40,7 +40,7 @@ def trained(kit: Kit) -> Trained:
 
 
 def assert_loads(kit: Kit, path: Path, trained: Trained, *, with_optimizer: bool = True, **options: Any) -> Any:
-    """Return what `load` returns, which depends on the options."""
+    """Return the result of `load`, which depends on the options."""
     expected = kit.state(*trained) if with_optimizer else kit.weights(trained[0])
     model, optimizer = kit.build(sharded=False, seed=1)
     result = load(open_checkpoint(path), model=model, optimizer=optimizer if with_optimizer else None, **options)
@@ -157,7 +157,7 @@ def test_sharded_models_of_plain_torch_are_loaded_sharded(kit: Kit, tmp_path: Pa
 
 
 def test_parameters_are_named_by_the_file_where_it_can(tmp_path: Path) -> None:
-    """torch keeps names in groups if it was given them; then the order does not matter."""
+    """torch keeps names in groups after `named_parameters`; then the order does not matter."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     optimizer = torch.optim.Adam(reversed(list(model.named_parameters())))
     for number, param in enumerate(model.parameters()):

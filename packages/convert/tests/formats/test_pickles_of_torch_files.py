@@ -1,4 +1,4 @@
-"""A file of `torch.save` is data from elsewhere: no pickle in it takes more than its length can need."""
+"""A file of `torch.save` is foreign data: no pickle takes more memory than its length can need."""
 
 import zipfile
 from collections.abc import Callable

@@ -50,7 +50,7 @@ def test_all_parts_are_counted(tmp_path: Path) -> None:
     def write() -> None:
         mesh = init_device_mesh("cpu", (2,))
         tensors = {name: DTensor.from_local(torch.ones(1), mesh, [Shard(0)]) for name in "abc"}
-        if dist.get_rank() == 0:  # Two ranks that write one file damage it.
+        if dist.get_rank() == 0:  # Two ranks with one file damage the file.
             torch.save(tensors, tmp_path / "a.pt")
 
     run_ranks(write, 2)

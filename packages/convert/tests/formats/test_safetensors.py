@@ -1,4 +1,4 @@
-"""Safetensors files and their indices read box by box, and refused by file and tensor where they are damaged."""
+"""Safetensors files and indices, read box by box, and with damage refused by file and tensor."""
 
 import json
 from pathlib import Path

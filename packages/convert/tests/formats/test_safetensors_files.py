@@ -1,4 +1,4 @@
-"""Which safetensors files of a directory are the model: one arrangement, or a refusal that names the file."""
+"""The model among the safetensors files of a directory: one arrangement, or a refusal with the file's name."""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Safetensors and GPUs: written from one or two, read into one. Run by `gpu(1)` and `gpu(2)`."""
+"""Safetensors and GPUs: written from one GPU or two, read into one GPU. Run by `gpu(1)` and `gpu(2)`."""
 
 from pathlib import Path
 
@@ -38,7 +38,7 @@ def test_safetensors_are_written_from_a_gpu_and_read_into_one(kit: Kit, tmp_path
 
 @pytest.mark.gpu1
 def test_boxes_arrive_on_the_callers_stream(tmp_path: Path) -> None:
-    """Threads read; what they copy must wait for the stream that is current where `read` was called."""
+    """Threads read; the threads' copies must wait for the current stream of the call of `read`."""
 
     def read() -> tuple[bool, bool]:
         save_file({"a": torch.arange(4_000_000.0)}, tmp_path / "a.safetensors")
@@ -47,7 +47,7 @@ def test_boxes_arrive_on_the_callers_stream(tmp_path: Path) -> None:
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         with torch.cuda.stream(stream):
             torch.cuda._sleep(200_000_000)  # type: ignore[no-untyped-call]
-            into.fill_(-1)  # Late: a copy that does not wait for this stream comes before it.
+            into.fill_(-1)  # Late: a copy without a wait for this stream comes before the write.
             source.read([Wanted("a", Chunk((0,), (4_000_000,)), into)])
             late = into.cpu()
         return torch.equal(late, torch.arange(4_000_000.0)), torch.cuda.current_stream() == torch.cuda.default_stream()

@@ -1,4 +1,4 @@
-"""A live model written as safetensors from its shards: the library reads back what the unsharded model holds."""
+"""A live model written as safetensors from shards: the library reads back the unsharded model's values."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Files of `torch.save`: read box by box, verified, whatever else is in them."""
+"""Files of `torch.save`: read box by box, verified, beside any further contents."""
 
 import argparse
 import os
@@ -207,7 +207,7 @@ def test_a_dict_that_holds_itself_is_refused(tmp_path: Path) -> None:
 
 
 def test_views_outside_their_storage_are_refused(tmp_path: Path) -> None:
-    """torch checks this when it makes the view; here nothing is made."""
+    """torch checks the places at the view's creation; no view is made here."""
     import io
     import zipfile
 

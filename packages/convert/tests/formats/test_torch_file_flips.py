@@ -1,4 +1,4 @@
-"""Flipped bytes of a `torch.save` file: each is found that `torch.load` would hand on, and its record named."""
+"""Flipped bytes of a `torch.save` file: each flip that `torch.load` would overlook is found, and the record named."""
 
 import io
 import zipfile
@@ -30,7 +30,7 @@ base = torch.arange(1.0, 25.0).reshape(4, 6)
 
 
 class Wrapper(torch.Tensor):
-    """A subclass that holds its elements in a tensor beside a storage of its own."""
+    """A subclass with elements in a tensor beside a separate storage."""
 
     @staticmethod
     def __new__(cls, inner: torch.Tensor) -> Self:
@@ -48,7 +48,7 @@ class Wrapper(torch.Tensor):
 
 
 class Holder:
-    """An object that is no tensor, and has one."""
+    """An object with a tensor, itself no tensor."""
 
     def __init__(self) -> None:
         self.inner = base.clone()
@@ -79,7 +79,7 @@ def saved(value: object, **options: bool) -> bytes:
 
 
 def record_places(content: bytes) -> dict[str, slice]:
-    """The records of an archive by their names, as slices of its bytes."""
+    """The records of an archive by name, as slices of bytes."""
     reader = torch._C.PyTorchFileReader(io.BytesIO(content))
     starts = {name: reader.get_record_offset(name) for name in reader.get_all_records()}  # type: ignore[attr-defined]
     return {name: slice(start, start + len(reader.get_record(name))) for name, start in starts.items()}
@@ -188,10 +188,10 @@ def _rewritten(content: bytes) -> bytes:
 
 
 def is_read_as_before(file: Path, value: object) -> bool:
-    """Whether torch reads what was saved, from memory and from a mapped file; an error is no."""
+    """Whether torch reads the saved values, from memory and from a mapped file; an error is no."""
     try:
         loads = [torch.load(file, weights_only=True, mmap=mmap) for mmap in (False, True)]
-    except Exception:  # noqa: BLE001  Whatever torch stumbles on.
+    except Exception:  # noqa: BLE001  Any of torch's errors.
         return False
     return all(_is_same(loaded, value) for loaded in loads)
 
@@ -215,7 +215,7 @@ def found_or_harmless(file: Path, content: bytes, value: object, where: object) 
 def test_wherever_a_bit_flips_torch_reads_what_was_saved_or_it_is_found(
     tmp_path: Path, make: Callable[[], bytes]
 ) -> None:
-    """Local headers, padding, descriptors, the directory, its ends: every region of the file."""
+    """Local headers, padding, descriptors, the directory, the end records: every region of the file."""
     content = make()
     value = torch.load(io.BytesIO(content), weights_only=True)
     for position in range(0, len(content), 11):
@@ -223,7 +223,7 @@ def test_wherever_a_bit_flips_torch_reads_what_was_saved_or_it_is_found(
 
 
 def test_contents_that_are_marked_as_a_directory_are_found(tmp_path: Path) -> None:
-    """torch reads none of them, and leaves the memory that was to hold them as it is."""
+    """torch reads no elements, and leaves the destination's memory unchanged."""
     content = saved(PLAIN)
     directory = content.index(b"PK\1\2")
     attributes = content.index(b"data/0", directory) - len("archive/") - 46 + 38

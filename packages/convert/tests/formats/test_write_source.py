@@ -1,4 +1,4 @@
-"""Other formats written from a source piece by piece: torch and the libraries read what was in it, bit by bit."""
+"""Other formats written from a source piece by piece: torch and the libraries read the source's values, bit by bit."""
 
 import zipfile
 from pathlib import Path

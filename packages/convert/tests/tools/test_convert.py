@@ -479,7 +479,7 @@ def test_a_conversion_holds_a_buffer_and_not_the_model(large: Path, tmp_path: Pa
     arguments = [str(large / of), str(tmp_path / "b"), to, str(BUFFER_MEBIBYTES << 20)]
     ran = subprocess.run([sys.executable, "-c", PEAK, *arguments], capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
-    # The buffer, and what threads and the allocator keep beside it: less than one of the tensors.
+    # The buffer, and memory of threads and the allocator: together less than a tensor.
     assert float(ran.stdout) < 5 * BUFFER_MEBIBYTES < NUM_MEBIBYTES / 2, ran.stdout
     shutil.rmtree(tmp_path)
 

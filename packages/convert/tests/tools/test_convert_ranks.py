@@ -1,4 +1,4 @@
-"""A checkpoint of Megatron changes its number of tensor-parallel ranks from one `fsdp_dtensor` to another."""
+"""A checkpoint of Megatron changes the number of tensor-parallel ranks from one `fsdp_dtensor` to another."""
 
 import re
 import warnings

@@ -1,4 +1,4 @@
-"""Slots that an optimizer keeps as plain tensors of a rank stay so through a conversion."""
+"""Slots kept as plain tensors of a rank stay plain through a conversion."""
 
 from functools import partial
 from pathlib import Path

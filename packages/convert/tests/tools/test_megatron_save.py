@@ -1,4 +1,4 @@
-"""Live models are written in Megatron's formats by the ranks that hold them, without a gather and without Megatron."""
+"""Live models are written in Megatron's formats by their ranks, without a gather and without Megatron."""
 
 import json
 from argparse import Namespace
@@ -45,7 +45,7 @@ def local_part(name: str, *, dp: int, tp: int) -> torch.Tensor:
 
 
 def make() -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Two data-parallel by two tensor-parallel ranks, these cutting first, after a step that left known moments."""
+    """Two data-parallel by two tensor-parallel ranks, cut by the latter first, after a step with known moments."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     mesh._shard_order = [1, 0]  # type: ignore[attr-defined]
     dp, tp = divmod(dist.get_rank(), 2)
@@ -144,7 +144,7 @@ def test_a_save_that_fails_leaves_the_last_checkpoint(tmp_path: Path) -> None:
 
 
 def parts_of_rank() -> dict[str, list[StoredPart]]:
-    """The places that megatron-core would tell: layers stacked, halves apart, each rank its own."""
+    """Places as from megatron-core: layers stacked, halves apart, each rank its own."""
     tp = dist.get_rank() % 2
     parts = {
         NORM: [StoredPart(Chunk((0,), (4,)), "decoder.layers.input_layernorm.weight", (1, 4), Chunk((0, 0), (1, 4)))]

@@ -1,7 +1,7 @@
-"""Shards of fused tensors are written by component, at any tensor-parallel size, wherever rows are cut.
+"""Shards of fused tensors are written by component, at any tensor-parallel size, with rows cut anywhere.
 
-The tensors, cuts and expected columns are those of a run of Megatron's own splitter on four ranks: two data-parallel by
-two tensor-parallel, these outermost. Values are flat indices, so that whatever is misplaced shows.
+Tensors, cuts and expected columns come from a run of Megatron's own splitter on four ranks: two data-parallel by
+two tensor-parallel, the latter outermost. Values are flat indices: a misplaced value shows.
 """
 
 import warnings
@@ -117,7 +117,7 @@ def test_the_release_stores_gated_deltas_as_ranks_hold_them() -> None:
 
 
 def global_dtensor(name: str, mesh: DeviceMesh) -> torch.Tensor:
-    """As Megatron-FSDP makes it: the whole mesh, tensor-parallel outermost, which plain placements do not say."""
+    """As in Megatron-FSDP: the whole mesh, tensor-parallel outermost, beyond plain placements."""
     rows = held_of(name, dist.get_rank())
     shape = torch.Size(SHAPES[name])
     return DTensor.from_local(
@@ -126,7 +126,7 @@ def global_dtensor(name: str, mesh: DeviceMesh) -> torch.Tensor:
 
 
 def tp_local_dtensor(name: str, mesh: DeviceMesh) -> torch.Tensor:
-    """A tensor-parallel rank's part, on the data-parallel axis alone: it does not know of the other ranks' parts."""
+    """A tensor-parallel rank's part, on the data-parallel axis alone, unaware of further parts."""
     rows = held_of(name, dist.get_rank())
     shape = torch.Size([SHAPES[name][0] // 2, SHAPES[name][1]])
     stride = flat_indices(shape).stride()
@@ -150,14 +150,14 @@ def save_by_four(path: Path, make: Make) -> None:
 
 
 def stored(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]]]:
-    """What one process without a group reads, and the chunks that the metadata has."""
+    """The values read by one process without a group, and the chunks in the metadata."""
     metadata: dict[str, TensorStorageMetadata] = {}
     for name, entry in FileSystemReader(path).read_metadata().state_dict_metadata.items():
         assert isinstance(entry, TensorStorageMetadata)
         metadata[name] = entry
     tensors = {name: torch.full(tuple(info.size), -1.0) for name, info in metadata.items()}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # It says that there is no group.
+        warnings.simplefilter("ignore")  # A warning: no group is initialized.
         dcp.load(tensors, checkpoint_id=path, no_dist=True)  # type: ignore[attr-defined]
     chunks = {
         name: sorted((tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in info.chunks)
@@ -178,7 +178,7 @@ def test_four_ranks_write_the_columns_that_one_process_reads(tmp_path: Path, mak
 
 
 def test_by_its_own_coordinates_half_of_a_tensor_would_be_lost(tmp_path: Path) -> None:
-    """Why a tensor-parallel rank's part is placed by its parameter: DCP takes what it is told, and says nothing."""
+    """The reason to place a tensor-parallel rank's part by its parameter: DCP takes any places without an error."""
 
     def save_mine() -> None:
         rank = dist.get_rank()
@@ -199,7 +199,7 @@ def test_by_its_own_coordinates_half_of_a_tensor_would_be_lost(tmp_path: Path) -
 
 
 def test_meshes_that_say_their_order_are_believed(tmp_path: Path) -> None:
-    """Megatron-FSDP's: with even cuts, nothing else tells that tensor-parallel ranks come first."""
+    """Megatron-FSDP's: with even cuts, the only sign of tensor-parallel ranks coming first."""
     values = flat_indices((8, 2))
 
     def save_and_load() -> bool:

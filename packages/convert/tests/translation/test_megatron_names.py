@@ -1,4 +1,4 @@
-"""Checkpoints of Megatron are read under one set of names, whoever wrote them, and written for whoever reads them."""
+"""Checkpoints of Megatron are read under one set of names from any writer, and written for any reader."""
 
 from argparse import Namespace
 from collections.abc import Iterable, Mapping
@@ -249,7 +249,7 @@ def test_experts_without_gates_are_modules_of_their_own_too() -> None:
 
 
 def layer_of_experts(num_experts: int, *, sequential: bool) -> Shapes:
-    """A model's names and shapes of a layer with these experts, as many ranks as there are together."""
+    """A model's names and shapes of a layer with the given experts, of all ranks together."""
     layer = "decoder.layers.0.mlp."
     shapes: Shapes = {f"{layer}router.weight": (3, 2)}
     for index in range(num_experts):
@@ -312,7 +312,7 @@ def test_the_number_of_ranks_must_be_known_of_what_they_hold_together() -> None:
 
 
 def test_another_number_of_ranks_reads_other_numbers() -> None:
-    """Why it must be known: a wrong one fits, and nothing in the file tells."""
+    """The reason for the argument: a wrong value fits, and the file has no sign of the right one."""
     tensors, objects = checkpoint(parameters(num_layers=1))
     stored = through(MemorySource(tensors, objects), RELEASE_0_19, {"tp": 2})
     name = "model.decoder.layers.0.self_attention.in_proj.weight.key"

@@ -89,7 +89,7 @@ def test_components_and_logical_names_are_stored_and_loaded_back(kit: Kit, tmp_p
     parts = torch.split(saved["decoder.layers.0.layers.0.mixer.in_proj.weight/exp_avg"], list(ROWS.values()))
     plain = {f"optimizer.state.{mixer}in_proj.weight.{part}.exp_avg": torch.zeros(ROWS[part], 3) for part in ROWS}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # It says that there is no group.
+        warnings.simplefilter("ignore")  # A warning: no group is initialized.
         dcp.load(plain, checkpoint_id=path, no_dist=True)  # type: ignore[attr-defined]
     for values, part in zip(plain.values(), parts, strict=True):
         assert torch.equal(values, part)

@@ -1,4 +1,4 @@
-"""Rules read both ways: what a table does to any tensors of one side, it undoes."""
+"""Rules read both ways: a table undoes its own changes, for any tensors of one side."""
 
 from collections.abc import Mapping
 
@@ -136,7 +136,7 @@ Built = tuple[dict[str, torch.Tensor], dict[str, int]]
 
 @st.composite
 def models(draw: st.DrawFn) -> Built:
-    """A model of random sizes by its left names, and the sizes that the rules need."""
+    """A model of random sizes by left names, and the sizes for the rules."""
     num_groups, tp = draw(st.integers(1, 4)), draw(st.integers(1, 4))
     per_group, head = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     sizes = {
@@ -216,7 +216,7 @@ def test_layers_of_other_shapes_are_cut_as_theirs_are() -> None:
 
 
 def test_a_name_is_found_by_its_own_numbers_and_its_text() -> None:
-    """Names are looked up without their numbers: what differs in a literal number, or writes one oddly, is another."""
+    """Names are looked up without numbers: a different literal number, or an odd spelling, is another name."""
     rules = Rules(
         (
             Rule("norm1.{layer}", "first.{layer}"),

@@ -1,4 +1,4 @@
-"""Translating a checkpoint moves boxes and invents nothing; what it cannot do is listed or refused."""
+"""Translating a checkpoint moves boxes and invents nothing; names without a translation are listed or refused."""
 
 from typing import ClassVar, Literal
 

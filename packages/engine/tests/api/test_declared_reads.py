@@ -1,4 +1,4 @@
-"""What may be declared to be read directly, what a plan makes of it, and how one finds what was not declared."""
+"""Declarations of direct reads, their part in a plan, and the report of undeclared reads."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Parameters that are read without a call of their module: declared, they are the reader's unit's in every way.
+"""Parameters read without a call of their module: after a declaration, part of the reader's unit in every way.
 
-Each test shows a property that a declaration of reads has to keep.
+Each test shows a property of declared reads.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def test_declared_parameters_are_gathered_before_backward() -> None:
         loss = LOSS(sharded)
         assert all(isinstance(conv.weight, DTensor) for conv in convs_of(sharded)), "freed in between"
         log = record_by_name(sharded)
-        loss.backward()  # `_Kernel` asserts that the weight has its storage
+        loss.backward()  # `_Kernel` asserts the weight's storage
         assert log.units_of("gather") == ["layers.2", "layers.1", "layers.0"]
         LOSS(reference).backward()
         assert_gradients_equal(reference, sharded)
@@ -159,7 +159,7 @@ def test_a_declared_parameter_in_another_unit_is_taken_over_or_refused() -> None
         assert unit_of(first) is unit_of(sharded.get_submodule("layers.0"))
         assert unit_of(second) is unit_of(sharded.get_submodule("layers.1.mixer"))
 
-        # Refused: a unit that is gathered with a module elsewhere.
+        # Refused: a unit gathered with a module elsewhere.
         model = MixerNet()
         first, second, _ = convs_of(model)
         declare_reads(model.layers[0].get_submodule("mixer"), "conv1d.*")
@@ -171,7 +171,7 @@ def test_a_declared_parameter_in_another_unit_is_taken_over_or_refused() -> None
         assert unit_of(model.layers[0]) is None
         assert not isinstance(model.layers[0].get_parameter("up.weight"), DTensor)
 
-        # Refused: one that another unit reads already.
+        # Refused: a unit already read by another unit.
         model = MixerNet()
         owner, reader, _ = mixers_of(model)
         reader.conv1d = owner.conv1d
@@ -199,7 +199,7 @@ def test_shared_and_tied_parameters_that_are_declared_train_as_unsharded() -> No
             two.weight = three.weight = one.weight
 
     def around(model: Any) -> None:
-        """Readers that share are in one unit: the model's."""
+        """Readers of one parameter are in one unit: the model's."""
         for mixer in mixers_of(model):
             declare_reads(mixer, "conv1d.weight", "conv1d.bias")
         fully_shard(list(dict.fromkeys(convs_of(model))))
@@ -295,7 +295,7 @@ def test_declared_parameters_keep_their_tensor_parallel_annotations() -> None:
     run_ranks(check, 2)
 
     class ParallelMixers(Net):
-        """Every parameter is a DTensor on the tensor axis; the convolution's is cut there."""
+        """Every parameter is a DTensor on the tensor axis; the axis cuts the convolution's."""
 
         def make_layer(self, dim: int) -> nn.Module:
             return MixerBlock(dim, ParallelMixer)

@@ -1,4 +1,4 @@
-"""Whatever a unit and its parameters are, what a module of it reads directly is the unit's as all else."""
+"""Directly read parameters belong to the reader's unit like all other parameters, for every kind of unit."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_a_module_that_is_read_and_called_trains_as_unsharded_too() -> None:
 
 def test_a_module_that_is_read_may_be_called_outside_of_the_reader() -> None:
     class Aside(MixerNet):
-        """Its last convolution runs again between the blocks, and after them."""
+        """The last convolution runs again between the blocks, and after all blocks."""
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             x = self.stem(x)
@@ -134,7 +134,7 @@ def test_a_module_that_is_read_may_be_called_outside_of_the_reader() -> None:
                 for model in (reference, sharded):
                     descend(model)
         alone = [convs_of(model)[0] for model in (reference, sharded)]
-        for conv in alone:  # outside any forward: a pass of its own
+        for conv in alone:  # outside any forward: a separate pass
             conv(torch.ones(2, 7)).square().sum().backward()
         assert_gradients_equal(*alone)
         with torch.no_grad():
@@ -149,7 +149,7 @@ class _CallingRecomputed(MixersRecomputedByReentry):
 
 
 def test_a_module_that_is_read_and_called_runs_again_after_an_optimizer_stepped() -> None:
-    """What the unit gathered before that is still what its own backward needs: a call inside it begins nothing."""
+    """The unit's earlier gather still serves its backward: a call inside begins no gather."""
 
     def check() -> None:
         reference, sharded = twins(_CallingRecomputed, partial(shard_declared, reshard_after_forward=False))
@@ -166,7 +166,7 @@ def test_a_module_that_is_read_and_called_runs_again_after_an_optimizer_stepped(
 
 
 def _shard_after(model: Any, tell: Callable[[nn.Linear], object]) -> list[Any]:
-    """What is said to each convolution's unit, before the units around take it over, comes back."""
+    """Settings of each convolution's unit, from before the takeover by outer units, come back."""
     answers = []
     for mixer in mixers_of(model):
         declare_reads(mixer, "conv1d.*")
@@ -241,7 +241,7 @@ def test_a_list_of_units_to_gather_ahead_may_name_one_that_was_taken_over() -> N
 
 @pytest.mark.parametrize("inner", [None, CPUOffloadPolicy(pin_memory=False)])
 def test_shards_may_rest_on_the_cpu(inner: CPUOffloadPolicy | None) -> None:
-    """The reader's and what it reads, or the latter alone."""
+    """The reader's parameters and the read parameters, or the read parameters alone."""
     everywhere: dict[str, Any] = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
     apply = (
         partial(shard_declared, **everywhere)
@@ -290,7 +290,7 @@ def test_several_forwards_before_their_backwards() -> None:
 
 
 class _Anyhow(Net):
-    """Blocks that read, call or both, and run again inside backward or not: drawn by a seed."""
+    """Blocks with reads, calls or both, recomputed in backward or not: drawn by a seed."""
 
     def __init__(self, choose: Random) -> None:
         self._choose = choose
@@ -411,7 +411,7 @@ def test_another_method_of_the_owner_may_read_them_too() -> None:
 
 
 def test_the_verbs_of_a_module_that_is_read_are_those_of_the_unit() -> None:
-    """A schedule that never calls `forward` drives the unit by hand."""
+    """A schedule without a call of `forward` drives the unit by hand."""
 
     def check() -> None:
         reference, sharded = twins(MixerNet, shard_declared)

@@ -153,7 +153,7 @@ def test_inputs_of_the_outermost_forward_are_moved_to_the_units_device_and_no_ot
         outer, inner = find_state(model), find_state(model.layers[0])
         assert outer is not None
         assert inner is not None
-        outer.tree.streams.device = torch.device("meta")  # the only one beside CPU that every machine has
+        outer.tree.streams.device = torch.device("meta")  # the only device beside CPU on every machine
         (args, kwargs) = pre_forward(outer, model, ([X],), {"x": X})
         assert args[0][0].is_meta
         assert kwargs["x"].is_meta

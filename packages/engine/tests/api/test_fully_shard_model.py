@@ -1,4 +1,4 @@
-"""A whole model in one call: what becomes a unit, what cannot, and that the plan is what happens."""
+"""A whole model in one call: the choice of units, refused choices, and agreement with the plan."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class _TiedEnds(Net):
 
 
 class _Towers(nn.Module):
-    """Two models under one, of which one says what must not be split."""
+    """Two models under one module; the left model lists classes to keep whole."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ def _layers(num_layers: int = 3) -> list[str]:
     return [f"layers.{i}" for i in range(num_layers)]
 
 
-# -- what is chosen -------------------------------------------------------------------------------------------------
+# -- the choice of units --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_hugging_faces_own_list_is_collected_from_the_modules_below() -> None:
 
 
 def test_a_name_is_matched_without_what_compilation_puts_before_it() -> None:
-    model = _NamedModules({"_orig_mod": Net()})  # as torch.compile names what it wraps
+    model = _NamedModules({"_orig_mod": Net()})  # torch.compile's name for a wrapped module
     assert _names(plan_units(model, units="layers.?")) == [f"_orig_mod.{layer}" for layer in _layers()]
 
 
@@ -167,7 +167,7 @@ def test_units_that_are_there_already_are_left_alone() -> None:
     run_ranks(check, 1)
 
 
-# -- what cannot be a unit ------------------------------------------------------------------------------------------
+# -- refused as units -----------------------------------------------------------------------------------------------
 
 
 def test_tied_parameters_are_left_to_the_unit_around_both_and_the_plan_says_so() -> None:
@@ -268,7 +268,7 @@ def test_an_argument_that_fully_shard_does_not_know_changes_nothing() -> None:
     run_ranks(check, 1)
 
 
-# -- the plan is what happens ---------------------------------------------------------------------------------------
+# -- agreement with the plan ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])

@@ -1,4 +1,4 @@
-"""lamella in FSDP2's place: which names are lamella's then, and that all of them are torch's again afterwards."""
+"""lamella in FSDP2's place: the replaced names, and all names back to torch's afterwards."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lamella_engine import install
 from lamella_testing import run_ranks
 
 OURS = lamella_engine.fully_shard
-KEPT = {"torchs": fsdp2.fully_shard}  # no global of this module: that would be replaced
+KEPT = {"torchs": fsdp2.fully_shard}  # no global of this module: `install` would replace a global
 
 
 @pytest.fixture(autouse=True)

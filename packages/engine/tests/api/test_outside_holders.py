@@ -1,4 +1,4 @@
-"""A Parameter that an object beside the modules keeps is refused by name: it would never train."""
+"""A Parameter kept by an object beside the modules is refused by name: the object's copy would never train."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def _reads(name: str) -> Forward:
 
 
 def _model(kind: str, name: str) -> Any:
-    """A model with an attribute `name` of some kind, which makes its forward three times the linear layer's."""
+    """A model with an attribute `name` of some kind: forward returns three times the linear layer's output."""
     triple = lambda _, factor: float(factor)  # noqa: E731
     if kind == "method":
         return _module(_calls(name), **{name: triple})()

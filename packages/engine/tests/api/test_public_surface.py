@@ -60,7 +60,7 @@ def _policies_anew(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "policies_anew", module)  # where dataclasses look for it
+    monkeypatch.setitem(sys.modules, "policies_anew", module)  # the place searched by dataclasses
     spec.loader.exec_module(module)
     return module
 

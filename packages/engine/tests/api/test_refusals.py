@@ -1,4 +1,4 @@
-"""What cannot work is refused at the call, and the message says what to do instead."""
+"""Unsupported arguments are refused at the call, and the message has the way out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The report of a unit says what is there."""
+"""The report of a unit lists the unit's parameters and settings."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_dtypes_frozen_groups_and_states_are_told() -> None:
         fully_shard(model, mp_policy=policy)
         text = describe(model)
         assert "2 groups, sharded now" in text
-        # Half of four rows of 512, and half of a bias behind it; unsharded all of them.
+        # Half of four rows of 512, and half of the bias behind; unsharded all rows.
         assert text.count("at rest     float64, 8.0 KiB a rank with padding") == 2
         assert text.count("unsharded   bfloat16, 4.0 KiB with padding") == 2
         assert "gradients   none: frozen" in text

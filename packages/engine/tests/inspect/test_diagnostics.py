@@ -1,4 +1,4 @@
-"""Norms, what is not finite and what jumps: against the unsharded model, on any mesh."""
+"""Norms, non-finite values and spikes: against the unsharded model, on any mesh."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever way a forward is called and whatever it returns, gradients are the unsharded model's."""
+"""Gradients are the unsharded model's for any way to call a forward, and for any output."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ X = inputs()
 
 
 def _check(make: Callable[[], nn.Module], forward: Callable[[Any], torch.Tensor], apply: Any = shard) -> None:
-    """Two steps: the second replays the order that the first one taught."""
+    """Two steps: the second replays the order of the first."""
 
     def on_each_rank() -> None:
         assert_trains_alike(*twins(make, apply), mean_square(forward))
@@ -205,7 +205,7 @@ class _Pair(NamedTuple):
 
 
 class _ModelOutput(OrderedDict[str, Any]):
-    """An ordered dict with attributes, as model libraries return it."""
+    """An ordered dict with attributes, as in model libraries' outputs."""
 
     def __getattr__(self, name: str) -> Any:
         return self[name]
@@ -219,7 +219,7 @@ pytree.register_pytree_node(
 
 
 class _Structured(Residual):
-    """Takes its input by keyword in a nest of containers, and gives back another."""
+    """Takes an input by keyword in a nest of containers, and returns another nest."""
 
     pack: Callable[[torch.Tensor], Any]
     unpack: Callable[[Any], torch.Tensor]
@@ -251,7 +251,7 @@ def _structured(pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], tor
 
 @dataclass(frozen=True)
 class _Record:
-    """A dataclass that nobody registered with pytree."""
+    """A dataclass unknown to pytree."""
 
     number: int
     hidden: torch.Tensor | list[torch.Tensor]
@@ -259,7 +259,7 @@ class _Record:
 
 
 class _Opaque:
-    """Hides its tensor from everybody."""
+    """Hides a tensor from pytree and the engine."""
 
     def __init__(self, hidden: torch.Tensor) -> None:
         self.hidden = hidden
@@ -314,7 +314,7 @@ def test_tensors_are_found_in_dataclasses_among_the_inputs_which_stay_what_they_
 
 
 def test_an_elementwise_weight_behind_an_opaque_output_is_there_in_backward() -> None:
-    """Read from freed storage it would end the process."""
+    """A read from freed storage would end the process."""
 
     class Gain(nn.Module):
         def __init__(self) -> None:
@@ -405,14 +405,14 @@ def test_attention_that_reads_its_childrens_weights_works_inside_a_unit() -> Non
 
 
 class _Notes:
-    """What blocks are given to leave tensors in."""
+    """A list for tensors, given to every block."""
 
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []
 
 
 class _Noting(Residual):
-    """Leaves a tensor that it computes behind, past its outputs."""
+    """Leaves a computed tensor in the notes, beside its outputs."""
 
     def __init__(self, dim: int = 7) -> None:
         super().__init__(dim)
@@ -438,7 +438,7 @@ class _NotingNet(Net):
 
 
 def test_a_tensor_that_reaches_the_loss_past_a_units_outputs_makes_no_wrong_gradients() -> None:
-    """Its backward runs before the unit's: where that gathers, parameters are allocated and not there."""
+    """The noted tensor's backward runs before the unit's: after a gather, parameters are allocated and unfilled."""
 
     def with_frozen_sides() -> _NotingNet:
         model = _NotingNet()

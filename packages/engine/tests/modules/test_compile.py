@@ -1,4 +1,4 @@
-"""Compiled before it is sharded, after, or as a whole, a model trains as a plain one: graphs end at hooks."""
+"""A model compiled before sharding, after, or as a whole trains like a plain model: graphs end at hooks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch._dynamo.testing import CompileCounter
 
 from lamella_testing import load_compiler, run_ranks
 
-# The compiler looks for `.grad` on everything that it sees.
+# The compiler looks for `.grad` on every object in a graph.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 
 

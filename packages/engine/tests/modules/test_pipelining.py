@@ -28,7 +28,7 @@ from lamella_engine.testing import assert_at_rest
 from lamella_testing import run_ranks
 
 NUM_MICROBATCHES = 4
-# Of torch 2.15. Any: the release that types are checked with knows no such argument.
+# Of torch 2.15. Any: the release for type checks lacks the argument.
 DEFERRAL: dict[str, Any] = {"defer_reduce_grad_wait": True}
 NEEDS_DEFERRAL = pytest.mark.skipif(
     "finalize_gradients" not in inspect.signature(Schedule1F1B.step).parameters,
@@ -117,7 +117,7 @@ def test_a_stage_is_reduced_while_another_computes() -> None:
 
 @NEEDS_DEFERRAL
 def test_stages_that_share_streams_are_not_reduced_while_another_computes() -> None:
-    """torch asks whether they do, and refuses what its own FSDP2 cannot."""
+    """torch asks for the capability, and refuses schedules beyond FSDP2's."""
 
     def check() -> None:
         with pytest.raises(ValueError, match="share a communication context"):

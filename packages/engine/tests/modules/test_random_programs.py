@@ -1,6 +1,6 @@
 """Random models, cut into units at random on random meshes, driven at random: gradients stay the unsharded model's.
 
-Everything random follows from the seed, and so is equal on all ranks. A failure names its seed and what was done.
+Everything random follows from the seed, and is equal on all ranks. A failure names its seed and the program.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class _Leaf(nn.Module):
 
 
 class _Tree(nn.Module):
-    """Runs its children along a route that may leave some out and repeat others."""
+    """Runs its children along a route with omissions and repetitions."""
 
     def __init__(self, choose: Random, depth: int) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ def _make(seed: int) -> nn.Module:
 
 
 def _is_tied_outside(module: nn.Module, model: nn.Module) -> bool:
-    """Whether a parameter in the module is held by others too: then it can have neither a unit nor a dtype alone."""
+    """Whether a parameter has holders outside the module: a tied parameter has neither a unit nor a dtype alone."""
     counts, everywhere = (Counter(map(id, _held_by(root))) for root in (module, model))
     return any(everywhere[key] > count for key, count in counts.items())
 
@@ -106,7 +106,7 @@ def _is_double(model: nn.Module) -> bool:
 
 
 def _tolerance(model: nn.Module) -> dict[str, Any]:
-    """What sums in another order may change, where some of them are in fp32 or none is."""
+    """Tolerance for sums in another order, with some sums in fp32 or none."""
     return {"rtol": 1e-6, "atol": 1e-9} if _is_double(model) else {"rtol": 1e-3, "atol": 1e-5}
 
 
@@ -120,7 +120,7 @@ def _cut(choose: Random, model: nn.Module) -> None:
 
 
 def _rests(choose: Random) -> dict[str, Any]:
-    """Where a unit rests, and in which dtype its gradients are added up: its own, or one wider than fp32."""
+    """A unit's place of rest, and the dtype of its gradients' sums: the parameter's, or wider than fp32."""
     return {"offload_policy": _home(choose), "mp_policy": choose.choice([None, WIDE_SUMS])}
 
 
@@ -134,7 +134,7 @@ def _mesh(*shape: int) -> DeviceMesh:
 
 
 def _asked(choose: Random, allocator: Allocator | None) -> dict[str, Any]:
-    """Where one unit's parameters lie, what stays together, and when they go."""
+    """The place of a unit's parameters, rows to keep together, and the time of resharding."""
     asked = _placed(choose)
     keep = choose.choice([None, None, Rows(1), Rows(2), Whole(), _matrices_by_rows])
     options = ShardingOptions(
@@ -169,7 +169,7 @@ def _along_the_last_dim(parameter: nn.Parameter) -> Shard | None:
     return Shard(parameter.ndim - 1) if parameter.shape[-1] % 2 == 0 else None
 
 
-# -- what may happen before a step: each acts on both models alike ----------------------------------------------------
+# -- acts before a step, equal on both models -------------------------------------------------------------------------
 
 Pair = tuple[nn.Module, nn.Module]
 
@@ -227,7 +227,7 @@ EVENTS = [_reroute, _freeze, _validate, _look, _keep, _look_ahead, _read_state, 
 
 def _backward(module: nn.Module, x: torch.Tensor, *, recomputed: bool = False) -> None:
     out = checkpoint(module, x, use_reentrant=False) if recomputed else module(x)
-    if out.requires_grad:  # all frozen, or a route past everything that trains
+    if out.requires_grad:  # all frozen, or a route past every trained module
         out.square().mean().backward()
 
 
@@ -238,7 +238,7 @@ def _step(choose: Random, pair: Pair) -> None:
         for model, x in zip(pair, (_batch(), rows_of_this_rank(_batch())), strict=True):
             _backward(model, x + i, recomputed=recomputed)
     for _, unit in named_units(pair[1]):
-        unit.weights.reshard()  # where nothing trained, no backward did
+        unit.weights.reshard()  # without a trained module no backward ran
     assert_at_rest(pair[1])
     assert_gradients_equal(*pair, **_tolerance(pair[0]))
 
@@ -246,7 +246,7 @@ def _step(choose: Random, pair: Pair) -> None:
 def _run(seed: int) -> None:
     choose = Random(seed)
     pair = twins(partial(_make, seed), partial(_cut, choose), seed=seed)
-    # Not foreach: the parameters of one model lie on several meshes.
+    # Not foreach: one model's parameters lie on several meshes.
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9, foreach=False) for model in pair]
     done: list[str] = []
     for _ in range(NUM_STEPS):
@@ -262,7 +262,7 @@ def _run(seed: int) -> None:
 
 def _run_all(seeds: range, device: str = "cpu") -> None:
     torch.set_default_device(device)
-    with flat_alignment(2):  # at the engine's own these parameters would not be cut
+    with flat_alignment(2):  # at the engine's own alignment no parameter here would be cut
         for seed in seeds:
             _run(seed)
 

@@ -1,4 +1,4 @@
-"""A list of modules is one unit: gathered before the first of them runs, freed after the last, reduced once."""
+"""A list of modules is one unit: gathered before the first module runs, freed after the last, reduced once."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ X = inputs()
 
 
 class Normed(Net):
-    """A norm before the head. With `runs_head` off, the head is somebody else's to call."""
+    """A norm before the head. With `runs_head` off, the caller runs the head."""
 
     runs_head = True
 
@@ -48,7 +48,7 @@ class Normed(Net):
 
 
 class Chunked(Normed):
-    """Computes its loss on chunks of rows, inside forward."""
+    """Computes the loss on chunks of rows, inside forward."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.stem(x)
@@ -59,7 +59,7 @@ class Chunked(Normed):
 
 
 class TiedUnit(Net):
-    """The first and the last module to run are one unit, because they share a weight."""
+    """The first and the last module to run are one unit, because of a common weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class TiedUnit(Net):
 
 
 class ParallelEnds(Net):
-    """Neither of the two modules of a unit sees the other's output."""
+    """Neither of a unit's two modules sees the output of the second."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.stem(x)
@@ -168,7 +168,7 @@ def test_it_is_gathered_once_a_pass_and_reduced_once() -> None:
         for _ in range(2):
             log.clear()
             model(X).mean().backward()
-        # Both modules have one state, and the log names it after one of them.
+        # Both modules have one state, which the log names after the last.
         events = [event for event in log.order if event.endswith(("norm", "head"))]
         assert events == ["gather norm", "compute norm", "compute head", "gather norm", "reduce norm"]
 

@@ -10,7 +10,7 @@ from lamella_testing import run_ranks
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)
-    import torch._decomp.decompositions_for_jvp  # the first tangent would import it, and torch scripts there
+    import torch._decomp.decompositions_for_jvp  # the first tangent would import the module, which scripts at import
 
 
 def test_a_dual_input_gives_the_unsharded_tangents_and_gradients() -> None:

@@ -30,7 +30,7 @@ from lamella_testing import run_ranks
 
 
 def _shard_nested(model: Net) -> None:
-    """Each block's `up` is one unit, the block around it another, the root a third."""
+    """Units are each block's `up`, the block around `up`, and the root."""
     for layer in model.layers:
         fully_shard(layer.get_submodule("up"))
         fully_shard(layer)

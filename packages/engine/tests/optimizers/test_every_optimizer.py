@@ -31,7 +31,7 @@ LOSS = mean_square(lambda model: model(X))
 
 
 def _train(model: nn.Module, make_optimizer: partial[torch.optim.Optimizer]) -> None:
-    # Muon is for matrices, and says so when it is made.
+    # Muon is for matrices, and refuses vectors when built.
     matrices = make_optimizer.func is torch.optim.Muon
     optimizer = make_optimizer([p for p in model.parameters() if p.ndim == 2 or not matrices])
     _step(model, optimizer)
@@ -68,7 +68,7 @@ def test_every_optimizer_and_flavour_of_it_trains_short_parameters_as_unsharded(
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        # Since torch 2.15 Rprop can, where it steps one tensor at a time.
+        # Since torch 2.15 Rprop steps on DTensors, one tensor at a time.
         *((name, {"foreach": True} if name == "Rprop" else {}) for name in WHOLE_TENSORS_ONLY),
         *((name, {"fused": True}) for name in sorted(NO_DTENSOR_FUSED_KERNEL)),
     ],
@@ -128,7 +128,7 @@ def test_adafactor_is_refused_vectors_that_are_cut() -> None:
 
 
 def test_a_fused_optimizer_does_not_touch_the_rows_of_neighbours() -> None:
-    """Fused kernels that are given an empty shard have been seen to update what lies behind it."""
+    """Fused kernels with an empty shard have been seen to update the memory behind the shard."""
 
     def check() -> None:
         _, sharded = twins(Short, fully_shard)

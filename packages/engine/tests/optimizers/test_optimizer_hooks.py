@@ -1,4 +1,4 @@
-"""The engine's part in every optimizer's step, by itself: what it refuses, waits for, and lets others replace."""
+"""The engine's part in every optimizer's step: refusals, waits, and replaceable entries."""
 
 from __future__ import annotations
 

@@ -16,10 +16,10 @@ LOSS = mean_square(lambda model: model(inputs()))
 
 
 def _step_in_backward(model: nn.Module) -> list[torch.Tensor]:
-    """Give each parameter an optimizer of its own.
+    """Give each parameter a separate optimizer.
 
     Returns:
-        The parameters that were updated, in order; it grows.
+        The updated parameters, in order; a growing list.
     """
     optimizers = {parameter: torch.optim.SGD([parameter], lr=0.2) for parameter in model.parameters()}
     updated: list[torch.Tensor] = []

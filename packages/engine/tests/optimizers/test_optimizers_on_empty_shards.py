@@ -1,6 +1,6 @@
-"""Optimizers where ranks own no row of some parameters, and other ranks many: the unsharded steps, or an error.
+"""Optimizers on ranks with no row of some parameters, beside ranks with many: the unsharded steps, or an error.
 
-The even layout's short parameters are those of `test_every_optimizer`; here they are in the flat layout, and in both.
+The even layout's short parameters are in `test_every_optimizer`; here are the flat layout's, and both together.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _variants(name: str) -> Iterator[dict[str, Any]]:
 
 
 def _train(model: nn.Module, make: partial[Any], num_steps: int = 3) -> None:
-    matrices = make.func is torch.optim.Muon  # it is for matrices, and says so when it is made
+    matrices = make.func is torch.optim.Muon  # Muon is for matrices, and refuses vectors when built
     optimizer = make([p for p in model.parameters() if p.ndim == 2 or not matrices])
 
     def closure() -> torch.Tensor:
@@ -82,7 +82,7 @@ def _train(model: nn.Module, make: partial[Any], num_steps: int = 3) -> None:
 
 
 def _is_cut(model: nn.Module) -> tuple[bool, bool]:
-    """Whether this rank owns nothing of some parameter, and a part of some."""
+    """Whether this rank owns nothing of one parameter, and a part of another."""
     rows = [(len(p.to_local()), len(p)) for p in model.parameters() if isinstance(p, DTensor)]
     return any(not num_local for num_local, _ in rows), any(0 < num_local < all_ for num_local, all_ in rows)
 

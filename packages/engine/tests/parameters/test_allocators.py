@@ -1,4 +1,4 @@
-"""Unsharded parameters in memory of another allocator: the same numbers, and a plan that outlives what leaves it."""
+"""Unsharded parameters in another allocator's memory: the same numbers, and a plan that outlives departures."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ HAPPENINGS = (_nothing, _validates, _accumulates, _fails, _unshards_by_hand, _no
 
 
 def _trained(allocator: Allocator, policy: MixedPrecisionPolicy | None) -> list[torch.Tensor]:
-    """The weights after each of many steps, with other things between them."""
+    """The weights after each of many steps, with validations and failures in between."""
     model = _sharded(allocator, policy)
     optimizer = adamw(list(model.parameters()))
     weights = []
@@ -183,7 +183,7 @@ def test_two_models_in_turn_share_a_plan() -> None:
 
 
 def test_a_model_inside_anothers_step_has_bytes_of_its_own() -> None:
-    """A teacher that runs between a student's forward and backward."""
+    """A teacher run between a student's forward and backward."""
 
     def check() -> None:
         pool = PoolAllocator()
@@ -221,7 +221,7 @@ def test_weights_that_are_replaced_get_places_too() -> None:
 
 
 def test_copies_that_are_kept_between_steps_stay_outside() -> None:
-    """There is never a moment without any, so nothing is learned, and nothing needs to be."""
+    """Some buffer is always alive, so no round ends, and no plan is needed."""
 
     def check() -> None:
         pool = PoolAllocator()

@@ -1,4 +1,4 @@
-"""A unit whose collectives a user brought trains as any other, in the memory that the user allocates."""
+"""A unit with a user's collectives trains like any unit, in memory of the user's choice."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_custom_collectives_do_all_of_a_units_gathers_and_reductions(num_ranks: 
 
 @dataclass
 class _Reused(Gather):
-    """Gives one piece of memory again and again, as the interface lets it."""
+    """Gives one piece of memory again and again, as allowed by the interface."""
 
     memory: torch.Tensor | None = None
 

@@ -1,4 +1,4 @@
-"""Parameters whose class says what is gathered train as in FSDP2, which calls the same two methods."""
+"""Parameters whose class defines the gather train as in FSDP2, by the same two methods."""
 
 from __future__ import annotations
 
@@ -318,7 +318,7 @@ def test_methods_may_come_after_sharding() -> None:
             _assert_same_models(*models)
         assert all(a is b for a, b in zip(before, models[1].parameters(), strict=True))
         assert len(_extended(models[1])) == 3
-        # One storage each: what is left of the group does not keep theirs alive.
+        # One storage each: the remaining group does not keep the removed shards alive.
         for group in _extended(models[1]):
             for member in group.parameters:
                 assert member.shard.untyped_storage().nbytes() == member.shard.nbytes
@@ -379,7 +379,7 @@ def test_a_rank_that_sends_too_few_rows_says_so() -> None:
         layer = nn.Linear(3, 5, bias=False)
         layer.weight = nn.Parameter(ShortHalves.encode(layer.weight.detach()))
         (group,) = next(unit for _, unit in named_units(fully_shard(layer))).parameters.groups
-        if dist.get_rank() == 1:  # two of the three rows that the other has
+        if dist.get_rank() == 1:  # two of the full class's three rows
             with pytest.raises(MisuseError, match="padded sharded size"):
                 group.form.prepare_gather(group, Direction.BOTH)
 

@@ -133,7 +133,7 @@ def test_at_the_engines_alignment_starts_and_shards_are_multiples_of_it(monkeypa
 
 
 def test_bf16_compute_takes_the_steps_of_the_even_layout() -> None:
-    """Sums of two ranks' gradients have one order, whatever they travel in: bit by bit."""
+    """Sums of two ranks' gradients have one order, in any wire dtype: bit by bit."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
     def check() -> None:

@@ -1,4 +1,4 @@
-"""Operations on tensors of which each rank has any number of rows, and operations that are refused."""
+"""Operations on tensors with any number of rows on each rank, and refused operations."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = NEEDS_FLAT_LAYOUT
 
 
 def _on_each_mesh(check: Callable[[RaggedDTensor, torch.Tensor], None]) -> None:
-    """A ragged weight and its whole value, on one axis, with replicas, and over two axes."""
+    """A ragged weight and the whole value, on one axis, with replicas, and over two axes."""
 
     def on_each_rank() -> None:
         for shape, placements in (((4,), ZERO3), ((2, 2), (HSDP, ZERO3)), ((2, 2), (HFSDP, ZERO3))):
@@ -41,7 +41,7 @@ def test_the_whole_tensor_is_the_original_bit_by_bit() -> None:
     def check(ragged: RaggedDTensor, value: torch.Tensor) -> None:
         assert torch.equal(ragged.full_tensor(), value)
         ragged.zero_()
-        ragged.to_local().neg_()  # -0.0, which a sum of floats would lose
+        ragged.to_local().neg_()  # -0.0, lost in a sum of floats
         assert ragged.full_tensor().signbit().all()
         as_mask = ragged == 0
         assert isinstance(as_mask, DTensor)
@@ -74,7 +74,7 @@ def test_it_is_redistributed_as_torch_would_have_distributed_it() -> None:
 
 
 def test_a_tensor_that_another_axis_cuts_too_computes_on_its_rows_and_refuses_all_else() -> None:
-    """A tensor-parallel rank's part is cut by two axes: the ragged axis has no other part."""
+    """A tensor-parallel rank's part is cut by two axes: the ragged axis has this part alone."""
 
     def on_each_rank() -> None:
         mesh, placements = mesh_of((2, 2)), (RaggedShard((0, 0, 4)), Shard(1))
@@ -136,7 +136,7 @@ def test_norms_sums_and_extremes_are_of_all_ranks() -> None:
         torch.testing.assert_close(float(ragged.abs().max()), float(value.abs().max()))
         for bad in (math.nan, math.inf):
             if len(ragged.to_local()):
-                ragged.to_local().view(-1)[-1] = bad  # on every rank that has any
+                ragged.to_local().view(-1)[-1] = bad  # on every rank with rows
             assert not ragged.isfinite().all()
             for p in (2, math.inf):
                 got = torch.linalg.vector_norm(ragged, p).to_local()
@@ -164,7 +164,7 @@ def test_operands_that_lie_otherwise_are_cut_or_refused_and_never_mixed_up() -> 
             replicated.add_(ragged)
         with pytest.raises(NotImplementedError, match="to write into"):
             torch._foreach_add_([replicated], [ragged])
-        # Made by code that reads placements and does not know this one.
+        # Made by code that reads placements without knowing the ragged placement.
         unaware = DTensor(value, ragged._spec, requires_grad=False)  # type: ignore[no-untyped-call]
         with pytest.raises(NotImplementedError):
             ragged + unaware

@@ -21,7 +21,7 @@ from lamella_testing import run_ranks
 
 
 class _Float8Part(nn.Module):
-    """A matrix, or a stack of matrices, that comes cut over a mesh; without one, an oracle with a `recipe`."""
+    """A matrix, or a stack of matrices, cut over a mesh; without a mesh, an oracle with a `recipe`."""
 
     def __init__(self, mesh: DeviceMesh | None, shape: Sequence[int], dim: int = 0) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ def _train_part(model: nn.Module) -> list[float]:
 
 @pytest.mark.parametrize("num_data", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_parts_of_experts_and_of_tensor_parallel_rows_train_as_the_whole_quantised_weight(num_data: int) -> None:
-    """Each matrix of a stack has scales of its own, and so has each row, or each block of rows."""
+    """Each matrix of a stack has separate scales, and also each row, or each block of rows."""
 
     def check() -> None:
         mesh = init_device_mesh("cpu", (num_data, 2), mesh_dim_names=("shards", "parts"))

@@ -1,4 +1,4 @@
-"""Layers whose matrices travel in 8 bits train as one rank that quantises whole weights at each use."""
+"""Layers with matrices sent in 8 bits train like one rank that quantises whole weights at each use."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _assert_trains_as_oracle(model: Decoder, oracle: Decoder, recipe: AnyRecipe,
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_a_llama_trains_to_the_bit_as_one_rank_that_quantises_whole_weights(name: str, num_ranks: int) -> None:
-    # MXFP8 needs blocks of 32 rows on one rank: sizes that the flat layout can pack. All others: rows that no rank
+    # MXFP8 needs blocks of 32 rows on one rank: sizes for the flat layout. All others: rows that no rank
     # count divides, and blocks cut by every rank.
     sizes = (32, 64) if name == "mxfp8" else (20, 37)
 

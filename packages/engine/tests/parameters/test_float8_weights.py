@@ -1,4 +1,4 @@
-"""Gathered weights in 8 bits: their bytes, their parameters at rest, and the layers that have them."""
+"""Gathered weights in 8 bits: bytes, parameters at rest, and layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A parameter is placed on a mesh of its own as FSDP2's `ShardPlacementResult` places it."""
+"""A parameter is placed on a separate mesh as by FSDP2's `ShardPlacementResult`."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""On whatever mesh and along whatever dims parameters lie, a step is the unsharded model's."""
+"""A step is the unsharded model's on any mesh, with parameters along any dims."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _assert_trains(
 def test_a_mesh_of_cpus_is_gloos_also_where_groups_have_nccl_for_gpus(
     ranks: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As `init_process_group()` makes them on a host with GPUs; NCCL's calls would reach gloo, and nobody wait."""
+    """As made by `init_process_group()` on a host with GPUs; NCCL's calls would reach gloo, without a wait."""
 
     def apply(model: Net) -> None:
         mesh = mesh_of((2, 2)) if "replicas" in ranks else init_device_mesh("cpu", (4,))
@@ -272,7 +272,7 @@ def test_what_a_placement_function_may_not_say_is_refused_by_name(
     run_ranks(on_each_rank, 2)
 
 
-# -- beside other kinds of parallelism -------------------------------------------------------------------------------
+# -- beside further kinds of parallelism -----------------------------------------------------------------------------
 
 
 @contextmanager
@@ -316,7 +316,7 @@ def test_tensor_parallel_parameters_are_sharded_within_each_ranks_part(offload_p
 
 
 class _WideNet(Net):
-    """With hidden sizes that two ranks divide: torch's tensor parallelism asks for it."""
+    """With hidden sizes divisible by two ranks, as torch's tensor parallelism requires."""
 
     def __init__(self) -> None:
         super().__init__(num_layers=2, dim=8)
@@ -422,7 +422,7 @@ def test_between_forward_and_backward_each_rank_keeps_its_part_and_only_neighbou
         assert 2 * parts_nbytes == sum(slot.nbytes for slot in group.unsharded_weight.slots)
         assert group.unsharded_weight.flat.untyped_storage().nbytes() == 0
         loss.backward()
-        assert log.units_of("gather") == ["root", "layers.0", "layers.1"]  # those of backward went to the neighbours
+        assert log.units_of("gather") == ["root", "layers.0", "layers.1"]  # backward's gathers went to the neighbours
         assert all(group.parts is None for _, unit in named_units(model) for group in unit.parameters.groups)
         with torch.no_grad():
             model(X)

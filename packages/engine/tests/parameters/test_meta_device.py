@@ -1,4 +1,4 @@
-"""A model that is built on meta gets its storage after it was sharded, and only for its shards."""
+"""A model built on meta gets storage after sharding, and only for shards."""
 
 from __future__ import annotations
 

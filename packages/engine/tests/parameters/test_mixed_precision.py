@@ -1,4 +1,4 @@
-"""In which dtypes a unit stores, computes, reduces and returns."""
+"""The dtypes in which a unit stores, computes, reduces and returns."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lamella_engine.testing import CollectiveLog, assert_at_rest, named_units, r
 from lamella_testing import run_ranks
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-UNSAID = MixedPrecisionPolicy(param_dtype=BF16).reduce_dtype_of(FP32)  # as FSDP2 of this torch has it
+UNSAID = MixedPrecisionPolicy(param_dtype=BF16).reduce_dtype_of(FP32)  # as in this torch's FSDP2
 
 
 def _shard(model: Net, policy: MixedPrecisionPolicy) -> Net:
@@ -62,7 +62,7 @@ def test_gradients_are_made_in_the_param_dtype_and_averaged_in_the_reduce_dtype(
             for (name, parameter), expected in zip(sharded.named_parameters(), by_hand, strict=True):
                 assert parameter.grad is not None
                 assert parameter.grad.dtype == parameter.dtype == FP32
-                # Two ranks: one addition and one halving, so that no order of summation is left to choose.
+                # Two ranks: one addition and one halving leave no choice of summation order.
                 assert torch.equal(whole(parameter.grad), expected), name
             for parameter, expected in zip(reference.parameters(), by_hand, strict=True):
                 parameter.grad = expected
@@ -86,7 +86,12 @@ def test_gradients_are_made_in_the_param_dtype_and_averaged_in_the_reduce_dtype(
         (MixedPrecisionPolicy(param_dtype=FP16, reduce_dtype=FP32), FP16, FP16, FP32),
         (MixedPrecisionPolicy(reduce_dtype=torch.float64), FP32, FP32, torch.float64),
         (MixedPrecisionPolicy(reduce_dtype=BF16), FP32, BF16, BF16),
-        (MixedPrecisionPolicy(param_dtype=FP16, reduce_dtype=BF16), FP16, BF16, BF16),  # neither holds the other
+        (
+            MixedPrecisionPolicy(param_dtype=FP16, reduce_dtype=BF16),
+            FP16,
+            BF16,
+            BF16,
+        ),  # neither holds all of the second
     ],
 )
 def test_the_wire_carries_the_param_dtype_forth_and_the_narrower_dtype_back(
@@ -173,7 +178,7 @@ def test_a_third_dtype_is_refused_before_anything_has_changed() -> None:
 
 
 class _Spy(nn.Module):
-    """Notes the dtypes that its forward sees."""
+    """Notes the dtypes in forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -300,7 +305,7 @@ def test_torchs_own_mixed_precision_works_around_units() -> None:
     def loss_of(model: nn.Module) -> Any:
         with torch.autocast("cpu", dtype=BF16):
             with torch.no_grad():
-                model(inputs())  # what it casts is cached; the units' storage is not what it was
+                model(inputs())  # autocast's casts are cached, and units' storages come and go
             return model(inputs()).float().square().mean()
 
     def check() -> None:

@@ -1,7 +1,7 @@
-"""Shards that rest on the CPU: what computes is a copy, gradients come to where the shards are, the host waits once.
+"""Shards at rest on the CPU: compute uses a copy, gradients come to the shards' device, the host waits once.
 
-On a CPU mesh both sides are the same memory's, so that copies cannot be late. Where that matters, `late_copies` makes
-those to the host as late as a stream may: they bring nothing before the host waits.
+On a CPU mesh both sides are in one memory, and copies cannot be late. For tests of late copies `late_copies` makes
+copies to the host as late as a stream may: no bytes arrive before the host waits.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def _backward_of_both(pair: tuple[nn.Module, nn.Module], scale: float = 1.0) -> 
 
 @dataclass
 class LateCopies:
-    """Copies to the host that nobody has waited for, and how often somebody waited."""
+    """Copies to the host in flight, and the number of waits."""
 
     copies: list[Callable[[], object]] = field(default_factory=list)
     num_waits: int = 0
@@ -113,7 +113,7 @@ class LateCopies:
 
 @contextmanager
 def late_copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[LateCopies]:
-    """Let what goes to the host arrive when the host waits, and be NaN before."""
+    """Let copies to the host arrive at the host's wait, and be NaN before."""
     late = LateCopies()
 
     def to_host(self: Offload, tensor: torch.Tensor) -> torch.Tensor:
@@ -163,7 +163,7 @@ def test_it_trains_as_unsharded_however_it_is_sharded(way: str, monkeypatch: pyt
 
 
 def test_bf16_computes_over_fp32_that_rests() -> None:
-    """Bit by bit what it computes where shards rest on the device."""
+    """Bit by bit the results with shards at rest on the device."""
 
     def on_each_rank() -> None:
         _, resting_there = twins(_net, lambda model: [fully_shard(m, mp_policy=BF16) for m in (*model.layers, model)])
@@ -218,7 +218,7 @@ def test_a_unit_that_runs_twice_adds_to_what_is_still_on_its_way(monkeypatch: py
 
 
 def test_extended_parameters_and_custom_collectives_work_on_the_copy() -> None:
-    """Integers and bf16 travel, and what sends them is asked on the device."""
+    """Integers and bf16 travel; the sending method runs on the device."""
 
     def apply(model: nn.Module) -> None:
         assert isinstance(model, Net)
@@ -239,7 +239,7 @@ def test_extended_parameters_and_custom_collectives_work_on_the_copy() -> None:
     run_ranks(on_each_rank, 2)
 
 
-# -- what lies where -------------------------------------------------------------------------------------------------
+# -- places of tensors -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("way", ["one rank", "as FSDP2", "DDP", "ZERO1", "HFSDP, ZERO3"])
@@ -288,7 +288,7 @@ def test_shards_are_copied_once_for_each_gather(way: str, monkeypatch: pytest.Mo
         for name, unit in named_units(model):
             num_axes = len({group.axes for group in unit.parameters.groups})
             for group in unit.parameters.groups:
-                # One that an outer axis cuts stays for the step after it has been gathered over that.
+                # A shard cut by an outer axis stays for the step after its gather over the axis.
                 num_gathers = (
                     2 if group.transports.outer is not None else log.units_of("gather").count(name) // num_axes
                 )
@@ -486,7 +486,7 @@ def test_every_copy_is_waited_for_by_whoever_needs_it(way: str, monkeypatch: pyt
 
 
 def _note_copies(monkeypatch: pytest.MonkeyPatch, streams: FakeStreams) -> tuple[list[FakeWork], list[FakeWork]]:
-    """Copies to the device and to the host, as work on the streams that are current."""
+    """Copies to the device and to the host, as work on the current streams."""
     up: list[FakeWork] = []
     down: list[FakeWork] = []
     for name, works in (("to_device", up), ("to_host", down), ("add_", down)):
@@ -502,7 +502,7 @@ def _noting(real: Callable[..., Any], works: list[FakeWork], streams: FakeStream
     return noted
 
 
-# -- other ways in and out -------------------------------------------------------------------------------------------
+# -- further ways in and out -----------------------------------------------------------------------------------------
 
 
 def test_a_model_on_meta_is_materialised_on_the_cpu() -> None:

@@ -46,7 +46,7 @@ def _x(width: int = 16) -> torch.Tensor:
 
 
 def _step(model: nn.Module, x: torch.Tensor) -> None:
-    """A step in which every rank has the same batch: means of equal gradients are those gradients, to the bit."""
+    """A step with the same batch on every rank: the mean of equal gradients is the gradient, to the bit."""
     model(x).square().sum().backward()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -65,7 +65,7 @@ def _assert_trains_as_oracle(sharded: Callable[[Blocks], Blocks], width: int = 1
             with torch.no_grad():
                 model(_x(width))
     for _, unit in named_units(mine):
-        unit.weights.reshard()  # those that stay after a forward
+        unit.weights.reshard()  # units that stay after a forward
     assert_weights_equal(oracle, mine, rtol=0.0, atol=0.0)
     return mine
 
@@ -141,7 +141,7 @@ def test_a_smaller_group_gathers_again_in_backward() -> None:
         log = record(model)
         _step(model, _x())
         forward, backward = _payload_nbytes()
-        # Neighbours gather in backward, from parts of all payloads: on the axis there is one gather a block.
+        # Neighbours gather in backward, from parts of all payloads: one gather a block on the axis.
         gathered = [event.nbytes for event in log.events if event.kind == "gather" and event.unit.startswith("blocks")]
         assert gathered == [forward + backward + BIAS] * 3
 

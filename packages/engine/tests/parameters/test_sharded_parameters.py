@@ -1,4 +1,4 @@
-"""Sharded parameters are plain DTensors under their old names: other people's code works on them."""
+"""Sharded parameters are plain DTensors under the former names: any code for DTensors works."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _unsharded(model: nn.Module) -> None:
     fsdp(model.get_submodule("layers.1")).unshard(async_op=True)
 
 
-# Moments at which somebody may ask for a state dict, or load one.
+# Moments for a call of `state_dict` or `load_state_dict`.
 MOMENTS = [_at_rest, _after_forward, _unsharded]
 
 

@@ -1,4 +1,4 @@
-"""One parameter under several names: inside a unit it stays one, across units it is refused."""
+"""One parameter under several names: one parameter inside a unit, refused across units."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parameters that are tied, untied or replaced after `fully_shard` train as unsharded ones, or are refused by name."""
+"""Parameters tied, untied or replaced after `fully_shard` train like unsharded parameters, or are refused by name."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LOSS = mean_square(lambda model: model(TOKENS))
 
 
 class _Untied(Net):
-    """A language model whose head has a weight of its own, until somebody ties it."""
+    """A language model whose head has a separate weight, until a test ties the two."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -223,7 +223,7 @@ def test_a_replacement_that_is_no_shard_is_refused(value: nn.Parameter | None, m
 
 @pytest.mark.parametrize("placements", [DDP, ZERO1, ZERO3], ids=str)
 def test_a_functional_call_uses_parameters_that_are_given_and_refuses_other_tensors(placements: Any) -> None:
-    """Other tensors would stay in the shards after the call has put the model's own parameters back."""
+    """Foreign values would stay in the shards after the call has put the model's own parameters back."""
 
     def on_each_rank() -> None:
         apply = partial(shard, options=ShardingOptions(placements=placements))
@@ -241,7 +241,7 @@ def test_a_functional_call_uses_parameters_that_are_given_and_refuses_other_tens
 
 
 def test_a_replacement_that_is_sharded_over_other_ranks_is_refused() -> None:
-    """Its one row would have been repeated over this rank's two."""
+    """The only row would have been repeated over this rank's two."""
 
     def on_each_rank() -> None:
         model = fully_shard(nn.Linear(3, 4), mesh=mesh_of((2, 2)))

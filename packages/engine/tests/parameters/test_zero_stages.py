@@ -65,7 +65,7 @@ def _counted(model: nn.Module) -> tuple[CollectiveLog, list[str]]:
 
 
 class _NotingTransport:
-    """A transport that notes who reduces over it."""
+    """A transport that notes reductions by unit."""
 
     def __init__(self, inner: Any, name: str, noted: list[str]) -> None:
         self._inner, self._name, self._noted = inner, name, noted
@@ -86,7 +86,7 @@ def _assert_equal(reference: nn.Module, sharded: nn.Module) -> None:
     ("stage", "set_to_none"),
     [
         *((stage, True) for stage in EVERY_STAGE),
-        # Gradients that are kept as zeros lie on the shard axis: on two axes one stage shows them, and soak the rest.
+        # Gradients kept as zeros lie on the shard axis: one stage covers two axes, and soak runs the rest.
         *(pytest.param(stage, False, marks=pytest.mark.slow if "HSDP" in stage else ()) for stage in EVERY_STAGE),
     ],
 )
@@ -168,7 +168,7 @@ def test_with_main_weights_on_both_axes_the_outer_one_is_used_once_a_step_each_w
 
 
 class _NotingOuter:
-    """A transport that notes what it is used for."""
+    """A transport that notes its calls."""
 
     def __init__(self, inner: Any, noted: list[str]) -> None:
         self._inner, self._noted = inner, noted
@@ -183,11 +183,11 @@ class _NotingOuter:
         return self._inner.reduce_scatter(*args)
 
 
-# What two steps of two microbatches each communicate, a unit: gathers of 3 blocks and the outermost unit.
+# Communication of two steps of two microbatches each, a unit: gathers of 3 blocks and the outermost unit.
 @pytest.mark.parametrize(
     ("stage", "gathers", "reductions", "all_reductions"),
     [
-        ("DDP", {"layers.0": 2, "root": 2}, 2, 2),  # its gathers are on an axis of one rank: copies, or nothing
+        ("DDP", {"layers.0": 2, "root": 2}, 2, 2),  # gathers are on an axis of one rank: copies, or nothing
         ("ZERO1", {"layers.0": 2, "root": 2}, 2, 0),
         ("ZERO2", {"layers.0": 2, "root": 2}, 4, 0),
         ("ZERO3", {"layers.0": 8, "root": 4}, 4, 0),
@@ -393,7 +393,7 @@ def test_main_weights_sharded_along_another_dim_lie_whole_on_the_outer_axis() ->
 
 
 class _Skipping(Net):
-    """Passes over its second block when told to."""
+    """Passes over the second block on demand."""
 
     skips = False
 

@@ -143,7 +143,7 @@ def test_a_failed_validation_is_forgotten_by_the_next_one_even_without_a_reset()
 
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
 def test_a_forward_after_a_failed_backward_is_refused_until_a_reset(mode: Callable[[], Any]) -> None:
-    """The block before the one that failed would run on weights that were freed: its backward has begun already."""
+    """The block before the failed block would run on freed weights: its backward has begun already."""
 
     def check() -> None:
         reference, sharded = twins(_FragileNet)

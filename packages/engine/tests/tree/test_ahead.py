@@ -1,4 +1,4 @@
-"""What is gathered ahead stays within its budget, whatever order was learned and whatever comes: no process group."""
+"""Prefetched units stay within the budget, for any learned order and any real order: no process group."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lamella_engine.testing import Residency
 
 @dataclass(eq=False)
 class _Unit:
-    """A unit, with its parameters' and its weights' part of what prefetch asks."""
+    """A unit, with the attributes of parameters and weights that prefetch reads."""
 
     index: int
     unsharded_nbytes: int = 1
@@ -50,7 +50,7 @@ class _Unit:
 
 
 class _Pass:
-    """Units that run one after another, driven as a context and its states do it."""
+    """Units run in sequence, driven as by a context and its states."""
 
     def __init__(self, units: Sequence[_Unit], expected: Sequence[int], budget: int | None) -> None:
         lookahead: Any = GatheredAhead()

@@ -1,4 +1,4 @@
-"""How many collectives a step issues, whose, in which order, and how many bytes they carry."""
+"""The collectives of a step: number, units, order and bytes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lamella_engine.testing import CollectiveLog, named_units, record
 from lamella_layout import EvenLayout
 from lamella_testing import run_ranks
 
-# Asking for its gradient is what CommDebugMode's module hooks want; it also lets the root end before autograd does.
+# CommDebugMode's module hooks need the input's gradient, which also lets the root end before autograd.
 X = inputs().requires_grad_()
 BLOCKS = ["layers.0", "layers.1", "layers.2"]
 
@@ -54,7 +54,7 @@ def test_a_step_gathers_each_unit_twice_but_the_root_once_and_reduces_each_once(
         assert log.units_of("reduce") == [*BLOCKS[::-1], "root"]
         assert log.nbytes_of("gather") == _wire_nbytes(model, "root", *BLOCKS) + _wire_nbytes(model, *BLOCKS)
         assert log.nbytes_of("reduce") == _wire_nbytes(model, "root", *BLOCKS)
-        # What torch counts is what the transport was given: one grouped call each, and nothing beside them.
+        # Torch's count is the transport's: one grouped call each, and no further calls.
         assert counted.get_total_counts() == 7 + 4
         assert len(counted.get_comm_counts()) == 2
         return log.order
@@ -171,7 +171,7 @@ def test_units_that_stay_after_backward_are_not_gathered_for_the_next_microbatch
         log.clear()
         fsdp(model).set_reshard_after_backward(True)
         _step(model)
-        # The root and the first block have stayed; each block goes after its forward, and is gathered again.
+        # The root and the first block stayed; every further block goes after forward, and is gathered again.
         assert Counter(log.units_of("gather")) == Counter(BLOCKS)
 
     run_ranks(check, 2)
@@ -195,7 +195,7 @@ def test_frozen_units_that_gradients_never_reach_are_not_gathered_for_backward()
             module.requires_grad_(False)
         _step(model, X.detach())
         log.clear()
-        _step(model, X.detach())  # by now it is learned that backward ends early
+        _step(model, X.detach())  # by now the early end of backward is learned
         assert Counter(log.units_of("gather")) == Counter([*BLOCKS, "root", "layers.2"])
         assert sorted(log.units_of("reduce")) == ["layers.2", "root"]
 
@@ -210,7 +210,7 @@ def test_frozen_members_of_a_unit_do_not_travel_with_its_gradients() -> None:
         log = record(model)
         _step(model)
         reduced = next(event for event in log.events if event.kind == "reduce" and event.unit == "layers.0")
-        # Of two ranks: `down` has 7 rows of 13, padded to 8; `gain` one row, padded to two.
+        # On two ranks: `down` has 7 rows of 13, padded to 8; `gain` one row, padded to two.
         assert reduced.nbytes == 4 * (8 * 13 + 2)
 
     run_ranks(check, 2)

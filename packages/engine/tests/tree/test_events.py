@@ -1,4 +1,4 @@
-"""The moments of a step at which a tree of units calls its listeners, with no optimizer around."""
+"""The moments of a step with a call of the tree's listeners, without an optimizer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FINAL, FINISHED = "gradients final", "reductions finished"
 
 
 class Heard(Listener):
-    """Writes down what it is called with, under the names of a model's modules."""
+    """Writes down the arguments of its calls, under the names of a model's modules."""
 
     def __init__(self, model: nn.Module, moments: list[str] | None = None, prefix: str = "") -> None:
         self.moments = [] if moments is None else moments
@@ -48,7 +48,7 @@ class Heard(Listener):
 
 
 def firsts(moments: list[str]) -> list[str]:
-    """Each moment where it came first: that gradients are final is told more than once, a unit's reduction is not."""
+    """The first of each moment: final gradients are announced more than once, a unit's reduction once."""
     assert all(moments.count(moment) == 1 for moment in moments if moment.endswith("reduced"))
     return list(dict.fromkeys(moments))
 

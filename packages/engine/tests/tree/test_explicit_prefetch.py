@@ -1,4 +1,4 @@
-"""Lists of units to gather ahead replace the learned order for the units that were given one."""
+"""Lists of units to gather ahead replace the learned order for units with a list."""
 
 from __future__ import annotations
 

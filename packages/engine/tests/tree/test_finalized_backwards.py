@@ -1,4 +1,4 @@
-"""Backwards that `finalize_backward()` ends: what is reduced then, and who may not go on before."""
+"""Backwards ended by `finalize_backward()`: the reductions, and the calls refused before."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def _assert_same_bits(expected: nn.Module, got: nn.Module, place: str) -> None:
 
 
 def _trains_on(build: Build, *, every: int, first: int) -> None:
-    """Interrupt one step after another, each at a later line, and compare with an undisturbed twin after each.
+    """Interrupt successive steps, each at a later line, and compare with an undisturbed twin after each.
 
     Args:
         build: Makes and shards the model.

@@ -93,7 +93,7 @@ def test_several_forwards_before_their_backward_share_the_budget() -> None:
         for route, block in (((0, 1, 2), "layers.2"), ((0, 1), "layers.2"), ((0, 1), "layers.2"), ((2, 1), "layers.1")):
             model.route = route
             losses.append(LOSS(model))
-            # The third would keep the second block, for which there is no room until the last runs again and goes.
+            # The third forward would keep the second block, without room until the last block runs again and goes.
             assert _unsharded_blocks(model) == [block]
         torch.stack(losses).sum().backward()  # type: ignore[no-untyped-call]
         assert_at_rest(model)

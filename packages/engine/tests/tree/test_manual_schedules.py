@@ -1,4 +1,4 @@
-"""All of a unit's life by verbs, no hook firing: forward of one microbatch between pieces of another's backward."""
+"""All of a unit's life by verbs, without hooks: forward of one microbatch between pieces of the last one's backward."""
 
 from __future__ import annotations
 
@@ -124,8 +124,8 @@ def test_only_units_that_somebody_holds_have_bytes() -> None:
     run_ranks(on_each_rank, 2)
 
 
-# Gathers and reductions of a step of two microbatches, each of which needs a unit twice. One holds the middle block
-# while the other does too, and takes the first one ahead while the other holds it.
+# Gathers and reductions of a step of two microbatches; each needs a unit twice. The first holds the middle block
+# together with the second, and takes the first block ahead while the second holds the block.
 @pytest.mark.parametrize(
     ("stage", "blocks", "root", "reductions"),
     [("ZERO3", [3, 3, 4], 3, 2), ("ZERO2", [1, 1, 1], 1, 2), ("ZERO1", [1, 1, 1], 1, 1)],
@@ -186,7 +186,7 @@ def test_steps_by_hand_and_by_hooks_may_alternate() -> None:
 
 
 class _Piecewise(nn.Module):
-    """Its own hooks fire; those of the units inside do not, because it calls them in pieces."""
+    """The outer unit's hooks fire; hooks of inner units do not, because the model calls inner units in pieces."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -227,7 +227,7 @@ def test_hooks_of_some_units_and_verbs_of_others_mix() -> None:
             block.reduce_gradients()
             hold.release()
             fsdp(model).wait_for_gradients()
-        # The late gradient of the unit that hooks drive came after its reduction: nobody said that it was late.
+        # The undeclared late gradient of the hook-driven unit came after the unit's reduction.
         for name, parameter in model.named_parameters():
             if name.startswith("block"):
                 expected = reference.get_parameter(name).grad

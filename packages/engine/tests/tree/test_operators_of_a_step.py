@@ -1,4 +1,4 @@
-"""What a unit costs the host, counted in operators and calls: each operator is microseconds, whatever the sizes."""
+"""A unit's cost for the host, counted in operators and calls: each operator is microseconds, at any size."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def _num_a_unit(count: Count) -> float:
 
 
 def test_a_unit_costs_a_few_operators_and_two_a_parameter() -> None:
-    """Two views: of where its gradient is reduced to, and of the shard's gradient in the main weights' dtype."""
+    """Two views: of the reduction's destination, and of the shard's gradient in the main weights' dtype."""
     for num in run_ranks(lambda: _num_a_unit(_num_operators), 2):
         assert num <= 2 * NUM_PARAMETERS + 6
 

@@ -79,7 +79,7 @@ def test_a_departure_costs_answers_and_never_brings_wrong_ones(
 
 
 def _pass(order: ReplayedOrder, units: Nest) -> list[int | None]:
-    """Units that run one in another: a tuple is a unit and what runs in it."""
+    """Nested units: a tuple is a unit and its inner units."""
     answers: list[int | None] = []
     for unit in units:
         outer, *inner = unit if isinstance(unit, tuple) else (unit,)

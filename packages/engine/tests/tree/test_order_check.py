@@ -1,4 +1,4 @@
-"""Ranks that depart from each other are told so before they communicate, each with both orders."""
+"""Ranks with different orders raise before the collective, each with both orders in the message."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from lamella_testing import run_ranks
 
 X = inputs()
 LOSS = mean_square(lambda model: model(X))
-# Long enough for a rank on a busy machine; only where a rank stays away is there a wait, a short one.
+# Long enough for a rank on a busy machine; tests with a missing rank wait a short time instead.
 PATIENCE, IMPATIENCE = 60.0, 2.0
 
 

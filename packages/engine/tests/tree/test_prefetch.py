@@ -51,7 +51,7 @@ def test_from_the_second_step_on_each_unit_is_gathered_before_the_one_before_it_
             ]
             log.clear()
             out.mean().backward()
-            # A block's reduction ends its backward: the gather of the block below is out before that.
+            # A block's reduction ends backward of the block: the gather of the block below starts before.
             assert log.order == [
                 *("gather layers.2", "gather layers.1", "reduce layers.2"),
                 *("gather layers.0", "reduce layers.1"),

@@ -1,4 +1,4 @@
-"""A budget of bytes lets more than one unit be gathered ahead, and no more than it holds."""
+"""A budget of bytes lets several units be prefetched, within the budget."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_units_that_are_kept_cost_nothing() -> None:
 
 
 class _Shift(nn.Module):
-    """Its backward does not look at its weight."""
+    """Backward does not look at the weight."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""A model whose order is random, and equal on all ranks, driven in every way that training loops have.
+"""A model with a random order, equal on all ranks, driven in every manner of training loops.
 
-Whatever was gathered ahead, results are the unsharded model's, what waits for its turn fits the budget, and nothing is
-gathered in vain in a step that repeats the last one. A failure names its seed and what was done.
+With any prefetch results are the unsharded model's, waiting units fit the budget, and no unit is
+gathered in vain in a step equal to the last. A failure names its seed and the program.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _boom(_: torch.Tensor) -> None:
 
 
 class _Nested(nn.Module):
-    """A unit around two, which runs them in either order."""
+    """A unit around two units, run in either order."""
 
     is_reversed = False
 
@@ -58,7 +58,7 @@ class _Nested(nn.Module):
 
 
 class _Random(Net):
-    """Runs blocks along a route; may recompute them, stop early, or fail."""
+    """Runs blocks along a route; may recompute blocks, stop early, or fail."""
 
     route: tuple[int, ...] = tuple(range(NUM_BLOCKS))
     recomputes: bool | None = None  # None: no; else whether the reentrant way
@@ -101,7 +101,7 @@ Pair = tuple[Any, Any]
 
 
 def _reroute(choose: Random, pair: Pair) -> None:
-    """Another way through the model, but within what is recomputed: that must be as it was."""
+    """Another way through the model, except inside recomputed parts, which must not change."""
     route = tuple(choose.choices(range(NUM_BLOCKS), k=choose.randrange(7)))
     is_reversed = choose.random() < 0.5
     for model in pair:
@@ -171,7 +171,7 @@ def _failing_first(choose: Random, pair: Pair) -> None:
 WAYS = [_plain, _plain, _validating_in_between, _several_forwards_first, _microbatches, _failing_first]
 
 
-# -- what is watched --------------------------------------------------------------------------------------------------
+# -- the watch on units -----------------------------------------------------------------------------------------------
 
 
 class _Watch:
@@ -199,7 +199,7 @@ class _Watch:
         patch.undo()
 
     def _check_room(self) -> None:
-        """The running unit has its parameters: those that are still on their way were gathered ahead."""
+        """The running unit has its parameters: parameters still on their way were prefetched."""
         waiting = [
             unit.parameters.unsharded_nbytes for unit in self._units if unit.weights.residency is Residency.UNSHARDING
         ]

@@ -1,4 +1,4 @@
-"""How many reductions overlap with backward, on which communicator, and with whom they share streams."""
+"""The number of reductions beside backward, their communicator, and streams shared between trees."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_as_many_are_in_flight_as_asked_for_and_none_after_backward(num: int) ->
 
 @pytest.mark.parametrize("num_axes", [1, 2])
 def test_the_optimizer_comes_after_what_follows_a_reduction(num_axes: int) -> None:
-    """Gradients are divided, cast and added to after they were reduced, on the stream that did."""
+    """Gradients are divided, cast and added to after the reduction, on the reduction's stream."""
     installed: list[FakeWork] = []
 
     def check() -> None:

@@ -51,7 +51,7 @@ def _backward(model: Stack, batch: torch.Tensor) -> None:
 
 
 def _run_microbatch(residence: UnitResidence, model: Stack, microbatch: int, batch: torch.Tensor) -> None:
-    """A microbatch with every layer present at once, in one graph, as no schedule has it and any verbs allow."""
+    """A microbatch with every layer present at once, in one graph: allowed by verbs, unknown to schedules."""
     everything = (None, *range(len(model.layers)))
     for phase in ("forward", "backward"):
         for layer in everything:
@@ -184,7 +184,7 @@ def test_gradients_are_marked_as_read_before_their_reduction(monkeypatch: pytest
 
 
 class _SchedulePart(nn.Module):
-    """A weight that comes as a DTensor on other axes, and whose layer reads the local part."""
+    """A weight given as a DTensor on other axes, with a layer that reads the local part."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Models that train side by side, that share units, and units that lie on different axes of one mesh."""
+"""Models trained side by side, models with common units, and units on different axes of one mesh."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class _Headed(nn.Module):
 
 
 class _TwoHeads(nn.Module):
-    """Two models over one trunk. It never runs itself."""
+    """Two models over one trunk, without a forward around both."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The phases of a step's end: which programs pass through which, and that no other transition is silent."""
+"""The phases of a step's end: the programs that pass through each, and an error for every other transition."""
 
 from __future__ import annotations
 

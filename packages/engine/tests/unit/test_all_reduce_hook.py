@@ -1,4 +1,4 @@
-"""What a hook on reduced gradients is shown where FSDP2 has nothing to compare with."""
+"""The argument of a hook on reduced gradients, in cases without a counterpart in FSDP2."""
 
 from __future__ import annotations
 

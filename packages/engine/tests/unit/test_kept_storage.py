@@ -1,4 +1,4 @@
-"""Unsharded parameters whose memory stays: at one address, stale between uses, and gone when it is no longer kept."""
+"""Unsharded parameters with lasting memory: at one address, stale between uses, and gone after the option is off."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers that accumulate weight gradients into a buffer they are given, beside layers that return them to autograd."""
+"""Layers that add weight gradients to a given buffer, beside layers that return gradients to autograd."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _backward(model: nn.Module, x: torch.Tensor) -> None:
 
 
 def _assert_no_buffers(model: nn.Module) -> None:
-    """Nothing that was written is alive, and nobody has a view of it."""
+    """No written memory is alive, or has a view."""
     for name, unit in named_units(model):
         for grads in unit.parameters.main_grads:
             assert grads._buffer is None, f"{name} kept its buffer"
@@ -97,7 +97,7 @@ def test_it_trains_as_unsharded_with_several_microbatches(stage: str, asks: bool
 
 def test_gradients_are_added_in_the_reduce_dtype_and_reduced_from_where_they_were_written() -> None:
     def on_each_rank() -> None:
-        # 14 rows divide over two ranks; those that do not are staged, as gradients of autograd's are.
+        # 14 rows divide over two ranks; undivided rows are staged, like autograd's gradients.
         model = nn.Sequential(FusedLinear(4, 14), nn.Linear(14, 13))
         fuse(fully_shard(model, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)))
         ((_, unit),) = named_units(model)
@@ -111,7 +111,7 @@ def test_gradients_are_added_in_the_reduce_dtype_and_reduced_from_where_they_wer
 
 
 class _Watching:
-    """A transport that counts reductions of what layers wrote, where they wrote it."""
+    """A transport that counts reductions straight from the layers' buffers."""
 
     def __init__(self, inner: Any, grads: MainGrads) -> None:
         self._inner, self._grads = inner, grads
@@ -127,7 +127,7 @@ class _Watching:
 
 
 def _buffer_of(grads: MainGrads) -> object:
-    """Asked anew each time: to mypy an attribute keeps the value that an assertion found."""
+    """A call each time: to mypy an attribute keeps the value of an earlier assertion."""
     return grads._buffer
 
 
@@ -196,7 +196,7 @@ def test_a_weight_that_is_used_twice_adds_twice_and_its_dummies_count_for_nothin
 
 
 class _TiedLinears(nn.Module):
-    """One weight in a layer that adds to a buffer and in one that does not."""
+    """One weight in two layers: the first adds to a buffer, the second does not."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -352,7 +352,7 @@ def test_by_hand_the_buffer_is_made_when_it_is_asked_for() -> None:
 
 def test_a_late_weight_gradient_may_be_added_to_the_buffer() -> None:
     class LateFused(FusedLinear):
-        """Puts its addition off until it is told to."""
+        """Puts the addition off until `backward_dw`."""
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             out = nn.functional.linear(x, self.weight.detach(), self.bias)

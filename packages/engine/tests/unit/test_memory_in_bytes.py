@@ -1,7 +1,7 @@
-"""Memory, counted: every storage that an operator of the step reads or writes, at every operator.
+"""Memory, counted: every storage read or written by an operator of the step, at every operator.
 
-Widths are multiples of 256 that four ranks divide, so that layouts hold no padding and gradients are reduced where they
-lie; one row of input, so that activations weigh next to nothing.
+Widths are multiples of 256, divisible by four: layouts hold no padding, and gradients are reduced in
+place. With one row of input, activations weigh next to nothing.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class _Wide(Net):
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Knows every storage that an operator touched; weighs those that are still alive, after each operator."""
+    """Knows every storage touched by an operator; weighs the living storages after each operator."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -88,7 +88,7 @@ def _union_nbytes(ranges: Iterable[tuple[int, int]]) -> int:
 
 
 class _StillTransport:
-    """A transport of two ranks that moves nothing."""
+    """A transport of two ranks without any moves."""
 
     rank = 0
     num_ranks = 2
@@ -99,7 +99,7 @@ class _StillTransport:
     def reduce_scatter(self, payloads: Sequence[Payload], op: ReduceOp) -> Pending:
         arrived = [torch.zeros_like(full) for shard, full in payloads if shard.dtype != full.dtype]  # as in a real one
         for shard, _ in payloads:
-            shard.zero_()  # writes, so that it is seen
+            shard.zero_()  # a write, for the memory count
         del arrived
         return Done()
 
@@ -109,12 +109,12 @@ class _StillTransport:
 
 @dataclass(frozen=True)
 class _Cost:
-    """Bytes of one unit, from its layout and its policy."""
+    """Bytes of one unit, from layout and policy."""
 
     shards: int
     unsharded: int
     gradients: int  # as backward makes them
-    arrived: int  # as many of all ranks', where they are added up in another dtype than they travel in
+    arrived: int  # as many of all ranks', for sums in another dtype than the wire's
     reduced: int  # this rank's part, in the reduce dtype
 
 
@@ -227,13 +227,13 @@ def test_a_step_holds_two_unsharded_blocks_and_two_blocks_gradients_whatever_the
         for num_layers in (3, 6):
             model = _build(num_layers, policy)
             root, block = _cost(model, policy), _cost(model.layers[0], policy)
-            # The root is there all along, and its gradients wait for the stem's.
+            # The root is present all along, and its gradients wait for the stem's.
             resident = 2 * (root.shards + num_layers * block.shards) + root.unsharded + root.gradients
-            # Between two reductions one block computes and the next is gathered; one's gradients are made and the
-            # last one's are reduced. A reduction starts when its block is freed and the last one's gradients are.
+            # Between two reductions one block computes and the next is gathered; the first's gradients come, and the
+            # last block's are reduced. A reduction starts when its block and the last block's gradients are freed.
             between = 2 * block.unsharded + 2 * block.gradients
             reducing = block.unsharded + block.gradients + block.arrived
-            # Not there yet when both meet near the end of backward: the stem's gradient, and those of three shards.
+            # Missing at the meeting near the end of backward: the gradients of the stem and of three shards.
             to_come = 4 * DIM * DIM + root.shards + 2 * block.shards
             _assert_just_below(_peak(model, _train), resident + max(between, reducing), num_layers, slack=to_come)
 
@@ -253,7 +253,7 @@ def test_a_prefetch_budget_is_what_is_unsharded_beside_the_units_that_run(
         shards = root.shards + num_layers * block.shards
         expected = shards + root.unsharded + (1 + num_ahead) * block.unsharded
         _assert_just_below(_peak(model, _infer), expected, num_layers)
-        # In backward: the shards' gradients come, and what is alive of two units' unreduced ones.
+        # In backward: the shards' gradients, and the living part of two units' unreduced gradients.
         bound = expected + shards + root.gradients + 2 * block.gradients + block.arrived
         assert _peak(model, _train) <= bound + _activations(num_layers)
 
@@ -262,7 +262,7 @@ def test_a_prefetch_budget_is_what_is_unsharded_beside_the_units_that_run(
 
 def _assert_just_below(peak: int, expected: int, num_layers: int, slack: int = 0) -> None:
     assert peak <= expected + _activations(num_layers)
-    assert peak >= expected - slack  # else the bound is not what is measured
+    assert peak >= expected - slack  # otherwise the bound is not measured
 
 
 def test_units_that_are_kept_cost_their_unsharded_bytes_until_backward_and_no_longer() -> None:

@@ -28,7 +28,7 @@ LOSS = mean_square(lambda model: model(X))
 
 
 class _TwoExperts(nn.Module):
-    """Two linears of which a call uses one, or none."""
+    """Two linears; a call uses one or none."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ def test_parameters_that_only_some_ranks_use_get_the_mean_over_all_when_asked() 
 
 
 def test_parameters_that_only_some_ranks_use_are_refused_when_nothing_was_said() -> None:
-    """A rank that has no gradient would leave its rows as they are, while the others' rows are trained."""
+    """A rank without a gradient would leave its rows untrained, beside trained rows of the remaining ranks."""
 
     def check() -> None:
         _, sharded = twins(_Moe)

@@ -1,4 +1,4 @@
-"""Gradients that travel as backward made them, and are added up in a wider dtype: the numbers of a wide wire."""
+"""Gradients travel in backward's dtype, and are added up in a wider dtype: the numbers of a wide wire."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ POLICY = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)
 
 
 class _Scaled(nn.Module):
-    """Its weight's gradient is its input: numbers of the test's choice. Rows that no number of ranks here divides."""
+    """The weight's gradient is the input: numbers of the test's choice. No number of ranks here divides the rows."""
 
     def __init__(self, num_rows: int = 7) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ def _gradient(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _drawn(rank: int) -> torch.Tensor:
-    """Numbers whose bf16 sums lose most of what fp32 keeps."""
+    """Numbers whose bf16 sums lose most of the fp32 sums."""
     generator = torch.Generator().manual_seed(rank)
     return (torch.randn(4 * 7 + 12, generator=generator) * torch.rand(1, generator=generator) * 100).bfloat16()
 
@@ -87,7 +87,7 @@ def test_a_gradient_is_the_mean_of_all_ranks_bf16_gradients_taken_in_fp32_in_the
 
 @pytest.mark.parametrize("reduce_dtype", [BF16, FP32])
 def test_ones_beside_256_are_lost_in_bf16_and_not_in_fp32(reduce_dtype: torch.dtype) -> None:
-    """In bf16 256 + 1 is 256; three ranks' ones beside a 256 are a percent of their sum."""
+    """In bf16 256 + 1 is 256; three ranks' ones beside a 256 are a percent of the sum."""
 
     def check() -> None:
         model = fully_shard(_Scaled(), mp_policy=MixedPrecisionPolicy(BF16, reduce_dtype))
@@ -203,7 +203,7 @@ def test_bf16_gradients_travel_in_half_the_bytes_and_sums_of_microbatches_in_all
         full = nbytes(models[1], num_kept=0)
         assert nbytes(models[0], num_kept=0) == full // 2
         assert nbytes(models[0], num_kept=1) == full
-        assert nbytes(models[0], num_kept=0) == full // 2  # the step after it, which has no sums
+        assert nbytes(models[0], num_kept=0) == full // 2  # the next step, without sums
 
     run_ranks(check, 2)
 
@@ -222,7 +222,7 @@ def test_gradients_that_were_dropped_leave_no_sums() -> None:
 
 
 def test_ranks_agree_on_the_wire_where_only_one_of_them_has_sums() -> None:
-    """With copies of the parameters a unit may be left out by a rank: nothing is communicated for it."""
+    """With copies of the parameters a rank may leave a unit out: no communication follows."""
 
     def check() -> None:
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
@@ -230,7 +230,7 @@ def test_ranks_agree_on_the_wire_where_only_one_of_them_has_sums() -> None:
             fully_shard(module, mp_policy=POLICY, options=ShardingOptions(placements=ZERO2))
         x = torch.ones(2, 4)
         with torch.no_grad():
-            model(x)  # every copy is there
+            model(x)  # every copy is gathered
         log = record(model)
         with no_gradient_sync(model):
             y = model[0](x)
@@ -239,7 +239,7 @@ def test_ranks_agree_on_the_wire_where_only_one_of_them_has_sums() -> None:
         assert {event.dtypes for event in log.events if event.kind == "reduce"} == {frozenset({FP32})}
         assert_at_rest(model)
 
-    run_ranks(check, 2)  # ranks that disagree wait for each other
+    run_ranks(check, 2)  # disagreeing ranks wait for each other
 
 
 @pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="torch has no gradients of other dtypes yet")

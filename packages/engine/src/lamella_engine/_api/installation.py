@@ -60,6 +60,7 @@ class Installation:
         """
         if not self._is_undone:
             self._is_undone = True
+            # Listed for the effect: a generator by itself replaces nothing.
             list(_replace(_FOR_OURS))
 
     def __enter__(self) -> Self:

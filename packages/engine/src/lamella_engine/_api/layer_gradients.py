@@ -77,6 +77,7 @@ def set_main_grads(module: nn.Module, parameters: Iterable[nn.Parameter]) -> Non
     unit = _resting_state_of(module).unit
     members = [_find(unit, parameter) for parameter in parameters]
     main_grads = main_grads_of(members, unit.parameters.context.streams)
+    # Only now: a refusal above leaves the former buffers in place.
     for grads in unit.parameters.main_grads:
         grads.unmark()
     unit.parameters.main_grads = main_grads

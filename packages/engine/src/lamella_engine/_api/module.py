@@ -146,6 +146,7 @@ class FSDPModule(_TorchsModule, UnitVerbs):
             kwargs: Keyword arguments of the model's own `zero_grad`.
         """
         set_to_none = kwargs.get("set_to_none", args[0] if args else True)
+        # First: a reduction still under way would install a gradient behind the clearing.
         state_of(self).tree.step_end.finish_deferred()
         super().zero_grad(*args, **kwargs)  # type: ignore[misc]
         for unit in units_of(self, recurse=True):
@@ -202,6 +203,7 @@ class FSDPModule(_TorchsModule, UnitVerbs):
                 f"should be a bool, got {type(reshard_after_forward)}. Give a number of ranks to fully_shard."
             )
         for unit in units_of(self, recurse):
+            # A flag replaces the number given to `fully_shard`: no parts are kept for neighbours any more.
             unit.reshard_after_forward = reshard_after_forward
             for group in unit.parameters.groups:
                 group.transports.neighbours = None
@@ -451,6 +453,7 @@ class FSDPModule(_TorchsModule, UnitVerbs):
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> nn.Module:
         """`to`, `to_empty`, `cuda`, ...: act on the shards, and take them back into one buffer."""
         state = state_of(self)
+        # Otherwise `fn` would move unsharded forms, and leave the shards where they are.
         state.tree.bring_to_rest(state.unit)
         module: nn.Module = super(_TorchsModule, self)._apply(fn, recurse)  # type: ignore[misc]
         state.unit.weights.adopt_replaced_shards(keep_parameters=True)

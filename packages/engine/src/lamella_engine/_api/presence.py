@@ -58,6 +58,8 @@ class Presence:
         self._staying = staying
         self._prefetch_budget = prefetch_budget
         self._keep_budget = keep_budget
+        # By stays, not by a count: several microbatches may use a layer at once, and a stay may be handed to its
+        # backward.
         self._holders: dict[int | None, set[Key]] = {layer: set() for layer in nbytes}
         self._present: set[int | None] = set()
         self._prefetched: set[int | None] = set()  # gathered, and not used yet

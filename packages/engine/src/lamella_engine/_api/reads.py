@@ -62,6 +62,7 @@ def declare_reads(reader: nn.Module, *names: str) -> None:
             f"Expected a {type(reader).__name__} that is in no unit yet, got one in a unit: which parameters are "
             "gathered with it is settled. Declare its reads before fully_shard of the module around it."
         )
+    # In the dict itself, past a model's own `__setattr__` and `__getattr__`.
     declared = reader.__dict__.get(_READS, ())
     reader.__dict__[_READS] = (*declared, *(name for name in names if name not in declared))
 
@@ -130,12 +131,14 @@ def units_read(
     Raises:
         ValueError: An inner unit cannot become a part of the new unit.
     """
+    # By the sharded form, which modules of inner units at rest hold.
     holders = {
         id(p.sharded): inner_state
         for inner_state in inner
         for g in inner_state.unit.parameters.groups
         for p in g.parameters
     }
+    # A dict as a set in order: units must be taken over in the same order on every rank.
     read: dict[FSDPState, None] = {}
     for prefix, reader in modules:
         for name, parameter in reads_of(reader).items():

@@ -46,6 +46,7 @@ def reduce_by(unit: UnitParameters, comm: ReduceScatter) -> None:
     """
     _check_custom(unit, "set_custom_reduce_scatter", comm)
     for group in unit.groups:
+        # Beside the gathers' transport, not in its place: gathers stay as they are.
         group.transports.reduce = with_reduce_scatter(group.transports.reduce or group.transports.shard, comm)
 
 

@@ -34,11 +34,13 @@ def _map(fn: Callable[[torch.Tensor], torch.Tensor], node: Any) -> Any:
     if isinstance(node, torch.Tensor):
         return fn(node)
     kind = type(node)
+    # Exact classes alone: a named tuple, or an output class of a library, is not rebuilt from a list.
     if kind is tuple or kind is list:
         return kind([fn(child) if isinstance(child, torch.Tensor) else _map(fn, child) for child in node])
     if kind is dict:
         return {key: _map(fn, child) for key, child in node.items()} if node else node
     if not pytree.tree_is_leaf(node):
+        # A level at a time: pytree by itself would pass over dataclasses further in.
         return pytree.tree_map(lambda child: _map(fn, child), node, is_leaf=lambda child: child is not node)
     return _map_fields(fn, node) if _is_record(node) else node
 

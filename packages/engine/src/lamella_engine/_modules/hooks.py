@@ -183,6 +183,7 @@ class _EndBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, state: FSDPState, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        # Strong: backward may run after the last reference to the model is gone, and needs the unit's buffers.
         ctx.state = state
         ctx.set_materialize_grads(False)  # an unused input gets no gradient, as without sharding; not zeros
         return inputs
@@ -238,6 +239,7 @@ def _cast(tree: T, dtype: torch.dtype | None, phase: str) -> T:
         return tensor.dtype != dtype and tensor.is_floating_point()
 
     with label(phase):
+        # Mostly nothing changes: then the caller's containers are passed on, not copies of them.
         if not any(is_other(tensor) for tensor in tensors_in(tree)):
             return tree
         return map_tensors(lambda tensor: tensor.to(dtype) if is_other(tensor) else tensor, tree)

@@ -252,6 +252,7 @@ class _Gathered(UnshardedBuffer):
                 storage, nbytes = tensor.untyped_storage(), tensor.numel() * tensor.itemsize
                 if storage.nbytes() != nbytes:  # equal if bytes were kept: `resize_` would move them
                     storage.resize_(nbytes)
+        # At every gather: the first one has made the outputs a moment ago, in `send`.
         self.slots = tuple(output for extension in self._extensions for output in extension.outputs)
         self.layout = EvenLayout.build([slot.shape for slot in self.slots], self._num_shards)
         # Saved before the gather writes: autograd would refuse its views from forward, though values are the same.

@@ -77,6 +77,7 @@ class Offload:
 
         Effects: allocates host memory; one copy on the current stream; no host sync if the memory is pinned.
         """
+        # New memory each time: an optimizer on the host may still hold the last step's gradients.
         return self.empty(tensor.numel(), tensor.dtype).copy_(tensor.view(-1), non_blocking=True)
 
     def add_(self, totals: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> None:

@@ -38,6 +38,7 @@ class PayloadForm:
         group.main_weight = new_main_weight(layout, rank, shards[0].dtype, shards[0].device, offload)
         with torch.no_grad():
             group.main_weight.flat.zero_()
+            # Copied, not adopted: assigned tensors may be another model's, and lie apart.
             torch._foreach_copy_(list(group.main_weight.shards), shards)
         for parameter, shard in zip(group.parameters, group.main_weight.shards, strict=True):
             if not keep_parameters:  # a Parameter put in by hand is the one that an optimizer will hold
@@ -89,10 +90,13 @@ class PayloadForm:
             memory that lives as long as the returned plan.
         """
         chosen = self._chosen[direction, gathered_for]
+        # Before the plan is used: encodings write into pieces of these buffers.
         group.allocate(chosen)
         if group.transports.outer is not None:
             return self._plan_over_outer(group, chosen, group.transports.outer)
         if group.offload is not None:
+            # A plan of this gather alone: it holds the device's copy of the main weights, which must go with the
+            # gather.
             return self._unsharded.plan(chosen, group.main_weight_on_device())
         if chosen not in self._plans:
             self._plans[chosen] = self._unsharded.plan(chosen, group.main_weight)
@@ -142,6 +146,7 @@ class _Borrowed:
         self._flat = flat
 
     def create(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        # The views that `UnshardedBuffer` makes are then views of the main weights: an update needs no gather to show.
         return self._flat
 
     def allocate(self, buffer: torch.Tensor) -> None:

@@ -100,6 +100,7 @@ class ShardedParameter:
         vars(unsharded)[_MARK] = _UNSHARDED
         self.unsharded = unsharded
         self.unsharded_version = None if unsharded.is_inference() else unsharded._version
+        # From here on a difference from this memory is a user's `form.data = tensor`.
         self.note_memory()
         _sharded_originals[unsharded] = (self.full_name, weakref.ref(self))
 
@@ -183,6 +184,7 @@ class ShardedParameter:
             self.accumulated = gradient.to(dtype)
         else:
             add_gradient(self.accumulated, gradient)
+        # Otherwise autograd would add the next microbatch to `.grad` itself, in the narrower dtype.
         self.unsharded.grad = None
 
     def run_hooks(self) -> None:

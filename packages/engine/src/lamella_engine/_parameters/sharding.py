@@ -219,6 +219,7 @@ class DataAxes:
 
     def flat_placements(self, layout: FlatLayout, index: int) -> tuple[Placement, ...]:
         """Placements of tensor `index` of a flat layout of main weights, one for each axis of `mesh`."""
+        # Parts of one shard are consecutive: a step along the shard axis passes over all outer parts.
         strides = {self.shard_axis: self.num_outer_shards, self.outer_axis: 1}
         return tuple(
             layout.placement(index, stride=strides[axis]) if axis in strides else Replicate()
@@ -434,6 +435,7 @@ def _beside_part(parameter: DTensor, axes: DataAxes, dim: int) -> tuple[DeviceMe
         data = [names.index(name) for name in axes.names[0]]
         for axis in data:
             placements[axis] = Shard(dim)
+        # Data axes last: they cut within the part that the model-parallel axes leave to a rank.
         order = [axis for axis in range(mesh.ndim) if axis not in data] + data
         return mesh, strided_placements(mesh.shape, placements, order=order)
     model_axes = [axis for axis in range(mesh.ndim) if axis not in axes.axes_of_whole]

@@ -229,6 +229,7 @@ def _takes_subclasses_for_dtensors() -> bool:
     return False
 
 
+# Bound for the life of the process: torch drops the rules with their owner.
 _RULES = _answer_every_operator()
 
 # As for DTensor: otherwise `torch.load(weights_only=True)` refuses a state dict of ragged tensors.

@@ -49,6 +49,7 @@ class Scales:
         self.recipe = recipe
         shapes_of_scales = [recipe.scale_shape(shape) for shape in shapes]
         self.amaxes = torch.zeros(sum(_aligned(shape) for shape in shapes_of_scales), device=device)
+        # One tensor for the life of the scales, written in place: decoded weights keep views of it.
         self._scales = torch.ones_like(self.amaxes)
         self.num_past = recipe.num_past
         self._past = torch.full((recipe.num_past, len(self.amaxes)), _NEVER, device=device)
@@ -85,6 +86,7 @@ class Scales:
         if not self.num_past:
             self.recipe.measure(*columns)
             return
+        # The measurement raises the amaxes of all parameters: those with a past get their own back below.
         raised = self.amaxes.clone()
         self.recipe.measure(*columns)
         self.amaxes.copy_(torch.where(self._past[0] < 0, self.amaxes, raised))  # of a group, some may start anew
@@ -133,6 +135,7 @@ def rescale(several: Sequence[Scales], amaxes: torch.Tensor) -> None:
     several[0].recipe.rescale(amaxes, scales, past)
     if len(several) > 1:
         numels = [len(scales_of_group.amaxes) for scales_of_group in several]
+        # Back into the tensors that decoded weights view; for one group `rescale` has written them in place.
         torch._foreach_copy_([scales_of_group._scales for scales_of_group in several], torch.split(scales, numels))
         if len(past):
             torch._foreach_copy_(

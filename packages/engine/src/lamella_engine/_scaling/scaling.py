@@ -166,6 +166,7 @@ def _forget_measured(parameters: ScaledParameters) -> None:
         return
     streams = parameters.context.streams
     with streams.on(streams.all_gather_stream):
+        # On the stream whose encodings raise the amaxes: elsewhere an encoding in flight could add to zeroed ones.
         torch._foreach_zero_(amaxes)
     streams.compute_stream.wait_stream(streams.all_gather_stream)
 

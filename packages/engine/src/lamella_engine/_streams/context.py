@@ -34,6 +34,7 @@ class Context:
 
     def __init__(self, device: torch.device) -> None:
         self.streams = Streams(device)
+        # Within a pass gathers rely on the wait at its beginning: rule 1 of Note [Streams].
         self.phase = PassPhase.RESTING
         # Written by `StepEnd` alone, from announcements that every rank makes alike: ranks that differ in it would
         # reduce different gradients.

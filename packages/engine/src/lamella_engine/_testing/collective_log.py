@@ -77,6 +77,7 @@ def record(model: nn.Module) -> CollectiveLog:
         for group in unit.parameters.groups:
             # Of several modules that are one unit, the last names it.
             transport = group.transports.shard
+            # Without an earlier log: one in the other would write each collective twice.
             inner = transport._inner if isinstance(transport, _LoggingTransport) else transport
             group.transports.shard = _LoggingTransport(name, inner, log)
         _log_computation(name, model if name == "root" else model.get_submodule(name), log)
@@ -88,6 +89,7 @@ def _log_computation(name: str, module: nn.Module, log: CollectiveLog) -> None:
     module.register_forward_pre_hook(lambda *_: log.events.append(LoggedCollective("compute", name, 0, frozenset())))
 
 
+# Has no `fill_and_gather`: `lamella_buffers.all_gather` then writes the shards and calls `all_gather`, which is logged.
 class _LoggingTransport:
     """A transport that writes down its calls."""
 

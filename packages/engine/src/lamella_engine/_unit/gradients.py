@@ -181,6 +181,7 @@ class Gradients:
             if has_any or (self.reduces_unused_parameters and group.is_trainable):
                 inputs.append(GroupGradients(group, gradients, self._wire_of(group)))
                 reads += gradients.values()  # parameters hold these tensors no more: the reduction's record must
+        # No layer has added to the main-grad buffers either: without a reduction nobody else frees them.
         if not inputs:
             self._drop_main_grads()
             return ()
@@ -219,6 +220,7 @@ class Gradients:
                     reductions[group] = reduction.add_partial(group, reductions[group])
             # The record holds the tensors: the reduce stream still reads memory that belongs to other streams.
             event = stream.record_event()
+            # Before gradients are installed: an error in a user's hook must not free tensors that the reduction reads.
             streams.hold(self._reduction(event, reads, compute))
             return self._install(reductions, event)
 

@@ -48,6 +48,8 @@ class MainGrads:
         self._spare: list[UnshardedBuffer] = []
         self._stream: torch.Stream | None = None  # allocated the buffer: waits for readers before the bytes go
         self._zeroed: torch.Event | None = None  # behind the zeroing of the buffer; goes with it
+        # A fused layer leaves a dummy in `.grad`, which `settle` drops: sums of earlier microbatches must lie
+        # elsewhere.
         for parameter in self.parameters:
             parameter.keeps_grad_clear = True
 
