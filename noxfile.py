@@ -35,6 +35,7 @@ TESTS = [*(f"packages/{name}/tests" for name in PACKAGES), "testing/tests", "int
 CPU_ONLY = "not gpu1 and not gpu2 and not gpu4 and not te and not ssm and not slow"
 MEGATRON_CORE = "megatron-core==0.19.2"
 TORCHTITAN = ["torchtitan==0.3.0", "spmd-types==0.2.3"]
+FINE_TUNERS = ["axolotl==0.19.0", "addict==2.4.0", "llamafactory==0.9.5", "nemo-automodel==0.7.0"]
 TRITON = "triton>=3.7"  # Not in constraints.txt: torch's CUDA build pins triton, see `pins`.
 PLAIN_PINS = ["--quiet", "--no-header", "--no-annotate", "--no-emit-index-url", "--no-emit-find-links"]
 OLDEST_TORCH = "torch==2.11.*"
@@ -145,8 +146,8 @@ def clients(session: nox.Session) -> None:
     """Train with libraries that shard by FSDP2, and with lamella in place of FSDP2, on CPU: results must be equal."""
     _install_shipped(session, "integration", _wheels(session, _siblings("integration", tested=True)))
     _install(session, "--group", "clients", TRITON)  # torchtitan imports Triton kernels, and runs none on a CPU
-    # torchtitan's metadata requires data sets and trackers too; a model's code imports neither.
-    _install(session, "--no-deps", *TORCHTITAN)
+    # Their metadata requires data sets, trackers and other versions of libraries; code that shards needs none of them.
+    _install(session, "--no-deps", *TORCHTITAN, *FINE_TUNERS)
     _pytest_installed(session, CLIENTS, "-W", "default")  # the libraries' warnings
 
 

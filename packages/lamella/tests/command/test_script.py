@@ -72,3 +72,29 @@ def test_an_absent_program_is_refused_in_one_line(
 ) -> None:
     assert main(["run", *argv]) == 2
     assert capsys.readouterr().err == f"lamella: error: {message}\n"
+
+
+TRAINER_PROGRAM = """
+    from transformers.trainer import DEFAULT_CALLBACKS
+
+    print([vars(callback) for callback in DEFAULT_CALLBACKS[1:]])
+"""
+
+
+def settings_of(folder: Path, *options: str) -> str:
+    (folder / "trainer.py").write_text(textwrap.dedent(TRAINER_PROGRAM), encoding="utf-8")
+    command = [sys.executable, "-m", "lamella", "run", *options, "trainer.py"]
+    ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=120)
+    return ended.stdout if ended.returncode == 0 else ended.stderr
+
+
+def test_options_before_the_script_give_trainers_a_callback(folder: Path) -> None:
+    settings = settings_of(folder, "--late-gradients", "--keep-budget", "1KiB", "--profile", "2")
+    for expected in ("'_overlap': True", "'_late_gradients': True", "'_keep_budget': 1024", "profiled_steps': 2"):
+        assert expected in settings
+    assert settings_of(folder) == "[]\n"
+
+
+def test_a_keep_budget_that_is_no_size_is_refused_in_one_line(folder: Path) -> None:
+    message = "Expected --keep-budget to be a size such as 2GiB or 500MiB, got 'much'."
+    assert settings_of(folder, "--keep-budget", "much") == f"lamella: error: {message}\n"

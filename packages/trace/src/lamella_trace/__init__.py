@@ -7,6 +7,7 @@
 """
 
 from lamella_trace._account import overlap_report as overlap_report
+from lamella_trace._files import write_report as write_report
 from lamella_trace._html import as_html as as_html
 from lamella_trace._report import HostGap as HostGap
 from lamella_trace._report import NodeReport as NodeReport

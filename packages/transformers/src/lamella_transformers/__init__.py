@@ -40,6 +40,8 @@ from lamella_transformers._loss import choose_loss as choose_loss
 from lamella_transformers._loss import loss_of_logits as loss_of_logits
 from lamella_transformers._loss import target_losses as target_losses
 from lamella_transformers._outline import outline as outline
+from lamella_transformers._profiling import NUM_PROFILER_WARMUP_STEPS as NUM_PROFILER_WARMUP_STEPS
+from lamella_transformers._profiling import step_profiler as step_profiler
 from lamella_transformers._sizes import balance_coefficient as balance_coefficient
 from lamella_transformers._sizes import flops_per_token as flops_per_token
 from lamella_transformers._sizes import num_positions as num_positions

@@ -144,12 +144,14 @@ def _parser() -> argparse.ArgumentParser:
     inference_options.add_verbs(commands)
     command = commands.add_parser(
         "run",
-        usage="%(prog)s [-m] SCRIPT [ARGUMENT ...]",
+        usage="%(prog)s [OPTION ...] [-m] SCRIPT [ARGUMENT ...]",
         help="run a program written for FSDP2, with lamella in FSDP2's place",
         description="Run a Python script, or with -m a module, unchanged: what it shards by torch's fully_shard is "
-        "sharded by lamella. On several ranks: torchrun --nproc-per-node N -m lamella run SCRIPT.",
+        "sharded by lamella. On several ranks: torchrun --nproc-per-node N -m lamella run SCRIPT. Options "
+        "before SCRIPT set the transformers.Trainers (TRL's too) of the program.",
         allow_abbrev=False,
     )
+    _add_trainer_options(command)
     command.add_argument("-m", dest="is_module", action="store_true", help="SCRIPT is the name of a module")
     command.add_argument("program", metavar="SCRIPT", help="file of a script")
     command.add_argument("arguments", metavar="ARGUMENT", nargs=argparse.REMAINDER, help="arguments of the program")
@@ -186,6 +188,21 @@ def _add_run_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--print-config", action="store_true", default=False, help="print the settings and leave")
     for group, cls in GROUPS.items():
         _add_group(command, group, cls)
+
+
+def _add_trainer_options(command: argparse.ArgumentParser) -> None:
+    texts = {
+        "--overlap": "let the optimizer's step hide the first gathers of the next forward",
+        "--late-gradients": "and the last reductions of backward too; needs max_grad_norm=0",
+        "--local-clipping": "clip on plain shards; norms differ from torch's by rounding",
+    }
+    dests = ("overlap", "late_gradients", "clips_local_shards")
+    for (flag, text), dest in zip(texts.items(), dests, strict=True):
+        command.add_argument(flag, dest=dest, action="store_true", help=text)
+    command.add_argument("--keep-budget", metavar="SIZE", help="weights that stay from forward to backward, as 2GiB")
+    command.add_argument(
+        "--profile", dest="num_profiled_steps", type=int, default=0, metavar="N", help="profile N steps of rank 0"
+    )
 
 
 def _add_group(parser: argparse.ArgumentParser, group: str, cls: type[Group]) -> None:

@@ -6,27 +6,32 @@ import runpy
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NoReturn
+from typing import Final, NoReturn
 
 import lamella_engine
 import lamella_optim
+from lamella._settings.fit import budget_nbytes
 from lamella._settings.options import ConfigError
+
+TRAINER_SETTINGS: Final = ("overlap", "late_gradients", "clips_local_shards", "keep_budget", "num_profiled_steps")
 
 
 def run(arguments: argparse.Namespace) -> NoReturn:
     """Run a script or a module as `python` would, and end with its exit code.
 
     Raises:
-        ConfigError: There is no such script or module.
+        ConfigError: There is no such script or module, or an option of Trainers is refused.
         SystemExit: The program has ended: the interpreter's exit runs the program's exit handlers.
 
-    Effects: `lamella_engine.install` and `lamella_optim.install`, for the rest of the process; changes `sys.argv` and
+    Effects: `lamella_engine.install` and `lamella_optim.install`, for the rest of the process; with an option of
+        Trainers, a callback for all of them; changes `sys.argv` and
         `sys.path` as `python` sets them for the program.
     """
     program = arguments.program
     _check(program, is_module=arguments.is_module)
     lamella_engine.install()
     lamella_optim.install()
+    _set_trainers(arguments)
     sys.argv = [program, *arguments.arguments]
     if arguments.is_module:
         runpy.run_module(program, run_name="__main__", alter_sys=True)
@@ -34,6 +39,17 @@ def run(arguments: argparse.Namespace) -> NoReturn:
         sys.path.insert(0, str(Path(program).resolve().parent))
         runpy.run_path(program, run_name="__main__")
     raise SystemExit(0)
+
+
+def _set_trainers(arguments: argparse.Namespace) -> None:
+    """Give `transformers.Trainer` a callback by the options; without options transformers is not imported."""
+    settings = {name: vars(arguments)[name] for name in TRAINER_SETTINGS if vars(arguments)[name]}
+    if not settings:
+        return
+    from lamella_transformers.trainer import ShardedTraining, add_to_trainers
+
+    settings["keep_budget"] = budget_nbytes(arguments.keep_budget) or None
+    add_to_trainers(ShardedTraining(**{"overlap": arguments.late_gradients, **settings}))
 
 
 def _check(program: str, *, is_module: bool) -> None:

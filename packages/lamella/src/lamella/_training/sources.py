@@ -4,13 +4,12 @@ from dataclasses import dataclass
 
 from lamella._data.sources import TextSource, data_lines, read_text
 from lamella._model.weights import check_weights, weights_line
-from lamella._record.profiling import NUM_WARMUP_STEPS
 from lamella._settings.config import Config
 from lamella._settings.options import ConfigError
 from lamella._training.checks import CheckedRun
 from lamella._training.resume import check_resumable, stream_settings
 from lamella._training.trained_parameters import trained_line, trained_patterns
-from lamella_transformers import separates_documents
+from lamella_transformers import NUM_PROFILER_WARMUP_STEPS, separates_documents
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,9 +71,10 @@ def check_profile(config: Config, first_step: int) -> None:
     Raises:
         ConfigError: Names `--profile`, and the number of steps that remain.
     """
-    needed = 0 if config.run.profile is None else NUM_WARMUP_STEPS + config.run.profile
+    needed = 0 if config.run.profile is None else NUM_PROFILER_WARMUP_STEPS + config.run.profile
     if needed > config.optim.steps - first_step:
         raise ConfigError(
             f"Expected at least {needed} steps to go for --profile {config.run.profile}, which begins after "
-            f"{NUM_WARMUP_STEPS}, got {config.optim.steps - first_step}. Pass a larger --steps, or a smaller --profile."
+            f"{NUM_PROFILER_WARMUP_STEPS}, got {config.optim.steps - first_step}. Pass a larger --steps, or a smaller "
+            "--profile."
         )
