@@ -231,7 +231,7 @@ class GlooTransport(_GroupTransport):
             packed = torch.cat(shards)
             gathered = packed.new_empty(self.num_ranks * packed.numel())
         work = _all_gather(gathered, packed, group=self._group, async_op=True)
-        return _GlooGather(work, partial(unpack, gathered, wholes, self.num_ranks))
+        return _GlooGather(work, packed, partial(unpack, gathered, wholes, self.num_ranks))
 
     def _reduce(self, payloads: Sequence[Payload], op: ReduceOp) -> None:
         """Reduce a packed tensor: a copy of every payload on both sides; blocks the host."""
@@ -290,10 +290,11 @@ class FakeTransport(_GroupTransport):
 
 
 class _GlooGather:
-    """Waits on the host, once, and unpacks."""
+    """Waits on the host, once, and unpacks. Holds the packed shards until then, as gloo's work does."""
 
-    def __init__(self, work: dist.Work, unpack: Callable[[], None]) -> None:
+    def __init__(self, work: dist.Work, packed: torch.Tensor, unpack: Callable[[], None]) -> None:
         self._work: dist.Work | None = work
+        self._packed: torch.Tensor | None = packed
         self._unpack = unpack
 
     def wait(self) -> None:
@@ -303,7 +304,7 @@ class _GlooGather:
         self._work.wait()
         with record_function("gloo::all_gather"):
             self._unpack()
-        self._work = None  # last: an interrupted wait may be repeated
+        self._work = self._packed = None  # last: an interrupted wait may be repeated
 
 
 def transport_for(group: dist.ProcessGroup, device_type: str) -> Transport:

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from lamella._command.train import Result as Result
     from lamella._command.train import train as train
     from lamella._estimate.api import estimate as estimate
+    from lamella._estimate.choice import FittingOptions as FittingOptions
+    from lamella._estimate.choice import fit_options as fit_options
     from lamella._estimate.estimated_bytes import Estimate as Estimate
     from lamella._processes.endings import LossNotFiniteError as LossNotFiniteError
     from lamella._processes.endings import Stopped as Stopped
@@ -45,6 +47,7 @@ _NAMES: Final = {
     "lamella._settings.options": ("ConfigError",),
     "lamella._command.train": ("Result", "train"),
     "lamella._estimate.api": ("estimate",),
+    "lamella._estimate.choice": ("FittingOptions", "fit_options"),
     "lamella._estimate.estimated_bytes": ("Estimate",),
     "lamella_checkpoint": ("CheckpointDirectory", "load", "save"),
     "lamella_engine": ("FSDPModule", "MixedPrecisionPolicy", "UnshardHandle", "fully_shard"),

@@ -17,6 +17,7 @@ from lamella_transformers._chunked_loss import linear_cross_entropy as linear_cr
 from lamella_transformers._construction import ModelSpec as ModelSpec
 from lamella_transformers._conversion import correspondences as correspondences
 from lamella_transformers._documents import document_arguments as document_arguments
+from lamella_transformers._documents import one_document_a_sequence as one_document_a_sequence
 from lamella_transformers._documents import separates_documents as separates_documents
 from lamella_transformers._errors import ModelError as ModelError
 from lamella_transformers._fresh import FreshWeights as FreshWeights

@@ -53,6 +53,22 @@ def separates_documents(outline: nn.Module) -> bool:
 
 
 @contextmanager
+def one_document_a_sequence() -> Iterator[None]:
+    """Let models take every sequence for one document in the block, without a look at its positions.
+
+    Positions of fake tensors have no values: transformers would then build a mask for several documents.
+    """
+    from transformers import masking_utils
+
+    original = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = lambda *args, **options: None
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = original
+
+
+@contextmanager
 def _without_padding(model: nn.Module) -> Iterator[None]:
     """Set no padding token in the block: some forwards look for it among the tokens before they build masks."""
     config = cast(Any, model).config

@@ -23,10 +23,16 @@ def run(arguments: argparse.Namespace) -> None:
     Effects: writes the files of `--json` and `--svg`, and nothing else.
     """
     from lamella._estimate.api import estimate_run
+    from lamella._estimate.choice import fit_options
     from lamella._estimate.svg import svg
     from lamella._estimate.text import lines
 
-    estimate = estimate_run(placed(config_of(arguments)), arguments.rank)
+    config = placed(config_of(arguments))
+    if arguments.memory is not None:
+        options = fit_options(config, arguments.memory)
+        config = options.config
+        say([*options.lines(), ""] if arguments.json != "-" else [])
+    estimate = estimate_run(config, arguments.rank)
     if arguments.svg is not None:
         _write(arguments.svg, svg(estimate))
     if arguments.json is not None:

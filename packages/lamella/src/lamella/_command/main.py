@@ -79,7 +79,9 @@ def _run(argv: Sequence[str]) -> int:
 
         estimate.run(arguments)
     else:
+        from lamella._command.fitting import fitted
         from lamella._command.train import train
 
-        train(config_of(arguments))
+        config = config_of(arguments)
+        train(config if arguments.memory is None else fitted(config, arguments.memory))
     return 0

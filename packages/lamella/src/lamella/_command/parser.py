@@ -84,7 +84,7 @@ def _unknown(argument: str, arguments: argparse.Namespace) -> str:
     command = arguments.command
     options: Sequence[str] = ["--json", "--html"] if command == "overlap-report" else []
     if command in ("train", "estimate"):
-        options = ["--config", *(field.flag for cls in GROUPS.values() for field in fields_of(cls))]
+        options = ["--config", "--memory", *(field.flag for cls in GROUPS.values() for field in fields_of(cls))]
     elif command in inference_options.VERBS:
         options = inference_options.options_of(command)
     elif command == "ckpt":
@@ -186,6 +186,13 @@ def _add_run_options(command: argparse.ArgumentParser) -> None:
         help="settings from TOML or JSON, or from a name in a Python file, as runs.py:name",
     )
     command.add_argument("--print-config", action="store_true", default=False, help="print the settings and leave")
+    command.add_argument(
+        "--memory",
+        default=None,
+        metavar="SIZE",
+        help="choose --stage, --recompute, resharding and offloading, the fastest that fit into so much memory a GPU, "
+        "such as 78GiB",
+    )
     for group, cls in GROUPS.items():
         _add_group(command, group, cls)
 

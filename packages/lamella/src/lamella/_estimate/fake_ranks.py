@@ -6,6 +6,7 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lamella._settings.options import ConfigError
@@ -42,6 +43,8 @@ def fake_ranks(num_ranks: int, rank: int = 0, device_type: str = "cuda") -> Iter
         yield
     finally:
         dist.destroy_process_group()
+        # Operators on DTensors remember the mesh of an equal call, whose groups have ended.
+        _clear_sharding_prop_cache()
 
 
 @contextmanager

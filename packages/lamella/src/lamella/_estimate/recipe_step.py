@@ -26,6 +26,7 @@ from lamella_transformers import (
     balance_coefficient,
     build_without_parameters,
     materialise,
+    one_document_a_sequence,
 )
 
 _CPU = torch.device("cpu")
@@ -70,7 +71,7 @@ def training_step(
     on_cpu = _with_device(config, "cpu")
     units = shard(model, on_cpu.parallel, host=_HostCopies(live))
     freeze(model, trained_patterns(config))
-    with memory or nullcontext(), live:
+    with memory or nullcontext(), one_document_a_sequence(), live:
         materialise(model, _CPU)
         loss = assumed_loss(model, balance_coefficient(spec), is_fused=config.model.kernels != "none")
         optimizer = make_optimizer(model, config.optim)

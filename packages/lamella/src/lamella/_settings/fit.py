@@ -10,8 +10,8 @@ from lamella._settings.sections import ParallelConfig
 _UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
-def budget_nbytes(text: str | None) -> int:
-    """Return the bytes of `--keep-budget`; 0 for None.
+def budget_nbytes(text: str | None, flag: str = "--keep-budget") -> int:
+    """Return the bytes of a size such as 2GiB; 0 for None.
 
     Raises:
         ConfigError: The text is no size.
@@ -20,7 +20,7 @@ def budget_nbytes(text: str | None) -> int:
         return 0
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT]?)I?B)?", text.upper())
     if match is None:
-        raise ConfigError(f"Expected --keep-budget to be a size such as 2GiB or 500MiB, got {text!r}.")
+        raise ConfigError(f"Expected {flag} to be a size such as 2GiB or 500MiB, got {text!r}.")
     return int(float(match[1]) * _UNITS[match[2] or ""])
 
 
