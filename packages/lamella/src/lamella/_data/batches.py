@@ -1,5 +1,6 @@
 """Batches of sequences, and the two forms of sequences: cut from a stream of tokens, or rows of whole documents."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final, NamedTuple, Protocol
 
@@ -176,3 +177,55 @@ class DocumentRows:
     def num_targets(self, indices: torch.Tensor) -> int:
         """Count the targets of the rows at `indices`."""
         return int(self.target_counts[indices].sum())
+
+
+@dataclass(frozen=True)
+class JoinedSequences:
+    """The sequences of several sources, numbered one source after another.
+
+    Attributes:
+        parts: The sequences of each source, of one length and form.
+    """
+
+    parts: tuple[Sequences, ...]
+
+    def __len__(self) -> int:
+        """The number of sequences."""
+        return sum(map(len, self.parts))
+
+    @property
+    def tokens_a_sequence(self) -> float:
+        """The mean number of tokens in a sequence, without padding."""
+        return sum(len(part) * part.tokens_a_sequence for part in self.parts) / max(1, len(self))
+
+    @property
+    def target_counts(self) -> torch.Tensor | None:
+        """(num_sequences,) int32; None where every token is a target."""
+        counts = [part.target_counts for part in self.parts]
+        known = [count for count in counts if count is not None]
+        return torch.cat(known) if len(known) == len(counts) else None
+
+    def batch(self, indices: torch.Tensor) -> TokenBatch:
+        """Return the sequences at `indices`."""
+        batches = [(chosen, part.batch(numbers)) for part, chosen, numbers in self._by_part(indices)]
+        _, first = batches[0]
+        tokens = torch.empty(len(indices), first.tokens.shape[1], dtype=torch.int64)
+        positions = None if first.positions is None else torch.empty_like(tokens[:, 1:])
+        for chosen, batch in batches:
+            tokens[chosen] = batch.tokens
+            if positions is not None and batch.positions is not None:
+                positions[chosen] = batch.positions
+        return TokenBatch(tokens, positions)
+
+    def num_targets(self, indices: torch.Tensor) -> int:
+        """Count the targets of the sequences at `indices`."""
+        return sum(part.num_targets(numbers) for part, _, numbers in self._by_part(indices))
+
+    def _by_part(self, indices: torch.Tensor) -> Iterator[tuple[Sequences, torch.Tensor, torch.Tensor]]:
+        """Yield each part that has some of the indices, a mask of these, and their numbers in the part."""
+        start = 0
+        for part in self.parts:
+            chosen = (indices >= start) & (indices < start + len(part))
+            if chosen.any():
+                yield part, chosen, indices[chosen] - start
+            start += len(part)

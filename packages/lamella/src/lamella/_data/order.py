@@ -4,7 +4,7 @@ Note [The stream does not know the ranks]
     Step s trains on sequences [s * batch_size, (s + 1) * batch_size) of one endless stream: the training text's
     sequences, shuffled anew in every epoch by seed and epoch alone. Each rank takes its part of the step. The number of
     ranks therefore changes neither the batch of a step nor the batches of a resumed run, and a checkpoint needs to
-    store only the step.
+    store only the step. With a mixture each source is such a stream, and the weights decide whose next sequence comes.
 
 Note [A permutation without a table]
     A table of the order takes 8 bytes a sequence and epoch on every rank, and seconds to shuffle. A Feistel network is
@@ -18,7 +18,10 @@ from typing import Final
 
 import torch
 
-from lamella._data.batches import Sequences, TokenBatch
+from lamella._data.batches import JoinedSequences, Sequences, TokenBatch
+from lamella._data.mixture import Mixture
+from lamella._settings.mixture import mixture_weights
+from lamella._settings.sections import DataConfig
 
 ORDER: Final = "feistel-1"
 """The name of the order: another order under the same seed would have a resumed run repeat and skip sequences."""
@@ -30,11 +33,20 @@ _FACTORS: Final = (-4658895280553007687, -7723592293110705685)  # of splitmix64'
 
 @dataclass(frozen=True, kw_only=True)
 class BatchStream:
-    """The training sequences of every step; see Note [The stream does not know the ranks]."""
+    """The training sequences of every step; see Note [The stream does not know the ranks].
+
+    Attributes:
+        sequences: The sequences; `JoinedSequences` where there is a mixture.
+        batch_size: The sequences of a step over all ranks.
+        seed: The seed of the run.
+        mixture: The shares of the parts of `sequences`, each of which has epochs of its own; None for one stream of
+            all sequences.
+    """
 
     sequences: Sequences
     batch_size: int
     seed: int
+    mixture: Mixture | None = None
 
     def batch(self, step: int, rank: int, num_ranks: int) -> TokenBatch:
         """Return a rank's part of step `step`, from 0 on: batch_size / num_ranks sequences."""
@@ -45,14 +57,69 @@ class BatchStream:
         """Count the targets in the loss of a step over all ranks, at least 1: the divisor of the mean."""
         return max(1, self.sequences.num_targets(self._indices(step * self.batch_size, self.batch_size)))
 
+    @property
+    def tokens_a_sequence(self) -> float:
+        """The mean number of tokens in a sequence, without padding."""
+        if self.mixture is None:
+            return self.sequences.tokens_a_sequence
+        parts = zip(self.mixture.fractions, self._parts, strict=True)
+        return sum(fraction * part.tokens_a_sequence for fraction, part in parts)
+
+    @property
+    def _parts(self) -> tuple[Sequences, ...]:
+        return self.sequences.parts if isinstance(self.sequences, JoinedSequences) else (self.sequences,)
+
     def _indices(self, start: int, num_positions: int) -> torch.Tensor:
-        count, stop = len(self.sequences), start + num_positions
-        parts = []
-        for epoch in range(start // count, (stop - 1) // count + 1):
-            begin = epoch * count
-            positions = torch.arange(max(start, begin) - begin, min(stop, begin + count) - begin)
-            parts.append(shuffled(positions, count, self.seed, epoch))
-        return torch.cat(parts)
+        if self.mixture is None:
+            return _in_epochs(start, num_positions, len(self.sequences), self.seed)
+        draws = self.mixture.draws(torch.arange(start, start + num_positions + 1))
+        indices = torch.empty(num_positions, dtype=torch.int64)
+        offset = 0
+        for number, part in enumerate(self._parts):
+            is_drawn = draws[:, number].diff() > 0
+            first, last = draws[0, number], draws[-1, number]
+            if last > first:
+                # Seeds of runs have 32 bits. Sources of equal length would be in the same order otherwise.
+                seed = self.seed + (number << 32)
+                indices[is_drawn] = offset + _in_epochs(int(first), int(last - first), len(part), seed)
+            offset += len(part)
+        return indices
+
+
+def mixture_of(config: DataConfig) -> Mixture | None:
+    """Return the mixture of the settings; None without one."""
+    weights = mixture_weights(config)
+    return Mixture.of([*weights.values()]) if weights else None
+
+
+def mixture_lines(sequences: Sequences, config: DataConfig, num_sequences: int) -> list[str]:
+    """Return a line a source on its share and its epochs over a run; none without a mixture.
+
+    Args:
+        sequences: The training sequences.
+        config: The settings of the data.
+        num_sequences: The sequences of all steps together.
+    """
+    mixture = mixture_of(config)
+    if mixture is None or not isinstance(sequences, JoinedSequences):
+        return []
+    draws = mixture.draws(torch.tensor([num_sequences]))[0].tolist()
+    return [
+        f"mixture: {fraction:.1%} {name}, {count:,} of its {len(part):,} sequences, {count / len(part):.2f} epochs"
+        for name, fraction, part, count in zip(
+            mixture_weights(config), mixture.fractions, sequences.parts, draws, strict=True
+        )
+    ]
+
+
+def _in_epochs(start: int, num_positions: int, count: int, seed: int) -> torch.Tensor:
+    """Return the sequences at positions of an endless stream of `count` sequences, shuffled anew in every epoch."""
+    stop, parts = start + num_positions, []
+    for epoch in range(start // count, (stop - 1) // count + 1):
+        begin = epoch * count
+        positions = torch.arange(max(start, begin) - begin, min(stop, begin + count) - begin)
+        parts.append(shuffled(positions, count, seed, epoch))
+    return torch.cat(parts)
 
 
 def shuffled(positions: torch.Tensor, count: int, seed: int, epoch: int) -> torch.Tensor:

@@ -14,7 +14,7 @@ from typing import Final, Literal, NamedTuple
 
 import torch
 
-from lamella._data.batches import DocumentRows, Sequences, StreamSequences, num_sequences
+from lamella._data.batches import DocumentRows, JoinedSequences, Sequences, StreamSequences, num_sequences
 from lamella._data.encoding import EncodedDocuments, Encoder
 from lamella._data.packing import one_a_row, packed
 from lamella._data.tables import SourceFile
@@ -87,7 +87,10 @@ class TokenData:
         return _mapped(_RowFiles(self.folder, "validation").tokens)
 
     def sequences(self, split: Split, sequence_length: int, source: str = "") -> Sequences:
-        """Return the sequences of a split, or of a named source or set of the split, mapped into memory."""
+        """Return the sequences of a named source or set of a split, mapped into memory; without a name, of all."""
+        names = self.sources if split == "train" else self.validation_sets
+        if not source and "" not in names:
+            return JoinedSequences(tuple(self.sequences(split, sequence_length, name) for name in names))
         files = _RowFiles(self.folder, split, source)
         tokens = _mapped(files.tokens)
         counts = _mapped(files.target_counts) if files.target_counts.exists() else None

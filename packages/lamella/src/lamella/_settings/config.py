@@ -9,6 +9,7 @@ from typing import Final
 
 from lamella._settings.fit import check_fit
 from lamella._settings.lora import check_lora
+from lamella._settings.mixture import check_texts
 from lamella._settings.options import ConfigError, check_fields, shown
 from lamella._settings.sections import DataConfig, ModelConfig, OptimConfig, ParallelConfig, RunConfig
 
@@ -29,6 +30,7 @@ class Config:
         for group in GROUPS:
             check_fields(getattr(self, group))
         check_fit(self.parallel)
+        check_texts(self.data)
         check_lora(self.model, self.optim, self.parallel)
         _check_warmup(self.optim)
         _check_tokens(self.optim.batch_size, self.data.sequence_length)

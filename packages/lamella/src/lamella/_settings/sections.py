@@ -82,6 +82,13 @@ class DataConfig:
             name="validation-data",
         ),
     ] = ()
+    mixture: Annotated[
+        tuple[str, ...],
+        Option(
+            "Weights of the sources that --data names, as wiki=0.7 code=0.3 (default: all sequences alike).",
+            metavar="NAME=X",
+        ),
+    ] = ()
     packing: Annotated[
         Literal["auto", "documents", "stream", "none"],
         Option(

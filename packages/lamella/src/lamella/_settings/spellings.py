@@ -17,6 +17,7 @@ _OPTIONS: Final[Mapping[str, tuple[str, ...]]] = {
         *("validation-file", "validation-dataset", "eval-file", "eval-data", "eval-dataset", "eval-datasets"),
         *("test-datasets", "val-data", "valid-data"),
     ),
+    "--mixture": ("data-mix", "data-blend", "blend", "interleave-probs", "mix-weights", "dataset-weights"),
     "--sequence-length": (
         *("max-seq-length", "max-seq-len", "seq-length", "seq-len", "sequence-len", "max-length", "block-size"),
         *("context-length", "cutoff-len"),

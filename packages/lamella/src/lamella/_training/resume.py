@@ -14,7 +14,7 @@ from lamella._record.output import one_line
 from lamella._record.run_directory import RunDirectory
 from lamella._settings.config import Config, to_values
 from lamella._settings.options import ConfigError
-from lamella._settings.sections import ModelConfig, OptimConfig, Packing, RunConfig
+from lamella._settings.sections import DataConfig, ModelConfig, OptimConfig, Packing, RunConfig
 from lamella_checkpoint import CheckpointDamaged, CheckpointDirectory, CheckpointFailed, CheckpointMismatch, check
 from lamella_convert import open_checkpoint
 from lamella_transformers import ModelSpec, fingerprint_of_weights
@@ -34,7 +34,10 @@ _ADAPTERS: Mapping[str, object] = {
     "model.dora": ModelConfig.dora,
 }
 
-_KEPT = {**_STATE, **_ADAPTERS}
+# The stream of a checkpoint is of this mixture; checkpoints that do not tell are of one stream of all sequences.
+_MIXTURE: Mapping[str, object] = {"data.mixture": DataConfig.mixture}
+
+_KEPT = {**_STATE, **_ADAPTERS, **_MIXTURE}
 
 # Fields of a model's config that a run sets by itself, or that training does not read.
 _NOT_OF_THE_MODEL = ("architectures", "bos_token_id", "eos_token_id", "pad_token_id", "_name_or_path", "use_cache")

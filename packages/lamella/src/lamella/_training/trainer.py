@@ -9,7 +9,7 @@ import torch
 
 import lamella_optim
 from lamella._data.batches import TokenBatch
-from lamella._data.order import BatchStream
+from lamella._data.order import BatchStream, mixture_of
 from lamella._data.tokens import load_tokens
 from lamella._model.building import build
 from lamella._model.float8 import product_lines, scale_lines
@@ -62,6 +62,7 @@ class Trainer:
             sequences=self._data.sequences("train", config.data.sequence_length),
             batch_size=config.optim.batch_size,
             seed=config.run.seed,
+            mixture=mixture_of(config.data),
         )
         self._validation = Validation(config, self._data, rank)
         self._run_model = build(config, directory.model, rank.device)
@@ -89,7 +90,7 @@ class Trainer:
         config = self._config
         peak = peak_flops(self._rank.device, config.parallel.precision)
         return Speed(
-            tokens_per_step=round(config.optim.batch_size * self._stream.sequences.tokens_a_sequence),
+            tokens_per_step=round(config.optim.batch_size * self._stream.tokens_a_sequence),
             flops_per_token=self._run_model.flops_per_token,
             peak_flops=peak and peak * self._rank.num_ranks,
         )

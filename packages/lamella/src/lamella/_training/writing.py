@@ -11,6 +11,7 @@ from typing import cast
 import torch
 from torch import nn
 
+from lamella._data.order import mixture_lines
 from lamella._data.tokenizer import read_tokenizer
 from lamella._data.tokens import check_tokens, prepare_tokens
 from lamella._model.published_dtype import published_dtype
@@ -46,6 +47,8 @@ def write(config: Config, run: CheckedRun, sources: RunSources, lines: list[str]
         data = prepare_tokens(text.corpus, text.tokenizer, text.form, directory.tokens, directory.model)
         check_tokens(data, config.data)
         lines += data.lines(config.data.sequence_length)
+        sequences = data.sequences("train", config.data.sequence_length)
+        lines += mixture_lines(sequences, config.data, config.optim.steps * config.optim.batch_size)
         lines += go_back(directory, sources.first_step if run.checkpoint is not None else -1)
         if run.model.pretrained is None:
             _write_model(run.model.spec, run.model.outline, directory)
