@@ -12,7 +12,7 @@ from lamella._processes.hosts import Hosts
 from lamella._processes.watch import Board, FileBoard, Pulse, StoreBoard
 from lamella._settings.config import Config
 from lamella._settings.options import ConfigError
-from lamella._settings.sections import ParallelConfig, WaitLimits
+from lamella._settings.sections import ParallelConfig, RunConfig, WaitLimits
 
 if TYPE_CHECKING:
     import torch  # The command line's help needs none.
@@ -35,9 +35,11 @@ def place(config: Config) -> Config:
     """Decide ranks, device, precision and threads for this machine.
 
     Raises:
-        ConfigError: GPUs are missing, `--ranks` contradicts torchrun, or ranks times `--accumulation` does not divide
-            `--batch-size`.
+        ConfigError: GPUs are missing, `--ranks` contradicts torchrun, ranks times `--accumulation` does not divide
+            `--batch-size`, or an option would count again at each restart of torchrun.
     """
+    if under_torchrun() and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")):
+        _check_restarts(config.run)
     parallel = _decide(config.parallel)
     shares = (parallel.ranks or 1) * config.optim.accumulation
     if config.optim.batch_size % shares:
@@ -47,6 +49,16 @@ def place(config: Config) -> Config:
             f"{-(-config.optim.batch_size // shares) * shares}."
         )
     return replace(config, parallel=parallel)
+
+
+def _check_restarts(run: RunConfig) -> None:
+    """Refuse options on the checkpoint to go on from: after a restart that is the newest, whichever came first."""
+    option = "--no-resume" if run.resume is False else "--from-step" if run.from_step is not None else None
+    if option is not None:
+        raise ConfigError(
+            f"Expected no {option} under torchrun --max-restarts, got it: it would count again at each restart. Pass "
+            "torchrun --max-restarts 0, or start without the option."
+        )
 
 
 def _decide(asked: ParallelConfig) -> ParallelConfig:
