@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from lamella import ParallelConfig, WorkerError
+from lamella._processes.hosts import Hosts
 from lamella._processes.launch import run_workers
 from lamella._processes.lock import LOCK_FILE, locked
 from lamella._processes.placement import STORE_VARIABLE, process_group
@@ -154,12 +155,14 @@ def test_ranks_of_torchrun_wait_for_rank_0_longer_than_torch_does() -> None:
         dist.barrier()  # a rank that leaves while its peer joins closes the peer's connection
         dist.destroy_process_group()
         setattr(dist.distributed_c10d, "default_pg_timeout", timedelta(seconds=1))  # noqa: B010
-        variables = {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         os.environ.update({name: str(value) for name, value in variables.items()})
         os.environ.pop(STORE_VARIABLE, None)
+        hosts = Hosts.joined()
         if rank == 0:
             time.sleep(2)  # Rank 0 makes the tokens.
-        with process_group(ParallelConfig(device="cpu")) as worker:
+        hosts.agree("preparation")
+        with process_group(ParallelConfig(device="cpu"), hosts=hosts) as worker:
             total = torch.tensor(worker.rank)
             dist.all_reduce(total)
         return int(total), dist.is_initialized()

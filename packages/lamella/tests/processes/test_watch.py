@@ -50,13 +50,55 @@ def test_the_rank_with_fewer_collectives_is_waited_for_and_named_every_minute_un
     ranks = Ranks()
     ranks.wait(10, (RunPhase.STEPPING, 7, 41), (RunPhase.STEPPING, 7, 41))
     ranks.wait(125, (RunPhase.STEPPING, 7, 42), (RunPhase.STEPPING, 7, 41))
-    assert ranks.lines == ["step 7: waiting for rank 1 since 60 s", "step 7: waiting for rank 1 since 120 s"]
+    assert ranks.lines == [
+        f"step 7: waiting for rank 1 since {seconds} s; missing in collective 42" for seconds in (60, 120)
+    ]
     assert ranks.watch.timeout() is None
     ranks.wait(476, (RunPhase.STEPPING, 7, 42), (RunPhase.STEPPING, 7, 41))
     assert ranks.watch.timeout() == (
-        "Expected every rank to go on in step 7 within 600 s (--timeout), got none from rank 1. "
-        "All ranks have been stopped."
+        "Expected every rank to go on in step 7 within 600 s (--timeout), got none from rank 1; missing in collective "
+        "42. All ranks have been stopped."
     )
+
+
+def test_a_line_names_the_kind_of_the_collective_once_it_is_known_and_that_is_no_progress() -> None:
+    watch, moment = Watch(2, LIMITS, 0.0), 0
+    lines: list[str] = []
+    for moment in range(1, 70):
+        kind = "all-gather" if moment > 10 else ""
+        board = [Beat(moment, RunPhase.STEPPING, 7, 42, kind), Beat(moment, RunPhase.STEPPING, 7, 40)]
+        lines += watch.look(float(moment), board, is_asked_to_stop=False)
+    assert lines == ["step 7: waiting for rank 1 since 60 s; joined collective 40 last, others 42 (all-gather)"]
+
+
+def test_of_a_silent_rank_no_collective_is_claimed_that_it_may_have_joined_after_its_last_beat() -> None:
+    ranks = Ranks()
+    ranks.wait(65, (RunPhase.STEPPING, 7, 41), (RunPhase.STEPPING, 7, 40), stopped=1)
+    assert ranks.lines == ["step 7: waiting for rank 1 since 60 s; last collective entered: 41"]
+
+
+@pytest.mark.parametrize("kind", ["", "all-gather", "a-kind-longer-than-twenty-four-letters"])
+def test_a_beat_is_read_as_it_was_written(tmp_path: Path, kind: str) -> None:
+    board, beat = FileBoard(tmp_path / "board", 2), Beat(3, RunPhase.SAVING, 7, 42, kind)
+    board.publish(1, beat)
+    assert board.read() == [None, beat._replace(kind=kind[:24])]
+
+
+def test_a_rank_that_stands_still_says_in_which_collective(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lamella._processes.watch._STANDSTILL_S", 0.2)
+
+    def on_rank() -> tuple[int, str]:
+        pulse, rank = Pulse(), dist.get_rank()
+        pulse.group = dist.group.WORLD
+        dist.barrier()
+        gathered = [torch.zeros(2)] * 2
+        work = None if rank else dist.all_gather(gathered, torch.zeros(2), async_op=True)
+        wait_until(lambda: pulse.beat().kind)
+        beat = pulse.beat()
+        dist.all_gather(gathered, torch.zeros(2)) if work is None else work.wait()
+        return beat.num_collectives, beat.kind
+
+    assert run_ranks(on_rank, 2) == [(2, "all-gather"), (1, "barrier")]
 
 
 def test_a_stopped_process_is_named_though_its_peer_has_entered_no_more_collectives() -> None:
@@ -69,11 +111,14 @@ def test_a_stopped_process_is_named_though_its_peer_has_entered_no_more_collecti
 def test_the_first_step_has_a_limit_of_its_own_and_progress_begins_the_wait_anew() -> None:
     ranks = Ranks()
     ranks.wait(3000, None, (RunPhase.STARTING, 0, 3))
-    assert ranks.lines[0] == "start-up: waiting for rank 0 since 60 s" and ranks.watch.timeout() is None
+    assert ranks.lines[0] == "start-up: waiting for rank 0 since 60 s; last collective entered: 3"
+    assert ranks.watch.timeout() is None
     ranks.wait(3590, (RunPhase.STARTING, 1, 9), (RunPhase.STARTING, 1, 9))
     assert ranks.watch.timeout() is None
     ranks.wait(20, (RunPhase.STARTING, 1, 9), (RunPhase.STARTING, 1, 9))
-    assert "in step 1 within 3600 s (--startup-timeout), got no progress of any rank." in str(ranks.watch.timeout())
+    assert "in step 1 within 3600 s (--startup-timeout), got no progress of any rank; last" in str(
+        ranks.watch.timeout()
+    )
 
 
 def test_a_save_has_its_own_limit_unless_its_process_is_stopped_or_another_rank_is_behind() -> None:

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import NoReturn
 
 import torch
-import torch.distributed as dist
 
+from lamella._processes.agreement import from_first_rank
 from lamella._processes.endings import FAILED, Stopped
+from lamella._processes.hosts import Hosts
 from lamella._processes.launch import WorkerTimeoutError, print_stopping, run_workers
-from lamella._processes.lock import locked
 from lamella._processes.placement import place, process_group, under_torchrun
 from lamella._processes.stop import StopRequests, interrupted, listening
 from lamella._processes.watch import Watch, watched
@@ -25,7 +25,8 @@ from lamella._record.report import reported_run
 from lamella._record.run_directory import RunDirectory
 from lamella._settings.config import Config, to_toml
 from lamella._settings.options import ConfigError
-from lamella._training.checks import run_root
+from lamella._training.checks import run_directory, run_root
+from lamella._training.host_preparation import agreed_preparation, lock, num_preparations, prepare_on_hosts
 from lamella._training.preparation import PreparedRun, prepare
 from lamella_checkpoint import CheckpointDirectory
 
@@ -114,7 +115,8 @@ def train(config: Config) -> Result:
 
 
 def _train_with_workers(config: Config, requests: StopRequests) -> Result:
-    with locked(run_root(config)) as descriptors:
+    with ExitStack() as locks:
+        descriptors = lock(config, locks)
         prepared = _prepare(config)
         if not prepared.is_complete:
             command = (sys.executable, "-P", "-m", "lamella._command.worker", str(prepared.directory.root))
@@ -148,20 +150,26 @@ def _train_as_rank(config: Config) -> Result:
 
     with ExitStack() as contexts:
         requests = contexts.enter_context(listening(leave, print_stopping if is_first else lambda _: None))
-        # Rank 0 prepares before it joins the process group; the other ranks wait for rank 0 in `process_group`.
-        outcome = _attempt(config, contexts) if is_first else None
-        signum = 0
-        with process_group(config.parallel, config.run.wait_limits) as rank:
-            prepared = _agreed(outcome)
+        # Before the process group, whose collectives have a limit: preparation has none.
+        hosts = Hosts.joined()
+        preparation = prepare_on_hosts(config, hosts, contexts, _prepare)
+        signum, result = 0, None
+        with process_group(config.parallel, config.run.wait_limits, hosts) as rank:
+            prepared, directory = agreed_preparation(preparation), run_directory(config)
+            num_folders = num_preparations(preparation)
+            if is_first and num_folders > 1:
+                say([f"hosts: {num_folders} run folders, prepared alike; checkpoints in {directory.checkpoints}"])
             if not prepared.is_complete:
                 reported = _reported(config, prepared) if is_first else nullcontext()
                 with reported, watched(rank, config.run.wait_limits, requests, end_wait):
                     # Steps may be rank 0's count of the epochs.
                     config = replace(config, optim=prepared.config.optim)
-                    signum = Trainer(config, prepared.directory, rank, requests).train()
-        if signum:
+                    signum = Trainer(config, directory, rank, requests).train()
+            if not signum:
+                result = _agreed_result(directory, aloud=is_first)
+        if result is None:
             raise Stopped(signum, _stop_message(config, signum))
-        return _result(prepared.directory, aloud=is_first)
+        return result
 
 
 def _exit(message: str, code: int, *, prints: bool) -> NoReturn:
@@ -184,28 +192,12 @@ def _resumption_message(config: Config) -> str:
     if not steps:
         return "There is nothing to go on from: the same command starts anew."
     without = " without --no-resume" if config.run.resume is False else ""
-    return f"Step {steps[-1]} is saved in {str(run_root(config))!r}; the same command{without} goes on from it."
+    folder = config.run.checkpoints or run_root(config)
+    return f"Step {steps[-1]} is saved in {str(folder)!r}; the same command{without} goes on from it."
 
 
 def _saved_steps(config: Config) -> list[int]:
-    return CheckpointDirectory(RunDirectory(run_root(config)).checkpoints).steps()
-
-
-def _attempt(config: Config, locks: ExitStack) -> PreparedRun | ConfigError:
-    try:
-        locks.enter_context(locked(run_root(config)))
-        return _prepare(config)
-    except ConfigError as error:
-        return error
-
-
-def _agreed(outcome: PreparedRun | ConfigError | None) -> PreparedRun:
-    """Return rank 0's outcome on every rank, or raise its error. Effects: collective broadcast of an object."""
-    outcomes = [outcome]
-    dist.broadcast_object_list(outcomes)
-    if not isinstance(outcomes[0], PreparedRun):
-        raise outcomes[0] or AssertionError("the first rank prepares")
-    return outcomes[0]
+    return CheckpointDirectory(run_directory(config).checkpoints).steps()
 
 
 def _prepare(config: Config) -> PreparedRun:
@@ -222,6 +214,23 @@ def _reported(config: Config, prepared: PreparedRun) -> AbstractContextManager[N
     device = parallel.device if parallel.device != "cuda" else torch.cuda.get_device_name(0)
     facts = {"step": prepared.first_step, "ranks": parallel.ranks, "device": device}
     return reported_run(prepared.directory, facts, lambda line: say([line]))
+
+
+def _agreed_result(directory: RunDirectory, *, aloud: bool) -> Result:
+    """Return rank 0's result on every rank, or raise its error: the metrics are on rank 0's host.
+
+    Effects: collective broadcast of an object between hosts.
+    """
+    outcome: Result | ConfigError | None = None
+    if aloud:
+        try:
+            outcome = _result(directory, aloud=True)
+        except ConfigError as error:
+            outcome = error
+    outcome = from_first_rank(outcome)
+    if not isinstance(outcome, Result):
+        raise outcome or AssertionError("the first rank has a result")
+    return outcome
 
 
 def _result(directory: RunDirectory, *, aloud: bool) -> Result:

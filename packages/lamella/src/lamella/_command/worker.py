@@ -16,8 +16,9 @@ def _work(requests: StopRequests) -> None:
     from lamella._settings.files import read_file
     from lamella._training.trainer import Trainer
 
-    directory = RunDirectory(Path(sys.argv[1]))
-    config = resolve(read_file(str(directory.config)))
+    root = Path(sys.argv[1])
+    config = resolve(read_file(str(RunDirectory(root).config)))
+    directory = RunDirectory(root, config.run.checkpoints)
     with process_group(config.parallel, config.run.wait_limits) as rank:
         signum = Trainer(config, directory, rank, requests).train()
     if signum:

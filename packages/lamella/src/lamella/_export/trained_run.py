@@ -68,6 +68,8 @@ def open_run(path: Path, step: int | None = None) -> TrainedRun:
             f"Expected the folder of a run of `lamella train` (its --run-dir), got {str(path)!r}, {got}."
             f"{run_around(path)}"
         )
+    config = resolve(read_file(str(directory.config)))
+    directory = RunDirectory(path, config.run.checkpoints)
     checkpoints = CheckpointDirectory(directory.checkpoints)
     steps = checkpoints.steps()
     if not steps:
@@ -80,7 +82,7 @@ def open_run(path: Path, step: int | None = None) -> TrainedRun:
     chosen = steps[-1] if step is None else step
     return TrainedRun(
         directory=directory,
-        config=resolve(read_file(str(directory.config))),
+        config=config,
         checkpoint=checkpoints.path(chosen),
         step=chosen,
     )

@@ -25,8 +25,12 @@ _NO_LOCKS: Final = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL)
 
 
 @contextmanager
-def locked(root: Path) -> Iterator[tuple[int, ...]]:
+def locked(root: Path, option: str = "--run-dir") -> Iterator[tuple[int, ...]]:
     """Lock a run's folder; yield the descriptors of the lock, for workers to inherit.
+
+    Args:
+        root: The folder.
+        option: The option that names the folder, for errors.
 
     Yields no descriptors when the folder cannot be written to; `prepare` then raises the error.
 
@@ -37,7 +41,7 @@ def locked(root: Path) -> Iterator[tuple[int, ...]]:
     """
     absent_folders = [folder for folder in (root, *root.parents) if not os.path.exists(folder)]
     path = root / LOCK_FILE
-    descriptor = _acquired(path)
+    descriptor = _acquired(path, option)
     try:
         yield () if descriptor is None else (descriptor,)
     finally:
@@ -50,10 +54,10 @@ def locked(root: Path) -> Iterator[tuple[int, ...]]:
                 folder.rmdir()
 
 
-def _acquired(path: Path) -> int | None:
+def _acquired(path: Path, option: str) -> int | None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        return _acquire(path)
+        return _acquire(path, option)
     except OSError as error:
         if error.errno in _NO_LOCKS:
             print(
@@ -63,12 +67,12 @@ def _acquired(path: Path) -> int | None:
         elif os.path.lexists(path):  # Another user's run may hold a lock that this user cannot open.
             raise ConfigError(
                 f"Expected to lock {str(path)!r}, got {error.strerror}. Another run may be using the folder: pass "
-                "another --run-dir, or remove the file if there is none."
+                f"another {option}, or remove the file if there is none."
             ) from error
         return None
 
 
-def _acquire(path: Path) -> int:
+def _acquire(path: Path, option: str) -> int:
     while True:
         descriptor = _open(path)
         try:
@@ -81,7 +85,7 @@ def _acquire(path: Path) -> int:
             os.close(descriptor)
             raise ConfigError(
                 f"Expected no other run in {str(path.parent)!r}, got one {holder}. Wait for its end, or pass another "
-                "--run-dir."
+                f"{option}."
             ) from None
         except OSError:
             os.close(descriptor)

@@ -8,10 +8,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from lamella._processes.hosts import Hosts
 from lamella._processes.watch import Board, FileBoard, Pulse, StoreBoard
 from lamella._settings.config import Config
 from lamella._settings.options import ConfigError
-from lamella._settings.sections import ParallelConfig, WaitLimits
+from lamella._settings.sections import ParallelConfig, RunConfig, WaitLimits
 
 if TYPE_CHECKING:
     import torch  # The command line's help needs none.
@@ -22,8 +23,6 @@ STORE_VARIABLE = "LAMELLA_STORE"
 BOARD_VARIABLE = "LAMELLA_BOARD"
 
 _RANKS_PER_CORE: Final = 64  # Each is a process of several hundred MB.
-_PREPARED: Final = "prepared"
-_PREPARATION: Final = timedelta(days=7)  # A large text takes hours to become tokens.
 _MARGIN: Final = timedelta(minutes=1)  # for the watch to end the run before torch does, whose error names no rank
 
 
@@ -36,9 +35,11 @@ def place(config: Config) -> Config:
     """Decide ranks, device, precision and threads for this machine.
 
     Raises:
-        ConfigError: GPUs are missing, `--ranks` contradicts torchrun, or ranks times `--accumulation` does not divide
-            `--batch-size`.
+        ConfigError: GPUs are missing, `--ranks` contradicts torchrun, ranks times `--accumulation` does not divide
+            `--batch-size`, or an option would count again at each restart of torchrun.
     """
+    if under_torchrun() and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")):
+        _check_restarts(config.run)
     config = replace(config, parallel=_decide(config.parallel))
     check_batch(config)
     return config
@@ -57,6 +58,16 @@ def check_batch(config: Config) -> None:
             f"Expected --batch-size to be a multiple of ranks times --accumulation, {num_ranks} * "
             f"{config.optim.accumulation} = {shares}, got {config.optim.batch_size}. Pass --batch-size "
             f"{-(-config.optim.batch_size // shares) * shares}."
+        )
+
+
+def _check_restarts(run: RunConfig) -> None:
+    """Refuse options on the checkpoint to go on from: after a restart that is the newest, whichever came first."""
+    option = "--no-resume" if run.resume is False else "--from-step" if run.from_step is not None else None
+    if option is not None:
+        raise ConfigError(
+            f"Expected no {option} under torchrun --max-restarts, got it: it would count again at each restart. Pass "
+            "torchrun --max-restarts 0, or start without the option."
         )
 
 
@@ -133,20 +144,22 @@ class Rank:
 
 
 @contextmanager
-def process_group(parallel: ParallelConfig, limits: WaitLimits | None = None) -> Iterator[Rank]:
+def process_group(
+    parallel: ParallelConfig, limits: WaitLimits | None = None, hosts: Hosts | None = None
+) -> Iterator[Rank]:
     """Set up the default process group from the environment; destroy the group after the block, unless it raised.
-
-    Under torchrun, the other ranks wait for rank 0 as long as it prepares.
 
     Args:
         parallel: The device, and the threads of a CPU rank.
         limits: The limits of the watch; torch's own limit on a collective lies above both. None: torch's default.
+        hosts: This rank among those that torchrun started, after their arrival; None for workers of one parent.
 
     Effects: collective over all ranks, at both ends; sets this process's CUDA device or its number of CPU threads;
         starts a thread that publishes this rank's progress until the block ends.
     """
     import torch
     import torch.distributed as dist
+    from torch.distributed.constants import default_pg_timeout
 
     rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     on_gpu = parallel.device == "cuda"
@@ -156,7 +169,9 @@ def process_group(parallel: ParallelConfig, limits: WaitLimits | None = None) ->
     elif parallel.threads:
         torch.set_num_threads(parallel.threads)
     timeout = None if limits is None else timedelta(seconds=sum(limits)) + _MARGIN
-    store = None if STORE_VARIABLE in os.environ else _prepared_store(rank, num_ranks, timeout)
+    store = None if hosts is None else hosts.store
+    if store is not None:
+        store.set_timeout(timeout or default_pg_timeout)
     board = _board(store, num_ranks)
     pulse = Pulse()
     with ExitStack() as beating:
@@ -173,8 +188,8 @@ def process_group(parallel: ParallelConfig, limits: WaitLimits | None = None) ->
             device_id=device if on_gpu else None,
         )
         pulse.group = dist.group.WORLD
-        if store is not None and rank == 0:
-            store.delete_key(_PREPARED)  # A second run of these processes waits anew.
+        if hosts is not None:
+            hosts.forget()
         yield Rank(rank=rank, num_ranks=num_ranks, device=device, pulse=pulse, board=board)
     # Not in a `finally`: after an exception the peers do not take part, and the call would hang.
     dist.destroy_process_group()
@@ -186,19 +201,3 @@ def _board(store: "Store | None", num_ranks: int) -> Board | None:
         return StoreBoard(store.clone(), num_ranks)  # type: ignore[attr-defined]
     path = os.environ.get(BOARD_VARIABLE)
     return None if path is None else FileBoard(Path(path), num_ranks)
-
-
-def _prepared_store(rank: int, num_ranks: int, timeout: timedelta | None) -> "Store":
-    """Return torchrun's store, once rank 0 has joined. Effects: waits for rank 0, for days if need be."""
-    from torch._C._distributed_c10d import PrefixStore
-    from torch.distributed.constants import default_pg_timeout
-    from torch.distributed.rendezvous import rendezvous
-
-    shared = next(rendezvous("env://", rank, num_ranks, timeout=_PREPARATION))[0]
-    store = PrefixStore("lamella", shared)
-    if rank == 0:
-        store.set(_PREPARED, "")
-    else:
-        store.wait([_PREPARED], _PREPARATION)
-    store.set_timeout(timeout or default_pg_timeout)
-    return store

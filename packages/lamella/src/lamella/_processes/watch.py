@@ -4,6 +4,7 @@ Note [Progress costs a step nothing]
     A thread in every rank publishes the rank's beat twice a second: a count that stops when the process stops, the
     step, and the number of collectives that the rank has entered, which torch counts in any case. The training loop
     itself only assigns a number per step. The rank with the fewest collectives is the one that the others wait for.
+    The kind of a collective is read from torch's flight recorder, once a rank stands still: reading takes long.
 
 Note [A blocked main thread handles no signal]
     Python runs signal handlers between bytecodes of the main thread, and a main thread inside a collective runs none.
@@ -24,6 +25,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
+from lamella._processes.collectives import last_collective, num_collectives
 from lamella._processes.stop import StopRequests
 from lamella._record.output import say
 from lamella._settings.sections import WaitLimits
@@ -43,7 +45,9 @@ _FIRST_LINE_S: Final = 60.0
 _LARGEST_GAP_S: Final = 5.0
 _UNREAD_S: Final = 2.0
 _NUM_NAMED: Final = 4
-_BEAT: Final = struct.Struct("<4q")
+_BEAT: Final = struct.Struct("<4q24s")
+_MAX_KIND_LENGTH: Final = 24
+_STANDSTILL_S: Final = 10.0  # without progress, before a rank looks up the collective that it waits in
 
 
 class RunPhase(IntEnum):
@@ -65,12 +69,34 @@ class Beat(NamedTuple):
         phase: Part of the run.
         step: The step in progress, from 1 on; 0 before the first step.
         num_collectives: Collectives that the rank has entered.
+        kind: The kind of the last collective, such as "all-gather", of a rank that stands still; else "".
     """
 
     num_beats: int
     phase: int
     step: int
     num_collectives: int
+    kind: str = ""
+
+    @property
+    def progress(self) -> tuple[int, int, int]:
+        """The fields that change with the rank's progress."""
+        return self.phase, self.step, self.num_collectives
+
+    @property
+    def collective(self) -> str:
+        """The last collective in words, its number and kind."""
+        return f"{self.num_collectives}{f' ({self.kind})' if self.kind else ''}"
+
+    def packed(self) -> bytes:
+        """Return the beat in `_BEAT.size` bytes."""
+        return _BEAT.pack(*self[:-1], self.kind.encode("ascii", "replace")[:_MAX_KIND_LENGTH])
+
+    @classmethod
+    def unpacked(cls, packed: bytes) -> "Beat":
+        """Return the beat in `_BEAT.size` bytes."""
+        num_beats, phase, step, count, kind = _BEAT.unpack(packed)
+        return cls(num_beats, phase, step, count, kind.rstrip(b"\0").decode("ascii"))
 
 
 class Board(Protocol):
@@ -92,12 +118,12 @@ class FileBoard:
             self._memory = mmap.mmap(file.fileno(), num_ranks * _BEAT.size)
 
     def publish(self, rank: int, beat: Beat) -> None:
-        """Replace the beat of a rank. Effects: writes 32 bytes of memory."""
-        _BEAT.pack_into(self._memory, rank * _BEAT.size, *beat)
+        """Replace the beat of a rank. Effects: writes 56 bytes of memory."""
+        self._memory[rank * _BEAT.size : (rank + 1) * _BEAT.size] = beat.packed()
 
     def read(self) -> list[Beat | None]:
         """Return the latest beat of every rank; None for ranks without one."""
-        beats = [Beat(*fields) for fields in _BEAT.iter_unpack(self._memory)]
+        beats = [Beat.unpacked(self._memory[at : at + _BEAT.size]) for at in range(0, len(self._memory), _BEAT.size)]
         return [beat if beat.num_beats else None for beat in beats]
 
 
@@ -114,7 +140,7 @@ class StoreBoard:
 
     def publish(self, rank: int, beat: Beat) -> None:
         """Replace the beat of a rank. Effects: one message to the store."""
-        self._store.set(_key(rank), _BEAT.pack(*beat).hex())
+        self._store.set(_key(rank), beat.packed().hex())
 
     def read(self) -> list[Beat | None]:
         """Return the latest beat of every rank; None for ranks without one. Effects: two messages per rank."""
@@ -123,7 +149,7 @@ class StoreBoard:
     def _beat(self, rank: int) -> Beat | None:
         if not self._store.check([_key(rank)]):  # `get` waits for a key that is absent.
             return None
-        return Beat(*_BEAT.unpack(bytes.fromhex(self._store.get(_key(rank)).decode())))
+        return Beat.unpacked(bytes.fromhex(self._store.get(_key(rank)).decode()))
 
 
 def _key(rank: int) -> str:
@@ -143,6 +169,9 @@ class Pulse:
         self.group: dist.ProcessGroup | None = None
         self.phase, self.step = RunPhase.STARTING, 0
         self._num_beats = 0
+        self._last_progress: tuple[int, int, int] | None = None
+        self._moves_at = 0.0
+        self._kind: str | None = ""
 
     def begin_step(self, step: int) -> None:
         """Note the step that begins; a second step ends the start-up. Effects: none outside this object."""
@@ -158,19 +187,28 @@ class Pulse:
         self.phase = phase  # Not after an exception: the run ends, and waits for no limit.
 
     def beat(self) -> Beat:
-        """Return the next beat."""
+        """Return the next beat. Effects: after seconds without progress, looks up the last collective in a thread."""
         self._num_beats += 1
-        return Beat(self._num_beats, *self.progress())
+        progress, now = self.progress(), time.monotonic()
+        if progress != self._last_progress:
+            self._last_progress, self._moves_at, self._kind = progress, now, None
+        elif self._kind is None and now - self._moves_at >= _STANDSTILL_S and self.group is not None:
+            self._kind = ""
+            # In a thread of its own: beats go on if torch's recorder does not answer.
+            threading.Thread(target=self._look_up, args=(progress,), name="lamella-collective", daemon=True).start()
+        return Beat(self._num_beats, *progress, self._kind or "")
+
+    def _look_up(self, progress: tuple[int, int, int]) -> None:
+        kind = last_collective()
+        if self._last_progress == progress:
+            self._kind = kind
 
     def progress(self) -> tuple[int, int, int]:
         """Return the fields of a beat that change with the rank's progress."""
         return self.phase, self.step, self._num_collectives()
 
     def _num_collectives(self) -> int:
-        if self.group is None:
-            return 0
-        backends = (self.group._get_backend(device) for device in self.group._device_types)
-        return sum(backend._get_sequence_number_for_group() for backend in backends)  # type: ignore[attr-defined]
+        return 0 if self.group is None else num_collectives(self.group)
 
     @contextmanager
     def published(self, board: Board, rank: int) -> Iterator[None]:
@@ -216,14 +254,14 @@ class Watch:
         for rank, (old, new) in enumerate(zip(before, beats, strict=True)):
             if new is not None and (old is None or new.num_beats != old.num_beats):
                 self._beat_at[rank] = self._clock
-                has_progress = has_progress or old is None or new[1:] != old[1:]
+                has_progress = has_progress or old is None or new.progress != old.progress
         if has_progress or self._is_saving():
             if not self._is_starting():
                 self._longest_wait = max(self._longest_wait, self.waited_s)
             self._progress_at, self._num_lines = self._clock, 0
         elif self.waited_s >= _FIRST_LINE_S * (self._num_lines + 1):
             self._num_lines = int(self.waited_s // _FIRST_LINE_S)
-            return [f"{self.place}: {self._waiting()} since {self.waited_s:.0f} s"]
+            return [f"{self.place}: {self._waiting()} since {self.waited_s:.0f} s{self._collective()}"]
         return []
 
     def restart(self, now: float) -> None:
@@ -252,7 +290,7 @@ class Watch:
         """Return the ranks that the others wait for: ranks without beats, else ranks behind in collectives."""
         if silent := self._silent():
             return silent
-        progress = {rank: beat[2:] for rank, beat in self._running().items()}
+        progress = {rank: beat.progress[1:] for rank, beat in self._running().items()}
         return [rank for rank in progress if progress[rank] < max(progress.values())]
 
     def timeout(self) -> str | None:
@@ -263,8 +301,8 @@ class Watch:
             return None
         option = "--startup-timeout" if is_starting else "--timeout"
         return (
-            f"Expected every rank to go on in {self.place} within {limit:g} s ({option}), got {self._reason()}. "
-            "All ranks have been stopped."
+            f"Expected every rank to go on in {self.place} within {limit:g} s ({option}), got {self._reason()}"
+            f"{self._collective()}. All ranks have been stopped."
         )
 
     def abandons_step(self) -> str | None:
@@ -308,6 +346,21 @@ class Watch:
     def _waiting(self) -> str:
         ranks = self.absent()
         return f"waiting for {_names(ranks)}" if ranks else "no progress of any rank"
+
+    def _collective(self) -> str:
+        """Return words on the collective that ranks wait in, to follow a line; no words before the first."""
+        running, silent = self._running(), self._silent()
+        last = max(running.values(), key=lambda beat: beat.progress[1:], default=None)
+        if last is None or not last.num_collectives:
+            return ""
+        if behind := [running[rank] for rank in self.absent() if rank in running and not silent]:
+            joined = min(beat.num_collectives for beat in behind)
+            if joined + 1 == last.num_collectives:
+                return f"; missing in collective {last.collective}"
+            if joined < last.num_collectives:
+                return f"; joined collective {joined} last, others {last.collective}"
+        # A silent rank may have gone on after its last beat: only the collective of its peers is known.
+        return f"; last collective entered: {last.collective}"
 
     def _reason(self) -> str:
         if silent := self._silent():

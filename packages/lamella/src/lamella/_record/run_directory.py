@@ -10,9 +10,14 @@ class RunDirectory:
 
     `model` has the shape of a transformers model folder (config.json, tokenizer.json), so other tools open the folder.
     For a pretrained model, `model` holds everything but the trained weights, which `ckpt convert --config` adds.
+
+    Attributes:
+        root: The folder.
+        checkpoint_folder: The folder of the checkpoints, if they lie elsewhere (`--checkpoints`).
     """
 
     root: Path
+    checkpoint_folder: str | None = None
 
     @property
     def config(self) -> Path:
@@ -44,7 +49,7 @@ class RunDirectory:
 
     @property
     def checkpoints(self) -> Path:
-        return self.root / "checkpoints"
+        return self.root / "checkpoints" if self.checkpoint_folder is None else Path(self.checkpoint_folder)
 
     @property
     def metrics(self) -> Path:

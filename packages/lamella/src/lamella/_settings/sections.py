@@ -257,6 +257,9 @@ class RunConfig:
     validation_sequences: Annotated[int, Option("Sequences in a validation, at most.", at_least=1)] = 256
     checkpoint_interval: Annotated[int, Option("Steps between checkpoints.", at_least=1)] = 100
     keep_checkpoints: Annotated[int, Option("Newest checkpoints that are kept.", at_least=1)] = 2
+    checkpoints: Annotated[
+        str | None, Option("Folder of the checkpoints, which all hosts must share (default: RUN_DIR/checkpoints).")
+    ] = None
     trackers: Annotated[
         tuple[str, ...],
         Option("Trackers of the records: tensorboard, wandb, mlflow, trackio (lamella[...]).", metavar="NAME"),

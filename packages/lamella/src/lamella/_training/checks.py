@@ -38,10 +38,12 @@ def check(config: Config) -> CheckedRun:
 
     Effects: reads the config of the model; writes nothing.
     """
-    directory = RunDirectory(run_root(config))
+    directory = run_directory(config)
     checkpoint = wanted_checkpoint(directory, config.run)
     if checkpoint is None:
-        _check_writable(directory)
+        _check_utf8(directory.root)
+        _check_writable(directory.root, "--run-dir")
+        _check_writable(directory.checkpoints, "--run-dir" if config.run.checkpoints is None else "--checkpoints")
     model = check_model(config, has_checkpoint=checkpoint is not None)
     check_trackers(config.run.tracker_names)
     check_optimizer(config.optim, config.parallel.device)
@@ -54,6 +56,11 @@ def run_root(config: Config) -> Path:
     return Path(config.run.directory or Path("runs", _model_name(config.model.name)))
 
 
+def run_directory(config: Config) -> RunDirectory:
+    """Return the files of a run; see `run_root` and `--checkpoints`."""
+    return RunDirectory(run_root(config), config.run.checkpoints)
+
+
 def _model_name(name: str) -> str:
     """Return the name of a shipped model or a folder, dots included (Llama-3.1-8B), or of a file without its suffix."""
     path = Path(os.path.abspath(name))
@@ -62,16 +69,20 @@ def _model_name(name: str) -> str:
     return path.name
 
 
-def _check_writable(directory: RunDirectory) -> None:
-    """Refuse an unwritable run directory, before reading the text takes time."""
+def _check_utf8(root: Path) -> None:
+    """Refuse a run directory whose name is not UTF-8: the tokenizers library writes only to such paths."""
     try:
-        str(directory.root.absolute()).encode()
-    except UnicodeEncodeError:  # The tokenizers library writes only to such paths.
-        raise ConfigError(f"Expected a --run-dir whose name is UTF-8, got {str(directory.root)!r}.") from None
-    parent = next(path for path in (directory.root, *directory.root.absolute().parents) if path.exists())
+        str(root.absolute()).encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"Expected a --run-dir whose name is UTF-8, got {str(root)!r}.") from None
+
+
+def _check_writable(folder: Path, option: str) -> None:
+    """Refuse an unwritable folder, before reading the text takes time."""
+    parent = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not (parent.is_dir() and os.access(parent, os.W_OK | os.X_OK)):
         got = "cannot be written to" if parent.is_dir() else "is a file"
         raise ConfigError(
-            f"Expected a folder for the run in {str(directory.root)!r}, got {str(parent)!r}, which {got}. Pass another "
-            "--run-dir."
+            f"Expected a folder for the run in {str(folder)!r}, got {str(parent)!r}, which {got}. "
+            f"Pass another {option}."
         )

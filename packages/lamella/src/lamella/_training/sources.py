@@ -59,10 +59,16 @@ def read(config: Config, run: CheckedRun, lines: list[str]) -> RunSources:
     if run.checkpoint is not None:
         stream = stream_settings(config, text.form.packing)
         first_step = check_resumable(run.checkpoint, model, stream, text.fingerprint, run.directory)
-    elif model.pretrained is not None:
+    if model.pretrained is not None and lacks_model(run):
         untrained = check_weights(model.pretrained, model.outline, model.spec)
-        lines.append(weights_line(model.pretrained, untrained))
+        if run.checkpoint is None:
+            lines.append(weights_line(model.pretrained, untrained))
     return RunSources(text=text, untrained=untrained, first_step=first_step)
+
+
+def lacks_model(run: CheckedRun) -> bool:
+    """Return True where the run's folder is without its model: in a new run, and on a host new to a run."""
+    return run.checkpoint is None or not run.directory.model_config.is_file()
 
 
 def check_profile(config: Config, first_step: int) -> None:

@@ -169,10 +169,11 @@ class Trainer:
         """Load the latest checkpoint, or the weights to start from; return the steps done, and add lines to print."""
         checkpoints = CheckpointDirectory(self._directory.checkpoints)
         # Both ways from here run collectives, and a network file system may show ranks different directories.
-        latest = from_first_rank(checkpoints.latest())
-        if latest is None:
+        newest = from_first_rank(checkpoints.latest())
+        if newest is None:
             self._run_model.initialise(self._rank.device)
             return 0
+        latest = checkpoints.root / newest.name  # The folder may have another path on rank 0's host.
         settings = constant_settings(self._optimizer, self._config.optim)
         try:
             extra = load(latest, model=self._model, optimizer=self._optimizer)

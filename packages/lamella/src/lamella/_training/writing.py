@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,13 +21,13 @@ from lamella._settings.config import Config, to_values
 from lamella._settings.options import ConfigError
 from lamella._training.checks import CheckedRun
 from lamella._training.resume import go_back
-from lamella._training.sources import RunSources
+from lamella._training.sources import RunSources, lacks_model
 from lamella_checkpoint import CheckpointDamaged
 from lamella_convert import keep_published
 from lamella_transformers import ModelSpec, fingerprint_of_weights
 
 
-def write(config: Config, run: CheckedRun, sources: RunSources, lines: list[str]) -> None:
+def write(config: Config, run: CheckedRun, sources: RunSources, lines: list[str], *, is_first: bool = True) -> None:
     """Write all files that the workers read.
 
     Args:
@@ -34,6 +35,7 @@ def write(config: Config, run: CheckedRun, sources: RunSources, lines: list[str]
         run: The run, checked.
         sources: The run's sources.
         lines: The lines to print at the start; those on packing and on what is set aside are added.
+        is_first: True on the host of rank 0, to which the metrics belong, and whose rank sets checkpoints aside.
 
     Raises:
         ConfigError: The text is too short, a document cannot be rendered, or a file cannot be written.
@@ -49,17 +51,25 @@ def write(config: Config, run: CheckedRun, sources: RunSources, lines: list[str]
         lines += data.lines(config.data.sequence_length)
         sequences = data.sequences("train", config.data.sequence_length)
         lines += mixture_lines(sequences, config.data, config.optim.steps * config.optim.batch_size)
-        lines += go_back(directory, sources.first_step if run.checkpoint is not None else -1)
+        if is_first:
+            lines += go_back(directory, sources.first_step if run.checkpoint is not None else -1)
         if run.model.pretrained is None:
             _write_model(run.model.spec, run.model.outline, directory)
-        elif run.checkpoint is None:
+        elif lacks_model(run):
             _keep_published(run.model.pretrained, directory.model, sources.untrained)
             directory.weights.write_text(f"{fingerprint_of_weights(run.model.pretrained) or ''}\n", encoding="ascii")
             dtype = str(published_dtype(run.model.pretrained)).removeprefix("torch.")
             directory.weights_dtype.write_text(f"{dtype}\n", encoding="ascii")
-        # Without `from_step`: the next run with this config.json must not set the new checkpoints aside again.
-        again = replace(config, run=replace(config.run, from_step=None))
-        directory.config.write_text(json.dumps(to_values(again), indent=2) + "\n", encoding="utf-8")
+        directory.config.write_text(json.dumps(to_values(_again(config)), indent=2) + "\n", encoding="utf-8")
+
+
+def _again(config: Config) -> Config:
+    """Return the settings for a later run, which may start in another working directory.
+
+    They are without `from_step`: a later run must not set the new checkpoints aside again.
+    """
+    checkpoints = config.run.checkpoints and os.path.abspath(config.run.checkpoints)
+    return replace(config, run=replace(config.run, from_step=None, checkpoints=checkpoints))
 
 
 def in_steps(config: Config, run: CheckedRun, sources: RunSources) -> Config:
