@@ -1,7 +1,7 @@
 """Sums of arrived pieces and a rank's own as one Triton kernel for many payloads.
 
-Own pieces are read where autograd left them. For a sum by `torch.mean` they would be copied beside the arrived pieces
-first: a third of the bytes that the sum then moves, on two ranks.
+Own pieces are read from autograd's memory. For a sum by `torch.mean` own pieces would be copied beside the arrived ones
+first: a third of the sum's bytes, on two ranks.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _CACHED = 1 << 12  # tables: a few a unit, some hundred bytes each
 
 
 class _Table(NamedTuple):
-    """A kernel's arguments that stay, for shards in the same storage.
+    """A kernel's lasting arguments, for shards in one storage.
 
     Attributes:
-        lines: (payloads, 4), int64: a payload's first program, its offsets in arrivals and shards, its elements.
+        lines: (payloads, 4), int64: a payload's first program, offsets in arrivals and shards, and elements.
         line_of: (programs,), int32: each program's payload.
         is_aligned: Whether all offsets and elements are multiples of `_ALIGNMENT`.
     """
@@ -75,11 +75,11 @@ def add_up(
     """Reduce each payload's pieces into its shard, in fp32 and in the order of the ranks.
 
     Args:
-        launches: Of `launches_for`, for these places and shards.
-        places: As given there. This rank's row is not read.
+        launches: The result of `launches_for`, for `places` and `shards`.
+        places: The argument of `launches_for`. This rank's row is not read.
         own: This rank's flat pieces, anywhere, in the places' dtype.
-        shards: As given there.
-        rank: This rank's.
+        shards: The argument of `launches_for`.
+        rank: This rank's place on the axis.
         averages: Divide by the number of ranks.
 
     Effects: kernels on the current stream, no host sync.

@@ -452,7 +452,7 @@ def test_a_unit_that_was_taken_over_is_described_where_it_is_now() -> None:
         model = shard_declared(MixerNet())
         text = describe(model)
         assert "FSDPLinear" not in text
-        assert "layers.0 ... layers.2: FSDPBlock, 2 groups" in text
+        assert "layers.0 ... layers.2: FSDPMixerBlock, 2 groups" in text
 
     run_ranks(check, 1)
 

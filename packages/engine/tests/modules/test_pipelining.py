@@ -117,7 +117,7 @@ def test_a_stage_is_reduced_while_another_computes() -> None:
 
 @NEEDS_DEFERRAL
 def test_stages_that_share_streams_are_not_reduced_while_another_computes() -> None:
-    """torch asks for the capability, and refuses schedules beyond FSDP2's."""
+    """torch asks whether stages share streams, and refuses a schedule that its own FSDP2 cannot run."""
 
     def check() -> None:
         with pytest.raises(ValueError, match="share a communication context"):

@@ -168,7 +168,7 @@ def test_it_is_gathered_once_a_pass_and_reduced_once() -> None:
         for _ in range(2):
             log.clear()
             model(X).mean().backward()
-        # Both modules have one state, which the log names after the last.
+        # Both modules have one state, named in the log after a single module.
         events = [event for event in log.order if event.endswith(("norm", "head"))]
         assert events == ["gather norm", "compute norm", "compute head", "gather norm", "reduce norm"]
 

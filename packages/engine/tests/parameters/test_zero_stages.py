@@ -86,7 +86,7 @@ def _assert_equal(reference: nn.Module, sharded: nn.Module) -> None:
     ("stage", "set_to_none"),
     [
         *((stage, True) for stage in EVERY_STAGE),
-        # Gradients kept as zeros lie on the shard axis: one stage covers two axes, and soak runs the rest.
+        # Gradients kept as zeros lie on the shard axis: one stage with two axes runs here, and soak runs the rest.
         *(pytest.param(stage, False, marks=pytest.mark.slow if "HSDP" in stage else ()) for stage in EVERY_STAGE),
     ],
 )

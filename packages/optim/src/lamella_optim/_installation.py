@@ -1,4 +1,4 @@
-"""This package's part in every `torch.optim` step: functions at places that the engine's written order has for them."""
+"""This package's part in every `torch.optim` step: functions for entries of the engine's written order."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ STEP_HOOKS: Final[dict[str, StepHook]] = {}
 
 
 def step_hook(name: str) -> Callable[[Hook], Hook]:
-    """Mark the function that takes the place of an entry of the engine's order, from `install` on."""
+    """Mark the function in place of an entry of the engine's order, from `install` on."""
 
     def add(hook: Hook) -> Hook:
         STEP_HOOKS[name] = hook

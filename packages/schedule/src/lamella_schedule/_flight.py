@@ -1,4 +1,4 @@
-"""One microbatch on its way through a chunk: its nodes, run one event at a time."""
+"""One microbatch on the way through a chunk: the nodes, run one event at a time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _is_profiled = torch._C._autograd._profiler_enabled
 
 
 class Flight:
-    """One chunk on its way through forward and backward: its nodes, and the values or gradients at its head.
+    """One chunk on the way through forward and backward: the nodes, and the values or gradients at the head.
 
     Args:
         chunk: The chunk.

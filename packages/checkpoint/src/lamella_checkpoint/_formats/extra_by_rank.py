@@ -2,9 +2,9 @@
 
 Note [One `extra` for all ranks, or a value for each]
     Most values (the step) are equal on all ranks; random states and positions in the data are not. A save in the
-    background has no collective that could compare them. So each rank writes each of its values as an object of its
-    own, a kilobyte, and the rank that completes the checkpoint compares lengths and checksums: values equal to rank
-    0's are left out of the metadata, since `lamella.json` has them, and the keys of the others are listed there.
+    background has no collective for a comparison. Therefore each rank writes each value as a separate object
+    of a kilobyte, and the rank that completes the checkpoint compares lengths and checksums: values equal to rank
+    0's, which `lamella.json` has, are left out of the metadata, and `lamella.json` lists the remaining keys.
 """
 
 import json
@@ -37,7 +37,7 @@ def texts(extra: Mapping[str, Json], rank: int) -> Iterator[tuple[str, str]]:
 
 
 def without_equal_values(parts: Sequence[Sequence[Placed]], manifest: Manifest) -> tuple[list[list[Placed]], Manifest]:
-    """All ranks' placed items without values that equal rank 0's, and the manifest with the keys of the others."""
+    """All ranks' placed items without values equal to rank 0's, and the manifest with the remaining values' keys."""
     values: dict[str, dict[int, Placed]] = {}
     for rank, part in enumerate(parts):
         for placed in part:
@@ -57,9 +57,9 @@ def without_equal_values(parts: Sequence[Sequence[Placed]], manifest: Manifest) 
 
 
 def extra_of_rank(stored: StoredCheckpoint, manifest: Manifest, rank: int) -> dict[str, Any]:
-    """A rank's `extra`: its own values, rank 0's for keys that the rank did not give.
+    """A rank's `extra`: the rank's values, and rank 0's for keys without a value of the rank.
 
-    A rank beyond the number of ranks that saved has None for keys whose values differ between ranks.
+    A rank beyond the saving ranks has None for keys whose values differ between ranks.
 
     Raises:
         CheckpointDamaged: A value is unreadable.

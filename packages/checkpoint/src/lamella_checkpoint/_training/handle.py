@@ -1,17 +1,17 @@
-"""`SaveHandle`: a save in the background, from its call to its outcome.
+"""`SaveHandle`: a save in the background, from the call to the outcome.
 
 Note [An interrupt at any line]
     A keyboard interrupt may be raised between any two lines of the main thread, and never in another. So the main
-    thread only prepares a save: it starts one thread, which copies the state, sends the job and starts another for the
-    outcome. An interrupt before leaves nothing but a state laid out in memory that no process reads. An interrupt
+    thread only prepares a save, and starts a thread, which copies the state, sends the job and starts a second for the
+    outcome. An interrupt before leaves nothing but a state laid out in unread memory. An interrupt
     after leaves a save in flight, as if the call had returned. `StateCopies.cancel` tells the two apart. A save that
-    was not begun fails on all ranks, as its peers wait for its part.
+    was not begun fails on all ranks, as the peers wait for the missing part.
 
 Note [A program that ends]
-    The thread that follows a save is a daemon: a program ends without a wait for its last checkpoint, which the writing
+    The thread of a save is a daemon: a program ends without a wait for the last checkpoint, which the writing
     process completes. A request to a store releases the interpreter's lock, and a thread that asks for the lock while
-    the interpreter ends is ended inside C++, which aborts the process: exit code 134 after a run that lost nothing. So
-    the threads leave their saves in a handler of `atexit`, before the interpreter ends.
+    the interpreter ends is ended inside C++, which aborts the process: exit code 134 after a complete run. Therefore
+    the threads leave their saves in a handler of `atexit`, before the interpreter's end.
 """
 
 import atexit
@@ -35,13 +35,13 @@ from lamella_files import CheckpointFailed
 _PAUSE_S: Final = 1.0
 _LINE_EVERY_S: Final = 60.0
 _NUM_NAMED: Final = 4
-_OVERRUN_S: Final = 60.0  # Past the time limit: only a store that does not answer lets a save last so long.
-_LEAVING_S: Final = 5.0  # For a request in flight: a store that hangs must not hold up the program's end.
+_OVERRUN_S: Final = 60.0  # Past the time limit: only a silent store lets a save last longer.
+_LEAVING_S: Final = 5.0  # For a request in flight: a hanging store must not hold up the program's end.
 _LOGGER: Final = logging.getLogger("lamella_checkpoint")
 
 
 class Limits:
-    """What a saver's saves may take, and where they say that they take long: the arguments of `AsyncSaver`.
+    """The time limit of a saver's saves, and the output for long waits: arguments of `AsyncSaver`.
 
     Attributes:
         timeout: Seconds from the end of a save's copies to its outcome; infinite for no limit.
@@ -89,7 +89,7 @@ class SaveHandle:
         return self._copies.waited_seconds if self._copies is not None else 0.0
 
     def wait_staged(self) -> None:
-        """Wait until the state may be changed.
+        """Wait for the moment from which the state may be changed.
 
         Optimizers of `torch.optim` and `load` wait by themselves. Call this before any other change of parameters or
         optimizer state: swapped or hand-written weights, an optimizer of another make, a graph that replays a whole
@@ -105,12 +105,12 @@ class SaveHandle:
         """Return the path once the checkpoint is complete and on the disk.
 
         Args:
-            timeout: Seconds after which to stop waiting, while the save goes on; None waits for the save's end, which
+            timeout: Seconds of waiting, while the save goes on; None waits for the save's end, which
                 the `timeout` of `AsyncSaver` limits.
 
         Raises:
             CheckpointFailed: The save failed, with the reasons by rank. Every rank raises the error, once: a save has
-                one outcome on all ranks, whatever becomes of its directory afterwards.
+                one outcome on all ranks, for any later fate of the directory.
             TimeoutError: The save has not ended yet.
 
         Effects: no collective; blocks this thread, and prints a line after each minute (`print_line` of `AsyncSaver`).
@@ -133,12 +133,12 @@ class SaveHandle:
         self._is_begun = True
 
     def abandon(self, error: BaseException) -> None:
-        """End a save whose beginning was interrupted, unless its threads run already: it then goes on."""
+        """End a save whose beginning was interrupted; a save with running threads goes on."""
         if self._copies is None or self._copies.cancel():
             self._fail(error)
 
     def _go_on(self, writer: Writer, job: Job, error: BaseException | None) -> None:
-        """Have the copies written, in the thread that made them. Raises nothing, as no caller would receive it."""
+        """Have the copies written, in the copying thread. Raises nothing: no caller would receive the error."""
         following = Following(writer, self._outcomes, job, self._limits.timeout)
         try:
             if error is not None:
@@ -167,7 +167,7 @@ class SaveHandle:
             follow()
 
     def _fail(self, error: BaseException) -> None:
-        """This rank's part will not come, and no process reads its memory."""
+        """This rank's part will not come, and no process reads the memory."""
         failures: Failures = {self._rank: describe(error)}
         mark_failed(self._staged, self._rank, failures[self._rank])
         with suppress(RuntimeError):  # Rank 0 has ended, and with it the store.
@@ -179,7 +179,7 @@ class SaveHandle:
         self._ended.set()
 
     def _settle(self, timeout: float | None) -> bool:
-        """Wait for the save's end; return False if it has not come in time."""
+        """Wait for the save's end; return False without an end in time."""
         if not self._is_begun and not self._ended.is_set():
             self.abandon(KeyboardInterrupt("the call that saves was interrupted"))
         if self._following is not None and self._following.is_left:  # The call comes from another handler of `atexit`.
@@ -188,7 +188,7 @@ class SaveHandle:
         began = time.monotonic()
         until = began + (math.inf if timeout is None else timeout)
         num_lines = 0
-        # In pauses, so that the main thread runs handlers of signals on any platform.
+        # In pauses: between waits the main thread runs handlers of signals on any platform.
         while not self._ended.wait(min(_PAUSE_S, max(0.0, until - time.monotonic()))):
             now = time.monotonic()
             if now >= until:
@@ -203,7 +203,7 @@ class SaveHandle:
         return True
 
     def _delay(self) -> str:
-        """Name what the save waits for, as this rank sees it."""
+        """Name the parts that the save waits for, as seen by this rank."""
         if self._following is None:
             return f"rank {self._rank}'s copies"
         late = sorted(late_ranks(self._staged, self._num_ranks)) if self._staged.exists() else []
@@ -226,5 +226,5 @@ def _leave_saves() -> None:
     for following in tuple(_followers):
         following.leave()
     for follower in tuple(_followers.values()):
-        with suppress(RuntimeError):  # Not started yet: the program was interrupted there.
+        with suppress(RuntimeError):  # Not started yet: the program was interrupted before.
             follower.join(_LEAVING_S)

@@ -1,14 +1,14 @@
 """The one outcome of a save in the background, the same on every rank.
 
 Note [One outcome]
-    A rank that read the outcome from the disk could read another than its peers do: a program may move a finished
-    checkpoint away, and a network file system shows a new directory to some clients seconds after others. So the
-    outcome is a value in the store of the default process group, set once by an atomic compare-and-set; whatever
-    each rank believes, the value that was set first counts for all. Rank 0 proposes success, once its process has
-    published the checkpoint. Any rank proposes a failure: of its own part, or of a peer that is silent for too long.
+    A rank that read the outcome from the disk could differ from its peers: a program may move a finished
+    checkpoint away, and a network file system shows a new directory to some clients seconds late. Therefore the
+    outcome is a value in the store of the default process group, set once by an atomic compare-and-set; for any
+    belief of a rank, the first value counts for all. Rank 0 proposes success, once its process has
+    published the checkpoint. Any rank proposes a failure: of its own part, or of a peer silent for too long.
 
-    A store needs no collective, so a save may end at another time on each rank, and its callers need not wait. Rank 0
-    may hold the store's server: it reports a success to its caller only when its peers have read the outcome, or ten
+    A store needs no collective, so a save may end at another time on each rank, and callers need not wait. Rank 0
+    may hold the store's server, and reports a success to the caller only when all peers have read the outcome, or ten
     seconds later. A rank whose store is gone (rank 0 has ended) reads the outcome from the disk.
 """
 
@@ -46,7 +46,7 @@ class Outcomes:
         self._store = PrefixStore(f"lamella_checkpoint/{token}", store)
 
     def agree(self, save: str, proposal: Failures) -> Failures:
-        """Return the outcome of a save: the proposal, unless a rank proposed another before.
+        """Return the outcome of a save: the proposal, or an earlier proposal.
 
         Raises:
             RuntimeError: The store is gone.

@@ -1,10 +1,10 @@
-"""A rank's side of a save in the background: the process that writes, and the way of a save to its outcome.
+"""A rank's side of a save in the background: the writing process, and the way of a save to the outcome.
 
 Note [Answers name their save]
-    The process reads a rank's memory until it answers, so the memory may be used again only after the answer for the
-    save that used it last, or once the process is gone. Each answer carries its save's directory, and an answer for
+    The process reads a rank's memory until the answer, so the memory may be used again only after the answer for the
+    save with the last use, or once the process is gone. Each answer carries the save's directory, and an answer for
     another save is dropped. Answers are read by a thread, where no keyboard interrupt is raised. A thread that
-    fails ends the process: an answer that nobody has read would be taken for a later save's, or never read.
+    fails ends the process: an unread answer would be taken for a later save's, or never read.
 """
 
 import os
@@ -38,11 +38,11 @@ _ENDING_S: Final = 10.0
 
 
 class Writer:
-    """A process that runs `async_process.serve`: started by exec, since a fork is unsafe beside CUDA.
+    """A process with `async_process.serve`: started by exec, since a fork is unsafe beside CUDA.
 
     Attributes:
-        is_usable: Whether the process takes jobs; False once it has ended or is about to.
-        is_stuck: Whether the process outlived its end, in a call of the file system, and may still read the memory.
+        is_usable: Whether the process takes jobs; False after the end, or shortly before.
+        is_stuck: Whether the process outlived a kill, in a call of the file system, and may still read the memory.
     """
 
     def __init__(self, memory: Memory) -> None:
@@ -51,7 +51,7 @@ class Writer:
         self._connection, connection_of_process = Pipe()
         # A scheduler sends SIGTERM to every process of a job, and may leave training time to end in order: without
         # SIG_IGN, the checkpoint in flight would be lost. Note [Training comes first]: low priority after the imports,
-        # whose seconds of computing would take minutes beside ranks that use all cores, before any save.
+        # seconds of compute, which would take minutes beside busy ranks, before any save.
         code = (
             "import os, signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
             "from lamella_checkpoint._training.async_process import main; os.nice(19); main()"
@@ -77,7 +77,7 @@ class Writer:
             self._connection.send(job)
 
     def answer(self, staged: Path, timeout: float) -> Failures | None:
-        """Return the process's answer for a save; None if there is none in time.
+        """Return the process's answer for a save; None without an answer in time.
 
         Raises:
             EOFError: The process has died.
@@ -97,7 +97,7 @@ class Writer:
         return self.kill()
 
     def kill(self) -> int | None:
-        """End the process, even a stopped one, at whatever it does; return its exit code, None if it is stuck."""
+        """End the process, even a stopped one, at any point; return the exit code, None for a stuck process."""
         self.is_usable = False
         self._popen.send_signal(signal.SIGKILL)
         try:
@@ -130,7 +130,7 @@ class Following:
             raise
 
     def run(self) -> Failures | None:
-        """Return the outcome, once it is known and the memory is free; None after `leave`. Raises nothing."""
+        """Return the outcome, once known and with the memory free; None after `leave`. Raises nothing."""
         try:
             return self._follow()
         except BaseException as error:  # noqa: BLE001  In a thread: no caller would receive the error.
@@ -151,7 +151,7 @@ class Following:
         self._departure.clear()
 
     def stop(self) -> None:
-        """End the process, so that it reads the memory no more."""
+        """End the process and its reads of the memory."""
         self._writer.kill()
 
     def _follow(self) -> Failures | None:
@@ -185,7 +185,7 @@ class Following:
             return self._answer_of_dead(f"the process that writes checkpoints died (exit code {self._writer.close()})")
 
     def _answer_of_dead(self, reason: str) -> Failures:
-        """The answer that a process would have given that is gone."""
+        """The answer in place of a dead process's."""
         job = self._job
         # In this order: publication moves the part, so a part absent here and from the published checkpoint never was.
         has_part = (job.staged / part_name(job.rank)).exists()
@@ -214,7 +214,7 @@ class Following:
             if is_settled(self._job.target, self._job.staged):
                 self._outcome = outcome_on_disk(self._job.target, self._job.staged)
         if self._outcome and self._job.rank == 0:
-            for index, reason in self._outcome.items():  # Rank 0's process waits for the parts of these ranks.
+            for index, reason in self._outcome.items():  # Rank 0's process waits for the listed ranks' parts.
                 mark_failed(self._job.staged, index, reason)
 
     def _check_time(self) -> None:
@@ -230,5 +230,5 @@ class Following:
 
 
 def late_ranks(staged: Path, num_ranks: int) -> set[int]:
-    """The ranks whose parts are not in a staged directory, as this rank sees it."""
+    """The ranks without a part in a staged directory, as seen by this rank."""
     return {rank for rank in range(num_ranks) if not (staged / part_name(rank)).exists()}

@@ -20,7 +20,7 @@ _WAY_OUT: Final = (
 
 
 class RankPart(FormatUnknown):
-    """A file with one rank's parts of tensors, which no reader can take for the tensors."""
+    """A file with one rank's parts of tensors, unfit for readers of whole tensors."""
 
     def __init__(self, file: str, names: list[str], way_out: str = _WAY_OUT) -> None:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
@@ -33,7 +33,7 @@ class RankPart(FormatUnknown):
 
 
 def held_whole(value: object, files: Mapping[str, Record]) -> StoredTensor | None:
-    """The stored elements of a DTensor that lies on one rank as a whole (a mesh of one rank, replicas).
+    """The stored elements of a DTensor whole on one rank (a mesh of one rank, replicas).
 
     Returns:
         None for a rank's part, and for any other value.

@@ -1,7 +1,7 @@
-"""Parameters kept by an object that is no module: refused before sharding, which would leave the object a stale weight.
+"""Parameters kept by objects beside modules: refused before sharding, which would leave the object a stale weight.
 
-`fully_shard` puts other Parameters into the modules' own dictionaries. A helper object that was given a Parameter when
-its module was built (a context-parallel helper, a list beside the module tree) goes on with the original: the original
+`fully_shard` puts new Parameters into the modules' dictionaries. A helper object with a Parameter from the time when
+a module was built (a context-parallel helper, a list beside the module tree) goes on with the original: the original
 computes, is never updated, and stays in memory at full size on every rank, without an error.
 """
 
@@ -61,7 +61,7 @@ def refuse_outside_holders(modules: Iterable[tuple[str, nn.Module]], parameters:
 def _parameters_held_in(
     value: object, path: str, class_name: str, ids: Container[int], depth: int, seen: _Seen
 ) -> Iterator[tuple[int, _Holder]]:
-    """The parameters below an attribute, each with the place that holds it."""
+    """The parameters below an attribute, each with its place."""
     if type(value) in _PLAIN:
         return
     if isinstance(value, nn.Parameter):
@@ -72,7 +72,7 @@ def _parameters_held_in(
         return
     if id(value) in seen and seen[id(value)][1] >= depth:
         return
-    seen[id(value)] = value, depth  # The object itself too: the id of one that is gone may be another's.
+    seen[id(value)] = value, depth  # The object itself too: a dead object's id may be a later object's.
     for inner_path, inner_class, inner in _parts(value, path, class_name):
         yield from _parameters_held_in(inner, inner_path, inner_class, ids, depth - 1, seen)
 

@@ -1,4 +1,4 @@
-"""The errors of weights that a recipe quantises: of the values that modules compute with, against main weights."""
+"""The errors of quantised weights: of modules' values, against main weights."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class QuantizationError:
     """The error of a parameter's quantised values.
 
     Attributes:
-        underflow: The share of elements that became zero, and are not zero in the main weight.
-        overflow: The share of elements that lie beyond the format's largest number, by more than rounding.
+        underflow: The share of elements rounded to zero from nonzero main weights.
+        overflow: The share of elements beyond the format's largest number, by more than rounding.
         relative: The 2-norm of the error over the 2-norm of the main weight; 0.0 for a weight of zeros.
     """
 
@@ -37,24 +37,24 @@ class QuantizationError:
 
 
 def quantization_errors(model: nn.Module) -> dict[str, QuantizationError]:
-    """Compare the values of forward with the main weights, for each parameter that is gathered in a quantised format.
+    """Compare the values of forward with the main weights, for each parameter gathered in a quantised format.
 
-    A delayed scale that is too small shows as overflow, a scale for weights of unlike sizes as underflow.
+    Too small a delayed scale shows as overflow, a scale for weights of unlike sizes as underflow.
 
     Args:
         model: Sharded, between steps.
 
     Returns:
-        Errors by name, over all ranks, equal on all ranks that share a parameter; empty without such parameters.
+        Errors by name, over all ranks, equal on all ranks that share a parameter; empty without quantised parameters.
 
-    Effects: collective: gathers each unit that has such parameters, one at a time, and reshards it; one all-reduce for
-        each mesh axis that parameters are sharded along, of 40 bytes a parameter; one host sync. Memory for two copies
+    Effects: collective: gathers each unit with quantised parameters, one at a time, and reshards it; one all-reduce for
+        each mesh axis of shards, of 40 bytes a parameter; one host sync. Memory for two copies
         of a parameter in fp32.
     """
     finish_deferred()
     sums: dict[int, torch.Tensor] = {}
     for module, unit in _units(model):
-        # A unit that its user keeps unsharded must be so afterwards, too.
+        # A unit kept unsharded by the user must stay unsharded afterwards, too.
         was_unsharded = unit.weights.is_unsharded
         module.unshard()
         try:

@@ -19,24 +19,24 @@ Rows = list[list[float]]
 
 
 def scaling_state(model: nn.Module, *, group: dist.ProcessGroup | None = None) -> dict[str, Rows]:
-    """The scales of delayed scaling and the amaxes that later ones depend on, as plain numbers for `extra` of a `save`.
+    """The scales of delayed scaling and the amaxes behind later scales, as plain numbers for `extra` of a `save`.
 
     Args:
         model: Sharded, between steps.
         group: The ranks whose parameters are in the state; None for all. Ranks with other parameters under the same
-            names, as of other experts or of pipeline stages that count from 0, need a state for each such part of the
-            ranks, and a file for each.
+            names, as of other experts or of pipeline stages that count from 0, need a state for each set of ranks with
+            equal parameters, and a file for each.
 
     Returns:
-        For each such parameter on any rank of the group, by name: its scales, and its past amaxes from the latest on, a
+        For each parameter with delayed scaling on any rank of the group, by name: scales and past amaxes, latest first, a
         row each. Equal on all ranks of the group; empty without delayed scaling.
 
     Raises:
         ValueError: Ranks have other numbers under the same name.
 
     Effects: collective on the units' axes, also with `group`: a MAX all-reduce, as of a forward; on the group an
-        all-gather of 16 bytes a parameter and its name, and a broadcast from one rank of each pipeline stage of
-        parameters that other stages lack; waits for the device.
+        all-gather of 16 bytes a parameter and the name, and a broadcast from one rank of each pipeline stage of
+        parameters missing on other stages; waits for the device.
     """
     finish_deferred()
     for tree in {id(state.tree): state.tree for module in model.modules() if (state := find_state(module))}.values():
@@ -49,10 +49,10 @@ def scaling_state(model: nn.Module, *, group: dist.ProcessGroup | None = None) -
 def load_scaling_state(model: nn.Module, state: Mapping[str, Sequence[Sequence[float]]]) -> list[str]:
     """Go on with saved scales, or start anew; to be called after weights were replaced.
 
-    The next steps are those of the run that saved, on any number of ranks. Without a call, weights that were replaced
-    by hand are encoded with scales of the weights before, and saturate if they are larger. `load_state_dict`, and so
-    `lamella_checkpoint.load`, starts anew by itself the scales of what it replaces (with `assign=True`, as `to` and
-    `to_empty`, those of the whole unit), also scales that were loaded before.
+    The next steps equal the saving run's, on any number of ranks. Without a call, weights replaced
+    by hand are encoded with scales of the weights before, and larger weights saturate. `load_state_dict`, and with it
+    `lamella_checkpoint.load`, starts anew by itself the scales of replaced weights (with `assign=True`, as `to` and
+    `to_empty`, of the whole unit), also scales loaded before.
 
     Args:
         model: Sharded, between steps, with its main weights loaded.

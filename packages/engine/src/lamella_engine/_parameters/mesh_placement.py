@@ -1,4 +1,4 @@
-"""The placement of one parameter on a mesh other than its unit's, as FSDP2's `shard_placement_fn` returns it."""
+"""The placement of one parameter on a mesh other than the unit's, as returned by FSDP2's `shard_placement_fn`."""
 
 from typing import NamedTuple
 
@@ -10,8 +10,8 @@ class ParameterMesh(NamedTuple):
     """The data axes of a parameter, with the attributes of FSDP2's `FSDPMeshInfo` and `HSDPMeshInfo`.
 
     Attributes:
-        mesh: The ranks that hold the parameter.
-        shard_mesh_dim: The axis that shards the parameter; None for a parameter that is replicated over all axes.
+        mesh: The parameter's ranks.
+        shard_mesh_dim: The axis of shards; None for a parameter replicated over all axes.
         replicate_mesh_dim: The axis of ranks with equal shards; None without such an axis.
     """
 
@@ -28,12 +28,12 @@ class ParameterPlacement(NamedTuple):
 
 
 def placement_on(mesh: DeviceMesh, *, dim: int = 0, is_replicated: bool = False) -> ParameterPlacement:
-    """Place a parameter on `mesh`, whatever the mesh of its unit: the result of a `shard_placement_fn`.
+    """Place a parameter on `mesh`, for units on any mesh: the result of a `shard_placement_fn`.
 
     Args:
-        mesh: One axis, which shards the parameter; or two axes, of which the second shards and the first has equal
+        mesh: One axis, of shards; or two axes, the second of shards and the first of ranks with equal
             shards (HSDP).
-        dim: The dim of the parameter that is cut.
+        dim: The parameter's dim to cut.
         is_replicated: Each rank of a mesh of one axis holds the whole parameter (DDP).
 
     Raises:

@@ -65,7 +65,7 @@ def split_extended(groups: Sequence[ParameterGroup]) -> tuple[ParameterGroup, ..
     The groups must be sharded.
 
     Raises:
-        NotImplementedError, MisuseError: As `new_group`.
+        NotImplementedError, MisuseError: The conditions of `new_group`.
 
     Effects: copies the shards of groups with such parameters. Not a collective.
     """

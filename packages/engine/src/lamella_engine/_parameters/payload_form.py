@@ -28,7 +28,7 @@ class PayloadForm:
         self.is_unreceived = False  # decoded weights are views of the buffers: nothing to receive
         self.caches: CachingRecipe | None = None
         self._unsharded: UnshardedWeight  # as the two below made by `build`, for shards with storage
-        # Both asked for at every gather. A plan keeps the main weights alive that it sends.
+        # Both asked for at every gather. A plan keeps the sent main weights alive.
         self._chosen: dict[tuple[Direction, Direction | None], tuple[int, ...]] = {}
         self._plans: dict[tuple[int, ...], GatherPlan] = {}
 
@@ -41,7 +41,7 @@ class PayloadForm:
             # Copied, not adopted: assigned tensors may be another model's, and lie apart.
             torch._foreach_copy_(list(group.main_weight.shards), shards)
         for parameter, shard in zip(group.parameters, group.main_weight.shards, strict=True):
-            if not keep_parameters:  # a Parameter put in by hand is the one that an optimizer will hold
+            if not keep_parameters:  # an optimizer will hold the Parameter put in by hand
                 parameter.adopt(parameter.replacement())
             point_at(parameter, standalone(shard))
         group.reduce_dtype = group.policy.reduce_dtype_of(group.main_weight.dtype)
@@ -84,7 +84,7 @@ class PayloadForm:
     def prepare_gather(
         self, group: ParameterGroup, direction: Direction = Direction.BOTH, gathered_for: Direction | None = None
     ) -> GatherPlan:
-        """Main weights in the communication dtype are sent in place; all others are encoded into this rank's slices.
+        """Main weights in the communication dtype are sent in place, others encoded into this rank's slices.
 
         Effects: on the current stream. If main weights rest on the CPU, one copy of this rank's to the device, into
             memory that lives as long as the returned plan.
@@ -120,7 +120,7 @@ class PayloadForm:
 def new_main_weight(
     layout: Layout, rank: int, dtype: torch.dtype, device: torch.device, offload: Offload | None
 ) -> ShardedBuffer:
-    """A buffer for one rank's main weights, in host memory if they rest there. Effects: on the current stream."""
+    """A buffer for one rank's main weights, in host memory for offloaded weights. Effects: on the current stream."""
     numel = layout.shard_numel
     if offload is not None and device.type == "cpu":
         return ShardedBuffer(layout, rank, offload.empty(numel, dtype))

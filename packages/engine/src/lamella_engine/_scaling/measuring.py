@@ -20,7 +20,7 @@ def measure(units: Sequence[MeasurableWeights]) -> None:
         units: Weights of units of one tree, at least one; each with scales, and one that `will_be_encoded` or is about
             to be gathered.
 
-    Effects: on the gather stream: reads the main weights, but those that encodings have measured, and a MAX all-reduce
+    Effects: on the gather stream: reads the main weights not yet measured by encodings, and a MAX all-reduce
         for all units on the same axes; blocks the host on gloo.
     """
     scaled = [unit.parameters for unit in units]
@@ -28,7 +28,7 @@ def measure(units: Sequence[MeasurableWeights]) -> None:
     streams.reads_shards |= any(parameters.is_offloaded for parameters in scaled)
     groups = [group for parameters in scaled for group in parameters.groups]
     first.check_order("measure", lambda: sum(group.scales.amaxes.nbytes for group in groups if group.scales))
-    # On the stream of the gathers: they encode with the scales next, and no other stream reads or writes scales.
+    # On the stream of the gathers, which encode with the scales next: no second stream reads or writes scales.
     with label("measure", first.name), streams.on(streams.all_gather_stream):
         _refresh(groups)
 
@@ -43,7 +43,7 @@ def _refresh(groups: Iterable[ScaledGroup]) -> None:
     together: dict[Hashable, dict[ScaledRecipe, list[Scales]]] = {}
     for group, scales in scaled:
         if not scales.are_measured:
-            # Memory that stays is measured by arguments made once; of offloaded weights each copy is another memory.
+            # Lasting memory is measured by arguments made once; each copy of offloaded weights is new memory.
             scales.measure(group.main_weight_on_device(), stays=not group.is_offloaded)
         together.setdefault(group.axes, {}).setdefault(scales.recipe, []).append(scales)
     transports = {group.axes: group.shard_and_outer for group, _ in scaled}

@@ -1,12 +1,12 @@
 """Scales of whole tensors: each rank measures its rows, and a MAX reduction gives all ranks the amaxes of all blocks.
 
-a forward's own   the unit is measured with some later ones: one reduction for all on the same axes
+a forward's own   the unit is measured with some later units: one reduction for all on the same axes
 a gather at rest  (a verb, or a gather inside the optimizer's step): the unit alone is measured
 other gathers     the scales of the pass
 
 Delayed scaling reads weights for no measurement but the first: encodings raise the amaxes, which are reduced, for all
-units at once, before the first gather after an update. Updates are an optimizer's steps and `mark_updated`; until the
-first of these each pass counts as an update, since anyone may write main weights.
+units at once, before the first gather after an update. Updates are an optimizer's steps and `mark_updated`; before the
+first update each pass counts as one, since any code may write main weights.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Scales:
             them.
         amaxes_of_each: The amaxes of each parameter, as `parameter_scales`.
         parameter_scales: The scales of each parameter, of the recipe's `scale_shape`.
-        num_past: Number of the latest measurements that scales depend on.
+        num_past: Number of the latest measurements behind a scale.
         are_due: Whether the next gather from rest computes scales anew.
         are_measured: Whether no read of main weights is needed then: encodings measure (delayed scaling).
 
@@ -70,11 +70,11 @@ class Scales:
         self._hears_updates = self.are_due = True
 
     def measure(self, main_weight: ShardedBuffer, *, stays: bool) -> None:
-        """Raise `amaxes` to those of this rank's rows; with delayed scaling, those that were never measured.
+        """Raise `amaxes` to the amaxes of this rank's rows; with delayed scaling, only amaxes never measured.
 
         Args:
             main_weight: This rank's.
-            stays: Every measurement is of this memory, which is then kept alive; else it is a passing copy.
+            stays: Every measurement is of this memory, which is then kept alive; otherwise of a passing copy.
 
         Effects: as the recipe's `measure`, on the current stream.
         """
@@ -105,7 +105,7 @@ class Scales:
         for row, values in zip(self._rows(i), rows, strict=True):
             row.copy_(values.view(row.shape))
         self._measure_anew(i)
-        self._hears_updates = True  # as the run that saved: its microbatches changed no scale either
+        self._hears_updates = True  # as in the saving run, whose microbatches changed no scale either
 
     def forget(self, i: int) -> None:
         """Let the next scales of parameter `i` be of the weight then. Effects: on the current stream; no host sync."""

@@ -1,8 +1,8 @@
 """The listener that keeps scales of a tree's weights: measured a few units at a time, ahead of the units' gathers.
 
 A measurement reads all main weights of its units. Of all units at once, the first gather of a pass would wait for a
-read of the whole model, with no compute beside; of each unit alone, every gather would wait for a reduction. Units that
-encodings have measured (delayed scaling) read nothing, and come all at once.
+read of the whole model, with no compute beside; of each unit alone, every gather would wait for a reduction. Units
+measured by encodings (delayed scaling) read nothing, and come all at once.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class ScaledUnit(Protocol):
 class WeightScaling:
     """Hears of needs and changes of a tree's weights, and computes scales before a gather encodes with them.
 
-    The first gather of a forward waits for the measurement of two units; later ones find units measured in growing
+    The first gather of a forward waits for the measurement of two units; later gathers find units measured in growing
     numbers beside earlier units' compute.
 
     Args:
@@ -52,7 +52,7 @@ class WeightScaling:
             _expire(weights.parameters)
 
     def weights_needed(self, weights: MeasurableWeights, *, is_in_pass: bool = False) -> None:
-        """Compute the scales of a unit that is about to be gathered, if due; in a pass also some other units'.
+        """Compute the due scales of a unit about to be gathered; in a pass also some further units'.
 
         Effects: those of `measure`; none with scales at hand.
         """
@@ -105,7 +105,7 @@ class WeightScaling:
 
     def _at_rest(self) -> list[MeasurableWeights]:
         living = [unit.weights for reference in self._units if (unit := reference()) is not None]
-        # A unit in use keeps the scales that its payloads were encoded with: backward decodes with them.
+        # A unit in use keeps the scales of its encoded payloads: backward decodes with the same scales.
         return [weights for weights in living if self in weights.parameters.listeners and weights.will_be_encoded]
 
 
@@ -130,7 +130,7 @@ def _expire(parameters: ScaledParameters) -> None:
 
 
 def _forget_past(parameters: ScaledParameters, replaced: Collection[int]) -> None:
-    """Let delayed scales of parameters start anew from the values that the caller is about to write.
+    """Let delayed scales of parameters start anew from the caller's next values.
 
     A scale of the values before may saturate the new ones, in every pass until the next write.
 
@@ -156,7 +156,7 @@ def _forget(scales: Scales, group: ScaledGroup, replaced: Collection[int]) -> No
 def _forget_measured(parameters: ScaledParameters) -> None:
     """Drop amaxes that passes since the last update have measured; the next pass measures the same weights again.
 
-    A replay of a captured step, whose amaxes always count as those of the step before, would take them in twice.
+    A replay of a captured step, whose amaxes always count for the step before, would take the amaxes in twice.
 
     Effects: on the gather stream, which the compute stream then waits for; none where an update waits for its scales,
         and without delayed scaling.

@@ -1,4 +1,4 @@
-"""Logs the collectives of a sharded model's units, and the units' forward computations between the collectives."""
+"""Logs the collectives of a sharded model's units, and forward computations in between."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class LoggedCollective:
 
     Attributes:
         kind: "gather", "reduce", "all-reduce" or "compute".
-        unit: Name of the unit's module in the model, or "root"; of several modules that are one unit, the last.
+        unit: Name of the unit's module in the model, or "root"; the last name for a unit of several modules.
         nbytes: Bytes of all ranks' side: a gather's output, a reduction's input.
-        dtypes: The dtypes that travel.
-        sum_dtypes: The dtypes in which a "reduce" adds; empty for other kinds.
+        dtypes: The dtypes on the wire.
+        sum_dtypes: The dtypes of a "reduce" collective's sums; empty for further kinds.
     """
 
     kind: str
@@ -60,9 +60,9 @@ class CollectiveLog:
 
 
 def record(model: nn.Module) -> CollectiveLog:
-    """Log every unit's collectives on the sharded axis from now on, and its forward computations.
+    """Log every unit's collectives on the sharded axis from now on, and forward computations.
 
-    A second call starts another log in place of the first.
+    A second call starts a second log in place of the first.
 
     Args:
         model: The outermost unit.
@@ -75,9 +75,9 @@ def record(model: nn.Module) -> CollectiveLog:
     log = CollectiveLog()
     for name, unit in named_units(model):
         for group in unit.parameters.groups:
-            # Of several modules that are one unit, the last names it.
+            # The last of a unit's modules names the unit.
             transport = group.transports.shard
-            # Without an earlier log: one in the other would write each collective twice.
+            # Without an earlier log: nested logs would write each collective twice.
             inner = transport._inner if isinstance(transport, _LoggingTransport) else transport
             group.transports.shard = _LoggingTransport(name, inner, log)
         _log_computation(name, model if name == "root" else model.get_submodule(name), log)
@@ -85,13 +85,13 @@ def record(model: nn.Module) -> CollectiveLog:
 
 
 def _log_computation(name: str, module: nn.Module, log: CollectiveLog) -> None:
-    # A hook that comes after the unit's own: the unit's collectives are issued by then.
+    # A hook behind the unit's own: the unit's collectives are issued by then.
     module.register_forward_pre_hook(lambda *_: log.events.append(LoggedCollective("compute", name, 0, frozenset())))
 
 
-# Has no `fill_and_gather`: `lamella_buffers.all_gather` then writes the shards and calls `all_gather`, which is logged.
+# Has no `fill_and_gather`: `lamella_buffers.all_gather` then writes the shards and calls `all_gather` here.
 class _LoggingTransport:
-    """A transport that writes down its calls."""
+    """A transport with a record of all calls."""
 
     def __init__(self, name: str, inner: Transport, log: CollectiveLog) -> None:
         self._name, self._inner, self._log = name, inner, log

@@ -10,7 +10,7 @@ def refuse_assigned_data(parameters: UnitParameters) -> None:
     """Refuse `parameter.data = tensor` on either form, once; the unit must be sharded, without a kept copy.
 
     Raises:
-        RuntimeError: A parameter was assigned to in this way. Both of its forms are as before the assignment.
+        RuntimeError: `data` of a parameter was assigned. Both forms are as before the assignment.
     """
     names = [name for group in parameters.groups for name in group.undo_assigned_data()]
     if names:
@@ -25,7 +25,7 @@ def is_written_since(parameters: UnitParameters, before: list[tuple[int, int]]) 
     """Whether shards were written since an early gather, as far as torch's version counters can tell.
 
     A DTensor is written by every rank alike, so all ranks gather again. A local shard may be written by this rank
-    alone, and a gather that other ranks do not begin would never end.
+    alone, and a gather on this rank alone would never end.
 
     Args:
         parameters: The unit's.

@@ -19,7 +19,7 @@ _WAYS_OUT = {
 
 
 def is_quantized(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is of a class of such a library."""
+    """Whether a tensor is of a class of a known quantising library."""
     return _library(tensor) in _WAYS_OUT
 
 
@@ -27,7 +27,7 @@ def refuse_quantized(name: str, tensor: torch.Tensor) -> None:
     """Refuse a weight in another library's format: its shards would be of the quantised values.
 
     Raises:
-        TypeError: The tensor is of such a class.
+        TypeError: The tensor is of a known quantising library's class.
     """
     if is_quantized(tensor):
         raise TypeError(
@@ -37,10 +37,10 @@ def refuse_quantized(name: str, tensor: torch.Tensor) -> None:
 
 
 def read_directly(weight: torch.Tensor) -> None:
-    """Let torch read attributes of a weight of such a class (`shape`, `requires_grad`) as those of a plain tensor.
+    """Let torch read attributes of a foreign weight (`shape`, `requires_grad`) as of a plain tensor.
 
-    A linear layer reads six a forward. The class's `__torch_function__` maps over all arguments before it does as torch
-    does by itself, and takes tens of microseconds.
+    A linear layer reads six a forward. The class's `__torch_function__` maps over all arguments before it acts as torch
+    by itself, and takes tens of microseconds.
 
     Source: Transformer Engine 2.11, `pytorch/quantized_tensor.py`.
     """
@@ -56,13 +56,13 @@ def replace_weights(
     *,
     dropped: Sequence[str] = (),
 ) -> Callable[[nn.Parameter], Recipe | None] | None:
-    """Replace the parameters with a recipe by plain ones, after all recipes are known; tied ones stay tied.
+    """Replace the parameters with a recipe by plain parameters, after all recipes are known; ties stay.
 
     Args:
         model: Changed in place.
         recipe_of: From name, module and parameter; None leaves the parameter.
         values_of: The values of the new parameter, which gets the marks of libraries too.
-        dropped: Attributes of a parameter that are no such marks.
+        dropped: Attributes of a parameter that are no marks of libraries.
 
     Returns:
         A function of a parameter: its recipe or None, which keeps no parameter alive. None: no parameter has a recipe.

@@ -22,18 +22,18 @@ def matrices_of(
 ) -> Callable[[nn.Parameter], Recipe | None]:
     """Choose a recipe for the matrices of some modules, as `MixedPrecisionPolicy.recipe`.
 
-    Chosen are matrices with "weight" in their own name, as layers of any library call what they multiply by, and stacks
+    Chosen are matrices with "weight" in their own name, as layers of any library name their factors, and stacks
     of matrices (at least three dims), as of experts; neither of convolutions. All other parameters stay in the compute
     dtype: norms, biases, tables of embeddings, matrices of another name (Mamba's `A_log`), and routers. A router is a
-    module with "router" in its name, or with "gate" in its name in a module that holds experts. So does every
-    parameter outside the modules: with a model's blocks as `modules`, its embedding and head. For a choice by another
+    module with "router" in its name, or with "gate" in its name in a module with experts. Also every
+    parameter outside the modules stays: with a model's blocks as `modules`, embedding and head. For a choice by another
     rule any function of a parameter serves.
 
     Args:
-        modules: A module, or several (a list of blocks), before `fully_shard` and after what replaces parameters.
+        modules: A module, or several (a list of blocks), before `fully_shard` and after any replacement of parameters.
         recipe: The recipe of the chosen parameters.
-        names: Shell patterns of names of parameters in a module ("attn.*"), one of which must match; None for all.
-        except_names: Shell patterns of names of parameters in a module that are left out.
+        names: Shell patterns of names of parameters in a module ("attn.*"); at least one must match; None for all.
+        except_names: Shell patterns of names of parameters to leave out.
 
     Returns:
         A function of a parameter, the recipe or None. The function keeps no parameter alive, and raises a `ValueError`
@@ -41,7 +41,7 @@ def matrices_of(
 
     Raises:
         TypeError: `recipe` is none.
-        ValueError: A pattern matches no such parameter, or nothing is chosen.
+        ValueError: A pattern matches no parameter, or nothing is chosen.
     """
     if isinstance(recipe, type) or not isinstance(recipe, Recipe):
         raise TypeError(f"Expected `recipe` to be a Recipe, got {recipe!r}. Pass an instance, such as Float8Recipe().")

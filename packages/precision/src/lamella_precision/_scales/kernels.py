@@ -1,12 +1,12 @@
 """Encoding and measuring in blocks as one Triton kernel for all weights of a call.
 
-A program serves a chunk of one block, so that its scale is a single number:
+A program serves a chunk of one block, with a single number as scale:
 
     lines    one for each run of equal blocks: where source, destination and cells begin, sizes, strides
     program  its line, its block within the line, its chunk within the block
 
-Lines hold offsets from the beginning of a storage, never addresses: they are made once, and stay true when memory that
-was given back is taken again elsewhere.
+Lines hold offsets from the beginning of a storage, never addresses: made once, offsets stay true when memory
+is given back and taken again elsewhere.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def _launch(lines_of_cuts: tuple[tuple[tuple[int, ...], ...], ...], device: torc
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _chunk(lines, line_of, chunk_rows: tl.constexpr, chunk_columns: tl.constexpr, alignment: tl.constexpr):  # type: ignore[no-untyped-def]
-    """This program's offsets into source and destination, the elements of them that exist, the cell's and the amax's.
+    """This program's offsets into source and destination, the mask of existing elements, the cell's and the amax's.
 
     Args:
         lines: The lines of an `_EncodingLaunch`, whose fields are read by number.
@@ -154,7 +154,7 @@ def _encode(  # type: ignore[no-untyped-def]
     if measures:
         _raise(amaxes + amax, values)
     scale = tl.load(cells + cell)
-    # Rounded as the division of the other devices: an approximate one may round an element to its neighbour.
+    # Rounded as on a CPU: an approximate division may round an element to its neighbour.
     values = values * scale if multiplies else tl.div_rn(values, scale)
     # Comparisons keep NaN, where a minimum and a maximum would drop it.
     values = tl.where(values > largest, largest, values)
@@ -180,9 +180,9 @@ def _measure(  # type: ignore[no-untyped-def]
 @triton.jit
 def _raise(cell, values):  # type: ignore[no-untyped-def]
     """Raise the bits of a cell to those of the largest magnitude."""
-    # Bits of numbers that are not negative are ordered as the numbers are, and those of NaN come after infinity.
+    # Bits of non-negative numbers have the order of the numbers, and NaN's bits come after infinity's.
     bits = tl.reduce(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, None, _larger)
-    # A cell only rises: where another program has raised it already, an atomic operation would wait for nothing.
+    # A cell only rises: in a cell already raised by another program an atomic operation would wait in vain.
     tl.atomic_max(cell, bits, mask=bits > tl.load(cell))
 
 

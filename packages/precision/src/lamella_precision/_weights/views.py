@@ -1,4 +1,4 @@
-"""Views that a quantised weight records, and takes of its values where an operator asks for them.
+"""Views recorded by a quantised weight, and taken of the values on demand of an operator.
 
 `t`, transposes and permutations are recorded as permutations; chunks and splits as slices; `unbind` as selects.
 """
@@ -33,7 +33,7 @@ class RecordedView(NamedTuple):
 
     @property
     def is_part_of_stack(self) -> bool:
-        """Whether the view is a run of neighbours along dim 0, or one of them."""
+        """Whether the view is a run of neighbours along dim 0, or a single entry."""
         first, *further_arguments = self.arguments
         return first == 0 and (self.name == "select" or (self.name == "slice" and further_arguments[2:] in ([], [1])))
 
@@ -44,7 +44,7 @@ class RecordedView(NamedTuple):
         return bool(first[0] == 0) if self.name == "permute" else first != 0
 
     def without_first_dim(self) -> RecordedView:
-        """The same view of each entry along dim 0; for views that keep it."""
+        """The same view of each entry along dim 0; for views without a change of dim 0."""
         first, *further_arguments = self.arguments
         return RecordedView(
             self.name,
@@ -53,7 +53,7 @@ class RecordedView(NamedTuple):
 
 
 def views_by(func: object, arguments: Sequence[Any]) -> list[RecordedView] | None:
-    """The views that an operator takes of its first argument, in the order of its results; None for any other operator.
+    """The views of its first argument that an operator takes, in the order of results; None for other operators.
 
     Args:
         func: An operator of ATen.
