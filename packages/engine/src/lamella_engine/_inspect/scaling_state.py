@@ -28,7 +28,7 @@ def scaling_state(model: nn.Module, *, group: dist.ProcessGroup | None = None) -
             equal parameters, and a file for each.
 
     Returns:
-        For each parameter with delayed scaling on any rank of the group, by name: scales and past amaxes, latest first, a
+        Of parameters with delayed scaling on any rank of the group, by name: scales and past amaxes, latest first, a
         row each. Equal on all ranks of the group; empty without delayed scaling.
 
     Raises:
