@@ -1,5 +1,6 @@
 """`lamella run`: a program written for FSDP2 runs unchanged, sharded by lamella."""
 
+import re
 import subprocess
 import sys
 import textwrap
@@ -7,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from lamella.cli import main
+from lamella._command import script
+from lamella._settings.options import ConfigError
+from lamella.cli import main, parse
 
 PROGRAM = """
     import atexit, os, sys
@@ -74,27 +77,32 @@ def test_an_absent_program_is_refused_in_one_line(
     assert capsys.readouterr().err == f"lamella: error: {message}\n"
 
 
-TRAINER_PROGRAM = """
-    from transformers.trainer import DEFAULT_CALLBACKS
-
-    print([vars(callback) for callback in DEFAULT_CALLBACKS[1:]])
-"""
-
-
-def settings_of(folder: Path, *options: str) -> str:
-    (folder / "trainer.py").write_text(textwrap.dedent(TRAINER_PROGRAM), encoding="utf-8")
-    command = [sys.executable, "-m", "lamella", "run", *options, "trainer.py"]
-    ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=120)
-    return ended.stdout if ended.returncode == 0 else ended.stderr
+def callbacks_of(monkeypatch: pytest.MonkeyPatch, *options: str) -> list[dict[str, object]]:
+    """Settings of the callbacks that Trainers have by the options."""
+    callbacks: list[object] = []
+    monkeypatch.setattr("transformers.trainer.DEFAULT_CALLBACKS", callbacks)
+    script._set_trainers(parse(["run", *options, "program.py", "--profile", "9"]))
+    return [vars(callback) for callback in callbacks]
 
 
-def test_options_before_the_script_give_trainers_a_callback(folder: Path) -> None:
-    settings = settings_of(folder, "--late-gradients", "--keep-budget", "1KiB", "--profile", "2")
-    for expected in ("'_overlap': True", "'_late_gradients': True", "'_keep_budget': 1024", "profiled_steps': 2"):
-        assert expected in settings
-    assert settings_of(folder) == "[]\n"
+def test_options_before_the_script_give_trainers_a_callback(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert callbacks_of(monkeypatch) == []
+    [late] = callbacks_of(monkeypatch, "--late-gradients", "--profile", "2", "--local-clipping")
+    expected = {"_overlap": True, "_late_gradients": True, "_keep_budget": None, "_num_profiled_steps": 2}
+    assert late == late | expected | {"_clips_local_shards": True}
+    [keeping] = callbacks_of(monkeypatch, "--keep-budget", "1KiB")
+    assert keeping == keeping | {"_overlap": False, "_late_gradients": False, "_keep_budget": 1024}
 
 
-def test_a_keep_budget_that_is_no_size_is_refused_in_one_line(folder: Path) -> None:
-    message = "Expected --keep-budget to be a size such as 2GiB or 500MiB, got 'much'."
-    assert settings_of(folder, "--keep-budget", "much") == f"lamella: error: {message}\n"
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--keep-budget", "much"], "Expected --keep-budget to be a size such as 2GiB or 500MiB, got 'much'."),
+        (["--profile", "-1"], "Expected --profile to be at least 0, got -1."),
+    ],
+)
+def test_a_value_that_is_no_size_or_number_is_refused(
+    options: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        callbacks_of(monkeypatch, *options)

@@ -22,9 +22,11 @@ from lamella_transformers.trainer import ShardedTraining
 _PREFIX = "lamella_"
 _SETTINGS = inspect.signature(ShardedTraining, eval_str=True).parameters
 
-LamellaArgs: Any = create_model(
-    "LamellaArgs", **{f"{_PREFIX}{name}": (setting.annotation, setting.default) for name, setting in _SETTINGS.items()}
-)
+_FIELDS: dict[str, Any] = {
+    f"{_PREFIX}{name}": (setting.annotation, setting.default) for name, setting in _SETTINGS.items()
+}
+
+LamellaArgs: Any = create_model("LamellaArgs", **_FIELDS)
 """The plugin's settings in axolotl's YAML: the parameters of `ShardedTraining`, each with `lamella_` before it."""
 
 

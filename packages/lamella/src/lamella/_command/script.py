@@ -24,8 +24,7 @@ def run(arguments: argparse.Namespace) -> NoReturn:
         SystemExit: The program has ended: the interpreter's exit runs the program's exit handlers.
 
     Effects: `lamella_engine.install` and `lamella_optim.install`, for the rest of the process; with an option of
-        Trainers, a callback for all of them; changes `sys.argv` and
-        `sys.path` as `python` sets them for the program.
+        Trainers, a callback for all of them; changes `sys.argv` and `sys.path` as `python` sets them for the program.
     """
     program = arguments.program
     _check(program, is_module=arguments.is_module)
@@ -42,7 +41,13 @@ def run(arguments: argparse.Namespace) -> NoReturn:
 
 
 def _set_trainers(arguments: argparse.Namespace) -> None:
-    """Give `transformers.Trainer` a callback by the options; without options transformers is not imported."""
+    """Give `transformers.Trainer` a callback by the options; without options transformers is not imported.
+
+    Raises:
+        ConfigError: An option's value is refused.
+    """
+    if arguments.num_profiled_steps < 0:
+        raise ConfigError(f"Expected --profile to be at least 0, got {arguments.num_profiled_steps}.")
     settings = {name: vars(arguments)[name] for name in TRAINER_SETTINGS if vars(arguments)[name]}
     if not settings:
         return
