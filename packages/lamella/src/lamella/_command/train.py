@@ -11,8 +11,9 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
+from lamella._command.out_of_memory import with_estimate
 from lamella._processes.endings import FAILED, Stopped
-from lamella._processes.launch import WorkerTimeoutError, print_stopping, run_workers
+from lamella._processes.launch import WorkerError, WorkerTimeoutError, print_stopping, run_workers
 from lamella._processes.lock import locked
 from lamella._processes.placement import place, process_group, under_torchrun
 from lamella._processes.stop import StopRequests, interrupted, listening
@@ -95,14 +96,17 @@ def _train_with_workers(config: Config, requests: StopRequests) -> Result:
         if not prepared.is_complete:
             command = (sys.executable, "-P", "-m", "lamella._command.worker", str(prepared.directory.root))
             requests.wait_from_now_on()
-            run_workers(
-                command,
-                config.parallel.ranks or 1,
-                config.parallel.threads or 1,
-                requests=requests,
-                descriptors=descriptors,
-                limits=config.run.wait_limits,
-            )
+            try:
+                run_workers(
+                    command,
+                    config.parallel.ranks or 1,
+                    config.parallel.threads or 1,
+                    requests=requests,
+                    descriptors=descriptors,
+                    limits=config.run.wait_limits,
+                )
+            except WorkerError as error:
+                raise with_estimate(error, config) from None
         return _result(prepared.directory, aloud=True)
 
 

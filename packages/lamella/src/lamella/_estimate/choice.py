@@ -48,8 +48,7 @@ class Fields(NamedTuple):
     def is_leaner_than(self, other: "Fields") -> bool:
         """True if no field takes more memory than the other's."""
         return all(
-            choices.index(mine) >= choices.index(its)
-            for choices, mine, its in zip(_CHOICES, self, other, strict=True)
+            choices.index(mine) >= choices.index(its) for choices, mine, its in zip(_CHOICES, self, other, strict=True)
         )
 
     def applied(self, config: Config) -> Config:
@@ -160,6 +159,19 @@ def fit_options(config: Config, memory: str) -> FittingOptions:
     )
 
 
+def leaner_options(config: Config, count: int = 2) -> list[Alternative]:
+    """Return the fastest options that take less memory than those of the settings, with their bytes.
+
+    Effects: as `estimate_run`, for each.
+    """
+    parallel = config.parallel
+    weights = "stage 2" if parallel.stage < 3 else "reshard" if parallel.reshard_after_forward else "keep"
+    present = Fields(weights, parallel.recompute, parallel.offload_activations, parallel.rest)
+    leaner = [fields for fields in _candidates(config) if fields != present and fields.is_leaner_than(present)]
+    leaner.sort(key=lambda fields: fields.cost)
+    return [Alternative(fields=fields, estimate=estimate_run(fields.applied(config))) for fields in leaner[:count]]
+
+
 def _is_over(alternative: Alternative, nbytes: int) -> bool:
     return alternative.estimate.total_nbytes > nbytes
 
@@ -184,7 +196,7 @@ def _refusal(leanest: Alternative, nbytes: int) -> str:
     needed = math.ceil(estimate.total_nbytes / (1 << 30))
     largest = max(peak.kinds, key=lambda kind: peak.kinds[kind])
     return (
-        f"Expected --memory of at least {needed}GiB, which {leanest.fields.flags()} needs ({size(at_rest)} at rest; most "
-        f"of the peak are {largest}, {size(peak.kinds[largest])}), got {size(nbytes)}. Pass more --ranks, or a smaller "
-        "--sequence-length, or a smaller --batch-size or more --accumulation if a rank has several sequences."
+        f"Expected --memory of at least {needed}GiB, which {leanest.fields.flags()} needs ({size(at_rest)} at rest; "
+        f"most of the peak are {largest}, {size(peak.kinds[largest])}), got {size(nbytes)}. Pass more --ranks, or a "
+        "smaller --sequence-length, or a smaller --batch-size or more --accumulation if a rank has several sequences."
     )

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Self
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -109,7 +109,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         tracked = self._storages.get(tensor.untyped_storage()._cdata)
         return None if tracked is None else tracked[0]
 
-    def __enter__(self) -> "LiveBytes":
+    def __enter__(self) -> Self:
         self._originals = (torch.UntypedStorage.resize_, torch.UntypedStorage.__getitem__)
         resize, part = self._originals
 
@@ -135,7 +135,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
-    def __exit__(self, *exception: Any) -> None:
+    def __exit__(self, *exception: object) -> None:
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
         assert self._originals is not None
         torch.UntypedStorage.resize_, torch.UntypedStorage.__getitem__ = self._originals  # type: ignore[method-assign,assignment]
