@@ -1,5 +1,6 @@
 """One process in place of all ranks: collectives that move nothing, and tensors without memory."""
 
+import gc
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -34,6 +35,7 @@ def fake_ranks(num_ranks: int, rank: int = 0, device_type: str = "cuda") -> Iter
         )
     if not 0 <= rank < num_ranks:
         raise ConfigError(f"Expected rank from 0 to {num_ranks - 1}, got {rank}.")
+    gc.collect()  # The model of a former estimate is a cycle, and an optimizer's step looks at all living models.
     backend = FAKE_GPUS if device_type == "cuda" else "fake"
     dist.init_process_group(backend, store=FakeStore(), rank=rank, world_size=num_ranks)
     assert dist.group.WORLD is not None
