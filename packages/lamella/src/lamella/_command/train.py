@@ -11,7 +11,6 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from lamella._command.out_of_memory import with_estimate
 from lamella._processes.endings import FAILED, Stopped
 from lamella._processes.launch import WorkerError, WorkerTimeoutError, print_stopping, run_workers
 from lamella._processes.lock import locked
@@ -106,6 +105,8 @@ def _train_with_workers(config: Config, requests: StopRequests) -> Result:
                     limits=config.run.wait_limits,
                 )
             except WorkerError as error:
+                from lamella._command.out_of_memory import with_estimate  # a run that ends well needs no estimate
+
                 raise with_estimate(error, config) from None
         return _result(prepared.directory, aloud=True)
 
