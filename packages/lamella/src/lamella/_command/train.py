@@ -4,8 +4,8 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
@@ -15,7 +15,7 @@ import torch
 from lamella._processes.agreement import from_first_rank
 from lamella._processes.endings import FAILED, Stopped
 from lamella._processes.hosts import Hosts
-from lamella._processes.launch import WorkerTimeoutError, print_stopping, run_workers
+from lamella._processes.launch import WorkerError, WorkerTimeoutError, print_stopping, run_workers
 from lamella._processes.placement import place, process_group, under_torchrun
 from lamella._processes.stop import StopRequests, interrupted, listening
 from lamella._processes.watch import Watch, watched
@@ -121,7 +121,7 @@ def _train_with_workers(config: Config, requests: StopRequests) -> Result:
         if not prepared.is_complete:
             command = (sys.executable, "-P", "-m", "lamella._command.worker", str(prepared.directory.root))
             requests.wait_from_now_on()
-            with _reported(config, prepared):
+            with _reported(config, prepared), _estimate_beside_error(config):
                 run_workers(
                     command,
                     config.parallel.ranks or 1,
@@ -131,6 +131,17 @@ def _train_with_workers(config: Config, requests: StopRequests) -> Result:
                     limits=config.run.wait_limits,
                 )
         return _result(prepared.directory, aloud=True)
+
+
+@contextmanager
+def _estimate_beside_error(config: Config) -> Iterator[None]:
+    """Add the estimate of memory to the error of a worker that ran out of memory."""
+    try:
+        yield
+    except WorkerError as error:
+        from lamella._command.out_of_memory import with_estimate  # a run that ends well needs no estimate
+
+        raise with_estimate(error, config) from None
 
 
 def _train_as_rank(config: Config) -> Result:

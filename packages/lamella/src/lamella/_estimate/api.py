@@ -69,7 +69,7 @@ def estimate_module(
         with torch.device("meta"):
             model = Decoder(config)
         estimate = lamella.estimate(
-            model, shard=shard_blocks, loss=lambda model: model(torch.zeros(1, 4096, dtype=torch.int64)).sum(), mesh=(64,)
+            model, shard=shard_blocks, loss=lambda model: model(torch.zeros(1, 4096, dtype=torch.int64)).sum()
         )
 
     The step runs on tensors without memory: the functions see shapes and dtypes, and no values.

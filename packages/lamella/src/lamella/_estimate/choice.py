@@ -23,7 +23,7 @@ _ON_HOST: Final = {"offload_activations": 1.5, "rest": 2.5}
 """Time of a step with activations, or with main weights and optimizer state, in the host's memory."""
 
 
-class Fields(NamedTuple):
+class MemoryOptions(NamedTuple):
     """Options that trade memory for time. In each field the later choice takes less memory.
 
     Attributes:
@@ -45,11 +45,10 @@ class Fields(NamedTuple):
         rest = _ON_HOST["rest"] if self.rest == "cpu" else 1.0
         return _RECOMPUTED[self.recompute] * _STAYING[self.weights] * activations * rest
 
-    def is_leaner_than(self, other: "Fields") -> bool:
+    def is_leaner_than(self, other: "MemoryOptions") -> bool:
         """True if no field takes more memory than the other's."""
         return all(
-            choices.index(mine) >= choices.index(its)
-            for choices, mine, its in zip(_CHOICES, self, other, strict=True)
+            choices.index(mine) >= choices.index(its) for choices, mine, its in zip(_CHOICES, self, other, strict=True)
         )
 
     def applied(self, config: Config) -> Config:
@@ -93,7 +92,7 @@ class Alternative:
         estimate: The bytes of rank 0.
     """
 
-    fields: Fields
+    fields: MemoryOptions
     estimate: Estimate
 
 
@@ -160,13 +159,26 @@ def fit_options(config: Config, memory: str) -> FittingOptions:
     )
 
 
+def leaner_options(config: Config, count: int = 2) -> list[Alternative]:
+    """Return the fastest options that take less memory than those of the settings, with their bytes.
+
+    Effects: as `estimate_run`, for each.
+    """
+    parallel = config.parallel
+    weights = "stage 2" if parallel.stage < 3 else "reshard" if parallel.reshard_after_forward else "keep"
+    present = MemoryOptions(weights, parallel.recompute, parallel.offload_activations, parallel.rest)
+    leaner = [fields for fields in _candidates(config) if fields != present and fields.is_leaner_than(present)]
+    leaner.sort(key=lambda fields: fields.cost)
+    return [Alternative(fields=fields, estimate=estimate_run(fields.applied(config))) for fields in leaner[:count]]
+
+
 def _is_over(alternative: Alternative, nbytes: int) -> bool:
     return alternative.estimate.total_nbytes > nbytes
 
 
-def _candidates(config: Config) -> Iterator[Fields]:
+def _candidates(config: Config) -> Iterator[MemoryOptions]:
     for choices in product(*_CHOICES):
-        fields = Fields(*choices)
+        fields = MemoryOptions(*choices)
         try:
             fields.applied(config)
         except ConfigError:  # Contradicts an option of the run's own, such as --compile.
@@ -174,7 +186,7 @@ def _candidates(config: Config) -> Iterator[Fields]:
         yield fields
 
 
-def _leanest(candidates: Sequence[Fields]) -> Fields:
+def _leanest(candidates: Sequence[MemoryOptions]) -> MemoryOptions:
     return max(candidates, key=lambda fields: [choices.index(c) for choices, c in zip(_CHOICES, fields, strict=True)])
 
 
@@ -184,7 +196,7 @@ def _refusal(leanest: Alternative, nbytes: int) -> str:
     needed = math.ceil(estimate.total_nbytes / (1 << 30))
     largest = max(peak.kinds, key=lambda kind: peak.kinds[kind])
     return (
-        f"Expected --memory of at least {needed}GiB, which {leanest.fields.flags()} needs ({size(at_rest)} at rest; most "
-        f"of the peak are {largest}, {size(peak.kinds[largest])}), got {size(nbytes)}. Pass more --ranks, or a smaller "
-        "--sequence-length, or a smaller --batch-size or more --accumulation if a rank has several sequences."
+        f"Expected --memory of at least {needed}GiB, which {leanest.fields.flags()} needs ({size(at_rest)} at rest; "
+        f"most of the peak are {largest}, {size(peak.kinds[largest])}), got {size(nbytes)}. Pass more --ranks, or a "
+        "smaller --sequence-length, or a smaller --batch-size or more --accumulation if a rank has several sequences."
     )

@@ -1,7 +1,8 @@
-"""An estimate: the bytes of one rank over an optimizer step, by kind and moment, with the terms of allocator and GPU."""
+"""An estimate: the bytes of one rank over a step, by kind and moment, with the terms of allocator and GPU."""
 
 from collections import Counter
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import asdict, dataclass
 from typing import Final
 
@@ -90,7 +91,7 @@ def estimate_of(
     *,
     rank: int,
     num_ranks: int,
-    host: Set[str],
+    host: AbstractSet[str],
     context_nbytes: int,
     notes: tuple[str, ...] = (),
 ) -> Estimate:
@@ -139,7 +140,7 @@ class _Replay:
         peak: The sizes of the device's storages at the peak.
     """
 
-    def __init__(self, host: Set[str]) -> None:
+    def __init__(self, host: AbstractSet[str]) -> None:
         self._host_kinds = host
         self._sizes: dict[TrackedStorage, int] = {}
         self._device_nbytes = self._host_nbytes = self._peak_nbytes = 0

@@ -1,5 +1,6 @@
 """One process in place of all ranks: collectives that move nothing, and tensors without memory."""
 
+import gc
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -34,17 +35,19 @@ def fake_ranks(num_ranks: int, rank: int = 0, device_type: str = "cuda") -> Iter
         )
     if not 0 <= rank < num_ranks:
         raise ConfigError(f"Expected rank from 0 to {num_ranks - 1}, got {rank}.")
+    gc.collect()  # The model of a former estimate is a cycle, and an optimizer's step looks at all living models.
     backend = FAKE_GPUS if device_type == "cuda" else "fake"
     dist.init_process_group(backend, store=FakeStore(), rank=rank, world_size=num_ranks)
-    assert dist.group.WORLD is not None
+    world = dist.group.WORLD
+    assert world is not None
     # Without a default backend the end of the group prints a warning: several devices have none.
-    dist.group.WORLD._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
+    world._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
     try:
         yield
     finally:
         dist.destroy_process_group()
         # Operators on DTensors remember the mesh of an equal call, whose groups have ended.
-        _clear_sharding_prop_cache()
+        _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
 
 
 @contextmanager

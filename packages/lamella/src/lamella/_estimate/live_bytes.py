@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Self
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_iter
 
 _BLOCK_NBYTES: Final = 512
 _PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
+_STORAGE: Final[Any] = torch.UntypedStorage
 
 
 @dataclass(eq=False, slots=True)
@@ -109,8 +110,8 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         tracked = self._storages.get(tensor.untyped_storage()._cdata)
         return None if tracked is None else tracked[0]
 
-    def __enter__(self) -> "LiveBytes":
-        self._originals = (torch.UntypedStorage.resize_, torch.UntypedStorage.__getitem__)
+    def __enter__(self) -> Self:
+        self._originals = (_STORAGE.resize_, _STORAGE.__getitem__)
         resize, part = self._originals
 
         def resized(storage: torch.UntypedStorage, nbytes: int) -> Any:
@@ -122,23 +123,18 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def sliced(storage: torch.UntypedStorage, index: Any) -> Any:
             if not isinstance(index, slice):
                 return part(storage, index)
-            if storage.device.type != "meta":
-                output = part(storage, index)
-            else:  # torch cuts no storage without memory.
-                start, stop, _ = index.indices(storage.nbytes())
-                output = torch.UntypedStorage(max(0, stop - start), device="meta")
+            output = _part_on_meta(storage, index) if storage.device.type == "meta" else part(storage, index)
             self._track(output, (), is_part=True)
             return output
 
-        torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign]
-        torch.UntypedStorage.__getitem__ = sliced  # type: ignore[method-assign,assignment]
+        _STORAGE.resize_, _STORAGE.__getitem__ = resized, sliced
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
-    def __exit__(self, *exception: Any) -> None:
+    def __exit__(self, *exception: object) -> None:
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
         assert self._originals is not None
-        torch.UntypedStorage.resize_, torch.UntypedStorage.__getitem__ = self._originals  # type: ignore[method-assign,assignment]
+        _STORAGE.resize_, _STORAGE.__getitem__ = self._originals
         self._storages.clear()  # The references end with the block, and so do their callbacks.
 
     def __torch_dispatch__(  # type: ignore[no-untyped-def]
@@ -186,6 +182,12 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 _PART: Final = "part of another storage"
+
+
+def _part_on_meta(storage: torch.UntypedStorage, index: slice) -> Any:
+    """Return a storage of the size of a part: torch cuts no storage without memory."""
+    start, stop, _ = index.indices(storage.nbytes())
+    return _STORAGE(max(0, stop - start), device="meta")
 
 
 def _wraps(kind: type) -> bool:

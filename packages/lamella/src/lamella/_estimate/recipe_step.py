@@ -73,8 +73,9 @@ def training_step(
     freeze(model, trained_patterns(config))
     with memory or nullcontext(), one_document_a_sequence(), live:
         materialise(model, _CPU)
-        loss = assumed_loss(model, balance_coefficient(spec), is_fused=config.model.kernels != "none")
+        # Before the first forward, after which some stages leave units unsharded: an optimizer would hold those.
         optimizer = make_optimizer(model, config.optim)
+        loss = assumed_loss(model, balance_coefficient(spec), is_fused=config.model.kernels != "none")
         yield TrainingStep(
             model=model,
             units=units,

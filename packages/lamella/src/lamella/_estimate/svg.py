@@ -52,7 +52,8 @@ def _bar(moment: MomentBytes, kinds: list[str], x: float, width: float, scale: f
 def _axis(estimate: Estimate) -> Iterator[str]:
     for share in (0.0, 0.5, 1.0):
         y = _TOP + _HEIGHT * (1 - share)
-        yield f'<text x="{_LEFT - 6}" y="{y + 4:.0f}" text-anchor="end">{size(int(share * estimate.peak.nbytes))}</text>'
+        label = size(int(share * estimate.peak.nbytes))
+        yield f'<text x="{_LEFT - 6}" y="{y + 4:.0f}" text-anchor="end">{label}</text>'
     names = (estimate.moments[0].name, estimate.moments[-1].name)
     yield f'<text x="{_LEFT}" y="{_TOP + _HEIGHT + 18}">{escape(names[0])}</text>'
     yield f'<text x="{_LEFT + _WIDTH}" y="{_TOP + _HEIGHT + 18}" text-anchor="end">{escape(names[1])}</text>'

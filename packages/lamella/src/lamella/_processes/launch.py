@@ -57,7 +57,7 @@ class WorkerError(RuntimeError):
 
     def __init__(self, rank: int, report: str) -> None:
         super().__init__(f"Rank {rank} died, and the others have been stopped.\n{report.rstrip()}")
-        self.rank = rank
+        self.rank, self.report = rank, report
 
 
 class WorkerTimeoutError(RuntimeError):

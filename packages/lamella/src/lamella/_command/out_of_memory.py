@@ -1,0 +1,32 @@
+"""The report of a run whose GPU memory ran out: the estimate beside it, and options that would help."""
+
+from typing import Final
+
+from lamella._estimate.api import estimate_run
+from lamella._estimate.choice import leaner_options
+from lamella._estimate.text import size
+from lamella._processes.launch import WorkerError
+from lamella._settings.config import Config
+
+_NAME: Final = "OutOfMemoryError"
+
+
+def with_estimate(error: WorkerError, config: Config) -> WorkerError:
+    """Return the error of a worker, with the estimate and options that take less memory where its memory ran out.
+
+    Args:
+        error: Its message holds the traceback, which says how much was allocated.
+        config: The run's settings.
+
+    Effects: where memory ran out, as `estimate_run`, for three settings.
+    """
+    if _NAME not in str(error):
+        return error
+    estimate = estimate_run(config)
+    peak = estimate.peak
+    kinds = ", ".join(f"{kind} {size(nbytes)}" for kind, nbytes in peak.kinds.items())
+    lines = [
+        f"estimate: {size(estimate.total_nbytes)} a GPU, most at {peak.name!r} ({kinds}).",
+        *(f"with {option.fields.flags()}: {size(option.estimate.total_nbytes)}." for option in leaner_options(config)),
+    ]
+    return WorkerError(error.rank, "\n".join([error.report, *lines]))

@@ -1,0 +1,99 @@
+"""`lamella estimate` changes nothing on the disk, and chooses options by memory; a run out of memory prints both."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import TINY_LLAMA
+from torch import nn
+
+import lamella
+from lamella import ConfigError
+from lamella._command.estimate import placed
+from lamella._command.out_of_memory import with_estimate
+from lamella._estimate.text import lines
+from lamella._processes.launch import WorkerError
+from lamella._settings.config import resolve
+from lamella.cli import main
+from lamella_engine import fully_shard
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(TINY_LLAMA))
+    return path
+
+
+def config_of(model: Path, **parallel: object) -> lamella.Config:
+    return placed(
+        resolve(
+            {
+                "model": {"name": str(model)},
+                "data": {"sequence_length": 512},
+                "optim": {"batch_size": 64},
+                "parallel": {"ranks": 8, **parallel},
+            }
+        )
+    )
+
+
+def test_the_command_prints_and_writes_the_files_of_its_options_alone(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    svg = tmp_path / "step.svg"
+    assert main(["estimate", str(model), "--ranks", "1024", "--batch-size", "1024", "--svg", str(svg)]) == 0
+    text = capsys.readouterr().out
+    assert "rank 0 of 1024" in text
+    assert "optimizer state" in text
+    assert svg.read_text().startswith("<svg")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "step.svg"]
+
+
+def test_options_are_refused_where_none_fit_and_else_the_fastest_that_fit(model: Path) -> None:
+    config = config_of(model)
+    with pytest.raises(ConfigError, match=r"Expected --memory of at least 1GiB, which .* got 1.00 MiB"):
+        lamella.fit_options(config, "1MiB")
+    options = lamella.fit_options(config, "80GiB")
+    assert options.chosen.fields.cost == 1.0
+    totals = sorted(alternative.estimate.total_nbytes for alternative in options.alternatives)
+    assert totals[0] < totals[-1]
+    tight = lamella.fit_options(config, f"{(totals[0] + totals[-1]) // 2}")
+    assert totals[0] <= tight.chosen.estimate.total_nbytes <= (totals[0] + totals[-1]) // 2
+    assert any("->" in line for line in tight.lines())
+
+
+def test_a_run_out_of_memory_prints_the_estimate_and_two_options(model: Path) -> None:
+    other = WorkerError(1, "ValueError: no")
+    config = config_of(model)
+    assert with_estimate(other, config) is other
+    error = with_estimate(WorkerError(0, "torch.OutOfMemoryError: CUDA out of memory. 70 GiB is allocated"), config)
+    assert "70 GiB is allocated" in str(error)
+    assert "estimate:" in str(error)
+    assert str(error).count("with --") == 2
+
+
+def test_a_module_is_estimated_by_functions_of_its_own() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(3)))
+
+    def shard(module: nn.Module, mesh: object) -> None:
+        for layer in module.children():
+            fully_shard(layer, mesh=mesh)
+        fully_shard(module, mesh=mesh)
+
+    estimate = lamella.estimate(
+        model,
+        shard=shard,
+        loss=lambda module: module(torch.zeros(8, 64)).sum(),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+        mesh=(4,),
+    )
+    share = 3 * 64 * 64 * 4 // 4
+    assert estimate.at_rest == {"main weights": share, "optimizer state": share}
+    assert estimate.peak.nbytes > 2 * share
+    assert any("rank 0 of 4" in line for line in lines(estimate))
+    with pytest.raises(TypeError, match="Expected a Config or an nn.Module to estimate, got int"):
+        lamella.estimate(3)
