@@ -73,7 +73,7 @@ def test_each_source_has_epochs_of_its_own_in_another_order_each() -> None:
     firsts = drawn(40)
     for number, count in enumerate(COUNTS):
         of_source = firsts[firsts // 1000 == number] - 1000 * number
-        epochs = [epoch.tolist() for epoch in of_source.split(count) if len(epoch) == count]
+        epochs = [epoch.tolist() for epoch in torch.split(of_source, count) if len(epoch) == count]
         assert len(epochs) == int(40 * 12 * WEIGHTS[number]) // count
         assert all(sorted(epoch) == list(range(0, count * LENGTH, LENGTH)) for epoch in epochs)
         assert len({tuple(epoch) for epoch in epochs}) == len(epochs)

@@ -52,8 +52,8 @@ def write_table(path: Path, records: Sequence[dict[str, Any]]) -> Path:
 
 def documents(corpus: Corpus) -> list[Any]:
     """Return the parts of all documents, without the records' positions."""
-    found = parts([*corpus.train, *corpus.validation])
-    return [(part.messages, part.tools) if isinstance(part, Chat) else part for part in found]
+    every = parts([*corpus.train, *corpus.validation])
+    return [(part.messages, part.tools) if isinstance(part, Chat) else part for part in every]
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.arrow", "a.csv", "a.tsv", "a.csv.gz"])

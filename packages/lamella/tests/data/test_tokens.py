@@ -16,8 +16,9 @@ from lamella._data.batches import IGNORED, DocumentRows, StreamSequences, TokenB
 from lamella._data.order import BatchStream, shuffled, validation_indices
 from lamella._data.packing import one_a_row, packed
 from lamella._data.text import Corpus, collect
+from lamella._data.token_checks import check_tokens
 from lamella._data.tokenizer import train_tokenizer
-from lamella._data.tokens import TokenData, TokenForm, check_tokens, load_tokens, prepare_tokens
+from lamella._data.tokens import TokenData, TokenForm, load_tokens, prepare_tokens
 from lamella._settings.sections import Packing
 
 LENGTH = 4

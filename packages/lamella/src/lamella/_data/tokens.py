@@ -20,8 +20,7 @@ from lamella._data.packing import one_a_row, packed
 from lamella._data.tables import SourceFile
 from lamella._data.text import Corpus, by_source
 from lamella._data.tokenizer import RunTokenizer, Unit, train_tokenizer
-from lamella._settings.options import ConfigError
-from lamella._settings.sections import DataConfig, LossOn, Packing
+from lamella._settings.sections import LossOn, Packing
 
 _INDEX: Final = "index.pt"
 _PIECE_LENGTH: Final = 1 << 22
@@ -309,53 +308,3 @@ def _write(batches: Iterable[EncodedDocuments], file: Path, starts_file: Path) -
             array("i", batch.tokens).tofile(opened)
             array("q", [num_tokens + stop for stop in batch.stops]).tofile(opened_starts)
             num_tokens += len(batch.tokens)
-
-
-def check_tokens(data: TokenData, config: DataConfig) -> None:
-    """Refuse text shorter than one sequence, and text without targets.
-
-    Raises:
-        ConfigError: The training text, or that of a validation set, is too short or has no targets. Names the text and
-            its length.
-    """
-    flag = "--validation-data" if config.validation_paths else "--data"
-    for source in data.sources:
-        sequences = data.sequences("train", config.sequence_length, source)
-        _check_sequences(sequences, f"train on{_of(source)}", "--data")
-    for source in data.validation_sets:
-        sequences = data.sequences("validation", config.sequence_length, source)
-        _check_sequences(sequences, f"validate on{_of(source)}", flag)
-
-
-def _of(source: str) -> str:
-    return f" in {source!r}" if source else ""
-
-
-def _check_sequences(sequences: Sequences, purpose: str, flag: str) -> None:
-    _check_length(sequences, purpose, flag)
-    counts = sequences.target_counts
-    if counts is not None and not bool(counts.any()):
-        raise ConfigError(
-            f"Expected tokens of an answer to {purpose}, got none in {_described(sequences)}. Pass conversations "
-            f"with messages of the role 'assistant' as {flag}, a larger --sequence-length, or --loss-on all."
-        )
-
-
-def _described(sequences: Sequences) -> str:
-    if not isinstance(sequences, DocumentRows):
-        return f"{len(sequences):,} sequences"
-    lengths = sequences.document_starts.diff()
-    return (
-        f"the first {sequences.sequence_length:,} tokens of {len(lengths):,} documents of up to {int(lengths.max()):,}"
-    )
-
-
-def _check_length(sequences: Sequences, purpose: str, flag: str) -> None:
-    if len(sequences):
-        return
-    if isinstance(sequences, StreamSequences):
-        raise ConfigError(
-            f"Expected at least {sequences.sequence_length + 1} tokens to {purpose}, got {len(sequences.tokens)}. "
-            f"Pass more text as {flag}, or a smaller --sequence-length."
-        )
-    raise ConfigError(f"Expected a document to {purpose}, got none. Pass more of them as {flag}.")

@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 from lamella._data.order import mixture_lines
+from lamella._data.token_checks import check_tokens
 from lamella._data.tokenizer import read_tokenizer
-from lamella._data.tokens import check_tokens, prepare_tokens
+from lamella._data.tokens import prepare_tokens
 from lamella._model.published_dtype import published_dtype
 from lamella._record.run_directory import RunDirectory
 from lamella._settings.config import Config, to_values
