@@ -1,6 +1,7 @@
 """Estimated bytes are those of really sharded models: at rest on every rank, and moment by moment of a step."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from conftest import TINY_LLAMA
 
 import lamella
-from lamella import Config
+from lamella import Config, ConfigError
 from lamella._estimate.api import estimate_run
 from lamella._estimate.estimated_bytes import Estimate, estimate_of
 from lamella._estimate.kinds import GATHERED, GRADIENTS, MAIN_WEIGHTS, OPTIMIZER_STATE, on_host
@@ -95,3 +96,18 @@ def test_every_moment_of_a_step_has_the_bytes_of_a_real_one(model_folder: Path, 
         for expected, moment in zip(actual.moments, estimate.moments, strict=True):
             assert moment.nbytes == pytest.approx(expected.nbytes, rel=0.03), moment.name
             assert moment.host_nbytes == pytest.approx(expected.host_nbytes, rel=0.03), moment.name
+
+
+def test_the_matrices_of_muon_rest_as_in_a_real_run_with_one_state(model_folder: Path) -> None:
+    adamw = config_of(model_folder, 2)
+    config = replace(adamw, optim=replace(adamw.optim, optimizer="muon"))
+    for rank, actual in enumerate(measured(config)):
+        estimate = estimate_run(config, rank)
+        assert estimate.at_rest == actual.at_rest
+    states = [sum(estimate_run(run, rank).at_rest[OPTIMIZER_STATE] for rank in (0, 1)) for run in (config, adamw)]
+    assert states[0] < states[1]
+
+
+def test_spread_experts_are_refused_in_one_line(model_folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^Expected an estimate without --experts, .* got 2\. Leave --experts out"):
+        estimate_run(config_of(model_folder, 2, experts=2))

@@ -64,9 +64,7 @@ def _recomputed(forward: Callable[..., Any], options: dict[str, Any]) -> Callabl
     return recomputed
 
 
-def _offloaded(
-    unit: nn.Module, forward: Callable[..., Any], host: saved_tensors_hooks | None
-) -> Callable[..., Any]:
+def _offloaded(unit: nn.Module, forward: Callable[..., Any], host: saved_tensors_hooks | None) -> Callable[..., Any]:
     @wraps(forward)
     def offloaded(*args: Any, **kwargs: Any) -> Any:
         with _on_host(unit, host or save_on_cpu(pin_memory=torch.cuda.is_available())):
