@@ -1,6 +1,7 @@
 """Estimated bytes are those of really sharded models: at rest on every rank, and moment by moment of a step."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from conftest import TINY_LLAMA
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lamella import Config
+from lamella import Config, ConfigError
 from lamella._estimate.api import estimate_run
 from lamella._estimate.estimated_bytes import Estimate, estimate_of
 from lamella._estimate.kinds import GATHERED, MAIN_WEIGHTS, OPTIMIZER_STATE, on_host
@@ -106,3 +107,18 @@ def test_optimizer_states_of_all_ranks_are_two_for_each_parameter(
     assert sum(estimate.at_rest[MAIN_WEIGHTS] for estimate in estimates) >= 4 * numel
     copies = 0 if stage == 3 or num_ranks == 1 else 2 * numel
     assert all(estimate.at_rest.get(GATHERED, 0) >= copies for estimate in estimates)
+
+
+def test_the_matrices_of_muon_rest_as_in_a_real_run_with_one_state(model_folder: Path) -> None:
+    adamw = config_of(model_folder, 2)
+    config = replace(adamw, optim=replace(adamw.optim, optimizer="muon"))
+    for rank, actual in enumerate(measured(config)):
+        estimate = estimate_run(config, rank)
+        assert estimate.at_rest == actual.at_rest
+    states = [sum(estimate_run(run, rank).at_rest[OPTIMIZER_STATE] for rank in (0, 1)) for run in (config, adamw)]
+    assert states[0] < states[1]
+
+
+def test_spread_experts_are_refused_in_one_line(model_folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^Expected an estimate without --experts, .* got 2\. Leave --experts out"):
+        estimate_run(config_of(model_folder, 2, experts=2))

@@ -237,3 +237,14 @@ def test_weight_decay_is_on_matrices_alone_for_any_class() -> None:
     model = torch.nn.Linear(3, 2)
     optim = OptimConfig(optimizer="torch.optim:SGD", weight_decay=0.25)
     assert [group["weight_decay"] for group in make_optimizer(model, optim).param_groups] == [0.25, 0.0]
+
+
+def test_states_of_other_optimizers_and_an_absent_torchao_are_one_line(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = "Expected --states int8 with --optimizer adamw, got muon. Leave one of them out."
+    assert refusal(with_optim(config, states="int8", optimizer="muon")) == expected
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "or install it from a clone: uv pip install './packages/lamella[torchao]'" in refusal(
+        with_optim(config, states="bf16")
+    )

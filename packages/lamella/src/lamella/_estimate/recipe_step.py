@@ -14,9 +14,12 @@ from lamella._estimate.kinds import HOST_ACTIVATIONS
 from lamella._estimate.live_bytes import LiveBytes
 from lamella._estimate.recorded_step import RecordedStep, TrainingStep, record
 from lamella._model.lora import add_adapters
+from lamella._model.matrices import matrices_for
 from lamella._model.sharding import shard
 from lamella._model.spec import load_spec
 from lamella._settings.config import Config
+from lamella._settings.options import ConfigError
+from lamella._training.narrow_states import check_states
 from lamella._training.optimizer import make_optimizer
 from lamella._training.trained_parameters import freeze, trained_patterns
 from lamella_transformers import (
@@ -46,12 +49,23 @@ def record_recipe(config: Config, rank: int = 0) -> RecordedStep:
     Effects: allocates no memory for weights or activations; the default process group is a fake one meanwhile.
     """
     assert config.parallel.ranks is not None
+    check_states(config.optim)
+    _check_experts(config)
     live = LiveBytes()
     with (
         fake_ranks(config.parallel.ranks, rank, config.parallel.device),
         training_step(config, live, no_memory()) as step,
     ):
         return record(step, live)
+
+
+def _check_experts(config: Config) -> None:
+    """Refuse an estimate with spread experts: a rank's tokens are as many as routers send, in a run alone."""
+    if config.parallel.experts > 1:
+        raise ConfigError(
+            f"Expected an estimate without --experts, since a run alone knows the tokens that routers send to a rank, "
+            f"got {config.parallel.experts}. Leave --experts out: the estimate then counts gathers of all experts."
+        )
 
 
 @contextmanager
@@ -69,12 +83,13 @@ def training_step(
     model = build_without_parameters(spec, _CPU)
     add_adapters(model, config.model, config.run.seed)
     on_cpu = _with_device(config, "cpu")
-    units = shard(model, on_cpu.parallel, host=_HostCopies(live))
+    matrices = matrices_for(config.optim, model)
+    units = shard(model, on_cpu.parallel, matrices, host=_HostCopies(live))
     freeze(model, trained_patterns(config))
     with memory or nullcontext(), one_document_a_sequence(), live:
         materialise(model, _CPU)
         # Before the first forward, after which some stages leave units unsharded: an optimizer would hold those.
-        optimizer = make_optimizer(model, config.optim)
+        optimizer = make_optimizer(model, config.optim, matrices)
         loss = assumed_loss(model, balance_coefficient(spec), is_fused=config.model.kernels != "none")
         yield TrainingStep(
             model=model,

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lamella._model.lora import RunAdapters, add_adapters
-from lamella._model.matrices import MUON, muon_matrices
+from lamella._model.matrices import matrices_for
 from lamella._model.sharding import shard
 from lamella._model.spec import load_spec
 from lamella._model.weights import pretrained_directory
@@ -91,7 +91,7 @@ def build(config: Config, folder: Path, device: torch.device) -> RunModel:
     flops = flops_per_token(module, spec, config.data.sequence_length)
     adapters = add_adapters(module, config.model, config.run.seed)
     replacements = use_kernels(module, config.model.kernels, is_compiled=config.parallel.compile)
-    matrices = muon_matrices(module) if config.optim.optimizer == MUON else frozenset()
+    matrices = matrices_for(config.optim, module)
     units = shard(module, config.parallel, matrices)
     materialise(module, torch.device("cpu") if config.parallel.rest == "cpu" else device)
     module.to(device)  # Buffers; shards that rest on the CPU stay there.

@@ -7,11 +7,21 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lamella._settings.options import ConfigError
+from lamella._settings.sections import OptimConfig
 from lamella_engine import Rows, Whole
 from lamella_precision import Float8Recipe, matrices_of
 from lamella_transformers import sharding_units
 
 MUON: Final = "muon"
+
+
+def matrices_for(optim: OptimConfig, model: nn.Module) -> frozenset[str]:
+    """Return the names of the matrices that a run's Muon steps; none for another optimizer.
+
+    Raises:
+        ConfigError: As `muon_matrices`.
+    """
+    return muon_matrices(model) if optim.optimizer == MUON else frozenset()
 
 
 def muon_matrices(model: nn.Module) -> frozenset[str]:

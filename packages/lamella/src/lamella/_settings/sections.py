@@ -149,6 +149,10 @@ class OptimConfig:
             metavar="PATTERN",
         ),
     ] = ()
+    states: Annotated[
+        Literal["fp32", "bf16", "int8"],
+        Option("Dtype of adamw's two states; bf16 and int8 (codes, a scale for 256 elements) by torchao."),
+    ] = "fp32"
     weight_decay: Annotated[float, Option("Weight decay of matrices.", at_least=0)] = 0.1
     beta1: Annotated[float, Option("AdamW's first beta.", at_least=0, below=1)] = 0.9
     beta2: Annotated[float, Option("AdamW's second beta.", at_least=0, below=1)] = 0.95

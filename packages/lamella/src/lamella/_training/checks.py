@@ -10,6 +10,7 @@ from lamella._record.run_directory import RunDirectory
 from lamella._record.trackers import check_trackers
 from lamella._settings.config import Config
 from lamella._settings.options import ConfigError
+from lamella._training.narrow_states import check_states
 from lamella._training.optimizer_class import check_optimizer
 from lamella._training.resume import wanted_checkpoint
 from lamella._training.trained_parameters import check_trained
@@ -47,6 +48,7 @@ def check(config: Config) -> CheckedRun:
     model = check_model(config, has_checkpoint=checkpoint is not None)
     check_trackers(config.run.tracker_names)
     check_optimizer(config.optim, config.parallel.device)
+    check_states(config.optim)
     check_trained((name for name, _ in model.outline.named_parameters()), config.optim.train)
     return CheckedRun(directory=directory, checkpoint=checkpoint, model=model)
 

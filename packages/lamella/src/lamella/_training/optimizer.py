@@ -9,6 +9,7 @@ from torch import nn
 
 from lamella._model.matrices import MUON
 from lamella._settings.sections import OptimConfig
+from lamella._training.narrow_states import narrow_adamw
 from lamella._training.optimizer_class import ADAMW, OptimizerClass, muon_options
 from lamella_optim import MuonAndAdam, step_on_local_shards
 
@@ -50,7 +51,9 @@ def make_optimizer(model: nn.Module, optim: OptimConfig, matrices: Collection[st
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": optim.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
-    nonempty_groups = [group for group in groups if group["params"]]
+    nonempty_groups: list[dict[str, Any]] = [group for group in groups if group["params"]]
+    if optim.states != "fp32":
+        return narrow_adamw(nonempty_groups, optim)
     adam: dict[str, Any] = {"lr": optim.lr, "betas": (optim.beta1, optim.beta2), "eps": optim.eps, "fused": True}
     if optim.optimizer == ADAMW:
         return torch.optim.AdamW(nonempty_groups, **adam)

@@ -117,6 +117,10 @@ def check_optimizer(optim: OptimConfig, device: str) -> None:
     Raises:
         ConfigError: There is no such class, it is not elementwise, or `--optimizer-options` are for no class.
     """
+    if optim.states != "fp32" and optim.optimizer != ADAMW:
+        raise ConfigError(
+            f"Expected --states {optim.states} with --optimizer adamw, got {optim.optimizer}. Leave one of them out."
+        )
     if optim.optimizer == MUON:
         _check_muon(optim)
         return

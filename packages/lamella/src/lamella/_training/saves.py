@@ -20,6 +20,7 @@ from lamella._processes.agreement import agreed_failure
 from lamella._processes.endings import LossNotFiniteError, StorageError
 from lamella._record.output import one_line
 from lamella._record.run_directory import RunDirectory
+from lamella._training.narrow_states import stored_slots, stored_states
 from lamella_checkpoint import CheckpointDirectory, CheckpointFailed
 from lamella_engine import find_nonfinite
 
@@ -70,7 +71,7 @@ class Saves:
             say(f"{failure} Saving step {step} in its place.")
         save = self._checkpoints.save if wait or failure is not None else self._checkpoints.save_async
         try:
-            save(step, model=self._model, optimizer=self._optimizer, extra=extra)
+            save(step, model=self._model, optimizer=stored_states(self._optimizer), extra=extra)
         except (OSError, CheckpointFailed) as error:
             raise StorageError(self.cannot_write(f"the checkpoint of step {step}", reason_of(error))) from error
 
@@ -119,8 +120,7 @@ class Saves:
 
     def _nbytes(self) -> int:
         """Return the bytes of a checkpoint's tensors over all ranks."""
-        slots = (value for state in self._optimizer.state.values() for value in state.values())
-        tensors = [*self._model.parameters(), *self._model.buffers(), *slots]
+        tensors = [*self._model.parameters(), *self._model.buffers(), *stored_slots(self._optimizer)]
         return sum(tensor.numel() * tensor.itemsize for tensor in tensors if isinstance(tensor, torch.Tensor))
 
 

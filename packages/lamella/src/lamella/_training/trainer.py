@@ -27,6 +27,7 @@ from lamella._record.run_directory import RunDirectory
 from lamella._record.stream import LossPlot, MetricsFile, RecordStream
 from lamella._record.trackers import TrackedRun, open_trackers
 from lamella._settings.config import Config, to_values
+from lamella._training.narrow_states import stored_states, take_states
 from lamella._training.optimizer import constant_settings, learning_rate, make_optimizer
 from lamella._training.resume import damage_in, damaged, stream_settings
 from lamella._training.saves import TRY, Saves, reason_of
@@ -176,7 +177,9 @@ class Trainer:
         latest = checkpoints.root / newest.name  # The folder may have another path on rank 0's host.
         settings = constant_settings(self._optimizer, self._config.optim)
         try:
-            extra = load(latest, model=self._model, optimizer=self._optimizer)
+            stored = stored_states(self._optimizer)
+            extra = load(latest, model=self._model, optimizer=stored)
+            take_states(self._optimizer, stored)
             step = int(extra["step"])
             for group, group_settings in zip(self._optimizer.param_groups, settings, strict=True):
                 group.update(
