@@ -101,6 +101,29 @@ def test_a_rank_that_stands_still_says_in_which_collective(monkeypatch: pytest.M
     assert run_ranks(on_rank, 2) == [(2, "all-gather"), (1, "barrier")]
 
 
+@pytest.mark.gpu2
+def test_a_rank_that_stands_still_on_a_gpu_says_in_which_collective(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lamella._processes.watch._STANDSTILL_S", 0.2)
+
+    def on_rank() -> tuple[int, str]:
+        pulse, gathered, part = Pulse(), torch.zeros(4, device="cuda"), torch.zeros(2, device="cuda")
+        pulse.group = dist.group.WORLD
+        dist.all_reduce(part)
+        torch.cuda.synchronize()
+        if dist.get_rank() == 0:
+            dist.all_gather_into_tensor(gathered, part)
+        wait_until(lambda: pulse.beat().kind)
+        beat = pulse.beat()
+        if dist.get_rank() == 1:
+            dist.all_gather_into_tensor(gathered, part)
+        torch.cuda.synchronize()
+        return beat.num_collectives, beat.kind
+
+    (first, kind), (second, kind_before) = run_ranks(on_rank, 2, device="cuda", backend="cpu:gloo,cuda:nccl")
+    assert first == second + 1
+    assert (kind, kind_before) == ("all-gather", "all-reduce")
+
+
 def test_a_stopped_process_is_named_though_its_peer_has_entered_no_more_collectives() -> None:
     ranks = Ranks()
     ranks.wait(601, (RunPhase.STEPPING, 7, 41), (RunPhase.STEPPING, 7, 41), stopped=0)
