@@ -12,6 +12,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
+from lamella._processes.determinism import deterministic
 from lamella._processes.endings import FAILED, Stopped
 from lamella._processes.launch import WorkerTimeoutError, print_stopping, run_workers
 from lamella._processes.lock import locked
@@ -128,6 +129,7 @@ def _train_as_rank(config: Config) -> Result:
 
     with ExitStack() as contexts:
         requests = contexts.enter_context(listening(leave, print_stopping if is_first else lambda _: None))
+        contexts.enter_context(deterministic(config.run))
         # Rank 0 prepares before it joins the process group; the other ranks wait for rank 0 in `process_group`.
         outcome = _attempt(config, contexts) if is_first else None
         signum = 0

@@ -2,13 +2,14 @@
 
 import importlib.util
 import os
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
-from lamella._record.metrics import Record, StepRecord
+from lamella._record.metrics import Record, SampleRecord, StepRecord
 from lamella._record.stream import Sink, dropped_line
 from lamella._settings.options import ConfigError, nearest
 
@@ -81,9 +82,16 @@ def open_trackers(names: Sequence[str], run: TrackedRun, print_line: Callable[[s
 
 def numbers(record: Record) -> dict[str, float]:
     """Return the numbers of a record by a name with its kind, `train/loss`; without those that are unknown."""
+    if isinstance(record, SampleRecord):
+        return {}
     kind = "train" if isinstance(record, StepRecord) else "validation"
     fields = {name: number for name, number in asdict(record).items() if name != "step" and number is not None}
     return {f"{kind}/{name}": float(number) for name, number in fields.items()}
+
+
+def texts(record: Record) -> dict[str, str]:
+    """Return the text of a sample, prompt and continuation, under `sample/` and its number; none of other records."""
+    return {f"sample/{record.number}": record.prompt + record.text} if isinstance(record, SampleRecord) else {}
 
 
 class TensorBoard:
@@ -100,10 +108,14 @@ class TensorBoard:
         self._writer = summary_writer(log_dir=str(run.root / "tensorboard"), purge_step=purged_from)
 
     def write(self, records: Sequence[Record]) -> None:
-        """Add a scalar a number."""
+        """Add a scalar a number, and a text a sample."""
         for record in records:
             for name, number in numbers(record).items():
                 self._writer.add_scalar(name, number, record.step)
+            for name, text in texts(record).items():
+                self._writer.add_text(
+                    name, textwrap.indent(text, "    ", lambda _: True), record.step
+                )  # Markdown: code
 
     def flush(self) -> None:
         """Write what is pending to the disk."""
@@ -123,9 +135,9 @@ class _LoggedRun:
         self._run = run
 
     def write(self, records: Sequence[Record]) -> None:
-        """Log the numbers of each record at its step."""
+        """Log the numbers and texts of each record at its step."""
         for record in records:
-            self._run.log(numbers(record), step=record.step)
+            self._run.log({**numbers(record), **texts(record)}, step=record.step)
 
     def flush(self) -> None:
         """Nothing: the tracker sends by itself."""
@@ -170,9 +182,12 @@ class MLflow:
         self._mlflow.log_params(run.flat_settings)  # Once: MLflow refuses another value of a parameter.
 
     def write(self, records: Sequence[Record]) -> None:
-        """Log the numbers of each record at its step."""
+        """Log the numbers of each record at its step, and a sample as a file of the run there."""
         for record in records:
-            self._mlflow.log_metrics(numbers(record), step=record.step)
+            if measured := numbers(record):
+                self._mlflow.log_metrics(measured, step=record.step)
+            for name, text in texts(record).items():
+                self._mlflow.log_text(text, f"{name}/step_{record.step:08}.txt")
 
     def flush(self) -> None:
         """Nothing: MLflow has the numbers."""

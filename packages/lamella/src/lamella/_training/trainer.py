@@ -15,6 +15,7 @@ from lamella._model.building import build
 from lamella._model.float8 import product_lines, scale_lines
 from lamella._model.sharding import compile_units
 from lamella._processes.agreement import Agreement, agreed_error, from_first_rank
+from lamella._processes.determinism import deterministic_lines
 from lamella._processes.endings import LossNotFiniteError, StorageError
 from lamella._processes.placement import Rank
 from lamella._processes.stop import StopRequests
@@ -29,6 +30,7 @@ from lamella._record.trackers import TrackedRun, open_trackers
 from lamella._settings.config import Config, to_values
 from lamella._training.optimizer import constant_settings, learning_rate, make_optimizer
 from lamella._training.resume import damage_in, damaged, stream_settings
+from lamella._training.samples import Samples
 from lamella._training.saves import TRY, Saves, reason_of
 from lamella._training.trained_parameters import freeze, trained_patterns
 from lamella._training.validation import Validation
@@ -66,6 +68,7 @@ class Trainer:
         self._validation = Validation(config, self._data, rank)
         self._run_model = build(config, directory.model, rank.device)
         self._model = self._run_model.module
+        self._samples = Samples(config.run, directory, self._run_model.spec, rank) if config.run.sample else None
         self._speed = self._measure()
         lamella_optim.install()
         freeze(self._model, trained_patterns(config))
@@ -116,7 +119,10 @@ class Trainer:
             self._run_model.replacements.undo()
 
     def _train(self) -> int:
-        lines = product_lines(self._config.parallel, self._rank.device)
+        lines = [
+            *product_lines(self._config.parallel, self._rank.device),
+            *deterministic_lines(self._config.run),
+        ]
         first_step = self._restore(lines)
         progress = ProgressBar(first_step, self._config.optim.steps, enabled=self._rank.is_first)
         self._choose_loss(lines)
@@ -224,7 +230,8 @@ class Trainer:
 
     def _is_due(self, step: int) -> bool:
         run = self._config.run
-        intervals = (run.log_interval, run.validation_interval, run.checkpoint_interval)
+        intervals = [run.log_interval, run.validation_interval, run.checkpoint_interval]
+        intervals += [run.sample_interval] if self._samples else []
         return step == 1 or any(self._is_every(interval, step) for interval in intervals)
 
     def _is_every(self, interval: int, step: int) -> bool:
@@ -237,6 +244,8 @@ class Trainer:
             self._save(step, progress, wait=True)
         if self._is_every(run.validation_interval, step):
             self._report([self._validation.record(self._model, step)], progress)
+        if self._samples is not None and self._is_every(run.sample_interval, step):
+            self._report([*self._samples.records(self._model, step)], progress)
         is_due = self._is_every(run.checkpoint_interval, step)
         if is_due and not stopping:
             self._save(step, progress, wait=step == self._config.optim.steps)  # No step is left to overlap with.
@@ -268,10 +277,12 @@ class Trainer:
         self._report([*steps], progress)
 
     def _report(self, records: list[Record], progress: ProgressBar) -> None:
-        """Write all records, and print the last of each kind."""
+        """Write all records, and print those of the last step of each kind."""
         self._write(self._directory.metrics, lambda: self._records.write(records))
-        for record in {type(record): record for record in records}.values():
-            progress.say(record.line())
+        steps = {type(record): record.step for record in records}
+        for record in records:
+            if record.step == steps[type(record)]:
+                progress.say(record.line())
 
     def _write(self, path: Path, write: Callable[[], None]) -> None:
         """Let rank 0 write a file; on failure raise `StorageError` on every rank. Effects: collective."""
