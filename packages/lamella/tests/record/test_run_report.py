@@ -84,23 +84,30 @@ def test_the_page_fetches_nothing_and_runs_no_script(tmp_path: Path) -> None:
 
 def test_names_and_texts_of_users_are_escaped(tmp_path: Path) -> None:
     rows = [step_row(1), {"step": 1, "prompt": HOSTILE, "text": HOSTILE}, {"step": 1, HOSTILE: 1.0}]
-    rows.append({"step": 1, "nats_per_byte": 1.0, "set": HOSTILE})
+    rows.append({"step": 1, "nats_per_byte": 1.0, "name": HOSTILE})
     directory = write_run(tmp_path / HOSTILE.replace("/", ""), rows, model=HOSTILE)
     with pytest.raises(RuntimeError), recorded_start(directory.history, {"step": 0, "ranks": 2, "device": HOSTILE}):
         raise RuntimeError(HOSTILE)
     page = Outline(report(directory))
     assert "script" not in page.elements and page.texts.count(HOSTILE) >= 4
-    assert page.has(f"validation {HOSTILE}") and page.has(f"2 ranks on {HOSTILE}")
+    assert page.has(f"validation on {HOSTILE}") and page.has(f"2 ranks on {HOSTILE}")
 
 
 def test_several_held_out_sets_and_phases_have_a_curve_each(tmp_path: Path) -> None:
     rows: list[Mapping[str, object]] = []
     for step in range(1, 6):
         rows.append(step_row(step, forward_s=0.1, backward_s=0.2, optimizer_state_nbytes=2**20))
-        rows += [{"step": step, "nats_per_token": 2.0, "set": name} for name in ("code", "prose")]
+        rows += [{"step": step, "nats_per_token": 2.0, "name": name} for name in ("code", "prose")]
         rows.append({"step": step, "web/nats_per_token": 2.0})
     page = Outline(report(write_run(tmp_path / "run", rows)))
-    for name in ("validation code", "validation prose", "validation web", "forward", "backward", "optimizer state"):
+    for name in (
+        "validation on code",
+        "validation on prose",
+        "validation on web",
+        "forward",
+        "backward",
+        "optimizer state",
+    ):
         assert name in page.texts
     assert page.elements.count("figure") == 6
 

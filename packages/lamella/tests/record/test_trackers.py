@@ -11,7 +11,7 @@ from trained_runs import TrainOn
 
 from lamella import Config, ConfigError
 from lamella._processes.placement import place
-from lamella._record.metrics import Record, StepRecord, ValidationRecord, read
+from lamella._record.metrics import Record, SampleRecord, StepRecord, ValidationRecord, read
 from lamella._record.stream import MetricsFile, RecordStream
 from lamella._record.trackers import TRACKERS, TrackedRun, numbers, open_trackers
 from lamella._settings.sections import RunConfig
@@ -87,6 +87,22 @@ def test_a_tracker_gets_settings_numbers_and_an_end(
         (log, {"values": {"validation/nats_per_byte": 1.25}, "step": 3}),
         (end, {}),
     ]
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("wandb", ("log", {"values": {"sample/2": "def f(x):"}, "step": 3})),
+        ("mlflow", ("log_text", {"values": "def f(x):"})),
+        ("trackio", ("log", {"values": {"sample/2": "def f(x):"}, "step": 3})),
+    ],
+)
+def test_a_tracker_gets_samples_as_texts(
+    calls: list[tuple[str, Any]], tmp_path: Path, name: str, call: tuple[str, Any]
+) -> None:
+    stream = RecordStream(open_trackers([name], tracked(tmp_path / "mine"), pytest.fail), pytest.fail)
+    stream.write([SampleRecord(step=3, number=2, prompt="def ", text="f(x):")])
+    assert calls[-1] == call
 
 
 @pytest.mark.parametrize(("name", "key"), [("wandb", "id"), ("mlflow", "run_id")])

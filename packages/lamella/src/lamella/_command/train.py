@@ -13,6 +13,7 @@ from typing import NoReturn
 import torch
 
 from lamella._processes.agreement import from_first_rank
+from lamella._processes.determinism import deterministic
 from lamella._processes.endings import FAILED, Stopped
 from lamella._processes.hosts import Hosts
 from lamella._processes.launch import WorkerError, WorkerTimeoutError, print_stopping, run_workers
@@ -161,6 +162,7 @@ def _train_as_rank(config: Config) -> Result:
 
     with ExitStack() as contexts:
         requests = contexts.enter_context(listening(leave, print_stopping if is_first else lambda _: None))
+        contexts.enter_context(deterministic(config.run))
         # Before the process group, whose collectives have a limit: preparation has none.
         hosts = Hosts.joined()
         preparation = prepare_on_hosts(config, hosts, contexts, _prepare)

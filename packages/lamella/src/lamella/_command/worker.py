@@ -9,6 +9,7 @@ from lamella._processes.stop import StopRequests
 
 def _work(requests: StopRequests) -> None:
     # Imported inside `run_as_worker`: a failing import reaches the error file like any other failure.
+    from lamella._processes.determinism import deterministic
     from lamella._processes.endings import Stopped
     from lamella._processes.placement import process_group
     from lamella._record.run_directory import RunDirectory
@@ -19,7 +20,7 @@ def _work(requests: StopRequests) -> None:
     root = Path(sys.argv[1])
     config = resolve(read_file(str(RunDirectory(root).config)))
     directory = RunDirectory(root, config.run.checkpoints)
-    with process_group(config.parallel, config.run.wait_limits) as rank:
+    with deterministic(config.run), process_group(config.parallel, config.run.wait_limits) as rank:
         signum = Trainer(config, directory, rank, requests).train()
     if signum:
         raise Stopped(signum)

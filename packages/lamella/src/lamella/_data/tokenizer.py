@@ -63,6 +63,13 @@ class RunTokenizer:
         """True when the chat template marks the assistant's tokens."""
         return self.backend is not None and _GENERATION.search(self.chat_template or "") is not None
 
+    def prompt_tokens(self, prompt: str) -> list[int]:
+        """Return the tokens of a text to go on from.
+
+        A text without tokens begins as a document does: behind the end of another.
+        """
+        return [int(token) for token in cast("list[int]", self.tokenizer(prompt)["input_ids"])] or [self.end]
+
     def identity(self) -> str:
         """Return a text that differs between tokenizers with different tokens for a text."""
         backend = self.backend

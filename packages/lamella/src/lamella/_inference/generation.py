@@ -71,11 +71,7 @@ def _tokens_of(trained: TrainedModel, prompt: str, *, is_chat: bool) -> list[int
         prompt.encode()
     except UnicodeEncodeError:
         raise ConfigError("Expected a prompt in UTF-8, got other bytes.") from None
-    tokenizer = trained.tokenizer
-    if is_chat:
-        return _rendered(trained, prompt)
-    # A text without tokens begins as a document does: behind the end of another.
-    return list(tokenizer.tokenizer(prompt)["input_ids"]) or [tokenizer.end]
+    return _rendered(trained, prompt) if is_chat else trained.tokenizer.prompt_tokens(prompt)
 
 
 def _rendered(trained: TrainedModel, prompt: str) -> list[int]:

@@ -1,4 +1,4 @@
-"""The records of a run: one a step or a validation, as a line to print and as a line of metrics.jsonl."""
+"""The records of a run: one a step, a validation or a sample, as a line to print and as a line of metrics.jsonl."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -88,7 +88,28 @@ class ValidationRecord:
         return f"step: {self.step}  {self.title}: {self.nats:.4f} nats/{self.unit}"
 
 
-Record = StepRecord | ValidationRecord
+@dataclass(frozen=True, kw_only=True)
+class SampleRecord:
+    """A prompt as the model continued it during training.
+
+    Attributes:
+        step: Number of completed steps.
+        number: The place of the prompt among the run's, from 1 on.
+        prompt: The prompt.
+        text: The continuation, without the prompt.
+    """
+
+    step: int
+    number: int
+    prompt: str
+    text: str
+
+    def line(self) -> str:
+        """Return the sample line, both texts as Python spells them."""
+        return f"step: {self.step}  sample: {self.prompt!r} -> {self.text!r}"
+
+
+Record = StepRecord | ValidationRecord | SampleRecord
 
 
 def append(path: Path, records: Iterable[Record]) -> None:
@@ -120,6 +141,8 @@ def _read(path: Path) -> Iterator[Record | None]:
 def _record(line: str) -> Record | None:
     with suppress(TypeError, ValueError):
         values = json.loads(line)
+        if "prompt" in values:
+            return SampleRecord(**values)
         return StepRecord(**values) if "loss" in values else ValidationRecord(**values)
     return None
 

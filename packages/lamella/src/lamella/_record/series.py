@@ -79,7 +79,8 @@ def validation_series(rows: Iterable[Mapping[str, object]]) -> list[Series]:
 def _name_of_set(row: Mapping[str, object], field: str) -> str:
     """Return the name of a held-out set: texts in its record, and the field without its unit."""
     texts = [text for text in row.values() if isinstance(text, str)]
-    return " ".join(["validation", *texts, *filter(None, re.split(r"[/_.]+", field))])
+    name = " ".join([*texts, *filter(None, re.split(r"[/_.]+", field))])
+    return f"validation on {name}" if name else "validation"
 
 
 def _points(rows: Iterable[Mapping[str, object]], field: str) -> Iterator[tuple[int, float]]:

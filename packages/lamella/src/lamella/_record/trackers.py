@@ -2,13 +2,14 @@
 
 import importlib.util
 import os
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
-from lamella._record.metrics import Record, StepRecord, ValidationRecord
+from lamella._record.metrics import Record, SampleRecord, StepRecord, ValidationRecord
 from lamella._record.stream import Sink, dropped_line
 from lamella._settings.options import ConfigError, nearest
 
@@ -84,6 +85,8 @@ def numbers(record: Record) -> dict[str, float]:
 
     A validation set with a name has it in the kind, `validation/wiki/nats_per_byte`.
     """
+    if isinstance(record, SampleRecord):
+        return {}
     kind = "train" if isinstance(record, StepRecord) else "validation"
     if isinstance(record, ValidationRecord) and record.name is not None:
         kind = f"{kind}/{record.name}"
@@ -91,6 +94,11 @@ def numbers(record: Record) -> dict[str, float]:
         name: number for name, number in asdict(record).items() if name not in ("step", "name") and number is not None
     }
     return {f"{kind}/{name}": float(number) for name, number in fields.items()}
+
+
+def texts(record: Record) -> dict[str, str]:
+    """Return the text of a sample, prompt and continuation, under `sample/` and its number; none of other records."""
+    return {f"sample/{record.number}": record.prompt + record.text} if isinstance(record, SampleRecord) else {}
 
 
 class TensorBoard:
@@ -107,10 +115,14 @@ class TensorBoard:
         self._writer = summary_writer(log_dir=str(run.root / "tensorboard"), purge_step=purged_from)
 
     def write(self, records: Sequence[Record]) -> None:
-        """Add a scalar a number."""
+        """Add a scalar a number, and a text a sample."""
         for record in records:
             for name, number in numbers(record).items():
                 self._writer.add_scalar(name, number, record.step)
+            for name, text in texts(record).items():
+                self._writer.add_text(
+                    name, textwrap.indent(text, "    ", lambda _: True), record.step
+                )  # Markdown: code
 
     def flush(self) -> None:
         """Write what is pending to the disk."""
@@ -130,9 +142,9 @@ class _LoggedRun:
         self._run = run
 
     def write(self, records: Sequence[Record]) -> None:
-        """Log the numbers of each record at its step."""
+        """Log the numbers and texts of each record at its step."""
         for record in records:
-            self._run.log(numbers(record), step=record.step)
+            self._run.log({**numbers(record), **texts(record)}, step=record.step)
 
     def flush(self) -> None:
         """Nothing: the tracker sends by itself."""
@@ -177,9 +189,12 @@ class MLflow:
         self._mlflow.log_params(run.flat_settings)  # Once: MLflow refuses another value of a parameter.
 
     def write(self, records: Sequence[Record]) -> None:
-        """Log the numbers of each record at its step."""
+        """Log the numbers of each record at its step, and a sample as a file of the run there."""
         for record in records:
-            self._mlflow.log_metrics(numbers(record), step=record.step)
+            if measured := numbers(record):
+                self._mlflow.log_metrics(measured, step=record.step)
+            for name, text in texts(record).items():
+                self._mlflow.log_text(text, f"{name}/step_{record.step:08}.txt")
 
     def flush(self) -> None:
         """Nothing: MLflow has the numbers."""

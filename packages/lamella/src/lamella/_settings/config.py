@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+from lamella._settings.determinism import check_deterministic
 from lamella._settings.fit import check_fit
 from lamella._settings.lora import check_lora
 from lamella._settings.mixture import check_texts
@@ -32,6 +33,7 @@ class Config:
         check_fit(self.parallel)
         check_texts(self.data)
         check_lora(self.model, self.optim, self.parallel)
+        check_deterministic(self.run, self.model, self.parallel)
         _check_warmup(self.optim)
         _check_tokens(self.optim.batch_size, self.data.sequence_length)
 

@@ -256,6 +256,9 @@ class RunConfig:
         int | None, Option("Go on from the checkpoint of this step, and set later ones aside.", at_least=0)
     ] = None
     seed: Annotated[int, Option("Seed of the weights, the data order and dropout.", at_least=0, below=2**32)] = 0
+    deterministic: Annotated[
+        bool, Option("Deterministic kernels alone: a run repeats bit for bit on as many equal devices, resumed or not.")
+    ] = False
     log_interval: Annotated[int, Option("Steps between step lines.", at_least=1)] = 10
     validation_interval: Annotated[int, Option("Steps between validations.", at_least=1)] = 100
     validation_sequences: Annotated[int, Option("Sequences in a validation, at most.", at_least=1)] = 256
@@ -264,6 +267,14 @@ class RunConfig:
     checkpoints: Annotated[
         str | None, Option("Folder of the checkpoints, which all hosts must share (default: RUN_DIR/checkpoints).")
     ] = None
+    sample: Annotated[
+        tuple[str, ...], Option("Prompts that the model continues during training.", metavar="PROMPT")
+    ] = ()
+    sample_interval: Annotated[int, Option("Steps between samples.", at_least=1)] = 100
+    sample_tokens: Annotated[int, Option("Tokens of a sample, at most.", at_least=1)] = 64
+    sample_temperature: Annotated[
+        float, Option("0 takes the likeliest token of a sample each time; above, choices are seeded.", at_least=0)
+    ] = 0.0
     trackers: Annotated[
         tuple[str, ...],
         Option("Trackers of the records: tensorboard, wandb, mlflow, trackio (lamella[...]).", metavar="NAME"),

@@ -40,6 +40,7 @@ _OPTIONS: Final[Mapping[str, tuple[str, ...]]] = {
     "--precision": ("dtype", "torch-dtype", "mixed-precision"),
     "--precision bf16": ("bf16", "bfloat16", "bf16-mixed"),
     "--precision fp32": ("fp32",),
+    "--deterministic": ("full-determinism", "use-deterministic-algorithms", "deterministic-mode"),
     "--recompute full": ("gradient-checkpointing", "activation-checkpointing", "recompute-activations"),
     "--recompute": ("recompute-granularity",),
     "--stage": ("zero-stage", "zero"),

@@ -13,6 +13,7 @@ from lamella._settings.options import ConfigError
 from lamella._training.narrow_states import check_states
 from lamella._training.optimizer_class import check_optimizer
 from lamella._training.resume import wanted_checkpoint
+from lamella._training.samples import check_prompts
 from lamella._training.trained_parameters import check_trained
 
 
@@ -47,6 +48,7 @@ def check(config: Config) -> CheckedRun:
         _check_writable(directory.checkpoints, "--run-dir" if config.run.checkpoints is None else "--checkpoints")
     model = check_model(config, has_checkpoint=checkpoint is not None)
     check_trackers(config.run.tracker_names)
+    check_prompts(config.run.sample)
     check_optimizer(config.optim, config.parallel.device)
     check_states(config.optim)
     check_trained((name for name, _ in model.outline.named_parameters()), config.optim.train)

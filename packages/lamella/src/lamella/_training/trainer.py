@@ -15,6 +15,7 @@ from lamella._model.building import build
 from lamella._model.float8 import product_lines, scale_lines
 from lamella._model.sharding import compile_units
 from lamella._processes.agreement import Agreement, agreed_error, from_first_rank
+from lamella._processes.determinism import deterministic_lines
 from lamella._processes.endings import LossNotFiniteError, StorageError
 from lamella._processes.placement import Rank
 from lamella._processes.stop import StopRequests
@@ -30,6 +31,7 @@ from lamella._settings.config import Config, to_values
 from lamella._training.narrow_states import stored_states, take_states
 from lamella._training.optimizer import constant_settings, learning_rate, make_optimizer
 from lamella._training.resume import damage_in, damaged, stream_settings
+from lamella._training.samples import Samples
 from lamella._training.saves import TRY, Saves, reason_of
 from lamella._training.trained_parameters import freeze, trained_patterns
 from lamella._training.validation import Validation
@@ -68,6 +70,7 @@ class Trainer:
         self._validation = Validation(config, self._data, rank)
         self._run_model = build(config, directory.model, rank.device)
         self._model = self._run_model.module
+        self._samples = Samples(config.run, directory, self._run_model.spec, rank) if config.run.sample else None
         self._speed = self._measure()
         lamella_optim.install()
         freeze(self._model, trained_patterns(config))
@@ -118,7 +121,10 @@ class Trainer:
             self._run_model.replacements.undo()
 
     def _train(self) -> int:
-        lines = product_lines(self._config.parallel, self._rank.device)
+        lines = [
+            *product_lines(self._config.parallel, self._rank.device),
+            *deterministic_lines(self._config.run),
+        ]
         first_step = self._restore(lines)
         progress = ProgressBar(first_step, self._config.optim.steps, enabled=self._rank.is_first)
         self._choose_loss(lines)
@@ -229,7 +235,8 @@ class Trainer:
 
     def _is_due(self, step: int) -> bool:
         run = self._config.run
-        intervals = (run.log_interval, run.validation_interval, run.checkpoint_interval)
+        intervals = [run.log_interval, run.validation_interval, run.checkpoint_interval]
+        intervals += [run.sample_interval] if self._samples else []
         return step == 1 or any(self._is_every(interval, step) for interval in intervals)
 
     def _is_every(self, interval: int, step: int) -> bool:
@@ -242,6 +249,8 @@ class Trainer:
             self._save(step, progress, wait=True)
         if self._is_every(run.validation_interval, step):
             self._report([*self._validation.records(self._model, step)], progress)
+        if self._samples is not None and self._is_every(run.sample_interval, step):
+            self._report([*self._samples.records(self._model, step)], progress)
         is_due = self._is_every(run.checkpoint_interval, step)
         if is_due and not stopping:
             self._save(step, progress, wait=step == self._config.optim.steps)  # No step is left to overlap with.

@@ -1,0 +1,118 @@
+"""Samples during training: texts with which the model continues prompts, sharded as it is."""
+
+import random
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lamella._data.tokenizer import read_tokenizer
+from lamella._processes.placement import Rank
+from lamella._record.metrics import SampleRecord
+from lamella._record.run_directory import RunDirectory
+from lamella._settings.options import ConfigError, shown
+from lamella._settings.sections import RunConfig
+from lamella_transformers import ModelSpec, num_positions
+
+_PADDED_TO: Final = 64
+"""Inputs are padded to a multiple of this, so that few shapes come up; no token sees the padding behind it."""
+
+
+def check_prompts(prompts: Iterable[str]) -> None:
+    """Refuse prompts that no tokenizer reads.
+
+    Raises:
+        ConfigError: Names the prompt.
+    """
+    for prompt in prompts:
+        try:
+            prompt.encode()
+        except UnicodeEncodeError:
+            raise ConfigError(f"Expected --sample to be texts in UTF-8, got {shown(prompt)}.") from None
+
+
+class Samples:
+    """The prompts of a run, continued a rank each at a time: the gathers of one forward serve all ranks.
+
+    Every token is of a forward over the text so far, without a cache: that is the forward that training knows, of any
+    model. Random choices have generators of their own, so training draws the same numbers with samples and without.
+
+    Args:
+        run: The settings of the run.
+        directory: The run's files, with the tokenizer.
+        spec: The config of the model.
+        rank: This process among the workers.
+
+    Raises:
+        ConfigError: A prompt has no room for a token among the positions of the model.
+    """
+
+    def __init__(self, run: RunConfig, directory: RunDirectory, spec: ModelSpec, rank: Rank) -> None:
+        self._run, self._rank = run, rank
+        self._tokenizer = read_tokenizer(directory.model, spec.vocab_size)
+        self._prompts = [self._tokenizer.prompt_tokens(prompt) for prompt in run.sample]
+        self._num_positions = num_positions(spec)
+        for prompt, tokens in zip(run.sample, self._prompts, strict=True):
+            if self._num_positions is not None and len(tokens) >= self._num_positions:
+                raise ConfigError(
+                    f"Expected --sample of fewer than {self._num_positions:,} tokens, the positions of the model, got "
+                    f"{len(tokens):,} in {shown(prompt)}. Pass a shorter prompt."
+                )
+
+    @torch.no_grad()
+    def records(self, model: nn.Module, step: int) -> list[SampleRecord]:
+        """Return each prompt with its continuation after `step` steps, the same on every rank.
+
+        Effects: collective over all ranks, a forward and a small all-reduce a token; waits for the device; leaves the
+            model in training mode.
+        """
+        model.eval()
+        # A compiled layer would compile anew for these shapes, and then compute for any shape in training too.
+        with torch.compiler.set_stance("force_eager"):
+            starts = range(0, len(self._prompts), self._rank.num_ranks)
+            texts = [text for start in starts for text in self._texts(model, step, start)]
+        model.train()
+        return [
+            SampleRecord(step=step, number=number, prompt=prompt, text=text)
+            for number, (prompt, text) in enumerate(zip(self._run.sample, texts, strict=True), 1)
+        ]
+
+    def _texts(self, model: nn.Module, step: int, start: int) -> list[str]:
+        """Return the continuations of as many prompts as there are ranks, from `start` on."""
+        # Every rank runs the same number of forwards, or their all-gathers would hang: padding repeats a prompt.
+        index = start + self._rank.rank if start + self._rank.rank < len(self._prompts) else start
+        seed = random.Random(f"{self._run.seed} sample {step} {index}").getrandbits(63)
+        tokens = self._continuation(model, self._prompts[index], torch.Generator().manual_seed(seed))
+        texts = [""] * self._rank.num_ranks
+        dist.all_gather_object(texts, str(self._tokenizer.tokenizer.decode(tokens, skip_special_tokens=True)))
+        return texts[: len(self._prompts) - start]
+
+    def _continuation(self, model: nn.Module, prompt: Sequence[int], generator: torch.Generator) -> list[int]:
+        """Return the tokens after a prompt, up to the end of the text or of the longest rank's."""
+        tokens, has_ended = [*prompt], False
+        for _ in range(self._run.sample_tokens):
+            token = self._next(model, tokens, generator)
+            if not has_ended:
+                tokens.append(token)
+                has_ended = token == self._tokenizer.end or len(tokens) == self._num_positions
+            if self._all_ended(has_ended):
+                break
+        return tokens[len(prompt) :]
+
+    def _next(self, model: nn.Module, tokens: Sequence[int], generator: torch.Generator) -> int:
+        """Return a token to follow others. Effects: a forward; waits for the device."""
+        length = -(-len(tokens) // _PADDED_TO) * _PADDED_TO
+        padding = [self._tokenizer.end] * (min(length, self._num_positions or length) - len(tokens))
+        inputs = torch.tensor([[*tokens, *padding]], device=self._rank.device)
+        logits = model(input_ids=inputs, use_cache=False).logits[0, len(tokens) - 1, : self._tokenizer.num_tokens]
+        if not self._run.sample_temperature:
+            return int(logits.argmax())
+        probabilities = torch.softmax(logits.double().cpu() / self._run.sample_temperature, 0)
+        return int(torch.multinomial(probabilities, 1, generator=generator))
+
+    def _all_ended(self, has_ended: bool) -> bool:
+        goes_on = torch.tensor(int(not has_ended), device=self._rank.device)
+        dist.all_reduce(goes_on, op=dist.ReduceOp.MAX)
+        return not goes_on.item()
