@@ -2,6 +2,8 @@
 
 from lamella_megatron._checkpoint.checkpoint import load_checkpoint as load_checkpoint
 from lamella_megatron._checkpoint.checkpoint import save_checkpoint as save_checkpoint
+from lamella_megatron._megatron_lm.installation import MegatronInstallation as MegatronInstallation
+from lamella_megatron._megatron_lm.installation import install as install
 from lamella_megatron._model.fused_layers import connect_fused_layers as connect_fused_layers
 from lamella_megatron._model.parameter_attributes import mark as mark
 from lamella_megatron._model.sharded_model import build_sharded_model as build_sharded_model

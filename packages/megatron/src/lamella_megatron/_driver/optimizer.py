@@ -1,12 +1,4 @@
-"""megatron-core's optimizer interface over a `torch.optim` optimizer that holds sharded parameters.
-
-Note [Each element counts once]
-    The norm of all gradients and the number of zeros are sums over the ranks of one optimizer instance
-    (`intra_dist_opt`) and over the instances (`inter_dist_opt`), which HFSDP gives different elements. Some of these
-    ranks hold the same elements: replicas (`no_shard`, HSDP), and tensor-parallel ranks of a parameter that is not
-    split. Replicas count for a share each, and of the tensor-parallel ranks the first rank counts, as in megatron-core.
-    So dense parameters and experts, on different meshes, are in one sum.
-"""
+"""megatron-core's optimizer interface over a `torch.optim` optimizer that holds sharded parameters."""
 
 from __future__ import annotations
 
@@ -16,19 +8,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state, tensor_parallel
+from megatron.core import parallel_state
 from megatron.core.optimizer import _get_param_groups, get_standard_config_overrides
 from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler
 from megatron.core.optimizer.optimizer import SEPARATE_GRAD_NORM_GROUPS, MegatronOptimizer
-from megatron.core.transformer.module import param_is_not_shared
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 import lamella_optim
 from lamella_engine.extending import local_of
 from lamella_megatron._driver.muon import muon_maker
+from lamella_megatron._driver.norms import ModelRanks
 from lamella_megatron._driver.precision_aware import bytes_at_rest, check_gradient_dtypes, fused_adam
-from lamella_megatron._driver.wrapper import ShardedModel, replica_groups
-from lamella_megatron._model.placement import check_group
+from lamella_megatron._driver.wrapper import ShardedModel
 from lamella_megatron._model.sharded_model import refuse_sharded_state_dict
 
 MakeOptimizer = Callable[[list[dict[str, Any]]], Optimizer]
@@ -124,38 +115,12 @@ class ShardedOptimizer(MegatronOptimizer):  # type: ignore[misc]  # megatron-cor
         self.is_stub_optimizer = False
         self.model_chunks = list(model_chunks)
         self.grad_scaler = _grad_scaler(config)
-        if pg_collection is not None:
-            for name in ("tp", "intra_dist_opt"):
-                check_group(pg_collection, name, "over which gradients' norms are added up")
-        self.tp_group = getattr(pg_collection, "tp", None)
-        self.expert_tp_group = getattr(pg_collection, "expt_tp", None)
-        self.grad_stats_parallel_group = (
-            getattr(pg_collection, "intra_dist_opt", None)
-            or parallel_state.get_intra_distributed_optimizer_instance_group()
-        )
-        instances = (
-            getattr(pg_collection, "inter_dist_opt", None)
-            if pg_collection is not None
-            else parallel_state.get_inter_distributed_optimizer_instance_group(check_initialized=False)
-        )
-        self._model_groups = [self.grad_stats_parallel_group]
-        if instances is not None and instances.size() > 1:
-            self._model_groups.append(instances)
-        self._shares = {parameter: self._share(parameter) for parameter in self.get_parameters()}
+        self._ranks = ModelRanks.of(pg_collection)
+        # Under these names megatron-core's base class asks for groups.
+        self.tp_group, self.expert_tp_group = self._ranks.tp, self._ranks.expert_tp
+        self.grad_stats_parallel_group = self._ranks.instance
+        self._shares = {parameter: self._ranks.share(parameter) for parameter in self.get_parameters()}
         self._device = next((local_of(p).device for p in self._shares), torch.device("cpu"))
-
-    def _share(self, parameter: torch.Tensor) -> float:
-        """How much this rank's elements of a parameter count; Note [Each element counts once]."""
-        if not param_is_not_shared(parameter) or not tensor_parallel.param_is_not_tensor_parallel_duplicate(
-            parameter, tp_group=self.tp_group, expert_tp_group=self.expert_tp_group
-        ):
-            return 0.0
-        return 1.0 / math.prod(group.size() for group in replica_groups(parameter))
-
-    def _reduce(self, number: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
-        """All-reduce over the model's ranks. Effects: an all-reduce, and one more with several instances."""
-        for group in self._model_groups:
-            dist.all_reduce(number, op=op, group=group)
 
     # -- gradients -----------------------------------------------------------------------------------------------------
 
@@ -176,7 +141,7 @@ class ShardedOptimizer(MegatronOptimizer):  # type: ignore[misc]  # megatron-cor
             largest = torch.stack(torch._foreach_norm(gradients, math.inf, torch.float32))
             non_finite = (~largest.isfinite()).any().to(torch.float32)
             torch._foreach_mul_(gradients, self.grad_scaler.inv_scale.reshape(()).to(self._device))
-        self._reduce(non_finite, dist.ReduceOp.MAX)
+        self._ranks.all_reduce(non_finite, dist.ReduceOp.MAX)
         has_inf = bool(non_finite.item())
         self.grad_scaler.update(has_inf)
         return has_inf
@@ -217,7 +182,7 @@ class ShardedOptimizer(MegatronOptimizer):  # type: ignore[misc]  # megatron-cor
                 # Scalars travel as arguments of the kernel: a tensor of them would be a copy from pageable memory.
                 torch._foreach_mul_(norms, [math.sqrt(self._shares[p]) for p in parameters])
                 squares[row] = torch.stack(norms).to(torch.float64).square().sum()
-        self._reduce(squares)
+        self._ranks.all_reduce(squares)
         return dict(zip(names, squares.sqrt(), strict=True))
 
     @torch.no_grad()
@@ -231,7 +196,7 @@ class ShardedOptimizer(MegatronOptimizer):  # type: ignore[misc]  # megatron-cor
             if parameter.grad is not None and share:
                 gradient = local_of(parameter.grad)
                 total += share * (gradient.numel() - torch.count_nonzero(gradient))
-        self._reduce(total)
+        self._ranks.all_reduce(total)
         return float(round(total.item()))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -307,8 +272,12 @@ class ShardedOptimizer(MegatronOptimizer):  # type: ignore[misc]  # megatron-cor
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` returned, on as many ranks as it was taken on."""
-        self.optimizer.load_state_dict(state_dict["optimizer"])
+        """Load what `state_dict` returned, on as many ranks as it was taken on.
+
+        Without "optimizer" in it the scaler's state alone is loaded: `load_checkpoint` fills the optimizer itself.
+        """
+        if "optimizer" in state_dict:
+            self.optimizer.load_state_dict(state_dict["optimizer"])
         if self.grad_scaler is not None and "grad_scaler" in state_dict:
             self.grad_scaler.load_state_dict(state_dict["grad_scaler"])
 

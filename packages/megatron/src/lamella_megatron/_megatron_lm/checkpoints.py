@@ -1,0 +1,203 @@
+"""`save_checkpoint` and `load_checkpoint` of `megatron.training` over sharded models.
+
+Note [Megatron decides, lamella reads and writes]
+    Megatron's functions stay: they know `--finetune`, the file that names the newest iteration, random states and old
+    checkpoints to remove. Between them and the disk is a dict of state. In lamella's place the dict holds the sharded
+    chunks and the optimizer themselves, next to the plain entries; writing hands them to
+    `lamella_megatron.save_checkpoint`, and reading to `load_checkpoint`, which fill them in place.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint
+from megatron.core import parallel_state
+from megatron.training.global_vars import get_args
+from torch import nn
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load
+
+from lamella_engine import FSDPModule
+from lamella_megatron._checkpoint.checkpoint import load_checkpoint, save_checkpoint
+from lamella_megatron._driver.wrapper import ShardedModel
+
+Function = Callable[..., Any]
+State = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """Megatron's own functions, which stand-ins ask for models of other wrappers.
+
+    Attributes:
+        generate_state_dict: Collects the state to save, or the state that a load fills.
+        load_base_checkpoint: Reads one iteration into the collected state.
+        preprocess: Renames Megatron-FSDP's tensors.
+        save_checkpoint: Saves one iteration.
+    """
+
+    generate_state_dict: Function
+    load_base_checkpoint: Function
+    preprocess: Function
+    save_checkpoint: Function
+
+    def pairs(self) -> Sequence[tuple[Function, Function]]:
+        """Each of megatron's functions with lamella's."""
+
+        def generate_state_dict(args: Any, model: Any, optimizer: Any, *rest: Any, **named: Any) -> State:
+            if not _are_sharded(model):
+                state: State = self.generate_state_dict(args, model, optimizer, *rest, **named)
+                return state
+            state = self.generate_state_dict(args, [], None, *rest, **named)
+            state.pop("rerun_state_machine", None)  # Megatron reads it back from torch_dist alone.
+            return state | _live(args, model, optimizer)
+
+        def load_base_checkpoint(load_dir: Any, args: Any, rank0: bool = False, **named: Any) -> tuple[Any, ...]:
+            state = named.get("sharded_state_dict")
+            if rank0 or state is None or not _are_sharded(state.get("_model")):
+                answer: tuple[Any, ...] = self.load_base_checkpoint(load_dir, args, rank0, **named)
+                return answer
+            _, path, release, kind = self.load_base_checkpoint(load_dir, args, True)
+            if named.get("gpt_compat_layer_maps") is not None:
+                raise ValueError(
+                    f"Expected a checkpoint of the same kind of model, got a GPTModel's at {path!r} for a HybridModel. "
+                    "Resume it as a GPTModel."
+                )
+            strict = getattr(args, "strict_fsdp_dtensor_load", True)
+            return (None if kind is None else _load(path, state, strict=strict)), path, release, kind
+
+        def preprocess(args: Any, state: State, model: Any) -> State:
+            raw: State = state if _are_sharded([model]) else self.preprocess(args, state, model)
+            return raw
+
+        def save(iteration: int, model: Any, *rest: Any, **named: Any) -> None:
+            if not all(isinstance(chunk, ShardedModel) for chunk in model):
+                self.save_checkpoint(iteration, model, *rest, **named)
+                return
+            _check_arguments(get_args())
+            with _writing_by(_save):
+                self.save_checkpoint(iteration, model, *rest, **named)
+
+        ours: tuple[Function, ...] = (generate_state_dict, load_base_checkpoint, preprocess, save)
+        theirs = (self.generate_state_dict, self.load_base_checkpoint, self.preprocess, self.save_checkpoint)
+        return [
+            (original, functools.wraps(original)(stand_in)) for original, stand_in in zip(theirs, ours, strict=True)
+        ]
+
+
+def _are_sharded(model: Sequence[nn.Module] | None) -> bool:
+    return bool(model) and all(isinstance(chunk, FSDPModule) for chunk in model or ())
+
+
+def _live(args: Any, model: Sequence[nn.Module], optimizer: Any) -> State:
+    """The chunks and the optimizer as entries of the state."""
+    return {"model": list(model)} | ({} if optimizer is None or args.no_save_optim else {"optimizer": optimizer})
+
+
+def _check_arguments(args: Any) -> None:
+    """Refuse a save in the background, which megatron writes by processes of its own.
+
+    Raises:
+        ValueError: `--async-save` is set.
+    """
+    if args.async_save:
+        raise ValueError(
+            "Expected `--async-save` to be unset, got it set. Leave it out, or save by "
+            "lamella_megatron.save_checkpoint(..., saver=AsyncSaver())."
+        )
+
+
+@contextmanager
+def _writing_by(save: Function) -> Iterator[None]:
+    """Megatron asks `torch.distributed.checkpoint.save` to write, by its full name: a function in its place.
+
+    Effects: on the whole process while the context lasts.
+    """
+    package: Any = torch.distributed.checkpoint
+    torchs = package.save
+    package.save = save
+    try:
+        yield
+    finally:
+        package.save = torchs
+
+
+def _save(state_dict: State, storage_writer: Any) -> None:
+    """Write the state, in which chunks and optimizer are live, to the directory of the writer.
+
+    Effects: as `lamella_megatron.save_checkpoint`, and an exchange of random states over the model-parallel ranks.
+    """
+    state = dict(state_dict)
+    chunks, optimizer = state.pop("model"), state.pop("optimizer", None)
+    args, iteration = state.pop("args"), state.pop("iteration")
+    if "rng_state" in state:
+        state["rng_state"] = _of_all_ranks(state["rng_state"])
+    if optimizer is not None and optimizer.grad_scaler is not None:
+        state["grad_scaler"] = optimizer.grad_scaler.state_dict()
+    _remove_if_empty(storage_writer.path)
+    save_checkpoint(
+        storage_writer.path,
+        model=chunks,
+        optimizer=None if optimizer is None else optimizer.optimizer,
+        iteration=iteration,
+        args=args,
+        objects=_flat(state),
+    )
+
+
+def _flat(state: State) -> State:
+    """Entries under the names that torch's reader, and so megatron's, looks for: "opt_param_scheduler.num_steps"."""
+    planner = DefaultSavePlanner()
+    planner.set_up_planner(state, is_coordinator=True)
+    flat: State = planner.state_dict
+    return flat
+
+
+def _of_all_ranks(by_place: State) -> State:
+    """Random states by pipeline and tensor-parallel place: each rank has its own, and rank 0's are written."""
+    group = parallel_state.get_model_parallel_group()
+    everyones: list[Any] = [None] * group.size()
+    dist.all_gather_object(everyones, by_place, group=group)
+    return {place: states for each in everyones for place, states in each.items()}
+
+
+def _remove_if_empty(directory: str | os.PathLike[str]) -> None:
+    """Megatron makes the directory first; lamella's appears with all files in it, in the place of a checkpoint."""
+    if dist.get_rank() == 0 and Path(directory).is_dir() and not any(Path(directory).iterdir()):
+        Path(directory).rmdir()
+
+
+def _load(path: str, state: State, *, strict: bool) -> State:
+    """Fill chunks and optimizer in place, and the other entries of the state; what megatron loads afterwards.
+
+    Effects: as `lamella_megatron.load_checkpoint`, and an exchange of torch's reader.
+    """
+    state = dict(state)
+    chunks, optimizer = state.pop("_model"), state.pop("optimizer", None)
+    del state["model"]
+    steps = None if optimizer is None else optimizer.optimizer
+    if strict:
+        load_checkpoint(path, model=chunks, optimizer=steps)
+    else:
+        load_checkpoint(path, model=chunks, optimizer=steps, strict=False)
+    scaler = None if optimizer is None else optimizer.grad_scaler
+    state |= {"num_floating_point_operations_so_far": 0} | (
+        {} if scaler is None else {"grad_scaler": scaler.state_dict()}
+    )
+    load(state, storage_reader=FileSystemReader(path), planner=DefaultLoadPlanner(allow_partial_load=True))
+    keys = ["model"] if len(chunks) == 1 else [f"model{place}" for place in range(len(chunks))]
+    # Megatron copies these to the chunks, each tensor onto itself.
+    state |= {key: chunk.state_dict() for key, chunk in zip(keys, chunks, strict=True)}
+    if optimizer is not None:
+        state["optimizer"] = {} if scaler is None else {"grad_scaler": state.pop("grad_scaler")}
+    return state

@@ -1,0 +1,137 @@
+"""`save_checkpoint` and `load_checkpoint` of `megatron.training` over lamella's shards: resumed as if never stopped."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import megatron_lm
+import pytest
+import torch
+from megatron_lm import SHARDED
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.tensor import DTensor
+
+import lamella_megatron
+from lamella_testing import run_ranks
+
+History = list[tuple[float, float]]
+DROPOUT = ("--hidden-dropout", "0.1", "--attention-dropout", "0.1")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def programs(on_cpu: None) -> Iterator[None]:
+    with megatron_lm.programs_on_cpu():
+        yield
+
+
+def _train_and_save(directory: Path, *arguments: str) -> History:
+    """Six steps, saved after the third; the losses of the last three."""
+    lamella_megatron.install()
+    args, model, optimizer, scheduler = megatron_lm.build(
+        *SHARDED, "--save", str(directory), "--save-interval", "3", *arguments
+    )
+    megatron_lm.train(args, model, optimizer, scheduler, num_steps=3)
+    _save(args, model, optimizer, scheduler)
+    return megatron_lm.train(args, model, optimizer, scheduler, num_steps=3)
+
+
+def _save(args: Any, *state: Any) -> None:
+    training = importlib.import_module("megatron.training.training")
+    training.save_checkpoint(args.iteration, *state, 1234)
+
+
+def _resume(directory: Path, *arguments: str) -> History:
+    lamella_megatron.install()
+    args, model, optimizer, scheduler = megatron_lm.build(*SHARDED, "--load", str(directory), *arguments)
+    assert (args.iteration, args.consumed_train_samples) == (3, 24)
+    assert args.num_floating_point_operations_so_far == 1234
+    return megatron_lm.train(args, model, optimizer, scheduler, num_steps=3)
+
+
+def test_a_run_goes_on_to_the_bit_on_the_same_ranks(tmp_path: Path) -> None:
+    """With dropout: random states are the checkpoint's too."""
+    expected = run_ranks(_train_and_save, 2, tmp_path, *DROPOUT)
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "3"
+    assert run_ranks(_resume, 2, tmp_path, *DROPOUT) == expected
+    other = run_ranks(_resume, 2, tmp_path, *DROPOUT, "--no-load-rng")
+    assert other != expected
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "arguments"), [(1, ""), (4, ""), (2, "--data-parallel-sharding-strategy optim")], ids=str
+)
+def test_a_run_goes_on_on_other_ranks(saved: tuple[Path, History], num_ranks: int, arguments: str) -> None:
+    directory, expected = saved
+    for history in run_ranks(_resume, num_ranks, directory, *arguments.split()):
+        torch.testing.assert_close(torch.tensor(history), torch.tensor(expected), rtol=1e-5, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory, programs: None) -> tuple[Path, History]:
+    directory = tmp_path_factory.mktemp("saved")
+    return directory, run_ranks(_train_and_save, 2, directory)[0]
+
+
+def _loaded(directory: Path, *arguments: str) -> tuple[int, int, float, dict[str, torch.Tensor]]:
+    """The iteration, the number of parameters with optimizer state, the learning rate, and the weights."""
+    lamella_megatron.install()
+    args, model, optimizer, _ = megatron_lm.build(*SHARDED, "--load", str(directory), *arguments)
+    weights = {
+        name: parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
+        for name, parameter in model[0].named_parameters()
+    }
+    return args.iteration, len(optimizer.optimizer.state), optimizer.param_groups[0]["lr"], weights
+
+
+def test_parts_of_a_checkpoint_are_left_out_as_asked(saved: tuple[Path, History]) -> None:
+    directory, _ = saved
+    [resumed] = run_ranks(_loaded, 1, directory)
+    [finetuned] = run_ranks(_loaded, 1, directory, "--finetune")
+    [without] = run_ranks(_loaded, 1, directory, "--no-load-optim")
+    assert (resumed[0], finetuned[0], without[0]) == (3, 0, 3)
+    assert resumed[1] == len(resumed[3]) and finetuned[1] == without[1] == 0
+    assert resumed[2] > finetuned[2] == 0  # the schedule begins anew, with its warm-up
+    for weights in (finetuned[3], without[3]):
+        assert weights.keys() == resumed[3].keys()
+        assert all(torch.equal(weights[name], tensor) for name, tensor in resumed[3].items())
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_torchs_reader_finds_entries_under_megatrons_names(saved: tuple[Path, History]) -> None:
+    directory, _ = saved
+    path = directory / "iter_0000003"
+    metadata = FileSystemReader(path).read_metadata().state_dict_metadata
+    assert {"args", "iteration", "opt_param_scheduler.num_steps"} <= metadata.keys()
+    assert "rng_state.(0, 0).0.torch_rng_state" in metadata
+    assert any(name.startswith("model.module.") for name in metadata)
+    state: dict[str, Any] = {"args": None, "iteration": None, "opt_param_scheduler": {"num_steps": None}}
+    load(state, checkpoint_id=path, no_dist=True)
+    assert (state["iteration"], state["args"].consumed_train_samples) == (3, 24)
+    assert state["opt_param_scheduler"]["num_steps"] == 24
+
+
+def test_random_states_of_all_tensor_parallel_ranks_are_saved(tmp_path: Path) -> None:
+    run_ranks(_train_and_save, 2, tmp_path, "--tensor-model-parallel-size", "2")
+    metadata = FileSystemReader(tmp_path / "iter_0000003").read_metadata().state_dict_metadata
+    assert {f"rng_state.(0, {rank}).0.torch_rng_state" for rank in (0, 1)} <= metadata.keys()
+
+
+def test_without_a_checkpoint_a_run_begins_anew(tmp_path: Path) -> None:
+    assert run_ranks(_loaded, 1, tmp_path)[0][0] == 0
+
+
+def test_a_save_in_megatrons_background_is_refused(tmp_path: Path) -> None:
+    def on_the_rank() -> None:
+        lamella_megatron.install()
+        args, *state = megatron_lm.build(*SHARDED, "--save", str(tmp_path), "--save-interval", "3")
+        args.async_save = True  # megatron takes the option back on hosts without its library
+        with pytest.raises(ValueError, match="Expected `--async-save` to be unset"):
+            _save(args, *state)
+
+    run_ranks(on_the_rank, 1)
+    assert not os.listdir(tmp_path)
