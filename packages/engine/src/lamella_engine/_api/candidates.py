@@ -74,6 +74,8 @@ def candidates_of(
                         rows = Rows(resolved_policy.recipe.block_rows)
                         sharding = sharding_of(prefix + name, parameter, axes, placement_fn, rows)
                 candidates[id(parameter)] = Candidate(prefix + name, parameter, [], sharding, resolved_policy)
+            # Every place, also of a tied parameter: each must change forms with the unit, or it would compute with a
+            # stale weight.
             candidates[id(parameter)].owners.append(Owner(inner._parameters, name, weakref.ref(inner)))
     return list(candidates.values())
 

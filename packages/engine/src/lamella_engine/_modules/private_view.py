@@ -165,6 +165,7 @@ class GroupView(_View):
     _groups: Sequence[ParameterGroup]
 
     def __init__(self, state: FSDPState, groups: Sequence[ParameterGroup]) -> None:
+        # A wrapper set through an earlier view is on the state: every view made since shows it.
         wrappers = {
             name: vars(state)[method_name] for name, method_name in _WRAPPED.items() if method_name in vars(state)
         }

@@ -170,6 +170,7 @@ class ParameterGroup:
     ) -> None:
         self.parameters = list(parameters)
         # Of the mesh, fixed: main weights lie by them. The caller's choices of collectives are in `transports`.
+        # Read by every collective of the group: members on other axes would reduce over other ranks.
         self.axes: DataAxes = parameters[0].sharding.axes
         self.policy = policy
         self.form = form
@@ -192,6 +193,7 @@ class ParameterGroup:
         self.parts: list[torch.Tensor] | None = None
         self.partial: Reduced | None = None
         self.keeps_bytes = False
+        # Set by each `build_unsharded` from the main weights: true until `to_empty` gives the shards storage.
         self.is_meta = False
         put(self.parameters)  # last: modules hold the sharded forms once the group is whole
 

@@ -171,6 +171,7 @@ def install_gradients(group: ParameterGroup, reduced: Reduced, *, are_divided: b
     # cast.
     if shards.dtype != group.main_grads_dtype:
         shards = shards.cast_to(group.main_grads_dtype)
+    # Earlier gradients are added to in place, by one kernel; fresh gradients are views of the shards, without a kernel.
     fresh, totals = [], {}
     for i, (parameter, is_present) in enumerate(zip(group.parameters, present, strict=True)):
         if not is_present:

@@ -49,6 +49,7 @@ def _note_parameter(module: nn.Module, name: str, parameter: nn.Parameter | None
 def _note_module(module: nn.Module, name: str, added: nn.Module | None) -> None:
     if added is not None and (owner := _watched.get(module)) is not None:
         registrations.append((weakref.ref(module), name))
+        # Modules further in too: a later registration in them would be seen by no unit.
         for inner in added.modules():
             _watched.setdefault(inner, owner)
 

@@ -47,6 +47,7 @@ class WeightScaling:
 
     def begin_pass(self) -> None:
         """Let scales of all units at rest expire: main weights may have been written by anyone, with no event."""
+        # The next forward begins with few units again: its first gather must not wait for a long measurement.
         self._num_measured = 0
         for weights in self._at_rest():
             _expire(weights.parameters)
