@@ -27,6 +27,7 @@ PROGRAM = """
 """
 
 
+@pytest.mark.slow
 def test_torchrun_restarts_a_run_whose_rank_was_killed_and_losses_are_bit_equal(
     options: list[str], config: Config, train: TrainOn, tmp_path: Path
 ) -> None:
@@ -39,7 +40,7 @@ def test_torchrun_restarts_a_run_whose_rank_was_killed_and_losses_are_bit_equal(
         capture_output=True,
         text=True,
         check=False,
-        timeout=110,
+        timeout=600,
     )
     assert result.returncode == 0, result.stderr
     assert "resuming: step 4 of 6" in result.stdout
