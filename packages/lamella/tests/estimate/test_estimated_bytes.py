@@ -35,7 +35,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "keep budget": (2, {"keep_budget": "100KiB", "reduce": "bf16"}),
     "full and offload": (2, {"recompute": "full", "offload_activations": True}),
     "offload": (1, {"offload_activations": True}),
-    "float8": (2, {"float8": "tensor", "reshard_after_forward": False}),
+    "float8": (2, {"float8": "tensor"}),
 }
 
 

@@ -129,7 +129,7 @@ def _hooks(live: LiveBytes, name: str, *, is_last: bool) -> tuple[Callable[..., 
     def after(module: nn.Module, arguments: Any, output: Any) -> None:
         tensor = output[0] if isinstance(output, tuple | list) else output
         if isinstance(tensor, torch.Tensor) and tensor.requires_grad and not live.in_backward:
-            tensor.register_hook(lambda _: live.begin(f"backward {name}"))
+            tensor.register_hook(lambda _: live.begin(f"backward {name}"))  # type: ignore[no-untyped-call]
         if not live.in_backward:
             live.begin(f"{FORWARD} {HEAD_AND_LOSS}" if is_last else f"{FORWARD} after {name}")
 
