@@ -15,6 +15,7 @@ from lamella._data.tokens import load_tokens
 from lamella._export.model_card import model_card
 from lamella._export.trained_run import open_run
 from lamella._record.metrics import ValidationRecord, last_validations, read
+from lamella._record.series import metric_rows, validation_series
 from lamella._record.trackers import numbers
 from lamella._settings.named_texts import named_texts
 from lamella._training.preparation import prepare
@@ -52,7 +53,8 @@ def test_each_set_has_its_losses_in_metrics_lines_and_card(
     for record in last_validations(records):
         assert f"| validation loss on {record.name} | {record.nats:.4f} nats/byte (step 6) |" in card
     assert numbers(records[0]) == {"validation/wiki/nats_per_byte": records[0].nats}
-    assert directory.plot.is_file()
+    names = [series.name for series in validation_series(metric_rows(directory.metrics))]
+    assert names == ["validation on wiki", "validation on code"]
 
     assert main(["eval", str(directory.root), "--device", "cpu", "--json", "-"]) == 0
     texts = json.loads(capfd.readouterr().out)["texts"]

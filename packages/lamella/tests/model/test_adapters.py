@@ -197,6 +197,13 @@ def test_exports_are_peft_s(
         assert [run.losses[step] for step in (1, 2, 3)] == pytest.approx(expected, rel=1e-5)
     folder, adapters, whole = str(run.directory.root), tmp_path / "adapters", tmp_path / "whole"
     assert main(["export", folder, str(adapters)]) == 0
+    card = (adapters / "README.md").read_text()
+    figures = (
+        "| rank | `4` |",
+        f"{'DoRA' if dora else 'LoRA'} adapters for `{Path(adapted.model.name).name}`",
+        "nats/token",
+    )
+    assert all(figure in card for figure in figures) and card.startswith("---\nbase_model: ")
     assert main(["export", folder, str(whole), "--merge"]) == 0
     base = AutoModelForCausalLM.from_pretrained(adapted.model.name, dtype=torch.float32)
     opened = PeftModel.from_pretrained(cast(Any, base), str(adapters))

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from lamella._record.metrics import SampleRecord, StepRecord, append, read, rewind
+from lamella._record.metrics import Record, SampleRecord, StepRecord, append, read, rewind
 
 
 def step_record(step: int) -> StepRecord:
@@ -25,7 +25,7 @@ def step_record(step: int) -> StepRecord:
 )
 def test_damaged_lines_are_read_past_and_dropped(tmp_path: Path, damage: str) -> None:
     path = tmp_path / "metrics.jsonl"
-    records = [step_record(1), SampleRecord(step=2, number=1, prompt="\u2028", text="\n")]
+    records: list[Record] = [step_record(1), SampleRecord(step=2, number=1, prompt="\u2028", text="\n")]
     append(path, records)
     with path.open("a", encoding="latin-1") as file:
         file.write(damage)

@@ -5,11 +5,23 @@ from pathlib import Path
 
 import pytest
 
-from lamella._record.output import show
+from lamella._record.output import file_error, show
 
 
 def unwanted() -> str:
     raise AssertionError("The report was made as JSON, and nothing reads it.")
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (PermissionError(13, "Permission denied", "a\tb"), "Expected usable files, got Permission denied: 'a\\tb'."),
+        (OSError("lost\nthe disk."), "Expected usable files, got lost the disk."),
+        (OSError("Expected a whole archive, got half of one."), "Expected a whole archive, got half of one."),
+    ],
+)
+def test_errors_of_the_file_system_are_one_sentence(error: OSError, expected: str) -> None:
+    assert file_error(error) == expected
 
 
 def test_text_alone_makes_no_json(capsys: pytest.CaptureFixture[str]) -> None:

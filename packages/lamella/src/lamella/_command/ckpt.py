@@ -20,7 +20,7 @@ import lamella_checkpoint  # By attribute below: a name that a command does not 
 import lamella_convert
 from lamella._command.choices import number, one_of
 from lamella._command.ckpt_options import DIALECTS, DTYPES, MTP_LAYERS, NUM_LINES, TARGETS, DamageError
-from lamella._record.output import one_line, printable, say, show
+from lamella._record.output import file_error, one_line, printable, say, show
 from lamella._record.progress import ByteBar
 from lamella._settings.options import ConfigError
 from lamella_checkpoint import CheckpointDamaged, CheckpointUntrusted, FormatUnknown, Source
@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
             raise DamageError(one_line(f"{error}")) from error
         raise ConfigError(one_line(f"{error}")) from error
     except OSError as error:
-        raise ConfigError(one_line(_system_message(error, arguments))) from error
+        raise ConfigError(_system_message(error, arguments)) from error
     except MemoryError as error:
         raise ConfigError(f"Expected memory for what is in hand, got too little. {error}".strip()) from error
 
@@ -98,11 +98,8 @@ def _checkpoint_within(error: FormatUnknown) -> str:
 
 
 def _system_message(error: OSError, arguments: argparse.Namespace) -> str:
-    where = f": {str(error.filename)!r}" if error.filename is not None else ""
-    text = error.strerror or str(error)
-    if isinstance(error, FileExistsError) and not arguments.force and _names_target(error, arguments):
-        return f"{text}{where}. With --force a checkpoint there is replaced."
-    return f"{text}{where}." if text.startswith("Expected") else f"Expected files that can be used, got {text}{where}."
+    is_occupied = isinstance(error, FileExistsError) and not arguments.force and _names_target(error, arguments)
+    return file_error(error) + (" With --force a checkpoint there is replaced." if is_occupied else "")
 
 
 # -- commands ---------------------------------------------------------------------------------------------------------

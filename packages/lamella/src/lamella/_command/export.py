@@ -12,7 +12,7 @@ from lamella._command.ckpt_options import DamageError
 from lamella._command.inference_options import EXPORT_DTYPES
 from lamella._export.export import Export, export
 from lamella._export.trained_run import earlier_steps, open_run
-from lamella._record.output import one_line, printable, say
+from lamella._record.output import file_error, one_line, printable, say
 from lamella._record.progress import ByteBar
 from lamella._settings.options import ConfigError
 from lamella_checkpoint import CheckpointDamaged
@@ -49,11 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
             "another OUT, or remove it."
         ) from error
     except OSError as error:
-        where = f": {str(error.filename)!r}" if error.filename is not None else ""
-        reason = error.strerror or one_line(str(error))
-        raise ConfigError(
-            f"Expected files that can be read and written, got {reason}{where}. Pass another OUT."
-        ) from error
+        raise ConfigError(f"{file_error(error)} Pass another OUT.") from error
     except (NotImplementedError, TypeError, ValueError) as error:
         raise error if isinstance(error, ConfigError) else ConfigError(one_line(f"{error}")) from error
     say(map(printable, _lines(exported)))

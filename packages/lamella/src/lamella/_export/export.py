@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from lamella._export.adapters import export_adapters, is_for_peft, merged_checkpoint
-from lamella._export.model_card import model_card
+from lamella._export.model_card import adapter_card, model_card
 from lamella._export.trained_run import TrainedRun, open_run
 from lamella._model.weights import as_published
 from lamella._settings.options import ConfigError
@@ -73,7 +73,7 @@ def export(
             name = f"{run.checkpoint.name}-adapters" if for_peft else run.checkpoint.name
             folder = to or run.directory.root / "exports" / name
             if for_peft:
-                return _export_adapters(run, folder, dtype, on_progress)
+                return _export_adapters(run, folder, dtype, version, on_progress)
             return _export(run, folder, dtype, version, on_progress)
         except (CheckpointDamaged, FileNotFoundError):
             if run.checkpoint.is_dir():
@@ -100,11 +100,17 @@ def _export(run: TrainedRun, to: Path, dtype: str, version: str, on_progress: Ca
     return Export(run=run, conversion=conversion, dtype=name)
 
 
-def _export_adapters(run: TrainedRun, to: Path, dtype: str, on_progress: Callable[[int, int], None]) -> Export:
+def _export_adapters(
+    run: TrainedRun, to: Path, dtype: str, version: str, on_progress: Callable[[int, int], None]
+) -> Export:
     """Export adapters, in fp32 as they are trained where the dtype is "auto"."""
     torch_dtype = torch.float32 if dtype == "auto" else _DTYPES[dtype]
+    name = str(torch_dtype).removeprefix("torch.")
+    card = adapter_card(run, model_type=_model_type(run), dtype=name, version=version)
     conversion = export_adapters(run, to, torch_dtype, on_progress)
-    return Export(run=run, conversion=conversion, dtype=str(torch_dtype).removeprefix("torch."))
+    # After peft, which writes a card without the figures.
+    (to / "README.md").write_text(card, encoding="utf-8")
+    return Export(run=run, conversion=conversion, dtype=name)
 
 
 def _dtype_of_start(run: TrainedRun) -> torch.dtype:

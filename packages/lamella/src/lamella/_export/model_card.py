@@ -1,9 +1,11 @@
-"""The card of an exported model: the figures of its run, and the lines that open it."""
+"""The card of an exported model, or of its adapters: the figures of its run, and the lines that open it."""
 
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
 
 from lamella._export.trained_run import TrainedRun
+from lamella._model.lora import lora_settings
 from lamella._record.metrics import StepRecord, last_validations, read
 
 _FINGERPRINT_LENGTH: Final = 16
@@ -21,7 +23,7 @@ def model_card(run: TrainedRun, *, model_type: str, dtype: str, version: str) ->
     Raises:
         CheckpointDamaged: The checkpoint's metadata cannot be read.
     """
-    rows = "\n".join(f"| {name} | {text} |" for name, text in _figures(run, dtype, version))
+    rows = _rows(_figures(run, dtype, version))
     return f"""---
 library_name: transformers
 pipeline_tag: text-generation
@@ -48,11 +50,59 @@ model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
 """
 
 
+def adapter_card(run: TrainedRun, *, model_type: str, dtype: str, version: str) -> str:
+    """Return the card of a folder of adapters, which names the model that they are for; arguments as `model_card`.
+
+    Raises:
+        CheckpointDamaged: The checkpoint's metadata cannot be read.
+    """
+    settings = lora_settings(run.config.model)
+    assert settings is not None
+    kind, base = "DoRA" if settings.dora else "LoRA", _base(run)
+    adapters = {"rank": f"{settings.rank}", "alpha": f"{settings.alpha:g}", "layers": ", ".join(settings.targets)}
+    rows = _rows([*((name, f"`{text}`") for name, text in adapters.items()), *_figures(run, dtype, version)])
+    return f"""---
+base_model: {json.dumps(base)}
+library_name: peft
+pipeline_tag: text-generation
+tags:
+- lamella
+- lora
+- {model_type}
+---
+
+# {run.name}
+
+{kind} adapters for `{base}` ({model_type}), trained by `lamella train` with the model frozen.
+
+| figure | |
+|---|---|
+{rows}
+
+```python
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+base = AutoModelForCausalLM.from_pretrained({json.dumps(base)}, dtype="auto")  # the folder of the model, or its name
+model = PeftModel.from_pretrained(base, ".")  # the folder of this card
+```
+"""
+
+
+def _rows(figures: Iterable[tuple[str, str]]) -> str:
+    return "\n".join(f"| {name} | {text} |" for name, text in figures)
+
+
+def _base(run: TrainedRun) -> str:
+    """Return the name of a pretrained folder, without its place on a machine."""
+    return run.config.model.name.rstrip("/").rpartition("/")[2]
+
+
 def _origin(run: TrainedRun) -> str:
-    """Describe the start of the run, by the name of a pretrained folder and without its place on a machine."""
+    """Describe the start of the run."""
     if not run.directory.weights.is_file():
         return "from fresh weights"
-    return f"from the weights of `{run.config.model.name.rstrip('/').rpartition('/')[2]}`"
+    return f"from the weights of `{_base(run)}`"
 
 
 def _figures(run: TrainedRun, dtype: str, version: str) -> Iterator[tuple[str, str]]:

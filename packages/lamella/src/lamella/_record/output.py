@@ -65,6 +65,14 @@ def write(path: str, text: str) -> None:
         raise ConfigError(f"Expected to write {path!r}, got {error.strerror}.") from error
 
 
+def file_error(error: OSError) -> str:
+    """Return one sentence on a file that could not be read or written: the system's reason, and the path."""
+    where = f": {str(error.filename)!r}" if error.filename is not None else ""
+    text = one_line(error.strerror or str(error)).rstrip(".")
+    # Errors of lamella's own packages are sentences already.
+    return f"{text}{where}." if text.startswith("Expected") else f"Expected usable files, got {text}{where}."
+
+
 @contextmanager
 def refused_paths() -> Iterator[None]:
     """Turn errors of the file system into refusals: a name that is too long, a path that may not be searched.
