@@ -53,55 +53,78 @@ class Checkpoints:
 
     def pairs(self) -> Sequence[tuple[Function, Function]]:
         """Each of megatron's functions with lamella's."""
-
-        def generate_state_dict(args: Any, model: Any, optimizer: Any, *rest: Any, **named: Any) -> State:
-            if not _are_sharded(model):
-                state: State = self.generate_state_dict(args, model, optimizer, *rest, **named)
-                return state
-            state = self.generate_state_dict(args, [], None, *rest, **named)
-            state.pop("rerun_state_machine", None)  # Megatron reads it back from torch_dist alone.
-            return state | _live(args, model, optimizer)
-
-        def load_base_checkpoint(load_dir: Any, args: Any, rank0: bool = False, **named: Any) -> tuple[Any, ...]:
-            state = named.get("sharded_state_dict")
-            if rank0 or state is None or not _are_sharded(state.get("_model")):
-                answer: tuple[Any, ...] = self.load_base_checkpoint(load_dir, args, rank0, **named)
-                return answer
-            _, path, release, kind = self.load_base_checkpoint(load_dir, args, True)
-            if named.get("gpt_compat_layer_maps") is not None:
-                raise ValueError(
-                    f"Expected a checkpoint of the same kind of model, got a GPTModel's at {path!r} for a HybridModel. "
-                    "Resume it as a GPTModel."
-                )
-            strict = getattr(args, "strict_fsdp_dtensor_load", True)
-            return (None if kind is None else _load(path, state, strict=strict)), path, release, kind
-
-        def preprocess(args: Any, state: State, model: Any) -> State:
-            raw: State = state if _are_sharded([model]) else self.preprocess(args, state, model)
-            return raw
-
-        def save(iteration: int, model: Any, *rest: Any, **named: Any) -> None:
-            if not all(isinstance(chunk, ShardedModel) for chunk in model):
-                self.save_checkpoint(iteration, model, *rest, **named)
-                return
-            _check_arguments(get_args())
-            with _writing_by(_save):
-                self.save_checkpoint(iteration, model, *rest, **named)
-
-        ours: tuple[Function, ...] = (generate_state_dict, load_base_checkpoint, preprocess, save)
-        theirs = (self.generate_state_dict, self.load_base_checkpoint, self.preprocess, self.save_checkpoint)
         return [
-            (original, functools.wraps(original)(stand_in)) for original, stand_in in zip(theirs, ours, strict=True)
+            (self.generate_state_dict, _stand_in(self.generate_state_dict, self._generate)),
+            (self.load_base_checkpoint, _stand_in(self.load_base_checkpoint, self._load_base)),
+            (self.preprocess, _stand_in(self.preprocess, self._preprocess)),
+            (self.save_checkpoint, _stand_in(self.save_checkpoint, self._save)),
         ]
 
+    def _generate(self, args: Any, model: Any, optimizer: Any, *rest: Any, **named: Any) -> State:
+        if not _are_sharded(model):
+            state: State = self.generate_state_dict(args, model, optimizer, *rest, **named)
+            return state
+        state = self.generate_state_dict(args, [], None, *rest, **named)
+        state.pop("rerun_state_machine", None)  # Megatron reads the machine back from torch_dist alone.
+        return state | _live(args, model, optimizer)
 
-def _are_sharded(model: Sequence[nn.Module] | None) -> bool:
-    return bool(model) and all(isinstance(chunk, FSDPModule) for chunk in model or ())
+    def _load_base(self, load_dir: Any, args: Any, rank0: bool = False, **named: Any) -> tuple[Any, ...]:
+        state = named.get("sharded_state_dict")
+        if rank0 or state is None or not _are_sharded(state.get("model")):
+            answer: tuple[Any, ...] = self.load_base_checkpoint(load_dir, args, rank0, **named)
+            return answer
+        _check_kind(load_dir, named)
+        _, path, release, kind = self.load_base_checkpoint(load_dir, args, True)
+        strict = args.strict_fsdp_dtensor_load
+        return (None if kind is None else _load(path, state, strict=strict)), path, release, kind
+
+    def _preprocess(self, args: Any, state: State, model: Any) -> State:
+        renamed: State = state if _are_sharded([model]) else self.preprocess(args, state, model)
+        return renamed
+
+    def _save(self, iteration: int, model: Any, *rest: Any, **named: Any) -> None:
+        if not all(isinstance(chunk, ShardedModel) for chunk in model):
+            self.save_checkpoint(iteration, model, *rest, **named)
+            return
+        _check_arguments(get_args())
+        with _writing_by(_write):
+            self.save_checkpoint(iteration, model, *rest, **named)
+
+
+def _stand_in(original: Function, function: Function) -> Function:
+    """A function with the name and the signature of megatron's."""
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return call
+
+
+def _are_sharded(model: object) -> bool:
+    return isinstance(model, list) and bool(model) and all(isinstance(chunk, FSDPModule) for chunk in model)
 
 
 def _live(args: Any, model: Sequence[nn.Module], optimizer: Any) -> State:
     """The chunks and the optimizer as entries of the state."""
     return {"model": list(model)} | ({} if optimizer is None or args.no_save_optim else {"optimizer": optimizer})
+
+
+def _check_kind(load_dir: object, named: State) -> None:
+    """Refuse a checkpoint that is not of the model's own kind.
+
+    Raises:
+        ValueError: The checkpoint is in the format `torch_dist`, or a GPTModel's for a HybridModel.
+    """
+    if "_model" not in named["sharded_state_dict"]:
+        raise ValueError(
+            f"Expected an fsdp_dtensor checkpoint in {str(load_dir)!r}, got torch_dist. Convert it by "
+            "`lamella_convert.convert(..., to='fsdp_dtensor')`."
+        )
+    if named.get("gpt_compat_layer_maps") is not None:
+        raise ValueError(
+            f"Expected the checkpoint of a HybridModel in {str(load_dir)!r}, got a GPTModel's. Resume it as a GPTModel."
+        )
 
 
 def _check_arguments(args: Any) -> None:
@@ -132,7 +155,7 @@ def _writing_by(save: Function) -> Iterator[None]:
         package.save = torchs
 
 
-def _save(state_dict: State, storage_writer: Any) -> None:
+def _write(state_dict: State, storage_writer: Any) -> None:
     """Write the state, in which chunks and optimizer are live, to the directory of the writer.
 
     Effects: as `lamella_megatron.save_checkpoint`, and an exchange of random states over the model-parallel ranks.
@@ -168,7 +191,7 @@ def _of_all_ranks(by_place: State) -> State:
     group = parallel_state.get_model_parallel_group()
     everyones: list[Any] = [None] * group.size()
     dist.all_gather_object(everyones, by_place, group=group)
-    return {place: states for each in everyones for place, states in each.items()}
+    return {place: states for states_by_place in everyones for place, states in states_by_place.items()}
 
 
 def _remove_if_empty(directory: str | os.PathLike[str]) -> None:

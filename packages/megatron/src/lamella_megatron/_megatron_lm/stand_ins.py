@@ -1,4 +1,4 @@
-"""What stands in the place of each name of megatron. The module imports `megatron.training`."""
+"""Stand-ins for megatron's wrapper, optimizer, norm and checkpoints. The module imports `megatron.training`."""
 
 from __future__ import annotations
 

@@ -1,0 +1,51 @@
+"""The programs of examples/megatron train on two GPUs, by megatron's own `pretrain`, and go on where they stopped."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[4] / "examples" / "megatron"
+COMMON = (
+    "--use-megatron-fsdp --ckpt-format fsdp_dtensor --mock-data --tokenizer-type NullTokenizer --vocab-size 1023 "
+    "--hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 --micro-batch-size 2 "
+    "--global-batch-size 8 --lr 1e-3 --lr-decay-iters 10 --bf16 --eval-iters 1 --eval-interval 2 --log-interval 1 "
+    "--save-interval 4 --log-params-norm --manual-gc --num-workers 0 --no-gradient-accumulation-fusion"
+)
+LOCAL = "--num-layers 2 --transformer-impl local --no-persist-layer-norm"
+HYBRID = '--hybrid-layer-pattern "M*-M*-"'
+
+
+def _losses(script: str, arguments: str) -> dict[int, float]:
+    """The logged losses of a run by iteration."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    run = subprocess.run(
+        [*torchrun, str(EXAMPLES / script), *shlex.split(arguments)], capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]
+    logged = re.findall(r"iteration\s+(\d+)/.*?lm loss: ([\d.E+-]+)", run.stdout + run.stderr)
+    return {int(iteration): float(loss) for iteration, loss in logged}
+
+
+@pytest.mark.gpu2
+@pytest.mark.parametrize(
+    ("script", "arguments"),
+    [
+        ("pretrain_gpt.py", LOCAL),
+        pytest.param("pretrain_hybrid.py", HYBRID, marks=[pytest.mark.te, pytest.mark.ssm]),
+    ],
+)
+def test_a_program_trains_evaluates_saves_and_goes_on(tmp_path: Path, script: str, arguments: str) -> None:
+    arguments = f"{COMMON} {arguments} --save {tmp_path}"
+    straight = _losses(script, f"{arguments} --train-iters 6 --exit-interval 6")
+    assert sorted(straight) == [1, 2, 3, 4, 5, 6]
+    assert straight[6] < straight[1]
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("4")
+    resumed = _losses(script, f"{arguments} --train-iters 6 --load {tmp_path}")
+    # Kernels of backward may add in another order.
+    assert resumed == pytest.approx({iteration: straight[iteration] for iteration in (5, 6)}, rel=1e-3)
