@@ -34,7 +34,6 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "rest cpu": (2, {"rest": "cpu", "recompute": "selective"}),
     "keep budget": (2, {"keep_budget": "100KiB", "reduce": "bf16"}),
     "full and offload": (2, {"recompute": "full", "offload_activations": True}),
-    "offload": (1, {"offload_activations": True}),
     "float8": (2, {"float8": "tensor"}),
 }
 
