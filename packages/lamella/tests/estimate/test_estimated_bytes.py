@@ -92,6 +92,19 @@ def test_every_moment_of_a_step_has_the_bytes_of_a_real_one(model_folder: Path, 
             assert moment.host_nbytes == pytest.approx(expected.host_nbytes, rel=0.03), moment.name
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_offloaded_activations_without_recompute_are_estimated_a_little_too_high(
+    model_folder: Path, num_ranks: int
+) -> None:
+    """The backward of the last layer frees a copy from the host later on fake tensors: 2 to 4 % of the bytes."""
+    config = config_of(model_folder, num_ranks, offload_activations=True)
+    actual, estimate = measured(config)[0], estimate_run(config, 0)
+    assert estimate.at_rest == actual.at_rest
+    for expected, moment in zip(actual.moments, estimate.moments, strict=True):
+        assert expected.nbytes <= moment.nbytes <= 1.04 * expected.nbytes, moment.name
+        assert moment.host_nbytes == expected.host_nbytes, moment.name
+
+
 @given(num_ranks=st.integers(1, 4), stage=st.sampled_from([1, 2, 3]))
 @settings(max_examples=3)
 def test_optimizer_states_of_all_ranks_are_two_for_each_parameter(
