@@ -7,6 +7,7 @@ import pytest
 import torch
 from conftest import TINY_LLAMA
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import lamella
 from lamella import ConfigError
@@ -79,7 +80,7 @@ def test_a_module_is_estimated_by_functions_of_its_own() -> None:
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(3)))
 
-    def shard(module: nn.Module, mesh: object) -> None:
+    def shard(module: nn.Module, mesh: DeviceMesh) -> None:
         for layer in module.children():
             fully_shard(layer, mesh=mesh)
         fully_shard(module, mesh=mesh)
