@@ -151,6 +151,15 @@ def clients(session: nox.Session) -> None:
     _pytest_installed(session, CLIENTS, "-W", "default")  # the libraries' warnings
 
 
+@nox.session(default=False)
+def narrow_states(session: nox.Session) -> None:
+    """Test the optimizer states of `lamella[torchao]` apart: `import transformers` imports an installed torchao."""
+    _install_shipped(session, "lamella", _wheels(session, _siblings("lamella", tested=True)))
+    # Compiled by uv: Python would warn of escapes in torchao's texts, and tests turn warnings into errors.
+    _install(session, "--compile-bytecode", "torchao")
+    _pytest_installed(session, FOLDERS["lamella"] / "tests" / "training" / "test_narrow_states.py")
+
+
 @nox.session(default=False, venv_backend="none")
 @nox.parametrize("num_gpus", [1, 2, 4], ids=["1", "2", "4"])
 def gpu(session: nox.Session, num_gpus: int) -> None:
