@@ -111,7 +111,7 @@ class _Signal(NamedTuple):
         if (calls := self.eager_calls.get(stream)) is not None and not torch.cuda.is_current_stream_capturing():
             return calls
         (tell_open, tell_closed), (wait_open, wait_closed) = (
-            [ops.calls(stream) for ops in both] for both in (self.tells, self.waits)
+            [ops.calls(stream) for ops in operations] for operations in (self.tells, self.waits)
         )
         calls = _Calls(tell_open, wait_open, tell_closed + wait_closed)
         if not torch.cuda.is_current_stream_capturing():

@@ -6,7 +6,7 @@ from lamella._settings.options import ConfigError
 from lamella._settings.sections import DataConfig
 
 
-def check_tokens(data: TokenData, config: DataConfig) -> None:
+def check_tokens(tokens: TokenData, config: DataConfig) -> None:
     """Refuse text shorter than one sequence, and text without targets.
 
     Raises:
@@ -14,11 +14,11 @@ def check_tokens(data: TokenData, config: DataConfig) -> None:
             its length.
     """
     flag = "--validation-data" if config.validation_paths else "--data"
-    for source in data.sources:
-        sequences = data.sequences("train", config.sequence_length, source)
+    for source in tokens.sources:
+        sequences = tokens.sequences("train", config.sequence_length, source)
         _check_sequences(sequences, f"train on{_of(source)}", "--data")
-    for source in data.validation_sets:
-        sequences = data.sequences("validation", config.sequence_length, source)
+    for source in tokens.validation_sets:
+        sequences = tokens.sequences("validation", config.sequence_length, source)
         _check_sequences(sequences, f"validate on{_of(source)}", flag)
 
 

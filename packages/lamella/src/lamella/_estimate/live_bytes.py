@@ -165,8 +165,8 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         tracked = TrackedStorage(kind, shape, len(self.log.moments) - 1)
 
         def end(reference: object) -> None:
-            entry = self._storages.get(key)
-            if entry is not None and entry[1] is reference:
+            latest = self._storages.get(key)
+            if latest is not None and latest[1] is reference:
                 del self._storages[key]
                 self._change(tracked, 0)
 

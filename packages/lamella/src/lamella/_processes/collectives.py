@@ -31,8 +31,8 @@ def last_collective() -> str:
 
 
 def _records(dump: str | bytes) -> list[dict[str, Any]]:
-    entries = json.loads(dump).get("entries", []) if dump else []
-    return [entry for entry in entries if "profiling_name" in entry and "time_created_ns" in entry]
+    records = json.loads(dump).get("entries", []) if dump else []
+    return [record for record in records if "profiling_name" in record and "time_created_ns" in record]
 
 
 def _kind(name: object) -> str:

@@ -24,10 +24,10 @@ def plot(rows: Iterable[Mapping[str, object]], path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    objects = list(rows)
-    training = step_series(objects, "loss", "training", _TRAINING_UNIT)
+    records = list(rows)
+    training = step_series(records, "loss", "training", _TRAINING_UNIT)
     by_unit: dict[str, list[Series]] = {_TRAINING_UNIT: []}
-    for series in validation_series(objects):
+    for series in validation_series(records):
         by_unit.setdefault(series.unit, []).append(series)
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     FigureCanvasAgg(figure)

@@ -8,30 +8,30 @@ from lamella._settings.options import ConfigError, shown
 from lamella._settings.sections import DataConfig
 
 
-def check_texts(data: DataConfig) -> None:
+def check_texts(config: DataConfig) -> None:
     """Refuse paths of which only some have names, and weights of other names than those of the sources.
 
     Raises:
         ConfigError: Names the option and the names.
     """
-    named_texts("--validation-data", data.validation_paths)
-    mixture_weights(data)
+    named_texts("--validation-data", config.validation_paths)
+    mixture_weights(config)
 
 
-def mixture_weights(data: DataConfig) -> Mapping[str, float]:
+def mixture_weights(config: DataConfig) -> Mapping[str, float]:
     """Return the weight of each source, in the order of the sources; empty without a mixture.
 
     Raises:
         ConfigError: A weight is no number above 0, or the names are not those of the sources.
     """
-    sources = [name for name in named_texts("--data", data.paths) if name]
-    weights = dict(_weight(text) for text in data.mixture)
+    sources = [name for name in named_texts("--data", config.paths) if name]
+    weights = dict(_weight(text) for text in config.mixture)
     if not weights:
         return {}
-    if len(weights) < len(data.mixture) or {*weights} != {*sources}:
+    if len(weights) < len(config.mixture) or {*weights} != {*sources}:
         raise ConfigError(
             f"Expected in --mixture each name of --data once, {', '.join(sources) or 'of which there are none'}, got "
-            f"{', '.join(data.mixture)}. Pass the sources as --data NAME=PATH and their weights as --mixture NAME=X."
+            f"{', '.join(config.mixture)}. Pass the sources as --data NAME=PATH and their weights as --mixture NAME=X."
         )
     return {name: weights[name] for name in sources}
 

@@ -86,7 +86,7 @@ def _replace(by_identity: Mapping[int, object]) -> Iterator[str]:
     for title, module in list(sys.modules.items()):
         if title.startswith(_OURS):
             continue
-        for name, value in list(getattr(module, "__dict__", {}).items()):  # some entries are no modules, or None
-            if id(value) in by_identity:
-                setattr(module, name, by_identity[id(value)])
+        for name, member in list(getattr(module, "__dict__", {}).items()):  # some entries are no modules, or None
+            if id(member) in by_identity:
+                setattr(module, name, by_identity[id(member)])
                 yield f"{title}.{name}"
