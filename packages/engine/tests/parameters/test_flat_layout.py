@@ -24,7 +24,7 @@ from engine_models import (
     twins,
     whole,
 )
-from flat_models import LOSS, NEEDS_FLAT_LAYOUT, X, flat, layouts_of, matrices_only
+from flat_models import LOSS, NEEDS_FLAT_LAYOUT, X, flat, matrices_only
 from fused_models import FusedNet, fuse
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -117,19 +117,6 @@ def test_what_stays_together_is_on_one_rank_and_layouts_cut_some_parameters() ->
             assert len(parameter.to_local()) in (0, len(parameter))
 
     run_ranks(check, 3)
-
-
-def test_at_the_engines_alignment_starts_and_shards_are_multiples_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
-
-    def check() -> None:
-        reference, sharded = twins(lambda: Net(num_layers=2, dim=32), flat(Rows(1)))
-        assert_trains_alike(reference, sharded, LOSS)
-        for layout in layouts_of(sharded):
-            assert layout.alignment == 256
-            assert layout.shard_numel % 256 == 0
-
-    run_ranks(check, 2)
 
 
 def test_bf16_compute_takes_the_steps_of_the_even_layout() -> None:
