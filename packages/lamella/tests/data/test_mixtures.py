@@ -65,7 +65,7 @@ def test_the_draws_keep_to_the_weights_however_many_there_are(weights: list[floa
     assert draws.sum(1).tolist() == [position, position + 1]
     assert sorted((draws[1] - draws[0]).tolist()) == [0] * (len(weights) - 1) + [1]
     for fraction, count, weight in zip(mixture.fractions, draws[0].tolist(), weights, strict=True):
-        assert abs(count - position * fraction) < 2
+        assert abs(count - position * fraction) < 1.5
         assert fraction == pytest.approx(weight / sum(weights), abs=len(weights) * 2**-20)
 
 
