@@ -1,4 +1,4 @@
-"""The configurations in examples/runs are settings of `lamella train`, each for the command in its head."""
+"""The configurations in examples/configurations are settings of `lamella train`, each for the command in its head."""
 
 import re
 from pathlib import Path
@@ -9,10 +9,10 @@ from lamella._settings.config import resolve
 from lamella._settings.files import read_config
 
 ROOT = Path(__file__).parents[2]
-RUNS = sorted((ROOT / "examples" / "runs").glob("*.toml"))
+CONFIGURATIONS = sorted((ROOT / "examples" / "configurations").glob("*.toml"))
 
 
-@pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", CONFIGURATIONS, ids=lambda path: path.stem)
 def test_a_configuration_resolves_and_its_head_says_the_command(path: Path) -> None:
     config = resolve(read_config(str(path)))
     head = "".join(line for line in path.read_text().splitlines(keepends=True) if line.startswith("#"))
@@ -22,6 +22,6 @@ def test_a_configuration_resolves_and_its_head_says_the_command(path: Path) -> N
 
 
 def test_no_two_configurations_train_alike() -> None:
-    configs = [resolve(read_config(str(path))) for path in RUNS]
+    configs = [resolve(read_config(str(path))) for path in CONFIGURATIONS]
     assert len(configs) >= 8
     assert len({repr((c.model, c.data, c.optim, c.parallel)) for c in configs}) == len(configs)
