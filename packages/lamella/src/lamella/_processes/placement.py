@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from lamella._processes.hosts import Hosts
-from lamella._processes.watch import Board, FileBoard, Pulse, StoreBoard
+from lamella._processes.pulse import Board, FileBoard, Pulse, StoreBoard
 from lamella._settings.config import Config
 from lamella._settings.options import ConfigError
 from lamella._settings.sections import ParallelConfig, RunConfig, WaitLimits
