@@ -1,9 +1,9 @@
-"""The progress of every rank: a pulse in each rank, and the board on which its beats are published.
+"""The progress of every rank: a pulse in each rank, and the board of all published beats.
 
 Note [Progress costs a step nothing]
     A thread in every rank publishes the rank's beat twice a second: a count that stops when the process stops, the
-    step, and the number of collectives that the rank has entered, which torch counts in any case. The training loop
-    itself only assigns a number per step. The rank with the fewest collectives is the one that the others wait for.
+    step, and the number of the rank's collectives, which torch counts in any case. The training loop only assigns a
+    number per step. The rank with the fewest collectives is the rank to wait for.
     The kind of a collective is read from torch's flight recorder, once a rank stands still: reading takes long.
 """
 
@@ -28,11 +28,11 @@ PERIOD_S: Final = 0.5
 
 _BEAT: Final = struct.Struct("<4q24s")
 _MAX_KIND_LENGTH: Final = 24
-_STANDSTILL_S: Final = 10.0  # without progress, before a rank looks up the collective that it waits in
+_STANDSTILL_S: Final = 10.0  # without progress, before a rank looks up its last collective
 
 
 class RunPhase(IntEnum):
-    """Part of a rank's run. Decides which limit on waiting holds."""
+    """Part of a rank's run. Decides on the limit to a wait."""
 
     STARTING = 0
     """Up to the end of the first step, which may compile."""
@@ -49,8 +49,8 @@ class Beat(NamedTuple):
         num_beats: Beats published so far.
         phase: Part of the run.
         step: The step in progress, from 1 on; 0 before the first step.
-        num_collectives: Collectives that the rank has entered.
-        kind: The kind of the last collective, such as "all-gather", of a rank that stands still; else "".
+        num_collectives: Collectives of the rank so far.
+        kind: The kind of a standing rank's last collective, for example "all-gather"; else "".
     """
 
     num_beats: int
@@ -61,7 +61,7 @@ class Beat(NamedTuple):
 
     @property
     def progress(self) -> tuple[int, int, int]:
-        """The fields that change with the rank's progress."""
+        """The fields of progress."""
         return self.phase, self.step, self.num_collectives
 
     @property
@@ -81,17 +81,17 @@ class Beat(NamedTuple):
 
 
 class Board(Protocol):
-    """The beats of all ranks, in a place that every watcher can read."""
+    """The beats of all ranks, readable by every watcher."""
 
     def publish(self, rank: int, beat: Beat) -> None:
         """Replace the beat of a rank."""
 
     def read(self) -> list[Beat | None]:
-        """Return the latest beat of every rank; None for ranks without one."""
+        """Return the latest beat of every rank; None for silent ranks."""
 
 
 class FileBoard:
-    """A board in a small file that the processes of one host map into memory."""
+    """A board in a small file, mapped into memory by the processes of a host."""
 
     def __init__(self, path: Path, num_ranks: int) -> None:
         with path.open("a+b") as file:
@@ -103,7 +103,7 @@ class FileBoard:
         self._memory[rank * _BEAT.size : (rank + 1) * _BEAT.size] = beat.packed()
 
     def read(self) -> list[Beat | None]:
-        """Return the latest beat of every rank; None for ranks without one."""
+        """Return the latest beat of every rank; None for silent ranks."""
         beats = [Beat.unpacked(self._memory[at : at + _BEAT.size]) for at in range(0, len(self._memory), _BEAT.size)]
         return [beat if beat.num_beats else None for beat in beats]
 
@@ -112,7 +112,7 @@ class StoreBoard:
     """A board in the store of a launcher, for ranks on several hosts.
 
     Args:
-        store: A connection that no other thread uses: a thread blocked in a connection blocks all its users.
+        store: A connection of this thread alone: a thread blocked in a connection blocks all its users.
         num_ranks: Number of ranks.
     """
 
@@ -124,7 +124,7 @@ class StoreBoard:
         self._store.set(_key(rank), beat.packed().hex())
 
     def read(self) -> list[Beat | None]:
-        """Return the latest beat of every rank; None for ranks without one. Effects: two messages per rank."""
+        """Return the latest beat of every rank; None for silent ranks. Effects: two messages per rank."""
         return [self._beat(rank) for rank in range(self._num_ranks)]
 
     def _beat(self, rank: int) -> Beat | None:
@@ -155,7 +155,7 @@ class Pulse:
         self._kind: str | None = ""
 
     def begin_step(self, step: int) -> None:
-        """Note the step that begins; a second step ends the start-up. Effects: none outside this object."""
+        """Note the beginning of a step; a second step ends the start-up. Effects: none outside this object."""
         if self.step:
             self.phase = RunPhase.STEPPING
         self.step = step
@@ -185,7 +185,7 @@ class Pulse:
             self._kind = kind
 
     def progress(self) -> tuple[int, int, int]:
-        """Return the fields of a beat that change with the rank's progress."""
+        """Return the progress, as a beat carries it."""
         return self.phase, self.step, self._num_collectives()
 
     def _num_collectives(self) -> int:
@@ -212,6 +212,6 @@ class Pulse:
 
 
 def until_the_store_ends(work: Callable[[], None]) -> None:
-    """Call `work` in a thread whose errors of a store nobody needs: the launcher that held the store ends the ranks."""
+    """Call `work` in a thread, without errors of the store: the launcher that held the store ends the ranks."""
     with suppress(RuntimeError):
         work()

@@ -1,10 +1,10 @@
-"""Ranks that do not arrive: the watch, which judges from the beats on a board whom the ranks wait for, and how long.
+"""Ranks that do not arrive: the watch judges from the beats on a board whom the ranks wait for, and how long.
 
 Note [A blocked main thread handles no signal]
     Python runs signal handlers between bytecodes of the main thread, and a main thread inside a collective runs none.
     The watch therefore lives elsewhere: in the parent of the workers, or in a thread of each rank under torchrun.
 
-Note [Time in which nobody watched]
+Note [Time without a watch]
     After a suspended machine or a frozen container wakes up, the clock is far ahead and no rank has had the time to
     publish a beat. The watch counts a gap between two looks as `_LARGEST_GAP_S` at most.
 """
@@ -30,20 +30,20 @@ _NUM_NAMED: Final = 4
 
 
 class Watch:
-    """Judges from beats which rank the others wait for, and whether to wait on."""
+    """Judges from beats which rank its peers wait for, and whether to wait on."""
 
     def __init__(self, num_ranks: int, limits: WaitLimits, now: float) -> None:
         self._limits = limits
         self._beats: list[Beat | None] = [None] * num_ranks
         self._looked_at = now
-        self._clock = 0.0  # See Note [Time in which nobody watched].
+        self._clock = 0.0  # See Note [Time without a watch].
         self._beat_at = [0.0] * num_ranks
         self._progress_at = self._longest_wait = 0.0
         self._stop_at: float | None = None
         self._num_lines = 0
 
     def look(self, now: float, beats: Sequence[Beat | None], *, is_asked_to_stop: bool) -> list[str]:
-        """Take note of the beats at the time `now`; return the lines to print, one for each minute of waiting."""
+        """Take note of the beats at the time `now`; return the lines to print, a line for each minute of waiting."""
         self._clock += min(now - self._looked_at, _LARGEST_GAP_S)
         self._looked_at = now
         before, self._beats = self._beats, list(beats)
@@ -64,7 +64,7 @@ class Watch:
         return []
 
     def restart(self, now: float) -> None:
-        """Take note that a rank makes progress at the time `now`, and so every rank did a moment ago."""
+        """Take note of progress of a rank at the time `now`, and so of progress of every rank a moment ago."""
         self._looked_at = now
         self._progress_at, self._num_lines = self._clock, 0
         self._beat_at = [self._clock] * len(self._beats)
@@ -81,19 +81,19 @@ class Watch:
         return f"step {step}" if step else "start-up"
 
     def first_present(self) -> int | None:
-        """Return the smallest rank that sends beats; None without one."""
+        """Return the smallest rank with beats; None if all are silent."""
         silent = self._silent()
         return next((rank for rank in self._unfinished() if rank not in silent), None)
 
     def absent(self) -> list[int]:
-        """Return the ranks that the others wait for: ranks without beats, else ranks behind in collectives."""
+        """Return the ranks to wait for: ranks without beats, else ranks behind in collectives."""
         if silent := self._silent():
             return silent
         progress = {rank: beat.progress[1:] for rank, beat in self._running().items()}
         return [rank for rank in progress if progress[rank] < max(progress.values())]
 
     def timeout(self) -> str | None:
-        """Return the error of a run that has waited too long, on one line; None for a run that may wait on."""
+        """Return the error of a run after too long a wait, on one line; None while the run may wait on."""
         is_starting = self._is_starting()
         limit = self._limits.startup_s if is_starting else self._limits.step_s
         if self.waited_s < limit:
@@ -136,7 +136,7 @@ class Watch:
         return all(beat.phase == RunPhase.STARTING for beat in self._running().values())
 
     def _is_saving(self) -> bool:
-        """True while the ranks that the others wait for are saving, and have a limit of their own."""
+        """True while the awaited ranks are saving: a save has a limit of its own."""
         running = self._running()
         ranks = self.absent() or running
         is_saving = [running[rank].phase == RunPhase.SAVING for rank in ranks if rank in running]
@@ -147,7 +147,7 @@ class Watch:
         return f"waiting for {_names(ranks)}" if ranks else "no progress of any rank"
 
     def _collective(self) -> str:
-        """Return words on the collective that ranks wait in, to follow a line; no words before the first."""
+        """Return words on the collective in which ranks wait, to follow a line; no words before the first."""
         running, silent = self._running(), self._silent()
         last = max(running.values(), key=lambda beat: beat.progress[1:], default=None)
         if last is None or not last.num_collectives:
@@ -158,7 +158,7 @@ class Watch:
                 return f"; missing in collective {last.collective}"
             if joined < last.num_collectives:
                 return f"; joined collective {joined} last, others {last.collective}"
-        # A silent rank may have gone on after its last beat: only the collective of its peers is known.
+        # A silent rank may have gone on after its last beat: only its peers' collective is known.
         return f"; last collective entered: {last.collective}"
 
     def _reason(self) -> str:
@@ -175,13 +175,13 @@ def watched(
     """Watch over all ranks from this rank, for launchers whose parent process does not.
 
     Args:
-        rank: This rank, with its pulse and the board.
+        rank: The watching rank, with its pulse and the board.
         limits: The limits on waiting.
         requests: The stop requests to this rank.
         end_wait: Called in the watching thread with the watch, the signal of a stop request (0 for none), and True on
-            the one rank that prints. Ends the process if the watch says so.
+            the only rank to print. Ends the process if the watch says so.
 
-    Effects: starts a thread, which reads the board while this rank makes no progress; prints lines on one rank.
+    Effects: starts a thread, which reads the board while the rank makes no progress; prints lines on one rank.
     """
     is_over, board = threading.Event(), rank.board
     assert board is not None
