@@ -92,7 +92,7 @@ def _check_vocabulary(config: Config, pretrained: Path | None) -> None:
 
 
 def _check_experts(model: nn.Module, parallel: ParallelConfig) -> None:
-    """Refuse --experts for a model without experts, of an unknown family, or with experts in numbers not to divide."""
+    """Refuse --experts without experts, for unknown families, and for numbers of experts that it does not divide."""
     if parallel.experts == 1:
         return
     try:
