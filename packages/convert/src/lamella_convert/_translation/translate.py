@@ -118,8 +118,7 @@ class Translated(Renamed):
 
     Attributes:
         source: The source below.
-        left_over: Unused names of the source below, in order. Present here under
-            their own names, unless dropped.
+        left_over: Unused names of the source below, in order. Present here under their own names, unless dropped.
         inexact: Reasons, by name, for tensors without an exact way back. Known at once for mixed
             dtypes (the parts come back in the widest), on the read for shifted values, for padding by
             `read_cut_off`.

@@ -1,4 +1,4 @@
-"""The preparation of a run under torchrun: once in a folder that all hosts share, else once on each host."""
+"""The preparation of a run under torchrun: once in a folder shared by all hosts, else once on each host."""
 
 import socket
 from collections.abc import Callable, Mapping
@@ -22,11 +22,11 @@ Preparation = PreparedRun | ConfigError | None
 def prepare_on_hosts(
     config: Config, hosts: Hosts, locks: ExitStack, prepare_first: Callable[[Config], PreparedRun]
 ) -> Preparation:
-    """Prepare on rank 0, and on the first rank of each host that does not share the run's folder.
+    """Prepare on rank 0, and on the first rank of each host without a view of rank 0's folder.
 
     Args:
         config: The run's settings, placed on this machine.
-        hosts: This rank among all.
+        hosts: This rank among all ranks.
         locks: Receives the locks of the run's folders.
         prepare_first: Prepares on rank 0, and may print.
 
@@ -50,7 +50,7 @@ def prepare_on_hosts(
 
 
 def _look(config: Config, hosts: Hosts, locks: ExitStack, probes: ExitStack) -> bool:
-    """Lock a host's folders, and write or look for the probes; return True on the ranks that are to prepare.
+    """Lock a host's folders, and write or look for the probes; return True on the ranks to prepare.
 
     Raises:
         ConfigError: Another run holds a lock, or the folder of the checkpoints is not shared.
@@ -66,7 +66,7 @@ def _look(config: Config, hosts: Hosts, locks: ExitStack, probes: ExitStack) -> 
 
 
 def lock(config: Config, locks: ExitStack) -> tuple[int, ...]:
-    """Lock the run's folder, and the folder of its checkpoints if that lies elsewhere; return the descriptors.
+    """Lock the run's folder, and the folder of checkpoints elsewhere, if any; return the descriptors.
 
     Raises:
         ConfigError: Another run holds a lock.
@@ -102,7 +102,7 @@ def _place(rank: int, host: str | None = None) -> str:
 
 
 def agreed_preparation(outcome: Preparation) -> PreparedRun:
-    """Return rank 0's prepared run on every rank, after a comparison with the runs that other hosts prepared.
+    """Return rank 0's prepared run on every rank, after a comparison with the runs of the other hosts.
 
     Raises:
         ConfigError: A rank refused the run, or a host has another text, tokenizer or setting. On every rank.
@@ -123,14 +123,14 @@ def agreed_preparation(outcome: Preparation) -> PreparedRun:
 
 
 def num_preparations(outcome: Preparation) -> int:
-    """Return the number of hosts that prepared. Effects: collective exchange of objects between hosts."""
+    """Return the number of preparing hosts. Effects: collective exchange of objects between hosts."""
     outcomes: list[bool] = [False] * dist.get_world_size()
     dist.all_gather_object(outcomes, isinstance(outcome, PreparedRun))
     return sum(outcomes)
 
 
 def _difference(first: Mapping[str, str], identity: Mapping[str, str], host: str) -> str | None:
-    """Return one line on the first difference between rank 0's run and this rank's; None without one."""
+    """Return one line on the first difference between rank 0's run and this rank's; None for equal runs."""
     names = (*first, *(name for name in identity if name not in first))
     name = next((name for name in names if first.get(name) != identity.get(name)), None)
     if name is None:

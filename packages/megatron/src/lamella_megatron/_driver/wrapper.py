@@ -255,8 +255,7 @@ class ShardedModel(_BaseDataParallel):  # type: ignore[misc]  # megatron-core ha
             ValueError: `lamella_engine.parameter_norms` refuses `of`.
 
         Effects: the all-reduce of `lamella_engine.parameter_norms`, and one of 8 bytes a split parameter over `tp`,
-            and over
-            `expt_tp` for experts; a host sync each.
+            and over `expt_tp` for experts; a host sync each.
         """
         norms = parameter_norms(self._root, of=of)
         for group, names in split_parameters(self._root).items():
