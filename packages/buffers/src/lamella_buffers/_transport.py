@@ -228,6 +228,7 @@ class GlooTransport(_GroupTransport):
         """
         shards, wholes = payloads.flat_bytes if isinstance(payloads, Payloads) else flat_bytes(payloads)
         with record_function("gloo::all_gather"):
+            # A copy on this thread: the caller may write the shards again while gloo's threads still send.
             packed = torch.cat(shards)
             gathered = packed.new_empty(self.num_ranks * packed.numel())
         work = _all_gather(gathered, packed, group=self._group, async_op=True)
@@ -246,6 +247,7 @@ class GlooTransport(_GroupTransport):
         """Exchange a packed tensor: a copy of every payload beforehand; blocks the host."""
         shards, wholes = zip(*payloads, strict=True)
         with record_function("gloo::all_to_all"):
+            # Side by side by receiving rank: gloo sends row r to rank r.
             packed = torch.cat([tensor.view(self.num_ranks, -1) for tensor in wholes], dim=1)
             received = torch.empty_like(packed)
             dist.all_to_all_single(received, packed, group=self._group)
