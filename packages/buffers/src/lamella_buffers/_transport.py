@@ -295,8 +295,8 @@ class _GlooGather:
     """Waits on the host, once, and unpacks. Holds the packed shards until then, as gloo's work does."""
 
     def __init__(self, work: dist.Work, packed: torch.Tensor, unpack: Callable[[], None]) -> None:
-        self._work: dist.Work | None = work
-        self._packed: torch.Tensor | None = packed
+        self._work: dist.Work | None = work  # None once unpacked
+        self._packed: torch.Tensor | None = packed  # read by gloo's threads until the work is done
         self._unpack = unpack
 
     def wait(self) -> None:
