@@ -3,10 +3,10 @@
 Note [How a checkpoint appears]
     A save writes into a sibling of the target, `<target>.saving-<token>`, and rank 0 renames the sibling to the target
     when every rank has finished and every file is on the disk. An existing target is exchanged with the sibling in one
-    step (`renameat2`): a reader finds the old checkpoint or the new one. If the file system cannot exchange
+    step (`renameat2`), so a reader finds the old checkpoint or the new one. Where the file system cannot exchange
     (NFS, some network file systems), the old checkpoint is renamed to `<target>.replaced-<token>` first: between two
     renames the target does not exist, and `find` reads the renamed old checkpoint. The token is new for every save:
-    a process older than the job cannot write into the successor's directory.
+    a process that outlived a killed job cannot write into the successor's directory.
 
     A killed save leaves only paths with these suffixes. The next save to the same target removes them, and restores
     a checkpoint renamed aside without a successor. Every removal renames first: should the leftover's
@@ -114,12 +114,12 @@ def publish(staged: Path, target: Path) -> None:
 
 
 def remove(target: Path) -> None:
-    """Remove a checkpoint; no reader sees a part of it."""
+    """Remove a checkpoint so that no reader sees a part of it."""
     _discard(_moved_aside(target, target))
 
 
 def find(target: Path) -> Path:
-    """The path of a checkpoint: `target`, or the old checkpoint renamed aside by an interrupted replacement.
+    """The path of a checkpoint: `target`, or the old checkpoint that an interrupted replacement renamed aside.
 
     Raises:
         CheckpointDamaged: `target` is the directory of a save that has not ended.
@@ -153,12 +153,12 @@ def unless_gone(target: Path) -> Iterator[None]:
 
 
 def gone(target: Path, got: str = "a removal") -> FileNotFoundError:
-    """The error of a checkpoint removed or replaced during the read."""
+    """The error of a checkpoint that was removed or replaced while it was read."""
     return FileNotFoundError(errno.ENOENT, f"Expected the checkpoint to stay while it is read, got {got}", str(target))
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
-    """A value for the present directory or file, changed by a replacement; None for an absent path."""
+    """A value that changes with a replacement; None for an absent path."""
     try:
         status = path.stat()
     except OSError:
@@ -175,9 +175,9 @@ def _check_finished(target: Path) -> None:
 
 
 def swap(one: Path, other: Path) -> bool:
-    """Exchange two paths in one step; False if the system cannot.
+    """Exchange two paths in one step; False where the system cannot.
 
-    Source: renameat2(2), not wrapped by Python.
+    Source: renameat2(2), which Python does not wrap.
     """
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is None:

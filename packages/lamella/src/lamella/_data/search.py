@@ -26,7 +26,7 @@ class Search:
         without: Folder to leave out.
 
     Attributes:
-        num_skipped: Files without text so far.
+        num_skipped: Files so far that are not text.
     """
 
     def __init__(self, without: Path | None) -> None:
@@ -38,7 +38,7 @@ class Search:
         """Return the files under paths, the sources one after another, the files of each in the order of names.
 
         Args:
-            flag: The option with the paths.
+            flag: The option that the paths come from.
             paths: Files and folders, with or without names of sources; none for the standard library's sources.
 
         Raises:
@@ -62,7 +62,7 @@ class Search:
         return sorted(texts, key=lambda file: file.name)
 
     def _files(self, paths: Sequence[str], flag: str) -> Iterator[SourceFile | None]:
-        """Yield the files; None for a file without text."""
+        """Yield the files; None for a file that is not text."""
         if not paths:
             # Tests hold generated tables, and some distributions leave them out; site-packages is not the library.
             skip = ("site-packages", "dist-packages", "test", "tests", "idle_test")
@@ -108,7 +108,7 @@ def description(paths: Sequence[str]) -> str:
 
 
 def _documents(names: Sequence[str]) -> Iterator[str]:
-    """Yield the names of a folder's files except those written by `datasets` beside its Arrow files."""
+    """Yield the names of a folder's files but those that `datasets` writes beside its Arrow files."""
     has_arrow = any(name.endswith(_ARROW_SUFFIX) for name in names)
     return (name for name in names if name != _OVER_ARROW and not (has_arrow and name in _BESIDE_ARROW))
 
@@ -130,7 +130,7 @@ def _named(path: Path, flag: str) -> SourceFile:
 
 
 def _scanned(name: str, path: Path, *, is_named: bool) -> SourceFile | None:
-    """Return a file; None for a file without text whose folder, not the file itself, was named."""
+    """Return a file, or None for one that is not text and that only its folder was named for."""
     if is_table(path) and (table := scan_table(name, path, is_named=is_named)) is not None:
         return table
     return scan_text(name, path, is_named=is_named)

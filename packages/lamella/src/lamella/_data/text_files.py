@@ -260,7 +260,7 @@ def _num_continuation_bytes(file: TextFile, at: int) -> int:
 
 
 def _element_end(file: TextFile, at: int) -> tuple[int, int]:
-    """Return the end of the last element within `at` bytes, or else of the first, and the number of elements before."""
+    """Return where the last element ends that ends by `at`, or else the first, and the number of elements to there."""
     end = num_elements = 0
     for element in elements(_decoded(file.path, 0, file.nbytes)):
         if num_elements and element.stop > at:

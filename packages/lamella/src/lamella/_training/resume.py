@@ -34,12 +34,12 @@ _ADAPTERS: Mapping[str, object] = {
     "model.dora": ModelConfig.dora,
 }
 
-# The stream of a checkpoint is of this mixture; checkpoints without the setting have one stream of all sequences.
+# The stream of a checkpoint is of this mixture; checkpoints that do not tell are of one stream of all sequences.
 _MIXTURE: Mapping[str, object] = {"data.mixture": DataConfig.mixture}
 
 _KEPT = {**_STATE, **_ADAPTERS, **_MIXTURE}
 
-# Fields of a model's config that a run sets, or that training does not read.
+# Fields of a model's config that a run sets by itself, or that training does not read.
 _NOT_OF_THE_MODEL = ("architectures", "bos_token_id", "eos_token_id", "pad_token_id", "_name_or_path", "use_cache")
 
 _NUM_NAMED: Final = 3
@@ -141,7 +141,7 @@ def _check_same_weights(pretrained: Path, directory: RunDirectory) -> None:
 
 
 def _check_stream(stored: Mapping[str, object], stream: Mapping[str, object], text: str) -> None:
-    """Refuse to resume with another text, data stream or order under the same seed."""
+    """Refuse to resume with other text, other settings of the data stream, or another order under the same seed."""
     if stored.get(_ORDER) != stream[_ORDER]:
         order = stored.get(_ORDER, "an older one")
         raise ConfigError(
