@@ -15,7 +15,7 @@ from lamella_convert._errors import SizeUnknown
 from lamella_convert._translation.composition import Composition, compose, shapes_of
 from lamella_convert._translation.templates import Names, captures_of, fill
 from lamella_convert._translation.terms import Padded, Term, TermLeaf, leaves_of
-from lamella_files import Correspondence, Piece, Place, Side, carried, meetings
+from lamella_files import Correspondence, Piece, Place, Side, Source, carried, is_of_model, meetings, own_name
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,14 @@ class Rules:
                 filled = partial(fill, captures=instance.captures)
                 correspondences.append(cache[named_shapes].renamed(filled, filled))
         return correspondences
+
+
+def parameter_shapes(source: Source) -> dict[str, tuple[int, ...]]:
+    """The shapes of the model's tensors by parameter name: the argument of `Rules.match`.
+
+    Empty for a checkpoint of an optimizer alone.
+    """
+    return {own_name(name): tuple(info.shape) for name, info in source.tensors.items() if is_of_model(name)}
 
 
 _Shapes = tuple[tuple[str, tuple[int, ...]], ...]
