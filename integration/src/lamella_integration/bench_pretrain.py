@@ -35,10 +35,10 @@ ENGINES: Final = {
     "lamella": SHARDED,
 }
 COMMON: Final = (
-    "--mock-data --tokenizer-type NullTokenizer --bf16 --lr 1e-4 --lr-decay-iters 1000 --eval-iters 0 --eval-interval 1000 "
-    "--log-interval 1 --num-workers 1 --manual-gc --manual-gc-interval 1000 --attention-dropout 0 --hidden-dropout 0 "
-    "--disable-bias-linear --swiglu --normalization RMSNorm --untie-embeddings-and-output-weights "
-    "--no-gradient-accumulation-fusion"
+    "--mock-data --tokenizer-type NullTokenizer --bf16 --lr 1e-4 --lr-decay-iters 1000 --eval-iters 0 "
+    "--eval-interval 1000 --log-interval 1 --num-workers 1 --manual-gc --manual-gc-interval 1000 "
+    "--attention-dropout 0 --hidden-dropout 0 --disable-bias-linear --swiglu --normalization RMSNorm "
+    "--untie-embeddings-and-output-weights --no-gradient-accumulation-fusion"
 )
 SIZES: Final = {
     "tiny": "--hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --vocab-size 1023 --seq-length 64 "
