@@ -13,6 +13,8 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from lamella_precision import assume_float8_products
+
 
 @contextmanager
 def gpu_operators(device_type: str) -> Iterator[None]:
@@ -20,7 +22,7 @@ def gpu_operators(device_type: str) -> Iterator[None]:
     if device_type != "cuda":
         yield
         return
-    with _GpuOperators():
+    with _GpuOperators(), assume_float8_products():
         yield
 
 
