@@ -13,7 +13,6 @@ Ranks go on from row to row; a row that fails or outlasts `--row-timeout` ends t
 import argparse
 import json
 import os
-import shlex
 import signal
 import socket
 import subprocess
@@ -24,19 +23,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from pathlib import Path
 from queue import Empty, Queue
 from tempfile import TemporaryDirectory
 from typing import Any, Final, TextIO
 
 from lamella_integration.estimate_rows import drawn_rows, fixed_rows
+from lamella_integration.launch import leave
 
 _GIB: Final = 1 << 30
 _TOLERANCE: Final = 0.03
 _SHARE_WITHIN: Final = 0.9
 _NUM_ERROR_LINES: Final = 6
-_START_S: Final = 120.0
+_MOST_LEFTOVER_NBYTES: Final = 64 << 20
+_START_S: Final = 60.0
+_LAST_S: Final = 20.0
 
 
 @dataclass(kw_only=True)
@@ -82,7 +84,9 @@ class Row:
         ]
         difference = "-" if self.difference is None else f"{self.difference:+.1%}"
         moment = estimated["peak_moment"] if estimated else "-"
-        trouble = "; ".join(error.splitlines()[-1] for error in self.errors)
+        trouble = "; ".join(error.splitlines()[-1][:200] for error in self.errors)
+        if measured and (leftover := max(record["leftover_nbytes"] for record in measured)) > _MOST_LEFTOVER_NBYTES:
+            trouble += f" {_gib(leftover)} GiB of the row before were left"
         return f"| {' | '.join([self.name, *rest, *peaks, difference, moment, trouble])} |"
 
     def detail(self) -> str:
@@ -104,32 +108,40 @@ class Row:
 def main() -> None:
     """Estimate and measure the rows, print a table, and write the JSON after each row."""
     options = _options()
+    end = time.monotonic() + options.seconds
     names = fixed_rows() if options.fixed else []
     names += drawn_rows(options.seed, options.drawn)
     rows = [Row(name=name) for name in names if not options.rows or any(part in name for part in options.rows)]
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES")
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # of the processes that estimate
-    with TemporaryDirectory() as folder, _pool(options) as pool:
+    pool = _pool(options)
+    printed: set[str] = set()
+    with TemporaryDirectory() as folder:
         estimates = {row.name: pool.submit(_estimate, row.name, options, folder) for row in rows}
         ranks = Ranks(options, Path(folder), gpus)
         print(_HEADER, flush=True)
         try:
             for row in rows:
-                if not options.estimates_only:
+                if options.steps and time.monotonic() > end:
+                    row.errors.append("no time was left to measure")
+                elif options.steps:
                     ranks.measure(row, [later.name for later in rows[rows.index(row) :]])
-                _finish([r for r in rows if r is row or r.measured], estimates, wait=options.estimates_only)
+                _finish(rows, estimates, end if not options.steps else 0.0)
                 _write(options.out, rows, options)
-                print(row.line(), row.detail(), sep="\n", flush=True)
+                _print_ended([r for r in rows if r.measured or r.errors or not options.steps], printed)
         finally:
             ranks.stop()
-        _finish(rows, estimates, wait=True)
+        _finish(rows, estimates, end + _LAST_S)
         _write(options.out, rows, options)
+        _print_ended(rows, printed)
+        pool.shutdown(wait=False, cancel_futures=True)
+        for process in active_children():
+            process.kill()
     print(f"\n{_HEADER}", *(row.line() for row in rows), "", _summary(rows), sep="\n", flush=True)
+    leave(0)  # An exit would wait for estimates that were given up.
 
 
-_HEADER: Final = (
-    "| row | rest est. GiB | rest | peak est. GiB | peak | difference | at | trouble |\n|---|--:|--:|--:|--:|--:|---|---|"
-)
+_HEADER: Final = "| row | rest est. GiB | rest | peak est. GiB | peak | difference | at | trouble |\n|---|--:|--:|--:|--:|--:|---|---|"
 
 
 def _options() -> argparse.Namespace:
@@ -140,10 +152,12 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--no-fixed", dest="fixed", action="store_false", help="drawn rows alone")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--drawn", type=int, default=0, help="further rows, drawn by the seed")
-    parser.add_argument("--steps", type=int, default=4, help="steps of a row; the peak is of all but the first")
-    parser.add_argument("--row-timeout", type=float, default=90.0, help="seconds")
+    parser.add_argument(
+        "--steps", type=int, default=4, help="steps of a row, whose peak is of all but the first; 0: none"
+    )
+    parser.add_argument("--row-timeout", type=float, default=75.0, help="seconds")
+    parser.add_argument("--seconds", type=float, default=520.0, help="no row begins after these")
     parser.add_argument("--processes", type=int, help="processes that estimate (default: half of the cores)")
-    parser.add_argument("--estimates-only", action="store_true", help="take no steps")
     parser.add_argument("--tiny", action="store_true", help="cut the models, for a trial")
     parser.add_argument("--out", type=Path)
     return parser.parse_args()
@@ -162,17 +176,27 @@ def _estimate(name: str, options: argparse.Namespace, folder: str) -> tuple[dict
     return values, time.monotonic() - start
 
 
-def _finish(rows: Sequence[Row], estimates: Mapping[str, Future[Any]], *, wait: bool) -> None:
-    """Take over the estimates that have ended; with `wait`, all."""
+def _finish(rows: Sequence[Row], estimates: Mapping[str, Future[Any]], end: float) -> None:
+    """Take over the estimates that have ended, or end before a time of the monotonic clock."""
     for row in rows:
         future = estimates[row.name]
-        if "estimate" in row.seconds or not (wait or future.done()):
+        if "estimate" in row.seconds:
             continue
         try:
-            row.estimated, row.seconds["estimate"] = future.result(timeout=600)
+            row.estimated, row.seconds["estimate"] = future.result(timeout=max(0.0, end - time.monotonic()))
+        except TimeoutError:
+            continue
         except Exception as error:  # noqa: BLE001  One row's failure leaves the other rows.
             row.seconds["estimate"] = 0.0
             row.errors.append(f"estimate: {type(error).__name__}: {str(error).strip()[:600]}")
+
+
+def _print_ended(rows: Sequence[Row], printed: set[str]) -> None:
+    """Print the rows whose estimate has ended, once."""
+    for row in rows:
+        if "estimate" in row.seconds and row.name not in printed:
+            printed.add(row.name)
+            print(row.line(), row.detail(), sep="\n", flush=True)
 
 
 def _write(out: Path | None, rows: Sequence[Row], options: argparse.Namespace) -> None:

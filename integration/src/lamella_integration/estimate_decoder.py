@@ -61,9 +61,7 @@ class DecoderRow:
     def shard(self, model: nn.Module, mesh: DeviceMesh) -> None:
         """Shard the blocks and the root, in bf16 with bf16 reductions."""
         policy = engine.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-        options = engine.ShardingOptions(
-            placements=_STAGES[self.options.stage], keep_budget=_nbytes(self.options.keep)
-        )
+        options = engine.ShardingOptions(placements=_STAGES[self.options.stage], keep_budget=_nbytes(self.options.keep))
         for unit in (*cast(Llama, model).units(), model):
             engine.fully_shard(unit, mesh=mesh, mp_policy=policy, options=options)
 

@@ -7,7 +7,7 @@ import argparse
 import gc
 import json
 import os
-import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
@@ -26,7 +26,7 @@ from lamella_integration.estimate_rows import SMALLEST_VOCABULARY, model_folder,
 from lamella_integration.launch import leave
 from lamella_testing import take_gpu
 
-_NUM_TOKENS = 1 << 20
+_NUM_TOKENS = 1 << 17
 
 
 class Meter(Protocol):
@@ -155,9 +155,10 @@ def main() -> None:
     options = parser.parse_args()
     rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = take_gpu(int(os.environ["LOCAL_RANK"])) if options.device == "cuda" else torch.device("cpu")
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if options.device == "cuda" else "gloo", device_id=device if options.device == "cuda" else None
-    )
+    if device.type == "cuda":
+        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)  # as `lamella train` has it
+    else:
+        dist.init_process_group("gloo")
     meter: Meter = CudaMeter() if options.device == "cuda" else CpuMeter()
     with TemporaryDirectory() as folder:
         for row in json.loads(options.rows.read_text()):
@@ -258,10 +259,7 @@ def _clear_workspaces() -> None:
 if __name__ == "__main__":
     try:
         main()
-    except BaseException:
-        import traceback
-
+    except Exception:  # noqa: BLE001  The parent reads the error, and peers wait in no collective for its end.
         traceback.print_exc()
-        sys.stderr.flush()
         leave(1)
     leave(0)
