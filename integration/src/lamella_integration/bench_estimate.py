@@ -62,7 +62,7 @@ class Row:
     @property
     def measured_nbytes(self) -> int:
         """The largest peak of any rank."""
-        return max(record["peak_nbytes"] for record in self.measured)
+        return max(int(record["peak_nbytes"]) for record in self.measured)
 
     @property
     def difference(self) -> float | None:
@@ -141,7 +141,8 @@ def main() -> None:
     leave(0)  # An exit would wait for estimates that were given up.
 
 
-_HEADER: Final = "| row | rest est. GiB | rest | peak est. GiB | peak | difference | at | trouble |\n|---|--:|--:|--:|--:|--:|---|---|"
+_COLUMNS: Final = ("row", "rest est. GiB", "rest", "peak est. GiB", "peak", "difference", "at", "trouble")
+_HEADER: Final = f"| {' | '.join(_COLUMNS)} |\n|---|--:|--:|--:|--:|--:|---|---|"
 
 
 def _options() -> argparse.Namespace:

@@ -16,7 +16,6 @@ import lamella_engine as engine
 import lamella_optim as optim
 from lamella_integration.llama import SIZES, Block, Llama, LlamaConfig, next_token_loss
 from lamella_integration.reference import init_weights
-from lamella_testing import take_gpu as take_gpu
 
 _STAGES: Final = {1: engine.ZERO1, 2: engine.ZERO2, 3: engine.ZERO3}
 _SIZES: Final = {"1b": SIZES["1b"], "5b": replace(SIZES["8b"], num_layers=18)}
@@ -67,7 +66,8 @@ class DecoderRow:
 
     def loss(self, model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
         """Return the mean loss of a sequence, (1, num_tokens), whose labels are its tokens."""
-        return next_token_loss(model(tokens), tokens) / self.options.microbatches
+        num_microbatches: int = self.options.microbatches
+        return next_token_loss(model(tokens), tokens) / num_microbatches
 
 
 def estimate_decoder(row: str, num_ranks: int, rank: int, device: Any, *, is_tiny: bool) -> lamella.Estimate:
@@ -120,12 +120,7 @@ def decoder_steps(
         optimizer.zero_grad()
         return torch.stack(losses).sum()
 
-    yield model, decoder_units(model), step
-
-
-def decoder_units(model: Llama) -> Sequence[nn.Module]:
-    """Return the units but the root."""
-    return model.units()
+    yield model, model.units(), step
 
 
 def _nbytes(text: str) -> int:

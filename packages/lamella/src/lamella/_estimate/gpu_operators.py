@@ -38,7 +38,7 @@ def _rms_norm(
     tensor: torch.Tensor, normalized_shape: Sequence[int], weight: torch.Tensor | None = None, eps: float | None = None
 ) -> torch.Tensor:
     if weight is not None and weight.dtype != tensor.dtype:  # CUDA's kernel is for one dtype.
-        return torch._C._VariableFunctions.rms_norm(tensor, normalized_shape, weight, eps)  # type: ignore[no-any-return]
+        return torch._C._VariableFunctions.rms_norm(tensor, normalized_shape, weight, eps)
     return cast(torch.Tensor, _FusedRmsNorm.apply(tensor, len(normalized_shape), weight))  # type: ignore[no-untyped-call]
 
 
