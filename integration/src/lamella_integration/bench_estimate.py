@@ -111,6 +111,7 @@ def main() -> None:
     end = time.monotonic() + options.seconds
     names = fixed_rows() if options.fixed else []
     names += drawn_rows(options.seed, options.drawn)
+    names.sort(key=lambda name: "--compile" in name)  # Compilation takes the time of several rows.
     rows = [Row(name=name) for name in names if not options.rows or any(part in name for part in options.rows)]
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES")
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # of the processes that estimate
