@@ -14,13 +14,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import reduce
+from typing import Final
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from lamella_buffers._buffer import GatherPlan, ShardedBuffer, UnshardedBuffer, by_rank
 from lamella_buffers._payload import Payload, Payloads
 from lamella_buffers._transport import Done, FillAndGather, Pending, ReduceOp, Transport
 from lamella_layout import EvenLayout, FlatLayout, Range
+
+# A step on tensors without memory has to allocate what a real step does: no copy of a gradient.
+_PLAIN: Final = (torch.Tensor, FakeTensor)
 
 
 def all_gather(
@@ -118,7 +123,7 @@ def plain_values(gradient: torch.Tensor) -> torch.Tensor:
 
     Effects: copies a subclass by its own `copy_`, or makes a sparse tensor dense, on the current stream.
     """
-    if type(gradient) is not torch.Tensor:
+    if type(gradient) not in _PLAIN:
         values = torch.empty(gradient.shape, dtype=gradient.dtype, device=gradient.device)
         values.copy_(gradient)
         return values
@@ -156,7 +161,7 @@ def _payloads(
         if gradient is None:
             staged[i] = None
         elif (
-            type(gradient) is torch.Tensor
+            type(gradient) in _PLAIN
             and is_chunked[i]
             and gradient.dtype == wire
             and gradient.is_contiguous()  # never true of a sparse gradient

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lamella._estimate.estimated_bytes import CONTEXT_NBYTES, Estimate, estimate_of
 from lamella._estimate.fake_ranks import fake_ranks, no_memory
+from lamella._estimate.gpu_operators import gpu_operators
 from lamella._estimate.kinds import on_host
 from lamella._estimate.live_bytes import LiveBytes
 from lamella._estimate.recipe_step import record_recipe
@@ -98,7 +99,7 @@ def estimate_module(
     with fake_ranks(num_ranks, rank, device):
         names = ("replicas", "shards")[-len(mesh) :] if len(mesh) <= 2 else None
         shard(module, init_device_mesh("cpu", tuple(mesh), mesh_dim_names=names))
-        with no_memory(), live:
+        with no_memory(), gpu_operators(device), live:
             module.to_empty(device="cpu")
             step = TrainingStep(
                 model=module,

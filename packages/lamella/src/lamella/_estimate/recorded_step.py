@@ -4,7 +4,7 @@ import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 from torch import nn
@@ -75,7 +75,7 @@ def record(step: TrainingStep, live: LiveBytes) -> RecordedStep:
     Effects: two optimizer steps. Collective on the groups of the model's mesh.
     """
     adopt_model(live, step.model)
-    with _moments_of_units(step, live):
+    with moments_of_units(step.unit_names, live):
         _run(step, live)
         gc.collect()  # Cycles of the first step would count as the second's.
         first_moment = len(live.log.moments)
@@ -110,27 +110,45 @@ def _run_microbatch(step: TrainingStep, live: LiveBytes, *, is_last: bool) -> No
     live.in_backward = False
 
 
+class Moments(Protocol):
+    """Notes the moments of a step, one after another.
+
+    Attributes:
+        in_backward: True from the begin of a backward to its end: a forward that runs now is recomputed.
+    """
+
+    in_backward: bool
+
+    def begin(self, moment: str) -> None:
+        """Begin a moment."""
+
+
 @contextmanager
-def _moments_of_units(step: TrainingStep, live: LiveBytes) -> Iterator[None]:
-    """Begin a moment at each unit's forward, and at the gradient of its output."""
-    last = step.units[-1] if step.units else None
+def moments_of_units(unit_names: Mapping[nn.Module, str], moments: Moments) -> Iterator[None]:
+    """Begin a moment at each unit's forward, and at the gradient of its output, in the block.
+
+    Args:
+        unit_names: Unit -> name, in the order of forwards.
+        moments: The moments.
+    """
+    last = next(reversed([*unit_names]), None)
     with ExitStack() as hooks:
-        for unit, name in step.unit_names.items():
-            before, after = _hooks(live, name, is_last=unit is last)
+        for unit, name in unit_names.items():
+            before, after = _hooks(moments, name, is_last=unit is last)
             hooks.callback(unit.register_forward_pre_hook(before).remove)
             hooks.callback(unit.register_forward_hook(after).remove)
         yield
 
 
-def _hooks(live: LiveBytes, name: str, *, is_last: bool) -> tuple[Callable[..., None], Callable[..., None]]:
+def _hooks(moments: Moments, name: str, *, is_last: bool) -> tuple[Callable[..., None], Callable[..., None]]:
     def before(module: nn.Module, arguments: Any) -> None:
-        live.begin(f"backward recomputes {name}" if live.in_backward else f"{FORWARD} {name}")
+        moments.begin(f"backward recomputes {name}" if moments.in_backward else f"{FORWARD} {name}")
 
     def after(module: nn.Module, arguments: Any, output: Any) -> None:
         tensor = output[0] if isinstance(output, tuple | list) else output
-        if isinstance(tensor, torch.Tensor) and tensor.requires_grad and not live.in_backward:
-            tensor.register_hook(lambda _: live.begin(f"backward {name}"))  # type: ignore[no-untyped-call]
-        if not live.in_backward:
-            live.begin(f"{FORWARD} {HEAD_AND_LOSS}" if is_last else f"{FORWARD} after {name}")
+        if isinstance(tensor, torch.Tensor) and tensor.requires_grad and not moments.in_backward:
+            tensor.register_hook(lambda _: moments.begin(f"backward {name}"))  # type: ignore[no-untyped-call]
+        if not moments.in_backward:
+            moments.begin(f"{FORWARD} {HEAD_AND_LOSS}" if is_last else f"{FORWARD} after {name}")
 
     return before, after

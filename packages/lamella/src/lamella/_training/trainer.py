@@ -2,10 +2,13 @@
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
+from torch import nn
 
 import lamella_optim
 from lamella._data.batches import TokenBatch
@@ -309,3 +312,43 @@ class Trainer:
             extra["scaling"] = scaling
         with self._rank.pulse.saving():
             self._saves.save(step, extra, progress.say, wait=wait)
+
+
+class BareSteps(NamedTuple):
+    """The steps of a run and nothing else: no validation, record or checkpoint.
+
+    Attributes:
+        model: The root unit.
+        units: The units but the root.
+        step: Runs the optimizer step of a number, from 0 on; returns this rank's loss, 0-D on the device.
+    """
+
+    model: nn.Module
+    units: Sequence[nn.Module]
+    step: Callable[[int], torch.Tensor]
+
+
+@contextmanager
+def bare_steps(config: Config, directory: RunDirectory, rank: Rank) -> Iterator[BareSteps]:
+    """Make a run's model with fresh weights, and yield its steps, for measurements.
+
+    Args:
+        config: The run's settings.
+        directory: Holds the tokens and the model's config.
+        rank: This process among the workers.
+
+    Effects: collective over all ranks; writes nothing.
+    """
+    trainer = Trainer(config, directory, rank)
+    try:
+        trainer._run_model.initialise(rank.device)
+        trainer._choose_loss([])
+
+        def step(number: int) -> torch.Tensor:
+            loss, _, _ = trainer._step(number)
+            trainer._agreement.answer()
+            return loss
+
+        yield BareSteps(trainer._model, trainer._run_model.units, step)
+    finally:
+        trainer._run_model.replacements.undo()
