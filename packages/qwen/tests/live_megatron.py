@@ -447,7 +447,7 @@ class PublishedRank:
             group.update(options)
 
     def load(self, path: Path, *, is_canonical: bool = False) -> None:
-        """Read a checkpoint with the model's names, or with Megatron's canonical names; files of weights have the former."""
+        """Read a checkpoint with the model's names, or Megatron's canonical names; files of weights have the former."""
         rules = megatron_rules(config_of(self.full_model.kind))
 
         def published(source: Source) -> Translated:
