@@ -39,7 +39,7 @@ def estimate_run(config: Config, rank: int = 0) -> Estimate:
     """
     recorded = record_recipe(config, rank)
     parallel = config.parallel
-    notes = [_COMPILED] * parallel.compile + [_KERNELS] * (config.model.kernels != "none")
+    notes = [_COMPILED] * bool(parallel.compile) + [_KERNELS] * (config.model.kernels != "none")
     notes += [_DOCUMENTS] * (config.data.packing == "documents")
     return estimate_of(
         recorded,

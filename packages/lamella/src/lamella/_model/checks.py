@@ -1,17 +1,15 @@
 """The checks of a model before a run: its config, the folder of its weights, and the machine's memory and tools."""
 
 import copy
-import importlib.util
 import math
 import os
-import shutil
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import nn
 
+from lamella._model.compilation import check_compiler
 from lamella._model.float8 import check_float8
 from lamella._model.kernels import check_kernels
 from lamella._model.lora import add_adapters, check_peft
@@ -79,7 +77,7 @@ def check_model(config: Config, *, has_checkpoint: bool) -> CheckedModel:
     units = choose_units(model)
     check_float8(units.modules, config.parallel)
     check_kernels(config.model, spec.model_type, config.parallel)
-    _check_compiler(config.parallel)
+    check_compiler(config.parallel)
     return CheckedModel(pretrained=pretrained, spec=spec, outline=model, checkpointed=checkpointed, units=units)
 
 
@@ -120,22 +118,4 @@ def _check_memory(model: nn.Module, parallel: ParallelConfig) -> None:
             f"Expected a model whose fresh weights fit into the memory of {place}, {memory / 2**30:,.0f} GiB, got "
             f"{needed / 2**30:,.0f} GiB on {num_ranks} ranks, with one parameter unsharded. Pass a smaller --model or "
             "more --ranks."
-        )
-
-
-def _check_compiler(parallel: ParallelConfig) -> None:
-    """Refuse --compile if torch would find no compiler after the run has started."""
-    if not parallel.compile:
-        return
-    if parallel.device == "cuda":
-        variable, names = "CC", ["gcc", "clang"]
-        if importlib.util.find_spec("triton") is None:
-            raise ConfigError("Expected Triton for --compile on GPUs, got none. Install it, or leave --compile out.")
-    else:
-        variable, names = "CXX", ["clang++"] if sys.platform == "darwin" else ["g++"]
-    compilers = [os.environ[variable]] if variable in os.environ else names
-    if not any(map(shutil.which, compilers)):
-        raise ConfigError(
-            f"Expected a compiler for --compile on {parallel.device} ({variable}, or {' or '.join(names)} on PATH), "
-            f"got none of {', '.join(compilers)}. Install one, or leave --compile out."
         )

@@ -1,6 +1,6 @@
 """The cut of a model into units: saved tensors, number formats, stage and resting place of each unit."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Any, Final, cast
 
 import torch
@@ -42,7 +42,7 @@ def shard(
     """Shard each unit, then the root module with the remaining parameters.
 
     The order matters: spread experts, which replace parameters, then recompute, then offloading of activations around
-    it, then shards. `compile_units` comes last, after the first forward.
+    it, then shards. `compilation.compile_units` comes last, after the first forward.
 
     Args:
         model: Changed in place.
@@ -112,9 +112,3 @@ def _placements(parallel: ParallelConfig) -> Any:
     if parallel.replicate > 1:
         return (HFSDP if parallel.spread_states else HSDP, stage)
     return stage
-
-
-def compile_units(units: Sequence[nn.Module], parallel: ParallelConfig) -> None:
-    """Compile each unit at its next forward, if the settings ask for compilation."""
-    for unit in units if parallel.compile else ():
-        unit.compile()

@@ -243,8 +243,12 @@ class ParallelConfig:
         bool, Option("Keep tensors that layers save for backward, except weights, in the host's memory.")
     ] = False
     compile: Annotated[
-        bool, Option("Compile each layer with torch's inductor: the first step takes longer, later ones less.")
-    ] = False
+        bool | None,
+        Option(
+            "Compile each layer with torch's inductor: the first step takes longer, later ones less (default: on GPUs, "
+            "for models whose compiled layers were measured, in 1,000 steps or more)."
+        ),
+    ] = None
     threads: Annotated[
         int | None, Option("Compute threads of a CPU worker (default: its share of the cores).", at_least=1, below=4097)
     ] = None

@@ -15,8 +15,8 @@ from lamella._data.batches import TokenBatch
 from lamella._data.order import BatchStream, mixture_of
 from lamella._data.tokens import load_tokens
 from lamella._model.building import build
+from lamella._model.compilation import compile_units, compiles_by_default
 from lamella._model.float8 import product_lines, scale_lines
-from lamella._model.sharding import compile_units
 from lamella._processes.agreement import Agreement, agreed_error, from_first_rank
 from lamella._processes.determinism import deterministic_lines
 from lamella._processes.endings import LossNotFiniteError, StorageError
@@ -166,14 +166,25 @@ class Trainer:
         spec, device = self._run_model.spec, self._rank.device
         coefficient, has_kernels = balance_coefficient(spec), self._config.model.kernels != "none"
         self._loss = choose_loss(self._model, spec.vocab_size, coefficient, device, is_fused=has_kernels)
-        # After the trial, whose few tokens would be a first shape: the next shape would compile for any shape.
-        compile_units(self._run_model.units, self._config.parallel)
+        if self._compiles(lines):
+            # After the trial, whose few tokens would be a first shape: the next shape would compile for any shape.
+            compile_units(self._run_model.units)
         kernels = f", with kernels of {self._config.model.kernels}" if has_kernels else ""
         if isinstance(self._loss, ModelLoss):
             lines.append(f"loss: the model's own{', logits a piece at a time' if self._loss.is_chunked else kernels}")
         else:
             reason = f"{spec.model_type!r} does not heed the arguments of its own"
             lines.append(f"loss: over the logits; {reason}{kernels}")
+
+    def _compiles(self, lines: list[str]) -> bool:
+        """Return whether the layers are to be compiled; add a line to print where the default says so."""
+        is_asked = self._config.parallel.compile
+        if is_asked is not None:
+            return is_asked
+        if compiles_by_default(self._config, self._run_model.spec.model_type, self._data.packing):
+            lines.append("layers: compiled, for a long run (the first step takes longer; --no-compile)")
+            return True
+        return False
 
     def _restore(self, lines: list[str]) -> int:
         """Load the latest checkpoint, or the weights to start from; return the steps done, and add lines to print."""
