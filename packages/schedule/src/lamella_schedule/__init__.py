@@ -28,6 +28,12 @@ from lamella_schedule._order import order as order
 from lamella_schedule._order import run_order as run_order
 from lamella_schedule._order import with_residence as with_residence
 from lamella_schedule._order import work as work
+from lamella_schedule._passes import PassKind as PassKind
+from lamella_schedule._passes import PassPair as PassPair
+from lamella_schedule._passes import StagePass as StagePass
+from lamella_schedule._passes import passes_in as passes_in
+from lamella_schedule._pipeline import Pipeline as Pipeline
+from lamella_schedule._pipeline_orders import pipeline as pipeline
 from lamella_schedule._run import Residence as Residence
 from lamella_schedule._run import run as run
 from lamella_schedule._run import run_pair as run_pair
