@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from lamella_layout import EvenLayout, FlatLayout, Range, Rows
-from lamella_schedule import Event, Kind, Lane, Slot, Span, Timeline, order, run_order, simulate, work
+from lamella_schedule import Event, Kind, Lane, Slot, Timeline, order, run_order, simulate, work
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 FOLDER: Final = Path("docs/explanation")
@@ -127,7 +127,7 @@ def overlap() -> str:
         "One after another": simulate(work(alone), partial(_duration, backward=2.0)),
         "Overlapped": simulate(work(run_order(NUM_MICROBATCHES, NUM_LAYERS)), partial(_duration, backward=1.0)),
     }
-    rows = [(f"{lane}", list(_spans(timeline, lane))) for timeline in timelines.values() for lane in Lane]
+    rows = [(f"{lane}", list(_spans(timeline, lane))) for timeline in timelines.values() for lane in timeline.lanes]
     lines = [
         f"{name}: {timeline.total:g} units of time, {timeline.exposed:g} of them communication that no compute hides."
         for name, timeline in timelines.items()
@@ -145,13 +145,13 @@ def _duration(event: Event, *, backward: float) -> float:
 
 def _spans(timeline: Timeline, lane: Lane) -> Iterator[Bar]:
     for span in timeline.spans:
-        if span.event.lane is lane and span.stop > span.start:
-            yield Bar(span.start, span.stop, _classes(span), TEXTS[span.event.slot])
+        if isinstance(span.event, Event) and span.lane is lane and span.stop > span.start:
+            yield Bar(span.start, span.stop, _classes(span.event), TEXTS[span.event.slot])
 
 
-def _classes(span: Span) -> str:
-    kind = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.WEIGHT_GRADIENT: "wgrad"}[span.event.kind]
-    return f"{kind} second" if span.event.microbatch else kind
+def _classes(event: Event) -> str:
+    kind = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.WEIGHT_GRADIENT: "wgrad"}[event.kind]
+    return f"{kind} second" if event.microbatch else kind
 
 
 PICTURES: Final = {"layouts.svg": layouts, "overlap.svg": overlap}

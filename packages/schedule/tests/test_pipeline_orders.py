@@ -7,12 +7,11 @@ from itertools import pairwise, product
 
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
+from pipelines import SCHEDULES, pipelines
 from torch_schedules import SINGLE, V_SHAPED, passes_of_torch
 
 from lamella_schedule import PassKind, PassPair, Pipeline, StagePass, passes_in, pipeline
 
-SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 _F, _B, _I, _W = PassKind.FORWARD, PassKind.BACKWARD, PassKind.INPUT_GRADIENT, PassKind.WEIGHT_GRADIENT
 
 
@@ -52,15 +51,6 @@ def test_each_rank_runs_the_passes_that_torch_runs(schedule: str) -> None:
             assert [str(one) for item in ours.orders[rank] for one in passes_in(item)] == expected
             num_equal += 1
     assert num_equal >= 100
-
-
-@st.composite
-def pipelines(draw: st.DrawFn) -> Pipeline:
-    schedule = draw(st.sampled_from(SCHEDULES))
-    num_ranks, num_microbatches = draw(st.integers(1, 5)), draw(st.integers(1, 4))
-    stages_per_rank = 1 if schedule in SINGLE else 2 if schedule in V_SHAPED else draw(st.integers(1, 3))
-    # As many as every schedule takes: whole rounds, and a microbatch for each stage.
-    return pipeline(schedule, num_ranks, (num_microbatches + 1) * num_ranks, stages_per_rank=stages_per_rank)
 
 
 @given(pipelines())

@@ -74,7 +74,8 @@ def events_of_torch(pipeline: Pipeline) -> list[list[str]]:
     actions = {rank: [_action(item) for item in order] for rank, order in enumerate(pipeline.orders)}
     with_messages = schedules._add_send_recv(actions, lambda stage: pipeline.stage_ranks[stage], pipeline.num_stages)
     return [
-        [str(action) for item in with_messages[rank] for action in (item.sub_actions or (item,))] for rank in actions
+        [str(action) for item in with_messages[rank] for action in (item.sub_actions or (item,))]
+        for rank in range(pipeline.num_ranks)
     ]
 
 

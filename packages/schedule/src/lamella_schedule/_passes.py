@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final, TypeAlias
 
-from lamella_schedule._events import Lane, Phase
+from lamella_schedule._events import Event, Lane, Phase, ResidenceEvent
 
 
 class PassKind(StrEnum):
@@ -128,3 +128,7 @@ class TransferEvent:
     def __str__(self) -> str:
         letter = "F" if self.phase is Phase.FORWARD else "B"
         return f"{self.stage}{self.action.upper()}_{letter}{self.microbatch}"
+
+
+WorkEvent: TypeAlias = Event | StagePass
+PipelineEvent: TypeAlias = WorkEvent | ResidenceEvent | TransferEvent
