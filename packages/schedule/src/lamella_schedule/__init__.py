@@ -38,10 +38,12 @@ from lamella_schedule._passes import WorkEvent as WorkEvent
 from lamella_schedule._passes import passes_in as passes_in
 from lamella_schedule._pipeline import Pipeline as Pipeline
 from lamella_schedule._pipeline_events import pipeline_events as pipeline_events
+from lamella_schedule._pipeline_events import rank_events as rank_events
 from lamella_schedule._pipeline_orders import pipeline as pipeline
 from lamella_schedule._run import Residence as Residence
 from lamella_schedule._run import run as run
 from lamella_schedule._run import run_pair as run_pair
+from lamella_schedule._run_pipeline import run_pipeline as run_pipeline
 from lamella_schedule._simulate import PipelineTimeline as PipelineTimeline
 from lamella_schedule._simulate import Span as Span
 from lamella_schedule._simulate import Timeline as Timeline

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from lamella_schedule._events import Event, Kind, Phase
@@ -48,33 +48,59 @@ def pipeline_events(
     Raises:
         ValueError: A stage without layers in a mapping, or a negative `ahead`.
     """
+    ranks = range(pipeline.num_ranks)
+    return tuple(rank_events(pipeline, rank, layers, ahead=ahead, early_release=early_release) for rank in ranks)
+
+
+def rank_events(
+    pipeline: Pipeline,
+    rank: int,
+    layers: Layers | Mapping[int, Layers] | None = None,
+    *,
+    ahead: int = 1,
+    early_release: bool = False,
+) -> tuple[PipelineEvent, ...]:
+    """List all events of one rank, as `pipeline_events` does, from the layers of the rank's own stages.
+
+    Args:
+        pipeline: The order of passes.
+        rank: Index of the rank along the pipeline.
+        layers: The layers of a stage, or by stage of this rank.
+        ahead: Number of layers whose parameters are acquired before their turn.
+        early_release: Run the backward of `PRE` before the forward of the experts, in pairs.
+
+    Raises:
+        ValueError: A stage of the rank without layers in a mapping, or a negative `ahead`.
+    """
     if ahead < 0:
         raise ValueError(f"Expected ahead to be a number of layers, got {ahead}. Give 0 for no layer ahead.")
-    expand = _Expansion(pipeline, layers, early_release)
-    events: list[list[WorkEvent | TransferEvent]] = [[] for _ in pipeline.orders]
-    for rank, item in pipeline.global_order():
-        events[rank] += expand(item)
+    expand = _Expansion(layers, pipeline.stages_of(rank), early_release)
+    events: list[WorkEvent | TransferEvent] = []
+    for owner, item in pipeline.global_order():
+        if owner == rank:
+            events += expand(item)
         for stage_pass in passes_in(item):
-            for owner, transfer in _transfers(pipeline, stage_pass):
-                events[owner].append(transfer)
-    return tuple(tuple(with_residence(events_of_rank, ahead=ahead)) for events_of_rank in events)
+            events += [transfer for end, transfer in _transfers(pipeline, stage_pass) if end == rank]
+    return tuple(with_residence(events, ahead=ahead))
 
 
 class _Expansion:
     """The events of a pass or a pair, by the layers of each stage."""
 
-    def __init__(self, pipeline: Pipeline, layers: Layers | Mapping[int, Layers] | None, early_release: bool) -> None:
+    def __init__(
+        self, layers: Layers | Mapping[int, Layers] | None, stages: Sequence[int], early_release: bool
+    ) -> None:
         self._early_release = early_release
         self._layers: Mapping[int, Layers] = {}
         if isinstance(layers, Mapping):
-            if missing := set(range(pipeline.num_stages)) - set(layers):
+            if missing := set(stages) - set(layers):
                 raise ValueError(
-                    f"Expected the layers of {pipeline.num_stages} stages, got none for {sorted(missing)}. Give each "
-                    "stage its layers, 0 for none."
+                    f"Expected the layers of stages {sorted(stages)}, got none for {sorted(missing)}. Give each stage "
+                    "its layers, 0 for none."
                 )
             self._layers = layers
         elif layers is not None:
-            self._layers = dict.fromkeys(range(pipeline.num_stages), layers)
+            self._layers = dict.fromkeys(stages, layers)
 
     def __call__(self, item: PassOrPair) -> list[WorkEvent]:
         if not self._layers:

@@ -162,10 +162,10 @@ def run_pair(
         with lanes.on_compute():
             for event in events:
                 if isinstance(event, Event):
-                    flights[event.microbatch].run(event, around or _nothing_around)
+                    flights[event.microbatch].run(event, around or nothing_around)
                 elif residence is not None:
                     with lanes.on(event.lane):
-                        _step_of(residence, event)
+                        step_residence(residence, event)
         lanes.end()
     except BaseException:
         lanes.join()  # tensors go back to their allocator next, whichever stream reads them
@@ -177,7 +177,8 @@ def run_pair(
         raise
 
 
-def _step_of(residence: Residence, event: ResidenceEvent) -> None:
+def step_residence(residence: Residence, event: ResidenceEvent) -> None:
+    """Call the method of a residence that an event names."""
     if event.action is Action.ACQUIRE:
         residence.acquire(event)
     elif event.action is Action.USED:
@@ -186,14 +187,15 @@ def _step_of(residence: Residence, event: ResidenceEvent) -> None:
         residence.finished(event)
 
 
-def _nothing_around(event: Event) -> AbstractContextManager[object]:
+def nothing_around(event: Event) -> AbstractContextManager[object]:
+    """Return a context without an effect."""
     return NOTHING
 
 
 def _begin(flight: Flight) -> torch.Tensor:
     """Begin a flight's backward from its loss, and return the loss."""
     try:
-        loss = _loss(flight.outputs, flight.microbatch)
+        loss = loss_of(flight.outputs, flight.microbatch)
     except BaseException:
         flight.drop()
         raise
@@ -201,7 +203,12 @@ def _begin(flight: Flight) -> torch.Tensor:
     return loss.detach()
 
 
-def _loss(outputs: Values, microbatch: int) -> torch.Tensor:
+def loss_of(outputs: Values, microbatch: int) -> torch.Tensor:
+    """Return the loss among a chunk's outputs.
+
+    Raises:
+        ValueError: The outputs are not a single 0-D tensor with a gradient.
+    """
     loss = outputs[0] if len(outputs) == 1 else None
     if not isinstance(loss, torch.Tensor) or loss.dim() != 0 or not loss.requires_grad:
         descriptions = [
