@@ -209,7 +209,8 @@ def with_residence(events: Iterable[EventT], *, ahead: int = 1) -> Iterator[Even
 
     Parameters of a layer are acquired for a pass when the layer `ahead` layers earlier begins the pass, at the
     earliest with the first event of the pass; they are used from the layer's first event on, and finished after the
-    last. Parameters around the layers (layer None) stay from the first event of a pass to the last.
+    last. Parameters around the layers (layer None) stay from the first event of a pass to the last, apart from delayed
+    weight gradients of layers.
 
     Args:
         events: Slots' events in the order of the host, or a rank's passes and messages in a pipeline.
@@ -223,9 +224,11 @@ def with_residence(events: Iterable[EventT], *, ahead: int = 1) -> Iterator[Even
             continue
         lanes[place] = event.lane
         stay = spans.setdefault((event.stage, event.microbatch, event.phase), {None: [place, place]})
-        stay[None][1] = place
         if event.layer is not None:
             stay.setdefault(event.layer, [place, place])[1] = place
+        # Zero bubbles leave weight gradients to a time when the next microbatch has gradients around the layers.
+        if event.layer is None or event.kind is not Kind.WEIGHT_GRADIENT:
+            stay[None][1] = place
     before: dict[int, list[ResidenceEvent]] = {}
     after: dict[int, list[ResidenceEvent]] = {}
     for (stage, microbatch, phase), stays in spans.items():

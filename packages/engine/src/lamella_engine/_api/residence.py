@@ -90,16 +90,16 @@ class UnitResidence:
         Effects: as `FSDPModule.reduce_gradients` and `Hold.release`; after the step's last backward those of
             `FSDPModule.wait_for_gradients`.
         """
-        ends_step = False
+        is_last = event.phase == "backward" and event.microbatch == self._last
         if event.phase == "backward":
-            is_last = event.microbatch == self._last
             if self._last is not None:
                 FSDPModule.set_is_last_backward(self._model, is_last)
             for unit in self._units_of(event):
                 _mark_read(unit)
                 FSDPModule.reduce_gradients(unit)
-            ends_step = is_last and event.layer is None
         holds = self._holds.pop(key_of(event))
+        # Delayed weight gradients of layers may come behind the backward around the layers.
+        ends_step = is_last and not any(microbatch == self._last for microbatch, _, _ in self._holds)
         if not self._presence.finish(key_of(event)):
             # Handed over to the layer's backward, which then finds the layer unsharded.
             self._holds[event.microbatch, event.layer, "backward"] = holds
