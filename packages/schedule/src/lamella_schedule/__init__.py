@@ -1,4 +1,4 @@
-"""The forward of one microbatch beside the backward of another: an order of events, its runner and its simulation."""
+"""Orders of forwards and backwards as data, of pairs of microbatches and of pipelines: drawn, simulated and run."""
 
 from typing import TYPE_CHECKING
 from warnings import warn

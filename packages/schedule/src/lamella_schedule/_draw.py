@@ -119,8 +119,8 @@ def _rows(timeline: Timeline | PipelineTimeline) -> list[tuple[str, list[Span]]]
         return [(str(lane), [span for span in timeline.spans if span.lane is lane]) for lane in timeline.lanes]
     rows = [
         (f"rank {rank} {label}", spans)
-        for rank, of_rank in enumerate(timeline.ranks)
-        for label, spans in _rows(of_rank)
+        for rank, rank_timeline in enumerate(timeline.ranks)
+        for label, spans in _rows(rank_timeline)
     ]
     return [(label, spans) for label, spans in rows if spans]
 

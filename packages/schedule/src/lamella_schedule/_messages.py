@@ -67,7 +67,7 @@ class Mail:
         """
         address = event.receiver, event.microbatch, event.phase
         values = tuple(tensor.detach().contiguous() for tensor in self._values.pop(address))
-        self._sent = [(works, kept) for works, kept in self._sent if not all(work.is_completed() for work in works)]
+        self._sent = [message for message in self._sent if not all(work.is_completed() for work in message[0])]
         works = [
             _work(dist.isend(tensor, group=self._group, group_dst=event.peer, tag=self._tag(address, i)))
             for i, tensor in enumerate(values)

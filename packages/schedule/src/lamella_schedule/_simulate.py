@@ -218,14 +218,14 @@ class _Prices:
             price = 0.0 if event.action is TransferAction.RECEIVE else self.send
             duration = price(event) if callable(price) else price
         elif isinstance(event, ResidenceEvent):
-            duration = self._of_residence(event)
+            duration = self._residence_duration(event)
         else:
             duration = _duration(event, self.durations)
         if duration < 0:
             raise ValueError(f"Expected durations from 0 on, got {duration} for {event}. Give the time that it takes.")
         return duration
 
-    def _of_residence(self, event: ResidenceEvent) -> float:
+    def _residence_duration(self, event: ResidenceEvent) -> float:
         price: ResidencePrice = 0.0
         if event.action is Action.ACQUIRE:
             price = self.gather
