@@ -187,9 +187,7 @@ def pipelines() -> str:
         for name, timeline in timelines.items()
     ]
     lines.append("Green: forward; orange: backward, of inputs alone in short bars; blue: delayed weight gradients.")
-    lines.append(
-        "Numbers: microbatches. Pale: the second of a rank's two stages, half as long as those of 1F1B."
-    )
+    lines.append("Numbers: microbatches. Pale: the second of a rank's two stages, half as long as those of 1F1B.")
     title = "Eight microbatches through a model on four ranks, in three orders of the same work"
     return picture(title, rows, lines, total=max(timeline.total for timeline in timelines.values()))
 
