@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from alive import Alive
 from pipeline_toy import BORDERS, StagedModel, microbatches
 from pipelines import SCHEDULES
 
@@ -18,14 +19,17 @@ from lamella_schedule import (
     Action,
     Event,
     Lane,
+    LayerSlots,
     ModelChunk,
     PassKind,
     Pipeline,
     PipelineTimeline,
     ResidenceEvent,
+    Slot,
     StagePass,
     Stopwatch,
     bars,
+    peak,
     peak_parameters,
     pipeline,
     rank_events,
@@ -205,6 +209,44 @@ def test_parameters_are_needed_only_where_residences_keep_them(schedule: str) ->
     for is_equal, highest, computed in run_ranks(on_each_rank, 2):
         assert is_equal
         assert highest == computed
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_as_many_tensors_are_alive_as_computed(schedule: str) -> None:
+    ours = pipeline(schedule, 2, MICROBATCHES)
+
+    def on_each_rank() -> tuple[int, float]:
+        alive = Alive()
+        highest = 0
+
+        def slot(x: torch.Tensor) -> torch.Tensor:
+            out = torch.tanh(x)  # saves its output
+            alive.note(out)
+            return out
+
+        def chunk(stage: int, microbatch: int) -> ModelChunk:
+            is_last = stage == ours.num_stages - 1
+            return ModelChunk(
+                (lambda x: x) if stage else (lambda: torch.ones(4, requires_grad=True)),
+                [LayerSlots(pre=slot, experts=slot)] * (1 + stage),
+                (lambda x: x.sum()) if is_last else (lambda x: x * 1.0),  # a message of another storage
+            )
+
+        @contextmanager
+        def around(event: Event) -> Iterator[None]:
+            nonlocal highest
+            yield
+            highest = max(highest, alive.num)
+
+        rank = dist.get_rank()
+        run_pipeline(ours, chunk, [torch.empty(4, device="meta")], around=around)
+        assert alive.num == 0
+        plans = {stage: chunk(stage, 0).plans for stage in ours.stages_of(rank)}
+        noted = (Slot.PRE, Slot.EXPERTS)
+        return highest, peak(rank_events(ours, rank, plans), lambda event: float(event.slot in noted))
+
+    for highest, computed in run_ranks(on_each_rank, 2):
+        assert highest == computed > 0
 
 
 def test_a_failure_drops_residences_and_tensors_and_the_next_step_works() -> None:
