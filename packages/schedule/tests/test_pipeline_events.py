@@ -275,7 +275,7 @@ def test_a_table_shows_passes_residence_and_messages() -> None:
 
 def test_wrong_layers_are_refused() -> None:
     ours = pipeline("1F1B", 3, 3)
-    with pytest.raises(ValueError, match=r"the layers of stages \[1\], got none for \[1\]"):
+    with pytest.raises(ValueError, match=r"the layers of stages \[0, 1, 2\], got none for \[1\]"):
         pipeline_events(ours, {0: 2, 2: 1})
     with pytest.raises(ValueError, match="ahead to be a number of layers, got -1"):
         pipeline_events(ours, ahead=-1)

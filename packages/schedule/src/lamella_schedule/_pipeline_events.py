@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from lamella_schedule._events import Event, Kind, Phase
@@ -48,8 +48,8 @@ def pipeline_events(
     Raises:
         ValueError: A stage without layers in a mapping, or a negative `ahead`.
     """
-    ranks = range(pipeline.num_ranks)
-    return tuple(rank_events(pipeline, rank, layers, ahead=ahead, early_release=early_release) for rank in ranks)
+    expand = _Expansion(layers, range(pipeline.num_stages), early_release)
+    return tuple(_events_by_rank(pipeline, range(pipeline.num_ranks), expand, ahead).values())
 
 
 def rank_events(
@@ -72,16 +72,24 @@ def rank_events(
     Raises:
         ValueError: A stage of the rank without layers in a mapping, or a negative `ahead`.
     """
-    if ahead < 0:
-        raise ValueError(f"Expected ahead to be a number of layers, got {ahead}. Give 0 for no layer ahead.")
     expand = _Expansion(layers, pipeline.stages_of(rank), early_release)
-    events: list[WorkEvent | TransferEvent] = []
+    return _events_by_rank(pipeline, [rank], expand, ahead)[rank]
+
+
+def _events_by_rank(
+    pipeline: Pipeline, ranks: Iterable[int], expand: _Expansion, num_layers_ahead: int
+) -> dict[int, tuple[PipelineEvent, ...]]:
+    if num_layers_ahead < 0:
+        raise ValueError(f"Expected ahead to be a number of layers, got {num_layers_ahead}. Give 0 for no layer ahead.")
+    events: dict[int, list[WorkEvent | TransferEvent]] = {rank: [] for rank in ranks}
     for owner, item in pipeline.global_order():
-        if owner == rank:
-            events += expand(item)
+        if owner in events:
+            events[owner] += expand(item)
         for stage_pass in passes_in(item):
-            events += [transfer for end, transfer in _transfers(pipeline, stage_pass) if end == rank]
-    return tuple(with_residence(events, ahead=ahead))
+            for rank, transfer in _transfers(pipeline, stage_pass):
+                if rank in events:
+                    events[rank].append(transfer)
+    return {rank: tuple(with_residence(listed, ahead=num_layers_ahead)) for rank, listed in events.items()}
 
 
 class _Expansion:
