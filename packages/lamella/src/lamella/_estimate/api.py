@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lamella._estimate.estimated_bytes import CONTEXT_NBYTES, Estimate, estimate_of
-from lamella._estimate.fake_ranks import fake_ranks, no_memory
+from lamella._estimate.fake_ranks import FusedSteps, fake_ranks, no_memory
 from lamella._estimate.gpu_operators import gpu_operators
 from lamella._estimate.kinds import on_host
 from lamella._estimate.live_bytes import LiveBytes
@@ -110,7 +110,8 @@ def estimate_module(
                 num_microbatches=num_microbatches,
                 vocab_size=vocab_size,
             )
-            recorded = record(step, live)
+            with FusedSteps():
+                recorded = record(step, live)
     return estimate_of(
         recorded,
         rank=rank,

@@ -9,7 +9,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 import lamella_optim
-from lamella._estimate.fake_ranks import fake_ranks, no_memory
+from lamella._estimate.fake_ranks import FusedSteps, fake_ranks, no_memory
 from lamella._estimate.gpu_operators import gpu_operators
 from lamella._estimate.kinds import HOST_ACTIVATIONS
 from lamella._estimate.live_bytes import LiveBytes
@@ -57,6 +57,7 @@ def record_recipe(config: Config, rank: int = 0) -> RecordedStep:
         fake_ranks(config.parallel.ranks, rank, config.parallel.device),
         gpu_operators(config.parallel.device),
         training_step(config, live, no_memory()) as step,
+        FusedSteps(),
     ):
         return record(step, live)
 
