@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lamella._estimate.estimated_bytes import CONTEXT_NBYTES, Estimate, estimate_of
+from lamella._estimate.estimated_bytes import CONTEXT_NBYTES, LIBRARIES_NBYTES, Estimate, estimate_of
 from lamella._estimate.fake_ranks import FusedSteps, fake_ranks, no_memory
 from lamella._estimate.gpu_operators import gpu_operators
 from lamella._estimate.kinds import on_host
@@ -47,6 +47,7 @@ def estimate_run(config: Config, rank: int = 0) -> Estimate:
         num_ranks=parallel.ranks or 1,
         host=on_host(parallel.rest == "cpu"),
         context_nbytes=context_nbytes(parallel.device),
+        libraries_nbytes=_libraries_nbytes(parallel.device),
         notes=tuple(notes),
     )
 
@@ -118,6 +119,7 @@ def estimate_module(
         num_ranks=num_ranks,
         host=on_host(rests_on_cpu),
         context_nbytes=context_nbytes(device),
+        libraries_nbytes=_libraries_nbytes(device),
     )
 
 
@@ -146,3 +148,7 @@ estimate.register(nn.Module, estimate_module)
 def context_nbytes(device: str) -> int:
     """Return the bytes of a CUDA context; none for the CPU."""
     return CONTEXT_NBYTES if device == "cuda" else 0
+
+
+def _libraries_nbytes(device: str) -> int:
+    return LIBRARIES_NBYTES if device == "cuda" else 0

@@ -122,8 +122,11 @@ class _HostCopies(saved_tensors_hooks):
     """Copies saved tensors to the host's memory and back, where both are memory of no device."""
 
     def __init__(self, live: LiveBytes) -> None:
-        def pack(tensor: torch.Tensor) -> torch.Tensor:
+        def pack(tensor: torch.Tensor) -> tuple[torch.Tensor]:  # A tensor would pass for one that stays on the device.
             with live.births_are(HOST_ACTIVATIONS):
-                return tensor.clone()
+                return (tensor.clone(),)
 
-        super().__init__(pack, torch.clone)
+        def unpack(packed: tuple[torch.Tensor]) -> torch.Tensor:
+            return packed[0].clone()
+
+        super().__init__(pack, unpack)
