@@ -52,6 +52,7 @@ def all_gather(
     gathered = [torch.empty_like(full) for _, full, _ in plan.beside]
     staged = Payloads(Payload(shard, into) for (shard, _, _), into in zip(plan.beside, gathered, strict=True))
     pending = _gather(Payloads.joined([plan.payloads, staged]), transport)
+    # First: gloo fills the staged tensors in `wait`.
     pending.wait()
     places = [place for _, _, place in plan.beside]
     torch._foreach_copy_(places, [tensor.view(place.shape) for tensor, place in zip(gathered, places, strict=True)])

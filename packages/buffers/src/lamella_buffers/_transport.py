@@ -230,6 +230,7 @@ class GlooTransport(_GroupTransport):
         """
         shards, wholes = payloads.flat_bytes if isinstance(payloads, Payloads) else flat_bytes(payloads)
         with record_function("gloo::all_gather"):
+            # A copy on this thread: the caller may write the shards again while gloo's threads still send.
             packed = torch.cat(shards)
             gathered = packed.new_empty(self.num_ranks * packed.numel())
         work = _all_gather(gathered, packed, group=self._group, async_op=True)
@@ -248,6 +249,7 @@ class GlooTransport(_GroupTransport):
         """Exchange a packed tensor: a copy of every payload beforehand; blocks the host."""
         shards, wholes = zip(*payloads, strict=True)
         with record_function("gloo::all_to_all"):
+            # Side by side by receiving rank: gloo sends row r to rank r.
             packed = torch.cat([tensor.view(self.num_ranks, -1) for tensor in wholes], dim=1)
             received = torch.empty_like(packed)
             dist.all_to_all_single(received, packed, group=self._group)
@@ -306,8 +308,8 @@ class _GlooGather:
     """Waits on the host, once, and unpacks. Holds the packed shards until then, as gloo's work does."""
 
     def __init__(self, work: dist.Work, packed: torch.Tensor, unpack: Callable[[], None]) -> None:
-        self._work: dist.Work | None = work
-        self._packed: torch.Tensor | None = packed
+        self._work: dist.Work | None = work  # None once unpacked
+        self._packed: torch.Tensor | None = packed  # read by gloo's threads until the work is done
         self._unpack = unpack
 
     def wait(self) -> None:

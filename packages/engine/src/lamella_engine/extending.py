@@ -1,9 +1,9 @@
 """For packages that build on the engine: trees of units and their events, sharded parameters, optimizer hooks.
 
-Training programs need none of these names. They may change with a minor version of the engine; private modules may
+Training programs need none of the names. The names may change with a minor version of the engine; private modules may
 change with any version.
 
-- Units: `unit_of`, by which modules that are one unit together are told.
+- Units: `unit_of`, which tells the modules of one unit together.
 - Events: a subclass of `Listener` hears a `Tree` of `living_trees()` after `Tree.listen`. `finish_deferred` waits for
   reductions whose wait a listener has deferred (`StepEnd.defers_wait`).
 - Steps: `replace_step_hook` puts a function in its place around every `torch.optim` step.

@@ -1,4 +1,4 @@
-"""The training loop in forked ranks: independent of the number of ranks, resumable, and it learns."""
+"""The training loop in forked ranks: independent of the number of ranks, resumable, and learning."""
 
 import json
 import math
@@ -92,7 +92,7 @@ def test_bfloat16_compute_stays_close_to_float32(config: Config, train: TrainOn)
 
 @pytest.fixture(scope="module")
 def exact(shared_config: Config, train: TrainOn) -> Run:
-    """A run in fp32 with a checkpoint on the way too, which a process of its own writes for each rank."""
+    """A run in fp32 with a further checkpoint on the way, written by a process beside each rank."""
     return train(replace(shared_config, run=replace(shared_config.run, checkpoint_interval=3)), 2)
 
 
@@ -113,7 +113,7 @@ def test_float8_stays_close_and_goes_on_from_a_run_without(
     assert capfd.readouterr().out.count(f"float8: cpu here has no float8 products for --float8 {kind}") == 1
 
     def cut(directory: Path, name: str) -> Config:
-        """A copy of a run as after its third step, in float8 from there on."""
+        """A copy of a run after its third step, in float8 from the fourth on."""
         shutil.copytree(directory, resumed := tmp_path / name)
         shutil.rmtree(resumed / "checkpoints" / "step_00000006")
         return in_folder(quantised, name)

@@ -9,19 +9,19 @@ from torch import nn
 
 
 def has_liger() -> bool:
-    """True where liger-kernel is installed."""
+    """True if liger-kernel is installed."""
     return importlib.util.find_spec("liger_kernel") is not None
 
 
 def has_kernels(model_type: str) -> bool:
-    """True for a model type that Liger has kernels for. Effects: imports liger-kernel, which must be installed."""
+    """True for a model type with kernels of Liger's. Effects: imports liger-kernel, which must be installed."""
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 
     return model_type in MODEL_TYPE_TO_APPLY_LIGER_FN
 
 
 class _Replacement(NamedTuple):
-    """An attribute of a module or a class, and the value that a library replaced."""
+    """An attribute of a module or a class, and its value before the replacement."""
 
     owner: ModuleType | type
     name: str
@@ -29,7 +29,7 @@ class _Replacement(NamedTuple):
 
 
 class Replacements:
-    """What a library of kernels replaced in transformers' modules, which all models of the process share."""
+    """The replacements of a library of kernels in transformers' modules, shared by all models of the process."""
 
     def __init__(self, replacements: tuple[_Replacement, ...] = ()) -> None:
         self._replacements = replacements
@@ -46,16 +46,16 @@ _LAYER_KERNELS: Final = ("rope", "rms_norm", "layer_norm", "swiglu", "geglu")
 
 
 def use_kernels(model: nn.Module, kernels: str, *, is_compiled: bool) -> Replacements:
-    """Replace the parts of a model that a library has kernels for.
+    """Replace the parts of a model by a library's kernels.
 
     Args:
         model: A model of transformers, not sharded yet. Changed in place.
         kernels: The library: "liger", or "none" to replace nothing.
-        is_compiled: The layers will be compiled. The compiler fuses them itself, so that the loss alone is replaced:
+        is_compiled: The layers will be compiled. The compiler fuses their parts, and the loss alone is replaced:
             Liger's kernels inside compiled layers ended in illegal memory accesses under torch 2.11.
 
     Returns:
-        What was replaced outside the model: rotary embeddings are functions of transformers' modules.
+        The replacements outside the model: rotary embeddings are functions of transformers' modules.
     """
     if kernels == "none":
         return Replacements()

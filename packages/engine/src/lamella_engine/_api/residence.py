@@ -46,7 +46,9 @@ class UnitResidence:
         self._model = _unit(model, "the model")
         self._layers = [_units(layer, f"layer {i}") for i, layer in enumerate(layers)]
         self._last: int | None = None  # microbatch of a step that `begin_step` began
+        # From `acquire`, or `used` for want of room, to `finished`, which may hand a forward's holds to its backward.
         self._holds: dict[Key, list[Hold]] = {}
+        # Bytes acquired so far: anew when an `acquire` around the layers finds nothing held, and in `drop`.
         self._presence = self._nothing_present()
 
     def begin_step(self, num_microbatches: int) -> None:

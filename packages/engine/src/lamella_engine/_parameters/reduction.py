@@ -131,6 +131,7 @@ def reduce_over_outer(group: ParameterGroup, reduced: Reduced) -> Reduced:
         return reduced
     is_dense = reduced.shards.layout is not group.layout
     main_layout = group.main_weight.layout
+    # Dense like the sums: a hook reads the whole buffer, in which gaps are memory that nothing has written.
     layout = _without_gaps(main_layout) if is_dense else main_layout
     parts = ShardedBuffer.empty(layout, group.axes.main_rank, group.reduce_dtype, group.device)
     moves = zip(parts.slots, reduced.shards.slots, strict=True)

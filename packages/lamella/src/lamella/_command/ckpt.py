@@ -38,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Run one of the commands; returns the exit code.
 
     Raises:
-        ConfigError: It is refused.
+        ConfigError: The command is refused.
         DamageError: A checkpoint is not whole.
 
     Effects: no collective, no accelerator.
@@ -114,7 +114,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
 
 
 def _at_a_glance(inspection: "Inspection") -> Iterator[str]:
-    """Return the lines of all tensors, or of the depth that fits a screen or two."""
+    """Return the lines of all tensors, or of the deepest level within a screen or two."""
     lines = [*inspection.lines()]
     if len(lines) <= NUM_LINES:
         return iter(lines)
@@ -227,7 +227,7 @@ _RUNS: Final[Mapping[str, Callable[[argparse.Namespace], int]]] = {
 }
 
 
-# -- what they share --------------------------------------------------------------------------------------------------
+# -- shared by the commands --------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -243,7 +243,7 @@ def _rare_collections() -> Iterator[None]:
 
 @contextmanager
 def _config_folder(path: str | None) -> Iterator[Path | None]:
-    """Yield the folder that `--config` names; for a lone file, a folder with a copy of the file alone."""
+    """Yield the folder of `--config`; for a lone file, a folder with a copy of the file alone."""
     if path is None:
         yield None
         return

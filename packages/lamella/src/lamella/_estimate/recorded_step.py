@@ -1,4 +1,4 @@
-"""One optimizer step, recorded: the bytes that live storages hold, moment by moment."""
+"""One optimizer step, recorded: the bytes of live storages, moment by moment."""
 
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,7 +25,7 @@ AT_REST: Final = "at rest"
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingStep:
-    """A model with all that one optimizer step of it needs.
+    """A model with everything for an optimizer step.
 
     Attributes:
         model: The root unit.
@@ -54,10 +54,10 @@ class TrainingStep:
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedStep:
-    """The changes of live bytes in a step, after others.
+    """The changes of live bytes in a step, after earlier changes.
 
     Attributes:
-        log: The changes, those before the step too.
+        log: The changes, with the changes before the step.
         first_moment: The index of the step's first moment.
     """
 
@@ -66,7 +66,7 @@ class RecordedStep:
 
 
 def record(step: TrainingStep, live: LiveBytes) -> RecordedStep:
-    """Run a step, in which the engine learns its order and the optimizer makes its state, then record another.
+    """Run a step, for the engine to learn its order and the optimizer to make its state, then record a second step.
 
     Args:
         step: The model's parameters have storages, with memory or without.

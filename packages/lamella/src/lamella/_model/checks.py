@@ -1,4 +1,4 @@
-"""The checks of a model before a run: its config, the folder of its weights, and what the machine must have for it."""
+"""The checks of a model before a run: its config, the folder of its weights, and the machine's memory and tools."""
 
 import copy
 import math
@@ -31,7 +31,7 @@ class CheckedModel:
         spec: The config of the model.
         outline: The model on the meta device, without adapters.
         checkpointed: The model on the meta device as checkpoints hold it, with adapters.
-        units: The choice of the modules to shard one by one.
+        units: The choice of modules to shard one by one.
     """
 
     pretrained: Path | None
@@ -41,7 +41,7 @@ class CheckedModel:
     units: UnitChoice
 
     def describe(self) -> str:
-        """Return one line on the size of the model, and on units that neither an adapter nor transformers names."""
+        """Return one line on the size of the model, and on units chosen without an adapter's or transformers' names."""
         num_parameters = sum(parameter.numel() for parameter in self.outline.parameters())
         units = (
             "" if self.units.note is None else f"; its units are {self.units.note}, which transformers does not name"
@@ -50,7 +50,7 @@ class CheckedModel:
 
 
 def check_model(config: Config, *, has_checkpoint: bool) -> CheckedModel:
-    """Check the model of a run, and what the machine must have for it.
+    """Check the model of a run, and the machine's memory and tools.
 
     Args:
         config: The run's settings.
@@ -90,7 +90,7 @@ def _check_vocabulary(config: Config, pretrained: Path | None) -> None:
 
 
 def _check_experts(model: nn.Module, parallel: ParallelConfig) -> None:
-    """Refuse --experts for a model without experts, of a family that is not known, or with others than divide."""
+    """Refuse --experts without experts, for unknown families, and for numbers of experts that it does not divide."""
     if parallel.experts == 1:
         return
     try:
@@ -103,7 +103,7 @@ def _check_experts(model: nn.Module, parallel: ParallelConfig) -> None:
 
 
 def _check_memory(model: nn.Module, parallel: ParallelConfig) -> None:
-    """Refuse a model whose shards, and one fresh parameter while it is drawn, do not fit into the memory of a rank."""
+    """Refuse a model whose shards, with one fresh parameter during its drawing, exceed the memory of a rank."""
     nbytes = [parameter.numel() * torch.float32.itemsize for parameter in model.parameters()]
     num_ranks = parallel.ranks or 1
     needed = math.ceil(sum(nbytes) / num_ranks) + max(nbytes, default=0)

@@ -1,4 +1,4 @@
-"""Layers compiled by torch's inductor: where they are faster by default, and what the machine must have for them."""
+"""Layers compiled by torch's inductor: the models compiled by default, and the machine's compilers."""
 
 import importlib.util
 import os
@@ -27,12 +27,12 @@ def compile_units(units: Sequence[nn.Module]) -> None:
 
 
 def compiles_by_default(config: Config, model_type: str, packing: str) -> bool:
-    """Return whether a run without --compile and --no-compile compiles its layers: where that is known to be faster.
+    """Return whether a run without --compile and --no-compile compiles its layers: if measured to be faster.
 
     Args:
         config: The run's settings, placed on this machine.
         model_type: The type of the model's config.
-        packing: How tokens become sequences; the rows of "none" have many lengths, each of which compiles anew.
+        packing: How tokens become sequences; the rows of "none" have many lengths, and each length compiles anew.
     """
     parallel = config.parallel
     return (
@@ -50,14 +50,14 @@ def check_compiler(parallel: ParallelConfig) -> None:
     """Refuse --compile where torch would find no compiler after the run has started.
 
     Raises:
-        ConfigError: Names what is missing.
+        ConfigError: Names the missing compiler.
     """
     if parallel.compile and (missing := _missing_for(parallel)) is not None:
         raise ConfigError(missing)
 
 
 def _missing_for(parallel: ParallelConfig) -> str | None:
-    """Return an error about the compiler that inductor needs and this machine lacks; None if nothing is missing."""
+    """Return an error about a compiler of inductor's that the machine lacks; None if nothing is missing."""
     if parallel.device == "cuda":
         variable, names = "CC", ["gcc", "clang"]
         if importlib.util.find_spec("triton") is None:

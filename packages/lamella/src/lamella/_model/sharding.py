@@ -1,4 +1,4 @@
-"""How a model is cut into units: what they save for backward, their number formats, stage and resting place."""
+"""The cut of a model into units: saved tensors, number formats, stage and resting place of each unit."""
 
 from collections.abc import Collection
 from typing import Any, Final, cast
@@ -47,7 +47,7 @@ def shard(
     Args:
         model: Changed in place.
         parallel: The settings of sharding.
-        matrices: The names of matrices that stay whole on one rank each, for Muon.
+        matrices: The names of the matrices for Muon, each whole on one rank.
         host: Hooks that move saved tensors to the host's memory, as for `offload_activations`.
 
     Returns:
@@ -85,7 +85,7 @@ def shard(
     for unit in units:
         fully_shard(unit, mp_policy=unit_policy, reshard_after_forward=reshard, **shared)
     fully_shard(model, mp_policy=policy, **shared)
-    if parallel.experts > 1:  # Experts have seen the tokens of all ranks that share them.
+    if parallel.experts > 1:  # Tokens of all ranks with a share reach an expert.
         for unit in (*units, model):
             cast(FSDPModule, unit).set_gradient_divide_factor(dist.get_world_size())
     return units
@@ -101,7 +101,7 @@ def _mesh(parallel: ParallelConfig) -> DeviceMesh:
 
 
 def _experts_mesh(parallel: ParallelConfig) -> DeviceMesh:
-    """The ranks with the same experts along an outer axis, the ranks that share them along the inner one."""
+    """The ranks with the same experts along an outer axis, the ranks with shares of the experts along the inner one."""
     shape = (dist.get_world_size() // parallel.experts, parallel.experts)
     return init_device_mesh(parallel.device, shape, mesh_dim_names=("experts_data", "experts"))
 

@@ -56,9 +56,8 @@ def forward_backward_overlapped(
         model: A GPTModel or HybridModel, whole or the last pipeline stage, also in wrappers; in units of
             `fully_shard_model`, or without units.
         microbatches: The arguments of the model's forward for each microbatch: `input_ids`, `position_ids`,
-            `attention_mask`,
-            `labels`. For a last stage also `decoder_input`, the stage's input tensor, (length, batch, width): a leaf
-            with `requires_grad`, whose `.grad` is for the stage before.
+            `attention_mask`, `labels`. For a last stage also `decoder_input`, the stage's input tensor, (length, batch,
+            width): a leaf with `requires_grad`, whose `.grad` is for the stage before.
         loss_of: Takes the model's output for a microbatch, returns a 0-D loss: the microbatch's share of the step's,
             scaled as by `config.grad_scale_func`. Losses of routers and of multi-token prediction are scaled as by
             megatron-core's driver.
