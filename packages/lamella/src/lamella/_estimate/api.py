@@ -20,8 +20,8 @@ from lamella_engine.extending import unit_of
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
-_COMPILED = "compiled layers are estimated as eager ones, which save more for backward"
-_KERNELS = "kernels of --kernels are estimated as the model's own layers, which save more for backward"
+_COMPILED = "compiled layers are estimated as eager ones, which save more for backward: an upper bound"
+_KERNELS = "the loss of --kernels is estimated as the one in pieces, which takes more: an upper bound"
 _DOCUMENTS = "a sequence is estimated as one document"
 
 

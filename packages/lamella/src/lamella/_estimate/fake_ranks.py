@@ -77,6 +77,9 @@ class FusedSteps(TorchDispatchMode):  # type: ignore[no-untyped-call]
     tensors of the whole shapes, which would count as memory of the step.
     """
 
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
     def __torch_dispatch__(  # type: ignore[no-untyped-def]
         self, func, types, args=(), kwargs=None
     ):

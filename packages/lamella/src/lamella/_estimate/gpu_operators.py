@@ -22,7 +22,7 @@ def gpu_operators(device_type: str) -> Iterator[None]:
         return
     original = torch.rms_norm
     # A mode of torch would miss the layers that backward runs again: autograd leaves all modes.
-    torch.rms_norm = _rms_norm
+    torch.rms_norm = _rms_norm  # type: ignore[assignment]
     try:
         with assume_float8_products():
             yield
