@@ -190,16 +190,22 @@ def estimated(row: str, folder: Path, num_ranks: int, device: str, *, is_tiny: b
         else:
             estimate = lamella.estimate(recipe_config(row, folder, num_ranks, device, is_tiny=is_tiny), rank=rank)
         estimates.append(estimate)
-    largest = max(estimates, key=lambda estimate: estimate.allocated_nbytes)
+    # The measured steps have no validation.
+    peaks = [max(_of_steps(estimate), key=lambda moment: moment.nbytes) for estimate in estimates]
+    peak, largest = max(zip(peaks, estimates, strict=True), key=lambda pair: pair[0].nbytes)
     return {
         "at_rest": dict(largest.at_rest),
-        "allocated_nbytes": largest.allocated_nbytes,
+        "allocated_nbytes": peak.nbytes + largest.rounding_nbytes,
         "rounding_nbytes": largest.rounding_nbytes,
-        "peak_moment": largest.peak.name,
-        "peak_kinds": dict(largest.peak.kinds),
+        "peak_moment": peak.name,
+        "peak_kinds": dict(peak.kinds),
         "moments": _by_name((moment.name, moment.nbytes) for moment in largest.moments),
         "notes": [*largest.notes],
     }
+
+
+def _of_steps(estimate: Any) -> list[Any]:
+    return [moment for moment in estimate.moments if moment.name != "validation"]
 
 
 def _by_name(pairs: Any) -> dict[str, int]:

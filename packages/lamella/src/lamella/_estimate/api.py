@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lamella._estimate.estimated_bytes import CONTEXT_NBYTES, Estimate, estimate_of
-from lamella._estimate.fake_ranks import fake_ranks, no_memory
+from lamella._estimate.estimated_bytes import CONTEXT_NBYTES, LIBRARIES_NBYTES, Estimate, estimate_of
+from lamella._estimate.fake_ranks import FusedSteps, fake_ranks, no_memory
 from lamella._estimate.gpu_operators import gpu_operators
 from lamella._estimate.kinds import on_host
 from lamella._estimate.live_bytes import LiveBytes
@@ -20,8 +20,8 @@ from lamella_engine.extending import unit_of
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
-_COMPILED = "compiled layers are estimated as eager ones, which save more for backward"
-_KERNELS = "kernels of --kernels are estimated as the model's own layers, which save more for backward"
+_COMPILED = "compiled layers are estimated as eager ones, which save more for backward: an upper bound"
+_KERNELS = "the loss of --kernels is estimated as the one in pieces, which takes more: an upper bound"
 _DOCUMENTS = "a sequence is estimated as one document"
 
 
@@ -47,6 +47,7 @@ def estimate_run(config: Config, rank: int = 0) -> Estimate:
         num_ranks=parallel.ranks or 1,
         host=on_host(parallel.rest == "cpu"),
         context_nbytes=context_nbytes(parallel.device),
+        libraries_nbytes=_libraries_nbytes(parallel.device),
         notes=tuple(notes),
     )
 
@@ -110,13 +111,15 @@ def estimate_module(
                 num_microbatches=num_microbatches,
                 vocab_size=vocab_size,
             )
-            recorded = record(step, live)
+            with FusedSteps():
+                recorded = record(step, live)
     return estimate_of(
         recorded,
         rank=rank,
         num_ranks=num_ranks,
         host=on_host(rests_on_cpu),
         context_nbytes=context_nbytes(device),
+        libraries_nbytes=_libraries_nbytes(device),
     )
 
 
@@ -145,3 +148,7 @@ estimate.register(nn.Module, estimate_module)
 def context_nbytes(device: str) -> int:
     """Return the bytes of a CUDA context; none for the CPU."""
     return CONTEXT_NBYTES if device == "cuda" else 0
+
+
+def _libraries_nbytes(device: str) -> int:
+    return LIBRARIES_NBYTES if device == "cuda" else 0

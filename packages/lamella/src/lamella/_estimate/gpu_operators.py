@@ -5,13 +5,11 @@ there: a CPU computes `rms_norm` by smaller operators, which save fp32 copies of
 number a row; and CUDA's attention returns gradients in the layout of their inputs.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Final, cast
+from typing import Any, cast
 
 import torch
-from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from lamella_precision import assume_float8_products
 
@@ -22,16 +20,14 @@ def gpu_operators(device_type: str) -> Iterator[None]:
     if device_type != "cuda":
         yield
         return
-    with _GpuOperators(), assume_float8_products():
-        yield
-
-
-class _GpuOperators(TorchFunctionMode):
-    def __torch_function__(  # type: ignore[no-untyped-def]
-        self, func, types, args=(), kwargs=None
-    ):
-        replacement = _REPLACEMENTS.get(func)
-        return (func if replacement is None else replacement)(*args, **(kwargs or {}))
+    original = torch.rms_norm
+    # A mode of torch would miss the layers that backward runs again: autograd leaves all modes.
+    torch.rms_norm = _rms_norm  # type: ignore[assignment]
+    try:
+        with assume_float8_products():
+            yield
+    finally:
+        torch.rms_norm = original
 
 
 def _rms_norm(
@@ -57,9 +53,3 @@ class _FusedRmsNorm(torch.autograd.Function):
     def backward(context: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         tensor, weight, _ = context.saved_tensors
         return torch.empty_like(tensor), None, None if weight is None else torch.empty_like(weight)
-
-
-_REPLACEMENTS: Final[Mapping[Callable[..., Any], Callable[..., Any]]] = {
-    torch.rms_norm: _rms_norm,
-    nn.functional.rms_norm: _rms_norm,
-}

@@ -19,11 +19,12 @@ ACTIVATIONS: Final = "activations"
 HOST_ACTIVATIONS: Final = "activations on the host"
 LOGITS: Final = "logits and loss"
 BUFFERS: Final = "buffers and inputs"
+LIBRARIES: Final = "libraries"
 TEMPORARIES: Final = "temporaries"
 
 KINDS: Final = (
     *(MAIN_WEIGHTS, OPTIMIZER_STATE, GRADIENTS, GATHERED, FLYING_GRADIENTS, ACTIVATIONS, LOGITS, BUFFERS),
-    *(TEMPORARIES, HOST_ACTIVATIONS),
+    *(TEMPORARIES, LIBRARIES, HOST_ACTIVATIONS),
 )
 
 FORWARD: Final = "forward"

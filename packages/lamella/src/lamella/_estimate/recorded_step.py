@@ -21,6 +21,7 @@ from lamella._estimate.live_bytes import LiveBytes, MemoryLog
 from lamella_engine import FSDPModule
 
 AT_REST: Final = "at rest"
+VALIDATION: Final = "validation"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +36,7 @@ class TrainingStep:
         clip: Clips gradients before the optimizer's step.
         num_microbatches: Microbatches of a step.
         vocab_size: The last size of logits; None without logits.
+        validate: Runs the forward of a validation's batch; None without validations.
     """
 
     model: nn.Module
@@ -44,6 +46,7 @@ class TrainingStep:
     clip: Callable[[], object] = lambda: None
     num_microbatches: int = 1
     vocab_size: int | None = None
+    validate: Callable[[], object] | None = None
 
     @property
     def unit_names(self) -> Mapping[nn.Module, str]:
@@ -72,19 +75,31 @@ def record(step: TrainingStep, live: LiveBytes) -> RecordedStep:
         step: The model's parameters have storages, with memory or without.
         live: Entered by the caller.
 
-    Effects: two optimizer steps. Collective on the groups of the model's mesh.
+    Effects: two optimizer steps, and a validation in between. Collective on the groups of the model's mesh.
     """
     adopt_model(live, step.model)
     with moments_of_units(step.unit_names, live):
         _run(step, live)
-        gc.collect()  # Cycles of the first step would count as the second's.
-        first_moment = len(live.log.moments)
+    gc.collect()  # Cycles of the first step would count as the second's.
+    first_moment = len(live.log.moments)
+    if step.validate is not None:
+        _validate(step.model, step.validate, live)
+    with moments_of_units(step.unit_names, live):
         _run(step, live)
     adopt_optimizer_state(live, step.optimizer)
     adopt_model(live, step.model)
     live.begin(AT_REST)
     classify(live.log, step.model, step.vocab_size)
     return RecordedStep(log=live.log, first_moment=first_moment)
+
+
+@torch.no_grad()
+def _validate(model: nn.Module, validate: Callable[[], object], live: LiveBytes) -> None:
+    live.begin(VALIDATION)
+    model.eval()
+    validate()
+    model.train()
+    live.begin(AT_REST)
 
 
 def _run(step: TrainingStep, live: LiveBytes) -> None:
