@@ -23,7 +23,8 @@ class Renamed(Over):
             origins: Present names by new names.
             left_over: Present names without a new name.
         """
-        super().__init__(source, {new: source.tensors[old] for new, old in origins.items() if old in source.tensors})
+        tensors = source.tensors
+        super().__init__(source, {new: tensors[old] for new, old in origins.items() if old in tensors})
         self._origins = dict(origins)
         self.left_over = tuple(left_over)
 
