@@ -74,7 +74,7 @@ def test_the_metadata_hold_equal_sizes_and_properties_once(tmp_path: Path) -> No
     shapes = {f"model.{index}": (index % 2 + 1, 4) for index in range(1000)}
     source = MemorySource({name: torch.zeros(shape) for name, shape in shapes.items()})
     write_dcp(source, dtypes_of(source), tmp_path)
-    entries = dcp.FileSystemReader(tmp_path).read_metadata().state_dict_metadata  # type: ignore[attr-defined]
+    entries: dict[str, Any] = dcp.FileSystemReader(tmp_path).read_metadata().state_dict_metadata  # type: ignore[attr-defined]
     assert {name: tuple(entry.size) for name, entry in entries.items()} == shapes
     assert all(entry.properties.dtype == torch.float32 for entry in entries.values())
     assert [[tuple(chunk.sizes) for chunk in entry.chunks] for entry in entries.values()] == [
