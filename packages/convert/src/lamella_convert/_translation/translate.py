@@ -160,7 +160,7 @@ class Translated(Renamed):
             if isinstance(made_of, _Cut):
                 self._ask_for_pieces(want, made_of, source_requests, checks)
             elif len(made_of.names) == 1:
-                source_requests.append(want._replace(name=made_of.names[0]))
+                source_requests.append(Wanted(made_of.names[0], want.chunk, want.into))
             else:
                 copies = [torch.empty_like(want.into, device="cpu") for _ in made_of.names]
                 source_requests += [
@@ -277,6 +277,8 @@ def _plan_model(source: Source, turned: Sequence[Correspondence], plan: _Transla
 
 def _plan_entries(source: Source, turned: Sequence[Correspondence], section: str, plan: _TranslationPlan) -> None:
     """Plan parameters' entries: slots, or options."""
+    if not turned:
+        return
     belongs = {name: index for index, correspondence in enumerate(turned) for name in correspondence.left}
     known_names = {
         *belongs,

@@ -46,7 +46,7 @@ class Renamed(Over):
 
     def read(self, requests: Sequence[Wanted]) -> None:
         """As `Source.read`, in one read of the source below."""
-        self.source.read([request._replace(name=self._origins[request.name]) for request in requests])
+        self.source.read([Wanted(self._origins[name], chunk, into) for name, chunk, into in requests])
 
     def read_object(self, name: str) -> object:
         """As `Source.read_object`."""
