@@ -251,16 +251,16 @@ def _first_of_each(parts: Sequence[Sequence[Placed]]) -> list[Placed]:
             for name in placed.names:
                 key = (name, placed.chunk.offsets if placed.chunk else ())
                 first_rank, first = firsts.setdefault(key, (rank, placed))
-                if placed.chunk is not None and _data_of(placed) != _data_of(first):
+                if first is placed:
+                    names.append(name)
+                elif placed.chunk is not None and _data_of(placed) != _data_of(first):
                     raise ValueError(
                         f"Expected ranks {first_rank} and {rank} to hold the same data at {list(key[1])} of {name!r}, "
                         f"got {_text(first)} and {_text(placed)}. If they are parts of one tensor (tensor "
                         f"parallelism), make it a DTensor on a mesh that has them all."
                     )
-                if first is placed:
-                    names.append(name)
             if names:
-                places.append(replace(placed, names=tuple(names)))
+                places.append(placed if len(names) == len(placed.names) else replace(placed, names=tuple(names)))
     _check_whole(places)
     return places
 
