@@ -12,11 +12,13 @@ change with any version.
 - Placements: `placement_on`, the result of a `shard_placement_fn` for a parameter on a mesh of its own; `MeshInfo`, the
   mesh in such a result; `RaggedShard`, the cut rows of the flat layout.
 - Norms over all ranks: `groups_that_share`, `all_reduce_anywhere`.
+- Stand-ins: `Installation` puts classes and functions in the place of a library's, in all modules, until undone.
 - Nests of tensors, as modules take and return: `map_tensors`, `tensors_in`, `hides_tensors`.
 """
 
 import warnings
 
+from lamella_engine._common.installation import Installation as Installation
 from lamella_engine._common.tensors import hides_tensors as hides_tensors
 from lamella_engine._common.tensors import map_tensors as map_tensors
 from lamella_engine._common.tensors import tensors_in as tensors_in
@@ -49,6 +51,7 @@ from lamella_engine._unit.unit import Unit as Unit
 from lamella_layout import RaggedShard as RaggedShard
 
 __all__ = [
+    "Installation",
     "Listener",
     "MeshInfo",
     "ParameterMesh",

@@ -62,6 +62,7 @@ from lamella_files._base.extra import encode_extra as encode_extra
 from lamella_files._base.extra import has_tags as has_tags
 from lamella_files._base.file_boxes import Stored as Stored
 from lamella_files._base.file_boxes import pieces as pieces
+from lamella_files._base.file_boxes import read_adjacent as read_adjacent
 from lamella_files._base.file_boxes import read_box as read_box
 from lamella_files._base.file_boxes import write_box as write_box
 from lamella_files._base.findings import Findings as Findings

@@ -130,6 +130,24 @@ def test_a_folder_that_is_moved_or_removed_during_the_run_ends_the_run_in_one_li
         assert f"in {str(root)!r}, got " in text and "The folder was moved or removed during the run." in text
 
 
+def test_a_folder_of_checkpoints_elsewhere_is_named_with_its_own_option(
+    config: Config, errors_of: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    checkpoints = tmp_path / "checkpoints_elsewhere"
+
+    def replace_by_a_file(trainer: Trainer, step: int) -> None:
+        if step == 5 and trainer._rank.is_first:
+            trainer._saves.settle()
+            shutil.rmtree(checkpoints)
+            checkpoints.write_text("")
+
+    config = replace(config, run=replace(config.run, checkpoints=str(checkpoints)))
+    for text in errors_of(StorageError, replace_by_a_file, config):
+        assert f"of step 6 in {str(checkpoints)!r}, got " in text
+        assert text.endswith("Pass its new place as --checkpoints to go on.")
+        assert "--run-dir" not in text
+
+
 def test_a_writer_that_could_not_write_its_reason_is_told_by_its_peers_or_as_such() -> None:
     assert reason_of(CheckpointFailed("save", {0: "", 1: "OSError: [Errno 28] No space"})) == (
         "OSError: [Errno 28] No space (rank 1)"

@@ -100,7 +100,7 @@ class Translated(Renamed):
             if isinstance(made_of, RecutTensor):
                 self._ask_for_pieces(want, made_of, source_requests, checks)
             elif len(made_of.names) == 1:
-                source_requests.append(want._replace(name=made_of.names[0]))
+                source_requests.append(Wanted(made_of.names[0], want.chunk, want.into))
             else:
                 copies = [torch.empty_like(want.into, device="cpu") for _ in made_of.names]
                 source_requests += [

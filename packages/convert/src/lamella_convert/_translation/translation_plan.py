@@ -117,6 +117,8 @@ def _plan_model(source: Source, turned: Sequence[Correspondence], plan: Translat
 
 def _plan_entries(source: Source, turned: Sequence[Correspondence], section: str, plan: TranslationPlan) -> None:
     """Plan parameters' entries: slots, or options."""
+    if not turned:
+        return
     belongs = {name: index for index, correspondence in enumerate(turned) for name in correspondence.left}
     known_names = {
         *belongs,

@@ -136,9 +136,7 @@ def _parser() -> argparse.ArgumentParser:
         "subject", nargs="?", default=None, metavar="CONFIG", help="a model, as for --model; or settings in TOML"
     )
     command.add_argument("--rank", type=int, default=0, metavar="N", help="the rank to estimate [0]")
-    command.add_argument(
-        "--json", default=None, metavar="PATH", help="write the estimate as JSON; - prints JSON in place of the text"
-    )
+    _add_json(command, "estimate")
     command.add_argument("--svg", default=None, metavar="PATH", help="write a picture of bytes over the step")
     _add_run_options(command)
     inference_options.add_verbs(commands)
@@ -171,10 +169,15 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     command.add_argument("trace", metavar="TRACE", help="trace of one rank by torch.profiler, .json or .json.gz")
-    command.add_argument("--json", metavar="PATH", help="write the report as JSON; - prints JSON in place of the text")
+    _add_json(command, "report")
     command.add_argument("--html", metavar="PATH", help="write the report as a page with a timeline")
     ckpt_options.add_commands(commands)
     return parser
+
+
+def _add_json(command: argparse.ArgumentParser, subject: str) -> None:
+    text = f"write the {subject} as JSON; - prints JSON in place of the text"
+    command.add_argument("--json", default=None, metavar="PATH", help=text)
 
 
 def _add_run_options(command: argparse.ArgumentParser) -> None:
