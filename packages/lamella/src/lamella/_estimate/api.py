@@ -21,7 +21,6 @@ from lamella_engine.extending import unit_of
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 _COMPILED = "compiled layers are estimated as eager ones, which save more for backward: an upper bound"
-_KERNELS = "the loss of --kernels is estimated as the one in pieces, which takes more: an upper bound"
 _DOCUMENTS = "a sequence is estimated as one document"
 
 
@@ -39,7 +38,7 @@ def estimate_run(config: Config, rank: int = 0) -> Estimate:
     """
     recorded = record_recipe(config, rank)
     parallel = config.parallel
-    notes = [_COMPILED] * bool(parallel.compile) + [_KERNELS] * (config.model.kernels != "none")
+    notes = [_COMPILED] * bool(parallel.compile)
     notes += [_DOCUMENTS] * (config.data.packing == "documents")
     return estimate_of(
         recorded,

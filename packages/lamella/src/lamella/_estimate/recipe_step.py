@@ -103,8 +103,7 @@ def training_step(
     matrices = matrices_for(config.optim, model)
     units = shard(model, on_cpu.parallel, matrices, host=_HostCopies(live))
     freeze(model, trained_patterns(config))
-    has_kernels = config.model.kernels != "none" and not config.parallel.compile
-    kernels = liger_operators(model) if has_kernels else nullcontext()
+    kernels = liger_operators(model) if config.model.kernels != "none" else nullcontext()
     with memory or nullcontext(), one_document_a_sequence(), kernels, live:
         materialise(model, _CPU)
         # Before the first forward, after which some stages leave units unsharded: an optimizer would hold those.

@@ -90,7 +90,7 @@ def build(config: Config, folder: Path, device: torch.device) -> RunModel:
     module = build_without_parameters(spec, device)
     flops = flops_per_token(module, spec, config.data.sequence_length)
     adapters = add_adapters(module, config.model, config.run.seed)
-    replacements = use_kernels(module, config.model.kernels, is_compiled=bool(config.parallel.compile))
+    replacements = use_kernels(module, config.model.kernels)
     matrices = matrices_for(config.optim, module)
     units = shard(module, config.parallel, matrices)
     materialise(module, torch.device("cpu") if config.parallel.rest == "cpu" else device)

@@ -165,7 +165,7 @@ class Trainer:
         """Choose the loss function, then compile the units; add a line to print. Effects: as `choose_loss`."""
         spec, device = self._run_model.spec, self._rank.device
         coefficient, has_kernels = balance_coefficient(spec), self._config.model.kernels != "none"
-        self._loss = choose_loss(self._model, spec.vocab_size, coefficient, device, is_fused=has_kernels)
+        self._loss = choose_loss(self._model, spec.vocab_size, coefficient, device)
         if self._compiles(lines):
             # After the trial, whose few tokens would be a first shape: the next shape would compile for any shape.
             compile_units(self._run_model.units)
