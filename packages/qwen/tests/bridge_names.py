@@ -85,7 +85,7 @@ def bridge_names(kind: Kind, *, packed: bool, packed_mtp: bool) -> dict[str, fro
     Args:
         kind: The model's kind.
         packed: True for experts stacked in one tensor in Hugging Face's files.
-        packed_mtp: The same for experts of the layer that predicts further tokens.
+        packed_mtp: True for stacked experts of the layer that predicts further tokens.
     """
     vision, mixture = kind.startswith("vision"), kind.endswith("moe")
     megatron, hf = ("language_model.", "model.language_model.") if vision else ("", "model.")

@@ -36,7 +36,7 @@ def make_qwen(world: World, published: Any, seed: int = 0) -> nn.Module:
     Args:
         world: The parallel sizes.
         published: transformers' config of the text model.
-        seed: Of the initial weights.
+        seed: The seed of the initial weights.
 
     Source: fields and spec of megatron-bridge 0.6.2, `models/qwen/qwen35_bridge.py` and
     `models/conversion/model_bridge.py`.

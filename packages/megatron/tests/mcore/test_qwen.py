@@ -6,7 +6,7 @@ import functools
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -18,6 +18,9 @@ from lamella_convert import MegatronOptions, convert, find_family
 from lamella_megatron import fully_shard_model, load_checkpoint, save_checkpoint
 from lamella_testing import run_ranks, write_entry_points
 from lamella_testing.megatron import LENGTH, VOCAB_SIZE
+
+if TYPE_CHECKING:
+    from lamella_testing.qwen import Kind
 
 QWEN = Path(__file__).parents[3] / "qwen" / "pyproject.toml"
 # Rotary embeddings turn four dims of a head: with two, neither their order nor their base would show.
@@ -41,9 +44,9 @@ def qwen(on_cpu: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Non
 
 
 @functools.cache
-def _published(kind: Any) -> Any:
+def _published(kind: Kind) -> Any:
     """transformers' model; its weights have values of bf16, as published weights have."""
-    from lamella_testing.qwen import make_model  # the only import of transformers
+    from lamella_testing.qwen import make_model  # imports transformers, which interpreters of GPUs may lack
 
     # Logits of about 1, from float64's within 2e-6: weights of four times the spread leave 3e-5.
     model = make_model(kind, spread=0.05, **SIZES)
@@ -53,7 +56,7 @@ def _published(kind: Any) -> Any:
     return model
 
 
-def _publish(kind: Any, path: Path) -> Any:
+def _publish(kind: Kind, path: Path) -> Any:
     """The files of transformers, and the weights in Bridge's names; the config."""
     model = _published(kind)
     model.save_pretrained(path / "hf")
@@ -117,7 +120,7 @@ def test_queries_and_keys_are_normed_as_by_the_kernel_of_transformers() -> None:
     ids=str,
 )
 def test_sharded_logits_are_transformers_and_weights_come_back_bit_equal(
-    kind: str, world: World, tmp_path: Path
+    kind: Kind, world: World, tmp_path: Path
 ) -> None:
     config = _publish(kind, tmp_path)
     with torch.no_grad():
