@@ -22,6 +22,7 @@ KINDS: tuple[Kind, ...] = ("dense", "moe", "vision", "vision-moe")
 
 # Numbers of heads divisible over four tensor-parallel ranks; three gated delta nets, then an attention layer.
 _TEXT = {
+    "vocab_size": 64,
     "hidden_size": 32,
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
@@ -53,9 +54,9 @@ _VISION = {
 }
 
 
-def make_config(kind: Kind, *, vocab_size: int = 64) -> Any:
-    """Make a transformers config; "vision" ties its embeddings."""
-    dense, moe = (sizes | {"vocab_size": vocab_size} for sizes in (_DENSE, _MOE))
+def make_config(kind: Kind, **sizes: int) -> Any:
+    """Make a transformers config; "vision" ties its embeddings. Keywords change sizes of the text model."""
+    dense, moe = _DENSE | sizes, _MOE | sizes
     match kind:
         case "dense":
             return AutoConfig.for_model("qwen3_5_text", **dense)
@@ -68,9 +69,9 @@ def make_config(kind: Kind, *, vocab_size: int = 64) -> Any:
             return Qwen3_5MoeConfig(text_config=moe, vision_config=_VISION)
 
 
-def make_empty_model(kind: Kind, *, vocab_size: int = 64) -> Any:
+def make_empty_model(kind: Kind, **sizes: int) -> Any:
     """Make a model with transformers' initial weights, for a test to overwrite."""
-    config = make_config(kind, vocab_size=vocab_size)
+    config = make_config(kind, **sizes)
     match kind:
         case "vision":
             return Qwen3_5ForConditionalGeneration(config)
@@ -80,10 +81,10 @@ def make_empty_model(kind: Kind, *, vocab_size: int = 64) -> Any:
             return AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
 
 
-def make_model(kind: Kind, *, vocab_size: int = 64, spread: float = 0.2) -> Any:
+def make_model(kind: Kind, *, spread: float = 0.2, **sizes: int) -> Any:
     """Make a model with distinct weights: norms of ones alone would hide wrong offsets."""
     torch.manual_seed(0)
-    model = make_empty_model(kind, vocab_size=vocab_size)
+    model = make_empty_model(kind, **sizes)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * spread)
