@@ -78,15 +78,7 @@ class TextFile:
         Raises:
             ConfigError: The file has changed since its digest was computed.
         """
-        remainder = ""
-        for text in self._texts():
-            remainder += text
-            while len(remainder) > _PIECE_LENGTH:
-                end = remainder.rfind("\n", 0, _PIECE_LENGTH) + 1 or _PIECE_LENGTH
-                yield remainder[:end]
-                remainder = remainder[end:]
-        if remainder:
-            yield remainder
+        return pieces_of(self._texts())
 
     def lines(self) -> Iterator[str]:
         """Yield the lines of the text, without line ends and byte order mark.
@@ -121,6 +113,19 @@ class TextFile:
             raise changed(self.path) from error
         if digest.hexdigest() != self.digest:
             raise changed(self.path)
+
+
+def pieces_of(texts: Iterable[str]) -> Iterator[str]:
+    """Yield a text in pieces of at most 65,536 characters, cut at line ends unless a line is longer."""
+    remainder = ""
+    for text in texts:
+        remainder += text
+        while len(remainder) > _PIECE_LENGTH:
+            end = remainder.rfind("\n", 0, _PIECE_LENGTH) + 1 or _PIECE_LENGTH
+            yield remainder[:end]
+            remainder = remainder[end:]
+    if remainder:
+        yield remainder
 
 
 def changed(location: object) -> ConfigError:
@@ -183,13 +188,17 @@ def scan_text(name: str, path: Path, *, is_named: bool) -> TextFile | None:
             decoder.decode(b"", final=True)
     except UnicodeDecodeError:
         if is_named:
-            raise ConfigError(
-                f"Expected UTF-8 text in {str(path)!r}, got other bytes{_hint(path)}. Convert the file, or leave it "
-                "out."
-            ) from None
+            raise no_text(path, repr(str(path))) from None
         return None
     form = form_of(suffix_of(path), _decoded(path, 0, nbytes), is_named=is_named)
     return TextFile(name=name, path=path, stop=nbytes, digest=digest.hexdigest(), form=form)
+
+
+def no_text(path: Path, position: str) -> ConfigError:
+    """Return the refusal of a file that is no text, or no text at a position, in words."""
+    return ConfigError(
+        f"Expected UTF-8 text in {position}, got other bytes{_hint(path)}. Convert the file, or leave it out."
+    )
 
 
 def _hint(path: Path) -> str:
