@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from lamella._data.encoding import Encoder
+from lamella._data.records import parts
 from lamella._data.text import Corpus, collect
 from lamella._data.tokenizer import END_OF_TEXT, RunTokenizer, train_tokenizer
 
@@ -29,7 +30,9 @@ def corpus_of(tmp_path: Path) -> CorpusOf:
 
 
 def encode(tokenizer: RunTokenizer, corpus: Corpus) -> list[int]:
-    return [token for documents in Encoder(tokenizer=tokenizer).encode(corpus.train) for token in documents.tokens]
+    return [
+        token for documents in Encoder(tokenizer=tokenizer).encode(parts(corpus.train)) for token in documents.tokens
+    ]
 
 
 def nbytes(tokenizer: RunTokenizer, tokens: list[int]) -> int:
@@ -77,7 +80,7 @@ def test_a_long_text_is_encoded_in_pieces_and_nothing_is_lost(
         ("encoding._BATCH_LENGTH", 100),
     ):
         monkeypatch.setattr(f"lamella._data.{name}", value)
-    assert len(list(Encoder(tokenizer=tokenizer).encode(corpus.train))) > 50
+    assert len(list(Encoder(tokenizer=tokenizer).encode(parts(corpus.train)))) > 50
     assert decode(tokenizer, encode(tokenizer, corpus)) == text
 
 

@@ -255,14 +255,24 @@ def _library(path: Path | str) -> Any:
 
 @contextmanager
 def refused_table(path: Path | str) -> Iterator[None]:
-    """Turn the errors of reading a table into refusals.
+    """Turn the errors of reading a table into refusals, and keep back the lines of libraries on them.
+
+    Raises:
+        ConfigError: Names the table and the reason.
+    """
+    with refused_rows(path), _silence():
+        yield
+
+
+@contextmanager
+def refused_rows(path: Path | str) -> Iterator[None]:
+    """Turn the errors of reading rows into refusals.
 
     Raises:
         ConfigError: Names the table and the reason.
     """
     try:
-        with _silence():
-            yield
+        yield
     except ConfigError:
         raise
     except Exception as error:  # of datasets, pyarrow, the Hub's client, the network, and csv

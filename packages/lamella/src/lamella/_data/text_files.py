@@ -190,7 +190,7 @@ def scan_text(name: str, path: Path, *, is_named: bool) -> TextFile | None:
         if is_named:
             raise no_text(path, repr(str(path))) from None
         return None
-    form = form_of(suffix_of(path), _decoded(path, 0, nbytes), is_named=is_named)
+    form = form_of(suffix_of(path), decoded(path, 0, nbytes), is_named=is_named)
     return TextFile(name=name, path=path, stop=nbytes, digest=digest.hexdigest(), form=form)
 
 
@@ -226,9 +226,16 @@ def unreadable(path: Path, error: Exception) -> ConfigError:
     return ConfigError(f"Expected to read {str(path)!r}, got {reason}.")
 
 
-def _decoded(path: Path, start: int, stop: int) -> Iterator[str]:
+def decoded(path: Path, start: int = 0, stop: int | None = None) -> Iterator[str]:
+    """Yield a range of a file's text, a block of at most 1 MiB at a time.
+
+    Raises:
+        UnicodeDecodeError: The range is no UTF-8.
+    """
     decoder = codecs.getincrementaldecoder("utf-8")()
-    return (decoder.decode(block) for block in blocks(path, start, stop))
+    for block in blocks(path, start, stop):
+        yield decoder.decode(block)
+    decoder.decode(b"", final=True)
 
 
 def _line_end(file: TextFile, at: int) -> int:
@@ -271,7 +278,7 @@ def _num_continuation_bytes(file: TextFile, at: int) -> int:
 def _element_end(file: TextFile, at: int) -> tuple[int, int]:
     """Return where the last element ends that ends by `at`, or else the first, and the number of elements to there."""
     end = num_elements = 0
-    for element in elements(_decoded(file.path, 0, file.nbytes)):
+    for element in elements(decoded(file.path, 0, file.nbytes)):
         if num_elements and element.stop > at:
             break
         end, num_elements = element.stop, num_elements + 1

@@ -1,0 +1,155 @@
+"""Tables that `datasets` streams, from any row on: Parquet and Arrow files, and data sets of the Hugging Face Hub.
+
+A place in a table is the state of `datasets` before a batch of rows, and the rows up to the place: the library goes on
+from the row group of a Parquet file, in older versions from its beginning, without a conversion of the rows before.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from lamella._data.columns import document
+from lamella._data.documents import FilePosition, PositionedParts, RecordPosition
+from lamella._data.json_files import COLUMNS, Form
+from lamella._data.tables import (
+    BATCH_SIZE,
+    HUB,
+    has_documents,
+    opened_table,
+    record_text,
+    refused_table,
+    without_documents,
+)
+
+
+@dataclass(frozen=True)
+class StreamedDataset:
+    """A file of a table, or a data set of the Hub, opened once.
+
+    Attributes:
+        location: The file, or the data set's name with `hf:`.
+    """
+
+    location: Path | str
+
+    @cached_property
+    def opened(self) -> Any:
+        """The data set of `datasets`, with documents' columns alone where it tells its columns."""
+        with refused_table(self.location):
+            dataset = opened_table(self.location, is_streamed=True)
+            names = dataset.column_names
+            return dataset if names is None else dataset.select_columns([name for name in COLUMNS if name in names])
+
+    def columns(self) -> list[str]:
+        """Return the names of the columns. Effects: reads a row where the data set does not tell."""
+        with refused_table(self.location):
+            names = opened_table(self.location, is_streamed=True).column_names
+            return [*(next(iter(self.opened), {}) if names is None else names)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamedTable:
+    """A file of a table's rows.
+
+    Attributes:
+        name: As in `StreamedFile`.
+        dataset: The file, or the data set that it is of.
+        number: Number of the file in the data set, from 0 on.
+        num_files: The number of the data set's files.
+        nbytes: Bytes of the file; None where nobody tells.
+        source: As in `StreamedFile`.
+        form: How documents lie in the file: one a row.
+    """
+
+    name: str
+    dataset: StreamedDataset
+    number: int = 0
+    num_files: int = 1
+    nbytes: int | None = None
+    source: str = ""
+    form: Form = "table"
+
+    @property
+    def path(self) -> Path | str:
+        """The file, in words for a data set of the Hub."""
+        location = self.dataset.location
+        return f"{location}, file {self.number + 1} of {self.num_files}" if isinstance(location, str) else location
+
+    def num_records_before(self) -> int:
+        """Return 0: records are counted from the beginning of the file."""
+        return 0
+
+    def documents(self, start: FilePosition | None = None) -> Iterator[PositionedParts]:
+        """Yield the documents, from a place on.
+
+        Raises:
+            ConfigError: The table cannot be read, or a row holds no document. Names the row.
+        """
+        for row, after in self._rows(start or {}):
+            position = RecordPosition(self, after["num_records"])
+            yield PositionedParts(tuple(document(record_text(row), position)), after)
+
+    def _rows(self, start: FilePosition) -> Iterator[tuple[Mapping[str, object], FilePosition]]:
+        num_records, num_passed = start.get("num_records", 0), start.get("num_rows", 0)
+        with refused_table(self.path):
+            table = self._table()
+            if (state := start.get("state")) is None:
+                state = table.state_dict()
+            else:
+                table.load_state_dict(state)
+            batches = table.iter(BATCH_SIZE)
+        while (batch := self._next(batches)) is not None:
+            for number, row in enumerate(batch.to_pylist()[num_passed:], start=num_passed + 1):
+                num_records += 1
+                fields = {name: field for name, field in row.items() if name in COLUMNS}
+                yield fields, {"state": state, "num_rows": number, "num_records": num_records}
+            state, num_passed = table.state_dict(), 0
+
+    def _next(self, batches: Iterator[Any]) -> Any:
+        with refused_table(self.path):
+            return next(batches, None)
+
+    def _table(self) -> Any:
+        table = self.dataset.opened
+        if self.num_files > 1:
+            table = table.shard(num_shards=self.num_files, index=self.number)
+        if hasattr(table, "reshard"):  # In newer versions of `datasets`: a state names the row group.
+            table = table.reshard()
+        return table.with_format("arrow")
+
+
+def stream_table(name: str, path: Path, *, is_named: bool) -> StreamedTable | None:
+    """Return a Parquet or Arrow file with documents' columns, else None.
+
+    Raises:
+        ConfigError: The table cannot be read, `datasets` is not installed, or a named table has no documents' columns.
+
+    Effects: reads the table's schema.
+    """
+    dataset = StreamedDataset(path)
+    if not has_documents(columns := dataset.columns()):
+        if is_named:
+            raise without_documents(path, columns)
+        return None
+    return StreamedTable(name=name, dataset=dataset, nbytes=path.stat().st_size)
+
+
+def stream_hub(name: str) -> list[StreamedTable]:
+    """Return the files of a data set, `hf:OWNER/NAME`, `hf:OWNER/NAME/CONFIG`, with `:SPLIT` for another than train.
+
+    Raises:
+        ConfigError: As `scan_hub`.
+
+    Effects: asks the Hub for the list of files; reads a row where the data set does not tell its columns.
+    """
+    dataset = StreamedDataset(name)
+    if not has_documents(columns := dataset.columns()):
+        raise without_documents(name, columns)
+    count = dataset.opened.num_shards
+    stem, width = name.removeprefix(HUB), len(str(count))
+    return [
+        StreamedTable(name=f"{stem}/{number:0{width}}", dataset=dataset, number=number, num_files=count)
+        for number in range(count)
+    ]
