@@ -2,11 +2,11 @@
 
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import count
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import datasets
 import pytest
@@ -16,15 +16,18 @@ from trained_runs import TrainOn
 
 from lamella import Config, ConfigError
 from lamella._data.batches import TokenBatch
-from lamella._data.streamed_files import StreamedFile
-from lamella._data.streamed_tables import StreamedTable
+from lamella._data.documents import PositionedParts
+from lamella._data.tokens import load_tokens
 from lamella._processes.placement import Rank, place
 from lamella._streaming.batches import ScatteredBatches
+from lamella._streaming.documents import DocumentStream, StreamPosition
 from lamella._training.preparation import prepare
+from lamella._training.streamed_text import read_stream
 from lamella._training.trainer import Trainer
+from lamella_checkpoint import CheckpointDirectory
 from lamella_testing import run_ranks
 
-WORDS = "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu".split()
+WORDS = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta", "iota", "kappa", "lambda", "mu"]
 
 
 def texts(number: int, count: int) -> list[dict[str, Any]]:
@@ -69,32 +72,57 @@ def mixture(config: Config, tmp_path: Path) -> Config:
     return replace(config, data=replace(config.data, paths=paths, mixture=("web=0.7", "low=0.3")))
 
 
-def batches(config: Config, num_ranks: int) -> dict[int, TokenBatch]:
-    """Train, and return the batch of each step, the ranks' sequences one after another."""
-    directory = prepare(place(config)).directory
+class Counted(NamedTuple):
+    """The batches of steps, a checkpoint's state after the last, and the documents that were read for them.
 
-    def on_rank() -> list[tuple[int, torch.Tensor, torch.Tensor | None, int]]:
-        record = []
+    Attributes:
+        steps: The batch of each step, the ranks' sequences one after another.
+        state: The state.
+        documents: The number of documents, by file.
+    """
 
-        class Recorded(ScatteredBatches):
-            def batch(self, step: int, rank: int, num_ranks: int) -> TokenBatch:
-                batch = super().batch(step, rank, num_ranks)
-                record.append((step, batch.tokens, batch.positions, self.num_targets(step)))
-                return batch
+    steps: dict[int, TokenBatch]
+    state: dict[str, Any]
+    documents: dict[str, int]
 
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("lamella._training.trainer.ScatteredBatches", Recorded)
-            rank = Rank(rank=dist.get_rank(), num_ranks=num_ranks, device=torch.device("cpu"))
-            Trainer(config, directory, rank).train()
-        return record
 
-    steps: dict[int, TokenBatch] = {}
-    for parts in zip(*run_ranks(on_rank, num_ranks), strict=True):
-        positions = [part[2] for part in parts if part[2] is not None]
-        batch = TokenBatch(torch.cat([part[1] for part in parts]), torch.cat(positions) if positions else None)
-        assert {part[3] for part in parts} == {int((batch.targets >= 0).sum())}
-        steps[parts[0][0]] = batch
-    return steps
+def read(config: Config, num_ranks: int, steps: range, state: Mapping[str, object] | None = None) -> Counted:
+    """Read the batches of steps on forked ranks, as a run reads them that goes on from a state."""
+    directory = prepare(config).directory
+
+    def on_rank() -> tuple[list[tuple[TokenBatch, int]], dict[str, Any], dict[str, int]]:
+        counts: dict[str, int] = {}
+
+        def counted(self: DocumentStream, start: StreamPosition) -> Iterator[tuple[PositionedParts, StreamPosition]]:
+            for document, position in documents(self, start):
+                name = self.described(position)
+                counts[name] = counts.get(name, 0) + 1
+                yield document, position
+
+        documents = DocumentStream._documents
+        DocumentStream._documents = counted  # type: ignore[method-assign]  # of this forked process
+        rank = dist.get_rank()
+        packing = load_tokens(directory.tokens).packing
+        batches = ScatteredBatches(
+            read_stream(config, directory, packing, 300) if rank == 0 else None,
+            sequence_length=config.data.sequence_length,
+            batch_size=config.optim.batch_size,
+            is_packed=packing == "documents",
+        )
+        batches.begin(state or {})
+        batches.measure(steps.start)
+        parts = [(batches.batch(step, rank, num_ranks), batches.num_targets(step)) for step in steps]
+        return parts, batches.state(steps.stop), counts
+
+    ranks = run_ranks(on_rank, num_ranks)
+    batches: dict[int, TokenBatch] = {}
+    for step, parts in zip(steps, zip(*(parts for parts, _, _ in ranks), strict=True), strict=True):
+        positions = [batch.positions for batch, _ in parts if batch.positions is not None]
+        tokens = torch.cat([batch.tokens for batch, _ in parts])
+        batches[step] = TokenBatch(tokens, torch.cat(positions) if positions else None)
+        assert {num_targets for _, num_targets in parts} == {int((batches[step].targets >= 0).sum())}
+    assert all(not state and not counts for _, state, counts in ranks[1:])  # Rank 0 alone reads.
+    return Counted(batches, json.loads(json.dumps(ranks[0][1])), ranks[0][2])
 
 
 def assert_equal(steps: dict[int, TokenBatch], expected: dict[int, TokenBatch]) -> None:
@@ -121,24 +149,82 @@ def test_any_number_of_ranks_and_any_stop_has_the_batches_of_one_uninterrupted_r
 ) -> None:
     config = mixture(streamed, tmp_path) if mixes else streamed
     config = replace(config, data=replace(config.data, packing=packing))
-    expected = batches(config, 1)
-    assert sorted(expected) == list(range(6))
-    every = torch.cat([batch.tokens for batch in expected.values()])
-    assert len({tuple(row) for row in every.tolist()}) == len(every)  # Six steps are less than an epoch.
-    on_ranks = replace(config, run=replace(config.run, directory=str(tmp_path / "on-2")))
-    assert_equal(batches(on_ranks, 2), expected)
-    resumed = batches(stopped_at(config, 3, tmp_path / "resumed-2"), 2)
-    assert sorted(resumed) == [3, 4, 5]
-    assert_equal(resumed, expected)
-    resumed = batches(stopped_at(on_ranks, 3, tmp_path / "resumed-1"), 1)
-    assert sorted(resumed) == [3, 4, 5]
-    assert_equal(resumed, expected)
+    uninterrupted = read(config, 1, range(6))
+    every = torch.cat([batch.tokens for batch in uninterrupted.steps.values()])
+    assert every.shape == (48, 33)
+    if not mixes:  # Six steps are less than an epoch.
+        assert len({tuple(row) for row in every.tolist()}) == len(every)
+    assert_equal(read(config, 2, range(6)).steps, uninterrupted.steps)
+    for stop, (before, after) in product((1, 3, 4), ((1, 2), (2, 1), (4, 4))):
+        state = read(config, before, range(stop)).state
+        assert_equal(read(config, after, range(stop, 6), state).steps, uninterrupted.steps)
 
 
-def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one_bit_for_bit(
+def test_a_resume_reads_no_document_before_the_window_that_it_goes_on_in(streamed: Config) -> None:
+    config = replace(streamed, data=replace(streamed.data, packing="none"))
+    first, last = read(config, 1, range(60)), read(config, 1, range(60, 61), read(config, 1, range(60)).state)
+    assert_equal(last.steps, read(config, 1, range(61)).steps)
+    assert sum(first.documents.values()) >= 480
+    # The window of 32 documents with the step's 8, which is the last of its window, the next, and one that is begun.
+    assert sum(last.documents.values()) <= 3 * 32
+
+
+def test_every_epoch_has_each_document_once_in_another_order(streamed: Config) -> None:
+    config = replace(streamed, data=replace(streamed.data, packing="none"))
+    num_documents = 120 + 150 + 180 + 140
+    steps = read(config, 1, range(2 * num_documents // 8)).steps
+    rows = [tuple(row) for batch in steps.values() for row in batch.tokens.tolist()]
+    first, second = rows[:num_documents], rows[num_documents : 2 * num_documents]
+    assert len({*first}) == num_documents
+    assert {*first} >= {*second}
+    assert first[: len(second)] != second
+
+
+def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one_and_on_other_ranks_its_batches(
     streamed: Config, train: TrainOn, tmp_path: Path
 ) -> None:
-    uninterrupted = train(streamed, 2)
-    resumed = train(stopped_at(streamed, 3, tmp_path / "resumed"), 2)
-    assert resumed.losses == uninterrupted.losses
-    assert resumed.validations == uninterrupted.validations
+    uninterrupted = train(streamed, 1)
+    assert not list(uninterrupted.directory.tokens.glob("train*"))
+    for num_ranks in (1, 2):
+        resumed = train(stopped_at(streamed, 3, tmp_path / f"resumed-{num_ranks}"), num_ranks)
+        assert sorted(resumed.losses) == list(range(1, 7))
+        same = resumed.losses == uninterrupted.losses
+        assert same or (num_ranks == 2 and resumed.losses == pytest.approx(uninterrupted.losses, rel=1e-5))
+        assert num_ranks == 2 or resumed.validations == uninterrupted.validations
+
+
+def test_a_text_that_changed_at_the_place_of_the_run_is_refused(streamed: Config, tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "a.jsonl", texts(1, 90))
+    config = replace(streamed, data=replace(streamed.data, paths=(str(path),)))
+    state = read(config, 1, range(2)).state
+    write_lines(path, [{"text": record["text"].replace("alpha", "omega")} for record in texts(1, 90)])
+    with pytest.raises(Exception, match=r"Expected the text at the place at which the run goes on .* in '.*a.jsonl'"):
+        read(config, 2, range(2, 3), state)
+
+
+def test_a_damaged_record_ends_the_run_in_one_line_that_names_it_and_the_last_checkpoint(
+    streamed: Config, train: TrainOn, tmp_path: Path
+) -> None:
+    path = write_lines(tmp_path / "a.jsonl", texts(1, 300))
+    config = replace(streamed, data=replace(streamed.data, paths=(str(path),)), optim=replace(streamed.optim, steps=40))
+    directory = prepare(place(config)).directory
+    with path.open("a") as file:
+        file.write('{"text": 1}\n')
+
+    def on_rank() -> str:
+        rank = Rank(rank=dist.get_rank(), num_ranks=2, device=torch.device("cpu"))
+        with pytest.raises(ConfigError) as caught:
+            Trainer(config, directory, rank).train()
+        return str(caught.value)
+
+    messages = run_ranks(on_rank, 2)
+    assert len({*messages}) == 1
+    assert "\n" not in messages[0]
+    assert f"in line 301 of {str(path)!r}, got a number." in messages[0]
+    steps = CheckpointDirectory(directory.checkpoints).steps()
+    assert steps
+    assert messages[0].endswith(f"The last checkpoint is of step {steps[-1]}.")
+    # Repaired, the same command goes on from there.
+    write_lines(path, texts(1, 301))
+    resumed = train(replace(config, optim=replace(config.optim, steps=steps[-1] + 9)), 2)
+    assert sorted(resumed.losses) == list(range(1, steps[-1] + 10))

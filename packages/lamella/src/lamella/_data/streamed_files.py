@@ -59,7 +59,8 @@ class StreamedFile:
         """
         place = start or {"nbytes": 0, "num_records": 0}
         if self.form == "text":
-            yield from self._pieces(place["nbytes"])
+            if not place["num_records"]:
+                yield from self._pieces(place["nbytes"])
             return
         number = place["num_records"]
         for record, stop in self._records(place["nbytes"], number):

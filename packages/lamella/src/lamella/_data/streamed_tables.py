@@ -1,7 +1,7 @@
 """Tables that `datasets` streams, from any row on: Parquet and Arrow files, and data sets of the Hugging Face Hub.
 
-A place in a table is the state of `datasets` before a batch of rows, and the rows up to the place: the library goes on
-from the row group of a Parquet file, in older versions from its beginning, without a conversion of the rows before.
+A place in a table is a row of a row group. Only Parquet files have several groups, and only in versions of `datasets`
+with `reshard`; rows of the group before the place are read, and not converted.
 """
 
 from collections.abc import Iterator, Mapping
@@ -92,32 +92,37 @@ class StreamedTable:
             yield PositionedParts(tuple(document(record_text(row), position)), after)
 
     def _rows(self, start: FilePosition) -> Iterator[tuple[Mapping[str, object], FilePosition]]:
-        num_records, num_passed = start.get("num_records", 0), start.get("num_rows", 0)
+        first_group, num_passed = start.get("group", 0), start.get("num_rows", 0)
+        num_records = start.get("num_records", 0)
         with refused_table(self.path):
-            table = self._table()
-            if (state := start.get("state")) is None:
-                state = table.state_dict()
-            else:
-                table.load_state_dict(state)
-            batches = table.iter(BATCH_SIZE)
-        while (batch := self._next(batches)) is not None:
-            for number, row in enumerate(batch.to_pylist()[num_passed:], start=num_passed + 1):
-                num_records += 1
-                fields = {name: field for name, field in row.items() if name in COLUMNS}
-                yield fields, {"state": state, "num_rows": number, "num_records": num_records}
-            state, num_passed = table.state_dict(), 0
+            groups = self._groups()
+        for group in range(first_group, groups.num_shards):
+            num_rows = 0
+            for batch in self._batches(groups, group):
+                rows = batch.slice(max(0, num_passed - num_rows)).to_pylist()
+                num_rows += batch.num_rows
+                for number, row in enumerate(rows, start=num_rows - len(rows) + 1):
+                    num_records += 1
+                    fields = {name: field for name, field in row.items() if name in COLUMNS}
+                    yield fields, {"group": group, "num_rows": number, "num_records": num_records}
+            num_passed = 0
 
-    def _next(self, batches: Iterator[Any]) -> Any:
-        with refused_table(self.path):
-            return next(batches, None)
-
-    def _table(self) -> Any:
+    def _groups(self) -> Any:
         table = self.dataset.opened
         if self.num_files > 1:
             table = table.shard(num_shards=self.num_files, index=self.number)
-        if hasattr(table, "reshard"):  # In newer versions of `datasets`: a state names the row group.
-            table = table.reshard()
-        return table.with_format("arrow")
+        return table.reshard() if hasattr(table, "reshard") else table
+
+    def _batches(self, groups: Any, number: int) -> Iterator[Any]:
+        with refused_table(self.path):
+            group = groups.shard(num_shards=groups.num_shards, index=number) if groups.num_shards > 1 else groups
+            batches = group.with_format("arrow").iter(BATCH_SIZE)
+        while True:
+            with refused_table(self.path):  # not around the loop's body, in which others read tables
+                batch = next(batches, None)
+            if batch is None:
+                return
+            yield batch
 
 
 def stream_table(name: str, path: Path, *, is_named: bool) -> StreamedTable | None:
