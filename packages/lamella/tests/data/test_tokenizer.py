@@ -88,7 +88,7 @@ def test_a_vocabulary_is_trained_on_pieces_spread_over_a_long_text(
     corpus_of: CorpusOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lamella._data.text_files._PIECE_LENGTH", 40)
-    monkeypatch.setattr("lamella._data.tokenizer._VOCABULARY_LENGTH", 4000)
+    monkeypatch.setattr("lamella._data.tokenizer.VOCABULARY_LENGTH", 4000)
     corpus = corpus_of("first words of it\n" * 1000 + "other thing at its end\n" * 1000)
     tokens = train_tokenizer(corpus.train, 300).tokenizer.get_vocab()
     assert "\u0120words" in tokens and "\u0120thing" in tokens
