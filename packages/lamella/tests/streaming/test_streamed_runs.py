@@ -1,7 +1,9 @@
 """Runs that stream their text: the same batches on any number of ranks and after any stop, and no text read twice."""
 
 import json
+import os
 import shutil
+import signal
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
@@ -22,10 +24,10 @@ from lamella._processes.placement import Rank, place
 from lamella._streaming.batches import ScatteredBatches
 from lamella._streaming.documents import DocumentStream, StreamPosition
 from lamella._training.preparation import prepare
-from lamella._training.streamed_text import read_stream
 from lamella._training.trainer import Trainer
+from lamella._training.training_batches import stream_reader
 from lamella_checkpoint import CheckpointDirectory
-from lamella_testing import run_ranks
+from lamella_testing import RankFailure, run_ranks
 
 WORDS = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta", "iota", "kappa", "lambda", "mu"]
 
@@ -104,7 +106,7 @@ def read(config: Config, num_ranks: int, steps: range, state: Mapping[str, objec
         rank = dist.get_rank()
         packing = load_tokens(directory.tokens).packing
         batches = ScatteredBatches(
-            read_stream(config, directory, packing, 300) if rank == 0 else None,
+            stream_reader(config, directory, packing, 300) if rank == 0 else None,
             sequence_length=config.data.sequence_length,
             batch_size=config.optim.batch_size,
             is_packed=packing == "documents",
@@ -127,10 +129,7 @@ def read(config: Config, num_ranks: int, steps: range, state: Mapping[str, objec
 
 def assert_equal(steps: dict[int, TokenBatch], expected: dict[int, TokenBatch]) -> None:
     for step, batch in steps.items():
-        assert torch.equal(batch.tokens, expected[step].tokens)
-        assert (batch.positions is None) == (expected[step].positions is None)
-        if batch.positions is not None and expected[step].positions is not None:
-            assert torch.equal(batch.positions, expected[step].positions)
+        torch.testing.assert_close(tuple(batch), tuple(expected[step]), rtol=0, atol=0)
 
 
 def stopped_at(config: Config, step: int, root: Path) -> Config:
@@ -193,6 +192,28 @@ def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one_and_on_other_ranks
         assert num_ranks == 2 or resumed.validations == uninterrupted.validations
 
 
+def test_a_run_whose_first_rank_is_killed_goes_on_bit_for_bit(streamed: Config, train: TrainOn, tmp_path: Path) -> None:
+    config = replace(streamed, run=replace(streamed.run, checkpoint_interval=2))
+    uninterrupted = train(replace(config, run=replace(config.run, directory=str(tmp_path / "uninterrupted"))), 2)
+    directory = prepare(place(config)).directory
+
+    def on_rank() -> None:
+        step = Trainer._step
+
+        def killed(trainer: Trainer, number: int) -> Any:
+            if number == 4 and dist.get_rank() == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return step(trainer, number)
+
+        Trainer._step = killed  # type: ignore[assignment,method-assign]  # of this forked process
+        Trainer(config, directory, Rank(rank=dist.get_rank(), num_ranks=2, device=torch.device("cpu"))).train()
+
+    with pytest.raises(RankFailure):
+        run_ranks(on_rank, 2)
+    assert prepare(place(config)).first_step in (2, 4)  # The save of step 4 may have been in flight.
+    assert train(config, 2).losses == uninterrupted.losses
+
+
 def test_a_text_that_changed_at_the_place_of_the_run_is_refused(streamed: Config, tmp_path: Path) -> None:
     path = write_lines(tmp_path / "a.jsonl", texts(1, 90))
     config = replace(streamed, data=replace(streamed.data, paths=(str(path),)))
@@ -206,7 +227,11 @@ def test_a_damaged_record_ends_the_run_in_one_line_that_names_it_and_the_last_ch
     streamed: Config, train: TrainOn, tmp_path: Path
 ) -> None:
     path = write_lines(tmp_path / "a.jsonl", texts(1, 300))
-    config = replace(streamed, data=replace(streamed.data, paths=(str(path),)), optim=replace(streamed.optim, steps=40))
+    config = replace(
+        streamed,
+        data=replace(streamed.data, paths=(str(path),)),
+        optim=replace(streamed.optim, steps=40, batch_size=32),
+    )
     directory = prepare(place(config)).directory
     with path.open("a") as file:
         file.write('{"text": 1}\n')
@@ -226,5 +251,5 @@ def test_a_damaged_record_ends_the_run_in_one_line_that_names_it_and_the_last_ch
     assert messages[0].endswith(f"The last checkpoint is of step {steps[-1]}.")
     # Repaired, the same command goes on from there.
     write_lines(path, texts(1, 301))
-    resumed = train(replace(config, optim=replace(config.optim, steps=steps[-1] + 9)), 2)
-    assert sorted(resumed.losses) == list(range(1, steps[-1] + 10))
+    resumed = train(replace(config, optim=replace(config.optim, steps=steps[-1] + 4)), 2)
+    assert sorted(resumed.losses) == list(range(1, steps[-1] + 5))

@@ -35,18 +35,22 @@ class StreamedDataset:
     location: Path | str
 
     @cached_property
-    def opened(self) -> Any:
+    def table(self) -> Any:
         """The data set of `datasets`, with documents' columns alone where it tells its columns."""
+        names = self._opened.column_names
         with refused_table(self.location):
-            dataset = opened_table(self.location, is_streamed=True)
-            names = dataset.column_names
-            return dataset if names is None else dataset.select_columns([name for name in COLUMNS if name in names])
+            documents = [name for name in COLUMNS if name in (names or ())]
+            return self._opened.select_columns(documents) if documents else self._opened
 
     def columns(self) -> list[str]:
-        """Return the names of the columns. Effects: reads a row where the data set does not tell."""
+        """Return the names of the columns. Effects: reads a row where the data set does not tell them."""
         with refused_table(self.location):
-            names = opened_table(self.location, is_streamed=True).column_names
-            return [*(next(iter(self.opened), {}) if names is None else names)]
+            return [*(self._opened.column_names or next(iter(self._opened), {}))]
+
+    @cached_property
+    def _opened(self) -> Any:
+        with refused_table(self.location):
+            return opened_table(self.location, is_streamed=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +112,7 @@ class StreamedTable:
             num_passed = 0
 
     def _groups(self) -> Any:
-        table = self.dataset.opened
+        table = self.dataset.table
         if self.num_files > 1:
             table = table.shard(num_shards=self.num_files, index=self.number)
         return table.reshard() if hasattr(table, "reshard") else table
@@ -152,7 +156,7 @@ def stream_hub(name: str) -> list[StreamedTable]:
     dataset = StreamedDataset(name)
     if not has_documents(columns := dataset.columns()):
         raise without_documents(name, columns)
-    count = dataset.opened.num_shards
+    count = dataset.table.num_shards
     stem, width = name.removeprefix(HUB), len(str(count))
     return [
         StreamedTable(name=f"{stem}/{number:0{width}}", dataset=dataset, number=number, num_files=count)

@@ -68,9 +68,8 @@ def streamed_identity(files: Iterable[StreamedSource]) -> str:
 
 
 def _size(files: Sequence[SourceFile | StreamedSource]) -> str:
-    nbytes = [file.nbytes for file in files]
-    known = [number for number in nbytes if number is not None]
-    return f"{len(files):,} files{f', {sum(known):,} bytes' if len(known) == len(nbytes) else ''}"
+    sizes = [file.nbytes for file in files if file.nbytes is not None]
+    return f"{len(files):,} files{f', {sum(sizes):,} bytes' if len(sizes) == len(files) else ''}"
 
 
 def by_source(files: Iterable[F]) -> Mapping[str, tuple[F, ...]]:

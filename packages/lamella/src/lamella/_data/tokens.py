@@ -112,7 +112,7 @@ class TokenData:
         for source in self.sources:
             rows = self.sequences("train", sequence_length, source)
             lines += (
-                _row_lines(rows, f"packing of {source}" if source else "packing")
+                row_lines(rows, f"packing of {source}" if source else "packing")
                 if isinstance(rows, DocumentRows)
                 else []
             )
@@ -128,7 +128,13 @@ class TokenData:
         return torch.where(targets < 0, 0, self.units[targets.clamp(min=0)]).sum(1)
 
 
-def _row_lines(rows: DocumentRows, topic: str) -> list[str]:
+def row_lines(rows: DocumentRows, topic: str) -> list[str]:
+    """Return the lines to print on rows of documents: how full they are, and how many documents are truncated.
+
+    Args:
+        rows: The rows.
+        topic: The beginning of each line.
+    """
     lengths, bound = rows.document_starts.diff(), rows.sequence_length
     share = rows.tokens_a_sequence / bound
     if rows.is_packed:

@@ -12,9 +12,17 @@ def check_streaming(data: DataConfig, optim: OptimConfig) -> None:
     Raises:
         ConfigError: Names both options and a way out.
     """
-    problems = _problems(data, optim) if data.streaming else iter(())
+    problems = _problems(data, optim) if data.streaming else _without_streaming(data)
     if (problem := next(problems, None)) is not None:
         raise ConfigError(problem)
+
+
+def _without_streaming(data: DataConfig) -> Iterator[str]:
+    if data.shuffle_buffer != DataConfig.shuffle_buffer:
+        yield (
+            f"Expected --streaming with --shuffle-buffer, got --shuffle-buffer {data.shuffle_buffer} alone: prepared "
+            "text is shuffled as a whole. Pass --streaming, or leave --shuffle-buffer out."
+        )
 
 
 def _problems(data: DataConfig, optim: OptimConfig) -> Iterator[str]:

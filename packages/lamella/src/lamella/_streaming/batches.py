@@ -17,7 +17,7 @@ import torch.distributed as dist
 from lamella._data.batches import TokenBatch
 from lamella._processes.agreement import from_first_rank
 from lamella._settings.options import ConfigError
-from lamella._streaming.reader import StreamReader
+from lamella._streaming.reader import StreamReader, WindowMeasure
 
 _REFUSED: Final = -1
 
@@ -47,23 +47,25 @@ class ScatteredBatches:
         """Return the place in the text after `step` steps for a checkpoint: rank 0's, and none on other ranks."""
         return {} if self._reader is None else {"stream": self._reader.state(step)}
 
-    def measure(self, step: int) -> None:
-        """Set `tokens_a_sequence`, of the text that a step begins in.
+    def measure(self, step: int) -> tuple[str, ...]:
+        """Set `tokens_a_sequence`, of the text that a step begins in, and return lines to print on its packing.
 
         Raises:
             ConfigError: Rank 0 cannot read the text. On every rank.
 
         Effects: rank 0 waits for its threads; collective broadcast of an object between hosts.
         """
-        error, tokens_a_sequence = "", 0.0
+        outcome: WindowMeasure | ConfigError | None = None
         if self._reader is not None:
             try:
-                tokens_a_sequence = self._reader.tokens_a_sequence(step)
+                outcome = self._reader.measure(step)
             except ConfigError as refusal:
-                error = f"{refusal}"
-        error, self.tokens_a_sequence = from_first_rank((error, tokens_a_sequence))
-        if error:
-            raise ConfigError(error)
+                outcome = refusal
+        outcome = from_first_rank(outcome)
+        if not isinstance(outcome, WindowMeasure):
+            raise outcome or AssertionError("the first rank reads")
+        self.tokens_a_sequence = outcome.tokens_a_sequence
+        return outcome.lines
 
     def batch(self, step: int, rank: int, num_ranks: int) -> TokenBatch:
         """Return a rank's part of step `step`: batch_size / num_ranks sequences. Steps are read in their order.

@@ -1,18 +1,18 @@
 """The batches of a run whose text is streamed, as one process reads them."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from lamella._data.batches import TokenBatch
+from lamella._data.batches import DocumentRows, TokenBatch
 from lamella._data.encoding import Encoder
 from lamella._data.mixture import Mixture
 from lamella._data.order import mixture_of
 from lamella._data.streamed_files import StreamedSource
 from lamella._data.text import by_source
 from lamella._data.tokenizer import RunTokenizer
-from lamella._data.tokens import TokenForm
+from lamella._data.tokens import TokenForm, row_lines
 from lamella._settings.config import Config
 from lamella._settings.mixture import mixture_weights
 from lamella._settings.sections import DataConfig
@@ -33,6 +33,18 @@ def streaming_lines(config: DataConfig) -> list[str]:
         f"{line}; the files are in another order in each epoch",
         *(f"mixture: {fraction:.1%} {name}" for fraction, name in shares),
     ]
+
+
+class WindowMeasure(NamedTuple):
+    """The sequences of the windows in use.
+
+    Attributes:
+        tokens_a_sequence: The mean number of tokens in a sequence, without padding.
+        lines: Lines to print on the rows of documents.
+    """
+
+    tokens_a_sequence: float
+    lines: tuple[str, ...] = ()
 
 
 class StreamReader:
@@ -84,8 +96,8 @@ class StreamReader:
         counts = self._draws(step * self._batch_size, 0)[0].tolist()
         return [source.state(count) for source, count in zip(self._sources, counts, strict=True)]
 
-    def tokens_a_sequence(self, step: int) -> float:
-        """Return the mean number of tokens in a sequence, without padding, of the windows that a step begins in.
+    def measure(self, step: int) -> WindowMeasure:
+        """Return the mean number of tokens in a sequence of the windows that a step begins in.
 
         Raises:
             ConfigError: As `batch`.
@@ -93,9 +105,16 @@ class StreamReader:
         Effects: waits for the first window of each source.
         """
         counts = self._draws(step * self._batch_size, 0)[0].tolist()
-        windows = [source.window(count) for source, count in zip(self._sources, counts, strict=True)]
-        shares = zip(self._mixture.fractions, windows, strict=True)
-        return sum(fraction * window.sequences.tokens_a_sequence for fraction, window in shares)
+        tokens_a_sequence, lines = 0.0, []
+        for fraction, source, count in zip(self._mixture.fractions, self._sources, counts, strict=True):
+            window = source.window(count)
+            tokens_a_sequence += fraction * window.sequences.tokens_a_sequence
+            if isinstance(window.sequences, DocumentRows):
+                of_source = f" of {source.name}" if source.name else ""
+                lines += row_lines(
+                    window.sequences, f"packing of the next {window.num_documents:,} documents{of_source}"
+                )
+        return WindowMeasure(tokens_a_sequence, tuple(lines))
 
     def batch(self, step: int) -> TokenBatch:
         """Return all sequences of a step, from 0 on; the step after that of the last call, or after `begin`.

@@ -48,6 +48,11 @@ class WindowedSequences:
         self._digest: str | None = None
         self._next: Background[Window] | None = None
 
+    @property
+    def name(self) -> str:
+        """The name of the source; empty without names."""
+        return self._reader.name
+
     def begin(self, state: Mapping[str, Any] | None) -> None:
         """Begin to read: at the place of a state of `state`, or at the beginning. Effects: starts a thread."""
         if state is not None:

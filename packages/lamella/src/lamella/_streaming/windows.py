@@ -98,21 +98,21 @@ class WindowReader:
         Raises:
             ConfigError: A file cannot be read, a record holds no document, or an epoch has no tokens to predict.
         """
-        num_documents, epoch = 0, start.position.epoch
-        for _ in range(_NUM_WITHOUT_TARGETS):
+        num_documents = num_without_targets = 0
+        epoch = start.position.epoch
+        while num_without_targets < _NUM_WITHOUT_TARGETS and start.position.epoch <= epoch + 1:
             window = self._window(start)
             if window.has_targets:
                 return window
             num_documents, start = num_documents + window.num_documents, window.after
-            if start.position.epoch > epoch + 1:
-                break
+            num_without_targets += all(token < 0 for token in start.carry)
         raise ConfigError(
-            f"Expected a sequence of {self.form.sequence_length} tokens to train on{self._of_source()}, some of them "
+            f"Expected a sequence of {self.form.sequence_length} tokens to train on{self._described()}, some of them "
             f"to predict, got none in {num_documents:,} documents. Pass more text as --data, a smaller "
             "--sequence-length, or --loss-on all."
         )
 
-    def _of_source(self) -> str:
+    def _described(self) -> str:
         return f" in {self.name!r}" if self.name else ""
 
     def _window(self, start: WindowStart) -> Window:

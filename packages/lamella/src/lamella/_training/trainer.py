@@ -10,7 +10,6 @@ import torch
 
 import lamella_optim
 from lamella._data.batches import TokenBatch
-from lamella._data.order import BatchStream, mixture_of
 from lamella._data.tokens import load_tokens
 from lamella._model.building import build
 from lamella._model.float8 import product_lines, scale_lines
@@ -36,8 +35,8 @@ from lamella._training.optimizer import constant_settings, learning_rate, make_o
 from lamella._training.resume import damage_in, damaged, stream_settings
 from lamella._training.samples import Samples
 from lamella._training.saves import TRY, Saves, reason_of
-from lamella._training.streamed_text import read_stream
 from lamella._training.trained_parameters import freeze, trained_patterns
+from lamella._training.training_batches import training_batches
 from lamella._training.validation import Validation
 from lamella_checkpoint import CheckpointDamaged, CheckpointDirectory, CheckpointFailed, load
 from lamella_engine import FSDPModule, load_scaling_state, scaling_state
@@ -69,7 +68,7 @@ class Trainer:
         self._run_model = build(config, directory.model, rank.device)
         self._model = self._run_model.module
         self._samples = Samples(config.run, directory, self._run_model.spec, rank) if config.run.sample else None
-        self._stream = self._make_stream()
+        self._stream = training_batches(config, directory, self._data, rank, self._run_model.spec.vocab_size)
         lamella_optim.install()
         freeze(self._model, trained_patterns(config))
         self._optimizer = make_optimizer(self._model, config.optim, self._run_model.matrices)
@@ -88,25 +87,11 @@ class Trainer:
         if self._rank.is_first:
             say([line])
 
-    def _make_stream(self) -> BatchStream | ScatteredBatches:
-        config, batch_size, length = self._config, self._config.optim.batch_size, self._config.data.sequence_length
-        if not config.data.streaming:
-            return BatchStream(
-                sequences=self._data.sequences("train", length),
-                batch_size=batch_size,
-                seed=config.run.seed,
-                mixture=mixture_of(config.data),
-            )
-        reader = None
-        if self._rank.is_first:
-            reader = read_stream(config, self._directory, self._data.packing, self._run_model.spec.vocab_size)
-        is_packed = self._data.packing == "documents"
-        return ScatteredBatches(reader, sequence_length=length, batch_size=batch_size, is_packed=is_packed)
-
-    def _measure(self, step: int) -> Speed:
+    def _measure(self, step: int, progress: ProgressBar) -> Speed:
         config = self._config
         if isinstance(self._stream, ScatteredBatches):
-            self._stream.measure(step)
+            for line in self._stream.measure(step):
+                progress.say(line)
         peak = peak_flops(self._rank.device, config.parallel.precision)
         return Speed(
             tokens_per_step=round(config.optim.batch_size * self._stream.tokens_a_sequence),
@@ -158,7 +143,7 @@ class Trainer:
 
     def _train_from(self, first_step: int, progress: ProgressBar, end_step: Callable[[], None]) -> int:
         self._requests.wait_from_now_on()  # From here on a stop request waits for the step in progress to be saved.
-        speed = self._measure(first_step)
+        speed = self._measure(first_step, progress)
         interval = Interval(first_step)
         for step in range(first_step, self._config.optim.steps):
             self._rank.pulse.begin_step(step + 1)
