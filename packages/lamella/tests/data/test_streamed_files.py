@@ -115,18 +115,25 @@ def test_a_list_of_files_comes_back_from_json(tmp_path: Path, monkeypatch: pytes
     assert len({id(file.dataset) for file in tables}) == 1  # The Hub is asked once.
 
 
-def test_a_data_set_of_the_hub_is_streamed_file_by_file_and_never_downloaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[tuple[str, str | None, str, bool]] = []
+@pytest.mark.parametrize("suffix", [".parquet", ".jsonl"])
+def test_a_data_set_of_the_hub_is_streamed_file_by_file_and_never_downloaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
+) -> None:
+    repository = tmp_path / "repository"
+    repository.mkdir()
+    for number in range(4):
+        write(repository / f"test-{number}-of-4{suffix}", RECORDS[150 * number : 150 * (number + 1)])
+    load_dataset, calls = datasets.load_dataset, []
 
     def load(name: str, config: str | None, *, split: str, streaming: bool) -> Any:
         calls.append((name, config, split, streaming))
-        return datasets.Dataset.from_list(RECORDS).to_iterable_dataset(num_shards=4)
+        return load_dataset(str(repository), split=split, streaming=streaming)
 
     monkeypatch.setattr(datasets, "load_dataset", load)
     files = collect(["hf:ada/letters/en:test"], 0.1, streaming=True).streamed
     documents = [document for file in files for document in file.documents()]
     assert [document.parts[0] for document in documents] == [record["text"] for record in RECORDS]
-    assert {*calls} == {("ada/letters", "en", "test", True)}
+    assert calls == [("ada/letters", "en", "test", True)]
     rest = list(files[2].documents(json.loads(json.dumps(documents[310].after))))
     assert [document.parts[0] for document in rest] == [record["text"] for record in RECORDS[311:450]]
 
