@@ -77,7 +77,7 @@ class ScatteredBatches:
         """
         share, length = self._batch_size // num_ranks, self._sequence_length
         width = length + 1 + (length if self._is_packed else 0)
-        # A row of its own: the targets of all ranks' sequences, or a refusal.
+        # The first row holds the number of targets of all ranks' sequences, or a refusal.
         received = torch.empty(share + 1, width, dtype=torch.int32)
         payloads, error = None, ""
         if self._reader is not None:
@@ -90,8 +90,8 @@ class ScatteredBatches:
         if num_targets == _REFUSED:
             raise ConfigError(from_first_rank(error))
         self._num_targets = step, num_targets
-        sequences = received[1:].long()
-        return TokenBatch(sequences[:, : length + 1], sequences[:, length + 1 :] if self._is_packed else None)
+        positions = received[1:, length + 1 :].long() if self._is_packed else None
+        return TokenBatch(received[1:, : length + 1].long(), positions)
 
     def num_targets(self, step: int) -> int:
         """Count the targets in the loss of a step over all ranks, at least 1. The step is that of the last `batch`."""

@@ -49,7 +49,7 @@ class DocumentStream:
         # Opened at every window, a compressed file would be decompressed from its beginning as often.
         if self._position != start:
             self._reader = self._documents(start)
-        self._position = None  # After an error, the reader has ended: an epoch would seem to.
+        self._position = None  # After an error the reader yields nothing more, as if the epoch had ended.
         for document, position in self._reader:
             self._position = position
             yield document, position

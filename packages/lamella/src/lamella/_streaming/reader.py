@@ -1,6 +1,7 @@
 """The batches of a run whose text is streamed, as one process reads them."""
 
 from collections.abc import Mapping, Sequence
+from threading import Lock
 from typing import Any, NamedTuple
 
 import torch
@@ -72,11 +73,13 @@ class StreamReader:
             loss_is_on_all=form.loss_on == "all",
             keeps_documents_apart=form.packing != "stream",
         )
+        encoding = Lock()
         readers = [
             WindowReader(
                 # Sources of as many files would be read in the same order otherwise; seeds of runs have 32 bits.
                 documents=DocumentStream(files=files_of_source, seed=config.run.seed + (number << 32)),
                 encoder=encoder,
+                encoding=encoding,
                 form=form,
                 num_documents=config.data.shuffle_buffer,
                 seed=config.run.seed + (number << 32),
@@ -87,12 +90,12 @@ class StreamReader:
         return cls([WindowedSequences(reader) for reader in readers], config.optim.batch_size, mixture)
 
     def begin(self, states: Sequence[Mapping[str, Any]] | None) -> None:
-        """Begin to read: at the places of `state`, or at the beginning. Effects: starts a thread a source."""
+        """Begin to read, at the places that `state` returned or at the beginning. Effects: starts a thread a source."""
         for number, source in enumerate(self._sources):
             source.begin(states[number] if states else None)
 
     def state(self, step: int) -> list[dict[str, object]]:
-        """Return the place of each source after `step` steps, of which the last is the last batch read: plain data."""
+        """Return the place of each source after `step` steps, the steps of all batches read so far: plain data."""
         counts = self._draws(step * self._batch_size, 0)[0].tolist()
         return [source.state(count) for source, count in zip(self._sources, counts, strict=True)]
 
@@ -110,10 +113,8 @@ class StreamReader:
             window = source.window(count)
             tokens_a_sequence += fraction * window.sequences.tokens_a_sequence
             if isinstance(window.sequences, DocumentRows):
-                of_source = f" of {source.name}" if source.name else ""
-                lines += row_lines(
-                    window.sequences, f"packing of the next {window.num_documents:,} documents{of_source}"
-                )
+                topic = f"packing of the next {window.num_documents:,} documents"
+                lines += row_lines(window.sequences, f"{topic} of {source.name}" if source.name else topic)
         return WindowMeasure(tokens_a_sequence, tuple(lines))
 
     def batch(self, step: int) -> TokenBatch:

@@ -54,7 +54,7 @@ class WindowedSequences:
         return self._reader.name
 
     def begin(self, state: Mapping[str, Any] | None) -> None:
-        """Begin to read: at the place of a state of `state`, or at the beginning. Effects: starts a thread."""
+        """Begin to read, at the place that `state` returned or at the beginning. Effects: starts a thread."""
         if state is not None:
             position = StreamPosition(**state["position"])
             self._start = WindowStart(

@@ -9,7 +9,8 @@ Note [A window follows from its beginning]
 
 import hashlib
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from threading import Lock
 from typing import Final, NamedTuple
 
 import torch
@@ -79,6 +80,7 @@ class WindowReader:
     Attributes:
         documents: The documents of the source.
         encoder: Makes tokens.
+        encoding: Held while tokens are made: a tokenizer of several threads may refuse one of them.
         form: How documents become sequences.
         num_documents: The documents of a window.
         seed: The seed of the order of a window's sequences.
@@ -87,6 +89,7 @@ class WindowReader:
 
     documents: DocumentStream
     encoder: Encoder
+    encoding: Lock = field(default_factory=Lock)
     form: TokenForm
     num_documents: int
     seed: int
@@ -118,9 +121,10 @@ class WindowReader:
     def _window(self, start: WindowStart) -> Window:
         parts, num_documents, position = self._read(start.position)
         tokens, starts = array("i", start.carry), array("q", [0])
-        for encoded in self.encoder.encode(parts):
-            starts.extend(len(tokens) + stop for stop in encoded.stops)
-            tokens.extend(encoded.tokens)
+        with self.encoding:
+            for encoded in self.encoder.encode(parts):
+                starts.extend(len(tokens) + stop for stop in encoded.stops)
+                tokens.extend(encoded.tokens)
         sequences = self._sequences(_tensor(tokens, torch.int32), _tensor(starts, torch.int64))
         carry = tokens[len(sequences) * self.form.sequence_length :] if self.form.packing == "stream" else ()
         return Window(
