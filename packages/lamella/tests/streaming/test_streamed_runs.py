@@ -202,6 +202,7 @@ def test_a_run_whose_first_rank_is_killed_goes_on_bit_for_bit(streamed: Config, 
 
         def killed(trainer: Trainer, number: int) -> Any:
             if number == 4 and dist.get_rank() == 0:
+                trainer._saves.settle()  # A save in flight might end in the middle of the next run.
                 os.kill(os.getpid(), signal.SIGKILL)
             return step(trainer, number)
 
@@ -210,7 +211,7 @@ def test_a_run_whose_first_rank_is_killed_goes_on_bit_for_bit(streamed: Config, 
 
     with pytest.raises(RankFailure):
         run_ranks(on_rank, 2)
-    assert prepare(place(config)).first_step in (2, 4)  # The save of step 4 may have been in flight.
+    assert prepare(place(config)).first_step == 4
     assert train(config, 2).losses == uninterrupted.losses
 
 
