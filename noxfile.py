@@ -1,8 +1,9 @@
 """All sessions of the project.
 
-`./dev NAME` runs one session; `./dev tests` runs the sessions a change must pass. A session installs its
-requirements in a separate environment, pinned by constraints.txt. Sessions for GPUs (`gpu`, `te`, `ssm`, `bench`,
-`megatron(gpu-1)`) install nothing: such sessions run in the interpreter named by the variable PYTHON.
+`./dev NAME` runs one session, `./dev "unit(engine)"` one with a choice, and `./dev tests` the sessions a change must
+pass. A session installs its requirements in a separate environment, pinned by constraints.txt. Sessions for GPUs
+(`gpu`, `te`, `ssm`, `bench`, `megatron(gpu-1)`) install nothing: such sessions run in the interpreter named by the
+variable PYTHON.
 """
 
 import os

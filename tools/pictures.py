@@ -1,10 +1,11 @@
-"""Draw layouts and an overlap schedule with the packages' own arithmetic: docs/explanation/layouts.svg and overlap.svg.
+"""Draw layouts, an overlap schedule and pipelines with the packages' own arithmetic, into docs/explanation.
 
     python tools/pictures.py            rewrites the pictures
     python tools/pictures.py --check    fails where a picture differs from the packages
 
 `layouts.svg` has one unit's parameters in the even and in the flat layout; `overlap.svg` an order of expert-parallel
-layers, simulated with and without a second microbatch beside the first.
+layers, simulated with and without a second microbatch beside the first; `pipelines.svg` three orders of pipeline
+stages, simulated.
 """
 
 import sys
@@ -16,7 +17,23 @@ from pathlib import Path
 from typing import Final
 
 from lamella_layout import EvenLayout, FlatLayout, Range, Rows
-from lamella_schedule import Event, Kind, Lane, Slot, Span, Timeline, order, run_order, simulate, work
+from lamella_schedule import (
+    Event,
+    Kind,
+    Lane,
+    PassKind,
+    PipelineTimeline,
+    Slot,
+    StagePass,
+    Timeline,
+    order,
+    pipeline,
+    pipeline_events,
+    run_order,
+    simulate,
+    simulate_pipeline,
+    work,
+)
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 FOLDER: Final = Path("docs/explanation")
@@ -78,7 +95,7 @@ def picture(title: str, rows: Sequence[tuple[str, Sequence[Bar]]], lines: Sequen
 def _rectangle(bar: Bar, y: int, scale: float) -> str:
     x, width = LEFT + bar.start * scale, (bar.stop - bar.start) * scale
     rectangle = f'<rect class="{bar.classes}" x="{x:.1f}" y="{y}" width="{width:.1f}" height="{BAR}" rx="3"/>'
-    if width < 6.2 * len(bar.text) + 6:
+    if width < 6.2 * len(bar.text) + 5:
         return rectangle
     return f'{rectangle}<text class="small" x="{x + width / 2:.1f}" y="{y + 17}" text-anchor="middle">{bar.text}</text>'
 
@@ -127,7 +144,7 @@ def overlap() -> str:
         "One after another": simulate(work(alone), partial(_duration, backward=2.0)),
         "Overlapped": simulate(work(run_order(NUM_MICROBATCHES, NUM_LAYERS)), partial(_duration, backward=1.0)),
     }
-    rows = [(f"{lane}", list(_spans(timeline, lane))) for timeline in timelines.values() for lane in Lane]
+    rows = [(f"{lane}", list(_spans(timeline, lane))) for timeline in timelines.values() for lane in timeline.lanes]
     lines = [
         f"{name}: {timeline.total:g} units of time, {timeline.exposed:g} of them communication that no compute hides."
         for name, timeline in timelines.items()
@@ -145,16 +162,53 @@ def _duration(event: Event, *, backward: float) -> float:
 
 def _spans(timeline: Timeline, lane: Lane) -> Iterator[Bar]:
     for span in timeline.spans:
-        if span.event.lane is lane and span.stop > span.start:
-            yield Bar(span.start, span.stop, _classes(span), TEXTS[span.event.slot])
+        if isinstance(span.event, Event) and span.lane is lane and span.stop > span.start:
+            yield Bar(span.start, span.stop, _classes(span.event), TEXTS[span.event.slot])
 
 
-def _classes(span: Span) -> str:
-    kind = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.WEIGHT_GRADIENT: "wgrad"}[span.event.kind]
-    return f"{kind} second" if span.event.microbatch else kind
+def _classes(event: Event) -> str:
+    kind = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.WEIGHT_GRADIENT: "wgrad"}[event.kind]
+    return f"{kind} second" if event.microbatch else kind
 
 
-PICTURES: Final = {"layouts.svg": layouts, "overlap.svg": overlap}
+# -- pipelines --------------------------------------------------------------------------------------------------------
+
+
+def pipelines() -> str:
+    """Return the picture of three orders of one model's stages, a row for each rank."""
+    timelines = {name: _pipeline_timeline(name) for name in ("1F1B", "ZBVZeroBubble", "DualPipeV")}
+    rows = [
+        (f"{name.removesuffix('ZeroBubble')}, rank {rank}", list(_passes(of_rank)))
+        for name, timeline in timelines.items()
+        for rank, of_rank in enumerate(timeline.ranks)
+    ]
+    lines = [
+        f"{name}: {timeline.total:g} units of time, ranks idle for {timeline.bubble:.0%}"
+        for name, timeline in timelines.items()
+    ]
+    lines.append("Green: forward; orange: backward, of inputs alone in short bars; blue: delayed weight gradients.")
+    lines.append("Numbers: microbatches. Pale: the second of a rank's two stages, half as long as those of 1F1B.")
+    title = "Eight microbatches through a model on four ranks, in three orders of the same work"
+    return picture(title, rows, lines, total=max(timeline.total for timeline in timelines.values()))
+
+
+def _pipeline_timeline(schedule: str) -> PipelineTimeline:
+    ours = pipeline(schedule, NUM_RANKS, 2 * NUM_RANKS)
+    forward = 2.0 * NUM_RANKS / ours.num_stages
+    times = {kind: forward * (2 if kind is PassKind.BACKWARD else 1) for kind in PassKind}
+    return simulate_pipeline(pipeline_events(ours), times)
+
+
+def _passes(timeline: Timeline) -> Iterator[Bar]:
+    kinds = {PassKind.FORWARD: "forward", PassKind.WEIGHT_GRADIENT: "wgrad"}
+    for span in timeline.spans:
+        assert isinstance(span.event, StagePass)
+        second = " second" if span.event.stage >= NUM_RANKS else ""
+        classes = kinds.get(span.event.kind, "backward") + second
+        yield Bar(span.start, span.stop, classes, str(span.event.microbatch))
+
+
+PICTURES: Final = {"layouts.svg": layouts, "overlap.svg": overlap, "pipelines.svg": pipelines}
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -15,10 +15,12 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.datasets import utils as datasets_utils
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDatasetConfig, MockGPTDataset
 from megatron.core.enums import ModelType
@@ -82,6 +84,8 @@ def main(configure: Callable[[Namespace], Any]) -> None:
     Args:
         configure: Megatron's configuration of a model by the arguments.
     """
+    if find_spec("megatron.core.datasets.helpers_cpp"):  # Compiled in the wheel, which has no Makefile to run.
+        datasets_utils.compile_helpers = lambda: None
     args = parse_and_validate_args()
     container = pretrain_cfg_container_from_args(args, configure(args))
     pretrain(container, build_datasets, ModelType.encoder_or_decoder, forward_step)

@@ -39,6 +39,7 @@ NUM_RANKS = {
     "docs/how-to/find-exposed-communication.md": 2,
     "docs/how-to/gather-weights-in-float8.md": 2,
     "docs/how-to/overlap-expert-parallel-communication.md": 2,
+    "docs/how-to/order-pipeline-stages.md": 2,
     "docs/how-to/overlap-layers-of-your-own.md": 2,
     "docs/how-to/resume-elsewhere.md": 2,
     "docs/how-to/shard-a-mamba-model.md": 2,

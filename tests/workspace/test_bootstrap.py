@@ -71,6 +71,30 @@ def test_sessions_get_an_absolute_path_and_environments_of_other_interpreters_ar
     assert dev(folder, "./python3.12.1", "train") == f"nox of 3.12.1 in {python}, staleness 1\n"
 
 
+LISTING = """All sessions.
+
+* tests -> Run the checks.
+- unit(layout) -> Test one package (from its wheel).
+- unit(engine) -> Test one package (from its wheel).
+- gpu(1) -> Run tests on GPUs.
+- docs -> Build the pages.
+
+sessions marked with * are selected
+"""
+
+
+def test_without_a_session_each_is_listed_once_with_its_choices(folder: Path) -> None:
+    (folder / "listing").write_text(LISTING)
+    names = '"nox of {version} in $PYTHON, staleness $NOX_ENABLE_STALENESS_CHECK"'
+    assert names in FAKE
+    python = interpreter(folder, "3.12.1", FAKE.replace(f"echo {names}", f"cat {folder}/listing"))
+    assert dev(folder, python).splitlines() == [
+        *LISTING.splitlines()[:3],
+        "- unit(layout | engine) -> Test one package (from its wheel).",
+        *LISTING.splitlines()[5:],
+    ]
+
+
 def refusal(folder: Path, python: Path | str) -> str:
     [line] = dev(folder, python, "lint", code=1).splitlines()
     return line

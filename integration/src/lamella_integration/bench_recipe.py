@@ -112,8 +112,9 @@ def output_of(command: Sequence[str], timeout: float) -> str:
     """Run a command and return its standard output. Raises RuntimeError with its last lines if it fails."""
     process = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
     if process.returncode:
-        last_lines = (process.stdout + process.stderr).strip().splitlines()[-25:]
-        raise RuntimeError(f"exit {process.returncode}: " + "\n    ".join(last_lines))
+        # Before the lines of torchrun's own traceback, which say nothing of the rank's.
+        output, *_ = (process.stdout + process.stderr).partition("ChildFailedError")
+        raise RuntimeError(f"exit {process.returncode}: " + "\n    ".join(output.strip().splitlines()[-40:]))
     return process.stdout
 
 

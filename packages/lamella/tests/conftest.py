@@ -1,4 +1,4 @@
-"""A tiny model, a little real text, and a way to train on it in forked ranks."""
+"""A tiny model, a little real text, and training in forked ranks."""
 
 import importlib
 import inspect
@@ -35,7 +35,7 @@ from lamella_testing import run_ranks, write_entry_points
 settings.register_profile("lamella", derandomize=True, deadline=None, max_examples=60)
 settings.load_profile("lamella")
 
-# What a rank imports on its way: once here, and not in each forked rank.
+# A rank's imports: once here, and not in each forked rank.
 MODULES = (
     "torch._dynamo",
     "matplotlib.figure",
@@ -84,7 +84,7 @@ def _write_model(parent: Path) -> Path:
 
 @pytest.fixture
 def options(tmp_path: Path, text_folder: Path, model_file: Path) -> list[str]:
-    """A command line that trains the tiny model for a few steps, and saves the last, which starts no process."""
+    """A command line for a few steps of the tiny model, with a save at the end, in this process alone."""
     options = {
         "--model": model_file,
         "--data": text_folder,
@@ -110,7 +110,7 @@ def config(tmp_path: Path, text_folder: Path, model_file: Path) -> Config:
 
 @pytest.fixture(scope="module")
 def shared_config(tmp_path_factory: pytest.TempPathFactory) -> Config:
-    """The same for a run that several tests share; each takes a copy of its directory."""
+    """The same for a run shared by several tests; each takes a copy of the directory."""
     folder = tmp_path_factory.mktemp("shared")
     return _configure(folder, _write_text(folder), _write_model(folder))
 
@@ -135,13 +135,13 @@ def _configure(folder: Path, text_folder: Path, model_file: Path) -> Config:
 
 @pytest.fixture(scope="module")
 def trained(shared_config: Config, train: TrainOn) -> Run:
-    """A finished run that the tests of a file share."""
+    """A finished run, shared by the tests of a file."""
     return train(shared_config, 2)
 
 
 @pytest.fixture(scope="module")
 def exported(trained: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Its model as a Hugging Face folder."""
+    """The finished run's model as a Hugging Face folder."""
     folder = tmp_path_factory.mktemp("exported") / "model"
     assert main(["export", str(trained.directory.root), str(folder)]) == 0
     return folder
@@ -149,7 +149,7 @@ def exported(trained: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The Qwen adapter as it is installed; from a source tree nobody would find it."""
+    """The installed Qwen adapter; no entry point would name it from a source tree."""
     if find_family("qwen3_5_text") is None:
         types = ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
         write_entry_points(
@@ -160,7 +160,7 @@ def family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _interruptible() -> Iterator[None]:
-    """Let Ctrl-C interrupt this process and those that it starts; a background job of a shell is born deaf to it."""
+    """Let Ctrl-C interrupt this process and its children; a background job of a shell is born deaf to Ctrl-C."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -168,7 +168,7 @@ def _interruptible() -> Iterator[None]:
 
 @pytest.fixture
 def start_python(tmp_path: Path) -> Iterator[Callable[..., "subprocess.Popen[str]"]]:
-    """Start Python with arguments that name the test's folder. Its processes end with the test, however that ends."""
+    """Start Python with arguments that name the test's folder. Its processes end with the test, in any case."""
 
     def start(*arguments: str, stdin: int | None = None) -> "subprocess.Popen[str]":
         command = [sys.executable, *arguments]

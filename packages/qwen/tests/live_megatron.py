@@ -1,6 +1,6 @@
 """Tiny Qwen3.5s as ranks hold them: Megatron's fused tensors, cut between rows anywhere, and Hugging Face's names.
 
-What a rank has is made of whole tensors here, by slicing alone: none of what is tested says what is expected.
+A rank's tensors are made of whole tensors here, by slicing alone: no tested code makes an expected value.
 """
 
 import re
@@ -43,11 +43,11 @@ PARTS = {"in_proj": ("query", "key", "value", "z", "beta", "alpha"), "conv1d": (
 
 @dataclass(frozen=True)
 class World:
-    """Ranks on meshes (dp, tp) and (edp, ep, etp), the last axis of each within a host; and how they hold things.
+    """Ranks on meshes (dp, tp) and (edp, ep, etp), the last axis of each within a host; and the forms of tensors.
 
     `is_even` cuts along the data axis as placements say, and not wherever a packed buffer of all parameters is cut.
-    `slots` says what an optimizer keeps: DTensors like the parameter, plain tensors of the rank's elements, flat ones,
-    or DTensors that know of the data axis alone. `is_sequential` names experts as modules of their own.
+    `slots` names the form of an optimizer's state: DTensors like the parameter, plain tensors of the rank's elements,
+    flat tensors, or DTensors on the data axis alone. `is_sequential` names experts as modules of their own.
     """
 
     dp: int
@@ -114,7 +114,7 @@ def tp_dim_of(name: str) -> int | None:
 
 
 def parts_of(canonical: Mapping[str, torch.Tensor], world: World, tp: int, ep: int, etp: int) -> dict[str, RankTensor]:
-    """What a tensor-parallel rank's model has, by its own names, as megatron-core lays it out."""
+    """The tensors of a tensor-parallel rank's model, by its own names, in megatron-core's layout."""
     parts = {}
     for name, tensor in canonical.items():
         expert = re.match(r"(.*\.experts\.linear_fc\d\.weight)(\d+)$", name)
@@ -144,7 +144,7 @@ def parts_of(canonical: Mapping[str, torch.Tensor], world: World, tp: int, ep: i
 
 
 def experts_of(canonical: Mapping[str, torch.Tensor], world: World, ep: int) -> range:
-    """The numbers of a rank's experts; those before the last rank have as many each as an uneven number allows."""
+    """The numbers of a rank's experts, by `_bounds`."""
     numbers = {
         int(match[1])
         for match in (re.search(r"experts\.linear_fc1\.weight(\d+)$", name) for name in canonical)
@@ -170,7 +170,7 @@ def is_gated(name: str, canonical: Mapping[str, torch.Tensor]) -> bool:
 
 
 def rows_of(parts: dict[str, RankTensor], num: int, rank: int, *, is_even: bool) -> dict[str, tuple[int, int]]:
-    """The rows of each part that a rank on the data axis has; of a packed buffer, which may be none of a part."""
+    """The rows of each part on a rank of the data axis; in a packed buffer, a part may have none there."""
     if is_even:
         return {name: _bounds(len(part.values), num, rank) for name, part in parts.items()}
     ends = list(accumulate(part.values.numel() for part in parts.values()))
@@ -185,7 +185,7 @@ def rows_of(parts: dict[str, RankTensor], num: int, rank: int, *, is_even: bool)
 
 
 class Meshes:
-    """The two meshes of a world, on which tensor parallelism cuts first, as Megatron-FSDP says on its own."""
+    """The two meshes of a world; tensor parallelism cuts first, as Megatron-FSDP says on its own."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -211,10 +211,10 @@ def _coordinate(mesh: DeviceMesh) -> Sequence[int]:
 
 
 class Rank:
-    """A rank's model, its optimizer, and what each of its tensors should hold.
+    """A rank's model, its optimizer, and the expected contents of each tensor.
 
-    What nothing has been read into is not a number. An optimizer that has been stepped has slots to read into, of
-    the world's kind; one that is fresh has none.
+    Tensors are NaN until a read. A stepped optimizer has slots to read into, of the world's kind; a fresh optimizer has
+    none.
     """
 
     def __init__(self, full_model: FullModel, world: World, *, is_stepped: bool = False) -> None:
@@ -241,7 +241,7 @@ class Rank:
         )
 
     def train(self) -> None:
-        """Have the optimizer's state and options be what they should."""
+        """Set the optimizer's state and options to the expected ones."""
         self._step()
         for group, options in zip(self.optimizer.param_groups, OPTIONS, strict=True):
             group.update(options)
@@ -252,7 +252,7 @@ class Rank:
     def load(
         self, path: Path, then: Callable[[Source], Source] = lambda source: source, *, optimizer: bool = True
     ) -> None:
-        """Read a checkpoint, of which `then` makes canonical names."""
+        """Read a checkpoint, with canonical names made by `then`."""
         mine = self.correspondences()
         load(
             partial(open_checkpoint, path),
@@ -262,7 +262,7 @@ class Rank:
         )
 
     def export(self, path: Path, dialect: Dialect) -> None:
-        """Write `fsdp_dtensor` with torch DCP, as Megatron does: pieces of tensors, and its own objects."""
+        """Write `fsdp_dtensor` with torch DCP, like Megatron: pieces of tensors, and Megatron's objects."""
         cut = LiveCut(self.correspondences(dialect), to="left")
         shards = {name: self._shard(name) for name in self.params}
         model, inner = "model.module.", "module.module.module."
@@ -282,7 +282,7 @@ class Rank:
         dcp.save(values | {"args": args_of(self), "iteration": 3, "checkpoint_version": 3.0}, checkpoint_id=path)  # type: ignore[attr-defined]
 
     def assert_holds(self, *, optimizer: bool = True) -> None:
-        """Every element of every tensor is the one that belongs there, and so are the moments and the options."""
+        """Every element of every tensor is the expected one, and so are the moments and the options."""
         for name, param in self.params.items():
             assert torch.equal(local(param), self._expected(name, "")), (dist.get_rank(), name)
             state = self.optimizer.state.get(param, {})
@@ -308,7 +308,7 @@ class Rank:
         return self.parts[slot][name].values[start:stop]
 
     def _slot(self, name: str, slot: str) -> torch.Tensor:
-        """The live slot; a rank that has nothing of a parameter need not have it."""
+        """The live slot; a rank without elements of a parameter may lack the slot."""
         live_slot: torch.Tensor = self.optimizer.state.get(self.params[name], {}).get(slot, self._expected(name, slot))
         return live_slot
 
@@ -337,7 +337,7 @@ class Rank:
         return param
 
     def _step(self, value: float | None = None) -> None:
-        """Give each parameter its state; none where the rank has nothing of it."""
+        """Give each parameter its state; none to a rank without elements."""
         for name, param in self.params.items():
             start, stop = self.rows[name]
             if start < stop:
@@ -374,7 +374,7 @@ def as_dtensor(
 
 
 def tell(param: Any, offsets: Sequence[int]) -> None:
-    """Have a DTensor's local tensor say where it lies, as Megatron does it: one chunk, and nothing written if empty."""
+    """Let a DTensor's local tensor tell its place, like Megatron's: one chunk, and nothing to write if empty."""
     local_tensor = param._local_tensor
     chunk = ChunkStorageMetadata(torch.Size(offsets), local_tensor.shape)
 
@@ -439,7 +439,7 @@ class PublishedRank:
         self.optimizer = make_optimizer(self.params)
 
     def train(self) -> None:
-        """Have the optimizer's state and options be what they should."""
+        """Set the optimizer's state and options to the expected ones."""
         for name, param in self.params.items():
             state = {slot: self._part(name, self.full_model.published[slot][name]) for slot in SLOTS}
             self.optimizer.state[param] = state | {"step": torch.tensor(7.0)}
@@ -447,7 +447,7 @@ class PublishedRank:
             group.update(options)
 
     def load(self, path: Path, *, is_canonical: bool = False) -> None:
-        """Read a checkpoint with these names, or with Megatron's canonical ones; of files with weights alone, these."""
+        """Read a checkpoint with the model's names, or Megatron's canonical names; files of weights have the former."""
         rules = megatron_rules(config_of(self.full_model.kind))
 
         def published(source: Source) -> Translated:

@@ -1,4 +1,4 @@
-"""Checkpoints of tiny models of the family that are dicts of tensors."""
+"""Checkpoints of tiny models of the family, as dicts of tensors."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,26 +13,26 @@ from lamella_testing.qwen import Kind, make_config, make_model, make_mtp
 
 
 def config_of(kind: Kind) -> dict[str, Any]:
-    """What `config.json` says."""
+    """The contents of `config.json`."""
     config: dict[str, Any] = make_config(kind).to_dict()
     return config
 
 
 def weights_of(model: Any) -> dict[str, torch.Tensor]:
-    """A model's tensors by name, a tied one once, in bf16 values: what a published checkpoint holds."""
+    """A model's tensors by name, a tied tensor once, in bf16 values, like a published checkpoint."""
     named = dict(model.named_parameters()) | dict(model.named_buffers())
     persistent = model.state_dict()
     return {name: tensor.detach().bfloat16().float() for name, tensor in named.items() if name in persistent}
 
 
 def mtp_of(kind: Kind, *, packed: bool) -> dict[str, torch.Tensor]:
-    """Weights of the layer that predicts further tokens, for a model of this kind."""
+    """Weights of the layer that predicts further tokens, for a model of a kind."""
     mtp = make_mtp(weights_of(make_model(kind)))
     return mtp if packed else one_by_one(mtp)
 
 
 def one_by_one(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The experts as `save_pretrained` writes them."""
+    """The experts in the form of `save_pretrained`."""
     single = {}
     for name, tensor in weights.items():
         head, separator, kind = name.partition(".mlp.experts.")
@@ -45,7 +45,7 @@ def one_by_one(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 class MemorySource:
-    """A checkpoint that is a dict."""
+    """A checkpoint in a dict."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], objects: Mapping[str, object] | None = None) -> None:
         self.stored, self.values = dict(tensors), dict(objects or {})
@@ -101,7 +101,7 @@ def to_hugging_face(tensors: Mapping[str, torch.Tensor], rules: Rules) -> dict[s
 
 
 def _moved(weights: Mapping[str, torch.Tensor], rules: Rules, to: Literal["left", "right"]) -> dict[str, torch.Tensor]:
-    """A model's tensors by their names on the other side; all of them, and nothing lost."""
+    """A model's tensors by their names on the other side; all tensors, without a loss."""
     source = translated(MemorySource({f"model.{name}": tensor for name, tensor in weights.items()}), rules, to)
     tensors = read_all(source)
     assert not source.left_over and not source.inexact

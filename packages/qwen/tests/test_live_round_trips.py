@@ -1,7 +1,7 @@
 """A Qwen3.5 goes from Hugging Face to ranks, from ranks to other ranks, to Megatron's format and back, bit by bit.
 
 On real process groups: tensor-parallel by data-parallel ranks, with experts on a mesh of their own. Each leg has
-another world. What every rank should hold is made by `live_megatron`, apart from what is tested.
+another world. The expected tensors of every rank are made by `live_megatron`, apart from the tested code.
 """
 
 import re
@@ -39,8 +39,8 @@ def make_full_model(kind: Kind, num_experts: int = 4) -> FullModel:
 
 FULL_MODELS = {kind: make_full_model(kind) for kind in KINDS} | {"three experts": make_full_model("moe", num_experts=3)}
 
-# One world a leg: it reads Hugging Face's files, the native checkpoint, Megatron's. Together they have every number of
-# ranks along each axis, and every kind of slot; experts that ranks have one more of than others, and ranks with none.
+# One world a leg: Hugging Face's files, the native checkpoint, Megatron's. Together the worlds have every number of
+# ranks along each axis, and every kind of slot; ranks with one expert more than others, and ranks with none.
 CHAINS = [
     ("dense", RELEASE_0_19, World(2, 2), World(3, 1, is_even=True, slots="plain"), World(1, 4)),
     ("dense", BRIDGE, World(1, 1), World(3, 4, slots="data axis"), World(2, 1, is_even=True)),
@@ -157,7 +157,7 @@ def test_a_model_under_published_names_goes_from_ranks_to_other_ranks(tmp_path: 
 
 
 def every_world(kind: str) -> list[World]:
-    """Worlds of every number of ranks along each axis that fit together, each with another way of holding things."""
+    """Worlds of all fitting numbers of ranks along the axes, each with another form of tensors."""
     has_experts = "experts" in next(
         name for name in FULL_MODELS[kind].canonical[""] if ".mlp." in name and "fc2" in name
     )

@@ -1,7 +1,7 @@
-"""What megatron-core would compute from the translated tensors is what transformers computes from its own.
+"""megatron-core would compute from the translated tensors the same numbers as transformers from its own.
 
-The references follow megatron-core's own order of operations on the rows that each tensor-parallel rank holds, and sum
-over the ranks where its row-parallel projections do.
+The references follow megatron-core's order of operations on the rows of each tensor-parallel rank, and sum over the
+ranks at its row-parallel projections.
 """
 
 from collections.abc import Mapping, Sequence
@@ -42,7 +42,7 @@ def rank_rows(
     column_parallel: Sequence[str] = (),
     row_parallel: Sequence[str] = (),
 ) -> dict[str, torch.Tensor]:
-    """What one rank holds: rows of some tensors, columns of others."""
+    """A rank's tensors: rows of some, columns of others."""
     rows = {name: tensors[name].chunk(num_ranks)[rank] for name in column_parallel}
     return rows | {name: tensors[name].chunk(num_ranks, dim=1)[rank] for name in row_parallel}
 

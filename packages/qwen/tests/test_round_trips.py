@@ -40,7 +40,7 @@ CLASSES: dict[Kind, Any] = {
 
 
 def make_empty(kind: Kind) -> tuple[Any, torch.optim.Optimizer]:
-    """A model whose weights are to come from elsewhere, and its optimizer."""
+    """A model to be filled, and its optimizer."""
     with torch.random.fork_rng():
         model = make_empty_model(kind)
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -54,7 +54,7 @@ def train_a_step(model: Any, optimizer: torch.optim.Optimizer) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("linear_attn.norm.weight"):
-                parameter[0] = 1 / 3  # In fp32 its last bit is lost around zero.
+                parameter[0] = 1 / 3  # In fp32 the last bit is lost around zero.
 
 
 def state_of(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
@@ -97,7 +97,7 @@ def test_nothing_changes_on_the_way_to_megatron_and_back(
     }
     report = convert(tmp_path / "trained", tmp_path / "megatron", to="fsdp_dtensor", **ways)
     back = convert(tmp_path / "megatron", tmp_path / "back", to="dcp", **ways)
-    # Norms that are stored around one lose a bit here and there around zero: kept beside, it comes back.
+    # Norms stored around one lose bits around zero: kept beside the translation, the bits come back.
     assert report.originals and all(name.endswith("linear_attn.norm.weight") for name in report.originals)
     assert not report.inexact and not back.inexact and not back.originals
     resumed, its_optimizer = make_empty(kind)
@@ -118,7 +118,7 @@ def test_weights_go_straight_from_hugging_face_to_megatron_and_back(
     make_model(kind).to(dtype).save_pretrained(tmp_path / "hf")
     convert(tmp_path / "hf", tmp_path / "megatron", to="fsdp_dtensor", megatron=MegatronOptions(dialect="bridge"))
     convert(tmp_path / "megatron", tmp_path / "back", to="hf")
-    # Under the names that were published, where experts are one by one.
+    # Under the published names, with experts one by one.
     assert_same(*(load_file(tmp_path / way / "model.safetensors") for way in ("back", "hf")))
     assert (tmp_path / "back" / "config.json").read_text() == (tmp_path / "hf" / "config.json").read_text()
 
@@ -126,7 +126,7 @@ def test_weights_go_straight_from_hugging_face_to_megatron_and_back(
 @pytest.mark.usefixtures("family")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_what_megatron_trained_does_not_come_back_as_it_was(dtype: torch.dtype, tmp_path: Path) -> None:
-    """Kept values stand in for elements that are what the shift made of them, and for no others."""
+    """Kept values stand in for elements equal to the shifted values, and for no others."""
     weights = {name: tensor.detach().to(dtype) for name, tensor in make_model("dense").named_parameters()}
     name = "model.layers.0.linear_attn.norm.weight"
     weights[name] = torch.tensor([0.3, 1 / 3, 1e-9, 1.0, 2**-20, 0.7]).to(dtype)
@@ -150,7 +150,8 @@ def test_what_megatron_trained_does_not_come_back_as_it_was(dtype: torch.dtype, 
     expected[1] = 1.25
     assert torch.equal(load_file(tmp_path / "back" / "model.safetensors")[name], expected)
     assert not back.inexact and not back.absent
-    # Without what was kept, a value comes back rounded, and the way there would not undo it: told by name and number.
+    # Without kept values, a value comes back rounded, and the way to Megatron cannot undo the rounding: told by name
+    # and number.
     shutil.rmtree(tmp_path / "megatron" / "hf")
     alone = convert(tmp_path / "trained", tmp_path / "alone", to="hf", like=tmp_path / "hf")
     assert not torch.equal(load_file(tmp_path / "alone" / "model.safetensors")[name], expected)
@@ -171,7 +172,7 @@ def dcp_load(path: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.usefixtures("family")
 @pytest.mark.parametrize("packed", [True, False])
 def test_the_layer_that_predicts_further_tokens_is_published_as_it_was(packed: bool, tmp_path: Path) -> None:
-    """Its experts are stacked in Qwen3.6's files, and one by one in Qwen3.5's."""
+    """The layer's experts are stacked in Qwen3.6's files, and one by one in Qwen3.5's."""
     make_model("moe").save_pretrained(tmp_path / "hf")
     file = tmp_path / "hf" / "model.safetensors"
     weights = load_file(file) | mtp_of("moe", packed=packed)

@@ -291,6 +291,44 @@ def test_stages_of_a_pipeline_run_in_pairs_and_find_the_gradients_of_their_input
         torch.testing.assert_close(linear.weight.grad, gradient, rtol=0, atol=0)
 
 
+class _Log:
+    """A residence that notes its events, and holds nothing."""
+
+    def __init__(self) -> None:
+        self.events: list[ResidenceEvent] = []
+        self.num_dropped = 0
+        self.acquire = self.used = self.finished = self.events.append
+
+    def begin_step(self, num_microbatches: int) -> None: ...
+
+    def drop(self) -> None:
+        self.num_dropped += 1
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_two_stages_in_a_pair_have_a_residence_each(fails: bool) -> None:
+    lanes = Lanes(torch.device("cpu"))
+    linear = nn.Linear(3, 3)
+    chunk = ModelChunk(lambda: torch.ones(3), [LayerSlots(pre=linear, experts=torch.tanh)], lambda x: x.sum())
+    backward = Flight(chunk, lanes, 0)
+    run_pair(backward, None)
+    backward.begin_backward((torch.ones(()),))
+
+    @contextmanager
+    def around(event: Event) -> Iterator[None]:
+        if fails and event.slot is Slot.EXPERTS:
+            raise InterruptedError
+        yield
+
+    first, second = _Log(), _Log()
+    with pytest.raises(InterruptedError) if fails else nullcontext():
+        run_pair(Flight(chunk, lanes, 1), backward, residence=first, backward_residence=second, around=around)
+    assert {(event.microbatch, event.phase) for event in first.events} == {(1, Phase.FORWARD)}
+    assert {(event.microbatch, event.phase) for event in second.events} == {(0, Phase.BACKWARD)}
+    assert [first.num_dropped, second.num_dropped] == [int(fails)] * 2
+    assert fails or len(first.events) == len(second.events) == 6
+
+
 def test_a_flight_runs_once_in_each_direction() -> None:
     lanes = Lanes(torch.device("cpu"))
 

@@ -13,35 +13,45 @@ from transformers.models.llama import modeling_llama
 from lamella_transformers import has_kernels, has_liger, use_kernels
 
 
-@pytest.mark.parametrize(("is_compiled", "expected"), [(False, None), (True, False)])
+@pytest.mark.parametrize(
+    ("scales", "options"),
+    [
+        ({}, {"cross_entropy": False, "fused_linear_cross_entropy": False}),
+        ({"logits_scaling": 1.0}, {"cross_entropy": False, "fused_linear_cross_entropy": False}),
+        ({"final_logit_softcapping": 30.0}, None),
+    ],
+)
 def test_replaced_functions_and_methods_are_put_back(
-    monkeypatch: pytest.MonkeyPatch, is_compiled: bool, expected: bool | None
+    monkeypatch: pytest.MonkeyPatch, scales: dict[str, float], options: dict[str, bool] | None
 ) -> None:
     def rotate(*args: Any) -> None: ...
 
     def normalise(*args: Any) -> None: ...
 
-    options_of_layers: list[bool | None] = []
+    calls: list[dict[str, bool] | None] = []
 
     def apply(model: nn.Module, options: dict[str, bool] | None) -> None:
-        options_of_layers.append(None if options is None else options["rope"])
+        calls.append(options)
         modeling_llama.apply_rotary_pos_emb = rotate
         modeling_llama.LlamaRMSNorm.forward = normalise  # type: ignore[method-assign,assignment]
 
     originals = modeling_llama.apply_rotary_pos_emb, modeling_llama.LlamaRMSNorm.forward
     monkeypatch.setattr(transformers.integrations.liger, "apply_liger_kernel", apply)
-    replacements = use_kernels(make_model("llama"), "liger", is_compiled=is_compiled)
+    model = make_model("llama")
+    for name, scale in scales.items():
+        setattr(model.config, name, scale)
+    replacements = use_kernels(model, "liger")
     try:
         assert modeling_llama.apply_rotary_pos_emb is rotate
     finally:
         replacements.undo()
     assert (modeling_llama.apply_rotary_pos_emb, modeling_llama.LlamaRMSNorm.forward) == originals
-    assert options_of_layers == [expected]
+    assert calls == [options]
 
 
 def test_a_run_without_kernels_replaces_nothing() -> None:
     forward = modeling_llama.LlamaRMSNorm.forward
-    use_kernels(make_model("llama"), "none", is_compiled=False).undo()
+    use_kernels(make_model("llama"), "none").undo()
     assert modeling_llama.LlamaRMSNorm.forward is forward
 
 

@@ -25,6 +25,7 @@ from lamella_buffers._redistribute import plain_values as plain_values
 from lamella_buffers._redistribute import reduce_scatter as reduce_scatter
 from lamella_buffers._transport import FAKE_GPUS as FAKE_GPUS
 from lamella_buffers._transport import Done as Done
+from lamella_buffers._transport import FakeCopyEngineTransport as FakeCopyEngineTransport
 from lamella_buffers._transport import FakeTransport as FakeTransport
 from lamella_buffers._transport import GlooTransport as GlooTransport
 from lamella_buffers._transport import LocalTransport as LocalTransport

@@ -72,6 +72,7 @@ class CachingAllocator:
         storage = buffer.untyped_storage()
         if storage.nbytes() == 0 and buffer.numel() != 0:
             raise RuntimeError(f"Expected an allocated buffer of {buffer.numel()} elements, got one without bytes.")
+        # To the allocating stream, which the caller has made wait for the last reader: the next buffer writes there.
         storage.resize_(0)
 
 
@@ -109,5 +110,6 @@ class MemPoolAllocator(CachingAllocator):
 
         Effects: as `create`.
         """
+        # A storage grows by blocks of the pool in use now, wherever its last block came from.
         with torch.cuda.use_mem_pool(self.pool, buffer.device.index):
             super().allocate(buffer)

@@ -209,6 +209,7 @@ def _runs(places: Iterable[tuple[int, int]], nbytes: int) -> Iterator[list[tuple
     for place in places:
         if run:
             pitches = _apart(run[-1], place)
+            # The driver refuses a pitch below the width, or above the limit.
             is_pitch = all(nbytes <= each <= _MAX_PITCH for each in pitches)
             if not is_pitch or (len(run) > 1 and pitches != _apart(*run[:2])):
                 yield run

@@ -66,6 +66,7 @@ def _add_meetings(met: dict[K, set[K]], in_order: Iterable[Lifetime[K]]) -> None
     """Note for each allocation the overlapping lifetimes, in both directions."""
     alive: list[Lifetime[K]] = []
     for life in in_order:
+        # Half-open: a lifetime that ends at this start has given its bytes back, and its place may be taken.
         alive = [other for other in alive if other.end > life.start]
         mine = met.setdefault(life.key, set())
         # Both directions: either of the two may be placed first.
@@ -86,6 +87,7 @@ def _place_in_order(order: Iterable[K], nbytes: Mapping[K, int], met: Mapping[K,
 
 def _place_in_slots(nbytes: Mapping[K, int], met: Mapping[K, set[K]]) -> dict[K, int]:
     """Colour the allocations as if of equal size; a colour's slot is as large as its largest occupant."""
+    # Offsets of allocations of size 1 are the numbers of the slots.
     slots = _place_in_order(nbytes, dict.fromkeys(nbytes, 1), met)
     sizes = [0] * extent(slots, dict.fromkeys(slots, 1))
     for key, slot in slots.items():
@@ -100,5 +102,5 @@ def _smallest_gap(occupied: Iterable[tuple[int, int]], nbytes: int) -> int:
     for start, stop in occupied:
         if start - end >= nbytes and (best is None or start - end < best[0]):
             best = (start - end, end)
-        end = max(end, stop)
+        end = max(end, stop)  # they may overlap: each met the new allocation, but not each other
     return end if best is None else best[1]

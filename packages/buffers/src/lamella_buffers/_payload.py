@@ -53,6 +53,7 @@ class Filling(NamedTuple):
 
         Effects: as `fill`; none if no item begins in the range.
         """
+        # An item belongs to the range of its first payload: data and scales are written together, or not at all.
         part = slice(bisect_left(self.begins, start), bisect_left(self.begins, stop))
         if part.start < part.stop:
             self.fill(*[column if column is None else column[part] for column in self.columns])
@@ -215,5 +216,6 @@ def unpack(packed: torch.Tensor, into: Sequence[torch.Tensor], num_ranks: int = 
 def _side_by_side(
     packed: torch.Tensor, tensors: Sequence[torch.Tensor], num_ranks: int
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    # Views on both sides: elements move between the packed tensor and the caller's memory in one copy.
     rows = [tensor.view(num_ranks, -1) for tensor in tensors]
     return list(torch.split(packed.view(num_ranks, -1), [row.shape[1] for row in rows], dim=1)), rows

@@ -84,8 +84,8 @@ class PoolAllocator:
                 f"{torch.__version__}. Take torch 2.12 or later, or CachingAllocator."
             )
         self._source = CachingAllocator() if source is None else source
-        self._serials = count()
-        self._buffers: dict[int, _Buffer] = {}
+        self._serials = count()  # never given out twice: a plan must not take a new buffer for a dead one
+        self._buffers: dict[int, _Buffer] = {}  # by the address of a storage; `_forget` drops dead ones
         self._live_nbytes: dict[int, int] = {}  # by serial, of the buffers with bytes
         # Replaced when the last live buffer is freed: turns of allocations count from there.
         self._round = _Round(0)

@@ -14,13 +14,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import reduce
+from typing import Final
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from lamella_buffers._buffer import GatherPlan, ShardedBuffer, UnshardedBuffer, by_rank
 from lamella_buffers._payload import Payload, Payloads
 from lamella_buffers._transport import Done, FillAndGather, Pending, ReduceOp, Transport
 from lamella_layout import EvenLayout, FlatLayout, Range
+
+# A step on tensors without memory has to allocate what a real step does: no copy of a gradient.
+_PLAIN: Final = (torch.Tensor, FakeTensor)
 
 
 def all_gather(
@@ -47,6 +52,7 @@ def all_gather(
     gathered = [torch.empty_like(full) for _, full, _ in plan.beside]
     staged = Payloads(Payload(shard, into) for (shard, _, _), into in zip(plan.beside, gathered, strict=True))
     pending = _gather(Payloads.joined([plan.payloads, staged]), transport)
+    # First: gloo fills the staged tensors in `wait`.
     pending.wait()
     places = [place for _, _, place in plan.beside]
     torch._foreach_copy_(places, [tensor.view(place.shape) for tensor, place in zip(gathered, places, strict=True)])
@@ -117,7 +123,7 @@ def plain_values(gradient: torch.Tensor) -> torch.Tensor:
 
     Effects: copies a subclass by its own `copy_`, or makes a sparse tensor dense, on the current stream.
     """
-    if type(gradient) is not torch.Tensor:
+    if type(gradient) not in _PLAIN:
         values = torch.empty(gradient.shape, dtype=gradient.dtype, device=gradient.device)
         values.copy_(gradient)
         return values
@@ -155,7 +161,7 @@ def _payloads(
         if gradient is None:
             staged[i] = None
         elif (
-            type(gradient) is torch.Tensor
+            type(gradient) in _PLAIN
             and is_chunked[i]
             and gradient.dtype == wire
             and gradient.is_contiguous()  # never true of a sparse gradient

@@ -31,6 +31,8 @@ _reduce_scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_si
 FAKE_GPUS = "cpu:fake,cuda:fake"
 """The backend of a process group for estimates: no rank but this one exists, and collectives take NCCL's memory."""
 
+_FAKE_GPUS_A_HOST = 8
+
 Options = TypeVar("Options", AllgatherOptions, AllreduceCoalescedOptions, AllToAllOptions, ReduceScatterOptions)
 
 
@@ -228,6 +230,7 @@ class GlooTransport(_GroupTransport):
         """
         shards, wholes = payloads.flat_bytes if isinstance(payloads, Payloads) else flat_bytes(payloads)
         with record_function("gloo::all_gather"):
+            # A copy on this thread: the caller may write the shards again while gloo's threads still send.
             packed = torch.cat(shards)
             gathered = packed.new_empty(self.num_ranks * packed.numel())
         work = _all_gather(gathered, packed, group=self._group, async_op=True)
@@ -246,6 +249,7 @@ class GlooTransport(_GroupTransport):
         """Exchange a packed tensor: a copy of every payload beforehand; blocks the host."""
         shards, wholes = zip(*payloads, strict=True)
         with record_function("gloo::all_to_all"):
+            # Side by side by receiving rank: gloo sends row r to rank r.
             packed = torch.cat([tensor.view(self.num_ranks, -1) for tensor in wholes], dim=1)
             received = torch.empty_like(packed)
             dist.all_to_all_single(received, packed, group=self._group)
@@ -267,7 +271,7 @@ class GlooTransport(_GroupTransport):
 class FakeTransport(_GroupTransport):
     """A group of `FAKE_GPUS`, whose other ranks do not exist: takes NCCL's memory, and moves nothing.
 
-    A step on fake tensors then allocates on one process as a step on GPUs does.
+    A step on fake tensors then allocates on one process as a step on GPUs of several hosts does.
     """
 
     def all_gather(self, payloads: Sequence[Payload]) -> Pending:
@@ -278,23 +282,34 @@ class FakeTransport(_GroupTransport):
         """Leave the payloads as they are: NCCL reduces straight from `full` into `shard`."""
 
     def _exchange(self, payloads: Sequence[Payload], op: ReduceOp) -> None:
-        """Allocate a buffer for the arriving pieces, and free it.
+        """Allocate wider payloads, and free them.
 
-        Effects: allocates as `NcclTransport`'s exchange on one host.
+        Effects: allocates as `NcclTransport`'s exchange between hosts.
         """
-        payloads[0].full.new_empty(arrivals_numel(payloads, self.num_ranks))
+        widened(payloads)
 
     def all_reduce(self, tensors: Sequence[torch.Tensor], op: ReduceOp) -> Pending:
         """Leave the tensors as they are."""
         return Done()
 
 
+class FakeCopyEngineTransport(FakeTransport):
+    """A group of `FAKE_GPUS` on one host, whose GPUs are taken to map one another's memory.
+
+    A step on fake tensors then allocates on one process as a step over `CopyEngineTransport` does.
+    """
+
+    def _exchange(self, payloads: Sequence[Payload], op: ReduceOp) -> None:
+        """Allocate a buffer for the arriving pieces, and free it."""
+        payloads[0].full.new_empty(arrivals_numel(payloads, self.num_ranks))
+
+
 class _GlooGather:
     """Waits on the host, once, and unpacks. Holds the packed shards until then, as gloo's work does."""
 
     def __init__(self, work: dist.Work, packed: torch.Tensor, unpack: Callable[[], None]) -> None:
-        self._work: dist.Work | None = work
-        self._packed: torch.Tensor | None = packed
+        self._work: dist.Work | None = work  # None once unpacked
+        self._packed: torch.Tensor | None = packed  # read by gloo's threads until the work is done
         self._unpack = unpack
 
     def wait(self) -> None:
@@ -314,14 +329,15 @@ def transport_for(group: dist.ProcessGroup, device_type: str) -> Transport:
         group: The axis's process group.
         device_type: Device of the moved tensors, as in a mesh. A group may serve CPUs by gloo and GPUs by NCCL; NCCL's
             calls on CPU tensors would go to gloo, without a wait for the result. A group of `FAKE_GPUS` gets a
-            transport that moves nothing.
+            transport that moves nothing; hosts are taken to have 8 GPUs, ranks in their order.
     """
     if group.size() == 1:
         return LocalTransport()
     # Not `get_backend`: for a group with a backend chosen by torch, the answer is "undefined".
     backends = dist.get_backend_config(group)
     if backends == FAKE_GPUS:  # Also for a CPU mesh: fake tensors need no GPU.
-        return FakeTransport(group)
+        hosts = {rank // _FAKE_GPUS_A_HOST for rank in dist.get_process_group_ranks(group)}
+        return FakeTransport(group) if len(hosts) > 1 else FakeCopyEngineTransport(group)
     has_nccl = device_type != "cpu" and "nccl" in backends
     return NcclTransport(group) if has_nccl else GlooTransport(group)
 

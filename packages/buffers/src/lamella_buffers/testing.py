@@ -62,6 +62,7 @@ def _check_views_follow(allocator: Allocator, device: torch.device) -> None:
 def _check_graphs_follow(allocator: Allocator, device: torch.device) -> None:
     """Backward reads a weight freed and filled again after forward."""
     buffer = allocator.create(1024, torch.float32, device)
+    # The view is made now: torch makes none of a storage without bytes.
     weight = torch.nn.Parameter(buffer[256:512].view(16, 16))
     allocator.free(buffer)
     inputs = torch.ones(1, 16, device=device, requires_grad=True)
@@ -143,7 +144,7 @@ def _check_orders_that_repeat(buffers: _Stamped) -> None:
         for i in between:
             buffers.toggle(i)
         # A step that an exception ended: live buffers are freed out of order below.
-        for i in step[: len(step) // 2]:  # ended by an exception
+        for i in step[: len(step) // 2]:
             buffers.toggle(i)
         buffers.free_all()
 
@@ -210,6 +211,7 @@ def check_transport(transport: Transport, device: torch.device | str = "cpu") ->
         _start_all_gather(transport, where, payloads, in_place=in_place)
         for in_place, payloads in product((False, True), (_PAYLOADS, _PAYLOADS[::-1]))
     ]
+    # The last gather first: a handle must not depend on the waits for others.
     for check in reversed(started):
         check()
     for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):

@@ -70,6 +70,20 @@ def test_a_converted_checkpoint_has_checksums_of_all_that_it_holds(tmp_path: Pat
         checksums.check(tmp_path / "__0_0.distcp", span.offset, content[span.offset :][: span.length])
 
 
+def test_the_metadata_hold_equal_sizes_and_properties_once(tmp_path: Path) -> None:
+    shapes = {f"model.{index}": (index % 2 + 1, 4) for index in range(1000)}
+    source = MemorySource({name: torch.zeros(shape) for name, shape in shapes.items()})
+    write_dcp(source, dtypes_of(source), tmp_path)
+    entries: dict[str, Any] = dcp.FileSystemReader(tmp_path).read_metadata().state_dict_metadata  # type: ignore[attr-defined]
+    assert {name: tuple(entry.size) for name, entry in entries.items()} == shapes
+    assert all(entry.properties.dtype == torch.float32 for entry in entries.values())
+    assert [[tuple(chunk.sizes) for chunk in entry.chunks] for entry in entries.values()] == [
+        [shape] for shape in shapes.values()
+    ]
+    assert len({id(entry.properties) for entry in entries.values()}) == 1
+    assert len({id(entry.size) for entry in entries.values()}) == 2
+
+
 class TestTies:
     source = MemorySource({"model.embed": torch.rand(300, 2)})
 

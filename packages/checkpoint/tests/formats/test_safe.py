@@ -231,7 +231,7 @@ def test_a_pipe_is_no_file(path: Path) -> None:
         (lambda m: m.state_dict_metadata.update({3: m.state_dict_metadata["model.bias"]}), "name to be of type str"),
         (lambda m: setattr(m.state_dict_metadata["model.bias"], "size", [2]), "sizes or offsets of 'model.bias'"),
         (lambda m: setattr(m.state_dict_metadata["model.bias"], "size", torch.Size([1])), "inside its shape"),
-        (lambda m: setattr(m.state_dict_metadata["model.bias"].properties, "dtype", "x"), "dtype of 'model.bias'"),
+        (lambda m: setattr(m.state_dict_metadata["model.bias"].properties, "dtype", "x"), "dtype of 'model."),
         (lambda m: setattr(next(iter(m.storage_data.values())), "offset", -1), "a place of 'model"),
         (lambda m: setattr(next(iter(m.storage_data.values())), "relative_path", None), "file of 'model"),
         (lambda m: setattr(m, "storage_data", None), "storage_data to be of type dict"),

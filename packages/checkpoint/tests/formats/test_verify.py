@@ -143,6 +143,16 @@ def test_an_edited_manifest_is_a_problem(saved_path: Path) -> None:
     assert [os.path.basename(problem.file) for problem in verify(saved_path).problems] == ["lamella.json"]
 
 
+def test_a_flipped_bit_in_a_types_name_is_damage_where_a_checksum_tells(saved_path: Path) -> None:
+    file = saved_path / ".metadata"
+    flip(file, file.read_bytes().find(b"torch.distributed.checkpoint.filesystem"))
+    [problem] = verify(saved_path).problems
+    assert problem.file == str(file) and "checksum" in problem.problem
+    forget_checksums(saved_path)
+    with pytest.raises(CheckpointUntrusted, match=r".orch\.distributed"):
+        verify(saved_path)
+
+
 def test_nothing_runs(saved_path: Path) -> None:
     forget_checksums(saved_path)
     change_metadata(saved_path, lambda metadata: metadata.planner_data.update(x=Runs()))

@@ -235,7 +235,7 @@ def test_tied_names_with_different_values_are_refused_before_anything_is_read_in
 
 
 def test_a_check_compares_tied_names_where_it_may_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lamella_checkpoint._training.load._PIECE_NBYTES", 4096)  # 63 pieces of 64 KB
+    monkeypatch.setattr("lamella_checkpoint._training.model_match._PIECE_NBYTES", 4096)  # 63 pieces of 64 KB
     stored = Tied(tied=False)
     save(tmp_path / "a", model=stored)
     stored.head.weight.data.copy_(stored.embed.weight.data)

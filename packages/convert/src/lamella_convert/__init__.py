@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Final
 
 from lamella_convert._errors import ModelUnknown as ModelUnknown
 from lamella_convert._errors import SizeUnknown as SizeUnknown
-from lamella_convert._translation.rules import Grouped as Grouped
-from lamella_convert._translation.rules import Join as Join
-from lamella_convert._translation.rules import Padded as Padded
 from lamella_convert._translation.rules import Rule as Rule
 from lamella_convert._translation.rules import Rules as Rules
-from lamella_convert._translation.rules import Stack as Stack
+from lamella_convert._translation.rules import parameter_shapes as parameter_shapes
+from lamella_convert._translation.terms import Grouped as Grouped
+from lamella_convert._translation.terms import Join as Join
+from lamella_convert._translation.terms import Padded as Padded
+from lamella_convert._translation.terms import Stack as Stack
 from lamella_convert._translation.translate import Translated as Translated
-from lamella_convert._translation.translate import parameter_shapes as parameter_shapes
 from lamella_convert._translation.translate import translate as translate
 
 if TYPE_CHECKING:

@@ -1,6 +1,8 @@
 """Safetensors files and indices, read box by box, and with damage refused by file and tensor."""
 
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -247,6 +249,18 @@ def test_small_tensors_are_handed_to_threads_by_the_thousand(tmp_path: Path, mon
     source.read([Wanted(name, whole_box((2,)), tensor) for name, tensor in into.items()])
     assert all(torch.equal(into[name], tensor) for name, tensor in tensors.items())
     assert sorted(tasks) == [452, 1024, 1024]
+
+
+def test_a_failing_disk_under_neighbours_is_told_with_a_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_file({name: torch.ones(2) for name in "abc"}, tmp_path / "model.safetensors")
+    source = SafetensorsSource(tmp_path)
+
+    def failing(descriptor: int, memories: Any, position: int) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "preadv", failing)
+    with pytest.raises(CheckpointDamaged, match=r"model\.safetensors.*'a': OSError: .*Input/output error"):
+        source.read([Wanted(name, whole_box((2,)), torch.empty(2)) for name in "abc"])
 
 
 def test_large_tensors_are_read_by_a_task_each(tmp_path: Path) -> None:

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from lamella_checkpoint import Correspondence, Source
 from lamella_checkpoint.testing import MemorySource, read_all, read_in_chunks
-from lamella_convert._translation.rules import Grouped, Join, Rule, Rules, Stack
-from lamella_convert._translation.translate import Translated, parameter_shapes, translate
+from lamella_convert._translation.rules import Rule, Rules, parameter_shapes
+from lamella_convert._translation.terms import Grouped, Join, Stack
+from lamella_convert._translation.translate import Translated, translate
 
 QKV = Rule(
     Join(("hf.{layer}.q", "hf.{layer}.k", "hf.{layer}.v"), sizes=("q", "kv", "kv")),

@@ -7,7 +7,8 @@ import torch
 
 from lamella_checkpoint import Correspondence, Piece, Place, Wanted
 from lamella_checkpoint.testing import MemorySource, read_all, read_in_chunks
-from lamella_convert._translation.translate import not_undone, parameter_shapes, translate
+from lamella_convert._translation.rules import parameter_shapes
+from lamella_convert._translation.translate import not_undone, translate
 from lamella_files import carried, meetings, rename
 from lamella_layout import Chunk
 

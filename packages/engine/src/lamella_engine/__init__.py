@@ -3,7 +3,6 @@
 from lamella_engine._api.fully_shard import fully_shard as fully_shard
 from lamella_engine._api.functions import register_fsdp_forward_method as register_fsdp_forward_method
 from lamella_engine._api.functions import share_comm_ctx as share_comm_ctx
-from lamella_engine._api.installation import Installation as Installation
 from lamella_engine._api.installation import install as install
 from lamella_engine._api.layer_gradients import allocate_main_grads as allocate_main_grads
 from lamella_engine._api.layer_gradients import delay_gradient as delay_gradient
@@ -17,6 +16,7 @@ from lamella_engine._api.reads import declare_reads as declare_reads
 from lamella_engine._api.residence import UnitResidence as UnitResidence
 from lamella_engine._api.whole_model import fully_shard_model as fully_shard_model
 from lamella_engine._api.whole_model import plan_units as plan_units
+from lamella_engine._common.installation import Installation as Installation
 from lamella_engine._inspect.describe import describe as describe
 from lamella_engine._inspect.numerics import NonFinite as NonFinite
 from lamella_engine._inspect.numerics import Spike as Spike

@@ -1,9 +1,9 @@
 """For packages that build on the engine: trees of units and their events, sharded parameters, optimizer hooks.
 
-Training programs need none of these names. They may change with a minor version of the engine; private modules may
+Training programs need none of the names. The names may change with a minor version of the engine; private modules may
 change with any version.
 
-- Units: `unit_of`, by which modules that are one unit together are told.
+- Units: `unit_of`, which tells the modules of one unit together.
 - Events: a subclass of `Listener` hears a `Tree` of `living_trees()` after `Tree.listen`. `finish_deferred` waits for
   reductions whose wait a listener has deferred (`StepEnd.defers_wait`).
 - Steps: `replace_step_hook` puts a function in its place around every `torch.optim` step.
@@ -12,11 +12,13 @@ change with any version.
 - Placements: `placement_on`, the result of a `shard_placement_fn` for a parameter on a mesh of its own; `MeshInfo`, the
   mesh in such a result; `RaggedShard`, the cut rows of the flat layout.
 - Norms over all ranks: `groups_that_share`, `all_reduce_anywhere`.
+- Stand-ins: `Installation` puts classes and functions in the place of a library's, in all modules, until undone.
 - Nests of tensors, as modules take and return: `map_tensors`, `tensors_in`, `hides_tensors`.
 """
 
 import warnings
 
+from lamella_engine._common.installation import Installation as Installation
 from lamella_engine._common.tensors import hides_tensors as hides_tensors
 from lamella_engine._common.tensors import map_tensors as map_tensors
 from lamella_engine._common.tensors import tensors_in as tensors_in
@@ -49,6 +51,7 @@ from lamella_engine._unit.unit import Unit as Unit
 from lamella_layout import RaggedShard as RaggedShard
 
 __all__ = [
+    "Installation",
     "Listener",
     "MeshInfo",
     "ParameterMesh",

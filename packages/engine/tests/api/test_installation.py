@@ -17,6 +17,7 @@ from torch.distributed.fsdp._fully_shard import _fully_shard as defining
 
 import lamella_engine
 from lamella_engine import install
+from lamella_engine.extending import Installation
 from lamella_testing import run_ranks
 
 OURS = lamella_engine.fully_shard
@@ -90,6 +91,21 @@ def test_what_was_installed_is_not_installed_again_and_undone_once(monkeypatch: 
     with install():
         outer.undo()
         assert is_ours(fsdp2.fully_shard)
+
+
+def test_another_package_puts_classes_in_place_but_in_modules_that_keep_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Theirs: ...
+
+    class Ours: ...
+
+    library, keeping = ModuleType("library"), ModuleType("keeping")
+    for module in (library, keeping):
+        monkeypatch.setattr(module, "Wrapper", Theirs, raising=False)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    with Installation([(Theirs, Ours)], keeps=lambda module, _: module is keeping) as installation:
+        assert installation.replaced == ("library.Wrapper",)
+        assert (vars(library)["Wrapper"], vars(keeping)["Wrapper"]) == (Ours, Theirs)
+    assert (vars(library)["Wrapper"], vars(keeping)["Wrapper"]) == (Theirs, Theirs)
 
 
 def test_an_error_inside_undoes_it_too() -> None:

@@ -50,7 +50,9 @@ def _backward(model: Stack, batch: torch.Tensor) -> None:
     backward_dw(model)
 
 
-def _run_microbatch(residence: UnitResidence, model: Stack, microbatch: int, batch: torch.Tensor) -> None:
+def _run_microbatch(
+    residence: UnitResidence, model: Stack, microbatch: int, batch: torch.Tensor, *, finishes_layers_last: bool = False
+) -> None:
     """A microbatch with every layer present at once, in one graph: allowed by verbs, unknown to schedules."""
     everything = (None, *range(len(model.layers)))
     for phase in ("forward", "backward"):
@@ -60,14 +62,17 @@ def _run_microbatch(residence: UnitResidence, model: Stack, microbatch: int, bat
             residence.used(_UseEvent(microbatch, layer, phase))
         if phase == "backward":
             _backward(model, batch)
-        for layer in reversed(everything):
+        for layer in everything if finishes_layers_last else reversed(everything):
             residence.finished(_UseEvent(microbatch, layer, phase))
 
 
+@pytest.mark.parametrize("finishes_layers_last", [False, True])
 @pytest.mark.parametrize(("placements", "num_reductions"), [(ZERO3, 2), (ZERO1, 1)])
 def test_backwards_reduce_as_the_stage_says_and_the_last_ends_the_step(
-    placements: AxisPlacement, num_reductions: int
+    placements: AxisPlacement, num_reductions: int, finishes_layers_last: bool
 ) -> None:
+    """Layers with late weight gradients finish behind the parameters around them, and end the step then."""
+
     def on_each_rank() -> None:
         reference, model = twins(Stack, lambda model: _shard(model, placements))
         assert isinstance(model, Stack)
@@ -79,7 +84,8 @@ def test_backwards_reduce_as_the_stage_says_and_the_last_ends_the_step(
             for microbatch, batch in enumerate(BATCHES):
                 reference(batch).backward()
                 backward_dw(reference)
-                _run_microbatch(residence, model, microbatch, rows_of_this_rank(batch))
+                rows = rows_of_this_rank(batch)
+                _run_microbatch(residence, model, microbatch, rows, finishes_layers_last=finishes_layers_last)
             assert_gradients_equal(reference, model, rtol=1e-4, atol=1e-6)
             assert_at_rest(model)
             assert {log.units_of("reduce").count(name) for name, _ in named_units(model)} == {num_reductions}

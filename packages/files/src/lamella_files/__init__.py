@@ -33,7 +33,9 @@ from lamella_files._base.boxes import first_overlap as first_overlap
 from lamella_files._base.boxes import places_in_memory as places_in_memory
 from lamella_files._base.boxes import whole_box as whole_box
 from lamella_files._base.directories import METADATA_FILE as METADATA_FILE
+from lamella_files._base.directories import Leftover as Leftover
 from lamella_files._base.directories import check_replaceable as check_replaceable
+from lamella_files._base.directories import check_staged as check_staged
 from lamella_files._base.directories import check_vacant as check_vacant
 from lamella_files._base.directories import find as find
 from lamella_files._base.directories import gone as gone
@@ -60,6 +62,7 @@ from lamella_files._base.extra import encode_extra as encode_extra
 from lamella_files._base.extra import has_tags as has_tags
 from lamella_files._base.file_boxes import Stored as Stored
 from lamella_files._base.file_boxes import pieces as pieces
+from lamella_files._base.file_boxes import read_adjacent as read_adjacent
 from lamella_files._base.file_boxes import read_box as read_box
 from lamella_files._base.file_boxes import write_box as write_box
 from lamella_files._base.findings import Findings as Findings

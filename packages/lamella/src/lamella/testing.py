@@ -1,11 +1,18 @@
 """A run's files and parts, for tests and benchmarks of other packages."""
 
+from lamella._command.estimate import placed as placed
+from lamella._command.parser import config_of as config_of
+from lamella._command.parser import parse as parse
 from lamella._data.order import BatchStream as BatchStream
 from lamella._data.tokens import load_tokens as load_tokens
+from lamella._estimate.kinds import adopt_model as adopt_model
+from lamella._estimate.live_bytes import LiveBytes as LiveBytes
+from lamella._estimate.recorded_step import moments_of_units as moments_of_units
 from lamella._model.building import build as build
 from lamella._model.checks import check_model as check_model
 from lamella._model.spec import load_spec as load_spec
 from lamella._model.weights import check_weights as check_weights
+from lamella._processes.placement import Rank as Rank
 from lamella._record.metrics import StepRecord as StepRecord
 from lamella._record.metrics import read as read_metrics
 from lamella._record.run_directory import RunDirectory as RunDirectory
@@ -14,20 +21,29 @@ from lamella._settings.files import read_file as read_file
 from lamella._settings.options import ConfigError as ConfigError
 from lamella._training.optimizer import learning_rate as learning_rate
 from lamella._training.preparation import prepare as prepare
+from lamella._training.trainer import bare_steps as bare_steps
 from lamella_transformers import build_model as build_model
 
 __all__ = [
     "BatchStream",
     "ConfigError",
+    "LiveBytes",
+    "Rank",
     "RunDirectory",
     "StepRecord",
+    "adopt_model",
+    "bare_steps",
     "build",
     "build_model",
     "check_model",
     "check_weights",
+    "config_of",
     "learning_rate",
     "load_spec",
     "load_tokens",
+    "moments_of_units",
+    "parse",
+    "placed",
     "prepare",
     "read_file",
     "read_metrics",

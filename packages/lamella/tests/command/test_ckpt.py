@@ -29,7 +29,7 @@ Run = Callable[..., str]
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run `lamella ckpt`; check its exit code, and that nothing is said on stderr; give what it printed."""
+    """Run `lamella ckpt`; check the exit code and an empty stderr; return the printed text."""
 
     def run(*argv: object, code: int = 0) -> str:
         capsys.readouterr()
@@ -43,7 +43,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
 
 @pytest.fixture
 def refusal(capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run `lamella ckpt` and give the one line with which it refuses."""
+    """Run `lamella ckpt`, and return the line of the refusal."""
 
     def refusal(*argv: object, code: int = 2) -> str:
         capsys.readouterr()
@@ -66,7 +66,7 @@ def published(path: Path, tensors: dict[str, torch.Tensor], **config: object) ->
 
 def dcp_save(path: Path, values: dict[str, object]) -> Path:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # It says that there is no group.
+        warnings.simplefilter("ignore")  # A warning of no process group.
         dcp.save(values, checkpoint_id=path, no_dist=True)  # type: ignore[attr-defined]
     return path
 
@@ -210,7 +210,7 @@ def test_a_checkpoint_gives_way_when_forced_and_nothing_else_does(
 
 
 def publish(kind: Any, folder: Path, dtype: torch.dtype) -> Path:
-    """A Qwen3.5 as it is published, with the layer that predicts further tokens."""
+    """A published Qwen3.5, with the layer that predicts further tokens."""
     from lamella_testing.qwen import make_model, make_mtp
 
     make_model(kind, vocab_size=300, spread=0.05).to(dtype).save_pretrained(folder)
@@ -260,7 +260,7 @@ def test_a_qwen_goes_to_megatron_and_back_bit_for_bit(
 def test_what_a_run_trains_goes_to_megatron_and_back_with_what_it_does_not(
     run: Run, refusal: Run, tmp_path: Path, kind: str
 ) -> None:
-    """The text model is trained; Megatron gets the whole, and it is published again as it was."""
+    """The text model is trained; Megatron gets the whole model, and the whole is published again unchanged."""
     from transformers import AutoModelForCausalLM
 
     qwen, model_folder = publish(kind, tmp_path / "qwen", torch.float32), tmp_path / "kept"
@@ -275,7 +275,7 @@ def test_what_a_run_trains_goes_to_megatron_and_back_with_what_it_does_not(
     optimizer.step()
     norm = "model.layers.0.linear_attn.norm.weight"
     with torch.no_grad():
-        text.get_parameter(norm)[0] = 1 / 3  # Around zero it loses its last bit.
+        text.get_parameter(norm)[0] = 1 / 3  # Around zero the number loses its last bit.
     trained, megatron, back, new = (tmp_path / name for name in ("trained", "megatron", "back", "new"))
     save(trained, model=text, optimizer=optimizer)
 
@@ -297,7 +297,7 @@ def test_what_a_run_trains_goes_to_megatron_and_back_with_what_it_does_not(
     assert after.keys() == other.keys() == before.keys()
     assert all(torch.equal(after[name], other[name]) for name in before)
     assert all(torch.equal(after[name], before[name]) is (name in untrained) for name in before)
-    # Of a folder that kept none of it, what is missing is told.
+    # For a folder without the kept values, the missing values are named.
     output = run("convert", trained, tmp_path / "part", "--to", "hf", "--config", qwen)
     assert f"published before, and absent now: {untrained[0]}, " in output
     file = model_folder / "lamella_untrained.safetensors"
@@ -374,7 +374,7 @@ def test_a_damaged_file_is_named_by_every_command_and_leaves_with_1(
 
 
 class Odd:
-    """A type that no allow-list has."""
+    """A type outside all allow-lists."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Odd)

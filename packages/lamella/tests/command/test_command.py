@@ -107,6 +107,7 @@ def refuse(
             "`except_names` to match a parameter of the modules, got none",
         ),
         (["--float8", "row", "--float8-except", "*"], "Expected matrices in the model's layers for --float8 row and"),
+        (["--kernels", "liger", "--compile"], "Expected --kernels liger without --compile, whose inductor fuses"),
         (["--config", "absent.toml"], "Expected a configuration in 'absent.toml', got No such file or directory."),
     ],
 )

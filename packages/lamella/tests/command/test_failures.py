@@ -1,4 +1,4 @@
-"""Full disks and losses that are not finite: one line on every rank alike, and earlier checkpoints stay whole."""
+"""Full disks and losses beyond finite numbers: one line on every rank, and earlier checkpoints stay whole."""
 
 import errno
 import json
@@ -36,19 +36,19 @@ FAR_TOO_SMALL = 20_000  # bytes of a file: enough for the metrics, not for a ran
 
 
 def limit_files(num_bytes: int) -> None:
-    """A disk that is full, for this process and those that it starts."""
+    """A full disk, for this process and its children."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
 
 @pytest.fixture
 def config(config: Config) -> Config:
-    """One that saves on the way too: step 3, in the background."""
+    """A run that also saves on the way: step 3, in the background."""
     return replace(config, run=replace(config.run, checkpoint_interval=3))
 
 
 @pytest.fixture
 def errors_of(config: Config) -> Callable[..., list[str]]:
-    """Train on two ranks until all of them raise an error of a kind; give what each rank says, which is one line."""
+    """Train on two ranks until all raise an error of a kind; return the rank's lines, one line each."""
 
     def errors_of(
         kind: type[Exception], before_step: Callable[[Trainer, int], None], config: Config = config
@@ -104,7 +104,7 @@ def test_a_save_in_the_background_that_failed_is_told_and_the_next_one_is_waited
             trainer._saves._checkpoints._saver = AsyncSaver()
             limit_files(resource.RLIM_INFINITY)
         if step == 6:
-            raise NotImplementedError  # That is enough.
+            raise NotImplementedError  # Enough of the interface.
 
     config = replace(config, optim=replace(config.optim, steps=20), run=replace(config.run, log_interval=1))
     errors_of(NotImplementedError, fill_for_the_process_that_writes, config)
@@ -128,6 +128,24 @@ def test_a_folder_that_is_moved_or_removed_during_the_run_ends_the_run_in_one_li
 
     for text in errors_of(StorageError, take_away):
         assert f"in {str(root)!r}, got " in text and "The folder was moved or removed during the run." in text
+
+
+def test_a_folder_of_checkpoints_elsewhere_is_named_with_its_own_option(
+    config: Config, errors_of: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    checkpoints = tmp_path / "checkpoints_elsewhere"
+
+    def replace_by_a_file(trainer: Trainer, step: int) -> None:
+        if step == 5 and trainer._rank.is_first:
+            trainer._saves.settle()
+            shutil.rmtree(checkpoints)
+            checkpoints.write_text("")
+
+    config = replace(config, run=replace(config.run, checkpoints=str(checkpoints)))
+    for text in errors_of(StorageError, replace_by_a_file, config):
+        assert f"of step 6 in {str(checkpoints)!r}, got " in text
+        assert text.endswith("Pass its new place as --checkpoints to go on.")
+        assert "--run-dir" not in text
 
 
 def test_a_writer_that_could_not_write_its_reason_is_told_by_its_peers_or_as_such() -> None:

@@ -1,4 +1,4 @@
-"""A run that starts from a Hugging Face directory takes its weights, config and tokenizer, however they are spelled."""
+"""A run from a Hugging Face directory takes its weights, config and tokenizer, in any spelling."""
 
 import json
 import os
@@ -43,7 +43,7 @@ def make_model(kind: Kind) -> nn.Module:
 
 @pytest.fixture
 def save(tmp_path: Path, text_folder: Path) -> Callable[[nn.Module], Path]:
-    """Writes a model as it is published: in bf16, with a tokenizer, and the layer that transformers lacks."""
+    """Writes a model in its published form: in bf16, with a tokenizer, and the layer unknown to transformers."""
 
     def save(model: Any) -> Path:
         directory = tmp_path / "published"
@@ -98,7 +98,7 @@ def test_a_run_that_is_killed_goes_on_elsewhere_and_is_published_whole(
         with pytest.raises(RankFailure, match="SIGKILL"):
             train(config, 2)
     before = {name: tensor.clone() for name, tensor in load_file(directory / "model.safetensors").items()}
-    (directory / "model.safetensors").write_bytes(b"")  # It is not looked at again.
+    (directory / "model.safetensors").write_bytes(b"")  # Never read again.
     resumed = train(config, 4)
     assert min(resumed.losses) == 1 and resumed.losses == pytest.approx(uninterrupted.losses, rel=1e-4)
     assert resumed.validations == pytest.approx(uninterrupted.validations, rel=1e-5)
@@ -117,7 +117,7 @@ def test_a_run_that_is_killed_goes_on_elsewhere_and_is_published_whole(
         assert torch.equal(after[name], tensor) is (name in untrained), name
     model = AutoModelForCausalLM.from_pretrained(new, dtype=torch.float32)
     assert resumed.validations[6] == pytest.approx(nats_per_byte(model, resumed.directory), rel=1e-5)
-    # It can be started from once more.
+    # A second start works.
     again = replace(config.run, directory=str(tmp_path / "again"), checkpoint_interval=6)
     assert train(replace(starting_from(config, new), run=again), 1).validations[0] == pytest.approx(
         resumed.validations[6], rel=1e-5

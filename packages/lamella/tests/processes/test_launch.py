@@ -22,9 +22,9 @@ from lamella._processes.lock import LOCK_FILE, locked
 from lamella._processes.placement import STORE_VARIABLE, process_group
 from lamella_testing import run_ranks
 
-DEADLINE_S = 120  # A process that takes longer hangs, on a busy machine too.
+DEADLINE_S = 120  # A longer process hangs, on a busy machine too.
 
-# A worker's program; `body` runs in it with its rank. Not torch's start-up, which takes seconds.
+# A worker's program, with `body` and the rank. torch's start-up would take seconds.
 PROGRAM = """
     import os, signal, sys, time
     from pathlib import Path
@@ -88,7 +88,7 @@ def test_a_worker_that_raises_stops_the_others_and_its_traceback_is_told(
     ended = time.monotonic()
     assert "Traceback" in str(caught.value) and "ValueError: the cause" in str(caught.value)
     assert "consequence" not in str(caught.value)
-    assert "Traceback" not in capfd.readouterr().err  # The caller prints it, once.
+    assert "Traceback" not in capfd.readouterr().err  # The caller prints the error, once.
     assert not any(is_alive(pid) for pid in pids(tmp_path))
     died = (tmp_path / "reported").stat().st_mtime
     assert time.time() - died - (time.monotonic() - ended) < 5

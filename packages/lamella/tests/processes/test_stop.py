@@ -1,4 +1,4 @@
-"""Requests to stop: every rank ends after the same step, which is saved; before there is one, a run ends at once."""
+"""Requests to stop: every rank ends after the same step, which is saved; a run without a step ends at once."""
 
 import os
 import signal
@@ -26,17 +26,17 @@ from lamella.cli import main
 from lamella_checkpoint import CheckpointDirectory
 from lamella_testing import run_ranks
 
-DEADLINE_S = 120  # A process that takes longer hangs, on a busy machine too.
+DEADLINE_S = 120  # A longer process hangs, on a busy machine too.
 
 
 @pytest.fixture
 def config(config: Config) -> Config:
-    """One that saves on the way too: step 3, in the background."""
+    """A run that also saves on the way: step 3, in the background."""
     return replace(config, run=replace(config.run, checkpoint_interval=3))
 
 
 class AskedInStep(StopRequests):
-    """What a rank is asked that hears a signal in one of its steps; in none, by default."""
+    """The stop request to a rank in one of its steps; none by default."""
 
     def __init__(self, step: int | None = None) -> None:
         self._steps_to_go = step
@@ -107,7 +107,7 @@ def test_handlers_are_put_back_and_ignored_signals_stay_ignored() -> None:
         signal.signal(signal.SIGTERM, before)
 
 
-# Workers that take long to import what they need, and then finish what they do when they are asked.
+# Workers with long imports. Asked to stop, they finish their work first.
 WORKER = """
     import os, sys, time
     from pathlib import Path
@@ -132,7 +132,7 @@ StartPython = Callable[..., "subprocess.Popen[str]"]
 
 @pytest.fixture
 def start(start_python: StartPython, tmp_path: Path) -> StartPython:
-    """Start a parent of two workers, and wait for files that they write."""
+    """Start a parent of two workers, and wait for the workers' files."""
 
     def start(until: str, *, imports: str = "", end: str = "") -> "subprocess.Popen[str]":
         worker = tmp_path / "worker.py"
@@ -236,7 +236,7 @@ def test_a_command_that_is_asked_to_stop_saves_its_step_and_the_same_command_goe
     where = str(tmp_path / "run")
     stopped = f"lamella: stopped by SIGTERM. Step {step} is saved in {where!r}; the same command goes on from it.\n"
     assert errors.count(stopped) == 1 and "lamella: error" not in errors
-    assert run.returncode == exit_code  # torchrun has one for all.
+    assert run.returncode == exit_code  # torchrun has one code for all ranks.
     assert not (tmp_path / "run" / "lock").exists()
 
 

@@ -15,8 +15,9 @@ from torch._C._distributed_c10d import HashStore
 from lamella import ParallelConfig, RunConfig, Stopped, WorkerTimeoutError
 from lamella._processes.launch import run_workers
 from lamella._processes.placement import BOARD_VARIABLE, STORE_VARIABLE, Rank, process_group
+from lamella._processes.pulse import Beat, FileBoard, Pulse, RunPhase, StoreBoard
 from lamella._processes.stop import StopRequests
-from lamella._processes.watch import Beat, FileBoard, Pulse, RunPhase, StoreBoard, Watch, watched
+from lamella._processes.watch import Watch, watched
 from lamella._settings.sections import WaitLimits
 from lamella_testing import run_ranks
 
@@ -85,7 +86,7 @@ def test_a_beat_is_read_as_it_was_written(tmp_path: Path, kind: str) -> None:
 
 
 def test_a_rank_that_stands_still_says_in_which_collective(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lamella._processes.watch._STANDSTILL_S", 0.2)
+    monkeypatch.setattr("lamella._processes.pulse._STANDSTILL_S", 0.2)
 
     def on_rank() -> tuple[int, str]:
         pulse, rank = Pulse(), dist.get_rank()
@@ -103,7 +104,7 @@ def test_a_rank_that_stands_still_says_in_which_collective(monkeypatch: pytest.M
 
 @pytest.mark.gpu2
 def test_a_rank_that_stands_still_on_a_gpu_says_in_which_collective(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lamella._processes.watch._STANDSTILL_S", 0.2)
+    monkeypatch.setattr("lamella._processes.pulse._STANDSTILL_S", 0.2)
 
     def on_rank() -> tuple[int, str]:
         pulse, gathered, part = Pulse(), torch.zeros(4, device="cuda"), torch.zeros(2, device="cuda")
@@ -230,7 +231,7 @@ PROGRAM = """
     import os, signal, sys, time
     from pathlib import Path
     from lamella._processes.launch import run_as_worker
-    from lamella._processes.watch import FileBoard, Pulse
+    from lamella._processes.pulse import FileBoard, Pulse
     rank = int(os.environ["RANK"])
     def work(requests):
         pulse = Pulse()

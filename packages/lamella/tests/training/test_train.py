@@ -1,11 +1,12 @@
-"""The training loop in forked ranks: independent of the number of ranks, resumable, and it learns."""
+"""The training loop in forked ranks: independent of the number of ranks, resumable, and learning."""
 
 import json
 import math
 import shutil
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import pytest
 import torch
@@ -15,14 +16,22 @@ from trained_runs import Run, TrainOn
 from lamella import Config, MixedPrecisionPolicy, OptimConfig, ParallelConfig
 from lamella._data.order import BatchStream
 from lamella._data.tokens import load_tokens
+from lamella._model.compilation import compile_units, compiles_by_default
 from lamella._model.float8 import in_float8
-from lamella._model.sharding import compile_units, shard
+from lamella._model.sharding import shard
 from lamella._model.spec import load_spec
 from lamella._record.metrics import StepRecord, read
+from lamella._settings.config import resolve
 from lamella._training.optimizer import learning_rate
 from lamella_precision import Float8Linear
 from lamella_testing import RankFailure, run_ranks
 from lamella_transformers import build_model, target_losses
+
+LONG_RUN: Final[Mapping[str, Mapping[str, object]]] = {
+    "model": {"name": "llama-small"},
+    "parallel": {"device": "cuda"},
+    "optim": {"steps": 1000},
+}
 
 
 def in_folder(config: Config, name: str) -> Config:
@@ -83,7 +92,7 @@ def test_bfloat16_compute_stays_close_to_float32(config: Config, train: TrainOn)
 
 @pytest.fixture(scope="module")
 def exact(shared_config: Config, train: TrainOn) -> Run:
-    """A run in fp32 with a checkpoint on the way too, which a process of its own writes for each rank."""
+    """A run in fp32 with a further checkpoint on the way, written by a process beside each rank."""
     return train(replace(shared_config, run=replace(shared_config.run, checkpoint_interval=3)), 2)
 
 
@@ -104,7 +113,7 @@ def test_float8_stays_close_and_goes_on_from_a_run_without(
     assert capfd.readouterr().out.count(f"float8: cpu here has no float8 products for --float8 {kind}") == 1
 
     def cut(directory: Path, name: str) -> Config:
-        """A copy of a run as after its third step, in float8 from there on."""
+        """A copy of a run after its third step, in float8 from the fourth on."""
         shutil.copytree(directory, resumed := tmp_path / name)
         shutil.rmtree(resumed / "checkpoints" / "step_00000006")
         return in_folder(quantised, name)
@@ -135,19 +144,44 @@ def test_float8_leaves_out_routers_and_what_the_user_names() -> None:
 
 
 def test_compiled_layers_are_those_that_are_sharded(shared_config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    def compiled(parallel: ParallelConfig) -> list[str]:
+    def check() -> None:
+        parallel = shared_config.parallel
         model = build_model(load_spec(shared_config.model.name, 300), torch.device("cpu"), seed=0)
         calls: list[nn.Module] = []
-        with monkeypatch.context() as patched:
-            patched.setattr(nn.Module, "compile", lambda module: calls.append(module))
-            compile_units(shard(model, parallel), parallel)
-        return [name for name, module in model.named_modules() if module in calls]
-
-    def check() -> None:
-        assert compiled(shared_config.parallel) == []
-        assert compiled(replace(shared_config.parallel, compile=True)) == ["model.layers.0", "model.layers.1"]
+        monkeypatch.setattr(nn.Module, "compile", lambda module: calls.append(module))
+        compile_units(shard(model, parallel))
+        names = [name for name, module in model.named_modules() if module in calls]
+        assert names == ["model.layers.0", "model.layers.1"]
 
     run_ranks(check, 1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "model_type", "packing"),
+    [
+        ({"parallel": {"device": "cpu"}}, "llama", "stream"),
+        ({"optim": {"steps": 999}}, "llama", "stream"),
+        ({}, "mamba2", "stream"),
+        ({}, "llama", "none"),
+        ({"model": {"kernels": "liger"}}, "llama", "stream"),
+        ({"model": {"lora_rank": 8}}, "llama", "stream"),
+        ({"parallel": {"float8": "row"}}, "llama", "stream"),
+        ({"parallel": {"offload_activations": True}}, "llama", "stream"),
+        ({"run": {"deterministic": True}}, "llama", "stream"),
+        ({"run": {"sample": ("def",)}}, "llama", "stream"),
+    ],
+)
+def test_long_runs_on_gpus_compile_their_layers_unless_a_setting_asks_for_eager_ones(
+    settings: dict[str, dict[str, object]], model_type: str, packing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lamella._model.compilation._missing_for", lambda parallel: None)
+    assert compiles_by_default(resolve(LONG_RUN), "llama", "documents")
+    assert not compiles_by_default(resolve(LONG_RUN, settings), model_type, packing)
+
+
+def test_a_long_run_without_a_compiler_stays_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", "absent-gcc")
+    assert not compiles_by_default(resolve(LONG_RUN), "llama", "stream")
 
 
 @pytest.mark.slow

@@ -166,8 +166,7 @@ class EvenLayout:
 
         Args:
             shapes: Shapes of the other forms. One row of a form stands for one row of the tensor or for a block of
-                rows (the
-                scales of quantised blocks).
+                rows (the scales of quantised blocks).
 
         Raises:
             ValueError: a cut would fall within a block of rows, or a tensor of another shape is sharded along another

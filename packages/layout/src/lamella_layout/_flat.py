@@ -234,8 +234,7 @@ class FlatLayout:
 
         Args:
             shapes: Shapes of the other forms, in which one element stands for equally many of every tensor (the scales
-                of
-                quantised blocks), a divisor of the alignment.
+                of quantised blocks), a divisor of the alignment.
 
         Raises:
             ValueError: the elements of some tensor are no such multiple of its form's, or a cut would fall within a

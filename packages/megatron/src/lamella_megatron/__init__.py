@@ -2,7 +2,6 @@
 
 from lamella_megatron._checkpoint.checkpoint import load_checkpoint as load_checkpoint
 from lamella_megatron._checkpoint.checkpoint import save_checkpoint as save_checkpoint
-from lamella_megatron._megatron_lm.installation import MegatronInstallation as MegatronInstallation
 from lamella_megatron._megatron_lm.installation import install as install
 from lamella_megatron._model.fused_layers import connect_fused_layers as connect_fused_layers
 from lamella_megatron._model.parameter_attributes import mark as mark

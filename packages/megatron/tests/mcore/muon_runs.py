@@ -1,4 +1,4 @@
-"""Models of megatron-core that train with Muon, for tests that compare, save and resume them."""
+"""Models of megatron-core under Muon, for tests that compare, save and resume runs."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def muon_config(**fields: Any) -> Any:
 
 
 def _fill(model: nn.Module) -> None:
-    """Weights of each parameter by its name, with the global numbers of experts, and by its tensor-parallel part."""
+    """Weights of each parameter by name, with the global numbers of experts, and by tensor-parallel part."""
     from megatron.core import parallel_state
 
     first = NUM_EXPERTS // parallel_state.get_expert_model_parallel_world_size()
@@ -83,8 +83,8 @@ def wrapped(kind: str, layout: Layout, stage: str = "ZeRO-3", *, for_muon: bool 
     """A sharded model; keywords change fields of `ddp_config`.
 
     Args:
-        kind: The kind of model that `make_model` builds.
-        layout: The layout of ranks that `make_model` takes.
+        kind: The kind of model for `make_model`.
+        layout: The layout of ranks for `make_model`.
         stage: A key of `STAGES`.
         for_muon: Keep matrices whole on single ranks; False shards all parameters evenly.
     """

@@ -249,8 +249,9 @@ def assert_equal_bits(case: Case) -> None:
 
 def delay_weight_gradients(model: nn.Module) -> None:
     """Let megatron-core's linears in layers delay weight gradients, by the protocol of Transformer Engine's."""
+    output_layer = getattr(model, "output_layer", None)  # of the last pipeline stage alone
     for layer in model.modules():
-        if type(layer).__name__ in ("ColumnParallelLinear", "RowParallelLinear") and layer is not model.output_layer:
+        if type(layer).__name__ in ("ColumnParallelLinear", "RowParallelLinear") and layer is not output_layer:
             _Delay(layer)
 
 

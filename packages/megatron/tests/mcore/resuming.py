@@ -1,4 +1,4 @@
-"""Models and runs on some ranks, and their checkpoints, for tests that resume them on others."""
+"""Models and runs on some ranks, and their checkpoints, for tests of resuming on other ranks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ BATCH = torch.randint(VOCAB_SIZE, (4, LENGTH + 1), generator=torch.Generator().m
 
 @dataclass(frozen=True)
 class World:
-    """Ranks, and the parallel sizes of a model on them."""
+    """Ranks, and the parallel sizes of a model on the ranks."""
 
     num_ranks: int
     tp: int = 1
@@ -92,7 +92,7 @@ def make(world: World, kind: str, seed: int = 0) -> nn.Module:
 
 
 def make_chunks(world: World, kind: str, seed: int = 0) -> list[nn.Module]:
-    """This rank's model, or one for each of its virtual pipeline stages."""
+    """This rank's model, or a model for each virtual pipeline stage."""
     from megatron.core import parallel_state
 
     parallel_state.initialize_model_parallel(
@@ -107,7 +107,7 @@ def make_chunks(world: World, kind: str, seed: int = 0) -> list[nn.Module]:
 
 
 def build(world: World, kind: str, seed: int, chunk: int | None = None) -> nn.Module:
-    """A model on this rank's pipeline stage, or one of its virtual stages."""
+    """A model on this rank's pipeline stage, or on a virtual stage."""
     from megatron.core import parallel_state
 
     fields, model_arguments = MODELS[kind]
@@ -160,7 +160,7 @@ def on_rank_zero(world: World, run: Callable[..., Any], *args: Any) -> Any:
 
 
 def name_in_the_whole(model: Any, name: str) -> str:
-    """A parameter's name in a model of one stage, which counts layers from 0."""
+    """A parameter's name in a model of one stage, with layers counted from 0."""
     if name == "output_layer.weight" and getattr(model, "share_embeddings_and_output_weights", False):
         return "embedding.word_embeddings.weight"
     numbers = [layer.layer_number - 1 for layer in model.decoder.layers]
@@ -168,7 +168,7 @@ def name_in_the_whole(model: Any, name: str) -> str:
 
 
 def fill(model: nn.Module) -> None:
-    """Numbers that no two elements of whole tensors share, but by chance; equal where ranks hold the same."""
+    """Numbers that differ between elements of whole tensors, but for chance; equal on ranks with the same part."""
     from megatron.core import parallel_state as ranks
 
     with torch.no_grad():

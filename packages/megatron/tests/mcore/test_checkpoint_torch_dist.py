@@ -67,7 +67,7 @@ def _megatrons_own(world: World, kind: str, path: Path) -> bool:
     return True
 
 
-@pytest.mark.filterwarnings("ignore::Warning")  # megatron-core and torch warn about what they do to themselves.
+@pytest.mark.filterwarnings("ignore::Warning")  # megatron-core and torch warn about their own code
 @pytest.mark.parametrize(
     ("kind", "first", "others"),
     [
@@ -106,7 +106,7 @@ def _load_torch_dist(world: World, kind: str, path: Path, *, optimizer: bool) ->
     save_checkpoint(path / "1", model=model, optimizer=mine if optimizer else None)
 
 
-@pytest.mark.filterwarnings("ignore::Warning")  # megatron-core and torch warn about what they do to themselves.
+@pytest.mark.filterwarnings("ignore::Warning")  # megatron-core and torch warn about their own code
 @pytest.mark.parametrize(
     ("kind", "first", "other"),
     [
@@ -136,7 +136,7 @@ def test_torch_dist_brings_the_optimizers_state_back(tmp_path: Path, kind: str) 
 
 
 def _save_main_weights(world: World, kind: str, path: Path) -> dict[str, torch.Tensor]:
-    """A bf16 model, and its distributed optimizer's fp32 weights beside it, written by megatron-core."""
+    """A bf16 model, and the distributed optimizer's fp32 weights, written by megatron-core."""
     from megatron.core import dist_checkpointing, parallel_state
 
     model = make(world, kind)
@@ -168,7 +168,7 @@ def _save_main_weights(world: World, kind: str, path: Path) -> dict[str, torch.T
     return exact
 
 
-@pytest.mark.filterwarnings("ignore::Warning")  # megatron-core and torch warn about what they do to themselves.
+@pytest.mark.filterwarnings("ignore::Warning")  # megatron-core and torch warn about their own code
 def test_main_weights_of_torch_dist_are_the_models(tmp_path: Path) -> None:
     expected = on_rank_zero(World(1), _save_main_weights, "gated", tmp_path)
     on_rank_zero(World(4, tp=2), functools.partial(_load_torch_dist, optimizer=False), "gated", tmp_path)

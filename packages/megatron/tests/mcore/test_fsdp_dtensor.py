@@ -1,7 +1,7 @@
-"""Checkpoints go from megatron-core's own code to lamella and back: `fsdp_dtensor`, as its release 0.19 has it.
+"""Checkpoints go from megatron-core's own code to lamella and back: `fsdp_dtensor` of release 0.19.
 
-Four ranks, two data-parallel by two tensor-parallel, hold a gated layer, a row-parallel one and a gated delta net's
-fused projection, cut between rows unevenly. Values are flat indices, so that whatever is misplaced shows.
+Four ranks, two data-parallel by two tensor-parallel, hold a gated layer, a row-parallel layer and a gated delta net's
+fused projection, cut between rows unevenly. Values are flat indices: a misplaced element shows.
 """
 
 import importlib
@@ -29,8 +29,8 @@ PREFIX = "decoder.layers.0."
 FC1, FC2 = f"{PREFIX}mlp.linear_fc1.weight", f"{PREFIX}mlp.linear_fc2.weight"
 IN_PROJ, NORM = f"{PREFIX}self_attention.in_proj.weight", f"{PREFIX}self_attention.A_log"
 
-# Of each parameter: its global shape, the dim that tensor parallelism cuts, and where the first data-parallel rank's
-# elements of a tensor-parallel rank's part end.
+# Of each parameter: the global shape, the dim of tensor parallelism, and the end of the first data-parallel rank's
+# elements in a tensor-parallel rank's part.
 PARAMETERS = {FC1: ((8, 2), 0, 6), FC2: ((2, 4), 1, 2), IN_PROJ: ((32, 1), 0, 6), NORM: ((4,), 0, 2)}
 ARGS = {
     "tensor_model_parallel_size": 2,
@@ -42,7 +42,7 @@ ARGS = {
 GDN_ROWS = {"query": 4, "key": 4, "value": 8, "z": 8, "beta": 4, "alpha": 4}
 SLOTS = {"exp_avg": 100, "exp_avg_sq": 200}
 
-# megatron-core and torch warn about what they do to themselves.
+# megatron-core and torch warn about their own code.
 pytestmark = pytest.mark.filterwarnings("ignore::Warning")
 
 
@@ -55,13 +55,13 @@ def fsdp(module: str) -> ModuleType:
 
 
 def fused(name: str) -> torch.Tensor:
-    """What all ranks hold of a parameter, tensor-parallel ranks one after another along their dim."""
+    """A parameter over all ranks, tensor-parallel ranks one after another along their dim."""
     shape = PARAMETERS[name][0]
     return torch.arange(torch.Size(shape).numel(), dtype=torch.float32).reshape(shape)
 
 
 def held(name: str) -> torch.Tensor:
-    """This rank's shard: rows of its tensor-parallel rank's part."""
+    """This rank's shard: rows of the tensor-parallel rank's part."""
     _, tp_dim, cut = PARAMETERS[name]
     dp, tp = divmod(dist.get_rank(), 2)
     part = fused(name).chunk(2, tp_dim)[tp].reshape(-1)
@@ -69,7 +69,7 @@ def held(name: str) -> torch.Tensor:
 
 
 class MegatronFsdp(nn.Module):
-    """Modules by their parameters' names: what a wrapper that shards, and the ones inside it, look like."""
+    """Modules by their parameters' names, in the form of a sharding wrapper and its inner modules."""
 
     def add(self, name: str, parameter: nn.Parameter) -> None:
         module: nn.Module = self
@@ -82,7 +82,7 @@ class MegatronFsdp(nn.Module):
 
 
 def sharded_model() -> tuple[MegatronFsdp, Any]:
-    """A model as Megatron-FSDP leaves it: each parameter knows its slice, and the meshes."""
+    """A model in the state after Megatron-FSDP: each parameter knows its slice, and the meshes."""
     importlib.import_module("megatron.core.parallel_state").initialize_model_parallel(tensor_model_parallel_size=2)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     index = fsdp("utils").FSDPDistributedIndex(device_mesh=mesh, dp_shard_dim="dp", tp_dim="tp")
@@ -100,7 +100,7 @@ def sharded_model() -> tuple[MegatronFsdp, Any]:
 
 
 def state_dict(model: MegatronFsdp, index: Any, *, blank: bool) -> dict[str, Any]:
-    """What Megatron-LM saves, or asks for; blank is to be filled."""
+    """The state dict of Megatron-LM, to save or to fill (blank)."""
 
     def sharded(name: str, plus: int) -> DTensor:
         parameter = model.get_parameter(f"module.module.{name}")
@@ -129,7 +129,7 @@ def state_dict(model: MegatronFsdp, index: Any, *, blank: bool) -> dict[str, Any
 
 
 def preprocessed(raw: dict[str, Any], model: MegatronFsdp) -> dict[str, Any]:
-    """What Megatron-LM's training does to a state dict with gated layers, by megatron-core's own functions."""
+    """The changes of Megatron-LM's training to a state dict with gated layers, by megatron-core's functions."""
     megatron = checkpointing()
     result = raw.copy()
     megatron.handle_fp8_extra_state_case(result["model"])
@@ -150,7 +150,7 @@ def save_by_megatron(path: Path) -> None:
 
 
 def canonical(name: str, plus: int = 0) -> dict[str, torch.Tensor]:
-    """What a parameter is, tensor parallelism undone: components of a delta net, halves of a gated layer in order."""
+    """A parameter with tensor parallelism undone: components of a delta net, halves of a gated layer in order."""
     tensor = fused(name) + plus
     if name == FC1:
         gates, ups = zip(*(part.chunk(2) for part in tensor.chunk(2)), strict=True)
@@ -210,7 +210,7 @@ def test_what_is_written_is_read_by_megatron(tmp_path: Path) -> None:
     )
 
     def load_mine() -> list[str]:
-        # Training looks at these first, and does without none of them.
+        # Training looks at these first, and needs all.
         first: dict[str, Any] = {"args": None, "iteration": None, "checkpoint_version": None}
         dcp.load(first, checkpoint_id=written)  # type: ignore[attr-defined]
         assert isinstance(first["args"], Namespace)

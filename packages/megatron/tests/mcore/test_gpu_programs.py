@@ -17,7 +17,7 @@ COMMON = (
     "--global-batch-size 8 --lr 1e-3 --lr-decay-iters 10 --bf16 --eval-iters 1 --eval-interval 2 --log-interval 1 "
     "--save-interval 4 --log-params-norm --manual-gc --num-workers 0 --no-gradient-accumulation-fusion"
 )
-LOCAL = "--num-layers 2 --transformer-impl local --no-persist-layer-norm"
+LOCAL = "--num-layers 2 --transformer-impl local --no-persist-layer-norm --no-masked-softmax-fusion"
 HYBRID = '--hybrid-layer-pattern "M*-M*-"'
 
 

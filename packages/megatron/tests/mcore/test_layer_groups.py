@@ -96,7 +96,7 @@ def _loaded(kind: str, path: Path, of_units: str | None, groups: str | None) -> 
 
 
 def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """This rank's weights and moments, whole where ranks share them: units of other groups cut them elsewhere."""
+    """This rank's weights and moments, whole over the sharing ranks: units of other groups cut elsewhere."""
     tensors = {}
     for name, parameter in model.named_parameters():
         for slot, value in {"": parameter, **optimizer.state[parameter]}.items():

@@ -1,4 +1,4 @@
-"""Transformer Engine's layers, fused and delayed, have in units the gradients that they have without units."""
+"""Transformer Engine's layers, fused and delayed, have the same gradients in units and without units."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _without_units(kind: str, dtype: torch.dtype, x: torch.Tensor, *, fuse: bool
 
 
 def _sum(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """The sum, added up in this order."""
+    """The sum, added up in the order of the arguments."""
     return reduce(torch.add, tensors)
 
 

@@ -41,7 +41,7 @@ class OwnerMuon(Muon):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # of `MuonAndAdam`, which has the closure
-        """Step all matrices that this rank owns. Effects: no collective, no host sync."""
+        """Step all matrices of this rank. Effects: no collective, no host sync."""
         for group in self.param_groups:
             options = {name: group[name] for name in _OPTIONS}
             for parameter in (parameter for parameter in group["params"] if parameter.grad is not None):
@@ -79,7 +79,7 @@ def _step_matrices(tensors: Sequence[torch.Tensor], options: Mapping[str, Any]) 
 
     Args:
         tensors: The local weight, gradient and momentum, (..., num_rows, width).
-        options: Those of torch's function.
+        options: The options of torch's function.
     """
     weights, gradients, momenta = ([*tensor.view(-1, *tensor.shape[-2:])] for tensor in tensors)
     muon(weights, gradients, momenta, **options, has_complex=False)
@@ -158,7 +158,7 @@ class MuonAndAdam(Optimizer):
         chooses: Callable[[torch.Tensor], bool],
         options: dict[str, Any],
     ) -> None:
-        """Add an optimizer of the chosen parameters, if there are any."""
+        """Add an optimizer of the chosen parameters, if any."""
         chosen = [{**group, "params": list(filter(chooses, group["params"]))} for group in groups]
         if chosen := [group for group in chosen if group["params"]]:
             self.parts.append(kind(chosen, **options))

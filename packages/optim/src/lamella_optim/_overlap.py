@@ -76,7 +76,7 @@ class OverlapOptimizer(Listener):
         self._listen_to(_ids_of(optimizer))
 
     def remove(self) -> None:
-        """Let the optimizer step as before, and free units gathered by its last step and not used by a forward.
+        """Let the optimizer step as before, and free units gathered by its last step without a forward since.
 
         Effects: the gather stream waits for the current stream, and the current stream for the gathers; no host sync on
             CUDA.
@@ -89,7 +89,7 @@ class OverlapOptimizer(Listener):
         self.drop_early()
 
     def _note_rest(self, optimizer: Optimizer) -> None:
-        """Make units stale at the end of the optimizer's step, unless the step did so at its begin."""
+        """Make units stale at the end of the optimizer's step, unless the step's begin did."""
         is_noted, self._is_noted = self._is_noted, False
         if not is_noted:
             note_step(optimizer)
@@ -119,7 +119,7 @@ class OverlapOptimizer(Listener):
             noted[unit] = {**earlier, **{stream: stream.record_event() for stream in streams}}
 
     def reductions_finished(self, tree: Tree) -> None:
-        """Forget the events: the compute stream has waited for all of them."""
+        """Forget the events: the compute stream has waited for all."""
         self._reduced.pop(tree, None)
 
     def _listen_to(self, parameter_ids: Container[int]) -> None:
@@ -300,7 +300,7 @@ def _ids(units: Mapping[Tree, Iterable[Unit]]) -> set[int]:
 
 
 def _split(optimizer: Optimizer, kinds: Sequence[Container[int]]) -> list[Parts]:
-    """The optimizer's parameters by group: one list for each kind (a set of ids), and all others."""
+    """The optimizer's parameters by group: a list for each kind (a set of ids), and the remaining parameters."""
     groups = [group["params"] for group in optimizer.param_groups]
     parts = [[[p for p in group if id(p) in kind] for group in groups] for kind in kinds]
     last_part = [[p for p in group if not any(id(p) in kind for kind in kinds)] for group in groups]
@@ -308,7 +308,7 @@ def _split(optimizer: Optimizer, kinds: Sequence[Container[int]]) -> list[Parts]
 
 
 def _step(optimizer: Optimizer, part: Parts) -> None:
-    """Step some of an optimizer's parameters, if there are any."""
+    """Step some of an optimizer's parameters, if any."""
     if any(part):
         own_step(optimizer)(cheapest_view_of(optimizer, part))
 
@@ -325,7 +325,7 @@ def finish_late_reductions(optimizer: Optimizer, *_: object) -> None:
 @step_hook("staleness")
 @_disable_dynamo
 def note_overlapped_step(optimizer: Optimizer, *_: object) -> None:
-    """Make units stale after a step, unless an overlapped step did so at its begin."""
+    """Make units stale after a step, unless the begin of an overlapped step did."""
     overlap = _overlap_of(optimizer)
     if overlap is None:
         note_step(optimizer)

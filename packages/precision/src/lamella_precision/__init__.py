@@ -12,6 +12,7 @@ from lamella_precision._products.float8_linear import Float8Linear as Float8Line
 from lamella_precision._products.float8_linear import drop_float8_matmul as drop_float8_matmul
 from lamella_precision._products.float8_linear import float8_matmul_layers as float8_matmul_layers
 from lamella_precision._products.float8_linear import use_float8_matmul as use_float8_matmul
+from lamella_precision._products.operands import assume_float8_products as assume_float8_products
 from lamella_precision._protocol import CachingRecipe as CachingRecipe
 from lamella_precision._protocol import Direction as Direction
 from lamella_precision._protocol import DivisibleRecipe as DivisibleRecipe

@@ -105,7 +105,7 @@ class ScaledWeights:
         power_of_two: Round the factor down to a power of two.
         epsilon: The smallest amax.
         num_past_amaxes: 0 for current scaling; else the number of earlier amaxes whose largest gives the scale.
-        margin: Halve the factor so many times.
+        margin: Halve the factor this many times.
         compute_dtype: Dtype that the weight stands for, and of its gradient.
     """
 
@@ -173,7 +173,7 @@ class ScaledWeights:
 
     @property
     def num_past(self) -> int:
-        """Number of the latest measurements that scales depend on."""
+        """Number of the latest measurements behind scales."""
         return self.num_past_amaxes
 
     def measure_columns(
@@ -208,7 +208,7 @@ class ScaledWeights:
         reciprocals.copy_(factors.reciprocal())
 
     def _factor(self, amaxes: torch.Tensor) -> torch.Tensor:
-        """The numbers that weights are multiplied by; 1 for a block of zeros."""
+        """The factors of weights; 1 for a block of zeros."""
         # A tensor as dividend: a number over a tensor is multiplied by a rounded reciprocal.
         factors = torch.full_like(amaxes, self._tiling.largest) / amaxes.clamp_min(self.epsilon)
         factors = factors.clamp_max(torch.finfo(torch.float32).max) / 2**self.margin
@@ -217,12 +217,12 @@ class ScaledWeights:
         return torch.where(torch.isfinite(amaxes) & (amaxes.clamp_min(self.epsilon) > 0), factors, 1.0)
 
     def _factor_cells(self, grid: torch.Tensor | None, shape: Sequence[int]) -> torch.Tensor:
-        """The scales alone that the encoding reads."""
+        """The encoding's scales alone."""
         assert grid is not None
         return grid[1:] if self._is_whole else self._squares(grid, shape)
 
     def _amax_cells(self, grid: torch.Tensor | None, shape: Sequence[int]) -> torch.Tensor:
-        """The amaxes alone that are raised."""
+        """The raised amaxes alone."""
         assert grid is not None
         return grid[:1] if self._is_whole else self._squares(grid, shape)
 
@@ -255,7 +255,7 @@ class ScaledWeights:
         return times_scales(data, cells, shape, self.block, self.compute_dtype)
 
     def cached_nbytes(self, shape: Sequence[int]) -> int:
-        """Bytes of the transpose, and of its squares' scales."""
+        """Bytes of the transpose, and of the squares' scales."""
         rows, columns = shape
         return rows * columns + (0 if self._is_whole else 4 * prod(self.scale_shape((columns, rows))))
 
@@ -339,8 +339,8 @@ def _copy_before_backward(name: str, module: nn.Module, _: object, output: objec
     weight: Any = getattr(module, name)
     for tensor in output if isinstance(output, tuple) else (output,):
         if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
-            # Not a hook of the tensor: those run in the order in which they were registered, and a unit's gather is
-            # waited for in one that comes later. A node's own hooks run after those of its tensors.
+            # Not a hook of the tensor: a tensor's hooks run in the order of registration, and a later hook waits for
+            # the unit's gather. A node's own hooks run after the hooks of the node's tensors.
             tensor.grad_fn.register_prehook(lambda _: weight.update_usage(columnwise_usage=True))
 
 

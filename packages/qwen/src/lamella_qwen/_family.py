@@ -14,8 +14,8 @@ _ALONE: Final = "model."
 def module_rules(config: Mapping[str, object]) -> Rules:
     """Return the rules between names in files (left) and names of transformers' modules (right).
 
-    Modules stack the experts; files written by `save_pretrained` store experts one by one. The layer that predicts
-    further tokens has no modules: its experts are one by one, as in Qwen3.5's files, also for Qwen3.6's files with
+    Modules stack the experts; files of `save_pretrained` store experts one by one. The layer that predicts
+    further tokens has no modules: the rules leave its experts one by one, also for Qwen3.6's files with
     stacked experts. A text model opens the files of a model with vision, and leaves the vision tower's tensors unread.
 
     Raises:
@@ -40,7 +40,7 @@ def _unstacked_mtp() -> Iterable[Rule]:
 
 
 def _one_by_one(before: str) -> tuple[Join, Stack]:
-    """Stacked experts, gate and up together, and down, made of what is stored for each."""
+    """Stacked experts, gate and up together, and down, out of the stored tensors of the experts."""
     single = f"{before}layers.{{layer}}.mlp.experts.{{expert}}."
     gate, up, down = (Stack(f"{single}{part}_proj.weight", index="expert") for part in ("gate", "up", "down"))
     return Join((gate, up), sizes=(1, 1), dim=1), down

@@ -1,23 +1,23 @@
-"""Where each tensor of a Qwen3.5 lies in a Megatron checkpoint: the family's rules, as data.
+"""The place of each tensor of a Qwen3.5 in a Megatron checkpoint: the family's rules, as data.
 
-On the hf are Hugging Face's names, on the megatron Megatron's canonical ones (those of megatron-core's modules at a
-tensor-parallel size of 1, with gated delta nets by component), from which every dialect is written.
+On the hf are Hugging Face's names, on the megatron Megatron's canonical names (of megatron-core's modules at a
+tensor-parallel size of 1, with gated delta nets by component). Every dialect is written from the canonical names.
 
 Note [How the two sides differ]
-    Attention: Megatron keeps queries, output gates, keys and values in one tensor, group by group: the queries that
-    share a key, the gates of these queries, the key, the value. In Hugging Face's `q_proj` each query is followed by
-    its gate. The vision tower has no gates and as many keys as queries; its `qkv` has all queries, then all keys, then
-    all values.
+    Attention: Megatron keeps queries, output gates, keys and values in one tensor, group by group: the queries with a
+    common key, the gates of these queries, the key, the value. In Hugging Face's `q_proj` a query's gate follows the
+    query. The vision tower has no gates and as many keys as queries; in the tower's `qkv` all queries come first, then
+    all keys, then all values.
 
-    Gated delta nets: what a component's name stands for is what Hugging Face has, whole heads in order. Only the first
-    three are together there, in `in_proj_qkv` and in the convolution.
+    Gated delta nets: a component's name stands for Hugging Face's tensor, whole heads in order. Only the first three
+    components are together in Hugging Face's files, in `in_proj_qkv` and in the convolution.
 
     Feed-forward: gate and up are one tensor in Megatron. The vision tower's feed-forward parts have no gate.
 
-    Tokens: Megatron may have rows behind those of the vocabulary, so that ranks can share them.
+    Tokens: Megatron may pad the rows of the vocabulary, for equal shares of the ranks.
 
     Norms: Megatron stores a norm with the projection behind it. Both sides store weights around zero (1 is added before
-    they multiply), but for the norm at the end of a gated delta net, which Hugging Face stores around one.
+    the product), except the norm at the end of a gated delta net: Hugging Face stores its weights around one.
 
     Source: the mappings of Megatron-Bridge; `SelfAttention` and `GatedDeltaNet` of megatron-core; `modeling_qwen3_5.py`
     and `modeling_qwen3_5_moe.py` of transformers. Tests compute from the megatron side, in megatron-core's order, what
@@ -34,17 +34,17 @@ from lamella_qwen._sizes import QwenSizes
 def megatron_rules(
     config: Mapping[str, object], *, packed_experts: bool = True, packed_mtp_experts: bool = False
 ) -> Rules:
-    """What corresponds between Hugging Face's names of a Qwen3.5 (hf) and Megatron's canonical ones (megatron).
+    """The rules between Hugging Face's names of a Qwen3.5 (hf) and Megatron's canonical names (megatron).
 
-    Text models and those with vision, dense and mixtures of experts, with or without the layer that predicts further
-    tokens (which checkpoints hold and transformers' modules do not). Hugging Face's experts are read however they are
-    stored; the arguments say how they are written. The defaults are what is published.
+    Text models and models with vision, dense and mixtures of experts, with or without the layer that predicts further
+    tokens (held by checkpoints, absent from transformers' modules). Hugging Face's experts are read in either form; the
+    arguments choose the form to write. The defaults are the published forms.
 
     Args:
         config: The values of a `config.json`.
-        packed_experts: Whether experts are stacked in one tensor, as in transformers' modules; else they are stored one
-            by one, as `save_pretrained` stores them.
-        packed_mtp_experts: Whether experts of the layer that predicts further tokens are stacked: Qwen3.6's are,
+        packed_experts: True for experts stacked in one tensor, like transformers' modules; False for experts stored one
+            by one, like `save_pretrained`'s files.
+        packed_mtp_experts: True for stacked experts of the layer that predicts further tokens: Qwen3.6's are stacked,
             Qwen3.5's are not.
 
     Raises:
@@ -67,14 +67,14 @@ def megatron_rules(
 
 
 def megatron_sizes(config: Mapping[str, object], *, tensor_parallel_size: int) -> dict[str, int]:
-    """The sizes that tell the tensors apart which Megatron's dialects fuse in the order of tensor-parallel ranks.
+    """The sizes by which tensors come apart that Megatron's dialects fuse in the order of tensor-parallel ranks.
 
     Args:
         config: The values of a `config.json`.
-        tensor_parallel_size: The number of tensor-parallel ranks that wrote the Megatron checkpoint, or will read it.
+        tensor_parallel_size: The number of tensor-parallel ranks of the Megatron checkpoint's writer, or reader.
 
     Returns:
-        What lamella-checkpoint's readers and writers of Megatron's formats take as `sizes`.
+        The argument `sizes` of lamella-checkpoint's readers and writers of Megatron's formats.
 
     Raises:
         ValueError: The config is not a whole Qwen3.5's, or the heads of its gated delta nets cannot be dealt out.
@@ -95,7 +95,7 @@ def megatron_sizes(config: Mapping[str, object], *, tensor_parallel_size: int) -
 
 
 def _named(sizes: QwenSizes) -> dict[str, int]:
-    """The sizes by the names that the rules use."""
+    """The sizes by the names in the rules."""
     query, key = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
     return {
         "vocabulary": sizes.vocab_size,
@@ -181,7 +181,7 @@ def _feed_forward(hf: str, megatron: str, *, packed_experts: bool) -> Iterable[R
         *_gated(f"{hf}mlp.", f"{megatron}mlp."),
         *_renames(hf, megatron, _MIXTURE),
         *_gated(f"{hf}mlp.shared_expert.", f"{megatron}mlp.shared_experts."),
-        # The first that fits takes the names: from the megatron that is the preferred spelling.
+        # The first fitting rule takes the names: from the megatron, the preferred spelling.
         *((*packed, *single) if packed_experts else (*single, *packed)),
     ]
 
@@ -211,7 +211,7 @@ _MTP: Final = {
 
 
 def _mtp(hf: str, megatron: str, *, packed_experts: bool) -> Iterable[Rule]:
-    """The one published layer: an attention layer, between norms and a projection of its own."""
+    """The published layer: an attention layer, between norms and a projection of its own."""
     layer = f"{hf}layers.{{layer}}.", f"{megatron}{{layer}}.mtp_model_layer."
     return [
         *_renames(hf, f"{megatron}0.", _MTP),

@@ -1,4 +1,4 @@
-"""What a Qwen3.5's `config.json` says about how its tensors are cut: heads, and the parts of a gated delta net."""
+"""The sizes in a Qwen3.5's `config.json` that cut tensors: heads, and the parts of a gated delta net."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -33,10 +33,10 @@ class QwenSizes:
 
     @classmethod
     def of(cls, config: Mapping[str, object]) -> "QwenSizes":
-        """Read them from the values of a `config.json`: of a text model, or of one with vision.
+        """Read the sizes from the values of a `config.json`: of a text model, or of a model with vision.
 
         Raises:
-            ValueError: It is of another family, lacks a key, or has attention biases, which no rule places.
+            ValueError: The config is of another family, lacks a key, or has attention biases, which no rule places.
         """
         model_type = config.get("model_type")
         if model_type not in MODEL_TYPES:
@@ -61,18 +61,18 @@ class QwenSizes:
 
     @property
     def net_query_width(self) -> int:
-        """Rows of a gated delta net's queries, and of its keys."""
+        """Rows of a gated delta net's queries, equal to the rows of the keys."""
         return self.num_key_heads * self.key_head_dim
 
     @property
     def net_value_width(self) -> int:
-        """Rows of a gated delta net's values, and of its output gate."""
+        """Rows of a gated delta net's values, equal to the rows of the output gate."""
         return self.num_value_heads * self.value_head_dim
 
 
 @dataclass(frozen=True)
 class _Values:
-    """Values of a config; `place` says where in it they stand."""
+    """Values of a config; `place` names their part of the config."""
 
     values: Mapping[str, object]
     place: str

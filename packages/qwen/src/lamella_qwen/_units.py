@@ -2,24 +2,24 @@
 
 Note [Why nothing smaller than a decoder layer]
     A unit's parameters are gathered when the unit's forward is called. The gated delta net passes `conv1d.weight` to a
-    convolution kernel; the forward of `conv1d` never runs. A layer holds both modules. A convolution in a unit of its
-    own needs a declaration by its reader (`declare_direct_reads`); a layer is as fine as communication needs.
+    convolution kernel; the forward of `conv1d` never runs. A layer holds both modules. A convolution in a smaller unit
+    needs a declaration by its reader (`declare_direct_reads`); a layer is as fine as communication needs.
 """
 
 from torch import nn
 
 from lamella_engine import declare_reads
 
-# By name: a model that exists has its classes imported, and this package then needs no transformers of its own.
+# By name: an existing model has its classes imported, and the package needs no transformers.
 _UNIT_CLASSES = frozenset(
     {"Qwen3_5DecoderLayer", "Qwen3_5MoeDecoderLayer", "Qwen3_5VisionBlock", "Qwen3_5MoeVisionBlock"}
 )
 
-# Parameters read without a call of the module that holds them, by the reading class.
+# Parameters read without a call of the module around them, by the reading class.
 _DIRECT_READS = {
     "Qwen3_5GatedDeltaNet": ("conv1d.*",),
     "Qwen3_5MoeGatedDeltaNet": ("conv1d.*",),
-    "Qwen3_5VisionPatchEmbed": ("proj.weight",),  # its dtype
+    "Qwen3_5VisionPatchEmbed": ("proj.weight",),  # the dtype alone
     "Qwen3_5MoeVisionPatchEmbed": ("proj.weight",),
 }
 
@@ -43,10 +43,10 @@ def declare_direct_reads(model: nn.Module) -> None:
 def sharding_units(model: nn.Module) -> list[nn.Module]:
     """The modules of a transformers Qwen3.5 model (dense or mixture of experts, text or vision) to shard, in order.
 
-    The model is the outermost unit after them, with the embeddings, the last norm and the head.
+    The model is the outermost unit, with the embeddings, the last norm and the head.
 
     Raises:
-        ValueError: The model has none, so it is not a Qwen3.5.
+        ValueError: The model has no such modules: no Qwen3.5.
     """
     units = [module for module in model.modules() if _is_unit(module)]
     if not units:

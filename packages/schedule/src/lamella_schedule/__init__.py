@@ -1,4 +1,4 @@
-"""The forward of one microbatch beside the backward of another: an order of events, its runner and its simulation."""
+"""Orders of forwards and backwards as data, of pairs of microbatches and of pipelines: drawn, simulated and run."""
 
 from typing import TYPE_CHECKING
 from warnings import warn
@@ -28,13 +28,29 @@ from lamella_schedule._order import order as order
 from lamella_schedule._order import run_order as run_order
 from lamella_schedule._order import with_residence as with_residence
 from lamella_schedule._order import work as work
+from lamella_schedule._passes import PassKind as PassKind
+from lamella_schedule._passes import PassPair as PassPair
+from lamella_schedule._passes import PipelineEvent as PipelineEvent
+from lamella_schedule._passes import StagePass as StagePass
+from lamella_schedule._passes import TransferAction as TransferAction
+from lamella_schedule._passes import TransferEvent as TransferEvent
+from lamella_schedule._passes import WorkEvent as WorkEvent
+from lamella_schedule._passes import passes_in as passes_in
+from lamella_schedule._pipeline import Pipeline as Pipeline
+from lamella_schedule._pipeline_events import pipeline_events as pipeline_events
+from lamella_schedule._pipeline_events import rank_events as rank_events
+from lamella_schedule._pipeline_orders import pipeline as pipeline
 from lamella_schedule._run import Residence as Residence
 from lamella_schedule._run import run as run
 from lamella_schedule._run import run_pair as run_pair
+from lamella_schedule._run_pipeline import run_pipeline as run_pipeline
+from lamella_schedule._simulate import PipelineTimeline as PipelineTimeline
 from lamella_schedule._simulate import Span as Span
 from lamella_schedule._simulate import Timeline as Timeline
 from lamella_schedule._simulate import peak as peak
+from lamella_schedule._simulate import peak_parameters as peak_parameters
 from lamella_schedule._simulate import simulate as simulate
+from lamella_schedule._simulate import simulate_pipeline as simulate_pipeline
 
 if not TYPE_CHECKING:  # Hidden from type checkers: a module `__getattr__` makes every misspelt name type-check.
 

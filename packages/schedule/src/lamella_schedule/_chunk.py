@@ -25,8 +25,7 @@ class LayerSlots:
         combine: The all-to-all back; None for a dense layer.
         post: After the tokens are back.
         delayed: Functions by `Slot.PRE` and `Slot.EXPERTS`: one computes the weight gradients left out by the slot's
-            backward,
-            and adds the gradients to `.grad`. Called once a backward, on the compute stream.
+            backward, and adds the gradients to `.grad`. Called once a backward, on the compute stream.
 
     Raises:
         ValueError: `delayed` has another slot.

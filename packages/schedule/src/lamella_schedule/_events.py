@@ -36,10 +36,17 @@ class Kind(StrEnum):
 
 
 class Lane(StrEnum):
-    """A stream of work, which runs in order. Work of different lanes overlaps."""
+    """A stream of work, which runs in order. Work of different lanes overlaps.
+
+    Slots run on the first two. The other lanes are those of priced events in a simulation: gathers and reductions of
+    parameters, and messages to other stages.
+    """
 
     COMPUTE = "compute"
     COMMUNICATION = "communication"
+    GATHER = "gather"
+    REDUCE = "reduce"
+    SEND = "send"
 
 
 class Phase(StrEnum):
@@ -74,12 +81,14 @@ class Event:
         layer: Index in the chunk; None for the slots around the layers.
         slot: The slot.
         kind: Forward, backward or delayed weight gradients.
+        stage: The pipeline stage of the chunk; 0 without pipeline stages.
     """
 
     microbatch: int
     layer: int | None
     slot: Slot
     kind: Kind
+    stage: int = 0
 
     @property
     def lane(self) -> Lane:
@@ -106,6 +115,7 @@ class ResidenceEvent:
         phase: The pass that reads the parameters.
         action: The step.
         lane: The lane whose stream is current.
+        stage: The pipeline stage of the chunk; 0 without pipeline stages.
     """
 
     microbatch: int
@@ -113,6 +123,7 @@ class ResidenceEvent:
     phase: Phase
     action: Action
     lane: Lane
+    stage: int = 0
 
     def __str__(self) -> str:
         owner = "around the layers" if self.layer is None else f"layer {self.layer}"

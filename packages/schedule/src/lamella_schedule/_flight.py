@@ -26,9 +26,14 @@ class Flight:
         chunk: The chunk.
         lanes: The streams; the same for flights that run together.
         microbatch: Index of the microbatch, for events and errors.
+        inputs: The values for preprocess: those of the stage before, in a pipeline. Tensors with `requires_grad` get a
+            gradient.
+        stage: The pipeline stage of the chunk, for errors; None without pipeline stages.
     """
 
-    def __init__(self, chunk: ModelChunk, lanes: Lanes, microbatch: int = 0) -> None:
+    def __init__(
+        self, chunk: ModelChunk, lanes: Lanes, microbatch: int = 0, inputs: Values = (), stage: int | None = None
+    ) -> None:
         self.plans = chunk.plans
         self.lanes = lanes
         self.microbatch = microbatch
@@ -37,17 +42,41 @@ class Flight:
             (i, slot): call for i, layer in enumerate(chunk.layers) for slot, call in layer.delayed.items()
         }
         self._nodes = {
-            (i, slot): SlotNode(function, f"slot {slot}{_layer_text(i)} of microbatch {microbatch}", lanes)
+            (i, slot): SlotNode(function, f"slot {slot}{_layer_text(i)} of {self._title(stage)}", lanes)
             for i, slot, function in chunk.functions
         }
-        self._at_head: Values = ()
+        self._at_head: Values = inputs
         self._num_backwards = 0
+
+    def _title(self, stage: int | None) -> str:
+        return f"microbatch {self.microbatch}" + ("" if stage is None else f" in stage {stage}")
+
+    @property
+    def input_gradients(self) -> Gradients:
+        """Gradients of `inputs`, once backward has run; delayed weight gradients may still be to come."""
+        return () if self._nodes or not self._num_backwards else cast(Gradients, self._at_head)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether forward, backward and delayed weight gradients have run, or the flight was dropped."""
+        return not self._nodes and not self._delayed
 
     @property
     def outputs(self) -> Values:
         """Values returned by postprocess, detached; empty before the end of forward, and once backward has begun."""
         is_whole = all(node.has_run for node in self._nodes.values())
         return self._at_head if is_whole and not self._num_backwards else ()
+
+    def take_outputs(self) -> Values:
+        """Return `outputs`, and keep shapes without bytes in their place until `begin_backward`."""
+        outputs = self.outputs
+        self._at_head = tuple(
+            torch.empty_like(output, device="meta", requires_grad=output.requires_grad)
+            if isinstance(output, torch.Tensor)
+            else output
+            for output in outputs
+        )
+        return outputs
 
     def begin_backward(self, gradients: Gradients) -> None:
         """Give the gradients of `outputs`, before the pair with this flight's backward.
@@ -96,7 +125,7 @@ class Flight:
             self._chain.begin(lane)
         with self.lanes.on(lane), _label(event), around(event):
             if is_delayed:
-                self._delayed[event.layer, event.slot]()
+                self._delayed.pop((event.layer, event.slot))()
             elif event.kind is Kind.FORWARD:
                 self._at_head = self._nodes[event.layer, event.slot].forward(self._at_head)
             else:

@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Final, TypeAlias
+from typing import Final, TypeAlias, TypeVar
 
 from lamella_schedule._events import Action, Event, Kind, Lane, LayerPlan, Phase, ResidenceEvent, Slot
+from lamella_schedule._passes import PipelineEvent, StagePass, TransferEvent
 
+EventT = TypeVar("EventT", bound=Event | StagePass | TransferEvent)
 AnyEvent: TypeAlias = Event | ResidenceEvent
 Layers: TypeAlias = int | Sequence[LayerPlan]
 Plans: TypeAlias = tuple[LayerPlan, ...]
@@ -125,8 +127,8 @@ def run_order(
     )
 
 
-def work(events: Iterable[AnyEvent]) -> tuple[Event, ...]:
-    """Return the events that run a slot, without those of residence."""
+def work(events: Iterable[PipelineEvent]) -> tuple[Event, ...]:
+    """Return the events that run a slot, without residence and messages."""
     return tuple(event for event in events if isinstance(event, Event))
 
 
@@ -202,27 +204,34 @@ class _Pair:
             yield Event(self._microbatch[phase], layer, slot, kind)
 
 
-def with_residence(events: Iterable[Event], *, ahead: int = 1) -> Iterator[AnyEvent]:
+def with_residence(events: Iterable[EventT], *, ahead: int = 1) -> Iterator[EventT | ResidenceEvent]:
     """Put the residence of parameters among the events of any order.
 
     Parameters of a layer are acquired for a pass when the layer `ahead` layers earlier begins the pass, at the
     earliest with the first event of the pass; they are used from the layer's first event on, and finished after the
-    last. Parameters around the layers (layer None) stay from the first event of a pass to the last.
+    last. Parameters around the layers (layer None) stay from the first event of a pass to the last, apart from delayed
+    weight gradients of layers.
 
     Args:
-        events: Slots' events in the order of the host.
+        events: Slots' events in the order of the host, or a rank's passes and messages in a pipeline.
         ahead: Number of layers whose parameters are acquired before their turn.
     """
     events = list(events)
-    spans: dict[tuple[int, Phase], dict[int | None, list[int]]] = {}
+    spans: dict[tuple[int, int, Phase], dict[int | None, list[int]]] = {}
+    lanes: dict[int, Lane] = {}
     for place, event in enumerate(events):
-        stay = spans.setdefault((event.microbatch, event.phase), {None: [place, place]})
-        stay[None][1] = place
+        if isinstance(event, TransferEvent):
+            continue
+        lanes[place] = event.lane
+        stay = spans.setdefault((event.stage, event.microbatch, event.phase), {None: [place, place]})
         if event.layer is not None:
             stay.setdefault(event.layer, [place, place])[1] = place
+        # Zero bubbles leave weight gradients to a time when the next microbatch has gradients around the layers.
+        if event.layer is None or event.kind is not Kind.WEIGHT_GRADIENT:
+            stay[None][1] = place
     before: dict[int, list[ResidenceEvent]] = {}
     after: dict[int, list[ResidenceEvent]] = {}
-    for (microbatch, phase), stays in spans.items():
+    for (stage, microbatch, phase), stays in spans.items():
         starts = [first for first, _ in stays.values()]  # those around the layers come first
         for turn, (layer, (first, last)) in enumerate(stays.items()):
             acquired = starts[max(0, turn - ahead)]
@@ -231,8 +240,8 @@ def with_residence(events: Iterable[Event], *, ahead: int = 1) -> Iterator[AnyEv
                 (first, Action.USED, before),
                 (last, Action.FINISHED, after),
             ):
-                lane = Lane.COMPUTE if action is Action.ACQUIRE else events[place].lane
-                step = ResidenceEvent(microbatch, layer, phase, action, lane)
+                lane = Lane.COMPUTE if action is Action.ACQUIRE else lanes[place]
+                step = ResidenceEvent(microbatch, layer, phase, action, lane, stage)
                 residence_events.setdefault(place, []).append(step)
     for place, event in enumerate(events):
         yield from sorted(before.get(place, ()), key=lambda step: step.action is not Action.ACQUIRE)

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from lamella_schedule._chunk import ModelChunk
-from lamella_schedule._events import Action, Event, ResidenceEvent
+from lamella_schedule._events import Action, Event, Phase, ResidenceEvent
 from lamella_schedule._flight import Around, Flight
 from lamella_schedule._lanes import NOTHING, Lanes
 from lamella_schedule._measure import device_of
@@ -117,6 +117,7 @@ def run_pair(
     backward: Flight | None,
     *,
     residence: Residence | None = None,
+    backward_residence: Residence | None = None,
     early_release: bool = False,
     ahead: int = 1,
     around: Around | None = None,
@@ -130,6 +131,8 @@ def run_pair(
         forward: A new flight, or None.
         backward: A flight after `begin_backward`, or None.
         residence: The holder of the layers' parameters; None for parameters that are always present.
+        backward_residence: The holder of the layers of the flight in backward, if these are of another stage than those
+            in forward; None for `residence`.
         early_release: Run the backward of `PRE` before the forward of the experts.
         ahead: Number of layers whose parameters are acquired before their turn.
         around: A function called with each event; the event runs inside the returned context.
@@ -138,8 +141,8 @@ def run_pair(
         RuntimeError: A flight has run in this direction; or no gradients were given for a backward.
         ValueError: No flight, one microbatch twice, a negative `ahead`; or the flights have different lanes.
 
-    Effects: runs on the lanes' streams, without a host sync. An exception out of an event drops both flights and the
-        residence.
+    Effects: runs on the lanes' streams, without a host sync. An exception out of an event drops both flights and their
+        residences.
     """
     flights = {flight.microbatch: flight for flight in (forward, backward) if flight is not None}
     events = order(
@@ -157,27 +160,30 @@ def run_pair(
         forward.check_forward()
     if backward is not None:
         backward.check_backward()
+    residences = {Phase.FORWARD: residence, Phase.BACKWARD: backward_residence or residence}
     try:
         lanes.begin()
         with lanes.on_compute():
             for event in events:
                 if isinstance(event, Event):
-                    flights[event.microbatch].run(event, around or _nothing_around)
-                elif residence is not None:
+                    flights[event.microbatch].run(event, around or nothing_around)
+                elif (holder := residences[event.phase]) is not None:
                     with lanes.on(event.lane):
-                        _step_of(residence, event)
+                        step_residence(holder, event)
         lanes.end()
     except BaseException:
         lanes.join()  # tensors go back to their allocator next, whichever stream reads them
         lanes.end()  # and the caller rewrites inputs next, on a stream that may be a third
         for flight in flights.values():
             flight.drop()
-        if residence is not None:
-            residence.drop()
+        for holder in residences.values():
+            if holder is not None:
+                holder.drop()  # a second call for one holder changes nothing
         raise
 
 
-def _step_of(residence: Residence, event: ResidenceEvent) -> None:
+def step_residence(residence: Residence, event: ResidenceEvent) -> None:
+    """Call the method of a residence that an event names."""
     if event.action is Action.ACQUIRE:
         residence.acquire(event)
     elif event.action is Action.USED:
@@ -186,14 +192,15 @@ def _step_of(residence: Residence, event: ResidenceEvent) -> None:
         residence.finished(event)
 
 
-def _nothing_around(event: Event) -> AbstractContextManager[object]:
+def nothing_around(event: Event) -> AbstractContextManager[object]:
+    """Return a context without an effect."""
     return NOTHING
 
 
 def _begin(flight: Flight) -> torch.Tensor:
     """Begin a flight's backward from its loss, and return the loss."""
     try:
-        loss = _loss(flight.outputs, flight.microbatch)
+        loss = loss_of(flight.outputs, flight.microbatch)
     except BaseException:
         flight.drop()
         raise
@@ -201,7 +208,12 @@ def _begin(flight: Flight) -> torch.Tensor:
     return loss.detach()
 
 
-def _loss(outputs: Values, microbatch: int) -> torch.Tensor:
+def loss_of(outputs: Values, microbatch: int) -> torch.Tensor:
+    """Return the loss among a chunk's outputs.
+
+    Raises:
+        ValueError: The outputs are not a single 0-D tensor with a gradient.
+    """
     loss = outputs[0] if len(outputs) == 1 else None
     if not isinstance(loss, torch.Tensor) or loss.dim() != 0 or not loss.requires_grad:
         descriptions = [

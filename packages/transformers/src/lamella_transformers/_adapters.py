@@ -9,8 +9,8 @@ Note [Packages announce their models]
 
     `sharding_units(model)` is required and returns the modules to shard one by one, before the model.
     `keep_fp32(model)` returns a rule for parameters that compute in fp32 beside bf16 weights
-    (`param_dtype_override_fn`). `NAMED_CONFIGS` maps names to the values of a config, for models that come with the
-    package. No package is imported before a model of its types asks for it.
+    (`param_dtype_override_fn`). `NAMED_CONFIGS` maps names to the values of a config, for the package's own models.
+    A package is imported once a model of its types needs the rules.
 """
 
 from collections.abc import Callable, Mapping
@@ -44,14 +44,14 @@ class Adapter:
 
 
 def find_adapter(model_type: str) -> Adapter | None:
-    """Return the adapter that an installed package announces for a `model_type`; None without one.
+    """Return the adapter announced by an installed package for a `model_type`; None without an adapter.
 
     Raises:
         ImportError: The package cannot be imported.
         TypeError: The announced object has no function `sharding_units`.
         ValueError: Two packages announce the model type.
 
-    Effects: imports the announcing package, and no other.
+    Effects: imports the announcing package alone.
     """
     announced = entry_points(group=GROUP, name=model_type)
     targets = sorted({entry_point.value for entry_point in announced})

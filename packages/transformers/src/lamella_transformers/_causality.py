@@ -1,4 +1,4 @@
-"""The refusal of models whose positions see the tokens that they predict, by trying where a model does not say."""
+"""The refusal of models whose positions see the tokens to predict, by a trial where a model does not say."""
 
 import copy
 from typing import Any, Final, cast
@@ -16,18 +16,18 @@ _CHANGE: Final = 1e-4  # of the later logits' change: a model that sees ahead ha
 
 
 def check_causal(model: nn.Module, spec: ModelSpec) -> None:
-    """Refuse a model whose positions see later tokens: trained on the next token, it would read that token.
+    """Refuse a model whose positions see later tokens: in training the model would read the token to predict.
 
     A model whose attention modules all say `is_causal` is believed. Any other model is tried with fresh weights on the
     CPU: tokens in the second half of a sequence must not change logits in the first half. Of a large model one layer is
-    tried; of a larger one, or of a model that does not run here, the modules' own word counts.
+    tried; of a larger model, or of a model that fails here, the modules' own word counts.
 
     Args:
         model: The model of the config, on any device.
         spec: The config.
 
     Raises:
-        ModelError: The model is not causal. Names the model type, and the field that makes it causal if there is one.
+        ModelError: The model is not causal. Names the model type, and the field for a causal model if known.
 
     Effects: may allocate up to 1 GiB in passing. The random state stays.
     """
@@ -50,7 +50,7 @@ def _way_out(spec: ModelSpec) -> str:
 
 
 def _change_before_later_tokens(model: nn.Module, spec: ModelSpec) -> float | None:
-    """Return the largest change of logits before changed tokens, by the change from there on; None without a trial."""
+    """Return the largest change of logits before changed tokens, by the change behind them; None without a trial."""
     trial_spec = _small_enough(model, spec)
     if trial_spec is None:
         return None
@@ -69,7 +69,7 @@ def _change_before_later_tokens(model: nn.Module, spec: ModelSpec) -> float | No
 
 
 def _small_enough(model: nn.Module, spec: ModelSpec) -> ModelSpec | None:
-    """Return the config, or else its copy with one layer, if the weights are few enough for a trial."""
+    """Return the config, or else a copy with one layer, if the weights are few enough for a trial."""
     if _numel(model) <= _LARGEST_TRIAL_NUMEL:
         return spec
     try:

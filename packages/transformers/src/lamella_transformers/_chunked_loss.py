@@ -4,14 +4,14 @@ Note [Logits a piece at a time]
     Logits of 8,192 tokens and a vocabulary of 128k take 2 GiB in bf16, and twice as much in fp32 for each of the
     softmax, its gradient and their copies. Here a piece of rows goes through the head, the loss and the gradients of
     both before the next piece begins: the gradients of hidden states and weight are ready after the forward, and
-    backward scales them. The products are those of whole logits, three for each row.
+    backward scales these gradients. The products are the same as of whole logits, three for each row.
 
 Note [A deferred head]
     Models of transformers compute `loss_function(logits=head(hidden), labels=...)` in their forward. While the head is
-    deferred it returns the hidden states, and the loss function in its place takes them for logits and runs the head
-    itself. Auxiliary losses stay the model's. A model that changes its logits in between (scales them, caps them) would
-    change its hidden states instead, by so little that a trial may not show it. So a head is deferred only where the
-    loss function has been seen to receive the head's own output.
+    deferred, the hidden states are its output: the loss function in place of the model's takes the states for logits
+    and runs the head inside. Auxiliary losses stay the model's. A model that changes logits on the way (scales or caps
+    logits) would change hidden states instead, too little for a trial to show. A head is therefore deferred only after
+    the loss function has received the head's own output.
 """
 
 import weakref
@@ -32,9 +32,9 @@ class DeferredHead:
     """A model whose head runs inside its loss function; see Note [A deferred head].
 
     Args:
-        model: A causal language model of transformers. Its `loss_function`, and the forward of its head, are replaced:
-            outside `deferred` they do what they did.
-        head: The module that makes the model's logits.
+        model: A causal language model of transformers. The `loss_function`, and the forward of the head, are replaced:
+            outside `deferred` the replacements do the same as before.
+        head: The module with the model's logits as output.
 
     Attributes:
         can_be_deferred: True once a forward has passed the head's output, unchanged, to the model's loss function.
@@ -69,7 +69,7 @@ class DeferredHead:
             self._is_deferred = False
 
     def remove(self) -> None:
-        """Put back what the model had."""
+        """Put back the model's own functions."""
         del self._head.__dict__["forward"]
         self._model.loss_function = self._loss_function
 
@@ -108,7 +108,7 @@ def linear_cross_entropy(
         num_targets: The divisor.
 
     Effects: with gradients enabled, computes the gradients of `hidden`, `weight` and `bias` in the forward, and holds
-        them until backward. No host sync.
+        the gradients until backward. No host sync.
     """
     return cast(
         torch.Tensor,
@@ -160,7 +160,7 @@ def _loss_and_gradient(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the sum of a piece's losses, and the gradient of the mean by the logits, in their memory.
 
-    Moves 20 bytes for each bf16 logit, as torch's cross entropy and its backward do.
+    Moves 20 bytes for each bf16 logit, equal to torch's cross entropy and backward.
     """
     is_target = targets != IGNORED
     indices = targets.clamp(min=0)[:, None]

@@ -25,19 +25,19 @@ def constructed(
 ) -> tuple[nn.Module, list[nn.Parameter]]:
     """Construct the causal language model of a config, fp32, whose parameters are on the meta device.
 
-    Buffers are as constructed on the device: `torch.device("meta")` alone would lose rotary tables, which no checkpoint
-    holds.
+    Buffers are as constructed on the device: `torch.device("meta")` alone would lose rotary tables, absent from
+    checkpoints.
 
     Args:
         spec: The config.
-        device: The device of buffers, and of parameters before they lose their memory, one after another.
-        is_finished: Initialise buffers, and make one parameter of those that the config ties; False leaves all as
-            constructors make it.
-        with_memory: Indices, in the order of registration, of parameters that keep their memory and their constructed
+        device: The device of buffers, and of each parameter up to its registration.
+        is_finished: Initialise buffers, and tie the config's tied parameters; False leaves all tensors as
+            constructors make them.
+        with_memory: Indices, in the order of registration, of parameters with their memory and their constructed
             values.
 
     Returns:
-        The model in training mode, and its parameters in the order of registration; replaced ones too.
+        The model in training mode, and the parameters in the order of registration; replaced parameters too.
     """
     from transformers import AutoModelForCausalLM
 

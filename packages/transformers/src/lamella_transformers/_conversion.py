@@ -1,8 +1,8 @@
 """The names and cuts of tensors in a published model's files, by transformers' own table, as boxes.
 
-transformers renames tensors on loading, stacks experts that files store one by one, and joins or cuts projections, by a
-table for each model type. `from_pretrained` applies the table to unsharded tensors. Here the table becomes pairs of
-boxes, of a file's tensor and of a module's tensor, so that a rank reads its shards alone and no tensor is read in full.
+Loading in transformers renames tensors, stacks experts stored one by one in files, and joins or cuts projections, by
+a table for each model type. `from_pretrained` applies the table to unsharded tensors. Here the table becomes pairs
+of boxes, of a file's tensor and of a module's tensor: a rank reads its shards alone, and no tensor in full.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,14 +19,14 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 class _CutTensor(NamedTuple):
-    """A tensor between files and modules: its shape, and pairs of a box in a file's tensor and a box in this tensor."""
+    """A tensor between files and modules: the shape, and pairs of a box in a file's tensor and one in the module's."""
 
     shape: tuple[int, ...]
     boxes: tuple[tuple[Place, Chunk], ...]
 
 
 class _ConvertedGroup(NamedTuple):
-    """The files' tensors that one step of the table converts.
+    """The files' tensors for one step of the table.
 
     Attributes:
         converter: The step.
@@ -40,14 +40,14 @@ class _ConvertedGroup(NamedTuple):
 
 
 def correspondences(model: nn.Module, shapes: Shapes) -> list[Correspondence]:
-    """Return the correspondences of files' tensors (left) and modules' tensors (right) where names or cuts differ.
+    """Return the correspondences of files' tensors (left) and modules' tensors (right) with other names or cuts.
 
     Args:
         model: A model of transformers; may be on the meta device.
         shapes: The shape of each tensor in the files, by name.
 
     Raises:
-        ModelError: The table has a step that is no stack, join or cut; names the step and the tensor.
+        ModelError: A step of the table is no stack, join or cut; names the step and the tensor.
     """
     from transformers import PreTrainedModel
     from transformers.conversion_mapping import get_model_conversion_mapping
@@ -60,7 +60,7 @@ def correspondences(model: nn.Module, shapes: Shapes) -> list[Correspondence]:
     model_tensors = model.state_dict()
     renamed: list[Correspondence] = []
     groups: dict[str, _ConvertedGroup] = {}
-    # transformers collects what it stacks in this order: 2 before 10.
+    # The order in which transformers collects tensors to stack: 2 before 10.
     for name in sorted(shapes, key=dot_natural_key):
         target, pattern = rename_source_key(name, renamings, converters, str(model.base_model_prefix), model_tensors)
         if target.replace("*", "0") not in model_tensors:
@@ -99,7 +99,7 @@ _Tensors = dict[str, list[_CutTensor]]
 
 
 def _after(operation: Any, tensors: _Tensors, target: str, model: nn.Module, converter: Any) -> _Tensors:
-    """Return the tensors after one operation of a step. By names of classes: not every release has them all."""
+    """Return the tensors after one operation of a step. By names of classes: older releases lack some classes."""
     patterns = converter.target_patterns
     match type(operation).__name__:
         case "MergeModulelist":
@@ -140,7 +140,7 @@ def _by_name(target: str, tensors: _Tensors) -> dict[str, _CutTensor]:
 
 
 def _chunk_sizes(size: int, num_chunks: int) -> list[int]:
-    """Return the sizes that torch's `chunk` gives: equal ones, but for the last."""
+    """Return the sizes of torch's `chunk`: equal sizes, except the last."""
     chunk = -(-size // num_chunks)
     return [min(chunk, size - start) for start in range(0, size, chunk)]
 
@@ -169,7 +169,7 @@ def _interleaved(tensor: _CutTensor, dim: int, *, inverse: bool) -> _CutTensor:
 
 
 def _inside(tensor: _CutTensor, dim: int, start: int, size: int) -> Iterator[tuple[Place, Chunk]]:
-    """Yield the boxes of a tensor that lie in a range along a dim, with offsets from the range's start."""
+    """Yield the boxes of a tensor within a range along a dim, with offsets from the range's start."""
     for place, box in tensor.boxes:
         first = max(start, box.offsets[dim])
         length = min(start + size, box.offsets[dim] + box.sizes[dim]) - first
@@ -183,7 +183,7 @@ def _inside(tensor: _CutTensor, dim: int, start: int, size: int) -> Iterator[tup
 
 
 def _stored_dim(stored: Chunk, box: Chunk, dim: int) -> int | None:
-    """Return the dim of a file's box that a dim of a tensor's box lies along; None for a dim of size 1."""
+    """Return the dim of a file's box along a dim of a tensor's box; None for a dim of size 1."""
     if box.sizes[dim] == 1:
         return None
     num_before = sum(size != 1 for size in box.sizes[:dim])

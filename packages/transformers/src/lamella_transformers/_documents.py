@@ -1,10 +1,10 @@
-"""Several documents in one sequence: the arguments of a model's forward, and models that keep documents apart.
+"""Several documents in one sequence: the arguments of a model's forward, and models with documents kept apart.
 
 Note [Positions that begin anew]
-    Without an attention mask and a cache, transformers builds its masks from `position_ids`: a position that does not
-    follow the one before begins a document, and no token attends to another document. Flash attention finds documents
-    in a batch of one row alone, so rows are joined into one there. A state that layers carry along a sequence (of
-    Mamba, of linear attention, of a convolution) knows no positions and crosses from one document into the next.
+    Without an attention mask and a cache, transformers builds its masks from `position_ids`: a position out of sequence
+    begins a document, and no token attends to another document. Flash attention finds documents in a batch of one row
+    alone, so rows are joined into one row for it. A state along a sequence (of Mamba, of linear attention, of a
+    convolution) knows no positions and crosses from one document into the next.
 """
 
 import inspect
@@ -38,10 +38,10 @@ def document_arguments(
 
 
 def separates_documents(outline: nn.Module) -> bool:
-    """True for models that read several documents in a sequence without one seeing another.
+    """True for models with documents kept apart inside a sequence.
 
     Args:
-        outline: The model on the meta device. Its forward runs up to its first mask.
+        outline: The model on the meta device. The forward runs up to the first mask.
     """
     if "position_ids" not in inspect.signature(outline.forward).parameters or _carries_a_state(outline):
         return False
@@ -54,7 +54,7 @@ def separates_documents(outline: nn.Module) -> bool:
 
 @contextmanager
 def one_document_a_sequence() -> Iterator[None]:
-    """Let models take every sequence for one document in the block, without a look at its positions.
+    """Let models take every sequence for one document in the block, without a look at the positions.
 
     Positions of fake tensors have no values: transformers would then build a mask for several documents.
     """
@@ -70,7 +70,7 @@ def one_document_a_sequence() -> Iterator[None]:
 
 @contextmanager
 def _without_padding(model: nn.Module) -> Iterator[None]:
-    """Set no padding token in the block: some forwards look for it among the tokens before they build masks."""
+    """Set no padding token in the block: some forwards look for the token in the inputs before they build masks."""
     config = cast(Any, model).config
     former = getattr(config, "pad_token_id", None)
     config.pad_token_id = None
@@ -90,7 +90,7 @@ def _carries_a_state(model: nn.Module) -> bool:
 
 @contextmanager
 def _mask_requests() -> Iterator[list[torch.Tensor]]:
-    """Collect the positions that transformers builds masks from in the block; the first ends the forward."""
+    """Collect the positions behind transformers' masks in the block; the first ends the forward."""
     from transformers import masking_utils
 
     positions: list[torch.Tensor] = []

@@ -1,16 +1,16 @@
-"""Fresh weights of a model, drawn one parameter at a time by transformers' own initialisation.
+"""Fresh weights of a model, drawn one parameter at a time by transformers' initialisation.
 
 Note [One parameter at a time]
     transformers initialises module by module: `_init_weights(module)` of the nearest `PreTrainedModel` writes the
     parameters of a module, and of modules inside (a residual projection is drawn anew by the block around it). A
-    model that is drawn whole needs the memory of all its weights on every rank. Here the functions run on a model on
-    the meta device, in transformers' order, once to see which module's function writes which parameter, and once more
-    for each parameter, which alone has memory then: writes to others are writes to no memory. Every parameter has a
-    seed of its own, from the run's seed and the parameter's name, so that its values depend on no other parameter, and
-    a rank that holds nothing of a parameter does not draw it.
+    model drawn whole needs the memory of all its weights on every rank. Here the functions run on a model on the meta
+    device, in transformers' order, once to see which module's function writes which parameter, and once more for each
+    parameter, which alone has memory then: writes to the others are writes to no memory. A parameter's seed comes from
+    the run's seed and the parameter's name: its values depend on no other parameter, and a rank without a share of the
+    parameter draws nothing.
 
-    A parameter that no function writes has the values that its module's constructor gave it. The model is then
-    constructed again, with memory for a few of these parameters.
+    A parameter without a writing function has the values of its module's constructor. The model is then constructed
+    again, with memory for a few of these parameters.
 """
 
 import hashlib
@@ -30,14 +30,14 @@ from lamella_transformers._errors import ModelError, in_short
 
 
 class _ParameterSlot(NamedTuple):
-    """An attribute of a module that holds a parameter."""
+    """An attribute of a module with a parameter."""
 
     module: nn.Module
     name: str
 
 
 class _Initialiser(NamedTuple):
-    """A module, and the model whose `_init_weights` initialises it."""
+    """A module, and the model whose `_init_weights` initialises the module."""
 
     module: nn.Module
     model: nn.Module
@@ -48,13 +48,13 @@ class _Initialiser(NamedTuple):
 
 
 class FreshWeights:
-    """The weights that a seed gives to the model of a config, as a `Source` of tensors for `lamella_checkpoint.fill`.
+    """The weights of a config's model under a seed, as a `Source` of tensors for `lamella_checkpoint.fill`.
 
     Equal requests get equal values, on any rank and in any order. See Note [One parameter at a time].
 
     Args:
         spec: The config of the model.
-        device: The device that draws; another kind of device draws other values.
+        device: The drawing device; another kind of device draws other values.
         seed: The seed of all parameters.
 
     Raises:
@@ -63,11 +63,11 @@ class FreshWeights:
 
     def __init__(self, spec: ModelSpec, device: torch.device, seed: int) -> None:
         self._spec, self._device, self._seed = spec, device, seed
-        # Untied: transformers draws both parameters of a tie, and then takes one of them.
+        # Untied: transformers draws both parameters of a tie, and then takes one.
         self._model, self._registered = constructed(spec, torch.device("meta"), is_finished=False)
         self._ties = cast(Mapping[str, str], getattr(self._model, "all_tied_weights_keys", {}))
         self._on_meta = dict(self._model.named_parameters(remove_duplicate=False))
-        # Of a parameter with several names, the first: the names that `named_parameters` yields once.
+        # A parameter with several names goes by the first, the only name in `named_parameters`.
         self._names = {id(parameter): name for name, parameter in self._model.named_parameters()}
         self._slots = _slots(self._model)
         self._initialisers = _initialisers_by_parameter(self._model)
@@ -83,7 +83,7 @@ class FreshWeights:
     def read(self, requests: Sequence[Wanted]) -> None:
         """Draw the parameters of all requests, one after another, and fill the given memory with their boxes.
 
-        Effects: no collective. Allocates one parameter at a time; of parameters that a constructor initialises, up to
+        Effects: no collective. Allocates one parameter at a time; of parameters initialised by constructors, up to
             the largest parameter's bytes at once. The random state stays.
         """
         by_name: dict[str, list[Wanted]] = {}
@@ -99,11 +99,11 @@ class FreshWeights:
                         _copy(tensor, by_name.pop(name, []))
 
     def read_object(self, name: str) -> object:
-        """Raise: there are no objects."""
+        """Raise: a model has no objects."""
         raise KeyError(name)
 
     def _drawn_name(self, name: str) -> str:
-        """Return the name of the parameter that a tie takes the values of, as the model itself names it."""
+        """Return the name of the parameter with the values of a tie, as the model names the parameter."""
         while name in self._ties:
             name = self._ties[name]
         return self._names[id(self._on_meta[name])]
@@ -112,13 +112,13 @@ class FreshWeights:
         parameter = self._on_meta[name]
         try:
             return self._initialised(name, [parameter])
-        except RuntimeError:  # A function reads another parameter of its module, RWKV's for the device alone.
+        except RuntimeError:  # A function reads another parameter of the module, RWKV's for the device alone.
             modules = [initialiser.module for initialiser in self._initialisers[id(parameter)]]
             siblings = [p for module in modules for p in module.parameters(recurse=False) if p is not parameter]
             return self._initialised(name, [parameter, *siblings])
 
     def _initialised(self, name: str, parameters: Sequence[nn.Parameter]) -> torch.Tensor:
-        """Draw the first of some parameters, which have memory for that time."""
+        """Draw the first of some parameters, whose memory lasts for the call."""
         with ExitStack() as contexts:
             tensors = [torch.empty_like(parameter, device=self._device) for parameter in parameters]
             for parameter, tensor in zip(parameters, tensors, strict=True):
@@ -132,7 +132,7 @@ class FreshWeights:
         return tensors[0]
 
     def _group_constructed(self) -> list[list[str]]:
-        """Group the parameters that no function initialises; a group has at most the largest parameter's elements."""
+        """Group the parameters without an initialising function; no group is larger than the largest parameter."""
         limit = max((parameter.numel() for parameter in self._on_meta.values()), default=0)
         groups: list[list[str]] = [[]]
         numel = 0
@@ -170,7 +170,7 @@ def _copy(tensor: torch.Tensor, requests: Sequence[Wanted]) -> None:
 
 
 def _slots(model: nn.Module) -> dict[int, list[_ParameterSlot]]:
-    """Return the attributes that hold each parameter, by the parameter's id."""
+    """Return the attributes of each parameter, by the parameter's id."""
     slots: dict[int, list[_ParameterSlot]] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -181,7 +181,7 @@ def _slots(model: nn.Module) -> dict[int, list[_ParameterSlot]]:
 
 @contextmanager
 def _with_parameter(slots: Sequence[_ParameterSlot], parameter: nn.Parameter) -> Iterator[None]:
-    """Put a parameter into the attributes that hold another, for the time of the block."""
+    """Put a parameter into another parameter's attributes, for the time of the block."""
     originals = [slot.module._parameters[slot.name] for slot in slots]
     for slot in slots:
         slot.module._parameters[slot.name] = parameter
@@ -224,7 +224,7 @@ def _in_order(module: nn.Module, model: nn.Module) -> Iterator[_Initialiser]:
 
 @contextmanager
 def _noted_functions(storages: set[int]) -> Iterator[None]:
-    """Note the storages that torch's functions for initial values are called with: some leave meta tensors alone."""
+    """Note the storages passed to torch's functions for initial values: some functions leave meta tensors alone."""
     from transformers import initialization
 
     functions = initialization.TORCH_INIT_FUNCTIONS
@@ -246,7 +246,7 @@ def _noted_functions(storages: set[int]) -> Iterator[None]:
 
 
 class _WrittenStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the storages that operations write to; those on the meta device have identities too."""
+    """Notes the storages written by operations; storages on the meta device have identities too."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -139,9 +139,7 @@ class ModelLoss:
         return MicrobatchLoss(output.loss - self._balance_coefficient * balance, balance)
 
 
-def choose_loss(
-    model: nn.Module, vocab_size: int, balance_coefficient: float, device: torch.device, *, is_fused: bool = False
-) -> LossFunction:
+def choose_loss(model: nn.Module, vocab_size: int, balance_coefficient: float, device: torch.device) -> LossFunction:
     """Return the cheapest loss that equals the loss over the model's logits in a trial.
 
     `ModelLoss` with a deferred head comes before `ModelLoss` with whole logits, and `loss_of_logits` is the last.
@@ -151,7 +149,6 @@ def choose_loss(
         vocab_size: A bound of the trial's tokens.
         balance_coefficient: The weight of the auxiliary loss in the model's loss.
         device: The device of the model's inputs.
-        is_fused: The model's forward fuses head and loss: no head is deferred.
 
     Effects: collective over all ranks: for one loss or two, three forwards of 32 tokens in the model's present mode,
         and one all-reduce. The random state stays; waits for the device. May replace the head's forward, as
@@ -159,7 +156,7 @@ def choose_loss(
     """
     if not _takes_labels(model):
         return loss_of_logits
-    head = None if is_fused else DeferredHead.of(model)
+    head = DeferredHead.of(model)
     with_whole_logits = ModelLoss(balance_coefficient)
     is_heeded = _equals_loss_of_logits(model, with_whole_logits, vocab_size, device)
     if head is not None:
@@ -170,7 +167,7 @@ def choose_loss(
     return with_whole_logits if is_heeded else loss_of_logits
 
 
-def assumed_loss(model: nn.Module, balance_coefficient: float, *, is_fused: bool = False) -> LossFunction:
+def assumed_loss(model: nn.Module, balance_coefficient: float) -> LossFunction:
     """Return the loss of `choose_loss` for a model whose own loss heeds its arguments, without a trial.
 
     For a model whose tensors have no memory: losses cannot be compared.
@@ -178,14 +175,13 @@ def assumed_loss(model: nn.Module, balance_coefficient: float, *, is_fused: bool
     Args:
         model: On fake tensors.
         balance_coefficient: The weight of the auxiliary loss in the model's loss.
-        is_fused: The model's forward fuses head and loss: no head is deferred.
 
     Effects: a forward of 32 tokens. May replace the head's forward, as `DeferredHead` does.
     """
     if not _takes_labels(model):
         return loss_of_logits
     with_whole_logits = ModelLoss(balance_coefficient)
-    head = None if is_fused else DeferredHead.of(model)
+    head = DeferredHead.of(model)
     if head is None:
         return with_whole_logits
     inputs = torch.zeros(_TRIAL_SHAPE, dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""The outline of a model, without memory for its weights: a trial before a run."""
+"""The outline of a model without memory for weights: a trial before a run."""
 
 import torch
 from torch import nn
@@ -17,8 +17,8 @@ def outline(spec: ModelSpec, *, is_checked: bool = False) -> nn.Module:
         is_checked: The model has been outlined before, and is not tried again.
 
     Raises:
-        ModelError: transformers cannot build the model, the model names no layers and has no list of them, or positions
-            see the tokens that they predict. Names the model type and the reason.
+        ModelError: transformers cannot build the model, the model names no layers and has no list of layers, or
+            positions see the tokens to predict. Names the model type and the reason.
 
     Effects: as `check_causal`, unless `is_checked`.
     """

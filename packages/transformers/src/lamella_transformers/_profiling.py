@@ -16,15 +16,15 @@ NUM_PROFILER_WARMUP_STEPS = (
 
 
 def step_profiler(num_steps: int, folder: Path, device: torch.device, print_line: Callable[[str], None]) -> profile:
-    """Return a profiler of `num_steps` steps of this rank, after three; call its `step()` after each step.
+    """Return a profiler of `num_steps` steps of the rank, after three; call its `step()` after each step.
 
     Args:
         num_steps: Number of steps to profile.
-        folder: Folder of the trace and of the report, which is made if need be.
+        folder: Folder of the trace and of the report, created if absent.
         device: The device of the model.
-        print_line: Prints a line: the folder and the verdict, or the reason that there is no profile.
+        print_line: Prints a line: the folder and the verdict, or the reason for a missing profile.
 
-    Effects: after the last profiled step, this rank waits for the device and writes `folder`; other ranks wait for this
+    Effects: after the last profiled step, the rank waits for the device and writes `folder`; the peers wait for the
         rank in their next collective.
     """
 

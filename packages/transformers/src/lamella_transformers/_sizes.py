@@ -1,4 +1,4 @@
-"""Numbers that follow from a config and from the sizes of a model: operations, positions, the weight of a loss."""
+"""Numbers out of a config and the sizes of a model: operations, positions, the weight of a loss."""
 
 from collections.abc import Mapping
 from typing import cast
@@ -22,7 +22,7 @@ def flops_per_token(model: nn.Module, spec: ModelSpec, sequence_length: int) -> 
 
 
 def _attention_width(values: Mapping[str, object]) -> int:
-    """Heads times head dim, summed over the layers that attend to all positions."""
+    """Heads times head dim, summed over the layers with attention to all positions."""
     heads, hidden = values.get("num_attention_heads"), values.get("hidden_size")
     if not isinstance(heads, int) or not isinstance(hidden, int):
         return 0
@@ -33,7 +33,7 @@ def _attention_width(values: Mapping[str, object]) -> int:
 
 
 def num_positions(spec: ModelSpec) -> int | None:
-    """Return the number of positions that a model is made for; None where its config names no bound.
+    """Return the number of positions of a model; None if its config names no bound.
 
     Some configs of stretched rotary positions name the bound before the stretch, others the bound after the stretch.
     """
@@ -50,6 +50,6 @@ def num_positions(spec: ModelSpec) -> int | None:
 
 
 def balance_coefficient(spec: ModelSpec) -> float:
-    """Return the weight of the loss that balances experts, by the names that configs have for it."""
+    """Return the weight of the loss that balances experts, by the config's name for the weight."""
     values = spec.to_dict()
     return cast(float, values.get("router_aux_loss_coef", values.get("aux_loss_coef", 0.0)))

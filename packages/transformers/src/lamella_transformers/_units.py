@@ -13,11 +13,11 @@ from lamella_transformers._errors import ModelError
 
 @dataclass(frozen=True, kw_only=True)
 class UnitChoice:
-    """The modules of a model to shard one by one, before the model.
+    """The modules to shard one by one, before the model.
 
     Attributes:
         modules: The modules, none inside another.
-        note: The modules in a few words, where neither an adapter nor transformers names them; None otherwise.
+        note: The modules in a few words, if neither an adapter nor transformers names them; None otherwise.
     """
 
     modules: list[nn.Module]
@@ -27,11 +27,11 @@ class UnitChoice:
 def choose_units(model: nn.Module) -> UnitChoice:
     """Choose the modules to shard one by one, before the model.
 
-    The modules follow from the rule of the adapter for the model's type, or are the layers that transformers names
-    (`_no_split_modules`) and that can be units, or the modules of the list with most parameters.
+    The modules follow from the rule of the adapter for the model's type, or are the possible units among the layers
+    that transformers names (`_no_split_modules`), or the modules of the list with most parameters.
 
     Args:
-        model: A model of transformers that is not sharded; may be on the meta device.
+        model: An unsharded model of transformers; may be on the meta device.
 
     Raises:
         ModelError: The model names no layers, and has no list of modules.
@@ -42,7 +42,7 @@ def choose_units(model: nn.Module) -> UnitChoice:
         return UnitChoice(modules=adapter.sharding_units(model))
     layers = _layers_in_lists(model)
     named = _named_by_transformers(model)
-    # Some models name a part of their layers alone (RoBERTa-PreLayerNorm: attention), or a class that is never built.
+    # Some models name a part of their layers alone (RoBERTa-PreLayerNorm: attention), or a class without instances.
     if named and 2 * _numel_shared(layers, named) >= _numel_shared(layers, layers):
         return UnitChoice(modules=named)
     if not layers:
@@ -54,12 +54,12 @@ def choose_units(model: nn.Module) -> UnitChoice:
 def _named_by_transformers(model: nn.Module) -> list[nn.Module]:
     try:
         return _planned(model, "no_split")
-    except ValueError:  # The model names no classes, or builds none of them.
+    except ValueError:  # The model names no classes, or builds no module of the named classes.
         return []
 
 
 def _layers_in_lists(model: nn.Module) -> list[nn.Module]:
-    """Return the modules of the list that has most parameters, and of the lists beside it that the layers are cut in.
+    """Return the modules of the list with most parameters, and of the lists beside it with further parts of the layers.
 
     XLM keeps the attention of all layers in one list, and their products in another.
     """
@@ -79,7 +79,7 @@ def _layers_in_lists(model: nn.Module) -> list[nn.Module]:
 
 
 def _outer_lists(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.ModuleList]]:
-    """Yield the lists of modules that lie in no other list, with their names."""
+    """Yield the outermost lists of modules, with their names."""
     for name, module in model.named_children():
         if isinstance(module, nn.ModuleList) and len(module):
             yield f"{prefix}{name}", module
@@ -88,18 +88,18 @@ def _outer_lists(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.M
 
 
 def _planned(model: nn.Module, units: str | list[str]) -> list[nn.Module]:
-    """Return the modules that the engine would make units of: none inside another, none with a tied parameter."""
+    """Return the possible units of the engine: no module inside another, no module with a tied parameter."""
     return [model.get_submodule(unit.name) for unit in plan_units(model, units=units).units if unit.name]
 
 
 def _numel_shared(modules: Iterable[nn.Module], others: Iterable[nn.Module]) -> int:
-    """Return the number of elements of the parameters that both hold."""
+    """Return the number of elements of the parameters in both."""
     ids = {id(parameter) for module in others for parameter in module.parameters()}
     return sum(p.numel() for module in modules for p in module.parameters() if id(p) in ids)
 
 
 def sharding_units(model: nn.Module) -> list[nn.Module]:
-    """Return the modules to shard one by one, before the model: those of `choose_units`, which see.
+    """Return the modules to shard one by one, before the model, by `choose_units`.
 
     Raises:
         ModelError: As `choose_units`.
@@ -110,9 +110,9 @@ def sharding_units(model: nn.Module) -> list[nn.Module]:
 
 
 def fp32_parameters(model: nn.Module) -> DtypeRule | None:
-    """Return the adapter's rule for parameters that compute in fp32 beside bf16 weights: a `param_dtype_override_fn`.
+    """Return the adapter's rule for parameters in fp32 beside bf16 weights in compute: a `param_dtype_override_fn`.
 
-    None for models without such a rule.
+    None for models without a rule.
     """
     adapter = find_adapter(_model_type(model))
     return None if adapter is None or adapter.keep_fp32 is None else adapter.keep_fp32(model)

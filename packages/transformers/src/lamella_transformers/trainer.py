@@ -1,4 +1,4 @@
-"""lamella inside `transformers.Trainer` and trainers built on it, such as TRL's: one callback.
+"""lamella inside `transformers.Trainer` and trainers built on it, for example TRL's: one callback.
 
     trainer = Trainer(..., callbacks=[ShardedTraining()])
 
@@ -22,12 +22,11 @@ from lamella_transformers._profiling import step_profiler
 
 
 class ShardedTraining(TrainerCallback):
-    """A Trainer sharded by lamella, with the settings that FSDP2 lacks.
+    """A Trainer sharded by lamella, with settings beyond FSDP2's.
 
     The Trainer shards by Accelerate's plugin (`fsdp=True`, `fsdp_config={"version": 2, ...}`), on lamella in FSDP2's
     place. Losses, norms and weights equal those of the Trainer without the callback to the bit, except for
-    `clips_local_shards`. One callback may serve
-    several Trainers, one after another.
+    `clips_local_shards`. One callback may serve several Trainers, one after another.
 
     Args:
         overlap: Let the optimizer's step hide the gathers at the begin of the next forward, as
@@ -39,7 +38,7 @@ class ShardedTraining(TrainerCallback):
             the host. Norms then differ from torch's by rounding, and with them later losses.
         keep_budget: Bytes of unsharded parameters that may stay from forward to backward, as in
             `lamella_engine.ShardingOptions`. None leaves the model's setting.
-        num_profiled_steps: Profile so many steps of rank 0, after three, and write the trace and the
+        num_profiled_steps: Profile this many steps of rank 0, after three, and write the trace and the
             report on exposed communication into `output_dir/profile`. 0 profiles nothing.
 
     Raises:
@@ -72,7 +71,7 @@ class ShardedTraining(TrainerCallback):
         self._profiler: torch.profiler.profile | None = None
 
     def on_init_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Put lamella in FSDP2's place: the Trainer shards its model, and TRL its reference models, later."""
+        """Put lamella in FSDP2's place, before the Trainer shards its model, and TRL the reference models."""
         lamella_engine.install()
         lamella_optim.install()
 
@@ -135,7 +134,7 @@ class ShardedTraining(TrainerCallback):
 
 
 def add_to_trainers(callback: ShardedTraining) -> None:
-    """Give a callback to every Trainer that is made from now on, for programs that are not to be edited.
+    """Give a callback to every Trainer made from now on, for programs not to be edited.
 
     Effects: adds to transformers' list of default callbacks, for the process.
     """
@@ -184,7 +183,7 @@ class _ModelNorms:
         return lamella_optim.clip_grad_norm_(parameters, max_norm, norm_type)
 
     def finish(self) -> None:
-        """Write the norm that was put off into the tensor that the Trainer logs. Effects: those of clipping."""
+        """Write the deferred norm into the tensor in the Trainer's log. Effects: the effects of clipping."""
         if self._finish is not None:
             self._finish()
             self._finish = None

@@ -132,7 +132,8 @@ def _find(all_keys: Mapping[str, Keys], source: Source) -> _Sections:
 
 
 def _unwrapped(name: str) -> str:
-    return ".".join(part for part in name.split(".") if part not in _WRAPPER_PARTS)
+    parts = name.split(".")
+    return name if _WRAPPER_PARTS.isdisjoint(parts) else ".".join(part for part in parts if part not in _WRAPPER_PARTS)
 
 
 def _shared_prefix(names: Sequence[str], live: LiveNames | None) -> str:

@@ -116,6 +116,11 @@ class ChecksumStream:
         self._end += num_written
         return num_written
 
+    @property
+    def nbytes(self) -> int:
+        """The number of written bytes; the file's `tell` would ask the system."""
+        return self._end
+
     def flush(self) -> None:
         """The stream protocol's flush; the serializer on top calls it."""
         self._file.flush()

@@ -91,7 +91,7 @@ class _DcpFiles:
 
     def _save(self, value: object) -> tuple[str, ByteSpan, int]:
         """Append an item. Returns its file's name, its place and its checksum."""
-        if self._stream is None or self._open is None or self._open.tell() >= self._max_nbytes:
+        if self._stream is None or self._stream.nbytes >= self._max_nbytes:
             self._close()
             self._open = (self._directory / f"__0_{self._num_files}.distcp").open("xb", buffering=1 << 20)
             self._stream = ChecksumStream(self._open)

@@ -12,7 +12,7 @@ Note [Assignment of writers]
     the checkpoint compares the digests.
 
     A number (Adam's `step`) beside a DTensor parameter is dealt out among the ranks owning some of the
-    parameter: other ranks need not have stepped it. A slot in local coordinates is written as the parameter is.
+    parameter: the remaining ranks need not have stepped it. A slot in local coordinates is written like the parameter.
 """
 
 import hashlib
@@ -38,7 +38,7 @@ _FRAME_NBYTES: Final = 1024  # An archive's approximate overhead per item.
 
 
 class Encoded(NamedTuple):
-    """Data as `torch.save` writes it: a later change of an object inside is not written.
+    """Data in the bytes of `torch.save`: a later change of an object inside is not written.
 
     A process that writes in the background needs none of the object's packages, and gets tensors inside as bytes.
     """
@@ -55,7 +55,7 @@ class Encoded(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Item:
-    """One value, or one box of a tensor, written in one piece.
+    """A value, or a box of a tensor, written in one piece.
 
     Attributes:
         names: The value's own name, and the aliases with the same stored place.
@@ -130,7 +130,7 @@ _Key = tuple[DeviceMesh, tuple[int, ...], tuple[Placement, ...], tuple[int, ...]
 
 
 def _key(tensor: DTensor) -> _Key:
-    # Equality of meshes ignores the order of the cuts, so the order is a part of the key.
+    # Equality of meshes ignores the order of the cuts: the key has the order too.
     return tensor.device_mesh, tuple(tensor.shape), tuple(tensor.placements), cut_order(tensor)
 
 
@@ -151,7 +151,7 @@ class Share:
             tables: Cached from the last save; None starts afresh.
 
         Raises:
-            NotImplementedError: No reader would read a tensor back: it is of a class of its own, or sparse.
+            NotImplementedError: No reader would read a tensor back: the tensor is sparse, or of an unknown class.
             ValueError: A DTensor is partial, the local tensor contradicts the placements, or a slot has neither as
                 many elements as its parameter nor as many as this rank's part of the parameter.
 
@@ -164,7 +164,7 @@ class Share:
         return cls(held={ranks: tuple(items) for ranks, items in shared_items.items()}, rank=rank)
 
     def with_own(self, values: Iterable[tuple[str, object]]) -> "Share":
-        """The share with further plain data by name, which this rank alone writes."""
+        """The share with further plain data by name, written by this rank alone."""
         items = tuple(Item(names=(name,), value=value) for name, value in values)
         this_rank = (self.rank,)
         return replace(self, held={**self.held, this_rank: (*self.held.get(this_rank, ()), *items)})
@@ -178,7 +178,7 @@ class Share:
         """The items to be written by this rank.
 
         Args:
-            apart: Sets of ranks with differing lists: each such rank writes its whole list.
+            apart: Sets of ranks with differing lists: each rank of a set writes its whole list.
         """
         mine: list[Item] = []
         for ranks, items in self.held.items():
@@ -193,7 +193,7 @@ def differing(digests: Sequence[Mapping[Ranks, str]]) -> frozenset[Ranks]:
 
 
 class _Holdings:
-    """All items of this rank, each with the ranks holding the same."""
+    """All items of this rank, each with the ranks of equal items."""
 
     def __init__(self, contents: StateContents, rank: int, tables: Tables) -> None:
         self._contents = contents
@@ -255,7 +255,7 @@ class _Holdings:
         param = self._contents.params.get(name)
         if not isinstance(param, DTensor):
             return self._contents.everyone
-        # Placements do not tell which ranks own some of such a parameter, and so have stepped it.
+        # Placements do not tell the ranks with elements of the parameter, and thus the ranks that have stepped it.
         return (self._rank,) if _names_its_own_boxes(param) else self._tables.owners(param)
 
 
@@ -290,7 +290,7 @@ def _local(tensor: DTensor) -> torch.Tensor:
 
 
 def _check_readable(name: str, tensor: torch.Tensor) -> None:
-    """Refuse a tensor that a save could write, and no load read."""
+    """Refuse a tensor that a save could write, but no load could read."""
     if _names_its_own_boxes(tensor):
         return
     local = _local(tensor) if isinstance(tensor, DTensor) else tensor.detach()

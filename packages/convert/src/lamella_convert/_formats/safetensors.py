@@ -31,6 +31,7 @@ from lamella_files import (
     Wanted,
     box_of,
     first_overlap,
+    read_adjacent,
     read_box,
     unreadable,
     whole_box,
@@ -198,6 +199,8 @@ def _read(
     descriptors: Mapping[Path, int], streams: Mapping[torch.device, torch.Stream | None], group: Sequence[_BoxRead]
 ) -> None:
     """Read some boxes, on a thread of the pool."""
+    if _read_at_once(descriptors, group):
+        return
     for read in group:
         file = read.part.file
         if (stream := streams[read.into.device]) is not None:
@@ -206,6 +209,17 @@ def _read(
             read_box(descriptors[file], read.part.stored, read.box, read.into)
         except (OSError, EOFError) as error:
             raise CheckpointDamaged(str(file), f"{read.name!r}: {type(error).__name__}: {error}") from error
+
+
+def _read_at_once(descriptors: Mapping[Path, int], group: Sequence[_BoxRead]) -> bool:
+    """Read neighbours in a file by one system call; False for other boxes, and where the file cannot be read."""
+    file = group[0].part.file
+    if len(group) == 1 or any(read.part.file is not file for read in group):
+        return False
+    try:
+        return read_adjacent(descriptors[file], [(read.part.stored, read.into) for read in group])
+    except OSError:
+        return False  # The read of each tensor raises an error with the tensor's name.
 
 
 def _current_stream(device: torch.device) -> torch.Stream | None:

@@ -129,7 +129,8 @@ def _offsets(metadata: object, tensors: Mapping[str, Stored]) -> dict[str, tuple
 def _entry(name: str, entry: object, start: int) -> Stored:
     """The place of a tensor, from the header's entry."""
     try:
-        code, shape, (first, end) = (cast(Any, entry)[key] for key in ("dtype", "shape", "data_offsets"))
+        fields = cast(Any, entry)
+        code, shape, (first, end) = fields["dtype"], fields["shape"], fields["data_offsets"]
         dtype, are_counts = DTYPES.get(code), are_sizes(shape) and are_sizes((first,)) and are_sizes((end,))
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{name!r}: expected dtype, shape and data_offsets, got {short(entry)}") from error

@@ -9,7 +9,7 @@ Note [Files with many writers]
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from math import prod
 from pathlib import Path
@@ -89,26 +89,22 @@ def plan_file(name: str, tensors: Mapping[str, Blank]) -> PlannedFile:
     _check_storable(tensors)
     # The library maps files into memory and views them: wider elements come first, or later tensors were misaligned.
     ordered = sorted(tensors, key=lambda tensor_name: -tensors[tensor_name].dtype.itemsize)
-    offsets = dict(_ends(ordered, tensors))
+    offsets: dict[str, int] = {}
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
     for tensor_name in ordered:
-        blank, end = tensors[tensor_name], offsets[tensor_name]
+        blank, first = tensors[tensor_name], end
+        end += blank.nbytes
+        offsets[tensor_name] = first
         entries[tensor_name] = {
             "dtype": _CODES[blank.dtype],
             "shape": list(blank.shape),
-            "data_offsets": [end - blank.nbytes, end],
+            "data_offsets": [first, end],
         }
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     start = 8 + len(text)
-    stored = {
-        tensor_name: Stored(
-            start + offsets[tensor_name] - tensors[tensor_name].nbytes,
-            tensors[tensor_name].shape,
-            tensors[tensor_name].dtype,
-        )
-        for tensor_name in ordered
-    }
+    stored = {tensor_name: Stored(start + first, *tensors[tensor_name]) for tensor_name, first in offsets.items()}
     return PlannedFile(name, len(text).to_bytes(8, "little") + text, stored)
 
 
@@ -166,13 +162,6 @@ class FileFilling:
             self._descriptors[file] = os.open(self._directory / file, os.O_WRONLY)
             self._open_files.callback(os.close, self._descriptors[file])
         return self._descriptors[file]
-
-
-def _ends(ordered: Iterable[str], tensors: Mapping[str, Blank]) -> Iterator[tuple[str, int]]:
-    end = 0
-    for name in ordered:
-        end += tensors[name].nbytes
-        yield name, end
 
 
 def _check_storable(tensors: Mapping[str, Blank]) -> None:

@@ -22,7 +22,7 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from math import prod
 from pathlib import Path
 from types import TracebackType
@@ -63,6 +63,9 @@ class _BlankStorage(NamedTuple):
     key: str
     kind: type
     numel: int
+
+
+_STORAGES: Final = (_BlankStorage, TypedStorage, UntypedStorage)
 
 
 class TorchArchive:
@@ -181,26 +184,30 @@ class _ContentsPickler(pickle.Pickler):
         numel = prod(value.shape) * (1 if is_typed else value.dtype.itemsize)
         storage = _BlankStorage(str(len(self.storages)), kind, numel)
         self.storages.append(value)
-        strides = Stored(0, value.shape, value.dtype).strides
-        return rebuild, (storage, 0, value.shape, strides, False, OrderedDict(), *last_arguments)
+        return rebuild, (storage, 0, value.shape, _strides(value.shape), False, OrderedDict(), *last_arguments)
 
     def persistent_id(self, value: object) -> object:
         """Name the record of a storage, blank or not."""
+        if not isinstance(value, _STORAGES):  # Asked of each number and each name.
+            return None
         if isinstance(value, _BlankStorage):
             return "storage", value.kind, value.key, "cpu", value.numel
         if isinstance(value, TypedStorage):
             storage = value._untyped_storage
             numel = storage.nbytes() // value.dtype.itemsize
             return "storage", storage_class(value.dtype), self._key(storage), "cpu", numel
-        if isinstance(value, UntypedStorage):
-            return "storage", UntypedStorage, self._key(value), "cpu", value.nbytes()
-        return None
+        return "storage", UntypedStorage, self._key(value), "cpu", value.nbytes()
 
     def _key(self, storage: UntypedStorage) -> str:
         if storage._cdata not in self._keys:
             self._keys[storage._cdata] = str(len(self.storages))
             self.storages.append(storage)
         return self._keys[storage._cdata]
+
+
+@lru_cache(maxsize=1024)
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return Stored(0, shape, torch.uint8).strides
 
 
 @cache

@@ -14,7 +14,8 @@ from lamella_convert._tools.published import Published, Shapes, completed
 from lamella_convert._translation.families import PADDED_VOCABULARY, Family, find_family, known_model_types
 from lamella_convert._translation.megatron import BRIDGE, MTP_LAYERS, RELEASE_0_19, Dialect, MtpLayer, spelled_as
 from lamella_convert._translation.megatron import write_fsdp_dtensor as with_fsdp_dtensor_names
-from lamella_convert._translation.translate import Translated, parameter_shapes
+from lamella_convert._translation.rules import parameter_shapes
+from lamella_convert._translation.translate import Translated
 from lamella_convert._translation.translate import translate as translated
 from lamella_files import Correspondence, Renamed, Side, Source
 

@@ -150,7 +150,6 @@ class _Node:
             if part not in node.inner:  # Not `setdefault`, which would make a node for each part of each name.
                 node.inner[part] = _Node()
             node = node.inner[part]
-        node._count(entry)
         node.entry = entry
 
     def lines(self, indent: str, depth: int | None) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import Any, Final, Literal, cast
 
@@ -100,10 +101,11 @@ class Plan:
             name: why for layer in self.layers if isinstance(layer, Translated) for name, why in layer.inexact.items()
         }
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """The bytes of the written tensors."""
-        return sum(prod(self.source.tensors[name].shape) * dtype.itemsize for name, dtype in self.dtypes.items())
+        tensors = self.source.tensors
+        return sum(prod(tensors[name].shape) * dtype.itemsize for name, dtype in self.dtypes.items())
 
 
 def plan_of(opened: OpenCheckpoint, wish: Wish, between: Between, published: Published) -> Plan:

@@ -83,9 +83,8 @@ def save_safetensors(
             tensor selected for float8 is no matrix, or holds infinities or NaNs.
 
     Effects: collective on the default group, if any (four small object exchanges; with float8 two more, the
-        second of 12 bytes for each block shared between ranks); every rank writes its own
-        shards, and a part of the values held by several ranks; copies to the host buffer by buffer; waits until the
-        files are on the disk.
+        second of 12 bytes for each block shared between ranks); every rank writes its own shards, and a part of the
+        values held by several ranks; copies to the host buffer by buffer; waits until the files are on the disk.
     """
     with on_device_of(model.parameters()):
         blanks, items = _agree(model, dtype)

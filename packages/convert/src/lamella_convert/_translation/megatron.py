@@ -58,8 +58,8 @@ from lamella_convert._translation.megatron_rules import (
     SEQUENTIAL_EXPERTS,
     without_ungated,
 )
-from lamella_convert._translation.rules import Rules
-from lamella_convert._translation.translate import Translated, parameter_shapes, translate
+from lamella_convert._translation.rules import Rules, parameter_shapes
+from lamella_convert._translation.translate import Translated, translate
 from lamella_files import (
     MODEL,
     OPTIONS,

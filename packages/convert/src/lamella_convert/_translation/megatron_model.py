@@ -22,8 +22,9 @@ from lamella_convert._translation.megatron_rules import (
     SEQUENTIAL_EXPERTS,
     without_ungated,
 )
-from lamella_convert._translation.rules import Grouped, Join, Rule, Rules
-from lamella_convert._translation.translate import Translated, parameter_shapes, translate
+from lamella_convert._translation.rules import Rule, Rules, parameter_shapes
+from lamella_convert._translation.terms import Grouped, Join
+from lamella_convert._translation.translate import Translated, translate
 from lamella_files import Correspondence, Source, rename, split_section
 
 

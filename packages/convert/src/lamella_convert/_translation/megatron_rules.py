@@ -4,7 +4,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from lamella_convert._translation.rules import Grouped, Join, Rule
+from lamella_convert._translation.rules import Rule
+from lamella_convert._translation.terms import Grouped, Join
 
 GDN_PARTS: Final = ("query", "key", "value", "z", "beta", "alpha")
 GDN_SIZES: Final = ("qk", "qk", "v", "v", "nvh", "nvh")

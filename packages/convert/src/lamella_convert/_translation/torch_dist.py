@@ -12,8 +12,9 @@ from typing import Final
 from lamella_convert._translation.hybrid_stack import logical_name
 from lamella_convert._translation.megatron import canonical_name, is_of_processes
 from lamella_convert._translation.megatron_rules import GATED
-from lamella_convert._translation.rules import Rule, Rules, Stack, Term
-from lamella_convert._translation.translate import parameter_shapes, translate
+from lamella_convert._translation.rules import Rule, Rules, parameter_shapes
+from lamella_convert._translation.terms import Stack, Term
+from lamella_convert._translation.translate import translate
 from lamella_files import STATE, Correspondence, Renamed, Source, WithObjects, in_model, rename
 
 MAIN_WEIGHT: Final = "fp32_param"

@@ -1,75 +1,22 @@
-"""A checkpoint under other names and in other cuts: a `Source` over a `Source` that reads the same files.
+"""A checkpoint under other names and in other cuts: a `Source` over a `Source` that reads the same files."""
 
-Note [Translation of optimizer state]
-    Correspondences concern parameters. A slot with its parameter's shape is cut as the parameter. A scalar (`step`)
-    and an option belong to all parts: each gets a copy, and on the way back the copies must agree. A slot of another
-    shape goes with a renamed parameter, and is left over for a cut parameter. No value is
-    invented: a slot missing for some of the parts is left over.
-    A shift changes weights, so it applies to slots with weights (`WEIGHT_SLOTS`), and not to moments.
-"""
-
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial, reduce
-from math import prod
-from typing import Final, Literal, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Final, Literal
 
 import torch
 
-from lamella_files import (
-    MODEL,
-    OPTIONS,
-    STATE,
-    Correspondence,
-    Piece,
-    Place,
-    Renamed,
-    Side,
-    Source,
-    TensorInfo,
-    Wanted,
-    box_of,
-    carried,
-    in_model,
-    is_of_model,
-    longest_known,
-    meetings,
-    own_name,
-    pieces,
-    two_names,
+from lamella_convert._translation.translation_plan import (
+    RecutTensor,
+    SourceEntry,
+    TranslationPlan,
+    plan_translation,
+    short_dtype,
 )
+from lamella_files import Correspondence, Renamed, Side, Source, TensorInfo, Wanted, box_of, carried, meetings, pieces
 from lamella_layout import Chunk
 
 _PIECE_NUMEL: Final = 1 << 22
-
-WEIGHT_SLOTS: Final = frozenset({"master_param", "master_weight", "main_param", "fp32_param", "param"})
-"""Optimizer slots with a wider copy of the parameter."""
-
-
-class _Same(NamedTuple):
-    """A tensor or object taken over from the source; several names must agree."""
-
-    names: tuple[str, ...]
-
-
-class _Cut(NamedTuple):
-    """A tensor composed of the source's boxes (the pieces' left), with zeros outside the pieces."""
-
-    pieces: tuple[Piece, ...]
-    shift: float
-    padding: Chunk | None = None
-
-
-@dataclass(frozen=True)
-class _TranslationPlan:
-    """The origins of the target's names, and the used names of the source."""
-
-    tensors: dict[str, TensorInfo] = field(default_factory=dict)
-    made_of: dict[str, _Same | _Cut] = field(default_factory=dict)
-    objects: dict[str, _Same] = field(default_factory=dict)
-    used: set[str] = field(default_factory=set)
-    mixed: dict[str, str] = field(default_factory=dict)
-    cut_off: dict[str, Place] = field(default_factory=dict)
 
 
 def translate(
@@ -99,16 +46,8 @@ def translate(
 
     Effects: reads nothing. A renamed tensor costs nothing more, now or on a read.
     """
-    plan = _TranslationPlan()
-    turned = _turned(correspondences, to)
-    _plan_model(source, turned, plan)
-    _plan_entries(source, turned, STATE, plan)
-    _plan_entries(source, turned if options is None else _turned(options, to), OPTIONS, plan)
-    left_over = tuple(name for name in [*source.tensors, *source.objects] if name not in plan.used)
-    if rest == "keep":
-        for name in left_over:
-            _add(plan, name, _Same((name,)), source)
-    return Translated(source, _in_stored_order(plan, source), left_over, originals)
+    plan, left_over = plan_translation(source, correspondences, to=to, options=options, rest=rest)
+    return Translated(source, plan, left_over, originals)
 
 
 class Translated(Renamed):
@@ -118,19 +57,20 @@ class Translated(Renamed):
 
     Attributes:
         source: The source below.
-        left_over: Unused names of the source below, in order. Present here under
-            their own names, unless dropped.
+        left_over: Unused names of the source below, in order. Present here under their own names, unless dropped.
         inexact: Reasons, by name, for tensors without an exact way back. Known at once for mixed
             dtypes (the parts come back in the widest), on the read for shifted values, for padding by
             `read_cut_off`.
     """
 
     def __init__(
-        self, source: Source, plan: _TranslationPlan, left_over: tuple[str, ...], originals: Source | None = None
+        self, source: Source, plan: TranslationPlan, left_over: tuple[str, ...], originals: Source | None = None
     ) -> None:
         made_of = (*plan.made_of.items(), *plan.objects.items())
         sources = {
-            name: origin.names[0] for name, origin in made_of if isinstance(origin, _Same) and len(origin.names) == 1
+            name: origin.names[0]
+            for name, origin in made_of
+            if isinstance(origin, SourceEntry) and len(origin.names) == 1
         }
         super().__init__(source, sources, left_over)
         self._originals = originals
@@ -157,10 +97,10 @@ class Translated(Renamed):
         checks: list[Callable[[], None]] = []
         for want in requests:
             made_of = self._plan.made_of[want.name]
-            if isinstance(made_of, _Cut):
+            if isinstance(made_of, RecutTensor):
                 self._ask_for_pieces(want, made_of, source_requests, checks)
             elif len(made_of.names) == 1:
-                source_requests.append(want._replace(name=made_of.names[0]))
+                source_requests.append(Wanted(made_of.names[0], want.chunk, want.into))
             else:
                 copies = [torch.empty_like(want.into, device="cpu") for _ in made_of.names]
                 source_requests += [
@@ -200,14 +140,14 @@ class Translated(Renamed):
         lost = [
             (name, {piece.left.name for piece in made_of.pieces})
             for name in self.inexact
-            if isinstance(made_of := self._plan.made_of.get(name), _Cut) and made_of.shift
+            if isinstance(made_of := self._plan.made_of.get(name), RecutTensor) and made_of.shift
         ]
         for name, _ in lost:
             del self.inexact[name]
         return tuple(sorted({origin for _, origins in lost for origin in origins}))
 
     def _ask_for_pieces(
-        self, want: Wanted, cut: _Cut, requests: list[Wanted], checks: list[Callable[[], None]]
+        self, want: Wanted, cut: RecutTensor, requests: list[Wanted], checks: list[Callable[[], None]]
     ) -> None:
         if cut.padding and (rows := want.chunk.intersection(cut.padding)).numel:
             box_of(want.into.detach(), rows.relative_to(want.chunk)).zero_()
@@ -237,8 +177,8 @@ class Translated(Renamed):
         into.copy_(values)
         if num_lost := int(lost.sum()):
             self.inexact[name] = (
-                f"{shift:+g} in {_short(into.dtype)} cannot be undone to {_short(stored.dtype)} for {num_lost} "
-                f"of the elements read"
+                f"{shift:+g} in {short_dtype(into.dtype)} cannot be undone to {short_dtype(stored.dtype)} for "
+                f"{num_lost} of the elements read"
             )
 
 
@@ -254,143 +194,6 @@ def not_undone(values: torch.Tensor, shift: float, dtype: torch.dtype) -> torch.
     return (rounded == values) & (back != values)
 
 
-def parameter_shapes(source: Source) -> dict[str, tuple[int, ...]]:
-    """The shapes of the model's tensors by parameter name: the argument of `Rules.match`.
-
-    Empty for a checkpoint of an optimizer alone.
-    """
-    return {own_name(name): tuple(info.shape) for name, info in source.tensors.items() if is_of_model(name)}
-
-
-def _turned(correspondences: Iterable[Correspondence], to: Side) -> list[Correspondence]:
-    """The correspondences, from left to right."""
-    return [correspondence if to == "right" else correspondence.inverse for correspondence in correspondences]
-
-
-def _plan_model(source: Source, turned: Sequence[Correspondence], plan: _TranslationPlan) -> None:
-    for correspondence in turned:
-        names = [in_model(name) for name in correspondence.left]
-        if all(name in source.tensors for name in names):
-            _check_shapes(source, correspondence)
-            _cut(plan, source, correspondence, MODEL, "", correspondence.shift)
-
-
-def _plan_entries(source: Source, turned: Sequence[Correspondence], section: str, plan: _TranslationPlan) -> None:
-    """Plan parameters' entries: slots, or options."""
-    belongs = {name: index for index, correspondence in enumerate(turned) for name in correspondence.left}
-    known_names = {
-        *belongs,
-        *(name for correspondence in turned for name in correspondence.right),
-        *parameter_shapes(source),
-    }
-    entries: dict[tuple[int, str], set[str]] = {}
-    for name in [*source.tensors, *source.objects]:
-        if name.startswith(section):
-            parameter, entry = longest_known(name.removeprefix(section), known_names)
-            if parameter in belongs:
-                entries.setdefault((belongs[parameter], entry), set()).add(parameter)
-    for (index, entry), parameters in entries.items():
-        if len(parameters) == len(turned[index].left):
-            _plan_entry(source, turned[index], section, f".{entry}", plan)
-
-
-def _plan_entry(
-    source: Source, correspondence: Correspondence, section: str, entry: str, plan: _TranslationPlan
-) -> None:
-    """Plan one entry by Note [Translation of optimizer state]."""
-    names = tuple(f"{section}{name}{entry}" for name in correspondence.left)
-    are_tensors = [name in source.tensors for name in names]
-    shapes = [tuple(source.tensors[name].shape) if name in source.tensors else () for name in names]
-    if all(are_tensors) and shapes == [tuple(shape) for shape in correspondence.left.values()]:
-        shift = correspondence.shift if entry.removeprefix(".") in WEIGHT_SLOTS else 0.0
-        _cut(plan, source, correspondence, section, entry, shift)
-        return
-    are_alike = len(set(are_tensors)) == len(set(shapes)) == 1
-    if are_alike and (correspondence.is_rename or prod(shapes[0]) == 1):
-        for name in correspondence.right:
-            _add(plan, f"{section}{name}{entry}", _Same(names), source)
-
-
-def _cut(
-    plan: _TranslationPlan, source: Source, correspondence: Correspondence, prefix: str, suffix: str, shift: float
-) -> None:
-    """Compose each tensor of the right side from boxes of the left side's."""
-    pieces_by_name: dict[str, list[Piece]] = {name: [] for name in correspondence.right}
-    for left_box, right in correspondence.pieces:
-        left_box = left_box._replace(name=f"{prefix}{left_box.name}{suffix}")
-        pieces_by_name[right.name].append(Piece(left_box, right))
-    for name, shape in correspondence.right.items():
-        if correspondence.is_rename and not shift:
-            _add(plan, f"{prefix}{name}{suffix}", _Same((pieces_by_name[name][0].left.name,)), source)
-        else:
-            cut = _Cut(tuple(pieces_by_name[name]), shift, correspondence.padding(name, shape))
-            _add_cut(plan, f"{prefix}{name}{suffix}", shape, cut, source)
-    for name, shape in correspondence.left.items():
-        if rows := correspondence.padding(name, shape):
-            for target in correspondence.right:
-                plan.cut_off[f"{prefix}{target}{suffix}"] = Place(f"{prefix}{name}{suffix}", rows)
-
-
-def _add_cut(plan: _TranslationPlan, name: str, shape: Sequence[int], cut: _Cut, source: Source) -> None:
-    infos = {piece.left.name: source.tensors[piece.left.name] for piece in cut.pieces}
-    dtypes = {part: info.dtype for part, info in infos.items()}
-    if len(set(dtypes.values())) > 1:
-        plan.mixed[name] = "made of " + " and ".join(f"{_short(dtype)} {part}" for part, dtype in dtypes.items())
-    _claim(plan, name, infos)
-    chunks = [*_carried_chunks(cut.pieces, infos), *([cut.padding] if cut.padding else [])]
-    plan.tensors[name] = TensorInfo(tuple(shape), reduce(torch.promote_types, dtypes.values()), tuple(chunks))
-    plan.made_of[name] = cut
-
-
-def _carried_chunks(pieces: Sequence[Piece], infos: Mapping[str, TensorInfo]) -> Iterator[Chunk]:
-    by_name: dict[str, list[Piece]] = {}
-    for piece in pieces:
-        by_name.setdefault(piece.left.name, []).append(piece)
-    for name, cut_pieces in by_name.items():
-        boxes = [piece.left.chunk for piece in cut_pieces]
-        for index, _, shared in meetings(boxes, infos[name].chunks):
-            yield carried(shared, boxes[index], cut_pieces[index].right.chunk)
-
-
-def _add(plan: _TranslationPlan, name: str, origin: _Same, source: Source) -> None:
-    _claim(plan, name, origin.names)
-    first = origin.names[0]
-    if first in source.tensors:
-        plan.tensors[name], plan.made_of[name] = source.tensors[first], origin
-    else:
-        plan.objects[name] = origin
-
-
-def _claim(plan: _TranslationPlan, name: str, made_of: Iterable[str]) -> None:
-    if name in plan.tensors or name in plan.objects:
-        raise ValueError(two_names(name, made_of))
-    plan.used.update(made_of)
-
-
-def _in_stored_order(plan: _TranslationPlan, source: Source) -> _TranslationPlan:
-    """The plan in the order of the source's tensors, so that reads along the names run along the files."""
-    positions = {name: position for position, name in enumerate([*source.tensors, *source.objects])}
-
-    def first(made_of: _Same | _Cut) -> int:
-        names = made_of.names if isinstance(made_of, _Same) else [piece.left.name for piece in made_of.pieces]
-        return min((positions[name] for name in names), default=-1)
-
-    tensors = sorted(plan.tensors, key=lambda name: first(plan.made_of[name]))
-    objects = sorted(plan.objects, key=lambda name: first(plan.objects[name]))
-    return replace(
-        plan,
-        tensors={name: plan.tensors[name] for name in tensors},
-        objects={name: plan.objects[name] for name in objects},
-    )
-
-
-def _check_shapes(source: Source, correspondence: Correspondence) -> None:
-    for name, shape in correspondence.left.items():
-        stored = tuple(source.tensors[in_model(name)].shape)
-        if stored != tuple(shape):
-            raise ValueError(f"Expected {name!r} of shape {tuple(shape)!r}, as the rules have it, got {stored!r}.")
-
-
 def _fill_alike(want: Wanted, names: Sequence[str], copies: Sequence[torch.Tensor]) -> None:
     for name, copy in zip(names, copies, strict=True):
         if not torch.equal(copies[0], copy):
@@ -403,7 +206,3 @@ def _disagree(name: str, first: str, value: object, second: str, other: object) 
         f"Expected one value for {name!r}, got {value!r} of {first!r} and {other!r} of {second!r}. One parameter has "
         f"one step and one set of options."
     )
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

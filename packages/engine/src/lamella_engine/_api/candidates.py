@@ -145,6 +145,7 @@ def _cuts_blocks(name: str, parameter: nn.Parameter, sharding: Sharding, recipe:
             f"{sharding.dim}. Return None for it from one of the two."
         )
     axes, num_rows = sharding.axes, local_of(parameter).shape[0]
+    # Both cuts count: an outer axis cuts the shards of the shard axis once more.
     cuts = {axes.num_shards, axes.num_shards * axes.num_outer_shards} - {1}
     return keep is None and any(-(-num_rows // num_ranks) % num for num_ranks in cuts)
 

@@ -1,4 +1,4 @@
-"""FSDP2's methods, which a module gains by becoming a unit: calls of the unit's verbs."""
+"""FSDP2's methods, gained by a module as a unit: calls of the unit's verbs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _TorchsModule = fsdp2.FSDPModule  # bound here: a program may rebind torch's nam
 class FSDPModule(_TorchsModule, UnitVerbs):
     """Mixed into a module's class by `fully_shard`; never made by itself.
 
-    A subclass of torch's class, so that programs which look for FSDP2's modules find lamella's. Nothing of torch's is
+    A subclass of torch's class: programs that look for FSDP2's modules find lamella's. Nothing of torch's is
     used: every method is defined here. Methods with `recurse=True` reach the units below too. Meanings are FSDP2's.
     lamella adds the methods of `UnitVerbs`, which give way to a model's own; FSDP2's win, as in FSDP2.
     """
@@ -42,7 +42,7 @@ class FSDPModule(_TorchsModule, UnitVerbs):
     _orig_cls_mro_index = 3  # torch's: the place of the module's earlier class
 
     def __new__(cls, *args: object, **kwargs: object) -> Self:
-        # Slicing a container makes a new one of the same class: it is no unit, so it gets the class it had before.
+        # Slicing makes a new container of the same class. The slice is no unit, and gets the container's earlier class.
         original: Any = cls.__mro__[cls._orig_cls_mro_index]
         takes_arguments = original.__new__ is not object.__new__
         instance = original.__new__(original, *args, **kwargs) if takes_arguments else original.__new__(original)
@@ -82,8 +82,8 @@ class FSDPModule(_TorchsModule, UnitVerbs):
     def reshard(self) -> None:
         """Free this unit's unsharded parameters, and hold the DTensors again; not for units below.
 
-        Parameters under a `hold()` stay until the last hold is released. Call it on a stream that is ordered after
-        every reader of the parameters. Views that autograd saved of the parameters are good again after the next
+        Parameters under a `hold()` stay until the last hold is released. Call it on a stream ordered after every
+        reader of the parameters. Views saved by autograd of the parameters are good again after the next
         unshard.
 
         Effects: not a collective; the gather stream waits for the current stream; no host sync on CUDA.
@@ -100,7 +100,7 @@ class FSDPModule(_TorchsModule, UnitVerbs):
     def finalize_backward(self, *, async_op: bool) -> GradientReductionHandle | None: ...
 
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
-        """End a step's backward, where `set_manual_backward_finalization(True)` has left the end to the caller.
+        """End a step's backward, if `set_manual_backward_finalization(True)` has left the end to the caller.
 
         As `wait_for_gradients()` for a schedule without hooks: kept gradients are reduced, if
         `set_requires_gradient_sync(True)` counts by now; units are resharded if `set_reshard_after_backward(True)`

@@ -1,4 +1,4 @@
-"""Names that a model and its unit's class both have, and which of the two a name means."""
+"""Names common to a model and its unit's class, and the meaning of each: the model's or the unit's."""
 
 from __future__ import annotations
 
@@ -49,18 +49,18 @@ class _YieldingVerb:
             attribute = fallback(module, self._name)
         except AttributeError:
             return _ABSENT
-        # A wrapper that passes names on to an inner unit has none of its own.
+        # A wrapper around an inner unit may pass the name on, and has no attribute of the name.
         is_inner_units = getattr(attribute, "__func__", None) is self._verb or isinstance(attribute, ShardingOptions)
         return _ABSENT if is_inner_units else attribute
 
 
 def hidden_names(module: nn.Module, names: Collection[str]) -> list[str]:
-    """The names of a module's methods, children, parameters and buffers that a unit's class hides.
+    """The names of a module's methods, children, parameters and buffers hidden by a unit's class.
 
     Instance attributes are not hidden, as Python finds them first.
 
     Args:
-        module: A module that is no unit yet.
+        module: A module, not a unit yet.
         names: Names of the unit's class.
     """
     classes = [cls for cls in type(module).__mro__ if not issubclass(nn.Module, cls)]

@@ -24,7 +24,7 @@ class PlannedParameter(NamedTuple):
             axes.
         main_dtype: At rest.
         compute_dtype: The parameter's dtype in compute.
-        unsharded_nbytes: Bytes of the gathered parameter, in the format that its recipe gives it, and of its caches.
+        unsharded_nbytes: Bytes of the gathered parameter, in its recipe's format, and of the parameter's caches.
     """
 
     name: str
@@ -59,7 +59,7 @@ class PlannedUnit:
         return sum(parameter.unsharded_nbytes for parameter in self.parameters)
 
     def shard_nbytes(self, num_ranks: int) -> int:
-        """Bytes of rank 0's shards, which are the largest, in their main dtypes, without padding."""
+        """Bytes of rank 0's shards, the largest of all ranks, in their main dtypes, without padding."""
         layout = EvenLayout.build([parameter.shape or (1,) for parameter in self.parameters], num_ranks)
         itemsizes = [parameter.main_dtype.itemsize for parameter in self.parameters]
         return sum(layout.slot_numel(i) * itemsize for i, itemsize in enumerate(itemsizes))
@@ -67,12 +67,12 @@ class PlannedUnit:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardingPlan:
-    """The units that `fully_shard_model` makes of a model, for `print`.
+    """The units of a model under `fully_shard_model`, for `print`.
 
     Attributes:
         units: Planned units in the order of sharding; the model itself is the last.
         notes: Departures of the plan from the request, with reasons.
-        num_ranks: The number of ranks that share each parameter; None if unknown.
+        num_ranks: The number of ranks with shares of each parameter; None if unknown.
     """
 
     units: tuple[PlannedUnit, ...]
@@ -80,7 +80,7 @@ class ShardingPlan:
     num_ranks: int | None = None
 
     def __str__(self) -> str:
-        """A table of units, equal units in one row; numbers are one unit's, in the last row the whole model's."""
+        """A table of units, equal units in one row; numbers are for one unit, in the last row for the whole model."""
         header = ("unit", "class", *_NUMBERS)
         rows = [header, *self._rows()]
         if self.num_ranks is None:

@@ -20,11 +20,15 @@ class UnitResidence:
 
         run(chunks, residence=UnitResidence(model, model.layers))
 
-    `lamella_schedule.run` takes the object as `residence`. Each pass of a microbatch holds a unit from `acquire` to
-    `finished`, and the outermost unit during the whole pass. Each backward reduces with ZeRO-2 and ZeRO-3; ZeRO-1 and
-    DDP keep gradients until the last microbatch. The backward of the last microbatch ends the step, as
-    `wait_for_gradients()` does. `run` tells the number of microbatches by `begin_step`; a caller of `run_pair` calls
-    the model's `set_is_last_backward` before each backward, and `wait_for_gradients` after the last.
+    `lamella_schedule.run` takes the object as `residence`, `run_pipeline` one for each stage of the rank: a stage is a
+    model with an outermost unit of its own. Each pass of a microbatch holds a unit from `acquire` to `finished`, and
+    the outermost unit during the whole pass. Each backward reduces with ZeRO-2 and ZeRO-3; ZeRO-1 and DDP keep
+    gradients until the last microbatch. The backward of the last microbatch ends the step, as `wait_for_gradients()`
+    does, once the microbatch's layers are finished. `run` tells the number of microbatches by `begin_step`; a caller of
+    `run_pair` calls the model's `set_is_last_backward` before each backward, and `wait_for_gradients` after the last.
+
+    Zero bubbles leave a layer's delayed weight gradients until after the next microbatch's backward. ZeRO-2 and ZeRO-3
+    then reduce gradients without a delay for both microbatches at once, which rounds differently.
 
     With the schedule's `ahead=1` up to four layers are unsharded at a time, beside the outermost unit: two in forward
     and two in backward; with `ahead=0` up to two. `peak_nbytes` tells the bytes.
@@ -46,7 +50,9 @@ class UnitResidence:
         self._model = _unit(model, "the model")
         self._layers = [_units(layer, f"layer {i}") for i, layer in enumerate(layers)]
         self._last: int | None = None  # microbatch of a step that `begin_step` began
+        # From `acquire`, or `used` for want of room, to `finished`, which may hand a forward's holds to its backward.
         self._holds: dict[Key, list[Hold]] = {}
+        # Bytes acquired so far: anew when an `acquire` around the layers finds nothing held, and in `drop`.
         self._presence = self._nothing_present()
 
     def begin_step(self, num_microbatches: int) -> None:
@@ -90,16 +96,16 @@ class UnitResidence:
         Effects: as `FSDPModule.reduce_gradients` and `Hold.release`; after the step's last backward those of
             `FSDPModule.wait_for_gradients`.
         """
-        ends_step = False
+        is_last = event.phase == "backward" and event.microbatch == self._last
         if event.phase == "backward":
-            is_last = event.microbatch == self._last
             if self._last is not None:
                 FSDPModule.set_is_last_backward(self._model, is_last)
             for unit in self._units_of(event):
                 _mark_read(unit)
                 FSDPModule.reduce_gradients(unit)
-            ends_step = is_last and event.layer is None
         holds = self._holds.pop(key_of(event))
+        # Delayed weight gradients of layers may come behind the backward around the layers.
+        ends_step = is_last and not any(microbatch == self._last for microbatch, _, _ in self._holds)
         if not self._presence.finish(key_of(event)):
             # Handed over to the layer's backward, which then finds the layer unsharded.
             self._holds[event.microbatch, event.layer, "backward"] = holds

@@ -81,6 +81,7 @@ def separate_reductions(units: Iterable[UnitParameters], enable: bool) -> None:
             separate = _separate_transport(shared, group.axes.mesh.device_type, separate, transports_by_ranks)
         elif not enable:
             separate = None
+        # A user's reductions stay, and are called with the other communicator.
         if isinstance(group.transports.reduce, CustomReduceScatter):
             separate = group.transports.reduce.on(separate or plain_of(group.transports.shard))
         group.transports.reduce = separate
@@ -89,6 +90,7 @@ def separate_reductions(units: Iterable[UnitParameters], enable: bool) -> None:
 def _separate_reduce_transport(group: ParameterGroup) -> Transport | None:
     """The group's separate communicator for reductions, or None."""
     plain = None if group.transports.reduce is None else plain_of(group.transports.reduce)
+    # The gathers' own communicator below a user's reductions is no separate one.
     return None if plain is plain_of(group.transports.shard) else plain
 
 
@@ -104,6 +106,7 @@ def _separate_transport(
         transports_by_ranks.setdefault(ranks, existing)
         return existing
     if ranks not in transports_by_ranks:
+        # Local: ranks outside (other hosts of HSDP, model-parallel ranks) make groups of their own, at their own time.
         separate_group = dist.new_group(list(ranks), use_local_synchronization=True, group_desc="fsdp_reduce_scatter")
         transports_by_ranks[ranks] = transport_for(separate_group, device_type)
     return transports_by_ranks[ranks]

@@ -1,4 +1,4 @@
-"""The methods that lamella adds to FSDP2's: a model's own methods, children and attributes of the same names win."""
+"""lamella's additions to FSDP2's methods: a model's own methods, children and attributes of the same names win."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class UnitVerbs:
         """Start gathering this unit's parameters, and keep them until the hold is released; not those of units below.
 
         For a schedule with several microbatches in a unit at a time: one hold for each microbatch, from before the
-        forward (or backward) to after the end of it. The first hold gathers, the last release reshards, and hooks that
-        run in between free nothing. Hooks count as one more holder.
+        forward (or backward) to after it. The first hold gathers, the last release reshards, and hooks in between free
+        nothing. Hooks count as one more holder.
 
         Returns:
             The hold. Call `wait()` before the parameters are used, and `release()` after; or use the hold in a `with`
@@ -40,14 +40,14 @@ class UnitVerbs:
     def reduce_gradients(self) -> None:
         """End this unit's backward: reduce its unsharded gradients into its sharded parameters; not for units below.
 
-        Hooks do so at the end of the unit's backward; a schedule that runs without hooks calls the method once after
-        each backward of the unit. As after hooks, gradients are kept for a later microbatch if
+        Hooks do so at the end of the unit's backward; a schedule without hooks calls the method once after each
+        backward of the unit. As after hooks, gradients are kept for a later microbatch if
         `set_requires_gradient_sync(False)` or, with ZeRO-1 and DDP, `set_is_last_backward(False)` was called. With
         delayed gradients (`delay_gradient`) everything happens when the last delayed gradient has come. Call it on a
-        stream that is ordered after the streams that made gradients.
+        stream ordered after the streams of the gradients.
 
         Raises:
-            RuntimeError: There are no gradients, or a hook is going to end this backward.
+            RuntimeError: The unit has no gradients, or a hook is going to end this backward.
 
         Effects: collective on the unit's axis, on the reduce stream; the current stream waits for the unit reduced
             before, and `wait_for_gradients()` for the gradients. No host sync on CUDA.
@@ -57,11 +57,11 @@ class UnitVerbs:
 
     @yields_to_model
     def wait_for_gradients(self) -> None:
-        """End the backward of the whole tree where no hook ends it, and make the current stream wait for gradients.
+        """End the backward of the whole tree if no hook ends it, and make the current stream wait for gradients.
 
-        A schedule that runs without hooks calls the method before the optimizer steps, and may call it after each
+        A schedule without hooks calls the method before the optimizer steps, and may call it after each
         microbatch too, with `set_is_last_backward(False)` before every microbatch but the last. Units with gradients
-        are reduced, and units that were unsharded without a hold are resharded. After a backward that hooks ended, only
+        are reduced, and units unsharded without a hold are resharded. After a backward that hooks ended, only
         late gradients are waited for (`overlap_optimizer`).
 
         Raises:
@@ -76,10 +76,10 @@ class UnitVerbs:
 
     @yields_to_model
     def mark_updated(self) -> None:
-        """Note that main weights of the whole tree were written other than by a `torch.optim` optimizer.
+        """Note a write to main weights of the whole tree by other code than a `torch.optim` optimizer.
 
         For example by swapping an average in, or by a copy through `.data`. Needed only for weights that outlive a
-        pass: units that stay unsharded, and copies that `placements` keep (DDP, ZERO1, ZERO2, and HFSDP's shards in the
+        pass: units that stay unsharded, and copies kept by `placements` (DDP, ZERO1, ZERO2, and HFSDP's shards in the
         compute dtype), and for delayed scales once an optimizer has stepped. All other weights are gathered anew each
         time.
         """
@@ -94,7 +94,7 @@ class UnitVerbs:
 
     @yields_to_model
     def set_options(self, **changes: object) -> None:
-        """Change fields of `sharding_options` that belong to the tree, for all units of the tree.
+        """Change the tree's fields of `sharding_options`, for all units of the tree.
 
             model.set_options(prefetch_budget=2 << 30, keep_budget=12 << 30)
             model.set_options(order_check=True)

@@ -151,8 +151,11 @@ class _ModuleTree:
         self.model = model
         self._policy = as_policy(policy)
         self._ignored = {id(parameter) for parameter in ignored}
+        # By parameter: each of its names, with the modules on the way there. A name outside a module is a tie.
         self._places: dict[int, list[tuple[str, set[int]]]] = {}
+        # By module: the parameters inside, each once; a dict as a set in order.
         self._parameter_ids: dict[int, dict[int, None]] = {}
+        # By module read from outside without a call: the reader's class, and the name of the parameter.
         self._readers: dict[int, tuple[str, str]] = {}
         paths = list(_paths(model))
         for name, path in paths:
@@ -343,7 +346,7 @@ class _Choice:
         self.notes: list[str] = []
         self._tree = tree
         self._matched = matched
-        self._seen: set[int] = set()
+        self._seen: set[int] = set()  # by id: a module under two names is visited under the first alone
         self._walk("", tree.model, stands_for_all=False)
 
     def _walk(self, name: str, module: nn.Module, *, stands_for_all: bool) -> None:

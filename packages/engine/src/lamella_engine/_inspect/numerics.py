@@ -110,6 +110,7 @@ def find_nonfinite(model: nn.Module, *, of: Literal["gradient", "weight", "unred
     nonfinite = _nonfinite(list(_unreduced(model) if of == "unreduced" else _named_locals(model, of)))
     if not dist.is_initialized():
         return nonfinite
+    # Objects, not tensors: ranks have findings in different numbers, and pipeline stages other names.
     everywhere: list[list[NonFinite]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(everywhere, nonfinite)
     return [item for items in everywhere for item in items]
@@ -135,6 +136,7 @@ class SpikeWatch:
         if window < 1:
             raise ValueError(f"Expected `window` of at least 1, got {window!r}.")
         self._factor = factor
+        # The last `window` finite norms of each name, for the life of the watch.
         self._seen: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=window))
 
     def check(self, norms: Mapping[str, float]) -> list[Spike]:
@@ -198,6 +200,7 @@ def _named_locals(model: nn.Module, of: str) -> Iterator[tuple[str, torch.Tensor
 
 def _unreduced(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """The gradients of earlier microbatches and of the last, under the model's names."""
+    # By both forms: with gradient sync off, modules may hold either between microbatches.
     by_form = {id(form): p for p in _sharded_parameters(model) for form in (p.sharded, p.unsharded)}
     for name, parameter in model.named_parameters():
         if (parameter_of_form := by_form.get(id(parameter))) is None:
@@ -222,7 +225,7 @@ def _local_squares(parameters: list[nn.Parameter], of: str) -> torch.Tensor:
     if local_tensors:
         norms = torch._foreach_norm(list(local_tensors.values()), 2, dtype=torch.float64)
         for i, norm in zip(local_tensors, norms, strict=True):
-            squares[i] = norm.square().to(device)
+            squares[i] = norm.square().to(device)  # parts at rest on the CPU too
     present = [zero if tensor is None else one for tensor in tensors]
     return torch.stack([torch.stack(squares), torch.stack(present)], dim=1)
 

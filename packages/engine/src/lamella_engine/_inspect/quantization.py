@@ -48,8 +48,7 @@ def quantization_errors(model: nn.Module) -> dict[str, QuantizationError]:
         Errors by name, over all ranks, equal on all ranks that share a parameter; empty without quantised parameters.
 
     Effects: collective: gathers each unit with quantised parameters, one at a time, and reshards it; one all-reduce for
-        each mesh axis of shards, of 40 bytes a parameter; one host sync. Memory for two copies
-        of a parameter in fp32.
+        each mesh axis of shards, of 40 bytes a parameter; one host sync. Memory for two copies of a parameter in fp32.
     """
     finish_deferred()
     sums: dict[int, torch.Tensor] = {}

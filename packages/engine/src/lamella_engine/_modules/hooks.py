@@ -112,6 +112,7 @@ def pre_forward(state: FSDPState, module: nn.Module, args: Args, kwargs: Kwargs)
     unit, tree = acting.unit, acting.tree
     with label("pre_forward", unit.parameters.name):
         begins = tree.begin_forward(unit, id(module), is_recomputed=_graph_task() != _NO_GRAPH_TASK)
+    # Once a pass: later inputs are outputs of modules on the device, and the first may come from the host.
     if tree.is_forward_root(unit):
         args, kwargs = _move((args, kwargs), tree.streams.device)
     args, kwargs = _cast((args, kwargs), state.input_dtype, "cast_forward_inputs")

@@ -131,6 +131,7 @@ class StateView(_View):
         together: dict[DataAxes, list[ParameterGroup]] = {}
         for group in self._state.unit.parameters.groups:
             together.setdefault(group.axes, []).append(group)
+        # Made for each reader: between passes `replace_groups` may give the unit other groups.
         return [GroupView(self._state, groups) for groups in together.values()]
 
     @property
@@ -273,6 +274,8 @@ class ParameterView(_View):
     reduce_dtype: torch.dtype | None
 
     def __init__(self, parameter: ShardedParameter, policy: MixedPrecisionPolicy, module_names: dict[int, str]) -> None:
+        # The forms of this moment: `.to()` and `to_empty` give a parameter another unsharded form, and an old view has
+        # the old one, whose bytes no gather fills any more.
         owner = parameter.owners[0]
         prefix = module_names.get(id(owner.module()), "")
         main, compute, _ = dtypes_of(parameter.sharded, policy)
@@ -308,6 +311,7 @@ class CommView(_View):
     reduce_scatter_stream: torch.Stream
     all_reduce_stream: torch.Stream
 
+    # Streams without a use so far are made here, and serve the passes from then on: no second set exists.
     def __init__(self, tree: Tree) -> None:
         vars(self).update(
             _tree=weakref.ref(tree),

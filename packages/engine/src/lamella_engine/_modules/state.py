@@ -29,11 +29,13 @@ class FSDPState:
         self, unit: Unit, tree: Tree, policy: MixedPrecisionPolicy, options: ShardingOptions = DEFAULT_OPTIONS
     ) -> None:
         self.unit = unit
-        self.tree = tree
+        self.tree = tree  # until `put_inside`: all units below one outermost unit are in its tree
         self.options = options
         self.input_dtype: torch.dtype | None = policy.param_dtype if policy.cast_forward_inputs else None
         self.output_dtype = policy.output_dtype
+        # Added by `fully_shard`, removed for good by `put_inside`.
         self.hooks_of_outermost: list[RemovableHandle] = []
+        # Set by `take_over` of the reader, and never cleared: from then on the reader's hooks and verbs are the unit's.
         self.reader: FSDPState | None = None
         tree.add(unit)
 

@@ -26,14 +26,14 @@ def new_group(
     neighbours: Transport | None = None,
     offload: Offload | None = None,
 ) -> ParameterGroup:
-    """The group of parameters that are all extended, or all not.
+    """The group of parameters, all extended or all plain.
 
     Args:
         candidates: Parameters for one group, of one set of data axes and one policy, on the resting device of shards or
             on meta. The group does not keep their storage.
         allocator: The source of the unsharded buffer's bytes. None: memory for the fastest gathers.
-        neighbours: Ranks that share a larger part of each parameter between forward and backward, or None.
-        offload: The offload of shards that rest on the CPU, or None.
+        neighbours: Ranks with a larger common part of each parameter between forward and backward, or None.
+        offload: The offload of shards at rest on the CPU, or None.
 
     Raises:
         NotImplementedError: The parameters are extended, in a placement unsupported for extended parameters.
@@ -77,7 +77,7 @@ def split_extended(groups: Sequence[ParameterGroup]) -> tuple[ParameterGroup, ..
             split.append(group)
             continue
         with torch.inference_mode(False), torch.no_grad():  # an inference tensor could never train
-            # The new group first: it clones its shards out of this group's buffer, which `remove_members` replaces.
+            # The new group first: it clones its shards out of the group's buffer, which `remove_members` replaces.
             split.append(_split_off(group, members))
             if len(members) < len(group.parameters):
                 group.remove_members(members)
@@ -157,14 +157,14 @@ def _extended(
 
 
 def _split_off(group: ParameterGroup, members: Sequence[ShardedParameter]) -> ParameterGroup:
-    """A group of some of another group's parameters, with the other group's transports and divisor."""
+    """A group of some of another group's parameters, with that group's transports and divisor."""
     for parameter in members:
         check_lies(parameter.name, parameter.sharding, group.transports.neighbours)
-        # The same object, since the methods are bound to it, in new memory: the other group's buffer is rebuilt.
+        # The same object, for the methods bound to it, in new memory: the other group's buffer is rebuilt.
         shard = parameter.shard.clone()
         parameter.shard.set_(shard if group.offload is None else group.offload.pinned(shard))  # type: ignore[call-overload]
     shapes = [group.layout.shapes[group.parameters.index(parameter)] for parameter in members]
-    # Of its own from now on: a custom collective set on one group is not the other's.
+    # A copy from now on: a custom collective set on one group is not set on the other.
     transports = replace(group.transports, windows=None)
     extended = _extended(members, shapes, group.policy, transports, group.allocator, group.offload)
     # The caller made these choices on the unit: left at their defaults, gradients of split members would be divided

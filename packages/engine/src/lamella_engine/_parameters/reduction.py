@@ -8,7 +8,7 @@ from functools import lru_cache
 
 import torch
 
-from lamella_buffers import CopyEngineTransport, Payload, ShardedBuffer, all_reduce
+from lamella_buffers import CopyEngineTransport, FakeCopyEngineTransport, Payload, ShardedBuffer, all_reduce
 from lamella_engine._parameters.group import MEAN, ParameterGroup, Reduced
 from lamella_engine._parameters.sharded_parameter import ShardedParameter, attributes_alone, gradient_over
 from lamella_engine._parameters.sharding import local_of
@@ -70,7 +70,7 @@ def sum_dtype(group: ParameterGroup) -> torch.dtype:
     Copy engines leave the sum to a kernel. The kernel may as well write the gradients' dtype: no cast follows.
     """
     transports, main = group.transports, group.main_grads_dtype
-    pushes = isinstance(transports.reduce or transports.shard, CopyEngineTransport)
+    pushes = isinstance(transports.reduce or transports.shard, CopyEngineTransport | FakeCopyEngineTransport)
     is_last = transports.replicas is None and transports.outer is None  # a second axis would carry the wider dtype
     widens = pushes and is_last and torch.promote_types(group.reduce_dtype, main) == main
     return main if widens else group.reduce_dtype
@@ -131,6 +131,7 @@ def reduce_over_outer(group: ParameterGroup, reduced: Reduced) -> Reduced:
         return reduced
     is_dense = reduced.shards.layout is not group.layout
     main_layout = group.main_weight.layout
+    # Dense like the sums: a hook reads the whole buffer, in which gaps are memory that nothing has written.
     layout = _without_gaps(main_layout) if is_dense else main_layout
     parts = ShardedBuffer.empty(layout, group.axes.main_rank, group.reduce_dtype, group.device)
     moves = zip(parts.slots, reduced.shards.slots, strict=True)

@@ -64,6 +64,7 @@ def refuse_late_parameters(owners: Iterable[Hashable]) -> None:
         RuntimeError: Some are still in place, in no unit.
     """
     if not torch.is_grad_enabled():
+        # A pass without gradients drifts nowhere, and leaves the entries to the next training forward.
         return
     mine = set(owners)
     names = [

@@ -119,6 +119,7 @@ class ShardedParameter:
         if isinstance(form, nn.Parameter):
             self.sharded = form
             self.trains = form.requires_grad
+            # Without the mark, a second `fully_shard` would take the form for a parameter of no unit.
             setattr(form, _MARK, True)
 
     def in_places(self) -> list[torch.Tensor | None]:
@@ -461,6 +462,7 @@ def shard_like(parameter: ShardedParameter, tensor: torch.Tensor, dtype: torch.d
 
     Effects: allocates the part, on the parameter's device and the current stream; not a collective.
     """
+    # A copy in any case: a view of the part would keep the memory of the whole tensor.
     part = parameter.sharding.own_part(local_of(tensor)).to(parameter.shard.device, dtype, copy=True).contiguous()
     return dtensor_for(part, tensor, parameter.sharding)
 

@@ -119,6 +119,7 @@ class DataAxes:
                     f"{name!r} not found in mesh.mesh_dim_names {mesh.mesh_dim_names}."
                 )
         parts = [_one_axis(mesh, names) for names in (replicate, shard) if names]
+        # Replicate before shard, as in a 2-D mesh: the axes' indices below count on the order.
         data = parts[0] if len(parts) == 1 else DeviceMesh._concatenate(parts)
         shard_axis = data.ndim - 1 if shard else None
         return cls(data, shard_axis, 0 if replicate else None, None, mesh, (shard, replicate))
@@ -215,6 +216,7 @@ class DataAxes:
         flat: list[Placement] = [Shard(dim) if axis in cut else Replicate() for axis in range(self.mesh.ndim)]
         if self.outer_axis is None or self.shard_axis is None:
             return flat
+        # The shard axis cuts first, though the outer axis is first in the mesh: plain `Shard`s would mean other rows.
         return list(strided_placements(self.mesh.shape, flat, order=(self.shard_axis, self.outer_axis)))
 
     def flat_placements(self, layout: FlatLayout, index: int) -> tuple[Placement, ...]:
@@ -286,6 +288,7 @@ class Sharding:
         if self.part is None:
             return shape
         mesh = self.part.mesh
+        # At the first coordinate: torch's chunks only get smaller towards the last rank.
         return mesh_region(self.part.shape, mesh.shape, self.part.placements, (0,) * mesh.ndim).shape
 
     def unwrap(self, gradient: torch.Tensor) -> torch.Tensor:
@@ -440,6 +443,7 @@ def _beside_part(parameter: DTensor, axes: DataAxes, dim: int) -> tuple[DeviceMe
         return mesh, strided_placements(mesh.shape, placements, order=order)
     model_axes = [axis for axis in range(mesh.ndim) if axis not in axes.axes_of_whole]
     model_meshes = [mesh[names[axis]] for axis in model_axes] if axes.whole is not None else [mesh]
+    # One mesh of all axes: `full_tensor`, norms and checkpoints must see data and model axes together.
     joined = DeviceMesh._concatenate([axes.mesh, *model_meshes])
     joined_placements = [*axes.placements(dim), *(placements[axis] for axis in model_axes)]
     order = [*range(axes.mesh.ndim, joined.ndim), *range(axes.mesh.ndim)]

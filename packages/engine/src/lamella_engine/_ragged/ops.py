@@ -120,6 +120,7 @@ def _local(func: Any, value: Any, like: DTensor) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     if isinstance(value, DTensor) and value.ndim == 0:
+        # Of a partial sum this is a collective: every rank gets here, with rows or without.
         return value.full_tensor()
     if value.ndim == 0:
         return value
@@ -238,8 +239,10 @@ def _draw(func: Any, args: Args, kwargs: Kwargs) -> DTensor:
     if any(isinstance(value, torch.Tensor) for value in (*arguments, *kwargs.values())):
         raise _refusal(func, _described((args, kwargs)))
     func(full, *arguments, **kwargs)  # whole on each rank: all generators advance alike, whatever rows a rank has
+    # To the mesh's device for the broadcast: its backend may take no CPU tensors, and shards may rest on the CPU.
     drawn = full[slice(*rows_of(into))].to(into.device_mesh.device_type)
     for axis, placement in enumerate(into.placements):
+        # Replicas have the same rows: all of them skip a broadcast of nothing, or none does.
         if placement.is_replicate() and into.device_mesh.size(axis) > 1 and drawn.numel():
             dist.broadcast(drawn, group=into.device_mesh.get_group(axis), group_src=0)
     into._local_tensor.copy_(drawn)
@@ -340,6 +343,7 @@ def _over_ranks(values: torch.Tensor, like: DTensor, op: dist.ReduceOp.RedOpType
 
 
 def _everywhere(value: torch.Tensor, like: DTensor) -> DTensor:
+    # Equal on all ranks by the reductions before: a check would be one collective more.
     return DTensor.from_local(value, like.device_mesh, [Replicate()] * like.device_mesh.ndim, run_check=False)
 
 
@@ -388,6 +392,7 @@ def _unscale(func: Any, args: Args, kwargs: Kwargs) -> None:
         if axes is None:
             func(tensors_on_axes, found_inf, inverse)
             continue
+        # Without tensors of no elements: Note [Empty shards].
         if filled := [tensor._local_tensor for tensor in tensors_on_axes if tensor._local_tensor.numel()]:
             func(filled, found_inf, inverse)
         found_inf.copy_(reduce_ragged(found_inf, tensors_on_axes[0], dist.ReduceOp.MAX))

@@ -4,7 +4,7 @@ a forward's own   the unit is measured with some later units: one reduction for 
 a gather at rest  (a verb, or a gather inside the optimizer's step): the unit alone is measured
 other gathers     the scales of the pass
 
-Delayed scaling reads weights for no measurement but the first: encodings raise the amaxes, which are reduced, for all
+Delayed scaling reads weights for the first measurement alone: encodings raise the amaxes, which are reduced, for all
 units at once, before the first gather after an update. Updates are an optimizer's steps and `mark_updated`; before the
 first update each pass counts as one, since any code may write main weights.
 """
@@ -34,8 +34,8 @@ class Scales:
 
     Attributes:
         recipe: The recipe of the parameters.
-        amaxes: (n,), fp32, of all parameters, each from a multiple of 16 bytes on, as `measure` and encodings raised
-            them.
+        amaxes: (n,), fp32, of all parameters, each from a multiple of 16 bytes on, raised by `measure` and by
+            encodings.
         amaxes_of_each: The amaxes of each parameter, as `parameter_scales`.
         parameter_scales: The scales of each parameter, of the recipe's `scale_shape`.
         num_past: Number of the latest measurements behind a scale.
@@ -49,7 +49,7 @@ class Scales:
         self.recipe = recipe
         shapes_of_scales = [recipe.scale_shape(shape) for shape in shapes]
         self.amaxes = torch.zeros(sum(_aligned(shape) for shape in shapes_of_scales), device=device)
-        # One tensor for the life of the scales, written in place: decoded weights keep views of it.
+        # A single tensor for the life of the scales, written in place: decoded weights keep views of it.
         self._scales = torch.ones_like(self.amaxes)
         self.num_past = recipe.num_past
         self._past = torch.full((recipe.num_past, len(self.amaxes)), _NEVER, device=device)
@@ -74,7 +74,7 @@ class Scales:
 
         Args:
             main_weight: This rank's.
-            stays: Every measurement is of this memory, which is then kept alive; otherwise of a passing copy.
+            stays: Every measurement is of the same memory, kept alive from then on; otherwise of a passing copy.
 
         Effects: as the recipe's `measure`, on the current stream.
         """
@@ -126,7 +126,7 @@ def rescale(several: Sequence[Scales], amaxes: torch.Tensor) -> None:
 
     Args:
         several: Scales of groups with equal recipes, at least one.
-        amaxes: (n,), fp32, of all ranks' rows: of all `several`, one after the other.
+        amaxes: (n,), fp32, over all ranks' rows: of all `several`, in a row.
 
     Effects: as the recipe's `rescale`, on the current stream; for more than one a copy each way.
     """
@@ -135,7 +135,7 @@ def rescale(several: Sequence[Scales], amaxes: torch.Tensor) -> None:
     several[0].recipe.rescale(amaxes, scales, past)
     if len(several) > 1:
         numels = [len(scales_of_group.amaxes) for scales_of_group in several]
-        # Back into the tensors that decoded weights view; for one group `rescale` has written them in place.
+        # Back into the tensors under decoded weights' views; for a single group `rescale` has written them in place.
         torch._foreach_copy_([scales_of_group._scales for scales_of_group in several], torch.split(scales, numels))
         if len(past):
             torch._foreach_copy_(
@@ -144,7 +144,7 @@ def rescale(several: Sequence[Scales], amaxes: torch.Tensor) -> None:
 
 
 def joined(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
-    """The tensors one after the other along a dim: one alone is itself."""
+    """The tensors in a row along a dim: a single tensor is itself."""
     return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors), dim)
 
 
@@ -157,8 +157,8 @@ def parts_in(
 
     Args:
         main_weight: This rank's shards.
-        scales: The scales of each parameter: those of the whole, or None.
-        amaxes: The amaxes of each parameter that encodings raise; None for encodings that do not measure.
+        scales: The scales of each parameter: of the whole parameter, or None.
+        amaxes: The amaxes of each parameter, raised by encodings; None for encodings without a measurement.
     """
     layout, rank, shards = main_weight.layout, main_weight.rank, main_weight.shards
     owned = [i for i, shard in enumerate(shards) if shard.numel() > 0]
@@ -173,5 +173,5 @@ def _split(flat: torch.Tensor, shapes: Sequence[Sequence[int]]) -> list[torch.Te
 
 
 def _aligned(shape: Sequence[int]) -> int:
-    """Elements that scales of a shape take, with padding."""
+    """Elements of scales of a shape, with padding."""
     return -(-prod(shape) // _ALIGNMENT) * _ALIGNMENT

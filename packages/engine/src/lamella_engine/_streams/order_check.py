@@ -58,7 +58,7 @@ class OrderCheck:
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
-        self._recent: deque[str] = deque(maxlen=_NUM_RECENT)
+        self._recent: deque[str] = deque(maxlen=_NUM_RECENT)  # for reports alone; ranks compare the checksum
         self._checksum = 0
 
     def note(self, action: str) -> None:
@@ -121,6 +121,7 @@ class _OrderComparison:
 
     def _wait(self, store: Store) -> str:
         """This rank's verdict, as soon as the ranks' messages suffice."""
+        # Short pauses first, as ranks in step meet within a millisecond; longer ones spare the store for a late rank.
         deadline, pause = time.monotonic() + self._timeout_s, 0.0005
         while not store.check(self._keys):
             if _failure() is not None:

@@ -121,7 +121,7 @@ class Streams:
         self.all_reduce_stream = other.all_reduce_stream
         self._reductions = other._reductions
         self._all_reductions = other._all_reductions
-        self.shown = other.shown
+        self.shown = other.shown  # a view of the streams left behind would show tools streams without work
 
     # -- gathers -----------------------------------------------------------------------------------------------------
 

@@ -27,6 +27,7 @@ class ReplayedOrder:
     def __init__(self, expected: Sequence[int] = ()) -> None:
         self._expected = expected
         self._cursor = 0  # in `expected`, behind the last unit on which both orders have met; never goes back
+        # The real order, of begins and of ends: learned when the pass is over, and lost with a pass that fails.
         self.seen: list[int] = []
         self.ended: list[int] = []
 
@@ -36,6 +37,7 @@ class ReplayedOrder:
         try:
             position = self._expected.index(unit, self._cursor)
         except ValueError:
+            # Off the order: the cursor stays, for the next unit that both orders have in common.
             return Outlook()
         passed = self._expected[self._cursor : position]
         self._cursor = position + 1

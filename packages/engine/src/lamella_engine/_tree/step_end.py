@@ -227,6 +227,7 @@ class StepEnd:
         try:
             self._end_backward_by_hand(defers=defers)
         finally:
+            # Also after an error: finalized by hand, no later backward is the last until the next call.
             self._context.is_last_backward = False
 
     def finish_reductions(self) -> None:

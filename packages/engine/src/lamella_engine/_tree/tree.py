@@ -205,6 +205,7 @@ class Tree:
             unit.begin_forward(module_id)
         if is_recomputed:
             unit.direction_in_backward = Direction.BOTH
+        # Before the gather, whose encodings read the scales: computed later, scales would not fit the payloads.
         for listener in unit.parameters.listeners:
             listener.weights_needed(weights, is_in_pass=True)
         weights.unshard(Direction.BOTH if is_recomputed else Direction.FORWARD)
@@ -367,6 +368,7 @@ class Tree:
         self._prefetch.begin_backward()
         self.step_end.begin_backward()
         # Autograd's engine holds the callback, and with it the tree, until this backward is over.
+        # After an exception the callback is not called: the phase stays BACKWARD, and `_begin_pass` asks for a reset.
         Variable._execution_engine.queue_callback(self._end_backward_pass)
 
     def _end_backward_pass(self) -> None:

@@ -48,6 +48,7 @@ class DelayedGradients:
         """Expect a delayed gradient of a parameter from now on."""
         self.are_expected = True
         self._num_arrived[parameter] = 0
+        # A layer that puts the gradient on `.grad` late would write over the sum of earlier microbatches there.
         parameter.keeps_grad_clear = True
 
     def take_over(self, other: DelayedGradients) -> None:

@@ -74,6 +74,7 @@ class UnitParameters:
     def process_groups(self) -> list[dist.ProcessGroup]:
         """The process groups of the unit's collectives."""
         all_axes = dict.fromkeys(group.axes for group in self.groups)
+        # In the groups' order, not as a set: the order check enters the process groups one by one, alike on all ranks.
         groups = [g for axes in all_axes for g in (axes.shard_group, axes.replicate_group, axes.outer_group)]
         return list(dict.fromkeys(group for group in groups if group is not None))
 

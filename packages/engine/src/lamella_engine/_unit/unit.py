@@ -179,6 +179,7 @@ class Unit:
         Effects: those of `UnitWeights.unshard` between passes. The bytes stay until the forward.
         """
         self.weights.unshard(Direction.FORWARD)
+        # Noted behind `unshard`, which may take replaced shards back: versions from before are of other tensors.
         self.weights.early = self.parameters.versions
 
     def drop_early(self) -> None:
@@ -300,6 +301,7 @@ class Unit:
                 f"Expected every delayed gradient of {self.parameters.title} at the end of a step, got none yet for "
                 f"{missing}. Compute them, and call the callback that `delay_gradient` gave for each."
             )
+        # A hold that outlives the step would keep the weights of before the optimizer's update.
         refuse_holds(self.weights)
 
     def abandon(self) -> None:

@@ -139,6 +139,7 @@ class UnitWeights:
 
     def keep_for(self, holder: object) -> None:
         """Keep unsharded parameters until `holder` lets go too (`reshard`)."""
+        # Else the bytes are gone already, and a holder that nothing was kept for would block later reshards.
         if self.residency is Residency.UNSHARDED:
             self._holders.add(holder)
 
@@ -168,6 +169,7 @@ class UnitWeights:
         if self.contents is not Contents.CURRENT:
             # Shards gathered over an outer axis, and parts kept for neighbours, are copies of main weights too.
             parameters.drop_gathered_shards()
+        # Rule 1 of Note [Streams]: outside of passes, no wait so far covers the last write of the shards.
         if context.phase is PassPhase.RESTING:
             self.adopt_replaced_shards()
             context.streams.order_gathers_after_updates()
@@ -182,6 +184,7 @@ class UnitWeights:
                 self._become(Residency.UNSHARDING)  # still valid: only missing payloads are gathered
                 self.add_payloads(direction)
                 return
+            # Freed first, which makes the gather stream wait for readers of the values from before the change.
             self.drop_copy()
         for listener in parameters.listeners:
             listener.weights_needed(self)
@@ -278,7 +281,7 @@ class UnitWeights:
         for grads in self.parameters.main_grads:
             grads.mark()  # forward of a fused layer looks for the attributes on the weight that it reads
         self._become(Residency.UNSHARDED)
-        if lost:
+        if lost:  # last: the error leaves an unsharded unit, which `reshard` can end
             report_lost(lost)
 
     def _finish_gather(self) -> None:
@@ -375,6 +378,7 @@ class UnitWeights:
 
         Effects: False frees kept bytes of a unit at rest, after the compute stream.
         """
+        # A unit in use only takes note: its next reshard frees the bytes, or leaves them in place.
         for group in self.parameters.groups:
             group.keeps_bytes = keep
         if not keep and self.residency is Residency.SHARDED:
@@ -477,6 +481,7 @@ class UnitWeights:
             return
         members = [parameter for group in parameters.groups for parameter in group.parameters]
         if self.residency is Residency.UNSHARDED and not self.num_holds and has_assigned_data(members):
+            # Sharded and without a copy, as the refusal requires: it makes the unsharded forms anew.
             self.reshard()
             self.drop_copy()
             refuse_assigned_data(parameters)
@@ -509,11 +514,13 @@ class UnitWeights:
         """Note that main weights may have changed: earlier unsharded weights are stale."""
         for listener in self.parameters.listeners:
             listener.weights_changed(self, WeightsChange.UPDATED)
+        # NONE stays: before the first gather, `adopt_replaced_shards` looks for extensions in new local tensors.
         if self.contents is not Contents.NONE:
             self.contents = Contents.STALE
 
     def expect_update(self) -> None:
         """Renew copies at the next use: an optimizer of any kind is likely to write main weights now."""
+        # STALE stays: its next use refuses holders, which read values from before an update. DUE does not.
         if self.contents is Contents.CURRENT:
             self.contents = Contents.DUE
 
@@ -533,6 +540,7 @@ def refuse_holds(weights: UnitWeights) -> None:
 
 def _start_gather(groups: Sequence[ParameterGroup], direction: Direction, gathered_for: Direction | None) -> Pending:
     first = groups[0]
+    # Taken: the parts serve one gather, and the next starts again from main weights, over the whole axis.
     if first.parts is not None and (neighbours := first.transports.neighbours) is not None:
         return neighbours.all_gather([payload for group in groups for payload in group.take_parts()])
     plans = [group.form.prepare_gather(group, direction, gathered_for) for group in groups]

@@ -34,6 +34,7 @@ def is_written_since(parameters: UnitParameters, before: list[tuple[int, int]]) 
     Raises:
         RuntimeError: A local shard was written, maybe on this rank alone.
     """
+    # The versions from before are of other tensors.
     if parameters.is_replaced:
         return True
     now = parameters.versions

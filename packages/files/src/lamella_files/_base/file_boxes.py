@@ -1,7 +1,7 @@
 """Boxes of a tensor stored row by row in a file: read and written in place, through bounded buffers."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import prod
 from typing import Final, NamedTuple
 
@@ -72,6 +72,31 @@ def read_box(descriptor: int, stored: Stored, chunk: Chunk, into: torch.Tensor) 
         host = torch.empty(piece.sizes, dtype=stored.dtype)
         _read_host(descriptor, stored, piece, host)
         _part(into, piece, chunk).copy_(host)
+
+
+def read_adjacent(descriptor: int, tensors: Sequence[tuple[Stored, torch.Tensor]]) -> bool:
+    """Fill whole tensors, stored one behind the other, by one system call.
+
+    A few kilobytes cost less to read than to ask for, and threads with tiny reads wait for each other's interpreter.
+
+    Args:
+        descriptor: The open file.
+        tensors: Stored tensors in the order of the file, 1,024 at most, each with the memory to fill.
+
+    Returns:
+        Whether the tensors are filled. False, with undefined contents, if bytes lie between two tensors, memory is not
+            contiguous host memory of the stored shape and dtype, or the system read less: `read_box` tells why.
+
+    Raises:
+        OSError: The file cannot be read.
+    """
+    position = tensors[0][0].start if tensors else 0
+    start = position
+    for stored, into in tensors:
+        if stored.start != position or into.shape != stored.shape or not _is_plain(into, stored.dtype):
+            return False
+        position += into.nbytes
+    return os.preadv(descriptor, [_bytes_of(into.detach()) for _, into in tensors], start) == position - start
 
 
 def write_box(descriptor: int, stored: Stored, chunk: Chunk, values: torch.Tensor) -> None:

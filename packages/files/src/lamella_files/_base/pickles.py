@@ -132,22 +132,22 @@ def check_size(value: object, nbytes: int) -> None:
         PickleTooLarge: A walk over the value does not end, or takes too long.
     """
     most = num_remaining = _FEW_VALUES + 4 * nbytes
-    unseen = [value]
+    unseen = [value] if isinstance(value, _NESTS) else []
     while unseen:
         node = unseen.pop()
-        children: list[object] = []
-        if isinstance(node, dict):
-            children = [*node, *node.values()]
-        elif isinstance(node, list | tuple | set | frozenset):
-            children = [*node]
-        elif isinstance(node, Inert):
+        if isinstance(node, Inert):
             children = [node.args, node.state, node.items]
+        else:
+            children = [*node, *node.values()] if isinstance(node, dict) else [*node]
         num_remaining -= len(children)
         if num_remaining < 0:
             raise PickleTooLarge(f"expected at most {most} values in {nbytes} bytes, got more: some hold one another")
-        unseen += [child for child in children if isinstance(child, _NESTS)]
+        # Most values are names and numbers, and a stand-in's arguments and items are often empty: the metadata of
+        # 300,000 tensors are walked through in half the time without a visit to each.
+        unseen += [child for child in children if type(child) not in _LEAVES and isinstance(child, _NESTS) and child]
 
 
+_LEAVES: Final = frozenset({str, int, float, bool, bytes, type(None)})
 _NESTS: Final = (dict, list, tuple, set, frozenset, Inert)
 _FEW_VALUES: Final = 1 << 20  # Walked through in less than a second.
 _OPCODES: Final = {op.code.encode("latin-1"): op for op in pickletools.opcodes}

@@ -23,7 +23,8 @@ class Renamed(Over):
             origins: Present names by new names.
             left_over: Present names without a new name.
         """
-        super().__init__(source, {new: source.tensors[old] for new, old in origins.items() if old in source.tensors})
+        tensors = source.tensors
+        super().__init__(source, {new: tensors[old] for new, old in origins.items() if old in tensors})
         self._origins = dict(origins)
         self.left_over = tuple(left_over)
 
@@ -45,7 +46,7 @@ class Renamed(Over):
 
     def read(self, requests: Sequence[Wanted]) -> None:
         """As `Source.read`, in one read of the source below."""
-        self.source.read([request._replace(name=self._origins[request.name]) for request in requests])
+        self.source.read([Wanted(self._origins[name], chunk, into) for name, chunk, into in requests])
 
     def read_object(self, name: str) -> object:
         """As `Source.read_object`."""

@@ -1,4 +1,4 @@
-"""What the commands of `lamella ckpt` take. Their help needs no torch, so what runs them is elsewhere."""
+"""The options of the commands of `lamella ckpt`. Help needs no torch: the commands themselves are in `ckpt`."""
 
 import argparse
 from collections.abc import Mapping, Sequence
@@ -14,12 +14,12 @@ NUM_LINES: Final = 60
 
 
 class DamageError(Exception):
-    """A checkpoint that cannot be read as it is: one line that names the file."""
+    """An unreadable checkpoint: one line with the name of the file."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Command:
-    """What one of the commands takes."""
+    """The arguments of a command."""
 
     help: str
     paths: tuple[str, ...]
@@ -27,7 +27,7 @@ class _Command:
 
 
 def add_commands(commands: "argparse._SubParsersAction[Any]") -> None:
-    """Add `ckpt` and its own commands to a parser's."""
+    """Add `ckpt` and its own commands to a parser."""
     text = "list, compare, convert or check checkpoints"
     group = commands.add_parser("ckpt", help=text, description=f"{text.capitalize()}.", allow_abbrev=False)
     inner = group.add_subparsers(dest="ckpt_command", required=True, metavar="command")
@@ -40,7 +40,7 @@ def add_commands(commands: "argparse._SubParsersAction[Any]") -> None:
 
 
 def options_of(name: str) -> Sequence[str]:
-    """The options of one of the commands."""
+    """The options of a command."""
     return tuple(_COMMANDS[name].options)
 
 

@@ -118,8 +118,8 @@ def _parser() -> argparse.ArgumentParser:
         "train",
         usage="%(prog)s [--model MODEL] [--data PATH ...] [options]",
         help="train a causal language model on text",
-        description="Train a causal language model on text; run again, it goes on from its last checkpoint. Defaults "
-        "are in brackets; a model that ships may have others, which --print-config shows.",
+        description="Train a causal language model on text. The same command again goes on from the last checkpoint. "
+        "Defaults are in brackets; --model may bring others, which --print-config shows.",
         epilog=EXIT_CODES_IN_WORDS,
         formatter_class=_Formatter,
         allow_abbrev=False,
@@ -139,9 +139,7 @@ def _parser() -> argparse.ArgumentParser:
         "subject", nargs="?", default=None, metavar="CONFIG", help="a model, as for --model; or settings in TOML"
     )
     command.add_argument("--rank", type=int, default=0, metavar="N", help="the rank to estimate [0]")
-    command.add_argument(
-        "--json", default=None, metavar="PATH", help="write the estimate as JSON; - prints JSON in place of the text"
-    )
+    _add_json(command, "estimate")
     command.add_argument("--svg", default=None, metavar="PATH", help="write a picture of bytes over the step")
     _add_run_options(command)
     inference_options.add_verbs(commands)
@@ -160,7 +158,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("arguments", metavar="ARGUMENT", nargs=argparse.REMAINDER, help="arguments of the program")
     command = commands.add_parser(
         "report",
-        help="write the page on a run again: losses, speed, memory, samples, settings",
+        help="write a run's report again: losses, speed, memory, samples and settings",
         description="Write RUN/report.html from the run's records, also of a run in progress: losses, speed, memory, "
         "samples and settings, on one page without scripts.",
         allow_abbrev=False,
@@ -168,16 +166,21 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("run", metavar="RUN", help="folder of a run of `lamella train`")
     command = commands.add_parser(
         "overlap-report",
-        help="exposed communication, copies and waits for the host in a profile",
+        help="show exposed communication, copies and waits for the host in a profile",
         description="Report, for each unit in a profile, exposed communication, copies, and the time the GPU waited "
         "for the host.",
         allow_abbrev=False,
     )
     command.add_argument("trace", metavar="TRACE", help="trace of one rank by torch.profiler, .json or .json.gz")
-    command.add_argument("--json", metavar="PATH", help="write the report as JSON; - prints JSON in place of the text")
+    _add_json(command, "report")
     command.add_argument("--html", metavar="PATH", help="write the report as a page with a timeline")
     ckpt_options.add_commands(commands)
     return parser
+
+
+def _add_json(command: argparse.ArgumentParser, subject: str) -> None:
+    text = f"write the {subject} as JSON; - prints JSON in place of the text"
+    command.add_argument("--json", default=None, metavar="PATH", help=text)
 
 
 def _add_run_options(command: argparse.ArgumentParser) -> None:
@@ -186,14 +189,14 @@ def _add_run_options(command: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="FILE",
-        help="settings from TOML or JSON, or from a name in a Python file, as runs.py:name",
+        help="settings from TOML or JSON, or from a name in a Python file, such as runs.py:name",
     )
-    command.add_argument("--print-config", action="store_true", default=False, help="print the settings and leave")
+    command.add_argument("--print-config", action="store_true", default=False, help="print the settings and exit")
     command.add_argument(
         "--memory",
         default=None,
         metavar="SIZE",
-        help="choose --stage, --recompute, resharding and offloading, the fastest that fit into so much memory a GPU, "
+        help="choose the fastest --stage, --recompute, resharding and offloading that fit into this memory of a GPU, "
         "such as 78GiB",
     )
     for group, cls in GROUPS.items():
@@ -209,7 +212,9 @@ def _add_trainer_options(command: argparse.ArgumentParser) -> None:
     dests = ("overlap", "late_gradients", "clips_local_shards")
     for (flag, text), dest in zip(texts.items(), dests, strict=True):
         command.add_argument(flag, dest=dest, action="store_true", help=text)
-    command.add_argument("--keep-budget", metavar="SIZE", help="weights that stay from forward to backward, as 2GiB")
+    command.add_argument(
+        "--keep-budget", metavar="SIZE", help="bytes of weights that stay from forward to backward, such as 2GiB"
+    )
     command.add_argument(
         "--profile", dest="num_profiled_steps", type=int, default=0, metavar="N", help="profile N steps of rank 0"
     )
@@ -235,7 +240,8 @@ def _taking(field: Field) -> dict[str, Any]:
         return {"nargs": "+", "metavar": field.option.metavar or "PATH"}
     if typing.get_origin(kind) is Literal:
         return {"metavar": "|".join(typing.get_args(kind))}
-    return {"metavar": "N" if kind is int else "X" if kind is float else field.flag.removeprefix("--").upper()}
+    text = field.option.metavar or field.flag.removeprefix("--").upper()
+    return {"metavar": "N" if kind is int else "X" if kind is float else text}
 
 
 def _spelled(default: object) -> object:

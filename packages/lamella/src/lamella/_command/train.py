@@ -131,7 +131,7 @@ def _train_with_workers(config: Config, requests: StopRequests) -> Result:
                     descriptors=descriptors,
                     limits=config.run.wait_limits,
                 )
-        return _result(prepared.directory, aloud=True)
+        return _printed_result(prepared.directory)
 
 
 @contextmanager
@@ -179,7 +179,7 @@ def _train_as_rank(config: Config) -> Result:
                     config = replace(config, optim=prepared.config.optim)
                     signum = Trainer(config, directory, rank, requests).train()
             if not signum:
-                result = _agreed_result(directory, aloud=is_first)
+                result = _agreed_result(directory, is_first=is_first)
         if result is None:
             raise Stopped(signum, _stop_message(config, signum))
         return result
@@ -229,15 +229,15 @@ def _reported(config: Config, prepared: PreparedRun) -> AbstractContextManager[N
     return reported_run(prepared.directory, facts, lambda line: say([line]))
 
 
-def _agreed_result(directory: RunDirectory, *, aloud: bool) -> Result:
+def _agreed_result(directory: RunDirectory, *, is_first: bool) -> Result:
     """Return rank 0's result on every rank, or raise its error: the metrics are on rank 0's host.
 
     Effects: collective broadcast of an object between hosts.
     """
     outcome: Result | ConfigError | None = None
-    if aloud:
+    if is_first:
         try:
-            outcome = _result(directory, aloud=True)
+            outcome = _printed_result(directory)
         except ConfigError as error:
             outcome = error
     outcome = from_first_rank(outcome)
@@ -246,7 +246,7 @@ def _agreed_result(directory: RunDirectory, *, aloud: bool) -> Result:
     return outcome
 
 
-def _result(directory: RunDirectory, *, aloud: bool) -> Result:
+def _printed_result(directory: RunDirectory) -> Result:
     validations = _loss_changes(read(directory.metrics))
     checkpoint = CheckpointDirectory(directory.checkpoints).latest()
     if not validations or checkpoint is None:
@@ -258,8 +258,7 @@ def _result(directory: RunDirectory, *, aloud: bool) -> Result:
         report=directory.report,
         validations=validations,
     )
-    if aloud:
-        say(result.lines())
+    say(result.lines())
     return result
 
 

@@ -1,11 +1,11 @@
-"""Where the answers of a conversation lie in its rendered text, for any chat template.
+"""The ranges of a conversation's answers in its rendered text, for any chat template.
 
 Note [Renderings of prefixes]
-    An answer begins where the conversation before it ends, rendered with the prompt to generate one, and ends where the
-    conversation up to it ends. Both are prefixes of the rendered conversation, unless the template writes earlier turns
-    in another way than the last one (without their thoughts, as Qwen3's does). Such a turn is seen by a model as the
-    last one when the model writes it, so the turn becomes a document of its own: the conversation up to it, with the
-    loss on that answer alone.
+    An answer begins at the end of the conversation before the answer, rendered with the prompt to generate, and ends at
+    the end of the conversation up to the answer. Both are prefixes of the rendered conversation, unless the template
+    writes earlier turns in another way than the last turn (without thoughts, as Qwen3's does). A model sees a turn as
+    the last when it writes the turn. The turn therefore becomes a document: the conversation up to the turn, with the
+    loss on the last answer alone.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,14 +31,14 @@ class AnswerSpan(NamedTuple):
 
 
 class RenderedChat(NamedTuple):
-    """A text of a chat template, and the answers in it that the loss is on."""
+    """A text of a chat template, and the ranges of the answers under the loss."""
 
     text: str
     answers: tuple[AnswerSpan, ...]
 
 
 def rendered_chats(messages: Messages, render: Render) -> list[RenderedChat]:
-    """Return a conversation in one text, or in several where the template rewrites earlier turns.
+    """Return a conversation in one text, or in several texts if the template rewrites earlier turns.
 
     See Note [Renderings of prefixes].
 
@@ -56,7 +56,7 @@ def rendered_chats(messages: Messages, render: Render) -> list[RenderedChat]:
                 chats.append(RenderedChat(text, tuple(reversed(answers))))
             text, answers = up_to_answer, []
         start = _answer_start(messages[:stop], up_to_answer, render)
-        # No model has to predict the line's end that a template writes after the end of a turn.
+        # No model has to predict the line's end of a template after the end of a turn.
         answers.append(AnswerSpan(start, max(start, len(up_to_answer.rstrip("\n")))))
     if answers or not chats:
         chats.append(RenderedChat(text, tuple(reversed(answers))))
@@ -64,18 +64,18 @@ def rendered_chats(messages: Messages, render: Render) -> list[RenderedChat]:
 
 
 def num_equal(first: Sequence[object], second: Sequence[object]) -> int:
-    """Count the elements at the start that two sequences share."""
+    """Count the elements at the start in common to two sequences."""
     pairs = enumerate(zip(first, second, strict=False))
     return next((index for index, (one, other) in pairs if one != other), min(len(first), len(second)))
 
 
 def _answer_start(messages: Messages, text: str, render: Render) -> int:
-    """Return where the last message's answer begins in the text of the messages."""
+    """Return the offset of the last message's answer in the text of the messages."""
     before, answer = messages[:-1], messages[-1]
     with suppress(Exception):  # Templates are code and may raise any exception.
         prompt, without_prompt = render(before, add_generation_prompt=True), render(before)
         if text.startswith(without_prompt):
             return num_equal(prompt, text)
-    # The template refuses the messages before, or rewrites them: the answer begins where two answers differ.
+    # The template refuses the messages before, or rewrites them: the answer begins where two answers first differ.
     first, second = (render([*before, {"role": answer["role"], "content": content}]) for content in ("A", "B"))
     return min(num_equal(first, second), num_equal(first, text))

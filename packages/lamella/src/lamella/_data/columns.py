@@ -1,4 +1,4 @@
-"""The columns of JSON records: those of TRL, and those of ShareGPT and Alpaca.
+"""The columns of JSON records: TRL's, ShareGPT's and Alpaca's.
 
 TRL has `messages`, `prompt` with `completion` (both texts or both lists of messages) and `text`, and `tools` and
 `chat_template_kwargs` beside messages.
@@ -25,8 +25,8 @@ Fields = Mapping[str, object]
 def document(text: str, position: RecordPosition) -> Iterator[Part]:
     """Yield the parts of a record's document.
 
-    Of several kinds of columns those of conversations come first, and `text` last: data sets have a `text` beside them
-    that holds the same, rendered.
+    Of several kinds of columns, conversations come first and `text` last: data sets often hold a rendered `text` beside
+    the messages.
 
     Args:
         text: The record's JSON text.
@@ -57,7 +57,7 @@ def document(text: str, position: RecordPosition) -> Iterator[Part]:
 
 
 def _described(record: Fields) -> str:
-    """Describe an object that is no document: the document's field of another kind, or the keys."""
+    """Describe an object without a document: the document's field of another kind, or the keys."""
     for name in ("text", "messages", "conversations"):
         if name in record:
             return f"{kind_of(record[name])} under {name!r}"
@@ -101,7 +101,7 @@ def _conversation(
 
 
 def _tools(tools: object, position: RecordPosition) -> list[object] | None:
-    if isinstance(tools, str) and tools:  # as TRL has it: a table's column has one type, and tools have many
+    if isinstance(tools, str) and tools:  # TRL's form: a table's column has one type, and tools have many
         try:
             tools = parse_json(tools, is_line=True)
         except ValueError as error:

@@ -1,7 +1,7 @@
-"""The tokens of documents, and which of them the loss is on.
+"""The tokens of documents, and the marks of tokens outside the loss.
 
 Note [A complement is read and not predicted]
-    A token outside the loss, such as a user's message to an assistant, is stored as its complement `~token`, a negative
+    A token outside the loss, for example of a user's message, is stored as its complement `~token`, a negative
     number. As an input the complement stands for the token, as a target for `IGNORED`.
 """
 
@@ -40,7 +40,7 @@ class Encoder:
         keeps_documents_apart: Documents are not read one after another in a stream: the tokenizer's special tokens are
             added to texts, no `end` is added to what a chat template rendered, and the first token of each document
             is a complement.
-        num_rewritten: Conversations so far that the chat template renders in several texts.
+        num_rewritten: Conversations so far with several texts by the chat template.
     """
 
     tokenizer: RunTokenizer
@@ -92,7 +92,7 @@ class Encoder:
             documents.stops.append(len(documents.tokens))
 
     def _ended(self, ids: list[int]) -> list[int]:
-        """Return a document as it stands alone, or with `end` in a stream."""
+        """Return a document for a row of its own, or with `end` in a stream."""
         if self.keeps_documents_apart:
             return [~ids[0] if ids[0] >= 0 else ids[0], *ids[1:]] if ids else []
         # Many templates end with `end` already. Otherwise append `end`: outside the loss, since no message holds it.
@@ -114,7 +114,7 @@ class Encoder:
         return _complemented(ids, range(num_equal(prompt, ids), len(ids)))
 
     def _encode_chat(self, chat: Chat) -> list[list[int]]:
-        """Return the token lists of a conversation: one, or more where the template rewrites earlier turns."""
+        """Return the token lists of a conversation: one list, or more if the template rewrites earlier turns."""
         try:
             if self.loss_is_on_all:
                 return [_ids(self.tokenizer, self._render(chat, chat.messages))]
@@ -169,7 +169,7 @@ def _ids(tokenizer: RunTokenizer, text: str, *, add_special_tokens: bool = False
 
 
 def _complemented(ids: Sequence[int], answers: Iterable[int]) -> list[int]:
-    """Return the tokens with the complements of all but those at the positions `answers`."""
+    """Return the tokens, with complements outside the positions `answers`."""
     complements = [~token for token in ids]
     for position in answers:
         complements[position] = ids[position]
@@ -177,7 +177,7 @@ def _complemented(ids: Sequence[int], answers: Iterable[int]) -> list[int]:
 
 
 def _token_range(encoding: Any, span: AnswerSpan) -> range:
-    """Return the tokens that a span touches, as transformers does for spans that a template marks."""
+    """Return the tokens touched by a span, as transformers does for a template's marked spans."""
     tokens = (encoding.char_to_token(position) for position in range(*span))
     first = next((token for token in tokens if token is not None), None)
     if first is None:

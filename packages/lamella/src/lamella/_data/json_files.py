@@ -1,4 +1,4 @@
-"""JSON files that hold one document after another: on lines, or as the elements of one array."""
+"""JSON files with many documents: on lines, or as the elements of an array."""
 
 import json
 import re
@@ -39,7 +39,7 @@ class Element(NamedTuple):
     """An element of an array.
 
     Attributes:
-        text: Its JSON text; for a damaged element all text up to the file's end.
+        text: The element's JSON text; for a damaged element all text up to the file's end.
         stop: Bytes from the beginning of the array's text to the end of the element.
     """
 
@@ -50,13 +50,13 @@ class Element(NamedTuple):
 def form_of(suffix: str, texts: Iterable[str], *, is_named: bool) -> Form:
     """Return the form of a file.
 
-    A `.json` file is one document of text, such as a program's settings in a folder of sources, unless its first
+    A `.json` file is one document of text, for example a program's settings in a folder of sources, unless the first
     object has a document's columns.
 
     Args:
         suffix: The suffix of the file's name, in lower case.
         texts: The file's text in pieces; only the beginning is read.
-        is_named: The user named the file itself, not its folder: any array is then taken for one of documents.
+        is_named: The user named the file itself, not its folder: any array is then an array of documents.
     """
     if suffix in _LINE_SUFFIXES:
         return "lines"
@@ -117,7 +117,7 @@ def elements(texts: Iterable[str]) -> Iterator[Element]:
 
 
 def _with_end(texts: Iterable[str]) -> Iterator[tuple[str, bool]]:
-    """Yield every text, and an empty last one that is marked."""
+    """Yield every text, and an empty last text with a mark."""
     for text in texts:
         yield text, False
     yield "", True

@@ -1,4 +1,4 @@
-"""UTF-8 text files, read in blocks and never whole; files that end in `.gz` are decompressed as they are read."""
+"""UTF-8 text files, read in blocks and never whole; `.gz` files are decompressed on the way."""
 
 import codecs
 import gzip
@@ -31,7 +31,7 @@ READ_ERRORS: Final = (OSError, EOFError, zlib.error)
 
 @dataclass(frozen=True, kw_only=True)
 class TextFile:
-    """A UTF-8 text file, or a byte range of a file. Bytes of a compressed file are those of its content.
+    """A UTF-8 text file, or a byte range of a file. For a compressed file, bytes of the content.
 
     Attributes:
         name: Path relative to the searched folder, and so independent of the machine.
@@ -41,7 +41,7 @@ class TextFile:
         digest: SHA-256 of the range's bytes, in hexadecimal digits.
         form: How documents lie in the file.
         num_elements_before: Elements of an array before the range.
-        source: The name of the source or validation set that the file is of; empty without names.
+        source: The name of the file's source or validation set; empty without names.
     """
 
     name: str
@@ -95,7 +95,7 @@ class TextFile:
             yield remainder
 
     def cut(self, fraction: float) -> "tuple[list[TextFile], list[TextFile]]":
-        """Split into the first lines, or elements, and the last ones that have `fraction` of the bytes."""
+        """Split into the first lines, or elements, and a last part with `fraction` of the bytes."""
         at = round(self.nbytes * (1 - fraction))
         if self.form == "array":
             return _parts(self, *_element_end(self, at))
@@ -136,7 +136,7 @@ def changed(location: object) -> ConfigError:
 
 
 def suffix_of(path: Path) -> str:
-    """Return the suffix of a file's name in lower case, without that of the compression."""
+    """Return the suffix of a file's name in lower case, before the suffix of a compression."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
     if suffixes[-1:] == [_GZIP_SUFFIX]:
         suffixes.pop()
@@ -144,7 +144,7 @@ def suffix_of(path: Path) -> str:
 
 
 def opened(path: Path) -> BinaryIO:
-    """Open a file's content; a file by the name of compressed ones that lacks their mark is read as it is."""
+    """Open a file's content; a `.gz` file without gzip's mark is read as plain bytes."""
     if path.suffix.lower() == _GZIP_SUFFIX and _mark(path) == _GZIP_MARK:
         return cast("BinaryIO", gzip.open(path, "rb"))
     return path.open("rb")
@@ -239,7 +239,7 @@ def decoded(path: Path, start: int = 0, stop: int | None = None) -> Iterator[str
 
 
 def _line_end(file: TextFile, at: int) -> int:
-    """Return where the last line ends that ends by `at`; in a file of one line a document, else where the first does.
+    """Return the end of the last line within `at` bytes; in a file of one line a document, else of the first line.
 
     A text whose first line is longer is cut within the line, at `at`.
     """
@@ -266,7 +266,7 @@ def _last_line_end(pieces: Iterable[bytes], start: int) -> int:
 
 
 def _num_continuation_bytes(file: TextFile, at: int) -> int:
-    """Count the bytes before `at` of the character that a cut there would split."""
+    """Count the bytes before `at` of the character that a cut at `at` would split."""
     start = max(0, at - 3)
     content = b"".join(blocks(file.path, start, min(at + 1, file.nbytes)))
     index = at - start

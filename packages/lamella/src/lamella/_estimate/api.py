@@ -8,8 +8,9 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lamella._estimate.estimated_bytes import CONTEXT_NBYTES, Estimate, estimate_of
-from lamella._estimate.fake_ranks import fake_ranks, no_memory
+from lamella._estimate.estimated_bytes import CONTEXT_NBYTES, LIBRARIES_NBYTES, Estimate, estimate_of
+from lamella._estimate.fake_ranks import FusedSteps, fake_ranks, no_memory
+from lamella._estimate.gpu_operators import gpu_operators
 from lamella._estimate.kinds import on_host
 from lamella._estimate.live_bytes import LiveBytes
 from lamella._estimate.recipe_step import record_recipe
@@ -19,8 +20,7 @@ from lamella_engine.extending import unit_of
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
-_COMPILED = "compiled layers are estimated as eager ones, which save more for backward"
-_KERNELS = "kernels of --kernels are estimated as the model's own layers, which save more for backward"
+_COMPILED = "compiled layers are estimated as eager ones, which save more for backward: an upper bound"
 _DOCUMENTS = "a sequence is estimated as one document"
 
 
@@ -38,7 +38,7 @@ def estimate_run(config: Config, rank: int = 0) -> Estimate:
     """
     recorded = record_recipe(config, rank)
     parallel = config.parallel
-    notes = [_COMPILED] * parallel.compile + [_KERNELS] * (config.model.kernels != "none")
+    notes = [_COMPILED] * bool(parallel.compile)
     notes += [_DOCUMENTS] * (config.data.packing == "documents")
     return estimate_of(
         recorded,
@@ -46,6 +46,7 @@ def estimate_run(config: Config, rank: int = 0) -> Estimate:
         num_ranks=parallel.ranks or 1,
         host=on_host(parallel.rest == "cpu"),
         context_nbytes=context_nbytes(parallel.device),
+        libraries_nbytes=_libraries_nbytes(parallel.device),
         notes=tuple(notes),
     )
 
@@ -98,7 +99,7 @@ def estimate_module(
     with fake_ranks(num_ranks, rank, device):
         names = ("replicas", "shards")[-len(mesh) :] if len(mesh) <= 2 else None
         shard(module, init_device_mesh("cpu", tuple(mesh), mesh_dim_names=names))
-        with no_memory(), live:
+        with no_memory(), gpu_operators(device), live:
             module.to_empty(device="cpu")
             step = TrainingStep(
                 model=module,
@@ -109,13 +110,15 @@ def estimate_module(
                 num_microbatches=num_microbatches,
                 vocab_size=vocab_size,
             )
-            recorded = record(step, live)
+            with FusedSteps():
+                recorded = record(step, live)
     return estimate_of(
         recorded,
         rank=rank,
         num_ranks=num_ranks,
         host=on_host(rests_on_cpu),
         context_nbytes=context_nbytes(device),
+        libraries_nbytes=_libraries_nbytes(device),
     )
 
 
@@ -144,3 +147,7 @@ estimate.register(nn.Module, estimate_module)
 def context_nbytes(device: str) -> int:
     """Return the bytes of a CUDA context; none for the CPU."""
     return CONTEXT_NBYTES if device == "cuda" else 0
+
+
+def _libraries_nbytes(device: str) -> int:
+    return LIBRARIES_NBYTES if device == "cuda" else 0

@@ -27,7 +27,7 @@ class MemoryOptions(NamedTuple):
     """Options that trade memory for time. In each field the later choice takes less memory.
 
     Attributes:
-        weights: "stage 2", "keep" or "reshard": the weights that stay from forward to backward.
+        weights: "stage 2", "keep" or "reshard": the weights kept from forward to backward.
         recompute: "no", "selective" or "full".
         offload_activations: False or True.
         rest: "gpu" or "cpu".
@@ -46,7 +46,7 @@ class MemoryOptions(NamedTuple):
         return _RECOMPUTED[self.recompute] * _STAYING[self.weights] * activations * rest
 
     def is_leaner_than(self, other: "MemoryOptions") -> bool:
-        """True if no field takes more memory than the other's."""
+        """True if no field takes more memory than the same field of the other choice."""
         return all(
             choices.index(mine) >= choices.index(its) for choices, mine, its in zip(_CHOICES, self, other, strict=True)
         )
@@ -55,7 +55,7 @@ class MemoryOptions(NamedTuple):
         """Return the settings with these options.
 
         Raises:
-            ConfigError: The options contradict others of the settings.
+            ConfigError: The options contradict further settings.
         """
         changes: dict[str, Any] = {
             "stage": 2 if self.weights == "stage 2" else 3,
@@ -68,7 +68,7 @@ class MemoryOptions(NamedTuple):
         return replace(config, parallel=replace(config.parallel, **changes))
 
     def flags(self) -> str:
-        """Return the options as the command line takes them."""
+        """Return the options in the spelling of the command line."""
         flags = {"stage 2": "--stage 2", "keep": "--no-reshard-after-forward", "reshard": ""}[self.weights]
         flags += f" --recompute {self.recompute}" if self.recompute != "no" else ""
         flags += " --offload-activations" if self.offload_activations else ""
@@ -98,12 +98,12 @@ class Alternative:
 
 @dataclass(frozen=True, kw_only=True)
 class FittingOptions:
-    """The options that fit into a size of memory.
+    """The options of a run within a size of memory.
 
     Attributes:
         config: The settings with the options.
         chosen: The options, and their bytes.
-        alternatives: All options that were estimated, the fastest first.
+        alternatives: All estimated options, the fastest first.
         memory_nbytes: The memory of a GPU.
     """
 
@@ -127,11 +127,11 @@ def fit_options(config: Config, memory: str) -> FittingOptions:
     """Choose the fastest recomputation, stage, resharding and offloading with which a run fits.
 
     Args:
-        config: The run's settings, with ranks, device and precision. Its own choices of these options are replaced.
-        memory: The memory of a GPU, such as "78GiB".
+        config: The run's settings, with ranks, device and precision. Choices of these options are replaced.
+        memory: The memory of a GPU, for example "78GiB".
 
     Raises:
-        ConfigError: No options fit. Names the least memory that does.
+        ConfigError: No options fit. Names the least sufficient memory.
 
     Effects: as `estimate_run`, for some of the options.
     """
@@ -160,7 +160,7 @@ def fit_options(config: Config, memory: str) -> FittingOptions:
 
 
 def leaner_options(config: Config, count: int = 2) -> list[Alternative]:
-    """Return the fastest options that take less memory than those of the settings, with their bytes.
+    """Return the fastest options with less memory than the settings' options, with their bytes.
 
     Effects: as `estimate_run`, for each.
     """
@@ -181,7 +181,7 @@ def _candidates(config: Config) -> Iterator[MemoryOptions]:
         fields = MemoryOptions(*choices)
         try:
             fields.applied(config)
-        except ConfigError:  # Contradicts an option of the run's own, such as --compile.
+        except ConfigError:  # Contradicts an option of the run, for example --compile.
             continue
         yield fields
 

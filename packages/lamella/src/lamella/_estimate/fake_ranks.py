@@ -4,11 +4,14 @@ import gc
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Final
 
+import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lamella._settings.options import ConfigError
 from lamella_buffers import FAKE_GPUS
@@ -57,3 +60,29 @@ def no_memory() -> Iterator[None]:
         # Shards in place are known by their addresses. Without memory all are 0, and count as in place.
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
         yield
+
+
+_FUSED_STEPS: Final = (
+    torch.ops.aten._fused_adam_,
+    torch.ops.aten._fused_adamw_,
+    torch.ops.aten._fused_sgd_,
+    torch.ops.aten._fused_adagrad_,
+)
+
+
+class FusedSteps(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Skips the kernels of fused optimizers in the block: they change values alone.
+
+    To be entered last, since torch asks the latest mode alone about a `DTensor`: torch 2.11 finds its placements by
+    tensors of the whole shapes, which would count as memory of the step.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(  # type: ignore[no-untyped-def]
+        self, func, types, args=(), kwargs=None
+    ):
+        if func.overloadpacket in _FUSED_STEPS:
+            return None
+        return func(*args, **(kwargs or {}))

@@ -19,11 +19,12 @@ ACTIVATIONS: Final = "activations"
 HOST_ACTIVATIONS: Final = "activations on the host"
 LOGITS: Final = "logits and loss"
 BUFFERS: Final = "buffers and inputs"
+LIBRARIES: Final = "libraries"
 TEMPORARIES: Final = "temporaries"
 
 KINDS: Final = (
     *(MAIN_WEIGHTS, OPTIMIZER_STATE, GRADIENTS, GATHERED, FLYING_GRADIENTS, ACTIVATIONS, LOGITS, BUFFERS),
-    *(TEMPORARIES, HOST_ACTIVATIONS),
+    *(TEMPORARIES, LIBRARIES, HOST_ACTIVATIONS),
 )
 
 FORWARD: Final = "forward"
@@ -32,7 +33,7 @@ _AT_REST: Final = (MAIN_WEIGHTS, OPTIMIZER_STATE, GRADIENTS)
 
 
 def adopt_model(live: LiveBytes, model: nn.Module) -> None:
-    """Count the shards, the gathered weights and the buffers of a sharded model, as they are now."""
+    """Count the shards, the gathered weights and the buffers of a sharded model, in their present state."""
     for group in _groups(model):
         live.adopt(group.main_weight.flat, MAIN_WEIGHTS)
         for buffer in group.buffers:
@@ -45,7 +46,7 @@ def adopt_model(live: LiveBytes, model: nn.Module) -> None:
 
 
 def adopt_gradients(live: LiveBytes, model: nn.Module) -> None:
-    """Count the gradients that the optimizer will read."""
+    """Count the gradients for the optimizer."""
     for parameter in model.parameters():
         if parameter.grad is not None:
             live.adopt(local_of(parameter.grad), GRADIENTS)
@@ -60,12 +61,12 @@ def adopt_optimizer_state(live: LiveBytes, optimizer: torch.optim.Optimizer) -> 
 
 
 def unsharded_outside(parameter: nn.Parameter) -> bool:
-    """True for a parameter of no unit, which is whole on every rank."""
+    """True for a parameter outside all units, which is whole on every rank."""
     return not isinstance(parameter, DTensor)
 
 
 def classify(log: MemoryLog, model: nn.Module, vocab_size: int | None) -> None:
-    """Give each storage without a kind one, by the moment of its birth and the shape of its tensor.
+    """Give storages without a kind a kind, by the moment of birth and the shape of the tensor.
 
     Args:
         log: The changes of a step, changed in place.
@@ -80,7 +81,7 @@ def classify(log: MemoryLog, model: nn.Module, vocab_size: int | None) -> None:
 
 
 def on_host(rests_on_cpu: bool) -> frozenset[str]:
-    """Return the kinds that lie in the host's memory."""
+    """Return the kinds in the host's memory."""
     return frozenset((HOST_ACTIVATIONS, *(_AT_REST if rests_on_cpu else ())))
 
 
@@ -104,7 +105,7 @@ def _kind(
 
 
 def _survivors_of_forwards(log: MemoryLog) -> set[TrackedStorage]:
-    """Return the storages that are born in a moment of a forward, and live on into a later one."""
+    """Return the storages born in a moment of a forward and alive in a later one."""
     survivors = set()
     for change in log.changes:
         if change.nbytes < 0 and change.moment > change.storage.moment:

@@ -1,7 +1,7 @@
-"""The bytes that live storages hold, change by change.
+"""The bytes of live storages, change by change.
 
 Note [Storages, not tensors]
-    Views share a storage, and autograd keeps storages alive that no Python name refers to. A storage's Python object
+    Views share a storage, and autograd keeps storages alive without a Python name. A storage's Python object
     lives as long as the storage, so a weak reference tells its end; `resize_` tells bytes that come and go in between,
     as those of gathered units do.
 """
@@ -27,9 +27,9 @@ class TrackedStorage:
 
     Attributes:
         kind: The kind of its contents; empty until `classify`.
-        shape: The shape of the tensor that it was made for.
-        moment: The index of the moment of its birth.
-        nbytes: Its bytes now.
+        shape: The shape of the storage's first tensor.
+        moment: The index of the moment of birth.
+        nbytes: The bytes now.
     """
 
     kind: str
@@ -39,7 +39,7 @@ class TrackedStorage:
 
 
 class Change(NamedTuple):
-    """Bytes that a storage gains or loses.
+    """Bytes gained or lost by a storage.
 
     Attributes:
         storage: The storage.
@@ -53,7 +53,7 @@ class Change(NamedTuple):
 
 
 def in_blocks(nbytes: int) -> int:
-    """Return the bytes that CUDA's caching allocator counts for a request: whole blocks of 512 bytes."""
+    """Return the bytes of a request in CUDA's caching allocator: whole blocks of 512 bytes."""
     return -(-nbytes // _BLOCK_NBYTES) * _BLOCK_NBYTES
 
 
@@ -71,7 +71,7 @@ class MemoryLog:
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Logs the bytes of every storage that an operator makes in the block; see Note [Storages, not tensors].
+    """Logs the bytes of every storage made by an operator in the block; see Note [Storages, not tensors].
 
     Attributes:
         log: The changes.
@@ -87,12 +87,12 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._originals: tuple[Callable[..., Any], Callable[..., Any]] | None = None
 
     def begin(self, moment: str) -> None:
-        """Begin a moment: later changes belong to it."""
+        """Begin a moment for later changes."""
         self.log.moments.append(moment)
 
     @contextmanager
     def births_are(self, kind: str) -> Iterator[None]:
-        """Give storages that are born in the block a kind."""
+        """Give storages born in the block a kind."""
         former, self._kind_of_births = self._kind_of_births, kind
         try:
             yield
@@ -100,13 +100,13 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._kind_of_births = former
 
     def adopt(self, tensor: torch.Tensor, kind: str = "") -> None:
-        """Count a tensor's storage, which may be older than the block; a kind replaces the storage's kind."""
+        """Count a tensor's storage, which may be older than the block; the kind replaces the storage's earlier kind."""
         self._note(tensor)
         if kind and (tracked := self._storages.get(tensor.untyped_storage()._cdata)):
             tracked[0].kind = kind
 
     def storage_of(self, tensor: torch.Tensor) -> TrackedStorage | None:
-        """Return the tracked storage of a tensor; None for one that no operator of the block made."""
+        """Return the tracked storage of a tensor; None for a storage older than the block."""
         tracked = self._storages.get(tensor.untyped_storage()._cdata)
         return None if tracked is None else tracked[0]
 
@@ -135,7 +135,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
         assert self._originals is not None
         _STORAGE.resize_, _STORAGE.__getitem__ = self._originals
-        self._storages.clear()  # The references end with the block, and so do their callbacks.
+        self._storages.clear()  # The references end with the block, and with them the callbacks.
 
     def __torch_dispatch__(  # type: ignore[no-untyped-def]
         self, func, types, args=(), kwargs=None

@@ -9,8 +9,10 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 import lamella_optim
-from lamella._estimate.fake_ranks import fake_ranks, no_memory
+from lamella._estimate.fake_ranks import FusedSteps, fake_ranks, no_memory
+from lamella._estimate.gpu_operators import gpu_operators
 from lamella._estimate.kinds import HOST_ACTIVATIONS
+from lamella._estimate.liger_operators import liger_operators
 from lamella._estimate.live_bytes import LiveBytes
 from lamella._estimate.recorded_step import RecordedStep, TrainingStep, record
 from lamella._model.lora import add_adapters
@@ -30,6 +32,7 @@ from lamella_transformers import (
     build_without_parameters,
     materialise,
     one_document_a_sequence,
+    target_losses,
 )
 
 _CPU = torch.device("cpu")
@@ -52,11 +55,25 @@ def record_recipe(config: Config, rank: int = 0) -> RecordedStep:
     check_states(config.optim)
     _check_experts(config)
     live = LiveBytes()
-    with (
-        fake_ranks(config.parallel.ranks, rank, config.parallel.device),
-        training_step(config, live, no_memory()) as step,
-    ):
-        return record(step, live)
+    try:
+        with (
+            fake_ranks(config.parallel.ranks, rank, config.parallel.device),
+            gpu_operators(config.parallel.device),
+            training_step(config, live, no_memory()) as step,
+            FusedSteps(),
+        ):
+            return record(step, live)
+    except RuntimeError as error:
+        raise ConfigError(_refusal(config, error)) from error
+
+
+def _refusal(config: Config, error: RuntimeError) -> str:
+    reason = str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__
+    return (
+        f"Expected layers of {config.model.name} that run in {config.parallel.precision} on tensors without memory, "
+        f"for an estimate, got: {reason}. Experts run there in bf16 alone: pass --precision bf16. Layers whose shapes "
+        "depend on values have no estimate."
+    )
 
 
 def _check_experts(config: Config) -> None:
@@ -86,11 +103,12 @@ def training_step(
     matrices = matrices_for(config.optim, model)
     units = shard(model, on_cpu.parallel, matrices, host=_HostCopies(live))
     freeze(model, trained_patterns(config))
-    with memory or nullcontext(), one_document_a_sequence(), live:
+    kernels = liger_operators(model) if config.model.kernels != "none" else nullcontext()
+    with memory or nullcontext(), one_document_a_sequence(), kernels, live:
         materialise(model, _CPU)
         # Before the first forward, after which some stages leave units unsharded: an optimizer would hold those.
         optimizer = make_optimizer(model, config.optim, matrices)
-        loss = assumed_loss(model, balance_coefficient(spec), is_fused=config.model.kernels != "none")
+        loss = assumed_loss(model, balance_coefficient(spec))
         yield TrainingStep(
             model=model,
             units=units,
@@ -99,16 +117,23 @@ def training_step(
             clip=lambda: lamella_optim.clip_grad_norm_(model.parameters(), config.optim.clip_norm),
             num_microbatches=min(config.optim.accumulation, _MOST_MICROBATCHES),
             vocab_size=spec.vocab_size,
+            validate=lambda: target_losses(model, *_tokens(config)),
         )
 
 
 def _microbatch_loss(config: Config, spec: ModelSpec, model: torch.nn.Module, loss: LossFunction) -> torch.Tensor:
-    num_sequences = config.optim.batch_size // ((config.parallel.ranks or 1) * config.optim.accumulation)
-    inputs = torch.zeros((num_sequences, config.data.sequence_length), dtype=torch.int64)
-    objective, balance = loss(model, inputs, torch.zeros_like(inputs), float(inputs.numel()))
+    inputs, targets = _tokens(config)
+    objective, balance = loss(model, inputs, targets, float(inputs.numel()))
     if balance is None:
         return objective
     return objective + balance_coefficient(spec) / config.optim.accumulation * balance
+
+
+def _tokens(config: Config) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return inputs and targets of a microbatch, as many as in a batch of a validation."""
+    num_sequences = config.optim.batch_size // ((config.parallel.ranks or 1) * config.optim.accumulation)
+    inputs = torch.zeros((num_sequences, config.data.sequence_length), dtype=torch.int64)
+    return inputs, torch.zeros_like(inputs)
 
 
 def _with_device(config: Config, device: Literal["cpu", "cuda"]) -> Config:
@@ -119,8 +144,11 @@ class _HostCopies(saved_tensors_hooks):
     """Copies saved tensors to the host's memory and back, where both are memory of no device."""
 
     def __init__(self, live: LiveBytes) -> None:
-        def pack(tensor: torch.Tensor) -> torch.Tensor:
+        def pack(tensor: torch.Tensor) -> tuple[torch.Tensor]:  # A tensor would pass for one that stays on the device.
             with live.births_are(HOST_ACTIVATIONS):
-                return tensor.clone()
+                return (tensor.clone(),)
 
-        super().__init__(pack, torch.clone)
+        def unpack(packed: tuple[torch.Tensor]) -> torch.Tensor:
+            return packed[0].clone()
+
+        super().__init__(pack, unpack)

@@ -1,10 +1,10 @@
-"""One optimizer step, recorded: the bytes that live storages hold, moment by moment."""
+"""One optimizer step, recorded: the bytes of live storages, moment by moment."""
 
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 from torch import nn
@@ -21,11 +21,12 @@ from lamella._estimate.live_bytes import LiveBytes, MemoryLog
 from lamella_engine import FSDPModule
 
 AT_REST: Final = "at rest"
+VALIDATION: Final = "validation"
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingStep:
-    """A model with all that one optimizer step of it needs.
+    """A model with everything for an optimizer step.
 
     Attributes:
         model: The root unit.
@@ -35,6 +36,7 @@ class TrainingStep:
         clip: Clips gradients before the optimizer's step.
         num_microbatches: Microbatches of a step.
         vocab_size: The last size of logits; None without logits.
+        validate: Runs the forward of a validation's batch; None without validations.
     """
 
     model: nn.Module
@@ -44,6 +46,7 @@ class TrainingStep:
     clip: Callable[[], object] = lambda: None
     num_microbatches: int = 1
     vocab_size: int | None = None
+    validate: Callable[[], object] | None = None
 
     @property
     def unit_names(self) -> Mapping[nn.Module, str]:
@@ -54,10 +57,10 @@ class TrainingStep:
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedStep:
-    """The changes of live bytes in a step, after others.
+    """The changes of live bytes in a step, after earlier changes.
 
     Attributes:
-        log: The changes, those before the step too.
+        log: The changes, with the changes before the step.
         first_moment: The index of the step's first moment.
     """
 
@@ -66,25 +69,37 @@ class RecordedStep:
 
 
 def record(step: TrainingStep, live: LiveBytes) -> RecordedStep:
-    """Run a step, in which the engine learns its order and the optimizer makes its state, then record another.
+    """Run a step, for the engine to learn its order and the optimizer to make its state, then record a second step.
 
     Args:
         step: The model's parameters have storages, with memory or without.
         live: Entered by the caller.
 
-    Effects: two optimizer steps. Collective on the groups of the model's mesh.
+    Effects: two optimizer steps, and a validation in between. Collective on the groups of the model's mesh.
     """
     adopt_model(live, step.model)
-    with _moments_of_units(step, live):
+    with moments_of_units(step.unit_names, live):
         _run(step, live)
-        gc.collect()  # Cycles of the first step would count as the second's.
-        first_moment = len(live.log.moments)
+    gc.collect()  # Cycles of the first step would count as the second's.
+    first_moment = len(live.log.moments)
+    if step.validate is not None:
+        _validate(step.model, step.validate, live)
+    with moments_of_units(step.unit_names, live):
         _run(step, live)
     adopt_optimizer_state(live, step.optimizer)
     adopt_model(live, step.model)
     live.begin(AT_REST)
     classify(live.log, step.model, step.vocab_size)
     return RecordedStep(log=live.log, first_moment=first_moment)
+
+
+@torch.no_grad()
+def _validate(model: nn.Module, validate: Callable[[], object], live: LiveBytes) -> None:
+    live.begin(VALIDATION)
+    model.eval()
+    validate()
+    model.train()
+    live.begin(AT_REST)
 
 
 def _run(step: TrainingStep, live: LiveBytes) -> None:
@@ -110,27 +125,45 @@ def _run_microbatch(step: TrainingStep, live: LiveBytes, *, is_last: bool) -> No
     live.in_backward = False
 
 
+class Moments(Protocol):
+    """Notes the moments of a step, one after another.
+
+    Attributes:
+        in_backward: True from the begin of a backward to its end: a forward that runs now is recomputed.
+    """
+
+    in_backward: bool
+
+    def begin(self, moment: str) -> None:
+        """Begin a moment."""
+
+
 @contextmanager
-def _moments_of_units(step: TrainingStep, live: LiveBytes) -> Iterator[None]:
-    """Begin a moment at each unit's forward, and at the gradient of its output."""
-    last = step.units[-1] if step.units else None
+def moments_of_units(unit_names: Mapping[nn.Module, str], moments: Moments) -> Iterator[None]:
+    """Begin a moment at each unit's forward, and at the gradient of its output, in the block.
+
+    Args:
+        unit_names: Unit -> name, in the order of forwards.
+        moments: The moments.
+    """
+    last = next(reversed([*unit_names]), None)
     with ExitStack() as hooks:
-        for unit, name in step.unit_names.items():
-            before, after = _hooks(live, name, is_last=unit is last)
+        for unit, name in unit_names.items():
+            before, after = _hooks(moments, name, is_last=unit is last)
             hooks.callback(unit.register_forward_pre_hook(before).remove)
             hooks.callback(unit.register_forward_hook(after).remove)
         yield
 
 
-def _hooks(live: LiveBytes, name: str, *, is_last: bool) -> tuple[Callable[..., None], Callable[..., None]]:
+def _hooks(moments: Moments, name: str, *, is_last: bool) -> tuple[Callable[..., None], Callable[..., None]]:
     def before(module: nn.Module, arguments: Any) -> None:
-        live.begin(f"backward recomputes {name}" if live.in_backward else f"{FORWARD} {name}")
+        moments.begin(f"backward recomputes {name}" if moments.in_backward else f"{FORWARD} {name}")
 
     def after(module: nn.Module, arguments: Any, output: Any) -> None:
         tensor = output[0] if isinstance(output, tuple | list) else output
-        if isinstance(tensor, torch.Tensor) and tensor.requires_grad and not live.in_backward:
-            tensor.register_hook(lambda _: live.begin(f"backward {name}"))  # type: ignore[no-untyped-call]
-        if not live.in_backward:
-            live.begin(f"{FORWARD} {HEAD_AND_LOSS}" if is_last else f"{FORWARD} after {name}")
+        if isinstance(tensor, torch.Tensor) and tensor.requires_grad and not moments.in_backward:
+            tensor.register_hook(lambda _: moments.begin(f"backward {name}"))  # type: ignore[no-untyped-call]
+        if not moments.in_backward:
+            moments.begin(f"{FORWARD} {HEAD_AND_LOSS}" if is_last else f"{FORWARD} after {name}")
 
     return before, after

@@ -10,7 +10,19 @@ from lamella._estimate.text import size
 
 _WIDTH, _HEIGHT, _LEFT, _TOP = 860, 300, 80, 30
 _COLOURS: Final = (
-    *("#4e79a7", "#76b7b2", "#59a14f", "#f28e2b", "#e15759", "#b07aa1", "#edc948", "#9c755f", "#bab0ac", "#d3d3d3"),
+    *(
+        "#4e79a7",
+        "#76b7b2",
+        "#59a14f",
+        "#f28e2b",
+        "#e15759",
+        "#b07aa1",
+        "#edc948",
+        "#9c755f",
+        "#bab0ac",
+        "#8cd17d",
+        "#d3d3d3",
+    ),
 )
 
 

@@ -1,4 +1,4 @@
-"""The card of an exported model, or of its adapters: the figures of its run, and the lines that open it."""
+"""The card of an exported model, or of adapters: the figures of the run, and the lines to open the export."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
@@ -12,7 +12,7 @@ _FINGERPRINT_LENGTH: Final = 16
 
 
 def model_card(run: TrainedRun, *, model_type: str, dtype: str, version: str) -> str:
-    """Return a model card in Markdown, with the metadata block that model hubs read.
+    """Return a model card in Markdown, with the metadata block of model hubs.
 
     Args:
         run: The run, with the exported checkpoint.
@@ -51,7 +51,7 @@ model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
 
 
 def adapter_card(run: TrainedRun, *, model_type: str, dtype: str, version: str) -> str:
-    """Return the card of a folder of adapters, which names the model that they are for; arguments as `model_card`.
+    """Return the card of a folder of adapters, with the name of the adapted model; arguments as `model_card`.
 
     Raises:
         CheckpointDamaged: The checkpoint's metadata cannot be read.

@@ -9,7 +9,7 @@ from lamella._settings.options import ConfigError, in_short
 
 
 def score_tasks(trained: TrainedModel, tasks: Sequence[str], *, limit: int | None) -> dict[str, Any]:
-    """Return the results of lm-eval's tasks, as its `simple_evaluate` returns them.
+    """Return the results of lm-eval's tasks, in the form of its `simple_evaluate`.
 
     Args:
         trained: The model.
@@ -32,13 +32,13 @@ def score_tasks(trained: TrainedModel, tasks: Sequence[str], *, limit: int | Non
     try:
         language_model = models.HFLM(pretrained=trained.model, tokenizer=trained.tokenizer.tokenizer)
         evaluation = evaluator.simple_evaluate(model=language_model, tasks=list(tasks), limit=limit)
-    except Exception as error:  # Tasks are code and data of others.
+    except Exception as error:  # Tasks are foreign code and data.
         raise ConfigError(f"Expected tasks that lm-eval can run, got: {in_short(error)}") from error
     return dict(evaluation or {})
 
 
 def scores_of(evaluation: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """Return the numbers in results of lm-eval: task -> metric -> number; a standard error is a metric of its own."""
+    """Return the numbers in results of lm-eval: task -> metric -> number; a standard error is a further metric."""
     return {
         task: {
             name.removesuffix(",none"): float(score)
@@ -50,7 +50,7 @@ def scores_of(evaluation: Mapping[str, Any]) -> dict[str, dict[str, float]]:
 
 
 def score_lines(scores: Mapping[str, Mapping[str, float]]) -> list[str]:
-    """Return a line a task and metric, with the standard error where there is one."""
+    """Return a line a task and metric, with the standard error if known."""
     return [
         f"{task}  {name}: {score:.4f}{_deviation(metrics, name)}"
         for task, metrics in scores.items()

@@ -1,4 +1,4 @@
-"""The model of a run on one rank: built without memory, given its kernels, sharded, and given its first weights."""
+"""The model of a run on one rank: built without memory, equipped with kernels, sharded, and filled with weights."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,10 +35,10 @@ class RunModel:
         module: The root unit.
         units: The units but the root.
         spec: The transformers config of the model.
-        pretrained: The folder of the weights that the run starts from; None for fresh weights.
+        pretrained: The folder of the run's first weights; None for fresh weights.
         seed: The seed of fresh weights.
         adapters: The adapters in the model; None without.
-        matrices: The names of the matrices that Muon steps; none for other optimizers.
+        matrices: The names of the matrices under Muon; none for other optimizers.
         replacements: The functions of transformers that kernels replaced, for the end of the run.
         flops_per_token: Floating-point operations of a token's forward and backward.
     """
@@ -54,7 +54,7 @@ class RunModel:
     flops_per_token: float
 
     def initialise(self, device: torch.device) -> None:
-        """Give the model the weights that a new run starts from.
+        """Give the model the first weights of a new run.
 
         Args:
             device: The device of this rank.
@@ -67,7 +67,7 @@ class RunModel:
         if self.pretrained is not None:
             load_weights(self.pretrained, self.module, self.spec, over=partial(self._with_adapters, prefix="model."))
         else:
-            # A full copy of a parameter is drawn, of which a rank keeps its shard: equal on any number of ranks.
+            # A rank draws a full copy of a parameter, and keeps a shard: equal on any number of ranks.
             weights = self._with_adapters(FreshWeights(self.spec, device, self.seed))
             fill(dict(self.module.named_parameters()), weights)
 
@@ -90,11 +90,11 @@ def build(config: Config, folder: Path, device: torch.device) -> RunModel:
     module = build_without_parameters(spec, device)
     flops = flops_per_token(module, spec, config.data.sequence_length)
     adapters = add_adapters(module, config.model, config.run.seed)
-    replacements = use_kernels(module, config.model.kernels, is_compiled=config.parallel.compile)
+    replacements = use_kernels(module, config.model.kernels)
     matrices = matrices_for(config.optim, module)
     units = shard(module, config.parallel, matrices)
     materialise(module, torch.device("cpu") if config.parallel.rest == "cpu" else device)
-    module.to(device)  # Buffers; shards that rest on the CPU stay there.
+    module.to(device)  # Buffers; shards at rest on the CPU stay there.
     return RunModel(
         module=module,
         units=units,

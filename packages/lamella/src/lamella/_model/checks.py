@@ -1,17 +1,15 @@
-"""The checks of a model before a run: its config, the folder of its weights, and what the machine must have for it."""
+"""The checks of a model before a run: its config, the folder of its weights, and the machine's memory and tools."""
 
 import copy
-import importlib.util
 import math
 import os
-import shutil
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import nn
 
+from lamella._model.compilation import check_compiler
 from lamella._model.float8 import check_float8
 from lamella._model.kernels import check_kernels
 from lamella._model.lora import add_adapters, check_peft
@@ -33,7 +31,7 @@ class CheckedModel:
         spec: The config of the model.
         outline: The model on the meta device, without adapters.
         checkpointed: The model on the meta device as checkpoints hold it, with adapters.
-        units: The choice of the modules to shard one by one.
+        units: The choice of modules to shard one by one.
     """
 
     pretrained: Path | None
@@ -43,7 +41,7 @@ class CheckedModel:
     units: UnitChoice
 
     def describe(self) -> str:
-        """Return one line on the size of the model, and on units that neither an adapter nor transformers names."""
+        """Return one line on the size of the model, and on units chosen without an adapter's or transformers' names."""
         num_parameters = sum(parameter.numel() for parameter in self.outline.parameters())
         units = (
             "" if self.units.note is None else f"; its units are {self.units.note}, which transformers does not name"
@@ -52,7 +50,7 @@ class CheckedModel:
 
 
 def check_model(config: Config, *, has_checkpoint: bool) -> CheckedModel:
-    """Check the model of a run, and what the machine must have for it.
+    """Check the model of a run, and the machine's memory and tools.
 
     Args:
         config: The run's settings.
@@ -79,7 +77,7 @@ def check_model(config: Config, *, has_checkpoint: bool) -> CheckedModel:
     units = choose_units(model)
     check_float8(units.modules, config.parallel)
     check_kernels(config.model, spec.model_type, config.parallel)
-    _check_compiler(config.parallel)
+    check_compiler(config.parallel)
     return CheckedModel(pretrained=pretrained, spec=spec, outline=model, checkpointed=checkpointed, units=units)
 
 
@@ -92,7 +90,7 @@ def _check_vocabulary(config: Config, pretrained: Path | None) -> None:
 
 
 def _check_experts(model: nn.Module, parallel: ParallelConfig) -> None:
-    """Refuse --experts for a model without experts, of a family that is not known, or with others than divide."""
+    """Refuse --experts without experts, for unknown families, and for numbers of experts that it does not divide."""
     if parallel.experts == 1:
         return
     try:
@@ -105,7 +103,7 @@ def _check_experts(model: nn.Module, parallel: ParallelConfig) -> None:
 
 
 def _check_memory(model: nn.Module, parallel: ParallelConfig) -> None:
-    """Refuse a model whose shards, and one fresh parameter while it is drawn, do not fit into the memory of a rank."""
+    """Refuse a model whose shards, with one fresh parameter during its drawing, exceed the memory of a rank."""
     nbytes = [parameter.numel() * torch.float32.itemsize for parameter in model.parameters()]
     num_ranks = parallel.ranks or 1
     needed = math.ceil(sum(nbytes) / num_ranks) + max(nbytes, default=0)
@@ -120,22 +118,4 @@ def _check_memory(model: nn.Module, parallel: ParallelConfig) -> None:
             f"Expected a model whose fresh weights fit into the memory of {place}, {memory / 2**30:,.0f} GiB, got "
             f"{needed / 2**30:,.0f} GiB on {num_ranks} ranks, with one parameter unsharded. Pass a smaller --model or "
             "more --ranks."
-        )
-
-
-def _check_compiler(parallel: ParallelConfig) -> None:
-    """Refuse --compile where torch would find no compiler after the run has started."""
-    if not parallel.compile:
-        return
-    if parallel.device == "cuda":
-        variable, names = "CC", ["gcc", "clang"]
-        if importlib.util.find_spec("triton") is None:
-            raise ConfigError("Expected Triton for --compile on GPUs, got none. Install it, or leave --compile out.")
-    else:
-        variable, names = "CXX", ["clang++"] if sys.platform == "darwin" else ["g++"]
-    compilers = [os.environ[variable]] if variable in os.environ else names
-    if not any(map(shutil.which, compilers)):
-        raise ConfigError(
-            f"Expected a compiler for --compile on {parallel.device} ({variable}, or {' or '.join(names)} on PATH), "
-            f"got none of {', '.join(compilers)}. Install one, or leave --compile out."
         )

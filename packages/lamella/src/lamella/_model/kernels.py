@@ -13,6 +13,11 @@ def check_kernels(model: ModelConfig, model_type: str, parallel: ParallelConfig)
     """
     if model.kernels == "none":
         return
+    if parallel.compile:
+        raise ConfigError(
+            f"Expected --kernels {model.kernels} without --compile, whose inductor fuses the layers itself, got both. "
+            "Leave one of them out."
+        )
     if parallel.device != "cuda":
         raise ConfigError(
             f"Expected --device cuda for --kernels {model.kernels}, got {parallel.device!r}. Pass --kernels none."

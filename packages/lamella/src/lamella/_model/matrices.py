@@ -1,4 +1,4 @@
-"""`--optimizer muon`: the matrices that Muon steps, and a layout with each of them whole on one rank."""
+"""`--optimizer muon`: the matrices under Muon, and a layout with each matrix whole on one rank."""
 
 from collections.abc import Callable, Collection
 from typing import Final
@@ -16,7 +16,7 @@ MUON: Final = "muon"
 
 
 def matrices_for(optim: OptimConfig, model: nn.Module) -> frozenset[str]:
-    """Return the names of the matrices that a run's Muon steps; none for another optimizer.
+    """Return the names of the matrices under a run's Muon; none for another optimizer.
 
     Raises:
         ConfigError: As `muon_matrices`.
@@ -31,12 +31,12 @@ def muon_matrices(model: nn.Module) -> frozenset[str]:
     (Mamba's `A_log`).
 
     Args:
-        model: Before it is sharded.
+        model: The model before sharding.
 
     Raises:
         ConfigError: The layers have no such matrix.
     """
-    try:  # The choice of `--float8`, by a recipe that no parameter gets.
+    try:  # The choice of `--float8`, by a recipe without parameters.
         choose = matrices_of(sharding_units(model), Float8Recipe())
     except ValueError as error:
         raise ConfigError(
@@ -48,7 +48,7 @@ def muon_matrices(model: nn.Module) -> frozenset[str]:
 def keep_whole(model: nn.Module, names: Collection[str]) -> Callable[[nn.Parameter], Rows | Whole] | None:
     """Return a rule for `ShardingOptions(keep_together=...)`: named matrices whole, all others by rows.
 
-    A stack of experts is cut between its matrices. None without names: torch's chunks.
+    A stack of experts is cut between matrices. None without names: torch's chunks.
     """
     if not names:
         return None

@@ -1,6 +1,6 @@
-"""How a model is cut into units: what they save for backward, their number formats, stage and resting place."""
+"""The cut of a model into units: saved tensors, number formats, stage and resting place of each unit."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Any, Final, cast
 
 import torch
@@ -42,12 +42,12 @@ def shard(
     """Shard each unit, then the root module with the remaining parameters.
 
     The order matters: spread experts, which replace parameters, then recompute, then offloading of activations around
-    it, then shards. `compile_units` comes last, after the first forward.
+    it, then shards. `compilation.compile_units` comes last, after the first forward.
 
     Args:
         model: Changed in place.
         parallel: The settings of sharding.
-        matrices: The names of matrices that stay whole on one rank each, for Muon.
+        matrices: The names of the matrices for Muon, each whole on one rank.
         host: Hooks that move saved tensors to the host's memory, as for `offload_activations`.
 
     Returns:
@@ -85,7 +85,7 @@ def shard(
     for unit in units:
         fully_shard(unit, mp_policy=unit_policy, reshard_after_forward=reshard, **shared)
     fully_shard(model, mp_policy=policy, **shared)
-    if parallel.experts > 1:  # Experts have seen the tokens of all ranks that share them.
+    if parallel.experts > 1:  # Tokens of all ranks with a share reach an expert.
         for unit in (*units, model):
             cast(FSDPModule, unit).set_gradient_divide_factor(dist.get_world_size())
     return units
@@ -101,7 +101,7 @@ def _mesh(parallel: ParallelConfig) -> DeviceMesh:
 
 
 def _experts_mesh(parallel: ParallelConfig) -> DeviceMesh:
-    """The ranks with the same experts along an outer axis, the ranks that share them along the inner one."""
+    """The ranks with the same experts along an outer axis, the ranks with shares of the experts along the inner one."""
     shape = (dist.get_world_size() // parallel.experts, parallel.experts)
     return init_device_mesh(parallel.device, shape, mesh_dim_names=("experts_data", "experts"))
 
@@ -112,9 +112,3 @@ def _placements(parallel: ParallelConfig) -> Any:
     if parallel.replicate > 1:
         return (HFSDP if parallel.spread_states else HSDP, stage)
     return stage
-
-
-def compile_units(units: Sequence[nn.Module], parallel: ParallelConfig) -> None:
-    """Compile each unit at its next forward, where the settings ask for it."""
-    for unit in units if parallel.compile else ():
-        unit.compile()

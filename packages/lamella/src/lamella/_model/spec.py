@@ -19,7 +19,7 @@ from lamella_transformers import Adapter, ModelError, ModelSpec, find_adapter, n
 
 @dataclass(frozen=True, kw_only=True)
 class NamedModel:
-    """A model that ships with lamella: the values of its config, and sensible settings.
+    """A model of lamella's: the values of its config, and sensible settings.
 
     Attributes:
         adapted_type: The model type whose adapter holds the values under the same name; then `config` is empty.
@@ -88,14 +88,14 @@ def load_spec(name: str, vocab_size: int | None = None) -> ModelSpec:
     A config with other parts (vision) yields the config of the text model.
 
     Raises:
-        ConfigError: No such model, its adapter is not installed, or the config lacks a field or is refused by
+        ConfigError: No model of the name, its adapter is not installed, or the config lacks a field or is refused by
             transformers.
     """
     values = dict(_text_part(name, _values(name)))
     if vocab_size is not None:
         values["vocab_size"] = vocab_size
-    # Main weights are fp32 whatever the config of a published checkpoint says; precision is the run's choice.
-    # The training loop reads outputs by name, which `return_dict` would turn into tuples.
+    # Main weights are fp32 whatever dtype a published config names; precision is the run's choice.
+    # The training loop reads outputs by name; `return_dict` would turn outputs into tuples.
     for key in ("dtype", "torch_dtype", "transformers_version", "return_dict"):
         values.pop(key, None)
     return _to_spec(name, values)
@@ -112,7 +112,7 @@ def _read_values(name: str) -> Mapping[str, object]:
     from transformers import PreTrainedConfig
 
     path = Path(name)
-    if not os.path.exists(path):  # Path.exists() raises where a name is too long.
+    if not os.path.exists(path):  # Path.exists() raises for names that are too long.
         names = ", ".join(map(repr, NAMED))
         raise ConfigError(
             f"Expected a path or one of {names} as --model, got {name!r}.{nearest(name, NAMED) or _from_a_hub(name)}"
@@ -127,14 +127,14 @@ def _read_values(name: str) -> Mapping[str, object]:
         raise ConfigError(f"Expected a field 'model_type' in {str(path)!r}, got none.")
     _check_numbers(str(path), values)
     try:
-        # Read once more by transformers, which has its own way to write what JSON has no numbers for: infinity.
+        # Read once more by transformers, which has a spelling for infinity: JSON has no such number.
         return PreTrainedConfig.get_config_dict(path, local_files_only=True)[0]
-    except Exception as error:  # It raises what its parts raise.
+    except Exception as error:  # Any part of transformers may raise.
         raise ConfigError(f"Expected a transformers config in {str(path)!r}, got {in_short(error)}") from error
 
 
 def _check_numbers(name: str, values: Mapping[str, object]) -> None:
-    """Refuse numbers that transformers accepts: counts of modules that take hours to build, and dropout rates."""
+    """Refuse numbers accepted by transformers: counts of modules that take hours to build, and dropout rates."""
     for key, value in values.items():
         if isinstance(value, dict):
             _check_numbers(name, value)
@@ -159,7 +159,7 @@ def _text_part(name: str, values: Mapping[str, object]) -> Mapping[str, object]:
         return values
     if not isinstance(part, dict) or not isinstance(part.get("model_type"), str):
         raise ConfigError(f"Expected a text_config with a model_type in {name!r}, got {shown(part)}.")
-    # The outer config decides on this one: the inner value may be a library's default.
+    # The outer config decides on the field: the inner value may be a library's default.
     return part | {key: values[key] for key in ("tie_word_embeddings",) if key in values}
 
 
@@ -179,7 +179,7 @@ def _to_spec(name: str, values: dict[str, object]) -> ModelSpec:
 
 
 def _check_sizes(name: str, spec: object, values: Mapping[str, object]) -> None:
-    """Refuse a config that leaves its size to transformers, whose defaults are those of a published model."""
+    """Refuse a config without its sizes: transformers would take the sizes of a published model."""
     for size in ("vocab_size", "hidden_size", "num_hidden_layers"):
         fields = _fields_of_size(spec, size)
         if size not in values and fields.isdisjoint(values):
@@ -190,7 +190,7 @@ def _check_sizes(name: str, spec: object, values: Mapping[str, object]) -> None:
 
 
 def _fields_of_size(spec: object, size: str) -> set[str]:
-    """Return the fields that a size is stored in: under another name, or those that transformers computes it from."""
+    """Return the fields behind a size: the field of another name, or the fields that transformers computes from."""
     computed = getattr(type(spec), size, None)
     if isinstance(computed, property) and computed.fget is not None:
         fields = _RecordedFields(spec)
@@ -201,7 +201,7 @@ def _fields_of_size(spec: object, size: str) -> set[str]:
 
 
 class _RecordedFields:
-    """A config whose attributes are noted as they are read."""
+    """A config that notes each attribute as it is read."""
 
     def __init__(self, spec: object) -> None:
         self.names: set[str] = set()
@@ -245,7 +245,7 @@ def refused_models() -> Iterator[None]:
 
 
 def outline(spec: ModelSpec) -> nn.Module:
-    """Return the model of a config without memory for its weights, if a run can train such a model.
+    """Return the model of a config without memory for its weights, if a run can train the model.
 
     Raises:
         ConfigError: The model's adapter is not installed, or as `lamella_transformers.outline`.

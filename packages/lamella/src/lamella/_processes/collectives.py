@@ -1,4 +1,4 @@
-"""The collectives that this process has entered, by torch's counts and its flight recorders."""
+"""The collectives of this process, by torch's counts and its flight recorders."""
 
 import json
 from typing import TYPE_CHECKING, Any
@@ -6,19 +6,19 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-# A recorder of torch's for gloo, and one for NCCL. torch builds without a recorder have no such function.
+# Torch's recorders, for gloo and for NCCL. Builds of torch without a recorder lack the function.
 _RECORDERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
 
 
 def num_collectives(group: "dist.ProcessGroup") -> int:
-    """Return the number of collectives that this rank has entered in a group, over all backends."""
+    """Return the number of collectives of this rank in a group, over all backends."""
     backends = [group._get_backend(device) for device in group._device_types]
     unique = {id(backend): backend for backend in backends}  # One backend may serve several devices.
     return sum(backend._get_sequence_number_for_group() for backend in unique.values())  # type: ignore[attr-defined]
 
 
 def last_collective() -> str:
-    """Return the kind of the collective that this process has entered last, such as "all-gather"; "" if unknown.
+    """Return the kind of this process's last collective, for example "all-gather"; "" if unknown.
 
     Effects: torch copies its records of the last 2,000 collectives: a fraction of a second.
     """
@@ -36,5 +36,5 @@ def _records(dump: str | bytes) -> list[dict[str, Any]]:
 
 
 def _kind(name: object) -> str:
-    """Return "all-gather" for names such as "gloo:all_gather" and "nccl:_all_gather_base"."""
+    """Return "all-gather" for names like "gloo:all_gather" and "nccl:_all_gather_base"."""
     return f"{name}".rpartition(":")[2].strip("_").removesuffix("_base").replace("_", "-").lower()

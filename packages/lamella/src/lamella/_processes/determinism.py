@@ -1,4 +1,4 @@
-"""`--deterministic`: kernels that add in one order, so that a run repeats bit for bit on equal devices."""
+"""`--deterministic`: kernels that add in one order. A run repeats bit for bit on equal devices."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -10,7 +10,7 @@ from lamella._settings.options import ConfigError, in_short
 from lamella._settings.sections import RunConfig
 
 _VARIABLES: Final[Mapping[str, str]] = {
-    # Without a workspace of fixed size, cuBLAS chooses kernels by the memory that streams happen to share.
+    # Without a workspace of fixed size, cuBLAS chooses kernels by the memory shared by chance between streams.
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     # NCCL documents no order for sums inside the switch.
     "NCCL_NVLS_ENABLE": "0",
@@ -27,7 +27,7 @@ def deterministic_lines(run: RunConfig) -> list[str]:
 
 @contextmanager
 def deterministic(run: RunConfig) -> Iterator[None]:
-    """Let torch, cuDNN, cuBLAS and NCCL take deterministic kernels alone in the block, where `run` asks for it.
+    """Let torch, cuDNN, cuBLAS and NCCL take deterministic kernels alone in the block, if `run` asks for them.
 
     Entered before this process uses CUDA: cuBLAS and NCCL read their variables once.
 
@@ -83,7 +83,7 @@ class _Switches(NamedTuple):
 _DETERMINISTIC: Final = _Switches(
     is_deterministic=True,
     only_warns=False,
-    # Storages of the engine are written before they are read: filling them would be a pass over memory for nothing.
+    # The engine writes its storages before any read: filling them would cost a pass over memory for nothing.
     fills_memory=False,
     cudnn_is_deterministic=True,
     cudnn_tries_kernels=False,

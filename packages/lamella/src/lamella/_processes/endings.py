@@ -40,7 +40,7 @@ exit codes:
   0    every step is done
   1    a rank died, and its traceback is printed; or a rank did not go on within --timeout
   2    refused: the settings, the data, the folder or a damaged checkpoint
-  3    the loss, the gradient or a weight is not finite; nothing of that was saved
+  3    the loss, the gradient or a weight is not finite; the step is not saved
   4    a checkpoint or the metrics could not be written; earlier checkpoints are whole
   130  stopped by Ctrl-C (SIGINT), 143 by SIGTERM: the step under way is finished and saved, and the same command
-       goes on from there. A second signal leaves at once"""
+       goes on from there. A second signal ends the run at once"""

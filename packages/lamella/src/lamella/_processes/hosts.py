@@ -1,4 +1,4 @@
-"""The ranks that torchrun started, before their process group: who prepares, and which folders their hosts share.
+"""The ranks of torchrun before their process group: who prepares, and which folders their hosts share.
 
 Note [A folder is shared if its probe is seen]
     Neither a path nor the name of a file system tells whether two hosts see one folder. Rank 0 therefore writes a file
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 _PROBE: Final = "probe"
 _PREPARATION: Final = timedelta(days=7)  # A large text takes hours to become tokens.
-_LATE_S: Final = 2.0  # for a file system whose hosts see a file some time after it was written
+_LATE_S: Final = 2.0  # for a file system whose hosts see a new file after some time
 
 Stage = Literal["look", "preparation"]
 """The stages before the process group: every host has looked for the probes; every host has prepared."""
 
 
 class Probe(NamedTuple):
-    """The files that rank 0 wrote into its folders.
+    """The files of rank 0 in its folders.
 
     Attributes:
         name: The name of each file.
@@ -41,7 +41,7 @@ class Probe(NamedTuple):
     host: str
 
     def is_in(self, folder: Path) -> bool:
-        """Return True where this host sees the folder of rank 0. Effects: waits for seconds if it does not."""
+        """Return True where this host sees the folder of rank 0. Effects: waits for seconds before a False."""
         deadline = time.monotonic() + _LATE_S
         while not (is_seen := (folder / self.name).exists()) and time.monotonic() < deadline:
             time.sleep(_LATE_S / 10)
@@ -52,7 +52,7 @@ class Hosts:
     """This rank among the ranks of all hosts, who talk by torchrun's store.
 
     Attributes:
-        store: The store; other users of the store have other prefixes.
+        store: torchrun's store, under a prefix of lamella's.
         rank: Number of this rank, from 0 on.
         num_ranks: Number of ranks.
         is_leader: True on the first rank of a host.
@@ -94,7 +94,7 @@ class Hosts:
         self.store.set(_PROBE, text)
 
     def probe(self) -> Probe | None:
-        """Return rank 0's probe; None where rank 0 refuses the run without one. Effects: waits for rank 0."""
+        """Return rank 0's probe; None where rank 0 refuses the run. Effects: waits for rank 0."""
         self.store.wait([_PROBE], _PREPARATION)
         name, _, host = self.store.get(_PROBE).decode().partition(" ")
         return Probe(name, host) if name else None
@@ -102,7 +102,7 @@ class Hosts:
     def agree(self, stage: Stage, *, refuses: bool = False) -> bool:
         """Wait until every rank has completed a stage, for days if need be; return False if a rank refuses the run."""
         if self.rank == 0 and not self._has_announced:
-            self._announce("")  # Nobody is to wait for the probe of a refused run.
+            self._announce("")  # A refused run ends without a wait for the probe.
         if refuses:
             self.store.set(f"{stage} refused", "")
         if self.store.add(f"{stage} arrivals", 1) == self.num_ranks:

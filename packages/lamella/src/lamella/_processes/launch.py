@@ -35,8 +35,9 @@ from typing import Final, NoReturn
 from lamella._processes.endings import EXIT_CODES, FAILED, Stopped
 from lamella._processes.lock import LOCK_FILE, locked
 from lamella._processes.placement import BOARD_VARIABLE, STORE_VARIABLE
+from lamella._processes.pulse import FileBoard
 from lamella._processes.stop import SIGNALS, StopRequests, listening
-from lamella._processes.watch import FileBoard, Watch
+from lamella._processes.watch import Watch
 from lamella._record.output import say
 from lamella._settings.options import ConfigError
 from lamella._settings.sections import WaitLimits

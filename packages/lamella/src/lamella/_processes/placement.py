@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from lamella._processes.hosts import Hosts
-from lamella._processes.watch import Board, FileBoard, Pulse, StoreBoard
+from lamella._processes.pulse import Board, FileBoard, Pulse, StoreBoard
 from lamella._settings.config import Config
 from lamella._settings.options import ConfigError
 from lamella._settings.sections import ParallelConfig, RunConfig, WaitLimits
@@ -23,11 +23,11 @@ STORE_VARIABLE = "LAMELLA_STORE"
 BOARD_VARIABLE = "LAMELLA_BOARD"
 
 _RANKS_PER_CORE: Final = 64  # Each is a process of several hundred MB.
-_MARGIN: Final = timedelta(minutes=1)  # for the watch to end the run before torch does, whose error names no rank
+_MARGIN: Final = timedelta(minutes=1)  # for the watch to end the run before torch, whose error names no rank
 
 
 def under_torchrun() -> bool:
-    """True when the environment holds torchrun's variables: a launcher started this process as one rank."""
+    """True when the environment holds torchrun's variables: a launcher started this process as a rank."""
     return all(variable in os.environ for variable in _TORCHRUN_VARIABLES)
 
 
@@ -46,7 +46,7 @@ def place(config: Config) -> Config:
 
 
 def check_batch(config: Config) -> None:
-    """Refuse a batch that ranks cannot share evenly.
+    """Refuse a batch without even shares of ranks.
 
     Raises:
         ConfigError: Ranks times `--accumulation` does not divide `--batch-size`.
@@ -62,7 +62,7 @@ def check_batch(config: Config) -> None:
 
 
 def _check_restarts(run: RunConfig) -> None:
-    """Refuse options on the checkpoint to go on from: after a restart that is the newest, whichever came first."""
+    """Refuse options on the checkpoint to go on from: after a restart the newest is meant, of whichever run."""
     option = "--no-resume" if run.resume is False else "--from-step" if run.from_step is not None else None
     if option is not None:
         raise ConfigError(
@@ -152,10 +152,10 @@ def process_group(
     Args:
         parallel: The device, and the threads of a CPU rank.
         limits: The limits of the watch; torch's own limit on a collective lies above both. None: torch's default.
-        hosts: This rank among those that torchrun started, after their arrival; None for workers of one parent.
+        hosts: This rank among torchrun's, after their arrival; None for workers of one parent.
 
     Effects: collective over all ranks, at both ends; sets this process's CUDA device or its number of CPU threads;
-        starts a thread that publishes this rank's progress until the block ends.
+        starts a thread for beats of the rank, until the block ends.
     """
     import torch
     import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""The starts and ends of a run over its life, a line each in the run's folder; checkpoints do not rewind them."""
+"""The starts and ends of a run over its life, a line each in the run's folder. No checkpoint rewinds the lines."""
 
 import json
 import platform
@@ -15,7 +15,7 @@ _LONGEST_REASON: Final = 300
 
 @contextmanager
 def recorded_start(path: Path, facts: Mapping[str, object]) -> Iterator[None]:
-    """Append the start of a run to its history, and its end after the block: complete, or the error that ended it.
+    """Append the start of a run to its history, and its end after the block: complete, or ended by an error.
 
     Args:
         path: The file of the history.
@@ -36,7 +36,7 @@ def recorded_start(path: Path, facts: Mapping[str, object]) -> Iterator[None]:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python and of the packages that decide on the numbers of a run."""
+    """Return the versions of Python and of the packages behind the numbers of a run."""
     return {"python": platform.python_version(), **{name: _version_of(name) for name in _PACKAGES}}
 
 

@@ -47,9 +47,10 @@ class Interval:
     def add(self, loss: torch.Tensor, grad_norm: torch.Tensor, lr: float) -> None:
         """Append one step: this rank's mean loss and the norm of the whole gradient, both 0-D, and the learning rate.
 
-        Effects: no host sync.
+        Effects: no host sync. A norm in the host's memory, of gradients at rest there, is copied to the loss's device.
         """
-        self._values.append(torch.stack([loss.double(), grad_norm.double()]))
+        grad_norm = grad_norm.to(loss.device, torch.float64, non_blocking=True)
+        self._values.append(torch.stack([loss.double(), grad_norm]))
         self._rates.append(lr)
 
     def records(self, device: torch.device, speed: Speed) -> list[StepRecord]:

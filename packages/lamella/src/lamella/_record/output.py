@@ -32,7 +32,7 @@ def say(lines: Iterable[str], end: str = "\n") -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         for line in lines:
-            print(line, end=end)
+            sys.stdout.write(f"{line}{end}")  # Not `print`, which asks an unbuffered output twice for each line.
         sys.stdout.flush()
     except BrokenPipeError:
         # Without a valid standard output, the interpreter's flush at exit raises BrokenPipeError again.

@@ -1,4 +1,4 @@
-"""A page of HTML in one file: elements whose texts are escaped, and a style for light and dark, narrow and wide."""
+"""A page of HTML in one file: elements with escaped texts, and a style for light and dark, narrow and wide."""
 
 from collections.abc import Iterable, Sequence
 from html import escape
@@ -8,7 +8,7 @@ _VOID: Final = frozenset({"circle", "line", "meta", "polyline", "rect"})
 
 
 class Html(str):
-    """Markup that `element` has escaped; a plain text is none."""
+    """Markup out of `element`, escaped; a plain text is none."""
 
     __slots__ = ()
 
@@ -18,24 +18,24 @@ def element(name: str, /, *children: str, **attributes: object) -> Html:
 
     Args:
         name: The name of the element.
-        children: Its content: markup as it is, and plain texts, which are escaped.
-        attributes: Its attributes; `class_` is `class`, and other underscores are hyphens.
+        children: The content: markup unchanged, and plain texts, escaped here.
+        attributes: The element's attributes; `class_` is `class`, and other underscores are hyphens.
     """
     spelled = (
         f' {attribute.rstrip("_").replace("_", "-")}="{escape(str(text))}"' for attribute, text in attributes.items()
     )
     start = f"<{name}{''.join(spelled)}"
-    # A slash: inside an SVG drawing, an element without one would go on.
+    # A slash: inside an SVG drawing, an element without a slash would go on.
     return Html(f"{start}/>" if name in _VOID else f"{start}>{joined(children)}</{name}>")
 
 
 def joined(parts: Iterable[str]) -> Html:
-    """Return parts one after the other: markup as it is, and plain texts escaped."""
+    """Return parts in a row: markup unchanged, and plain texts escaped."""
     return Html("".join(part if isinstance(part, Html) else escape(part) for part in parts))
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> Html:
-    """Return a table that scrolls sideways by itself on a narrow screen."""
+    """Return a table that scrolls sideways alone on a narrow screen."""
     head = element("tr", *(element("th", cell) for cell in header))
     body = (element("tr", *(element("td", cell) for cell in row)) for row in rows)
     cells = element("table", element("thead", head), element("tbody", *body))
@@ -43,7 +43,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> Html:
 
 
 def folded(summary: str, *children: str) -> Html:
-    """Return content that a click on its summary unfolds."""
+    """Return content to unfold by a click on its summary."""
     return element("details", element("summary", summary), *children)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 class RunDirectory:
     """Paths inside a run's directory.
 
-    `model` has the shape of a transformers model folder (config.json, tokenizer.json), so other tools open the folder.
+    `model` has the shape of a transformers model folder (config.json, tokenizer.json), for other tools to open.
     For a pretrained model, `model` holds everything but the trained weights, which `ckpt convert --config` adds.
 
     Attributes:
@@ -34,12 +34,12 @@ class RunDirectory:
 
     @property
     def weights(self) -> Path:
-        """The fingerprint of the weights that the run started from; no file without such weights."""
+        """The fingerprint of the run's first weights, if read from a model; else no file."""
         return self.root / "weights.sha256"
 
     @property
     def weights_dtype(self) -> Path:
-        """The dtype of the weights that the run started from, in which `lamella export` writes; absent without them."""
+        """The dtype of the run's first weights, for `lamella export`; absent for weights drawn at random."""
         return self.root / "weights.dtype"
 
     @property
@@ -72,7 +72,7 @@ class RunDirectory:
 
     @property
     def history(self) -> Path:
-        """One JSON object per line: a start of the run, or its end."""
+        """One JSON object per line: a start of the run, or an end."""
         return self.root / "history.jsonl"
 
     @property

@@ -21,7 +21,7 @@ class TrackedRun:
     """The facts of a run that trackers show.
 
     Attributes:
-        root: The run's folder, which holds what trackers write.
+        root: The run's folder, for the trackers' files.
         settings: The settings of the run: group -> field -> setting.
         first_step: Steps completed before this start of the run.
     """
@@ -61,7 +61,7 @@ def check_trackers(names: Sequence[str]) -> None:
                 f"Expected --trackers to be of {', '.join(TRACKERS)}, got {name!r}.{nearest(name, TRACKERS)}"
             )
         spec = importlib.util.find_spec(name)
-        if spec is None or spec.origin is None:  # A folder of that name is no library: W&B writes one.
+        if spec is None or spec.origin is None:  # A folder by a library's name is no library: W&B writes one.
             raise ConfigError(
                 f"Expected {name} to be installed for --trackers {name}, got none. Install it from a clone: uv pip "
                 f"install './packages/lamella[{name}]'"
@@ -76,12 +76,12 @@ def open_trackers(names: Sequence[str], run: TrackedRun, print_line: Callable[[s
     for name in names:
         try:
             yield TRACKERS[name](run)
-        except Exception as error:  # noqa: BLE001  Trackers are programs of others, and talk to servers.
+        except Exception as error:  # noqa: BLE001  Trackers are foreign programs, and talk to servers.
             print_line(dropped_line(name, error))
 
 
 def numbers(record: Record) -> dict[str, float]:
-    """Return the numbers of a record by a name with its kind, `train/loss`; without those that are unknown.
+    """Return the known numbers of a record by a name with its kind, `train/loss`.
 
     A validation set with a name has it in the kind, `validation/wiki/nats_per_byte`.
     """
@@ -97,7 +97,7 @@ def numbers(record: Record) -> dict[str, float]:
 
 
 def texts(record: Record) -> dict[str, str]:
-    """Return the text of a sample, prompt and continuation, under `sample/` and its number; none of other records."""
+    """Return the text of a sample, prompt and continuation, under `sample/` and its number; none for other records."""
     return {f"sample/{record.number}": record.prompt + record.text} if isinstance(record, SampleRecord) else {}
 
 
@@ -125,7 +125,7 @@ class TensorBoard:
                 )  # Markdown: code
 
     def flush(self) -> None:
-        """Write what is pending to the disk."""
+        """Write pending records to the disk."""
         self._writer.flush()
 
     def close(self) -> None:
@@ -134,7 +134,7 @@ class TensorBoard:
 
 
 class _LoggedRun:
-    """A run of a tracker with W&B's interface, which sends by itself."""
+    """A run of a tracker with W&B's interface, which sends in a thread of the library's."""
 
     is_file = False
 
@@ -150,7 +150,7 @@ class _LoggedRun:
         """Nothing: the tracker sends by itself."""
 
     def close(self) -> None:
-        """Finish the run there."""
+        """Finish the run at the tracker."""
         self._run.finish()
 
 
@@ -189,7 +189,7 @@ class MLflow:
         self._mlflow.log_params(run.flat_settings)  # Once: MLflow refuses another value of a parameter.
 
     def write(self, records: Sequence[Record]) -> None:
-        """Log the numbers of each record at its step, and a sample as a file of the run there."""
+        """Log the numbers of each record at its step, and a sample as a file of the run."""
         for record in records:
             if measured := numbers(record):
                 self._mlflow.log_metrics(measured, step=record.step)
@@ -200,7 +200,7 @@ class MLflow:
         """Nothing: MLflow has the numbers."""
 
     def close(self) -> None:
-        """End the run there."""
+        """End the run at the tracker."""
         self._mlflow.end_run()
 
 

@@ -32,7 +32,7 @@ class ConfigError(ValueError):
 class Option:
     """A field's help, its command-line name if different from the field's name, and the bounds of its value.
 
-    A list of texts has a `metavar` for each of them, "PATH" without.
+    `metavar` stands for a text in the help; without it, the option's name does, and PATH in a list.
     """
 
     help: str

@@ -85,7 +85,7 @@ class DataConfig:
     mixture: Annotated[
         tuple[str, ...],
         Option(
-            "Weights of the sources that --data names, as wiki=0.7 code=0.3 (default: all sequences alike).",
+            "Weights of the sources that --data names, such as wiki=0.7 code=0.3 (default: all sequences alike).",
             metavar="NAME=X",
         ),
     ] = ()
@@ -115,7 +115,9 @@ class DataConfig:
     loss_on: Annotated[
         LossOn, Option("Tokens of conversations and completions to predict: the answers, or the prompts too.")
     ] = "answers"
-    vocab_size: Annotated[int | None, Option("Byte-pair tokens (default: the model's).", at_least=257)] = None
+    vocab_size: Annotated[
+        int | None, Option("Tokens in the vocabulary, by byte pairs (default: the model's).", at_least=257)
+    ] = None
     sequence_length: Annotated[int, Option("Tokens predicted in a sequence.", at_least=1)] = 128
     validation_fraction: Annotated[
         float, Option("Share of the bytes that is held out, in whole files.", above=0, below=1)
@@ -148,7 +150,8 @@ class OptimConfig:
         Option(
             "adamw; muon for the layers' matrices, each whole on one rank, and adamw for all others, both at AdamW's "
             "--lr (Muon's updates are scaled to the size of AdamW's); or the import path of an elementwise optimizer, "
-            "such as torch.optim:SGD."
+            "such as torch.optim:SGD.",
+            metavar="NAME",
         ),
     ] = "adamw"
     optimizer_options: Annotated[
@@ -194,15 +197,15 @@ class ParallelConfig:
     float8: Annotated[
         Literal["no", "tensor", "delayed", "row", "block"],
         Option(
-            "Gather the layers' matrices in 8 bits, and multiply so: a scale a tensor (of now or before), a row, or "
-            "128 x 128. Sizes that are no multiples of 16 (block: 128) are gathered alone; routers, and what is no "
-            "linear layer or stack of experts, are left out."
+            "Gather the layers' matrices and multiply in 8 bits, with a scale for each tensor (delayed: from earlier "
+            "steps), row, or block of 128 x 128. Matrices whose sizes are no multiples of 16 (block: 128) are only "
+            "gathered so; routers, and modules other than linear layers and stacks of experts, are left out."
         ),
     ] = "no"
     float8_except: Annotated[
         tuple[str, ...],
         Option(
-            "Shell patterns of parameters' names in a layer that --float8 leaves out, such as 'self_attn.*'.",
+            "Shell patterns of the names, in a layer, of parameters that --float8 leaves out, such as 'self_attn.*'.",
             metavar="PATTERN",
         ),
     ] = ()
@@ -219,7 +222,9 @@ class ParallelConfig:
     ] = 3
     replicate: Annotated[
         int,
-        Option("Instances of the sharded model, as one on each host: a step crosses between them once.", at_least=1),
+        Option(
+            "Instances of the sharded model, such as one on each host: a step crosses between them once.", at_least=1
+        ),
     ] = 1
     spread_states: Annotated[
         bool, Option("Spread main weights and optimizer states over the instances of --replicate too.")
@@ -233,7 +238,10 @@ class ParallelConfig:
     ] = 1
     keep_budget: Annotated[
         str | None,
-        Option("Bytes of gathered layers, such as 2GiB, that stay from forward to backward (default: none)."),
+        Option(
+            "Bytes of gathered layers, such as 2GiB, that stay from forward to backward (default: none).",
+            metavar="SIZE",
+        ),
     ] = None
     reduce: Annotated[Literal["fp32", "bf16"], Option("Dtype of gradients between hosts, with --precision bf16.")] = (
         "fp32"
@@ -247,11 +255,15 @@ class ParallelConfig:
         Option("Run each layer's forward again in backward, all of it, or all but matrix products and attention."),
     ] = "no"
     offload_activations: Annotated[
-        bool, Option("Keep tensors that layers save for backward in the host's memory, but weights.")
+        bool, Option("Keep tensors that layers save for backward, except weights, in the host's memory.")
     ] = False
     compile: Annotated[
-        bool, Option("Compile each layer with torch's inductor: the first step takes longer, later ones less.")
-    ] = False
+        bool | None,
+        Option(
+            "Compile each layer with torch's inductor: the first step takes longer, later ones less (default: on GPUs, "
+            "for models whose compiled layers were measured, in 1,000 steps or more)."
+        ),
+    ] = None
     threads: Annotated[
         int | None, Option("Compute threads of a CPU worker (default: its share of the cores).", at_least=1, below=4097)
     ] = None
@@ -262,13 +274,14 @@ class RunConfig:
     """The run's folder, and the intervals of reports, validations and checkpoints."""
 
     directory: Annotated[
-        str | None, Option("Folder to write to and resume from (default: runs/<model>).", name="run-dir")
+        str | None,
+        Option("Folder to write to and resume from (default: runs/<model>).", name="run-dir", metavar="FOLDER"),
     ] = None
     resume: Annotated[
         bool | None, Option("Insist on a checkpoint to go on from, or on none (default: go on if there is one).")
     ] = None
     from_step: Annotated[
-        int | None, Option("Go on from the checkpoint of this step, and set later ones aside.", at_least=0)
+        int | None, Option("Go on from the checkpoint of this step, and set later checkpoints aside.", at_least=0)
     ] = None
     seed: Annotated[int, Option("Seed of the weights, the data order and dropout.", at_least=0, below=2**32)] = 0
     deterministic: Annotated[
@@ -278,9 +291,13 @@ class RunConfig:
     validation_interval: Annotated[int, Option("Steps between validations.", at_least=1)] = 100
     validation_sequences: Annotated[int, Option("Sequences in a validation, at most.", at_least=1)] = 256
     checkpoint_interval: Annotated[int, Option("Steps between checkpoints.", at_least=1)] = 100
-    keep_checkpoints: Annotated[int, Option("Newest checkpoints that are kept.", at_least=1)] = 2
+    keep_checkpoints: Annotated[int, Option("Number of newest checkpoints to keep.", at_least=1)] = 2
     checkpoints: Annotated[
-        str | None, Option("Folder of the checkpoints, which all hosts must share (default: RUN_DIR/checkpoints).")
+        str | None,
+        Option(
+            "Folder of the checkpoints, which all hosts must share (default: checkpoints, in --run-dir).",
+            metavar="FOLDER",
+        ),
     ] = None
     sample: Annotated[
         tuple[str, ...], Option("Prompts that the model continues during training.", metavar="PROMPT")

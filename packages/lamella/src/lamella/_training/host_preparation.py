@@ -1,8 +1,8 @@
-"""The preparation of a run under torchrun: once in a folder that all hosts share, else once on each host."""
+"""The preparation of a run under torchrun: once in a folder shared by all hosts, else once on each host."""
 
 import socket
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 import torch.distributed as dist
 
@@ -14,6 +14,7 @@ from lamella._settings.config import Config
 from lamella._settings.options import ConfigError
 from lamella._training.checks import run_directory
 from lamella._training.preparation import PreparedRun, prepare
+from lamella_checkpoint import CheckpointDirectory
 
 Preparation = PreparedRun | ConfigError | None
 """A rank's prepared run, the reason to refuse the run, or None on ranks that leave the preparation to another."""
@@ -22,11 +23,11 @@ Preparation = PreparedRun | ConfigError | None
 def prepare_on_hosts(
     config: Config, hosts: Hosts, locks: ExitStack, prepare_first: Callable[[Config], PreparedRun]
 ) -> Preparation:
-    """Prepare on rank 0, and on the first rank of each host that does not share the run's folder.
+    """Prepare on rank 0, and on the first rank of each host without a view of rank 0's folder.
 
     Args:
         config: The run's settings, placed on this machine.
-        hosts: This rank among all.
+        hosts: This rank among all ranks.
         locks: Receives the locks of the run's folders.
         prepare_first: Prepares on rank 0, and may print.
 
@@ -50,7 +51,7 @@ def prepare_on_hosts(
 
 
 def _look(config: Config, hosts: Hosts, locks: ExitStack, probes: ExitStack) -> bool:
-    """Lock a host's folders, and write or look for the probes; return True on the ranks that are to prepare.
+    """Lock a host's folders, and write or look for the probes; return True on the ranks to prepare.
 
     Raises:
         ConfigError: Another run holds a lock, or the folder of the checkpoints is not shared.
@@ -66,15 +67,20 @@ def _look(config: Config, hosts: Hosts, locks: ExitStack, probes: ExitStack) -> 
 
 
 def lock(config: Config, locks: ExitStack) -> tuple[int, ...]:
-    """Lock the run's folder, and the folder of its checkpoints if that lies elsewhere; return the descriptors.
+    """Lock the run's folder, and the folder of checkpoints elsewhere, if any; return the descriptors.
 
     Raises:
         ConfigError: Another run holds a lock.
+
+    Effects: ends the saves that a killed run has left unfinished.
     """
     directory = run_directory(config)
     descriptors = locks.enter_context(locked(directory.root))
     if config.run.checkpoints is not None:
         descriptors += locks.enter_context(locked(directory.checkpoints, "--checkpoints"))
+    # Before the choice of a checkpoint: one that appeared after it would be loaded, without the records before it.
+    with suppress(OSError):  # `prepare` refuses a folder that cannot be written to.
+        CheckpointDirectory(directory.checkpoints).discard_unfinished()
     return descriptors
 
 
@@ -102,7 +108,7 @@ def _place(rank: int, host: str | None = None) -> str:
 
 
 def agreed_preparation(outcome: Preparation) -> PreparedRun:
-    """Return rank 0's prepared run on every rank, after a comparison with the runs that other hosts prepared.
+    """Return rank 0's prepared run on every rank, after a comparison with the runs of the other hosts.
 
     Raises:
         ConfigError: A rank refused the run, or a host has another text, tokenizer or setting. On every rank.
@@ -123,14 +129,14 @@ def agreed_preparation(outcome: Preparation) -> PreparedRun:
 
 
 def num_preparations(outcome: Preparation) -> int:
-    """Return the number of hosts that prepared. Effects: collective exchange of objects between hosts."""
+    """Return the number of preparing hosts. Effects: collective exchange of objects between hosts."""
     outcomes: list[bool] = [False] * dist.get_world_size()
     dist.all_gather_object(outcomes, isinstance(outcome, PreparedRun))
     return sum(outcomes)
 
 
 def _difference(first: Mapping[str, str], identity: Mapping[str, str], host: str) -> str | None:
-    """Return one line on the first difference between rank 0's run and this rank's; None without one."""
+    """Return one line on the first difference between rank 0's run and this rank's; None for equal runs."""
     names = (*first, *(name for name in identity if name not in first))
     name = next((name for name in names if first.get(name) != identity.get(name)), None)
     if name is None:

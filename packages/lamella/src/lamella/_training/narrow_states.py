@@ -1,4 +1,4 @@
-"""`--states`: AdamW with states in bf16 or 8 bits, by torchao, and those states in fp32 for checkpoints.
+"""`--states`: AdamW with states in bf16 or 8 bits, by torchao, and the states in fp32 for checkpoints.
 
 Note [Narrow states in checkpoints]
     8-bit states are codes with a scale for each 256 elements of a rank's shard. Other ranks have other blocks, so
@@ -27,7 +27,7 @@ _AVERAGES: Final = ("exp_avg", "exp_avg_sq")
 
 
 def check_states(optim: OptimConfig) -> None:
-    """Refuse `--states` where torchao is not installed.
+    """Refuse `--states` if torchao is not installed.
 
     Raises:
         ConfigError: Names the option and the way out.
@@ -53,7 +53,7 @@ def narrow_adamw(groups: list[dict[str, Any]], optim: OptimConfig) -> Optimizer:
 
 @cache
 def _adamw_class(states: str) -> Any:
-    """Return torchao's AdamW, with a learning rate that may be set as a number, as for torch's optimizers."""
+    """Return torchao's AdamW, with a learning rate that may be set as a number, like torch's optimizers."""
     from torchao.optim import AdamW8bit, _AdamW
 
     base: Any = AdamW8bit if states == "int8" else _AdamW
@@ -88,7 +88,7 @@ class _Fp32States(Optimizer):
         self.state = defaultdict(dict, _widened(optimizer))
 
     def narrow(self) -> None:
-        """Set the optimizer's state to this one, in the optimizer's own form."""
+        """Set the optimizer's state to this state, in the optimizer's own form."""
         new_buffer = self._narrow._new_buffer  # type: ignore[attr-defined]
         for parameter, slots in self.state.items():
             state = self._narrow.state[parameter]
@@ -99,9 +99,9 @@ class _Fp32States(Optimizer):
 
 
 def _widened(optimizer: Optimizer) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
-    """Yield the state of each parameter in fp32, on the host: a GPU has no room for it beside the narrow state.
+    """Yield the state of each parameter in fp32, on the host: a GPU may lack the room beside the narrow state.
 
-    A rank that has no element of a parameter has no state of it: the state is empty then, as on all ranks.
+    A rank without an element of a parameter yields an empty state: all ranks yield the same parameters.
     """
     steps = [slots["step"] for slots in optimizer.state.values() if "step" in slots]
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
@@ -124,7 +124,7 @@ def stored_states(optimizer: Optimizer) -> Optimizer:
 
 
 def stored_slots(optimizer: Optimizer) -> Iterator[object]:
-    """Yield tensors of the sizes that a checkpoint holds of an optimizer's state, which is not read."""
+    """Yield tensors of the sizes of an optimizer's state in checkpoints, for a reader without the optimizer."""
     if not _is_narrow(optimizer):
         yield from (slot for slots in optimizer.state.values() for slot in slots.values())
         return
@@ -133,7 +133,7 @@ def stored_slots(optimizer: Optimizer) -> Iterator[object]:
 
 
 def take_states(optimizer: Optimizer, stored: Optimizer) -> None:
-    """Give an optimizer the states that a checkpoint was read into: of `stored_states`."""
+    """Give an optimizer the states read from a checkpoint: `stored_states`."""
     if isinstance(stored, _Fp32States):
         stored.narrow()
 

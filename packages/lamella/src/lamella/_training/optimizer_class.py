@@ -1,4 +1,4 @@
-"""Optimizers by import path: the class, its arguments, and the trial that it updates each element by itself.
+"""Optimizers by import path: the class, its arguments, and the trial that an update is elementwise.
 
 Note [Elementwise]
     A rank holds rows of a parameter. An optimizer whose update of an element depends on other elements (Adafactor,
@@ -41,10 +41,10 @@ class OptimizerClass:
     """An optimizer's class with its arguments.
 
     Attributes:
-        name: The import path, as the user passed it.
-        build: The class, or a function that makes an optimizer of param groups.
+        name: The user's import path.
+        build: The class, or a function from param groups to an optimizer.
         lr: The learning rate.
-        options: The arguments that the user passed.
+        options: The user's arguments.
     """
 
     name: str
@@ -54,7 +54,7 @@ class OptimizerClass:
 
     @classmethod
     def of(cls, optim: OptimConfig) -> "OptimizerClass":
-        """Import the class that the settings name.
+        """Import the class of the settings.
 
         Raises:
             ConfigError: The path leads to no callable, or an option has no name or no value.
@@ -67,7 +67,7 @@ class OptimizerClass:
         )
 
     def make(self, groups: Sequence[Mapping[str, object]]) -> torch.optim.Optimizer:
-        """Make an optimizer of param groups, without the groups' weight decay where the class takes none."""
+        """Make an optimizer of param groups, without the groups' weight decay if the class takes none."""
         takes_decay = "weight_decay" in inspect.signature(self.build).parameters
         groups = [
             {name: setting for name, setting in group.items() if takes_decay or name != "weight_decay"}
@@ -83,7 +83,7 @@ class OptimizerClass:
         """
         try:
             united, separate = (self._trial(num_parts, device) for num_parts in (1, 2))
-        except Exception as error:  # The class is code of others.
+        except Exception as error:  # The class is foreign code.
             raise ConfigError(
                 f"Expected --optimizer {self.name} to step parameters on {device.type}, got {type(error).__name__}: "
                 f"{in_short(error)} Pass its arguments as --optimizer-options, or another --optimizer."
@@ -115,7 +115,7 @@ def check_optimizer(optim: OptimConfig, device: str) -> None:
         device: The device of the ranks: "cpu" or "cuda".
 
     Raises:
-        ConfigError: There is no such class, it is not elementwise, or `--optimizer-options` are for no class.
+        ConfigError: The class does not exist or is not elementwise, or `--optimizer-options` are for no class.
     """
     if optim.states != "fp32" and optim.optimizer != ADAMW:
         raise ConfigError(
@@ -137,15 +137,15 @@ def check_optimizer(optim: OptimConfig, device: str) -> None:
 
 
 def muon_options(optim: OptimConfig) -> dict[str, Any]:
-    """Return the arguments of torch's Muon but the learning rate and the weight decay, which are the run's.
+    """Return the arguments of torch's Muon except the run's learning rate and weight decay.
 
-    The scale of updates is AdamW's unless the user passes another: one `--lr` then fits matrices and all others.
+    The default scale of updates is AdamW's: one `--lr` then fits matrices and all other parameters.
     """
     return {"adjust_lr_fn": "match_rms_adamw", **dict(map(_option, optim.optimizer_options))}
 
 
 def _check_muon(optim: OptimConfig) -> None:
-    """Refuse arguments that torch's Muon does not take, and those that have options of their own."""
+    """Refuse arguments unknown to torch's Muon, and arguments with options of their own."""
     options = muon_options(optim)
     try:
         if reserved := options.keys() & {"lr", "weight_decay"}:
@@ -171,7 +171,7 @@ def _imported(path: str) -> Callable[..., torch.optim.Optimizer]:
             build: Any = importlib.import_module(module_name)
         for attribute in name.split("."):
             build = getattr(build, attribute)
-    except Exception as error:  # The module is code of others.
+    except Exception as error:  # The module is foreign code.
         raise ConfigError(f"Expected --optimizer {path} to be importable, got {in_short(error)} {_WAY_OUT}") from error
     if not callable(build):
         raise ConfigError(f"Expected --optimizer {path} to be a class, got {shown(build)}. {_WAY_OUT}")

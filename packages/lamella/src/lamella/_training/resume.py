@@ -24,10 +24,10 @@ from lamella_transformers import ModelSpec, fingerprint_of_weights
 _STREAM = (("data", "sequence_length"), ("data", "loss_on"), ("optim", "batch_size"), ("run", "seed"))
 _ORDER: Final = "data.order"
 
-# The optimizer's state in a checkpoint is of these settings. Checkpoints that do not tell are of the defaults.
+# The optimizer's state in a checkpoint is of these settings. Checkpoints without the settings are of the defaults.
 _STATE: Mapping[str, object] = {"optim.optimizer": OptimConfig.optimizer, "optim.train": OptimConfig.train}
 
-# The adapters in a checkpoint are of these settings; checkpoints that do not tell have none.
+# The adapters in a checkpoint are of these settings; checkpoints without the settings have none.
 _ADAPTERS: Mapping[str, object] = {
     "model.lora_rank": ModelConfig.lora_rank,
     "model.lora_alpha": ModelConfig.lora_alpha,
@@ -54,10 +54,10 @@ _STEP: Final = re.compile(r"step_(\d{8,})")
 
 
 def wanted_checkpoint(directory: RunDirectory, run: RunConfig) -> Path | None:
-    """Return the checkpoint to go on from: the newest, or that of `--from-step`; None in a new run.
+    """Return the checkpoint to go on from: the newest, or the one of `--from-step`; None in a new run.
 
     Raises:
-        ConfigError: No checkpoint is of that step, the newest has lost its metadata, or `--resume` and `--no-resume`
+        ConfigError: The step has no checkpoint, the newest has lost its metadata, or `--resume` and `--no-resume`
             say otherwise.
     """
     checkpoints = CheckpointDirectory(directory.checkpoints)
@@ -95,7 +95,7 @@ def check_resumable(
 
     Args:
         checkpoint: The checkpoint to go on from.
-        model: The model that the settings name.
+        model: The model of the settings.
         stream: The settings of the data stream, by dotted name.
         text: The fingerprint of text, tokenizer and form of the sequences.
         directory: The run's files.
@@ -108,7 +108,7 @@ def check_resumable(
     except CheckpointDamaged as error:
         raise damaged(CheckpointDirectory(checkpoint.parent), checkpoint, error) from error
     except CheckpointMismatch as error:
-        # Other adapters change the names of tensors: their settings are the reason, if they differ.
+        # Different adapters change the names of tensors: their settings are the reason, if they differ.
         _check_settings(open_checkpoint(checkpoint).extra, {name: stream[name] for name in _ADAPTERS})
         first = "; ".join(map(str, error.differences.names[:_NUM_NAMED]))
         more = len(error.differences.names) - _NUM_NAMED
@@ -124,7 +124,7 @@ def check_resumable(
 
 
 def _check_same_model(spec: ModelSpec, directory: RunDirectory) -> None:
-    """Refuse to resume with a config of equal shapes that computes something else (an activation, an epsilon)."""
+    """Refuse to resume with a config of equal shapes and another computation (an activation, an epsilon)."""
     if not directory.model_config.is_file():
         return
     before, now = load_spec(str(directory.model)).to_dict(), spec.to_dict()
@@ -134,9 +134,9 @@ def _check_same_model(spec: ModelSpec, directory: RunDirectory) -> None:
 
 
 def _check_same_weights(pretrained: Path, directory: RunDirectory) -> None:
-    """Refuse to resume with other weights of an equal config than the weights that the run started from.
+    """Refuse to resume with other weights of an equal config than the first weights of the run.
 
-    Weights that vanished or were damaged since the run began pass: a checkpoint needs no weights.
+    Weights damaged or deleted since the run began pass: a checkpoint needs no weights.
     """
     before = directory.weights.read_text(encoding="ascii").strip() if directory.weights.is_file() else None
     now = fingerprint_of_weights(pretrained)
@@ -165,7 +165,7 @@ def _check_stream(stored: Mapping[str, object], stream: Mapping[str, object], te
 
 
 def _check_settings(stored: Mapping[str, object], settings: Mapping[str, object]) -> None:
-    """Refuse settings, by dotted name, that are not the stored ones."""
+    """Refuse settings, by dotted name, that differ from the stored ones."""
     for name, setting in settings.items():
         before = stored.get(name, _KEPT.get(name))
         _check_kept(name, tuple(before) if isinstance(before, list) else before, setting, "value")
@@ -180,11 +180,11 @@ def _check_kept(name: str, before: object, now: object, option: str) -> None:
 
 
 def stream_settings(config: Config, packing: Packing) -> dict[str, object]:
-    """Return the settings that must not change over a run, by dotted name.
+    """Return the settings to hold over a run, by dotted name.
 
     Args:
         config: The run's settings.
-        packing: How the run's documents become sequences; "auto" leaves that to the documents.
+        packing: How the run's documents become sequences; "auto" leaves the choice to the documents.
     """
     values = to_values(config)
     names = (*_STREAM, *(name.split(".") for name in _KEPT))
@@ -196,7 +196,7 @@ def go_back(directory: RunDirectory, step: int) -> list[str]:
     """Set aside checkpoints and drop records after `step`; return lines on both, to print."""
     checkpoints = CheckpointDirectory(directory.checkpoints)
     later = [checkpoints.path(number) for number in _steps(checkpoints.root) if number > step]
-    lines = [f"set aside: {_set_aside(path)}" for path in later]  # so that no run goes on from one
+    lines = [f"set aside: {_set_aside(path)}" for path in later]  # so that no run goes on from a later checkpoint
     if num_damaged := rewind(directory.metrics, step):
         lines.append(
             f"dropped from {directory.metrics.name}: {num_damaged} damaged lines, as a run leaves that is killed"
@@ -207,7 +207,7 @@ def go_back(directory: RunDirectory, step: int) -> list[str]:
 def damaged(checkpoints: CheckpointDirectory, checkpoint: Path, problem: object) -> ConfigError:
     """Return the refusal of a damaged checkpoint, with the option that avoids the checkpoint.
 
-    No damaged checkpoint is passed over in silence: its steps would be made twice, and nobody would know.
+    A silent fallback to an earlier checkpoint would repeat the steps of the damaged one unseen.
     """
     before = [step for step in checkpoints.steps() if step < int(checkpoint.name.removeprefix("step_"))]
     way_out = (
@@ -222,7 +222,7 @@ def damaged(checkpoints: CheckpointDirectory, checkpoint: Path, problem: object)
 
 
 def damage_in(error: CheckpointDamaged | CheckpointFailed) -> str | None:
-    """Return the damage that this rank or a peer met; None for another failure."""
+    """Return the damage seen by this rank or a peer; None for another failure."""
     if isinstance(error, CheckpointDamaged):
         return f"{error}"
     kind = f"{CheckpointDamaged.__name__}: "

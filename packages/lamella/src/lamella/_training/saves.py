@@ -73,7 +73,7 @@ class Saves:
         try:
             save(step, model=self._model, optimizer=stored_states(self._optimizer), extra=extra)
         except (OSError, CheckpointFailed) as error:
-            raise StorageError(self.cannot_write(f"the checkpoint of step {step}", reason_of(error))) from error
+            raise StorageError(self._cannot_save(step, reason_of(error))) from error
 
     def settle(self) -> str | None:
         """Wait for a background save; return the reason of a failure not reported before, the same on every rank.
@@ -97,12 +97,22 @@ class Saves:
 
     def cannot_write(self, name: str, reason: str) -> str:
         """Return one line on an unwritable file, with the free space a checkpoint needs and the way to resume."""
-        root = self._directory.root
-        error = f"Expected to write {name} in {str(root)!r}, got {reason}."
-        if not self._directory.config.is_file():  # written before the first step
-            return f"{error} The folder was moved or removed during the run. Pass its new place as --run-dir to go on."
+        is_present = self._directory.config.is_file()  # written before the first step
+        return self._refusal(name, reason, self._directory.root, "--run-dir", is_present=is_present)
+
+    def _cannot_save(self, step: int, reason: str) -> str:
+        """Return the line of `cannot_write` on a checkpoint, which may lie in a folder of its own."""
+        name, folder = f"the checkpoint of step {step}", self._directory.checkpoints
+        if self._directory.checkpoint_folder is None:
+            return self.cannot_write(name, reason)
+        return self._refusal(name, reason, folder, "--checkpoints", is_present=folder.is_dir())
+
+    def _refusal(self, name: str, reason: str, folder: Path, option: str, *, is_present: bool) -> str:
+        error = f"Expected to write {name} in {str(folder)!r}, got {reason}."
+        if not is_present:
+            return f"{error} The folder was moved or removed during the run. Pass its new place as {option} to go on."
         way_out = "Make it writable"
-        needed, free = self._nbytes(), _free_nbytes(root)
+        needed, free = self._nbytes(), _free_nbytes(folder)
         if free < needed or any(os.strerror(code) in reason for code in _FULL):
             # A checkpoint is more than its tensors: free space of their size has turned out not to be enough.
             is_close = needed <= free < 2 * needed
@@ -137,10 +147,10 @@ def reason_of(error: OSError | CheckpointFailed) -> str:
     return one_line(f"{error.strerror or error}{where}")
 
 
-def _free_nbytes(root: Path) -> int:
+def _free_nbytes(folder: Path) -> int:
     """Return the free bytes of a disk; many where the disk does not say."""
     try:
-        return shutil.disk_usage(root).free
+        return shutil.disk_usage(folder).free
     except OSError:
         return sys.maxsize
 

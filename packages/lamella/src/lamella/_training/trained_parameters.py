@@ -1,4 +1,4 @@
-"""The parameters that a run trains, chosen by patterns of their names; all others are frozen."""
+"""The trained parameters of a run, chosen by patterns of their names; all others are frozen."""
 
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
@@ -11,7 +11,7 @@ from lamella._settings.options import ConfigError, nearest
 
 
 def trained_patterns(config: Config) -> tuple[str, ...]:
-    """Return the patterns of the parameters that a run trains: `--train`, or those of adapters; none for all."""
+    """Return the patterns of a run's trained parameters: `--train`, or the adapters' patterns; none for all."""
     return config.optim.train if config.model.lora_rank is None else ADAPTERS
 
 
@@ -33,18 +33,18 @@ def check_trained(names: Iterable[str], patterns: Sequence[str]) -> None:
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Freeze the parameters that no pattern matches; without patterns none is frozen."""
+    """Freeze the parameters without a matching pattern; without patterns none is frozen."""
     for name, parameter in model.named_parameters() if patterns else ():
         parameter.requires_grad_(is_trained(name, patterns))
 
 
 def is_trained(name: str, patterns: Sequence[str]) -> bool:
-    """True for the name of a parameter that is trained."""
+    """True for the name of a trained parameter."""
     return not patterns or any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def trained_line(model: nn.Module, patterns: Sequence[str]) -> list[str]:
-    """Return a line on the share of the parameters that is trained; none without patterns."""
+    """Return a line on the trained share of the parameters; none without patterns."""
     if not patterns:
         return []
     numels = {name: parameter.numel() for name, parameter in model.named_parameters()}

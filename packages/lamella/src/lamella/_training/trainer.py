@@ -2,18 +2,20 @@
 
 import math
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 import lamella_optim
 from lamella._data.batches import TokenBatch
 from lamella._data.tokens import load_tokens
 from lamella._model.building import build
+from lamella._model.compilation import compile_units, compiles_by_default
 from lamella._model.float8 import product_lines, scale_lines
-from lamella._model.sharding import compile_units
 from lamella._processes.agreement import Agreement, agreed_error, from_first_rank
 from lamella._processes.determinism import deterministic_lines
 from lamella._processes.endings import LossNotFiniteError, StorageError
@@ -163,15 +165,26 @@ class Trainer:
         """Choose the loss function, then compile the units; add a line to print. Effects: as `choose_loss`."""
         spec, device = self._run_model.spec, self._rank.device
         coefficient, has_kernels = balance_coefficient(spec), self._config.model.kernels != "none"
-        self._loss = choose_loss(self._model, spec.vocab_size, coefficient, device, is_fused=has_kernels)
-        # After the trial, whose few tokens would be a first shape: the next shape would compile for any shape.
-        compile_units(self._run_model.units, self._config.parallel)
+        self._loss = choose_loss(self._model, spec.vocab_size, coefficient, device)
+        if self._compiles(lines):
+            # After the trial, whose few tokens would be a first shape: the next shape would compile for any shape.
+            compile_units(self._run_model.units)
         kernels = f", with kernels of {self._config.model.kernels}" if has_kernels else ""
         if isinstance(self._loss, ModelLoss):
             lines.append(f"loss: the model's own{', logits a piece at a time' if self._loss.is_chunked else kernels}")
         else:
             reason = f"{spec.model_type!r} does not heed the arguments of its own"
             lines.append(f"loss: over the logits; {reason}{kernels}")
+
+    def _compiles(self, lines: list[str]) -> bool:
+        """Return whether the layers are to be compiled; add a line to print where the default says so."""
+        is_asked = self._config.parallel.compile
+        if is_asked is not None:
+            return is_asked
+        if compiles_by_default(self._config, self._run_model.spec.model_type, self._data.packing):
+            lines.append("layers: compiled, for a long run (the first step takes longer; --no-compile)")
+            return True
+        return False
 
     def _restore(self, lines: list[str]) -> int:
         """Load the latest checkpoint, or the weights to start from; return the steps done, and add lines to print."""
@@ -327,3 +340,43 @@ class Trainer:
             extra["scaling"] = scaling
         with self._rank.pulse.saving():
             self._saves.save(step, extra, progress.say, wait=wait)
+
+
+class BareSteps(NamedTuple):
+    """The steps of a run and nothing else: no validation, record or checkpoint.
+
+    Attributes:
+        model: The root unit.
+        units: The units but the root.
+        step: Runs the optimizer step of a number, from 0 on; returns this rank's loss, 0-D on the device.
+    """
+
+    model: nn.Module
+    units: Sequence[nn.Module]
+    step: Callable[[int], torch.Tensor]
+
+
+@contextmanager
+def bare_steps(config: Config, directory: RunDirectory, rank: Rank) -> Iterator[BareSteps]:
+    """Make a run's model with fresh weights, and yield its steps, for measurements.
+
+    Args:
+        config: The run's settings.
+        directory: Holds the tokens and the model's config.
+        rank: This process among the workers.
+
+    Effects: collective over all ranks; writes nothing.
+    """
+    trainer = Trainer(config, directory, rank)
+    try:
+        trainer._run_model.initialise(rank.device)
+        trainer._choose_loss([])
+
+        def step(number: int) -> torch.Tensor:
+            loss, _, _ = trainer._step(number)
+            trainer._agreement.answer()
+            return loss
+
+        yield BareSteps(trainer._model, trainer._run_model.units, step)
+    finally:
+        trainer._run_model.replacements.undo()

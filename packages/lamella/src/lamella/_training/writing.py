@@ -16,7 +16,7 @@ from lamella._data.order import mixture_lines
 from lamella._data.streamed_files import to_json
 from lamella._data.token_checks import check_tokens
 from lamella._data.tokenizer import read_tokenizer
-from lamella._data.tokens import prepare_tokens
+from lamella._data.tokens import TokenData, prepare_tokens
 from lamella._model.published_dtype import published_dtype
 from lamella._record.run_directory import RunDirectory
 from lamella._settings.config import Config, to_values
@@ -47,13 +47,11 @@ def write(config: Config, run: CheckedRun, sources: RunSources, lines: list[str]
         to go on from, and sets later checkpoints aside.
     """
     directory = run.directory
+    data = _tokens(config, run, sources)
     with _writing(directory):
-        text = sources.text
-        data = prepare_tokens(text.corpus, text.tokenizer, text.form, directory.tokens, directory.model)
-        check_tokens(data, config.data)
         lines += data.lines(config.data.sequence_length)
         if config.data.streaming:
-            directory.streamed.write_text(to_json(text.corpus.streamed), encoding="utf-8")
+            directory.streamed.write_text(to_json(sources.text.corpus.streamed), encoding="utf-8")
             lines += streaming_lines(config.data)
         else:
             sequences = data.sequences("train", config.data.sequence_length)
@@ -90,13 +88,18 @@ def in_steps(config: Config, run: CheckedRun, sources: RunSources) -> Config:
     epochs = config.optim.epochs
     if epochs is None:
         return config
-    with _writing(run.directory):
-        text = sources.text
-        data = prepare_tokens(text.corpus, text.tokenizer, text.form, run.directory.tokens, run.directory.model)
-    check_tokens(data, config.data)
-    count = len(data.sequences("train", config.data.sequence_length))
+    count = len(_tokens(config, run, sources).sequences("train", config.data.sequence_length))
     steps = math.ceil(epochs * count / config.optim.batch_size)
     return replace(config, optim=replace(config.optim, steps=steps, epochs=None))
+
+
+def _tokens(config: Config, run: CheckedRun, sources: RunSources) -> TokenData:
+    """Return the tokens of the text, from the run's directory if they are there already."""
+    text, directory = sources.text, run.directory
+    with _writing(directory):
+        data = prepare_tokens(text.corpus, text.tokenizer, text.form, directory.tokens, directory.model)
+        check_tokens(data, config.data)
+    return data
 
 
 @contextmanager

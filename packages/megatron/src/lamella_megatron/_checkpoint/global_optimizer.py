@@ -19,9 +19,9 @@ from lamella_megatron._checkpoint.global_tensors import GlobalModel, over
 class GlobalOptimizer(torch.optim.Optimizer):
     """An optimizer's state over the tensors of a `GlobalModel`; `give_back` returns loaded state to the optimizer.
 
-    State that the optimizer keeps in a form of its own, such as moments in 8 bits with scales, is taken and given back
-    through its `state_dict` and `load_state_dict`. Transformer Engine's FusedAdam has its state in fp32 there. An
-    optimizer of several (`MuonAndAdam`) tells by its `parts` which of them steps a parameter.
+    State in a form of the optimizer's own, for example moments in 8 bits with scales, is taken and given back through
+    `state_dict` and `load_state_dict`. Transformer Engine's FusedAdam has its state in fp32 in this form. An optimizer
+    of several (`MuonAndAdam`) tells by its `parts` which optimizer steps a parameter.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, model: GlobalModel) -> None:
@@ -49,7 +49,7 @@ class GlobalOptimizer(torch.optim.Optimizer):
             }
 
     def give_back(self) -> None:
-        """Set the optimizer's options and state to these.
+        """Set the optimizer's options and state.
 
         Effects: replaces the optimizer's state by the tensors themselves and no copies, unless the optimizer keeps
             state in a form of its own.
@@ -76,10 +76,10 @@ class GlobalOptimizer(torch.optim.Optimizer):
         self._sharded.load_state_dict({"state": by_key, "param_groups": groups})
 
     def readable(self, source: Source) -> Source:
-        """A checkpoint under native names, with the entries that this optimizer reads.
+        """A checkpoint under native names, with the entries read by this optimizer.
 
-        Left out are steps of parameters whose steps are not counted here, and the mark of expert-parallel
-        groups: a model on other ranks has other groups.
+        Left out are steps of parameters whose steps are not counted here, and the mark of expert-parallel groups: on
+        other ranks a model has other groups.
 
         Raises:
             ValueError: A parameter's state is another optimizer's.
@@ -106,7 +106,7 @@ class GlobalOptimizer(torch.optim.Optimizer):
         return rename(source, readable_name)
 
     def _slots_by_name(self) -> dict[str, tuple[str, set[str]]]:
-        """The class that steps each parameter and the slots it keeps, for the classes whose slots are known."""
+        """The class and the slots of each parameter's optimizer, for classes with known slots."""
         kinds_and_slots = {}
         for part in getattr(self._sharded, "parts", (self._sharded,)):
             for group in part.param_groups:
@@ -124,7 +124,7 @@ class GlobalOptimizer(torch.optim.Optimizer):
         }
 
     def _count_in(self, group: dict[str, Any], global_parameters: Iterable[torch.Tensor]) -> None:
-        """Move the number of steps from the parameters, where readers of checkpoints have it, to their group."""
+        """Move the number of steps from the parameters, its place in checkpoints, to their group."""
         steps = {
             float(self.state[global_parameter].pop("step"))
             for global_parameter in global_parameters
@@ -155,7 +155,7 @@ class GlobalOptimizer(torch.optim.Optimizer):
 
 
 def _slots(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> set[str] | None:
-    """The state that an optimizer keeps for each parameter of a group; None for an optimizer of another library."""
+    """The state of an optimizer for each parameter of a group; None for an optimizer of another library."""
     if isinstance(optimizer, SGD | Muon):
         return {"momentum_buffer"} if group["momentum"] or isinstance(optimizer, Muon) else set()
     if isinstance(optimizer, Adam) or _packs_state(optimizer):  # AdamW is a subclass of Adam
@@ -168,7 +168,7 @@ def _listed(slots: Iterable[str]) -> str:
 
 
 def _packs_state(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether state means something with the optimizer's scales alone, as Transformer Engine's FusedAdam has it."""
+    """Whether state has a meaning with the optimizer's scales alone, like Transformer Engine's FusedAdam's."""
     return hasattr(optimizer, "get_unscaled_state")
 
 

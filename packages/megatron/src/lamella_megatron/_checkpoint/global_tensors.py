@@ -94,8 +94,7 @@ class GlobalModel(nn.Module):
 
     Args:
         chunks: This rank's chunks: one model, or one for each virtual pipeline stage; each sharded by
-            `fully_shard_model`, or
-            a wrapper around a sharded model.
+            `fully_shard_model`, or a wrapper around a sharded model.
         groups: The `ProcessGroupCollection` of `fully_shard_model`.
         has_copies: Keep a last pipeline stage's copy of the embedding, which loads and is not saved again.
         layer_groups: The pattern of all layers of a HybridModel, with brackets: names are those of stacks of stacks.

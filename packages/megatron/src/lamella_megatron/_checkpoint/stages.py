@@ -1,7 +1,7 @@
-"""The tensors of a pipeline stage under the names that they have in a model of one stage.
+"""The tensors of a pipeline stage under the names of a model with a single stage.
 
-Each stage counts its layers from 0, and the last one has a copy of an embedding that is shared with the output layer.
-Checkpoints number all layers and have one embedding, so that they open on any number of stages.
+Each stage counts its layers from 0, and the last stage has a copy of an embedding shared with the output layer.
+Checkpoints number all layers and have one embedding: they open on any number of stages.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def unwrapped(name: str) -> str:
 
 
 class Stage:
-    """Names of the tensors in a rank's chunks, one or several virtual stages; on an only stage the model's own names.
+    """Names of the tensors in a rank's chunks, one or several virtual stages; on a single stage the model's own names.
 
     Args:
         chunks: Sharded, or wrappers around sharded models.
@@ -78,7 +78,7 @@ class Stage:
         return stage_objects
 
     def only_elsewhere(self, names: Iterable[str]) -> frozenset[str]:
-        """The layers and modules that only other stages have.
+        """The layers and modules of other stages alone.
 
         Args:
             names: Names of this stage's tensors.
@@ -100,7 +100,7 @@ def without(source: Source, modules: Container[str]) -> Source:
 
 
 def _check_chunks(chunks: Sequence[nn.Module]) -> None:
-    """A single chunk of several would be saved without the rank's other layers."""
+    """A single chunk of several would be saved without the rank's remaining layers."""
     configs = (getattr(module, "config", None) for chunk in chunks for module in chunk.modules())
     stage_counts = (getattr(config, "virtual_pipeline_model_parallel_size", None) for config in configs)
     num_chunks = next(filter(None, stage_counts), 1)
@@ -112,6 +112,6 @@ def _check_chunks(chunks: Sequence[nn.Module]) -> None:
 
 
 def _module_of(name: str) -> str:
-    """The layer, or the module beside the layers, that a tensor belongs to."""
+    """The layer of a tensor, or the module beside the layers."""
     module_match = _MODULE.match(name)
     return name if module_match is None else module_match[0]

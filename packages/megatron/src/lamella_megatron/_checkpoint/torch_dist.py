@@ -1,4 +1,4 @@
-"""The places of a model's tensors in `torch_dist`, as megatron-core's modules tell them."""
+"""The places of a model's tensors in `torch_dist`, by megatron-core's modules."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from lamella_megatron._model.sharded_model import innermost
 
 @dataclass(frozen=True)
 class StoredPlaces:
-    """Where this rank's tensors lie in `torch_dist`.
+    """The places of this rank's tensors in `torch_dist`.
 
     Attributes:
         parts: Stored parts by the model's own names.
-        objects: Values of modules (`_extra_state`) that this rank writes, by stored name.
+        objects: Values of modules (`_extra_state`) to write from this rank, by stored name.
     """
 
     parts: Mapping[str, list[StoredPart]]
@@ -42,7 +42,7 @@ class StoredPlaces:
         if groups is None:
             config = importlib.import_module("megatron.core.process_groups_config")
             groups = config.ProcessGroupCollection.use_mpu_process_groups(["dp_cp"])
-        # A wrapper would put `module.` before its keys. The class's: the model's own refuses.
+        # A wrapper would put `module.` before the keys. The class's: the model's own refuses.
         models: list[Any] = [innermost(chunk) for chunk in chunks]
         metadata = {"dp_cp_group": groups.dp_cp}
         state_dicts = [type(model).sharded_state_dict(model, metadata=metadata) for model in models]
@@ -74,9 +74,9 @@ class StoredPlaces:
         return cls(parts, objects)
 
     def spelling(self) -> dict[str, str]:
-        """The model's canonical names by the readers' canonical names of `torch_dist`, where both differ.
+        """The model's canonical names by the readers' canonical names of `torch_dist`, if both differ.
 
-        The keys of norms belong to layers that fuse norms, even where the model's layers are apart.
+        The keys of norms belong to layers with fused norms, even if the model's layers are apart.
         """
         spelling = {}
         for name, parts in self.parts.items():

@@ -1,4 +1,4 @@
-"""megatron-core's optimizer interface over a `torch.optim` optimizer that holds sharded parameters."""
+"""megatron-core's optimizer interface over a `torch.optim` optimizer of sharded parameters."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class ShardedOptimizer(MegatronOptimizer):  # type: ignore[misc]  # megatron-cor
     weights, in either direction.
 
     Args:
-        optimizer: The optimizer that holds the parameters of the chunks.
+        optimizer: The optimizer of the chunks' parameters.
         config: megatron-core's OptimizerConfig.
         model_chunks: Whose gradients are cleared, by `zero_grad`.
         pg_collection: With `intra_dist_opt`, `tp` and `expt_tp`, and `inter_dist_opt` for several instances; None takes
@@ -171,7 +171,7 @@ class ShardedOptimizer(MegatronOptimizer):  # type: ignore[misc]  # megatron-cor
         return norms[None]
 
     def _norms(self) -> dict[str | None, torch.Tensor]:
-        """The norm of each group of parameters that is clipped apart; None is all others' group."""
+        """The norm of each group of parameters with clipping of its own; None is all others' group."""
         names: list[str | None] = [None, *SEPARATE_GRAD_NORM_GROUPS]
         squares = torch.zeros(len(names), dtype=torch.float64, device=self._device)
         for row, name in enumerate(names):
@@ -272,7 +272,7 @@ class ShardedOptimizer(MegatronOptimizer):  # type: ignore[misc]  # megatron-cor
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` returned, on as many ranks as it was taken on.
+        """Load the result of `state_dict`, on as many ranks as saved it.
 
         Without "optimizer" in it the scaler's state alone is loaded: `load_checkpoint` fills the optimizer itself.
         """
@@ -289,18 +289,18 @@ def _gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _norm_group(parameter: torch.Tensor) -> str | None:
-    """The name under which a parameter is clipped apart from the others."""
+    """The name under which a parameter is clipped apart, or None."""
     name = getattr(parameter, "grad_norm_group", None)
     return name if name in SEPARATE_GRAD_NORM_GROUPS else None
 
 
 def _maker(config: Any) -> MakeOptimizer:
-    """The optimizer that `config.optimizer` names.
+    """The optimizer named by `config.optimizer`.
 
     Raises:
         ValueError: Neither Adam nor SGD.
     """
-    # torch steps DTensors one by one unless it is told.
+    # torch steps DTensors one by one by default.
     options: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
     if config.optimizer == "sgd":  # not fused, which refuses gradients of another dtype
         return lambda groups: SGD(groups, momentum=config.sgd_momentum, foreach=True, **options)

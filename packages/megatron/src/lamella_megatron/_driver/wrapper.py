@@ -157,7 +157,7 @@ class ShardedModel(_BaseDataParallel):  # type: ignore[misc]  # megatron-core ha
         """Hold the units' stage against the strategy, from which megatron-core derives the ranks of a norm.
 
         Raises:
-            ValueError: They differ.
+            ValueError: The two differ.
         """
         expected, sharded_by = placements_of(self.ddp_config), self._root.sharding_options.placements or ZERO3
         if sharded_by != expected:
@@ -176,7 +176,7 @@ class ShardedModel(_BaseDataParallel):  # type: ignore[misc]  # megatron-core ha
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Every backward inside is followed by another one in the same step: none ends the step."""
+        """Every backward inside is followed by another in the same step: none ends the step."""
         self._root.set_is_last_backward(False)
         try:
             yield
@@ -255,8 +255,7 @@ class ShardedModel(_BaseDataParallel):  # type: ignore[misc]  # megatron-core ha
             ValueError: `lamella_engine.parameter_norms` refuses `of`.
 
         Effects: the all-reduce of `lamella_engine.parameter_norms`, and one of 8 bytes a split parameter over `tp`,
-            and over
-            `expt_tp` for experts; a host sync each.
+            and over `expt_tp` for experts; a host sync each.
         """
         norms = parameter_norms(self._root, of=of)
         for group, names in split_parameters(self._root).items():
@@ -267,7 +266,7 @@ class ShardedModel(_BaseDataParallel):  # type: ignore[misc]  # megatron-core ha
         return norms
 
     def zero_grad_buffer(self) -> None:
-        """Clear all gradients, also those kept for a later microbatch."""
+        """Clear all gradients, with gradients kept for a later microbatch."""
         self._root.zero_grad()
         for weight in self._shared_embeddings:
             vars(weight).pop("main_grad", None)
@@ -348,7 +347,7 @@ class _NoSync:
 
 
 class _NoBuffer:
-    """In the place of megatron-core's buffer of parameters and gradients, which units do without."""
+    """In the place of megatron-core's buffer of parameters and gradients, needless for units."""
 
     parameter_groups: Sequence[object] = ()
 
@@ -393,7 +392,7 @@ def _check_values(model: nn.Module) -> None:
 
 
 def _as_placed(tensor: Any, parameter: torch.Tensor | None) -> Any:
-    """A whole tensor as this rank's part of it; everything else as it is."""
+    """A whole tensor as this rank's part; all other values as they are."""
     if not isinstance(parameter, DTensor) or isinstance(tensor, DTensor) or not isinstance(tensor, torch.Tensor):
         return tensor
     return distribute_tensor(tensor, parameter.device_mesh, parameter.placements, src_data_rank=None)

@@ -1,10 +1,10 @@
 """`save_checkpoint` and `load_checkpoint` of `megatron.training` over sharded models.
 
 Note [Megatron decides, lamella reads and writes]
-    Megatron's functions stay: they know `--finetune`, the file that names the newest iteration, random states and old
+    Megatron's functions stay: they know `--finetune`, the file with the newest iteration, random states and old
     checkpoints to remove. Between them and the disk is a dict of state. In lamella's place the dict holds the sharded
-    chunks and the optimizer themselves, next to the plain entries; writing hands them to
-    `lamella_megatron.save_checkpoint`, and reading to `load_checkpoint`, which fill them in place.
+    chunks and the optimizer themselves, next to the plain entries; writing hands both to
+    `lamella_megatron.save_checkpoint`, and reading to `load_checkpoint`, for a load in place.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ State = dict[str, Any]
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """Megatron's own functions, which stand-ins ask for models of other wrappers.
+    """Megatron's own functions, for models of other wrappers.
 
     Attributes:
-        generate_state_dict: Collects the state to save, or the state that a load fills.
+        generate_state_dict: Collects the state to save, or the state to load into.
         load_base_checkpoint: Reads one iteration into the collected state.
         preprocess: Renames Megatron-FSDP's tensors.
         save_checkpoint: Saves one iteration.
@@ -111,7 +111,7 @@ def _live(args: Any, model: Sequence[nn.Module], optimizer: Any) -> State:
 
 
 def _check_kind(load_dir: object, named: State) -> None:
-    """Refuse a checkpoint that is not of the model's own kind.
+    """Refuse a checkpoint of another kind than the model's.
 
     Raises:
         ValueError: The checkpoint is in the format `torch_dist`, or a GPTModel's for a HybridModel.
@@ -128,7 +128,7 @@ def _check_kind(load_dir: object, named: State) -> None:
 
 
 def _check_arguments(args: Any) -> None:
-    """Refuse a save in the background, which megatron writes by processes of its own.
+    """Refuse a save in the background: megatron writes it by processes of its own.
 
     Raises:
         ValueError: `--async-save` is set.
@@ -142,7 +142,7 @@ def _check_arguments(args: Any) -> None:
 
 @contextmanager
 def _writing_by(save: Function) -> Iterator[None]:
-    """Megatron asks `torch.distributed.checkpoint.save` to write, by its full name: a function in its place.
+    """A function in place of `torch.distributed.checkpoint.save`, which megatron calls by its full name to write.
 
     Effects: on the whole process while the context lasts.
     """
@@ -156,7 +156,7 @@ def _writing_by(save: Function) -> Iterator[None]:
 
 
 def _write(state_dict: State, storage_writer: Any) -> None:
-    """Write the state, in which chunks and optimizer are live, to the directory of the writer.
+    """Write the state, with live chunks and optimizer inside, to the directory of the writer.
 
     Effects: as `lamella_megatron.save_checkpoint`, and an exchange of random states over the model-parallel ranks.
     """
@@ -179,7 +179,7 @@ def _write(state_dict: State, storage_writer: Any) -> None:
 
 
 def _flat(state: State) -> State:
-    """Entries under the names that torch's reader, and so megatron's, looks for: "opt_param_scheduler.num_steps"."""
+    """Entries under the names in torch's reader, and so in megatron's: "opt_param_scheduler.num_steps"."""
     planner = DefaultSavePlanner()
     planner.set_up_planner(state, is_coordinator=True)
     flat: State = planner.state_dict
@@ -201,7 +201,7 @@ def _remove_if_empty(directory: str | os.PathLike[str]) -> None:
 
 
 def _load(path: str, state: State, *, strict: bool) -> State:
-    """Fill chunks and optimizer in place, and the other entries of the state; what megatron loads afterwards.
+    """Fill chunks and optimizer in place, and the remaining entries of the state; return the state for megatron.
 
     Effects: as `lamella_megatron.load_checkpoint`, and an exchange of torch's reader.
     """

@@ -3,46 +3,15 @@
 from __future__ import annotations
 
 import importlib
-import sys
-from collections.abc import Iterator, Mapping
-from types import ModuleType, TracebackType
-from typing import Final, Self
+from types import ModuleType
+from typing import Final
+
+from lamella_engine.extending import Installation
 
 _OURS: Final = "lamella_megatron._megatron_lm"
 
 
-class MegatronInstallation:
-    """lamella in Megatron-FSDP's place, until `undo()` or the end of a `with` statement; made by `install`.
-
-    Attributes:
-        replaced: The replaced names, sorted, such as "megatron.training.training.megatron_FSDP"; none if lamella was in
-            place before.
-    """
-
-    def __init__(self) -> None:
-        self._pairs = _stand_ins().PAIRS
-        self.replaced = tuple(sorted(_replace({id(theirs): ours for theirs, ours in self._pairs})))
-        self._is_undone = not self.replaced
-
-    def undo(self) -> None:
-        """Give all names back to megatron's classes and functions, also in modules imported since.
-
-        Sharded models stay sharded. Nothing happens if no name was replaced, or after an earlier `undo()`.
-        """
-        if not self._is_undone:
-            self._is_undone = True
-            list(_replace({id(ours): theirs for theirs, ours in self._pairs}))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.undo()
-
-
-def install() -> MegatronInstallation:
+def install() -> Installation:
     """Put lamella in Megatron-FSDP's place in this process: a program of Megatron-LM trains on lamella.
 
         lamella_megatron.install()
@@ -65,7 +34,7 @@ def install() -> MegatronInstallation:
 
     Source: `megatron.training` of megatron-core 0.19.2.
     """
-    return MegatronInstallation()
+    return Installation(_stand_ins().PAIRS, keeps=_is_ours)
 
 
 def _stand_ins() -> ModuleType:
@@ -81,12 +50,6 @@ def _stand_ins() -> ModuleType:
         ) from error
 
 
-def _replace(by_identity: Mapping[int, object]) -> Iterator[str]:
-    """Replace classes and functions, given by identity, in the globals of all modules, and list the replaced names."""
-    for title, module in list(sys.modules.items()):
-        if title.startswith(_OURS):
-            continue
-        for name, member in list(getattr(module, "__dict__", {}).items()):  # some entries are no modules, or None
-            if id(member) in by_identity:
-                setattr(module, name, by_identity[id(member)])
-                yield f"{title}.{name}"
+def _is_ours(module: ModuleType, _: object) -> bool:
+    """Whether the module belongs to lamella's stand-ins, which call megatron's functions by name."""
+    return getattr(module, "__name__", "").startswith(_OURS)

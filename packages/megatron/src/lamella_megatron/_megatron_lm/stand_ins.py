@@ -9,7 +9,7 @@ from typing import Any, Final
 from megatron.core import optimizer as megatron_optimizer
 from megatron.core.distributed.fsdp import mcore_fsdp_adapter
 from megatron.training import checkpointing
-from megatron.training import training as _training  # noqa: F401  # Binds the names that are replaced.
+from megatron.training import training as _training  # noqa: F401  # Binds the names to replace.
 from megatron.training.utils import common_utils
 from torch import nn
 
@@ -25,9 +25,9 @@ _calc_params_l2_norm: Final[Function] = common_utils.calc_params_l2_norm
 
 
 class WrapperInPlace(ShardedModel):
-    """`ShardedModel` as `megatron.training` asks for Megatron-FSDP's wrapper, and by its name.
+    """`ShardedModel` in the form of Megatron-FSDP's wrapper in `megatron.training`, and under the wrapper's name.
 
-    With `--overlap-grad-reduce` the training loop sets `no_sync_func` itself, and refuses one that is set.
+    With `--overlap-grad-reduce` the training loop sets `no_sync_func`, and refuses a function set before.
     """
 
     def __init__(self, config: Any, ddp_config: Any, module: nn.Module, **arguments: Any) -> None:
@@ -41,9 +41,9 @@ class WrapperInPlace(ShardedModel):
 def optimizer_in_place(
     config: Any, model_chunks: Sequence[Any], config_overrides: Any = None, **arguments: Any
 ) -> ShardedOptimizer | Any:
-    """`sharded_optimizer` for sharded chunks, megatron's function for others.
+    """`sharded_optimizer` for sharded chunks, megatron's function for all others.
 
-    Gloo groups are for gathering state that shards do without; the map of parameters to groups is not written.
+    Gloo groups are for gathering state, needless for shards; the map of parameters to groups is not written.
     """
     if not any(isinstance(chunk, ShardedModel) for chunk in model_chunks):
         return _get_megatron_optimizer(config, model_chunks, config_overrides=config_overrides, **arguments)
@@ -59,7 +59,7 @@ def optimizer_in_place(
 
 @functools.wraps(_calc_params_l2_norm)
 def norm_in_place(model: Any, *arguments: Any, **named: Any) -> float:
-    """`weights_norm` for sharded chunks, megatron's function for others."""
+    """`weights_norm` for sharded chunks, megatron's function for all others."""
     chunks = model if isinstance(model, list) else [model]
     if not all(isinstance(chunk, ShardedModel) for chunk in chunks):
         norm: float = _calc_params_l2_norm(model, *arguments, **named)

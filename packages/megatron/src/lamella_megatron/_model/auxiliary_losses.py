@@ -10,15 +10,15 @@ from lamella_engine.extending import local_of
 
 
 def scale_auxiliary_losses(model: Any, num_microbatches: int) -> None:
-    """Set the scales of losses that a model adds in backward, by the function of megatron-core's driver.
+    """Set the scales of a model's losses added in backward, by the function of megatron-core's driver.
 
-    Without a loss the function sets scales alone. Scales stay from step to step: unset, those of another model's step,
-    with another number of microbatches, would count.
+    Without a loss the function sets scales alone. Scales stay from step to step: unset, the scales of another model's
+    step, with another number of microbatches, would count.
     """
     scaler = importlib.import_module("megatron.core.transformer.moe.moe_utils").MoEAuxLossAutoScaler
     scale = scaler.main_loss_backward_scale
     if scale is not None and not scale.dim():
-        # A backward without scales leaves a 0-D one, into which the function cannot copy its own of one element.
+        # A backward without scales leaves a 0-D tensor, and the function copies a tensor of one element.
         scaler.main_loss_backward_scale = None
     config = copy.copy(model.config)
     config.timers = None  # the function would stop a timer that the driver starts

@@ -5,7 +5,7 @@
     segment := (symbol | "[" symbol+ "]")*         a group becomes one unit, and one layer of an overlap schedule
     mtp     := symbol+                             the same for each depth
 
-Symbols are megatron-core 0.19's. Brackets are in none of its releases: `Pattern.flat` is what `HybridModel` takes.
+Symbols are megatron-core 0.19's. No release of megatron-core has brackets: `HybridModel` takes `Pattern.flat`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class LayerGroup:
     """A layer by itself, or a group of layers.
 
     Attributes:
-        symbols: One for each layer.
+        symbols: A symbol for each layer.
         first: Physical number of the first layer, from 0, over all segments.
         is_group: Whether the item stands in brackets.
     """
@@ -63,7 +63,7 @@ class Pattern:
 
     @property
     def symbols(self) -> str:
-        """One for each physical layer, without those of multi-token prediction."""
+        """A symbol for each physical layer, without multi-token prediction's."""
         return "".join(group.symbols for group in self.groups)
 
     @property

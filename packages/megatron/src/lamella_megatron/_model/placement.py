@@ -38,8 +38,7 @@ class Meshes:
     Attributes:
         dense: The mesh over `dp_cp`.
         experts: The mesh over `expt_dp`, the same object as `dense` where both have the same ranks; None for a model
-            without
-            expert-parallel parameters.
+            without expert-parallel parameters.
     """
 
     dense: DeviceMesh

@@ -1,4 +1,4 @@
-"""A whole megatron-core model in one call: of a model that is built, or while it is built."""
+"""A whole megatron-core model in one call: of a built model, or during its construction."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def fully_shard_model(
     layer_groups: str | None = None,
     **fully_shard_kwargs: Any,
 ) -> M:
-    """Shard a megatron-core model: one unit a layer, and one for the rest, each parameter over its own ranks.
+    """Shard a megatron-core model: a unit for each layer, and a unit for the rest, each parameter over its own ranks.
 
         parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
         model = GPTModel(...)
@@ -41,28 +41,25 @@ def fully_shard_model(
     Tensor-parallel parameters keep this rank's part, sharded over the data- and context-parallel ranks with the
     same part; experts are sharded over the ranks with the same experts; all gradients are divided by the number of
     data- and context-parallel ranks. With several instances of the distributed optimizer parameters are sharded over
-    the ranks of an instance and replicated over the instances (HSDP). Values are those of the first rank that holds the
-    parameter, whatever the seeds of its peers. The context-parallel helper of Mamba mixers looks parameters up in its
-    mixer from now on. Layers that fuse or delay weight gradients do (`connect_fused_layers`).
+    the ranks of an instance and replicated over the instances (HSDP). Values are the values of the parameter's first
+    rank, whatever the seeds of the peers. The context-parallel helper of Mamba mixers looks parameters up in the mixer
+    from now on. Layers that fuse or delay weight gradients do (`connect_fused_layers`).
 
     Args:
         model: A GPTModel, MambaModel or HybridModel, changed in place.
         groups: megatron-core's `ProcessGroupCollection` with `dp_cp`, and `expt_dp` for a model with experts; for
             several instances also `intra_dp_cp`, `intra_expt_dp` and `inter_dist_opt`. None takes the groups of
             `parallel_state`.
-        unit_classes: Classes of the modules that become units. None: megatron-core's layers. Modules inside each other
-            are
-            units inside each other.
-        groups_by_name: A function for parameters that marks do not describe: the process group of the ranks that hold
-            the same
-            tensor, by the parameter's name, or None to go by marks. The same answer on all ranks of the group. The
-            divisor stays the size of `dp_cp`.
-        layer_groups: A HybridModel's pattern with brackets around layers that become one unit, as in
-            `"M[M*][ME]"`. Names, checkpoints and the forward stay as they are. A model whose groups are stacks of
-            their own needs no argument.
+        unit_classes: Classes of the modules to make units. None: megatron-core's layers. Modules inside each other
+            are units inside each other.
+        groups_by_name: A function for parameters without marks: the process group of the ranks with the same tensor,
+            by the parameter's name, or None to go by marks. The same answer on all ranks of the group. The divisor
+            stays the size of `dp_cp`.
+        layer_groups: A HybridModel's pattern with brackets around the layers of each unit, as in `"M[M*][ME]"`. Names,
+            checkpoints and the forward stay as they are. A model whose groups are stacks of their own needs no
+            argument.
         fully_shard_kwargs: Arguments of every `fully_shard` call alike, but `mesh` and `shard_placement_fn`.
-            `placements` in
-            `options` are one ZeRO stage, or two with several instances: (HSDP, ZERO3).
+            `placements` in `options` are one ZeRO stage, or two with several instances: (HSDP, ZERO3).
 
     Returns:
         `model`, changed.
@@ -75,8 +72,7 @@ def fully_shard_model(
         TypeError: `mesh` or `shard_placement_fn` was given: both follow from the groups.
 
     Effects: the allocations of `lamella_engine.fully_shard`, once a unit; a broadcast of each parameter with values
-        over its ranks, in
-        the parameter's dtype.
+        over its ranks, in the parameter's dtype.
     """
     _refuse_arguments(fully_shard_kwargs, "mesh", "shard_placement_fn")
     layers = layers_of(model, unit_classes)
@@ -101,21 +97,21 @@ def build_sharded_model(
     unit_classes: Collection[type[nn.Module]] | None = None,
     **fully_shard_kwargs: Any,
 ) -> M:
-    """Build a megatron-core model, and shard each layer as soon as it is built.
+    """Build a megatron-core model, and shard each layer right after its construction.
 
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
         model = build_sharded_model(lambda: GPTModel(...))
 
-    For new models that fit on no rank. Layers are built in their order and from megatron-core's random states, so the
-    weights are those of the model built whole and sharded by `fully_shard_model`. A rank never holds more than its
-    shards, one whole layer, and the parameters outside layers. The meta device would not do: megatron-core's own
-    linears and embeddings have no `reset_parameters`, and forget how they were initialised. A model whose weights are
+    For new models too large for a rank. Layers are built in their order and from megatron-core's random states: the
+    weights equal the weights of the model built whole and sharded by `fully_shard_model`. A rank never holds more than
+    its shards, one whole layer, and the parameters outside layers. The meta device would not do: megatron-core's own
+    linears and embeddings have no `reset_parameters`, and forget their initialisation. A model whose weights are
     about to be loaded may be built on the meta device and given to `fully_shard_model`.
 
     Args:
         build: Builds the model, of parameters with values, on the device of training or on the CPU.
         groups: The `ProcessGroupCollection` of `fully_shard_model`.
-        unit_classes: Classes of the modules that become units. None: megatron-core's layers.
+        unit_classes: Classes of the modules to make units. None: megatron-core's layers.
         fully_shard_kwargs: Arguments of every `fully_shard` call alike, but `mesh` and `shard_placement_fn`.
 
     Returns:
@@ -128,8 +124,7 @@ def build_sharded_model(
             `layer_groups`, which need the whole model.
 
     Effects: a broadcast of each parameter over its ranks, and shards, a layer at a time. The constructors of
-        megatron-core's layers are exchanged while `build` runs, for
-        all threads.
+        megatron-core's layers are exchanged while `build` runs, for all threads.
     """
     _refuse_arguments(fully_shard_kwargs, *_WAYS_OUT)
     sharding = _UnitArguments(groups, fully_shard_kwargs)
@@ -147,7 +142,7 @@ def build_sharded_model(
 
 
 def innermost(module: nn.Module) -> nn.Module:
-    """The model below wrappers that hold nothing else, such as megatron-core's `Float16Module`."""
+    """The model below plain wrappers, for example megatron-core's `Float16Module`."""
     while isinstance(inner := getattr(module, "module", None), nn.Module):
         module = inner
     return module
@@ -174,7 +169,7 @@ class _UnitArguments:
         return Placement(module, self.meshes, is_replicated=is_replicated, groups_by_name=self.groups_by_name)
 
     def find_device(self, module: nn.Module) -> None:
-        """Take the device of a model that is being built from its first layer.
+        """Take the device of a model in construction from the first layer.
 
         Raises:
             ValueError: Parameters are on the meta device.
@@ -260,7 +255,7 @@ def _refuse_arguments(kwargs: dict[str, Any], *names: str) -> None:
 
 
 def _finish(model: nn.Module) -> None:
-    """Connect what goes past hooks, once all units are made; refuse what would describe shards as whole tensors."""
+    """Connect all readers past hooks, once all units are made; refuse functions that take shards for whole tensors."""
     connect_fused_layers(model)
     number_prediction_routers(model)
     model.sharded_state_dict = refuse_sharded_state_dict  # type: ignore[assignment]

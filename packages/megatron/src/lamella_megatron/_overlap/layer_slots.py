@@ -1,6 +1,6 @@
 """megatron-core's layers in the slots of a schedule: attention and router, dispatch, experts, combine.
 
-Values of one slot go to the next as return values, and values for a later slot go along.
+Values of one slot go to the next as return values, along with values for later slots.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PassedOn: TypeAlias = torch.Tensor | int | None
 PredictionInput: TypeAlias = tuple[torch.Tensor, tuple[PassedOn, ...]]
 Delayable: TypeAlias = Mapping[Slot, list[Any]]
 
-# Arguments of the decoder that layers take too, under the same names.
+# Arguments of the decoder and of its layers, under the same names.
 _ATTENTION_ARGUMENTS = (
     "attention_mask",
     "rotary_pos_emb",
@@ -36,7 +36,7 @@ _MAMBA_ARGUMENTS = ("attention_mask", "packed_seq_params")
 
 @dataclass
 class SlottedLayers:
-    """A layer, or a group of layers: the last one's MLP or experts by themselves, all before them together.
+    """A layer, or a group of layers: the last layer's MLP or experts in slots of their own, all before in one slot.
 
     Attributes:
         layers: The layers in order.
@@ -83,10 +83,10 @@ class SlottedLayers:
             return hidden
 
     def _route(self, hidden: torch.Tensor, *passed_on: PassedOn) -> tuple[PassedOn, ...]:
-        """Up to the rows that leave the rank; what the combine needs goes along.
+        """Up to the rows that leave the rank, along with the values for the combine.
 
-        That is the residual, the shared experts' output, the samples in a row (None: as they came), and the indices
-        that the dispatcher keeps: as values they are marked as read by the communication stream.
+        The values are the residual, the shared experts' output, the samples in a row (None: as they came), and the
+        indices of the dispatcher: as values, the indices are marked as read by the communication stream.
         """
         residual = self._attend(hidden)
         last: Any = self.layers[-1]
@@ -198,7 +198,7 @@ class Prediction:
 
 
 def layers_inside(prediction: Any) -> list[nn.Module]:
-    """The layers in a layer of multi-token prediction: one, or those of a stack."""
+    """The layers in a layer of multi-token prediction: one, or a stack's."""
     inner = prediction.mtp_model_layer
     return list(getattr(inner, "layers", None) or [inner])
 
@@ -206,7 +206,7 @@ def layers_inside(prediction: Any) -> list[nn.Module]:
 def delayable(layers: list[nn.Module], before: Sequence[nn.Module] = ()) -> Delayable:
     """The modules that may leave weight gradients to `backward_dw`, in the order of backward.
 
-    Those of the experts or the MLP, and those of all else. A scan of all modules: for a step, not for each microbatch.
+    The experts' or the MLP's, and all others. A scan of all modules: for a step, not for each microbatch.
 
     Args:
         layers: The layers of a `SlottedLayers`.
@@ -220,7 +220,7 @@ def delayable(layers: list[nn.Module], before: Sequence[nn.Module] = ()) -> Dela
 
 
 def _delayable_in(module: nn.Module) -> list[Any]:
-    """Layers of Transformer Engine's kind: a wrapper around such layers has no store of its own."""
+    """Layers of Transformer Engine's kind: a wrapper around them has no store of its own."""
     return [layer for layer in module.modules() if getattr(layer, "need_backward_dw", None) is not None][::-1]
 
 
@@ -242,7 +242,7 @@ def _all_of(modules: list[Any]) -> Callable[[], None]:
 
 @contextlib.contextmanager
 def _random_states(layer: Any) -> Iterator[None]:
-    """megatron-core's random state of the tensor-parallel region, as the decoder sets it around its layers."""
+    """megatron-core's random state of the tensor-parallel region, the same as the decoder sets around its layers."""
     if not layer.config.sequence_parallel:
         yield
         return
@@ -251,7 +251,7 @@ def _random_states(layer: Any) -> Iterator[None]:
 
 
 def _indices_of(dispatcher: Any) -> tuple[torch.Tensor, ...]:
-    """The indices that a dispatcher of tokens keeps for its exchanges, made on the compute stream."""
+    """The indices of a dispatcher of tokens for its exchanges, made on the compute stream."""
     owners = (dispatcher, getattr(dispatcher, "_comm_manager", None))
     attributes = [attribute for owner in owners if owner is not None for attribute in vars(owner).values()]
     return tuple(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,9 +57,8 @@ def forward_backward_overlapped(
         model: A GPTModel or HybridModel, whole or the last pipeline stage, also in wrappers; in units of
             `fully_shard_model`, or without units.
         microbatches: The arguments of the model's forward for each microbatch: `input_ids`, `position_ids`,
-            `attention_mask`,
-            `labels`. For a last stage also `decoder_input`, the stage's input tensor, (length, batch, width): a leaf
-            with `requires_grad`, whose `.grad` is for the stage before.
+            `attention_mask`, `labels`. For a last stage also `decoder_input`, the stage's input tensor, (length, batch,
+            width): a leaf with `requires_grad`, whose `.grad` is for the stage before.
         loss_of: Takes the model's output for a microbatch, returns a 0-D loss: the microbatch's share of the step's,
             scaled as by `config.grad_scale_func`. Losses of routers and of multi-token prediction are scaled as by
             megatron-core's driver.
@@ -81,6 +81,7 @@ def forward_backward_overlapped(
     """
     inner = innermost(model)
     _check_schedulable(inner.config)
+    _check_stages(inner.config)
     _check_stage(inner, microbatches)
     scheduled = _scheduled_layers(inner)
     chunks = [_model_chunk(inner, scheduled, batch, loss_of) for batch in microbatches]
@@ -129,52 +130,74 @@ class SchedulePlan(AbstractSchedulePlan):  # type: ignore[misc]  # megatron-core
 
     def __init__(self, schedule: _ModelSchedule, batch: Mapping[str, Any]) -> None:
         self.schedule = schedule
+        self.input: torch.Tensor | None = batch.get("decoder_input")
         self.flight = Flight(
             _model_chunk(schedule.model, schedule.layers, batch, lambda output: output),
             schedule.lanes,
-            next(schedule.numbers),
+            next(_numbers),
         )
         self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # for the driver's loss; the lanes have others
+
+    @property
+    def stage(self) -> int:
+        """The virtual stage of the model."""
+        return int(getattr(self.schedule.model, "vp_stage", None) or 0)
 
     @staticmethod
     def run(
         f_schedule_plan: SchedulePlan | None,
         b_schedule_plan: SchedulePlan | None,
         b_grad: torch.Tensor | None = None,
-        **stage_functions: object,
+        pre_forward: Callable[[int], object] | None = None,
+        pre_backward: Callable[[int], object] | None = None,
+        post_forward: Callable[[torch.Tensor, int], object] | None = None,
+        post_backward: Callable[[torch.Tensor | None, int], object] | None = None,
     ) -> torch.Tensor | None:
-        """Run the forward of one plan beside the backward of another.
+        """Run the forward of one plan beside the backward of another, of the same or another stage of the rank.
 
         Args:
             f_schedule_plan: A new plan, or None.
             b_schedule_plan: A plan after its forward, or None.
             b_grad: The gradient of the second plan's output.
-            stage_functions: Functions that pipeline stages call in between; None.
+            pre_forward: Waits for the input of a virtual stage's forward.
+            pre_backward: Waits for `b_grad`.
+            post_forward: Sends the output of a virtual stage.
+            post_backward: Sends the gradient of a virtual stage's input.
 
         Returns:
             The first plan's output, detached.
 
-        Effects: streams of `lamella_schedule.run_pair`, gathers and reductions of `UnitResidence`.
+        Effects: streams of `lamella_schedule.run_pair`, gathers and reductions of `UnitResidence`; messages of the
+            functions given, on the current stream, before and after the pair.
         """
-        assert not any(stage_functions.values()), "pipeline stages are refused by the wrapper"
         plan = f_schedule_plan or b_schedule_plan
         assert plan is not None, "the driver gives one plan at least"
+        if f_schedule_plan is not None and pre_forward is not None:
+            pre_forward(f_schedule_plan.stage)
         if b_schedule_plan is not None:
+            if pre_backward is not None:
+                pre_backward(b_schedule_plan.stage)
             b_schedule_plan.flight.begin_backward((b_grad,))
         forward, backward = (
             schedule_plan and schedule_plan.flight for schedule_plan in (f_schedule_plan, b_schedule_plan)
         )
-        schedule = plan.schedule
         run_pair(
             forward,
             backward,
-            residence=schedule.residence,
-            early_release=_releases_early(schedule.model, early_release=None),
+            residence=plan.schedule.residence,
+            backward_residence=None if b_schedule_plan is None else b_schedule_plan.schedule.residence,
+            early_release=_releases_early(plan.schedule.model, early_release=None),
         )
-        if forward is None:
-            return None
-        [output] = forward.outputs
-        assert isinstance(output, torch.Tensor)
+        output = None
+        if forward is not None:
+            # The driver may free the output once it is sent; its shape is enough for the backward.
+            [output] = forward.take_outputs()
+            assert isinstance(output, torch.Tensor)
+            if f_schedule_plan is not None and post_forward is not None:
+                post_forward(output, f_schedule_plan.stage)
+        if b_schedule_plan is not None and post_backward is not None:
+            entered = b_schedule_plan.input
+            post_backward(None if entered is None else entered.grad, b_schedule_plan.stage)
         return output
 
 
@@ -185,16 +208,14 @@ class _ModelSchedule:
     Attributes:
         model: The model in units.
         layers: The layers.
-        lanes: The streams of all plans.
+        lanes: The streams of all plans, also of other stages' models.
         residence: The residence of the units.
-        numbers: Numbers of microbatches, over all steps.
     """
 
     model: Any
     layers: _ScheduledLayers
     lanes: Lanes
     residence: UnitResidence
-    numbers: Iterator[int]
 
     def build(
         self,
@@ -206,6 +227,9 @@ class _ModelSchedule:
         **more: Any,
     ) -> SchedulePlan:
         """A plan of one microbatch; takes the arguments of the model's forward."""
+        if decoder_input is None and not self.model.pre_process:
+            # The stage holds the input of one microbatch at a time, which the driver has set for this one.
+            decoder_input = self.model.decoder.input_tensor
         arguments = {"input_ids": input_ids, "position_ids": position_ids, "attention_mask": attention_mask}
         return SchedulePlan(self, {**arguments, "decoder_input": decoder_input, "labels": labels, **more})
 
@@ -214,19 +238,36 @@ def schedule_by_plans(model: Any) -> None:
     """Let megatron-core's driver overlap a model's microbatches: give a sharded model a `build_schedule_plan`.
 
     Raises:
-        ValueError: An option of the configuration leaves nothing to overlap, or the model has several pipeline stages.
+        ValueError: An option of the configuration leaves nothing to overlap, or the model has pipeline stages that are
+            not interleaved.
     """
     _check_schedulable(model.config)
-    if (num := model.config.pipeline_model_parallel_size) > 1:
+    num = model.config.pipeline_model_parallel_size
+    if num > 1 and model.config.virtual_pipeline_model_parallel_size is None:
         raise ValueError(
-            f"Expected `config.pipeline_model_parallel_size` to be 1 for megatron-core's overlapped driver, got {num}: "
-            "stages have a driver of their own. Step without overlap, or run the last stage by "
+            "Expected `config.pipeline_model_parallel_size` to be 1 for megatron-core's overlapped driver, or "
+            f"interleaved stages, got {num} without `config.virtual_pipeline_model_parallel_size`: the driver of such "
+            "stages overlaps nothing. Step without overlap, or run the last stage by "
             "lamella_megatron.training.forward_backward_overlapped."
         )
     scheduled = _scheduled_layers(model)
     residence = UnitResidence(model, scheduled.units)
-    lanes = Lanes(local_of(next(model.parameters())).device)
-    model.build_schedule_plan = _ModelSchedule(model, scheduled, lanes, residence, itertools.count()).build
+    lanes = _lanes(local_of(next(model.parameters())).device)
+    model.build_schedule_plan = _ModelSchedule(model, scheduled, lanes, residence).build
+
+
+_numbers = itertools.count()  # of microbatches: a pair of two stages' microbatches needs two numbers
+
+
+def _lanes(device: torch.device) -> Lanes:
+    """The lanes of all models whose plans are made under one stream: a pair of two stages needs the same."""
+    stream = torch.get_device_module(device).current_stream(device) if device.type != "cpu" else None
+    return _lanes_under(device, stream)
+
+
+@functools.cache
+def _lanes_under(device: torch.device, stream: object) -> Lanes:
+    return Lanes(device)
 
 
 def _releases_early(model: Any, early_release: bool | None) -> bool:
@@ -241,12 +282,6 @@ def _check_schedulable(config: Any) -> None:
     """
     modules = getattr(config, "recompute_modules", None) or []
     for name, setting, supported, reason in (
-        (
-            "virtual_pipeline_model_parallel_size",
-            config.virtual_pipeline_model_parallel_size,
-            None,
-            "Interleaved stages have an order of their own.",
-        ),
         ("recompute_granularity", config.recompute_granularity == "full", False, "Layers would run a second time."),
         ("recompute_modules", "moe" in modules, False, "Recomputed experts would exchange tokens a second time."),
         ("moe_shared_expert_overlap", config.moe_shared_expert_overlap, False, "Shared experts run before dispatch."),
@@ -283,6 +318,20 @@ def _check_schedulable(config: Any) -> None:
         raise ValueError(
             "Expected `config.moe_token_dispatcher_type` to be 'alltoall' or 'flex' for an overlapped step, got "
             "'allgather', which gathers all tokens instead of exchanging some."
+        )
+
+
+def _check_stages(config: Any) -> None:
+    """Refuse interleaved stages, whose order is the driver's.
+
+    Raises:
+        ValueError: The model has virtual stages.
+    """
+    if (num := config.virtual_pipeline_model_parallel_size) is not None:
+        raise ValueError(
+            "Expected another value of `config.virtual_pipeline_model_parallel_size` for an overlapped step, got "
+            f"{num!r}. Interleaved stages have an order of their own. Step by megatron-core's driver with "
+            "`config.overlap_moe_expert_parallel_comm`."
         )
 
 

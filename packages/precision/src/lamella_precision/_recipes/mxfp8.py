@@ -25,9 +25,8 @@ class MXFP8Recipe:
     """The microscaling format of the OCP: float8 (e4m3) data, and a scale in E8M0 for 32 elements.
 
     Forward's payloads have blocks along rows (the columns of one row are added up in forward's product), backward's
-    have blocks along columns. A scale is a power of two, rounded up
-    so that no element saturates, and its byte is the biased exponent in fp32. The scales of columns need
-    32 rows on one rank.
+    have blocks along columns. A scale is a power of two, rounded up so that no element saturates, and its byte is the
+    biased exponent in fp32. The scales of columns need 32 rows on one rank.
 
     Args:
         compute_dtype: Dtype of the dequantised weight and of its gradient.

@@ -1,4 +1,4 @@
-"""A gathered weight in a recipe's format: dequantised where an operator asks for its values."""
+"""A gathered weight in a recipe's format: operators read dequantised values."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _ALIASES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 @runtime_checkable
 class Dequantizes(Protocol):
-    """A recipe that reads values back, for weights and for `quantization_errors`.
+    """A recipe with a way back to values, for weights and for `quantization_errors`.
 
-    Where scales and payloads of a weight of more than two dims have an entry for each index along dim 0, those of some
-    indices must be a weight too: a `QuantizedWeight` then dequantises a selected expert alone.
+    If scales and payloads of a weight of more than two dims have an entry for each index along dim 0, the entries of
+    some indices must be a weight too: a `QuantizedWeight` then dequantises a selected expert alone.
     """
 
     @property
@@ -38,12 +38,12 @@ class Dequantizes(Protocol):
     def dequantize(
         self, payloads: Sequence[torch.Tensor], scales: torch.Tensor | None, shape: torch.Size, direction: Direction
     ) -> torch.Tensor:
-        """The values that a direction computes with, in `compute_dtype`."""
+        """The values for a direction's products, in `compute_dtype`."""
         ...
 
 
 class QuantizedWeight(torch.Tensor):
-    """A weight, or a view of a weight, of which only the gathered payloads, and the scales, have bytes.
+    """A weight, or a view of a weight, with bytes of the gathered payloads, and of the scales, alone.
 
     `torch.nn.functional.linear` reads forward's values in forward and backward's in backward. All other operators read
     forward's values, or backward's where forward's payloads have no bytes. Autograd saves the wrapper. Selects, slices,
@@ -55,14 +55,14 @@ class QuantizedWeight(torch.Tensor):
         payloads: The whole payloads, as the recipe describes.
         scales: Scales of the whole weight's blocks; None if the payloads have the scales.
         shape: The whole weight's shape.
-        recipe: The recipe that reads the values back.
-        views: Views taken of the values, one after the other.
+        recipe: The recipe of the payloads.
+        views: Views of the values, in a row.
 
     Attributes:
         scales: Scales of the whole weight's blocks, or None.
-        recipe: The recipe that reads the values back.
+        recipe: The recipe of the payloads.
         weight_shape: The weight's shape, before the views.
-        views: The views taken of the values, one after the other.
+        views: The views of the values, in a row.
         is_matrix: Whether there are two dims after the views.
     """
 
@@ -138,13 +138,13 @@ class QuantizedWeight(torch.Tensor):
         ]
 
     def _viewed(self, view: RecordedView) -> QuantizedWeight:
-        """A view that is dequantised where an operator asks for its values."""
+        """A view, dequantised for operators that ask for values."""
         if view.is_part_of_stack and self._is_stack:
             return self._part(view)
         return QuantizedWeight(self.payloads, self.scales, self.weight_shape, self.recipe, (*self.views, view))
 
     def _records(self, views: Sequence[RecordedView]) -> bool:
-        """Whether several views are wrappers: pieces are, indices are not where each would dequantise all."""
+        """Whether several views are wrappers: pieces are; indices are not if each would dequantise all."""
         return views[0].name == "slice" or (views[0].is_part_of_stack and self._is_stack)
 
     @property
@@ -158,7 +158,7 @@ class QuantizedWeight(torch.Tensor):
         )
 
     def _part(self, view: RecordedView) -> QuantizedWeight:
-        """Some indices along dim 0 of a stack, or one."""
+        """Some indices along dim 0 of a stack, or a single index."""
         assert self.scales is not None
         payloads, scales = [view.of(payload) for payload in self.payloads], view.of(self.scales)
         if view.name == "select":
@@ -169,7 +169,7 @@ class QuantizedWeight(torch.Tensor):
     def __repr__(self, **_: object) -> str:  # type: ignore[override]
         return f"QuantizedWeight({tuple(self.shape)}, {self.recipe})"
 
-    # Dynamo and AOTAutograd take the wrapper apart by these two.
+    # Dynamo and AOTAutograd take the wrapper apart by the following two methods.
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         names = [*self._names, *(["scales"] if self.scales is not None else [])]
@@ -222,7 +222,7 @@ def _layout(shape: Sequence[int], views: Sequence[RecordedView]) -> tuple[tuple[
 
 
 def _have_bytes(payloads: Sequence[torch.Tensor]) -> bool:
-    """Whether no payload's storage is released; of tensors that a compiler traces, which have none to ask: true."""
+    """Whether no payload's storage is released; true for a compiler's tensors, which have no storage."""
     if torch.compiler.is_compiling():
         return True
     return all(
@@ -246,7 +246,7 @@ def _refuse_write(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Non
 
 @cache
 def _written(func: Any) -> tuple[tuple[int, str], ...]:
-    """Place and name of the arguments that an operator writes to."""
+    """Place and name of the arguments under an operator's writes."""
     if func is torch.ops.aten.record_stream.default:  # its schema calls the mark a write
         return ()
     arguments = enumerate(func._schema.arguments)
@@ -273,7 +273,7 @@ def _linear(
 
 
 class _Linear(torch.autograd.Function):
-    """A matrix product with a quantised weight, saved as the wrapper: its bytes come and go with the gathers.
+    """A matrix product with a quantised weight, saved as the wrapper: bytes come and go with the gathers.
 
     Differentiable once: the values that backward reads have no graph to the weight.
     """

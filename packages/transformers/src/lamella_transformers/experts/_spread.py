@@ -32,7 +32,7 @@ from lamella_transformers.experts._families import check_family, decoder_of, is_
 
 
 def spread_experts(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Keep the experts of this rank in every layer, and send tokens to the ranks of their experts from now on.
+    """Keep the experts of this rank in every layer, and send tokens to their experts' ranks from now on.
 
     Rank r of the mesh's second axis keeps the experts from r * num_experts / axis size on, as a DTensor under the
     parameter's name: Note [Experts are parts of whole tensors]. Call the function before `fully_shard`, on a model with
@@ -41,7 +41,7 @@ def spread_experts(model: nn.Module, mesh: DeviceMesh) -> None:
     Args:
         model: transformers' `MixtralForCausalLM`, `Qwen2MoeForCausalLM`, `Qwen3MoeForCausalLM`,
             `Qwen3NextForCausalLM` or `Qwen3_5MoeForCausalLM`. Shared experts are not spread.
-        mesh: Two axes with names: the ranks with the same experts, and the ranks that share the experts.
+        mesh: Two axes with names: the ranks with the same experts, and the ranks with shares of the experts.
 
     Raises:
         ValueError: Another model, a mesh of other axes, experts that do not divide among the ranks, or experts that are
@@ -69,11 +69,11 @@ def spread_experts(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def check_spread(model: nn.Module, num_ranks: int) -> None:
-    """Refuse a model that `spread_experts` would refuse.
+    """Refuse the models that `spread_experts` refuses.
 
     Args:
         model: The model, also on the meta device; not changed.
-        num_ranks: The number of ranks that share the experts.
+        num_ranks: The number of ranks with shares of the experts.
 
     Raises:
         ValueError: Another model, a model without experts, experts that do not divide among the ranks, or experts that
@@ -107,7 +107,7 @@ def shard_with_experts(
 ) -> None:
     """Shard each layer and the rest of the model over `mesh`, and the layers' experts over the ranks with the same.
 
-    Gradients are means over all ranks of `mesh`: experts have seen the tokens of all ranks that share them.
+    Gradients are means over all ranks of `mesh`: tokens of all ranks with shares reach an expert.
 
     Args:
         model: After `spread_experts`.
@@ -200,11 +200,11 @@ class SpreadExperts(nn.Module):
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The ranks that share the experts."""
+        """The ranks with shares of the experts."""
         return self.mesh.get_group(1)
 
     def compute(self, rows: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-        """Run this rank's experts, by the implementation that the model's config names."""
+        """Run this rank's experts, by the implementation named in the model's config."""
         weights = {
             name: cast(DTensor, parameter).to_local() for name, parameter in self.named_parameters(recurse=False)
         }

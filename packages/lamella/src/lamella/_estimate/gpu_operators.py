@@ -1,0 +1,55 @@
+"""Operators that save other tensors for backward on GPUs than on CPUs, on tensors without memory.
+
+An estimate runs on CPU tensors, since a torch without CUDA has no autograd for tensors of a GPU. Two operators differ
+there: a CPU computes `rms_norm` by smaller operators, which save fp32 copies of the input where CUDA's kernel saves a
+number a row; and CUDA's attention returns gradients in the layout of their inputs.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+
+from lamella_precision import assume_float8_products
+
+
+@contextmanager
+def gpu_operators(device_type: str) -> Iterator[None]:
+    """Let operators in the block save what they save on a device: "cuda" or "cpu"."""
+    if device_type != "cuda":
+        yield
+        return
+    original = torch.rms_norm
+    # A mode of torch would miss the layers that backward runs again: autograd leaves all modes.
+    torch.rms_norm = _rms_norm  # type: ignore[assignment]
+    try:
+        with assume_float8_products():
+            yield
+    finally:
+        torch.rms_norm = original
+
+
+def _rms_norm(
+    tensor: torch.Tensor, normalized_shape: Sequence[int], weight: torch.Tensor | None = None, eps: float | None = None
+) -> torch.Tensor:
+    if weight is not None and weight.dtype != tensor.dtype:  # CUDA's kernel is for one dtype.
+        return torch._C._VariableFunctions.rms_norm(tensor, normalized_shape, weight, eps)
+    return cast(torch.Tensor, _FusedRmsNorm.apply(tensor, len(normalized_shape), weight))  # type: ignore[no-untyped-call]
+
+
+class _FusedRmsNorm(torch.autograd.Function):
+    """The shapes of `aten._fused_rms_norm` and its backward in CUDA: no values."""
+
+    @staticmethod
+    def forward(context: Any, tensor: torch.Tensor, num_dims: int, weight: torch.Tensor | None) -> torch.Tensor:
+        rows = (*tensor.shape[:-num_dims], *(1 for _ in range(num_dims)))
+        output = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        scales = torch.empty(rows, dtype=torch.float32, device=tensor.device)
+        context.save_for_backward(tensor, weight, scales)
+        return output
+
+    @staticmethod
+    def backward(context: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        tensor, weight, _ = context.saved_tensors
+        return torch.empty_like(tensor), None, None if weight is None else torch.empty_like(weight)

@@ -1,0 +1,73 @@
+"""Layers compiled by torch's inductor: the models compiled by default, and the machine's compilers."""
+
+import importlib.util
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from typing import Final
+
+from torch import nn
+
+from lamella._settings.config import Config
+from lamella._settings.options import ConfigError
+from lamella._settings.sections import ParallelConfig
+
+_MODEL_TYPES: Final = ("llama", "qwen3")
+"""The model types whose compiled layers were measured."""
+
+_FEWEST_STEPS: Final = 1000
+"""The first step takes some ten seconds longer, which the later ones of a shorter run do not give back."""
+
+
+def compile_units(units: Sequence[nn.Module]) -> None:
+    """Compile each unit at its next forward."""
+    for unit in units:
+        unit.compile()
+
+
+def compiles_by_default(config: Config, model_type: str, packing: str) -> bool:
+    """Return whether a run without --compile and --no-compile compiles its layers: if measured to be faster.
+
+    Args:
+        config: The run's settings, placed on this machine.
+        model_type: The type of the model's config.
+        packing: How tokens become sequences; the rows of "none" have many lengths, and each length compiles anew.
+    """
+    parallel = config.parallel
+    return (
+        parallel.device == "cuda"
+        and model_type in _MODEL_TYPES
+        and config.optim.steps >= _FEWEST_STEPS
+        and packing != "none"
+        and (config.model.kernels, config.model.lora_rank, parallel.float8) == ("none", None, "no")
+        and not (config.run.deterministic or config.run.sample or parallel.offload_activations)
+        and _missing_for(parallel) is None
+    )
+
+
+def check_compiler(parallel: ParallelConfig) -> None:
+    """Refuse --compile where torch would find no compiler after the run has started.
+
+    Raises:
+        ConfigError: Names the missing compiler.
+    """
+    if parallel.compile and (missing := _missing_for(parallel)) is not None:
+        raise ConfigError(missing)
+
+
+def _missing_for(parallel: ParallelConfig) -> str | None:
+    """Return an error about a compiler of inductor's that the machine lacks; None if nothing is missing."""
+    if parallel.device == "cuda":
+        variable, names = "CC", ["gcc", "clang"]
+        if importlib.util.find_spec("triton") is None:
+            return "Expected Triton for --compile on GPUs, got none. Install it, or leave --compile out."
+    else:
+        variable, names = "CXX", ["clang++"] if sys.platform == "darwin" else ["g++"]
+    compilers = [os.environ[variable]] if variable in os.environ else names
+    if any(map(shutil.which, compilers)):
+        return None
+    return (
+        f"Expected a compiler for --compile on {parallel.device} ({variable}, or {' or '.join(names)} on PATH), "
+        f"got none of {', '.join(compilers)}. Install one, or leave --compile out."
+    )
