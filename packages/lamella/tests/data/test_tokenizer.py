@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from lamella._data.encoding import Encoder
+from lamella._data.records import parts
 from lamella._data.text import Corpus, collect
 from lamella._data.tokenizer import END_OF_TEXT, RunTokenizer, train_tokenizer
 
@@ -29,7 +30,9 @@ def corpus_of(tmp_path: Path) -> CorpusOf:
 
 
 def encode(tokenizer: RunTokenizer, corpus: Corpus) -> list[int]:
-    return [token for documents in Encoder(tokenizer=tokenizer).encode(corpus.train) for token in documents.tokens]
+    return [
+        token for documents in Encoder(tokenizer=tokenizer).encode(parts(corpus.train)) for token in documents.tokens
+    ]
 
 
 def nbytes(tokenizer: RunTokenizer, tokens: list[int]) -> int:
@@ -77,7 +80,7 @@ def test_a_long_text_is_encoded_in_pieces_and_nothing_is_lost(
         ("encoding._BATCH_LENGTH", 100),
     ):
         monkeypatch.setattr(f"lamella._data.{name}", value)
-    assert len(list(Encoder(tokenizer=tokenizer).encode(corpus.train))) > 50
+    assert len(list(Encoder(tokenizer=tokenizer).encode(parts(corpus.train)))) > 50
     assert decode(tokenizer, encode(tokenizer, corpus)) == text
 
 
@@ -85,7 +88,7 @@ def test_a_vocabulary_is_trained_on_pieces_spread_over_a_long_text(
     corpus_of: CorpusOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lamella._data.text_files._PIECE_LENGTH", 40)
-    monkeypatch.setattr("lamella._data.tokenizer._VOCABULARY_LENGTH", 4000)
+    monkeypatch.setattr("lamella._data.tokenizer.VOCABULARY_LENGTH", 4000)
     corpus = corpus_of("first words of it\n" * 1000 + "other thing at its end\n" * 1000)
     tokens = train_tokenizer(corpus.train, 300).tokenizer.get_vocab()
     assert "\u0120words" in tokens and "\u0120thing" in tokens

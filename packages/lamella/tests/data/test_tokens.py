@@ -231,7 +231,7 @@ PAIRS = [json.dumps({"prompt": "a" * (index % 7), "completion": "b" * (index % 5
 def test_the_targets_of_a_step_are_those_of_all_ranks(
     tmp_path: Path, packing: Packing, piece_length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lamella._data.tokens._PIECE_LENGTH", piece_length)
+    monkeypatch.setattr("lamella._data.rows._PIECE_LENGTH", piece_length)
     form = TokenForm(packing=packing, loss_on="answers", sequence_length=16, has_answers=True)
     sequences = written(tmp_path, form, PAIRS).sequences("train", 16)
     masked = BatchStream(sequences=sequences, batch_size=8, seed=0)

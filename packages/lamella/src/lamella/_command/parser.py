@@ -14,6 +14,7 @@ from lamella._settings.config import GROUPS, Config, Group, Values, resolve
 from lamella._settings.files import read_config
 from lamella._settings.options import ConfigError, Field, describe, fields_of, inner, nearest, shown
 from lamella._settings.spellings import option_of_spelling
+from lamella._settings.streaming import check_steps
 
 DEFAULT_MODEL = "llama-small"
 COMMANDS: Final = ("train", "estimate", *inference_options.VERBS, "run", "ckpt", "report", "overlap-report")
@@ -44,6 +45,8 @@ def config_of(arguments: argparse.Namespace) -> Config:
     if (subject := getattr(arguments, "subject", None)) is not None:
         layers.append(read_config(subject) if subject.endswith(".toml") else {"model": {"name": subject}})
     layers.append(_values(arguments))
+    if arguments.command == "train":
+        check_steps(layers)
     name = next((layer["model"]["name"] for layer in reversed(layers) if "name" in layer.get("model", {})), None)
     if name is None and len(layers) == 1:
         name = DEFAULT_MODEL

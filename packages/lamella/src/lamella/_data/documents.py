@@ -2,20 +2,39 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
-from lamella._data.tables import SourceFile
+from lamella._data.json_files import Form
+
+
+class RecordFile(Protocol):
+    """A file of records, or a part of one that begins at a record."""
+
+    @property
+    def path(self) -> Path | str:
+        """The file, or the data set's name with `hf:`."""
+        ...
+
+    @property
+    def form(self) -> Form:
+        """How documents lie in the file."""
+        ...
+
+    def num_records_before(self) -> int:
+        """Return the number of records before the part. Effects: may read the file up to the part."""
+        ...
 
 
 class RecordPosition(NamedTuple):
     """A JSON record of a file, in words by `str`.
 
     Attributes:
-        file: The file, or a part of one that begins at a record.
+        file: The file or its part.
         number: Number of the record in the file or its part, from 1 on.
     """
 
-    file: SourceFile
+    file: RecordFile
     number: int
 
     def __str__(self) -> str:
@@ -107,3 +126,24 @@ Part = str | EndOfText | Chat | PromptCompletion | Instruction
 def length_of(part: Part) -> int:
     """Return the approximate number of characters of a part."""
     return len(part) if isinstance(part, str) else part.length
+
+
+FilePosition = Mapping[str, Any]
+"""A place between two documents of a file, from which the file's reader goes on: plain data, for checkpoints."""
+
+
+class PositionedParts(NamedTuple):
+    """A document, or a piece of its text, with the place behind it.
+
+    Attributes:
+        parts: The parts.
+        after: The place to go on from.
+    """
+
+    parts: tuple[Part, ...]
+    after: FilePosition
+
+    @property
+    def ends_document(self) -> bool:
+        """True at the end of a document."""
+        return not (self.parts and isinstance(self.parts[-1], str))

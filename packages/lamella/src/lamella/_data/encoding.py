@@ -11,8 +11,6 @@ from typing import Any, Final, NamedTuple, cast
 
 from lamella._data.answers import AnswerSpan, Messages, RenderedChat, num_equal, rendered_chats
 from lamella._data.documents import Chat, EndOfText, Instruction, Part, PromptCompletion, RecordPosition, length_of
-from lamella._data.records import parts
-from lamella._data.tables import SourceFile
 from lamella._data.tokenizer import RunTokenizer
 from lamella._settings.options import ConfigError, in_short
 
@@ -50,27 +48,30 @@ class Encoder:
     keeps_documents_apart: bool = False
     num_rewritten: int = 0
 
-    def encode(self, files: Iterable[SourceFile]) -> Iterator[EncodedDocuments]:
-        """Yield the tokens of all documents, in order.
+    def encode(self, documents: Iterable[Part]) -> Iterator[EncodedDocuments]:
+        """Yield the tokens of documents, in order.
+
+        Args:
+            documents: The parts of the documents.
 
         Raises:
             ConfigError: A record of a file holds no document, or a conversation cannot be rendered. Names the record.
         """
         is_start = True
-        for batch in _batches(parts(files)):
+        for batch in _batches(documents):
             texts = iter(self._encode_texts([part for part in batch if isinstance(part, str)]))
-            documents = EncodedDocuments([], [])
+            encoded = EncodedDocuments([], [])
             for part in batch:
                 if isinstance(part, str):
-                    documents.tokens.extend([*self._begin(is_start), *next(texts)])
+                    encoded.tokens.extend([*self._begin(is_start), *next(texts)])
                     is_start = False
                 elif isinstance(part, EndOfText):
-                    documents.tokens.append(self.tokenizer.end)
-                    documents.stops.append(len(documents.tokens))
+                    encoded.tokens.append(self.tokenizer.end)
+                    encoded.stops.append(len(encoded.tokens))
                     is_start = True
                 else:
-                    self._add(documents, part)
-            yield documents
+                    self._add(encoded, part)
+            yield encoded
 
     def _begin(self, is_start: bool) -> list[int]:
         """Return the special tokens that begin a text."""

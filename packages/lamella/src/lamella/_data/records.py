@@ -55,8 +55,13 @@ def survey(files: Sequence[SourceFile]) -> Survey:
 
     Effects: reads all files of JSON records.
     """
-    kinds = Survey(has_text=any(file.form == "text" for file in files))
-    for part in parts(file for file in files if file.form != "text"):
+    has_text = any(file.form == "text" for file in files)
+    return survey_parts(parts(file for file in files if file.form != "text"), Survey(has_text=has_text))
+
+
+def survey_parts(documents: Iterable[Part], kinds: Survey) -> Survey:
+    """Return the kinds of documents, beside kinds that are there already."""
+    for part in documents:
         if isinstance(part, Chat):
             kinds = kinds if kinds.first_chat else replace(kinds, first_chat=part)
         elif isinstance(part, Instruction):

@@ -7,16 +7,73 @@ import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol, TypeVar
 
-from lamella._data.tables import HUB, SourceFile, is_table, scan_hub, scan_table
-from lamella._data.text_files import scan_text, unreadable
+from lamella._data.streamed_files import StreamedFile, StreamedSource, stream_file
+from lamella._data.streamed_tables import StreamedTable, stream_hub
+from lamella._data.tables import HUB, SourceFile, TableFile, is_table, scan_hub, scan_table
+from lamella._data.text_files import TextFile, scan_text, unreadable
 from lamella._settings.named_texts import named_texts
 from lamella._settings.options import ConfigError
 
 _ARROW_SUFFIX: Final = ".arrow"
 _BESIDE_ARROW: Final = ("dataset_info.json", "state.json")
 _OVER_ARROW: Final = "dataset_dict.json"
+
+
+F = TypeVar("F", TextFile | TableFile, StreamedFile | StreamedTable)
+ScannedFile = TypeVar("ScannedFile", covariant=True)
+
+
+class Scanner(Protocol[ScannedFile]):
+    """Tells what a file is."""
+
+    def file(self, name: str, path: Path, *, is_named: bool) -> ScannedFile | None:
+        """Return a file of documents, or None for another that only its folder was named for.
+
+        Args:
+            name: Path relative to the searched folder.
+            path: The file.
+            is_named: The user named the file itself, not its folder.
+
+        Raises:
+            ConfigError: The file cannot be read, or is named and has no documents.
+        """
+        ...
+
+    def data_set(self, name: str) -> Sequence[ScannedFile]:
+        """Return the files of a data set of the Hub.
+
+        Raises:
+            ConfigError: The data set cannot be read.
+        """
+        ...
+
+
+class SourceScanner:
+    """Scans files that are read before a run. Effects: reads each file."""
+
+    def file(self, name: str, path: Path, *, is_named: bool) -> SourceFile | None:
+        """Return a file of documents, or None; see `Scanner`."""
+        if is_table(path) and (table := scan_table(name, path, is_named=is_named)) is not None:
+            return table
+        return scan_text(name, path, is_named=is_named)
+
+    def data_set(self, name: str) -> Sequence[SourceFile]:
+        """Return the rows of a data set of the Hub as one file; see `Scanner`."""
+        return [scan_hub(name)]
+
+
+class StreamScanner:
+    """Scans files that are read as a run goes. Effects: reads the beginning of each file."""
+
+    def file(self, name: str, path: Path, *, is_named: bool) -> StreamedSource | None:
+        """Return a file of documents, or None; see `Scanner`."""
+        return stream_file(name, path, is_named=is_named)
+
+    def data_set(self, name: str) -> Sequence[StreamedSource]:
+        """Return the files of a data set of the Hub; see `Scanner`."""
+        return stream_hub(name)
 
 
 class Search:
@@ -34,24 +91,25 @@ class Search:
         self._visited: set[str] = set() if without is None else {os.path.realpath(without)}
         self._has_files = False
 
-    def texts(self, flag: str, paths: Sequence[str]) -> list[SourceFile]:
+    def texts(self, flag: str, paths: Sequence[str], scanner: Scanner[F]) -> list[F]:
         """Return the files under paths, the sources one after another, the files of each in the order of names.
 
         Args:
             flag: The option that the paths come from.
             paths: Files and folders, with or without names of sources; none for the standard library's sources.
+            scanner: Tells what each file is.
 
         Raises:
             ConfigError: A path does not exist, cannot be read or is not text, or the files of a source are empty.
 
-        Effects: reads every file.
+        Effects: reads files as the scanner does.
         """
         sources = named_texts(flag, paths) or {"": ()}
-        return [file for source, named in sources.items() for file in self._texts_of(source, named, flag)]
+        return [file for source, named in sources.items() for file in self._texts_of(source, named, flag, scanner)]
 
-    def _texts_of(self, source: str, paths: Sequence[str], flag: str) -> list[SourceFile]:
-        files = list(self._files(paths, flag))
-        texts = [replace(file, source=source) for file in files if file is not None and file.nbytes]
+    def _texts_of(self, source: str, paths: Sequence[str], flag: str, scanner: Scanner[F]) -> list[F]:
+        files = list(self._files(paths, flag, scanner))
+        texts = [replace(file, source=source) for file in files if file is not None and file.nbytes != 0]
         if not texts:
             elsewhere = " apart from the files that other names or --validation-data hold" if self._has_files else ""
             raise ConfigError(
@@ -61,24 +119,24 @@ class Search:
         self.num_skipped += files.count(None)
         return sorted(texts, key=lambda file: file.name)
 
-    def _files(self, paths: Sequence[str], flag: str) -> Iterator[SourceFile | None]:
+    def _files(self, paths: Sequence[str], flag: str, scanner: Scanner[F]) -> Iterator[F | None]:
         """Yield the files; None for a file that is not text."""
         if not paths:
             # Tests hold generated tables, and some distributions leave them out; site-packages is not the library.
             skip = ("site-packages", "dist-packages", "test", "tests", "idle_test")
-            yield from self._walk(Path(sysconfig.get_path("stdlib")), suffix=".py", skip=skip)
+            yield from self._walk(Path(sysconfig.get_path("stdlib")), scanner, suffix=".py", skip=skip)
         for path in paths:
             if path.startswith(HUB):
-                yield from self._data_set(path)
+                yield from self._data_set(path, scanner)
             elif os.path.isdir(path):
-                yield from self._walk(Path(path))
+                yield from self._walk(Path(path), scanner)
             elif self._is_unvisited(Path(path)):
-                yield _named(Path(path), flag)
+                yield _named(Path(path), flag, scanner)
 
-    def _data_set(self, name: str) -> Iterator[SourceFile]:
+    def _data_set(self, name: str, scanner: Scanner[F]) -> Iterator[F]:
         if name not in self._visited:
             self._visited.add(name)
-            yield scan_hub(name)
+            yield from scanner.data_set(name)
 
     def _is_unvisited(self, path: Path) -> bool:
         """True when no earlier path led to `path`; records files. Folders may be visited again for their files."""
@@ -88,7 +146,9 @@ class Search:
             self._visited.add(real)
         return is_unvisited
 
-    def _walk(self, root: Path, *, suffix: str = "", skip: Sequence[str] = ()) -> Iterator[SourceFile | None]:
+    def _walk(
+        self, root: Path, scanner: Scanner[F], *, suffix: str = "", skip: Sequence[str] = ()
+    ) -> Iterator[F | None]:
         def refuse(error: OSError) -> None:
             raise unreadable(Path(error.filename), error) from error
 
@@ -98,7 +158,7 @@ class Search:
             for path in (Path(folder, name) for name in sorted(_documents(names)) if name.endswith(suffix)):
                 # Pipes are skipped: reading a pipe waits for the writer.
                 if path.is_file() and self._is_unvisited(path):
-                    yield _scanned(path.relative_to(root).as_posix(), path, is_named=False)
+                    yield scanner.file(path.relative_to(root).as_posix(), path, is_named=False)
 
 
 def description(paths: Sequence[str]) -> str:
@@ -113,7 +173,7 @@ def _documents(names: Sequence[str]) -> Iterator[str]:
     return (name for name in names if name != _OVER_ARROW and not (has_arrow and name in _BESIDE_ARROW))
 
 
-def _named(path: Path, flag: str) -> SourceFile:
+def _named(path: Path, flag: str, scanner: Scanner[F]) -> F:
     try:
         kind = path.stat().st_mode
     except FileNotFoundError:
@@ -124,13 +184,6 @@ def _named(path: Path, flag: str) -> SourceFile:
         raise unreadable(path, error) from error
     if not stat.S_ISREG(kind):  # Reading a pipe waits for the writer, and a pipe cannot be read twice.
         raise ConfigError(f"Expected a text file or a folder as {flag}, got {str(path)!r}, which is neither.")
-    file = _scanned(path.name, path, is_named=True)
+    file = scanner.file(path.name, path, is_named=True)
     assert file is not None
     return file
-
-
-def _scanned(name: str, path: Path, *, is_named: bool) -> SourceFile | None:
-    """Return a file, or None for one that is not text and that only its folder was named for."""
-    if is_table(path) and (table := scan_table(name, path, is_named=is_named)) is not None:
-        return table
-    return scan_text(name, path, is_named=is_named)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lamella._data.records import Survey, survey
+from lamella._data.stream_samples import survey_stream
 from lamella._data.text import Corpus, collect
 from lamella._data.tokenizer import RunTokenizer, read_tokenizer
 from lamella._data.tokens import TokenForm, fingerprint
@@ -48,11 +49,15 @@ def read_text(
         ConfigError: The folder has no readable tokenizer, a path has no text or a record no document, or there are
             conversations and no chat template; names the path.
 
-    Effects: reads every file once, and files of JSON records twice.
+    Effects: reads every file once, and files of JSON records twice; of files to stream the beginning.
     """
     tokenizer = vocab_size if pretrained is None else read_tokenizer(pretrained, vocab_size)
     corpus = collect(
-        config.paths, config.validation_fraction, validation_paths=config.validation_paths, without=without
+        config.paths,
+        config.validation_fraction,
+        validation_paths=config.validation_paths,
+        without=without,
+        streaming=config.streaming,
     )
     return text_source(corpus, tokenizer, config, separates_documents=separates_documents)
 
@@ -71,9 +76,9 @@ def text_source(
     Raises:
         ConfigError: A record holds no document, or there are conversations and no chat template.
 
-    Effects: reads files of JSON records once.
+    Effects: reads files of JSON records once; of files to stream 256 documents.
     """
-    kinds = survey((*corpus.train, *corpus.validation))
+    kinds = survey_stream(corpus.streamed, survey((*corpus.train, *corpus.validation)))
     _check_template(kinds, tokenizer)
     form = TokenForm(
         packing=_packing(config, kinds, separates_documents),

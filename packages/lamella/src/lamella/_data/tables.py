@@ -1,8 +1,5 @@
 """Tables of documents, a row each: Parquet, Arrow and data sets of the Hugging Face Hub, by `datasets`, and CSV.
 
-CSV is read by Python's `csv`: the reader of `datasets` takes "1" for a number and "NA" for nothing, and leaves its
-files open.
-
 A row becomes the JSON text of its documents' columns: a table and a file of JSON lines with the same records hold the
 same documents.
 """
@@ -11,11 +8,10 @@ import csv
 import glob
 import hashlib
 import importlib.util
-import io
 import json
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -24,22 +20,23 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from lamella._data.json_files import COLUMN_SETS, COLUMN_SETS_IN_WORDS, COLUMNS, Form
-from lamella._data.text_files import READ_ERRORS, TextFile, changed, opened, suffix_of
+from lamella._data.separated import is_separated, separated_columns, separated_rows
+from lamella._data.text_files import READ_ERRORS, TextFile, changed
 from lamella._settings.options import ConfigError, in_short, shown
 
 HUB: Final = "hf:"
 """The beginning of the name of a data set of the Hub."""
 
 _HUB_NAME: Final = re.compile(r"hf:([\w.-]+(?:/[\w.-]+)?)(?:/([\w.-]+))?(?::(.+))?")
-_SEPARATORS: Final[Mapping[str, str]] = {".csv": ",", ".tsv": "\t"}
 _BUILDERS: Final[Mapping[str, Literal["parquet", "arrow"]]] = {
     ".parquet": "parquet",
     ".arrow": "arrow",
     ".feather": "arrow",
 }
-_LONGEST_FIELD: Final = (1 << 31) - 1
 _NUM_NAMED: Final = 8
-_BATCH_SIZE: Final = 256
+BATCH_SIZE: Final = 256
+"""Rows that are read together: row by row, a data set takes several times as long."""
+
 _LOGGERS: Final = ("datasets", "huggingface_hub")
 
 
@@ -105,11 +102,7 @@ SourceFile = TextFile | TableFile
 
 def is_table(path: Path) -> bool:
     """True for the name of a table, which may have documents' columns or not."""
-    return path.suffix.lower() in _BUILDERS or _is_separated(path)
-
-
-def _is_separated(path: Path | str) -> bool:
-    return isinstance(path, Path) and suffix_of(path) in _SEPARATORS
+    return path.suffix.lower() in _BUILDERS or is_separated(path)
 
 
 def scan_table(name: str, path: Path, *, is_named: bool) -> TableFile | None:
@@ -125,7 +118,7 @@ def scan_table(name: str, path: Path, *, is_named: bool) -> TableFile | None:
 
     Effects: reads the table.
     """
-    if _is_separated(path) and not is_named and not _begins_with_documents(path):
+    if is_separated(path) and not is_named and not begins_with_documents(path):
         return None
     return _scanned(name, path, is_named=is_named)
 
@@ -146,20 +139,26 @@ def scan_hub(name: str) -> TableFile:
 
 def _scanned(name: str, path: Path | str, *, is_named: bool) -> TableFile | None:
     columns = _columns(path)
-    if not _has_documents(columns):
+    if not has_documents(columns):
         if not is_named:
             return None
-        names = ", ".join(map(repr, columns[:_NUM_NAMED])) or "none"
-        more = f" and {len(columns) - _NUM_NAMED} more" if len(columns) > _NUM_NAMED else ""
-        raise ConfigError(
-            f"Expected {COLUMN_SETS_IN_WORDS} as columns of {str(path)!r}, got {names}{more}. Rename the columns."
-        )
+        raise without_documents(path, columns)
     num_rows, nbytes, digest = _measured(_records(path, 0, None))
     return TableFile(name=name, path=path, stop=num_rows, nbytes=nbytes, digest=digest)
 
 
-def _has_documents(columns: Iterable[str]) -> bool:
+def has_documents(columns: Iterable[str]) -> bool:
+    """True for columns among which a document's columns are."""
     return any(set(names) <= set(columns) for names in COLUMN_SETS)
+
+
+def without_documents(path: Path | str, columns: Sequence[str]) -> ConfigError:
+    """Return the refusal of a table without documents' columns."""
+    names = ", ".join(map(repr, columns[:_NUM_NAMED])) or "none"
+    more = f" and {len(columns) - _NUM_NAMED} more" if len(columns) > _NUM_NAMED else ""
+    return ConfigError(
+        f"Expected {COLUMN_SETS_IN_WORDS} as columns of {str(path)!r}, got {names}{more}. Rename the columns."
+    )
 
 
 def _measured(records: Iterable[str]) -> tuple[int, int, str]:
@@ -172,24 +171,29 @@ def _measured(records: Iterable[str]) -> tuple[int, int, str]:
     return num_rows, nbytes, digest.hexdigest()
 
 
-def _begins_with_documents(path: Path) -> bool:
+def begins_with_documents(path: Path) -> bool:
     """True for a file of separated columns whose first row names documents' columns; other such files are text."""
     with suppress(*READ_ERRORS, UnicodeDecodeError, csv.Error):
-        return _has_documents(_columns_of_separated(path))
+        return has_documents(separated_columns(path))
     return False
 
 
 def _records(path: Path | str, start: int, stop: int | None) -> Iterator[str]:
     """Yield the JSON text of each row of a range, with the documents' columns alone."""
-    with _refused(path):
+    with refused_table(path):
         for row in _rows(path, start, stop):
-            yield json.dumps(_without_nulls(row), ensure_ascii=False, default=str)
+            yield record_text(row)
+
+
+def record_text(row: Mapping[str, object]) -> str:
+    """Return the JSON text of a row's document."""
+    return json.dumps(_without_nulls(row), ensure_ascii=False, default=str)
 
 
 def _rows(path: Path | str, start: int, stop: int | None) -> Iterable[Mapping[str, object]]:
-    if isinstance(path, Path) and _is_separated(path):
-        return islice(_separated_rows(path), start, stop)
-    table = _opened_table(path)
+    if isinstance(path, Path) and is_separated(path):
+        return islice((row.fields for row in separated_rows(path)), start, stop)
+    table = opened_table(path)
     table = table.select_columns([name for name in COLUMNS if name in table.column_names])
     if isinstance(path, Path):
         return islice(_table_rows(table), start, stop)
@@ -198,29 +202,8 @@ def _rows(path: Path | str, start: int, stop: int | None) -> Iterable[Mapping[st
 
 
 def _table_rows(table: Any) -> Iterator[Mapping[str, object]]:
-    for batch in table.with_format("arrow").iter(_BATCH_SIZE):  # Row by row, a data set takes several times as long.
+    for batch in table.with_format("arrow").iter(BATCH_SIZE):
         yield from batch.to_pylist()
-
-
-def _separated_rows(path: Path) -> Iterator[Mapping[str, str]]:
-    with _separated(path) as reader:
-        columns: list[str] = next(reader, [])
-        for number, row in enumerate(filter(None, reader), start=1):
-            if len(row) > len(columns):
-                raise csv.Error(f"{len(row)} fields in row {number}, under {len(columns)} columns")
-            yield {name: field for name, field in zip(columns, row, strict=False) if name in COLUMNS}
-
-
-@contextmanager
-def _separated(path: Path) -> Iterator[Any]:
-    csv.field_size_limit(_LONGEST_FIELD)  # of this process: the default refuses documents of 128 KiB
-    with io.TextIOWrapper(opened(path), encoding="utf-8-sig", newline="") as lines:
-        yield csv.reader(lines, delimiter=_SEPARATORS[suffix_of(path)], strict=True)
-
-
-def _columns_of_separated(path: Path) -> list[str]:
-    with _separated(path) as reader:
-        return next(reader, [])
 
 
 def _without_nulls(column: Any) -> Any:
@@ -234,13 +217,19 @@ def _without_nulls(column: Any) -> Any:
 
 
 def _columns(path: Path | str) -> list[str]:
-    with _refused(path):
-        if isinstance(path, Path) and _is_separated(path):
-            return _columns_of_separated(path)
-        return [*_opened_table(path).column_names]
+    with refused_table(path):
+        if isinstance(path, Path) and is_separated(path):
+            return separated_columns(path)
+        return [*opened_table(path).column_names]
 
 
-def _opened_table(path: Path | str) -> Any:
+def opened_table(path: Path | str, *, is_streamed: bool = False) -> Any:
+    """Open a table by `datasets`: a file or a data set to stream, else a data set that is downloaded.
+
+    Raises:
+        ConfigError: `datasets` is not installed, or the data set has no such name.
+        Exception: The table cannot be opened; see `refused_table`.
+    """
     datasets = _library(path)
     if isinstance(path, Path):
         builder = _BUILDERS[path.suffix.lower()]
@@ -250,7 +239,8 @@ def _opened_table(path: Path | str) -> Any:
         raise ConfigError(
             f"Expected {HUB}OWNER/NAME, {HUB}OWNER/NAME/CONFIG or one of them with :SPLIT, got {shown(path)}."
         )
-    return datasets.load_dataset(match[1], match[2], split=match[3] or "train")
+    options = {"streaming": True} if is_streamed else {}
+    return datasets.load_dataset(match[1], match[2], split=match[3] or "train", **options)
 
 
 def _library(path: Path | str) -> Any:
@@ -264,15 +254,25 @@ def _library(path: Path | str) -> Any:
 
 
 @contextmanager
-def _refused(path: Path | str) -> Iterator[None]:
-    """Turn the errors of reading a table into refusals.
+def refused_table(path: Path | str) -> Iterator[None]:
+    """Turn the errors of reading a table into refusals, and keep back the lines of libraries on them.
+
+    Raises:
+        ConfigError: Names the table and the reason.
+    """
+    with refused_rows(path), _silence():
+        yield
+
+
+@contextmanager
+def refused_rows(path: Path | str) -> Iterator[None]:
+    """Turn the errors of reading rows into refusals.
 
     Raises:
         ConfigError: Names the table and the reason.
     """
     try:
-        with _silence():
-            yield
+        yield
     except ConfigError:
         raise
     except Exception as error:  # of datasets, pyarrow, the Hub's client, the network, and csv

@@ -78,15 +78,7 @@ class TextFile:
         Raises:
             ConfigError: The file has changed since its digest was computed.
         """
-        remainder = ""
-        for text in self._texts():
-            remainder += text
-            while len(remainder) > _PIECE_LENGTH:
-                end = remainder.rfind("\n", 0, _PIECE_LENGTH) + 1 or _PIECE_LENGTH
-                yield remainder[:end]
-                remainder = remainder[end:]
-        if remainder:
-            yield remainder
+        return pieces_of(self._texts())
 
     def lines(self) -> Iterator[str]:
         """Yield the lines of the text, without line ends and byte order mark.
@@ -121,6 +113,19 @@ class TextFile:
             raise changed(self.path) from error
         if digest.hexdigest() != self.digest:
             raise changed(self.path)
+
+
+def pieces_of(texts: Iterable[str]) -> Iterator[str]:
+    """Yield a text in pieces of at most 65,536 characters, cut at line ends unless a line is longer."""
+    remainder = ""
+    for text in texts:
+        remainder += text
+        while len(remainder) > _PIECE_LENGTH:
+            end = remainder.rfind("\n", 0, _PIECE_LENGTH) + 1 or _PIECE_LENGTH
+            yield remainder[:end]
+            remainder = remainder[end:]
+    if remainder:
+        yield remainder
 
 
 def changed(location: object) -> ConfigError:
@@ -183,13 +188,17 @@ def scan_text(name: str, path: Path, *, is_named: bool) -> TextFile | None:
             decoder.decode(b"", final=True)
     except UnicodeDecodeError:
         if is_named:
-            raise ConfigError(
-                f"Expected UTF-8 text in {str(path)!r}, got other bytes{_hint(path)}. Convert the file, or leave it "
-                "out."
-            ) from None
+            raise no_text(path, repr(str(path))) from None
         return None
-    form = form_of(suffix_of(path), _decoded(path, 0, nbytes), is_named=is_named)
+    form = form_of(suffix_of(path), decoded(path, 0, nbytes), is_named=is_named)
     return TextFile(name=name, path=path, stop=nbytes, digest=digest.hexdigest(), form=form)
+
+
+def no_text(path: Path, position: str) -> ConfigError:
+    """Return the refusal of a file that is no text, or no text at a position, in words."""
+    return ConfigError(
+        f"Expected UTF-8 text in {position}, got other bytes{_hint(path)}. Convert the file, or leave it out."
+    )
 
 
 def _hint(path: Path) -> str:
@@ -217,9 +226,16 @@ def unreadable(path: Path, error: Exception) -> ConfigError:
     return ConfigError(f"Expected to read {str(path)!r}, got {reason}.")
 
 
-def _decoded(path: Path, start: int, stop: int) -> Iterator[str]:
+def decoded(path: Path, start: int = 0, stop: int | None = None) -> Iterator[str]:
+    """Yield a range of a file's text, a block of at most 1 MiB at a time.
+
+    Raises:
+        UnicodeDecodeError: The range is no UTF-8.
+    """
     decoder = codecs.getincrementaldecoder("utf-8")()
-    return (decoder.decode(block) for block in blocks(path, start, stop))
+    for block in blocks(path, start, stop):
+        yield decoder.decode(block)
+    decoder.decode(b"", final=True)
 
 
 def _line_end(file: TextFile, at: int) -> int:
@@ -262,7 +278,7 @@ def _num_continuation_bytes(file: TextFile, at: int) -> int:
 def _element_end(file: TextFile, at: int) -> tuple[int, int]:
     """Return where the last element ends that ends by `at`, or else the first, and the number of elements to there."""
     end = num_elements = 0
-    for element in elements(_decoded(file.path, 0, file.nbytes)):
+    for element in elements(decoded(file.path, 0, file.nbytes)):
         if num_elements and element.stop > at:
             break
         end, num_elements = element.stop, num_elements + 1

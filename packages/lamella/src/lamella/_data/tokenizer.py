@@ -21,7 +21,7 @@ END_OF_TEXT: Final = "<|endoftext|>"
 Unit = Literal["byte", "token"]
 """Denominator of losses on held-out text."""
 
-_VOCABULARY_LENGTH: Final = 16 << 20
+VOCABULARY_LENGTH: Final = 16 << 20
 """Limit on the characters to train a vocabulary on: more text changes few merges, and costs time in proportion."""
 
 _GENERATION: Final = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -96,6 +96,11 @@ def train_tokenizer(files: Iterable[SourceFile], vocab_size: int) -> RunTokenize
 
     A short text yields fewer tokens. For a long text, training uses evenly spread pieces.
     """
+    return train_on_texts(_sample(tuple(files)), vocab_size)
+
+
+def train_on_texts(texts: Iterator[str], vocab_size: int) -> RunTokenizer:
+    """Train a tokenizer as `train_tokenizer` does, on texts."""
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = Tokenizer(models.BPE())
@@ -107,14 +112,14 @@ def train_tokenizer(files: Iterable[SourceFile], vocab_size: int) -> RunTokenize
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_sample(tuple(files)), trainer)
+    tokenizer.train_from_iterator(texts, trainer)
     wrap = cast("Callable[..., PreTrainedTokenizerBase]", PreTrainedTokenizerFast)
     return _checked(wrap(tokenizer_object=tokenizer, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT), END_OF_TEXT)
 
 
 def _sample(files: Sequence[SourceFile]) -> Iterator[str]:
-    """Yield evenly spread pieces of about `_VOCABULARY_LENGTH` characters together; all of a shorter text."""
-    share = min(1.0, _VOCABULARY_LENGTH / max(1, sum(file.nbytes for file in files)))
+    """Yield evenly spread pieces of about `VOCABULARY_LENGTH` characters together; all of a shorter text."""
+    share = min(1.0, VOCABULARY_LENGTH / max(1, sum(file.nbytes for file in files)))
     due = 0.0
     for part in parts(files):
         if isinstance(part, str):

@@ -16,14 +16,15 @@ import torch
 
 from lamella._data.batches import DocumentRows, JoinedSequences, Sequences, StreamSequences, num_sequences
 from lamella._data.encoding import EncodedDocuments, Encoder
-from lamella._data.packing import one_a_row, packed
+from lamella._data.records import parts
+from lamella._data.rows import document_rows, num_targets_before
+from lamella._data.stream_samples import sample_stream
 from lamella._data.tables import SourceFile
 from lamella._data.text import Corpus, by_source
-from lamella._data.tokenizer import RunTokenizer, Unit, train_tokenizer
+from lamella._data.tokenizer import VOCABULARY_LENGTH, RunTokenizer, Unit, train_on_texts, train_tokenizer
 from lamella._settings.sections import LossOn, Packing
 
 _INDEX: Final = "index.pt"
-_PIECE_LENGTH: Final = 1 << 22
 
 Split = Literal["train", "validation"]
 _ONE: Final = ("",)
@@ -62,7 +63,7 @@ class TokenData:
         unit: "byte" or "token"; in tokens every length is 1.
         num_rewritten: The conversations that the chat template renders in several texts.
         fingerprint: Hash of the text, its split, the tokenizer and the form.
-        sources: The names of the training sources; one empty name without names.
+        sources: The names of the training sources; one empty name without names, none where they are streamed.
         validation_sets: The names of the validation sets; one empty name without names.
     """
 
@@ -111,7 +112,7 @@ class TokenData:
         for source in self.sources:
             rows = self.sequences("train", sequence_length, source)
             lines += (
-                _row_lines(rows, f"packing of {source}" if source else "packing")
+                row_lines(rows, f"packing of {source}" if source else "packing")
                 if isinstance(rows, DocumentRows)
                 else []
             )
@@ -127,7 +128,13 @@ class TokenData:
         return torch.where(targets < 0, 0, self.units[targets.clamp(min=0)]).sum(1)
 
 
-def _row_lines(rows: DocumentRows, topic: str) -> list[str]:
+def row_lines(rows: DocumentRows, topic: str) -> list[str]:
+    """Return the lines to print on rows of documents: how full they are, and how many documents are truncated.
+
+    Args:
+        rows: The rows.
+        topic: The beginning of each line.
+    """
     lengths, bound = rows.document_starts.diff(), rows.sequence_length
     share = rows.tokens_a_sequence / bound
     if rows.is_packed:
@@ -211,10 +218,16 @@ def prepare_tokens(
     expected = fingerprint(corpus, tokenizer, form)
     if not (tokens / _INDEX).exists() or _fingerprint_in(tokens) != expected:
         if isinstance(tokenizer, int):
-            tokenizer = train_tokenizer(corpus.train, tokenizer)
+            tokenizer = _trained(corpus, tokenizer)
             tokenizer.tokenizer.save_pretrained(model)
         _write_tokens(corpus, tokenizer, form, expected, tokens)
     return load_tokens(tokens)
+
+
+def _trained(corpus: Corpus, vocab_size: int) -> RunTokenizer:
+    if corpus.streamed:
+        return train_on_texts(sample_stream(corpus.streamed, VOCABULARY_LENGTH), vocab_size)
+    return train_tokenizer(corpus.train, vocab_size)
 
 
 def _fingerprint_in(folder: Path) -> object:
@@ -238,7 +251,7 @@ def _write_tokens(
         keeps_documents_apart=form.packing != "stream",
     )
     splits: Mapping[Split, Mapping[str, Sequence[SourceFile]]] = {
-        "train": by_source(corpus.train) or {"": ()},
+        "train": {} if corpus.streamed else by_source(corpus.train) or {"": ()},
         "validation": by_source(corpus.validation) or {"": ()},
     }
     for split, sources in splits.items():
@@ -260,39 +273,17 @@ def _write_tokens(
 
 
 def _write_split(encoder: Encoder, files: Iterable[SourceFile], form: TokenForm, row_files: _RowFiles) -> None:
-    _write(encoder.encode(files), row_files.tokens, row_files.document_starts)
+    _write(encoder.encode(parts(files)), row_files.tokens, row_files.document_starts)
     tokens = _mapped(row_files.tokens)
     if form.packing != "stream":
         starts = _mapped(row_files.document_starts, torch.int64)
-        _save(_write_rows(tokens, starts, form, row_files), row_files.target_counts)
+        rows = document_rows(tokens, starts, form.packing, form.sequence_length)
+        _save(rows.documents, row_files.documents, torch.int64)
+        _save(rows.row_starts, row_files.row_starts, torch.int64)
+        _save(rows.target_counts, row_files.target_counts)
     elif form.has_answers:
         stops = torch.arange(num_sequences(tokens, form.sequence_length) + 1) * form.sequence_length + 1
-        _save(_num_targets_before(tokens, stops).diff(), row_files.target_counts)
-
-
-def _write_rows(tokens: torch.Tensor, starts: torch.Tensor, form: TokenForm, files: _RowFiles) -> torch.Tensor:
-    """Pack documents into rows and write the rows; return the targets of each row."""
-    lengths = starts.diff()
-    rows = packed(lengths, form.sequence_length) if form.packing == "documents" else one_a_row(lengths)
-    for numbers, file in ((rows.documents, files.documents), (rows.starts, files.row_starts)):
-        _save(numbers, file, torch.int64)
-    stops = starts[:-1] + lengths.clamp(max=form.sequence_length)
-    counts = _num_targets_before(tokens, stops) - _num_targets_before(tokens, starts[:-1])
-    before = torch.cat([counts.new_zeros(1), counts[rows.documents].cumsum(0)])
-    return before[rows.starts].diff()
-
-
-def _num_targets_before(tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Count the targets before each of the ascending positions, (num_positions,) int64."""
-    counts = torch.empty_like(positions)
-    first = num_before = 0
-    for start in range(0, len(tokens) + 1, _PIECE_LENGTH):  # A mapped text may exceed the memory.
-        piece = tokens[start : start + _PIECE_LENGTH] >= 0
-        sums = num_before + torch.cat([torch.zeros(1, dtype=torch.int64), piece.cumsum(0)])
-        last = int(torch.searchsorted(positions, start + len(piece), right=True))
-        counts[first:last] = sums[positions[first:last] - start]
-        first, num_before = last, int(sums[-1])
-    return counts
+        _save(num_targets_before(tokens, stops).diff(), row_files.target_counts)
 
 
 def _save(numbers: torch.Tensor, file: Path, dtype: torch.dtype = torch.int32) -> None:

@@ -48,6 +48,11 @@ class RunDirectory:
         return self.root / "tokens"
 
     @property
+    def streamed(self) -> Path:
+        """The list of the files that are read as the run goes (`--streaming`)."""
+        return self.root / "streamed.json"
+
+    @property
     def checkpoints(self) -> Path:
         return self.root / "checkpoints" if self.checkpoint_folder is None else Path(self.checkpoint_folder)
 

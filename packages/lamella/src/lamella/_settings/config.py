@@ -13,6 +13,7 @@ from lamella._settings.lora import check_lora
 from lamella._settings.mixture import check_texts
 from lamella._settings.options import ConfigError, check_fields, shown
 from lamella._settings.sections import DataConfig, ModelConfig, OptimConfig, ParallelConfig, RunConfig
+from lamella._settings.streaming import check_streaming
 
 _LARGEST_STEP: Final = 1 << 30
 
@@ -32,6 +33,7 @@ class Config:
             check_fields(getattr(self, group))
         check_fit(self.parallel)
         check_texts(self.data)
+        check_streaming(self.data, self.optim)
         check_lora(self.model, self.optim, self.parallel)
         check_deterministic(self.run, self.model, self.parallel)
         _check_warmup(self.optim)

@@ -89,6 +89,21 @@ class DataConfig:
             metavar="NAME=X",
         ),
     ] = ()
+    streaming: Annotated[
+        bool,
+        Option(
+            "Read --data as the run goes, without token files: the first step comes in seconds, whatever the size. "
+            "Needs --steps and --validation-data."
+        ),
+    ] = False
+    shuffle_buffer: Annotated[
+        int,
+        Option(
+            "Documents that --streaming reads, packs and shuffles together; one of more than 4,096 characters counts "
+            "as several.",
+            at_least=1,
+        ),
+    ] = 2048
     packing: Annotated[
         Literal["auto", "documents", "stream", "none"],
         Option(

@@ -18,6 +18,8 @@ _OPTIONS: Final[Mapping[str, tuple[str, ...]]] = {
         *("test-datasets", "val-data", "valid-data"),
     ),
     "--mixture": ("data-mix", "data-blend", "blend", "interleave-probs", "mix-weights", "dataset-weights"),
+    "--streaming": ("stream", "use-streaming", "streaming-dataset", "data-streaming", "streaming-mode"),
+    "--shuffle-buffer": ("shuffle-buffer-size", "buffer-size", "streaming-buffer-size", "shuffle-buffer-len"),
     "--sequence-length": (
         *("max-seq-length", "max-seq-len", "seq-length", "seq-len", "sequence-len", "max-length", "block-size"),
         *("context-length", "cutoff-len"),

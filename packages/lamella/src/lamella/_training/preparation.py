@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from lamella._data.text import streamed_identity
 from lamella._record.run_directory import RunDirectory
 from lamella._settings.config import Config
 from lamella._training.checks import check
@@ -80,6 +81,9 @@ def _identity(config: Config, directory: RunDirectory, sources: RunSources) -> d
     for file in (*sources.text.corpus.train, *sources.text.corpus.validation):
         name = f"the text {file.name!r}"
         names[name] = f"{names.get(name, '')}{file.digest[:_NUM_DIGITS]}"  # A single file is in both splits.
+    if streamed := streamed_identity(sources.text.corpus.streamed):
+        digest = hashlib.sha256(streamed.encode(errors="surrogateescape")).hexdigest()
+        names["the list of the files to stream"] = digest[:_NUM_DIGITS]
     tokenizer = directory.model / "tokenizer.json"
     if tokenizer.is_file():
         names["the tokenizer"] = hashlib.sha256(tokenizer.read_bytes()).hexdigest()[:_NUM_DIGITS]

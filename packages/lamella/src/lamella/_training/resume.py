@@ -15,6 +15,7 @@ from lamella._record.run_directory import RunDirectory
 from lamella._settings.config import Config, to_values
 from lamella._settings.options import ConfigError
 from lamella._settings.sections import DataConfig, ModelConfig, OptimConfig, Packing, RunConfig
+from lamella._streaming.reader import WINDOW_ORDER
 from lamella_checkpoint import CheckpointDamaged, CheckpointDirectory, CheckpointFailed, CheckpointMismatch, check
 from lamella_convert import open_checkpoint
 from lamella_transformers import ModelSpec, fingerprint_of_weights
@@ -37,7 +38,13 @@ _ADAPTERS: Mapping[str, object] = {
 # The stream of a checkpoint is of this mixture; checkpoints that do not tell are of one stream of all sequences.
 _MIXTURE: Mapping[str, object] = {"data.mixture": DataConfig.mixture}
 
-_KEPT = {**_STATE, **_ADAPTERS, **_MIXTURE}
+# Text that is streamed is in another order than prepared text, by windows of this size.
+_STREAMING: Mapping[str, object] = {
+    "data.streaming": DataConfig.streaming,
+    "data.shuffle_buffer": DataConfig.shuffle_buffer,
+}
+
+_KEPT = {**_STATE, **_ADAPTERS, **_MIXTURE, **_STREAMING}
 
 # Fields of a model's config that a run sets by itself, or that training does not read.
 _NOT_OF_THE_MODEL = ("architectures", "bos_token_id", "eos_token_id", "pad_token_id", "_name_or_path", "use_cache")
@@ -142,6 +149,7 @@ def _check_same_weights(pretrained: Path, directory: RunDirectory) -> None:
 
 def _check_stream(stored: Mapping[str, object], stream: Mapping[str, object], text: str) -> None:
     """Refuse to resume with other text, other settings of the data stream, or another order under the same seed."""
+    _check_settings(stored, {name: stream[name] for name in _STREAMING})
     if stored.get(_ORDER) != stream[_ORDER]:
         order = stored.get(_ORDER, "an older one")
         raise ConfigError(
@@ -181,7 +189,7 @@ def stream_settings(config: Config, packing: Packing) -> dict[str, object]:
     values = to_values(config)
     names = (*_STREAM, *(name.split(".") for name in _KEPT))
     settings = {f"{group}.{name}": values[group][name] for group, name in names}
-    return settings | {"data.packing": packing, _ORDER: ORDER}
+    return settings | {"data.packing": packing, _ORDER: WINDOW_ORDER if config.data.streaming else ORDER}
 
 
 def go_back(directory: RunDirectory, step: int) -> list[str]:

@@ -2,17 +2,16 @@
 
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 import lamella_optim
 from lamella._data.batches import TokenBatch
-from lamella._data.order import BatchStream, mixture_of
 from lamella._data.tokens import load_tokens
 from lamella._model.building import build
 from lamella._model.compilation import compile_units, compiles_by_default
@@ -31,12 +30,15 @@ from lamella._record.run_directory import RunDirectory
 from lamella._record.stream import LossPlot, MetricsFile, RecordStream
 from lamella._record.trackers import TrackedRun, open_trackers
 from lamella._settings.config import Config, to_values
+from lamella._settings.options import ConfigError
+from lamella._streaming.batches import ScatteredBatches
 from lamella._training.narrow_states import stored_states, take_states
 from lamella._training.optimizer import constant_settings, learning_rate, make_optimizer
 from lamella._training.resume import damage_in, damaged, stream_settings
 from lamella._training.samples import Samples
 from lamella._training.saves import TRY, Saves, reason_of
 from lamella._training.trained_parameters import freeze, trained_patterns
+from lamella._training.training_batches import training_batches
 from lamella._training.validation import Validation
 from lamella_checkpoint import CheckpointDamaged, CheckpointDirectory, CheckpointFailed, load
 from lamella_engine import FSDPModule, load_scaling_state, scaling_state
@@ -64,17 +66,11 @@ class Trainer:
         self._requests = requests or StopRequests()
         self._agreement = Agreement()
         self._data = load_tokens(directory.tokens)
-        self._stream = BatchStream(
-            sequences=self._data.sequences("train", config.data.sequence_length),
-            batch_size=config.optim.batch_size,
-            seed=config.run.seed,
-            mixture=mixture_of(config.data),
-        )
         self._validation = Validation(config, self._data, rank)
         self._run_model = build(config, directory.model, rank.device)
         self._model = self._run_model.module
         self._samples = Samples(config.run, directory, self._run_model.spec, rank) if config.run.sample else None
-        self._speed = self._measure()
+        self._stream = training_batches(config, directory, self._data, rank, self._run_model.spec.vocab_size)
         lamella_optim.install()
         freeze(self._model, trained_patterns(config))
         self._optimizer = make_optimizer(self._model, config.optim, self._run_model.matrices)
@@ -93,8 +89,11 @@ class Trainer:
         if self._rank.is_first:
             say([line])
 
-    def _measure(self) -> Speed:
+    def _measure(self, step: int, progress: ProgressBar) -> Speed:
         config = self._config
+        if isinstance(self._stream, ScatteredBatches):
+            for line in self._stream.measure(step):
+                progress.say(line)
         peak = peak_flops(self._rank.device, config.parallel.precision)
         return Speed(
             tokens_per_step=round(config.optim.batch_size * self._stream.tokens_a_sequence),
@@ -110,7 +109,7 @@ class Trainer:
             every rank.
 
         Raises:
-            ConfigError: The latest checkpoint is damaged.
+            ConfigError: The latest checkpoint is damaged, or streamed text cannot be read.
             LossNotFiniteError: The loss, the gradient or a weight is not finite.
             StorageError: A checkpoint or a record cannot be written.
 
@@ -146,6 +145,7 @@ class Trainer:
 
     def _train_from(self, first_step: int, progress: ProgressBar, end_step: Callable[[], None]) -> int:
         self._requests.wait_from_now_on()  # From here on a stop request waits for the step in progress to be saved.
+        speed = self._measure(first_step, progress)
         interval = Interval(first_step)
         for step in range(first_step, self._config.optim.steps):
             self._rank.pulse.begin_step(step + 1)
@@ -155,7 +155,7 @@ class Trainer:
             progress.advance()
             stopping = signum != 0 and step + 1 < self._config.optim.steps
             if stopping or self._is_due(step + 1):
-                self._finish_interval(step + 1, interval, progress, stopping=stopping)
+                self._finish_interval(step + 1, interval.records(self._rank.device, speed), progress, stopping=stopping)
                 interval = Interval(step + 1)
             if stopping:
                 return signum
@@ -192,6 +192,7 @@ class Trainer:
         # Both ways from here run collectives, and a network file system may show ranks different directories.
         newest = from_first_rank(checkpoints.latest())
         if newest is None:
+            self._begin_stream({})
             self._run_model.initialise(self._rank.device)
             return 0
         latest = checkpoints.root / newest.name  # The folder may have another path on rank 0's host.
@@ -201,6 +202,7 @@ class Trainer:
             extra = load(latest, model=self._model, optimizer=stored)
             take_states(self._optimizer, stored)
             step = int(extra["step"])
+            self._begin_stream(extra)
             for group, group_settings in zip(self._optimizer.param_groups, settings, strict=True):
                 group.update(
                     group_settings
@@ -212,11 +214,24 @@ class Trainer:
                 raise
             raise damaged(checkpoints, latest, problem) from error
 
+    def _begin_stream(self, extra: Mapping[str, Any]) -> None:
+        if isinstance(self._stream, ScatteredBatches):
+            self._stream.begin(extra)
+
+    def _batch(self, step: int) -> TokenBatch:
+        """Return this rank's part of a step; where streamed text cannot be read, say where the run can go on."""
+        try:
+            return self._stream.batch(step, self._rank.rank, self._rank.num_ranks)
+        except ConfigError as error:
+            failure = self._saves.settle()
+            lines = (f"{error}", failure or "", self._saves.last_checkpoint_line())
+            raise ConfigError(" ".join(filter(None, lines))) from error
+
     def _step(self, step: int) -> tuple[torch.Tensor, torch.Tensor, float]:
         """Run one optimizer step; return this rank's loss and the gradient's norm, 0-D on the device, and the rate."""
         optim = self._config.optim
         torch.manual_seed(seed_of(self._config.run.seed, step, self._rank.rank))
-        batch = self._stream.batch(step, self._rank.rank, self._rank.num_ranks)
+        batch = self._batch(step)
         microbatches = [part.on_device(self._rank.device) for part in batch.microbatches(optim.accumulation)]
         # Gradients are averaged over ranks with unequal numbers of targets: a mean over all targets divides by
         # the targets of all ranks over the number of ranks, on each rank alike.
@@ -256,9 +271,9 @@ class Trainer:
     def _is_every(self, interval: int, step: int) -> bool:
         return step % interval == 0 or step == self._config.optim.steps
 
-    def _finish_interval(self, step: int, interval: Interval, progress: ProgressBar, *, stopping: bool) -> None:
+    def _finish_interval(self, step: int, records: list[StepRecord], progress: ProgressBar, *, stopping: bool) -> None:
         run = self._config.run
-        self._report_steps(interval.records(self._rank.device, self._speed), progress)
+        self._report_steps(records, progress)
         if stopping:  # Before the validation: a scheduler may kill the run before a long validation ends.
             self._save(step, progress, wait=True)
         if self._is_every(run.validation_interval, step):
@@ -319,6 +334,8 @@ class Trainer:
             "fingerprint": self._data.fingerprint,
             "step": step,
         }
+        if isinstance(self._stream, ScatteredBatches):
+            extra |= self._stream.state(step)
         if scaling := scaling_state(self._model):
             extra["scaling"] = scaling
         with self._rank.pulse.saving():

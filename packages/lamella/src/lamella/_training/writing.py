@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from lamella._data.order import mixture_lines
+from lamella._data.streamed_files import to_json
 from lamella._data.token_checks import check_tokens
 from lamella._data.tokenizer import read_tokenizer
 from lamella._data.tokens import TokenData, prepare_tokens
@@ -20,6 +21,7 @@ from lamella._model.published_dtype import published_dtype
 from lamella._record.run_directory import RunDirectory
 from lamella._settings.config import Config, to_values
 from lamella._settings.options import ConfigError
+from lamella._streaming.reader import streaming_lines
 from lamella._training.checks import CheckedRun
 from lamella._training.resume import go_back
 from lamella._training.sources import RunSources, lacks_model
@@ -48,8 +50,12 @@ def write(config: Config, run: CheckedRun, sources: RunSources, lines: list[str]
     data = _tokens(config, run, sources)
     with _writing(directory):
         lines += data.lines(config.data.sequence_length)
-        sequences = data.sequences("train", config.data.sequence_length)
-        lines += mixture_lines(sequences, config.data, config.optim.steps * config.optim.batch_size)
+        if config.data.streaming:
+            directory.streamed.write_text(to_json(sources.text.corpus.streamed), encoding="utf-8")
+            lines += streaming_lines(config.data)
+        else:
+            sequences = data.sequences("train", config.data.sequence_length)
+            lines += mixture_lines(sequences, config.data, config.optim.steps * config.optim.batch_size)
         if is_first:
             lines += go_back(directory, sources.first_step if run.checkpoint is not None else -1)
         if run.model.pretrained is None:

@@ -1,0 +1,102 @@
+"""Rows of separated columns (CSV, TSV), by Python's `csv`, from the beginning of any row on.
+
+The reader of `datasets` takes "1" for a number and "NA" for nothing, and leaves its files open.
+"""
+
+import codecs
+import csv
+import io
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from lamella._data.json_files import COLUMNS
+from lamella._data.text_files import opened, suffix_of
+
+_DELIMITERS: Final[Mapping[str, str]] = {".csv": ",", ".tsv": "\t"}
+_LONGEST_FIELD: Final = (1 << 31) - 1
+
+
+class SeparatedRow(NamedTuple):
+    """A row of a file.
+
+    Attributes:
+        fields: The fields of documents' columns, by column.
+        stop: Bytes from the beginning of the file to the end of the row.
+    """
+
+    fields: Mapping[str, str]
+    stop: int
+
+
+def is_separated(path: Path | str) -> bool:
+    """True for the name of a file of separated columns."""
+    return isinstance(path, Path) and suffix_of(path) in _DELIMITERS
+
+
+def separated_columns(path: Path) -> list[str]:
+    """Return the columns that the first row names.
+
+    Raises:
+        csv.Error, OSError, EOFError, zlib.error, UnicodeDecodeError: The row cannot be read.
+    """
+    with _counted_lines(path, 0) as lines:
+        return next(_reader(path, lines), [])
+
+
+def separated_rows(path: Path, start: int = 0, num_rows_before: int = 0) -> Iterator[SeparatedRow]:
+    """Yield the rows below the first, which names the columns.
+
+    Args:
+        path: The file.
+        start: `stop` of the row to go on after; 0 for the beginning.
+        num_rows_before: The number of rows up to `start`, for error messages.
+
+    Raises:
+        csv.Error, OSError, EOFError, zlib.error, UnicodeDecodeError: A row cannot be read.
+    """
+    columns = separated_columns(path)
+    with _counted_lines(path, start) as lines:
+        reader = _reader(path, lines)
+        if not start:
+            next(reader, None)
+        for number, row in enumerate(filter(None, reader), start=num_rows_before + 1):
+            if len(row) > len(columns):
+                raise csv.Error(f"{len(row)} fields in row {number}, under {len(columns)} columns")
+            fields = {name: field for name, field in zip(columns, row, strict=False) if name in COLUMNS}
+            yield SeparatedRow(fields, lines.stop)
+
+
+def _reader(path: Path, lines: "_CountedLines") -> Iterator[list[str]]:
+    csv.field_size_limit(_LONGEST_FIELD)  # of this process: the default refuses documents of 128 KiB
+    return csv.reader(lines, delimiter=_DELIMITERS[suffix_of(path)], strict=True)
+
+
+class _CountedLines:
+    """The lines of a text, as `csv` reads them: one after another, as rows need them.
+
+    Attributes:
+        stop: Bytes from the beginning of the file to the end of the last line.
+    """
+
+    def __init__(self, text: io.TextIOWrapper, start: int) -> None:
+        self._text, self.stop = text, start
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        line = next(self._text)
+        self.stop += len(line.encode())
+        return line
+
+
+@contextmanager
+def _counted_lines(path: Path, start: int) -> Iterator[_CountedLines]:
+    with opened(path) as file:
+        if not start and file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8:
+            start = len(codecs.BOM_UTF8)
+        file.seek(start)
+        with io.TextIOWrapper(file, encoding="utf-8", newline="") as text:
+            yield _CountedLines(text, start)

@@ -1,0 +1,65 @@
+"""The batches of a run on one rank: of prepared tokens, or of text that rank 0 streams."""
+
+from lamella._data.order import BatchStream, mixture_of
+from lamella._data.streamed_files import from_json
+from lamella._data.tokenizer import read_tokenizer
+from lamella._data.tokens import TokenData, TokenForm
+from lamella._processes.placement import Rank
+from lamella._record.run_directory import RunDirectory
+from lamella._settings.config import Config
+from lamella._settings.sections import Packing
+from lamella._streaming.batches import ScatteredBatches
+from lamella._streaming.reader import StreamReader
+
+
+def training_batches(
+    config: Config, directory: RunDirectory, data: TokenData, rank: Rank, vocab_size: int
+) -> BatchStream | ScatteredBatches:
+    """Return the batches of a run.
+
+    Args:
+        config: The run's settings.
+        directory: The run's files.
+        data: The run's tokens; only those for validation where the text is streamed.
+        rank: This process among the workers.
+        vocab_size: The number of tokens of the model.
+
+    Raises:
+        ConfigError: The tokenizer cannot be read.
+    """
+    length, batch_size = config.data.sequence_length, config.optim.batch_size
+    if not config.data.streaming:
+        return BatchStream(
+            sequences=data.sequences("train", length),
+            batch_size=batch_size,
+            seed=config.run.seed,
+            mixture=mixture_of(config.data),
+        )
+    return ScatteredBatches(
+        stream_reader(config, directory, data.packing, vocab_size) if rank.is_first else None,
+        sequence_length=length,
+        batch_size=batch_size,
+        is_packed=data.packing == "documents",
+    )
+
+
+def stream_reader(config: Config, directory: RunDirectory, packing: Packing, vocab_size: int) -> StreamReader:
+    """Return the reader of a run's text, of the files that its preparation listed.
+
+    Args:
+        config: The run's settings.
+        directory: The run's files: the list of files to read, and the tokenizer.
+        packing: How documents become sequences.
+        vocab_size: The number of tokens of the model.
+
+    Raises:
+        ConfigError: The tokenizer cannot be read.
+    """
+    form = TokenForm(
+        packing=packing,
+        loss_on=config.data.loss_on,
+        sequence_length=config.data.sequence_length,
+        has_answers=True,  # Targets are counted whatever the documents: a later one may have answers.
+    )
+    files = from_json(directory.streamed.read_text(encoding="utf-8"))
+    return StreamReader.of(config, files, read_tokenizer(directory.model, vocab_size), form)
