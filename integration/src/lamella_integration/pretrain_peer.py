@@ -6,12 +6,11 @@
 import json
 import runpy
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-
-import lamella_megatron
 
 MEMORY = "peak memory: "
 _GIB = 1 << 30
@@ -21,7 +20,7 @@ def main() -> None:
     """Run the program; rank 0 prints the largest rank's peaks, in GiB. Effects: all-reduce over all ranks."""
     program, engine, *flags = sys.argv[1:]
     if engine != "lamella":  # The programs install lamella by one call of this name.
-        vars(lamella_megatron)["install"] = lambda: None
+        vars(import_module("lamella_megatron"))["install"] = lambda: None
     sys.argv = [program, *flags]
     sys.path.insert(0, str(Path(program).parent))
     try:
