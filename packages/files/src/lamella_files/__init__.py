@@ -33,6 +33,7 @@ from lamella_files._base.boxes import first_overlap as first_overlap
 from lamella_files._base.boxes import places_in_memory as places_in_memory
 from lamella_files._base.boxes import whole_box as whole_box
 from lamella_files._base.directories import METADATA_FILE as METADATA_FILE
+from lamella_files._base.directories import Leftover as Leftover
 from lamella_files._base.directories import check_replaceable as check_replaceable
 from lamella_files._base.directories import check_vacant as check_vacant
 from lamella_files._base.directories import find as find

@@ -10,6 +10,14 @@ Note [A checkpoint without a collective]
     the marker. Rank 0's process then gives up, and writes `failed-0`. When the rank is gone too, rank 0's process gives
     up after a minute without progress. Ranks learn the outcome elsewhere: Note [One outcome].
 
+Note [A process outlives its rank]
+    The process completes the save in hand after its rank was killed, perhaps minutes later, beside the processes of the
+    next run. Two acts therefore belong to the rank, which has ended before the next run begins. The rank
+    creates the staged directory: were the process to create it, a run that has removed the directory could not be sure
+    that the save has ended, and the save could replace a newer checkpoint. The rank lists the leftovers for the process
+    to clear: in a list of the process's own, the next run's staged directory would be a leftover, and its
+    removal would leave that run waiting for the parts in it.
+
 Note [Training comes first]
     The process has the highest nice value, and training's session. Linux weighs nice values only among the processes of
     one session (`sched_autogroup_enabled`, on by default): in a separate session the process would get as much of a
@@ -35,9 +43,9 @@ from lamella_checkpoint._formats.placed import Placed
 from lamella_checkpoint._state.contents import Ranks
 from lamella_checkpoint._state.shares import Item, differing
 from lamella_checkpoint._training.outcomes import Failures
-from lamella_checkpoint._training.retention import Retention, clean
+from lamella_checkpoint._training.retention import Retention, leftovers_of_steps
 from lamella_checkpoint._training.staging import Memory, MemorySlot
-from lamella_files import check_replaceable, is_of_save, publish, recover, save_id_of
+from lamella_files import Leftover, check_replaceable, is_of_save, leftovers, publish, save_id_of
 from lamella_layout import Chunk
 
 _PATIENCE_S: Final = 60.0
@@ -59,6 +67,7 @@ class Job:
         form: Rank 0's counts.
         retention: Removes old checkpoints after publication; None removes nothing.
         is_first: Whether this is the session's first save.
+        leftovers: The leftovers that rank 0's process clears.
     """
 
     target: Path
@@ -71,6 +80,26 @@ class Job:
     form: Form
     retention: Retention | None
     is_first: bool
+    leftovers: Sequence[Leftover] = ()
+
+    def begun(self) -> "Job":
+        """The job to send: Note [A process outlives its rank].
+
+        Raises:
+            OSError: The file system refused.
+
+        Effects: creates the staged directory and its parents; rank 0 lists the target's folder.
+        """
+        self.staged.mkdir(parents=True, exist_ok=True)
+        return replace(self, leftovers=[found for found in self._leftovers() if found.path != self.staged])
+
+    def _leftovers(self) -> list[Leftover]:
+        """What killed saves left, to this target or to any step under the root."""
+        if self.rank != 0:
+            return []
+        if self.retention is not None:
+            return leftovers_of_steps(self.retention.root)
+        return [found for found in leftovers(self.target.parent) if found.target == self.target.name]
 
 
 class WriterAnswer(NamedTuple):
@@ -199,10 +228,8 @@ class _Waiting:
 def _write_part(job: Job, memory: Memory) -> None:
     if job.rank == 0:
         check_replaceable(job.target)
-        job.target.parent.mkdir(parents=True, exist_ok=True)
         if job.is_first:  # A later cleaning would delete the last save's markers before other ranks have read them.
-            _clean(job)
-    job.staged.mkdir(parents=True, exist_ok=True)
+            _clear_leftovers(job)
     memory.map(job.memory_nbytes)
     items = [_over(memory, item) for item in job.items]
     placed = write_items(job.staged, job.rank, items, archive_checksums=job.form.archive_checksums)
@@ -230,7 +257,7 @@ def _publish_when_whole(job: Job, waiting: _Waiting) -> None:
     _check_alike([content["digests"] for content in contents])
     parts = [[_from_json(fields) for fields in content["placed"]] for content in contents]
     job.form.complete(job.staged, parts, save_id_of(job.staged))
-    _clean(job)
+    _clear_leftovers(job)
     publish(job.staged, job.target)
     with suppress(OSError):  # The checkpoint is published; the next save removes any file that remains.
         # After publication only: if a rank's process was killed, the parts show that rank a complete part.
@@ -251,12 +278,9 @@ def _check_alike(digests: Sequence[Mapping[str, str]]) -> None:
         )
 
 
-def _clean(job: Job) -> None:
-    """Remove leftovers of killed saves, to this target or anywhere under the root."""
-    if job.retention is None:
-        recover(job.target, spare=job.staged)
-    else:
-        clean(job.retention.root, spare=job.staged)
+def _clear_leftovers(job: Job) -> None:
+    for leftover in job.leftovers:
+        leftover.clear()
 
 
 def discard_files(job: Job) -> None:

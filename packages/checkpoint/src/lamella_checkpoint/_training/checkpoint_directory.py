@@ -68,6 +68,17 @@ class CheckpointDirectory(Closing):
         steps = self.steps()
         return self.path(steps[-1]) if steps else None
 
+    def discard_unfinished(self) -> None:
+        """End the saves that killed runs have left unfinished, so that no checkpoint of theirs appears any more.
+
+        A process that writes outlives its killed rank, and may complete the rank's last checkpoint while the next run,
+        which found an earlier one, trains on. A run that records more than its checkpoints calls this before `latest`.
+
+        Effects: restores checkpoints that interrupted saves moved aside, and removes all other leftovers under the root;
+            on this rank alone, no collective. No run may be writing to the root.
+        """
+        clean(self.root)
+
     def save(
         self,
         step: int,

@@ -140,6 +140,7 @@ class SaveHandle:
     def _go_on(self, writer: Writer, job: Job, error: BaseException | None) -> None:
         """Have the copies written, in the copying thread. Raises nothing: no caller would receive the error."""
         following = Following(writer, self._outcomes, job, self._limits.timeout)
+        self._following = following  # At once: a file system may not answer `send`, and the time limit holds.
         try:
             if error is not None:
                 raise error
@@ -147,7 +148,6 @@ class SaveHandle:
         except BaseException as caught:  # noqa: BLE001
             self._fail(caught)
             return
-        self._following = following
         self._follow(following)
 
     def _follow(self, following: Following) -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from lamella_files import METADATA_FILE, leftovers, recover, remove
+from lamella_files import METADATA_FILE, Leftover, leftovers, remove
 
 _STEP: Final = re.compile(r"step_(\d{8,})")
 
@@ -22,11 +22,15 @@ def steps_in(root: Path) -> list[int]:
     return sorted(int(match[1]) for match in matches if match)
 
 
-def clean(root: Path, *, spare: Path | None = None) -> None:
-    """Restore checkpoints that interrupted saves moved aside, and remove all other leftovers except `spare`."""
-    for leftover in leftovers(root):
-        if _STEP.fullmatch(leftover.target):
-            recover(root / leftover.target, spare=spare)
+def leftovers_of_steps(root: Path) -> list[Leftover]:
+    """The leftovers of saves to any step."""
+    return [leftover for leftover in leftovers(root) if _STEP.fullmatch(leftover.target)]
+
+
+def clean(root: Path) -> None:
+    """Restore checkpoints that interrupted saves moved aside, and remove all other leftovers."""
+    for leftover in leftovers_of_steps(root):
+        leftover.clear()
 
 
 @dataclass(frozen=True, kw_only=True)

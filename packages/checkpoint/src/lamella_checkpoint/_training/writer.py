@@ -122,9 +122,9 @@ class Following:
         self._departure = threading.Event()
 
     def send(self) -> None:
-        """Send the job; an error ends the process."""
+        """Begin and send the job; an error ends the process."""
         try:
-            self._writer.send(self._job)
+            self._writer.send(self._job.begun())
         except BaseException:
             self._writer.kill()
             raise

@@ -9,8 +9,9 @@ Note [How a checkpoint appears]
     a process that outlived a killed job cannot write into the successor's directory.
 
     A killed save leaves only paths with these suffixes. The next save to the same target removes them, and restores
-    a checkpoint renamed aside without a successor. Every removal renames first: should the leftover's
-    save still be running (two jobs that save to one path), the save finds nothing to publish, rather than a part.
+    a checkpoint renamed aside without a successor. Every removal renames first: should the leftover's save still be
+    running (two jobs that save to one path, a process that outlived its job), the save finds nothing to publish, rather
+    than a part.
 """
 
 import ctypes
@@ -38,6 +39,19 @@ class Leftover(NamedTuple):
     path: Path
     target: str
     kind: str
+
+    def clear(self) -> None:
+        """Restore a checkpoint that was moved aside and has no successor; remove any other leftover.
+
+        Effects: none on a leftover that another process has cleared.
+        """
+        target = self.path.with_name(self.target)
+        with suppress(FileNotFoundError):
+            if self.kind == "replaced" and not target.exists():
+                self.path.rename(target)
+            else:
+                # Renamed first: the leftover may belong to a running save, which publishes a whole directory or none.
+                _discard(_moved_aside(self.path, target))
 
 
 def leftovers(parent: Path) -> Iterator[Leftover]:
@@ -77,15 +91,11 @@ def save_id_of(staged: Path) -> str:
     return staged.name.rpartition(".")[2]
 
 
-def recover(target: Path, *, spare: Path | None = None) -> None:
-    """Restore the checkpoint that an interrupted save moved aside; remove all other leftovers except `spare`."""
+def recover(target: Path) -> None:
+    """Restore the checkpoint that an interrupted save moved aside; remove all other leftovers."""
     for leftover in leftovers(target.parent):
-        if leftover.target != target.name or leftover.path == spare:
-            continue
-        if leftover.kind == "replaced" and not target.exists():
-            leftover.path.rename(target)
-        else:
-            _remove_aside(leftover.path, target)
+        if leftover.target == target.name:
+            leftover.clear()
 
 
 def publish(staged: Path, target: Path) -> None:
@@ -213,16 +223,6 @@ def _replace_in_two_steps(staged: Path, target: Path) -> None:
 def _discard(path: Path) -> None:
     """Remove a directory; a file that resists (an NFS client may hold it open) is a leftover for the next save."""
     shutil.rmtree(path, ignore_errors=True)
-
-
-def _remove_aside(path: Path, target: Path) -> None:
-    """Remove a leftover of `target`, unless another process does.
-
-    The leftover may belong to a running save. Renaming first makes the directory whole or absent for that save, which
-    can never publish a partly removed directory.
-    """
-    with suppress(FileNotFoundError):
-        _discard(_moved_aside(path, target))
 
 
 def _moved_aside(path: Path, target: Path) -> Path:

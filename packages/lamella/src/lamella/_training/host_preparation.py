@@ -2,7 +2,7 @@
 
 import socket
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 import torch.distributed as dist
 
@@ -14,6 +14,7 @@ from lamella._settings.config import Config
 from lamella._settings.options import ConfigError
 from lamella._training.checks import run_directory
 from lamella._training.preparation import PreparedRun, prepare
+from lamella_checkpoint import CheckpointDirectory
 
 Preparation = PreparedRun | ConfigError | None
 """A rank's prepared run, the reason to refuse the run, or None on ranks that leave the preparation to another."""
@@ -70,11 +71,16 @@ def lock(config: Config, locks: ExitStack) -> tuple[int, ...]:
 
     Raises:
         ConfigError: Another run holds a lock.
+
+    Effects: ends the saves that a killed run has left unfinished.
     """
     directory = run_directory(config)
     descriptors = locks.enter_context(locked(directory.root))
     if config.run.checkpoints is not None:
         descriptors += locks.enter_context(locked(directory.checkpoints, "--checkpoints"))
+    # Before the choice of a checkpoint: one that appeared after it would be loaded, without the records before it.
+    with suppress(OSError):  # `prepare` refuses a folder that cannot be written to.
+        CheckpointDirectory(directory.checkpoints).discard_unfinished()
     return descriptors
 
 
