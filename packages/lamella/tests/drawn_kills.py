@@ -1,4 +1,4 @@
-"""SIGKILL at calls of functions, drawn from what an unbroken run calls."""
+"""SIGKILL at calls of functions, drawn from the calls of an unbroken run."""
 
 import os
 import random
@@ -95,7 +95,7 @@ def draw_kill(draw: random.Random, phase: str, counts: list[CallCounts], occurre
     Args:
         draw: The source of chance.
         phase: The name of the phase.
-        counts: Of an unbroken run, by rank.
+        counts: The counts of an unbroken run, by rank.
         occurrences: The occurrences to draw from.
     """
     rank = draw.randrange(len(counts))

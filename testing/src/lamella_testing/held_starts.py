@@ -21,7 +21,7 @@ class HeldStart:
     folder: Path
 
     @contextmanager
-    def of_processes(self) -> Iterator[None]:
+    def holding(self) -> Iterator[None]:
         """Hold the process that the block starts. Effects: Python runs the folder's `sitecustomize` in the process."""
         self.folder.mkdir()
         code = (

@@ -1,11 +1,12 @@
 """A process that writes outlives its killed run, and takes nothing from the run that follows."""
 
+import shutil
 import threading
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from test_async_save import filled, in_child, until, value_at
+from test_async_save import DEADLINE_S, filled, in_child, until, value_at
 
 from lamella_checkpoint import AsyncSaver, CheckpointDirectory, CheckpointFailed
 from lamella_checkpoint._training import handle as _handle
@@ -13,13 +14,11 @@ from lamella_checkpoint._training.async_process import Job, part_name
 from lamella_testing import run_ranks
 from lamella_testing.held_starts import HeldStart
 
-PATIENCE_S = 60.0
-
 
 def checkpoints_held(start: HeldStart, root: Path) -> CheckpointDirectory:
     """A directory whose process that writes is held."""
     checkpoints = CheckpointDirectory(root)
-    with start.of_processes():
+    with start.holding():
         checkpoints._saver = AsyncSaver()
     return checkpoints
 
@@ -53,7 +52,7 @@ def test_a_save_completes_though_a_process_of_a_killed_run_clears_leftovers_mean
             until((handle._staged / part_name(1)).exists)
             outliving.run_to_end()
         start.release()
-        handle.wait(timeout=PATIENCE_S)
+        handle.wait(timeout=DEADLINE_S)
         checkpoints.close()
 
     run_ranks(save, 2)
@@ -78,6 +77,26 @@ def test_a_save_of_a_killed_run_that_is_discarded_never_completes(tmp_path: Path
     assert checkpoints.steps() == [] and names(tmp_path) == [other.name]
 
 
+def test_a_save_whose_directory_is_removed_meanwhile_fails_at_once_on_every_rank(tmp_path: Path) -> None:
+    def save() -> list[int]:
+        start = HeldStart(tmp_path / f"rank-{dist.get_rank()}")
+        checkpoints = checkpoints_held(start, tmp_path / "runs")
+        handle = checkpoints.save_async(2, model=filled(2.0))
+        if dist.get_rank() == 0:
+            start.release()
+            until((handle._staged / part_name(0)).exists)
+            shutil.rmtree(handle._staged)
+        until((handle._staged / "failed-0").exists)
+        start.release()  # A rank waits for its own process, which reads its memory.
+        with pytest.raises(CheckpointFailed, match="rank 0: FileNotFoundError: .*one save at a time") as info:
+            handle.wait(timeout=DEADLINE_S)
+        checkpoints.close()
+        return sorted(info.value.failures)
+
+    assert run_ranks(save, 2) == [[0], [0]]
+    assert CheckpointDirectory(tmp_path / "runs").steps() == []
+
+
 def test_a_file_system_that_does_not_answer_at_the_beginning_of_a_save_fails_it_in_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -93,7 +112,7 @@ def test_a_file_system_that_does_not_answer_at_the_beginning_of_a_save_fails_it_
             silent.setattr(Job, "begun", begun)
             handle = saver.save(tmp_path / "a", model=filled(1.0))
             with pytest.raises(CheckpointFailed, match="rank 0: no outcome was known within 0.1 s"):
-                handle.wait(timeout=PATIENCE_S)
+                handle.wait(timeout=DEADLINE_S)
         answer.set()
     with AsyncSaver() as saver:
         saver.save(tmp_path / "a", model=filled(2.0))

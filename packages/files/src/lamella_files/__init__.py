@@ -35,6 +35,7 @@ from lamella_files._base.boxes import whole_box as whole_box
 from lamella_files._base.directories import METADATA_FILE as METADATA_FILE
 from lamella_files._base.directories import Leftover as Leftover
 from lamella_files._base.directories import check_replaceable as check_replaceable
+from lamella_files._base.directories import check_staged as check_staged
 from lamella_files._base.directories import check_vacant as check_vacant
 from lamella_files._base.directories import find as find
 from lamella_files._base.directories import gone as gone

@@ -132,8 +132,8 @@ def in_folder(folder: Path, config: Config) -> Config:
 
 @pytest.mark.parametrize(
     ("phase", "occurrences"),
-    [("step", slice(0, 2)), ("save", slice(0, 1)), ("validation", slice(1, None))],
-    ids=["before the first checkpoint", "in the first save", "in a validation"],
+    [("step", slice(0, 2)), ("save", slice(0, 1)), ("validation", slice(2, None))],
+    ids=["before the first checkpoint", "in the first save", "in the last validation"],
 )
 def test_a_run_that_is_killed_ends_as_an_unbroken_one(
     unbroken: Unbroken, tmp_path: Path, phase: str, occurrences: slice
@@ -164,7 +164,7 @@ def test_a_checkpoint_of_a_killed_run_does_not_appear_in_the_midst_of_the_next(
         return step(trainer, index)
 
     def train_until_killed(directory: RunDirectory) -> None:
-        with starts[dist.get_rank()].of_processes(), patch.object(Trainer, "_step", killed_after_save):
+        with starts[dist.get_rank()].holding(), patch.object(Trainer, "_step", killed_after_save):
             train_prepared(config, directory)
 
     with prepared(config) as run, pytest.raises(RankFailure, match="SIGKILL"):

@@ -45,7 +45,7 @@ from lamella_checkpoint._state.shares import Item, differing
 from lamella_checkpoint._training.outcomes import Failures
 from lamella_checkpoint._training.retention import Retention, leftovers_of_steps
 from lamella_checkpoint._training.staging import Memory, MemorySlot
-from lamella_files import Leftover, check_replaceable, is_of_save, leftovers, publish, save_id_of
+from lamella_files import Leftover, check_replaceable, check_staged, is_of_save, leftovers, publish, save_id_of
 from lamella_layout import Chunk
 
 _PATIENCE_S: Final = 60.0
@@ -91,15 +91,15 @@ class Job:
         Effects: creates the staged directory and its parents; rank 0 lists the target's folder.
         """
         self.staged.mkdir(parents=True, exist_ok=True)
-        return replace(self, leftovers=[found for found in self._leftovers() if found.path != self.staged])
+        return replace(self, leftovers=[other for other in self._leftovers() if other.path != self.staged])
 
     def _leftovers(self) -> list[Leftover]:
-        """What killed saves left, to this target or to any step under the root."""
+        """The leftovers of saves to this target, or to any step under the root; on rank 0 alone."""
         if self.rank != 0:
             return []
         if self.retention is not None:
             return leftovers_of_steps(self.retention.root)
-        return [found for found in leftovers(self.target.parent) if found.target == self.target.name]
+        return [leftover for leftover in leftovers(self.target.parent) if leftover.target == self.target.name]
 
 
 class WriterAnswer(NamedTuple):
@@ -248,6 +248,7 @@ def _publish_when_whole(job: Job, waiting: _Waiting) -> None:
     files = [job.staged / part_name(rank) for rank in range(job.num_ranks)]
 
     def num_parts() -> int:
+        check_staged(job.staged, job.target)  # Parts in a removed directory would be awaited for ever.
         if failures := _marked(job.staged):
             raise _Failed(failures)
         return sum(file.exists() for file in files)

@@ -74,8 +74,8 @@ class CheckpointDirectory(Closing):
         A process that writes outlives its killed rank, and may complete the rank's last checkpoint while the next run,
         which found an earlier one, trains on. A run that records more than its checkpoints calls this before `latest`.
 
-        Effects: restores checkpoints that interrupted saves moved aside, and removes all other leftovers under the root;
-            on this rank alone, no collective. No run may be writing to the root.
+        Effects: restores checkpoints that interrupted saves moved aside, and removes all other leftovers under the
+            root; on this rank alone, no collective. No run may be writing to the root.
         """
         clean(self.root)
 

@@ -102,17 +102,11 @@ def publish(staged: Path, target: Path) -> None:
     """Turn a staged directory into `target`; the previous target is removed once the new checkpoint is in place.
 
     Raises:
-        FileNotFoundError: Another save to the same path took the staged directory for a leftover. The present `target`
-            stays.
+        FileNotFoundError: The condition of `check_staged`. The present `target` stays.
 
     Effects: waits until the directory's entries are on the disk.
     """
-    if not staged.exists():
-        raise FileNotFoundError(
-            errno.ENOENT,
-            "Expected one save at a time to a path, got another save that removed this one's files",
-            str(target),
-        )
+    check_staged(staged, target)
     sync(staged)
     if not target.exists():
         staged.rename(target)
@@ -121,6 +115,20 @@ def publish(staged: Path, target: Path) -> None:
     else:
         _replace_in_two_steps(staged, target)
     sync(target.parent)
+
+
+def check_staged(staged: Path, target: Path) -> None:
+    """Refuse to go on with a save whose directory is gone.
+
+    Raises:
+        FileNotFoundError: Another save to the same path took the staged directory for a leftover.
+    """
+    if not staged.exists():
+        raise FileNotFoundError(
+            errno.ENOENT,
+            "Expected one save at a time to a path, got another save that removed this one's files",
+            str(target),
+        )
 
 
 def remove(target: Path) -> None:
