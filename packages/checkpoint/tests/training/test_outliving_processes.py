@@ -1,7 +1,10 @@
 """A process that writes outlives its killed run, and takes nothing from the run that follows."""
 
+import os
 import shutil
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,8 @@ from test_async_save import DEADLINE_S, filled, in_child, until, value_at
 from lamella_checkpoint import AsyncSaver, CheckpointDirectory, CheckpointFailed
 from lamella_checkpoint._training import handle as _handle
 from lamella_checkpoint._training.async_process import Job, part_name
+from lamella_checkpoint._training.staging import Memory
+from lamella_checkpoint._training.writer import Writer
 from lamella_testing import run_ranks
 from lamella_testing.held_starts import HeldStart
 
@@ -117,3 +122,18 @@ def test_a_file_system_that_does_not_answer_at_the_beginning_of_a_save_fails_it_
     with AsyncSaver() as saver:
         saver.save(tmp_path / "a", model=filled(2.0))
     assert value_at(tmp_path / "a") == 2.0
+
+
+def test_the_connection_of_a_process_is_closed_once_by_two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = Writer(Memory())
+    closed = []
+
+    def close_slowly() -> None:
+        time.sleep(0.05)
+        os.close(writer._connection.fileno())
+        closed.append(True)
+
+    monkeypatch.setattr(writer._connection, "_close", close_slowly)
+    with ThreadPoolExecutor(2) as pool:
+        codes = [pool.submit(writer.close) for _ in range(2)]
+    assert [code.result() for code in codes] == [0, 0] and closed == [True]

@@ -1,5 +1,6 @@
 """A run that is killed at any moment and started again ends with the records and tensors of an unbroken one."""
 
+import itertools
 import random
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -28,7 +29,7 @@ from lamella_testing.held_starts import HeldStart
 
 NUM_RANKS = 2
 TIMEOUT_S = 300.0
-NUM_KILLS = 50
+NUM_KILLS = 10
 PHASES = {
     "building": Phase(Trainer, "__init__"),
     "start": Phase(Trainer, "_restore"),
@@ -177,12 +178,16 @@ def test_a_checkpoint_of_a_killed_run_does_not_appear_in_the_midst_of_the_next(
 
 
 @pytest.mark.slow
-def test_fifty_kills_at_drawn_moments_leave_the_runs_as_unbroken_ones(unbroken: Unbroken, tmp_path: Path) -> None:
-    num_kills = seed = 0
+@pytest.mark.parametrize("first_seed", range(0, 50, 10))
+def test_ten_kills_at_drawn_moments_leave_runs_that_end_as_an_unbroken_one(
+    unbroken: Unbroken, tmp_path: Path, first_seed: int
+) -> None:
     phases = [*PHASES, "preparation"]
+    seeds = itertools.count(first_seed)
+    num_kills = 0
     while num_kills < NUM_KILLS:
-        config = in_folder(tmp_path / f"{seed}", unbroken.config)
-        draw = random.Random(seed)
+        seed = next(seeds)
+        config, draw = in_folder(tmp_path / f"{seed}", unbroken.config), random.Random(seed)
         # The second kill is at the first occurrence of its phase, which the rest of a run has too.
         for phase, occurrences in ((phases[seed % len(phases)], slice(None)), (draw.choice(phases), slice(1))):
             if phase == "preparation":
@@ -192,4 +197,3 @@ def test_fifty_kills_at_drawn_moments_leave_the_runs_as_unbroken_ones(unbroken: 
                 num_kills += train_until(draw_kill(draw, phase, unbroken.counts, occurrences), config)
         train(config)
         assert contents_of(run_directory(config)) == unbroken.contents, f"seed {seed}"
-        seed += 1

@@ -48,6 +48,7 @@ class Writer:
     def __init__(self, memory: Memory) -> None:
         self.is_usable = True
         self.is_stuck = False
+        self._closing = threading.Lock()
         self._connection, connection_of_process = Pipe()
         # A scheduler sends SIGTERM to every process of a job, and may leave training time to end in order: without
         # SIG_IGN, the checkpoint in flight would be lost. Note [Training comes first]: low priority after the imports,
@@ -91,7 +92,8 @@ class Writer:
     def close(self) -> int | None:
         """Let the idle process end; return its exit code, None if it is stuck."""
         self.is_usable = False
-        self._connection.close()
+        with self._closing:  # The thread of an overdue save closes too: a second close could hit another file.
+            self._connection.close()
         with suppress(subprocess.TimeoutExpired):
             return self._popen.wait(_ENDING_S)
         return self.kill()
