@@ -1,5 +1,6 @@
 """Ranks of several hosts find out by a probe which folders they share, and agree before they have a process group."""
 
+import time
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -50,6 +51,26 @@ def test_a_refusal_of_any_rank_is_known_to_all_and_a_second_run_of_the_processes
         return answers
 
     assert run_ranks(on_rank, 3) == [[False, True, True, True]] * 3
+
+
+def test_a_process_group_sees_no_key_of_ranks_that_were_killed() -> None:
+    def on_rank() -> list[bytes]:
+        read: list[bytes] = []
+        for address in ("former", "present"):
+            ranks = hosts()  # of a store that outlives both starts
+            ranks.agree("look")
+            ranks.agree("preparation")
+            store = ranks.store_of_group()
+            if ranks.rank == 0:
+                time.sleep(0.2)  # A rank that reads at once would read the former address.
+                store.set("address", address)
+            read.append(store.get("address"))
+            dist.barrier()
+            ranks.forget()
+            dist.barrier()
+        return read
+
+    assert run_ranks(on_rank, 2) == [[b"former", b"present"]] * 2
 
 
 def test_nobody_waits_for_the_probe_of_a_refused_run() -> None:

@@ -4,6 +4,11 @@ Note [A folder is shared if its probe is seen]
     Neither a path nor the name of a file system tells whether two hosts see one folder. Rank 0 therefore writes a file
     with a name drawn at random into its folders, and the first rank of each other host looks for the name in its own.
     No host has looked for the name before: a network file system has no outdated answer in its cache.
+
+Note [A store outlives its ranks]
+    torchrun keeps one store over all restarts, with the keys of ranks that were killed. A process group in that store
+    may read the address of a killed rank and fail with "Connection refused", which costs another restart. The group
+    therefore has a prefix that rank 0 draws at each start.
 """
 
 import os
@@ -22,11 +27,14 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 _PROBE: Final = "probe"
+_PREFIX: Final = "prefix"
 _PREPARATION: Final = timedelta(days=7)  # A large text takes hours to become tokens.
 _LATE_S: Final = 2.0  # for a file system whose hosts see a new file after some time
 
 Stage = Literal["look", "preparation"]
 """The stages before the process group: every host has looked for the probes; every host has prepared."""
+
+_LAST_STAGE: Final[Stage] = "preparation"
 
 
 class Probe(NamedTuple):
@@ -103,6 +111,8 @@ class Hosts:
         """Wait until every rank has completed a stage, for days if need be; return False if a rank refuses the run."""
         if self.rank == 0 and not self._has_announced:
             self._announce("")  # A refused run ends without a wait for the probe.
+        if self.rank == 0 and stage == _LAST_STAGE:
+            self.store.set(_PREFIX, secrets.token_hex(8))  # Before the arrival, for which the others wait.
         if refuses:
             self.store.set(f"{stage} refused", "")
         if self.store.add(f"{stage} arrivals", 1) == self.num_ranks:
@@ -110,11 +120,21 @@ class Hosts:
         self.store.wait([f"{stage} over"], _PREPARATION)
         return not self.store.check([f"{stage} refused"])
 
+    def store_of_group(self) -> "Store":
+        """Return the store of the process group, after the last stage: Note [A store outlives its ranks]."""
+        from torch._C._distributed_c10d import PrefixStore
+
+        return PrefixStore(self.store.get(_PREFIX).decode(), self.store)
+
     def forget(self) -> None:
         """Empty the store after the last stage: a second run of these processes waits anew."""
         if self.rank == 0:
             stages: tuple[Stage, ...] = get_args(Stage)
-            for key in (_PROBE, *(f"{stage} {word}" for stage in stages for word in ("refused", "arrivals", "over"))):
+            for key in (
+                _PROBE,
+                _PREFIX,
+                *(f"{stage} {word}" for stage in stages for word in ("refused", "arrivals", "over")),
+            ):
                 self.store.delete_key(key)
 
 

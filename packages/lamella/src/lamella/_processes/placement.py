@@ -169,7 +169,7 @@ def process_group(
     elif parallel.threads:
         torch.set_num_threads(parallel.threads)
     timeout = None if limits is None else timedelta(seconds=sum(limits)) + _MARGIN
-    store = None if hosts is None else hosts.store
+    store = None if hosts is None else hosts.store_of_group()
     if store is not None:
         store.set_timeout(timeout or default_pg_timeout)
     board = _board(store, num_ranks)
