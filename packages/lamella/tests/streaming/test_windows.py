@@ -17,7 +17,7 @@ from lamella._data.tokens import TokenForm, load_tokens
 from lamella._settings.sections import Packing
 from lamella._streaming.documents import DocumentStream
 from lamella._streaming.sequences import WindowedSequences
-from lamella._streaming.windows import Window, WindowReader, WindowStart
+from lamella._streaming.windows import StreamWindow, WindowReader, WindowStart
 from lamella._training.preparation import prepare
 
 LENGTH = 32
@@ -47,7 +47,7 @@ def reader(
     )
 
 
-def epoch(windows: WindowReader) -> list[Window]:
+def epoch(windows: WindowReader) -> list[StreamWindow]:
     """Return the windows of the first epoch."""
     every = [windows.window_with_targets(WindowStart())]
     while every[-1].start.position.epoch == 0:
@@ -55,7 +55,7 @@ def epoch(windows: WindowReader) -> list[Window]:
     return every[:-1]
 
 
-def rows(window: Window) -> torch.Tensor:
+def rows(window: StreamWindow) -> torch.Tensor:
     """Return the sequences of a window in the order of the text."""
     return window.sequences.batch(torch.arange(len(window.order))).tokens
 

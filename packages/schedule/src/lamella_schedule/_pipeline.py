@@ -1,4 +1,4 @@
-"""A pipeline as data: the passes of each rank in the order of its host, checked against each other."""
+"""A pipeline as data: the passes of each rank in the host's order, and the checks of all ranks' orders."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _BACKWARDS = ((PassKind.BACKWARD,), (PassKind.INPUT_GRADIENT, PassKind.WEIGHT_GR
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The order of passes on each rank. Another order than those of `pipeline` is checked in the same way.
+    """The order of passes on each rank, of `pipeline` or of a caller: both are checked.
 
     Attributes:
         orders: The passes of each rank, from the host's first to its last.
@@ -57,14 +57,14 @@ class Pipeline:
         return tuple(stage for stage, owner in enumerate(self.stage_ranks) if owner == rank)
 
     def next_stage(self, stage_pass: StagePass) -> int | None:
-        """Return the stage that waits for a pass; None for the last of forward, the first of backward, and weights."""
+        """Return the stage that waits for a pass; None after the last forward, the first stage's backward, and weights."""
         if not stage_pass.sends:
             return None
         stage = stage_pass.stage + (1 if stage_pass.kind is PassKind.FORWARD else -1)
         return stage if 0 <= stage < self.num_stages else None
 
     def global_order(self) -> Iterator[tuple[int, PassOrPair]]:
-        """List all ranks' passes in one order in which each pass follows what it needs: rank by rank, one at a time.
+        """List all ranks' passes in one order, each pass after the passes that it needs: rank by rank, one at a time.
 
         Raises:
             ValueError: Ranks wait for each other.
@@ -96,7 +96,7 @@ class Pipeline:
         return "\n".join(f"rank {rank}  {' '.join(map(str, order))}" for rank, order in enumerate(self.orders))
 
     def _passes(self) -> Iterator[tuple[int, StagePass]]:
-        """Each pass with its rank, those of pairs one by one."""
+        """Each pass with its rank; a pair gives two passes."""
         for rank, order in enumerate(self.orders):
             for item in order:
                 yield from ((rank, stage_pass) for stage_pass in passes_in(item))

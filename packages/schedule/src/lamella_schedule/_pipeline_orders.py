@@ -89,7 +89,7 @@ def _zero_bubble(rank: int, num_ranks: int, num_microbatches: int, stages_per_ra
 def _v(rank: int, num_ranks: int, num_microbatches: int, _: int) -> Iterable[PassOrPair]:
     """Zero bubbles in a V. A step too short for the V is the order of a longer step, with the excess left out."""
     down, up = rank, 2 * num_ranks - 1 - rank
-    writer = _Writer()
+    writer = _PassWriter()
     writer.write((down, _F), times=2 * (num_ranks - rank) - 1)
     writer.write((up, _F), (down, _F), times=rank)
     writer.write((up, _F), (up, _I), (up, _W), times=num_ranks - rank)
@@ -117,7 +117,7 @@ def _dual_pipe_v(rank: int, num_ranks: int, num_microbatches: int, _: int) -> It
         )
     down, up = rank, 2 * num_ranks - 1 - rank
     num_after = num_ranks - 1 - rank  # ranks further down
-    writer = _Writer()
+    writer = _PassWriter()
     writer.write((down, _F), times=2 * num_after)
     writer.write((down, _F), (up, _F), times=rank + 1)
     for _ in range(num_after):
@@ -175,7 +175,7 @@ def _alternating(forwards: list[StagePass], backwards: list[StagePass], num_warm
     return forwards[:num_warmup] + [stage_pass for pair in pairs for stage_pass in pair if stage_pass is not None]
 
 
-class _Writer:
+class _PassWriter:
     """Writes passes, each of the next microbatch of its stage and kind."""
 
     def __init__(self) -> None:

@@ -70,7 +70,9 @@ def sum_dtype(group: ParameterGroup) -> torch.dtype:
     Copy engines leave the sum to a kernel. The kernel may as well write the gradients' dtype: no cast follows.
     """
     transports, main = group.transports, group.main_grads_dtype
-    pushes = isinstance(transports.reduce or transports.shard, CopyEngineTransport | FakeCopyEngineTransport)
+    transport = transports.reduce or transports.shard
+    # Not isinstance for both: a check against an abstract class costs a unit of every step a dozen calls.
+    pushes = isinstance(transport, CopyEngineTransport) or type(transport) is FakeCopyEngineTransport
     is_last = transports.replicas is None and transports.outer is None  # a second axis would carry the wider dtype
     widens = pushes and is_last and torch.promote_types(group.reduce_dtype, main) == main
     return main if widens else group.reduce_dtype

@@ -10,7 +10,7 @@ import torch
 from lamella._data.batches import TokenBatch
 from lamella._settings.options import ConfigError
 from lamella._streaming.documents import StreamPosition
-from lamella._streaming.windows import Window, WindowReader, WindowStart
+from lamella._streaming.windows import StreamWindow, WindowReader, WindowStart
 
 T = TypeVar("T")
 
@@ -43,10 +43,10 @@ class WindowedSequences:
 
     def __init__(self, reader: WindowReader) -> None:
         self._reader = reader
-        self._window: Window | None = None
+        self._window: StreamWindow | None = None
         self._start = WindowStart()
         self._digest: str | None = None
-        self._next: Background[Window] | None = None
+        self._next: Background[StreamWindow] | None = None
 
     @property
     def name(self) -> str:
@@ -92,7 +92,7 @@ class WindowedSequences:
         positions = [batch.positions for batch in batches if batch.positions is not None]
         return TokenBatch(torch.cat([batch.tokens for batch in batches]), torch.cat(positions) if positions else None)
 
-    def window(self, number: int) -> Window:
+    def window(self, number: int) -> StreamWindow:
         """Return the window with a sequence. Effects: may wait for the thread, and starts to read the next window.
 
         Raises:

@@ -47,7 +47,7 @@ class WindowStart(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Window:
+class StreamWindow:
     """The sequences of a window.
 
     Attributes:
@@ -95,7 +95,7 @@ class WindowReader:
     seed: int
     name: str = ""
 
-    def window_with_targets(self, start: WindowStart) -> Window:
+    def window_with_targets(self, start: WindowStart) -> StreamWindow:
         """Read the first window from a place on that has tokens to predict.
 
         Raises:
@@ -118,7 +118,7 @@ class WindowReader:
     def _described(self) -> str:
         return f" in {self.name!r}" if self.name else ""
 
-    def _window(self, start: WindowStart) -> Window:
+    def _window(self, start: WindowStart) -> StreamWindow:
         parts, num_documents, position = self._read(start.position)
         tokens, starts = array("i", start.carry), array("q", [0])
         with self.encoding:
@@ -127,7 +127,7 @@ class WindowReader:
                 tokens.extend(encoded.tokens)
         sequences = self._sequences(_tensor(tokens, torch.int32), _tensor(starts, torch.int64))
         carry = tokens[len(sequences) * self.form.sequence_length :] if self.form.packing == "stream" else ()
-        return Window(
+        return StreamWindow(
             start=start,
             after=WindowStart(position, tuple(carry), start.num_windows + 1, start.num_sequences + len(sequences)),
             sequences=sequences,
