@@ -57,7 +57,7 @@ class Pipeline:
         return tuple(stage for stage, owner in enumerate(self.stage_ranks) if owner == rank)
 
     def next_stage(self, stage_pass: StagePass) -> int | None:
-        """Return the stage that waits for a pass; None after the last forward, the first stage's backward, and weights."""
+        """Return the stage that waits for a pass; None after the last forward, the first backward, and weights."""
         if not stage_pass.sends:
             return None
         stage = stage_pass.stage + (1 if stage_pass.kind is PassKind.FORWARD else -1)
