@@ -1,8 +1,8 @@
 """Operators that save other tensors for backward on GPUs than on CPUs, on tensors without memory.
 
-An estimate runs on CPU tensors, since a torch without CUDA has no autograd for tensors of a GPU. Two operators differ
-there: a CPU computes `rms_norm` by smaller operators, which save fp32 copies of the input where CUDA's kernel saves a
-number a row; and CUDA's attention returns gradients in the layout of their inputs.
+An estimate runs on CPU tensors, since a torch without CUDA has no autograd for tensors of a GPU. Two operators differ:
+a CPU computes `rms_norm` by smaller operators, which save fp32 copies of the input where CUDA's kernel saves a number a
+row; and a CPU multiplies float8 matrices in fp32, where a GPU's kernel reads and saves the codes.
 """
 
 from collections.abc import Iterator, Sequence
