@@ -48,6 +48,7 @@ def _make(recipe: str, *, tensor_ranks: int = 1, float8_weights: bool) -> tuple[
 
 def _step(model: nn.Module, optimizer: torch.optim.Optimizer, rows: torch.Tensor) -> float:
     """Take a step, and return the loss over all ranks before it. Effects: an all-reduce, and a host sync."""
+    model.set_is_first_microbatch()  # type: ignore[operator]  # the driver's; else weights are not quantised again
     loss = token_losses(model, rows.to("cuda")).mean()
     loss.backward()  # type: ignore[no-untyped-call]
     if finish := getattr(model, "finish_grad_sync", None):
@@ -89,14 +90,15 @@ def _assert_trains(recipe: str, num_ranks: int, *, tensor_ranks: int = 1, stage:
 
 
 @pytest.mark.gpu1
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_one_gpu_trains_as_with_weights_in_bf16(recipe: str) -> None:
-    _assert_trains(recipe, 1)
+def test_one_gpu_trains_as_with_weights_in_bf16() -> None:
+    _assert_trains("delayed", 1)
 
 
 @pytest.mark.gpu2
-@pytest.mark.parametrize("stage", ["optim", "optim_grads_params"])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    ("recipe", "stage"),
+    [("tensorwise", "optim_grads_params"), ("blockwise", "optim"), ("ends_in_bf16", "optim_grads_params")],
+)
 def test_two_gpus_train_as_one_with_weights_in_bf16(recipe: str, stage: str) -> None:
     _assert_trains(recipe, 2, stage=stage)
 
