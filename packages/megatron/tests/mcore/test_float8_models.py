@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -46,27 +47,32 @@ def _make(recipe: str, *, tensor_ranks: int = 1, float8_weights: bool) -> tuple[
     return config, model.to("cuda", torch.bfloat16)  # position embeddings are built in fp32
 
 
-def _step(model: nn.Module, optimizer: torch.optim.Optimizer, rows: torch.Tensor) -> float:
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, microbatches: Sequence[torch.Tensor]) -> float:
     """Take a step, and return the loss over all ranks before it. Effects: an all-reduce, and a host sync."""
     model.set_is_first_microbatch()  # type: ignore[operator]  # the driver's; else weights are not quantised again
-    loss = token_losses(model, rows.to("cuda")).mean()
-    loss.backward()  # type: ignore[no-untyped-call]
+    mean = torch.zeros((), device="cuda")
+    for rows in microbatches:
+        loss = token_losses(model, rows.to("cuda")).mean() / len(microbatches)
+        loss.backward()  # type: ignore[no-untyped-call]
+        mean += loss.detach() / dist.get_world_size()
     if finish := getattr(model, "finish_grad_sync", None):
         finish()
     optimizer.step()
     optimizer.zero_grad()
-    dist.all_reduce(mean := loss.detach() / dist.get_world_size())
+    dist.all_reduce(mean)
     return mean.item()
 
 
-def _unsharded_losses(recipe: str, tensor_ranks: int) -> list[float]:
+def _unsharded_losses(recipe: str, tensor_ranks: int, num_microbatches: int) -> list[float]:
+    """The losses of whole weights in bf16. A scale of activations is of one rank's rows: hence microbatches."""
     _, model = _make(recipe, tensor_ranks=tensor_ranks, float8_weights=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
-    return [_step(model, optimizer, BATCH) for _ in range(NUM_STEPS)]
+    return [_step(model, optimizer, BATCH.chunk(num_microbatches)) for _ in range(NUM_STEPS)]
 
 
 def _assert_trains(recipe: str, num_ranks: int, *, tensor_ranks: int = 1, stage: str = "optim_grads_params") -> None:
-    expected, *_ = run_ranks(lambda: _unsharded_losses(recipe, tensor_ranks), tensor_ranks, device="cuda")
+    data_ranks = num_ranks // tensor_ranks
+    expected, *_ = run_ranks(lambda: _unsharded_losses(recipe, tensor_ranks, data_ranks), tensor_ranks, device="cuda")
     assert expected[-1] < expected[0] - 0.05, f"nothing was learned: {expected}"
 
     def on_each_rank() -> None:
@@ -76,8 +82,8 @@ def _assert_trains(recipe: str, num_ranks: int, *, tensor_ranks: int = 1, stage:
         options = ddp_config(fp8_param_gather=True, data_parallel_sharding_strategy=stage)
         model = training.ShardedModel(config=config, ddp_config=options, module=module)
         optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
-        rows = BATCH.chunk(num_ranks // tensor_ranks)[dist.get_rank() // tensor_ranks]
-        losses = [_step(model, optimizer, rows) for _ in range(NUM_STEPS)]
+        rows = BATCH.chunk(data_ranks)[dist.get_rank() // tensor_ranks]
+        losses = [_step(model, optimizer, [rows]) for _ in range(NUM_STEPS)]
         # Transformer Engine's first delayed scales are 1, of units those of the weights.
         tolerance = 0.15 if recipe == "delayed" else 1e-2
         torch.testing.assert_close(losses, expected, rtol=tolerance, atol=0.0)
