@@ -77,7 +77,7 @@ def shard(
     )
     shared: dict[str, Any] = {"mesh": _mesh(parallel), "options": options}
     if parallel.experts > 1:
-        shared |= expert_arguments(model, options)
+        shared |= expert_arguments(model, options, unit_policy)
     if parallel.rest == "cpu":
         shared["offload_policy"] = CPUOffloadPolicy(pin_memory=parallel.device == "cuda")
     # Stages 1 and 2 keep whole weights, and have nothing to free after forward.
