@@ -43,9 +43,14 @@ from lamella_transformers._loss import target_losses as target_losses
 from lamella_transformers._outline import outline as outline
 from lamella_transformers._profiling import NUM_PROFILER_WARMUP_STEPS as NUM_PROFILER_WARMUP_STEPS
 from lamella_transformers._profiling import step_profiler as step_profiler
+from lamella_transformers._shared_rows import SharedRows as SharedRows
 from lamella_transformers._sizes import balance_coefficient as balance_coefficient
 from lamella_transformers._sizes import flops_per_token as flops_per_token
 from lamella_transformers._sizes import num_positions as num_positions
+from lamella_transformers._tensor_parallel import TENSOR_AXES as TENSOR_AXES
+from lamella_transformers._tensor_parallel import check_tensor_parallel as check_tensor_parallel
+from lamella_transformers._tensor_parallel import cut_tensors as cut_tensors
+from lamella_transformers._tensor_parallel import tensor_parallel_placement as tensor_parallel_placement
 from lamella_transformers._units import UnitChoice as UnitChoice
 from lamella_transformers._units import choose_units as choose_units
 from lamella_transformers._units import fp32_parameters as fp32_parameters

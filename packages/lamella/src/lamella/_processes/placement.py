@@ -6,7 +6,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from lamella._processes.hosts import Hosts
 from lamella._processes.pulse import Board, FileBoard, Pulse, StoreBoard
@@ -51,11 +51,13 @@ def check_batch(config: Config) -> None:
     Raises:
         ConfigError: Ranks times `--accumulation` does not divide `--batch-size`.
     """
-    num_ranks = config.parallel.ranks or 1
+    parallel = config.parallel
+    num_ranks = parallel.num_data_ranks
     shares = num_ranks * config.optim.accumulation
     if config.optim.batch_size % shares:
+        over = "" if parallel.tensor_parallel == 1 else " over --tensor-parallel"
         raise ConfigError(
-            f"Expected --batch-size to be a multiple of ranks times --accumulation, {num_ranks} * "
+            f"Expected --batch-size to be a multiple of ranks{over} times --accumulation, {num_ranks} * "
             f"{config.optim.accumulation} = {shares}, got {config.optim.batch_size}. Pass --batch-size "
             f"{-(-config.optim.batch_size // shares) * shares}."
         )
@@ -141,6 +143,22 @@ class Rank:
     def is_first(self) -> bool:
         """True on rank 0, which writes and prints."""
         return self.rank == 0
+
+    def share(self, parallel: ParallelConfig) -> "DataShare":
+        """Return this worker's share of the sequences, which the ranks of tensor parallelism have together."""
+        return DataShare(self.rank // parallel.tensor_parallel, self.num_ranks // parallel.tensor_parallel)
+
+
+class DataShare(NamedTuple):
+    """A share of the sequences of every step.
+
+    Attributes:
+        index: The number of the share, from 0 on.
+        count: The number of shares.
+    """
+
+    index: int
+    count: int
 
 
 @contextmanager

@@ -236,6 +236,14 @@ class ParallelConfig:
             at_least=1,
         ),
     ] = 1
+    tensor_parallel: Annotated[
+        int,
+        Option(
+            "Neighbouring ranks that work on the same sequences, each with its part of every layer's matrices, as "
+            "transformers' plan for the model cuts them (tensor parallelism).",
+            at_least=1,
+        ),
+    ] = 1
     keep_budget: Annotated[
         str | None,
         Option(
@@ -267,6 +275,11 @@ class ParallelConfig:
     threads: Annotated[
         int | None, Option("Compute threads of a CPU worker (default: its share of the cores).", at_least=1, below=4097)
     ] = None
+
+    @property
+    def num_data_ranks(self) -> int:
+        """Ranks with sequences of their own; `ranks` is decided."""
+        return (self.ranks or 1) // self.tensor_parallel
 
 
 @dataclass(frozen=True, kw_only=True)

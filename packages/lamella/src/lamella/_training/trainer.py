@@ -63,13 +63,16 @@ class Trainer:
         self, config: Config, directory: RunDirectory, rank: Rank, requests: StopRequests | None = None
     ) -> None:
         self._config, self._directory, self._rank = config, directory, rank
+        self._share = rank.share(config.parallel)
         self._requests = requests or StopRequests()
         self._agreement = Agreement()
         self._data = load_tokens(directory.tokens)
         self._validation = Validation(config, self._data, rank)
         self._run_model = build(config, directory.model, rank.device)
         self._model = self._run_model.module
-        self._samples = Samples(config.run, directory, self._run_model.spec, rank) if config.run.sample else None
+        self._samples = (
+            Samples(config.run, directory, self._run_model.spec, rank, self._share) if config.run.sample else None
+        )
         self._stream = training_batches(config, directory, self._data, rank, self._run_model.spec.vocab_size)
         lamella_optim.install()
         freeze(self._model, trained_patterns(config))
@@ -165,7 +168,7 @@ class Trainer:
         """Choose the loss function, then compile the units; add a line to print. Effects: as `choose_loss`."""
         spec, device = self._run_model.spec, self._rank.device
         coefficient, has_kernels = balance_coefficient(spec), self._config.model.kernels != "none"
-        self._loss = choose_loss(self._model, spec.vocab_size, coefficient, device)
+        self._loss = choose_loss(self._model, spec.vocab_size, coefficient, device, self._run_model.shared_rows)
         if self._compiles(lines):
             # After the trial, whose few tokens would be a first shape: the next shape would compile for any shape.
             compile_units(self._run_model.units)
@@ -221,7 +224,7 @@ class Trainer:
     def _batch(self, step: int) -> TokenBatch:
         """Return this rank's part of a step; where streamed text cannot be read, say where the run can go on."""
         try:
-            return self._stream.batch(step, self._rank.rank, self._rank.num_ranks)
+            return self._stream.batch(step, *self._share)
         except ConfigError as error:
             failure = self._saves.settle()
             lines = (f"{error}", failure or "", self._saves.last_checkpoint_line())
@@ -230,12 +233,12 @@ class Trainer:
     def _step(self, step: int) -> tuple[torch.Tensor, torch.Tensor, float]:
         """Run one optimizer step; return this rank's loss and the gradient's norm, 0-D on the device, and the rate."""
         optim = self._config.optim
-        torch.manual_seed(seed_of(self._config.run.seed, step, self._rank.rank))
+        torch.manual_seed(seed_of(self._config.run.seed, step, self._share.index))
         batch = self._batch(step)
         microbatches = [part.on_device(self._rank.device) for part in batch.microbatches(optim.accumulation)]
         # Gradients are averaged over ranks with unequal numbers of targets: a mean over all targets divides by
-        # the targets of all ranks over the number of ranks, on each rank alike.
-        num_targets = self._stream.num_targets(step) / self._rank.num_ranks
+        # the targets of all ranks over the number of shares, on each rank alike.
+        num_targets = self._stream.num_targets(step) / self._share.count
         losses = [
             self._backward(microbatch, num_targets, is_last=index == len(microbatches) - 1)
             for index, microbatch in enumerate(microbatches)

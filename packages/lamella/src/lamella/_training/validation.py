@@ -57,13 +57,13 @@ class Validation:
         Every rank runs the same number of forwards, or their all-gathers would hang: padding repeats a sequence at
         weight 0.
         """
-        config, rank = self._config, self._rank
+        config, (index, count) = self._config, self._rank.share(self._config.parallel)
         indices = validation_indices(sequences, config.run.validation_sequences)
         weights = torch.ones(len(indices), dtype=torch.float64)
-        padding = -len(indices) % rank.num_ranks
-        indices = torch.cat([indices, indices[:1].expand(padding)])[rank.rank :: rank.num_ranks]
-        weights = torch.cat([weights, weights.new_zeros(padding)])[rank.rank :: rank.num_ranks]
-        share = max(1, config.optim.batch_size // (rank.num_ranks * config.optim.accumulation))
+        padding = -len(indices) % count
+        indices = torch.cat([indices, indices[:1].expand(padding)])[index::count]
+        weights = torch.cat([weights, weights.new_zeros(padding)])[index::count]
+        share = max(1, config.optim.batch_size // (count * config.optim.accumulation))
         for start in range(0, len(indices), share):
             [batch] = sequences.batch(indices[start : start + share]).microbatches(1)
             yield batch, weights[start : start + share]
