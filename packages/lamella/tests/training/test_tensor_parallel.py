@@ -52,9 +52,9 @@ def changed(config: Config, name: str, model_type: str = "qwen3", **parallel: An
         config,
         model=replace(config.model, name=str(model)),
         data=replace(config.data, paths=(str(data),), packing="none", validation_paths=(str(held_out),)),
-        optim=replace(config.optim, accumulation=2, eps=1e-6),
+        optim=replace(config.optim, accumulation=2, eps=1e-6, schedule="constant"),
         parallel=replace(config.parallel, **parallel),
-        run=replace(config.run, directory=str(root / name), checkpoint_interval=3, log_interval=1),
+        run=replace(config.run, directory=str(root / name), checkpoint_interval=100, log_interval=1),
     )
 
 
@@ -66,6 +66,16 @@ def plain(shared_config: Config, train: TrainOn) -> Run:
 @pytest.fixture(scope="module")
 def cut(shared_config: Config, train: TrainOn) -> Run:
     return train(changed(shared_config, "cut", tensor_parallel=2, ranks=4), 4)
+
+
+@pytest.fixture(scope="module")
+def stopped(shared_config: Config, train: TrainOn) -> Run:
+    """The same run, stopped after three steps."""
+    return train(_in_steps(changed(shared_config, "stopped", tensor_parallel=2, ranks=4), 3), 4)
+
+
+def _in_steps(config: Config, steps: int) -> Config:
+    return replace(config, optim=replace(config.optim, steps=steps))
 
 
 def test_losses_norms_and_exported_weights_are_those_of_one_rank(plain: Run, cut: Run, tmp_path: Path) -> None:
@@ -102,21 +112,19 @@ def _exported(run: Run, folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(("num_ranks", "tensor_parallel"), [(4, 1), (2, 2), (1, 1)])
 def test_a_run_resumes_on_other_ranks(
-    shared_config: Config, plain: Run, cut: Run, train: TrainOn, num_ranks: int, tensor_parallel: int
+    shared_config: Config, plain: Run, stopped: Run, train: TrainOn, num_ranks: int, tensor_parallel: int
 ) -> None:
     name = f"on-{num_ranks}-{tensor_parallel}"
-    shutil.copytree(cut.directory.root, cut.directory.root.with_name(name))
-    config = changed(shared_config, name, tensor_parallel=tensor_parallel, ranks=num_ranks)
-    resumed = train(replace(config, run=replace(config.run, from_step=3)), num_ranks)
+    shutil.copytree(stopped.directory.root, stopped.directory.root.with_name(name))
+    resumed = train(changed(shared_config, name, tensor_parallel=tensor_parallel, ranks=num_ranks), num_ranks)
     assert resumed.losses == pytest.approx(plain.losses, rel=2e-5)
 
 
 def test_a_run_resumed_on_the_same_ranks_is_the_uninterrupted_run(
-    shared_config: Config, cut: Run, train: TrainOn
+    shared_config: Config, cut: Run, stopped: Run, train: TrainOn
 ) -> None:
-    shutil.copytree(cut.directory.root, cut.directory.root.with_name("again"))
-    config = changed(shared_config, "again", tensor_parallel=2, ranks=4)
-    resumed = train(replace(config, run=replace(config.run, from_step=3)), 4)
+    shutil.copytree(stopped.directory.root, stopped.directory.root.with_name("again"))
+    resumed = train(changed(shared_config, "again", tensor_parallel=2, ranks=4), 4)
     assert resumed.losses == cut.losses
     assert _norms(resumed) == _norms(cut)
 
@@ -136,9 +144,8 @@ def test_options_of_memory_samples_and_streamed_text_change_no_loss(
 
 def _streamed(config: Config) -> Config:
     return replace(
-        config,
+        _in_steps(config, 3),
         data=replace(config.data, streaming=True, shuffle_buffer=64),
-        optim=replace(config.optim, steps=3),
         run=replace(config.run, sample=("1: ",), sample_interval=3, sample_tokens=2),
     )
 

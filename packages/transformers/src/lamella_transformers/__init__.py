@@ -15,6 +15,10 @@ from lamella_transformers._chunked_loss import IGNORED as IGNORED
 from lamella_transformers._chunked_loss import DeferredHead as DeferredHead
 from lamella_transformers._chunked_loss import linear_cross_entropy as linear_cross_entropy
 from lamella_transformers._construction import ModelSpec as ModelSpec
+from lamella_transformers._context_parallel import SequencePieces as SequencePieces
+from lamella_transformers._context_parallel import check_pieces as check_pieces
+from lamella_transformers._context_parallel import check_sequences as check_sequences
+from lamella_transformers._context_parallel import cut_sequences as cut_sequences
 from lamella_transformers._conversion import correspondences as correspondences
 from lamella_transformers._documents import document_arguments as document_arguments
 from lamella_transformers._documents import one_document_a_sequence as one_document_a_sequence

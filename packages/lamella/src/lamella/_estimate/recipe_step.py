@@ -54,6 +54,7 @@ def record_recipe(config: Config, rank: int = 0) -> RecordedStep:
     assert config.parallel.ranks is not None
     check_states(config.optim)
     _check_experts(config)
+    _check_sequences(config)
     live = LiveBytes()
     try:
         with (
@@ -85,6 +86,14 @@ def _check_experts(config: Config) -> None:
         )
 
 
+def _check_sequences(config: Config) -> None:
+    if config.parallel.context_parallel > 1:
+        raise ConfigError(
+            f"Expected an estimate without --context-parallel, got {config.parallel.context_parallel}. Leave it out, "
+            "and divide --sequence-length by it: keys and values of whole sequences come to that, a layer at a time."
+        )
+
+
 @contextmanager
 def training_step(
     config: Config, live: LiveBytes, memory: AbstractContextManager[object] | None = None
@@ -101,7 +110,7 @@ def training_step(
     add_adapters(model, config.model, config.run.seed)
     on_cpu = _with_device(config, "cpu")
     matrices = matrices_for(config.optim, model)
-    units, shared_rows = shard(model, on_cpu.parallel, matrices, host=_HostCopies(live))
+    units, shared_rows, _ = shard(model, on_cpu.parallel, matrices, host=_HostCopies(live))
     freeze(model, trained_patterns(config))
     kernels = liger_operators(model) if config.model.kernels != "none" else nullcontext()
     with memory or nullcontext(), one_document_a_sequence(), kernels, live:

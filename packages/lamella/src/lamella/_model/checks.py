@@ -23,6 +23,8 @@ from lamella_transformers import (
     ModelError,
     ModelSpec,
     UnitChoice,
+    balance_coefficient,
+    check_sequences,
     check_tensor_parallel,
     choose_units,
 )
@@ -82,6 +84,7 @@ def check_model(config: Config, *, has_checkpoint: bool) -> CheckedModel:
             FreshWeights(spec, torch.device("cpu"), config.run.seed)
     _check_experts(model, config.parallel)
     _check_tensor_parallel(model, config.parallel)
+    _check_context_parallel(model, spec, config.parallel)
     units = choose_units(model)
     check_float8(units.modules, config.parallel)
     check_kernels(config.model, spec.model_type, config.parallel)
@@ -121,6 +124,23 @@ def _check_tensor_parallel(model: nn.Module, parallel: ParallelConfig) -> None:
             f"{str(error).rstrip('.')}, with --tensor-parallel {parallel.tensor_parallel}. Pass another "
             "--tensor-parallel, or leave it out."
         ) from error
+
+
+def _check_context_parallel(model: nn.Module, spec: ModelSpec, parallel: ParallelConfig) -> None:
+    """Refuse --context-parallel for models whose tokens meet outside plain attention."""
+    if parallel.context_parallel == 1:
+        return
+    try:
+        check_sequences(model)
+    except ModelError as error:
+        raise ConfigError(
+            f"{str(error).rstrip('.')}, with --context-parallel {parallel.context_parallel}. Leave it out."
+        ) from error
+    if balance_coefficient(spec):
+        raise ConfigError(
+            f"Expected --context-parallel {parallel.context_parallel} without a loss that balances experts over whole "
+            'sequences, got one. Leave it out, or set "output_router_logits": false in the model\'s config.'
+        )
 
 
 def _check_memory(model: nn.Module, parallel: ParallelConfig) -> None:

@@ -28,7 +28,9 @@ from lamella_engine import (
 )
 from lamella_transformers import (
     TENSOR_AXES,
+    SequencePieces,
     SharedRows,
+    cut_sequences,
     cut_tensors,
     fp32_parameters,
     sharding_units,
@@ -45,10 +47,12 @@ class ShardedModel(NamedTuple):
     Attributes:
         units: The units but the root.
         shared_rows: This rank's rows of the head, with tensor parallelism; None without.
+        pieces: This rank's pieces of sequences, with context parallelism; None without.
     """
 
     units: list[nn.Module]
     shared_rows: SharedRows | None
+    pieces: SequencePieces | None
 
 
 def shard(
@@ -72,13 +76,16 @@ def shard(
     Effects: collective over all ranks.
     """
     units = sharding_units(model)
-    shared_rows = None
+    shared_rows = pieces = None
     if parallel.experts > 1:
         spread_experts(model, _experts_mesh(parallel))
     if parallel.tensor_parallel > 1:
-        tensor_mesh = _tensor_mesh(parallel)
+        tensor_mesh = _neighbours(parallel, parallel.tensor_parallel, TENSOR_AXES)
         cut_tensors(model, tensor_mesh)
         shared_rows = SharedRows(tensor_mesh.get_group(TENSOR_AXES[1]))
+    if parallel.context_parallel > 1:
+        pieces = SequencePieces(_neighbours(parallel, parallel.context_parallel, ("data", "context")).get_group(1))
+        cut_sequences(model, pieces)
     if parallel.recompute != "no":
         recompute(units, parallel.recompute)
     if parallel.offload_activations:
@@ -111,7 +118,7 @@ def shard(
     if parallel.experts > 1:  # Tokens of all ranks with a share reach an expert.
         for unit in (*units, model):
             cast(FSDPModule, unit).set_gradient_divide_factor(dist.get_world_size())
-    return ShardedModel(units, shared_rows)
+    return ShardedModel(units, shared_rows, pieces)
 
 
 def _mesh(parallel: ParallelConfig) -> DeviceMesh:
@@ -129,10 +136,9 @@ def _experts_mesh(parallel: ParallelConfig) -> DeviceMesh:
     return init_device_mesh(parallel.device, shape, mesh_dim_names=("experts_data", "experts"))
 
 
-def _tensor_mesh(parallel: ParallelConfig) -> DeviceMesh:
-    """The ranks with the same parts of matrices along an outer axis, those with the same tokens along the inner one."""
-    shape = (dist.get_world_size() // parallel.tensor_parallel, parallel.tensor_parallel)
-    return init_device_mesh(parallel.device, shape, mesh_dim_names=TENSOR_AXES)
+def _neighbours(parallel: ParallelConfig, count: int, names: tuple[str, ...]) -> DeviceMesh:
+    """All ranks on two axes with names: the inner one of `count` neighbours with the same sequences."""
+    return init_device_mesh(parallel.device, (dist.get_world_size() // count, count), mesh_dim_names=names)
 
 
 def _placements(parallel: ParallelConfig) -> Any:

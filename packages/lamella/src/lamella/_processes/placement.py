@@ -55,7 +55,8 @@ def check_batch(config: Config) -> None:
     num_ranks = parallel.num_data_ranks
     shares = num_ranks * config.optim.accumulation
     if config.optim.batch_size % shares:
-        over = "" if parallel.tensor_parallel == 1 else " over --tensor-parallel"
+        options = {"tensor": parallel.tensor_parallel, "context": parallel.context_parallel}
+        over = "".join(f" over --{name}-parallel" for name, count in options.items() if count > 1)
         raise ConfigError(
             f"Expected --batch-size to be a multiple of ranks{over} times --accumulation, {num_ranks} * "
             f"{config.optim.accumulation} = {shares}, got {config.optim.batch_size}. Pass --batch-size "
@@ -145,8 +146,8 @@ class Rank:
         return self.rank == 0
 
     def share(self, parallel: ParallelConfig) -> "DataShare":
-        """Return this worker's share of the sequences, which the ranks of tensor parallelism have together."""
-        return DataShare(self.rank // parallel.tensor_parallel, self.num_ranks // parallel.tensor_parallel)
+        """Return this worker's share of the sequences, which ranks of tensor or context parallelism have together."""
+        return DataShare(self.rank // parallel.num_neighbours, self.num_ranks // parallel.num_neighbours)
 
 
 class DataShare(NamedTuple):

@@ -244,6 +244,14 @@ class ParallelConfig:
             at_least=1,
         ),
     ] = 1
+    context_parallel: Annotated[
+        int,
+        Option(
+            "Neighbouring ranks that work on the same sequences, each on pieces of every sequence; attention gathers "
+            "the keys and values of all pieces (context parallelism).",
+            at_least=1,
+        ),
+    ] = 1
     keep_budget: Annotated[
         str | None,
         Option(
@@ -279,7 +287,12 @@ class ParallelConfig:
     @property
     def num_data_ranks(self) -> int:
         """Ranks with sequences of their own; `ranks` is decided."""
-        return (self.ranks or 1) // self.tensor_parallel
+        return (self.ranks or 1) // self.num_neighbours
+
+    @property
+    def num_neighbours(self) -> int:
+        """Neighbouring ranks with the same sequences, or pieces of the same sequences."""
+        return self.tensor_parallel * self.context_parallel
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,7 @@ from lamella._data.tokens import load_tokens
 from lamella._model.building import build
 from lamella._model.compilation import compile_units, compiles_by_default
 from lamella._model.float8 import product_lines, scale_lines
+from lamella._model.spec import refused_models
 from lamella._processes.agreement import Agreement, agreed_error, from_first_rank
 from lamella._processes.determinism import deterministic_lines
 from lamella._processes.endings import LossNotFiniteError, StorageError
@@ -46,6 +47,7 @@ from lamella_transformers import (
     LossFunction,
     ModelLoss,
     balance_coefficient,
+    check_pieces,
     choose_loss,
     loss_of_logits,
 )
@@ -64,6 +66,8 @@ class Trainer:
     ) -> None:
         self._config, self._directory, self._rank = config, directory, rank
         self._share = rank.share(config.parallel)
+        # Ranks of tensor parallelism drop the same elements of equal activations.
+        self._seed_index = rank.rank // config.parallel.tensor_parallel
         self._requests = requests or StopRequests()
         self._agreement = Agreement()
         self._data = load_tokens(directory.tokens)
@@ -137,7 +141,7 @@ class Trainer:
             progress.say(line)
         self._records = self._open_records(first_step, progress)
         if first_step == 0:
-            self._report([*self._validation.records(self._model, 0)], progress)
+            self._report([*self._validation.records(self._model, 0, self._run_model.pieces)], progress)
         num_profiled = self._config.run.profile if self._rank.is_first else None
         with profiled(num_profiled, self._directory, self._rank.device, progress.say) as end_step:
             signum = self._train_from(first_step, progress, end_step)
@@ -168,6 +172,9 @@ class Trainer:
         """Choose the loss function, then compile the units; add a line to print. Effects: as `choose_loss`."""
         spec, device = self._run_model.spec, self._rank.device
         coefficient, has_kernels = balance_coefficient(spec), self._config.model.kernels != "none"
+        if self._run_model.pieces is not None:
+            with refused_models():
+                check_pieces(self._model, self._run_model.pieces, spec.vocab_size, device)
         self._loss = choose_loss(self._model, spec.vocab_size, coefficient, device, self._run_model.shared_rows)
         if self._compiles(lines):
             # After the trial, whose few tokens would be a first shape: the next shape would compile for any shape.
@@ -233,12 +240,13 @@ class Trainer:
     def _step(self, step: int) -> tuple[torch.Tensor, torch.Tensor, float]:
         """Run one optimizer step; return this rank's loss and the gradient's norm, 0-D on the device, and the rate."""
         optim = self._config.optim
-        torch.manual_seed(seed_of(self._config.run.seed, step, self._share.index))
+        torch.manual_seed(seed_of(self._config.run.seed, step, self._seed_index))
         batch = self._batch(step)
         microbatches = [part.on_device(self._rank.device) for part in batch.microbatches(optim.accumulation)]
         # Gradients are averaged over ranks with unequal numbers of targets: a mean over all targets divides by
-        # the targets of all ranks over the number of shares, on each rank alike.
-        num_targets = self._stream.num_targets(step) / self._share.count
+        # the targets of all ranks over the number of ranks with losses of their own, on each rank alike.
+        num_losses = self._share.count * self._config.parallel.context_parallel
+        num_targets = self._stream.num_targets(step) / num_losses
         losses = [
             self._backward(microbatch, num_targets, is_last=index == len(microbatches) - 1)
             for index, microbatch in enumerate(microbatches)
@@ -255,9 +263,8 @@ class Trainer:
     def _backward(self, microbatch: TokenBatch, num_targets: float, *, is_last: bool) -> torch.Tensor:
         assert isinstance(self._model, FSDPModule)
         self._model.set_requires_gradient_sync(is_last)
-        objective, balance = self._loss(
-            self._model, microbatch.inputs, microbatch.targets, num_targets, microbatch.positions
-        )
+        inputs, targets, positions = microbatch.arguments(self._run_model.pieces)
+        objective, balance = self._loss(self._model, inputs, targets, num_targets, positions)
         loss = objective.detach()
         if balance is not None:  # a mean over the tokens of one microbatch
             coefficient = balance_coefficient(self._run_model.spec)
@@ -280,7 +287,7 @@ class Trainer:
         if stopping:  # Before the validation: a scheduler may kill the run before a long validation ends.
             self._save(step, progress, wait=True)
         if self._is_every(run.validation_interval, step):
-            self._report([*self._validation.records(self._model, step)], progress)
+            self._report([*self._validation.records(self._model, step, self._run_model.pieces)], progress)
         if self._samples is not None and self._is_every(run.sample_interval, step):
             self._report([*self._samples.records(self._model, step)], progress)
         is_due = self._is_every(run.checkpoint_interval, step)
