@@ -107,6 +107,12 @@ def test_a_head_shared_out_among_ranks_has_the_loss_and_the_gradients_of_one(num
     run_ranks(on_rank, 2)
 
 
+def test_a_parameter_beside_cut_layers_that_the_plan_leaves_out_is_refused_by_name() -> None:
+    """Each rank's gradient of the activation's exponents would be of its own columns."""
+    with pytest.raises(ModelError, match=r"got none for 'model.layers.0.mlp.act_fn.alpha_p'"):
+        check_tensor_parallel(make("apertus"), 2)
+
+
 def test_a_model_without_a_plan_is_refused_by_its_type() -> None:
     model: nn.Module = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", n_embd=16, n_layer=1, n_head=2))  # type: ignore[no-untyped-call]
     with pytest.raises(ModelError, match="got 'gpt2', which has none"):

@@ -52,12 +52,13 @@ def check_tensor_parallel(model: nn.Module, num_ranks: int) -> None:
         num_ranks: The ranks with the same tokens.
 
     Raises:
-        ModelError: The model has no plan, or a plan with styles of experts or latent attention; or heads, inputs or
-            outputs of a layer do not divide among the ranks.
+        ModelError: The model has no plan, a plan with styles of experts or latent attention, or one without a parameter
+            beside cut layers; or heads, inputs or outputs of a layer do not divide among the ranks.
     """
     styles = _styles(model)
     _check_styles(model, styles)
     _check_heads(model, styles, num_ranks)
+    _check_neighbours(model, styles)
     for name, style in styles.items():
         if style not in _NORMS | _UNCUT:
             _check_size(name, model.get_submodule(name), style, num_ranks)
@@ -145,6 +146,19 @@ def _check_heads(model: nn.Module, styles: Mapping[str, str], num_ranks: int) ->
         count = getattr(spec, field, None)
         if isinstance(count, int) and count % num_ranks:
             raise ModelError(f"Expected heads that divide among the {num_ranks} ranks, got {field} {count}.")
+
+
+def _check_neighbours(model: nn.Module, styles: Mapping[str, str]) -> None:
+    """Refuse parameters beside cut columns that the plan leaves out: a rank's gradient would be of its columns alone.
+
+    Such are the exponents of Apertus' activation, and norms of heads in plans of transformers before their style.
+    """
+    for parent in dict.fromkeys(name.rpartition(".")[0] for name, style in styles.items() if style in _COLUMNS):
+        for name, _ in model.get_submodule(parent).named_parameters(prefix=parent):
+            if not any(f"{name}.".startswith(f"{planned}.") for planned in styles):
+                raise ModelError(
+                    f"Expected a plan for tensor parallelism with all tensors beside cut layers, got none for {name!r}."
+                )
 
 
 def _check_size(name: str, module: nn.Module, style: str, num_ranks: int) -> None:
