@@ -132,10 +132,11 @@ def test_a_run_resumed_on_the_same_ranks_is_the_uninterrupted_run(
 def test_options_of_memory_samples_and_streamed_text_change_no_loss(
     shared_config: Config, tmp_path: Path, train: TrainOn
 ) -> None:
-    memory = {"stage": 2, "rest": "cpu", "recompute": "selective", "offload_activations": True}
+    memory: dict[str, Any] = {"stage": 2, "rest": "cpu", "recompute": "selective", "offload_activations": True}
+    variants: tuple[tuple[int, dict[str, Any]], ...] = ((1, {}), (2, {"tensor_parallel": 2, **memory}))
     expected, run = (
         train(_streamed(changed(shared_config, f"streamed-{num_ranks}", **options, ranks=num_ranks)), num_ranks)
-        for num_ranks, options in ((1, {}), (2, {"tensor_parallel": 2, **memory}))
+        for num_ranks, options in variants
     )
     assert run.losses == pytest.approx(expected.losses, rel=1e-5)
     for metrics in (expected.directory.metrics, run.directory.metrics):
@@ -200,6 +201,7 @@ def test_matrices_are_cut_over_both_axes_and_all_else_over_all_ranks(shared_conf
         ({"parallel": {"replicate": 2}}, "Expected --tensor-parallel without --replicate 2"),
         ({"parallel": {"float8": "tensor"}}, "Expected --tensor-parallel without --float8 tensor"),
         ({"model": {"lora_rank": 4}}, "Expected --tensor-parallel without --lora-rank 4"),
+        ({"parallel": {"compile": True}}, "Expected --tensor-parallel without --compile"),
         ({"optim": {"optimizer": "muon"}}, "Expected --tensor-parallel without --optimizer muon"),
     ],
 )

@@ -154,12 +154,12 @@ class DataShare(NamedTuple):
     """A share of the sequences of every step.
 
     Attributes:
-        index: The number of the share, from 0 on.
-        count: The number of shares.
+        number: The number of the share, from 0 on.
+        num_shares: The number of shares.
     """
 
-    index: int
-    count: int
+    number: int
+    num_shares: int
 
 
 @contextmanager

@@ -72,7 +72,7 @@ class Samples:
         model.eval()
         # A compiled layer would compile anew for these shapes, and then compute for any shape in training too.
         with torch.compiler.set_stance("force_eager"):
-            starts = range(0, len(self._prompts), self._share.count)
+            starts = range(0, len(self._prompts), self._share.num_shares)
             texts = [text for start in starts for text in self._texts(model, step, start)]
         model.train()
         return [
@@ -83,12 +83,12 @@ class Samples:
     def _texts(self, model: nn.Module, step: int, start: int) -> list[str]:
         """Return the continuations of as many prompts as there are shares, from `start` on."""
         # Every rank runs the same number of forwards, or their all-gathers would hang: padding repeats a prompt.
-        index = start + self._share.index if start + self._share.index < len(self._prompts) else start
+        index = start + self._share.number if start + self._share.number < len(self._prompts) else start
         seed = random.Random(f"{self._run.seed} sample {step} {index}").getrandbits(63)
         tokens = self._continuation(model, self._prompts[index], torch.Generator().manual_seed(seed))
         texts = [""] * self._rank.num_ranks
         dist.all_gather_object(texts, str(self._tokenizer.tokenizer.decode(tokens, skip_special_tokens=True)))
-        return texts[:: self._rank.num_ranks // self._share.count][: len(self._prompts) - start]
+        return texts[:: self._rank.num_ranks // self._share.num_shares][: len(self._prompts) - start]
 
     def _continuation(self, model: nn.Module, prompt: Sequence[int], generator: torch.Generator) -> list[int]:
         """Return the tokens after a prompt, up to the end of the text or of the longest rank's."""

@@ -245,7 +245,7 @@ class Trainer:
         microbatches = [part.on_device(self._rank.device) for part in batch.microbatches(optim.accumulation)]
         # Gradients are averaged over ranks with unequal numbers of targets: a mean over all targets divides by
         # the targets of all ranks over the number of ranks with losses of their own, on each rank alike.
-        num_losses = self._share.count * self._config.parallel.context_parallel
+        num_losses = self._share.num_shares * self._config.parallel.context_parallel
         num_targets = self._stream.num_targets(step) / num_losses
         losses = [
             self._backward(microbatch, num_targets, is_last=index == len(microbatches) - 1)
