@@ -54,7 +54,7 @@ def record_recipe(config: Config, rank: int = 0) -> RecordedStep:
     assert config.parallel.ranks is not None
     check_states(config.optim)
     _check_experts(config)
-    _check_sequences(config)
+    _check_neighbours(config)
     live = LiveBytes()
     try:
         with (
@@ -86,12 +86,15 @@ def _check_experts(config: Config) -> None:
         )
 
 
-def _check_sequences(config: Config) -> None:
-    if config.parallel.context_parallel > 1:
-        raise ConfigError(
-            f"Expected an estimate without --context-parallel, got {config.parallel.context_parallel}. Leave it out, "
-            "and divide --sequence-length by it: keys and values of whole sequences come to that, a layer at a time."
-        )
+def _check_neighbours(config: Config) -> None:
+    """Refuse an estimate of cut layers or sequences, whose bytes were not compared with a run's."""
+    counts = {"tensor": config.parallel.tensor_parallel, "context": config.parallel.context_parallel}
+    for name, count in counts.items():
+        if count > 1:
+            raise ConfigError(
+                f"Expected an estimate without --{name}-parallel, got {count}. Leave it out: a run with the option "
+                "needs less than the estimate with as many sequences a rank."
+            )
 
 
 @contextmanager
