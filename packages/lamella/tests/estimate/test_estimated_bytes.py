@@ -153,6 +153,13 @@ def test_the_matrices_of_muon_rest_as_in_a_real_run_with_one_state(model_folder:
     assert states[0] < states[1]
 
 
+@pytest.mark.parametrize("option", ["tensor_parallel", "context_parallel"])
+def test_cut_layers_and_sequences_are_refused_in_one_line(model_folder: Path, option: str) -> None:
+    flag = f"--{option.replace('_', '-')}"
+    with pytest.raises(ConfigError, match=rf"^Expected an estimate without {flag}, .* got 2\. Leave {flag} out"):
+        estimate_run(config_of(model_folder, 2, **{option: 2}))
+
+
 def test_spread_experts_are_refused_in_one_line(model_folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"^Expected an estimate without --experts, .* got 2\. Leave --experts out"):
         estimate_run(config_of(model_folder, 2, experts=2))

@@ -92,8 +92,8 @@ def _check_neighbours(config: Config) -> None:
     for name, count in counts.items():
         if count > 1:
             raise ConfigError(
-                f"Expected an estimate without --{name}-parallel, got {count}. Leave it out: a run with the option "
-                "needs less than the estimate with as many sequences a rank."
+                f"Expected an estimate without --{name}-parallel, which no run was compared with, got {count}. Leave "
+                f"--{name}-parallel out."
             )
 
 
