@@ -30,6 +30,11 @@ SIZES = {
 CPU = torch.device("cpu")
 
 
+def world() -> dist.ProcessGroup:
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
 def make(model_type: str, **sizes: Any) -> Any:
     torch.manual_seed(0)
     model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **{**SIZES, **sizes}))  # type: ignore[no-untyped-call]
@@ -45,7 +50,7 @@ def test_logits_and_gradients_on_pieces_are_those_on_sequences(model_type: str, 
 
     def on_rank() -> None:
         cut = copy.deepcopy(model)
-        pieces = SequencePieces(dist.group.WORLD)
+        pieces = SequencePieces(world())
         cut_sequences(cut, pieces)
         check_pieces(cut, pieces, 300, CPU)
         expected = model(input_ids=inputs, use_cache=False).logits
@@ -55,7 +60,7 @@ def test_logits_and_gradients_on_pieces_are_those_on_sequences(model_type: str, 
         torch.testing.assert_close(logits[:, is_token], expected[:, columns[is_token]])
         for module, outputs, labels in ((model, expected, targets), (cut, logits, pieces.of(targets, IGNORED))):
             module.zero_grad()
-            F.cross_entropy(outputs.flatten(0, 1), labels.flatten(), reduction="sum").backward()
+            F.cross_entropy(outputs.flatten(0, 1), labels.flatten(), reduction="sum").backward()  # type: ignore[no-untyped-call]
         for (name, parameter), part in zip(model.named_parameters(), cut.parameters(), strict=True):
             dist.all_reduce(part.grad)
             torch.testing.assert_close(part.grad, parameter.grad, rtol=1e-4, atol=1e-5, msg=name)
@@ -65,7 +70,7 @@ def test_logits_and_gradients_on_pieces_are_those_on_sequences(model_type: str, 
 
 def test_pieces_are_dealt_out_from_both_ends() -> None:
     def on_rank() -> list[int]:
-        columns: list[int] = SequencePieces(dist.group.WORLD).of(torch.arange(7)[None], -1)[0].tolist()
+        columns: list[int] = SequencePieces(world()).of(torch.arange(7)[None], -1)[0].tolist()
         return columns
 
     assert run_ranks(on_rank, 2) == [[0, 1, 6, -1], [2, 3, 4, 5]]
@@ -82,7 +87,7 @@ def test_a_model_that_mixes_tokens_outside_attention_is_refused_on_every_rank() 
     def on_rank() -> None:
         model = make("llama")
         model.model.norm = nn.Sequential(Shifting(), model.model.norm)
-        pieces = SequencePieces(dist.group.WORLD)
+        pieces = SequencePieces(world())
         cut_sequences(model, pieces)
         with pytest.raises(ModelError, match="tokens meet in causal attention alone, got 'llama'"):
             check_pieces(model, pieces, 300, CPU)

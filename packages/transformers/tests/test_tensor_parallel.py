@@ -70,7 +70,7 @@ def test_logits_and_gradients_are_those_of_the_uncut_model(model_type: str) -> N
 
 def _logits_after_backward(model: Any, tokens: torch.Tensor) -> torch.Tensor:
     logits: torch.Tensor = model(input_ids=tokens[:, :-1], use_cache=False).logits
-    F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+    F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()  # type: ignore[no-untyped-call]
     return logits.detach()
 
 
@@ -93,13 +93,14 @@ def test_a_head_shared_out_among_ranks_has_the_loss_and_the_gradients_of_one(num
 
     def on_rank() -> None:
         whole, shared = ([tensor.clone().requires_grad_() for tensor in tensors] for _ in range(2))
-        expected = linear_cross_entropy(*whole, targets, 5.0)
+        expected = linear_cross_entropy(whole[0], whole[1], whole[2], targets, 5.0)
+        assert dist.group.WORLD is not None
         rows = SharedRows(dist.group.WORLD)
         hidden, weight, bias = shared
         loss = rows.sum(linear_cross_entropy(rows.share(hidden), weight, bias, rows.of(targets, IGNORED), 5.0))
         torch.testing.assert_close(loss, expected)
         for value in (expected, loss):
-            (3 * value).backward()
+            (3 * value).backward()  # type: ignore[no-untyped-call]
         torch.testing.assert_close(hidden.grad, whole[0].grad)
         for part, parameter in zip(shared[1:], whole[1:], strict=True):
             torch.testing.assert_close(_mean_gradient(part), parameter.grad)

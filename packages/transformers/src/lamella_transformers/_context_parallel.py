@@ -76,7 +76,7 @@ class SequencePieces:
         """
         both = cast(torch.Tensor, _Gathered.apply(torch.cat([key, value], -1), self))  # type: ignore[no-untyped-call]
         both = both.repeat_interleave(query.shape[1] // key.shape[1], 1)
-        keys, values = both.split([key.shape[-1], value.shape[-1]], -1)
+        keys, values = both[..., : key.shape[-1]], both[..., key.shape[-1] :]
         outputs = []
         for piece, queries in zip(self._pieces, query.chunk(2, 2), strict=True):
             length = queries.shape[2]
