@@ -65,12 +65,12 @@ class Trainer:
         self._config, self._directory, self._rank = config, directory, rank
         self._requests = requests or StopRequests()
         self._agreement = Agreement()
-        self._data = load_tokens(directory.tokens)
-        self._validation = Validation(config, self._data, rank)
+        self._tokens = load_tokens(directory.tokens)
+        self._validation = Validation(config, self._tokens, rank)
         self._run_model = build(config, directory.model, rank.device)
         self._model = self._run_model.module
         self._samples = Samples(config.run, directory, self._run_model.spec, rank) if config.run.sample else None
-        self._stream = training_batches(config, directory, self._data, rank, self._run_model.spec.vocab_size)
+        self._stream = training_batches(config, directory, self._tokens, rank, self._run_model.spec.vocab_size)
         lamella_optim.install()
         freeze(self._model, trained_patterns(config))
         self._optimizer = make_optimizer(self._model, config.optim, self._run_model.matrices)
@@ -181,7 +181,7 @@ class Trainer:
         is_asked = self._config.parallel.compile
         if is_asked is not None:
             return is_asked
-        if compiles_by_default(self._config, self._run_model.spec.model_type, self._data.packing):
+        if compiles_by_default(self._config, self._run_model.spec.model_type, self._tokens.packing):
             lines.append("layers: compiled, for a long run (the first step takes longer; --no-compile)")
             return True
         return False
@@ -330,8 +330,8 @@ class Trainer:
             raise StorageError(text)
 
     def _save(self, step: int, progress: ProgressBar, *, wait: bool) -> None:
-        extra = stream_settings(self._config, self._data.packing) | {
-            "fingerprint": self._data.fingerprint,
+        extra = stream_settings(self._config, self._tokens.packing) | {
+            "fingerprint": self._tokens.fingerprint,
             "step": step,
         }
         if isinstance(self._stream, ScatteredBatches):
