@@ -26,6 +26,7 @@ from lamella._processes.placement import Rank, place
 from lamella._record.run_directory import RunDirectory
 from lamella._training.preparation import prepare
 from lamella._training.saves import Saves, reason_of
+from lamella._training.steps import FinishedStep
 from lamella._training.trainer import Trainer
 from lamella.cli import main, parse
 from lamella_checkpoint import AsyncSaver, CheckpointDirectory, CheckpointFailed
@@ -60,7 +61,7 @@ def errors_of(config: Config) -> Callable[..., list[str]]:
             trainer = Trainer(config, directory, rank)
             step_of_trainer = trainer._step
 
-            def step(index: int) -> tuple[torch.Tensor, torch.Tensor, float]:
+            def step(index: int) -> FinishedStep:
                 before_step(trainer, index)
                 return step_of_trainer(index)
 
