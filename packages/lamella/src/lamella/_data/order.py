@@ -112,15 +112,14 @@ def mixture_lines(sequences: Sequences, config: DataConfig, num_sequences: int) 
         config: The settings of the data.
         num_sequences: The sequences of all steps together.
     """
-    mixture = mixture_of(config)
-    if mixture is None or not isinstance(sequences, JoinedSequences):
+    weights = mixture_weights(config)
+    if not weights or not isinstance(sequences, JoinedSequences):
         return []
+    mixture = Mixture.of([*weights.values()])
     draws = mixture.draws(torch.tensor([num_sequences]))[0].tolist()
     return [
         f"mixture: {fraction:.1%} {name}, {count:,} of its {len(part):,} sequences, {count / len(part):.2f} epochs"
-        for name, fraction, part, count in zip(
-            mixture_weights(config), mixture.fractions, sequences.parts, draws, strict=True
-        )
+        for name, fraction, part, count in zip(weights, mixture.fractions, sequences.parts, draws, strict=True)
     ]
 
 
