@@ -149,7 +149,7 @@ def test_compiled_layers_are_those_that_are_sharded(shared_config: Config, monke
         model = build_model(load_spec(shared_config.model.name, 300), torch.device("cpu"), seed=0)
         calls: list[nn.Module] = []
         monkeypatch.setattr(nn.Module, "compile", lambda module: calls.append(module))
-        compile_units(shard(model, parallel))
+        compile_units(shard(model, parallel).units)
         names = [name for name, module in model.named_modules() if module in calls]
         assert names == ["model.layers.0", "model.layers.1"]
 

@@ -3,15 +3,16 @@
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial, wraps
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple, cast
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from lamella_engine.extending import local_of
+from lamella_engine.extending import dtensor_over, local_of
 
 SAVED_PRODUCTS: Final = (
     torch.ops.aten.mm.default,
@@ -73,16 +74,29 @@ def _offloaded(unit: nn.Module, forward: Callable[..., Any], host: saved_tensors
     return offloaded
 
 
+class _OnHost(NamedTuple):
+    """A saved tensor in the host's memory, by the hooks' own form, and the placements of a DTensor."""
+
+    content: Any
+    spec: Any
+
+
 def _on_host(unit: nn.Module, host: saved_tensors_hooks) -> AbstractContextManager[object]:
     """Hooks that save tensors in host memory, but weights: the engine frees and gathers those itself."""
     # Spread experts are DTensors also while they are unsharded.
     weights = {local_of(parameter).untyped_storage()._cdata for parameter in unit.parameters()}
 
     def pack(tensor: torch.Tensor) -> Any:
-        is_plain = type(tensor) in (torch.Tensor, FakeTensor) and tensor.untyped_storage()._cdata not in weights
-        return host.pack_hook(tensor) if is_plain else tensor
+        local = local_of(tensor)
+        if type(local) not in (torch.Tensor, FakeTensor) or local.untyped_storage()._cdata in weights:
+            return tensor
+        # Layers cut by tensor parallelism save their inputs as DTensors.
+        return _OnHost(host.pack_hook(local), tensor._spec if isinstance(tensor, DTensor) else None)
 
     def unpack(packed: Any) -> torch.Tensor:
-        return packed if isinstance(packed, torch.Tensor) else host.unpack_hook(packed)
+        if not isinstance(packed, _OnHost):
+            return cast(torch.Tensor, packed)
+        local = host.unpack_hook(packed.content)
+        return local if packed.spec is None else dtensor_over(local, packed.spec)
 
     return saved_tensors_hooks(pack, unpack)

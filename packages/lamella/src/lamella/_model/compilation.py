@@ -40,6 +40,7 @@ def compiles_by_default(config: Config, model_type: str, packing: str) -> bool:
         and model_type in _MODEL_TYPES
         and config.optim.steps >= _FEWEST_STEPS
         and packing != "none"
+        and parallel.num_neighbours == 1
         and (config.model.kernels, config.model.lora_rank, parallel.float8) == ("none", None, "no")
         and not (config.run.deterministic or config.run.sample or parallel.offload_activations)
         and _missing_for(parallel) is None

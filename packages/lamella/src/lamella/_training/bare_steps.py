@@ -52,7 +52,7 @@ def bare_steps(config: Config, directory: RunDirectory, rank: Rank) -> Iterator[
         steps.choose_loss(tokens.packing)
 
         def step(number: int) -> torch.Tensor:
-            batch = batches.batch(number, rank.rank, rank.num_ranks)
+            batch = batches.batch(number, *rank.share(config.parallel))
             # The agreement of a run on stop requests, without a request: the collectives of a step are a run's.
             finished = steps.run(number, batch, batches.num_targets(number), lambda: agreement.ask(0))
             agreement.answer()

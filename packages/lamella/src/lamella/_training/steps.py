@@ -10,6 +10,7 @@ import lamella_optim
 from lamella._data.batches import TokenBatch
 from lamella._model.building import RunModel
 from lamella._model.compilation import compile_units, compiles_by_default
+from lamella._model.spec import refused_models
 from lamella._processes.placement import Rank
 from lamella._settings.config import Config
 from lamella._settings.sections import Packing
@@ -20,6 +21,7 @@ from lamella_transformers import (
     LossFunction,
     ModelLoss,
     balance_coefficient,
+    check_pieces,
     choose_loss,
     loss_of_logits,
 )
@@ -59,6 +61,9 @@ class Steps:
 
     def __init__(self, config: Config, run_model: RunModel, rank: Rank) -> None:
         self._config, self._run_model, self._rank = config, run_model, rank
+        self._share = rank.share(config.parallel)
+        # Ranks of tensor parallelism drop the same elements of equal activations.
+        self._seed_index = rank.rank // config.parallel.tensor_parallel
         lamella_optim.install()
         freeze(run_model.module, trained_patterns(config))
         self.optimizer = make_optimizer(run_model.module, config.optim, run_model.matrices)
@@ -75,7 +80,11 @@ class Steps:
         """
         spec, device = self._run_model.spec, self._rank.device
         coefficient, has_kernels = balance_coefficient(spec), self._config.model.kernels != "none"
-        self._loss = choose_loss(self._run_model.module, spec.vocab_size, coefficient, device)
+        module, pieces = self._run_model.module, self._run_model.pieces
+        if pieces is not None:
+            with refused_models():
+                check_pieces(module, pieces, spec.vocab_size, device)
+        self._loss = choose_loss(module, spec.vocab_size, coefficient, device, self._run_model.shared_rows)
         lines = self._compile(packing)
         kernels = f", with kernels of {self._config.model.kernels}" if has_kernels else ""
         if isinstance(self._loss, ModelLoss):
@@ -109,11 +118,11 @@ class Steps:
         Effects: collective over all ranks; seeds torch's generators for the step's dropout; no host sync.
         """
         optim = self._config.optim
-        torch.manual_seed(seed_of(self._config.run.seed, step, self._rank.rank))
+        torch.manual_seed(seed_of(self._config.run.seed, step, self._seed_index))
         microbatches = [part.on_device(self._rank.device) for part in batch.microbatches(optim.accumulation)]
         # Gradients are averaged over ranks with unequal numbers of targets: a mean over all targets divides by
-        # the targets of all ranks over the number of ranks, on each rank alike.
-        mean_targets = num_targets / self._rank.num_ranks
+        # the targets of all ranks over the number of ranks with losses of their own, on each rank alike.
+        mean_targets = num_targets / (self._share.num_shares * self._config.parallel.context_parallel)
         losses = [
             self._backward(microbatch, mean_targets, is_last=index == len(microbatches) - 1)
             for index, microbatch in enumerate(microbatches)
@@ -131,7 +140,8 @@ class Steps:
         model = self._run_model.module
         assert isinstance(model, FSDPModule)
         model.set_requires_gradient_sync(is_last)
-        objective, balance = self._loss(model, microbatch.inputs, microbatch.targets, num_targets, microbatch.positions)
+        inputs, targets, positions = microbatch.arguments(self._run_model.pieces)
+        objective, balance = self._loss(model, inputs, targets, num_targets, positions)
         loss = objective.detach()
         if balance is not None:  # a mean over the tokens of one microbatch
             coefficient = balance_coefficient(self._run_model.spec)

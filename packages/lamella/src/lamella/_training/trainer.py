@@ -42,13 +42,16 @@ class Trainer:
         self, config: Config, directory: RunDirectory, rank: Rank, requests: StopRequests | None = None
     ) -> None:
         self._config, self._directory, self._rank = config, directory, rank
+        self._share = rank.share(config.parallel)
         self._requests = requests or StopRequests()
         self._agreement = Agreement()
         self._tokens = load_tokens(directory.tokens)
         self._validation = Validation(config, self._tokens, rank)
         self._run_model = build(config, directory.model, rank.device)
         self._model = self._run_model.module
-        self._samples = Samples(config.run, directory, self._run_model.spec, rank) if config.run.sample else None
+        self._samples = (
+            Samples(config.run, directory, self._run_model.spec, rank, self._share) if config.run.sample else None
+        )
         self._batches = training_batches(config, directory, self._tokens, rank, self._run_model.spec.vocab_size)
         self._steps = Steps(config, self._run_model, rank)
         self._optimizer = self._steps.optimizer
@@ -110,7 +113,7 @@ class Trainer:
             progress.say(line)
         self._records = self._open_records(first_step, progress)
         if first_step == 0:
-            self._report([*self._validation.records(self._model, 0)], progress)
+            self._report([*self._validation.records(self._model, 0, self._run_model.pieces)], progress)
         num_profiled = self._config.run.profile if self._rank.is_first else None
         with profiled(num_profiled, self._directory, self._rank.device, progress.say) as end_step:
             signum = self._train_from(first_step, progress, end_step)
@@ -167,7 +170,7 @@ class Trainer:
     def _batch(self, step: int) -> TokenBatch:
         """Return this rank's part of a step; where streamed text cannot be read, say where the run can go on."""
         try:
-            return self._batches.batch(step, self._rank.rank, self._rank.num_ranks)
+            return self._batches.batch(step, *self._share)
         except ConfigError as error:
             failure = self._saves.settle()
             lines = (f"{error}", failure or "", self._saves.last_checkpoint_line())
@@ -192,7 +195,7 @@ class Trainer:
         if stopping:  # Before the validation: a scheduler may kill the run before a long validation ends.
             self._save(step, progress, wait=True)
         if self._is_every(run.validation_interval, step):
-            self._report([*self._validation.records(self._model, step)], progress)
+            self._report([*self._validation.records(self._model, step, self._run_model.pieces)], progress)
         if self._samples is not None and self._is_every(run.sample_interval, step):
             self._report([*self._samples.records(self._model, step)], progress)
         is_due = self._is_every(run.checkpoint_interval, step)
