@@ -14,7 +14,7 @@ import lamella_optim
 from lamella._data.batches import TokenBatch
 from lamella._data.tokens import load_tokens
 from lamella._model.building import build
-from lamella._model.compilation import compile_units, compiles_by_default
+from lamella._model.compilation import compile_units, compiles_by_default, has_fixed_shapes
 from lamella._model.float8 import product_lines, scale_lines
 from lamella._processes.agreement import Agreement, agreed_error, from_first_rank
 from lamella._processes.determinism import deterministic_lines
@@ -168,7 +168,9 @@ class Trainer:
         self._loss = choose_loss(self._model, spec.vocab_size, coefficient, device)
         if self._compiles(lines):
             # After the trial, whose few tokens would be a first shape: the next shape would compile for any shape.
-            compile_units(self._run_model.units)
+            has_one_length = self._data.has_one_length(self._config.data.sequence_length)
+            is_fixed = has_fixed_shapes(self._config, spec, has_one_length=has_one_length)
+            compile_units(self._run_model.units, has_fixed_shapes=is_fixed)
         kernels = f", with kernels of {self._config.model.kernels}" if has_kernels else ""
         if isinstance(self._loss, ModelLoss):
             lines.append(f"loss: the model's own{', logits a piece at a time' if self._loss.is_chunked else kernels}")

@@ -1,5 +1,6 @@
 """The validation of a run: the loss of its model on the held-out text, or on each of several texts."""
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -54,16 +55,17 @@ class Validation:
     def _batches(self, sequences: Sequences) -> Iterator[tuple[TokenBatch, torch.Tensor]]:
         """Yield this rank's sequences and their weights.
 
-        Every rank runs the same number of forwards, or their all-gathers would hang: padding repeats a sequence at
-        weight 0.
+        Every rank runs the same number of forwards, or their all-gathers would hang, each with the same number of
+        sequences, or compiled layers would compile again for the last: padding repeats a sequence at weight 0.
         """
         config, rank = self._config, self._rank
         indices = validation_indices(sequences, config.run.validation_sequences)
         weights = torch.ones(len(indices), dtype=torch.float64)
-        padding = -len(indices) % rank.num_ranks
+        share = max(1, config.optim.batch_size // (rank.num_ranks * config.optim.accumulation))
+        share = min(share, math.ceil(len(indices) / rank.num_ranks))
+        padding = -len(indices) % (rank.num_ranks * share)
         indices = torch.cat([indices, indices[:1].expand(padding)])[rank.rank :: rank.num_ranks]
         weights = torch.cat([weights, weights.new_zeros(padding)])[rank.rank :: rank.num_ranks]
-        share = max(1, config.optim.batch_size // (rank.num_ranks * config.optim.accumulation))
         for start in range(0, len(indices), share):
             [batch] = sequences.batch(indices[start : start + share]).microbatches(1)
             yield batch, weights[start : start + share]
