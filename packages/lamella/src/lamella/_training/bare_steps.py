@@ -49,7 +49,7 @@ def bare_steps(config: Config, directory: RunDirectory, rank: Rank) -> Iterator[
         steps = Steps(config, run_model, rank)
         batches.begin({})
         run_model.initialise(rank.device)
-        steps.choose_loss(tokens.packing)
+        steps.choose_loss(tokens)
 
         def step(number: int) -> torch.Tensor:
             batch = batches.batch(number, *rank.share(config.parallel))

@@ -8,12 +8,12 @@ import torch
 
 import lamella_optim
 from lamella._data.batches import TokenBatch
+from lamella._data.tokens import TokenData
 from lamella._model.building import RunModel
-from lamella._model.compilation import compile_units, compiles_by_default
+from lamella._model.compilation import compile_units, compiles_by_default, has_fixed_shapes
 from lamella._model.spec import refused_models
 from lamella._processes.placement import Rank
 from lamella._settings.config import Config
-from lamella._settings.sections import Packing
 from lamella._training.optimizer import learning_rate, make_optimizer
 from lamella._training.trained_parameters import freeze, trained_patterns
 from lamella_engine import FSDPModule
@@ -69,11 +69,11 @@ class Steps:
         self.optimizer = make_optimizer(run_model.module, config.optim, run_model.matrices)
         self._loss: LossFunction = loss_of_logits
 
-    def choose_loss(self, packing: Packing) -> list[str]:
+    def choose_loss(self, tokens: TokenData) -> list[str]:
         """Choose the loss function, then compile the units; return lines to print.
 
         Args:
-            packing: How documents became sequences, by which the default compiles or not.
+            tokens: The run's tokens. By their packing the default compiles or not, by their lengths for fixed shapes.
 
         Effects: collective over all ranks: up to three forwards of a few tokens and an all-reduce for each loss tried;
             waits for the device. May replace the forward of the model's head.
@@ -85,7 +85,7 @@ class Steps:
             with refused_models():
                 check_pieces(module, pieces, spec.vocab_size, device)
         self._loss = choose_loss(module, spec.vocab_size, coefficient, device, self._run_model.shared_rows)
-        lines = self._compile(packing)
+        lines = self._compile(tokens)
         kernels = f", with kernels of {self._config.model.kernels}" if has_kernels else ""
         if isinstance(self._loss, ModelLoss):
             lines.append(f"loss: the model's own{', logits a piece at a time' if self._loss.is_chunked else kernels}")
@@ -94,13 +94,16 @@ class Steps:
             lines.append(f"loss: over the logits; {reason}{kernels}")
         return lines
 
-    def _compile(self, packing: Packing) -> list[str]:
+    def _compile(self, tokens: TokenData) -> list[str]:
         """Compile the layers where the settings, or the default, say so; return a line where the default does."""
-        is_asked = self._config.parallel.compile
-        by_default = is_asked is None and compiles_by_default(self._config, self._run_model.spec.model_type, packing)
+        config, spec = self._config, self._run_model.spec
+        is_asked = config.parallel.compile
+        by_default = is_asked is None and compiles_by_default(config, spec.model_type, tokens.packing)
         if is_asked or by_default:
             # After the trial, whose few tokens would be a first shape: the next shape would compile for any shape.
-            compile_units(self._run_model.units)
+            has_one_length = tokens.has_one_length(config.data.sequence_length)
+            is_fixed = has_fixed_shapes(config, spec, has_one_length=has_one_length)
+            compile_units(self._run_model.units, has_fixed_shapes=is_fixed)
         if by_default:
             return ["layers: compiled, for a long run (the first step takes longer; --no-compile)"]
         return []

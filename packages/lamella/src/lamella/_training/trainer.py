@@ -108,7 +108,7 @@ class Trainer:
         ]
         first_step = self._restore(lines)
         progress = ProgressBar(first_step, self._config.optim.steps, enabled=self._rank.is_first)
-        lines += self._steps.choose_loss(self._tokens.packing)
+        lines += self._steps.choose_loss(self._tokens)
         for line in lines:
             progress.say(line)
         self._records = self._open_records(first_step, progress)
