@@ -161,6 +161,14 @@ def narrow_states(session: nox.Session) -> None:
     _pytest_installed(session, FOLDERS["lamella"] / "tests" / "training" / "test_narrow_states.py")
 
 
+@nox.session(default=False)
+def lm_eval(session: nox.Session) -> None:
+    """Test the tasks of `lamella[eval]` with lm-eval itself, which brings some forty packages."""
+    _install_shipped(session, "lamella", _wheels(session, _siblings("lamella", tested=True)))
+    _install(session, "lm-eval[hf]")
+    _pytest_installed(session, FOLDERS["lamella"] / "tests" / "inference" / "test_lm_eval.py")
+
+
 @nox.session(default=False, venv_backend="none")
 @nox.parametrize("num_gpus", [1, 2, 4], ids=["1", "2", "4"])
 def gpu(session: nox.Session, num_gpus: int) -> None:

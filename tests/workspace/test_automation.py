@@ -64,6 +64,7 @@ def test_continuous_integration_covers_every_package_and_session(sessions: set[s
         "docs",
         "megatron(cpu)",
         "clients",
+        "lm_eval",
         "narrow_states",
         "release_dry_run",
     }

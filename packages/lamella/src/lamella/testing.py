@@ -19,9 +19,9 @@ from lamella._record.run_directory import RunDirectory as RunDirectory
 from lamella._settings.config import resolve as resolve
 from lamella._settings.files import read_file as read_file
 from lamella._settings.options import ConfigError as ConfigError
+from lamella._training.bare_steps import bare_steps as bare_steps
 from lamella._training.optimizer import learning_rate as learning_rate
 from lamella._training.preparation import prepare as prepare
-from lamella._training.trainer import bare_steps as bare_steps
 from lamella_transformers import build_model as build_model
 
 __all__ = [

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import TINY_LLAMA
+from layer_units import shard_layers
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 import lamella
 from lamella import ConfigError
@@ -17,7 +17,6 @@ from lamella._estimate.text import lines
 from lamella._processes.launch import WorkerError
 from lamella._settings.config import resolve
 from lamella.cli import main
-from lamella_engine import fully_shard
 
 
 @pytest.fixture
@@ -80,14 +79,9 @@ def test_a_module_is_estimated_by_functions_of_its_own() -> None:
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(3)))
 
-    def shard(module: nn.Module, mesh: DeviceMesh) -> None:
-        for layer in module.children():
-            fully_shard(layer, mesh=mesh)
-        fully_shard(module, mesh=mesh)
-
     estimate = lamella.estimate(
         model,
-        shard=shard,
+        shard=shard_layers,
         loss=lambda module: module(torch.zeros(8, 64)).sum(),
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
         mesh=(4,),

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from conftest import TINY_LLAMA
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from layer_units import shard_layers
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 from transformers.models.llama import modeling_llama
 
@@ -27,7 +27,6 @@ from lamella._estimate.recipe_step import training_step
 from lamella._estimate.recorded_step import record
 from lamella._model.spec import load_spec, outline
 from lamella._settings.config import resolve
-from lamella_engine import fully_shard
 from lamella_testing import run_ranks
 
 TINY = {**TINY_LLAMA, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3}
@@ -218,14 +217,9 @@ def test_layers_run_again_by_backward_save_what_they_saved_in_forward() -> None:
     with torch.device("meta"):
         model = nn.Sequential(*(Recomputed(nn.RMSNorm(64), nn.Linear(64, 64)) for _ in range(2)))
 
-    def shard(module: nn.Module, mesh: DeviceMesh) -> None:
-        for layer in module.children():
-            fully_shard(layer, mesh=mesh)
-        fully_shard(module, mesh=mesh)
-
     estimate = lamella.estimate(
         model,
-        shard=shard,
+        shard=shard_layers,
         loss=lambda module: module(torch.zeros(8, 64)).sum(),
         optimizer=lambda parameters: torch.optim.AdamW(parameters, fused=True),
         mesh=(4,),

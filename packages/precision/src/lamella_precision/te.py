@@ -234,14 +234,14 @@ class ScaledWeights:
     ) -> torch.Tensor:
         """A tensor of `kind` over data and scales."""
         assert scales is not None
-        data = payloads[0].view(torch.uint8)
+        payload = payloads[0].view(torch.uint8)
         if self._is_whole:
-            tensors = {"data": data, "fp8_scale_inv": scales[:1], "data_transpose": None}
+            tensors = {"data": payload, "fp8_scale_inv": scales[:1], "data_transpose": None}
         else:
-            tensors = {"rowwise_data": data, "rowwise_scale_inv": scales}
+            tensors = {"rowwise_data": payload, "rowwise_scale_inv": scales}
             tensors |= {"columnwise_data": None, "columnwise_scale_inv": None}
         make: Any = self.kind
-        options = {"shape": shape, "dtype": self.compute_dtype, "device": data.device, "requires_grad": False}
+        options = {"shape": shape, "dtype": self.compute_dtype, "device": payload.device, "requires_grad": False}
         weight: torch.Tensor = make(**options, **{**self.metadata, **tensors})
         return weight
 
@@ -249,10 +249,10 @@ class ScaledWeights:
         self, payloads: Sequence[torch.Tensor], scales: torch.Tensor | None, shape: torch.Size, direction: Direction
     ) -> torch.Tensor:
         """Data times the factors' reciprocals, multiplied in fp32 and rounded to `compute_dtype`."""
-        (data,) = payloads
+        (payload,) = payloads
         assert scales is not None
         cells = scales[:1].view(1, 1) if self._is_whole else self._squares(scales, shape)
-        return times_scales(data, cells, shape, self.block, self.compute_dtype)
+        return times_scales(payload, cells, shape, self.block, self.compute_dtype)
 
     def cached_nbytes(self, shape: Sequence[int]) -> int:
         """Bytes of the transpose, and of the squares' scales."""

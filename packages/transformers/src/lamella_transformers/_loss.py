@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from lamella_transformers._chunked_loss import IGNORED, DeferredHead
-from lamella_transformers._documents import document_arguments
+from lamella_transformers._documents import document_arguments, known_documents
 from lamella_transformers._shared_rows import SharedRows
 
 _TRIAL_SHAPE: Final = (2, 16)
@@ -81,7 +81,8 @@ def target_losses(
         (num_sequences, sequence_length) fp32 losses, 0 for ignored targets; and the 0-D auxiliary loss that balances
         the experts of a model whose config has `output_router_logits`, None for other models.
     """
-    output = model(**document_arguments(model, inputs, positions), use_cache=False)
+    with known_documents(positions):
+        output = model(**document_arguments(model, inputs, positions), use_cache=False)
     rows = output.logits.view(*targets.shape, -1)
     # Over flat logits: torch's softmax over a middle dim takes 8 of a GPU's 132 multiprocessors. A sequence at a time:
     # fp32 copies of all logits would take gigabytes.
@@ -130,7 +131,7 @@ class ModelLoss:
         """Return the loss of a microbatch."""
         arguments = document_arguments(model, inputs, positions)
         labels = targets.contiguous().view_as(arguments["input_ids"])  # Loss functions flatten by `view`.
-        with nullcontext() if self._head is None else self._head.deferred():
+        with known_documents(positions), nullcontext() if self._head is None else self._head.deferred():
             output = model(
                 **arguments, use_cache=False, labels=labels, shift_labels=labels, num_items_in_batch=num_targets
             )

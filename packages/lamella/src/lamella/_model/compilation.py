@@ -12,6 +12,7 @@ from torch import nn
 from lamella._settings.config import Config
 from lamella._settings.options import ConfigError
 from lamella._settings.sections import ParallelConfig
+from lamella_transformers import ModelSpec
 
 _MODEL_TYPES: Final = ("llama", "qwen3")
 """The model types whose compiled layers were measured."""
@@ -20,10 +21,31 @@ _FEWEST_STEPS: Final = 1000
 """The first step takes some ten seconds longer, which the later ones of a shorter run do not give back."""
 
 
-def compile_units(units: Sequence[nn.Module]) -> None:
-    """Compile each unit at its next forward."""
+def compile_units(units: Sequence[nn.Module], *, has_fixed_shapes: bool) -> None:
+    """Compile each unit at its next forward.
+
+    Args:
+        units: The units.
+        has_fixed_shapes: Compile for each shape by itself. Otherwise torch compiles the second shape of a run, which is
+            training's after a validation, for sizes unknown to its kernels.
+    """
     for unit in units:
-        unit.compile()
+        unit.compile(dynamic=False if has_fixed_shapes else None)
+
+
+def has_fixed_shapes(config: Config, spec: ModelSpec, *, has_one_length: bool) -> bool:
+    """Return whether layers see a few shapes in a whole run.
+
+    Past torch's limit of shapes, eight, layers would run eagerly. Not fixed are the numbers of tokens that an expert
+    is given, the lengths of documents in flash attention, and the tokens before a sample's next.
+
+    Args:
+        config: The run's settings.
+        spec: The config of the model.
+        has_one_length: All batches of the run's text have as many tokens a sequence.
+    """
+    attention = str(getattr(spec, "_attn_implementation", None))
+    return has_one_length and spec.model_type in _MODEL_TYPES and "flash" not in attention and not config.run.sample
 
 
 def compiles_by_default(config: Config, model_type: str, packing: str) -> bool:

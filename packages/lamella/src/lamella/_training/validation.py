@@ -1,5 +1,6 @@
 """The validation of a run: the loss of its model on the held-out text, or on each of several texts."""
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -59,16 +60,17 @@ class Validation:
     def _batches(self, sequences: Sequences) -> Iterator[tuple[TokenBatch, torch.Tensor]]:
         """Yield this rank's sequences and their weights.
 
-        Every rank runs the same number of forwards, or their all-gathers would hang: padding repeats a sequence at
-        weight 0.
+        Every rank runs the same number of forwards, or their all-gathers would hang, each with the same number of
+        sequences, or compiled layers would compile again for the last: padding repeats a sequence at weight 0.
         """
         config, (index, count) = self._config, self._rank.share(self._config.parallel)
         indices = validation_indices(sequences, config.run.validation_sequences)
         weights = torch.ones(len(indices), dtype=torch.float64)
-        padding = -len(indices) % count
+        share = max(1, config.optim.batch_size // (count * config.optim.accumulation))
+        share = min(share, math.ceil(len(indices) / count))
+        padding = -len(indices) % (count * share)
         indices = torch.cat([indices, indices[:1].expand(padding)])[index::count]
         weights = torch.cat([weights, weights.new_zeros(padding)])[index::count]
-        share = max(1, config.optim.batch_size // (count * config.optim.accumulation))
         for start in range(0, len(indices), share):
             [batch] = sequences.batch(indices[start : start + share]).microbatches(1)
             yield batch, weights[start : start + share]
