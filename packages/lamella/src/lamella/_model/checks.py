@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from lamella._model.activations import check_recompute
 from lamella._model.compilation import check_compiler
 from lamella._model.float8 import check_float8
 from lamella._model.kernels import check_kernels
@@ -75,6 +76,7 @@ def check_model(config: Config, *, has_checkpoint: bool) -> CheckedModel:
             FreshWeights(spec, torch.device("cpu"), config.run.seed)
     _check_experts(model, config.parallel)
     units = choose_units(model)
+    check_recompute(units.modules, config.parallel)
     check_float8(units.modules, config.parallel)
     check_kernels(config.model, spec.model_type, config.parallel)
     check_compiler(config.parallel)

@@ -9,7 +9,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lamella._model.activations import offload_activations, recompute
+from lamella._model.activations import check_recompute, offload_activations, recompute
 from lamella._model.float8 import in_float8
 from lamella._model.matrices import keep_whole
 from lamella._settings.fit import budget_nbytes
@@ -53,13 +53,17 @@ def shard(
     Returns:
         The units but the root.
 
+    Raises:
+        ConfigError: More layers are to be recomputed than the model has.
+
     Effects: collective over all ranks.
     """
     units = sharding_units(model)
     if parallel.experts > 1:
         spread_experts(model, _experts_mesh(parallel))
+    check_recompute(units, parallel)
     if parallel.recompute != "no":
-        recompute(units, parallel.recompute)
+        recompute(units, parallel.recompute, parallel.recompute_layers)
     if parallel.offload_activations:
         offload_activations(units, host)
     policy = MixedPrecisionPolicy()
