@@ -9,6 +9,7 @@ from typing import Final
 from lamella._estimate.kinds import KINDS, LIBRARIES
 from lamella._estimate.live_bytes import TrackedStorage, in_blocks
 from lamella._estimate.recorded_step import AT_REST, RecordedStep
+from lamella._estimate.step_work import StepWork, work_of
 
 _MIB: Final = 1 << 20
 _SMALL, _SMALL_SEGMENT = 1 * _MIB, 2 * _MIB
@@ -50,6 +51,7 @@ class Estimate:
         rounding_nbytes: Bytes that the caching allocator adds to the peak: blocks are multiples of 512 bytes.
         segment_nbytes: Bytes of the allocator's segments beyond the blocks of the peak, without fragmentation.
         context_nbytes: Bytes of the CUDA context: measured on a GPU of this machine, or an assumption.
+        work: The work of the step, to compare options by.
         notes: Sentences on parts of the step that the estimate leaves out.
     """
 
@@ -61,6 +63,7 @@ class Estimate:
     rounding_nbytes: int
     segment_nbytes: int
     context_nbytes: int
+    work: StepWork
     notes: tuple[str, ...] = ()
 
     @property
@@ -130,6 +133,7 @@ def estimate_of(
         rounding_nbytes=sum(map(in_blocks, replay.peak)) - sum(replay.peak),
         segment_nbytes=_in_segments(replay.peak) - sum(map(in_blocks, replay.peak)),
         context_nbytes=context_nbytes,
+        work=work_of(recorded, replay.live),
         notes=notes,
     )
 
