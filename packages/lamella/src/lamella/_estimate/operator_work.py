@@ -7,26 +7,25 @@ import torch
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
-_ATEN: Final = torch.ops.aten
 _ALLOCATIONS: Final = {
-    *(_ATEN.empty, _ATEN.new_empty, _ATEN.empty_like, _ATEN.empty_strided, _ATEN.new_empty_strided),
-    *(_ATEN._unsafe_view, _ATEN.lift_fresh, _ATEN.set_),
+    *(torch.ops.aten.empty, torch.ops.aten.new_empty, torch.ops.aten.empty_like, torch.ops.aten.empty_strided, torch.ops.aten.new_empty_strided),
+    *(torch.ops.aten._unsafe_view, torch.ops.aten.lift_fresh, torch.ops.aten.set_),
 }
 _PRODUCTS: Final = {
-    _ATEN.mm: 0,
-    _ATEN.bmm: 0,
-    _ATEN.addmm: 1,
-    _ATEN.addmm_: 1,
-    _ATEN.baddbmm: 1,
-    _ATEN._scaled_mm: 0,
-    _ATEN._grouped_mm: 0,
+    torch.ops.aten.mm: 0,
+    torch.ops.aten.bmm: 0,
+    torch.ops.aten.addmm: 1,
+    torch.ops.aten.addmm_: 1,
+    torch.ops.aten.baddbmm: 1,
+    torch.ops.aten._scaled_mm: 0,
+    torch.ops.aten._grouped_mm: 0,
 }
 """Products, and the index of the argument that is the left factor."""
 
 _ATTENTION: Final = {
-    _ATEN._scaled_dot_product_flash_attention_for_cpu: (_ATEN._scaled_dot_product_flash_attention, 4),
-    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: (
-        _ATEN._scaled_dot_product_flash_attention_backward,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: (torch.ops.aten._scaled_dot_product_flash_attention, 4),
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+        torch.ops.aten._scaled_dot_product_flash_attention_backward,
         7,
     ),
 }
