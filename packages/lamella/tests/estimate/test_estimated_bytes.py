@@ -156,7 +156,7 @@ def test_the_matrices_of_muon_rest_as_in_a_real_run_with_one_state(model_folder:
 
 @pytest.mark.parametrize("kind", ["selective", "full"])
 def test_each_further_recomputed_layer_takes_no_more_memory(model_folder: Path, kind: str) -> None:
-    numbers = [{}, *({"recompute": kind, "recompute_layers": number} for number in (1, 2, 3))]
+    numbers: list[dict[str, Any]] = [{}, *({"recompute": kind, "recompute_layers": number} for number in (1, 2, 3))]
     peaks = [estimate_run(config_of(model_folder, 2, **number)).peak.nbytes for number in numbers]
     assert peaks == sorted(peaks, reverse=True)
     assert peaks[-1] < peaks[0]

@@ -106,18 +106,24 @@ def _fastest(recorded: RecordedOptions, config: Config, nbytes: int) -> MemoryOp
         # The other options take longer, and their times another two records.
         allowed = [options for options in allowed if options.is_plain]
     ranked = sorted(allowed, key=recorded.seconds)
+    leanest = max(allowed, key=lambda options: options.memory_ranks)
+    if all(recorded.total_nbytes(options) > nbytes for options in ranked if not options.takes_host_memory):
+        _check_leanest(recorded, leanest, nbytes)  # before a dozen records of options with the host's memory
     for _ in range(_MOST_RECORDED):
-        candidate = next((options for options in ranked if recorded.total_nbytes(options) <= nbytes), None)
-        if candidate is None or candidate in recorded:
+        candidate = next((options for options in ranked if recorded.total_nbytes(options) <= nbytes), leanest)
+        if candidate in recorded:
             break
         recorded.estimate(candidate)
     fitting = [options for options, estimate in recorded if estimate.total_nbytes <= nbytes]
-    if fitting:
-        return min(fitting, key=recorded.seconds)
-    leanest = min(allowed, key=recorded.total_nbytes)
+    if not fitting:
+        _check_leanest(recorded, leanest, nbytes)
+    return min(fitting, key=recorded.seconds, default=leanest)
+
+
+def _check_leanest(recorded: RecordedOptions, leanest: MemoryOptions, nbytes: int) -> None:
+    """Refuse a memory that the options with the least bytes exceed."""
     if recorded.estimate(leanest).total_nbytes > nbytes:
         raise ConfigError(_refusal(leanest, recorded.estimate(leanest), nbytes))
-    return leanest
 
 
 def _alternatives(recorded: RecordedOptions) -> list[Alternative]:

@@ -37,16 +37,24 @@ class MemoryOptions(NamedTuple):
     @property
     def is_plain(self) -> bool:
         """True without recomputation and without the host's memory."""
-        return self.recompute == "no" and not self.offload_activations and self.rest == "gpu"
+        return self.recompute == "no" and not self.takes_host_memory
+
+    @property
+    def takes_host_memory(self) -> bool:
+        """True with tensors in the host's memory."""
+        return self.offload_activations or self.rest == "cpu"
+
+    @property
+    def memory_ranks(self) -> tuple[int, ...]:
+        """The place of each option among its choices, which take less memory from one to the next."""
+        weights = _WEIGHTS.index("keep" if self.keep_nbytes else self.weights)
+        ranks = (weights, _KINDS.index(self.recompute), self.offload_activations, self.rest == "cpu")
+        return (*map(int, ranks), int(self.num_recomputed is None))
 
     def is_leaner_than(self, other: "MemoryOptions") -> bool:
         """True if no option takes more memory than the same option of the other, apart from numbers of layers."""
-        ranks, its = self._memory_ranks(), other._memory_ranks()
-        return all(rank >= rank_of_other for rank, rank_of_other in zip(ranks, its, strict=True))
-
-    def _memory_ranks(self) -> tuple[int, ...]:
-        weights = _WEIGHTS.index("keep" if self.keep_nbytes else self.weights)
-        return weights, _KINDS.index(self.recompute), int(self.offload_activations), int(self.rest == "cpu")
+        ranks = zip(self.memory_ranks[:-1], other.memory_ranks[:-1], strict=True)
+        return all(rank >= rank_of_other for rank, rank_of_other in ranks)
 
     def applied(self, config: Config) -> Config:
         """Return the settings with these options.

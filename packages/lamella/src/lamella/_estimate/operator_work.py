@@ -8,8 +8,14 @@ from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
 _ALLOCATIONS: Final = {
-    *(torch.ops.aten.empty, torch.ops.aten.new_empty, torch.ops.aten.empty_like, torch.ops.aten.empty_strided, torch.ops.aten.new_empty_strided),
-    *(torch.ops.aten._unsafe_view, torch.ops.aten.lift_fresh, torch.ops.aten.set_),
+    torch.ops.aten.empty,
+    torch.ops.aten.new_empty,
+    torch.ops.aten.empty_like,
+    torch.ops.aten.empty_strided,
+    torch.ops.aten.new_empty_strided,
+    torch.ops.aten._unsafe_view,
+    torch.ops.aten.lift_fresh,
+    torch.ops.aten.set_,
 }
 _PRODUCTS: Final = {
     torch.ops.aten.mm: 0,
@@ -68,7 +74,7 @@ def _flops(packet: Any, arguments: Sequence[Any], options: Any, output: Any) -> 
         return 2.0 * factor.numel() * int(output.shape[-1]) / _RATE_OF_DTYPE[factor.itemsize]
     if packet in _ATTENTION:
         counted, causal = _ATTENTION[packet]
-        flops = flop_registry[counted](*arguments, out_val=output)
+        flops = float(flop_registry[counted](*arguments, out_val=output))
         return flops / 2 if len(arguments) > causal and arguments[causal] else flops
     if packet in flop_registry:
         return float(flop_registry[packet](*arguments, **options, out_val=output))

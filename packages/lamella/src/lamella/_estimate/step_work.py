@@ -5,7 +5,7 @@ Note [Assumed rates]
     bf16; copies to and from the host are pinned; the optimizer's step in the host's memory is a rank's.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -63,7 +63,7 @@ def work_of(recorded: RecordedStep, at_rest: Mapping[str, int]) -> StepWork:
         at_rest: Bytes between steps by kind, the host's too.
     """
     log, first = recorded.log, recorded.first_moment
-    seconds: Counter[str] = Counter()
+    seconds: defaultdict[str, float] = defaultdict(float)
     for operator in log.operators:
         if operator.moment >= first:
             seconds[log.moments[operator.moment].partition(" ")[0]] += _seconds(operator)
