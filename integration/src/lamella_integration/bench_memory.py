@@ -4,8 +4,8 @@
 
 A grid of hand settings runs first, without a limit. Meanwhile a process without a GPU chooses options for each
 budget: a share of the estimated peak without options. Then, for each budget, the choice and the fastest hand setting
-whose measured peak fits take turns, with the caching allocator held to the budget: a run that needs more fails. All
-rows run in the same processes, one after another. `--device cpu --tiny` is a trial.
+whose measured peak fits take turns; with `--hold`, the caching allocator is held to the budget, and a run that needs
+more fails. All rows run in the same processes, one after another. `--device cpu --tiny` is a trial.
 """
 
 import argparse
@@ -51,7 +51,8 @@ class Setting:
 
     Attributes:
         flags: The options, as of `lamella train`.
-        peak_nbytes: The most that `torch.cuda.max_memory_allocated` tells of any rank; 0 before a measurement.
+        peak_nbytes: The most that `torch.cuda.max_memory_allocated` tells of any rank in any step; 0 before a
+            measurement.
         reserved_nbytes: The most segments of the caching allocator, likewise.
         step_seconds: The seconds of all steps of the slowest rank.
         errors: Lines on a failure.
@@ -171,6 +172,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=300.0, help="for all rows")
     parser.add_argument("--reserve", type=float, default=90.0, help="seconds of these for the choices")
     parser.add_argument("--processes", type=int, default=3, help="processes that choose")
+    parser.add_argument("--hold", action="store_true", help="hold the caching allocator to the budget")
     parser.add_argument("--tiny", action="store_true", help="cut the model, for a trial")
     parser.add_argument("--out", type=Path)
     return parser.parse_args()
@@ -225,18 +227,18 @@ def _compare(
     except Exception as error:  # noqa: BLE001  One budget's failure leaves the other budgets.
         budget.chosen.errors.append(f"{type(error).__name__}: {error}")
         return
-    flags = budget.choice["flags"]
+    flags, limit_nbytes = budget.choice["flags"], budget.allocator_nbytes if options.hold else None
     budget.chosen.flags = "" if flags.startswith("(") else flags
     fitting = [one for one in grid if one.step_seconds and one.peak_nbytes <= budget.allocator_nbytes]
     for setting in sorted(fitting, key=lambda one: one.step_median):
         budget.by_hand = Setting(flags=setting.flags)
-        _measure(budget.by_hand, ranks, options, budget.allocator_nbytes)
+        _measure(budget.by_hand, ranks, options, limit_nbytes)
         if budget.by_hand.step_seconds:
             break  # Segments of a setting whose peak fits may still exceed the budget.
     for turn in range(_NUM_TURNS):
-        _measure(budget.chosen, ranks, options, budget.allocator_nbytes)
+        _measure(budget.chosen, ranks, options, limit_nbytes)
         if turn + 1 < _NUM_TURNS and budget.by_hand.step_seconds:
-            _measure(budget.by_hand, ranks, options, budget.allocator_nbytes)
+            _measure(budget.by_hand, ranks, options, limit_nbytes)
     print(budget.line(), flush=True)
 
 
@@ -245,7 +247,8 @@ def _measure(setting: Setting, ranks: Ranks, options: argparse.Namespace, limit_
     setting.errors += measurement.errors
     if not measurement.records:
         return
-    setting.peak_nbytes = max(setting.peak_nbytes, *(record["peak_nbytes"] for record in measurement.records))
+    peaks = (max(record["peak_nbytes"], record["first_peak_nbytes"]) for record in measurement.records)
+    setting.peak_nbytes = max(setting.peak_nbytes, *peaks)
     reserved = (record["reserved_nbytes"] for record in measurement.records)
     setting.reserved_nbytes = max(setting.reserved_nbytes, *reserved)
     setting.step_seconds += max((record["step_seconds"] for record in measurement.records), key=median)
@@ -258,11 +261,11 @@ def _write(options: argparse.Namespace, grid: Sequence[Setting], budgets: Sequen
 
 
 def _summary(budgets: Sequence[Budget]) -> str:
-    under = sum(bool(one.chosen.step_seconds) and one.chosen.peak_nbytes <= one.allocator_nbytes for one in budgets)
-    near = sum(one.ratio is not None and one.ratio <= _TOLERANCE for one in budgets)
+    num_under = sum(bool(one.chosen.step_seconds) and one.chosen.peak_nbytes <= one.allocator_nbytes for one in budgets)
+    num_close = sum(one.ratio is not None and one.ratio <= _TOLERANCE for one in budgets)
     return (
-        f"{under} of {len(budgets)} choices under their budgets, {near} with steps within {_TOLERANCE - 1:.0%} of the "
-        "fastest hand setting"
+        f"{num_under} of {len(budgets)} choices under their budgets, {num_close} with steps within {_TOLERANCE - 1:.0%} "
+        "of the fastest hand setting"
     )
 
 

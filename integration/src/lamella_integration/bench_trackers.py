@@ -1,4 +1,4 @@
-"""`lamella.estimate` and torch's `FSDPMemTracker`, each beside the counted bytes of the engine that it follows, on a CPU.
+"""`lamella.estimate` and torch's `FSDPMemTracker`, each beside the counted bytes of its engine, on a CPU.
 
     python -m lamella_integration.bench_trackers
 
@@ -70,11 +70,11 @@ def _print(
     with _fake_ranks() as mesh:
         counted = _counted(recomputes, shard, mesh)
     start = time.perf_counter()
-    told = follow(recomputes)
+    stated = follow(recomputes)
     seconds = time.perf_counter() - start
     cells = [tool, engine, "full" if recomputes else "no"]
-    cells += [f"{nbytes / _MIB:.2f}" for nbytes in (told.at_rest, counted.at_rest, told.peak, counted.peak)]
-    print(f"| {' | '.join([*cells, f'{told.peak / counted.peak - 1:+.1%}', f'{seconds:.1f}'])} |", flush=True)
+    cells += [f"{nbytes / _MIB:.2f}" for nbytes in (stated.at_rest, counted.at_rest, stated.peak, counted.peak)]
+    print(f"| {' | '.join([*cells, f'{stated.peak / counted.peak - 1:+.1%}', f'{seconds:.1f}'])} |", flush=True)
 
 
 @contextmanager

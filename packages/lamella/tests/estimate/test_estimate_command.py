@@ -62,10 +62,10 @@ def test_options_are_refused_where_none_fit_and_else_the_fastest_that_fit(model:
         lamella.fit_options(config, "1MiB")
     options = lamella.fit_options(config, "80GiB")
     assert options.chosen.cost == 1.0
-    totals = sorted(alternative.estimate.total_nbytes for alternative in options.alternatives)
+    totals = sorted(alternative.estimate.needed_nbytes for alternative in options.alternatives)
     assert totals[0] < totals[-1]
     tight = lamella.fit_options(config, f"{(totals[0] + totals[-1]) // 2}")
-    assert totals[0] <= tight.chosen.estimate.total_nbytes <= (totals[0] + totals[-1]) // 2
+    assert totals[0] <= tight.chosen.estimate.needed_nbytes <= (totals[0] + totals[-1]) // 2
     assert any("->" in line for line in tight.lines())
 
 
@@ -73,14 +73,14 @@ def test_a_memory_between_two_kinds_of_recompute_takes_as_few_layers_as_fit(mode
     model.write_text(json.dumps({**TINY_LLAMA, "hidden_size": 128, "num_hidden_layers": 5}))
     config = config_of(model, ranks=1)
     recorded = RecordedOptions(config)
-    none, full = (recorded.estimate(MemoryOptions(recompute=kind)).total_nbytes for kind in ("no", "full"))
+    none, full = (recorded.estimate(MemoryOptions(recompute=kind)).needed_nbytes for kind in ("no", "full"))
     options = lamella.fit_options(config, str((none + full) // 2))
     number = options.chosen.fields.num_recomputed
     assert number is not None
     assert options.config.parallel.recompute_layers == number
-    assert options.chosen.estimate.total_nbytes <= (none + full) // 2
+    assert options.chosen.estimate.needed_nbytes <= (none + full) // 2
     fewer = options.chosen.fields._replace(num_recomputed=number - 1) if number > 1 else MemoryOptions()
-    assert recorded.estimate(fewer).total_nbytes > (none + full) // 2
+    assert recorded.estimate(fewer).needed_nbytes > (none + full) // 2
 
 
 def test_times_follow_the_work_of_the_step(model: Path) -> None:

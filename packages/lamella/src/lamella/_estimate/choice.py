@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from lamella._estimate.estimated_bytes import Estimate
+from lamella._estimate.estimated_bytes import FRAGMENTATION, Estimate
 from lamella._estimate.memory_options import MemoryOptions, all_options, coarse_options, options_of
 from lamella._estimate.recorded_options import RecordedOptions
 from lamella._estimate.text import size
@@ -49,12 +49,13 @@ class FittingOptions:
 
     def lines(self) -> Iterator[str]:
         """Yield a table of the alternatives."""
-        yield f"options for {size(self.memory_nbytes)} a GPU; times are of assumed rates, over the fastest options':"
+        room = f"{FRAGMENTATION:.0%} of it for fragmentation"
+        yield f"options for {size(self.memory_nbytes)} a GPU, {room}; times over the fastest's, at assumed rates:"
         for alternative in self.alternatives:
-            is_fit = alternative.estimate.total_nbytes <= self.memory_nbytes
+            is_fit = alternative.estimate.needed_nbytes <= self.memory_nbytes
             mark = "->" if alternative is self.chosen else "  " if is_fit else " x"
             host = f", {size(alternative.estimate.host_nbytes)} of the host" if alternative.estimate.host_nbytes else ""
-            total = size(alternative.estimate.total_nbytes)
+            total = size(alternative.estimate.needed_nbytes)
             yield f" {mark} {total:>12s}  time x {alternative.cost:.2f}  {alternative.fields.flags()}{host}"
 
 
@@ -102,19 +103,19 @@ def _fastest(recorded: RecordedOptions, config: Config, nbytes: int) -> MemoryOp
     """Return the fastest options that fit, recorded."""
     combinations = all_options(recorded.num_layers, recorded.gathered_nbytes)
     allowed = [options for options in combinations if options.is_allowed(config)]
-    if recorded.estimate(MemoryOptions()).total_nbytes <= nbytes:
+    if recorded.estimate(MemoryOptions()).needed_nbytes <= nbytes:
         # The other options take longer, and their times another two records.
         allowed = [options for options in allowed if options.is_plain]
     ranked = sorted(allowed, key=recorded.seconds)
     leanest = max(allowed, key=lambda options: options.memory_ranks)
-    if all(recorded.total_nbytes(options) > nbytes for options in ranked if not options.takes_host_memory):
+    if all(recorded.needed_nbytes(options) > nbytes for options in ranked if not options.takes_host_memory):
         _check_leanest(recorded, leanest, nbytes)  # before a dozen records of options with the host's memory
     for _ in range(_MOST_RECORDED):
-        candidate = next((options for options in ranked if recorded.total_nbytes(options) <= nbytes), leanest)
+        candidate = next((options for options in ranked if recorded.needed_nbytes(options) <= nbytes), leanest)
         if candidate in recorded:
             break
         recorded.estimate(candidate)
-    fitting = [options for options, estimate in recorded if estimate.total_nbytes <= nbytes]
+    fitting = [options for options, estimate in recorded if estimate.needed_nbytes <= nbytes]
     if not fitting:
         _check_leanest(recorded, leanest, nbytes)
     return min(fitting, key=recorded.seconds, default=leanest)
@@ -122,7 +123,7 @@ def _fastest(recorded: RecordedOptions, config: Config, nbytes: int) -> MemoryOp
 
 def _check_leanest(recorded: RecordedOptions, leanest: MemoryOptions, nbytes: int) -> None:
     """Refuse a memory that the options with the least bytes exceed."""
-    if recorded.estimate(leanest).total_nbytes > nbytes:
+    if recorded.estimate(leanest).needed_nbytes > nbytes:
         raise ConfigError(_refusal(leanest, recorded.estimate(leanest), nbytes))
 
 
@@ -138,7 +139,7 @@ def _alternatives(recorded: RecordedOptions) -> list[Alternative]:
 
 def _refusal(leanest: MemoryOptions, estimate: Estimate, nbytes: int) -> str:
     at_rest, peak = sum(estimate.at_rest.values()), estimate.peak
-    needed = math.ceil(estimate.total_nbytes / (1 << 30))
+    needed = math.ceil(estimate.needed_nbytes / (1 << 30))
     largest = max(peak.kinds, key=lambda kind: peak.kinds[kind])
     return (
         f"Expected --memory of at least {needed}GiB, which {leanest.flags()} needs ({size(at_rest)} at rest; "

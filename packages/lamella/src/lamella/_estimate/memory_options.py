@@ -116,8 +116,10 @@ def all_options(num_layers: int, gathered_nbytes: int) -> Iterator[MemoryOptions
     weights = [(name, 0) for name in _WEIGHTS] + [("reshard", nbytes) for nbytes in budgets if nbytes]
     numbers = (*range(1, num_layers), None)
     recomputed = [("no", None), *((kind, number) for kind in _KINDS[1:] for number in numbers)]
-    for (name, kept), (kind, number), is_offloaded, rest in product(weights, recomputed, (False, True), ("gpu", "cpu")):
-        yield MemoryOptions(name, kind, number, kept, is_offloaded, rest)
+    for (name, budget), (kind, number), is_offloaded, rest in product(
+        weights, recomputed, (False, True), ("gpu", "cpu")
+    ):
+        yield MemoryOptions(name, kind, number, budget, is_offloaded, rest)
 
 
 def coarse_options() -> Iterator[MemoryOptions]:

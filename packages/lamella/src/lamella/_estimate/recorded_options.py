@@ -66,10 +66,10 @@ class RecordedOptions:
         work = self._interpolated_work(options) if recorded is None else recorded.work
         return step_seconds(work, options.applied(self._config))
 
-    def total_nbytes(self, options: MemoryOptions) -> int:
+    def needed_nbytes(self, options: MemoryOptions) -> int:
         """Return the memory of a GPU with options, recorded or interpolated. Effects: may record a few steps."""
         if options in self._estimates:
-            return self._estimates[options].total_nbytes
+            return self._estimates[options].needed_nbytes
         if options.num_recomputed is None:
             return self._end_nbytes(options)
         numbers = dict(self._curve(options))
@@ -85,14 +85,14 @@ class RecordedOptions:
         for recorded, estimate in self._estimates.items():
             number = recorded.num_recomputed
             if number is not None and recorded._replace(num_recomputed=options.num_recomputed) == options:
-                yield number, estimate.total_nbytes
+                yield number, estimate.needed_nbytes
 
     def _end_nbytes(self, options: MemoryOptions) -> int:
         """Return the memory with all layers recomputed, or none."""
         if options in self._estimates:
-            return self._estimates[options].total_nbytes
+            return self._estimates[options].needed_nbytes
         resharded = options._replace(weights="reshard", keep_nbytes=0)
-        return self.estimate(resharded).total_nbytes + self._staying_nbytes(options)
+        return self.estimate(resharded).needed_nbytes + self._staying_nbytes(options)
 
     def _staying_nbytes(self, options: MemoryOptions) -> int:
         """Return the bytes that weights which stay add to a step without recomputation."""
@@ -101,8 +101,8 @@ class RecordedOptions:
         if options.keep_nbytes:
             share = options.keep_nbytes / self.gathered_nbytes
             return round(share * self._staying_nbytes(MemoryOptions(weights="keep")))
-        staying = self.estimate(MemoryOptions(weights=options.weights)).total_nbytes
-        return staying - self.estimate(_BASE).total_nbytes
+        staying = self.estimate(MemoryOptions(weights=options.weights)).needed_nbytes
+        return staying - self.estimate(_BASE).needed_nbytes
 
     def _interpolated_work(self, options: MemoryOptions) -> StepWork:
         base = self.estimate(_BASE)
