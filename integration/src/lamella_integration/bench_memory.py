@@ -263,10 +263,8 @@ def _write(options: argparse.Namespace, grid: Sequence[Setting], budgets: Sequen
 def _summary(budgets: Sequence[Budget]) -> str:
     num_under = sum(bool(one.chosen.step_seconds) and one.chosen.peak_nbytes <= one.allocator_nbytes for one in budgets)
     num_close = sum(one.ratio is not None and one.ratio <= _TOLERANCE for one in budgets)
-    return (
-        f"{num_under} of {len(budgets)} choices under their budgets, {num_close} with steps within {_TOLERANCE - 1:.0%} "
-        "of the fastest hand setting"
-    )
+    within = f"{num_close} with steps within {_TOLERANCE - 1:.0%} of the fastest hand setting"
+    return f"{num_under} of {len(budgets)} choices under their budgets, {within}"
 
 
 def _gib(nbytes: int) -> str:
