@@ -10,7 +10,7 @@ all storages that operators make, resize and free in a second step with memory. 
 import argparse
 import gc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final, NamedTuple
 
@@ -31,7 +31,7 @@ from lamella.testing import LiveBytes
 
 _MIB: Final = 1 << 20
 _NUM_SEQUENCES, _NUM_TOKENS, _NUM_RANKS = 2, 256, 2
-_CONFIG: Final = {
+_CONFIG: Final[Mapping[str, Any]] = {
     "vocab_size": 4096,
     "hidden_size": 256,
     "intermediate_size": 1024,
