@@ -69,20 +69,6 @@ def test_options_are_refused_where_none_fit_and_else_the_fastest_that_fit(model:
     assert any("->" in line for line in tight.lines())
 
 
-def test_a_memory_between_two_kinds_of_recompute_takes_as_few_layers_as_fit(model: Path) -> None:
-    model.write_text(json.dumps({**TINY_LLAMA, "hidden_size": 128, "num_hidden_layers": 5}))
-    config = config_of(model, ranks=1)
-    recorded = RecordedOptions(config)
-    none, full = (recorded.estimate(MemoryOptions(recompute=kind)).needed_nbytes for kind in ("no", "full"))
-    options = lamella.fit_options(config, str((none + full) // 2))
-    number = options.chosen.fields.num_recomputed
-    assert number is not None
-    assert options.config.parallel.recompute_layers == number
-    assert options.chosen.estimate.needed_nbytes <= (none + full) // 2
-    fewer = options.chosen.fields._replace(num_recomputed=number - 1) if number > 1 else MemoryOptions()
-    assert recorded.estimate(fewer).needed_nbytes > (none + full) // 2
-
-
 def test_times_follow_the_work_of_the_step(model: Path) -> None:
     """A forward is a third of a step's products; of a wide model, most of the time of a step."""
     values = {**TINY_LLAMA, "hidden_size": 4096, "intermediate_size": 16384, "num_attention_heads": 32}
