@@ -109,7 +109,7 @@ def shard(
     )
     shared: dict[str, Any] = {"mesh": _mesh(parallel), "options": options}
     if parallel.experts > 1:
-        shared |= expert_arguments(model, options)
+        shared |= expert_arguments(model, options, unit_policy)
     if parallel.tensor_parallel > 1:
         shared["shard_placement_fn"] = tensor_parallel_placement(tensor_mesh)
     if parallel.rest == "cpu":
