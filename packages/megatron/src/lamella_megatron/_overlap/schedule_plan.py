@@ -15,6 +15,7 @@ from torch import nn
 from lamella_engine import FSDPModule, UnitResidence
 from lamella_engine.extending import local_of, unit_of
 from lamella_megatron._model.auxiliary_losses import number_prediction_routers, scale_auxiliary_losses
+from lamella_megatron._model.expert_units import expert_modules
 from lamella_megatron._model.sharded_model import innermost
 from lamella_megatron._model.units import is_group
 from lamella_megatron._overlap.forward_segments import (
@@ -87,7 +88,7 @@ def forward_backward_overlapped(
     chunks = [_model_chunk(inner, scheduled, batch, loss_of) for batch in microbatches]
     number_prediction_routers(inner)
     scale_auxiliary_losses(inner, len(chunks))
-    residence = UnitResidence(inner, scheduled.units) if isinstance(inner, FSDPModule) else None
+    residence = scheduled.residence(inner) if isinstance(inner, FSDPModule) else None
     return run(chunks, residence=residence, early_release=_releases_early(inner, early_release), ahead=ahead)
 
 
@@ -115,7 +116,7 @@ def overlapped_peak_nbytes(
     inner = innermost(model)
     scheduled = _scheduled_layers(inner)
     plans = _model_chunk(inner, scheduled, {}, lambda output: output).plans
-    residence = UnitResidence(inner, scheduled.units)
+    residence = scheduled.residence(inner)
     is_early = _releases_early(inner, early_release)
     return residence.peak_nbytes(run_order(num_microbatches, plans, early_release=is_early, ahead=ahead))
 
@@ -251,7 +252,7 @@ def schedule_by_plans(model: Any) -> None:
             "lamella_megatron.training.forward_backward_overlapped."
         )
     scheduled = _scheduled_layers(model)
-    residence = UnitResidence(model, scheduled.units)
+    residence = scheduled.residence(model)
     lanes = _lanes(local_of(next(model.parameters())).device)
     model.build_schedule_plan = _ModelSchedule(model, scheduled, lanes, residence).build
 
@@ -362,13 +363,19 @@ class _ScheduledLayers:
         decoder: The layers of each item of the decoder.
         predictions: The layers of multi-token prediction, one a depth.
         units: The units of each item and each depth.
+        experts: Units of experts in a stage of their own, among `units`; the slots call the experts.
         delayable: The modules of each item and each depth that may leave weight gradients to later.
     """
 
     decoder: list[list[nn.Module]]
     predictions: list[nn.Module]
     units: list[list[nn.Module]]
+    experts: list[nn.Module]
     delayable: list[Delayable]
+
+    def residence(self, model: nn.Module) -> UnitResidence:
+        """The residence of the units of a model."""
+        return UnitResidence(model, self.units, called=self.experts)
 
 
 def _scheduled_layers(model: Any) -> _ScheduledLayers:
@@ -376,12 +383,14 @@ def _scheduled_layers(model: Any) -> _ScheduledLayers:
     decoder = [_single_layers(group) for group in groups]
     units = [_units_of(*pair) for pair in zip(groups, decoder, strict=True)]
     units += [_units_of([prediction], layers_inside(prediction)) for prediction in predictions]
+    experts = [_expert_units(owners) for owners in (*groups, *([prediction] for prediction in predictions))]
+    units = [[*layer_units, *inner] for layer_units, inner in zip(units, experts, strict=True)]
     delayable_modules = [delayable(item) for item in decoder]
     delayable_modules += [
         delayable(layers_inside(prediction), before=(prediction.get_submodule("eh_proj"),))
         for prediction in predictions
     ]
-    return _ScheduledLayers(decoder, predictions, units, delayable_modules)
+    return _ScheduledLayers(decoder, predictions, units, list(itertools.chain(*experts)), delayable_modules)
 
 
 def _units_of(owners: list[nn.Module], inner_layers: list[nn.Module]) -> list[nn.Module]:
@@ -390,6 +399,10 @@ def _units_of(owners: list[nn.Module], inner_layers: list[nn.Module]) -> list[nn
         {unit_of(layer): layer for layer in (*owners, *inner_layers) if unit_of(layer)}.values()
     )
     return units or owners[:1]
+
+
+def _expert_units(owners: list[nn.Module]) -> list[nn.Module]:
+    return [experts for layer in owners for experts in expert_modules(layer) if isinstance(experts, FSDPModule)]
 
 
 def _predictions(model: Any) -> list[nn.Module]:
