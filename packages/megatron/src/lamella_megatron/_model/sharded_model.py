@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,8 +11,9 @@ import torch
 from torch import nn
 
 from lamella_engine import DDP, FSDPModule, fully_shard
-from lamella_mamba import bind_live_parameters
+from lamella_mamba import bind_live_parameters, declare_direct_reads
 from lamella_megatron._model.auxiliary_losses import number_prediction_routers
+from lamella_megatron._model.construction import after_construction
 from lamella_megatron._model.expert_units import Stage, check_stage, expert_arguments, expert_modules
 from lamella_megatron._model.fused_layers import connect_fused_layers
 from lamella_megatron._model.placement import GroupsByName, Meshes, Placement, broadcast_weights
@@ -53,7 +52,7 @@ def fully_shard_model(
             several instances also `intra_dp_cp`, `intra_expt_dp` and `inter_dist_opt`. None takes the groups of
             `parallel_state`.
         unit_classes: Classes of the modules to make units. None: megatron-core's layers. Modules inside each other
-            are units inside each other.
+            are units inside each other; a convolution that a gated delta net reads directly joins the net's unit.
         groups_by_name: A function for parameters without marks: the process group of the ranks with the same tensor,
             by the parameter's name, or None to go by marks. The same answer on all ranks of the group. The divisor
             stays the size of `dp_cp`.
@@ -91,6 +90,7 @@ def fully_shard_model(
     sharding = _UnitArguments(groups, fully_shard_kwargs, _device_type(model), groups_by_name, expert_stage)
     placement = sharding.placement(model)
     sharding.check_expert_stage(model, unit_classes)
+    declare_direct_reads(model)  # gated delta nets read their convolution without a call, which may be a unit
     for unit in (*units, model):
         sharding.shard(unit, placement)
     _finish(model)
@@ -142,7 +142,7 @@ def build_sharded_model(
         sharding.find_device(module)
         sharding.shard(module, sharding.placement(module))
 
-    with _after_construction(_layer_classes() if unit_classes is None else tuple(unit_classes), shard):
+    with after_construction(_layer_classes() if unit_classes is None else tuple(unit_classes), shard):
         model = build()
     layers_of(model, unit_classes)  # refuses another family
     sharding.check_expert_stage(model, unit_classes)
@@ -221,46 +221,6 @@ class _UnitArguments:
     def _divide(self, unit: nn.Module) -> None:
         assert isinstance(unit, FSDPModule)
         unit.set_gradient_divide_factor(float(self.meshes.dense.size()))
-
-
-@contextlib.contextmanager
-def _after_construction(classes: tuple[type[nn.Module], ...], callback: Callable[[nn.Module], None]) -> Iterator[None]:
-    """Call `callback` with each new object of some classes and of their subclasses, once all constructors are done."""
-    under_construction: set[int] = set()
-
-    def watched(construct: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(construct)
-        def init(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-            if id(self) in under_construction:  # called by a subclass's
-                construct(self, *args, **kwargs)
-                return
-            under_construction.add(id(self))
-            try:
-                construct(self, *args, **kwargs)
-            finally:
-                under_construction.remove(id(self))
-            callback(self)
-
-        return init
-
-    originals = {
-        layer_class: vars(layer_class)["__init__"]
-        for layer_class in _with_subclasses(classes)
-        if "__init__" in vars(layer_class)
-    }
-    try:
-        for layer_class, construct in originals.items():
-            layer_class.__init__ = watched(construct)  # type: ignore[method-assign]
-        yield
-    finally:
-        for layer_class, construct in originals.items():
-            layer_class.__init__ = construct  # type: ignore[method-assign]
-
-
-def _with_subclasses(classes: tuple[type[nn.Module], ...]) -> Iterator[type[nn.Module]]:
-    for layer_class in classes:
-        yield layer_class
-        yield from _with_subclasses(tuple(layer_class.__subclasses__()))
 
 
 _WAYS_OUT = {
