@@ -5,6 +5,8 @@ from lamella._command.parser import config_of as config_of
 from lamella._command.parser import parse as parse
 from lamella._data.order import BatchStream as BatchStream
 from lamella._data.tokens import load_tokens as load_tokens
+from lamella._estimate.fake_ranks import fake_ranks as fake_ranks
+from lamella._estimate.fake_ranks import no_memory as no_memory
 from lamella._estimate.kinds import adopt_model as adopt_model
 from lamella._estimate.live_bytes import LiveBytes as LiveBytes
 from lamella._estimate.recorded_step import moments_of_units as moments_of_units
@@ -38,10 +40,12 @@ __all__ = [
     "check_model",
     "check_weights",
     "config_of",
+    "fake_ranks",
     "learning_rate",
     "load_spec",
     "load_tokens",
     "moments_of_units",
+    "no_memory",
     "parse",
     "placed",
     "prepare",

@@ -40,6 +40,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "rest cpu": (2, {"rest": "cpu", "recompute": "selective"}),
     "keep budget": (2, {"keep_budget": "100KiB", "reduce": "bf16"}),
     "full and offload": (2, {"recompute": "full", "offload_activations": True}),
+    "one layer": (2, {"recompute": "full", "recompute_layers": 1}),
     "float8": (2, {"float8": "tensor"}),
     "offload": (2, {"offload_activations": True}),
 }
@@ -157,6 +158,22 @@ def test_cut_layers_and_sequences_are_refused_in_one_line(model_folder: Path, op
     flag = f"--{option.replace('_', '-')}"
     with pytest.raises(ConfigError, match=rf"^Expected an estimate without {flag}, .* got 2\. Leave {flag} out"):
         estimate_run(config_of(model_folder, 2, **{option: 2}))
+
+
+@pytest.mark.parametrize("kind", ["selective", "full"])
+def test_each_further_recomputed_layer_takes_no_more_memory(model_folder: Path, kind: str) -> None:
+    numbers: list[dict[str, Any]] = [{}, *({"recompute": kind, "recompute_layers": number} for number in (1, 2, 3))]
+    peaks = [estimate_run(config_of(model_folder, 2, **number)).peak.nbytes for number in numbers]
+    assert peaks == sorted(peaks, reverse=True)
+    assert peaks[-1] < peaks[0]
+    assert peaks[-1] == estimate_run(config_of(model_folder, 2, recompute=kind)).peak.nbytes
+
+
+def test_more_recomputed_layers_than_the_model_has_are_refused(model_folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^Expected --recompute-layers of at most 3, .* got 4\. Leave it out"):
+        estimate_run(config_of(model_folder, 2, recompute="full", recompute_layers=4))
+    with pytest.raises(ConfigError, match=r"^Expected --recompute-layers with --recompute selective or full"):
+        config_of(model_folder, 2, recompute_layers=4)
 
 
 def test_spread_experts_are_refused_in_one_line(model_folder: Path) -> None:

@@ -12,6 +12,8 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from lamella._settings.options import ConfigError
+from lamella._settings.sections import ParallelConfig
 from lamella_engine.extending import dtensor_over, local_of
 
 SAVED_PRODUCTS: Final = (
@@ -28,17 +30,35 @@ SAVED_PRODUCTS: Final = (
 """The operators whose outputs `selective` saves: matrix products and attention, most of a layer's time."""
 
 
-def recompute(units: Sequence[nn.Module], kind: Literal["full", "selective"]) -> None:
-    """Let each unit run its forward again in backward.
+def check_recompute(units: Sequence[nn.Module], parallel: ParallelConfig) -> None:
+    """Refuse --recompute-layers of more layers than a model has.
+
+    Raises:
+        ConfigError: Names both numbers.
+    """
+    if parallel.recompute_layers is not None and parallel.recompute_layers > len(units):
+        raise ConfigError(
+            f"Expected --recompute-layers of at most {len(units)}, the layers of this model, got "
+            f"{parallel.recompute_layers}. Leave it out to run all layers again."
+        )
+
+
+def recompute(
+    units: Sequence[nn.Module], kind: Literal["full", "selective"], num_recomputed: int | None = None
+) -> None:
+    """Let units run their forward again in backward.
 
     Args:
-        units: Changed in place, before `fully_shard`: the unit is gathered before its forward runs again.
-        kind: "full" saves the inputs of the unit alone; "selective" the outputs of `SAVED_PRODUCTS` too.
+        units: In the order of forward. Changed in place, before `fully_shard`: a unit is gathered before its forward
+            runs again.
+        kind: "full" saves the inputs of a unit alone; "selective" the outputs of `SAVED_PRODUCTS` too.
+        num_recomputed: Number of units that run again; None for all. The first ones: their backward comes last, and
+            when it makes their tensors again, the other units' tensors are gone.
     """
     options: dict[str, Any] = {"use_reentrant": False}
     if kind == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, [*SAVED_PRODUCTS])
-    for unit in units:
+    for unit in units[:num_recomputed]:
         unit.forward = _recomputed(unit.forward, options)
 
 

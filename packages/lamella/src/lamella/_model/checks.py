@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from lamella._model.activations import check_recompute
 from lamella._model.compilation import check_compiler
 from lamella._model.float8 import check_float8
 from lamella._model.kernels import check_kernels
@@ -86,6 +87,7 @@ def check_model(config: Config, *, has_checkpoint: bool) -> CheckedModel:
     _check_tensor_parallel(model, config.parallel)
     _check_context_parallel(model, spec, config.parallel)
     units = choose_units(model)
+    check_recompute(units.modules, config.parallel)
     check_float8(units.modules, config.parallel)
     check_kernels(config.model, spec.model_type, config.parallel)
     check_compiler(config.parallel)

@@ -54,6 +54,17 @@ def compiles_by_default(config: Config, model_type: str, packing: str) -> bool:
     Args:
         config: The run's settings, placed on this machine.
         model_type: The type of the model's config.
+        packing: As for `is_long_to_compile`.
+    """
+    return is_long_to_compile(config, model_type, packing) and _missing_for(config.parallel) is None
+
+
+def is_long_to_compile(config: Config, model_type: str, packing: str) -> bool:
+    """Return whether a run that chooses nothing compiles its layers where the machine has the compilers.
+
+    Args:
+        config: The run's settings, with a device.
+        model_type: The type of the model's config.
         packing: How tokens become sequences; the rows of "none" have many lengths, and each length compiles anew.
     """
     parallel = config.parallel
@@ -65,7 +76,6 @@ def compiles_by_default(config: Config, model_type: str, packing: str) -> bool:
         and parallel.num_neighbours == 1
         and (config.model.kernels, config.model.lora_rank, parallel.float8) == ("none", None, "no")
         and not (config.run.deterministic or config.run.sample or parallel.offload_activations)
-        and _missing_for(parallel) is None
     )
 
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lamella._model.activations import offload_activations, recompute
+from lamella._model.activations import check_recompute, offload_activations, recompute
 from lamella._model.float8 import in_float8
 from lamella._model.matrices import keep_whole
 from lamella._settings.fit import budget_nbytes
@@ -73,12 +73,16 @@ def shard(
         matrices: The names of the matrices for Muon, each whole on one rank.
         host: Hooks that move saved tensors to the host's memory, as for `offload_activations`.
 
+    Raises:
+        ConfigError: More layers are to be recomputed than the model has.
+
     Effects: collective over all ranks.
     """
     units = sharding_units(model)
     shared_rows = pieces = None
     if parallel.experts > 1:
         spread_experts(model, _experts_mesh(parallel))
+    check_recompute(units, parallel)
     if parallel.tensor_parallel > 1:
         tensor_mesh = _neighbours(parallel, parallel.tensor_parallel, TENSOR_AXES)
         cut_tensors(model, tensor_mesh)
@@ -87,7 +91,7 @@ def shard(
         pieces = SequencePieces(_neighbours(parallel, parallel.context_parallel, ("data", "context")).get_group(1))
         cut_sequences(model, pieces)
     if parallel.recompute != "no":
-        recompute(units, parallel.recompute)
+        recompute(units, parallel.recompute, parallel.recompute_layers)
     if parallel.offload_activations:
         offload_activations(units, host)
     policy = MixedPrecisionPolicy()
@@ -105,7 +109,7 @@ def shard(
     )
     shared: dict[str, Any] = {"mesh": _mesh(parallel), "options": options}
     if parallel.experts > 1:
-        shared |= expert_arguments(model, options)
+        shared |= expert_arguments(model, options, unit_policy)
     if parallel.tensor_parallel > 1:
         shared["shard_placement_fn"] = tensor_parallel_placement(tensor_mesh)
     if parallel.rest == "cpu":

@@ -270,6 +270,9 @@ class ParallelConfig:
         Literal["no", "full", "selective"],
         Option("Run each layer's forward again in backward, all of it, or all but matrix products and attention."),
     ] = "no"
+    recompute_layers: Annotated[
+        int | None, Option("Number of layers that --recompute runs again, the first ones (default: all).", at_least=1)
+    ] = None
     offload_activations: Annotated[
         bool, Option("Keep tensors that layers save for backward, except weights, in the host's memory.")
     ] = False

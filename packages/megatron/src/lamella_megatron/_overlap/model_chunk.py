@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from lamella_engine import FSDPModule, UnitResidence
 from lamella_engine.extending import unit_of
+from lamella_megatron._model.expert_units import expert_modules
 from lamella_megatron._model.units import is_group
 from lamella_megatron._overlap.forward_segments import (
     arguments_of_decoder,
@@ -36,13 +39,19 @@ class ScheduledLayers:
         decoder: The layers of each item of the decoder.
         predictions: The layers of multi-token prediction, one a depth.
         units: The units of each item and each depth.
+        experts: Units of experts in a stage of their own, among `units`; the slots call the experts.
         delayable: The modules of each item and each depth that may leave weight gradients to later.
     """
 
     decoder: list[list[nn.Module]]
     predictions: list[nn.Module]
     units: list[list[nn.Module]]
+    experts: list[nn.Module]
     delayable: list[Delayable]
+
+    def residence(self, model: nn.Module) -> UnitResidence:
+        """Return the residence of the units of a model."""
+        return UnitResidence(model, self.units, called=self.experts)
 
 
 def scheduled_layers(model: Any) -> ScheduledLayers:
@@ -55,12 +64,14 @@ def scheduled_layers(model: Any) -> ScheduledLayers:
     decoder = [_single_layers(group) for group in groups]
     units = [_units_of(*pair) for pair in zip(groups, decoder, strict=True)]
     units += [_units_of([prediction], layers_inside(prediction)) for prediction in predictions]
+    experts = [_expert_units(owners) for owners in (*groups, *([prediction] for prediction in predictions))]
+    units = [[*layer_units, *expert_units] for layer_units, expert_units in zip(units, experts, strict=True)]
     delayable_modules = [delayable(item) for item in decoder]
     delayable_modules += [
         delayable(layers_inside(prediction), before=(prediction.get_submodule("eh_proj"),))
         for prediction in predictions
     ]
-    return ScheduledLayers(decoder, predictions, units, delayable_modules)
+    return ScheduledLayers(decoder, predictions, units, list(itertools.chain(*experts)), delayable_modules)
 
 
 def _units_of(owners: list[nn.Module], inner_layers: list[nn.Module]) -> list[nn.Module]:
@@ -69,6 +80,10 @@ def _units_of(owners: list[nn.Module], inner_layers: list[nn.Module]) -> list[nn
         {unit_of(layer): layer for layer in (*owners, *inner_layers) if unit_of(layer)}.values()
     )
     return units or owners[:1]
+
+
+def _expert_units(owners: list[nn.Module]) -> list[nn.Module]:
+    return [experts for layer in owners for experts in expert_modules(layer) if isinstance(experts, FSDPModule)]
 
 
 def _predictions(model: Any) -> list[nn.Module]:

@@ -74,7 +74,7 @@ def forward_backward_overlapped(
     chunks = [model_chunk(inner, scheduled, batch, loss_of) for batch in microbatches]
     number_prediction_routers(inner)
     scale_auxiliary_losses(inner, len(chunks))
-    residence = UnitResidence(inner, scheduled.units) if isinstance(inner, FSDPModule) else None
+    residence = scheduled.residence(inner) if isinstance(inner, FSDPModule) else None
     return run(chunks, residence=residence, early_release=_releases_early(inner, early_release), ahead=ahead)
 
 
@@ -102,7 +102,7 @@ def overlapped_peak_nbytes(
     inner = innermost(model)
     scheduled = scheduled_layers(inner)
     plans = model_chunk(inner, scheduled, {}, lambda output: output).plans
-    residence = UnitResidence(inner, scheduled.units)
+    residence = scheduled.residence(inner)
     is_early = _releases_early(inner, early_release)
     return residence.peak_nbytes(run_order(num_microbatches, plans, early_release=is_early, ahead=ahead))
 
@@ -238,7 +238,7 @@ def schedule_by_plans(model: Any) -> None:
             "lamella_megatron.training.forward_backward_overlapped."
         )
     scheduled = scheduled_layers(model)
-    residence = UnitResidence(model, scheduled.units)
+    residence = scheduled.residence(model)
     lanes = _lanes(local_of(next(model.parameters())).device)
     model.build_schedule_plan = _ModelSchedule(model, scheduled, lanes, residence).build
 
