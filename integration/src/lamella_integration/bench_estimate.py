@@ -27,7 +27,7 @@ from multiprocessing import active_children, get_context
 from pathlib import Path
 from queue import Empty, Queue
 from tempfile import TemporaryDirectory
-from typing import Any, Final, TextIO
+from typing import Any, Final, Protocol, TextIO
 
 from lamella_integration.estimate_rows import drawn_rows, fixed_rows
 from lamella_integration.launch import leave
@@ -232,6 +232,25 @@ def _gib(nbytes: int | None) -> str:
     return "-" if nbytes is None else f"{nbytes / _GIB:.2f}"
 
 
+class MeasuredRow(Protocol):
+    """A row to measure.
+
+    Attributes:
+        measured: The records of all ranks.
+        errors: Lines on what failed.
+        seconds: Times of parts.
+    """
+
+    measured: Sequence[Mapping[str, Any]]
+    errors: list[str]
+    seconds: dict[str, float]
+
+    @property
+    def name(self) -> str:
+        """The model and its options."""
+        ...
+
+
 class Ranks:
     """The processes of the ranks, which take steps of one row after another; fresh ones after a failure.
 
@@ -239,15 +258,25 @@ class Ranks:
         options: The command line's.
         folder: For the files of the rows and the ranks' errors.
         gpus: `CUDA_VISIBLE_DEVICES` of the ranks.
+        peer: The module of a rank's program.
+        peer_options: Further options of the program.
     """
 
-    def __init__(self, options: argparse.Namespace, folder: Path, gpus: str | None) -> None:
+    def __init__(
+        self,
+        options: argparse.Namespace,
+        folder: Path,
+        gpus: str | None,
+        peer: str = "lamella_integration.estimate_peer",
+        peer_options: Sequence[str] = (),
+    ) -> None:
         self._options, self._folder, self._gpus = options, folder, gpus
+        self._peer, self._peer_options = peer, [*peer_options]
         self._processes: list[subprocess.Popen[str]] = []
         self._lines: Queue[str | None] = Queue()
         self._is_fresh = True
 
-    def measure(self, row: Row, remaining: Sequence[str]) -> None:
+    def measure(self, row: MeasuredRow, remaining: Sequence[str]) -> None:
         """Wait for the record of a row, and put it, or the errors, into the row. The ranks go on with the next row."""
         if not self._processes:
             self._start(remaining)
@@ -285,7 +314,7 @@ class Ranks:
         self._lines, self._is_fresh = Queue(), True
         rows = self._folder / "remaining.json"
         rows.write_text(json.dumps([*remaining]))
-        command = [sys.executable, "-m", "lamella_integration.estimate_peer", str(rows)]
+        command = [sys.executable, "-m", self._peer, str(rows), *self._peer_options]
         command += ["--device", options.device, "--steps", str(options.steps)] + ["--tiny"] * options.tiny
         port = _free_port()
         for rank in range(options.ranks):

@@ -51,6 +51,9 @@ from lamella_schedule._simulate import peak as peak
 from lamella_schedule._simulate import peak_parameters as peak_parameters
 from lamella_schedule._simulate import simulate as simulate
 from lamella_schedule._simulate import simulate_pipeline as simulate_pipeline
+from lamella_schedule._streams import StreamOperation as StreamOperation
+from lamella_schedule._streams import StreamSpan as StreamSpan
+from lamella_schedule._streams import simulate_streams as simulate_streams
 
 if not TYPE_CHECKING:  # Hidden from type checkers: a module `__getattr__` makes every misspelt name type-check.
 

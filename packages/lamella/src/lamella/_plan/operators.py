@@ -1,0 +1,97 @@
+"""An operator's kind, floating-point operations and bytes, from its arguments and outputs without memory."""
+
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch.utils._pytree import tree_iter
+from torch.utils.flop_counter import flop_registry
+
+from lamella._plan.works import WorkKind
+
+_ATEN: Final = torch.ops.aten
+_PRODUCTS: Final = {_ATEN.mm, _ATEN.addmm, _ATEN.bmm, _ATEN.baddbmm, _ATEN._scaled_mm, _ATEN._grouped_mm}
+_ALLOCATIONS: Final = {
+    *(_ATEN.empty, _ATEN.new_empty, _ATEN.empty_like, _ATEN.empty_strided, _ATEN.new_empty_strided),
+    *(_ATEN._unsafe_view, _ATEN.lift_fresh, _ATEN._reshape_alias),
+}
+_COPIES: Final = {_ATEN.copy_, _ATEN._to_copy, _ATEN.clone, _ATEN.cat, _ATEN._foreach_copy_}
+_SOFTMAX: Final = ("softmax", "nll_loss", "logsumexp", "cross_entropy")
+_LOOKUPS: Final = {_ATEN.embedding, _ATEN.index, _ATEN.gather, _ATEN.index_select}
+_FILLS: Final = {_ATEN.zeros, _ATEN.zeros_like, _ATEN.new_zeros, _ATEN.zero_, _ATEN.fill_, _ATEN._foreach_zero_}
+
+
+class OperatorCost(NamedTuple):
+    """The cost of an operator on a GPU.
+
+    Attributes:
+        kind: The kind of its kernel.
+        flops: Floating-point operations.
+        nbytes: Bytes that the kernel reads and writes.
+        dtype: The dtype of a product's factors; empty otherwise.
+    """
+
+    kind: WorkKind
+    flops: float
+    nbytes: float
+    dtype: str = ""
+
+
+def cost_of(function: Any, arguments: Sequence[Any], options: Any, output: Any) -> OperatorCost | None:
+    """Return the cost of an operator; None for one that launches no kernel: a view, or an allocation."""
+    packet = function.overloadpacket
+    if function.namespace not in ("aten", "lamella") or function.is_view or packet in _ALLOCATIONS:
+        return None
+    outputs = _tensors(output)
+    if not outputs and not function._schema.is_mutable:
+        return None
+    nbytes = _nbytes(
+        packet, _tensors([arguments, [*options.values()]]), outputs, is_mutable=function._schema.is_mutable
+    )
+    name = function.__name__
+    if "scaled_dot_product" in name or "_attention_" in name:
+        return OperatorCost(WorkKind.ATTENTION, _attention_flops(name, arguments, options), nbytes)
+    if packet in flop_registry:
+        flops = flop_registry[packet](*arguments, **options, out_val=output)
+        return OperatorCost(WorkKind.MATMUL, flops, nbytes, str(_tensors(arguments)[0].dtype).removeprefix("torch."))
+    if packet in _COPIES:
+        return OperatorCost(WorkKind.COPY, 0.0, nbytes)
+    kind = WorkKind.SOFTMAX if any(word in name for word in _SOFTMAX) else WorkKind.ELEMENTWISE
+    return OperatorCost(kind, 0.0, nbytes)
+
+
+def _nbytes(packet: Any, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], *, is_mutable: bool) -> float:
+    written = sum(map(_touched, outputs))
+    if packet in _FILLS:
+        return written or sum(map(_touched, inputs))
+    if packet in _LOOKUPS:  # reads as many elements as it writes, of a tensor that may be larger
+        return 2 * written
+    if packet in (_ATEN.copy_, _ATEN._foreach_copy_):  # the destination is an argument too, and is not read
+        half = len(inputs) // 2
+        return sum(map(_touched, inputs[half:])) + sum(map(_touched, inputs[:half]))
+    if is_mutable and not outputs:  # `_foreach` operators in place return nothing
+        return 2 * sum(map(_touched, inputs))
+    return written + sum(map(_touched, inputs))
+
+
+def _touched(tensor: torch.Tensor) -> float:
+    """Return the bytes of a tensor's elements, those that a broadcast repeats once."""
+    numel = 1
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        numel *= size if stride else 1
+    return numel * tensor.itemsize if tensor.numel() else 0
+
+
+def _tensors(nest: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_iter(nest) if isinstance(leaf, torch.Tensor)]
+
+
+def _attention_flops(name: str, arguments: Sequence[Any], options: Any) -> float:
+    """Count two products forward and five backward, of half of the square where the attention is causal."""
+    is_backward = "backward" in name
+    tensors = [argument for argument in arguments if isinstance(argument, torch.Tensor)]
+    query, key = tensors[1:3] if is_backward else tensors[:2]
+    sequences, heads, num_queries, head_dim = query.shape
+    flops = 4.0 * sequences * heads * num_queries * key.shape[-2] * head_dim
+    is_causal = options.get("is_causal", False) or any(argument is True for argument in arguments)
+    return flops * (2.5 if is_backward else 1.0) * (0.5 if is_causal else 1.0)
