@@ -232,11 +232,11 @@ def _summary(rows: Sequence[Row]) -> list[str]:
         if (first.measured_seconds < second.measured_seconds) != (first.planned["seconds"] < second.planned["seconds"])
     ]
     is_met = within == len(predicted) and not swapped
-    return [
-        f"{within} of {len(predicted)} predicted rows within {_TOLERANCE:.0%}; {len(swapped)} of {len(pairs)} pairs that "
-        f"differ by more than {_LEAST_DIFFERENCE:.0%} out of order: {'met' if is_met else 'not met'}",
-        *swapped,
-    ]
+    verdict = (
+        f"{within} of {len(predicted)} predicted rows within {_TOLERANCE:.0%}; {len(swapped)} of {len(pairs)} pairs "
+        f"that differ by more than {_LEAST_DIFFERENCE:.0%} out of order: {'met' if is_met else 'not met'}"
+    )
+    return [verdict, *swapped]
 
 
 if __name__ == "__main__":

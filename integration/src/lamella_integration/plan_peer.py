@@ -9,6 +9,7 @@ import os
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -77,7 +78,7 @@ def _timed(step: Callable[[int], torch.Tensor], num_steps: int, device: torch.de
         for number in range(num_steps):
             step(_NUM_WARMUP_STEPS + number)
             times.append(time.perf_counter())
-        return [end - begin for begin, end in zip(times, times[1:], strict=False)]
+        return [end - begin for begin, end in pairwise(times)]
     events = [torch.cuda.Event(enable_timing=True) for _ in range(num_steps + 2)]
     step(_NUM_WARMUP_STEPS)
     events[0].record()
@@ -85,8 +86,8 @@ def _timed(step: Callable[[int], torch.Tensor], num_steps: int, device: torch.de
         step(_NUM_WARMUP_STEPS + 1 + number)
         events[number + 1].record()
     torch.cuda.synchronize()
-    pairs = zip(events[1:], events[2:], strict=False)  # the first step follows an empty queue
-    return [begin.elapsed_time(end) / 1e3 for begin, end in pairs]
+    # The first step follows an empty queue.
+    return [begin.elapsed_time(end) / 1e3 for begin, end in pairwise(events[1:])]
 
 
 def _profiled(step: Callable[[int], torch.Tensor], folder: Path | None, rank: Rank) -> str:

@@ -24,7 +24,7 @@ class FakeCollective(NamedTuple):
 
     @property
     def sent_nbytes(self) -> float:
-        """Bytes that each rank sends: (N - 1) / N of the whole tensors among N ranks, twice as many in an all-reduce."""
+        """Bytes that a rank sends: (N - 1) / N of the whole tensors among N ranks, twice as many in an all-reduce."""
         num_ranks = len(self.ranks)
         return (2 if self.kind == "all_reduce" else 1) * self.whole_nbytes * (num_ranks - 1) / num_ranks
 

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from lamella._plan.calibration import PROFILED_HOST, calibrate
+from lamella._plan.calibration import calibrate
 from lamella._plan.cluster import Cluster
 from lamella._plan.pricing import operations_of
+from lamella._plan.profiled_host import PROFILED_HOST
 from lamella._plan.step_plan import plan_of
 from lamella._plan.works import Work, WorkKind
 from lamella._settings.options import ConfigError
@@ -51,7 +52,7 @@ def _layers(count: int) -> list[Work]:
 
 
 def _profile(works: list[Work], cluster: Cluster, num_steps: int = 2) -> Trace:
-    """Return the profile of steps that take the times of their simulation; the host is as slow as a profiler makes it."""
+    """Return the profile of steps as they are simulated, with a host that is as slow as a profiler makes it."""
     events: list[dict[str, Any]] = []
     slow = replace(cluster, **{name: getattr(cluster, name) * PROFILED_HOST for name in _HOST_TIMES})
     operations = operations_of(works, slow)

@@ -88,9 +88,9 @@ class _Clock:
 
     def _plan_launch(self) -> None:
         index = len(self._launched)
-        if self._next_launch is None and index < len(self._operations):
-            if index - self._num_stopped < self._most_launched:
-                self._next_launch = self._now + self._operations[index].launch_seconds
+        has_room = index - self._num_stopped < self._most_launched
+        if self._next_launch is None and index < len(self._operations) and has_room:
+            self._next_launch = self._now + self._operations[index].launch_seconds
 
     def _start_ready(self) -> None:
         for queue in self._queues.values():

@@ -9,16 +9,13 @@ from torch.utils.flop_counter import flop_registry
 
 from lamella._plan.works import WorkKind
 
-_ATEN: Final = torch.ops.aten
-_PRODUCTS: Final = {_ATEN.mm, _ATEN.addmm, _ATEN.bmm, _ATEN.baddbmm, _ATEN._scaled_mm, _ATEN._grouped_mm}
-_ALLOCATIONS: Final = {
-    *(_ATEN.empty, _ATEN.new_empty, _ATEN.empty_like, _ATEN.empty_strided, _ATEN.new_empty_strided),
-    *(_ATEN._unsafe_view, _ATEN.lift_fresh, _ATEN._reshape_alias),
-}
-_COPIES: Final = {_ATEN.copy_, _ATEN._to_copy, _ATEN.clone, _ATEN.cat, _ATEN._foreach_copy_}
+_ALLOCATIONS: Final = frozenset(
+    ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "_unsafe_view", "lift_fresh")
+)
+_COPIES: Final = frozenset(("copy_", "_to_copy", "clone", "cat", "_foreach_copy_"))
 _SOFTMAX: Final = ("softmax", "nll_loss", "logsumexp", "cross_entropy")
-_LOOKUPS: Final = {_ATEN.embedding, _ATEN.index, _ATEN.gather, _ATEN.index_select}
-_FILLS: Final = {_ATEN.zeros, _ATEN.zeros_like, _ATEN.new_zeros, _ATEN.zero_, _ATEN.fill_, _ATEN._foreach_zero_}
+_LOOKUPS: Final = frozenset(("embedding", "index", "gather", "index_select"))
+_FILLS: Final = frozenset(("zeros", "zeros_like", "new_zeros", "zero_", "fill_", "_foreach_zero_", "new_full", "full"))
 
 
 class OperatorCost(NamedTuple):
@@ -40,33 +37,32 @@ class OperatorCost(NamedTuple):
 def cost_of(function: Any, arguments: Sequence[Any], options: Any, output: Any) -> OperatorCost | None:
     """Return the cost of an operator; None for one that launches no kernel: a view, or an allocation."""
     packet = function.overloadpacket
-    if function.namespace not in ("aten", "lamella") or function.is_view or packet in _ALLOCATIONS:
+    name = packet.__name__
+    if function.namespace != "aten" or function.is_view or name in _ALLOCATIONS:
         return None
     outputs = _tensors(output)
     if not outputs and not function._schema.is_mutable:
         return None
-    nbytes = _nbytes(
-        packet, _tensors([arguments, [*options.values()]]), outputs, is_mutable=function._schema.is_mutable
-    )
-    name = function.__name__
+    inputs = _tensors([arguments, [*options.values()]])
+    nbytes = _nbytes(name, inputs, outputs, is_mutable=function._schema.is_mutable)
     if "scaled_dot_product" in name or "_attention_" in name:
         return OperatorCost(WorkKind.ATTENTION, _attention_flops(name, arguments, options), nbytes)
     if packet in flop_registry:
         flops = flop_registry[packet](*arguments, **options, out_val=output)
         return OperatorCost(WorkKind.MATMUL, flops, nbytes, str(_tensors(arguments)[0].dtype).removeprefix("torch."))
-    if packet in _COPIES:
+    if name in _COPIES:
         return OperatorCost(WorkKind.COPY, 0.0, nbytes)
     kind = WorkKind.SOFTMAX if any(word in name for word in _SOFTMAX) else WorkKind.ELEMENTWISE
     return OperatorCost(kind, 0.0, nbytes)
 
 
-def _nbytes(packet: Any, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], *, is_mutable: bool) -> float:
+def _nbytes(name: str, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], *, is_mutable: bool) -> float:
     written = sum(map(_touched, outputs))
-    if packet in _FILLS:
+    if name in _FILLS:
         return written or sum(map(_touched, inputs))
-    if packet in _LOOKUPS:  # reads as many elements as it writes, of a tensor that may be larger
+    if name in _LOOKUPS:  # reads as many elements as it writes, of a tensor that may be larger
         return 2 * written
-    if packet in (_ATEN.copy_, _ATEN._foreach_copy_):  # the destination is an argument too, and is not read
+    if name in ("copy_", "_foreach_copy_"):  # the destination is an argument too, and is not read
         half = len(inputs) // 2
         return sum(map(_touched, inputs[half:])) + sum(map(_touched, inputs[:half]))
     if is_mutable and not outputs:  # `_foreach` operators in place return nothing

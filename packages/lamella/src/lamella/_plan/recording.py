@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Final
 
-import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -123,7 +122,7 @@ class WorkRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def note_kernel(self, name: str, nbytes: int) -> None:
         """Record a kernel that the estimate's stand-ins announce."""
-        kind = WorkKind.OPTIMIZER if "fused" in name and name.rstrip("_.default").count("_") else WorkKind.ELEMENTWISE
+        kind = WorkKind.OPTIMIZER if name.startswith("_fused") else WorkKind.ELEMENTWISE
         self._append(kind, name, 0.0, nbytes)
 
     def note_collective(self, collective: FakeCollective) -> None:

@@ -2,12 +2,13 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lamella._plan.cluster import Cluster
+from lamella._plan.intervals import Interval, covered, joined
 from lamella._plan.pricing import launch_seconds, operations_of, seconds_of
 from lamella._plan.works import Work, WorkKind
-from lamella_schedule import StreamSpan, simulate_streams
+from lamella_schedule import StreamOperation, StreamSpan, simulate_streams
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,27 +83,18 @@ def plan_of(works: Sequence[Work], cluster: Cluster) -> StepPlan:
     )
 
 
-def _later(operation, num):  # type: ignore[no-untyped-def]
-    from dataclasses import replace
-
+def _later(operation: StreamOperation, num: int) -> StreamOperation:
+    """Return the operation of the step after, of `num` operations."""
     return replace(operation, after=tuple(index + num for index in operation.after))
 
 
-def _busy(works: Sequence[Work], spans: Sequence[StreamSpan]) -> list[tuple[float, float]]:
+def _busy(works: Sequence[Work], spans: Sequence[StreamSpan]) -> list[Interval]:
     """Return the times in which kernels run, joined."""
-    joined: list[tuple[float, float]] = []
     kernels = [span for work, span in zip([*works, *works], spans, strict=True) if not work.kind.communicates]
-    for start, stop in sorted((span.start, span.stop) for span in kernels):
-        if joined and start <= joined[-1][1]:
-            joined[-1] = joined[-1][0], max(stop, joined[-1][1])
-        else:
-            joined.append((start, stop))
-    return joined
+    return joined((span.start, span.stop) for span in kernels)
 
 
-def _traffic(
-    works: Sequence[Work], spans: Sequence[StreamSpan], busy: Sequence[tuple[float, float]]
-) -> dict[str, UnitTraffic]:
+def _traffic(works: Sequence[Work], spans: Sequence[StreamSpan], busy: Sequence[Interval]) -> dict[str, UnitTraffic]:
     sent: dict[str, Counter[str]] = {}
     seconds: dict[str, Counter[str]] = {}
     exposed: dict[str, Counter[str]] = {}
@@ -124,12 +116,5 @@ def _traffic(
     }
 
 
-def _alone(span: StreamSpan, busy: Sequence[tuple[float, float]]) -> float:
-    from bisect import bisect_right
-
-    covered = 0.0
-    index = max(0, bisect_right(busy, span.start, key=lambda interval: interval[0]) - 1)
-    while index < len(busy) and busy[index][0] < span.stop:
-        covered += max(0.0, min(span.stop, busy[index][1]) - max(span.start, busy[index][0]))
-        index += 1
-    return span.stop - span.start - covered
+def _alone(span: StreamSpan, busy: Sequence[Interval]) -> float:
+    return span.stop - span.start - covered((span.start, span.stop), busy)
