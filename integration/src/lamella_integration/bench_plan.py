@@ -54,7 +54,7 @@ class Row:
         measured: `plan_peer`'s record of every rank; empty where it fails.
         planned: The plan of the row; empty likewise.
         errors: Lines on what failed.
-        seconds: Of the parts of the measurement.
+        seconds: Times of the parts of the measurement.
     """
 
     name: str

@@ -45,7 +45,7 @@ def simulate_streams(
     long.
 
     Args:
-        operations: In the order of the host's launches.
+        operations: The operations of all streams, in the order of the host's launches.
         slowdown: From 1 on.
         most_launched: Operations that the host launches ahead of the GPU at most: CUDA's queue.
 

@@ -23,13 +23,13 @@ class Cluster:
         gpus_a_host: GPUs of a host, which NVLink joins.
         gpu_memory: Memory of a GPU, such as "80GiB".
         matmul_tflops: 10^12 operations a second of products in bf16.
-        attention_tflops: The same of attention.
+        attention_tflops: 10^12 operations a second of attention.
         memory_gb_s: 10^9 bytes a second of elementwise kernels, read and written.
-        copy_gb_s: The same of copies and casts.
-        softmax_gb_s: The same of the loss's kernels over the vocabulary.
-        optimizer_gb_s: The same of the optimizer's kernels.
+        copy_gb_s: 10^9 bytes a second of copies and casts.
+        softmax_gb_s: 10^9 bytes a second of the loss's kernels over the vocabulary.
+        optimizer_gb_s: 10^9 bytes a second of the optimizer's kernels.
         gather_gb_s: 10^9 bytes a second that a GPU sends in a gather inside a host.
-        reduce_gb_s: The same in a reduction.
+        reduce_gb_s: 10^9 bytes a second that a GPU sends in a reduction inside a host.
         network_gb_s: 10^9 bytes a second that a GPU sends to other hosts.
         nvlink_us: Microseconds of a collective inside a host before its bytes.
         network_us: Microseconds that each host of a collective's ring adds.
@@ -42,8 +42,8 @@ class Cluster:
 
     gpus_a_host: int = 8
     gpu_memory: str = "80GiB"
-    matmul_tflops: float = 640.0
-    attention_tflops: float = 380.0
+    matmul_tflops: float = 700.0
+    attention_tflops: float = 430.0
     memory_gb_s: float = 2400.0
     copy_gb_s: float = 2300.0
     softmax_gb_s: float = 2000.0
@@ -54,10 +54,10 @@ class Cluster:
     nvlink_us: float = 20.0
     network_us: float = 8.0
     kernel_us: float = 3.0
-    launch_us: float = 8.0
-    view_us: float = 2.5
-    collective_launch_us: float = 300.0
-    slowdown: float = 1.15
+    launch_us: float = 10.5
+    view_us: float = 3.3
+    collective_launch_us: float = 390.0
+    slowdown: float = 1.25
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -98,7 +98,7 @@ CLUSTERS: Final[Mapping[str, Cluster]] = {
     "h100": Cluster(),
     "h200": Cluster(
         gpu_memory="141GiB",
-        matmul_tflops=700.0,
+        attention_tflops=400.0,
         memory_gb_s=3300.0,
         copy_gb_s=3000.0,
         softmax_gb_s=2800.0,

@@ -64,7 +64,7 @@ def repeated(works: Sequence[Work], begin: int, end: int, count: int) -> list[Wo
     """Return works with a part of them, from `begin` to `end`, several times in place of once.
 
     Args:
-        works: In the order of the host.
+        works: The works of a step, in the order of the host.
         begin: Index of the part's first work.
         end: Index behind the part's last work.
         count: The number of times, from 1 on.
