@@ -42,7 +42,7 @@ def simulate_streams(
 
     An operation starts when the host has launched it, the operation before on its stream has stopped, and so have all
     operations that it waits for. Beside an operation of another stream, a slowed operation takes `slowdown` times as
-    long.
+    long, and the same part of its time more for each further stream.
 
     Args:
         operations: The operations of all streams, in the order of the host's launches.
@@ -101,7 +101,7 @@ class _Clock:
 
     def _advance(self) -> None:
         """Go on to the next stop or launch."""
-        slowdown = self._slowdown if len(self._running) > 1 else 1.0
+        slowdown = 1.0 + (self._slowdown - 1.0) * max(0, len(self._running) - 1)
         rates = {i: 1 / slowdown if self._operations[i].is_slowed else 1.0 for i in self._running}
         stops = [remaining / rates[i] for i, (remaining, _) in self._running.items()]
         step = min([*stops, *([] if self._next_launch is None else [self._next_launch - self._now])])

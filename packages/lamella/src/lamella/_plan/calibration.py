@@ -7,7 +7,7 @@ Note [What a profile tells]
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 from lamella._plan.cluster import Cluster
@@ -107,10 +107,10 @@ def _bisected(
 
 def _scaled_host(cluster: Cluster, factor: float) -> Cluster:
     names = ("launch_us", "view_us", "collective_launch_us")
-    return replace(cluster, **{name: getattr(cluster, name) * factor for name in names})
+    return cluster.with_rates({name: getattr(cluster, name) * factor for name in names})
 
 
 def _scaled_kernels(cluster: Cluster, factor: float) -> Cluster:
     names = ("matmul_tflops", "attention_tflops", "memory_gb_s", "copy_gb_s", "softmax_gb_s", "optimizer_gb_s")
     changes = {name: getattr(cluster, name) / factor for name in names}
-    return replace(cluster, kernel_us=cluster.kernel_us * factor, **changes)
+    return cluster.with_rates({"kernel_us": cluster.kernel_us * factor, **changes})

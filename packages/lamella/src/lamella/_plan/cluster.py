@@ -37,7 +37,7 @@ class Cluster:
         launch_us: Microseconds of the host for an operator with a kernel.
         view_us: Microseconds of the host for a view or an allocation.
         collective_launch_us: Microseconds of the host for a unit's gather or reduction, with the hooks around it.
-        slowdown: Time of a kernel beside work on other streams, over its time alone.
+        slowdown: Time of a kernel beside work on another stream, over its time alone.
     """
 
     gpus_a_host: int = 8
@@ -88,6 +88,10 @@ class Cluster:
         across = collective.sent_nbytes / (gpus * self.network_gb_s * _GB)
         latency = self.nvlink_us * (gpus > 1) + self.network_us * (len(hosts) - 1)
         return latency * _US + max(inside if gpus > 1 else 0.0, across if len(hosts) > 1 else 0.0)
+
+    def with_rates(self, rates: Mapping[str, float]) -> "Cluster":
+        """Return the cluster with other rates and times, by name."""
+        return replace(self, **rates)  # type: ignore[arg-type]  # names of fields that are floats
 
     def to_json(self) -> str:
         """Return the description as text that `--cluster` reads."""

@@ -45,7 +45,7 @@ def with_rates(report: OverlapReport, works: Sequence[Work], cluster: Cluster) -
         remaining = seconds[kind] - num * _KERNEL_US * 1e-6
         if seconds[kind] > _LEAST_SHARE * total and flops and remaining > 0:
             changes[attribute] = flops / remaining / 1e12
-    return replace(cluster, **changes)
+    return cluster.with_rates(changes)
 
 
 def kernel_seconds(report: OverlapReport, slowdown: float) -> tuple[dict[WorkKind, float], dict[WorkKind, int]]:
@@ -90,7 +90,7 @@ class _Beside:
             self._streams[launch.kernel.stream].append(launch.kernel.interval)
 
     def share_of(self, launch: PlacedKernel) -> float:
-        """Return the part of a kernel's time in which another stream works."""
+        """Return the part of a kernel's time in which another stream works, summed over the streams."""
         kernel = launch.kernel
         if not kernel.duration_us:
             return 0.0
@@ -98,7 +98,7 @@ class _Beside:
         for stream, intervals in self._streams.items():
             if stream != kernel.stream:
                 total += covered(kernel.interval, intervals)
-        return min(1.0, total / kernel.duration_us)
+        return total / kernel.duration_us
 
 
 def _sum(works: Sequence[Work], kind: WorkKind, attribute: str) -> float:
@@ -123,7 +123,7 @@ def with_wires(report: OverlapReport, cluster: Cluster) -> Cluster:
         ]
         if rates:
             changes[attribute] = median(rates)
-    return replace(cluster, **changes)
+    return cluster.with_rates(changes)
 
 
 def _collectives(placed: Iterable[PlacedKernel], roles: Sequence[Role]) -> list[PlacedKernel]:

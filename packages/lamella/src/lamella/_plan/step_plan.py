@@ -1,6 +1,6 @@
 """A plan: the time of a step on a cluster, the part of it in which collectives are exposed, and the bytes sent."""
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -71,7 +71,7 @@ def plan_of(works: Sequence[Work], cluster: Cluster) -> StepPlan:
     doubled = [*step, *(_later(operation, num) for operation in step)]
     spans = simulate_streams(doubled, slowdown=cluster.slowdown)
     ends = [max(span.stop for span in part) for part in (spans[:num], spans[num:])]
-    kinds: Counter[str] = Counter()
+    kinds: dict[str, float] = defaultdict(float)
     for work in works:
         kinds[work.kind.value] += seconds_of(work, cluster)
     return StepPlan(
@@ -94,10 +94,15 @@ def _busy(works: Sequence[Work], spans: Sequence[StreamSpan]) -> list[Interval]:
     return joined((span.start, span.stop) for span in kernels)
 
 
+class _Table(defaultdict[str, defaultdict[str, float]]):
+    """Unit -> kind -> amount."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: defaultdict(float))
+
+
 def _traffic(works: Sequence[Work], spans: Sequence[StreamSpan], busy: Sequence[Interval]) -> dict[str, UnitTraffic]:
-    sent: dict[str, Counter[str]] = {}
-    seconds: dict[str, Counter[str]] = {}
-    exposed: dict[str, Counter[str]] = {}
+    sent, seconds, exposed = _Table(), _Table(), _Table()
     for work, span in zip(works, spans, strict=True):
         if work.collective is None:
             continue
@@ -107,7 +112,7 @@ def _traffic(works: Sequence[Work], spans: Sequence[StreamSpan], busy: Sequence[
             (seconds, span.stop - span.start),
             (exposed, _alone(span, busy)),
         ):
-            table.setdefault(work.unit, Counter())[kind] += amount
+            table[work.unit][kind] += amount
     return {
         unit: UnitTraffic(
             sent_nbytes=dict(sent[unit]), seconds=dict(seconds[unit]), exposed_seconds=dict(exposed[unit])
