@@ -1,6 +1,7 @@
 """A plan's bytes and operations are those of arithmetic, and its times are ordered as they must be."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,7 +31,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _works(model: Path, *, ranks: int = 4, optim: dict[str, object] | None = None, **parallel: object) -> list[Work]:
-    settings = {
+    settings: Mapping[str, Mapping[str, object]] = {
         "model": {"name": str(model)},
         "data": {"sequence_length": _LENGTH},
         "optim": {"batch_size": 2 * ranks, "lr": 1e-3, **(optim or {})},
