@@ -120,7 +120,9 @@ def decoder_steps(
         losses = []
         for index, tokens in enumerate(torch.randint(decoder.config.vocab_size, shape, generator=generator)):
             cast(engine.FSDPModule, model).set_requires_gradient_sync(index == count - 1)
-            loss = decoder.loss(model, tokens.to(device))
+            # From pageable memory the host would wait for all work, as no training loop should.
+            tokens = tokens.pin_memory() if device.type == "cuda" else tokens
+            loss = decoder.loss(model, tokens.to(device, non_blocking=True))
             loss.backward()  # type: ignore[no-untyped-call]
             losses.append(loss.detach())
             del loss

@@ -12,6 +12,7 @@ import lamella
 from lamella._command.estimate import placed
 from lamella._plan.cluster import Cluster
 from lamella._plan.recorded_works import record_works
+from lamella._plan.run_plan import plan_run
 from lamella._plan.search import instances_of
 from lamella._plan.step_plan import plan_of
 from lamella._plan.works import Work, WorkKind
@@ -124,12 +125,12 @@ def test_meshes_to_try_have_whole_hosts() -> None:
     assert instances_of(24, 8) == [1, 3]
 
 
-def test_the_recording_leaves_the_estimate_as_it_is(model: Path) -> None:
+def test_the_memory_of_a_plan_is_the_estimate_without_a_validation(model: Path) -> None:
     config = placed(
         resolve({"model": {"name": str(model)}, "data": {"sequence_length": _LENGTH}, "optim": {"batch_size": 8}})
     )
-    from lamella._plan.run_plan import plan_run
-
-    plan = plan_run(config, _CLUSTER)
-    assert plan.estimate == lamella.estimate(config)
+    plan, estimate = plan_run(config, _CLUSTER), lamella.estimate(config)
+    moments = [moment.name for moment in estimate.moments if moment.name != "validation"]
+    assert [moment.name for moment in plan.estimate.moments] == moments
+    assert plan.estimate.at_rest == estimate.at_rest
     assert plan.fits

@@ -39,13 +39,14 @@ _CPU = torch.device("cpu")
 _MOST_MICROBATCHES = 3  # The first makes the sums, the second adds to them, the last reduces them.
 
 
-def record_recipe(config: Config, rank: int = 0, watch: Watch = unwatched) -> RecordedStep:
+def record_recipe(config: Config, rank: int = 0, watch: Watch = unwatched, *, validates: bool = True) -> RecordedStep:
     """Record the live bytes of a step of a run on one of its ranks.
 
     Args:
         config: The run's settings, with ranks, device and precision.
         rank: The rank.
         watch: Entered around the steps.
+        validates: Run a validation between the steps, which gathers weights that the step would gather.
 
     Raises:
         ConfigError: The settings cannot be met, or the process has a process group.
@@ -64,7 +65,7 @@ def record_recipe(config: Config, rank: int = 0, watch: Watch = unwatched) -> Re
             watch(step, live),
             FusedSteps(),
         ):
-            return record(step, live)
+            return record(step if validates else replace(step, validate=None), live)
     except RuntimeError as error:
         raise ConfigError(_refusal(config, error)) from error
 

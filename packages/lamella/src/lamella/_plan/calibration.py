@@ -64,7 +64,7 @@ def calibrate(
     if not report.on_gpu:
         raise ConfigError(f"Expected a profile of steps on GPUs in {source!r}, got one of a CPU.")
     fitted = with_rates(report, works, cluster)
-    fitted = with_wires(report, fitted)
+    fitted = with_wires(trace, report, fitted)
     fitted = with_host(trace, report, works, fitted)
     measured = step_seconds or report.total.span / len(report.steps) / 1e3
     fitted = _met(works, fitted, measured)

@@ -17,6 +17,11 @@ def joined(intervals: Iterable[Interval]) -> list[Interval]:
     return union
 
 
+def length(times: Iterable[Interval]) -> float:
+    """Return the total of disjoint times."""
+    return sum(stop - start for start, stop in times)
+
+
 def covered(interval: Interval, times: Sequence[Interval]) -> float:
     """Return the part of an interval that disjoint times in ascending order cover."""
     start, stop = interval

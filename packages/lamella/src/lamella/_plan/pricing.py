@@ -37,7 +37,7 @@ def seconds_of(work: Work, cluster: Cluster) -> float:
 
 def launch_seconds(work: Work, cluster: Cluster) -> float:
     """Return the time of the host for a work, with the views before it."""
-    own_us = cluster.launch_us if work.collective is None else cluster.collective_launch_us
+    own_us = cluster.launch_us * (1 + work.hooks) if work.collective is None else cluster.collective_launch_us
     return (own_us + work.num_views * cluster.view_us) * _US
 
 

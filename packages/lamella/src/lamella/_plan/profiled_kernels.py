@@ -8,16 +8,17 @@ from statistics import median
 from typing import Final
 
 from lamella._plan.cluster import Cluster
-from lamella._plan.intervals import Interval, covered
+from lamella._plan.intervals import Interval, covered, joined, length
 from lamella._plan.works import Work, WorkKind
-from lamella_trace import Kind, OverlapReport, PlacedKernel, Role
+from lamella_trace import Kind, OverlapReport, PlacedKernel, Role, Trace, kernels_of
 
 _KERNEL_US: Final = 2.0
-_MOST_GAP_US: Final = 3.0
+_MOST_GAP_US: Final = 1.5
 _LEAST_SHARE: Final = 0.005
 """Kinds with a smaller share of the kernels' time keep the cluster's rate."""
 
 _LEAST_NBYTES: Final = 4 << 20
+_PUSH: Final = "Memcpy PtoP"
 _REDUCE: Final = "post_backward_reduce"
 _LOSS: Final = re.compile("softmax|nll|crossentropy", re.IGNORECASE)
 _RATES: Final[Mapping[WorkKind, str]] = {
@@ -109,19 +110,30 @@ def _count(works: Sequence[Work], kind: WorkKind) -> int:
     return sum(work.kind is kind for work in works)
 
 
-def with_wires(report: OverlapReport, cluster: Cluster) -> Cluster:
-    """Return the cluster with the median rate of gathers and reductions: a few wait for a peer that computes longer."""
+def with_wires(trace: Trace, report: OverlapReport, cluster: Cluster) -> Cluster:
+    """Return the cluster with the rates of gathers and reductions.
+
+    Copies into peers' memory are counted by themselves, since a collective waits for its peers between them. Of
+    collectives by kernels, which wait inside, the median counts.
+    """
+    pushes = [kernel for kernel in kernels_of(trace) if kernel.name.startswith(_PUSH)]
     changes: dict[str, float] = {}
     for attribute, roles in (
         ("gather_gb_s", (Role.FORWARD_GATHER, Role.BACKWARD_GATHER)),
         ("reduce_gb_s", (Role.REDUCE,)),
     ):
+        collectives = _collectives(report.timeline.placed, roles)
+        streams = {launch.kernel.stream for launch in collectives}
+        own_pushes = [kernel for kernel in pushes if kernel.stream in streams]
+        busy_us = length(joined(kernel.interval for kernel in own_pushes))
         rates = [
             sent / kernel.duration_us / 1e3
-            for launch in _collectives(report.timeline.placed, roles)
+            for launch in collectives
             if (sent := (kernel := launch.kernel).sent_nbytes) and sent > _LEAST_NBYTES and kernel.duration_us
         ]
-        if rates:
+        if busy_us:
+            changes[attribute] = sum(kernel.sent_nbytes or 0.0 for kernel in own_pushes) / busy_us / 1e3
+        elif rates:
             changes[attribute] = median(rates)
     return cluster.with_rates(changes)
 
@@ -132,7 +144,7 @@ def _collectives(placed: Iterable[PlacedKernel], roles: Sequence[Role]) -> list[
     by_range: dict[int, list[PlacedKernel]] = defaultdict(list)
     for launch in chosen:
         by_range[id(launch.range)].append(launch)
-    joined = []
+    collectives = []
     for launches in by_range.values():
         start = min(launch.kernel.start_us for launch in launches)
         end = max(launch.kernel.end_us for launch in launches)
@@ -144,5 +156,5 @@ def _collectives(placed: Iterable[PlacedKernel], roles: Sequence[Role]) -> list[
             }.values()
         )
         kernel = replace(launches[0].kernel, start_us=start, duration_us=end - start, sent_nbytes=sent)
-        joined.append(replace(launches[0], kernel=kernel))
-    return joined
+        collectives.append(replace(launches[0], kernel=kernel))
+    return collectives

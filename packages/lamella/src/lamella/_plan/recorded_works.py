@@ -1,19 +1,27 @@
 """The works of a run's step: recorded by the estimate's own step, all microbatches of the run among them."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from torch import nn
 
 from lamella._estimate.api import record_module
+from lamella._estimate.kinds import HEAD_AND_LOSS
 from lamella._estimate.recipe_step import record_recipe
-from lamella._estimate.recorded_step import VALIDATION, RecordedStep
+from lamella._estimate.recorded_step import RecordedStep
 from lamella._plan.recording import WorkRecorder, recorder_watch
 from lamella._plan.works import Work, part_of, repeated
 from lamella._settings.config import Config
 from lamella._settings.options import ConfigError
 
-_BEGINS = "forward begins"
+_BEGINS: Final = "forward begins"
+_AROUND, _FORWARD, _RECOMPUTED = "around", "forward ", "backward recomputes "
+_HOOKS: Final = {"no": 0.0, "full": 1.5, "selective": 2.3}
+"""Further time of the host for an operator of a recomputed layer, over that of an operator: of two steps on H100s.
+Autograd calls hooks in Python for each saved tensor; selective recomputation decides in Python for each operator."""
+
+_RECOMPUTED_SHARE: Final = 1 / 3
+"""Of the operators in the moment of a layer's recomputation two of three are backward's own."""
 
 
 class RecordedWorks(NamedTuple):
@@ -51,8 +59,8 @@ def record_works(config: Config, rank: int = 0) -> RecordedWorks:
                 "Leave the option out."
             )
     recorders: list[WorkRecorder] = []
-    step = record_recipe(config, rank, recorder_watch(recorders))
-    works = works_of(recorders[0], step)
+    step = record_recipe(config, rank, recorder_watch(recorders), validates=False)
+    works = with_hooks(works_of(recorders[0], step), parallel.recompute)
     return RecordedWorks(with_microbatches(works, config.optim.accumulation), step)
 
 
@@ -71,14 +79,28 @@ def record_module_works(module: nn.Module, **options: Any) -> RecordedWorks:
 
 
 def works_of(recorder: WorkRecorder, step: RecordedStep) -> list[Work]:
-    """Return the works of the recorded step, without those of a validation."""
-    moments = step.log.moments
-    first = next(
-        index
-        for index, moment in enumerate(recorder.moment_of)
-        if moment >= step.first_moment and moments[moment] != VALIDATION and moments[moment].startswith("forward")
-    )
+    """Return the works of the recorded step."""
+    first = next(index for index, moment in enumerate(recorder.moment_of) if moment >= step.first_moment)
     return part_of(recorder.works, first)
+
+
+def with_hooks(works: Sequence[Work], recompute: str) -> list[Work]:
+    """Return works with the host's time for the hooks and modes of recomputed layers.
+
+    Args:
+        works: The works of a step.
+        recompute: "no", "full" or "selective".
+    """
+    hooks = _HOOKS[recompute]
+    shares = {_AROUND: 0.0, _FORWARD: hooks, _RECOMPUTED: hooks * _RECOMPUTED_SHARE}
+    return [work._replace(hooks=shares[_place_of(work.moment)]) for work in works]
+
+
+def _place_of(moment: str) -> str:
+    if moment.startswith(_RECOMPUTED):
+        return _RECOMPUTED
+    is_around = moment in (_BEGINS, f"forward {HEAD_AND_LOSS}") or moment.startswith("forward after ")
+    return _FORWARD if moment.startswith(_FORWARD) and not is_around else _AROUND
 
 
 def with_microbatches(works: Sequence[Work], count: int) -> list[Work]:

@@ -40,6 +40,7 @@ class Work(NamedTuple):
         collective: The collective; None for a kernel.
         num_views: Operators before, since the last work, that take the host's time alone.
         dtype: The dtype of products, such as "bfloat16"; empty for other kinds.
+        hooks: Further time of the host, over that of an operator: of hooks and modes of a recomputed layer.
     """
 
     kind: WorkKind
@@ -53,6 +54,7 @@ class Work(NamedTuple):
     collective: FakeCollective | None = None
     num_views: int = 0
     dtype: str = ""
+    hooks: float = 0.0
 
 
 def part_of(works: Sequence[Work], first: int) -> list[Work]:
