@@ -47,8 +47,9 @@ def cost_of(function: Any, arguments: Sequence[Any], options: Any, output: Any) 
     nbytes = _nbytes(name, inputs, outputs, is_mutable=function._schema.is_mutable)
     if "scaled_dot_product" in name or "_attention_" in name:
         return OperatorCost(WorkKind.ATTENTION, _attention_flops(name, arguments, options), nbytes)
-    if packet in flop_registry:
-        flops = flop_registry[packet](*arguments, **options, out_val=output)
+    count = flop_registry.get(packet) or flop_registry.get(getattr(torch.ops.aten, name.removesuffix("_"), None))
+    if count is not None:  # of `addmm_` too, which adds a product in place
+        flops = count(*arguments, **options, out_val=output)
         return OperatorCost(WorkKind.MATMUL, flops, nbytes, str(_tensors(arguments)[0].dtype).removeprefix("torch."))
     if name in _COPIES:
         return OperatorCost(WorkKind.COPY, 0.0, nbytes)
