@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 from warnings import warn
 
+from lamella_precision._choice.foreign import is_quantized as is_quantized
 from lamella_precision._choice.foreign import read_directly as read_directly
 from lamella_precision._choice.foreign import refuse_quantized as refuse_quantized
 from lamella_precision._choice.matrices import matrices_of as matrices_of
