@@ -79,7 +79,10 @@ def _timed(step: Callable[[int], torch.Tensor], num_steps: int, device: torch.de
             step(_NUM_WARMUP_STEPS + number)
             times.append(time.perf_counter())
         return [end - begin for begin, end in pairwise(times)]
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(num_steps + 2)]
+    events = [
+        torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        for _ in range(num_steps + 2)
+    ]
     step(_NUM_WARMUP_STEPS)
     events[0].record()
     for number in range(num_steps + 1):
