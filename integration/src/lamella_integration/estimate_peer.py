@@ -74,9 +74,9 @@ def _record(row: str, folder: Path, options: argparse.Namespace, rank: Rank, met
         of cuBLAS's workspaces, which the peaks contain; `leftover_nbytes` of the row before.
     """
     is_compiled = "--compile" in row.split()
-    _release(is_compiled=is_compiled)
+    release(is_compiled=is_compiled)
     leftover = meter.now() if rank.device.type == "cuda" else 0
-    with meter.watch(), _steps(row, folder, options, rank) as (model, units, step):
+    with meter.watch(), row_steps(row, folder, options, rank) as (model, units, step):
         meter.adopt(model)
         meter.reset()
         losses = [step(0)]
@@ -114,9 +114,13 @@ def _record(row: str, folder: Path, options: argparse.Namespace, rank: Rank, met
 
 
 @contextmanager
-def _steps(
+def row_steps(
     row: str, folder: Path, options: argparse.Namespace, rank: Rank
 ) -> Iterator[tuple[nn.Module, Sequence[nn.Module], Callable[[int], torch.Tensor]]]:
+    """Yield the model of a row, its units, and the function that takes a step and returns its loss.
+
+    Effects: collective over all ranks; writes the folder.
+    """
     if row.startswith("decoder "):
         with decoder_steps(row, rank.num_ranks, rank.device, is_tiny=options.tiny) as steps:
             yield steps
@@ -144,7 +148,8 @@ def _write_tokens(folder: Path) -> None:
     torch.save(index, folder / "index.pt")
 
 
-def _release(*, is_compiled: bool) -> None:
+def release(*, is_compiled: bool) -> None:
+    """Free the memory of a row, and the code of compiled layers."""
     if is_compiled:
         torch.compiler.reset()  # torch limits how often the code of a layer is compiled anew.
     gc.collect()  # Hooks and parameters form cycles.

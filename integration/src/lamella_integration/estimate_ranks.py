@@ -1,4 +1,4 @@
-"""The ranks that take real steps of rows: processes of `estimate_peer`, and their records."""
+"""The ranks that take real steps of rows: processes of `estimate_peer` or `plan_peer`, and their records."""
 
 import argparse
 import json
@@ -25,7 +25,7 @@ class Measurement:
     """The steps of a row.
 
     Attributes:
-        records: `estimate_peer`'s record of every rank; empty where the steps failed.
+        records: The program's record of every rank; empty where the steps failed.
         errors: Lines on the failure.
         seconds: Of the steps, with the making of the model.
     """
@@ -42,11 +42,20 @@ class Ranks:
         options: The command line's: ranks, device, steps, tiny, row_timeout.
         folder: For the files of the rows and the ranks' errors.
         gpus: `CUDA_VISIBLE_DEVICES` of the ranks.
-        flags: Further options of `estimate_peer`.
+        flags: Further options of the program.
+        program: The module that a rank runs: reads a request a line, and prints a record of all ranks for each.
     """
 
-    def __init__(self, options: argparse.Namespace, folder: Path, gpus: str | None, flags: Sequence[str] = ()) -> None:
-        self._options, self._folder, self._gpus, self._flags = options, folder, gpus, flags
+    def __init__(
+        self,
+        options: argparse.Namespace,
+        folder: Path,
+        gpus: str | None,
+        flags: Sequence[str] = (),
+        program: str = "lamella_integration.estimate_peer",
+    ) -> None:
+        self._options, self._folder, self._gpus = options, folder, gpus
+        self._program, self._flags = program, flags
         self._processes: list[subprocess.Popen[str]] = []
         self._lines: Queue[str | None] = Queue()
         self._is_fresh = True
@@ -106,7 +115,7 @@ class Ranks:
     def _start(self) -> None:
         options = self._options
         self._lines, self._is_fresh = Queue(), True
-        command = [sys.executable, "-m", "lamella_integration.estimate_peer", *self._flags]
+        command = [sys.executable, "-m", self._program, *self._flags]
         command += ["--device", options.device, "--steps", str(options.steps)] + ["--tiny"] * options.tiny
         port = _free_port()
         for rank in range(options.ranks):

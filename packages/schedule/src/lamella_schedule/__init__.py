@@ -48,6 +48,9 @@ from lamella_schedule._run import run_pair as run_pair
 from lamella_schedule._run_pipeline import run_pipeline as run_pipeline
 from lamella_schedule._simulate import simulate as simulate
 from lamella_schedule._simulate import simulate_pipeline as simulate_pipeline
+from lamella_schedule._streams import StreamOperation as StreamOperation
+from lamella_schedule._streams import StreamSpan as StreamSpan
+from lamella_schedule._streams import simulate_streams as simulate_streams
 from lamella_schedule._timeline import PipelineTimeline as PipelineTimeline
 from lamella_schedule._timeline import Span as Span
 from lamella_schedule._timeline import Timeline as Timeline

@@ -14,7 +14,7 @@ from lamella._estimate.gpu_operators import gpu_operators
 from lamella._estimate.kinds import HOST_ACTIVATIONS
 from lamella._estimate.liger_operators import liger_operators
 from lamella._estimate.live_bytes import LiveBytes
-from lamella._estimate.recorded_step import RecordedStep, TrainingStep, record
+from lamella._estimate.recorded_step import RecordedStep, TrainingStep, Watch, record, unwatched
 from lamella._model.lora import add_adapters
 from lamella._model.matrices import matrices_for
 from lamella._model.sharding import shard
@@ -39,12 +39,14 @@ _CPU = torch.device("cpu")
 _MOST_MICROBATCHES = 3  # The first makes the sums, the second adds to them, the last reduces them.
 
 
-def record_recipe(config: Config, rank: int = 0) -> RecordedStep:
+def record_recipe(config: Config, rank: int = 0, watch: Watch = unwatched, *, validates: bool = True) -> RecordedStep:
     """Record the live bytes of a step of a run on one of its ranks.
 
     Args:
         config: The run's settings, with ranks, device and precision.
         rank: The rank.
+        watch: Entered around the steps.
+        validates: Run a validation between the steps, which gathers weights that the step would gather.
 
     Raises:
         ConfigError: The settings cannot be met, or the process has a process group.
@@ -61,9 +63,10 @@ def record_recipe(config: Config, rank: int = 0) -> RecordedStep:
             fake_ranks(config.parallel.ranks, rank, config.parallel.device),
             gpu_operators(config.parallel.device),
             training_step(config, live, no_memory()) as step,
+            watch(step, live),
             FusedSteps(),
         ):
-            return record(step, live)
+            return record(step if validates else replace(step, validate=None), live)
     except RuntimeError as error:
         raise ConfigError(_refusal(config, error)) from error
 

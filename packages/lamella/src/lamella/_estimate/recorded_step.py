@@ -2,7 +2,7 @@
 
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -68,6 +68,15 @@ class RecordedStep:
 
     log: MemoryLog
     first_moment: int
+
+
+Watch = Callable[[TrainingStep, LiveBytes], AbstractContextManager[object]]
+"""Watches a step that is recorded, from before its first forward on."""
+
+
+def unwatched(step: TrainingStep, live: LiveBytes) -> AbstractContextManager[object]:
+    """Watch nothing."""
+    return nullcontext()
 
 
 def record(step: TrainingStep, live: LiveBytes) -> RecordedStep:
