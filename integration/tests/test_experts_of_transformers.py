@@ -98,7 +98,7 @@ def test_more_ranks_than_experts_cut_within_each_expert() -> None:
         return [full_tensor(parameter) for parameter in model.parameters()]
 
     def full_tensor(parameter: torch.Tensor) -> torch.Tensor:
-        return (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach()
+        return (cast(DTensor, parameter).full_tensor() if isinstance(parameter, DTensor) else parameter).detach()
 
     def alone() -> list[torch.Tensor]:
         model = fully_shard(moe("qwen3_moe", num_experts=2))

@@ -125,7 +125,7 @@ class StepClock:
         if self._device.type != "cuda":
             self._marks.append(time.perf_counter())
             return
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         self._marks.append(event)
 
@@ -144,7 +144,8 @@ def _between(before: torch.cuda.Event | float, after: torch.cuda.Event | float) 
     if isinstance(before, float):
         assert isinstance(after, float)
         return after - before
-    return float(before.elapsed_time(after)) / 1e3  # type: ignore[no-untyped-call]
+    assert not isinstance(after, float)
+    return float(before.elapsed_time(after)) / 1e3
 
 
 class PeaksOfMoments:
