@@ -22,6 +22,8 @@ from lamella_buffers import FakeCollective
 _LENGTH, _WIDTH, _HIDDEN, _VOCABULARY, _LAYERS = 64, 16, 40, 300, 2
 _LAYER_MATRICES = 2 * _WIDTH**2 + 2 * _WIDTH * _WIDTH // 2 + 3 * _WIDTH * _HIDDEN
 _CLUSTER = Cluster(gpus_a_host=4)
+# The wires decide: a model this small would wait for its host.
+_QUICK_HOST = replace(_CLUSTER, launch_us=0, view_us=0, collective_launch_us=0, slowdown=1)
 
 
 @pytest.fixture(scope="module")
@@ -81,15 +83,15 @@ def test_exposed_time_is_within_the_communication_and_more_bandwidth_is_never_sl
     works = _works(model, ranks=8)
     before = None
     for factor in (1, 3, 30, 3000):
-        cluster = replace(_CLUSTER, gather_gb_s=factor / 10, reduce_gb_s=factor / 10, network_gb_s=factor / 50)
+        wires = {"gather_gb_s": factor / 1e4, "reduce_gb_s": factor / 1e4, "network_gb_s": factor / 5e4}
+        cluster = _QUICK_HOST.with_rates(wires)
         plan = plan_of(works, cluster)
         for traffic in plan.units.values():
             for kind, seconds in traffic.seconds.items():
                 assert -1e-12 <= traffic.exposed_seconds[kind] <= seconds + 1e-12
         assert plan.exposed_seconds <= plan.communication_seconds
-        assert plan.seconds >= plan.host_seconds * 0.99
         if before is not None:
-            assert plan.seconds <= before.seconds + 1e-9
+            assert plan.seconds < before.seconds
         before = plan
 
 
@@ -103,11 +105,15 @@ def test_microbatches_beyond_the_recorded_ones_take_the_time_of_one_more(model: 
     assert four > three
 
 
-def test_a_step_over_two_hosts_is_slower_and_instances_on_hosts_send_less_between_them(model: Path) -> None:
-    slow = replace(_CLUSTER, network_gb_s=0.01)
+def test_a_step_over_two_hosts_is_slower_and_instances_on_hosts_gather_inside_them(model: Path) -> None:
+    slow = replace(_QUICK_HOST, network_gb_s=1e-5)
     apart, instances = _works(model, ranks=8), _works(model, ranks=8, replicate=2)
-    assert plan_of(apart, slow).seconds > plan_of(apart, replace(_CLUSTER, gpus_a_host=8)).seconds
-    assert plan_of(instances, slow).seconds < plan_of(apart, slow).seconds
+    assert plan_of(apart, slow).seconds > plan_of(apart, replace(slow, gpus_a_host=8)).seconds
+    inside, between = (
+        sum(traffic.seconds["gather"] for traffic in plan_of(works, slow).units.values())
+        for works in (instances, apart)
+    )
+    assert inside < between / 100
 
 
 def test_a_ring_between_hosts_crosses_once_for_each_gpu_of_a_host() -> None:
