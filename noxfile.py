@@ -3,7 +3,8 @@
 `./dev NAME` runs one session, `./dev "unit(engine)"` one with a choice, and `./dev tests` the sessions a change must
 pass. A session installs its requirements in a separate environment, pinned by constraints.txt. Sessions for GPUs
 (`gpu`, `te`, `ssm`, `hybrid`, `bench`, `megatron(gpu-1)`) install nothing: such sessions run in the interpreter named
-by the variable PYTHON.
+by the variable PYTHON, and name versions that differ from constraints-gpu.txt; `gpu_environment` installs these
+versions.
 """
 
 import os
@@ -29,6 +30,7 @@ FOLDERS = {
     "testing": ROOT / "testing",
     "integration": ROOT / "integration",
 }
+GPU_EXTRAS = {"precision": "te", "mamba": "ssm", "megatron": "mcore"}  # of vendors' libraries
 CLIENTS = FOLDERS["integration"] / "tests" / "clients"
 BYTECODE = ROOT / ".nox" / "bytecode"  # of libraries, compiled once for all environments
 SOURCES = [str(folder.relative_to(ROOT) / "src") for folder in FOLDERS.values()]
@@ -159,6 +161,32 @@ def narrow_states(session: nox.Session) -> None:
     # Compiled by uv: Python would warn of escapes in torchao's texts, and tests turn warnings into errors.
     _install(session, "--compile-bytecode", "torchao")
     _pytest_installed(session, FOLDERS["lamella"] / "tests" / "training" / "test_narrow_states.py")
+
+
+@nox.session(default=False)
+def lm_eval(session: nox.Session) -> None:
+    """Test the tasks of `lamella[eval]` with lm-eval itself, which brings some forty packages."""
+    _install_shipped(session, "lamella", _wheels(session, _siblings("lamella", tested=True)))
+    _install(session, "lm-eval[hf]")
+    _pytest_installed(session, FOLDERS["lamella"] / "tests" / "inference" / "test_lm_eval.py")
+
+
+@nox.session(default=False, venv_backend="none")
+def gpu_environment(session: nox.Session) -> None:
+    """Install all packages, the vendors' libraries and the tests' into the interpreter named by PYTHON.
+
+    At the versions of constraints-gpu.txt. Needs a package index, an installed torch and CUDA's compiler, since some
+    wheels are built. The sessions for GPUs name installed versions that differ from the file.
+    """
+    members = [f"{FOLDERS[name]}[{extra}]" for name, extra in GPU_EXTRAS.items()]
+    members += [str(FOLDERS[name]) for name in FOLDERS if name not in GPU_EXTRAS]
+    editable = [part for member in members for part in ("--editable", member)]
+    # `--no-config`: pyproject.toml pins another torch, of the sessions without a GPU.
+    options = ["--no-config", "--constraint", str(ROOT / "constraints-gpu.txt")]
+    # Their builds compile against the torch that is installed.
+    for built in ("transformer-engine-torch", "mamba-ssm", "causal-conv1d"):
+        options += ["--no-build-isolation-package", built]
+    _uv(session, "pip", "install", "--python", os.environ.get("PYTHON", "python3"), *options, *editable, "pytest")
 
 
 @nox.session(default=False, venv_backend="none")

@@ -20,6 +20,8 @@ makes no environment and installs nothing.
     python tools/here.py soak [PYTEST ARGS]         tests marked slow: minutes
     python tools/here.py python -m lamella train    any Python command with the sources on its path
 
+Commands for GPUs name installed versions that differ from constraints-gpu.txt, the tested ones, and go on.
+
 With LAMELLA_RANKS_PER_GPU=2 in the environment two ranks of a test share a GPU, so that `gpu 2` needs one: the same
 results, at the speed of sockets. `-n 4` shares the tests of a folder among four processes (pytest-xdist); tests marked
 `alone` run after them, one at a time.
@@ -29,7 +31,9 @@ import os
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import cache
+from importlib import metadata
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NoReturn
@@ -110,6 +114,26 @@ def _pytest(marker: str, args: list[str], *, session: str, folders: list[Path] =
     return next((result for result in ran if result), 0 if ran else NO_TESTS_RAN)
 
 
+@cache
+def _name_differences() -> None:
+    """Name installed versions that differ from the tested ones, once."""
+    pins = (ROOT / "constraints-gpu.txt").read_text(encoding="utf-8").splitlines()
+    if differences := ", ".join(_differences(pins)):
+        print(f"Not the versions of constraints-gpu.txt: {differences}", file=sys.stderr)
+
+
+def _differences(pins: Iterable[str]) -> Iterator[str]:
+    """Installed versions other than pinned, by the pinned distributions that are installed."""
+    for pin in pins:
+        name, _, version = pin.partition("==")
+        try:
+            installed = metadata.version(name).partition("+")[0]  # without the build, as in 2.11.0+cu130
+        except metadata.PackageNotFoundError:
+            continue
+        if installed != version:
+            yield f"{name} {installed}, not {version}"
+
+
 def _parts(marker: str, folder: Path, args: list[str]) -> list[tuple[str, list[str]]]:
     """The runs of pytest for a folder, each a marker expression and arguments.
 
@@ -149,6 +173,8 @@ def _sources(folder: Path) -> Iterator[str]:
 
 
 def _pytest_in(marker: str, args: list[str]) -> int:
+    if marker != "slow":  # of any device
+        _name_differences()
     config = ["--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml"), *(["-p", "xdist"] if "-n" in args else [])]
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # Plugins installed on the machine could change results.
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # Ranks share the cores; sums must not depend on the number of cores.
@@ -158,6 +184,7 @@ def _pytest_in(marker: str, args: list[str]) -> int:
 
 
 def _bench(num_gpus: str, args: list[str]) -> int:
+    _name_differences()
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", num_gpus]
     return _python(*torchrun, "-m", "lamella_integration.bench", *args)
 

@@ -65,14 +65,16 @@ QWENS: dict[str, tuple[Any, Any, Callable[[int], dict[str, Any]]]] = {
 Batch = dict[str, Any]
 
 
-def moe(family: str, experts: str = "eager", width: int = 12, num_layers: int = 3, seed: int = 3) -> nn.Module:
+def moe(
+    family: str, experts: str = "eager", width: int = 12, num_layers: int = 3, seed: int = 3, num_experts: int = 4
+) -> nn.Module:
     torch.manual_seed(seed)
     model: Any
     sizes = {**SIZES, "num_hidden_layers": num_layers}
     implementations: dict[str, Any] = {"attn_implementation": "eager", "experts_implementation": experts}
     if "qwen" in family:
         config_class, model_class, family_sizes = QWENS[family.partition(",")[0]]
-        sizes |= {"moe_intermediate_size": width, "num_experts": 4, **family_sizes(num_layers)}
+        sizes |= {"moe_intermediate_size": width, "num_experts": num_experts, **family_sizes(num_layers)}
         if "window" in family:
             sizes |= {"use_sliding_window": True, "sliding_window": 4}
         model = model_class(config_class(**sizes, **implementations))

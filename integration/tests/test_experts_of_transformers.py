@@ -13,7 +13,7 @@ import torch.distributed as dist
 from expert_training import MICROBATCHES, batches_of, float8_policy, moe, plain_step, scheduled_step, sharded
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from lamella_engine import ZERO1, ZERO3, MixedPrecisionPolicy, ShardingOptions, fully_shard, quantization_errors
 from lamella_precision import Float8Recipe, MXFP8Recipe, QuantizedWeight, matrices_of
@@ -87,6 +87,36 @@ def test_scheduled_bits_equal_the_models_own_forward(family: str, stage: Any, nu
         assert num_unequal == 0
         torch.testing.assert_close(losses, expected_losses, rtol=1e-6, atol=1e-6)
         assert all(abs(losses[i] - losses[-MICROBATCHES:][i]) > 1e-3 for i in range(MICROBATCHES)), "nothing changed"
+
+
+def test_more_ranks_than_experts_cut_within_each_expert() -> None:
+    def steps(model: nn.Module, ranks: range) -> list[torch.Tensor]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for rank in ranks:
+            plain_step(model, batches_of(rank))
+        optimizer.step()
+        return [full_tensor(parameter) for parameter in model.parameters()]
+
+    def full_tensor(parameter: torch.Tensor) -> torch.Tensor:
+        return (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach()
+
+    def alone() -> list[torch.Tensor]:
+        model = fully_shard(moe("qwen3_moe", num_experts=2))
+        model.set_gradient_divide_factor(4)
+        return steps(model, range(4))
+
+    def spread() -> list[torch.Tensor]:
+        model = sharded(moe("qwen3_moe", num_experts=2), 2)
+        stacks = [parameter for name, parameter in model.named_parameters() if ".experts." in name]
+        assert stacks
+        for stack in stacks:
+            assert cast(DTensor, stack).placements == (Shard(1), Shard(0))
+            assert 4 * cast(DTensor, stack).to_local().numel() == stack.numel()
+        return steps(model, range(dist.get_rank(), dist.get_rank() + 1))
+
+    [expected] = run_ranks(alone, 1)
+    for weights in run_ranks(spread, 4):
+        torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_explicit_positions_without_a_mask_equal_the_models_own_forward() -> None:

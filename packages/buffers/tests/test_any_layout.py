@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated_ranks import SimulatedTransport, on_simulated_ranks
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lamella_buffers import CachingAllocator, ShardedBuffer, UnshardedBuffer, all_gather, reduce_scatter
 from lamella_buffers.testing import check_transport
@@ -169,3 +171,23 @@ def test_any_gradients_are_reduced_into_the_shards_of_their_sum(
                     assert bool((shard == 99).all()), "a tensor that takes no part must be left as it is"
 
     on_simulated_ranks(num_ranks, check)
+
+
+class Operators(TorchDispatchMode):
+    """Counts operators."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("layout", [EvenLayout, FlatLayout])
+def test_a_buffer_of_thousands_of_ranks_has_no_view_a_rank(layout: type[EvenLayout | FlatLayout]) -> None:
+    with Operators() as operators:
+        buffer = UnshardedBuffer(layout.build([(8192, 2), (3, 5)], 4096), 4095, torch.float32, CPU, CachingAllocator())
+    assert operators.count < 50
+    assert [piece.numel() * 4096 for piece in buffer.own] == [slot.numel() for slot in buffer.slots]
+    ends = [piece.storage_offset() + piece.numel() for piece in buffer.own]
+    assert ends == [slot.storage_offset() + slot.numel() for slot in buffer.slots]

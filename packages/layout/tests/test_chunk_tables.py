@@ -22,6 +22,7 @@ from lamella_layout import (
     Rows,
     Shard,
     mesh_chunks,
+    mesh_owners,
     mesh_region,
     strided_placements,
 )
@@ -324,3 +325,31 @@ def test_a_box_outside_the_local_tensor_is_refused() -> None:
 def test_a_layout_inside_a_region_of_another_shape_is_refused() -> None:
     with pytest.raises(ValueError, match=r"Expected a region of shape \(4, 2\), .* got one of \(8, 2\)"):
         EvenLayout.build([(4, 2)], 2).chunks(0, 0, inside=Region.whole((8, 2)))
+
+
+@given(placed(strided=True), st.booleans(), st.data())
+def test_owners_are_the_ranks_with_chunks(
+    tensor: tuple[tuple[int, ...], tuple[int, ...], list[Placement]], ragged: bool, data: st.DataObject
+) -> None:
+    shape, mesh_shape, placements = tensor
+    order = None
+    if not any(isinstance(placement, _StridedShard) for placement in placements):
+        order = data.draw(st.permutations(range(len(mesh_shape))))
+    if ragged:  # One axis cuts the rows that the others leave whole.
+        num_cuts = mesh_shape[0] - 1
+        cuts = sorted(data.draw(st.lists(st.integers(0, shape[0]), min_size=num_cuts, max_size=num_cuts)))
+        others = [placement for placement in placements[1:] if getattr(placement, "dim", 1) != 0]
+        mesh_shape, order = mesh_shape[: len(others) + 1], None
+        placements = [RaggedShard((0, *cuts, shape[0])), *others]
+    expected = tuple(bool(chunks) for chunks in mesh_chunks(shape, mesh_shape, placements, order=order))
+    assert mesh_owners(shape, mesh_shape, placements, order=order) == expected
+
+
+def test_owners_on_a_large_mesh_need_no_region_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lamella_layout._mesh.mesh_region", None)
+    inner_first = strided_placements((128, 128), [Shard(0), Shard(0)], order=(1, 0))
+    assert sum(mesh_owners((1024, 8), (128, 128), [Replicate(), Shard(0)])) == 128 * 128
+    assert sum(mesh_owners((1024, 8), (16384,), [Shard(0)])) == 1024
+    assert sum(mesh_owners((65536, 8), (128, 128), inner_first)) == 128 * 128
+    layout = FlatLayout.build([(1024, 8)], 16384, alignment=8)
+    assert sum(mesh_owners((1024, 8), (16384,), [layout.placement(0)])) == 1024

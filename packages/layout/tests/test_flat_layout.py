@@ -186,6 +186,12 @@ def test_the_owner_is_the_one_rank_that_has_all_rows() -> None:
     assert RaggedShard((0, 0)).owner is None
 
 
+def test_equal_layers_share_the_bounds_of_their_placements() -> None:
+    layers = [FlatLayout.build([(1024, 8), (53, 8)], 16384, alignment=8) for _ in range(2)]
+    assert layers[0].placement(0) is layers[1].placement(0)
+    assert layers[0].placement(0) is not layers[0].placement(1)
+
+
 def test_placements_compare_hash_and_pickle_by_value_and_are_not_torchs() -> None:
     placement = RaggedShard((0, 2, 2, 5), stride=2)
     assert placement == RaggedShard([0, 2, 2, 5], 2)

@@ -137,7 +137,7 @@ class UnshardedBuffer:
         self.flat = flat.data  # same bytes, separate version counter: Note [Version counters]
         self.slots = tuple(self.flat[slice(*slot)] for slot in layout.wire_full_slots)
         # Pieces of the destinations: a gather from here is in place, and no piece is copied.
-        self.own = tuple(torch.tensor_split(slot, layout.num_shards)[rank] for slot in self.slots)
+        self.own = tuple(_piece(slot, layout.num_shards, rank) for slot in self.slots)
         # Views of the tensor as created, with its version counter: gathers, which write `self.flat`, do not advance it.
         self.tensors = tuple(flat[slice(*layout.tensor_range(i))].view(shape) for i, shape in enumerate(layout.shapes))
         # Last: torch makes no view past the end of a storage, so the views above needed the bytes.
@@ -185,6 +185,12 @@ class UnshardedBuffer:
             RuntimeError: The buffer has no bytes.
         """
         self.allocator.free(self.flat)
+
+
+def _piece(slot: torch.Tensor, num_shards: int, rank: int) -> torch.Tensor:
+    # Not `tensor_split`, which makes a view for each of the ranks, of which there may be thousands.
+    numel = slot.numel() // num_shards
+    return slot.narrow(0, rank * numel, numel)
 
 
 class GatherPlan:

@@ -336,10 +336,15 @@ def transport_for(group: dist.ProcessGroup, device_type: str) -> Transport:
     # Not `get_backend`: for a group with a backend chosen by torch, the answer is "undefined".
     backends = dist.get_backend_config(group)
     if backends == FAKE_GPUS:  # Also for a CPU mesh: fake tensors need no GPU.
-        hosts = {rank // _FAKE_GPUS_A_HOST for rank in dist.get_process_group_ranks(group)}
-        return FakeTransport(group) if len(hosts) > 1 else FakeCopyEngineTransport(group)
+        return FakeTransport(group) if _spans_fake_hosts(group) else FakeCopyEngineTransport(group)
     has_nccl = device_type != "cpu" and "nccl" in backends
     return NcclTransport(group) if has_nccl else GlooTransport(group)
+
+
+def _spans_fake_hosts(group: dist.ProcessGroup) -> bool:
+    if group.size() > _FAKE_GPUS_A_HOST:  # Without a list of the ranks, which each unit's call would make.
+        return True
+    return len({rank // _FAKE_GPUS_A_HOST for rank in dist.get_process_group_ranks(group)}) > 1
 
 
 def on_current_stream(options: Options) -> Options:

@@ -3,8 +3,8 @@
 Parts are imported on first use: torch's writers take seconds, and readers of files do not need the import. Sources,
 boxes and archives are lamella-files'.
 
-- Files of DCP: `is_dcp`, `opened_dcp` and `StoredCheckpoint` read; `write_dcp` and `WithoutManifest` write; `Manifest`
-  is the file beside.
+- Files of DCP: `is_dcp`, `open_dcp`, `opened_dcp` and `StoredCheckpoint` read; `write_dcp` and `WithoutManifest` write;
+  `complete` writes the metadata of all ranks' items (`Placed` at a `ByteSpan`); `Manifest` is the file beside.
 - Native names: `native` makes an `Opened` of a source with a foreign nesting, by `Keys` and a model's `LiveNames`.
 - A live model's part on this rank: `StateContents`, `Share`, `Item`, `Encoded`, `recut`, `differing`;
   `save_part` writes.
@@ -29,11 +29,15 @@ if TYPE_CHECKING:
     from lamella_checkpoint._base.sections import Keys as Keys
     from lamella_checkpoint._base.sections import LiveNames as LiveNames
     from lamella_checkpoint._formats.checksums import CHECKSUMS_FILE as CHECKSUMS_FILE
+    from lamella_checkpoint._formats.checksums import ByteSpan as ByteSpan
     from lamella_checkpoint._formats.dcp_from_source import write_dcp as write_dcp
     from lamella_checkpoint._formats.dcp_open import is_dcp as is_dcp
+    from lamella_checkpoint._formats.dcp_open import open_dcp as open_dcp
     from lamella_checkpoint._formats.dcp_open import opened_dcp as opened_dcp
     from lamella_checkpoint._formats.dcp_read import StoredCheckpoint as StoredCheckpoint
     from lamella_checkpoint._formats.dcp_write import WithoutManifest as WithoutManifest
+    from lamella_checkpoint._formats.dcp_write import complete as complete
+    from lamella_checkpoint._formats.placed import Placed as Placed
     from lamella_checkpoint._state.contents import Ranks as Ranks
     from lamella_checkpoint._state.contents import StateContents as StateContents
     from lamella_checkpoint._state.recut import recut as recut
@@ -49,11 +53,12 @@ _LATER: Final = {
     "lamella_checkpoint._base.opened": ("ForLive", "Opened", "native"),
     "lamella_checkpoint._base.ranks": ("everywhere", "exchange", "num_ranks", "on_device_of", "on_rank_zero", "rank"),
     "lamella_checkpoint._base.sections": ("Keys", "LiveNames"),
-    "lamella_checkpoint._formats.checksums": ("CHECKSUMS_FILE",),
+    "lamella_checkpoint._formats.checksums": ("CHECKSUMS_FILE", "ByteSpan"),
     "lamella_checkpoint._formats.dcp_from_source": ("write_dcp",),
-    "lamella_checkpoint._formats.dcp_open": ("is_dcp", "opened_dcp"),
+    "lamella_checkpoint._formats.dcp_open": ("is_dcp", "open_dcp", "opened_dcp"),
     "lamella_checkpoint._formats.dcp_read": ("StoredCheckpoint",),
-    "lamella_checkpoint._formats.dcp_write": ("WithoutManifest",),
+    "lamella_checkpoint._formats.dcp_write": ("WithoutManifest", "complete"),
+    "lamella_checkpoint._formats.placed": ("Placed",),
     "lamella_checkpoint._state.contents": ("StateContents", "Ranks"),
     "lamella_checkpoint._state.recut": ("recut",),
     "lamella_checkpoint._state.shares": ("Encoded", "Item", "Share", "differing"),

@@ -1,6 +1,7 @@
 """Every rank computes its share of a save alone: each box once, divided over its holders, without communication."""
 
 import json
+import pickle
 from collections.abc import Callable
 from math import prod
 from pathlib import Path
@@ -22,8 +23,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lamella_checkpoint import AsyncSaver, CheckpointFailed, load, save
+from lamella_checkpoint._state.contents import Ranks
+from lamella_checkpoint._state.shares import differing
+from lamella_checkpoint._training.save import SavePart
 from lamella_layout import RaggedShard
 from lamella_testing import run_ranks
 from lamella_testing.tiny import Kit
@@ -178,6 +183,37 @@ def test_a_save_asks_no_rank_for_its_tensors(kit: Kit, tmp_path: Path, monkeypat
     for small_first, small_second, large_first, large_second in run_ranks(save_and_count, 2):
         assert small_first == large_first < 200
         assert large_second > 10 * small_second
+
+
+def test_messages_to_rank_zero_do_not_grow_with_the_ranks() -> None:
+    def digests(num_ranks: int) -> dict[str, str]:
+        dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=num_ranks)
+        try:
+            mesh = init_device_mesh("cpu", (num_ranks,))
+            sharded = DTensor.from_local(torch.ones(2, 3), mesh, [Shard(0)], run_check=False)
+            model = Bag(
+                sharded=sharded, replicated=DTensor.from_local(torch.ones(4), mesh, [Replicate()], run_check=False)
+            )
+            optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+            for parameter in model.parameters():
+                optimizer.state[parameter] = {"step": torch.tensor(1.0)}
+            return SavePart.of(model, optimizer, None, ()).share.digests
+        finally:
+            dist.destroy_process_group()
+
+    few, many = digests(8), digests(16384)
+    assert [*map(Ranks.num_in, few)] == [8] * len(few)
+    assert [*map(Ranks.num_in, many)] == [16384] * len(many)
+    assert len(pickle.dumps(many)) < len(pickle.dumps(few)) + 10 * len(few)
+
+
+def test_ranks_with_other_lists_or_none_are_told_apart() -> None:
+    pair, all_three = Ranks((0, 2)).key, Ranks((0, 1, 2)).key
+    alike = [{pair: "a", all_three: "b"}, {all_three: "b"}, {pair: "a", all_three: "b"}]
+    assert differing(alike) == frozenset()
+    assert differing([*alike[:2], {pair: "c", all_three: "b"}]) == {pair}
+    assert differing([*alike[:2], {all_three: "b"}]) == {pair}
+    assert Ranks((0, 2)).key != Ranks((2, 0)).key
 
 
 def test_names_that_only_some_ranks_hold_are_stored(tmp_path: Path) -> None:

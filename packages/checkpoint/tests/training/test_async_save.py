@@ -18,6 +18,7 @@ from torch import nn
 from lamella_checkpoint import AsyncSaver, CheckpointDirectory, CheckpointFailed, SaveHandle, load, save
 from lamella_checkpoint._formats.checksums import Checksums
 from lamella_checkpoint._formats.dcp_write import WithoutManifest
+from lamella_checkpoint._training import async_process as _process
 from lamella_checkpoint._training import handle as _handle
 from lamella_checkpoint._training import writer as _writer
 from lamella_checkpoint._training.async_process import Job, WriterAnswer, is_settled, part_name
@@ -299,6 +300,32 @@ def job_of(target: Path, rank: int, num_ranks: int = 2) -> Job:
         retention=None,
         is_first=False,
     )
+
+
+def test_rank_zeros_process_lists_the_staged_directory_and_asks_for_no_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = job_of(tmp_path / "a", rank=0, num_ranks=16384)
+    job.staged.mkdir()
+    for rank in range(5):
+        (job.staged / part_name(rank)).touch()
+    asked: list[str] = []
+    exists = Path.exists
+    monkeypatch.setattr(Path, "exists", lambda path: asked.append(path.name) or exists(path))
+
+    class Look(_process._Waiting):
+        def until(self, total: int, count: Callable[[], int]) -> None:
+            assert (count(), total) == (5, 16384)
+            raise TimeoutError
+
+    with pytest.raises(TimeoutError):
+        _process._publish_when_whole(job, Look(lambda: False))
+    assert len(asked) < 10
+
+
+def test_looks_for_an_outcome_stay_within_rank_zeros_means() -> None:
+    assert _writer.longest_pause(8) == 0.25
+    assert 16384 / _writer.longest_pause(16384) <= 4000
 
 
 class Answers:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from lamella_checkpoint import (
+    CheckpointDamaged,
     CheckpointFailed,
     CheckpointMismatch,
     FormatUnknown,
@@ -20,7 +21,7 @@ from lamella_checkpoint import (
     save,
     verify,
 )
-from lamella_checkpoint.extending import LiveNames, Opened
+from lamella_checkpoint.extending import LiveNames, Opened, open_dcp
 from lamella_checkpoint.testing import MemorySource
 from lamella_testing import run_ranks
 from lamella_testing.plain_dcp import dcp_save
@@ -148,3 +149,35 @@ def test_names_of_another_program_are_refused_with_the_way_out(tmp_path: Path) -
     with pytest.raises(CheckpointMismatch) as info:
         load(save(tmp_path / "own", model=nn.Linear(2, 2)), model=nn.Linear(1, 1))
     assert "open_checkpoint" not in str(info.value)
+
+
+def test_ranks_that_open_a_checkpoint_together_ask_for_each_file_once(
+    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path / "saved", model=trained[0])
+    asked: list[str] = []
+
+    def file_size(directory: Path, file: str) -> int:
+        asked.append(file)
+        return (directory / file).stat().st_size
+
+    monkeypatch.setattr("lamella_checkpoint._formats.dcp_read.file_size", file_size)
+    for rank in range(3):
+        open_dcp(tmp_path / "saved", compared_files=slice(rank, None, 3))
+    assert sum(file.endswith(".distcp") for file in asked) == len([*(tmp_path / "saved").glob("*.distcp")]) == 1
+
+
+def test_a_file_that_one_rank_misses_is_an_error_on_every_rank(kit: Kit, tmp_path: Path) -> None:
+    def save_sharded() -> None:
+        model, _ = kit.build(sharded=True)
+        save(tmp_path / "saved", model=model)
+
+    def load_damaged() -> str:
+        model, _ = kit.build(sharded=True)
+        with pytest.raises((CheckpointDamaged, CheckpointFailed), match="__1_0.distcp") as refusal:
+            load(tmp_path / "saved", model=model)
+        return refusal.type.__name__
+
+    run_ranks(save_sharded, 2)
+    (tmp_path / "saved" / "__1_0.distcp").unlink()
+    assert sorted(run_ranks(load_damaged, 2)) == ["CheckpointDamaged", "CheckpointFailed"]

@@ -13,6 +13,7 @@ change with any version.
   mesh in such a result; `RaggedShard`, the cut rows of the flat layout.
 - Norms over all ranks: `groups_that_share`, `all_reduce_anywhere`.
 - Stand-ins: `Installation` puts classes and functions in the place of a library's, in all modules, until undone.
+- Versions: `VendorVersions` holds an installed library against the versions that an adapter was tested with.
 - Nests of tensors, as modules take and return: `map_tensors`, `tensors_in`, `hides_tensors`.
 """
 
@@ -49,6 +50,7 @@ from lamella_engine._tree.tree import finish_deferred as finish_deferred
 from lamella_engine._tree.tree import living_trees as living_trees
 from lamella_engine._unit.unit import Unit as Unit
 from lamella_layout import RaggedShard as RaggedShard
+from lamella_precision import VendorVersions as VendorVersions
 
 __all__ = [
     "Installation",
@@ -61,6 +63,7 @@ __all__ = [
     "StepHook",
     "Tree",
     "Unit",
+    "VendorVersions",
     "all_reduce_anywhere",
     "before_step",
     "dtensor_over",

@@ -5,6 +5,8 @@ from lamella._command.parser import config_of as config_of
 from lamella._command.parser import parse as parse
 from lamella._data.order import BatchStream as BatchStream
 from lamella._data.tokens import load_tokens as load_tokens
+from lamella._estimate.fake_ranks import fake_ranks as fake_ranks
+from lamella._estimate.fake_ranks import no_memory as no_memory
 from lamella._estimate.kinds import adopt_model as adopt_model
 from lamella._estimate.live_bytes import LiveBytes as LiveBytes
 from lamella._estimate.recorded_step import moments_of_units as moments_of_units
@@ -19,9 +21,9 @@ from lamella._record.run_directory import RunDirectory as RunDirectory
 from lamella._settings.config import resolve as resolve
 from lamella._settings.files import read_file as read_file
 from lamella._settings.options import ConfigError as ConfigError
+from lamella._training.bare_steps import bare_steps as bare_steps
 from lamella._training.optimizer import learning_rate as learning_rate
 from lamella._training.preparation import prepare as prepare
-from lamella._training.trainer import bare_steps as bare_steps
 from lamella_transformers import build_model as build_model
 
 __all__ = [
@@ -38,10 +40,12 @@ __all__ = [
     "check_model",
     "check_weights",
     "config_of",
+    "fake_ranks",
     "learning_rate",
     "load_spec",
     "load_tokens",
     "moments_of_units",
+    "no_memory",
     "parse",
     "placed",
     "prepare",

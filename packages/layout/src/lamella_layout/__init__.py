@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from lamella_layout._flat import FlatLayout as FlatLayout
     from lamella_layout._mesh import mesh_chunks as mesh_chunks
+    from lamella_layout._mesh import mesh_owners as mesh_owners
     from lamella_layout._mesh import mesh_region as mesh_region
     from lamella_layout._mesh import strided_placements as strided_placements
     from lamella_layout._picture import picture as picture
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 _LATER: Final = {
     "torch.distributed.tensor": ("Partial", "Replicate", "Shard"),
     "lamella_layout._flat": ("FlatLayout",),
-    "lamella_layout._mesh": ("mesh_chunks", "mesh_region", "strided_placements"),
+    "lamella_layout._mesh": ("mesh_chunks", "mesh_owners", "mesh_region", "strided_placements"),
     "lamella_layout._picture": ("picture",),
     "lamella_layout._ragged": ("RaggedShard", "ragged_rows"),
 }

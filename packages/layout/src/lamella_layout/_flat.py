@@ -11,7 +11,7 @@ from lamella_layout._checks import Shape, as_shapes, check_at_least_one, check_r
 from lamella_layout._chunk import Chunk
 from lamella_layout._keep import Keep, Rows, Whole, kept_numel
 from lamella_layout._packing import PackedTensor, pack
-from lamella_layout._ragged import RaggedShard
+from lamella_layout._ragged import RaggedShard, packed_placement
 from lamella_layout._range import Range
 from lamella_layout._region import Region, region_of
 
@@ -176,8 +176,7 @@ class FlatLayout:
             index: Index of the tensor.
             stride: See `RaggedShard`.
         """
-        starts = (self.chunk(index, rank).offsets[0] for rank in range(self.num_shards))
-        return RaggedShard((*starts, self.shapes[index][0]), stride)
+        return packed_placement(self.starts[index], self.shapes[index], self.shard_numel, self.num_shards, stride)
 
     @property
     def wire_slots(self) -> tuple[Range, ...]:
@@ -292,7 +291,8 @@ class FlatLayout:
             if not lies.numel:
                 continue
             first_cut = (lies.start // self.shard_numel + 1) * self.shard_numel
-            for cut in range(first_cut, lies.stop, self.shard_numel):
+            # Cuts are equally far apart: with the first two between blocks, so are all.
+            for cut in range(first_cut, lies.stop, self.shard_numel)[:2]:
                 if (cut - lies.start) % kept_numel(shape, keep):
                     raise ValueError(
                         f"Expected tensor {index} of shape {shape!r} cut only where {keep!r} allows, "

@@ -1,11 +1,12 @@
 """Chunk tables of a tensor on a mesh: the boxes of each rank, for any placements and any order of the cuts."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import product
 from math import prod
 
-from torch.distributed.tensor.placement_types import Placement, Shard, _StridedShard
+from torch.distributed.tensor.placement_types import Placement, Replicate, Shard, _StridedShard
 
+from lamella_layout._arithmetic import ceil_div
 from lamella_layout._checks import check_at_least_one, check_dim, check_rank, normal_dim
 from lamella_layout._chunk import Chunk
 from lamella_layout._ragged import RaggedShard, ragged_rows
@@ -71,6 +72,83 @@ def mesh_chunks(
     _check_mesh(mesh_shape, placements, order)
     coordinates = product(*(range(num_ranks) for num_ranks in mesh_shape))
     return tuple(mesh_region(shape, mesh_shape, placements, at, order=order).chunks for at in coordinates)
+
+
+def mesh_owners(
+    shape: Sequence[int],
+    mesh_shape: Sequence[int],
+    placements: Sequence[Placement],
+    *,
+    order: Sequence[int] | None = None,
+) -> tuple[bool, ...]:
+    """Tell for each rank whether the rank holds elements of a tensor; ranks in row-major order of the mesh.
+
+    Equal to `bool` of each entry of `mesh_chunks`. Each dim is asked once, along the axes that cut it, and mostly by
+    arithmetic alone: for a mesh of 16,384 ranks milliseconds in place of a second.
+
+    Arguments and errors as for `mesh_region`.
+    """
+    _check_mesh(mesh_shape, placements, order)
+    _check_dims(shape, placements)
+    ranks = list(product(*map(range, mesh_shape)))
+    if not prod(shape):
+        return (False,) * len(ranks)
+    owns = [True] * len(ranks)
+    for dim, num_rows in enumerate(shape):
+        axes = [axis for axis, placement in enumerate(placements) if _dim_of(placement, len(shape)) == dim]
+        if axes:
+            along = _owners_along(num_rows, mesh_shape, placements, axes, order)
+            owns = [owned and along(tuple(at[axis] for axis in axes)) for owned, at in zip(owns, ranks, strict=True)]
+    return tuple(owns)
+
+
+def _dim_of(placement: Placement, ndim: int) -> int | None:
+    if isinstance(placement, Shard | _StridedShard):
+        return normal_dim(placement.dim, ndim)
+    return 0 if isinstance(placement, RaggedShard) else None
+
+
+def _owners_along(
+    num_rows: int,
+    mesh_shape: Sequence[int],
+    placements: Sequence[Placement],
+    axes: Sequence[int],
+    order: Sequence[int] | None,
+) -> Callable[[tuple[int, ...]], bool]:
+    """Return the function that tells, by coordinates on the axes that cut a dim, whether a rank has rows of it."""
+    cuts, sizes = [placements[axis] for axis in axes], [mesh_shape[axis] for axis in axes]
+    if _in_equal_parts(num_rows, cuts, sizes):
+        return lambda at: True
+    if len(cuts) == 1 and not isinstance(cuts[0], _StridedShard | RaggedShard):
+        num_owners = ceil_div(num_rows, ceil_div(num_rows, sizes[0]))
+        return lambda at: at[0] < num_owners
+    if all(isinstance(cut, RaggedShard) for cut in cuts):
+        return lambda at: bool((ragged_rows(cuts, at) or Range(0, 0)).numel)
+    # Any other mix: the regions of the rows alone, in a mesh without further cuts.
+    alone = [_along_rows(placement) if axis in axes else Replicate() for axis, placement in enumerate(placements)]
+    owns = {}
+    for at in product(*map(range, sizes)):
+        coordinate = [0] * len(mesh_shape)
+        for axis, position in zip(axes, at, strict=True):
+            coordinate[axis] = position
+        owns[at] = bool(mesh_region((num_rows,), mesh_shape, alone, coordinate, order=order).chunks)
+    return owns.__getitem__
+
+
+def _in_equal_parts(num_rows: int, cuts: Sequence[Placement], sizes: Sequence[int]) -> bool:
+    """Tell whether all ranks get equally many rows, with strided shards that undo the cuts of the axes behind."""
+    if any(isinstance(cut, RaggedShard) for cut in cuts) or num_rows % prod(sizes):
+        return False
+    return all(
+        int(cut.split_factor) == prod(sizes[i + 1 :]) for i, cut in enumerate(cuts) if isinstance(cut, _StridedShard)
+    )
+
+
+def _along_rows(placement: Placement) -> Placement:
+    """Return the placement of one dim's rows alone."""
+    if isinstance(placement, _StridedShard):
+        return _StridedShard(0, split_factor=int(placement.split_factor))
+    return placement if isinstance(placement, RaggedShard) else Shard(0)
 
 
 def strided_placements(

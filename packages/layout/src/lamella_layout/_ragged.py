@@ -1,10 +1,13 @@
 """The placement of one tensor of a flat layout: sharded along dim 0 at explicit bounds."""
 
+from bisect import bisect_right
 from collections.abc import Sequence
+from functools import cached_property, lru_cache
+from math import prod
 
 from torch.distributed.tensor.placement_types import Placement
 
-from lamella_layout._checks import check_at_least_one, check_rank
+from lamella_layout._checks import Shape, check_at_least_one, check_rank
 from lamella_layout._range import Range
 
 
@@ -39,8 +42,9 @@ class RaggedShard(Placement):
     @property
     def owner(self) -> int | None:
         """Return the single owner of all rows; None when several ranks share the rows or the tensor has none."""
-        owners = [rank for rank in range(self.num_shards) if self.rows(rank).numel]
-        return owners[0] if len(owners) == 1 else None
+        after = bisect_right(self.bounds, 0)
+        is_alone = after < len(self.bounds) and self.bounds[after] == self.bounds[-1]
+        return after - 1 if is_alone else None
 
     def rows(self, rank: int) -> Range:
         """Return the rows owned by `rank`."""
@@ -51,6 +55,10 @@ class RaggedShard(Placement):
         return isinstance(other, RaggedShard) and (self.bounds, self.stride) == (other.bounds, other.stride)
 
     def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:  # computed once: bounds hold a number a rank, and DTensor's caches have placements in keys
         return hash((RaggedShard, self.bounds, self.stride))
 
     def __repr__(self) -> str:
@@ -83,3 +91,18 @@ def ragged_rows(placements: Sequence[Placement], coordinate: Sequence[int]) -> R
     if any(placement.bounds != first.bounds for placement, _ in ragged):
         raise ValueError(f"Expected ragged axes with the same bounds, got {tuple(placements)!r}.")
     return first.rows(sum(placement.stride * position for placement, position in ragged))
+
+
+@lru_cache(maxsize=1024)
+def packed_placement(start: int, shape: Shape, shard_numel: int, num_shards: int, stride: int) -> RaggedShard:
+    """Return the placement of a tensor that starts at element `start` of a buffer of equal shards.
+
+    One object for equal tensors: bounds hold a number a rank, and a model's layers would hold as many lists as
+    parameters.
+    """
+    if not prod(shape):  # Rank 0 has all rows of a tensor without elements, as in `FlatLayout.chunk`.
+        return RaggedShard((0, *[shape[0]] * num_shards), stride)
+    row_numel, cuts = prod(shape[1:]), (shard_numel * rank - start for rank in range(num_shards))
+    # A cut inside the tensor falls between two rows, by `FlatLayout`'s checks.
+    bounds = [0 if cut <= 0 else min(shape[0], cut // row_numel) for cut in cuts]
+    return RaggedShard((*bounds, shape[0]), stride)

@@ -382,7 +382,7 @@ def test_a_strategy_is_a_stage(fields: dict[str, Any], placements: Any) -> None:
             "got 'no_shard' with 'no_shard'",
         ),
         ({"nccl_ub": True}, "`ddp_config.nccl_ub` to be left at False, got True"),
-        ({"fp8_param_gather": True}, "`ddp_config.fp8_param_gather` to be left at False, got True"),
+        ({"fp8_param_gather": True}, "whether the model has float8 weights, got True and no such weight"),
     ],
 )
 def test_an_option_without_an_equal_is_refused(fields: dict[str, Any], words: str) -> None:

@@ -17,7 +17,12 @@ _WAY_OUT: Final = "lamella-convert opens {}: pass lamella_convert.open_checkpoin
 
 
 def open_dcp(
-    path: str | os.PathLike[str], *, trust: bool = False, verify: bool = True, live: LiveNames | None = None
+    path: str | os.PathLike[str],
+    *,
+    trust: bool = False,
+    verify: bool = True,
+    live: LiveNames | None = None,
+    compared_files: slice = slice(None),
 ) -> Opened:
     """Open a checkpoint written by `save` or plain torch DCP.
 
@@ -26,6 +31,7 @@ def open_dcp(
         trust: Allow unpickling of types beyond plain data and torch's own. **Unsafe: can execute code.**
         verify: Verify checksums while reading, if there are any.
         live: Names of a live model: distinguish shared prefixes from names.
+        compared_files: As of `StoredCheckpoint`.
 
     Raises:
         CheckpointDamaged: A file is absent or unreadable.
@@ -35,7 +41,8 @@ def open_dcp(
 
     Effects: reads metadata and small files, and no tensor; no collective.
     """
-    opened = opened_dcp(StoredCheckpoint(dcp_directory(path), trust=trust, verify=verify), live)
+    stored = StoredCheckpoint(dcp_directory(path), trust=trust, verify=verify, compared_files=compared_files)
+    opened = opened_dcp(stored, live)
     if opened.manifest is not None:
         return opened
     return replace(opened, way_out=_WAY_OUT.format("checkpoints with Megatron's names"))
@@ -71,4 +78,6 @@ def is_dcp(path: Path) -> bool:
     """Whether a directory's files are DCP's; the metadata file may be absent."""
     if not path.is_dir():
         return False
-    return any(file.name in (METADATA_FILE, MANIFEST_FILE) or file.suffix == ".distcp" for file in path.iterdir())
+    if any((path / name).exists() for name in (METADATA_FILE, MANIFEST_FILE)):
+        return True  # Without a list of the files of thousands of ranks.
+    return any(file.suffix == ".distcp" for file in path.iterdir())

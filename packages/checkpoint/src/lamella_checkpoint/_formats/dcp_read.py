@@ -29,13 +29,17 @@ from lamella_files import (
 class StoredCheckpoint:
     """A checkpoint's names and data as a `Source`; each rank opens the checkpoint alone, no collective."""
 
-    def __init__(self, directory: Path, *, trust: bool = False, verify: bool = True) -> None:
+    def __init__(
+        self, directory: Path, *, trust: bool = False, verify: bool = True, compared_files: slice = slice(None)
+    ) -> None:
         """Read the metadata of the checkpoint in `directory`, and compare the metadata with the files.
 
         Args:
             directory: The directory of the checkpoint.
             trust: Allow unpickling of types beyond plain data and torch's own. **Unsafe: can execute code.**
             verify: Verify checksums while reading: the checkpoint's saved checksums, or torch's archive checksums.
+            compared_files: The files, in the metadata's order, to compare with the metadata. Ranks that open a
+                checkpoint together divide them: a file system would answer for each rank's file on each rank.
 
         Raises:
             CheckpointDamaged: A file is absent, unreadable, misplaced, or shorter than the metadata requires.
@@ -55,7 +59,7 @@ class StoredCheckpoint:
             self.metadata = StoredMetadata.read(directory, trust=trust)
             if not checksum and not self.is_own:
                 self._checksums = None  # Plain torch has saved over the checkpoint that the checksums describe.
-            _check_files(directory, self.metadata)
+            _check_files(directory, self.metadata, compared_files)
             self.manifest = Manifest.read(directory) if self.is_own else None
             for file in (METADATA_FILE, MANIFEST_FILE) if self._checksums else ():
                 if not self._check_file(file):
@@ -205,13 +209,14 @@ def _check_directory(directory: Path) -> None:
     file_size(directory, METADATA_FILE)
 
 
-def _check_files(directory: Path, metadata: StoredMetadata) -> None:
+def _check_files(directory: Path, metadata: StoredMetadata, compared: slice) -> None:
     """Find absent and truncated files before a load has overwritten half of the model."""
     ends: dict[str, int] = {}
     for item in metadata.items.values():
         ends[item.file] = max(ends.get(item.file, 0), item.offset + item.length)
-    for file, end in ends.items():
+    for file in ends:
         check_place(directory, file)
+    for file, end in [*ends.items()][compared]:
         size = file_size(directory, file)
         if size < end:
             raise CheckpointDamaged(str(directory / file), f"expected {end} bytes or more, got {size}")

@@ -1,7 +1,11 @@
 """One rank's live model and optimizer: all values for a checkpoint."""
 
+import hashlib
+from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from typing import final
 
 import torch
 import torch.distributed as dist
@@ -15,8 +19,31 @@ from lamella_checkpoint._state.model import LiveModel
 from lamella_checkpoint._state.optimizer import LiveOptimizer, kind_of
 from lamella_files import encode_extra, in_model
 
-Ranks = tuple[int, ...]
-"""Ranks of the default group, in order."""
+
+@final
+class Ranks(tuple[int, ...]):
+    """Ranks of the default group, in order: the holders of equal values, often all ranks.
+
+    Hashed once, since thousands of values are looked up by their holders. Other ranks get the `key`, of constant size:
+    sent in full by each rank, the sets would grow with the square of the number of ranks.
+    """
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return super().__hash__()
+
+    @cached_property
+    def key(self) -> str:
+        """The number of ranks, and a digest of the ranks."""
+        return f"{len(self)}-{hashlib.sha256(array('q', self).tobytes()).hexdigest()[:32]}"
+
+    @staticmethod
+    def num_in(key: str) -> int:
+        """The number of ranks in the set of a key."""
+        return int(key.partition("-")[0])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,4 +120,4 @@ def _everyone(live: LiveModel) -> Ranks:
     for module in live.model.modules():
         if isinstance(module, DistributedDataParallel):
             ranks.update(dist.get_process_group_ranks(module.process_group))
-    return tuple(sorted(ranks)) or tuple(range(num_ranks()))
+    return Ranks(sorted(ranks) or range(num_ranks()))

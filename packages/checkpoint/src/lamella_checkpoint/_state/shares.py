@@ -20,6 +20,7 @@ import heapq
 import io
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import compress, repeat
 from math import prod
 from typing import Any, Final, NamedTuple
 
@@ -31,7 +32,7 @@ from torch.distributed.tensor.placement_types import Placement
 from lamella_checkpoint._base.live_boxes import boxes_beside, cut_order, is_placed_by, is_ragged
 from lamella_checkpoint._state.contents import Ranks, StateContents
 from lamella_files import box_of, places_in_memory
-from lamella_layout import Chunk, mesh_chunks, mesh_region
+from lamella_layout import Chunk, mesh_owners, mesh_region
 
 _QUESTION: Final = "__create_write_items__"
 _FRAME_NBYTES: Final = 1024  # An archive's approximate overhead per item.
@@ -96,9 +97,8 @@ class Tables:
         if key not in self._owners:
             mesh, shape, placements, order = key
             ranks = self._ranks_of(mesh).flatten().tolist()
-            is_unsharded = [True] * len(ranks)
-            chunks = mesh_chunks(shape, tuple(mesh.shape), placements, order=order) if prod(shape) else is_unsharded
-            self._owners[key] = tuple(rank for rank, rank_chunks in zip(ranks, chunks, strict=True) if rank_chunks)
+            owns = mesh_owners(shape, tuple(mesh.shape), placements, order=order) if prod(shape) else repeat(True)
+            self._owners[key] = Ranks(compress(ranks, owns))
         return self._owners[key]
 
     def _part(
@@ -109,7 +109,7 @@ class Tables:
         region = mesh_region(shape, tuple(mesh.shape), placements, coordinate, order=order)
         along = zip(placements, coordinate, strict=True)
         alike = tuple(slice(None) if isinstance(placement, Replicate) else at for placement, at in along)
-        ranks = tuple(self._ranks_of(mesh)[alike].flatten().tolist())
+        ranks = Ranks(self._ranks_of(mesh)[alike].flatten().tolist())
         return _SharePart(region.shape, tuple(zip(region.chunks, places_in_memory(region), strict=True)), ranks)
 
     def _ranks_of(self, mesh: DeviceMesh) -> torch.Tensor:
@@ -159,37 +159,40 @@ class Share:
         """
         shared_items: dict[Ranks, list[Item]] = {}
         for item, ranks in _Holdings(contents, rank, tables or Tables()).items():
-            if rank in ranks:
-                shared_items.setdefault(ranks, []).append(item)
-        return cls(held={ranks: tuple(items) for ranks, items in shared_items.items()}, rank=rank)
+            shared_items.setdefault(ranks, []).append(item)
+        return cls(held={ranks: tuple(items) for ranks, items in shared_items.items() if rank in ranks}, rank=rank)
 
     def with_own(self, values: Iterable[tuple[str, object]]) -> "Share":
         """The share with further plain data by name, written by this rank alone."""
         items = tuple(Item(names=(name,), value=value) for name, value in values)
-        this_rank = (self.rank,)
+        this_rank = Ranks((self.rank,))
         return replace(self, held={**self.held, this_rank: (*self.held.get(this_rank, ()), *items)})
 
     @property
-    def digests(self) -> dict[Ranks, str]:
-        """A digest of each list shared with other ranks; the sharing ranks' digests must agree."""
-        return {ranks: _digest(items) for ranks, items in self.held.items() if len(ranks) > 1}
+    def digests(self) -> dict[str, str]:
+        """A digest of each list shared with other ranks, by the ranks' key; the sharing ranks' digests must agree."""
+        return {ranks.key: _digest(items) for ranks, items in self.held.items() if len(ranks) > 1}
 
-    def items(self, apart: frozenset[Ranks] = frozenset()) -> list[Item]:
+    def items(self, apart: frozenset[str] = frozenset()) -> list[Item]:
         """The items to be written by this rank.
 
         Args:
-            apart: Sets of ranks with differing lists: each rank of a set writes its whole list.
+            apart: Keys of sets of ranks with differing lists: each rank of a set writes its whole list.
         """
         mine: list[Item] = []
         for ranks, items in self.held.items():
-            mine += items if ranks in apart else _deal(items, ranks)[ranks.index(self.rank)]
+            mine += items if ranks.key in apart else _deal(items, ranks)[ranks.index(self.rank)]
         return mine
 
 
-def differing(digests: Sequence[Mapping[Ranks, str]]) -> frozenset[Ranks]:
-    """The sets of ranks with different lists, given the digests of all ranks in order."""
-    sets = {ranks for rank_digests in digests for ranks in rank_digests}
-    return frozenset(ranks for ranks in sets if len({digests[rank].get(ranks) for rank in ranks}) > 1)
+def differing(digests: Iterable[Mapping[str, str]]) -> frozenset[str]:
+    """The keys of sets of ranks with different lists, given the digests of all ranks."""
+    lists: dict[str, list[str]] = {}
+    for rank_digests in digests:
+        for key, digest in rank_digests.items():
+            lists.setdefault(key, []).append(digest)
+    # A rank sends the keys of sets with this rank alone: with fewer lists than ranks, a rank has none.
+    return frozenset(key for key, sent in lists.items() if len(sent) < Ranks.num_in(key) or len(set(sent)) > 1)
 
 
 class _Holdings:
@@ -197,7 +200,7 @@ class _Holdings:
 
     def __init__(self, contents: StateContents, rank: int, tables: Tables) -> None:
         self._contents = contents
-        self._rank = rank
+        self._alone = Ranks((rank,))
         self._tables = tables
         self._aliases: dict[str, list[str]] = {}
         for alias, name in contents.aliases.items():
@@ -213,7 +216,7 @@ class _Holdings:
                 yield from self._placed_by(param, names, value)
             elif isinstance(value, torch.Tensor) and _names_its_own_boxes(value):
                 for box, shape, chunk in _own_boxes(name, value):
-                    yield Item(names=names, value=box, shape=shape, chunk=chunk), (self._rank,)
+                    yield Item(names=names, value=box, shape=shape, chunk=chunk), self._alone
             elif isinstance(value, DTensor):
                 yield from self._dtensor_items(names, value)
             elif isinstance(value, torch.Tensor):
@@ -246,7 +249,7 @@ class _Holdings:
 
     def _placed_by(self, param: DTensor, names: tuple[str, ...], slot: torch.Tensor) -> Iterator[tuple[Item, Ranks]]:
         """A slot's items, in the boxes of the slot's parameter."""
-        ranks = (self._rank,) if _names_its_own_boxes(param) else self._tables.part(param).ranks
+        ranks = self._alone if _names_its_own_boxes(param) else self._tables.part(param).ranks
         for chunk, box in boxes_beside(param, slot):
             yield Item(names=names, value=box, shape=tuple(param.shape), chunk=chunk), ranks
 
@@ -256,7 +259,7 @@ class _Holdings:
         if not isinstance(param, DTensor):
             return self._contents.everyone
         # Placements do not tell the ranks with elements of the parameter, and thus the ranks that have stepped it.
-        return (self._rank,) if _names_its_own_boxes(param) else self._tables.owners(param)
+        return self._alone if _names_its_own_boxes(param) else self._tables.owners(param)
 
 
 def _names_its_own_boxes(tensor: torch.Tensor) -> bool:

@@ -26,6 +26,7 @@ Note [Training comes first]
 """
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -40,12 +41,11 @@ import torch
 from lamella_checkpoint._formats.checksums import ByteSpan
 from lamella_checkpoint._formats.dcp_write import Form, write_items
 from lamella_checkpoint._formats.placed import Placed
-from lamella_checkpoint._state.contents import Ranks
 from lamella_checkpoint._state.shares import Item, differing
 from lamella_checkpoint._training.outcomes import Failures
 from lamella_checkpoint._training.retention import Retention, leftovers_of_steps
 from lamella_checkpoint._training.staging import Memory, MemorySlot
-from lamella_files import Leftover, check_replaceable, check_staged, is_of_save, leftovers, publish, save_id_of
+from lamella_files import Leftover, check_replaceable, check_staged, is_of_save, leftovers, publish, save_id_of, short
 from lamella_layout import Chunk
 
 _PATIENCE_S: Final = 60.0
@@ -63,7 +63,7 @@ class Job:
         num_ranks: Number of parts in the checkpoint.
         memory_nbytes: How much of the memory to map.
         items: The items to write, tensors as slots of the memory.
-        digests: The digests of this rank's shared lists, by the sharing ranks.
+        digests: The digests of this rank's shared lists, by the key of the sharing ranks.
         form: Rank 0's counts.
         retention: Removes old checkpoints after publication; None removes nothing.
         is_first: Whether this is the session's first save.
@@ -76,7 +76,7 @@ class Job:
     num_ranks: int
     memory_nbytes: int
     items: Sequence[Item]
-    digests: Mapping[Ranks, str]
+    digests: Mapping[str, str]
     form: Form
     retention: Retention | None
     is_first: bool
@@ -208,21 +208,23 @@ class _Waiting:
     def __init__(self, is_orphan: Callable[[], bool]) -> None:
         self._is_orphan = is_orphan
 
-    def until(self, is_true: Callable[[], bool], describe_progress: Callable[[], object]) -> None:
-        """Return when the condition is true.
+    def until(self, total: int, count: Callable[[], int]) -> None:
+        """Return when the count has reached the total.
 
         Raises:
             TimeoutError: The rank is gone, and a minute has passed without progress.
         """
-        pause, last, since = _PAUSES_S[0], describe_progress(), time.monotonic()
-        while not is_true():
+        pause, last, since = _PAUSES_S[0], count(), time.monotonic()
+        while last < total:
             time.sleep(pause)
             pause = min(2 * pause, _PAUSES_S[1])
-            progress = describe_progress()
+            progress = count()
             if progress != last or not self._is_orphan():
                 last, since = progress, time.monotonic()
             elif time.monotonic() - since > _PATIENCE_S:
-                raise TimeoutError(f"Expected the other ranks' parts within {_PATIENCE_S:g} s, got {progress}.")
+                raise TimeoutError(
+                    f"Expected the other ranks' parts within {_PATIENCE_S:g} s, got {progress} of {total}."
+                )
 
 
 def _write_part(job: Job, memory: Memory) -> None:
@@ -233,8 +235,7 @@ def _write_part(job: Job, memory: Memory) -> None:
     memory.map(job.memory_nbytes)
     items = [_over(memory, item) for item in job.items]
     placed = write_items(job.staged, job.rank, items, archive_checksums=job.form.archive_checksums)
-    digests = {",".join(map(str, ranks)): digest for ranks, digest in job.digests.items()}
-    content = {"placed": [_as_json(written) for written in placed], "digests": digests}
+    content = {"placed": [_as_json(written) for written in placed], "digests": dict(job.digests)}
     temporary = job.staged / f"writing-{job.rank}"
     temporary.write_text(json.dumps(content), encoding="utf-8")
     temporary.rename(job.staged / part_name(job.rank))
@@ -249,11 +250,13 @@ def _publish_when_whole(job: Job, waiting: _Waiting) -> None:
 
     def num_parts() -> int:
         check_staged(job.staged, job.target)  # Parts in a removed directory would be awaited for ever.
-        if failures := _marked(job.staged):
+        # One list a look: a question a part would be thousands for the file system, twice a second.
+        names = os.listdir(job.staged)
+        if any(name.startswith("failed-") for name in names) and (failures := _marked(job.staged)):
             raise _Failed(failures)
-        return sum(file.exists() for file in files)
+        return sum(name.startswith("part-") for name in names)
 
-    waiting.until(lambda: num_parts() == job.num_ranks, lambda: f"{num_parts()} of {job.num_ranks}")
+    waiting.until(job.num_ranks, num_parts)
     contents = [json.loads(file.read_text(encoding="utf-8")) for file in files]
     _check_alike([content["digests"] for content in contents])
     parts = [[_from_json(fields) for fields in content["placed"]] for content in contents]
@@ -269,13 +272,12 @@ def _publish_when_whole(job: Job, waiting: _Waiting) -> None:
 
 
 def _check_alike(digests: Sequence[Mapping[str, str]]) -> None:
-    apart = differing(
-        [{tuple(map(int, key.split(","))): value for key, value in digest_texts.items()} for digest_texts in digests]
-    )
-    if apart:
+    if apart := differing(digests):
+        key = min(apart)
+        ranks = [rank for rank, rank_digests in enumerate(digests) if key in rank_digests]
         raise ValueError(
             f"Expected ranks that share values to hold the same names and shapes, got different ones on ranks "
-            f"{sorted(min(apart))}. They may differ in `save`, or from the first save in the background on."
+            f"{short(ranks)}. They may differ in `save`, or from the first save in the background on."
         )
 
 

@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from lamella_checkpoint._base.ranks import exchange, num_ranks, on_device_of, rank
-from lamella_checkpoint._state.contents import Ranks
 from lamella_checkpoint._state.shares import Tables, differing
 from lamella_checkpoint._training.async_process import Job
 from lamella_checkpoint._training.copies import StateCopies
@@ -33,7 +32,7 @@ class _Session(NamedTuple):
     """The ranks' agreement, for a save or from their first save on, until the saver is closed."""
 
     token: str
-    apart: frozenset[Ranks]
+    apart: frozenset[str]
 
 
 class Closing(ABC):
@@ -220,10 +219,10 @@ class AsyncSaver(Closing):
     def _agree(self, collect: Callable[[], SavePart]) -> _Session:
         """Agree on all ranks, or raise on all. Effects: waits for the previous save; collective, one exchange."""
 
-        def begin(digests: list[dict[Ranks, str]]) -> list[_Session]:
+        def begin(digests: list[dict[str, str]]) -> list[_Session]:
             return [_Session(secrets.token_hex(16), differing(digests))] * num_ranks()
 
-        def digests_after_wait() -> dict[Ranks, str]:
+        def digests_after_wait() -> dict[str, str]:
             self.wait()  # Inside the exchange: a failure that one rank alone raised would leave its peers there.
             return collect().share.digests
 
@@ -262,7 +261,7 @@ class AsyncSaver(Closing):
             num_ranks=num_ranks(),
             memory_nbytes=self._memory.nbytes,
             items=items,
-            digests={ranks: digest for ranks, digest in digests if ranks not in session.apart},
+            digests={key: digest for key, digest in digests if key not in session.apart},
             form=deepcopy(part.form),
             retention=self._retention,
             is_first=self._num_saves == 1,

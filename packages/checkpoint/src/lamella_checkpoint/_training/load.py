@@ -305,7 +305,8 @@ def _find(request: _LoadRequest) -> _LoadPlan:
 def _open(request: _LoadRequest, live: LiveNames) -> Opened:
     source, trust, verify = request.source, request.trust, request.verify
     if isinstance(source, str | os.PathLike):
-        return open_dcp(source, trust=trust, verify=verify, live=live)
+        compared_files = slice(this_rank(), None, num_ranks())
+        return open_dcp(source, trust=trust, verify=verify, live=live, compared_files=compared_files)
     if trust or not verify:
         raise ValueError(
             f"Expected `trust` and `verify` with a path only, got trust={trust} and verify={verify} with an open "

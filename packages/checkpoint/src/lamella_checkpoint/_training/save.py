@@ -13,7 +13,7 @@ from lamella_checkpoint._base.ranks import exchange, num_ranks, on_device_of, ra
 from lamella_checkpoint._formats.dcp_write import Form, WithManifest, write_items
 from lamella_checkpoint._formats.extra_by_rank import texts
 from lamella_checkpoint._formats.placed import Placed
-from lamella_checkpoint._state.contents import Ranks, StateContents
+from lamella_checkpoint._state.contents import StateContents
 from lamella_checkpoint._state.recut import recut
 from lamella_checkpoint._state.shares import Share, Tables, differing
 from lamella_files import Correspondence, publish, save_id_of, stage
@@ -118,11 +118,11 @@ def save_part(path: str | os.PathLike[str], collect: Callable[[], SavePart]) -> 
     """
     parts: list[SavePart] = []
 
-    def begin() -> dict[Ranks, str]:
+    def begin() -> dict[str, str]:
         parts.append(collect())
         return parts[0].share.digests
 
-    def make_room(digests: list[dict[Ranks, str]]) -> list[tuple[Path, Path, frozenset[Ranks]]]:
+    def make_room(digests: list[dict[str, str]]) -> list[tuple[Path, Path, frozenset[str]]]:
         target = Path(os.path.realpath(path))
         return [(target, stage(target), differing(digests))] * num_ranks()
 

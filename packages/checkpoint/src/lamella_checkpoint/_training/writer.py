@@ -33,6 +33,7 @@ from lamella_checkpoint._training.outcomes import Failures, Outcomes
 from lamella_checkpoint._training.staging import Memory
 
 _PAUSES_S: Final = (0.01, 0.25)
+_MOST_REQUESTS_A_SECOND: Final = 4000  # To rank 0's store, of all ranks together.
 _PATIENCE_S: Final = 30.0  # Between a save's time limit, when rank 0 names the late ranks, and giving rank 0 up.
 _ENDING_S: Final = 10.0
 
@@ -157,7 +158,7 @@ class Following:
         self._writer.kill()
 
     def _follow(self) -> Failures | None:
-        pause = _PAUSES_S[0]
+        pause, longest = _PAUSES_S[0], longest_pause(self._job.num_ranks)
         while self._part is None or self._outcome is None:
             if self._departure.is_set():
                 return None
@@ -168,7 +169,7 @@ class Following:
             if self._outcome is None:
                 self._read()
             self._check_time()
-            pause = min(1.2 * pause, _PAUSES_S[1])
+            pause = min(1.2 * pause, longest)
         if self._outcome:
             discard_files(self._job)
         else:
@@ -229,6 +230,11 @@ class Following:
             self._accept(self._answer_of_dead(reason) and dict.fromkeys(late, reason))
         elif self._outcome is None and now > self.deadline + _PATIENCE_S:
             self._agree({0: f"no outcome was known within {self._timeout:g} s"})
+
+
+def longest_pause(num_ranks: int) -> float:
+    """Seconds between a rank's looks for an outcome: longer from a thousand ranks on, for rank 0's store."""
+    return max(_PAUSES_S[1], num_ranks / _MOST_REQUESTS_A_SECOND)
 
 
 def late_ranks(staged: Path, num_ranks: int) -> set[int]:

@@ -21,6 +21,7 @@ from lamella_checkpoint import AsyncSaver, SaveHandle
 from lamella_checkpoint.extending import (
     Encoded,
     Item,
+    Ranks,
     SavePart,
     Share,
     StateContents,
@@ -284,7 +285,7 @@ def _renamed(share: Share, name: Callable[[str], str]) -> Share:
 def _with(share: Share, objects: Mapping[str, object]) -> Share:
     """A share with values that this rank alone writes, as they are now."""
     mine = tuple(Item(names=(name,), value=Encoded.of(value)) for name, value in objects.items())
-    this_rank = (share.rank,)
+    this_rank = Ranks((share.rank,))
     return replace(share, held={**share.held, this_rank: (*share.held.get(this_rank, ()), *mine)})
 
 

@@ -10,7 +10,6 @@ from torch import nn
 
 from lamella_checkpoint.extending import (
     Item,
-    Ranks,
     Share,
     StateContents,
     differing,
@@ -122,17 +121,17 @@ def _agree(model: nn.Module, dtype: torch.dtype | None) -> tuple[Mapping[str, Bl
     def collect() -> dict[str, Blank]:
         contents = StateContents.of(model, None, None)
         mine.append((_blanks(contents, dtype), Share.of(contents, rank())))
-        return mine[0][0]
+        return mine[0][0] if rank() == 0 else {}  # Rank 0's names alone are compared with, below.
 
     rank_zero_state = exchange("collect its state", collect, lambda rank_states: [rank_states[0]] * num_ranks())
     blanks, share = mine[0]
 
-    def difference() -> tuple[dict[str, Blank], dict[Ranks, str]]:
+    def difference() -> tuple[dict[str, Blank], dict[str, str]]:
         return {name: blank for name, blank in blanks.items() if rank_zero_state.get(name) != blank}, share.digests
 
     def unite(
-        rank_blanks: list[tuple[dict[str, Blank], dict[Ranks, str]]],
-    ) -> list[tuple[dict[str, Blank], frozenset[Ranks]]]:
+        rank_blanks: list[tuple[dict[str, Blank], dict[str, str]]],
+    ) -> list[tuple[dict[str, Blank], frozenset[str]]]:
         united = _united(rank_zero_state, [lacking for lacking, _ in rank_blanks])
         return [(united, differing([digests for _, digests in rank_blanks]))] * num_ranks()
 

@@ -268,9 +268,11 @@ class Sharding:
         if self.keep is not None and (coordinate := self.mesh.get_coordinate()) is not None:
             rows = ragged_rows(self.placements, coordinate)
             return local if rows is None else local[slice(*rows)]
-        parts = torch.chunk(local, self.axes.num_shards * self.axes.num_outer_shards, self.dim)
-        # `torch.chunk` makes fewer chunks than ranks of few rows: the last ranks own nothing.
-        return parts[self.axes.main_rank] if self.axes.main_rank < len(parts) else local.narrow(self.dim, 0, 0)
+        # As `torch.chunk` cuts, without a view for each of the ranks; of few rows the last ranks own none.
+        num_rows = local.shape[self.dim]
+        most = -(-num_rows // (self.axes.num_shards * self.axes.num_outer_shards))
+        start = min(num_rows, self.axes.main_rank * most)
+        return local.narrow(self.dim, start, min(most, num_rows - start))
 
     def wrap(self, local: torch.Tensor) -> torch.Tensor:
         """The unsharded parameter over the local part: a DTensor if the parameter came as a DTensor."""

@@ -83,6 +83,12 @@ def cached_nbytes(recipe: Recipe, shapes: Iterable[Sequence[int]]) -> int:
     return sum(map(recipe.cached_nbytes, shapes)) if isinstance(recipe, CachingRecipe) else 0
 
 
+def _piece(slot: torch.Tensor, axis: Transport) -> torch.Tensor:
+    """This rank's piece of a slot that all ranks of an axis fill with equal pieces."""
+    numel = slot.numel() // axis.num_ranks
+    return slot.narrow(0, axis.rank * numel, numel)
+
+
 class UnshardedWeight:
     """The payloads of a group's parameters on this rank, and over them the weights for modules.
 
@@ -175,7 +181,7 @@ class UnshardedWeight:
             buffer = self.buffers[p]
             shards[p] = ShardedBuffer.empty(self._payloads.layouts[p], self._rank, buffer.dtype, buffer.device)
         # Views of the shards: encoded in place, and gathered in place.
-        parts = {p: [torch.tensor_split(slot, outer.num_ranks)[outer.rank] for slot in shards[p].slots] for p in chosen}
+        parts = {p: [_piece(slot, outer) for slot in shards[p].slots] for p in chosen}
         encoded_parts = {p: shards_in(parts[p], self._main_layouts[p], self._main_rank) for p in chosen}
         owned, columns = self._columns(main_weight, encoded_parts)
         # A rank without rows encodes nothing, and still takes part in the collective below.

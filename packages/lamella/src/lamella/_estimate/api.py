@@ -1,6 +1,6 @@
 """`lamella.estimate`: of a run's configuration, or of any module that a function shards."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import singledispatch
 from typing import Any, Literal
 
@@ -15,12 +15,15 @@ from lamella._estimate.kinds import on_host
 from lamella._estimate.live_bytes import LiveBytes
 from lamella._estimate.recipe_step import record_recipe
 from lamella._estimate.recorded_step import TrainingStep, record
+from lamella._model.compilation import is_long_to_compile
+from lamella._model.spec import load_spec
 from lamella._settings.config import Config
 from lamella_engine.extending import unit_of
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 _COMPILED = "compiled layers are estimated as eager ones, which save more for backward: an upper bound"
+_COMPILES = "a run of so many steps compiles the layers of this model by default (--no-compile): an upper bound"
 _DOCUMENTS = "a sequence is estimated as one document"
 
 
@@ -38,8 +41,6 @@ def estimate_run(config: Config, rank: int = 0) -> Estimate:
     """
     recorded = record_recipe(config, rank)
     parallel = config.parallel
-    notes = [_COMPILED] * bool(parallel.compile)
-    notes += [_DOCUMENTS] * (config.data.packing == "documents")
     return estimate_of(
         recorded,
         rank=rank,
@@ -47,8 +48,19 @@ def estimate_run(config: Config, rank: int = 0) -> Estimate:
         host=on_host(parallel.rest == "cpu"),
         context_nbytes=context_nbytes(parallel.device),
         libraries_nbytes=_libraries_nbytes(parallel.device),
-        notes=tuple(notes),
+        notes=tuple(_notes(config)),
     )
+
+
+def _notes(config: Config) -> Iterator[str]:
+    if config.parallel.compile:
+        yield _COMPILED
+    elif config.parallel.compile is None:
+        model_type = load_spec(config.model.name, config.data.vocab_size).model_type
+        if is_long_to_compile(config, model_type, config.data.packing):
+            yield _COMPILES
+    if config.data.packing == "documents":
+        yield _DOCUMENTS
 
 
 def estimate_module(

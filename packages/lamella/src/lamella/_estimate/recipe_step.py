@@ -54,6 +54,7 @@ def record_recipe(config: Config, rank: int = 0) -> RecordedStep:
     assert config.parallel.ranks is not None
     check_states(config.optim)
     _check_experts(config)
+    _check_neighbours(config)
     live = LiveBytes()
     try:
         with (
@@ -85,6 +86,17 @@ def _check_experts(config: Config) -> None:
         )
 
 
+def _check_neighbours(config: Config) -> None:
+    """Refuse an estimate of cut layers or sequences, whose bytes were not compared with a run's."""
+    counts = {"tensor": config.parallel.tensor_parallel, "context": config.parallel.context_parallel}
+    for name, count in counts.items():
+        if count > 1:
+            raise ConfigError(
+                f"Expected an estimate without --{name}-parallel, got {count}. Leave it out: a run with the option "
+                "needs less than the estimate with as many sequences a rank."
+            )
+
+
 @contextmanager
 def training_step(
     config: Config, live: LiveBytes, memory: AbstractContextManager[object] | None = None
@@ -101,14 +113,14 @@ def training_step(
     add_adapters(model, config.model, config.run.seed)
     on_cpu = _with_device(config, "cpu")
     matrices = matrices_for(config.optim, model)
-    units = shard(model, on_cpu.parallel, matrices, host=_HostCopies(live))
+    units, shared_rows, _ = shard(model, on_cpu.parallel, matrices, host=_HostCopies(live))
     freeze(model, trained_patterns(config))
     kernels = liger_operators(model) if config.model.kernels != "none" else nullcontext()
     with memory or nullcontext(), one_document_a_sequence(), kernels, live:
         materialise(model, _CPU)
         # Before the first forward, after which some stages leave units unsharded: an optimizer would hold those.
         optimizer = make_optimizer(model, config.optim, matrices)
-        loss = assumed_loss(model, balance_coefficient(spec))
+        loss = assumed_loss(model, balance_coefficient(spec), shared_rows)
         yield TrainingStep(
             model=model,
             units=units,
@@ -131,7 +143,7 @@ def _microbatch_loss(config: Config, spec: ModelSpec, model: torch.nn.Module, lo
 
 def _tokens(config: Config) -> tuple[torch.Tensor, torch.Tensor]:
     """Return inputs and targets of a microbatch, as many as in a batch of a validation."""
-    num_sequences = config.optim.batch_size // ((config.parallel.ranks or 1) * config.optim.accumulation)
+    num_sequences = config.optim.batch_size // (config.parallel.num_data_ranks * config.optim.accumulation)
     inputs = torch.zeros((num_sequences, config.data.sequence_length), dtype=torch.int64)
     return inputs, torch.zeros_like(inputs)
 

@@ -21,6 +21,8 @@ from lamella._estimate.live_bytes import LiveBytes, MemoryLog
 from lamella_engine import FSDPModule
 
 AT_REST: Final = "at rest"
+FORWARD_BEGINS: Final = f"{FORWARD} begins"
+BACKWARD: Final = "backward"
 VALIDATION: Final = "validation"
 
 
@@ -117,7 +119,7 @@ def _run(step: TrainingStep, live: LiveBytes) -> None:
 def _run_microbatch(step: TrainingStep, live: LiveBytes, *, is_last: bool) -> None:
     if step.num_microbatches > 1 and isinstance(step.model, FSDPModule):
         step.model.set_requires_gradient_sync(is_last)
-    live.begin(f"{FORWARD} begins")
+    live.begin(FORWARD_BEGINS)
     loss = step.loss()
     live.begin(f"backward {HEAD_AND_LOSS}")
     live.in_backward = True

@@ -37,6 +37,7 @@ from lamella_megatron._model.configuration import (
     policy_of,
     strategy_of,
 )
+from lamella_megatron._model.float8_weights import with_float8_weights
 from lamella_megatron._model.placement import check_group, num_instances, split_parameters
 from lamella_megatron._model.sharded_model import fully_shard_model, innermost
 from lamella_megatron._overlap.schedule_plan import schedule_by_plans
@@ -101,12 +102,10 @@ class ShardedModel(_BaseDataParallel):  # type: ignore[misc]  # megatron-core ha
             self._check_sharded(fully_shard_kwargs)
         else:
             _check_values(self._root)
-            policy = policy_of(ddp_config, module)
-            arguments = {
-                "mp_policy": policy,
-                "options": options_of(ddp_config, policy.param_dtype),
-                **fully_shard_kwargs,
-            }
+            policy = fully_shard_kwargs.pop("mp_policy", None) or policy_of(ddp_config, module)
+            policy = with_float8_weights(policy, ddp_config, self._root)
+            options = options_of(ddp_config, policy.param_dtype)
+            arguments = {"mp_policy": policy, "options": options, **fully_shard_kwargs}
             fully_shard_model(self._root, groups=pg_collection, **arguments)
         self._check_stage()
         if config.overlap_moe_expert_parallel_comm:

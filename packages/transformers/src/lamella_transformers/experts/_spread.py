@@ -128,13 +128,16 @@ def shard_with_experts(
             f"Expected `mesh` to have the {expert_mesh.size()} ranks of the experts' mesh, got {mesh.size()}: "
             "gradients would be means over other ranks. Pass a mesh of one axis over the same ranks."
         )
-    arguments = expert_arguments(model, options or ShardingOptions())
+    policy = mp_policy or MixedPrecisionPolicy()
+    arguments = expert_arguments(model, options or ShardingOptions(), policy)
     for module in (*decoder_of(model).layers, model):
-        unit = fully_shard(module, mesh=mesh, mp_policy=mp_policy or MixedPrecisionPolicy(), **arguments)
+        unit = fully_shard(module, mesh=mesh, mp_policy=policy, **arguments)
         unit.set_gradient_divide_factor(mesh.size())
 
 
-def expert_arguments(model: nn.Module, options: ShardingOptions) -> dict[str, Any]:
+def expert_arguments(
+    model: nn.Module, options: ShardingOptions, policy: MixedPrecisionPolicy | None = None
+) -> dict[str, Any]:
     """Return the arguments of `fully_shard` that shard spread experts over the ranks with the same experts.
 
     For units and policies of your own, where `shard_with_experts` has too few arguments. Each unit's
@@ -143,6 +146,8 @@ def expert_arguments(model: nn.Module, options: ShardingOptions) -> dict[str, An
     Args:
         model: After `spread_experts`, before `fully_shard`.
         options: The options of all parameters. `keep_together` does not count for experts.
+        policy: The number formats of the experts. Without a recipe, more ranks than a rank has experts cut them along
+            dim 1, and every rank gets a part. None cuts along dim 0, as recipes need.
 
     Returns:
         `shard_placement_fn` and `options`.
@@ -153,12 +158,26 @@ def expert_arguments(model: nn.Module, options: ShardingOptions) -> dict[str, An
     spread = _spread_in(model)
     expert_mesh = spread[0].mesh
     experts = {id(weight) for module in spread for weight in module.parameters()}
-    placed = placement_on(expert_mesh[cast(Any, expert_mesh.mesh_dim_names)[0]])
+    data = expert_mesh[cast(Any, expert_mesh.mesh_dim_names)[0]]
 
     def place(parameter: torch.Tensor) -> Any:
-        return placed if id(parameter) in experts else None
+        if id(parameter) not in experts:
+            return None
+        shape = cast(DTensor, parameter)._local_tensor.shape
+        is_plain = policy is not None and policy.recipe is None
+        return placement_on(data, dim=_cut_dim(shape, data.size()) if is_plain else 0)
 
     return {"shard_placement_fn": place, "options": _beside_experts(options, experts)}
+
+
+def _cut_dim(shape: torch.Size, num_ranks: int) -> int:
+    """Return the dim along which to cut a rank's stack of experts over the ranks with the same experts.
+
+    With fewer experts than ranks along dim 0, ranks without an expert would gather slots of padding: 4 experts on 256
+    ranks take 64 times their bytes. Another dim costs a staging copy, so it counts only where the ranks outnumber the
+    experts.
+    """
+    return 1 if shape[0] < num_ranks and shape[1] % num_ranks == 0 else 0
 
 
 def _spread_in(model: nn.Module) -> list[SpreadExperts]:
