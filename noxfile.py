@@ -2,8 +2,9 @@
 
 `./dev NAME` runs one session, `./dev "unit(engine)"` one with a choice, and `./dev tests` the sessions a change must
 pass. A session installs its requirements in a separate environment, pinned by constraints.txt. Sessions for GPUs
-(`gpu`, `te`, `ssm`, `bench`, `megatron(gpu-1)`) install nothing: such sessions run in the interpreter named by the
-variable PYTHON, and name versions that differ from constraints-gpu.txt; `gpu_environment` installs these versions.
+(`gpu`, `te`, `ssm`, `hybrid`, `bench`, `megatron(gpu-1)`) install nothing: such sessions run in the interpreter named
+by the variable PYTHON, and name versions that differ from constraints-gpu.txt; `gpu_environment` installs these
+versions.
 """
 
 import os
@@ -34,7 +35,7 @@ CLIENTS = FOLDERS["integration"] / "tests" / "clients"
 BYTECODE = ROOT / ".nox" / "bytecode"  # of libraries, compiled once for all environments
 SOURCES = [str(folder.relative_to(ROOT) / "src") for folder in FOLDERS.values()]
 TESTS = [*(f"packages/{name}/tests" for name in PACKAGES), "testing/tests", "integration/tests", "tests"]
-CPU_ONLY = "not gpu1 and not gpu2 and not gpu4 and not te and not ssm and not slow"
+CPU_ONLY = "not gpu1 and not gpu2 and not gpu4 and not te and not ssm and not hybrid and not slow"
 MEGATRON_CORE = "megatron-core==0.19.2"
 TORCHTITAN = ["torchtitan==0.3.0", "spmd-types==0.2.3"]
 FINE_TUNERS = ["axolotl==0.19.0", "addict==2.4.0", "llamafactory==0.9.5", "nemo-automodel==0.7.0"]
@@ -206,6 +207,16 @@ def te(session: nox.Session) -> None:
 def ssm(session: nox.Session, device: str) -> None:
     """Run the tests for mamba-ssm's kernels, in the interpreter named by PYTHON; fail without mamba-ssm or a GPU."""
     _run_here(session, "ssm", device)
+
+
+@nox.session(default=False, venv_backend="none")
+@nox.parametrize("device", ["gpu-2"], ids=["gpu-2"])
+def hybrid(session: nox.Session, device: str) -> None:
+    """Test megatron-core's HybridModel with its kernels, in the interpreter named by PYTHON.
+
+    Fails without two GPUs, megatron-core, Transformer Engine, mamba-ssm, causal-conv1d and flash-linear-attention.
+    """
+    _run_here(session, "hybrid", device)
 
 
 @nox.session(default=False, venv_backend="none")

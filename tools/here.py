@@ -11,6 +11,9 @@ makes no environment and installs nothing.
     python tools/here.py megatron gpu-2 [PYTEST ARGS]
                                                     tests of the Megatron adapter marked gpu2; fails with fewer
                                                     GPUs, and without megatron-core and Transformer Engine
+    python tools/here.py hybrid gpu-2 [PYTEST ARGS] tests of HybridModel with its kernels, marked hybrid; fails without
+                                                    two GPUs, megatron-core, Transformer Engine, mamba-ssm,
+                                                    causal-conv1d and flash-linear-attention
     python tools/here.py clients [PYTEST ARGS]      tests of libraries that shard by FSDP2: two GPUs and the libraries
     python tools/here.py bench 4 [BENCH ARGS]       the benchmark harness on four GPUs, through torchrun; with
                                                     --device cpu on four CPU ranks
@@ -41,6 +44,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CLIENTS = ROOT / "integration" / "tests" / "clients"
 MEGATRON = ROOT / "packages" / "megatron" / "tests" / "mcore"
 TESTS = [*sorted(ROOT.glob("packages/*/tests")), ROOT / "integration" / "tests", ROOT / "tests" / "soak"]
+HYBRID_LIBRARIES = ("megatron.core", "transformer_engine", "mamba_ssm", "causal_conv1d", "fla")
 NO_TESTS_RAN = 5  # pytest's exit code
 RANKS_PER_GPU = int(os.environ.get("LAMELLA_RANKS_PER_GPU", "1"))  # as lamella_testing reads it
 _ALL_THE_SAME = ("-q", "-v", "-x", "-s")  # arguments of pytest's that select no tests
@@ -59,6 +63,9 @@ def main(args: list[str]) -> int:
             num_gpus = device.removeprefix("gpu-")
             missing = _require_gpus_for(int(num_gpus)) or _require("megatron.core", "transformer_engine")
             return missing or _pytest(f"gpu{num_gpus}", rest, session=f"megatron({device})", folders=[MEGATRON])
+        case ["hybrid", "gpu-2", *rest]:
+            missing = _require_gpus_for(2) or _require(*HYBRID_LIBRARIES)
+            return missing or _pytest("hybrid", rest, session="hybrid(gpu-2)", folders=[MEGATRON])
         case ["clients", *rest]:
             shows_warnings = ["-W", "default"]  # the libraries' own
             return _require_gpus(2) or _pytest_in("gpu2", [str(CLIENTS), *shows_warnings, *rest])
@@ -130,8 +137,11 @@ def _differences(pins: Iterable[str]) -> Iterator[str]:
 def _parts(marker: str, folder: Path, args: list[str]) -> list[tuple[str, list[str]]]:
     """The runs of pytest for a folder, each a marker expression and arguments.
 
+    Tests marked `hybrid`, which need more libraries than the other sessions ask for, run in their own session alone.
     With several processes (`-n`) a second run has the tests marked `alone`: beside others on the GPU they would fail.
     """
+    if marker != "hybrid":
+        marker += " and not hybrid"
     if "-n" not in args or not any("mark.alone" in text for text in _sources(folder)):
         return [(marker, args)]
     value = args.index("-n") + 1

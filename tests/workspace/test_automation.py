@@ -156,7 +156,9 @@ def _fake_torch(folder: Path, num_gpus: int) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    "command", [["gpu", "2"], ["te"], ["megatron", "gpu-2"], ["clients"], ["bench", "2"]], ids=" ".join
+    "command",
+    [["gpu", "2"], ["te"], ["megatron", "gpu-2"], ["hybrid", "gpu-2"], ["clients"], ["bench", "2"]],
+    ids=" ".join,
 )
 def test_a_command_for_gpus_fails_without_gpus(tmp_path: Path, command: list[str]) -> None:
     argv = [sys.executable, str(ROOT / "tools" / "here.py"), *command]
