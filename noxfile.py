@@ -2,8 +2,9 @@
 
 `./dev NAME` runs one session, `./dev "unit(engine)"` one with a choice, and `./dev tests` the sessions a change must
 pass. A session installs its requirements in a separate environment, pinned by constraints.txt. Sessions for GPUs
-(`gpu`, `te`, `ssm`, `bench`, `megatron(gpu-1)`) install nothing: such sessions run in the interpreter named by the
-variable PYTHON.
+(`gpu`, `te`, `ssm`, `hybrid`, `bench`, `megatron(gpu-1)`) install nothing: such sessions run in the interpreter named
+by the variable PYTHON, and name versions that differ from constraints-gpu.txt; `gpu_environment` installs these
+versions.
 """
 
 import os
@@ -29,11 +30,12 @@ FOLDERS = {
     "testing": ROOT / "testing",
     "integration": ROOT / "integration",
 }
+GPU_EXTRAS = {"precision": "te", "mamba": "ssm", "megatron": "mcore"}  # of vendors' libraries
 CLIENTS = FOLDERS["integration"] / "tests" / "clients"
 BYTECODE = ROOT / ".nox" / "bytecode"  # of libraries, compiled once for all environments
 SOURCES = [str(folder.relative_to(ROOT) / "src") for folder in FOLDERS.values()]
 TESTS = [*(f"packages/{name}/tests" for name in PACKAGES), "testing/tests", "integration/tests", "tests"]
-CPU_ONLY = "not gpu1 and not gpu2 and not gpu4 and not te and not ssm and not slow"
+CPU_ONLY = "not gpu1 and not gpu2 and not gpu4 and not te and not ssm and not hybrid and not slow"
 MEGATRON_CORE = "megatron-core==0.19.2"
 TORCHTITAN = ["torchtitan==0.3.0", "spmd-types==0.2.3"]
 FINE_TUNERS = ["axolotl==0.19.0", "addict==2.4.0", "llamafactory==0.9.5", "nemo-automodel==0.7.0"]
@@ -161,6 +163,32 @@ def narrow_states(session: nox.Session) -> None:
     _pytest_installed(session, FOLDERS["lamella"] / "tests" / "training" / "test_narrow_states.py")
 
 
+@nox.session(default=False)
+def lm_eval(session: nox.Session) -> None:
+    """Test the tasks of `lamella[eval]` with lm-eval itself, which brings some forty packages."""
+    _install_shipped(session, "lamella", _wheels(session, _siblings("lamella", tested=True)))
+    _install(session, "lm-eval[hf]")
+    _pytest_installed(session, FOLDERS["lamella"] / "tests" / "inference" / "test_lm_eval.py")
+
+
+@nox.session(default=False, venv_backend="none")
+def gpu_environment(session: nox.Session) -> None:
+    """Install all packages, the vendors' libraries and the tests' into the interpreter named by PYTHON.
+
+    At the versions of constraints-gpu.txt. Needs a package index, an installed torch and CUDA's compiler, since some
+    wheels are built. The sessions for GPUs name installed versions that differ from the file.
+    """
+    members = [f"{FOLDERS[name]}[{extra}]" for name, extra in GPU_EXTRAS.items()]
+    members += [str(FOLDERS[name]) for name in FOLDERS if name not in GPU_EXTRAS]
+    editable = [part for member in members for part in ("--editable", member)]
+    # `--no-config`: pyproject.toml pins another torch, of the sessions without a GPU.
+    options = ["--no-config", "--constraint", str(ROOT / "constraints-gpu.txt")]
+    # Their builds compile against the torch that is installed.
+    for built in ("transformer-engine-torch", "mamba-ssm", "causal-conv1d"):
+        options += ["--no-build-isolation-package", built]
+    _uv(session, "pip", "install", "--python", os.environ.get("PYTHON", "python3"), *options, *editable, "pytest")
+
+
 @nox.session(default=False, venv_backend="none")
 @nox.parametrize("num_gpus", [1, 2, 4], ids=["1", "2", "4"])
 def gpu(session: nox.Session, num_gpus: int) -> None:
@@ -179,6 +207,16 @@ def te(session: nox.Session) -> None:
 def ssm(session: nox.Session, device: str) -> None:
     """Run the tests for mamba-ssm's kernels, in the interpreter named by PYTHON; fail without mamba-ssm or a GPU."""
     _run_here(session, "ssm", device)
+
+
+@nox.session(default=False, venv_backend="none")
+@nox.parametrize("device", ["gpu-2"], ids=["gpu-2"])
+def hybrid(session: nox.Session, device: str) -> None:
+    """Test megatron-core's HybridModel with its kernels, in the interpreter named by PYTHON.
+
+    Fails without two GPUs, megatron-core, Transformer Engine, mamba-ssm, causal-conv1d and flash-linear-attention.
+    """
+    _run_here(session, "hybrid", device)
 
 
 @nox.session(default=False, venv_backend="none")

@@ -11,11 +11,16 @@ makes no environment and installs nothing.
     python tools/here.py megatron gpu-2 [PYTEST ARGS]
                                                     tests of the Megatron adapter marked gpu2; fails with fewer
                                                     GPUs, and without megatron-core and Transformer Engine
+    python tools/here.py hybrid gpu-2 [PYTEST ARGS] tests of HybridModel with its kernels, marked hybrid; fails without
+                                                    two GPUs, megatron-core, Transformer Engine, mamba-ssm,
+                                                    causal-conv1d and flash-linear-attention
     python tools/here.py clients [PYTEST ARGS]      tests of libraries that shard by FSDP2: two GPUs and the libraries
     python tools/here.py bench 4 [BENCH ARGS]       the benchmark harness on four GPUs, through torchrun; with
                                                     --device cpu on four CPU ranks
     python tools/here.py soak [PYTEST ARGS]         tests marked slow: minutes
     python tools/here.py python -m lamella train    any Python command with the sources on its path
+
+Commands for GPUs name installed versions that differ from constraints-gpu.txt, the tested ones, and go on.
 
 With LAMELLA_RANKS_PER_GPU=2 in the environment two ranks of a test share a GPU, so that `gpu 2` needs one: the same
 results, at the speed of sockets. `-n 4` shares the tests of a folder among four processes (pytest-xdist); tests marked
@@ -26,7 +31,9 @@ import os
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import cache
+from importlib import metadata
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NoReturn
@@ -37,6 +44,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CLIENTS = ROOT / "integration" / "tests" / "clients"
 MEGATRON = ROOT / "packages" / "megatron" / "tests" / "mcore"
 TESTS = [*sorted(ROOT.glob("packages/*/tests")), ROOT / "integration" / "tests", ROOT / "tests" / "soak"]
+HYBRID_LIBRARIES = ("megatron.core", "transformer_engine", "mamba_ssm", "causal_conv1d", "fla")
 NO_TESTS_RAN = 5  # pytest's exit code
 RANKS_PER_GPU = int(os.environ.get("LAMELLA_RANKS_PER_GPU", "1"))  # as lamella_testing reads it
 _ALL_THE_SAME = ("-q", "-v", "-x", "-s")  # arguments of pytest's that select no tests
@@ -55,6 +63,9 @@ def main(args: list[str]) -> int:
             num_gpus = device.removeprefix("gpu-")
             missing = _require_gpus_for(int(num_gpus)) or _require("megatron.core", "transformer_engine")
             return missing or _pytest(f"gpu{num_gpus}", rest, session=f"megatron({device})", folders=[MEGATRON])
+        case ["hybrid", "gpu-2", *rest]:
+            missing = _require_gpus_for(2) or _require(*HYBRID_LIBRARIES)
+            return missing or _pytest("hybrid", rest, session="hybrid(gpu-2)", folders=[MEGATRON])
         case ["clients", *rest]:
             shows_warnings = ["-W", "default"]  # the libraries' own
             return _require_gpus(2) or _pytest_in("gpu2", [str(CLIENTS), *shows_warnings, *rest])
@@ -103,11 +114,34 @@ def _pytest(marker: str, args: list[str], *, session: str, folders: list[Path] =
     return next((result for result in ran if result), 0 if ran else NO_TESTS_RAN)
 
 
+@cache
+def _name_differences() -> None:
+    """Name installed versions that differ from the tested ones, once."""
+    pins = (ROOT / "constraints-gpu.txt").read_text(encoding="utf-8").splitlines()
+    if differences := ", ".join(_differences(pins)):
+        print(f"Not the versions of constraints-gpu.txt: {differences}", file=sys.stderr)
+
+
+def _differences(pins: Iterable[str]) -> Iterator[str]:
+    """Installed versions other than pinned, by the pinned distributions that are installed."""
+    for pin in pins:
+        name, _, version = pin.partition("==")
+        try:
+            installed = metadata.version(name).partition("+")[0]  # without the build, as in 2.11.0+cu130
+        except metadata.PackageNotFoundError:
+            continue
+        if installed != version:
+            yield f"{name} {installed}, not {version}"
+
+
 def _parts(marker: str, folder: Path, args: list[str]) -> list[tuple[str, list[str]]]:
     """The runs of pytest for a folder, each a marker expression and arguments.
 
+    Tests marked `hybrid`, which need more libraries than the other sessions ask for, run in their own session alone.
     With several processes (`-n`) a second run has the tests marked `alone`: beside others on the GPU they would fail.
     """
+    if marker != "hybrid":
+        marker += " and not hybrid"
     if "-n" not in args or not any("mark.alone" in text for text in _sources(folder)):
         return [(marker, args)]
     value = args.index("-n") + 1
@@ -139,6 +173,8 @@ def _sources(folder: Path) -> Iterator[str]:
 
 
 def _pytest_in(marker: str, args: list[str]) -> int:
+    if marker != "slow":  # of any device
+        _name_differences()
     config = ["--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml"), *(["-p", "xdist"] if "-n" in args else [])]
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # Plugins installed on the machine could change results.
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # Ranks share the cores; sums must not depend on the number of cores.
@@ -148,6 +184,7 @@ def _pytest_in(marker: str, args: list[str]) -> int:
 
 
 def _bench(num_gpus: str, args: list[str]) -> int:
+    _name_differences()
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", num_gpus]
     return _python(*torchrun, "-m", "lamella_integration.bench", *args)
 

@@ -15,7 +15,15 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from lamella_engine import ZERO1, ZERO3, MixedPrecisionPolicy, ShardingOptions, fully_shard, quantization_errors
+from lamella_engine import (
+    ZERO1,
+    ZERO3,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    ShardingOptions,
+    fully_shard,
+    quantization_errors,
+)
 from lamella_precision import Float8Recipe, MXFP8Recipe, QuantizedWeight, matrices_of
 from lamella_testing import run_ranks
 from lamella_transformers.experts import chunk, shard_with_experts, spread_experts
@@ -102,7 +110,7 @@ def test_more_ranks_than_experts_cut_within_each_expert() -> None:
 
     def alone() -> list[torch.Tensor]:
         model = fully_shard(moe("qwen3_moe", num_experts=2))
-        model.set_gradient_divide_factor(4)
+        cast(FSDPModule, model).set_gradient_divide_factor(4)
         return steps(model, range(4))
 
     def spread() -> list[torch.Tensor]:

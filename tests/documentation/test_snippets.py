@@ -33,6 +33,7 @@ NUM_RANKS = {
     "docs/explanation/two-layouts.md": 2,
     "docs/how-to/choose-a-float8-recipe.md": 2,
     "docs/how-to/choose-a-zero-stage.md": 4,
+    "docs/how-to/cut-layers-and-sequences.md": 2,
     "docs/how-to/drive-a-unit-by-hand.md": 2,
     "docs/how-to/find-a-nan.md": 2,
     "docs/how-to/find-an-order-divergence.md": 2,

@@ -64,6 +64,7 @@ def test_continuous_integration_covers_every_package_and_session(sessions: set[s
         "docs",
         "megatron(cpu)",
         "clients",
+        "lm_eval",
         "narrow_states",
         "release_dry_run",
     }
@@ -74,7 +75,9 @@ def test_continuous_integration_covers_every_package_and_session(sessions: set[s
 def test_each_session_that_checks_something_runs_by_itself(sessions: set[str]) -> None:
     run = {command for workflow in WORKFLOWS for job in _jobs(workflow) for command in _commands(job)}
     by_itself = {re.sub(r'\./dev "?([\w()-]+)"?.*', r"\1", command) for command in run}
-    by_hand = {"train", "tests", "pins"} | {name for name in sessions if name.startswith("build(")}  # `release` builds
+    by_hand = {"train", "tests", "pins", "gpu_environment"} | {
+        name for name in sessions if name.startswith("build(")
+    }  # `release` builds
     one_is_enough = {name for name in sessions if name.startswith(("bench(", "oldest("))}
     assert sessions - by_itself - by_hand - one_is_enough == set()
     assert {name.partition("(")[0] for name in one_is_enough} <= {name.partition("(")[0] for name in by_itself}
@@ -153,7 +156,9 @@ def _fake_torch(folder: Path, num_gpus: int) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    "command", [["gpu", "2"], ["te"], ["megatron", "gpu-2"], ["clients"], ["bench", "2"]], ids=" ".join
+    "command",
+    [["gpu", "2"], ["te"], ["megatron", "gpu-2"], ["hybrid", "gpu-2"], ["clients"], ["bench", "2"]],
+    ids=" ".join,
 )
 def test_a_command_for_gpus_fails_without_gpus(tmp_path: Path, command: list[str]) -> None:
     argv = [sys.executable, str(ROOT / "tools" / "here.py"), *command]

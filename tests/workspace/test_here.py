@@ -64,6 +64,20 @@ def test_tests_that_need_the_gpu_alone_run_after_those_of_several_processes(
     assert [(marker, " ".join(arguments)) for marker, arguments in runner._parts("gpu2", tmp_path, args)] == expected
 
 
+def test_installed_versions_that_differ_from_pins_are_named(
+    runner: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def version(name: str) -> str:
+        try:
+            return {"torch": "2.11.0+cu130", "mamba-ssm": "2.4.0"}[name]
+        except KeyError:
+            raise runner.metadata.PackageNotFoundError from None
+
+    monkeypatch.setattr(runner.metadata, "version", version)
+    pins = ["torch==2.11.0", "mamba-ssm==2.3.2.post1", "deepspeed==0.19.8"]
+    assert list(runner._differences(pins)) == ["mamba-ssm 2.4.0, not 2.3.2.post1"]
+
+
 @pytest.mark.parametrize("arguments", [[], ["-q"]])
 def test_status_without_a_file_is_refused(arguments: list[str]) -> None:
     command = [sys.executable, str(ROOT / "tools" / "here.py"), "soak", "--status", *arguments]

@@ -149,5 +149,11 @@ def test_a_release_names_every_package_in_their_order_and_every_session_for_gpus
     names = re.search(r"^PACKAGES = \[(.*?)\]$", noxfile, flags=re.MULTILINE | re.DOTALL)
     assert listed is not None and names is not None
     assert listed[1].split(", ") == re.findall(r'"(\w+)"', names[1])
-    sessions = {*(f"gpu({n})" for n in (1, 2, 4)), "te", "ssm(gpu-1)", *(f"megatron(gpu-{n})" for n in (1, 2, 4))}
+    sessions = {
+        *(f"gpu({n})" for n in (1, 2, 4)),
+        "te",
+        "ssm(gpu-1)",
+        "hybrid(gpu-2)",
+        *(f"megatron(gpu-{n})" for n in (1, 2, 4)),
+    }
     assert not [session for session in sessions if not re.search(rf'`\./dev "?{re.escape(session)}"?`', text)]

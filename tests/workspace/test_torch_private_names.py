@@ -11,7 +11,13 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "reference" / "torch-private-names.md"
 FOREIGN = {
     *("_asdict", "_replace", "_shard_order"),  # named tuples', Megatron-FSDP's
-    *("_no_split_modules", "_init_weights", "_attn_implementation", "_is_stateful"),  # transformers'
+    *(
+        "_no_split_modules",
+        "_supports_attention_backend",
+        "_init_weights",
+        "_attn_implementation",
+        "_is_stateful",
+    ),  # transformers'
     *("_forward_attention", "_forward_mlp", "_forward_pre_mlp_layernorm"),  # megatron-core's, as the next
     *("_get_embeddings", "_concat_embeddings", "_postprocess"),
     *("_maybe_unflatten_for_moe", "_maybe_reflatten_from_moe", "_comm_manager"),

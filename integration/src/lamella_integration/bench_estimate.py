@@ -13,31 +13,23 @@ Ranks go on from row to row; a row that fails or outlasts `--row-timeout` ends t
 import argparse
 import json
 import os
-import signal
-import socket
-import subprocess
-import sys
-import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from multiprocessing import active_children, get_context
 from pathlib import Path
-from queue import Empty, Queue
 from tempfile import TemporaryDirectory
-from typing import Any, Final, TextIO
+from typing import Any, Final
 
+from lamella_integration.estimate_ranks import Ranks
 from lamella_integration.estimate_rows import drawn_rows, fixed_rows
 from lamella_integration.launch import leave
 
 _GIB: Final = 1 << 30
 _TOLERANCE: Final = 0.03
 _SHARE_WITHIN: Final = 0.9
-_NUM_ERROR_LINES: Final = 6
 _MOST_LEFTOVER_NBYTES: Final = 64 << 20
-_START_S: Final = 60.0
 _LAST_S: Final = 20.0
 
 
@@ -119,14 +111,14 @@ def main() -> None:
     printed: set[str] = set()
     with TemporaryDirectory() as folder:
         estimates = {row.name: pool.submit(_estimate, row.name, options, folder) for row in rows}
-        ranks = Ranks(options, Path(folder), gpus)
+        ranks = Ranks(options, Path(folder), gpus, ["--moments"])
         print(_HEADER, flush=True)
         try:
             for row in rows:
                 if options.steps and time.monotonic() > end:
                     row.errors.append("no time was left to measure")
                 elif options.steps:
-                    ranks.measure(row, [later.name for later in rows[rows.index(row) :]])
+                    _measure(row, ranks)
                 _finish(rows, estimates, end if not options.steps else 0.0)
                 _write(options.out, rows, options)
                 _print_ended([r for r in rows if r.measured or r.errors or not options.steps], printed)
@@ -176,6 +168,12 @@ def _estimate(name: str, options: argparse.Namespace, folder: str) -> tuple[dict
     start = time.monotonic()
     values = estimated(name, Path(folder), options.ranks, options.device, is_tiny=options.tiny)
     return values, time.monotonic() - start
+
+
+def _measure(row: Row, ranks: Ranks) -> None:
+    measurement = ranks.measure(row.name)
+    row.measured, row.seconds["steps"] = measurement.records, measurement.seconds
+    row.errors += measurement.errors
 
 
 def _finish(rows: Sequence[Row], estimates: Mapping[str, Future[Any]], end: float) -> None:
@@ -230,103 +228,6 @@ def _summary(rows: Sequence[Row]) -> str:
 
 def _gib(nbytes: int | None) -> str:
     return "-" if nbytes is None else f"{nbytes / _GIB:.2f}"
-
-
-class Ranks:
-    """The processes of the ranks, which take steps of one row after another; fresh ones after a failure.
-
-    Args:
-        options: The command line's.
-        folder: For the files of the rows and the ranks' errors.
-        gpus: `CUDA_VISIBLE_DEVICES` of the ranks.
-    """
-
-    def __init__(self, options: argparse.Namespace, folder: Path, gpus: str | None) -> None:
-        self._options, self._folder, self._gpus = options, folder, gpus
-        self._processes: list[subprocess.Popen[str]] = []
-        self._lines: Queue[str | None] = Queue()
-        self._is_fresh = True
-
-    def measure(self, row: Row, remaining: Sequence[str]) -> None:
-        """Wait for the record of a row, and put it, or the errors, into the row. The ranks go on with the next row."""
-        if not self._processes:
-            self._start(remaining)
-        start = time.monotonic()
-        limit = self._options.row_timeout + (_START_S if self._is_fresh else 0.0)
-        while not row.measured and time.monotonic() - start < limit:
-            try:
-                line = self._lines.get(timeout=0.5)
-            except Empty:
-                if any(process.poll() not in (None, 0) for process in self._processes):
-                    break
-                continue
-            if line is None:
-                break
-            if line.startswith("{") and (record := json.loads(line))["row"] == row.name:
-                row.measured = record["ranks"]
-        row.seconds["steps"] = time.monotonic() - start
-        self._is_fresh = False
-        if not row.measured:
-            is_late = time.monotonic() - start >= limit
-            row.errors += [f"no record after {limit:.0f} s"] if is_late else []
-            row.errors += self._errors()
-            self.stop()
-
-    def stop(self) -> None:
-        """End the processes, if there are any."""
-        for process in self._processes:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        self._processes = []
-
-    def _start(self, remaining: Sequence[str]) -> None:
-        options = self._options
-        self._lines, self._is_fresh = Queue(), True
-        rows = self._folder / "remaining.json"
-        rows.write_text(json.dumps([*remaining]))
-        command = [sys.executable, "-m", "lamella_integration.estimate_peer", str(rows)]
-        command += ["--device", options.device, "--steps", str(options.steps)] + ["--tiny"] * options.tiny
-        port = _free_port()
-        for rank in range(options.ranks):
-            variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": options.ranks, "MASTER_PORT": port}
-            environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", **{k: str(v) for k, v in variables.items()}}
-            if self._gpus is None:
-                del environment["CUDA_VISIBLE_DEVICES"]
-            else:
-                environment["CUDA_VISIBLE_DEVICES"] = self._gpus
-            environment.setdefault("OMP_NUM_THREADS", "4")
-            with self._error_file(rank).open("w") as errors:
-                process = subprocess.Popen(
-                    command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment, start_new_session=True
-                )
-            self._processes.append(process)
-            assert process.stdout is not None
-            lines = self._lines if rank == 0 else Queue[str | None]()
-            threading.Thread(target=_read, args=(process.stdout, lines), daemon=True).start()
-
-    def _errors(self) -> list[str]:
-        return [text for rank in range(len(self._processes)) for text in _last_lines(self._error_file(rank), rank)]
-
-    def _error_file(self, rank: int) -> Path:
-        return self._folder / f"errors-{rank}.txt"
-
-
-def _read(stream: TextIO, lines: "Queue[str | None]") -> None:
-    for line in stream:
-        lines.put(line)
-    lines.put(None)
-
-
-def _last_lines(path: Path, rank: int) -> Iterator[str]:
-    if lines := path.read_text().strip().splitlines()[-_NUM_ERROR_LINES:]:
-        yield f"rank {rank}: " + "\n".join(line[:300] for line in lines)
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 if __name__ == "__main__":

@@ -10,15 +10,14 @@ with overlapped steps; with `--late-gradients` in the method, late gradients too
 import argparse
 import json
 import shlex
-import subprocess
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import Final
 
-from lamella_integration.bench_recipe import RecipeRow, output_of
+from lamella_integration.bench_recipe import RECIPE_COLUMNS, RecipeRow
+from lamella_integration.measured_variants import measured, output_of
 from lamella_integration.tool_models import CHAT_TEMPLATE, model_folder
 
 SIZES: Final = {
@@ -46,21 +45,10 @@ def main() -> None:
     parser.add_argument("--timeout", type=float, default=240.0)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    rows: list[RecipeRow] = []
+    variants = [f"{method} {engine}" for method in options.methods for engine in ENGINES]
     with TemporaryDirectory() as folder:
         model = model_folder(Path(folder, "model"), CHAT_TEMPLATE, **SIZES[options.size])
-        for variant in [f"{method} {engine}" for method in options.methods for engine in ENGINES]:
-            try:
-                row = _row(variant, options, model)
-            except (RuntimeError, subprocess.TimeoutExpired) as error:
-                print(f"{variant}: {error}", flush=True)
-                continue
-            rows.append(row)
-            print(row.line(), flush=True)
-            if options.out is not None:
-                options.out.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
-    print("\n| variant | tokens/s | reserved GiB | first loss | mean loss |\n|---|--:|--:|--:|--:|")
-    print(*(row.line() for row in rows), sep="\n")
+        measured(variants, lambda variant: _row(variant, options, model), RECIPE_COLUMNS, options.out)
 
 
 def _row(variant: str, options: argparse.Namespace, model: Path) -> RecipeRow:

@@ -18,24 +18,24 @@ from tempfile import TemporaryDirectory
 import torch
 
 from lamella.testing import RunDirectory, StepRecord, load_tokens, read_metrics
-from lamella_integration.bench_recipe import output_of
+from lamella_integration.measured_variants import VariantRow, measured, output_of
 
 MEDIAN_LENGTH, SEQUENCE_LENGTH, NUM_WORDS = 350, 2048, 1500
 PACKINGS = ("none", "stream", "documents")
+COLUMNS = ("packing", "target tokens/s", "tokens/s", "targets")
 
 
 @dataclass(frozen=True, kw_only=True)
-class PackingRow:
+class PackingRow(VariantRow):
     """The speed of a way to pack, and the share of its tokens that the loss is on."""
 
-    packing: str
     targets_per_s: float
     tokens_per_s: float
     target_share: float
 
     def line(self) -> str:
         """Return a row of the table."""
-        return f"| {self.packing} | {self.targets_per_s:,.0f} | {self.tokens_per_s:,.0f} | {self.target_share:.1%} |"
+        return f"| {self.variant} | {self.targets_per_s:,.0f} | {self.tokens_per_s:,.0f} | {self.target_share:.1%} |"
 
 
 def write_pairs(file: Path, num_documents: int, median_length: int = MEDIAN_LENGTH) -> None:
@@ -62,21 +62,13 @@ def main() -> None:
     parser.add_argument("--sequence-length", type=int, default=SEQUENCE_LENGTH)
     parser.add_argument("--timeout", type=float, default=300.0)
     options, arguments = parser.parse_known_args()
-    rows = []
     with TemporaryDirectory() as folder:
         data = Path(folder, "pairs-350.jsonl")
         write_pairs(data, options.num_documents, MEDIAN_LENGTH * options.sequence_length // SEQUENCE_LENGTH)
-        for packing in PACKINGS:
-            rows.append(_measured(packing, data, options, arguments))
-            print(rows[-1].line(), flush=True)
-    print(
-        "\n| packing | target tokens/s | tokens/s | targets |\n|---|--:|--:|--:|",
-        *(row.line() for row in rows),
-        sep="\n",
-    )
+        measured(PACKINGS, lambda packing: _row(packing, data, options, arguments), COLUMNS)
 
 
-def _measured(packing: str, data: Path, options: argparse.Namespace, arguments: list[str]) -> PackingRow:
+def _row(packing: str, data: Path, options: argparse.Namespace, arguments: list[str]) -> PackingRow:
     root = data.with_name(packing)
     intervals = {"log": options.num_skipped, "validation": 10**6, "checkpoint": 10**6}
     command = [sys.executable, "-m", "lamella", "train", "--model", options.model, "--ranks", str(options.ranks)]
@@ -91,7 +83,7 @@ def _measured(packing: str, data: Path, options: argparse.Namespace, arguments: 
     share = num_targets / (len(sequences) * sequences.tokens_a_sequence)
     tokens_per_s = fmean(record.tokens_per_s for record in records[options.num_skipped :])
     return PackingRow(
-        packing=packing, targets_per_s=share * tokens_per_s, tokens_per_s=tokens_per_s, target_share=share
+        variant=packing, targets_per_s=share * tokens_per_s, tokens_per_s=tokens_per_s, target_share=share
     )
 
 

@@ -13,15 +13,14 @@ import argparse
 import json
 import re
 import shlex
-import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Final
 
-from lamella_integration.bench_recipe import output_of
+from lamella_integration.measured_variants import VariantRow, measured, output_of
 from lamella_integration.pretrain_peer import MEMORY
 
 PROGRAMS: Final = Path(__file__).parents[3] / "examples" / "megatron"
@@ -52,16 +51,16 @@ LAYERS: Final = {
     ("hybrid", "tiny"): '--hybrid-layer-pattern "M*-M*-"',
     ("hybrid", "1b"): f'--hybrid-layer-pattern "{"M-M-M*-" * 6}"',
 }
+COLUMNS: Final = ("variant", "ms a step", "allocated GiB", "reserved GiB", "first loss", "last loss")
 _LOGGED: Final = re.compile(
     r"iteration\s+(\d+)/.*?elapsed time per iteration \(ms\): ([\d.]+).*?lm loss: ([\d.E+-]+)", re.DOTALL
 )
 
 
 @dataclass(frozen=True, kw_only=True)
-class PretrainRow:
+class PretrainRow(VariantRow):
     """A variant's median time of a step, peaks of memory of the largest rank, and losses of all steps."""
 
-    variant: str
     ms: float
     allocated_gib: float
     reserved_gib: float
@@ -86,22 +85,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--timeout", type=float, default=180.0)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(arguments)
-    rows: list[PretrainRow] = []
-    for variant in options.variants:
-        try:
-            output = output_of(command(variant, options), options.timeout)
-            row = parsed(variant, output, options.num_skipped)
-        except (RuntimeError, subprocess.TimeoutExpired) as error:
-            print(f"{variant}: {error}", flush=True)
-            continue
-        rows.append(row)
-        print(row.line(), flush=True)
-        if options.out is not None:
-            options.out.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n", encoding="utf-8")
-    header = (
-        "| variant | ms a step | allocated GiB | reserved GiB | first loss | last loss |\n|---|--:|--:|--:|--:|--:|"
-    )
-    print("", header, *(row.line() for row in rows), sep="\n")
+
+    def measure(variant: str) -> PretrainRow:
+        return parsed(variant, output_of(command(variant, options), options.timeout), options.num_skipped)
+
+    measured(options.variants, measure, COLUMNS, options.out)
 
 
 def command(variant: str, options: argparse.Namespace) -> list[str]:

@@ -12,26 +12,28 @@ import argparse
 import json
 import shlex
 import shutil
-import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
+from typing import Final
 
 from lamella.testing import RunDirectory, StepRecord, read_metrics
+from lamella_integration.measured_variants import VariantRow, measured, output_of
+
+RECIPE_COLUMNS: Final = ("variant", "tokens/s", "reserved GiB", "first loss", "mean loss")
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecipeRow:
+class RecipeRow(VariantRow):
     """A variant's measurements; losses: of the first step, and means over the skipped and over the measured steps."""
 
-    variant: str
     tokens_per_s: float
     peak_gib: float
     losses: list[float]
-    lines: tuple[str, ...] = ()
 
     def line(self) -> str:
         """Return a row of the table."""
@@ -51,24 +53,17 @@ def main() -> None:
     parser.add_argument("--timeout", type=float, default=180.0)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    rows: list[RecipeRow] = []
     with TemporaryDirectory() as folder:
-        for index, variant in enumerate(options.variants):
+        roots = (Path(folder, f"run-{index}") for index in count())
+
+        def measure(variant: str) -> RecipeRow:
+            root = next(roots)
             program, *arguments = shlex.split(variant)
-            try:
-                if program == "lamella":
-                    row = _lamella(variant, arguments, options, Path(folder, f"run-{index}"), Path(folder, "run-0"))
-                else:
-                    row = _trainer(variant, arguments, options, Path(folder, "run-0"))
-            except (RuntimeError, subprocess.TimeoutExpired) as error:
-                print(f"{variant}: {error}", flush=True)
-                continue
-            rows.append(row)
-            print(row.line(), *row.lines, sep="\n    ", flush=True)
-            if options.out is not None:
-                options.out.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
-    print("\n| variant | tokens/s | reserved GiB | first loss | mean loss |\n|---|--:|--:|--:|--:|")
-    print(*(row.line() for row in rows), sep="\n")
+            if program == "lamella":
+                return _lamella(variant, arguments, options, root, Path(folder, "run-0"))
+            return _trainer(variant, arguments, options, Path(folder, "run-0"))
+
+        measured(options.variants, measure, RECIPE_COLUMNS, options.out)
 
 
 def _lamella(
@@ -106,16 +101,6 @@ def _trainer(variant: str, arguments: Sequence[str], options: argparse.Namespace
     [record] = [json.loads(line) for line in output.splitlines() if line.startswith('{"tokens_per_s"')]
     first, skipped, *measured = record.pop("losses")  # means of `num_skipped` steps each, from the second on
     return RecipeRow(variant=variant, losses=[first, skipped, fmean(measured)], **record)
-
-
-def output_of(command: Sequence[str], timeout: float) -> str:
-    """Run a command and return its standard output. Raises RuntimeError with its last lines if it fails."""
-    process = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
-    if process.returncode:
-        # Before the lines of torchrun's own traceback, which say nothing of the rank's.
-        output, *_ = (process.stdout + process.stderr).partition("ChildFailedError")
-        raise RuntimeError(f"exit {process.returncode}: " + "\n    ".join(output.strip().splitlines()[-40:]))
-    return process.stdout
 
 
 if __name__ == "__main__":

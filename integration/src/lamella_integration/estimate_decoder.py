@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import lamella
 import lamella_engine as engine
 import lamella_optim as optim
+from lamella.testing import RecordedWorks, record_module_works
 from lamella_integration.llama import SIZES, Block, Llama, LlamaConfig, next_token_loss
 from lamella_integration.reference import init_weights
 
@@ -73,19 +74,27 @@ class DecoderRow:
 def estimate_decoder(row: str, num_ranks: int, rank: int, device: Any, *, is_tiny: bool) -> lamella.Estimate:
     """Return the estimate of a row on one of its ranks."""
     decoder = DecoderRow.of(row, is_tiny=is_tiny)
+    return lamella.estimate(decoder.model(), rank=rank, **_loop(decoder, num_ranks, device))
+
+
+def decoder_works(row: str, num_ranks: int, device: Any, *, is_tiny: bool) -> RecordedWorks:
+    """Return the works of a step of a row on rank 0."""
+    decoder = DecoderRow.of(row, is_tiny=is_tiny)
+    return record_module_works(decoder.model(), **_loop(decoder, num_ranks, device))
+
+
+def _loop(decoder: DecoderRow, num_ranks: int, device: Any) -> dict[str, Any]:
     optim.install()
-    return lamella.estimate(
-        decoder.model(),
-        shard=decoder.shard,
-        loss=lambda model: decoder.loss(model, torch.zeros(1, decoder.options.tokens, dtype=torch.int64)),
-        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-4, fused=True),
-        mesh=(num_ranks,),
-        rank=rank,
-        num_microbatches=decoder.options.microbatches,
-        vocab_size=decoder.config.vocab_size,
-        clip=lambda model: optim.clip_grad_norm_(model.parameters(), 1.0),
-        device=device,
-    )
+    return {
+        "shard": decoder.shard,
+        "loss": lambda model: decoder.loss(model, torch.zeros(1, decoder.options.tokens, dtype=torch.int64)),
+        "optimizer": lambda parameters: torch.optim.AdamW(parameters, lr=1e-4, fused=True),
+        "mesh": (num_ranks,),
+        "num_microbatches": decoder.options.microbatches,
+        "vocab_size": decoder.config.vocab_size,
+        "clip": lambda model: optim.clip_grad_norm_(model.parameters(), 1.0),
+        "device": device,
+    }
 
 
 @contextmanager
@@ -111,7 +120,9 @@ def decoder_steps(
         losses = []
         for index, tokens in enumerate(torch.randint(decoder.config.vocab_size, shape, generator=generator)):
             cast(engine.FSDPModule, model).set_requires_gradient_sync(index == count - 1)
-            loss = decoder.loss(model, tokens.to(device))
+            # From pageable memory the host would wait for all work, as no training loop should.
+            tokens = tokens.pin_memory() if device.type == "cuda" else tokens
+            loss = decoder.loss(model, tokens.to(device, non_blocking=True))
             loss.backward()  # type: ignore[no-untyped-call]
             losses.append(loss.detach())
             del loss

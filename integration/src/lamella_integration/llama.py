@@ -128,7 +128,7 @@ class Llama(ReferenceModel):
 
     def forward(self, tokens_BT: torch.Tensor) -> torch.Tensor:
         x_BTD = self.embedding(tokens_BT)
-        cos_TE, sin_TE = _rotations(self.config, x_BTD)
+        cos_TE, sin_TE = rotations(self.config, x_BTD)
         for block in self.blocks:
             x_BTD = block(x_BTD, cos_TE, sin_TE)
         logits_BTV: torch.Tensor = self.head(x_BTD)
@@ -155,7 +155,8 @@ def num_flops_per_token(config: LlamaConfig, num_tokens: int) -> float:
     return 6 * matmul_numel + 6 * config.num_layers * num_tokens * config.dim
 
 
-def _rotations(config: LlamaConfig, x_BTD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def rotations(config: LlamaConfig, x_BTD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return cosines and sines (T, E) of the positions of `x_BTD`, on its device and in its dtype."""
     # Computed in each forward, not kept as a buffer: a buffer would be garbage after `to_empty`.
     half = torch.arange(0, config.head_dim, 2, device=x_BTD.device, dtype=torch.float32) / config.head_dim
     positions = torch.arange(x_BTD.shape[1], device=x_BTD.device, dtype=torch.float32)

@@ -32,7 +32,7 @@ class DelayedLinear(nn.Module):
         self.queue: list[tuple[torch.Tensor, ...]] = []
 
     def forward(self, x: torch.Tensor, one_hot: torch.Tensor | None = None) -> torch.Tensor:
-        """Map rows (num_rows, in) to (num_rows, out); `one_hot` (experts, num_rows, 1) chooses the expert of a row."""
+        """Map rows (..., in) to (..., out); `one_hot` (experts, num_rows, 1) chooses the expert of a row."""
         if not self.is_delayed:
             return _linear(x, self.weight, one_hot)
         output: torch.Tensor = _Delayed.apply(x, self.weight, one_hot, self)  # type: ignore[no-untyped-call]
@@ -41,7 +41,9 @@ class DelayedLinear(nn.Module):
     def backward_dw(self) -> None:
         """Compute the weight gradient of the oldest backward."""
         x, gradient, *one_hot = self.queue.pop(0)
-        weight_gradient = gradient.T @ x if not one_hot else (gradient * one_hot[0]).mT @ x
+        weight_gradient = (
+            gradient.flatten(0, -2).T @ x.flatten(0, -2) if not one_hot else (gradient * one_hot[0]).mT @ x
+        )
         self.weight.grad = weight_gradient if self.weight.grad is None else self.weight.grad + weight_gradient
         self.on_gradient()
 

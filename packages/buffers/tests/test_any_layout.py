@@ -173,7 +173,7 @@ def test_any_gradients_are_reduced_into_the_shards_of_their_sum(
     on_simulated_ranks(num_ranks, check)
 
 
-class Operators(TorchDispatchMode):
+class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts operators."""
 
     count = 0
@@ -185,7 +185,7 @@ class Operators(TorchDispatchMode):
 
 @pytest.mark.parametrize("layout", [EvenLayout, FlatLayout])
 def test_a_buffer_of_thousands_of_ranks_has_no_view_a_rank(layout: type[EvenLayout | FlatLayout]) -> None:
-    with Operators() as operators:
+    with Operators() as operators:  # type: ignore[no-untyped-call]
         buffer = UnshardedBuffer(layout.build([(8192, 2), (3, 5)], 4096), 4095, torch.float32, CPU, CachingAllocator())
     assert operators.count < 50
     assert [piece.numel() * 4096 for piece in buffer.own] == [slot.numel() for slot in buffer.slots]

@@ -355,7 +355,7 @@ def partial_sums_reduced_without_another_backward() -> list[str]:
 def trees_that_share_streams_on_streams_of_their_own() -> list[str]:
     models = [shard(Net(), mp_policy=_REDUCED_IN_BF16) for _ in range(2)]
     with detected(models[0]) as races:
-        streams_of(models[1])._accelerator = races.streams
+        streams_of(models[1])._accelerator = races.streams  # type: ignore[assignment]
         share_comm_ctx([fsdp(model) for model in models])
         side = _stream(races, "side")
         for _ in range(2):  # gradients stay: an update on one stream would not order the second

@@ -32,6 +32,20 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.parametrize("function", [sharding_units, declare_direct_reads])
+def test_older_kernels_are_refused_for_mamba_ssms_models_alone(
+    monkeypatch: pytest.MonkeyPatch, function: Callable[[nn.Module], object]
+) -> None:
+    versions = {"mamba-ssm": "2.3.2.post1", "causal-conv1d": "1.5.4"}
+    monkeypatch.setattr("lamella_precision._vendor_versions._installed", versions.get)
+    function(MODELS["Mamba2"]())
+    model = MODELS["Mamba2"]()
+    monkeypatch.setattr(Mamba2, "__module__", "mamba_ssm.modules.mamba2")
+    message = r"Expected causal-conv1d 1\.7 or newer, as lamella-mamba\[ssm\] needs, got 1\.5\.4\. Install"
+    with pytest.raises(ImportError, match=message):
+        function(model)
+
+
 def _shard_blocks(model: nn.Module) -> None:
     for unit in sharding_units(model):
         fully_shard(unit)

@@ -15,7 +15,7 @@ import pytest
 from lamella_testing.megatron import megatron_on_cpu
 
 MCORE = Path(__file__).parent / "mcore"
-GPUS = {"gpu1", "gpu2"}
+GPUS = {"gpu1", "gpu2", "hybrid"}
 WARNINGS = (
     "ignore::Warning:megatron",  # about megatron-core's defaults and missing libraries
     "ignore:.torch.distributed:FutureWarning",  # calls of names that torch 2.13 changed

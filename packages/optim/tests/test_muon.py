@@ -99,17 +99,6 @@ def test_each_matrix_of_a_stack_is_stepped_by_itself_wherever_the_stack_is_cut(k
     run_ranks(on_rank, 2)
 
 
-def test_matrices_that_ranks_share_are_refused_on_every_rank() -> None:
-    def on_rank() -> None:
-        for options in (ShardingOptions(), ShardingOptions(keep_together=Rows(1))):
-            model = nn.Linear(64, 96)
-            fully_shard(model, options=options)
-            with pytest.raises(ValueError, match=r"Expected matrices that lie whole on one rank for Muon, got one of"):
-                optimizer_of(model)
-
-    run_ranks(on_rank, 2)
-
-
 def test_vectors_and_options_that_are_not_muons_are_refused() -> None:
     model = nn.Linear(3, 2)
     with pytest.raises(ValueError, match=r"Expected matrices or stacks of matrices for Muon, got a shape of \(2,\)"):

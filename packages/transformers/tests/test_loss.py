@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from lamella_transformers import (
@@ -103,6 +104,26 @@ def test_a_loss_a_piece_at_a_time_has_the_gradients_of_whole_logits(
     torch.testing.assert_close(
         torch.autograd.grad(pieces, tensors), torch.autograd.grad(expected, tensors), rtol=1e-5, atol=1e-6
     )
+
+
+class _HostReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the values of tensors that Python reads: on a GPU the host waits for each."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("is_whole", [False, True])
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3"])
+def test_a_step_on_rows_of_one_document_reads_no_value_on_the_host(model_type: str, is_whole: bool) -> None:
+    model = causal_model(model_type, LLAMA)
+    loss_function = loss_of_logits if is_whole else choice(model)
+    with _HostReads() as reads:  # type: ignore[no-untyped-call]
+        loss_function(model, INPUTS, TARGETS, 5.0).cross_entropy.backward()  # type: ignore[no-untyped-call]
+    assert reads.count == 0
 
 
 @pytest.mark.parametrize(("model_type", "values"), [("xlnet", XLNET), ("bart", BART)])

@@ -11,6 +11,8 @@ from lamella_buffers._buffer import standalone as standalone
 from lamella_buffers._copy_engines import CopyEngines as CopyEngines
 from lamella_buffers._copy_engines import CopyEngineTransport as CopyEngineTransport
 from lamella_buffers._copy_engines import copy_engines_of as copy_engines_of
+from lamella_buffers._fake_collectives import FakeCollective as FakeCollective
+from lamella_buffers._fake_collectives import fake_collectives as fake_collectives
 from lamella_buffers._memory import swap_memory as swap_memory
 from lamella_buffers._payload import Payload as Payload
 from lamella_buffers._payload import by_dtype as by_dtype

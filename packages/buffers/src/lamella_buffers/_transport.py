@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import (
 from torch.profiler import record_function
 
 from lamella_buffers._exchange import add_up, arrivals_numel, places_for, widened
+from lamella_buffers._fake_collectives import FakeCollective, announce
 from lamella_buffers._payload import Payload, Payloads, by_dtype, flat_bytes, unpack
 
 ReduceOp = dist.ReduceOp.RedOpType
@@ -271,26 +272,34 @@ class GlooTransport(_GroupTransport):
 class FakeTransport(_GroupTransport):
     """A group of `FAKE_GPUS`, whose other ranks do not exist: takes NCCL's memory, and moves nothing.
 
-    A step on fake tensors then allocates on one process as a step on GPUs of several hosts does.
+    A step on fake tensors then allocates on one process as a step on GPUs of several hosts does. The listener of
+    `fake_collectives` hears each call.
     """
 
     def all_gather(self, payloads: Sequence[Payload]) -> Pending:
         """Leave the payloads as they are: NCCL gathers in place."""
+        self._announce("all_gather", [full for _, full in payloads])
         return Done()
 
     def _reduce(self, payloads: Sequence[Payload], op: ReduceOp) -> None:
         """Leave the payloads as they are: NCCL reduces straight from `full` into `shard`."""
+        self._announce("reduce_scatter", [full for _, full in payloads])
 
     def _exchange(self, payloads: Sequence[Payload], op: ReduceOp) -> None:
         """Allocate wider payloads, and free them.
 
         Effects: allocates as `NcclTransport`'s exchange between hosts.
         """
-        widened(payloads)
+        self._reduce(widened(payloads), op)
 
     def all_reduce(self, tensors: Sequence[torch.Tensor], op: ReduceOp) -> Pending:
         """Leave the tensors as they are."""
+        self._announce("all_reduce", tensors)
         return Done()
+
+    def _announce(self, kind: str, wholes: Sequence[torch.Tensor], sum_nbytes: int = 0) -> None:
+        ranks = tuple(dist.get_process_group_ranks(self._group))
+        announce(FakeCollective(kind, sum(whole.nbytes for whole in wholes), ranks, sum_nbytes))
 
 
 class FakeCopyEngineTransport(FakeTransport):
@@ -302,6 +311,10 @@ class FakeCopyEngineTransport(FakeTransport):
     def _exchange(self, payloads: Sequence[Payload], op: ReduceOp) -> None:
         """Allocate a buffer for the arriving pieces, and free it."""
         payloads[0].full.new_empty(arrivals_numel(payloads, self.num_ranks))
+        wholes = [full for _, full in payloads]
+        # Each piece of this rank's shards is read once, its own too, and the sum written once.
+        pieces_nbytes = sum(shard.numel() * full.itemsize * self.num_ranks for shard, full in payloads)
+        self._announce("exchange", wholes, pieces_nbytes + sum(shard.nbytes for shard, _ in payloads))
 
 
 class _GlooGather:

@@ -311,7 +311,12 @@ def test_rank_zeros_process_lists_the_staged_directory_and_asks_for_no_part(
         (job.staged / part_name(rank)).touch()
     asked: list[str] = []
     exists = Path.exists
-    monkeypatch.setattr(Path, "exists", lambda path: asked.append(path.name) or exists(path))
+
+    def noted_exists(path: Path) -> bool:
+        asked.append(path.name)
+        return exists(path)
+
+    monkeypatch.setattr(Path, "exists", noted_exists)
 
     class Look(_process._Waiting):
         def until(self, total: int, count: Callable[[], int]) -> None:

@@ -1,5 +1,6 @@
 """Conversions between formats: bit-equal there and back, whole or not at all, in a bounded amount of memory."""
 
+import errno
 import json
 import os
 import shutil
@@ -436,6 +437,26 @@ def test_a_killed_conversion_leaves_nothing_by_that_name_and_the_next_cleans_up(
     assert not (tmp_path / "b").exists() and len(list(tmp_path.iterdir())) == 2
     convert(source, tmp_path / "b", to=to)
     assert {path.name for path in tmp_path.iterdir()} == {"a", "b"}
+
+
+def test_files_of_the_caller_appear_with_the_target(tmp_path: Path) -> None:
+    source, target = published(tmp_path / "a", {"a": torch.ones(2)}), tmp_path / "b"
+
+    def complete(folder: Path) -> None:
+        assert not target.exists() and (folder / "model.safetensors").is_file()
+        (folder / "README.md").write_text("a card")
+
+    def fail(folder: Path) -> None:
+        complete(folder)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left on device: '.*/b'"):
+        convert(source, target, to="hf", complete=fail)
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+    convert(source, target, to="hf", complete=complete)
+    assert (target / "README.md").read_text() == "a card"
+    with pytest.raises(ValueError, match="Expected `complete` with a directory as the target, got to='torch'"):
+        convert(source, tmp_path / "c", to="torch", complete=complete)
 
 
 PEAK = """

@@ -12,16 +12,21 @@ change with any version.
 - Placements: `placement_on`, the result of a `shard_placement_fn` for a parameter on a mesh of its own; `MeshInfo`, the
   mesh in such a result; `RaggedShard`, the cut rows of the flat layout.
 - Norms over all ranks: `groups_that_share`, `all_reduce_anywhere`.
+- Streams: `run_on` puts the work of a model's units on the streams of an `Accelerator` in place of torch's;
+  `watched_ranges` tells the unit and phase of the engine's work.
 - Stand-ins: `Installation` puts classes and functions in the place of a library's, in all modules, until undone.
+- Versions: `VendorVersions` holds an installed library against the versions that an adapter was tested with.
 - Nests of tensors, as modules take and return: `map_tensors`, `tensors_in`, `hides_tensors`.
 """
 
 import warnings
 
 from lamella_engine._common.installation import Installation as Installation
+from lamella_engine._common.labels import watched_ranges as watched_ranges
 from lamella_engine._common.tensors import hides_tensors as hides_tensors
 from lamella_engine._common.tensors import map_tensors as map_tensors
 from lamella_engine._common.tensors import tensors_in as tensors_in
+from lamella_engine._modules.attached import run_on as run_on
 from lamella_engine._modules.attached import unit_of as unit_of
 from lamella_engine._optimizer_hooks import StepHook as StepHook
 from lamella_engine._optimizer_hooks import before_step as before_step
@@ -43,14 +48,17 @@ from lamella_engine._parameters.sharding import all_reduce_anywhere as all_reduc
 from lamella_engine._parameters.sharding import groups_that_share as groups_that_share
 from lamella_engine._parameters.sharding import local_of as local_of
 from lamella_engine._ragged.dtensor import dtensor_over as dtensor_over
+from lamella_engine._streams.streams import Accelerator as Accelerator
 from lamella_engine._tree.tree import Listener as Listener
 from lamella_engine._tree.tree import Tree as Tree
 from lamella_engine._tree.tree import finish_deferred as finish_deferred
 from lamella_engine._tree.tree import living_trees as living_trees
 from lamella_engine._unit.unit import Unit as Unit
 from lamella_layout import RaggedShard as RaggedShard
+from lamella_precision import VendorVersions as VendorVersions
 
 __all__ = [
+    "Accelerator",
     "Installation",
     "Listener",
     "MeshInfo",
@@ -61,6 +69,7 @@ __all__ = [
     "StepHook",
     "Tree",
     "Unit",
+    "VendorVersions",
     "all_reduce_anywhere",
     "before_step",
     "dtensor_over",
@@ -79,10 +88,12 @@ __all__ = [
     "placement_on",
     "refuse_kernels_on_dtensors",
     "replace_step_hook",
+    "run_on",
     "shard_like",
     "sharded_originals",
     "tensors_in",
     "unit_of",
+    "watched_ranges",
 ]
 
 

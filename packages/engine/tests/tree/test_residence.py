@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from lamella_engine import ZERO1, ZERO3, AxisPlacement, ShardingOptions, UnitResidence, fully_shard
 from lamella_engine._api.residence import _mark_read
-from lamella_engine.testing import assert_at_rest, named_units, record
+from lamella_engine.testing import assert_at_rest, named_units, record, unsharded_nbytes
 from lamella_testing import run_ranks
 
 BATCHES = [torch.randn(8, 3, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2)]
@@ -26,6 +26,11 @@ class _UseEvent:
     microbatch: int
     layer: int | None
     phase: str
+
+
+@dataclass(frozen=True)
+class _StepEvent(_UseEvent):
+    action: str
 
 
 def _shard(model: nn.Module, placements: AxisPlacement = ZERO3) -> None:
@@ -133,6 +138,41 @@ def test_a_layer_may_be_several_units() -> None:
         assert_at_rest(model)
         for verb in ("gather", "reduce"):
             assert sorted(log.units_of(verb)) == sorted(name for name, _ in named_units(model))
+
+    run_ranks(on_each_rank, 2)
+
+
+@pytest.mark.parametrize(("inner", "num_reductions", "num_gathers"), [(ZERO3, 2, 4), (ZERO1, 1, 1)])
+def test_hooks_end_the_backwards_of_units_that_the_slots_call(
+    inner: AxisPlacement, num_reductions: int, num_gathers: int
+) -> None:
+    """A layer gives an inner module a stage of its own; copies of the inner module stay beside the freed layers."""
+
+    def shard(model: nn.Module) -> None:
+        for layer in model.get_submodule("layers").children():
+            fully_shard(layer.get_submodule("up"), options=ShardingOptions(placements=inner))
+        _shard(model)
+
+    def on_each_rank() -> None:
+        reference, model = twins(Stack, shard)
+        assert isinstance(model, Stack)
+        called = [layer.get_submodule("up") for layer in model.layers]
+        log = record(model)
+        residence = UnitResidence(model, [[*pair] for pair in zip(model.layers, called, strict=True)], called=called)
+        residence.begin_step(len(BATCHES))
+        for microbatch, batch in enumerate(BATCHES):
+            reference(batch).backward()
+            backward_dw(reference)
+            _run_microbatch(residence, model, microbatch, rows_of_this_rank(batch))
+        assert_gradients_equal(reference, model, rtol=1e-4, atol=1e-6)
+        assert_at_rest(model)
+        names = {f"layers.{i}.up" for i in range(len(called))}
+        assert {log.units_of("reduce").count(name) for name in names} == {num_reductions}
+        assert {log.units_of("gather").count(name) for name in names} == {num_gathers}
+        steps = [_StepEvent(0, layer, "forward", action) for layer in (None, 0) for action in ("acquire", "used")]
+        stays = len(called) if inner is ZERO1 else 1
+        parts = [unsharded_nbytes(model), unsharded_nbytes(model.layers[0]), stays * unsharded_nbytes(called[0])]
+        assert residence.peak_nbytes(steps) == sum(parts)
 
     run_ranks(on_each_rank, 2)
 

@@ -20,12 +20,15 @@ import torch.distributed as dist
 
 import lamella_optim
 from lamella import Config, LossNotFiniteError, StorageError
+from lamella._command.train import printed_result
 from lamella._processes.endings import EXIT_CODES
 from lamella._processes.launch import run_workers
 from lamella._processes.placement import Rank, place
+from lamella._record.metrics import ValidationRecord, append
 from lamella._record.run_directory import RunDirectory
 from lamella._training.preparation import prepare
 from lamella._training.saves import Saves, reason_of
+from lamella._training.steps import FinishedStep
 from lamella._training.trainer import Trainer
 from lamella.cli import main, parse
 from lamella_checkpoint import AsyncSaver, CheckpointDirectory, CheckpointFailed
@@ -60,7 +63,7 @@ def errors_of(config: Config) -> Callable[..., list[str]]:
             trainer = Trainer(config, directory, rank)
             step_of_trainer = trainer._step
 
-            def step(index: int) -> tuple[torch.Tensor, torch.Tensor, float]:
+            def step(index: int) -> FinishedStep:
                 before_step(trainer, index)
                 return step_of_trainer(index)
 
@@ -266,3 +269,16 @@ def test_a_run_whose_output_nobody_reads_goes_on(
     assert run.wait() == 0, errors
     assert errors == ""
     assert (tmp_path / "run" / "checkpoints" / "step_00000006").is_dir()
+
+
+def test_a_finished_run_whose_checkpoints_were_moved_away_has_its_results(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = RunDirectory(tmp_path)
+    append(directory.metrics, [ValidationRecord.of(0, 3.0, "byte"), ValidationRecord.of(6, 1.5, "byte")])
+    printed = printed_result(directory)
+    assert printed.checkpoint == directory.checkpoints / "step_00000006"
+    lines = capsys.readouterr().out
+    assert "validation: 3.0000 -> 1.5000 nats/byte" in lines
+    assert f"checkpoint: {printed.checkpoint}, moved or removed since it was saved" in lines
+    assert "next:" not in lines, "there is nothing to export"

@@ -1,23 +1,25 @@
 """`lamella estimate` changes nothing on the disk, and chooses options by memory; a run out of memory prints both."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import TINY_LLAMA
+from layer_units import shard_layers
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 import lamella
 from lamella import ConfigError
 from lamella._command.estimate import placed
 from lamella._command.out_of_memory import with_estimate
+from lamella._estimate.memory_options import MemoryOptions
+from lamella._estimate.recorded_options import RecordedOptions
 from lamella._estimate.text import lines
 from lamella._processes.launch import WorkerError
 from lamella._settings.config import resolve
 from lamella.cli import main
-from lamella_engine import fully_shard
 
 
 @pytest.fixture
@@ -58,12 +60,33 @@ def test_options_are_refused_where_none_fit_and_else_the_fastest_that_fit(model:
     with pytest.raises(ConfigError, match=r"Expected --memory of at least 1GiB, which .* got 1.00 MiB"):
         lamella.fit_options(config, "1MiB")
     options = lamella.fit_options(config, "80GiB")
-    assert options.chosen.fields.cost == 1.0
-    totals = sorted(alternative.estimate.total_nbytes for alternative in options.alternatives)
+    assert options.chosen.cost == 1.0
+    totals = sorted(alternative.estimate.needed_nbytes for alternative in options.alternatives)
     assert totals[0] < totals[-1]
     tight = lamella.fit_options(config, f"{(totals[0] + totals[-1]) // 2}")
-    assert totals[0] <= tight.chosen.estimate.total_nbytes <= (totals[0] + totals[-1]) // 2
+    assert totals[0] <= tight.chosen.estimate.needed_nbytes <= (totals[0] + totals[-1]) // 2
     assert any("->" in line for line in tight.lines())
+
+
+def test_times_follow_the_work_of_the_step(model: Path) -> None:
+    """A forward is a third of a step's products; of a wide model, most of the time of a step."""
+    values = {**TINY_LLAMA, "hidden_size": 4096, "intermediate_size": 16384, "num_attention_heads": 32}
+    model.write_text(json.dumps(values))
+    recorded = RecordedOptions(config_of(model))
+    none, selective, full = (recorded.seconds(MemoryOptions(recompute=kind)) for kind in ("no", "selective", "full"))
+    assert none < selective < full
+    assert 1.15 < full / none < 1.4
+    half = recorded.seconds(MemoryOptions(recompute="full", num_recomputed=1))
+    assert none < half < full
+    assert recorded.seconds(MemoryOptions(weights="stage 2")) <= none
+    assert recorded.seconds(MemoryOptions(offload_activations=True)) > full
+
+
+def test_a_long_run_on_gpus_is_told_to_compile(model: Path) -> None:
+    config = config_of(model, device="cuda")
+    long = replace(config, optim=replace(config.optim, steps=1000))
+    assert any("--no-compile" in note for note in lamella.estimate(long).notes)
+    assert not lamella.estimate(config).notes
 
 
 def test_a_run_out_of_memory_prints_the_estimate_and_two_options(model: Path) -> None:
@@ -80,14 +103,9 @@ def test_a_module_is_estimated_by_functions_of_its_own() -> None:
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(3)))
 
-    def shard(module: nn.Module, mesh: DeviceMesh) -> None:
-        for layer in module.children():
-            fully_shard(layer, mesh=mesh)
-        fully_shard(module, mesh=mesh)
-
     estimate = lamella.estimate(
         model,
-        shard=shard,
+        shard=shard_layers,
         loss=lambda module: module(torch.zeros(8, 64)).sum(),
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
         mesh=(4,),

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from conftest import TINY_LLAMA
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from layer_units import shard_layers
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 from transformers.models.llama import modeling_llama
 
@@ -27,7 +27,6 @@ from lamella._estimate.recipe_step import training_step
 from lamella._estimate.recorded_step import record
 from lamella._model.spec import load_spec, outline
 from lamella._settings.config import resolve
-from lamella_engine import fully_shard
 from lamella_testing import run_ranks
 
 TINY = {**TINY_LLAMA, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3}
@@ -41,6 +40,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "rest cpu": (2, {"rest": "cpu", "recompute": "selective"}),
     "keep budget": (2, {"keep_budget": "100KiB", "reduce": "bf16"}),
     "full and offload": (2, {"recompute": "full", "offload_activations": True}),
+    "one layer": (2, {"recompute": "full", "recompute_layers": 1}),
     "float8": (2, {"float8": "tensor"}),
     "offload": (2, {"offload_activations": True}),
 }
@@ -153,6 +153,29 @@ def test_the_matrices_of_muon_rest_as_in_a_real_run_with_one_state(model_folder:
     assert states[0] < states[1]
 
 
+@pytest.mark.parametrize("option", ["tensor_parallel", "context_parallel"])
+def test_cut_layers_and_sequences_are_refused_in_one_line(model_folder: Path, option: str) -> None:
+    flag = f"--{option.replace('_', '-')}"
+    with pytest.raises(ConfigError, match=rf"^Expected an estimate without {flag}, .* got 2\. Leave {flag} out"):
+        estimate_run(config_of(model_folder, 2, **{option: 2}))
+
+
+@pytest.mark.parametrize("kind", ["selective", "full"])
+def test_each_further_recomputed_layer_takes_no_more_memory(model_folder: Path, kind: str) -> None:
+    numbers: list[dict[str, Any]] = [{}, *({"recompute": kind, "recompute_layers": number} for number in (1, 2, 3))]
+    peaks = [estimate_run(config_of(model_folder, 2, **number)).peak.nbytes for number in numbers]
+    assert peaks == sorted(peaks, reverse=True)
+    assert peaks[-1] < peaks[0]
+    assert peaks[-1] == estimate_run(config_of(model_folder, 2, recompute=kind)).peak.nbytes
+
+
+def test_more_recomputed_layers_than_the_model_has_are_refused(model_folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^Expected --recompute-layers of at most 3, .* got 4\. Leave it out"):
+        estimate_run(config_of(model_folder, 2, recompute="full", recompute_layers=4))
+    with pytest.raises(ConfigError, match=r"^Expected --recompute-layers with --recompute selective or full"):
+        config_of(model_folder, 2, recompute_layers=4)
+
+
 def test_spread_experts_are_refused_in_one_line(model_folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"^Expected an estimate without --experts, .* got 2\. Leave --experts out"):
         estimate_run(config_of(model_folder, 2, experts=2))
@@ -211,14 +234,9 @@ def test_layers_run_again_by_backward_save_what_they_saved_in_forward() -> None:
     with torch.device("meta"):
         model = nn.Sequential(*(Recomputed(nn.RMSNorm(64), nn.Linear(64, 64)) for _ in range(2)))
 
-    def shard(module: nn.Module, mesh: DeviceMesh) -> None:
-        for layer in module.children():
-            fully_shard(layer, mesh=mesh)
-        fully_shard(module, mesh=mesh)
-
     estimate = lamella.estimate(
         model,
-        shard=shard,
+        shard=shard_layers,
         loss=lambda module: module(torch.zeros(8, 64)).sum(),
         optimizer=lambda parameters: torch.optim.AdamW(parameters, fused=True),
         mesh=(4,),

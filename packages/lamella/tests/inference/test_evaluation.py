@@ -73,7 +73,7 @@ def lm_eval(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         calls.append(arguments)
         if arguments["tasks"] == ["absent"]:
             raise ValueError("Tasks not found: absent.\nTry another.")
-        scores = {"acc,none": 0.25, "acc_stderr,none": 0.125, "alias": "one"}
+        scores = {"acc,none": 0.25, "acc_stderr,none": 0.125, "alias": "one", "sample_len": 5}
         return {"results": dict.fromkeys(arguments["tasks"], scores)}
 
     package.simple_evaluate = simple_evaluate  # type: ignore[attr-defined]

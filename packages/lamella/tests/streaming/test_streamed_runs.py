@@ -1,19 +1,17 @@
 """Runs that stream their text: the same batches on any number of ranks and after any stop, and no text read twice."""
 
 import json
-import os
 import shutil
-import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import datasets
 import pytest
 import torch
 import torch.distributed as dist
+from streamed_texts import texts, write_folder, write_lines
 from trained_runs import TrainOn
 
 from lamella import Config, ConfigError
@@ -27,32 +25,13 @@ from lamella._training.preparation import prepare
 from lamella._training.trainer import Trainer
 from lamella._training.training_batches import stream_reader
 from lamella_checkpoint import CheckpointDirectory
-from lamella_testing import RankFailure, run_ranks
-
-WORDS = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta", "iota", "kappa", "lambda", "mu"]
-
-
-def texts(number: int, count: int) -> list[dict[str, Any]]:
-    """Return records of unequal lengths, no two of them alike."""
-    return [
-        {"text": " ".join([f"file {number} row {row}", *WORDS[: 1 + (row * 7 + number) % 12]])} for row in range(count)
-    ]
-
-
-def write_lines(path: Path, records: Sequence[dict[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
-    return path
+from lamella_testing import run_ranks
 
 
 @pytest.fixture
 def streamed(config: Config, tmp_path: Path) -> Config:
     """Settings of a run on a folder of three Parquet files, in row groups of 50, and a file of JSON lines."""
-    folder = tmp_path / "streamed"
-    folder.mkdir()
-    for number in range(3):
-        table = datasets.Dataset.from_list(texts(number, 120 + 30 * number))
-        table.to_parquet(folder / f"part-{number}.parquet", batch_size=50)
-    write_lines(folder / "more.jsonl", texts(3, 140))
+    folder = write_folder(tmp_path)
     validation = write_lines(tmp_path / "validation.jsonl", texts(9, 40))
     return replace(
         config,
@@ -190,29 +169,6 @@ def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one_and_on_other_ranks
         same = resumed.losses == uninterrupted.losses
         assert same or (num_ranks == 2 and resumed.losses == pytest.approx(uninterrupted.losses, rel=1e-5))
         assert num_ranks == 2 or resumed.validations == uninterrupted.validations
-
-
-def test_a_run_whose_first_rank_is_killed_goes_on_bit_for_bit(streamed: Config, train: TrainOn, tmp_path: Path) -> None:
-    config = replace(streamed, run=replace(streamed.run, checkpoint_interval=2))
-    uninterrupted = train(replace(config, run=replace(config.run, directory=str(tmp_path / "uninterrupted"))), 2)
-    directory = prepare(place(config)).directory
-
-    def on_rank() -> None:
-        step = Trainer._step
-
-        def killed(trainer: Trainer, number: int) -> Any:
-            if number == 4 and dist.get_rank() == 0:
-                trainer._saves.settle()  # A save in flight might end in the middle of the next run.
-                os.kill(os.getpid(), signal.SIGKILL)
-            return step(trainer, number)
-
-        Trainer._step = killed  # type: ignore[assignment,method-assign]  # of this forked process
-        Trainer(config, directory, Rank(rank=dist.get_rank(), num_ranks=2, device=torch.device("cpu"))).train()
-
-    with pytest.raises(RankFailure):
-        run_ranks(on_rank, 2)
-    assert prepare(place(config)).first_step == 4
-    assert train(config, 2).losses == uninterrupted.losses
 
 
 def test_a_text_that_changed_at_the_place_of_the_run_is_refused(streamed: Config, tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ def plain(shared_config: Config, train: TrainOn) -> Run:
 EXACT: dict[str, dict[str, Any]] = {
     "recompute-offload": {"recompute": "full", "offload_activations": True},
     "selective": {"recompute": "selective"},
+    "one layer": {"recompute": "full", "recompute_layers": 1},
     "rest-keep": {"rest": "cpu", "keep_budget": "1MiB"},
     "stage-2": {"stage": 2},
     "stage-1": {"stage": 1},
@@ -94,6 +95,18 @@ def test_a_sharded_unit_runs_its_forward_twice_in_training_and_once_in_validatio
         with torch.no_grad():
             block(torch.randn(4, 8))
         assert block.num_forwards == 3
+
+    run_ranks(on_rank, 2)
+
+
+def test_the_first_units_alone_run_their_forward_twice() -> None:
+    def on_rank() -> None:
+        blocks = [Block() for _ in range(3)]
+        recompute(blocks, "full", 2)
+        for block in blocks:
+            fully_shard(block)
+        nn.Sequential(*blocks)(torch.randn(4, 8)).sum().backward()
+        assert [block.num_forwards for block in blocks] == [2, 2, 1]
 
     run_ranks(on_rank, 2)
 

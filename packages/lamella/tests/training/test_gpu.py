@@ -77,6 +77,18 @@ def test_losses_in_float32_do_not_depend_on_the_number_of_gpus(
 
 
 @pytest.mark.gpu2
+@pytest.mark.parametrize("option", ["--tensor-parallel", "--context-parallel"])
+def test_two_gpus_with_the_same_sequences_have_the_losses_of_one(
+    options: list[str], tmp_path: Path, model_file: Path, option: str
+) -> None:
+    model_file.write_text(json.dumps({**json.loads(model_file.read_text()), "num_key_value_heads": 2}))
+    command = [*options, "--device", "cuda", "--precision", "fp32"]
+    assert main([*command, "--ranks", "1", "--run-dir", str(tmp_path / "one")]) == 0
+    assert main([*command, "--ranks", "2", option, "2", "--run-dir", str(tmp_path / "two")]) == 0
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
+
+
+@pytest.mark.gpu2
 def test_a_rank_stopped_beside_collectives_on_the_gpu_ends_the_run_and_is_named(
     options: list[str], tmp_path: Path
 ) -> None:

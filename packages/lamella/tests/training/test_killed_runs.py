@@ -1,134 +1,41 @@
 """A run that is killed at any moment and started again ends with the records and tensors of an unbroken one."""
 
-import itertools
 import random
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from unittest.mock import patch
 
 import pytest
-import torch
 import torch.distributed as dist
-from drawn_kills import CallCounts, CountedPhases, Kill, Phase, calls_in_process, draw_kill, kill_this_process
+from drawn_kills import draw_kill, kill_this_process
+from killed_runs import (
+    NUM_RANKS,
+    Unbroken,
+    check_drawn_kills,
+    contents_of,
+    in_folder,
+    kill_preparation,
+    prepared,
+    train,
+    train_prepared,
+    train_unbroken,
+    train_until,
+)
 
 from lamella import Config
-from lamella._processes.placement import Rank, place
-from lamella._record.metrics import Record, StepRecord, read
 from lamella._record.run_directory import RunDirectory
-from lamella._training.checks import run_directory
-from lamella._training.host_preparation import lock
-from lamella._training.preparation import PreparedRun, prepare
-from lamella._training.saves import Saves
 from lamella._training.trainer import Trainer
-from lamella._training.validation import Validation
 from lamella_testing import RankFailure, run_ranks
 from lamella_testing.held_starts import HeldStart
 
-NUM_RANKS = 2
-TIMEOUT_S = 300.0
 NUM_KILLS = 10
-PHASES = {
-    "building": Phase(Trainer, "__init__"),
-    "start": Phase(Trainer, "_restore"),
-    "step": Phase(Trainer, "_step"),
-    "records": Phase(Trainer, "_write"),
-    "validation": Phase(Validation, "records"),
-    "save": Phase(Saves, "save"),
-    "end": Phase(Saves, "close"),
-}
-
-
-class Unbroken(NamedTuple):
-    """A run without a kill.
-
-    Attributes:
-        config: The settings.
-        contents: The records and the bytes of checkpoints.
-        counts: The calls by phase, by rank.
-        preparation: The calls of the preparation.
-    """
-
-    config: Config
-    contents: tuple[list[Record], dict[str, bytes]]
-    counts: list[CallCounts]
-    preparation: int
-
-
-def contents_of(directory: RunDirectory) -> tuple[list[Record], dict[str, bytes]]:
-    """The records, without speeds; and the contents of all tensors' files in the checkpoints."""
-    records = [
-        replace(record, tokens_per_s=0.0, memory_nbytes=0) if isinstance(record, StepRecord) else record
-        for record in read(directory.metrics)
-    ]
-    files = directory.checkpoints.rglob("*.distcp")
-    return records, {str(file.relative_to(directory.checkpoints)): file.read_bytes() for file in files}
-
-
-@contextmanager
-def prepared(config: Config) -> Iterator[PreparedRun]:
-    """A run that is locked in the block."""
-    with ExitStack() as locks:
-        lock(config, locks)
-        yield prepare(place(config))
-
-
-def prepare_alone(config: Config) -> None:
-    with prepared(config):
-        pass
-
-
-def train_prepared(config: Config, directory: RunDirectory, kill: Kill | None = None) -> CallCounts:
-    """Train on this rank, or begin to; return the calls by phase."""
-    rank = Rank(rank=dist.get_rank(), num_ranks=NUM_RANKS, device=torch.device("cpu"))
-    phases = CountedPhases(PHASES, kill if kill is not None and kill.rank == rank.rank else None)
-    with phases.patched():
-        Trainer(config, directory, rank).train()
-    return phases.counts
-
-
-def train(config: Config, kill: Kill | None = None) -> list[CallCounts]:
-    """Prepare and train; return the calls by phase, by rank, and nothing for a complete run.
-
-    Raises:
-        RankFailure: A rank was killed.
-    """
-    with prepared(config) as run:
-        if run.is_complete:
-            return []
-        return run_ranks(train_prepared, NUM_RANKS, config, run.directory, kill, timeout_s=TIMEOUT_S)
-
-
-def train_until(kill: Kill, config: Config) -> bool:
-    """Train until the kill; return False for a complete run."""
-    try:
-        is_complete = train(config, kill) == []
-    except RankFailure as failure:
-        if "SIGKILL" not in str(failure) and "by peer" not in str(failure):
-            raise
-        return True
-    assert is_complete, f"the run passed {kill}"
-    return False
-
-
-def kill_preparation(draw: random.Random, unbroken: Unbroken, config: Config) -> None:
-    calls_in_process(lambda: prepare_alone(config), fatal=draw.randint(1, unbroken.preparation))
 
 
 @pytest.fixture(scope="module")
 def unbroken(shared_config: Config) -> Unbroken:
     run = replace(shared_config.run, checkpoint_interval=2, validation_interval=3)
-    config = replace(shared_config, optim=replace(shared_config.optim, steps=5), run=run)
-    num_calls = calls_in_process(lambda: prepare_alone(config))
-    assert num_calls is not None
-    counts = train(config)
-    return Unbroken(config, contents_of(run_directory(config)), counts, num_calls)
-
-
-def in_folder(folder: Path, config: Config) -> Config:
-    return replace(config, run=replace(config.run, directory=str(folder)))
+    return train_unbroken(replace(shared_config, optim=replace(shared_config.optim, steps=5), run=run))
 
 
 @pytest.mark.parametrize(
@@ -145,7 +52,7 @@ def test_a_run_that_is_killed_ends_as_an_unbroken_one(
     if phase == "validation":
         kill_preparation(draw, unbroken, config)  # of the run that goes on
     train(config)
-    assert contents_of(run_directory(config)) == unbroken.contents
+    assert contents_of(config) == unbroken.contents
 
 
 def test_a_checkpoint_of_a_killed_run_does_not_appear_in_the_midst_of_the_next(
@@ -176,7 +83,7 @@ def test_a_checkpoint_of_a_killed_run_does_not_appear_in_the_midst_of_the_next(
         for start in starts:
             start.run_to_end()
         run_ranks(train_prepared, NUM_RANKS, config, run.directory)
-    assert contents_of(run_directory(config)) == unbroken.contents
+    assert contents_of(config) == unbroken.contents
 
 
 @pytest.mark.slow
@@ -184,18 +91,12 @@ def test_a_checkpoint_of_a_killed_run_does_not_appear_in_the_midst_of_the_next(
 def test_ten_kills_at_drawn_moments_leave_runs_that_end_as_an_unbroken_one(
     unbroken: Unbroken, tmp_path: Path, first_seed: int
 ) -> None:
-    phases = [*PHASES, "preparation"]
-    seeds = itertools.count(first_seed)
-    num_kills = 0
-    while num_kills < NUM_KILLS:
-        seed = next(seeds)
-        config, draw = in_folder(tmp_path / f"{seed}", unbroken.config), random.Random(seed)
-        # The second kill is at the first occurrence of its phase, which the rest of a run has too.
-        for phase, occurrences in ((phases[seed % len(phases)], slice(None)), (draw.choice(phases), slice(1))):
-            if phase == "preparation":
-                kill_preparation(draw, unbroken, config)
-                num_kills += 1
-            else:
-                num_kills += train_until(draw_kill(draw, phase, unbroken.counts, occurrences), config)
-        train(config)
-        assert contents_of(run_directory(config)) == unbroken.contents, f"seed {seed}"
+    check_drawn_kills(unbroken, tmp_path, first_seed, NUM_KILLS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first_seed", range(50, 100, 10))
+def test_ten_kills_in_validations_leave_runs_that_end_as_an_unbroken_one(
+    unbroken: Unbroken, tmp_path: Path, first_seed: int
+) -> None:
+    check_drawn_kills(unbroken, tmp_path, first_seed, NUM_KILLS, ["validation"])

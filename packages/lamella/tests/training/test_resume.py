@@ -18,7 +18,8 @@ from lamella._processes.placement import Rank, place
 from lamella._record.metrics import read
 from lamella._record.run_directory import RunDirectory
 from lamella._training.preparation import prepare
-from lamella._training.trainer import Trainer, seed_of
+from lamella._training.steps import Steps, seed_of
+from lamella._training.trainer import Trainer
 from lamella_testing import run_ranks
 
 
@@ -181,15 +182,15 @@ def _dropout_masks(config: Config) -> list[list[list[bool]]]:
     def on_rank() -> list[list[bool]]:
         masks: list[list[bool]] = []
 
-        backward = Trainer._backward
+        backward = Steps._backward
 
-        def backward_after_a_mask(trainer: Trainer, *args: Any, **options: Any) -> torch.Tensor:
+        def backward_after_a_mask(steps: Steps, *args: Any, **options: Any) -> torch.Tensor:
             with torch.random.fork_rng(devices=[]):
                 masks.append(F.dropout(torch.ones(64), 0.5).bool().tolist())
-            return backward(trainer, *args, **options)
+            return backward(steps, *args, **options)
 
         rank = Rank(rank=dist.get_rank(), num_ranks=2, device=torch.device("cpu"))
-        with patch.object(Trainer, "_backward", backward_after_a_mask):
+        with patch.object(Steps, "_backward", backward_after_a_mask):
             Trainer(config, directory, rank).train()
         return masks
 

@@ -20,9 +20,12 @@ from lamella._model.compilation import compile_units, compiles_by_default
 from lamella._model.float8 import in_float8
 from lamella._model.sharding import shard
 from lamella._model.spec import load_spec
+from lamella._processes.placement import Rank, place
 from lamella._record.metrics import StepRecord, read
 from lamella._settings.config import resolve
 from lamella._training.optimizer import learning_rate
+from lamella._training.preparation import prepare
+from lamella._training.trainer import Trainer
 from lamella_precision import Float8Linear
 from lamella_testing import RankFailure, run_ranks
 from lamella_transformers import build_model, target_losses
@@ -148,8 +151,8 @@ def test_compiled_layers_are_those_that_are_sharded(shared_config: Config, monke
         parallel = shared_config.parallel
         model = build_model(load_spec(shared_config.model.name, 300), torch.device("cpu"), seed=0)
         calls: list[nn.Module] = []
-        monkeypatch.setattr(nn.Module, "compile", lambda module: calls.append(module))
-        compile_units(shard(model, parallel))
+        monkeypatch.setattr(nn.Module, "compile", lambda module, **_: calls.append(module))
+        compile_units(shard(model, parallel).units, has_fixed_shapes=False)
         names = [name for name, module in model.named_modules() if module in calls]
         assert names == ["model.layers.0", "model.layers.1"]
 
@@ -182,6 +185,36 @@ def test_long_runs_on_gpus_compile_their_layers_unless_a_setting_asks_for_eager_
 def test_a_long_run_without_a_compiler_stays_eager(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", "absent-gcc")
     assert not compiles_by_default(resolve(LONG_RUN), "llama", "stream")
+
+
+@pytest.mark.filterwarnings("default")  # Dynamo reads deprecated attributes, which warn.
+@pytest.mark.parametrize("num_sequences", [7, 12], ids=["fewer than training's", "with a remainder"])
+def test_layers_are_compiled_once_for_training_and_once_for_validation(
+    config: Config, num_sequences: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lamella._model.compilation._missing_for", lambda parallel: None)
+    run = replace(config.run, validation_sequences=num_sequences)
+    optim = replace(config.optim, steps=2)
+    config = replace(config, run=run, optim=optim, parallel=replace(config.parallel, compile=True))
+    directory = prepare(place(config)).directory
+
+    def on_rank() -> list[tuple[int, ...]]:
+        shapes: list[tuple[int, ...]] = []
+
+        def backend(graph: Any, inputs: list[Any]) -> Any:
+            shapes.append(max(tuple(map(int, tensor.shape)) for tensor in inputs if isinstance(tensor, torch.Tensor)))
+            assert all(isinstance(size, int) for tensor in inputs for size in getattr(tensor, "shape", (tensor,)))
+            return graph.forward
+
+        compile_with = nn.Module.compile
+        monkeypatch.setattr(
+            nn.Module, "compile", lambda unit, **options: compile_with(unit, backend=backend, **options)
+        )
+        Trainer(config, directory, Rank(rank=0, num_ranks=1, device=torch.device("cpu"))).train()
+        return shapes
+
+    [shapes] = run_ranks(on_rank, 1)
+    assert len(shapes) == 2, shapes
 
 
 @pytest.mark.slow

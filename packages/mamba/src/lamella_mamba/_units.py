@@ -16,7 +16,13 @@ from collections.abc import Iterator
 from torch import nn
 
 from lamella_engine import FSDPModule, declare_reads
+from lamella_engine.extending import VendorVersions
 from lamella_mamba._families import TABLE
+
+KERNELS = (
+    VendorVersions(distribution="mamba-ssm", floor="2.3.2", ceiling="2.4", extra="lamella-mamba[ssm]"),
+    VendorVersions(distribution="causal-conv1d", floor="1.7", ceiling="1.8", extra="lamella-mamba[ssm]"),
+)
 
 
 def declare_direct_reads(model: nn.Module) -> None:
@@ -26,10 +32,12 @@ def declare_direct_reads(model: nn.Module) -> None:
     Note [Why nothing smaller than a block]. Other modules are passed over.
 
     Raises:
+        ImportError: The model is mamba-ssm's, and mamba-ssm or causal-conv1d is older than the tested versions.
         ValueError: A module is in a unit already.
 
     Effects: attaches the declarations to the modules, see `lamella_engine.declare_reads`.
     """
+    _check_kernels(model)
     for module in model.modules():
         children = [name for row in TABLE if row.matches(module) for name in row.reads]
         # Options leave children out (a norm, the convolution of attention), and declare_reads refuses missing names.
@@ -44,9 +52,11 @@ def sharding_units(model: nn.Module) -> list[nn.Module]:
     the model calls in several places is a single unit, gathered for each call.
 
     Raises:
+        ImportError: The model is mamba-ssm's, and mamba-ssm or causal-conv1d is older than the tested versions.
         ValueError: The model has no blocks of a known family; or blocks in several places are separate modules with
             the same Parameters, which no unit can gather for a single call (`join_tied_blocks`).
     """
+    _check_kernels(model)
     units = [module for module in _inner_first(model, set()) if _is_unit(module)]
     if not units:
         class_names = [row.class_name for row in TABLE if row.is_unit]
@@ -91,6 +101,13 @@ def join_tied_blocks(model: nn.Module) -> list[str]:
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, shared_block)
     return [name for name, _, _ in copies]
+
+
+def _check_kernels(model: nn.Module) -> None:
+    """For a model of mamba-ssm's classes, hold mamba-ssm and its kernels against the tested versions."""
+    if any(type(module).__module__.partition(".")[0] == "mamba_ssm" for module in model.modules()):
+        for versions in KERNELS:
+            versions.check()
 
 
 def _tied_copies(model: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:

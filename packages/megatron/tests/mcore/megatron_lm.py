@@ -145,7 +145,10 @@ def train(
     forward: Callable[..., Any] = forward_step,
     data: Any = None,
 ) -> list[tuple[float, float]]:
-    """Steps of `train_step`, prepared as `train` does; the loss and the norm of gradients of each."""
+    """Steps of `train_step`, prepared as `train` does; the loss and the norm of gradients of each.
+
+    The last pipeline stage has the loss, others NaN.
+    """
     training = importlib.import_module("megatron.training.training")
     config = importlib.import_module("megatron.core.utils").get_model_config(model[0])
     config.grad_scale_func = optimizer.scale_loss
@@ -163,5 +166,5 @@ def train(
         assert not skipped
         args.iteration += 1
         args.consumed_train_samples += args.global_batch_size
-        history.append((float(losses["lm loss"]), float(norm)))
+        history.append((float(losses.get("lm loss", "nan")), float(norm)))
     return history

@@ -35,6 +35,7 @@ class Case:
         tp: Tensor-parallel ranks, with sequence parallelism.
         shares: Whether layers have a shared expert.
         stage: "ZeRO-1" or "ZeRO-3".
+        expert_stage: The stage of experts, if not `stage`; "" for `stage`.
         delays: Whether linears leave weight gradients to `backward_dw`.
         early: `early_release`.
         recomputes: The part of layers that is recomputed in backward; "" for none.
@@ -50,6 +51,7 @@ class Case:
     tp: int = 1
     shares: bool = False
     stage: str = "ZeRO-3"
+    expert_stage: str = ""
     delays: bool = False
     early: bool = False
     recomputes: str = ""
@@ -63,6 +65,7 @@ class Case:
         flags = [name for name in names if getattr(self, name)]
         options = [f"recomputes {self.recomputes}"] if self.recomputes else []
         options += [self.option] if self.option else []
+        options += [f"experts {self.expert_stage}"] if self.expert_stage else []
         return "-".join([self.groups or self.kind, f"{self.num_ranks} ranks", self.stage, *flags, *options])
 
     @property
@@ -124,8 +127,13 @@ def model_of(case: Case) -> Any:
         nest(model, case.groups)
     if case.delays:
         delay_weight_gradients(model)
-    placements = {"ZeRO-1": ZERO1, "ZeRO-3": ZERO3}[case.stage]
-    return fully_shard_model(model, options=ShardingOptions(placements=placements), layer_groups=case.layer_groups)
+    stages = {"ZeRO-1": ZERO1, "ZeRO-3": ZERO3}
+    return fully_shard_model(
+        model,
+        options=ShardingOptions(placements=stages[case.stage]),
+        layer_groups=case.layer_groups,
+        expert_stage=stages.get(case.expert_stage),
+    )
 
 
 def nest(model: Any, groups: str) -> None:

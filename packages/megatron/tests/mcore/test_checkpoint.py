@@ -23,7 +23,7 @@ from resuming import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 
-from lamella_engine import DDP, HFSDP, ZERO1, ZERO2, ZERO3, ShardingOptions, fully_shard
+from lamella_engine import DDP, HFSDP, HSDP, ZERO1, ZERO2, ZERO3, ShardingOptions, fully_shard
 from lamella_megatron import fully_shard_model, load_checkpoint, save_checkpoint
 from lamella_testing import run_ranks
 
@@ -100,13 +100,13 @@ def test_every_element_survives_any_change_of_ranks(tmp_path: Path, kind: str, w
         assert_equal(read(tmp_path / f"{index + 1}"), expected)
 
 
-def _save_in_stage(world: World, kind: str, path: Path, stage: Any) -> None:
+def _save_in_stage(world: World, kind: str, path: Path, stage: Any, expert_stage: Any = None) -> None:
     from megatron.core.process_groups_config import ProcessGroupCollection
 
     model = make(world, kind)
     fill(model)
     groups = ProcessGroupCollection.use_mpu_process_groups()
-    fully_shard_model(model, groups=groups, options=ShardingOptions(placements=stage))
+    fully_shard_model(model, groups=groups, options=ShardingOptions(placements=stage), expert_stage=expert_stage)
     optimizer = torch.optim.AdamW(model.parameters())
     for parameter in model.parameters():
         parameter.grad = torch.sin(100 * parameter.detach())
@@ -144,6 +144,23 @@ def test_every_stage_saves_and_loads_what_full_sharding_does(
 ) -> None:
     on_rank_zero(world, _save_in_stage, kind, tmp_path, stage)
     on_rank_zero(replace(world, instances=1), save_random, kind, tmp_path / "full")
+    assert_equal(read(tmp_path / "0"), read(tmp_path / "full"))
+    assert_equal(read(tmp_path / "1"), read(tmp_path / "full"))
+
+
+@pytest.mark.parametrize(
+    ("stage", "expert_stage", "world"),
+    [
+        (ZERO3, DDP, World(4, tp=2, ep=2, etp=1)),
+        ((HSDP, ZERO1), (HFSDP, ZERO3), World(8, ep=2, etp=2, instances=2)),
+    ],
+    ids=str,
+)
+def test_experts_in_a_stage_of_their_own_are_saved_as_fully_sharded(
+    tmp_path: Path, stage: Any, expert_stage: Any, world: World
+) -> None:
+    on_rank_zero(world, _save_in_stage, "experts", tmp_path, stage, expert_stage)
+    on_rank_zero(replace(world, instances=1), save_random, "experts", tmp_path / "full")
     assert_equal(read(tmp_path / "0"), read(tmp_path / "full"))
     assert_equal(read(tmp_path / "1"), read(tmp_path / "full"))
 

@@ -19,6 +19,10 @@ COMMON = (
 )
 LOCAL = "--num-layers 2 --transformer-impl local --no-persist-layer-norm --no-masked-softmax-fusion"
 HYBRID = '--hybrid-layer-pattern "M*-M*-"'
+WITH_EXPERTS = (
+    '--hybrid-layer-pattern "M*EM*E" --num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall '
+    "--moe-grouped-gemm --expert-model-parallel-size 2"
+)
 
 
 def _losses(script: str, arguments: str) -> dict[int, float]:
@@ -37,7 +41,8 @@ def _losses(script: str, arguments: str) -> dict[int, float]:
     ("script", "arguments"),
     [
         ("pretrain_gpt.py", LOCAL),
-        pytest.param("pretrain_hybrid.py", HYBRID, marks=[pytest.mark.te, pytest.mark.ssm]),
+        pytest.param("pretrain_hybrid.py", HYBRID, marks=pytest.mark.hybrid),
+        pytest.param("pretrain_hybrid.py", WITH_EXPERTS, marks=pytest.mark.hybrid),
     ],
 )
 def test_a_program_trains_evaluates_saves_and_goes_on(tmp_path: Path, script: str, arguments: str) -> None:

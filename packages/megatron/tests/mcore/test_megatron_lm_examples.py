@@ -13,14 +13,18 @@ from unittest.mock import patch
 
 import megatron_lm
 import pytest
-import torch
 from megatron_lm import SHARDED
 
 from lamella_testing import run_ranks
 from lamella_testing.megatron import _hybrid_spec
 
 EXAMPLES = Path(__file__).parents[4] / "examples" / "megatron"
-HYBRID = "--hybrid-layer-pattern M*- --mamba-state-dim 8 --mamba-head-dim 8 --mamba-num-groups 2 --mamba-num-heads 8"
+MAMBA = "--mamba-state-dim 8 --mamba-head-dim 8 --mamba-num-groups 2 --mamba-num-heads 8"
+HYBRID = f"--hybrid-layer-pattern M*- {MAMBA}"
+WITH_EXPERTS = (
+    f"--hybrid-layer-pattern M*EME {MAMBA} --num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall "
+    "--expert-model-parallel-size 2 --expert-tensor-parallel-size 1 --moe-router-load-balancing-type none"
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -55,7 +59,7 @@ def _run(script: str, arguments: list[str]) -> tuple[str, list[float], float]:
     with (
         patch.object(sys, "path", [str(EXAMPLES), *sys.path]),
         patch.object(package, "pretrain", pretrain),
-        megatron_lm.launched(script, *megatron_lm.COMMON, *SHARDED, *arguments),
+        megatron_lm.launched(script, *megatron_lm.COMMON, *arguments),
     ):
         runpy.run_path(str(EXAMPLES / script), run_name="__main__")
     wrapper, losses, evaluated = results
@@ -65,11 +69,12 @@ def _run(script: str, arguments: list[str]) -> tuple[str, list[float], float]:
 @pytest.mark.filterwarnings("ignore::Warning")
 @pytest.mark.parametrize(
     ("script", "arguments"),
-    [("pretrain_gpt.py", "--num-layers 2"), ("pretrain_hybrid.py", HYBRID)],
+    [("pretrain_gpt.py", "--num-layers 2"), ("pretrain_hybrid.py", HYBRID), ("pretrain_hybrid.py", WITH_EXPERTS)],
 )
-def test_a_program_trains_and_evaluates(script: str, arguments: str) -> None:
+def test_a_program_trains_and_evaluates_as_over_ddp(script: str, arguments: str) -> None:
     line = shlex.split(f"{arguments} --num-workers 0 --eval-iters 1 --eval-interval 5")
-    for wrapper, losses, evaluated in run_ranks(_run, 2, script, line):
+    sharded, replicated = run_ranks(_run, 2, script, [*SHARDED, *line]), run_ranks(_run, 2, script, line)
+    for (wrapper, losses, evaluated), (_, *expected) in zip(sharded, replicated, strict=True):
         assert wrapper == "WrapperInPlace"
         assert losses[-1] < losses[0]
-        assert torch.isfinite(torch.tensor(evaluated))
+        assert losses == pytest.approx(expected[0], rel=1e-5) and evaluated == pytest.approx(expected[1], rel=1e-5)

@@ -84,6 +84,20 @@ def test_tensor_parallel_ranks_overlap(kind: str, groups: str | None) -> None:
     assert_equal_bits(Case(kind=kind, groups=groups, num_ranks=4, tp=2))
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(kind="moe", expert_stage="ZeRO-1", shares=True),
+        Case(kind="*E*E", groups="[*E][*E]", stage="ZeRO-1", expert_stage="ZeRO-3", early=True),
+        Case(kind="*E*E", groups="[*E][*E]", expert_stage="ZeRO-1", delays=True, num_ranks=4),
+        Case(kind="*E/*E", expert_stage="ZeRO-3", delays=True),
+    ],
+    ids=str,
+)
+def test_experts_in_a_stage_of_their_own_overlap(case: Case) -> None:
+    assert_equal_bits(case)
+
+
 def test_an_exception_leaves_the_model_at_rest() -> None:
     case = Case(kind="*E*E", groups="[*E][*E]")
 

@@ -299,6 +299,15 @@ def test_modules_of_other_classes_are_units_where_they_are_named() -> None:
     assert run_ranks(on_each_rank, 2) == [{"FSDPMLP", "FSDPGPTModel"}] * 2
 
 
+def test_a_convolution_that_is_read_without_a_call_is_gathered_with_its_reader() -> None:
+    def shard(model: nn.Module) -> None:
+        from megatron.core.transformer.transformer_layer import TransformerLayer
+
+        fully_shard_model(model, unit_classes=[nn.Conv1d, TransformerLayer])
+
+    assert_trains_as_on_one_rank("G*", Layout(num_ranks=2), shard)
+
+
 def test_a_parameter_lies_on_the_group_that_is_named() -> None:
     def on_each_rank() -> None:
         model = make_model("gpt", Layout(num_ranks=4))

@@ -19,6 +19,7 @@ from matrix import CASES, STAGES
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from lamella_engine import DDP
 from lamella_testing import run_ranks
 from lamella_testing.megatron import (
     LENGTH,
@@ -210,6 +211,7 @@ def test_the_driver_trains_as_torch_does(num_ranks: int, changes: dict[str, Any]
         ("*E*E", Layout(ep=2), "optim"),
         ("MEME", Layout(cp=2, ep=2), "optim_grads_params"),
         ("gpt", Layout(instances=2), "optim_grads_params over optim"),
+        ("moe", Layout(ep=2), "optim_grads_params, replicated experts"),
         *(
             pytest.param(kind, layout, STRATEGY_OF[stage], marks=pytest.mark.slow)
             for kind, layout, stage in chain(*CASES.values())
@@ -218,14 +220,16 @@ def test_the_driver_trains_as_torch_does(num_ranks: int, changes: dict[str, Any]
     ids=str,
 )
 def test_the_driver_trains_every_layout_as_one_rank_does(kind: str, layout: Layout, strategy: str) -> None:
+    strategy, _, replicated = strategy.partition(", replicated ")
     strategy, _, outer = strategy.partition(" over ")
+    expert_stage = DDP if replicated == "experts" else None
 
     def train(module: Any, rows: torch.Tensor, num_steps: int) -> Steps:
         from lamella_megatron.training import ShardedModel, sharded_optimizer
 
         ddp = {"data_parallel_sharding_strategy": strategy, "outer_dp_sharding_strategy": outer or "no_shard"}
         instances = {"num_distributed_optimizer_instances": layout.instances}
-        model = ShardedModel(module.config, ddp_config(**ddp, **instances), module)
+        model = ShardedModel(module.config, ddp_config(**ddp, **instances), module, expert_stage=expert_stage)
         optim = {"lr": LEARNING_RATE, "sgd_momentum": 0.0, "clip_grad": 1e9}
         optimizer: Any = sharded_optimizer(_optimizer_config(**optim), [model])
         losses, norms, zeros = [], [], []

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed import ProcessGroup
 from torch.optim import AdamW, Muon, Optimizer
 from torch.optim._muon import muon
 
-from lamella_engine.extending import RaggedShard, local_of
+from lamella_engine.extending import local_of
+from lamella_optim._cut_matrices import Exchange
+from lamella_optim._matrix_shares import MatrixUpdate, group_of, is_cut
 
 _OPTIONS = ("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "ns_steps", "eps", "adjust_lr_fn")
 
 
 class OwnerMuon(Muon):
-    """torch's Muon, stepped by the rank that owns a matrix: ranks step different matrices at once, each alone.
+    """torch's Muon over shards: a matrix on one rank is stepped by the rank alone, a matrix on several by one of them.
 
-    A parameter is one of three:
+    The ranks that share matrices exchange them (`_cut_matrices`), each rank with its share of the work. A parameter is
+    one of three:
     - a matrix;
     - a stack of matrices (three dims or more), such as experts; a rank has any number of the matrices;
     - a matrix that holds several, their rows in turns, such as queries, keys and values. Each of the several is a
@@ -30,48 +33,56 @@ class OwnerMuon(Muon):
         options: Options of `torch.optim.Muon`.
 
     Raises:
-        ValueError: Several ranks share the rows of a matrix; or an option is not Muon's.
+        ValueError: A parameter is a vector; or an option is not Muon's.
     """
 
     def __init__(self, params: Any, **options: Any) -> None:
         defaults = Muon([torch.nn.Parameter(torch.empty(1, 1))], **options).defaults
         Optimizer.__init__(self, params, defaults)  # Muon's own constructor refuses stacks.
         for parameter in (parameter for group in self.param_groups for parameter in group["params"]):
-            _check_owned(parameter)
+            if parameter.ndim < 2:
+                raise ValueError(
+                    f"Expected matrices or stacks of matrices for Muon, got a shape of {tuple(parameter.shape)}."
+                )
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # of `MuonAndAdam`, which has the closure
-        """Step all matrices of this rank. Effects: no collective, no host sync."""
+        """Step all matrices of this rank, and this rank's parts of matrices that ranks share.
+
+        Effects: for shared matrices those of `Exchange`: two all-to-alls a round, and with the first step maybe a new
+            process group; gradients must be present on all their ranks alike. Else no collective. No host sync.
+        """
+        cut: list[MatrixUpdate] = []
         for group in self.param_groups:
             options = {name: group[name] for name in _OPTIONS}
             for parameter in (parameter for parameter in group["params"] if parameter.grad is not None):
                 state = self.state[parameter]
                 if "momentum_buffer" not in state:  # On ranks without rows too: state is alike on all ranks.
                     state["momentum_buffer"] = torch.zeros_like(parameter.grad)
-                tensors = [local_of(tensor) for tensor in (parameter, parameter.grad, state["momentum_buffer"])]
-                if not tensors[0].numel():
+                tensors = (parameter, parameter.grad, state["momentum_buffer"])
+                if is_cut(parameter):
+                    cut.append(MatrixUpdate(*tensors, options, tuple(group.get("rows", ()))))
+                elif not local_of(parameter).numel():
                     continue
-                if "rows" in group:
-                    _step_in_turns(tensors, group["rows"], options)
+                elif "rows" in group:
+                    _step_in_turns([local_of(tensor) for tensor in tensors], group["rows"], options)
                 else:
-                    _step_matrices(tensors, options)
+                    _step_matrices([local_of(tensor) for tensor in tensors], options)
+        if cut:
+            self._step_cut(cut)
 
-
-def _check_owned(parameter: torch.Tensor) -> None:
-    if parameter.ndim < 2:
-        raise ValueError(f"Expected matrices or stacks of matrices for Muon, got a shape of {tuple(parameter.shape)}.")
-    if not isinstance(parameter, DTensor):
-        return
-    for axis, placement in enumerate(parameter.placements):
-        # Matrices of a stack lie whole on a rank wherever dim 0 is cut.
-        is_whole = placement.is_replicate() or parameter.device_mesh.size(axis) == 1
-        is_whole |= isinstance(placement, RaggedShard) and (placement.owner is not None or parameter.ndim > 2)
-        is_whole |= parameter.ndim > 2 and getattr(placement, "dim", None) == 0
-        if not is_whole:
-            raise ValueError(
-                f"Expected matrices that lie whole on one rank for Muon, got one of shape {tuple(parameter.shape)} "
-                f"that {placement!r} cuts. Shard with ShardingOptions(keep_together=...) that returns Whole() for it."
-            )
+    def _step_cut(self, updates: Sequence[MatrixUpdate]) -> None:
+        """Step matrices that ranks share, by the sets of ranks."""
+        # Past `Optimizer.__getstate__`, which copies and pickles go through: a group cannot be copied.
+        exchanges: dict[Hashable, Exchange] = vars(self).setdefault("_exchanges", {})
+        by_group: dict[ProcessGroup, list[MatrixUpdate]] = {}
+        for update in updates:
+            by_group.setdefault(group_of(update.parameter), []).append(update)
+        for group, members in by_group.items():
+            key = group, tuple(update.kind for update in members)
+            if key not in exchanges:
+                exchanges[key] = Exchange(members)
+            exchanges[key].step(members)
 
 
 def _step_matrices(tensors: Sequence[torch.Tensor], options: Mapping[str, Any]) -> None:
@@ -110,8 +121,11 @@ class MuonAndAdam(Optimizer):
             adam={"lr": 1e-3},
         )
 
-    Tables of embeddings and output layers are not for Muon, though they have two dims. Matrices must lie whole on one
-    rank each: shard with `keep_together` of `lamella_engine.ShardingOptions`, which returns `Whole()` for them.
+    Tables of embeddings and output layers are not for Muon, though they have two dims. Shards may lie anyhow. Matrices
+    that several ranks share, evenly or by tensor parallelism, are exchanged: each is orthogonalised on one rank, with
+    the work balanced over the ranks, for two all-to-alls of 2 bytes an element. Matrices that lie whole on one rank
+    (`keep_together` of `lamella_engine.ShardingOptions` that returns `Whole()`), and stacks cut between their matrices,
+    are stepped where they lie, without a collective. All ranks take the steps of one rank's torch.optim.Muon.
 
     Args:
         groups: Parameter groups; each is divided into a group for either optimizer.
@@ -121,7 +135,7 @@ class MuonAndAdam(Optimizer):
         fused: Matrices that hold several, as for `OwnerMuon`, and the rows of each of the several in a turn.
 
     Raises:
-        ValueError: Several ranks share the rows of a matrix.
+        ValueError: `is_matrix` chose a vector.
 
     Attributes:
         parts: The optimizers, each over groups of its own, with the state of all.
@@ -181,7 +195,7 @@ class MuonAndAdam(Optimizer):
         Returns:
             The closure's result.
 
-        Effects: no collective.
+        Effects: for matrices that ranks share, two all-to-alls of about 256 MiB a rank and round; else no collective.
         """
         loss = None
         if closure is not None:

@@ -24,6 +24,7 @@ from lamella_precision._protocol import WeightRows as WeightRows
 from lamella_precision._recipes.float8 import Float8Recipe as Float8Recipe
 from lamella_precision._recipes.mxfp8 import MXFP8Recipe as MXFP8Recipe
 from lamella_precision._recipes.plain import PlainRecipe as PlainRecipe
+from lamella_precision._vendor_versions import VendorVersions as VendorVersions
 from lamella_precision._weights.quantized import Dequantizes as Dequantizes
 from lamella_precision._weights.quantized import QuantizedWeight as QuantizedWeight
 

@@ -29,7 +29,11 @@ from lamella_precision._recipes.te_mxfp8 import MULTIPLE, MXFP8Weights
 from lamella_precision._scales.encoding import encode_cuts
 from lamella_precision._scales.scales import times_scales, write_scales
 from lamella_precision._scales.tiles import Block, TiledShard, grid_of
+from lamella_precision._vendor_versions import VendorVersions
 
+TRANSFORMER_ENGINE = VendorVersions(
+    distribution="transformer-engine", floor="2.11", ceiling="2.12", extra="lamella-precision[te]"
+)
 _DTYPES = {"kFloat8E4M3": torch.float8_e4m3fn, "kFloat8E5M2": torch.float8_e5m2}
 _SQUARES: Block = (128, 128)
 _MATRIX: Block = (None, None)
@@ -60,12 +64,17 @@ def replace_quantized_weights(
         A function of a parameter: the recipe of a replaced weight, else None. The function keeps no parameter alive.
 
     Raises:
+        ImportError: Transformer Engine is older than the tested versions.
         ValueError: The model has no quantised weight, or has weights on the meta device.
         NotImplementedError: A weight has a format without a recipe, as NVFP4, or is an MXFP8Tensor with sizes that are
             no multiples of 128.
 
+    Warns:
+        UserWarning: Transformer Engine is newer than the tested versions.
+
     Source: Transformer Engine 2.11, `pytorch/tensor` and `pytorch/quantization.py`.
     """
+    TRANSFORMER_ENGINE.check()
 
     def recipe_of(name: str, module: nn.Module, parameter: nn.Parameter) -> Recipe | None:
         if parameter.is_meta and getattr(module, "primary_weights_in_fp8", False):
@@ -234,14 +243,14 @@ class ScaledWeights:
     ) -> torch.Tensor:
         """A tensor of `kind` over data and scales."""
         assert scales is not None
-        data = payloads[0].view(torch.uint8)
+        payload = payloads[0].view(torch.uint8)
         if self._is_whole:
-            tensors = {"data": data, "fp8_scale_inv": scales[:1], "data_transpose": None}
+            tensors = {"data": payload, "fp8_scale_inv": scales[:1], "data_transpose": None}
         else:
-            tensors = {"rowwise_data": data, "rowwise_scale_inv": scales}
+            tensors = {"rowwise_data": payload, "rowwise_scale_inv": scales}
             tensors |= {"columnwise_data": None, "columnwise_scale_inv": None}
         make: Any = self.kind
-        options = {"shape": shape, "dtype": self.compute_dtype, "device": data.device, "requires_grad": False}
+        options = {"shape": shape, "dtype": self.compute_dtype, "device": payload.device, "requires_grad": False}
         weight: torch.Tensor = make(**options, **{**self.metadata, **tensors})
         return weight
 
@@ -249,10 +258,10 @@ class ScaledWeights:
         self, payloads: Sequence[torch.Tensor], scales: torch.Tensor | None, shape: torch.Size, direction: Direction
     ) -> torch.Tensor:
         """Data times the factors' reciprocals, multiplied in fp32 and rounded to `compute_dtype`."""
-        (data,) = payloads
+        (payload,) = payloads
         assert scales is not None
         cells = scales[:1].view(1, 1) if self._is_whole else self._squares(scales, shape)
-        return times_scales(data, cells, shape, self.block, self.compute_dtype)
+        return times_scales(payload, cells, shape, self.block, self.compute_dtype)
 
     def cached_nbytes(self, shape: Sequence[int]) -> int:
         """Bytes of the transpose, and of the squares' scales."""

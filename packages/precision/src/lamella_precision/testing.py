@@ -98,11 +98,11 @@ def _check_amaxes(recipe: ScaledRecipe, shards: Sequence[torch.Tensor], scales: 
     amaxes, row = torch.zeros_like(scales), 0
     for shard in shards:
         formats = recipe.payloads(shard.shape, shard.dtype)
-        data = [
+        payloads = [
             torch.empty(payload_format.shape, dtype=payload_format.dtype, device=shard.device)
             for payload_format in formats
         ]
-        encode_into(recipe, shard, data, WeightRows(shape, row, scales, amaxes))
+        encode_into(recipe, shard, payloads, WeightRows(shape, row, scales, amaxes))
         row += len(shard)
     expected = measured(recipe, shards, shape)
     assert torch.equal(amaxes.view(-1), expected), "with delayed scaling `encode` must raise `WeightRows.amaxes`"

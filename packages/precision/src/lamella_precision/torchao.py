@@ -114,10 +114,10 @@ class CastWeights(Float8Recipe):
     ) -> torch.Tensor:
         """A `Float8TrainingTensor` over data and scale."""
         assert scales is not None
-        (data,) = payloads
+        (payload,) = payloads
         make: Any = self.kind
-        maker = make(data, self.linear_mm_config, self.dtype)
-        gathered, _ = maker.fsdp_post_all_gather((data,), (scales.view(()),), self.compute_dtype)
+        maker = make(payload, self.linear_mm_config, self.dtype)
+        gathered, _ = maker.fsdp_post_all_gather((payload,), (scales.view(()),), self.compute_dtype)
         decoded: torch.Tensor = gathered
         return decoded
 
@@ -125,6 +125,6 @@ class CastWeights(Float8Recipe):
         self, payloads: Sequence[torch.Tensor], scales: torch.Tensor | None, shape: torch.Size, direction: Direction
     ) -> torch.Tensor:
         """Data over the scale, in `compute_dtype`, as torchao reads it."""
-        (data,) = payloads
+        (payload,) = payloads
         assert scales is not None
-        return data.to(self.compute_dtype) / scales.view(()).to(self.compute_dtype)
+        return payload.to(self.compute_dtype) / scales.view(()).to(self.compute_dtype)

@@ -36,6 +36,8 @@ from lamella_schedule._passes import TransferAction as TransferAction
 from lamella_schedule._passes import TransferEvent as TransferEvent
 from lamella_schedule._passes import WorkEvent as WorkEvent
 from lamella_schedule._passes import passes_in as passes_in
+from lamella_schedule._peaks import peak as peak
+from lamella_schedule._peaks import peak_parameters as peak_parameters
 from lamella_schedule._pipeline import Pipeline as Pipeline
 from lamella_schedule._pipeline_events import pipeline_events as pipeline_events
 from lamella_schedule._pipeline_events import rank_events as rank_events
@@ -44,13 +46,14 @@ from lamella_schedule._run import Residence as Residence
 from lamella_schedule._run import run as run
 from lamella_schedule._run import run_pair as run_pair
 from lamella_schedule._run_pipeline import run_pipeline as run_pipeline
-from lamella_schedule._simulate import PipelineTimeline as PipelineTimeline
-from lamella_schedule._simulate import Span as Span
-from lamella_schedule._simulate import Timeline as Timeline
-from lamella_schedule._simulate import peak as peak
-from lamella_schedule._simulate import peak_parameters as peak_parameters
 from lamella_schedule._simulate import simulate as simulate
 from lamella_schedule._simulate import simulate_pipeline as simulate_pipeline
+from lamella_schedule._streams import StreamOperation as StreamOperation
+from lamella_schedule._streams import StreamSpan as StreamSpan
+from lamella_schedule._streams import simulate_streams as simulate_streams
+from lamella_schedule._timeline import PipelineTimeline as PipelineTimeline
+from lamella_schedule._timeline import Span as Span
+from lamella_schedule._timeline import Timeline as Timeline
 
 if not TYPE_CHECKING:  # Hidden from type checkers: a module `__getattr__` makes every misspelt name type-check.
 

@@ -8,7 +8,7 @@ from typing import Final
 
 from lamella_schedule._events import Action, Kind, Lane, ResidenceEvent, Slot
 from lamella_schedule._passes import PassKind, PipelineEvent, StagePass, TransferEvent, WorkEvent
-from lamella_schedule._simulate import PipelineTimeline, Span, Timeline
+from lamella_schedule._timeline import PipelineTimeline, Span, Timeline
 
 _SHORT: Final = {Kind.FORWARD: "fwd", Kind.BACKWARD: "bwd", Kind.WEIGHT_GRADIENT: "wgrad"}
 _COLORS: Final = {

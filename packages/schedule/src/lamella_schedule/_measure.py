@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 
 from lamella_schedule._events import Event
-from lamella_schedule._simulate import Span, Timeline
+from lamella_schedule._timeline import Span, Timeline
 
 
 class Stopwatch:

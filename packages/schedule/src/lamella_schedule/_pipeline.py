@@ -71,22 +71,22 @@ class Pipeline:
         """
         over: set[StagePass] = set()
         remaining = [iter(order) for order in self.orders]
-        heads = {rank: next(items) for rank, items in enumerate(remaining)}
+        heads = {rank: next(order) for rank, order in enumerate(remaining)}
         while heads:
             waiting = tuple(heads.values())
             for rank in sorted(heads):
-                item = heads[rank]
-                if not all(self._is_ready(stage_pass, over) for stage_pass in passes_in(item)):
+                pass_or_pair = heads[rank]
+                if not all(self._is_ready(stage_pass, over) for stage_pass in passes_in(pass_or_pair)):
                     continue
-                yield rank, item
-                over.update(passes_in(item))
+                yield rank, pass_or_pair
+                over.update(passes_in(pass_or_pair))
                 following = next(remaining[rank], None)
                 if following is None:
                     del heads[rank]
                 else:
                     heads[rank] = following
             if waiting == tuple(heads.values()):
-                states = ", ".join(f"rank {rank} at {item}" for rank, item in heads.items())
+                states = ", ".join(f"rank {rank} at {pass_or_pair}" for rank, pass_or_pair in heads.items())
                 raise ValueError(
                     f"Expected an order in which no pass waits for a later one, got ranks that wait: {states}. Run "
                     "passes that another rank waits for earlier."
@@ -98,8 +98,8 @@ class Pipeline:
     def _passes(self) -> Iterator[tuple[int, StagePass]]:
         """Each pass with its rank; a pair gives two passes."""
         for rank, order in enumerate(self.orders):
-            for item in order:
-                yield from ((rank, stage_pass) for stage_pass in passes_in(item))
+            for pass_or_pair in order:
+                yield from ((rank, stage_pass) for stage_pass in passes_in(pass_or_pair))
 
     def _is_ready(self, stage_pass: StagePass, over: set[StagePass]) -> bool:
         stage, microbatch = stage_pass.stage, stage_pass.microbatch

@@ -82,10 +82,10 @@ def _events_by_rank(
     if num_layers_ahead < 0:
         raise ValueError(f"Expected ahead to be a number of layers, got {num_layers_ahead}. Give 0 for no layer ahead.")
     events: dict[int, list[WorkEvent | TransferEvent]] = {rank: [] for rank in ranks}
-    for owner, item in pipeline.global_order():
+    for owner, pass_or_pair in pipeline.global_order():
         if owner in events:
-            events[owner] += expand(item)
-        for stage_pass in passes_in(item):
+            events[owner] += expand(pass_or_pair)
+        for stage_pass in passes_in(pass_or_pair):
             for rank, transfer in _transfers(pipeline, stage_pass):
                 if rank in events:
                     events[rank].append(transfer)
@@ -110,17 +110,17 @@ class _Expansion:
         elif layers is not None:
             self._layers = dict.fromkeys(stages, layers)
 
-    def __call__(self, item: PassOrPair) -> list[WorkEvent]:
+    def __call__(self, pass_or_pair: PassOrPair) -> list[WorkEvent]:
         if not self._layers:
-            return list(passes_in(item))
-        if isinstance(item, PassPair):
-            return self._chunks(item.forward, item.backward)
-        if item.kind is PassKind.FORWARD:
-            return self._chunks(item, None)
-        events = self._chunks(None, item)
-        if item.kind is PassKind.BACKWARD:
+            return list(passes_in(pass_or_pair))
+        if isinstance(pass_or_pair, PassPair):
+            return self._chunks(pass_or_pair.forward, pass_or_pair.backward)
+        if pass_or_pair.kind is PassKind.FORWARD:
+            return self._chunks(pass_or_pair, None)
+        events = self._chunks(None, pass_or_pair)
+        if pass_or_pair.kind is PassKind.BACKWARD:
             return events
-        weights = item.kind is PassKind.WEIGHT_GRADIENT
+        weights = pass_or_pair.kind is PassKind.WEIGHT_GRADIENT
         return [event for event in events if isinstance(event, Event) and _is_weights(event) == weights]
 
     def _chunks(self, forward: StagePass | None, backward: StagePass | None) -> list[WorkEvent]:

@@ -4,131 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias, overload
+from typing import TypeAlias
 
 from lamella_schedule._events import Action, Event, Kind, Lane, Phase, ResidenceEvent, Slot
 from lamella_schedule._order import AnyEvent
 from lamella_schedule._passes import PassKind, PipelineEvent, StagePass, TransferAction, TransferEvent, WorkEvent
+from lamella_schedule._timeline import PipelineTimeline, Span, Timeline
 
 Durations: TypeAlias = Mapping[tuple[Slot, Kind], float] | Callable[[Event], float]
 PassDurations: TypeAlias = Durations | Mapping[PassKind, float] | Callable[[WorkEvent], float]
 ResidencePrice: TypeAlias = float | Callable[[ResidenceEvent], float]
 TransferPrice: TypeAlias = float | Callable[[TransferEvent], float]
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """An event, and its time on the lane.
-
-    Attributes:
-        event: The event: work, a gather (`Action.ACQUIRE`), a reduction (`Action.FINISHED`), or a message.
-        start: Begin, in the unit of the durations.
-        stop: End, in the unit of the durations.
-    """
-
-    event: PipelineEvent
-    start: float
-    stop: float
-
-    @property
-    def lane(self) -> Lane:
-        """The lane of the work, the gather, the reduction or the message."""
-        if isinstance(self.event, TransferEvent):
-            return Lane.SEND
-        if isinstance(self.event, ResidenceEvent):
-            return Lane.GATHER if self.event.action is Action.ACQUIRE else Lane.REDUCE
-        return self.event.lane
-
-
-@dataclass(frozen=True, slots=True)
-class Timeline:
-    """The time of each event: simulated, or measured.
-
-    Attributes:
-        spans: The events' spans, in the order of the host. Residence and messages have spans where they cost time.
-    """
-
-    spans: tuple[Span, ...]
-
-    @property
-    def lanes(self) -> tuple[Lane, ...]:
-        """The lanes of a run, and the lanes with priced events."""
-        lanes = {span.lane for span in self.spans}
-        return tuple(lane for lane in Lane if lane in lanes or lane in (Lane.COMPUTE, Lane.COMMUNICATION))
-
-    @property
-    def total(self) -> float:
-        """From the first start to the last stop."""
-        if not self.spans:
-            return 0.0
-        return max(span.stop for span in self.spans) - min(span.start for span in self.spans)
-
-    @property
-    def durations(self) -> dict[tuple[Slot, Kind], float]:
-        """The mean duration by slot and kind, for `simulate`."""
-        durations_by_key: dict[tuple[Slot, Kind], list[float]] = {}
-        for span in self.spans:
-            if isinstance(span.event, Event):
-                durations_by_key.setdefault((span.event.slot, span.event.kind), []).append(span.stop - span.start)
-        return {key: sum(spans_of_key) / len(spans_of_key) for key, spans_of_key in durations_by_key.items()}
-
-    def busy(self, lane: Lane) -> float:
-        """The time of a lane's work."""
-        return sum(stop - start for start, stop in self._covered(lane))
-
-    @property
-    def exposed(self) -> float:
-        """The time of communication of any lane without compute."""
-        compute = self._covered(Lane.COMPUTE)
-        return sum(_alone(start, stop, compute) for start, stop in self._covered(*set(Lane) - {Lane.COMPUTE}))
-
-    def exposed_on(self, lane: Lane) -> float:
-        """The time of a lane without compute: of all-to-alls, gathers, reductions or messages alone."""
-        compute = self._covered(Lane.COMPUTE)
-        return sum(_alone(start, stop, compute) for start, stop in self._covered(lane))
-
-    @property
-    def exposed_by(self) -> dict[tuple[int | None, Slot, Kind], float]:
-        """The time of all-to-alls without compute by layer, slot and kind, summed over microbatches."""
-        exposed: dict[tuple[int | None, Slot, Kind], float] = {}
-        compute = self._covered(Lane.COMPUTE)
-        for span in self.spans:
-            if isinstance(span.event, Event) and span.lane is Lane.COMMUNICATION:
-                key = span.event.layer, span.event.slot, span.event.kind
-                exposed[key] = exposed.get(key, 0.0) + _alone(span.start, span.stop, compute)
-        return exposed
-
-    def _covered(self, *lanes: Lane) -> list[tuple[float, float]]:
-        """The lanes' spans; spans that meet are joined."""
-        joined: list[tuple[float, float]] = []
-        for start, stop in sorted((span.start, span.stop) for span in self.spans if span.lane in lanes):
-            if joined and start <= joined[-1][1]:
-                joined[-1] = joined[-1][0], max(stop, joined[-1][1])
-            else:
-                joined.append((start, stop))
-        return joined
-
-
-@dataclass(frozen=True, slots=True)
-class PipelineTimeline:
-    """The time of each event on all ranks of a pipeline.
-
-    Attributes:
-        ranks: The timeline of each rank, with one zero of time.
-    """
-
-    ranks: tuple[Timeline, ...]
-
-    @property
-    def total(self) -> float:
-        """From the first start on any rank to the last stop on any rank."""
-        return Timeline(tuple(span for timeline in self.ranks for span in timeline.spans)).total
-
-    @property
-    def bubble(self) -> float:
-        """The share of the time in which a rank does not compute, as a mean over the ranks."""
-        busy = sum(timeline.busy(Lane.COMPUTE) for timeline in self.ranks)
-        return 1.0 - busy / (self.total * len(self.ranks)) if self.total else 0.0
 
 
 def simulate(
@@ -330,11 +216,6 @@ def _begins_pass(event: WorkEvent) -> bool:
     return event.slot is (Slot.PREPROCESS if event.phase is Phase.FORWARD else Slot.POSTPROCESS)
 
 
-def _alone(start: float, stop: float, compute: Iterable[tuple[float, float]]) -> float:
-    """The part of an interval without compute."""
-    return (stop - start) - sum(max(0.0, min(stop, b) - max(start, a)) for a, b in compute)
-
-
 def _duration(event: WorkEvent, durations: PassDurations) -> float:
     if callable(durations):
         return durations(event)  # type: ignore[arg-type]  # a function of slots gets slots, from the orders it is for
@@ -348,70 +229,3 @@ def _duration(event: WorkEvent, durations: PassDurations) -> float:
             "nothing."
         )
     return prices[key]
-
-
-@overload
-def peak(events: Iterable[PipelineEvent], kept_nbytes: Callable[[Event], float]) -> float: ...
-
-
-@overload
-def peak(events: Iterable[PipelineEvent], kept_nbytes: Callable[[StagePass], float]) -> float: ...
-
-
-def peak(events: Iterable[PipelineEvent], kept_nbytes: Callable[..., float]) -> float:
-    """Compute the peak of the tensors kept by forwards for backwards, in the order of the host.
-
-    Args:
-        events: An order, or the events of one rank of a pipeline.
-        kept_nbytes: Bytes (or any other unit) kept by the forward of a slot, or of a pass in one piece, until its
-            backward is over. Called with the event of the forward.
-
-    Returns:
-        The peak of the sum, in the same unit. A slot or pass with delayed weight gradients keeps its share until the
-            weight gradients are computed.
-    """
-    works = [event for event in events if isinstance(event, WorkEvent)]
-    last = {_owner(event): place for place, event in enumerate(works)}
-    present = highest = 0.0
-    shares: dict[_Owner, float] = {}
-    for place, event in enumerate(works):
-        if event.phase is Phase.FORWARD:
-            shares[_owner(event)] = kept_nbytes(event)
-            present += shares[_owner(event)]
-            highest = max(highest, present)
-        elif last[_owner(event)] == place:
-            present -= shares.pop(_owner(event), 0.0)
-    return highest
-
-
-def peak_parameters(events: Iterable[PipelineEvent], nbytes: Callable[[ResidenceEvent], float]) -> float:
-    """Compute the peak of the parameters that are present, in the order of the host.
-
-    Args:
-        events: An order with residence, or the events of one rank of a pipeline.
-        nbytes: Bytes (or any other unit) of a layer's parameters, or those around a stage's layers. Called with the
-            `Action.ACQUIRE` that finds them absent.
-
-    Returns:
-        The peak of the sum, in the same unit. Passes that overlap share one copy, which the last to finish frees.
-    """
-    present = highest = 0.0
-    holders: dict[tuple[int, int | None], list[float]] = {}
-    for event in events:
-        if not isinstance(event, ResidenceEvent):
-            continue
-        shares = holders.setdefault((event.stage, event.layer), [])
-        if event.action is Action.ACQUIRE:
-            shares.append(0.0 if shares else nbytes(event))
-            present += shares[-1]
-            highest = max(highest, present)
-        elif event.action is Action.FINISHED:
-            present -= shares.pop()  # the first share, the copy's bytes, is the last in the list
-    return highest
-
-
-_Owner: TypeAlias = tuple[int, int, int | None, Slot | None]  # stage, microbatch, layer and slot
-
-
-def _owner(event: WorkEvent) -> _Owner:
-    return event.stage, event.microbatch, event.layer, event.slot if isinstance(event, Event) else None

@@ -12,6 +12,7 @@ from lamella_trace._html import as_html as as_html
 from lamella_trace._report import HostGap as HostGap
 from lamella_trace._report import NodeReport as NodeReport
 from lamella_trace._report import OverlapReport as OverlapReport
+from lamella_trace._report import PlacedKernel as PlacedKernel
 from lamella_trace._report import Role as Role
 from lamella_trace._report import StepReport as StepReport
 from lamella_trace._report import Timeline as Timeline
@@ -22,6 +23,7 @@ from lamella_trace._tables import as_text as as_text
 from lamella_trace._trace import Breakdown as Breakdown
 from lamella_trace._trace import Kernel as Kernel
 from lamella_trace._trace import Kind as Kind
+from lamella_trace._trace import Trace as Trace
 from lamella_trace._trace import TraceError as TraceError
 from lamella_trace._trace import breakdown as breakdown
 from lamella_trace._trace import classify as classify

@@ -15,6 +15,10 @@ from lamella_transformers._chunked_loss import IGNORED as IGNORED
 from lamella_transformers._chunked_loss import DeferredHead as DeferredHead
 from lamella_transformers._chunked_loss import linear_cross_entropy as linear_cross_entropy
 from lamella_transformers._construction import ModelSpec as ModelSpec
+from lamella_transformers._context_parallel import SequencePieces as SequencePieces
+from lamella_transformers._context_parallel import check_pieces as check_pieces
+from lamella_transformers._context_parallel import check_sequences as check_sequences
+from lamella_transformers._context_parallel import cut_sequences as cut_sequences
 from lamella_transformers._conversion import correspondences as correspondences
 from lamella_transformers._documents import document_arguments as document_arguments
 from lamella_transformers._documents import one_document_a_sequence as one_document_a_sequence
@@ -43,9 +47,14 @@ from lamella_transformers._loss import target_losses as target_losses
 from lamella_transformers._outline import outline as outline
 from lamella_transformers._profiling import NUM_PROFILER_WARMUP_STEPS as NUM_PROFILER_WARMUP_STEPS
 from lamella_transformers._profiling import step_profiler as step_profiler
+from lamella_transformers._shared_rows import SharedRows as SharedRows
 from lamella_transformers._sizes import balance_coefficient as balance_coefficient
 from lamella_transformers._sizes import flops_per_token as flops_per_token
 from lamella_transformers._sizes import num_positions as num_positions
+from lamella_transformers._tensor_parallel import TENSOR_AXES as TENSOR_AXES
+from lamella_transformers._tensor_parallel import check_tensor_parallel as check_tensor_parallel
+from lamella_transformers._tensor_parallel import cut_tensors as cut_tensors
+from lamella_transformers._tensor_parallel import tensor_parallel_placement as tensor_parallel_placement
 from lamella_transformers._units import UnitChoice as UnitChoice
 from lamella_transformers._units import choose_units as choose_units
 from lamella_transformers._units import fp32_parameters as fp32_parameters

@@ -22,6 +22,8 @@ from typing import Any, Final, cast
 import torch
 from torch import nn
 
+from lamella_transformers._shared_rows import SharedRows
+
 IGNORED: Final = -100
 """The target that the losses ignore, as torch's cross entropy does."""
 
@@ -35,13 +37,14 @@ class DeferredHead:
         model: A causal language model of transformers. The `loss_function`, and the forward of the head, are replaced:
             outside `deferred` the replacements do the same as before.
         head: The module with the model's logits as output.
+        shared: The rows of this rank where ranks work on the same tokens; None for all rows on each rank.
 
     Attributes:
         can_be_deferred: True once a forward has passed the head's output, unchanged, to the model's loss function.
     """
 
-    def __init__(self, model: nn.Module, head: nn.Linear) -> None:
-        self._model, self._head = cast(Any, model), head
+    def __init__(self, model: nn.Module, head: nn.Linear, shared: SharedRows | None = None) -> None:
+        self._model, self._head, self._shared = cast(Any, model), head, shared
         self._head_forward: Callable[[torch.Tensor], torch.Tensor] = head.forward
         self._loss_function: Callable[..., torch.Tensor] = self._model.loss_function
         self._is_deferred = False
@@ -52,12 +55,17 @@ class DeferredHead:
         self._model.loss_function = self._loss
 
     @classmethod
-    def of(cls, model: nn.Module) -> "DeferredHead | None":
-        """Defer the head of a model; None for a model without a linear head or a replaceable loss function."""
+    def of(cls, model: nn.Module, shared: SharedRows | None = None) -> "DeferredHead | None":
+        """Defer the head of a model; None for a model without a linear head or a replaceable loss function.
+
+        Args:
+            model: A causal language model of transformers.
+            shared: As for the class.
+        """
         embeddings = getattr(model, "get_output_embeddings", lambda: None)()
         if type(embeddings) is not nn.Linear or not hasattr(model, "loss_function"):
             return None
-        return cls(model, embeddings)
+        return cls(model, embeddings, shared)
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
@@ -84,13 +92,14 @@ class DeferredHead:
         if not self._is_deferred:
             self.can_be_deferred = logits is self._head_output() and logits._version == self._version
             return self._loss_function(logits, labels, *args, **options)
-        return linear_cross_entropy(
-            logits.flatten(0, -2),
-            self._head.weight,
-            self._head.bias,
-            options["shift_labels"].flatten(),
-            float(options["num_items_in_batch"]),
+        hidden, targets = logits.flatten(0, -2), options["shift_labels"].flatten()
+        shared = self._shared
+        if shared is not None:
+            hidden, targets = shared.share(hidden), shared.of(targets, IGNORED)
+        loss = linear_cross_entropy(
+            hidden, self._head.weight, self._head.bias, targets, float(options["num_items_in_batch"])
         )
+        return loss if shared is None else shared.sum(loss)
 
 
 def linear_cross_entropy(

@@ -9,7 +9,7 @@ Note [Positions that begin anew]
 
 import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, cast
 
 import torch
@@ -37,6 +37,19 @@ def document_arguments(
     return {"input_ids": inputs, "position_ids": positions}
 
 
+@contextmanager
+def known_documents(positions: torch.Tensor | None) -> Iterator[None]:
+    """Let models look for several documents in a sequence in the block only where there may be several.
+
+    Args:
+        positions: The positions of a batch, for `document_arguments`.
+
+    Effects: replaces a function of transformers in the whole process for the time of the block.
+    """
+    with one_document_a_sequence() if positions is None else nullcontext():
+        yield
+
+
 def separates_documents(outline: nn.Module) -> bool:
     """True for models with documents kept apart inside a sequence.
 
@@ -56,7 +69,8 @@ def separates_documents(outline: nn.Module) -> bool:
 def one_document_a_sequence() -> Iterator[None]:
     """Let models take every sequence for one document in the block, without a look at the positions.
 
-    Positions of fake tensors have no values: transformers would then build a mask for several documents.
+    The look is a host sync in each forward on a GPU. Positions of fake tensors, and positions in the capture of a CUDA
+    graph, have no values: transformers would build a mask for several documents, which the fastest kernels do not take.
     """
     from transformers import masking_utils
 

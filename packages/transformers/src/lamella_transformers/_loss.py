@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from lamella_transformers._chunked_loss import IGNORED, DeferredHead
-from lamella_transformers._documents import document_arguments
+from lamella_transformers._documents import document_arguments, known_documents
+from lamella_transformers._shared_rows import SharedRows
 
 _TRIAL_SHAPE: Final = (2, 16)
 _TRIAL_NUM_TARGETS: Final = 8  # a sequence, at its start: a model that shifts them once more drops one
@@ -80,7 +81,8 @@ def target_losses(
         (num_sequences, sequence_length) fp32 losses, 0 for ignored targets; and the 0-D auxiliary loss that balances
         the experts of a model whose config has `output_router_logits`, None for other models.
     """
-    output = model(**document_arguments(model, inputs, positions), use_cache=False)
+    with known_documents(positions):
+        output = model(**document_arguments(model, inputs, positions), use_cache=False)
     rows = output.logits.view(*targets.shape, -1)
     # Over flat logits: torch's softmax over a middle dim takes 8 of a GPU's 132 multiprocessors. A sequence at a time:
     # fp32 copies of all logits would take gigabytes.
@@ -129,7 +131,7 @@ class ModelLoss:
         """Return the loss of a microbatch."""
         arguments = document_arguments(model, inputs, positions)
         labels = targets.contiguous().view_as(arguments["input_ids"])  # Loss functions flatten by `view`.
-        with nullcontext() if self._head is None else self._head.deferred():
+        with known_documents(positions), nullcontext() if self._head is None else self._head.deferred():
             output = model(
                 **arguments, use_cache=False, labels=labels, shift_labels=labels, num_items_in_batch=num_targets
             )
@@ -139,7 +141,13 @@ class ModelLoss:
         return MicrobatchLoss(output.loss - self._balance_coefficient * balance, balance)
 
 
-def choose_loss(model: nn.Module, vocab_size: int, balance_coefficient: float, device: torch.device) -> LossFunction:
+def choose_loss(
+    model: nn.Module,
+    vocab_size: int,
+    balance_coefficient: float,
+    device: torch.device,
+    shared: SharedRows | None = None,
+) -> LossFunction:
     """Return the cheapest loss that equals the loss over the model's logits in a trial.
 
     `ModelLoss` with a deferred head comes before `ModelLoss` with whole logits, and `loss_of_logits` is the last.
@@ -149,6 +157,7 @@ def choose_loss(model: nn.Module, vocab_size: int, balance_coefficient: float, d
         vocab_size: A bound of the trial's tokens.
         balance_coefficient: The weight of the auxiliary loss in the model's loss.
         device: The device of the model's inputs.
+        shared: The rows of this rank in a deferred head, where ranks work on the same tokens.
 
     Effects: collective over all ranks: for one loss or two, three forwards of 32 tokens in the model's present mode,
         and one all-reduce. The random state stays; waits for the device. May replace the head's forward, as
@@ -156,7 +165,7 @@ def choose_loss(model: nn.Module, vocab_size: int, balance_coefficient: float, d
     """
     if not _takes_labels(model):
         return loss_of_logits
-    head = DeferredHead.of(model)
+    head = DeferredHead.of(model, shared)
     with_whole_logits = ModelLoss(balance_coefficient)
     is_heeded = _equals_loss_of_logits(model, with_whole_logits, vocab_size, device)
     if head is not None:
@@ -167,7 +176,7 @@ def choose_loss(model: nn.Module, vocab_size: int, balance_coefficient: float, d
     return with_whole_logits if is_heeded else loss_of_logits
 
 
-def assumed_loss(model: nn.Module, balance_coefficient: float) -> LossFunction:
+def assumed_loss(model: nn.Module, balance_coefficient: float, shared: SharedRows | None = None) -> LossFunction:
     """Return the loss of `choose_loss` for a model whose own loss heeds its arguments, without a trial.
 
     For a model whose tensors have no memory: losses cannot be compared.
@@ -175,13 +184,14 @@ def assumed_loss(model: nn.Module, balance_coefficient: float) -> LossFunction:
     Args:
         model: On fake tensors.
         balance_coefficient: The weight of the auxiliary loss in the model's loss.
+        shared: As for `choose_loss`.
 
     Effects: a forward of 32 tokens. May replace the head's forward, as `DeferredHead` does.
     """
     if not _takes_labels(model):
         return loss_of_logits
     with_whole_logits = ModelLoss(balance_coefficient)
-    head = DeferredHead.of(model)
+    head = DeferredHead.of(model, shared)
     if head is None:
         return with_whole_logits
     inputs = torch.zeros(_TRIAL_SHAPE, dtype=torch.int64)

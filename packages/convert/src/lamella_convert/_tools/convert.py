@@ -90,6 +90,7 @@ def convert(
     max_shard_nbytes: int = MAX_SHARD_NBYTES,
     buffer_nbytes: int = BUFFER_NBYTES,
     replace: bool = False,
+    complete: Callable[[Path], None] | None = None,
     on_progress: OnProgress = lambda done, total: None,
     trust: bool = False,
     verify: bool = True,
@@ -121,6 +122,7 @@ def convert(
         buffer_nbytes: The size of the buffer; a single row may be larger.
         replace: Replace a checkpoint at `dst`, once the new one is whole. Unrelated folders in the old checkpoint
             are never removed, nor is `src`.
+        complete: Called with the target's directory before the directory appears, to add, rename or change files.
         on_progress: Called with the bytes written so far, and the total, piece by piece.
         trust: Allow arbitrary unpickling. **Unsafe: can execute code.**
         verify: Verify checksums while reading; large chunks are read once more.
@@ -139,7 +141,7 @@ def convert(
         ValueError: Arguments contradict each other, no tensor is left to write, or names cannot be translated.
     Effects: no collective; waits until all files are on the disk.
     """
-    _check_arguments(to, float8, megatron)
+    _check_arguments(to, float8, megatron, complete)
     path = find(Path(os.path.realpath(src)))
     source_folder = beside_of(path)
     published_folder = source_folder if like is None else Path(like)
@@ -165,6 +167,9 @@ def convert(
         manifest = _manifest(opened, SIDE_FILES if copied else None)
         _write(plan, to, staged / target.name if to == "torch" else staged, manifest, options)
         originals = _keep_originals(plan, dtype, staged / SIDE_FILES)
+        if complete is not None:
+            complete(staged)
+            _sync_files(staged)
     for layer in plan.layers:
         if isinstance(layer, Translated):
             layer.read_cut_off()
@@ -214,6 +219,11 @@ def _copy_side_files(
         write_config(folder, plan.config)
     sync(folder)
     return copied
+
+
+def _sync_files(folder: Path) -> None:
+    for file in filter(Path.is_file, folder.rglob("*")):
+        sync(file)
 
 
 def _keep_originals(plan: Plan, dtype: torch.dtype | None, folder: Path) -> tuple[str, ...]:
@@ -297,9 +307,11 @@ def _progress(on_progress: OnProgress, total: int) -> OnBytes:
     return on_bytes
 
 
-def _check_arguments(to: str, float8: object, megatron: MegatronOptions) -> None:
+def _check_arguments(to: str, float8: object, megatron: MegatronOptions, complete: object) -> None:
     if to not in KEPT:
         raise ValueError(f"Expected `to` to be one of {tuple(KEPT)}, got {to!r}.")
+    if complete is not None and to == "torch":
+        raise ValueError("Expected `complete` with a directory as the target, got to='torch', which is one file.")
     if float8 and to != "hf":
         raise ValueError(f"Expected `float8` with to='hf' only, which has scales for it, got to={to!r}.")
     if megatron.padded_vocabulary is not None and to != "fsdp_dtensor":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import cached_property
+from itertools import chain
 
 import torch.nn as nn
 
@@ -41,14 +42,22 @@ class UnitResidence:
     Args:
         model: The outermost unit, with the parameters around the layers.
         layers: The unit of each layer, or the units of each layer, in the order of the schedule's layers.
+        called: Units among `layers` whose modules the slots call: hooks end the backwards of such units.
 
     Raises:
         ValueError: A layer or the model is no unit.
     """
 
-    def __init__(self, model: nn.Module, layers: Sequence[nn.Module | Sequence[nn.Module]]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Sequence[nn.Module | Sequence[nn.Module]],
+        *,
+        called: Iterable[nn.Module] = (),
+    ) -> None:
         self._model = _unit(model, "the model")
         self._layers = [_units(layer, f"layer {i}") for i, layer in enumerate(layers)]
+        self._called_ids = {id(module) for module in called}
         self._last: int | None = None  # microbatch of a step that `begin_step` began
         # From `acquire`, or `used` for want of room, to `finished`, which may hand a forward's holds to its backward.
         self._holds: dict[Key, list[Hold]] = {}
@@ -62,6 +71,9 @@ class UnitResidence:
             num_microbatches: At least 1.
         """
         self._last = num_microbatches - 1
+        # Hooks of called units end a backward before `finished` does: the flag of the step before would reduce the
+        # first microbatch's gradients alone, with ZeRO-1 too.
+        FSDPModule.set_is_last_backward(self._model, num_microbatches == 1)
 
     def acquire(self, event: ResidenceStep) -> None:
         """Start to gather a layer's parameters.
@@ -100,7 +112,7 @@ class UnitResidence:
         if event.phase == "backward":
             if self._last is not None:
                 FSDPModule.set_is_last_backward(self._model, is_last)
-            for unit in self._units_of(event):
+            for unit in (unit for unit in self._units_of(event) if id(unit) not in self._called_ids):
                 _mark_read(unit)
                 FSDPModule.reduce_gradients(unit)
         holds = self._holds.pop(key_of(event))
@@ -143,14 +155,18 @@ class UnitResidence:
         options = state_of(self._model).effective_options
         return Presence(
             self._nbytes,
-            [layer for layer, units in self._acting.items() if all(u.parameters.strategy.keeps_copy for u in units)],
+            [layer for layer, units in self._acting.items() if all(map(_keeps_copy, units))],
             prefetch_budget=options.prefetch_budget,
             keep_budget=options.keep_budget,
         )
 
     @cached_property
     def _nbytes(self) -> dict[int | None, int]:
-        return {layer: sum(map(_gathered_nbytes, units)) for layer, units in self._acting.items()}
+        # Copies that stay, of a layer whose other units are freed, count as parameters around the layers.
+        freed = {layer: [u for u in units if not _keeps_copy(u)] or units for layer, units in self._acting.items()}
+        nbytes = {layer: sum(map(_gathered_nbytes, units)) for layer, units in freed.items()}
+        nbytes[None] += sum(map(_gathered_nbytes, chain(*self._acting.values()))) - sum(nbytes.values())
+        return nbytes
 
     @cached_property
     def _acting(self) -> dict[int | None, list[Unit]]:
@@ -178,6 +194,10 @@ def _unit(module: nn.Module, name: str) -> FSDPModule:
             f"Expected {name} to be a unit, got a {type(module).__name__} that is none. Call fully_shard on it."
         )
     return module
+
+
+def _keeps_copy(unit: Unit) -> bool:
+    return unit.parameters.strategy.keeps_copy
 
 
 def _gathered_nbytes(unit: Unit) -> int:

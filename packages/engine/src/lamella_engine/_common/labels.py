@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch.profiler import record_function
@@ -11,6 +12,21 @@ from torch.profiler import record_function
 _logger = logging.getLogger("torch.distributed.fsdp.fully_shard")
 _is_profiled = torch._C._autograd._profiler_enabled
 _NOTHING: AbstractContextManager[None] = nullcontext()
+
+RangeWatcher = Callable[[str, str], AbstractContextManager[object]]
+"""Given the phase and the unit of a range, enters and leaves it."""
+
+_watchers: list[RangeWatcher] = []
+
+
+@contextmanager
+def watched_ranges(watcher: RangeWatcher) -> Iterator[None]:
+    """Give the ranges of all units to a watcher in place of a profiler, in the block."""
+    _watchers.append(watcher)
+    try:
+        yield
+    finally:
+        _watchers.remove(watcher)
 
 
 def label(phase: str, unit: str = "") -> AbstractContextManager[object]:
@@ -22,6 +38,8 @@ def label(phase: str, unit: str = "") -> AbstractContextManager[object]:
     """
     if _logger.isEnabledFor(logging.DEBUG):
         log(phase, unit)
+    if _watchers:
+        return _watchers[-1](phase, unit)
     return record_function(_name(phase, unit)) if _is_profiled() else _NOTHING
 
 

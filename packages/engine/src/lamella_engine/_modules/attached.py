@@ -14,6 +14,7 @@ from torch.distributed._composable_state import _module_state_mapping
 
 from lamella_engine._modules.private_view import StateView
 from lamella_engine._modules.state import FSDPState
+from lamella_engine._streams.streams import Accelerator
 from lamella_engine._unit.unit import Unit
 
 _STATE = "_lamella_state"
@@ -77,6 +78,17 @@ def units_of(module: object, recurse: bool) -> Iterator[Unit]:
     assert isinstance(module, nn.Module)
     states = (find_state(inner) for inner in (module.modules() if recurse else (module,)))
     yield from dict.fromkeys(state.unit for state in states if state is not None)  # several modules may share one
+
+
+def run_on(model: nn.Module, accelerator: Accelerator) -> None:
+    """Put the work of a model's units on the streams of an accelerator, in place of torch's for the device.
+
+    Args:
+        model: The outermost unit, which has not run yet.
+        accelerator: Stands in for `torch.cuda` or `torch.cpu`, for example to record the work of each stream.
+    """
+    for unit in units_of(model, recurse=True):
+        unit.parameters.context.streams.run_on(accelerator)
 
 
 def unit_state_of(module: object, expects: str = "Expects FSDPModule") -> FSDPState:

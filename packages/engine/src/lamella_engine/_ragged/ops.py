@@ -56,7 +56,7 @@ def compute(func: Any, args: Args, kwargs: Kwargs) -> Any:
     if str(func) in _REDUCTIONS:
         return _REDUCTIONS[str(func)](func, args, kwargs)
     if name in _NEW:
-        return _new(func, args, kwargs)
+        return _new_tensor(func, args, kwargs)
     if name.startswith(("_foreach_", "_fused_")) and name not in _ONE_A_TENSOR:
         return _multi_tensor(func, args, kwargs)
     if name in _LIKE or _is_pointwise(func):
@@ -77,9 +77,9 @@ _MATRIX = {"addmm", "mm", "permute", "t", "transpose"}
 # -- how operands lie -----------------------------------------------------------------------------------------------
 
 
-def is_ragged(value: object) -> bool:
-    """Whether a value is a DTensor with ragged placements."""
-    return isinstance(value, DTensor) and any(isinstance(placement, RaggedShard) for placement in value.placements)
+def is_ragged(tensor: object) -> bool:
+    """Whether an operand is a DTensor with ragged placements."""
+    return isinstance(tensor, DTensor) and any(isinstance(placement, RaggedShard) for placement in tensor.placements)
 
 
 def rows_of(tensor: DTensor) -> Range:
@@ -115,31 +115,31 @@ def _first_ragged(tree: object) -> DTensor:
     return ragged
 
 
-def _local(func: Any, value: Any, like: DTensor) -> Any:
+def _local(func: Any, operand: Any, like: DTensor) -> Any:
     """An operand's part beside the local rows of `like`."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    if isinstance(value, DTensor) and value.ndim == 0:
+    if not isinstance(operand, torch.Tensor):
+        return operand
+    if isinstance(operand, DTensor) and operand.ndim == 0:
         # Of a partial sum this is a collective: every rank gets here, with rows or without.
-        return value.full_tensor()
-    if value.ndim == 0:
-        return value
-    if isinstance(value, DTensor) and value.shape == like.shape and value.device_mesh == like.device_mesh:
+        return operand.full_tensor()
+    if operand.ndim == 0:
+        return operand
+    if isinstance(operand, DTensor) and operand.shape == like.shape and operand.device_mesh == like.device_mesh:
         # The types must match too: code unaware of ragged rows made a plain DTensor with ragged placements.
-        if value.placements == like.placements and type(value) is type(like):
-            return value._local_tensor
-        if is_ragged(like) and all(placement.is_replicate() for placement in value.placements):
-            return value._local_tensor[slice(*rows_of(like))]
-    raise _refusal(func, f"{_described(like)} and {_described(value)}")
+        if operand.placements == like.placements and type(operand) is type(like):
+            return operand._local_tensor
+        if is_ragged(like) and all(placement.is_replicate() for placement in operand.placements):
+            return operand._local_tensor[slice(*rows_of(like))]
+    raise _refusal(func, f"{_described(like)} and {_described(operand)}")
 
 
 def _over(func: Any, local: torch.Tensor, like: DTensor) -> DTensor:
     """A tensor that lies as `like`."""
     if local.shape != like._local_tensor.shape:
         raise _refusal(func, f"{_described(like)}, for a result that is not of the operands' shape")
-    old = like._spec.tensor_meta
-    assert old is not None
-    meta = TensorMeta(old.shape, old.stride, local.dtype)
+    like_meta = like._spec.tensor_meta
+    assert like_meta is not None
+    meta = TensorMeta(like_meta.shape, like_meta.stride, local.dtype)
     spec = DTensorSpec(like.device_mesh, like.placements, tensor_meta=meta)
     output: DTensor = type(like)(local, spec, requires_grad=False)
     return output
@@ -166,26 +166,30 @@ def _described(tree: object) -> str:
 
 def _is_pointwise(func: Any) -> bool:
     """Whether torch tags an operator pointwise; never for `equal` and random masks, though torch tags both."""
-    makes_tensors = all(str(value.type) == "Tensor" for value in func._schema.returns)
+    makes_tensors = all(str(output.type) == "Tensor" for output in func._schema.returns)
     return makes_tensors and torch.Tag.pointwise in func.tags and torch.Tag.nondeterministic_seeded not in func.tags
 
 
 def _elementwise(func: Any, args: Args, kwargs: Kwargs) -> Any:
     like = _first_ragged((args, kwargs))
     written = _written(func, args, kwargs)
-    for value in written:
-        if not is_ragged(value):
-            raise _refusal(func, f"{_described(value)} to write into")
-    local_args, local_kwargs = pytree.tree_map(lambda value: _local(func, value, like), (tuple(args), dict(kwargs)))
-    result = func(*local_args, **local_kwargs)
+    for operand in written:
+        if not is_ragged(operand):
+            raise _refusal(func, f"{_described(operand)} to write into")
+    local_args, local_kwargs = pytree.tree_map(lambda operand: _local(func, operand, like), (tuple(args), dict(kwargs)))
+    outputs = func(*local_args, **local_kwargs)
     if written:
         return written[0]
-    return pytree.tree_map(lambda local: _over(func, local, like) if isinstance(local, torch.Tensor) else local, result)
+    return pytree.tree_map(
+        lambda local: _over(func, local, like) if isinstance(local, torch.Tensor) else local, outputs
+    )
 
 
 def _written(func: Any, args: Args, kwargs: Kwargs) -> list[Any]:
     """The operands that an operator writes: tensors, or lists of tensors."""
-    return [value for argument, value in _named(func, args, kwargs) if _is_written(argument) and value is not None]
+    return [
+        operand for argument, operand in _named(func, args, kwargs) if _is_written(argument) and operand is not None
+    ]
 
 
 def _named(func: Any, args: Args, kwargs: Kwargs) -> list[tuple[Any, Any]]:
@@ -222,7 +226,7 @@ def _check_mask(func: Any, into: torch.Tensor, indices: Sequence[torch.Tensor | 
         raise _refusal(func, f"{_described(into)} and indices {_described(indices)}")
 
 
-def _new(func: Any, args: Args, kwargs: Kwargs) -> DTensor:
+def _new_tensor(func: Any, args: Args, kwargs: Kwargs) -> DTensor:
     """A tensor of the same shape lies alike."""
     like, shape, *arguments = args
     if tuple(shape) != tuple(like.shape):
@@ -236,7 +240,7 @@ def _draw(func: Any, args: Args, kwargs: Kwargs) -> DTensor:
     """Draw random values for the whole tensor, and keep this rank's rows; replicas take the first replica's."""
     into, *arguments = args
     full = torch.empty(into.shape, dtype=into.dtype, device=into._local_tensor.device)
-    if any(isinstance(value, torch.Tensor) for value in (*arguments, *kwargs.values())):
+    if any(isinstance(operand, torch.Tensor) for operand in (*arguments, *kwargs.values())):
         raise _refusal(func, _described((args, kwargs)))
     func(full, *arguments, **kwargs)  # whole on each rank: all generators advance alike, whatever rows a rank has
     # To the mesh's device for the broadcast: its backend may take no CPU tensors, and shards may rest on the CPU.
@@ -254,59 +258,62 @@ def _draw(func: Any, args: Args, kwargs: Kwargs) -> DTensor:
 
 def _multi_tensor(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Lists of tensors: the i-th tensors of all lists go together, and operands outside of lists with each index."""
-    lists = [value for value in (*args, *kwargs.values()) if isinstance(value, list | tuple) and _tensors(value)]
+    lists = [
+        operand for operand in (*args, *kwargs.values()) if isinstance(operand, list | tuple) and _tensors(operand)
+    ]
     likes = [_like_of([tensors[i] for tensors in lists if i < len(tensors)]) for i in range(max(map(len, lists)))]
     written = _written(func, args, kwargs)
-    for values in written:
-        _check_written(func, values, likes)
+    for operands in written:
+        _check_written(func, operands, likes)
 
     # Every rank checks all operands, also beside empty rows: an error on one rank alone would hang the rest.
-    def local(value: Any) -> Any:
-        if isinstance(value, list | tuple) and len(value) == len(likes):
-            return [_local_beside(func, tensors, like) for tensors, like in zip(value, likes, strict=True)]
-        return _local_beside(func, value, next(like for like in likes if like is not None))
+    def local(operand: Any) -> Any:
+        if isinstance(operand, list | tuple) and len(operand) == len(likes):
+            return [_local_beside(func, tensors, like) for tensors, like in zip(operand, likes, strict=True)]
+        return _local_beside(func, operand, next(like for like in likes if like is not None))
 
-    local_arguments: Args = [local(value) for value in args]
-    named: Kwargs = {name: local(value) for name, value in kwargs.items()}
+    local_arguments: Args = [local(operand) for operand in args]
+    named: Kwargs = {name: local(operand) for name, operand in kwargs.items()}
     if not written:
-        result = func(*local_arguments, **named)
+        outputs = func(*local_arguments, **named)
         return [
-            tensors if like is None else _over(func, tensors, like) for tensors, like in zip(result, likes, strict=True)
+            tensors if like is None else _over(func, tensors, like)
+            for tensors, like in zip(outputs, likes, strict=True)
         ]
     filled = [like is None or like._local_tensor.numel() > 0 for like in likes]
     if any(filled):
         func(
-            *(_filled_only(value, filled) for value in local_arguments),
-            **{name: _filled_only(value, filled) for name, value in named.items()},
+            *(_filled_only(operand, filled) for operand in local_arguments),
+            **{name: _filled_only(operand, filled) for name, operand in named.items()},
         )
     return None
 
 
-def _check_written(func: Any, values: Sequence[Any], likes: Sequence[DTensor | None]) -> None:
-    for value, like in zip(values, likes, strict=False):
-        if like is not None and not (isinstance(value, DTensor) and value.placements == like.placements):
-            raise _refusal(func, f"{_described(value)} to write into")
+def _check_written(func: Any, operands: Sequence[Any], likes: Sequence[DTensor | None]) -> None:
+    for operand, like in zip(operands, likes, strict=False):
+        if like is not None and not (isinstance(operand, DTensor) and operand.placements == like.placements):
+            raise _refusal(func, f"{_described(operand)} to write into")
 
 
-def _filled_only(value: Any, filled: Sequence[bool]) -> Any:
+def _filled_only(operand: Any, filled: Sequence[bool]) -> Any:
     """A list without the entries of empty tensors. Note [Empty shards]."""
-    if not isinstance(value, list) or len(value) != len(filled):
-        return value
-    return [tensor for tensor, is_filled in zip(value, filled, strict=True) if is_filled]
+    if not isinstance(operand, list) or len(operand) != len(filled):
+        return operand
+    return [tensor for tensor, is_filled in zip(operand, filled, strict=True) if is_filled]
 
 
 def _like_of(row: Sequence[Any]) -> DTensor | None:
     """The operand by which all operands of a row must lie."""
-    placed = [value for value in row if isinstance(value, DTensor) and value.ndim > 0]
-    return next((value for value in placed if is_ragged(value)), placed[0] if placed else None)
+    placed = [operand for operand in row if isinstance(operand, DTensor) and operand.ndim > 0]
+    return next((operand for operand in placed if is_ragged(operand)), placed[0] if placed else None)
 
 
-def _local_beside(func: Any, value: Any, like: DTensor | None) -> Any:
-    if like is None or not isinstance(value, torch.Tensor):
-        return value
+def _local_beside(func: Any, operand: Any, like: DTensor | None) -> Any:
+    if like is None or not isinstance(operand, torch.Tensor):
+        return operand
     if not is_ragged(like) and any(placement.is_partial() for placement in like.placements):
         raise _refusal(func, f"{_described(like)}, a sum that was not made yet")
-    return _local(func, value, like)
+    return _local(func, operand, like)
 
 
 # -- over the ranks -------------------------------------------------------------------------------------------------
@@ -327,13 +334,13 @@ def reduce_ragged(tensor: torch.Tensor, like: DTensor, op: dist.ReduceOp.RedOpTy
     return sent.to(tensor.device)
 
 
-def _over_ranks(values: torch.Tensor, like: DTensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
+def _over_ranks(local_results: torch.Tensor, like: DTensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
     """Reduce the ranks' results on local rows.
 
     A maximum keeps NaN, which collectives may lose.
     """
-    invalid = values.isnan() if op is not dist.ReduceOp.SUM and values.is_floating_point() else None
-    sent = values if invalid is None else torch.stack([values, invalid.to(values.dtype)])
+    invalid = local_results.isnan() if op is not dist.ReduceOp.SUM and local_results.is_floating_point() else None
+    sent = local_results if invalid is None else torch.stack([local_results, invalid.to(local_results.dtype)])
     if invalid is not None and op is dist.ReduceOp.MIN:
         sent[1].neg_()
     sent = reduce_ragged(sent, like, op)
@@ -342,9 +349,9 @@ def _over_ranks(values: torch.Tensor, like: DTensor, op: dist.ReduceOp.RedOpType
     return torch.where(sent[1] != 0, math.nan, sent[0])
 
 
-def _everywhere(value: torch.Tensor, like: DTensor) -> DTensor:
+def _everywhere(reduced: torch.Tensor, like: DTensor) -> DTensor:
     # Equal on all ranks by the reductions before: a check would be one collective more.
-    return DTensor.from_local(value, like.device_mesh, [Replicate()] * like.device_mesh.ndim, run_check=False)
+    return DTensor.from_local(reduced, like.device_mesh, [Replicate()] * like.device_mesh.ndim, run_check=False)
 
 
 def _norms(func: Any, tensors: Sequence[DTensor], p: float, dtype: torch.dtype | None) -> list[DTensor]:
@@ -355,9 +362,9 @@ def _norms(func: Any, tensors: Sequence[DTensor], p: float, dtype: torch.dtype |
     like = tensors[0]
     if p < 0:
         raise _refusal(func, f"a norm of order {p}, which has no value for a rank without rows")
-    results = [dtype or tensor.dtype for tensor in tensors]
+    dtypes = [dtype or tensor.dtype for tensor in tensors]
     # Not in the operands' dtype: a sum of squares over the ranks would overflow in half precision.
-    wide = torch.float64 if any(rank_norm.itemsize == 8 for rank_norm in results) else torch.float32
+    wide = torch.float64 if any(kind.itemsize == 8 for kind in dtypes) else torch.float32
     zero = torch.zeros((), dtype=wide, device=like._local_tensor.device)
     locals_ = [tensor._local_tensor.detach() for tensor in tensors]
     local_norms = torch.stack([torch.linalg.vector_norm(x, p, dtype=wide) if x.numel() else zero for x in locals_])
@@ -367,7 +374,7 @@ def _norms(func: Any, tensors: Sequence[DTensor], p: float, dtype: torch.dtype |
         norms = _over_ranks(local_norms, like, dist.ReduceOp.SUM)
     else:
         norms = _over_ranks(local_norms.pow(p), like, dist.ReduceOp.SUM).pow(1 / p)
-    return [_everywhere(norm.to(kind), like) for norm, kind in zip(norms.unbind(), results, strict=True)]
+    return [_everywhere(norm.to(kind), like) for norm, kind in zip(norms.unbind(), dtypes, strict=True)]
 
 
 def _foreach_norm(func: Any, args: Args, kwargs: Kwargs) -> list[Any]:
@@ -427,11 +434,11 @@ def _norm(func: Any, args: Args, kwargs: Kwargs) -> DTensor:
 def _sum(func: Any, args: Args, kwargs: Kwargs) -> DTensor:
     tensor, dim, keepdim, dtype = _bound(func, args, kwargs, "self", "dim", "keepdim", "dtype")
     _check_all_dims(func, tensor, dim, keepdim)
-    result = dtype or (tensor.dtype if tensor.dtype.is_floating_point else torch.int64)
+    sum_dtype = dtype or (tensor.dtype if tensor.dtype.is_floating_point else torch.int64)
     # Ranks' sums rounded to a narrow dtype would make the total depend on the number of ranks.
-    wide = torch.float32 if result.is_floating_point and result.itemsize < 4 else result
+    wide = torch.float32 if sum_dtype.is_floating_point and sum_dtype.itemsize < 4 else sum_dtype
     local_sum = tensor._local_tensor.detach().sum(dtype=wide)
-    return _everywhere(_over_ranks(local_sum, tensor, dist.ReduceOp.SUM).to(result), tensor)
+    return _everywhere(_over_ranks(local_sum, tensor, dist.ReduceOp.SUM).to(sum_dtype), tensor)
 
 
 def _mean(func: Any, args: Args, kwargs: Kwargs) -> DTensor:
@@ -471,11 +478,11 @@ def _truth(op: dist.ReduceOp.RedOpType) -> Callable[[Any, Args, Kwargs], DTensor
 
 def _bound(func: Any, args: Args, kwargs: Kwargs, *names: str) -> list[Any]:
     """Arguments by name, or their defaults, or None for names that the overload lacks."""
-    values = {
+    arguments_by_name = {
         argument.name: argument.default_value for argument in func._schema.arguments if argument.has_default_value()
     }
-    values.update({argument.name: value for argument, value in _named(func, args, kwargs)})
-    return [values.get(name) for name in names]
+    arguments_by_name.update({argument.name: operand for argument, operand in _named(func, args, kwargs)})
+    return [arguments_by_name.get(name) for name in names]
 
 
 def _check_all_dims(func: Any, tensor: DTensor, dim: Any, keepdim: Any) -> None:
@@ -512,8 +519,8 @@ def _on_owner(func: Any, args: Args, kwargs: Kwargs) -> DTensor:
 
     def run(pick: Callable[[DTensor], torch.Tensor]) -> torch.Tensor:
         picked = pytree.tree_map(lambda v: pick(v) if isinstance(v, DTensor) else v, (tuple(args), dict(kwargs)))
-        result: torch.Tensor = func(*picked[0], **picked[1])
-        return result
+        output: torch.Tensor = func(*picked[0], **picked[1])
+        return output
 
     # On meta on every rank: ranks without rows cannot run the operator, and must know the shape and strides.
     meta = run(lambda tensor: torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"))

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -22,6 +22,22 @@ class Reduction(NamedTuple):
     reads: Sequence[torch.Tensor | None]
     allocated_on: Sequence[torch.Stream] = ()  # the caller's at the time, and delayed gradients
     frees: Sequence[Callable[[], None]] = ()  # called when dropped: free buffers with other references
+
+
+class Accelerator(Protocol):
+    """The part of `torch.cuda` and `torch.cpu` that a tree's streams use."""
+
+    def current_stream(self, device: int | None) -> torch.Stream:
+        """Return the current stream of a device."""
+        ...
+
+    def stream(self, stream: torch.Stream) -> AbstractContextManager[None]:
+        """Make a stream current in the block."""
+        ...
+
+    def Stream(self, *, priority: int) -> torch.Stream:  # noqa: N802  torch's name
+        """Make a stream."""
+        ...
 
 
 class Streams:
@@ -60,7 +76,8 @@ class Streams:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.shown: dict[object, object] = {}  # the view of the streams that torch's tools get
-        self._accelerator = torch.get_device_module(device)  # torch.cuda, or torch.cpu with streams that do nothing
+        # torch.cuda, or torch.cpu with streams that do nothing
+        self._accelerator: Accelerator = torch.get_device_module(device)
         # The user's (`set_post_optim_event`), for the gathers of one forward; cleared when they have waited for it, and
         # where shards are written after it was recorded.
         self.post_optim_event: torch.Event | None = None
@@ -110,6 +127,12 @@ class Streams:
     def is_captured(self) -> bool:
         """Whether work put on the compute stream goes into a CUDA graph, and does not run now."""
         return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+    def run_on(self, accelerator: Accelerator) -> None:
+        """Ask an accelerator for streams from now on. No work may be in flight on earlier streams."""
+        self._accelerator = accelerator
+        for name in ("all_gather_stream", "reduce_scatter_stream", "all_reduce_stream"):
+            self.__dict__.pop(name, None)  # of the former accelerator, in the cached properties
 
     def use_streams_of(self, other: Streams) -> None:
         """Put later work on another tree's streams, and count both trees' reductions in flight together.

@@ -141,7 +141,7 @@ def fake_streams(model: nn.Module) -> FakeStreams:
     streams = FakeStreams()
     for _, unit in named_units(model):
         # In place of torch's module, which the engine asks for new streams and for the current stream.
-        unit.parameters.context.streams._accelerator = streams
+        unit.parameters.context.streams._accelerator = streams  # type: ignore[assignment]  # streams without a device
     return streams
 
 

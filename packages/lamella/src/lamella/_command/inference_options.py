@@ -82,7 +82,7 @@ _VERBS: Final[Mapping[str, _Verb]] = {
                 "metavar": "TASK",
                 "nargs": "+",
                 "default": [],
-                "help": "tasks of lm-eval (lamella[eval]), whose data it may download",
+                "help": "tasks of lm-eval (lamella[eval]), whose data it may download, or YAML files of tasks",
             },
             "--sequence-length": {
                 "metavar": "N",

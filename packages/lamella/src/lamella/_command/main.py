@@ -78,6 +78,10 @@ def _run(argv: Sequence[str]) -> int:
         from lamella._command import estimate
 
         estimate.run(arguments)
+    elif arguments.command == "plan":
+        from lamella._command import plan
+
+        plan.run(arguments)
     else:
         from lamella._command.fitting import fitted
         from lamella._command.train import train

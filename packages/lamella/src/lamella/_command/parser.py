@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, Final, Literal, NoReturn
 
 from lamella import __version__
-from lamella._command import ckpt_options, inference_options
+from lamella._command import ckpt_options, inference_options, plan_options
 from lamella._processes.endings import EXIT_CODES_IN_WORDS
 from lamella._record.output import refused_paths
 from lamella._settings.config import GROUPS, Config, Group, Values, resolve
@@ -17,7 +17,7 @@ from lamella._settings.spellings import option_of_spelling
 from lamella._settings.streaming import check_steps
 
 DEFAULT_MODEL = "llama-small"
-COMMANDS: Final = ("train", "estimate", *inference_options.VERBS, "run", "ckpt", "report", "overlap-report")
+COMMANDS: Final = ("train", "estimate", "plan", *inference_options.VERBS, "run", "ckpt", "report", "overlap-report")
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -141,6 +141,17 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--rank", type=int, default=0, metavar="N", help="the rank to estimate [0]")
     _add_json(command, "estimate")
     command.add_argument("--svg", default=None, metavar="PATH", help="write a picture of bytes over the step")
+    _add_run_options(command)
+    command = commands.add_parser(
+        "plan",
+        usage=plan_options.USAGE,
+        help="predict the time of a run's step on a described cluster",
+        description=plan_options.DESCRIPTION,
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+    )
+    plan_options.add_options(command)
+    _add_json(command, "plan")
     _add_run_options(command)
     inference_options.add_verbs(commands)
     command = commands.add_parser(

@@ -70,14 +70,16 @@ class Result:
     validations: tuple[LossChange, ...]
 
     def lines(self) -> tuple[str, ...]:
-        """Return the lines to print."""
+        """Return the lines to print. Effects: looks whether the checkpoint is still in its place."""
+        is_moved = not self.checkpoint.exists()
+        next_line = f'next: lamella export {self._run}, or lamella generate {self._run} "..."'
         return (
             *(change.line() for change in self.validations),
-            f"checkpoint: {self.checkpoint}",
+            f"checkpoint: {self.checkpoint}{', moved or removed since it was saved' if is_moved else ''}",
             f"plot: {self.plot}",
             f"report: {self.report}",
             f"metrics: {self.metrics}",
-            f'next: lamella export {self._run}, or lamella generate {self._run} "..."',
+            *(() if is_moved else (next_line,)),
         )
 
     @property
@@ -131,7 +133,7 @@ def _train_with_workers(config: Config, requests: StopRequests) -> Result:
                     descriptors=descriptors,
                     limits=config.run.wait_limits,
                 )
-        return _printed_result(prepared.directory)
+        return printed_result(prepared.directory)
 
 
 @contextmanager
@@ -237,7 +239,7 @@ def _agreed_result(directory: RunDirectory, *, is_first: bool) -> Result:
     outcome: Result | ConfigError | None = None
     if is_first:
         try:
-            outcome = _printed_result(directory)
+            outcome = printed_result(directory)
         except ConfigError as error:
             outcome = error
     outcome = from_first_rank(outcome)
@@ -246,11 +248,19 @@ def _agreed_result(directory: RunDirectory, *, is_first: bool) -> Result:
     return outcome
 
 
-def _printed_result(directory: RunDirectory) -> Result:
-    validations = _loss_changes(read(directory.metrics))
-    checkpoint = CheckpointDirectory(directory.checkpoints).latest()
-    if not validations or checkpoint is None:
-        raise ConfigError(f"Expected validations and a checkpoint in {str(directory.root)!r}, got none.")
+def printed_result(directory: RunDirectory) -> Result:
+    """Print a complete run's results, and return them.
+
+    Raises:
+        ConfigError: The metrics have no validation.
+    """
+    records = read(directory.metrics)
+    validations = _loss_changes(records)
+    if not validations:
+        raise ConfigError(f"Expected validations in {str(directory.metrics)!r}, got none.")
+    checkpoints = CheckpointDirectory(directory.checkpoints)
+    # An uploader may have moved every checkpoint away as soon as it was saved: the run is complete all the same.
+    checkpoint = checkpoints.latest() or checkpoints.path(max(record.step for record in records))
     result = Result(
         checkpoint=directory.checkpoints / checkpoint.name,
         plot=directory.plot,

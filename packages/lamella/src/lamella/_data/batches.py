@@ -2,9 +2,12 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 import torch
+
+if TYPE_CHECKING:
+    from lamella_transformers import SequencePieces
 
 IGNORED: Final = -100
 """The target ignored by torch's cross entropy."""
@@ -38,6 +41,13 @@ class TokenBatch(NamedTuple):
             return [TokenBatch(_without_end(part)) for part in tokens]
         return [TokenBatch(*parts) for parts in zip(tokens, self.positions.chunk(count), strict=True)]
 
+    def arguments(self, pieces: "SequencePieces | None" = None) -> "LossArguments":
+        """Return the tensors of a loss: those of this rank's pieces of the sequences, if they are cut."""
+        if pieces is None:
+            return LossArguments(self.inputs, self.targets, self.positions)
+        positions = pieces.positions(self.inputs)
+        return LossArguments(pieces.of(self.inputs, 0), pieces.of(self.targets, IGNORED), positions)
+
     @property
     def inputs(self) -> torch.Tensor:
         """(num_sequences, length) int64."""
@@ -47,6 +57,14 @@ class TokenBatch(NamedTuple):
     def targets(self) -> torch.Tensor:
         """(num_sequences, length) int64: the token after each input, or `IGNORED`."""
         return torch.where(self.tokens < 0, IGNORED, self.tokens)[:, 1:]
+
+
+class LossArguments(NamedTuple):
+    """The tensors of a loss, (num_sequences, columns) int64 each; as `TokenBatch` has them."""
+
+    inputs: torch.Tensor
+    targets: torch.Tensor
+    positions: torch.Tensor | None
 
 
 def _without_end(tokens: torch.Tensor) -> torch.Tensor:

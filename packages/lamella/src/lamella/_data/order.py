@@ -13,8 +13,9 @@ Note [A permutation without a table]
     cycle from a number below the count ends at one number below it, and from no two numbers at the same.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -47,6 +48,17 @@ class BatchStream:
     batch_size: int
     seed: int
     mixture: Mixture | None = None
+
+    def begin(self, state: Mapping[str, Any]) -> None:
+        """Nothing: any step can be the first."""
+
+    def state(self, step: int) -> dict[str, object]:
+        """Return the place in the text for a checkpoint: nothing, as the step alone says the place."""
+        return {}
+
+    def measure(self, step: int) -> tuple[str, ...]:
+        """Return lines to print on the packing of the text: none, as the preparation of the run printed them."""
+        return ()
 
     def batch(self, step: int, rank: int, num_ranks: int) -> TokenBatch:
         """Return a rank's part of step `step`, from 0 on: batch_size / num_ranks sequences."""
@@ -100,15 +112,14 @@ def mixture_lines(sequences: Sequences, config: DataConfig, num_sequences: int) 
         config: The settings of the data.
         num_sequences: The sequences of all steps together.
     """
-    mixture = mixture_of(config)
-    if mixture is None or not isinstance(sequences, JoinedSequences):
+    weights = mixture_weights(config)
+    if not weights or not isinstance(sequences, JoinedSequences):
         return []
+    mixture = Mixture.of([*weights.values()])
     draws = mixture.draws(torch.tensor([num_sequences]))[0].tolist()
     return [
         f"mixture: {fraction:.1%} {name}, {count:,} of its {len(part):,} sequences, {count / len(part):.2f} epochs"
-        for name, fraction, part, count in zip(
-            mixture_weights(config), mixture.fractions, sequences.parts, draws, strict=True
-        )
+        for name, fraction, part, count in zip(weights, mixture.fractions, sequences.parts, draws, strict=True)
     ]
 
 

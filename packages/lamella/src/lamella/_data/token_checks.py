@@ -1,7 +1,9 @@
 """The check of a run's tokens: enough of them for a sequence, and targets among them."""
 
+from collections.abc import Iterable
+
 from lamella._data.batches import DocumentRows, Sequences, StreamSequences
-from lamella._data.tokens import TokenData
+from lamella._data.tokens import Split, TokenData
 from lamella._settings.options import ConfigError
 from lamella._settings.sections import DataConfig
 
@@ -14,16 +16,14 @@ def check_tokens(tokens: TokenData, config: DataConfig) -> None:
             its length.
     """
     flag = "--validation-data" if config.validation_paths else "--data"
-    for source in tokens.sources:
-        sequences = tokens.sequences("train", config.sequence_length, source)
-        _check_sequences(sequences, f"train on{_of(source)}", "--data")
-    for source in tokens.validation_sets:
-        sequences = tokens.sequences("validation", config.sequence_length, source)
-        _check_sequences(sequences, f"validate on{_of(source)}", flag)
-
-
-def _of(source: str) -> str:
-    return f" in {source!r}" if source else ""
+    splits: tuple[tuple[Split, Iterable[str], str, str], ...] = (
+        ("train", tokens.sources, "train on", "--data"),
+        ("validation", tokens.validation_sets, "validate on", flag),
+    )
+    for split, sources, verb, option in splits:
+        for source in sources:
+            sequences = tokens.sequences(split, config.sequence_length, source)
+            _check_sequences(sequences, f"{verb} in {source!r}" if source else verb, option)
 
 
 def _check_sequences(sequences: Sequences, purpose: str, flag: str) -> None:

@@ -106,6 +106,17 @@ class TokenData:
             is_packed=self.packing == "documents",
         )
 
+    def has_one_length(self, sequence_length: int) -> bool:
+        """Return whether all batches have as many tokens a sequence: none is cut after its last target.
+
+        False where the text is streamed, whose targets are not known yet.
+        """
+        if self.packing != "stream":
+            return self.packing == "documents"
+        sources = [self.sequences("train", sequence_length, name) for name in self.sources]
+        sets = [self.sequences("validation", sequence_length, name) for name in self.validation_sets]
+        return bool(sources) and all(sequences.target_counts is None for sequences in (*sources, *sets))
+
     def lines(self, sequence_length: int) -> list[str]:
         """Return the lines to print on rows of documents, and on conversations in several documents."""
         lines: list[str] = []

@@ -1,6 +1,6 @@
 """`lamella.estimate`: of a run's configuration, or of any module that a function shards."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import singledispatch
 from typing import Any, Literal
 
@@ -14,13 +14,16 @@ from lamella._estimate.gpu_operators import gpu_operators
 from lamella._estimate.kinds import on_host
 from lamella._estimate.live_bytes import LiveBytes
 from lamella._estimate.recipe_step import record_recipe
-from lamella._estimate.recorded_step import TrainingStep, record
+from lamella._estimate.recorded_step import RecordedStep, TrainingStep, Watch, record, unwatched
+from lamella._model.compilation import is_long_to_compile
+from lamella._model.spec import load_spec
 from lamella._settings.config import Config
 from lamella_engine.extending import unit_of
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 _COMPILED = "compiled layers are estimated as eager ones, which save more for backward: an upper bound"
+_COMPILES = "a run of so many steps compiles the layers of this model by default (--no-compile): an upper bound"
 _DOCUMENTS = "a sequence is estimated as one document"
 
 
@@ -36,10 +39,18 @@ def estimate_run(config: Config, rank: int = 0) -> Estimate:
 
     Effects: none on the disk; allocates no memory for weights or activations.
     """
-    recorded = record_recipe(config, rank)
+    return estimate_recorded(record_recipe(config, rank), config, rank)
+
+
+def estimate_recorded(recorded: RecordedStep, config: Config, rank: int) -> Estimate:
+    """Return the estimate of a recorded step of `lamella train`.
+
+    Args:
+        recorded: The step of the rank.
+        config: The run's settings.
+        rank: The rank.
+    """
     parallel = config.parallel
-    notes = [_COMPILED] * bool(parallel.compile)
-    notes += [_DOCUMENTS] * (config.data.packing == "documents")
     return estimate_of(
         recorded,
         rank=rank,
@@ -47,8 +58,19 @@ def estimate_run(config: Config, rank: int = 0) -> Estimate:
         host=on_host(parallel.rest == "cpu"),
         context_nbytes=context_nbytes(parallel.device),
         libraries_nbytes=_libraries_nbytes(parallel.device),
-        notes=tuple(notes),
+        notes=tuple(_notes(config)),
     )
+
+
+def _notes(config: Config) -> Iterator[str]:
+    if config.parallel.compile:
+        yield _COMPILED
+    elif config.parallel.compile is None:
+        model_type = load_spec(config.model.name, config.data.vocab_size).model_type
+        if is_long_to_compile(config, model_type, config.data.packing):
+            yield _COMPILES
+    if config.data.packing == "documents":
+        yield _DOCUMENTS
 
 
 def estimate_module(
@@ -95,8 +117,49 @@ def estimate_module(
     Effects: allocates no memory; the default process group is a fake one meanwhile.
     """
     num_ranks = torch.Size(mesh).numel()
+    recorded = record_module(
+        module,
+        loss=loss,
+        shard=shard,
+        optimizer=optimizer,
+        mesh=mesh,
+        rank=rank,
+        num_microbatches=num_microbatches,
+        vocab_size=vocab_size,
+        clip=clip,
+        device=device,
+    )
+    return estimate_of(
+        recorded,
+        rank=rank,
+        num_ranks=num_ranks,
+        host=on_host(rests_on_cpu),
+        context_nbytes=context_nbytes(device),
+        libraries_nbytes=_libraries_nbytes(device),
+    )
+
+
+def record_module(
+    module: nn.Module,
+    *,
+    loss: Callable[[nn.Module], torch.Tensor],
+    shard: Callable[[nn.Module, DeviceMesh], object],
+    optimizer: MakeOptimizer = torch.optim.AdamW,
+    mesh: Sequence[int] = (8,),
+    rank: int = 0,
+    num_microbatches: int = 1,
+    vocab_size: int | None = None,
+    clip: Callable[[nn.Module], object] = lambda module: None,
+    device: Literal["cpu", "cuda"] = "cuda",
+    watch: Watch = unwatched,
+) -> RecordedStep:
+    """Record a step of a training loop, with the arguments, errors and effects of `estimate_module`.
+
+    Args:
+        watch: Entered around the steps.
+    """
     live = LiveBytes()
-    with fake_ranks(num_ranks, rank, device):
+    with fake_ranks(torch.Size(mesh).numel(), rank, device):
         names = ("replicas", "shards")[-len(mesh) :] if len(mesh) <= 2 else None
         shard(module, init_device_mesh("cpu", tuple(mesh), mesh_dim_names=names))
         with no_memory(), gpu_operators(device), live:
@@ -110,16 +173,8 @@ def estimate_module(
                 num_microbatches=num_microbatches,
                 vocab_size=vocab_size,
             )
-            with FusedSteps():
-                recorded = record(step, live)
-    return estimate_of(
-        recorded,
-        rank=rank,
-        num_ranks=num_ranks,
-        host=on_host(rests_on_cpu),
-        context_nbytes=context_nbytes(device),
-        libraries_nbytes=_libraries_nbytes(device),
-    )
+            with watch(step, live), FusedSteps():
+                return record(step, live)
 
 
 @singledispatch

@@ -1,86 +1,19 @@
-"""`--memory`: the fastest options with which a run fits, by estimated bytes and an assumed cost of each option."""
+"""`--memory`: the fastest options with which a run fits, by recorded steps."""
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import product
-from typing import Any, Final, NamedTuple
+from dataclasses import dataclass
+from typing import Final
 
-from lamella._estimate.api import estimate_run
-from lamella._estimate.estimated_bytes import Estimate
+from lamella._estimate.estimated_bytes import FRAGMENTATION, Estimate
+from lamella._estimate.memory_options import MemoryOptions, all_options, coarse_options, options_of
+from lamella._estimate.recorded_options import RecordedOptions
 from lamella._estimate.text import size
 from lamella._settings.config import Config
 from lamella._settings.fit import budget_nbytes
 from lamella._settings.options import ConfigError
 
-_RECOMPUTED: Final = {"no": 1.0, "selective": 1.08, "full": 1.33}
-"""Time of a step by `--recompute`: a forward is a third of a step's operations, and selective saves the products."""
-
-_STAYING: Final = {"reshard": 1.04, "keep": 1.0, "stage 2": 1.0}
-"""Time of a step by the weights that stay: gathers before backward are mostly hidden."""
-
-_ON_HOST: Final = {"offload_activations": 1.5, "rest": 2.5}
-"""Time of a step with activations, or with main weights and optimizer state, in the host's memory."""
-
-
-class MemoryOptions(NamedTuple):
-    """Options that trade memory for time. In each field the later choice takes less memory.
-
-    Attributes:
-        weights: "stage 2", "keep" or "reshard": the weights kept from forward to backward.
-        recompute: "no", "selective" or "full".
-        offload_activations: False or True.
-        rest: "gpu" or "cpu".
-    """
-
-    weights: str
-    recompute: str
-    offload_activations: bool
-    rest: str
-
-    @property
-    def cost(self) -> float:
-        """Time of a step over that of the fastest fields."""
-        activations = _ON_HOST["offload_activations"] if self.offload_activations else 1.0
-        rest = _ON_HOST["rest"] if self.rest == "cpu" else 1.0
-        return _RECOMPUTED[self.recompute] * _STAYING[self.weights] * activations * rest
-
-    def is_leaner_than(self, other: "MemoryOptions") -> bool:
-        """True if no field takes more memory than the same field of the other choice."""
-        return all(
-            choices.index(mine) >= choices.index(its) for choices, mine, its in zip(_CHOICES, self, other, strict=True)
-        )
-
-    def applied(self, config: Config) -> Config:
-        """Return the settings with these options.
-
-        Raises:
-            ConfigError: The options contradict further settings.
-        """
-        changes: dict[str, Any] = {
-            "stage": 2 if self.weights == "stage 2" else 3,
-            "reshard_after_forward": self.weights != "keep",
-            "recompute": self.recompute,
-            "offload_activations": self.offload_activations,
-            "rest": self.rest,
-            "keep_budget": None,
-        }
-        return replace(config, parallel=replace(config.parallel, **changes))
-
-    def flags(self) -> str:
-        """Return the options in the spelling of the command line."""
-        flags = {"stage 2": "--stage 2", "keep": "--no-reshard-after-forward", "reshard": ""}[self.weights]
-        flags += f" --recompute {self.recompute}" if self.recompute != "no" else ""
-        flags += " --offload-activations" if self.offload_activations else ""
-        return (flags + (" --rest cpu" if self.rest == "cpu" else "")).strip() or "(no options)"
-
-
-_CHOICES: Final[tuple[tuple[Any, ...], ...]] = (
-    ("stage 2", "keep", "reshard"),
-    ("no", "selective", "full"),
-    (False, True),
-    ("gpu", "cpu"),
-)
+_MOST_RECORDED: Final = 24
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,10 +23,12 @@ class Alternative:
     Attributes:
         fields: The options.
         estimate: The bytes of rank 0.
+        cost: Time of a step over that of the fastest options, by the rates of `step_work`.
     """
 
     fields: MemoryOptions
     estimate: Estimate
+    cost: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,17 +49,21 @@ class FittingOptions:
 
     def lines(self) -> Iterator[str]:
         """Yield a table of the alternatives."""
-        yield f"options for {size(self.memory_nbytes)} a GPU; time is an assumption, over that without any of them:"
+        room = f"{FRAGMENTATION:.0%} of it for fragmentation"
+        yield f"options for {size(self.memory_nbytes)} a GPU, {room}; times over the fastest's, at assumed rates:"
         for alternative in self.alternatives:
-            is_fit = alternative.estimate.total_nbytes <= self.memory_nbytes
+            is_fit = alternative.estimate.needed_nbytes <= self.memory_nbytes
             mark = "->" if alternative is self.chosen else "  " if is_fit else " x"
             host = f", {size(alternative.estimate.host_nbytes)} of the host" if alternative.estimate.host_nbytes else ""
-            total = size(alternative.estimate.total_nbytes)
-            yield f" {mark} {total:>12s}  time x {alternative.fields.cost:.2f}  {alternative.fields.flags()}{host}"
+            total = size(alternative.estimate.needed_nbytes)
+            yield f" {mark} {total:>12s}  time x {alternative.cost:.2f}  {alternative.fields.flags()}{host}"
 
 
 def fit_options(config: Config, memory: str) -> FittingOptions:
     """Choose the fastest recomputation, stage, resharding and offloading with which a run fits.
+
+    Options without recomputation and offloading come first. If none fits, all others follow in the order of their
+    times; bytes and times between recorded options are interpolated, and the choice is recorded itself.
 
     Args:
         config: The run's settings, with ranks, device and precision. Choices of these options are replaced.
@@ -136,25 +75,13 @@ def fit_options(config: Config, memory: str) -> FittingOptions:
     Effects: as `estimate_run`, for some of the options.
     """
     nbytes = budget_nbytes(memory, "--memory")
-    candidates = sorted(_candidates(config), key=lambda fields: fields.cost)
-    leanest = Alternative(fields=(lean := _leanest(candidates)), estimate=estimate_run(lean.applied(config)))
-    if leanest.estimate.total_nbytes > nbytes:
-        raise ConfigError(_refusal(leanest, nbytes))
-    alternatives = [leanest]
-    chosen = leanest
-    for fields in candidates:
-        if fields == leanest.fields:
-            break
-        if any(too_large.fields.is_leaner_than(fields) for too_large in alternatives if _is_over(too_large, nbytes)):
-            continue
-        alternatives.append(Alternative(fields=fields, estimate=estimate_run(fields.applied(config))))
-        if not _is_over(alternatives[-1], nbytes):
-            chosen = alternatives[-1]
-            break
+    recorded = RecordedOptions(config)
+    chosen = _fastest(recorded, config, nbytes)
+    alternatives = _alternatives(recorded)
     return FittingOptions(
-        config=chosen.fields.applied(config),
-        chosen=chosen,
-        alternatives=sorted(alternatives, key=lambda alternative: alternative.fields.cost),
+        config=chosen.applied(config),
+        chosen=next(alternative for alternative in alternatives if alternative.fields == chosen),
+        alternatives=alternatives,
         memory_nbytes=nbytes,
     )
 
@@ -162,41 +89,60 @@ def fit_options(config: Config, memory: str) -> FittingOptions:
 def leaner_options(config: Config, count: int = 2) -> list[Alternative]:
     """Return the fastest options with less memory than the settings' options, with their bytes.
 
-    Effects: as `estimate_run`, for each.
+    Effects: as `estimate_run`, for each, and for three more.
     """
-    parallel = config.parallel
-    weights = "stage 2" if parallel.stage < 3 else "reshard" if parallel.reshard_after_forward else "keep"
-    present = MemoryOptions(weights, parallel.recompute, parallel.offload_activations, parallel.rest)
-    leaner = [fields for fields in _candidates(config) if fields != present and fields.is_leaner_than(present)]
-    leaner.sort(key=lambda fields: fields.cost)
-    return [Alternative(fields=fields, estimate=estimate_run(fields.applied(config))) for fields in leaner[:count]]
+    recorded, present = RecordedOptions(config), options_of(config)
+    leaner = [options for options in coarse_options() if options != present and options.is_leaner_than(present)]
+    leaner = sorted((options for options in leaner if options.is_allowed(config)), key=recorded.seconds)[:count]
+    for options in leaner:
+        recorded.estimate(options)
+    return [alternative for alternative in _alternatives(recorded) if alternative.fields in leaner]
 
 
-def _is_over(alternative: Alternative, nbytes: int) -> bool:
-    return alternative.estimate.total_nbytes > nbytes
+def _fastest(recorded: RecordedOptions, config: Config, nbytes: int) -> MemoryOptions:
+    """Return the fastest options that fit, recorded."""
+    combinations = all_options(recorded.num_layers, recorded.gathered_nbytes)
+    allowed = [options for options in combinations if options.is_allowed(config)]
+    if recorded.estimate(MemoryOptions()).needed_nbytes <= nbytes:
+        # The other options take longer, and their times another two records.
+        allowed = [options for options in allowed if options.is_plain]
+    ranked = sorted(allowed, key=recorded.seconds)
+    leanest = max(allowed, key=lambda options: options.memory_ranks)
+    if all(recorded.needed_nbytes(options) > nbytes for options in ranked if not options.takes_host_memory):
+        _check_leanest(recorded, leanest, nbytes)  # before a dozen records of options with the host's memory
+    for _ in range(_MOST_RECORDED):
+        candidate = next((options for options in ranked if recorded.needed_nbytes(options) <= nbytes), leanest)
+        if candidate in recorded:
+            break
+        recorded.estimate(candidate)
+    fitting = [options for options, estimate in recorded if estimate.needed_nbytes <= nbytes]
+    if not fitting:
+        _check_leanest(recorded, leanest, nbytes)
+    return min(fitting, key=recorded.seconds, default=leanest)
 
 
-def _candidates(config: Config) -> Iterator[MemoryOptions]:
-    for choices in product(*_CHOICES):
-        fields = MemoryOptions(*choices)
-        try:
-            fields.applied(config)
-        except ConfigError:  # Contradicts an option of the run, for example --compile.
-            continue
-        yield fields
+def _check_leanest(recorded: RecordedOptions, leanest: MemoryOptions, nbytes: int) -> None:
+    """Refuse a memory that the options with the least bytes exceed."""
+    if recorded.estimate(leanest).needed_nbytes > nbytes:
+        raise ConfigError(_refusal(leanest, recorded.estimate(leanest), nbytes))
 
 
-def _leanest(candidates: Sequence[MemoryOptions]) -> MemoryOptions:
-    return max(candidates, key=lambda fields: [choices.index(c) for choices, c in zip(_CHOICES, fields, strict=True)])
+def _alternatives(recorded: RecordedOptions) -> list[Alternative]:
+    """Return the recorded options, the fastest first."""
+    seconds = {options: recorded.seconds(options) for options, _ in [*recorded]}
+    least = min(seconds.values())
+    alternatives = [
+        Alternative(fields=options, estimate=estimate, cost=seconds[options] / least) for options, estimate in recorded
+    ]
+    return sorted(alternatives, key=lambda alternative: alternative.cost)
 
 
-def _refusal(leanest: Alternative, nbytes: int) -> str:
-    estimate = leanest.estimate
+def _refusal(leanest: MemoryOptions, estimate: Estimate, nbytes: int) -> str:
     at_rest, peak = sum(estimate.at_rest.values()), estimate.peak
-    needed = math.ceil(estimate.total_nbytes / (1 << 30))
+    needed = math.ceil(estimate.needed_nbytes / (1 << 30))
     largest = max(peak.kinds, key=lambda kind: peak.kinds[kind])
     return (
-        f"Expected --memory of at least {needed}GiB, which {leanest.fields.flags()} needs ({size(at_rest)} at rest; "
+        f"Expected --memory of at least {needed}GiB, which {leanest.flags()} needs ({size(at_rest)} at rest; "
         f"most of the peak are {largest}, {size(peak.kinds[largest])}), got {size(nbytes)}. Pass more --ranks, or a "
         "smaller --sequence-length, or a smaller --batch-size or more --accumulation if a rank has several sequences."
     )

@@ -2,9 +2,9 @@
 
 import gc
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Final
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -13,8 +13,10 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lamella._estimate.announced_kernels import announce_kernel
 from lamella._settings.options import ConfigError
 from lamella_buffers import FAKE_GPUS
+from lamella_engine.extending import local_of
 
 
 @contextmanager
@@ -84,5 +86,14 @@ class FusedSteps(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func, types, args=(), kwargs=None
     ):
         if func.overloadpacket in _FUSED_STEPS:
+            _announce_step(func.__name__, args)
             return None
         return func(*args, **(kwargs or {}))
+
+
+def _announce_step(name: str, arguments: Sequence[Any]) -> None:
+    """Announce a fused kernel, which reads all of its lists of tensors and writes all but the gradients."""
+    lists = [tensors for tensors in arguments if isinstance(tensors, list | tuple)]
+    read = [local_of(tensor) for tensors in lists for tensor in tensors]
+    written = [local_of(tensor) for index, tensors in enumerate(lists) for tensor in tensors if index != 1]
+    announce_kernel(name, *read, *written)

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import torch
 
+from lamella._estimate.announced_kernels import announce_kernel
 from lamella_precision import assume_float8_products
 
 
@@ -47,9 +48,11 @@ class _FusedRmsNorm(torch.autograd.Function):
         output = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
         scales = torch.empty(rows, dtype=torch.float32, device=tensor.device)
         context.save_for_backward(tensor, weight, scales)
+        announce_kernel("rms_norm", tensor, output)
         return output
 
     @staticmethod
     def backward(context: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         tensor, weight, _ = context.saved_tensors
+        announce_kernel("rms_norm_backward", tensor, tensor, tensor)
         return torch.empty_like(tensor), None, None if weight is None else torch.empty_like(weight)

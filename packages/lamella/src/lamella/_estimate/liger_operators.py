@@ -14,6 +14,8 @@ from typing import Any, Final, cast
 import torch
 from torch import nn
 
+from lamella._estimate.announced_kernels import announce_kernel
+
 _ROTATION: Final = "apply_rotary_pos_emb"
 _FACTORS: Final = ("gate_proj", "up_proj", "down_proj")
 
@@ -63,11 +65,13 @@ class _Norm(torch.autograd.Function):
     def forward(context: Any, tensor: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         scales = torch.empty(tensor.shape[:-1], dtype=torch.float32, device=tensor.device)
         context.save_for_backward(tensor, weight, scales)
+        announce_kernel("rms_norm", tensor, tensor)
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
     @staticmethod
     def backward(context: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        _, weight, _ = context.saved_tensors
+        tensor, weight, _ = context.saved_tensors
+        announce_kernel("rms_norm_backward", tensor, tensor, grads[0])
         return grads[0].contiguous(), torch.empty_like(weight)
 
 
@@ -75,11 +79,13 @@ class _GatedProduct(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         context.save_for_backward(gate, up)
+        announce_kernel("swiglu", gate, up, gate)
         return torch.empty_like(gate)
 
     @staticmethod
     def backward(context: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         gate, up = context.saved_tensors
+        announce_kernel("swiglu_backward", gate, up, grads[0], gate, up)
         return gate, up
 
 
@@ -89,10 +95,12 @@ class _Rotation(torch.autograd.Function):
         context: Any, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         context.save_for_backward(cos, sin)
+        announce_kernel("rotation", q, q, k, k)
         return _in_place(q), _in_place(k)
 
     @staticmethod
     def backward(context: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        announce_kernel("rotation_backward", grads[0], grads[0], grads[1], grads[1])
         return _in_place(grads[0]), _in_place(grads[1]), None, None
 
 

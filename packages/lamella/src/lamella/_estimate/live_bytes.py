@@ -16,6 +16,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from lamella._estimate.operator_work import OperatorWork, operator_work
+
 _BLOCK_NBYTES: Final = 512
 _PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
 _STORAGE: Final[Any] = torch.UntypedStorage
@@ -64,10 +66,12 @@ class MemoryLog:
     Attributes:
         moments: The names of the moments, in their order.
         changes: The changes, in their order.
+        operators: The work of the operators, in their order.
     """
 
     moments: list[str] = field(default_factory=lambda: ["before the step"])
     changes: list[Change] = field(default_factory=list)
+    operators: list[OperatorWork] = field(default_factory=list)
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -143,6 +147,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(issubclass(kind, torch.Tensor) and _wraps(kind) for kind in types):
             return NotImplemented  # The operators on the tensors inside come here again.
         output = func(*args, **(kwargs or {}))
+        self.log.operators += operator_work(func, args, kwargs or {}, output, len(self.log.moments) - 1)
         if isinstance(output, torch.Tensor):
             self._note(output)
         elif output is not None:

@@ -14,7 +14,7 @@ from lamella._estimate.gpu_operators import gpu_operators
 from lamella._estimate.kinds import HOST_ACTIVATIONS
 from lamella._estimate.liger_operators import liger_operators
 from lamella._estimate.live_bytes import LiveBytes
-from lamella._estimate.recorded_step import RecordedStep, TrainingStep, record
+from lamella._estimate.recorded_step import RecordedStep, TrainingStep, Watch, record, unwatched
 from lamella._model.lora import add_adapters
 from lamella._model.matrices import matrices_for
 from lamella._model.sharding import shard
@@ -39,12 +39,14 @@ _CPU = torch.device("cpu")
 _MOST_MICROBATCHES = 3  # The first makes the sums, the second adds to them, the last reduces them.
 
 
-def record_recipe(config: Config, rank: int = 0) -> RecordedStep:
+def record_recipe(config: Config, rank: int = 0, watch: Watch = unwatched, *, validates: bool = True) -> RecordedStep:
     """Record the live bytes of a step of a run on one of its ranks.
 
     Args:
         config: The run's settings, with ranks, device and precision.
         rank: The rank.
+        watch: Entered around the steps.
+        validates: Run a validation between the steps, which gathers weights that the step would gather.
 
     Raises:
         ConfigError: The settings cannot be met, or the process has a process group.
@@ -54,15 +56,17 @@ def record_recipe(config: Config, rank: int = 0) -> RecordedStep:
     assert config.parallel.ranks is not None
     check_states(config.optim)
     _check_experts(config)
+    _check_neighbours(config)
     live = LiveBytes()
     try:
         with (
             fake_ranks(config.parallel.ranks, rank, config.parallel.device),
             gpu_operators(config.parallel.device),
             training_step(config, live, no_memory()) as step,
+            watch(step, live),
             FusedSteps(),
         ):
-            return record(step, live)
+            return record(step if validates else replace(step, validate=None), live)
     except RuntimeError as error:
         raise ConfigError(_refusal(config, error)) from error
 
@@ -85,6 +89,17 @@ def _check_experts(config: Config) -> None:
         )
 
 
+def _check_neighbours(config: Config) -> None:
+    """Refuse an estimate of cut layers or sequences, whose bytes were not compared with a run's."""
+    counts = {"tensor": config.parallel.tensor_parallel, "context": config.parallel.context_parallel}
+    for name, count in counts.items():
+        if count > 1:
+            raise ConfigError(
+                f"Expected an estimate without --{name}-parallel, which no run was compared with, got {count}. Leave "
+                f"--{name}-parallel out."
+            )
+
+
 @contextmanager
 def training_step(
     config: Config, live: LiveBytes, memory: AbstractContextManager[object] | None = None
@@ -101,14 +116,14 @@ def training_step(
     add_adapters(model, config.model, config.run.seed)
     on_cpu = _with_device(config, "cpu")
     matrices = matrices_for(config.optim, model)
-    units = shard(model, on_cpu.parallel, matrices, host=_HostCopies(live))
+    units, shared_rows, _ = shard(model, on_cpu.parallel, matrices, host=_HostCopies(live))
     freeze(model, trained_patterns(config))
     kernels = liger_operators(model) if config.model.kernels != "none" else nullcontext()
     with memory or nullcontext(), one_document_a_sequence(), kernels, live:
         materialise(model, _CPU)
         # Before the first forward, after which some stages leave units unsharded: an optimizer would hold those.
         optimizer = make_optimizer(model, config.optim, matrices)
-        loss = assumed_loss(model, balance_coefficient(spec))
+        loss = assumed_loss(model, balance_coefficient(spec), shared_rows)
         yield TrainingStep(
             model=model,
             units=units,
@@ -131,7 +146,7 @@ def _microbatch_loss(config: Config, spec: ModelSpec, model: torch.nn.Module, lo
 
 def _tokens(config: Config) -> tuple[torch.Tensor, torch.Tensor]:
     """Return inputs and targets of a microbatch, as many as in a batch of a validation."""
-    num_sequences = config.optim.batch_size // ((config.parallel.ranks or 1) * config.optim.accumulation)
+    num_sequences = config.optim.batch_size // (config.parallel.num_data_ranks * config.optim.accumulation)
     inputs = torch.zeros((num_sequences, config.data.sequence_length), dtype=torch.int64)
     return inputs, torch.zeros_like(inputs)
 

@@ -2,7 +2,7 @@
 
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -21,6 +21,8 @@ from lamella._estimate.live_bytes import LiveBytes, MemoryLog
 from lamella_engine import FSDPModule
 
 AT_REST: Final = "at rest"
+FORWARD_BEGINS: Final = f"{FORWARD} begins"
+BACKWARD: Final = "backward"
 VALIDATION: Final = "validation"
 
 
@@ -66,6 +68,15 @@ class RecordedStep:
 
     log: MemoryLog
     first_moment: int
+
+
+Watch = Callable[[TrainingStep, LiveBytes], AbstractContextManager[object]]
+"""Watches a step that is recorded, from before its first forward on."""
+
+
+def unwatched(step: TrainingStep, live: LiveBytes) -> AbstractContextManager[object]:
+    """Watch nothing."""
+    return nullcontext()
 
 
 def record(step: TrainingStep, live: LiveBytes) -> RecordedStep:
@@ -117,7 +128,7 @@ def _run(step: TrainingStep, live: LiveBytes) -> None:
 def _run_microbatch(step: TrainingStep, live: LiveBytes, *, is_last: bool) -> None:
     if step.num_microbatches > 1 and isinstance(step.model, FSDPModule):
         step.model.set_requires_gradient_sync(is_last)
-    live.begin(f"{FORWARD} begins")
+    live.begin(FORWARD_BEGINS)
     loss = step.loss()
     live.begin(f"backward {HEAD_AND_LOSS}")
     live.in_backward = True

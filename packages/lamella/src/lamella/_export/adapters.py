@@ -1,12 +1,11 @@
 """The export of a run's adapters: a folder that peft opens, or a checkpoint with adapters merged into its layers."""
 
-import errno
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -16,6 +15,7 @@ from lamella._model.lora import check_peft, lora_settings, merged
 from lamella._model.spec import load_spec, outline, refused_models
 from lamella._settings.options import ConfigError
 from lamella_convert import convert
+from lamella_files import check_vacant, recover, stage
 from lamella_transformers import as_peft, lora_config, lora_layers
 
 if TYPE_CHECKING:
@@ -48,9 +48,9 @@ def is_for_peft(run: TrainedRun, *, merge: bool) -> bool:
 
 
 def export_adapters(
-    run: TrainedRun, to: Path, dtype: torch.dtype, on_progress: Callable[[int, int], None]
+    run: TrainedRun, to: Path, dtype: torch.dtype, card: str, on_progress: Callable[[int, int], None]
 ) -> "Conversion":
-    """Write the folder of a run's adapters: adapter_model.safetensors and adapter_config.json.
+    """Write the folder of a run's adapters: adapter_model.safetensors, adapter_config.json and the card.
 
     Raises:
         CheckpointDamaged: A file of the checkpoint is absent or damaged.
@@ -63,19 +63,24 @@ def export_adapters(
     with refused_models():
         layers = lora_layers(outline(load_spec(str(run.directory.model))), settings.targets)
     config = lora_config(settings, layers, run.config.model.name)
-    conversion = convert(
+    config.inference_mode = True
+
+    def complete(folder: Path) -> None:
+        (folder / "model.safetensors").rename(folder / _WEIGHTS)
+        config.save_pretrained(str(folder))
+        # After peft, which writes a card without the figures.
+        (folder / "README.md").write_text(card, encoding="utf-8")
+
+    return convert(
         run.checkpoint,
         to,
         to="hf",
         translate=as_peft,
         dtype=dtype,
         max_shard_nbytes=_ONE_FILE_NBYTES,
+        complete=complete,
         on_progress=on_progress,
     )
-    (to / "model.safetensors").rename(to / _WEIGHTS)
-    config.inference_mode = True
-    config.save_pretrained(str(to))
-    return conversion
 
 
 @contextmanager
@@ -89,14 +94,20 @@ def merged_checkpoint(run: TrainedRun, beside: Path) -> Iterator[Path]:
     Raises:
         CheckpointDamaged: A file of the checkpoint is absent or damaged.
         FileExistsError: `beside` is occupied, which would be noticed after the merge otherwise.
+
+    Effects: removes the merged checkpoint that a killed export has left beside the folder.
     """
     if run.config.model.lora_rank is None:
         yield run.checkpoint
         return
-    if beside.is_dir() and any(beside.iterdir()):
-        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(beside))
-    beside.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(prefix=".merged-", dir=beside.parent) as folder:
-        checkpoint = Path(folder, "checkpoint")
-        convert(run.checkpoint, checkpoint, to="dcp", translate=partial(merged, model=run.config.model))
-        yield checkpoint
+    target = Path(os.path.realpath(beside))
+    # Not the name that the conversion stages: it would remove the merged checkpoint as a killed conversion's.
+    merged_target = target.with_name(f"{target.name}.merged")
+    recover(merged_target)  # A killed export may have left it although `target` is whole.
+    check_vacant(target)
+    folder = stage(merged_target, check=check_vacant)
+    try:
+        convert(run.checkpoint, folder / "checkpoint", to="dcp", translate=partial(merged, model=run.config.model))
+        yield folder / "checkpoint"
+    finally:
+        shutil.rmtree(folder)

@@ -47,7 +47,7 @@ def export(
     version: str,
     on_progress: Callable[[int, int], None],
 ) -> Export:
-    """Write the Hugging Face folder of a run's checkpoint, or peft's folder of its adapters.
+    """Write the Hugging Face folder of a run's checkpoint, or peft's folder of its adapters: whole, or not at all.
 
     Args:
         path: The run's folder.
@@ -85,6 +85,10 @@ def _export(run: TrainedRun, to: Path, dtype: str, version: str, on_progress: Ca
     torch_dtype = _dtype_of_start(run) if dtype == "auto" else _DTYPES[dtype]
     name = str(torch_dtype).removeprefix("torch.")
     card = model_card(run, model_type=_model_type(run), dtype=name, version=version)
+
+    def write_card(folder: Path) -> None:  # over a copy of the published model's card
+        (folder / "README.md").write_text(card, encoding="utf-8")
+
     with merged_checkpoint(run, to) as checkpoint:
         conversion = convert(
             checkpoint,
@@ -93,10 +97,9 @@ def _export(run: TrainedRun, to: Path, dtype: str, version: str, on_progress: Ca
             translate=as_published(model) if (model / "lamella_published.json").is_file() else None,
             dtype=torch_dtype,
             like=model,
+            complete=write_card,
             on_progress=on_progress,
         )
-    # After the conversion, which may have copied the card of the published model.
-    (to / "README.md").write_text(card, encoding="utf-8")
     return Export(run=run, conversion=conversion, dtype=name)
 
 
@@ -107,9 +110,7 @@ def _export_adapters(
     torch_dtype = torch.float32 if dtype == "auto" else _DTYPES[dtype]
     name = str(torch_dtype).removeprefix("torch.")
     card = adapter_card(run, model_type=_model_type(run), dtype=name, version=version)
-    conversion = export_adapters(run, to, torch_dtype, on_progress)
-    # After peft, which writes a card without the figures.
-    (to / "README.md").write_text(card, encoding="utf-8")
+    conversion = export_adapters(run, to, torch_dtype, card, on_progress)
     return Export(run=run, conversion=conversion, dtype=name)
 
 

@@ -38,12 +38,12 @@ def score_tasks(trained: TrainedModel, tasks: Sequence[str], *, limit: int | Non
 
 
 def scores_of(evaluation: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """Return the numbers in results of lm-eval: task -> metric -> number; a standard error is a further metric."""
+    """Return the metrics in results of lm-eval: task -> metric -> number; a standard error is a further metric."""
     return {
         task: {
             name.removesuffix(",none"): float(score)
             for name, score in metrics.items()
-            if isinstance(score, int | float)
+            if "," in name and isinstance(score, int | float)  # metric,filter; `sample_len` counts documents
         }
         for task, metrics in evaluation.get("results", {}).items()
     }

@@ -3,15 +3,18 @@
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial, wraps
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple, cast
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from lamella_engine.extending import local_of
+from lamella._settings.options import ConfigError
+from lamella._settings.sections import ParallelConfig
+from lamella_engine.extending import dtensor_over, local_of
 
 SAVED_PRODUCTS: Final = (
     torch.ops.aten.mm.default,
@@ -27,17 +30,35 @@ SAVED_PRODUCTS: Final = (
 """The operators whose outputs `selective` saves: matrix products and attention, most of a layer's time."""
 
 
-def recompute(units: Sequence[nn.Module], kind: Literal["full", "selective"]) -> None:
-    """Let each unit run its forward again in backward.
+def check_recompute(units: Sequence[nn.Module], parallel: ParallelConfig) -> None:
+    """Refuse --recompute-layers of more layers than a model has.
+
+    Raises:
+        ConfigError: Names both numbers.
+    """
+    if parallel.recompute_layers is not None and parallel.recompute_layers > len(units):
+        raise ConfigError(
+            f"Expected --recompute-layers of at most {len(units)}, the layers of this model, got "
+            f"{parallel.recompute_layers}. Leave it out to run all layers again."
+        )
+
+
+def recompute(
+    units: Sequence[nn.Module], kind: Literal["full", "selective"], num_recomputed: int | None = None
+) -> None:
+    """Let units run their forward again in backward.
 
     Args:
-        units: Changed in place, before `fully_shard`: the unit is gathered before its forward runs again.
-        kind: "full" saves the inputs of the unit alone; "selective" the outputs of `SAVED_PRODUCTS` too.
+        units: In the order of forward. Changed in place, before `fully_shard`: a unit is gathered before its forward
+            runs again.
+        kind: "full" saves the inputs of a unit alone; "selective" the outputs of `SAVED_PRODUCTS` too.
+        num_recomputed: Number of units that run again; None for all. The first ones: their backward comes last, and
+            when it makes their tensors again, the other units' tensors are gone.
     """
     options: dict[str, Any] = {"use_reentrant": False}
     if kind == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, [*SAVED_PRODUCTS])
-    for unit in units:
+    for unit in units[:num_recomputed]:
         unit.forward = _recomputed(unit.forward, options)
 
 
@@ -73,16 +94,29 @@ def _offloaded(unit: nn.Module, forward: Callable[..., Any], host: saved_tensors
     return offloaded
 
 
+class _OnHost(NamedTuple):
+    """A saved tensor in the host's memory, by the hooks' own form, and the placements of a DTensor."""
+
+    content: Any
+    spec: Any
+
+
 def _on_host(unit: nn.Module, host: saved_tensors_hooks) -> AbstractContextManager[object]:
     """Hooks that save tensors in host memory, but weights: the engine frees and gathers those itself."""
     # Spread experts are DTensors also while they are unsharded.
     weights = {local_of(parameter).untyped_storage()._cdata for parameter in unit.parameters()}
 
     def pack(tensor: torch.Tensor) -> Any:
-        is_plain = type(tensor) in (torch.Tensor, FakeTensor) and tensor.untyped_storage()._cdata not in weights
-        return host.pack_hook(tensor) if is_plain else tensor
+        local = local_of(tensor)
+        if type(local) not in (torch.Tensor, FakeTensor) or local.untyped_storage()._cdata in weights:
+            return tensor
+        # Layers cut by tensor parallelism save their inputs as DTensors.
+        return _OnHost(host.pack_hook(local), tensor._spec if isinstance(tensor, DTensor) else None)
 
     def unpack(packed: Any) -> torch.Tensor:
-        return packed if isinstance(packed, torch.Tensor) else host.unpack_hook(packed)
+        if not isinstance(packed, _OnHost):
+            return cast(torch.Tensor, packed)
+        local = host.unpack_hook(packed.content)
+        return local if packed.spec is None else dtensor_over(local, packed.spec)
 
     return saved_tensors_hooks(pack, unpack)

@@ -19,6 +19,8 @@ from lamella_transformers import (
     FreshWeights,
     ModelSpec,
     Replacements,
+    SequencePieces,
+    SharedRows,
     build_without_parameters,
     flops_per_token,
     load_weights,
@@ -34,6 +36,8 @@ class RunModel:
     Attributes:
         module: The root unit.
         units: The units but the root.
+        shared_rows: This rank's rows of the head, with tensor parallelism; None without.
+        pieces: This rank's pieces of sequences, with context parallelism; None without.
         spec: The transformers config of the model.
         pretrained: The folder of the run's first weights; None for fresh weights.
         seed: The seed of fresh weights.
@@ -45,6 +49,8 @@ class RunModel:
 
     module: nn.Module
     units: Sequence[nn.Module]
+    shared_rows: SharedRows | None
+    pieces: SequencePieces | None
     spec: ModelSpec
     pretrained: Path | None
     seed: int
@@ -92,12 +98,14 @@ def build(config: Config, folder: Path, device: torch.device) -> RunModel:
     adapters = add_adapters(module, config.model, config.run.seed)
     replacements = use_kernels(module, config.model.kernels)
     matrices = matrices_for(config.optim, module)
-    units = shard(module, config.parallel, matrices)
+    units, shared_rows, pieces = shard(module, config.parallel, matrices)
     materialise(module, torch.device("cpu") if config.parallel.rest == "cpu" else device)
     module.to(device)  # Buffers; shards at rest on the CPU stay there.
     return RunModel(
         module=module,
         units=units,
+        shared_rows=shared_rows,
+        pieces=pieces,
         spec=spec,
         pretrained=pretrained_directory(config.model.name),
         seed=config.run.seed,

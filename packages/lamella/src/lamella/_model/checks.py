@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from lamella._model.activations import check_recompute
 from lamella._model.compilation import check_compiler
 from lamella._model.float8 import check_float8
 from lamella._model.kernels import check_kernels
@@ -18,7 +19,16 @@ from lamella._model.weights import pretrained_directory
 from lamella._settings.config import Config
 from lamella._settings.options import ConfigError
 from lamella._settings.sections import ParallelConfig
-from lamella_transformers import FreshWeights, ModelSpec, UnitChoice, choose_units
+from lamella_transformers import (
+    FreshWeights,
+    ModelError,
+    ModelSpec,
+    UnitChoice,
+    balance_coefficient,
+    check_sequences,
+    check_tensor_parallel,
+    choose_units,
+)
 from lamella_transformers.experts import check_spread
 
 
@@ -74,7 +84,10 @@ def check_model(config: Config, *, has_checkpoint: bool) -> CheckedModel:
         with refused_models():
             FreshWeights(spec, torch.device("cpu"), config.run.seed)
     _check_experts(model, config.parallel)
+    _check_tensor_parallel(model, config.parallel)
+    _check_context_parallel(model, spec, config.parallel)
     units = choose_units(model)
+    check_recompute(units.modules, config.parallel)
     check_float8(units.modules, config.parallel)
     check_kernels(config.model, spec.model_type, config.parallel)
     check_compiler(config.parallel)
@@ -100,6 +113,36 @@ def _check_experts(model: nn.Module, parallel: ParallelConfig) -> None:
             f"{str(error).partition('. ')[0]}, with --experts {parallel.experts}. Pass another --experts, or leave it "
             "out."
         ) from error
+
+
+def _check_tensor_parallel(model: nn.Module, parallel: ParallelConfig) -> None:
+    """Refuse --tensor-parallel for models without a plan, and for sizes that it does not divide."""
+    if parallel.tensor_parallel == 1:
+        return
+    try:
+        check_tensor_parallel(model, parallel.tensor_parallel)
+    except ModelError as error:
+        raise ConfigError(
+            f"{str(error).rstrip('.')}, with --tensor-parallel {parallel.tensor_parallel}. Pass another "
+            "--tensor-parallel, or leave it out."
+        ) from error
+
+
+def _check_context_parallel(model: nn.Module, spec: ModelSpec, parallel: ParallelConfig) -> None:
+    """Refuse --context-parallel for models whose tokens meet outside plain attention."""
+    if parallel.context_parallel == 1:
+        return
+    try:
+        check_sequences(model)
+    except ModelError as error:
+        raise ConfigError(
+            f"{str(error).rstrip('.')}, with --context-parallel {parallel.context_parallel}. Leave it out."
+        ) from error
+    if balance_coefficient(spec):
+        raise ConfigError(
+            f"Expected --context-parallel {parallel.context_parallel} without a loss that balances experts over whole "
+            'sequences, got one. Leave it out, or set "output_router_logits": false in the model\'s config.'
+        )
 
 
 def _check_memory(model: nn.Module, parallel: ParallelConfig) -> None:

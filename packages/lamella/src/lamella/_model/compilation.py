@@ -12,6 +12,7 @@ from torch import nn
 from lamella._settings.config import Config
 from lamella._settings.options import ConfigError
 from lamella._settings.sections import ParallelConfig
+from lamella_transformers import ModelSpec
 
 _MODEL_TYPES: Final = ("llama", "qwen3")
 """The model types whose compiled layers were measured."""
@@ -20,10 +21,31 @@ _FEWEST_STEPS: Final = 1000
 """The first step takes some ten seconds longer, which the later ones of a shorter run do not give back."""
 
 
-def compile_units(units: Sequence[nn.Module]) -> None:
-    """Compile each unit at its next forward."""
+def compile_units(units: Sequence[nn.Module], *, has_fixed_shapes: bool) -> None:
+    """Compile each unit at its next forward.
+
+    Args:
+        units: The units.
+        has_fixed_shapes: Compile for each shape by itself. Otherwise torch compiles the second shape of a run, which is
+            training's after a validation, for sizes unknown to its kernels.
+    """
     for unit in units:
-        unit.compile()
+        unit.compile(dynamic=False if has_fixed_shapes else None)
+
+
+def has_fixed_shapes(config: Config, spec: ModelSpec, *, has_one_length: bool) -> bool:
+    """Return whether layers see a few shapes in a whole run.
+
+    Past torch's limit of shapes, eight, layers would run eagerly. Not fixed are the numbers of tokens that an expert
+    is given, the lengths of documents in flash attention, and the tokens before a sample's next.
+
+    Args:
+        config: The run's settings.
+        spec: The config of the model.
+        has_one_length: All batches of the run's text have as many tokens a sequence.
+    """
+    attention = str(getattr(spec, "_attn_implementation", None))
+    return has_one_length and spec.model_type in _MODEL_TYPES and "flash" not in attention and not config.run.sample
 
 
 def compiles_by_default(config: Config, model_type: str, packing: str) -> bool:
@@ -31,6 +53,17 @@ def compiles_by_default(config: Config, model_type: str, packing: str) -> bool:
 
     Args:
         config: The run's settings, placed on this machine.
+        model_type: The type of the model's config.
+        packing: As for `is_long_to_compile`.
+    """
+    return is_long_to_compile(config, model_type, packing) and _missing_for(config.parallel) is None
+
+
+def is_long_to_compile(config: Config, model_type: str, packing: str) -> bool:
+    """Return whether a run that chooses nothing compiles its layers where the machine has the compilers.
+
+    Args:
+        config: The run's settings, with a device.
         model_type: The type of the model's config.
         packing: How tokens become sequences; the rows of "none" have many lengths, and each length compiles anew.
     """
@@ -40,9 +73,9 @@ def compiles_by_default(config: Config, model_type: str, packing: str) -> bool:
         and model_type in _MODEL_TYPES
         and config.optim.steps >= _FEWEST_STEPS
         and packing != "none"
+        and parallel.num_neighbours == 1
         and (config.model.kernels, config.model.lora_rank, parallel.float8) == ("none", None, "no")
         and not (config.run.deterministic or config.run.sample or parallel.offload_activations)
-        and _missing_for(parallel) is None
     )
 
 

@@ -1,7 +1,7 @@
 """The cut of a model into units: saved tensors, number formats, stage and resting place of each unit."""
 
 from collections.abc import Collection
-from typing import Any, Final, cast
+from typing import Any, Final, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -9,7 +9,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lamella._model.activations import offload_activations, recompute
+from lamella._model.activations import check_recompute, offload_activations, recompute
 from lamella._model.float8 import in_float8
 from lamella._model.matrices import keep_whole
 from lamella._settings.fit import budget_nbytes
@@ -26,10 +26,33 @@ from lamella_engine import (
     ShardingOptions,
     fully_shard,
 )
-from lamella_transformers import fp32_parameters, sharding_units
+from lamella_transformers import (
+    TENSOR_AXES,
+    SequencePieces,
+    SharedRows,
+    cut_sequences,
+    cut_tensors,
+    fp32_parameters,
+    sharding_units,
+    tensor_parallel_placement,
+)
 from lamella_transformers.experts import expert_arguments, spread_experts
 
 _STAGES: Final = {1: ZERO1, 2: ZERO2, 3: ZERO3}
+
+
+class ShardedModel(NamedTuple):
+    """The parts of a sharded model.
+
+    Attributes:
+        units: The units but the root.
+        shared_rows: This rank's rows of the head, with tensor parallelism; None without.
+        pieces: This rank's pieces of sequences, with context parallelism; None without.
+    """
+
+    units: list[nn.Module]
+    shared_rows: SharedRows | None
+    pieces: SequencePieces | None
 
 
 def shard(
@@ -38,11 +61,11 @@ def shard(
     matrices: Collection[str] = (),
     *,
     host: saved_tensors_hooks | None = None,
-) -> list[nn.Module]:
+) -> ShardedModel:
     """Shard each unit, then the root module with the remaining parameters.
 
-    The order matters: spread experts, which replace parameters, then recompute, then offloading of activations around
-    it, then shards. `compilation.compile_units` comes last, after the first forward.
+    The order matters: spread experts and cut tensors, which replace parameters, then recompute, then offloading of
+    activations around it, then shards. `compilation.compile_units` comes last, after the first forward.
 
     Args:
         model: Changed in place.
@@ -50,16 +73,25 @@ def shard(
         matrices: The names of the matrices for Muon, each whole on one rank.
         host: Hooks that move saved tensors to the host's memory, as for `offload_activations`.
 
-    Returns:
-        The units but the root.
+    Raises:
+        ConfigError: More layers are to be recomputed than the model has.
 
     Effects: collective over all ranks.
     """
     units = sharding_units(model)
+    shared_rows = pieces = None
     if parallel.experts > 1:
         spread_experts(model, _experts_mesh(parallel))
+    check_recompute(units, parallel)
+    if parallel.tensor_parallel > 1:
+        tensor_mesh = _neighbours(parallel, parallel.tensor_parallel, TENSOR_AXES)
+        cut_tensors(model, tensor_mesh)
+        shared_rows = SharedRows(tensor_mesh.get_group(TENSOR_AXES[1]))
+    if parallel.context_parallel > 1:
+        pieces = SequencePieces(_neighbours(parallel, parallel.context_parallel, ("data", "context")).get_group(1))
+        cut_sequences(model, pieces)
     if parallel.recompute != "no":
-        recompute(units, parallel.recompute)
+        recompute(units, parallel.recompute, parallel.recompute_layers)
     if parallel.offload_activations:
         offload_activations(units, host)
     policy = MixedPrecisionPolicy()
@@ -78,6 +110,8 @@ def shard(
     shared: dict[str, Any] = {"mesh": _mesh(parallel), "options": options}
     if parallel.experts > 1:
         shared |= expert_arguments(model, options, unit_policy)
+    if parallel.tensor_parallel > 1:
+        shared["shard_placement_fn"] = tensor_parallel_placement(tensor_mesh)
     if parallel.rest == "cpu":
         shared["offload_policy"] = CPUOffloadPolicy(pin_memory=parallel.device == "cuda")
     # Stages 1 and 2 keep whole weights, and have nothing to free after forward.
@@ -88,7 +122,7 @@ def shard(
     if parallel.experts > 1:  # Tokens of all ranks with a share reach an expert.
         for unit in (*units, model):
             cast(FSDPModule, unit).set_gradient_divide_factor(dist.get_world_size())
-    return units
+    return ShardedModel(units, shared_rows, pieces)
 
 
 def _mesh(parallel: ParallelConfig) -> DeviceMesh:
@@ -104,6 +138,11 @@ def _experts_mesh(parallel: ParallelConfig) -> DeviceMesh:
     """The ranks with the same experts along an outer axis, the ranks with shares of the experts along the inner one."""
     shape = (dist.get_world_size() // parallel.experts, parallel.experts)
     return init_device_mesh(parallel.device, shape, mesh_dim_names=("experts_data", "experts"))
+
+
+def _neighbours(parallel: ParallelConfig, count: int, names: tuple[str, ...]) -> DeviceMesh:
+    """All ranks on two axes with names: the inner one of `count` neighbours with the same sequences."""
+    return init_device_mesh(parallel.device, (dist.get_world_size() // count, count), mesh_dim_names=names)
 
 
 def _placements(parallel: ParallelConfig) -> Any:

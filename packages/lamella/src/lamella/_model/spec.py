@@ -91,24 +91,24 @@ def load_spec(name: str, vocab_size: int | None = None) -> ModelSpec:
         ConfigError: No model of the name, its adapter is not installed, or the config lacks a field or is refused by
             transformers.
     """
-    values = dict(_text_part(name, _values(name)))
+    config = dict(_text_part(name, _config_of(name)))
     if vocab_size is not None:
-        values["vocab_size"] = vocab_size
+        config["vocab_size"] = vocab_size
     # Main weights are fp32 whatever dtype a published config names; precision is the run's choice.
     # The training loop reads outputs by name; `return_dict` would turn outputs into tuples.
     for key in ("dtype", "torch_dtype", "transformers_version", "return_dict"):
-        values.pop(key, None)
-    return _to_spec(name, values)
+        config.pop(key, None)
+    return _to_spec(name, config)
 
 
-def _values(name: str) -> Mapping[str, object]:
+def _config_of(name: str) -> Mapping[str, object]:
     if name not in NAMED:
-        return _read_values(name)
+        return _read_config(name)
     named = NAMED[name]
     return named.config if named.adapted_type is None else _adapter(named.adapted_type, name).named_configs[name]
 
 
-def _read_values(name: str) -> Mapping[str, object]:
+def _read_config(name: str) -> Mapping[str, object]:
     from transformers import PreTrainedConfig
 
     path = Path(name)
@@ -120,12 +120,12 @@ def _read_values(name: str) -> Mapping[str, object]:
     if path.is_dir():
         path /= "config.json"
     try:
-        values = parse_json(read_settings(path))
+        config = parse_json(read_settings(path))
     except (OSError, ValueError) as error:
         raise ConfigError(f"Expected a transformers config in {str(path)!r}, got {in_short(error)}") from error
-    if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
+    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise ConfigError(f"Expected a field 'model_type' in {str(path)!r}, got none.")
-    _check_numbers(str(path), values)
+    _check_numbers(str(path), config)
     try:
         # Read once more by transformers, which has a spelling for infinity: JSON has no such number.
         return PreTrainedConfig.get_config_dict(path, local_files_only=True)[0]
@@ -133,9 +133,9 @@ def _read_values(name: str) -> Mapping[str, object]:
         raise ConfigError(f"Expected a transformers config in {str(path)!r}, got {in_short(error)}") from error
 
 
-def _check_numbers(name: str, values: Mapping[str, object]) -> None:
+def _check_numbers(name: str, config: Mapping[str, object]) -> None:
     """Refuse numbers accepted by transformers: counts of modules that take hours to build, and dropout rates."""
-    for key, value in values.items():
+    for key, value in config.items():
         if isinstance(value, dict):
             _check_numbers(name, value)
         elif _RATE.search(key) and isinstance(value, int | float) and not 0 <= value <= 1:
@@ -153,23 +153,23 @@ def _from_a_hub(name: str) -> str:
     return f" Nothing is downloaded here: hf download {name} --local-dir {model}, then --model {model}"
 
 
-def _text_part(name: str, values: Mapping[str, object]) -> Mapping[str, object]:
-    part = values.get("text_config")
+def _text_part(name: str, config: Mapping[str, object]) -> Mapping[str, object]:
+    part = config.get("text_config")
     if part is None:
-        return values
+        return config
     if not isinstance(part, dict) or not isinstance(part.get("model_type"), str):
         raise ConfigError(f"Expected a text_config with a model_type in {name!r}, got {shown(part)}.")
     # The outer config decides on the field: the inner value may be a library's default.
-    return part | {key: values[key] for key in ("tie_word_embeddings",) if key in values}
+    return part | {key: config[key] for key in ("tie_word_embeddings",) if key in config}
 
 
-def _to_spec(name: str, values: dict[str, object]) -> ModelSpec:
+def _to_spec(name: str, config: dict[str, object]) -> ModelSpec:
     from transformers import AutoConfig
 
-    model_type = str(values.pop("model_type"))
+    model_type = str(config.pop("model_type"))
     try:
-        spec = AutoConfig.for_model(model_type, **values)
-        _check_sizes(name, spec, values)
+        spec = AutoConfig.for_model(model_type, **config)
+        _check_sizes(name, spec, config)
         _check_vocabulary(spec.vocab_size)
         return cast(ModelSpec, spec)
     except ConfigError:
@@ -178,11 +178,11 @@ def _to_spec(name: str, values: dict[str, object]) -> ModelSpec:
         raise ConfigError(f"Expected a config that transformers accepts in {name!r}, got {in_short(error)}") from error
 
 
-def _check_sizes(name: str, spec: object, values: Mapping[str, object]) -> None:
+def _check_sizes(name: str, spec: object, config: Mapping[str, object]) -> None:
     """Refuse a config without its sizes: transformers would take the sizes of a published model."""
     for size in ("vocab_size", "hidden_size", "num_hidden_layers"):
         fields = _fields_of_size(spec, size)
-        if size not in values and fields.isdisjoint(values):
+        if size not in config and fields.isdisjoint(config):
             raise ConfigError(
                 f"Expected a field {min(fields)!r} in the model config {name!r}, got none "
                 f"(transformers would take {getattr(spec, size, None)})."

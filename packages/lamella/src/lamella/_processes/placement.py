@@ -6,7 +6,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from lamella._processes.hosts import Hosts
 from lamella._processes.pulse import Board, FileBoard, Pulse, StoreBoard
@@ -51,11 +51,14 @@ def check_batch(config: Config) -> None:
     Raises:
         ConfigError: Ranks times `--accumulation` does not divide `--batch-size`.
     """
-    num_ranks = config.parallel.ranks or 1
+    parallel = config.parallel
+    num_ranks = parallel.num_data_ranks
     shares = num_ranks * config.optim.accumulation
     if config.optim.batch_size % shares:
+        options = {"tensor": parallel.tensor_parallel, "context": parallel.context_parallel}
+        over = "".join(f" over --{name}-parallel" for name, count in options.items() if count > 1)
         raise ConfigError(
-            f"Expected --batch-size to be a multiple of ranks times --accumulation, {num_ranks} * "
+            f"Expected --batch-size to be a multiple of ranks{over} times --accumulation, {num_ranks} * "
             f"{config.optim.accumulation} = {shares}, got {config.optim.batch_size}. Pass --batch-size "
             f"{-(-config.optim.batch_size // shares) * shares}."
         )
@@ -141,6 +144,22 @@ class Rank:
     def is_first(self) -> bool:
         """True on rank 0, which writes and prints."""
         return self.rank == 0
+
+    def share(self, parallel: ParallelConfig) -> "DataShare":
+        """Return this worker's share of the sequences, which ranks of tensor or context parallelism have together."""
+        return DataShare(self.rank // parallel.num_neighbours, self.num_ranks // parallel.num_neighbours)
+
+
+class DataShare(NamedTuple):
+    """A share of the sequences of every step.
+
+    Attributes:
+        number: The number of the share, from 0 on.
+        num_shares: The number of shares.
+    """
+
+    number: int
+    num_shares: int
 
 
 @contextmanager

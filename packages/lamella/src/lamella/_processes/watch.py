@@ -50,10 +50,10 @@ class Watch:
         if is_asked_to_stop and self._stop_at is None:
             self._stop_at = self._clock
         has_progress = False
-        for rank, (old, new) in enumerate(zip(before, beats, strict=True)):
-            if new is not None and (old is None or new.num_beats != old.num_beats):
+        for rank, (last_beat, beat) in enumerate(zip(before, beats, strict=True)):
+            if beat is not None and (last_beat is None or beat.num_beats != last_beat.num_beats):
                 self._beat_at[rank] = self._clock
-                has_progress = has_progress or old is None or new.progress != old.progress
+                has_progress = has_progress or last_beat is None or beat.progress != last_beat.progress
         if has_progress or self._is_saving():
             if not self._is_starting():
                 self._longest_wait = max(self._longest_wait, self.waited_s)

@@ -41,7 +41,7 @@ class Interval:
     def __init__(self, first_step: int) -> None:
         self._first_step = first_step
         self._started = time.perf_counter()
-        self._values: list[torch.Tensor] = []
+        self._losses_and_norms: list[torch.Tensor] = []
         self._rates: list[float] = []
 
     def add(self, loss: torch.Tensor, grad_norm: torch.Tensor, lr: float) -> None:
@@ -50,7 +50,7 @@ class Interval:
         Effects: no host sync. A norm in the host's memory, of gradients at rest there, is copied to the loss's device.
         """
         grad_norm = grad_norm.to(loss.device, torch.float64, non_blocking=True)
-        self._values.append(torch.stack([loss.double(), grad_norm]))
+        self._losses_and_norms.append(torch.stack([loss.double(), grad_norm]))
         self._rates.append(lr)
 
     def records(self, device: torch.device, speed: Speed) -> list[StepRecord]:
@@ -58,9 +58,9 @@ class Interval:
 
         Effects: two all-reduces over all ranks; waits for the device.
         """
-        values = torch.stack(self._values)
-        dist.all_reduce(values)
-        rows = (values / dist.get_world_size()).tolist()
+        losses_and_norms = torch.stack(self._losses_and_norms)
+        dist.all_reduce(losses_and_norms)
+        rows = (losses_and_norms / dist.get_world_size()).tolist()
         tokens_per_s, mfu = speed.of(len(rows), time.perf_counter() - self._started)
         memory = _peak_memory_nbytes(device)
         return [

@@ -115,14 +115,14 @@ Record = StepRecord | ValidationRecord | SampleRecord
 def append(path: Path, records: Iterable[Record]) -> None:
     """Append records to a metrics file."""
     with path.open("a", encoding="utf-8") as file:
-        file.writelines(json.dumps(_values(record)) + "\n" for record in records)
+        file.writelines(json.dumps(_fields(record)) + "\n" for record in records)
 
 
-def _values(record: Record) -> dict[str, object]:
+def _fields(record: Record) -> dict[str, object]:
     """Return a record's fields, without those that a validation leaves out."""
-    values = asdict(record)
+    fields = asdict(record)
     is_step = isinstance(record, StepRecord)
-    return {name: value for name, value in values.items() if is_step or value is not None}
+    return {name: value for name, value in fields.items() if is_step or value is not None}
 
 
 def read(path: Path) -> list[Record]:
@@ -140,10 +140,10 @@ def _read(path: Path) -> Iterator[Record | None]:
 
 def _record(line: str) -> Record | None:
     with suppress(TypeError, ValueError):
-        values = json.loads(line)
-        if "prompt" in values:
-            return SampleRecord(**values)
-        return StepRecord(**values) if "loss" in values else ValidationRecord(**values)
+        fields = json.loads(line)
+        if "prompt" in fields:
+            return SampleRecord(**fields)
+        return StepRecord(**fields) if "loss" in fields else ValidationRecord(**fields)
     return None
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+from lamella._settings.context_parallel import check_context_parallel
 from lamella._settings.determinism import check_deterministic
 from lamella._settings.fit import check_fit
 from lamella._settings.lora import check_lora
@@ -14,6 +15,7 @@ from lamella._settings.mixture import check_texts
 from lamella._settings.options import ConfigError, check_fields, shown
 from lamella._settings.sections import DataConfig, ModelConfig, OptimConfig, ParallelConfig, RunConfig
 from lamella._settings.streaming import check_streaming
+from lamella._settings.tensor_parallel import check_tensor_parallel
 
 _LARGEST_STEP: Final = 1 << 30
 
@@ -35,6 +37,8 @@ class Config:
         check_texts(self.data)
         check_streaming(self.data, self.optim)
         check_lora(self.model, self.optim, self.parallel)
+        check_context_parallel(self.data, self.parallel, self.run)
+        check_tensor_parallel(self.model, self.optim, self.parallel)
         check_deterministic(self.run, self.model, self.parallel)
         _check_warmup(self.optim)
         _check_tokens(self.optim.batch_size, self.data.sequence_length)

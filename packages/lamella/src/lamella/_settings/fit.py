@@ -70,6 +70,11 @@ def _problems(parallel: ParallelConfig) -> Iterator[str]:
         yield f"Expected --keep-budget without {other}, which keeps all weights, got both. Leave one of them out."
     if parallel.reduce == "bf16" and parallel.precision == "fp32":
         yield "Expected --reduce bf16 with --precision bf16, got fp32. Leave --reduce out, or pass --precision bf16."
+    if parallel.recompute_layers is not None and parallel.recompute == "no":
+        yield (
+            f"Expected --recompute-layers with --recompute selective or full, got --recompute no and "
+            f"{parallel.recompute_layers} layers. Pass --recompute, or leave --recompute-layers out."
+        )
     if parallel.offload_activations and parallel.compile:
         yield (
             "Expected --offload-activations without --compile, which traces no hooks of saved tensors, got both. Leave "

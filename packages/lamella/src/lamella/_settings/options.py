@@ -109,7 +109,7 @@ def _is_kind(value: object, kind: object) -> bool:
     if typing.get_origin(kind) is Literal:
         return isinstance(value, str) and value in typing.get_args(kind)
     if typing.get_origin(kind) is tuple:
-        return isinstance(value, tuple) and all(isinstance(item, str) for item in value)
+        return isinstance(value, tuple) and all(isinstance(text, str) for text in value)
     if isinstance(kind, types.UnionType):
         return any(_is_kind(value, member) for member in typing.get_args(kind))
     return type(value) is kind or (kind is float and type(value) is int)

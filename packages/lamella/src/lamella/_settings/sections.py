@@ -236,6 +236,22 @@ class ParallelConfig:
             at_least=1,
         ),
     ] = 1
+    tensor_parallel: Annotated[
+        int,
+        Option(
+            "Neighbouring ranks that work on the same sequences, each with its part of every layer's matrices, as "
+            "transformers' plan for the model cuts them (tensor parallelism).",
+            at_least=1,
+        ),
+    ] = 1
+    context_parallel: Annotated[
+        int,
+        Option(
+            "Neighbouring ranks that work on the same sequences, each on pieces of every sequence; attention gathers "
+            "the keys and values of all pieces (context parallelism).",
+            at_least=1,
+        ),
+    ] = 1
     keep_budget: Annotated[
         str | None,
         Option(
@@ -254,6 +270,9 @@ class ParallelConfig:
         Literal["no", "full", "selective"],
         Option("Run each layer's forward again in backward, all of it, or all but matrix products and attention."),
     ] = "no"
+    recompute_layers: Annotated[
+        int | None, Option("Number of layers that --recompute runs again, the first ones (default: all).", at_least=1)
+    ] = None
     offload_activations: Annotated[
         bool, Option("Keep tensors that layers save for backward, except weights, in the host's memory.")
     ] = False
@@ -267,6 +286,16 @@ class ParallelConfig:
     threads: Annotated[
         int | None, Option("Compute threads of a CPU worker (default: its share of the cores).", at_least=1, below=4097)
     ] = None
+
+    @property
+    def num_data_ranks(self) -> int:
+        """Ranks with sequences of their own; `ranks` is decided."""
+        return (self.ranks or 1) // self.num_neighbours
+
+    @property
+    def num_neighbours(self) -> int:
+        """Neighbouring ranks with the same sequences, or pieces of the same sequences."""
+        return self.tensor_parallel * self.context_parallel
 
 
 @dataclass(frozen=True, kw_only=True)

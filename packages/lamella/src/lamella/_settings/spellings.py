@@ -47,6 +47,8 @@ _OPTIONS: Final[Mapping[str, tuple[str, ...]]] = {
     "--recompute": ("recompute-granularity",),
     "--stage": ("zero-stage", "zero"),
     "--experts": ("expert-parallel-size", "expert-model-parallel-size", "expert-parallel", "ep-size", "ep"),
+    "--tensor-parallel": ("tensor-parallel-size", "tensor-model-parallel-size", "tp-size", "tp"),
+    "--context-parallel": ("context-parallel-size", "cp-size", "cp", "sequence-parallel-size", "ring-attention"),
     "--offload-activations": ("activation-offloading",),
     "--rest cpu": ("cpu-offload", "fsdp-offload-params", "offload-params"),
     "--packing": ("sample-packing", "pack", "padding-free"),

@@ -68,7 +68,12 @@ class ScatteredBatches:
         return outcome.lines
 
     def batch(self, step: int, rank: int, num_ranks: int) -> TokenBatch:
-        """Return a rank's part of step `step`: batch_size / num_ranks sequences. Steps are read in their order.
+        """Return a part of step `step`: batch_size / num_ranks sequences. Steps are read in their order.
+
+        Args:
+            step: The step, from 0 on.
+            rank: The number of the part, which neighbouring ranks have together where there are fewer parts.
+            num_ranks: The number of parts.
 
         Raises:
             ConfigError: Rank 0 cannot read the text. On every rank.
@@ -82,9 +87,11 @@ class ScatteredBatches:
         payloads, error = None, ""
         if self._reader is not None:
             try:
-                payloads = _payloads(self._reader.batch(step), num_ranks, width)
+                parts = _payloads(self._reader.batch(step), num_ranks, width)
             except ConfigError as refusal:
-                payloads, error = [torch.full_like(received, _REFUSED)] * num_ranks, f"{refusal}"
+                parts, error = [torch.full_like(received, _REFUSED)] * num_ranks, f"{refusal}"
+            num_copies = dist.get_world_size() // num_ranks
+            payloads = [part for part in parts for _ in range(num_copies)]
         dist.scatter(received, payloads)
         num_targets = int(received[0, 0])
         if num_targets == _REFUSED:

@@ -27,12 +27,12 @@ WINDOW_ORDER = "windows-1"
 
 def streaming_lines(config: DataConfig) -> list[str]:
     """Return the lines to print on how streamed text is read, and on the shares of a mixture."""
-    mixture = mixture_of(config)
-    shares = zip(mixture.fractions, mixture_weights(config), strict=True) if mixture else ()
+    weights = mixture_weights(config)
+    fractions = Mixture.of([*weights.values()]).fractions if weights else ()
     line = f"streaming: rank 0 reads {config.shuffle_buffer:,} documents at a time, and packs and shuffles them"
     return [
         f"{line}; the files are in another order in each epoch",
-        *(f"mixture: {fraction:.1%} {name}" for fraction, name in shares),
+        *(f"mixture: {fraction:.1%} {name}" for fraction, name in zip(fractions, weights, strict=True)),
     ]
 
 

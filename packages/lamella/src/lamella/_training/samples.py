@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lamella._data.tokenizer import read_tokenizer
-from lamella._processes.placement import Rank
+from lamella._processes.placement import DataShare, Rank
 from lamella._record.metrics import SampleRecord
 from lamella._record.run_directory import RunDirectory
 from lamella._settings.options import ConfigError, shown
@@ -34,7 +34,7 @@ def check_prompts(prompts: Iterable[str]) -> None:
 
 
 class Samples:
-    """The prompts of a run, continued a rank each at a time: the gathers of one forward serve all ranks.
+    """The prompts of a run, continued a share each at a time: the gathers of one forward serve all ranks.
 
     Every token is of a forward over the text so far, without a cache: that is the forward that training knows, of any
     model. Random choices have generators of their own, so training draws the same numbers with samples and without.
@@ -44,13 +44,14 @@ class Samples:
         directory: The run's files, with the tokenizer.
         spec: The config of the model.
         rank: This process among the workers.
+        share: The share of the prompts of this rank, and of neighbours that run each forward together.
 
     Raises:
         ConfigError: A prompt has no room for a token among the positions of the model.
     """
 
-    def __init__(self, run: RunConfig, directory: RunDirectory, spec: ModelSpec, rank: Rank) -> None:
-        self._run, self._rank = run, rank
+    def __init__(self, run: RunConfig, directory: RunDirectory, spec: ModelSpec, rank: Rank, share: DataShare) -> None:
+        self._run, self._rank, self._share = run, rank, share
         self._tokenizer = read_tokenizer(directory.model, spec.vocab_size)
         self._prompts = [self._tokenizer.prompt_tokens(prompt) for prompt in run.sample]
         self._num_positions = num_positions(spec)
@@ -71,7 +72,7 @@ class Samples:
         model.eval()
         # A compiled layer would compile anew for these shapes, and then compute for any shape in training too.
         with torch.compiler.set_stance("force_eager"):
-            starts = range(0, len(self._prompts), self._rank.num_ranks)
+            starts = range(0, len(self._prompts), self._share.num_shares)
             texts = [text for start in starts for text in self._texts(model, step, start)]
         model.train()
         return [
@@ -80,14 +81,14 @@ class Samples:
         ]
 
     def _texts(self, model: nn.Module, step: int, start: int) -> list[str]:
-        """Return the continuations of as many prompts as there are ranks, from `start` on."""
+        """Return the continuations of as many prompts as there are shares, from `start` on."""
         # Every rank runs the same number of forwards, or their all-gathers would hang: padding repeats a prompt.
-        index = start + self._rank.rank if start + self._rank.rank < len(self._prompts) else start
+        index = start + self._share.number if start + self._share.number < len(self._prompts) else start
         seed = random.Random(f"{self._run.seed} sample {step} {index}").getrandbits(63)
         tokens = self._continuation(model, self._prompts[index], torch.Generator().manual_seed(seed))
         texts = [""] * self._rank.num_ranks
         dist.all_gather_object(texts, str(self._tokenizer.tokenizer.decode(tokens, skip_special_tokens=True)))
-        return texts[: len(self._prompts) - start]
+        return texts[:: self._rank.num_ranks // self._share.num_shares][: len(self._prompts) - start]
 
     def _continuation(self, model: nn.Module, prompt: Sequence[int], generator: torch.Generator) -> list[int]:
         """Return the tokens after a prompt, up to the end of the text or of the longest rank's."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from lamella._data.sources import TextSource, data_lines, read_text
 from lamella._model.weights import check_weights, weights_line
 from lamella._settings.config import Config
+from lamella._settings.context_parallel import check_packing
 from lamella._settings.options import ConfigError
 from lamella._training.checks import CheckedRun
 from lamella._training.resume import check_resumable, stream_settings
@@ -48,6 +49,7 @@ def read(config: Config, run: CheckedRun, lines: list[str]) -> RunSources:
         separates_documents=separates_documents(model.outline),
         without=run.directory.root,
     )
+    check_packing(text.form.packing, config.parallel)
     lines += [
         f"data: {text.corpus.describe()}",
         model.describe(),

@@ -13,14 +13,14 @@ from lamella._streaming.reader import StreamReader
 
 
 def training_batches(
-    config: Config, directory: RunDirectory, data: TokenData, rank: Rank, vocab_size: int
+    config: Config, directory: RunDirectory, tokens: TokenData, rank: Rank, vocab_size: int
 ) -> BatchStream | ScatteredBatches:
     """Return the batches of a run.
 
     Args:
         config: The run's settings.
         directory: The run's files.
-        data: The run's tokens; only those for validation where the text is streamed.
+        tokens: The run's tokens; only those for validation where the text is streamed.
         rank: This process among the workers.
         vocab_size: The number of tokens of the model.
 
@@ -30,16 +30,16 @@ def training_batches(
     length, batch_size = config.data.sequence_length, config.optim.batch_size
     if not config.data.streaming:
         return BatchStream(
-            sequences=data.sequences("train", length),
+            sequences=tokens.sequences("train", length),
             batch_size=batch_size,
             seed=config.run.seed,
             mixture=mixture_of(config.data),
         )
     return ScatteredBatches(
-        stream_reader(config, directory, data.packing, vocab_size) if rank.is_first else None,
+        stream_reader(config, directory, tokens.packing, vocab_size) if rank.is_first else None,
         sequence_length=length,
         batch_size=batch_size,
-        is_packed=data.packing == "documents",
+        is_packed=tokens.packing == "documents",
     )
 
 

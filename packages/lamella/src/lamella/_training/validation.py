@@ -1,5 +1,6 @@
 """The validation of a run: the loss of its model on the held-out text, or on each of several texts."""
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -12,7 +13,7 @@ from lamella._data.tokens import TokenData
 from lamella._processes.placement import Rank
 from lamella._record.metrics import ValidationRecord
 from lamella._settings.config import Config
-from lamella_transformers import target_losses
+from lamella_transformers import SequencePieces, target_losses
 
 
 class Validation:
@@ -30,22 +31,27 @@ class Validation:
         self._sets = {name: tokens.sequences("validation", length, name) for name in tokens.validation_sets}
 
     @torch.no_grad()
-    def records(self, model: nn.Module, step: int) -> list[ValidationRecord]:
+    def records(self, model: nn.Module, step: int, pieces: SequencePieces | None = None) -> list[ValidationRecord]:
         """Return the loss of a model after `step` steps on each validation set, the same on every rank.
+
+        Args:
+            model: The model, sharded.
+            step: The steps done.
+            pieces: This rank's pieces of sequences, where they are cut.
 
         Effects: collective over all ranks; waits for the device; leaves the model in training mode.
         """
         model.eval()
-        records = [self._record(model, step, name) for name in self._sets]
+        records = [self._record(model, step, name, pieces) for name in self._sets]
         model.train()
         return records
 
-    def _record(self, model: nn.Module, step: int, name: str) -> ValidationRecord:
+    def _record(self, model: nn.Module, step: int, name: str, pieces: SequencePieces | None) -> ValidationRecord:
         sums = torch.zeros(2, dtype=torch.float64, device=self._rank.device)
         for batch, weights in self._batches(self._sets[name]):
             copies = batch.on_device(self._rank.device)
-            losses = target_losses(model, copies.inputs, copies.targets, copies.positions)[0].double().sum(1)
-            num_units = self._tokens.num_units(batch.targets)
+            losses = target_losses(model, *copies.arguments(pieces))[0].double().sum(1)
+            num_units = self._tokens.num_units(batch.arguments(pieces).targets)
             sums += torch.stack([losses, num_units.to(losses)]) @ weights.to(losses)
         dist.all_reduce(sums)
         nats, num_units_in_all = sums.tolist()
@@ -54,16 +60,17 @@ class Validation:
     def _batches(self, sequences: Sequences) -> Iterator[tuple[TokenBatch, torch.Tensor]]:
         """Yield this rank's sequences and their weights.
 
-        Every rank runs the same number of forwards, or their all-gathers would hang: padding repeats a sequence at
-        weight 0.
+        Every rank runs the same number of forwards, or their all-gathers would hang, each with the same number of
+        sequences, or compiled layers would compile again for the last: padding repeats a sequence at weight 0.
         """
-        config, rank = self._config, self._rank
+        config, (index, count) = self._config, self._rank.share(self._config.parallel)
         indices = validation_indices(sequences, config.run.validation_sequences)
         weights = torch.ones(len(indices), dtype=torch.float64)
-        padding = -len(indices) % rank.num_ranks
-        indices = torch.cat([indices, indices[:1].expand(padding)])[rank.rank :: rank.num_ranks]
-        weights = torch.cat([weights, weights.new_zeros(padding)])[rank.rank :: rank.num_ranks]
-        share = max(1, config.optim.batch_size // (rank.num_ranks * config.optim.accumulation))
+        share = max(1, config.optim.batch_size // (count * config.optim.accumulation))
+        share = min(share, math.ceil(len(indices) / count))
+        padding = -len(indices) % (count * share)
+        indices = torch.cat([indices, indices[:1].expand(padding)])[index::count]
+        weights = torch.cat([weights, weights.new_zeros(padding)])[index::count]
         for start in range(0, len(indices), share):
             [batch] = sequences.batch(indices[start : start + share]).microbatches(1)
             yield batch, weights[start : start + share]

@@ -47,14 +47,14 @@ def write(config: Config, run: CheckedRun, sources: RunSources, lines: list[str]
         to go on from, and sets later checkpoints aside.
     """
     directory = run.directory
-    data = _tokens(config, run, sources)
+    tokens = _tokens(config, run, sources)
     with _writing(directory):
-        lines += data.lines(config.data.sequence_length)
+        lines += tokens.lines(config.data.sequence_length)
         if config.data.streaming:
             directory.streamed.write_text(to_json(sources.text.corpus.streamed), encoding="utf-8")
             lines += streaming_lines(config.data)
         else:
-            sequences = data.sequences("train", config.data.sequence_length)
+            sequences = tokens.sequences("train", config.data.sequence_length)
             lines += mixture_lines(sequences, config.data, config.optim.steps * config.optim.batch_size)
         if is_first:
             lines += go_back(directory, sources.first_step if run.checkpoint is not None else -1)
@@ -97,9 +97,9 @@ def _tokens(config: Config, run: CheckedRun, sources: RunSources) -> TokenData:
     """Return the tokens of the text, from the run's directory if they are there already."""
     text, directory = sources.text, run.directory
     with _writing(directory):
-        data = prepare_tokens(text.corpus, text.tokenizer, text.form, directory.tokens, directory.model)
-        check_tokens(data, config.data)
-    return data
+        tokens = prepare_tokens(text.corpus, text.tokenizer, text.form, directory.tokens, directory.model)
+        check_tokens(tokens, config.data)
+    return tokens
 
 
 @contextmanager

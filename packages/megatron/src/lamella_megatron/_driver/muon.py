@@ -9,7 +9,6 @@ import torch
 from torch.optim import Optimizer
 
 from lamella_engine import Rows, Whole
-from lamella_engine.extending import local_of
 from lamella_layout import Keep
 from lamella_optim import MuonAndAdam
 
@@ -20,7 +19,8 @@ _SCALES = {("shape_scaling", 1.0): "original", ("spectral", 0.2): "match_rms_ada
 def keep_matrices(parameter: torch.Tensor) -> Keep:
     """For `ShardingOptions(keep_together=...)`: each matrix whole on one rank, all other parameters by rows.
 
-    Muon orthogonalises whole matrices. A matrix of a tensor-parallel rank is the rank's part.
+    Muon then steps each matrix on its rank without a collective; matrices of even shards are exchanged in each step. A
+    matrix of a tensor-parallel rank is the rank's part.
     """
     return Whole() if parameter.ndim == 2 else Rows(1)
 
@@ -36,8 +36,8 @@ def muon_maker(
     """A function of parameter groups that makes Muon and AdamW, as megatron-core's config says.
 
     Raises:
-        ValueError: The config asks for something that torch's Muon does not do; a matrix is cut between ranks; or a
-            matrix of queries, keys and values has other rows than the model's config says.
+        ValueError: The config asks for something that torch's Muon does not do; or a matrix of queries, keys and values
+            has other rows than the model's config says.
     """
     parameters = list(parameters)
     scale = (config.muon_scale_mode, config.muon_extra_scale_factor)
@@ -54,12 +54,6 @@ def muon_maker(
             raise ValueError(
                 f"Expected `config.{name}` to be {required_value!r} for torch's Muon, got {configured!r}. Set it, or "
                 "pass `make`."
-            )
-    for name, parameter in parameters:
-        if is_matrix(parameter) and len(local := local_of(parameter)) not in (0, len(parameter)):
-            raise ValueError(
-                f"Expected whole matrices for Muon, got {len(local)} rows of {len(parameter)} for {name!r}. Shard with "
-                "options=ShardingOptions(placements=..., keep_together=lamella_megatron.training.keep_matrices)."
             )
     common = {"lr": config.lr, "weight_decay": config.weight_decay}
     muon_options = {

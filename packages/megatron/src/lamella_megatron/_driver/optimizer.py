@@ -49,7 +49,7 @@ def sharded_optimizer(
 
     Args:
         config: megatron-core's OptimizerConfig. `optimizer` is "adam" or "sgd": torch's; or "muon": torch's for the
-            matrices of layers, whole on one rank each (`keep_matrices`), and AdamW for all other parameters. With
+            matrices of layers, evenly sharded or whole on a rank (`keep_matrices`), and AdamW for the rest. With
             `use_precision_aware_optimizer` Adam is Transformer Engine's, with gradients in `main_grads_dtype` and
             moments in `exp_avg_dtype` and `exp_avg_sq_dtype`. Over main weights in bf16
             (`ddp_config.megatron_fsdp_main_params_dtype`) the optimizer keeps main weights in `main_params_dtype`, or

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -217,10 +217,25 @@ def _load(path: str, state: State, *, strict: bool) -> State:
     state |= {"num_floating_point_operations_so_far": 0} | (
         {} if scaler is None else {"grad_scaler": scaler.state_dict()}
     )
-    load(state, storage_reader=FileSystemReader(path), planner=DefaultLoadPlanner(allow_partial_load=True))
+    reader = FileSystemReader(path)
+    kept_states = _absent_random_states(state, reader.read_metadata().state_dict_metadata)
+    load(state, storage_reader=reader, planner=DefaultLoadPlanner(allow_partial_load=True))
+    state |= kept_states
     keys = ["model"] if len(chunks) == 1 else [f"model{place}" for place in range(len(chunks))]
     # Megatron copies these to the chunks, each tensor onto itself.
     state |= {key: chunk.state_dict() for key, chunk in zip(keys, chunks, strict=True)}
     if optimizer is not None:
         state["optimizer"] = {} if scaler is None else {"grad_scaler": state.pop("grad_scaler")}
     return state
+
+
+def _absent_random_states(state: State, names: Iterable[str]) -> State:
+    """Take random states out of the state if the checkpoint has none for this rank's model-parallel place.
+
+    torch's reader would leave None in their place. The rank goes on with the states that it has.
+    """
+    places = state.get("rng_state") or {}
+    prefixes = tuple(f"rng_state.{place}." for place in places)
+    if not places or any(name.startswith(prefixes) for name in names):
+        return {}
+    return {"rng_state": state.pop("rng_state")}

@@ -198,7 +198,7 @@ def expert_parameters(model: nn.Module) -> Iterator[str]:
     # The mark is set for expert parallelism alone. With expert tensor parallelism on one expert-parallel rank only the
     # name tells, and such parameters have data-parallel groups of their own too.
     for name, parameter in model.named_parameters():
-        if getattr(parameter, "allreduce", True) is False or ".experts." in name:
+        if getattr(parameter, "allreduce", True) is False or ".experts." in f".{name}":
             yield name
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,8 +11,10 @@ import torch
 from torch import nn
 
 from lamella_engine import DDP, FSDPModule, fully_shard
-from lamella_mamba import bind_live_parameters
+from lamella_mamba import bind_live_parameters, declare_direct_reads
 from lamella_megatron._model.auxiliary_losses import number_prediction_routers
+from lamella_megatron._model.construction import after_construction
+from lamella_megatron._model.expert_units import Stage, check_stage, expert_arguments, expert_modules
 from lamella_megatron._model.fused_layers import connect_fused_layers
 from lamella_megatron._model.placement import GroupsByName, Meshes, Placement, broadcast_weights
 from lamella_megatron._model.units import layers_of, with_groups
@@ -30,6 +30,7 @@ def fully_shard_model(
     unit_classes: Collection[type[nn.Module]] | None = None,
     groups_by_name: GroupsByName | None = None,
     layer_groups: str | None = None,
+    expert_stage: Stage | None = None,
     **fully_shard_kwargs: Any,
 ) -> M:
     """Shard a megatron-core model: a unit for each layer, and a unit for the rest, each parameter over its own ranks.
@@ -51,13 +52,16 @@ def fully_shard_model(
             several instances also `intra_dp_cp`, `intra_expt_dp` and `inter_dist_opt`. None takes the groups of
             `parallel_state`.
         unit_classes: Classes of the modules to make units. None: megatron-core's layers. Modules inside each other
-            are units inside each other.
+            are units inside each other; a convolution that a gated delta net reads directly joins the net's unit.
         groups_by_name: A function for parameters without marks: the process group of the ranks with the same tensor,
             by the parameter's name, or None to go by marks. The same answer on all ranks of the group. The divisor
             stays the size of `dp_cp`.
         layer_groups: A HybridModel's pattern with brackets around the layers of each unit, as in `"M[M*][ME]"`. Names,
             checkpoints and the forward stay as they are. A model whose groups are stacks of their own needs no
             argument.
+        expert_stage: The ZeRO stage of experts, as `placements` of `options` are of all other parameters: one, or two
+            with several instances. The experts of a layer are a unit of their own then. None: the stage of `options`,
+            and experts in their layer's unit.
         fully_shard_kwargs: Arguments of every `fully_shard` call alike, but `mesh` and `shard_placement_fn`.
             `placements` in `options` are one ZeRO stage, or two with several instances: (HSDP, ZERO3).
 
@@ -68,7 +72,8 @@ def fully_shard_model(
         ImportError: megatron-core is not installed.
         ValueError: The model has no layers, or units already; a process group is missing, or its ranks hold different
             parts of the model; a parameter is a DTensor or a part of generalized tensor parallelism; `layer_groups`
-            does not fit; or the errors of `fully_shard`.
+            does not fit; `expert_stage` for a model without experts, or with `groups_by_name`; or the errors of
+            `fully_shard`.
         TypeError: `mesh` or `shard_placement_fn` was given: both follow from the groups.
 
     Effects: the allocations of `lamella_engine.fully_shard`, once a unit; a broadcast of each parameter with values
@@ -82,8 +87,10 @@ def fully_shard_model(
             "which no module was sharded."
         )
     units = layers if layer_groups is None else with_groups(model, layers, layer_groups)
-    sharding = _UnitArguments(groups, fully_shard_kwargs, _device_type(model), groups_by_name)
+    sharding = _UnitArguments(groups, fully_shard_kwargs, _device_type(model), groups_by_name, expert_stage)
     placement = sharding.placement(model)
+    sharding.check_expert_stage(model, unit_classes)
+    declare_direct_reads(model)  # gated delta nets read their convolution without a call, which may be a unit
     for unit in (*units, model):
         sharding.shard(unit, placement)
     _finish(model)
@@ -95,6 +102,7 @@ def build_sharded_model(
     *,
     groups: Any = None,
     unit_classes: Collection[type[nn.Module]] | None = None,
+    expert_stage: Stage | None = None,
     **fully_shard_kwargs: Any,
 ) -> M:
     """Build a megatron-core model, and shard each layer right after its construction.
@@ -112,6 +120,7 @@ def build_sharded_model(
         build: Builds the model, of parameters with values, on the device of training or on the CPU.
         groups: The `ProcessGroupCollection` of `fully_shard_model`.
         unit_classes: Classes of the modules to make units. None: megatron-core's layers.
+        expert_stage: The ZeRO stage of experts, as in `fully_shard_model`.
         fully_shard_kwargs: Arguments of every `fully_shard` call alike, but `mesh` and `shard_placement_fn`.
 
     Returns:
@@ -127,15 +136,16 @@ def build_sharded_model(
         megatron-core's layers are exchanged while `build` runs, for all threads.
     """
     _refuse_arguments(fully_shard_kwargs, *_WAYS_OUT)
-    sharding = _UnitArguments(groups, fully_shard_kwargs)
+    sharding = _UnitArguments(groups, fully_shard_kwargs, expert_stage=expert_stage)
 
     def shard(module: nn.Module) -> None:
         sharding.find_device(module)
         sharding.shard(module, sharding.placement(module))
 
-    with _after_construction(_layer_classes() if unit_classes is None else tuple(unit_classes), shard):
+    with after_construction(_layer_classes() if unit_classes is None else tuple(unit_classes), shard):
         model = build()
     layers_of(model, unit_classes)  # refuses another family
+    sharding.check_expert_stage(model, unit_classes)
     shard(model)
     _finish(model)
     return model
@@ -156,6 +166,7 @@ class _UnitArguments:
     kwargs: dict[str, Any]
     device_type: str | None = None
     groups_by_name: GroupsByName | None = None
+    expert_stage: Stage | None = None
 
     @cached_property
     def meshes(self) -> Meshes:
@@ -184,56 +195,32 @@ class _UnitArguments:
             )
         self.device_type = self.device_type or _device_type(module)
 
+    def check_expert_stage(self, model: nn.Module, unit_classes: Collection[type[nn.Module]] | None) -> None:
+        """Refuse an `expert_stage` that the model or the other arguments do not fit, as `expert_units.check_stage`."""
+        if self.expert_stage is not None:
+            has_names = self.groups_by_name is not None
+            check_stage(self.expert_stage, model, self.meshes, unit_classes or (), has_names=has_names)
+
     def shard(self, module: nn.Module | list[nn.Module], placement: Placement) -> None:
-        """Make a module, or several together, a unit."""
+        """Make a module, or several together, a unit; with `expert_stage` units of the experts inside first."""
         modules = module if isinstance(module, list) else [module]
         for unit_module in modules:
             bind_live_parameters(unit_module)
             broadcast_weights(unit_module, placement, self.kwargs.get("ignored_params") or ())
+            self._shard_experts(unit_module)
         fully_shard(module, mesh=self.meshes.dense, shard_placement_fn=placement, **self.kwargs)
-        unit = modules[0]
+        self._divide(modules[0])
+
+    def _shard_experts(self, module: nn.Module) -> None:
+        if self.expert_stage is None:
+            return
+        for experts in expert_modules(module):
+            if not isinstance(experts, FSDPModule):  # of a layer inside a layer, or of the model
+                self._divide(fully_shard(experts, **expert_arguments(self.expert_stage, self.meshes, self.kwargs)))
+
+    def _divide(self, unit: nn.Module) -> None:
         assert isinstance(unit, FSDPModule)
         unit.set_gradient_divide_factor(float(self.meshes.dense.size()))
-
-
-@contextlib.contextmanager
-def _after_construction(classes: tuple[type[nn.Module], ...], callback: Callable[[nn.Module], None]) -> Iterator[None]:
-    """Call `callback` with each new object of some classes and of their subclasses, once all constructors are done."""
-    under_construction: set[int] = set()
-
-    def watched(construct: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(construct)
-        def init(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-            if id(self) in under_construction:  # called by a subclass's
-                construct(self, *args, **kwargs)
-                return
-            under_construction.add(id(self))
-            try:
-                construct(self, *args, **kwargs)
-            finally:
-                under_construction.remove(id(self))
-            callback(self)
-
-        return init
-
-    originals = {
-        layer_class: vars(layer_class)["__init__"]
-        for layer_class in _with_subclasses(classes)
-        if "__init__" in vars(layer_class)
-    }
-    try:
-        for layer_class, construct in originals.items():
-            layer_class.__init__ = watched(construct)  # type: ignore[method-assign]
-        yield
-    finally:
-        for layer_class, construct in originals.items():
-            layer_class.__init__ = construct  # type: ignore[method-assign]
-
-
-def _with_subclasses(classes: tuple[type[nn.Module], ...]) -> Iterator[type[nn.Module]]:
-    for layer_class in classes:
-        yield layer_class
-        yield from _with_subclasses(tuple(layer_class.__subclasses__()))
 
 
 _WAYS_OUT = {

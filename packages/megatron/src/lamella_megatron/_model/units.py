@@ -6,9 +6,13 @@ from typing import Any
 
 from torch import nn
 
+from lamella_engine.extending import VendorVersions
 from lamella_megatron._model.patterns import Pattern, parse_pattern
 from lamella_megatron._model.placement import differs_between_ranks
 
+MEGATRON_CORE = VendorVersions(
+    distribution="megatron-core", floor="0.19.2", ceiling="0.20", extra="lamella-megatron[mcore]"
+)
 _UNIT_CLASSES = {
     "TransformerLayer": "megatron.core.transformer.transformer_layer",
     "MambaLayer": "megatron.core.ssm.mamba_layer",
@@ -44,9 +48,10 @@ def layers_of(model: nn.Module, classes: Collection[type[nn.Module]] | None = No
     """The modules of some classes below a model, or megatron-core's layers; a module inside another one comes first.
 
     Raises:
-        ImportError: megatron-core is not installed.
+        ImportError: megatron-core is not installed, or is older than the tested versions.
         ValueError: The model has none.
     """
+    MEGATRON_CORE.check()
     candidates = _inner_first(model, unit_classes() if classes is None else tuple(classes))
     layers = [module for module in dict.fromkeys(candidates) if module is not model]
     if not layers:
@@ -146,8 +151,9 @@ def unit_classes() -> tuple[type[nn.Module], ...]:
     """megatron-core's classes of layers.
 
     Raises:
-        ImportError: megatron-core is not installed.
+        ImportError: megatron-core is not installed, or is older than the tested versions.
     """
+    MEGATRON_CORE.check()
     try:
         return tuple(getattr(importlib.import_module(module), name) for name, module in _UNIT_CLASSES.items())
     except ModuleNotFoundError as error:

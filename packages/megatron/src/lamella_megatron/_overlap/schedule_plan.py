@@ -13,25 +13,12 @@ from megatron.core.pipeline_parallel.utils import AbstractSchedulePlan
 from torch import nn
 
 from lamella_engine import FSDPModule, UnitResidence
-from lamella_engine.extending import local_of, unit_of
+from lamella_engine.extending import local_of
 from lamella_megatron._model.auxiliary_losses import number_prediction_routers, scale_auxiliary_losses
 from lamella_megatron._model.sharded_model import innermost
-from lamella_megatron._model.units import is_group
-from lamella_megatron._overlap.forward_segments import (
-    arguments_of_decoder,
-    arguments_of_prediction,
-    forward_after_decoder,
-    forward_after_prediction,
-)
-from lamella_megatron._overlap.layer_slots import (
-    Delayable,
-    Prediction,
-    PredictionInput,
-    SlottedLayers,
-    delayable,
-    layers_inside,
-)
-from lamella_schedule import Flight, Lanes, ModelChunk, run, run_order, run_pair
+from lamella_megatron._overlap.model_chunk import ScheduledLayers, model_chunk, scheduled_layers
+from lamella_megatron._overlap.schedule_checks import check_schedulable, check_stage, check_stages
+from lamella_schedule import Flight, Lanes, run, run_order, run_pair
 
 
 def forward_backward_overlapped(
@@ -80,14 +67,14 @@ def forward_backward_overlapped(
         losses of predictions' routers behind those of all decoder layers.
     """
     inner = innermost(model)
-    _check_schedulable(inner.config)
-    _check_stages(inner.config)
-    _check_stage(inner, microbatches)
-    scheduled = _scheduled_layers(inner)
-    chunks = [_model_chunk(inner, scheduled, batch, loss_of) for batch in microbatches]
+    check_schedulable(inner.config)
+    check_stages(inner.config)
+    check_stage(inner, microbatches)
+    scheduled = scheduled_layers(inner)
+    chunks = [model_chunk(inner, scheduled, batch, loss_of) for batch in microbatches]
     number_prediction_routers(inner)
     scale_auxiliary_losses(inner, len(chunks))
-    residence = UnitResidence(inner, scheduled.units) if isinstance(inner, FSDPModule) else None
+    residence = scheduled.residence(inner) if isinstance(inner, FSDPModule) else None
     return run(chunks, residence=residence, early_release=_releases_early(inner, early_release), ahead=ahead)
 
 
@@ -113,9 +100,9 @@ def overlapped_peak_nbytes(
         ValueError: `model` is not in units, or layers of one unit have others between them.
     """
     inner = innermost(model)
-    scheduled = _scheduled_layers(inner)
-    plans = _model_chunk(inner, scheduled, {}, lambda output: output).plans
-    residence = UnitResidence(inner, scheduled.units)
+    scheduled = scheduled_layers(inner)
+    plans = model_chunk(inner, scheduled, {}, lambda output: output).plans
+    residence = scheduled.residence(inner)
     is_early = _releases_early(inner, early_release)
     return residence.peak_nbytes(run_order(num_microbatches, plans, early_release=is_early, ahead=ahead))
 
@@ -132,7 +119,7 @@ class SchedulePlan(AbstractSchedulePlan):  # type: ignore[misc]  # megatron-core
         self.schedule = schedule
         self.input: torch.Tensor | None = batch.get("decoder_input")
         self.flight = Flight(
-            _model_chunk(schedule.model, schedule.layers, batch, lambda output: output),
+            model_chunk(schedule.model, schedule.layers, batch, lambda output: output),
             schedule.lanes,
             next(_numbers),
         )
@@ -213,7 +200,7 @@ class _ModelSchedule:
     """
 
     model: Any
-    layers: _ScheduledLayers
+    layers: ScheduledLayers
     lanes: Lanes
     residence: UnitResidence
 
@@ -241,7 +228,7 @@ def schedule_by_plans(model: Any) -> None:
         ValueError: An option of the configuration leaves nothing to overlap, or the model has pipeline stages that are
             not interleaved.
     """
-    _check_schedulable(model.config)
+    check_schedulable(model.config)
     num = model.config.pipeline_model_parallel_size
     if num > 1 and model.config.virtual_pipeline_model_parallel_size is None:
         raise ValueError(
@@ -250,8 +237,8 @@ def schedule_by_plans(model: Any) -> None:
             "stages overlaps nothing. Step without overlap, or run the last stage by "
             "lamella_megatron.training.forward_backward_overlapped."
         )
-    scheduled = _scheduled_layers(model)
-    residence = UnitResidence(model, scheduled.units)
+    scheduled = scheduled_layers(model)
+    residence = scheduled.residence(model)
     lanes = _lanes(local_of(next(model.parameters())).device)
     model.build_schedule_plan = _ModelSchedule(model, scheduled, lanes, residence).build
 
@@ -272,187 +259,3 @@ def _lanes_under(device: torch.device, stream: object) -> Lanes:
 
 def _releases_early(model: Any, early_release: bool | None) -> bool:
     return bool(model.config.ep_overlap_early_attn_memory_release) if early_release is None else early_release
-
-
-def _check_schedulable(config: Any) -> None:
-    """Refuse options under which a layer cannot be cut into slots.
-
-    Raises:
-        ValueError: The first such option, its value and the reason are in the message.
-    """
-    modules = getattr(config, "recompute_modules", None) or []
-    for name, setting, supported, reason in (
-        ("recompute_granularity", config.recompute_granularity == "full", False, "Layers would run a second time."),
-        ("recompute_modules", "moe" in modules, False, "Recomputed experts would exchange tokens a second time."),
-        ("moe_shared_expert_overlap", config.moe_shared_expert_overlap, False, "Shared experts run before dispatch."),
-        ("cuda_graph_impl", config.cuda_graph_impl, "none", "A graph keeps no order of two microbatches."),
-        (
-            "overlap_dispatch_backward_with_experts_wgrad",
-            getattr(config, "overlap_dispatch_backward_with_experts_wgrad", False),
-            False,
-            "The schedule computes these gradients itself.",
-        ),
-        (
-            "mlp_chunks_for_training",
-            bool(config.num_moe_experts) and config.mlp_chunks_for_training > 1,
-            False,
-            "Experts would exchange tokens chunk by chunk.",
-        ),
-        ("cpu_offloading", config.cpu_offloading, False, "Layers in parts keep what is saved on the device."),
-        (
-            "fine_grained_activation_offloading",
-            config.fine_grained_activation_offloading,
-            False,
-            "Copies to the host follow the order of whole layers.",
-        ),
-        ("fp8", config.fp8, None, "Scales of float8 follow the order of microbatches."),
-        ("fp4", config.fp4, None, "Scales of 4-bit formats follow the order of microbatches."),
-    ):
-        if setting != supported:
-            configured = getattr(config, name)
-            raise ValueError(
-                f"Expected another value of `config.{name}` for an overlapped step, got {configured!r}. {reason} "
-                "Change the option, or step without overlap."
-            )
-    if config.num_moe_experts and config.moe_token_dispatcher_type == "allgather":
-        raise ValueError(
-            "Expected `config.moe_token_dispatcher_type` to be 'alltoall' or 'flex' for an overlapped step, got "
-            "'allgather', which gathers all tokens instead of exchanging some."
-        )
-
-
-def _check_stages(config: Any) -> None:
-    """Refuse interleaved stages, whose order is the driver's.
-
-    Raises:
-        ValueError: The model has virtual stages.
-    """
-    if (num := config.virtual_pipeline_model_parallel_size) is not None:
-        raise ValueError(
-            "Expected another value of `config.virtual_pipeline_model_parallel_size` for an overlapped step, got "
-            f"{num!r}. Interleaved stages have an order of their own. Step by megatron-core's driver with "
-            "`config.overlap_moe_expert_parallel_comm`."
-        )
-
-
-def _check_stage(model: Any, microbatches: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse a pipeline stage without a loss, or without its input.
-
-    Raises:
-        ValueError: Another stage has the output layer; or a microbatch has no input tensor.
-    """
-    if not model.post_process:
-        raise ValueError(
-            "Expected a model with the loss, the last pipeline stage (`post_process=True`), got one with "
-            "`post_process=False`. Step the stages before by megatron-core's driver without overlap."
-        )
-    without = [i for i, batch in enumerate(microbatches) if batch.get("decoder_input") is None]
-    if without and not model.pre_process:
-        raise ValueError(
-            "Expected `decoder_input`, the output of the stage before, in each microbatch of a model with "
-            f"`pre_process=False`, got none in microbatch {without[0]}. Pass the tensor that set_input_tensor takes."
-        )
-
-
-@dataclass(frozen=True)
-class _ScheduledLayers:
-    """The layers of a model's schedule, in order.
-
-    Attributes:
-        decoder: The layers of each item of the decoder.
-        predictions: The layers of multi-token prediction, one a depth.
-        units: The units of each item and each depth.
-        delayable: The modules of each item and each depth that may leave weight gradients to later.
-    """
-
-    decoder: list[list[nn.Module]]
-    predictions: list[nn.Module]
-    units: list[list[nn.Module]]
-    delayable: list[Delayable]
-
-
-def _scheduled_layers(model: Any) -> _ScheduledLayers:
-    groups, predictions = _groups(model), _predictions(model)
-    decoder = [_single_layers(group) for group in groups]
-    units = [_units_of(*pair) for pair in zip(groups, decoder, strict=True)]
-    units += [_units_of([prediction], layers_inside(prediction)) for prediction in predictions]
-    delayable_modules = [delayable(item) for item in decoder]
-    delayable_modules += [
-        delayable(layers_inside(prediction), before=(prediction.get_submodule("eh_proj"),))
-        for prediction in predictions
-    ]
-    return _ScheduledLayers(decoder, predictions, units, delayable_modules)
-
-
-def _units_of(owners: list[nn.Module], inner_layers: list[nn.Module]) -> list[nn.Module]:
-    """A module of each unit among layers and the layers inside; the first layer, if none is a unit."""
-    units: list[nn.Module] = list(
-        {unit_of(layer): layer for layer in (*owners, *inner_layers) if unit_of(layer)}.values()
-    )
-    return units or owners[:1]
-
-
-def _predictions(model: Any) -> list[nn.Module]:
-    """The layers of multi-token prediction. One layer for all depths is left to the postprocess.
-
-    Its gradients of several depths would be reduced one by one, and added in another order.
-    """
-    is_repeated = getattr(model.config, "mtp_use_repeated_layer", False)
-    return [] if is_repeated or not getattr(model, "mtp_process", False) else list(model.mtp.layers)
-
-
-def _groups(model: Any) -> list[list[nn.Module]]:
-    """The layers of the decoder, those of one unit together: a unit reduced twice a pass would lose count."""
-    groups: list[list[nn.Module]] = []
-    for layer in model.decoder.layers:
-        unit = unit_of(layer)
-        if unit is not None and groups and unit is unit_of(groups[-1][0]):
-            groups[-1].append(layer)
-        elif unit is not None and any(unit is unit_of(group[0]) for group in groups):
-            raise ValueError(
-                f"Expected the layers of a unit next to each other for an overlapped step, got {unit.parameters.title} "
-                "with others between them. Group neighbours, as `layer_groups` of fully_shard_model does."
-            )
-        else:
-            groups.append([layer])
-    return groups
-
-
-def _single_layers(group: list[nn.Module]) -> list[nn.Module]:
-    single_layers: list[nn.Module] = []
-    for layer in group:
-        single_layers += layer.get_submodule("layers").children() if is_group(layer) else [layer]
-    return single_layers
-
-
-def _model_chunk(
-    model: Any, scheduled: _ScheduledLayers, batch: Mapping[str, Any], loss_of: Callable[[torch.Tensor], torch.Tensor]
-) -> ModelChunk:
-    # The arguments of layers, from the beginning of the forward, or of the first prediction, on.
-    decoder_arguments, prediction_arguments = dict[str, Any](), dict[str, Any]()
-
-    def preprocess() -> torch.Tensor:
-        decoder_arguments.update(arguments_of_decoder(model, batch))
-        hidden: torch.Tensor = decoder_arguments.pop("hidden_states")
-        return hidden
-
-    def enter(hidden: torch.Tensor) -> PredictionInput:
-        first_arguments, normed = arguments_of_prediction(model, batch, hidden)
-        tokens = [first_arguments.pop(name) for name in ("input_ids", "position_ids", "padding_mask")]
-        first: torch.Tensor = first_arguments.pop("hidden_states")
-        prediction_arguments.update(first_arguments)
-        return first, (*tokens, normed)
-
-    def postprocess(*hidden_states: torch.Tensor) -> torch.Tensor:
-        if not scheduled.predictions:
-            return loss_of(forward_after_decoder(model, batch, *hidden_states))
-        _, _, _, normed, *predicted = hidden_states
-        return loss_of(forward_after_prediction(model, batch, normed, predicted))
-
-    delayable_modules = iter(scheduled.delayable)
-    slots = [SlottedLayers(group, decoder_arguments, next(delayable_modules)).slots() for group in scheduled.decoder]
-    slots += [
-        Prediction(layer, prediction_arguments, next(delayable_modules), enter if depth == 0 else None).slots()
-        for depth, layer in enumerate(scheduled.predictions)
-    ]
-    return ModelChunk(preprocess, slots, postprocess)

@@ -187,11 +187,11 @@ def _gradients_by_tensors(
     grad_x = grad_weight = None
     ours = quantised(gradient, recipe.block, torch.float8_e5m2)
     if needed[0]:
-        data, scales = _weight_operand(weight, recipe)
-        grad_x = _multiply(ours, Operand(_transposed(data), scales), x.dtype)
+        elements, scales = _weight_operand(weight, recipe)
+        grad_x = _multiply(ours, Operand(_transposed(elements), scales), x.dtype)
     if needed[1]:
         operands = ours, quantised(x, recipe.block)
-        columns, theirs = (_padded(Operand(_transposed(data), scales)) for data, scales in operands)
+        columns, theirs = (_padded(Operand(_transposed(elements), scales)) for elements, scales in operands)
         grad_weight = _multiply(columns, theirs, weight.dtype)
     return grad_x, grad_weight
 
@@ -202,10 +202,10 @@ def _gradients_by_rows(
     """The gradients of x and weight, with scales of rows: of tokens in the first product, of features in the other."""
     grad_x = grad_weight = None
     if needed[0]:
-        data, scales = _weight_operand(weight, recipe)
+        elements, scales = _weight_operand(weight, recipe)
         scaled = quantised(gradient * scales.view(1, -1), recipe.block)
-        unit_scales = torch.ones_like(scales[:1]).expand(data.shape[1], 1)
-        grad_x = _multiply(scaled, Operand(_transposed(data), unit_scales.contiguous()), x.dtype)
+        unit_scales = torch.ones_like(scales[:1]).expand(elements.shape[1], 1)
+        grad_x = _multiply(scaled, Operand(_transposed(elements), unit_scales.contiguous()), x.dtype)
     if needed[1]:
         ours, theirs = (_padded(quantised(_transposed(factor), recipe.block)) for factor in (gradient, x))
         grad_weight = _multiply(ours, theirs, weight.dtype)
@@ -218,8 +218,8 @@ def _gradients_by_blocks(
     """The gradients of x and weight, with scales of blocks along the dim that is added up: features, then tokens."""
     grad_x = grad_weight = None
     if needed[0]:
-        data, scales = _weight_operand(weight, recipe)
-        grad_x = squares.multiply(quantised(gradient, _VECTOR), Operand(_transposed(data), scales.t()), x.dtype)
+        elements, scales = _weight_operand(weight, recipe)
+        grad_x = squares.multiply(quantised(gradient, _VECTOR), Operand(_transposed(elements), scales.t()), x.dtype)
     if needed[1]:
         padding = -len(x) % squares.LENGTH  # tokens of zeros, which add nothing
         factors = [F.pad(factor, (0, 0, 0, padding)) if padding else factor for factor in (gradient, x)]
@@ -230,9 +230,9 @@ def _gradients_by_blocks(
 
 def _padded(operand: Operand) -> Operand:
     """An operand with columns of zeros, which add nothing, up to what kernels add up over."""
-    data, scales = operand
-    padding = -data.shape[1] % _ALIGNMENT
-    return Operand(F.pad(data.view(torch.uint8), (0, padding)).view(data.dtype), scales) if padding else operand
+    elements, scales = operand
+    padding = -elements.shape[1] % _ALIGNMENT
+    return Operand(F.pad(elements.view(torch.uint8), (0, padding)).view(elements.dtype), scales) if padding else operand
 
 
 def _transposed(matrix: torch.Tensor) -> torch.Tensor:

@@ -57,8 +57,8 @@ def quantised(
     rows, columns = (length or numel for length, numel in zip(block, matrix.shape, strict=True))
     tiles = matrix.view(matrix.shape[0] // rows, rows, matrix.shape[1] // columns, columns)
     scales = scale_for(tiles.abs().amax((1, 3), keepdim=True).float(), largest, power_of_two=power_of_two)
-    data = (tiles / scales).clamp(-largest, largest).to(dtype)
-    return Operand(data.reshape(matrix.shape).contiguous(), scales.squeeze((1, 3)))
+    elements = (tiles / scales).clamp(-largest, largest).to(dtype)
+    return Operand(elements.reshape(matrix.shape).contiguous(), scales.squeeze((1, 3)))
 
 
 def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,7 @@ def multiply(a: Operand, b: Operand, dtype: torch.dtype) -> torch.Tensor:
     assert a.data.shape[1] % LENGTH == 0, a.data.shape  # on every device, so that tests without a GPU see it
     if assumes_float8_products() or (a.data.is_cuda and _has_kernels(a.data.device.index)):
         return _by_kernel(a, b).to(dtype)
-    return product(_values(*a), _values(*b)).to(dtype)
+    return product(_dequantized(*a), _dequantized(*b)).to(dtype)
 
 
 def _by_kernel(a: Operand, b: Operand) -> torch.Tensor:
@@ -65,9 +65,9 @@ def _padded(scales: torch.Tensor) -> torch.Tensor:
     return (F.pad(scales, (0, padding)) if padding else scales).contiguous()
 
 
-def _values(data: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    tiles = data.float().view(len(scales), -1, scales.shape[1], LENGTH)
-    return (tiles * scales[:, None, :, None]).view(data.shape)
+def _dequantized(elements: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    tiles = elements.float().view(len(scales), -1, scales.shape[1], LENGTH)
+    return (tiles * scales[:, None, :, None]).view(elements.shape)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

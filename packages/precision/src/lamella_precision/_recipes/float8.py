@@ -161,9 +161,9 @@ class Float8Recipe:
         self, payloads: Sequence[torch.Tensor], scales: torch.Tensor | None, shape: torch.Size, direction: Direction
     ) -> torch.Tensor:
         """Data times scales, multiplied in fp32 and rounded to `compute_dtype`: the same values for both directions."""
-        (data,) = payloads
+        (payload,) = payloads
         assert scales is not None
-        return times_scales(data, scales, shape, self.block, self.compute_dtype)
+        return times_scales(payload, scales, shape, self.block, self.compute_dtype)
 
 
 def _is_block(block: object) -> bool:

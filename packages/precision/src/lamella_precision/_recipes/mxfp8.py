@@ -98,9 +98,9 @@ class MXFP8Recipe:
     ) -> torch.Tensor:
         """Data times scales of a direction, multiplied in fp32 and rounded to `compute_dtype`."""
         is_backward = direction is Direction.BACKWARD
-        data, exponents = payloads[2:] if is_backward else payloads[:2]
+        payload, exponents = payloads[2:] if is_backward else payloads[:2]
         return times_scales(
-            data, power_of(exponents.int()), shape, _COLUMNS if is_backward else _ROWS, self.compute_dtype
+            payload, power_of(exponents.int()), shape, _COLUMNS if is_backward else _ROWS, self.compute_dtype
         )
 
 

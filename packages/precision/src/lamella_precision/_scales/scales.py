@@ -54,11 +54,11 @@ def power_of(exponents: torch.Tensor) -> torch.Tensor:
 
 
 def times_scales(
-    data: torch.Tensor, scales: torch.Tensor, shape: torch.Size, block: Block, dtype: torch.dtype
+    payload: torch.Tensor, scales: torch.Tensor, shape: torch.Size, block: Block, dtype: torch.dtype
 ) -> torch.Tensor:
     """Whole data times the scales of its blocks, in `dtype`."""
-    values = torch.empty(shape, dtype=dtype, device=data.device)
+    weight = torch.empty(shape, dtype=dtype, device=payload.device)
     for tile in tiles_of(shape, shape, 0, block):
-        blocks = tile.of(data)
-        tile.of(values).copy_(blocks.float() * tile.cells(scales, len(blocks)))
-    return values
+        blocks = tile.of(payload)
+        tile.of(weight).copy_(blocks.float() * tile.cells(scales, len(blocks)))
+    return weight

@@ -118,10 +118,10 @@ class QuantizedWeight(torch.Tensor):
                 f"payloads without bytes, of {self.recipe}. Read the weight in its module's own forward, or between "
                 "`unshard` and `reshard`."
             )
-        values = self.recipe.dequantize(payloads, self.scales, self.weight_shape, direction)
+        weight = self.recipe.dequantize(payloads, self.scales, self.weight_shape, direction)
         for view in self.views:
-            values = view.of(values)
-        return values
+            weight = view.of(weight)
+        return weight
 
     def gathered_direction(self) -> Direction:
         """Backward if its payloads alone have bytes, else forward."""
@@ -209,7 +209,7 @@ class QuantizedWeight(torch.Tensor):
             wrappers = [args[0]._viewed(view) for view in views]
             return wrappers[0] if is_single(func) else wrappers
         _refuse_write(func, args, kwargs or {})
-        plain = tree_map(_values, (tuple(args), kwargs or {}))
+        plain = tree_map(_dequantized, (tuple(args), kwargs or {}))
         return func(*plain[0], **plain[1])
 
 
@@ -255,7 +255,7 @@ def _written(func: Any) -> tuple[tuple[int, str], ...]:
     )
 
 
-def _values(leaf: object) -> object:
+def _dequantized(leaf: object) -> object:
     return leaf.dequantize_for(leaf.gathered_direction()) if isinstance(leaf, QuantizedWeight) else leaf
 
 

@@ -1,0 +1,76 @@
+"""The variants of a benchmark, one after another: programs that run by themselves, a table, and rows as JSON."""
+
+import json
+import subprocess
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TypeVar
+
+
+@dataclass(frozen=True, kw_only=True)
+class VariantRow(ABC):
+    """The measurements of a variant.
+
+    Attributes:
+        variant: The variant as the command line has it.
+        lines: Lines of the program's output to print under the row.
+    """
+
+    variant: str
+    lines: tuple[str, ...] = ()
+
+    @abstractmethod
+    def line(self) -> str:
+        """Return a row of the table."""
+
+
+RowT = TypeVar("RowT", bound=VariantRow)
+
+
+def measured(
+    variants: Iterable[str], measure: Callable[[str], RowT], columns: Sequence[str], out: Path | None = None
+) -> list[RowT]:
+    """Measure variants one after another; print each row, and all rows as a table at the end.
+
+    A variant that fails costs its own row: its error is printed, and the next variant runs.
+
+    Args:
+        variants: The variants, in order.
+        measure: Runs one variant's program. RuntimeError and `subprocess.TimeoutExpired` are failures of the variant.
+        columns: The heads of the table; the first column is text, the rest are numbers.
+        out: File for the rows as JSON, written anew after each row: a call that is cut off leaves the rows so far.
+
+    Returns:
+        The rows of the variants that did not fail.
+    """
+    rows: list[RowT] = []
+    for variant in variants:
+        try:
+            row = measure(variant)
+        except (RuntimeError, subprocess.TimeoutExpired) as error:
+            print(f"{variant}: {error}", flush=True)
+            continue
+        rows.append(row)
+        print(row.line(), *row.lines, sep="\n    ", flush=True)
+        if out is not None:
+            out.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n", encoding="utf-8")
+    print("", f"| {' | '.join(columns)} |", f"|---|{'--:|' * (len(columns) - 1)}", sep="\n")
+    print(*(row.line() for row in rows), sep="\n")
+    return rows
+
+
+def output_of(command: Sequence[str], timeout: float) -> str:
+    """Run a command and return its standard output.
+
+    Raises:
+        RuntimeError: The command fails; with its last lines.
+        subprocess.TimeoutExpired: The command runs for more than `timeout` seconds.
+    """
+    process = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+    if process.returncode:
+        # Before the lines of torchrun's own traceback, which say nothing of the rank's.
+        output, *_ = (process.stdout + process.stderr).partition("ChildFailedError")
+        raise RuntimeError(f"exit {process.returncode}: " + "\n    ".join(output.strip().splitlines()[-40:]))
+    return process.stdout

@@ -1,0 +1,1 @@
+"""Step time and traffic of a run on a described cluster: works of a recorded step, priced and simulated."""

@@ -1,0 +1,150 @@
+"""A described cluster: its hosts, wires and rates, from a name, a file, or the calibration of a run."""
+
+import json
+import tomllib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Final
+
+from lamella._settings.fit import budget_nbytes
+from lamella._settings.options import ConfigError, nearest
+from lamella_buffers import FakeCollective
+
+_GB: Final = 1e9
+_US: Final = 1e-6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Hosts of equal GPUs. Rates are those that a step reaches, not peaks.
+
+    Attributes:
+        gpus_a_host: GPUs of a host, which NVLink joins.
+        gpu_memory: Memory of a GPU, such as "80GiB".
+        matmul_tflops: 10^12 operations a second of products in bf16.
+        attention_tflops: 10^12 operations a second of attention.
+        memory_gb_s: 10^9 bytes a second of elementwise kernels, read and written.
+        copy_gb_s: 10^9 bytes a second of copies and casts.
+        softmax_gb_s: 10^9 bytes a second of the loss's kernels over the vocabulary.
+        optimizer_gb_s: 10^9 bytes a second of the optimizer's kernels.
+        gather_gb_s: 10^9 bytes a second that a GPU sends in a gather inside a host.
+        reduce_gb_s: 10^9 bytes a second that a GPU sends in a reduction inside a host.
+        network_gb_s: 10^9 bytes a second that a GPU sends to other hosts.
+        nvlink_us: Microseconds of a collective inside a host before its bytes.
+        network_us: Microseconds that each host of a collective's ring adds.
+        kernel_us: Microseconds that a kernel takes beside its bytes or operations.
+        launch_us: Microseconds of the host for an operator with a kernel.
+        view_us: Microseconds of the host for a view or an allocation.
+        collective_launch_us: Microseconds of the host for a unit's gather or reduction, with the hooks around it.
+        slowdown: Time of a kernel beside work on another stream, over its time alone.
+    """
+
+    gpus_a_host: int = 8
+    gpu_memory: str = "80GiB"
+    matmul_tflops: float = 700.0
+    attention_tflops: float = 430.0
+    memory_gb_s: float = 2400.0
+    copy_gb_s: float = 2300.0
+    softmax_gb_s: float = 2000.0
+    optimizer_gb_s: float = 2500.0
+    gather_gb_s: float = 270.0
+    reduce_gb_s: float = 270.0
+    network_gb_s: float = 40.0
+    nvlink_us: float = 20.0
+    network_us: float = 8.0
+    kernel_us: float = 3.0
+    launch_us: float = 10.5
+    view_us: float = 3.3
+    collective_launch_us: float = 390.0
+    slowdown: float = 1.25
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            number = getattr(self, field.name)
+            if field.name == "gpu_memory":
+                budget_nbytes(self.gpu_memory, "gpu_memory")
+            elif not isinstance(number, int | float) or isinstance(number, bool) or not number >= 0:
+                raise ConfigError(f"Expected {field.name} of the cluster to be a number from 0 on, got {number!r}.")
+            elif not number and not field.name.endswith("_us"):
+                raise ConfigError(f"Expected {field.name} of the cluster to be more than 0, got {number!r}.")
+
+    @property
+    def gpu_nbytes(self) -> int:
+        """Bytes of a GPU."""
+        return budget_nbytes(self.gpu_memory, "gpu_memory")
+
+    def collective_seconds(self, collective: FakeCollective) -> float:
+        """Return the time of a collective alone.
+
+        Inside a host each GPU sends its bytes over NVLink. Between hosts rings cross once for each GPU that the group
+        has on a host, each over that GPU's own network card; NVLink and network work at the same time.
+        """
+        num_ranks = len(collective.ranks)
+        hosts = {rank // self.gpus_a_host for rank in collective.ranks}
+        gpus = -(-num_ranks // len(hosts))
+        is_gather = collective.kind == "all_gather"
+        inside = collective.sent_nbytes / ((self.gather_gb_s if is_gather else self.reduce_gb_s) * _GB)
+        across = collective.sent_nbytes / (gpus * self.network_gb_s * _GB)
+        latency = self.nvlink_us * (gpus > 1) + self.network_us * (len(hosts) - 1)
+        return latency * _US + max(inside if gpus > 1 else 0.0, across if len(hosts) > 1 else 0.0)
+
+    def with_rates(self, rates: Mapping[str, float]) -> "Cluster":
+        """Return the cluster with other rates and times, by name."""
+        return replace(self, **rates)  # type: ignore[arg-type]  # names of fields that are floats
+
+    def to_json(self) -> str:
+        """Return the description as text that `--cluster` reads."""
+        return json.dumps(asdict(self), indent=2) + "\n"
+
+
+CLUSTERS: Final[Mapping[str, Cluster]] = {
+    "h100": Cluster(),
+    "h200": Cluster(
+        gpu_memory="141GiB",
+        attention_tflops=400.0,
+        memory_gb_s=3300.0,
+        copy_gb_s=3000.0,
+        softmax_gb_s=2800.0,
+        optimizer_gb_s=3400.0,
+    ),
+}
+"""Clusters by name: rates fitted to recorded steps on hosts of these GPUs; the network's are an assumption."""
+
+
+def read_cluster(text: str) -> Cluster:
+    """Return the cluster of a name, or of a file in TOML or JSON.
+
+    Args:
+        text: "h100", "h200", or a path. A file has any of the attributes of `Cluster`, and may name a cluster in
+            `like`, whose attributes it changes.
+
+    Raises:
+        ConfigError: The text names no cluster and no readable file, or the file has other keys or values.
+    """
+    if text in CLUSTERS:
+        return CLUSTERS[text]
+    path = Path(text)
+    expected = f"Expected --cluster to be one of {', '.join(CLUSTERS)}, or a file in TOML or JSON, got {text!r}"
+    try:
+        content = path.read_text(encoding="utf-8")
+        settings = tomllib.loads(content) if path.suffix == ".toml" else json.loads(content)
+    except OSError as error:
+        raise ConfigError(f"{expected}: {error.strerror}.{nearest(text, CLUSTERS)}") from error
+    except ValueError as error:
+        raise ConfigError(f"{expected}: {error}.") from error
+    if not isinstance(settings, dict):
+        raise ConfigError(f"{expected}, which holds no table.")
+    return _changed(settings, text)
+
+
+def _changed(settings: Mapping[str, Any], text: str) -> Cluster:
+    changes = dict(settings)
+    name = changes.pop("like", "h100")
+    if name not in CLUSTERS:
+        raise ConfigError(f"Expected `like` in {text!r} to be one of {', '.join(CLUSTERS)}, got {name!r}.")
+    known = {field.name for field in fields(Cluster)}
+    for key in changes:
+        if key not in known:
+            raise ConfigError(f"Expected keys of a cluster in {text!r}, got {key!r}.{nearest(key, known)}")
+    return replace(CLUSTERS[name], **changes)

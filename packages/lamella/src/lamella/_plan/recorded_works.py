@@ -1,0 +1,115 @@
+"""The works of a run's step: recorded by the estimate's own step, all microbatches of the run among them."""
+
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+from torch import nn
+
+from lamella._estimate.api import record_module
+from lamella._estimate.kinds import HEAD_AND_LOSS
+from lamella._estimate.recipe_step import record_recipe
+from lamella._estimate.recorded_step import RecordedStep
+from lamella._plan.recording import WorkRecorder, recorder_watch
+from lamella._plan.works import Work, part_of, repeated
+from lamella._settings.config import Config
+from lamella._settings.options import ConfigError
+
+_BEGINS: Final = "forward begins"
+_AROUND, _FORWARD, _RECOMPUTED = "around", "forward ", "backward recomputes "
+_HOOKS: Final = {"no": 0.0, "full": 1.5, "selective": 2.3}
+"""Further time of the host for an operator of a recomputed layer, over that of an operator: of two steps on H100s.
+Autograd calls hooks in Python for each saved tensor; selective recomputation decides in Python for each operator."""
+
+_RECOMPUTED_SHARE: Final = 1 / 3
+"""Of the operators in the moment of a layer's recomputation two of three are backward's own."""
+
+
+class RecordedWorks(NamedTuple):
+    """A step's works, with the record of its memory.
+
+    Attributes:
+        works: The works of one step, in the order of the host.
+        step: The changes of live bytes, for an estimate.
+    """
+
+    works: list[Work]
+    step: RecordedStep
+
+
+def record_works(config: Config, rank: int = 0) -> RecordedWorks:
+    """Record the works of a step of a run on one of its ranks.
+
+    Args:
+        config: The run's settings, with ranks, device and precision.
+        rank: The rank.
+
+    Raises:
+        ConfigError: The settings cannot be met, or copies to the host's memory are among them, which have no price.
+
+    Effects: as `record_recipe`.
+    """
+    parallel = config.parallel
+    for flag, is_set in (
+        ("--rest cpu", parallel.rest == "cpu"),
+        ("--offload-activations", parallel.offload_activations),
+    ):
+        if is_set:
+            raise ConfigError(
+                f"Expected a plan of work on GPUs alone, got {flag}, whose copies to the host's memory have no price. "
+                "Leave the option out."
+            )
+    recorders: list[WorkRecorder] = []
+    step = record_recipe(config, rank, recorder_watch(recorders), validates=False)
+    works = with_hooks(works_of(recorders[0], step), parallel.recompute)
+    return RecordedWorks(with_microbatches(works, config.optim.accumulation), step)
+
+
+def record_module_works(module: nn.Module, **options: Any) -> RecordedWorks:
+    """Record the works of a step of any training loop over `fully_shard`.
+
+    Args:
+        module: On the meta device, not sharded. Sharded in place.
+        options: Those of `record_module` but `watch`.
+
+    Raises and effects: as `record_module`.
+    """
+    recorders: list[WorkRecorder] = []
+    step = record_module(module, watch=recorder_watch(recorders), **options)
+    return RecordedWorks(works_of(recorders[0], step), step)
+
+
+def works_of(recorder: WorkRecorder, step: RecordedStep) -> list[Work]:
+    """Return the works of the recorded step."""
+    first = next(index for index, moment in enumerate(recorder.moment_of) if moment >= step.first_moment)
+    return part_of(recorder.works, first)
+
+
+def with_hooks(works: Sequence[Work], recompute: str) -> list[Work]:
+    """Return works with the host's time for the hooks and modes of recomputed layers.
+
+    Args:
+        works: The works of a step.
+        recompute: "no", "full" or "selective".
+    """
+    hooks = _HOOKS[recompute]
+    shares = {_AROUND: 0.0, _FORWARD: hooks, _RECOMPUTED: hooks * _RECOMPUTED_SHARE}
+    return [work._replace(hooks=shares[_place_of(work.moment)]) for work in works]
+
+
+def _place_of(moment: str) -> str:
+    if moment.startswith(_RECOMPUTED):
+        return _RECOMPUTED
+    is_around = moment in (_BEGINS, f"forward {HEAD_AND_LOSS}") or moment.startswith("forward after ")
+    return _FORWARD if moment.startswith(_FORWARD) and not is_around else _AROUND
+
+
+def with_microbatches(works: Sequence[Work], count: int) -> list[Work]:
+    """Return the works of a step of any number of microbatches, from those of a step of three at most."""
+    begins = [
+        index
+        for index, work in enumerate(works)
+        if work.moment == _BEGINS and (index == 0 or works[index - 1].moment != _BEGINS)
+    ]
+    if count <= 3 or len(begins) < 3:
+        return [*works]
+    return repeated(works, begins[1], begins[2], count - 2)

@@ -1,0 +1,73 @@
+"""The fastest stage and mesh of a run among those that fit: each is recorded, planned and estimated."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from lamella._plan.cluster import Cluster
+from lamella._plan.run_plan import RunPlan, plan_run
+from lamella._settings.config import Config
+from lamella._settings.options import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A stage on a mesh.
+
+    Attributes:
+        flags: The options in the spelling of the command line.
+        plan: The plan.
+    """
+
+    flags: str
+    plan: RunPlan
+
+
+def search(config: Config, cluster: Cluster) -> list[Candidate]:
+    """Plan the stages on the meshes that the cluster suggests, the fastest that fits first.
+
+    Args:
+        config: The run's settings. Choices of stage, resharding and replicas are replaced.
+        cluster: The description.
+
+    Raises:
+        ConfigError: None fits into the memory of a GPU. Names the least memory that does.
+
+    Effects: as `plan_run`, for each.
+    """
+    candidates = [
+        Candidate(flags=flags, plan=plan_run(settings, cluster)) for flags, settings in _settings(config, cluster)
+    ]
+    fitting = [candidate for candidate in candidates if candidate.plan.fits]
+    if not fitting:
+        leanest = min(candidates, key=lambda candidate: candidate.plan.estimate.total_nbytes)
+        raise ConfigError(
+            f"Expected gpu_memory of at least {leanest.plan.estimate.total_nbytes / (1 << 30):.1f}GiB for the leanest "
+            f"stage and mesh ({leanest.flags}), got {cluster.gpu_memory}. Pass more --ranks, --recompute full, or a "
+            "smaller --batch-size."
+        )
+    return sorted(candidates, key=lambda candidate: (not candidate.plan.fits, candidate.plan.step.seconds))
+
+
+def instances_of(num_ranks: int, gpus_a_host: int) -> list[int]:
+    """Return the numbers of instances to try: one, one a host, and one for every second to eighth host."""
+    hosts = num_ranks // gpus_a_host if num_ranks % gpus_a_host == 0 else 1
+    return sorted({1, *(hosts // size for size in (1, 2, 4, 8) if hosts % size == 0)})
+
+
+def _settings(config: Config, cluster: Cluster) -> Iterator[tuple[str, Config]]:
+    for instances in instances_of(config.parallel.ranks or 1, cluster.gpus_a_host):
+        for stage, reshards in ((3, True), (3, False), (2, True), (1, True)):
+            changes = {"stage": stage, "reshard_after_forward": reshards, "replicate": instances, "keep_budget": None}
+            if instances == 1:
+                changes["spread_states"] = False
+            try:
+                parallel = replace(config.parallel, **changes)  # type: ignore[arg-type]  # by the fields' names
+                yield _flags(stage, reshards, instances), replace(config, parallel=parallel)
+            except ConfigError:  # Contradicts an option of the run.
+                continue
+
+
+def _flags(stage: int, reshards: bool, instances: int) -> str:
+    parts: Sequence[str] = [f"--stage {stage}"]
+    parts = [*parts, *(["--no-reshard-after-forward"] if not reshards else [])]
+    return " ".join([*parts, *([f"--replicate {instances}"] if instances > 1 else [])])

@@ -1,0 +1,36 @@
+"""Checks between `--tensor-parallel` and other options, each refused in one line before anything starts."""
+
+from collections.abc import Iterator
+
+from lamella._settings.options import ConfigError
+from lamella._settings.sections import ModelConfig, OptimConfig, ParallelConfig
+
+
+def check_tensor_parallel(model: ModelConfig, optim: OptimConfig, parallel: ParallelConfig) -> None:
+    """Refuse options that do not go with matrices cut over ranks.
+
+    Raises:
+        ConfigError: Names both options and a way out.
+    """
+    if parallel.tensor_parallel > 1 and (problem := next(_problems(model, optim, parallel), None)) is not None:
+        raise ConfigError(problem)
+
+
+def _problems(model: ModelConfig, optim: OptimConfig, parallel: ParallelConfig) -> Iterator[str]:
+    num_ranks = parallel.tensor_parallel
+    if parallel.ranks is not None and parallel.ranks % num_ranks:
+        yield (
+            f"Expected --tensor-parallel to divide the {parallel.ranks} ranks, got {num_ranks}. Pass a divisor, or "
+            "--ranks that it divides."
+        )
+    options = {
+        f"--experts {parallel.experts}, whose ranks have different tokens": parallel.experts > 1,
+        f"--replicate {parallel.replicate}, which shards over ranks of one instance alone": parallel.replicate > 1,
+        f"--float8 {parallel.float8}, whose products know whole matrices alone": parallel.float8 != "no",
+        f"--lora-rank {model.lora_rank}, whose adapters no plan names": model.lora_rank is not None,
+        "--compile, which was not tried on cut layers": bool(parallel.compile),
+        "--optimizer muon, which steps matrices whole on one rank": optim.optimizer == "muon",
+    }
+    for option, is_set in options.items():
+        if is_set:
+            yield f"Expected --tensor-parallel without {option}, got both. Leave one of them out."

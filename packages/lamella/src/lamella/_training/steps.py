@@ -1,0 +1,153 @@
+"""The optimizer steps of a run on one rank: from a batch to the model's next weights."""
+
+import random
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+import lamella_optim
+from lamella._data.batches import TokenBatch
+from lamella._data.tokens import TokenData
+from lamella._model.building import RunModel
+from lamella._model.compilation import compile_units, compiles_by_default, has_fixed_shapes
+from lamella._model.spec import refused_models
+from lamella._processes.placement import Rank
+from lamella._settings.config import Config
+from lamella._training.optimizer import learning_rate, make_optimizer
+from lamella._training.trained_parameters import freeze, trained_patterns
+from lamella_engine import FSDPModule
+from lamella_transformers import (
+    LossFunction,
+    ModelLoss,
+    balance_coefficient,
+    check_pieces,
+    choose_loss,
+    loss_of_logits,
+)
+
+
+def seed_of(seed: int, step: int, rank: int) -> int:
+    """Return the seed of a step's dropout on a rank: of a resumed run's step as of an uninterrupted run's."""
+    return random.Random(f"{seed} {step} {rank}").getrandbits(63)
+
+
+class FinishedStep(NamedTuple):
+    """The measures of a step.
+
+    Attributes:
+        loss: The sum over this rank's targets, divided by the mean number of targets of a rank: 0-D, on the device. The
+            mean over the ranks is the loss of the step.
+        grad_norm: The norm of the gradient over all ranks before clipping, 0-D.
+        lr: The learning rate of the update.
+    """
+
+    loss: torch.Tensor
+    grad_norm: torch.Tensor
+    lr: float
+
+
+class Steps:
+    """The steps of one model under one optimizer, which the constructor makes.
+
+    Args:
+        config: The run's settings.
+        run_model: The sharded model. Parameters that the run does not train are frozen.
+        rank: This process among the workers.
+
+    Attributes:
+        optimizer: Over the trained parameters.
+    """
+
+    def __init__(self, config: Config, run_model: RunModel, rank: Rank) -> None:
+        self._config, self._run_model, self._rank = config, run_model, rank
+        self._share = rank.share(config.parallel)
+        # Ranks of tensor parallelism drop the same elements of equal activations.
+        self._seed_index = rank.rank // config.parallel.tensor_parallel
+        lamella_optim.install()
+        freeze(run_model.module, trained_patterns(config))
+        self.optimizer = make_optimizer(run_model.module, config.optim, run_model.matrices)
+        self._loss: LossFunction = loss_of_logits
+
+    def choose_loss(self, tokens: TokenData) -> list[str]:
+        """Choose the loss function, then compile the units; return lines to print.
+
+        Args:
+            tokens: The run's tokens. By their packing the default compiles or not, by their lengths for fixed shapes.
+
+        Effects: collective over all ranks: up to three forwards of a few tokens and an all-reduce for each loss tried;
+            waits for the device. May replace the forward of the model's head.
+        """
+        spec, device = self._run_model.spec, self._rank.device
+        coefficient, has_kernels = balance_coefficient(spec), self._config.model.kernels != "none"
+        module, pieces = self._run_model.module, self._run_model.pieces
+        if pieces is not None:
+            with refused_models():
+                check_pieces(module, pieces, spec.vocab_size, device)
+        self._loss = choose_loss(module, spec.vocab_size, coefficient, device, self._run_model.shared_rows)
+        lines = self._compile(tokens)
+        kernels = f", with kernels of {self._config.model.kernels}" if has_kernels else ""
+        if isinstance(self._loss, ModelLoss):
+            lines.append(f"loss: the model's own{', logits a piece at a time' if self._loss.is_chunked else kernels}")
+        else:
+            reason = f"{spec.model_type!r} does not heed the arguments of its own"
+            lines.append(f"loss: over the logits; {reason}{kernels}")
+        return lines
+
+    def _compile(self, tokens: TokenData) -> list[str]:
+        """Compile the layers where the settings, or the default, say so; return a line where the default does."""
+        config, spec = self._config, self._run_model.spec
+        is_asked = config.parallel.compile
+        by_default = is_asked is None and compiles_by_default(config, spec.model_type, tokens.packing)
+        if is_asked or by_default:
+            # After the trial, whose few tokens would be a first shape: the next shape would compile for any shape.
+            has_one_length = tokens.has_one_length(config.data.sequence_length)
+            is_fixed = has_fixed_shapes(config, spec, has_one_length=has_one_length)
+            compile_units(self._run_model.units, has_fixed_shapes=is_fixed)
+        if by_default:
+            return ["layers: compiled, for a long run (the first step takes longer; --no-compile)"]
+        return []
+
+    def run(self, step: int, batch: TokenBatch, num_targets: int, before_update: Callable[[], object]) -> FinishedStep:
+        """Run one optimizer step, from forward to update.
+
+        Args:
+            step: The number of the step, from 0 on.
+            batch: This rank's part of the step.
+            num_targets: The targets in the loss over all ranks.
+            before_update: Called between backward and clipping, to begin an exchange between hosts that overlaps with
+                clipping and update.
+
+        Effects: collective over all ranks; seeds torch's generators for the step's dropout; no host sync.
+        """
+        optim = self._config.optim
+        torch.manual_seed(seed_of(self._config.run.seed, step, self._seed_index))
+        microbatches = [part.on_device(self._rank.device) for part in batch.microbatches(optim.accumulation)]
+        # Gradients are averaged over ranks with unequal numbers of targets: a mean over all targets divides by
+        # the targets of all ranks over the number of ranks with losses of their own, on each rank alike.
+        mean_targets = num_targets / (self._share.num_shares * self._config.parallel.context_parallel)
+        losses = [
+            self._backward(microbatch, mean_targets, is_last=index == len(microbatches) - 1)
+            for index, microbatch in enumerate(microbatches)
+        ]
+        before_update()
+        grad_norm = lamella_optim.clip_grad_norm_(self._run_model.module.parameters(), optim.clip_norm)
+        lr = learning_rate(step, optim)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return FinishedStep(torch.stack(losses).sum(), grad_norm, lr)
+
+    def _backward(self, microbatch: TokenBatch, num_targets: float, *, is_last: bool) -> torch.Tensor:
+        model = self._run_model.module
+        assert isinstance(model, FSDPModule)
+        model.set_requires_gradient_sync(is_last)
+        inputs, targets, positions = microbatch.arguments(self._run_model.pieces)
+        objective, balance = self._loss(model, inputs, targets, num_targets, positions)
+        loss = objective.detach()
+        if balance is not None:  # a mean over the tokens of one microbatch
+            coefficient = balance_coefficient(self._run_model.spec)
+            objective = objective + coefficient / self._config.optim.accumulation * balance
+        objective.backward()  # type: ignore[no-untyped-call]
+        return loss

@@ -1,0 +1,95 @@
+"""`lamella plan` prints a plan, searches, and refuses in one line what it cannot price."""
+
+import json
+from pathlib import Path
+
+import pytest
+from conftest import TINY_LLAMA
+
+from lamella.cli import main
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(TINY_LLAMA))
+    return path
+
+
+def test_the_command_prints_the_step_and_writes_the_files_of_its_options_alone(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    cluster = tmp_path / "cluster.toml"
+    cluster.write_text('like = "h200"\ngpus_a_host = 4\nnetwork_gb_s = 25\n')
+    arguments = ["plan", str(model), "--ranks", "16", "--batch-size", "16", "--cluster", str(cluster)]
+    assert main([*arguments, "--json", "plan.json"]) == 0
+    text = capsys.readouterr().out
+    assert "step of 16 ranks" in text
+    assert "within 141GiB" in text
+    assert "all units" in text
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    assert plan["step"]["exposed_seconds"] <= plan["step"]["communication_seconds"]
+    assert plan["cluster"]["network_gb_s"] == 25
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cluster.toml", "config.json", "plan.json"]
+
+
+def test_a_search_puts_the_fastest_that_fits_first(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(model), "--ranks", "16", "--batch-size", "16", "--search", "--json", "-"]) == 0
+    plans = json.loads(capsys.readouterr().out)
+    seconds = [plan["step"]["seconds"] for plan in plans]
+    assert seconds == sorted(seconds)
+    assert {"--stage 3", "--stage 1 --replicate 2"} <= {plan["options"] for plan in plans}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--cluster", "h10"], "Expected --cluster to be one of h100, h200, or a file in TOML or JSON, got 'h10'"),
+        (["--memory", "8GiB"], "Expected no --memory, got '8GiB'"),
+        (["--step-time", "0.1"], "Expected --step-time with --calibrate alone, got '0.1'"),
+        (["--calibrate", "no.json", "--search"], "Expected --calibrate without --search, got both"),
+        (["--calibrate", "no.json"], "Expected what export_chrome_trace() wrote in 'no.json'"),
+        (["--calibrate", "no.json", "--step-time", "x"], "Expected --step-time to be a number of at least 0, got 'x'"),
+        (["--device", "cpu"], "Expected a plan of GPUs, got --device cpu"),
+        (["--offload-activations"], "Expected a plan of work on GPUs alone, got --offload-activations"),
+        (["--experts", "2"], "Expected"),
+    ],
+)
+def test_what_has_no_plan_is_refused_in_one_line(
+    model: Path, options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", str(model), *options]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert len(error.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"network": 3}, "Expected keys of a cluster"),
+        ({"network_gb_s": 0}, "Expected network_gb_s of the cluster to be more than 0, got 0"),
+        ({"launch_us": -1}, "Expected launch_us of the cluster to be a number from 0 on, got -1"),
+        ({"gpus_a_host": "8"}, "Expected gpus_a_host of the cluster to be a number from 0 on, got '8'"),
+        ({"gpu_memory": "much"}, "gpu_memory"),
+        ({"like": "b200"}, "Expected `like` in"),
+        ([1], "which holds no table"),
+    ],
+)
+def test_a_cluster_that_cannot_be_is_refused(
+    model: Path, tmp_path: Path, settings: object, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "cluster.json"
+    path.write_text(json.dumps(settings))
+    assert main(["plan", str(model), "--cluster", str(path)]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_plan_that_fits_nowhere_names_the_least_memory(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "cluster.json"
+    path.write_text(json.dumps({"gpu_memory": "1MiB"}))
+    assert main(["plan", str(model), "--ranks", "2", "--batch-size", "2", "--search", "--cluster", str(path)]) == 2
+    assert "Expected gpu_memory of at least 0." in capsys.readouterr().err
