@@ -49,8 +49,8 @@ class OwnerMuon(Muon):
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # of `MuonAndAdam`, which has the closure
         """Step all matrices of this rank, and this rank's parts of matrices that ranks share.
 
-        Effects: for shared matrices those of `MatrixExchange`: two all-to-alls a round, and with the first step maybe a new
-            process group; gradients must be present on all their ranks alike. Else no collective. No host sync.
+        Effects: for shared matrices those of `MatrixExchange`: two all-to-alls a round, and with the first step maybe a
+            new process group; gradients must be present on all their ranks alike. Else no collective. No host sync.
         """
         cut: list[MatrixUpdate] = []
         for group in self.param_groups:
