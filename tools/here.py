@@ -140,7 +140,7 @@ def _parts(marker: str, folder: Path, args: list[str]) -> list[tuple[str, list[s
     Tests marked `hybrid`, which need more libraries than the other sessions ask for, run in their own session alone.
     With several processes (`-n`) a second run has the tests marked `alone`: beside others on the GPU they would fail.
     """
-    if marker != "hybrid":
+    if marker != "hybrid" and any("mark.hybrid" in text for text in _sources(folder)):
         marker += " and not hybrid"
     if "-n" not in args or not any("mark.alone" in text for text in _sources(folder)):
         return [(marker, args)]

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.state_dict_saver import save
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LOOPS = EXAMPLES / "loops"
@@ -39,7 +39,7 @@ def test_the_plain_loop_goes_on_where_it_stopped(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_checkpoint_of_torch_becomes_a_published_folder(tmp_path: Path) -> None:
     weights = {"model.embed_tokens.weight": torch.randn(8, 4), "model.norm.weight": torch.randn(4)}
-    torch.distributed.checkpoint.save({"model": weights}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    save({"model": weights}, checkpoint_id=tmp_path / "dcp", no_dist=True)
     config = tmp_path / "config.json"
     config.write_text('{"model_type": "llama"}')
     program = LOOPS / "dcp_to_hugging_face.py"

@@ -55,6 +55,7 @@ def test_the_first_folder_that_fails_is_the_result(
         (["-n", "4", "-q"], "mark.alone", [("gpu2 and not alone", "-n 4 -q"), ("gpu2 and alone", "-n 0 -q")]),
         (["-n", "4", "-q"], "mark.gpu2", [("gpu2", "-n 4 -q")]),
         (["-q"], "mark.alone", [("gpu2", "-q")]),
+        (["-q"], "mark.hybrid", [("gpu2 and not hybrid", "-q")]),
     ],
 )
 def test_tests_that_need_the_gpu_alone_run_after_those_of_several_processes(

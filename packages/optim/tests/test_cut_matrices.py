@@ -176,7 +176,7 @@ def test_the_work_is_balanced_and_a_step_has_two_exchanges() -> None:
         for parameter in parameters:
             parameter.grad = parameter.detach().clone()
         updates = [_matrix_shares.MatrixUpdate(p, p, p, {}) for p in parameters]  # type: ignore[arg-type]
-        exchange = _cut_matrices.Exchange(updates)
+        exchange = _cut_matrices.MatrixExchange(updates)
         assert max(exchange.loads) <= 1.2 * sum(exchange.loads) / 4
         optimizer = MuonAndAdam([{"params": parameters}], is_matrix=lambda _: True, muon=MUON, adam={})
         with CommDebugMode() as communication:  # type: ignore[no-untyped-call]

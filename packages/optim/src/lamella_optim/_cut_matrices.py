@@ -20,12 +20,12 @@ import torch.distributed as dist
 import torch.optim._muon as torchs_muon
 
 from lamella_engine.extending import local_of
-from lamella_optim._matrix_shares import CutMatrix, MatrixUpdate, Piece, balanced, group_of, matrices_of
+from lamella_optim._matrix_shares import CutMatrix, MatrixPiece, MatrixUpdate, balanced, group_of, matrices_of
 
 WIRE_DTYPE = torch.bfloat16  # Note [Wire of updates]
 
 
-class Exchange:
+class MatrixExchange:
     """The exchange of matrices over one set of ranks.
 
     Args:
@@ -103,7 +103,7 @@ def _step_momentum(update: MatrixUpdate) -> torch.Tensor:
     return gradient.lerp(momentum, update.options["momentum"]) if update.options["nesterov"] else momentum
 
 
-def _part(shard: torch.Tensor, piece: Piece) -> torch.Tensor:
+def _part(shard: torch.Tensor, piece: MatrixPiece) -> torch.Tensor:
     matrix = shard.view(-1, *shard.shape[-2:])[piece.place]
     return matrix[piece.local_rows.to(shard.device)].flatten()
 
@@ -139,7 +139,7 @@ def _orthogonalised(
     return outputs
 
 
-def _add(update: MatrixUpdate, matrix: CutMatrix, piece: Piece, part: torch.Tensor) -> None:
+def _add(update: MatrixUpdate, matrix: CutMatrix, piece: MatrixPiece, part: torch.Tensor) -> None:
     """Add a rank's part of an orthogonalised matrix to the weight."""
     options, local = update.options, local_of(update.parameter)
     rate = torchs_muon._adjust_lr(options["lr"], options["adjust_lr_fn"], torch.Size(matrix.shape))

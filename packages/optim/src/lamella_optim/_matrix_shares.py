@@ -51,11 +51,11 @@ class MatrixUpdate(NamedTuple):
 
     @property
     def kind(self) -> Hashable:
-        """The facts that an `Exchange` knows of the parameter."""
+        """The facts that an `MatrixExchange` knows of the parameter."""
         return self.parameter.shape, self.parameter.device_mesh, self.parameter.placements, self.turn
 
 
-class Piece(NamedTuple):
+class MatrixPiece(NamedTuple):
     """A rank's part of a matrix.
 
     Attributes:
@@ -75,9 +75,9 @@ class Piece(NamedTuple):
         """Rows and columns."""
         return len(self.rows), len(self.columns)
 
-    def on(self, device: torch.device) -> Piece:
+    def on(self, device: torch.device) -> MatrixPiece:
         """The same on a device."""
-        return Piece(self.place, self.local_rows.to(device), self.rows.to(device), self.columns.to(device))
+        return MatrixPiece(self.place, self.local_rows.to(device), self.rows.to(device), self.columns.to(device))
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class CutMatrix:
 
     index: int
     shape: tuple[int, int]
-    pieces: tuple[Piece | None, ...]
+    pieces: tuple[MatrixPiece | None, ...]
     owner: int
 
     def numel_on(self, rank: int) -> int:
@@ -157,7 +157,7 @@ def _numbers(runs: Iterable[Range]) -> torch.Tensor:
     return torch.cat([torch.empty(0, dtype=torch.int64), *(torch.arange(run.start, run.stop) for run in runs)])
 
 
-def _piece(at: tuple[int, ...], numbers: torch.Tensor, indices: Sequence[torch.Tensor]) -> Piece | None:
+def _piece(at: tuple[int, ...], numbers: torch.Tensor, indices: Sequence[torch.Tensor]) -> MatrixPiece | None:
     """A rank's part of a matrix.
 
     Args:
@@ -177,7 +177,7 @@ def _piece(at: tuple[int, ...], numbers: torch.Tensor, indices: Sequence[torch.T
     local_rows = (numbers[found] == rows).nonzero().flatten()
     if not (len(local_rows) and len(columns)):
         return None
-    return Piece(place, local_rows, found[local_rows], columns)
+    return MatrixPiece(place, local_rows, found[local_rows], columns)
 
 
 def _row_numbers(num_rows: int, turn: Sequence[int]) -> list[torch.Tensor]:

@@ -11,7 +11,7 @@ from torch.optim import AdamW, Muon, Optimizer
 from torch.optim._muon import muon
 
 from lamella_engine.extending import local_of
-from lamella_optim._cut_matrices import Exchange
+from lamella_optim._cut_matrices import MatrixExchange
 from lamella_optim._matrix_shares import MatrixUpdate, group_of, is_cut
 
 _OPTIONS = ("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "ns_steps", "eps", "adjust_lr_fn")
@@ -49,8 +49,8 @@ class OwnerMuon(Muon):
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # of `MuonAndAdam`, which has the closure
         """Step all matrices of this rank, and this rank's parts of matrices that ranks share.
 
-        Effects: for shared matrices those of `Exchange`: two all-to-alls a round, and with the first step maybe a new
-            process group; gradients must be present on all their ranks alike. Else no collective. No host sync.
+        Effects: for shared matrices those of `MatrixExchange`: two all-to-alls a round, and with the first step maybe a
+            new process group; gradients must be present on all their ranks alike. Else no collective. No host sync.
         """
         cut: list[MatrixUpdate] = []
         for group in self.param_groups:
@@ -74,14 +74,14 @@ class OwnerMuon(Muon):
     def _step_cut(self, updates: Sequence[MatrixUpdate]) -> None:
         """Step matrices that ranks share, by the sets of ranks."""
         # Past `Optimizer.__getstate__`, which copies and pickles go through: a group cannot be copied.
-        exchanges: dict[Hashable, Exchange] = vars(self).setdefault("_exchanges", {})
+        exchanges: dict[Hashable, MatrixExchange] = vars(self).setdefault("_exchanges", {})
         by_group: dict[ProcessGroup, list[MatrixUpdate]] = {}
         for update in updates:
             by_group.setdefault(group_of(update.parameter), []).append(update)
         for group, members in by_group.items():
             key = group, tuple(update.kind for update in members)
             if key not in exchanges:
-                exchanges[key] = Exchange(members)
+                exchanges[key] = MatrixExchange(members)
             exchanges[key].step(members)
 
 

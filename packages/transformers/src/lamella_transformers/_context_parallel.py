@@ -74,7 +74,7 @@ class SequencePieces:
 
         Effects: an all-gather over the ranks; in backward a reduce-scatter.
         """
-        both = cast(torch.Tensor, _Gathered.apply(torch.cat([key, value], -1), self))  # type: ignore[no-untyped-call]
+        both = cast(torch.Tensor, _SequenceGather.apply(torch.cat([key, value], -1), self))  # type: ignore[no-untyped-call]
         both = both.repeat_interleave(query.shape[1] // key.shape[1], 1)
         keys, values = both[..., : key.shape[-1]], both[..., key.shape[-1] :]
         outputs = []
@@ -110,7 +110,7 @@ class SequencePieces:
         return -(-length // (2 * self.num_ranks))
 
 
-class _Gathered(torch.autograd.Function):
+class _SequenceGather(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, part: torch.Tensor, pieces: SequencePieces) -> torch.Tensor:
         context.pieces = pieces

@@ -43,7 +43,7 @@ class SharedRows:
 
     def share(self, rows: torch.Tensor) -> torch.Tensor:
         """Return this rank's rows, differentiable. Effects: in backward an all-gather over the ranks."""
-        return cast(torch.Tensor, _Share.apply(rows, self))  # type: ignore[no-untyped-call]
+        return cast(torch.Tensor, _RowsOfRank.apply(rows, self))  # type: ignore[no-untyped-call]
 
     def sum(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the sum of the ranks' 0-D losses, with the gradient of the note. Effects: an all-reduce."""
@@ -67,7 +67,7 @@ class SharedRows:
         return self._num_ranks
 
 
-class _Share(torch.autograd.Function):
+class _RowsOfRank(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, rows: torch.Tensor, shared: SharedRows) -> torch.Tensor:
         context.shared, context.num_rows = shared, rows.shape[0]

@@ -41,7 +41,7 @@ from lamella_transformers.experts import expert_arguments, spread_experts
 _STAGES: Final = {1: ZERO1, 2: ZERO2, 3: ZERO3}
 
 
-class ShardedModel(NamedTuple):
+class ModelParts(NamedTuple):
     """The parts of a sharded model.
 
     Attributes:
@@ -61,7 +61,7 @@ def shard(
     matrices: Collection[str] = (),
     *,
     host: saved_tensors_hooks | None = None,
-) -> ShardedModel:
+) -> ModelParts:
     """Shard each unit, then the root module with the remaining parameters.
 
     The order matters: spread experts and cut tensors, which replace parameters, then recompute, then offloading of
@@ -122,7 +122,7 @@ def shard(
     if parallel.experts > 1:  # Tokens of all ranks with a share reach an expert.
         for unit in (*units, model):
             cast(FSDPModule, unit).set_gradient_divide_factor(dist.get_world_size())
-    return ShardedModel(units, shared_rows, pieces)
+    return ModelParts(units, shared_rows, pieces)
 
 
 def _mesh(parallel: ParallelConfig) -> DeviceMesh:

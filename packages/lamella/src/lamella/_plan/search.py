@@ -10,7 +10,7 @@ from lamella._settings.options import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Candidate:
+class SearchedPlan:
     """A stage on a mesh.
 
     Attributes:
@@ -22,7 +22,7 @@ class Candidate:
     plan: RunPlan
 
 
-def search(config: Config, cluster: Cluster) -> list[Candidate]:
+def search(config: Config, cluster: Cluster) -> list[SearchedPlan]:
     """Plan the stages on the meshes that the cluster suggests, the fastest that fits first.
 
     Args:
@@ -35,7 +35,7 @@ def search(config: Config, cluster: Cluster) -> list[Candidate]:
     Effects: as `plan_run`, for each.
     """
     candidates = [
-        Candidate(flags=flags, plan=plan_run(settings, cluster)) for flags, settings in _settings(config, cluster)
+        SearchedPlan(flags=flags, plan=plan_run(settings, cluster)) for flags, settings in _settings(config, cluster)
     ]
     fitting = [candidate for candidate in candidates if candidate.plan.fits]
     if not fitting:

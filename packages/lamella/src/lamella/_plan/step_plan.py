@@ -94,7 +94,7 @@ def _busy(works: Sequence[Work], spans: Sequence[StreamSpan]) -> list[Interval]:
     return joined((span.start, span.stop) for span in kernels)
 
 
-class _Table(defaultdict[str, defaultdict[str, float]]):
+class _AmountsByUnit(defaultdict[str, defaultdict[str, float]]):
     """Unit -> kind -> amount."""
 
     def __init__(self) -> None:
@@ -102,7 +102,7 @@ class _Table(defaultdict[str, defaultdict[str, float]]):
 
 
 def _traffic(works: Sequence[Work], spans: Sequence[StreamSpan], busy: Sequence[Interval]) -> dict[str, UnitTraffic]:
-    sent, seconds, exposed = _Table(), _Table(), _Table()
+    sent, seconds, exposed = _AmountsByUnit(), _AmountsByUnit(), _AmountsByUnit()
     for work, span in zip(works, spans, strict=True):
         if work.collective is None:
             continue

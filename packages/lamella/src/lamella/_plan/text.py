@@ -7,7 +7,7 @@ from typing import Final
 from lamella._estimate.text import size
 from lamella._plan.calibration import Calibration
 from lamella._plan.run_plan import RunPlan
-from lamella._plan.search import Candidate
+from lamella._plan.search import SearchedPlan
 from lamella._plan.step_plan import UnitTraffic
 
 _MOST_UNITS: Final = 8
@@ -36,7 +36,7 @@ def lines(plan: RunPlan) -> Iterator[str]:
         yield f"  note: {note}"
 
 
-def search_lines(candidates: Sequence[Candidate]) -> Iterator[str]:
+def search_lines(candidates: Sequence[SearchedPlan]) -> Iterator[str]:
     """Yield a table of stages and meshes, the fastest that fits first."""
     yield f"  {'step ms':>10s}{'tokens/s':>12s}{'GPU':>12s}{'exposed ms':>12s}  options"
     for index, candidate in enumerate(candidates):

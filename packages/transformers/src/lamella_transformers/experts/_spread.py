@@ -163,7 +163,7 @@ def expert_arguments(
     def place(parameter: torch.Tensor) -> Any:
         if id(parameter) not in experts:
             return None
-        shape = cast(DTensor, parameter)._local_tensor.shape
+        shape = cast(DTensor, parameter).to_local().shape
         is_plain = policy is not None and policy.recipe is None
         return placement_on(data, dim=_cut_dim(shape, data.size()) if is_plain else 0)
 
