@@ -52,7 +52,7 @@ def test_every_option_is_explained_in_the_help(capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize(
     ("argv", "expected"),
     [
-        ([], "`lamella`, one of train, estimate, plan, export, generate, eval, run, ckpt, report, overlap-report, got none."),
+        ([], "one of train, estimate, plan, export, generate, eval, run, ckpt, report, overlap-report, got none."),
         (["trian", "--steps", "3"], "got 'trian'. Did you mean 'train'?"),
         (["ckpt"], "Expected a command of `lamella ckpt`, one of inspect, diff, convert, verify, got none."),
         (["ckpt", "inspct", "x"], "got 'inspct'. Did you mean 'inspect'?"),
