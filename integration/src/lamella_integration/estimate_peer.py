@@ -37,24 +37,32 @@ def main() -> None:
     parser.add_argument("--moments", action="store_true", help="one more step, whose moments are measured")
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
-    rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    device = take_gpu(int(os.environ["LOCAL_RANK"])) if options.device == "cuda" else torch.device("cpu")
-    if device.type == "cuda":
-        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)  # as `lamella train` has it
-    else:
-        dist.init_process_group("gloo")
+    rank = take_rank(options.device)
     meter: Meter = CudaMeter() if options.device == "cuda" else CpuMeter()
     with TemporaryDirectory() as folder:
         for line in sys.stdin:
             request = json.loads(line)
             row = request["row"]
-            _limit(request["limit_nbytes"], device)
-            record = _record(row, Path(folder), options, Rank(rank=rank, num_ranks=num_ranks, device=device), meter)
-            records: list[Any] = [None] * num_ranks
+            _limit(request["limit_nbytes"], rank.device)
+            record = _record(row, Path(folder), options, rank, meter)
+            records: list[Any] = [None] * rank.num_ranks
             dist.all_gather_object(records, record)
-            if rank == 0:
+            if rank.rank == 0:
                 print(json.dumps({"row": row, "ranks": records}), flush=True)
     dist.barrier()
+
+
+def take_rank(device_type: str) -> Rank:
+    """Return this process's rank on a CPU or on a GPU of its own.
+
+    Effects: collective over all ranks, whose default process group starts.
+    """
+    device = take_gpu(int(os.environ["LOCAL_RANK"])) if device_type == "cuda" else torch.device("cpu")
+    if device.type == "cuda":
+        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)  # as `lamella train` has it
+    else:
+        dist.init_process_group("gloo")
+    return Rank(rank=dist.get_rank(), num_ranks=dist.get_world_size(), device=device)
 
 
 def _limit(nbytes: int | None, device: torch.device) -> None:

@@ -5,7 +5,6 @@ The rank ends at the first failure, as `estimate_peer` does.
 
 import argparse
 import json
-import os
 import sys
 import time
 import traceback
@@ -21,9 +20,8 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from lamella.testing import Rank
-from lamella_integration.estimate_peer import release, row_steps
+from lamella_integration.estimate_peer import release, row_steps, take_rank
 from lamella_integration.launch import leave
-from lamella_testing import take_gpu
 
 _NUM_WARMUP_STEPS: Final = 5
 _NUM_PROFILED_STEPS: Final = 3
@@ -38,19 +36,14 @@ def main() -> None:
     parser.add_argument("--profiled", default="", help="the row to profile")
     parser.add_argument("--traces", type=Path, help="folder of the profile")
     options = parser.parse_args()
-    rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    device = take_gpu(int(os.environ["LOCAL_RANK"])) if options.device == "cuda" else torch.device("cpu")
-    if device.type == "cuda":
-        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)  # as `lamella train` has it
-    else:
-        dist.init_process_group("gloo")
+    rank = take_rank(options.device)
     with TemporaryDirectory() as folder:
         for line in sys.stdin:
             row = json.loads(line)["row"]
-            record = _record(row, Path(folder), options, Rank(rank=rank, num_ranks=num_ranks, device=device))
-            records: list[Any] = [None] * num_ranks
+            record = _record(row, Path(folder), options, rank)
+            records: list[Any] = [None] * rank.num_ranks
             dist.all_gather_object(records, record)
-            if rank == 0:
+            if rank.rank == 0:
                 print(json.dumps({"row": row, "ranks": records}), flush=True)
     dist.barrier()
 
