@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from lamella._settings.conflicts import problems
 from lamella._settings.options import ConfigError
 from lamella._settings.sections import DataConfig, Packing, ParallelConfig, RunConfig
 
@@ -36,18 +37,10 @@ def check_packing(packing: Packing, parallel: ParallelConfig) -> None:
 
 
 def _problems(parallel: ParallelConfig, run: RunConfig) -> Iterator[str]:
-    num_ranks = parallel.context_parallel
-    if parallel.ranks is not None and parallel.ranks % num_ranks:
-        yield (
-            f"Expected --context-parallel to divide the {parallel.ranks} ranks, got {num_ranks}. Pass a divisor, or "
-            "--ranks that it divides."
-        )
-    options = {
+    excluded = {
         f"--tensor-parallel {parallel.tensor_parallel}": parallel.tensor_parallel > 1,
         f"--experts {parallel.experts}": parallel.experts > 1,
         "--compile, which was not tried on cut sequences": bool(parallel.compile),
         "--sample, whose texts grow by a token at a time": bool(run.sample),
     }
-    for option, is_set in options.items():
-        if is_set:
-            yield f"Expected --context-parallel without {option}, got both. Leave one of them out."
+    return problems("--context-parallel", parallel.context_parallel, parallel.ranks, excluded)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from lamella._settings.conflicts import problems
 from lamella._settings.options import ConfigError
 from lamella._settings.sections import ModelConfig, OptimConfig, ParallelConfig
 
@@ -17,13 +18,7 @@ def check_tensor_parallel(model: ModelConfig, optim: OptimConfig, parallel: Para
 
 
 def _problems(model: ModelConfig, optim: OptimConfig, parallel: ParallelConfig) -> Iterator[str]:
-    num_ranks = parallel.tensor_parallel
-    if parallel.ranks is not None and parallel.ranks % num_ranks:
-        yield (
-            f"Expected --tensor-parallel to divide the {parallel.ranks} ranks, got {num_ranks}. Pass a divisor, or "
-            "--ranks that it divides."
-        )
-    options = {
+    excluded = {
         f"--experts {parallel.experts}, whose ranks have different tokens": parallel.experts > 1,
         f"--replicate {parallel.replicate}, which shards over ranks of one instance alone": parallel.replicate > 1,
         f"--float8 {parallel.float8}, whose products know whole matrices alone": parallel.float8 != "no",
@@ -31,6 +26,4 @@ def _problems(model: ModelConfig, optim: OptimConfig, parallel: ParallelConfig) 
         "--compile, which was not tried on cut layers": bool(parallel.compile),
         "--optimizer muon, which steps matrices whole on one rank": optim.optimizer == "muon",
     }
-    for option, is_set in options.items():
-        if is_set:
-            yield f"Expected --tensor-parallel without {option}, got both. Leave one of them out."
+    return problems("--tensor-parallel", parallel.tensor_parallel, parallel.ranks, excluded)
