@@ -51,14 +51,27 @@ def estimate_recorded(recorded: RecordedStep, config: Config, rank: int) -> Esti
         rank: The rank.
     """
     parallel = config.parallel
+    return _estimate(
+        recorded,
+        rank,
+        parallel.ranks or 1,
+        parallel.device,
+        rests_on_cpu=parallel.rest == "cpu",
+        notes=tuple(_notes(config)),
+    )
+
+
+def _estimate(
+    recorded: RecordedStep, rank: int, num_ranks: int, device: str, *, rests_on_cpu: bool, notes: tuple[str, ...] = ()
+) -> Estimate:
     return estimate_of(
         recorded,
         rank=rank,
-        num_ranks=parallel.ranks or 1,
-        host=on_host(parallel.rest == "cpu"),
-        context_nbytes=context_nbytes(parallel.device),
-        libraries_nbytes=_libraries_nbytes(parallel.device),
-        notes=tuple(_notes(config)),
+        num_ranks=num_ranks,
+        host=on_host(rests_on_cpu),
+        context_nbytes=context_nbytes(device),
+        libraries_nbytes=LIBRARIES_NBYTES if device == "cuda" else 0,
+        notes=notes,
     )
 
 
@@ -116,7 +129,6 @@ def estimate_module(
 
     Effects: allocates no memory; the default process group is a fake one meanwhile.
     """
-    num_ranks = torch.Size(mesh).numel()
     recorded = record_module(
         module,
         loss=loss,
@@ -129,14 +141,7 @@ def estimate_module(
         clip=clip,
         device=device,
     )
-    return estimate_of(
-        recorded,
-        rank=rank,
-        num_ranks=num_ranks,
-        host=on_host(rests_on_cpu),
-        context_nbytes=context_nbytes(device),
-        libraries_nbytes=_libraries_nbytes(device),
-    )
+    return _estimate(recorded, rank, torch.Size(mesh).numel(), device, rests_on_cpu=rests_on_cpu)
 
 
 def record_module(
@@ -202,7 +207,3 @@ estimate.register(nn.Module, estimate_module)
 def context_nbytes(device: str) -> int:
     """Return the bytes of a CUDA context; none for the CPU."""
     return CONTEXT_NBYTES if device == "cuda" else 0
-
-
-def _libraries_nbytes(device: str) -> int:
-    return LIBRARIES_NBYTES if device == "cuda" else 0
