@@ -181,6 +181,18 @@ def kill_preparation(draw: random.Random, unbroken: Unbroken, config: Config) ->
     calls_in_process(lambda: prepare_alone(config), fatal=draw.randint(1, unbroken.preparation))
 
 
+def check_drawn_kill(
+    unbroken: Unbroken, folder: Path, phase: str, occurrences: slice, *, kills_preparation: bool = False
+) -> None:
+    """Kill a run at a drawn moment of a phase, and the next preparation too if asked; compare the run's end."""
+    config, draw = in_folder(folder, unbroken.config), random.Random(phase)
+    assert train_until(draw_kill(draw, phase, unbroken.counts, occurrences), config)
+    if kills_preparation:
+        kill_preparation(draw, unbroken, config)
+    train(config)
+    assert contents_of(config) == unbroken.contents
+
+
 def check_drawn_kills(
     unbroken: Unbroken, folder: Path, first_seed: int, num_kills: int, phases: Sequence[str] = (*PHASES, PREPARATION)
 ) -> None:

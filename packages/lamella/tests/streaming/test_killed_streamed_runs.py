@@ -1,12 +1,10 @@
 """A run that streams its text, killed at any moment and started again, reads the batches of an unbroken one."""
 
-import random
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from drawn_kills import draw_kill
-from killed_runs import Unbroken, check_drawn_kills, contents_of, in_folder, train, train_unbroken, train_until
+from killed_runs import Unbroken, check_drawn_kill, check_drawn_kills, train_unbroken
 from streamed_texts import texts, write_folder, write_lines
 
 from lamella import Config
@@ -45,10 +43,7 @@ def unbroken(shared_config: Config, tmp_path_factory: pytest.TempPathFactory) ->
 def test_a_streamed_run_that_is_killed_ends_as_an_unbroken_one(
     unbroken: Unbroken, tmp_path: Path, phase: str, occurrences: slice
 ) -> None:
-    config = in_folder(tmp_path / "run", unbroken.config)
-    assert train_until(draw_kill(random.Random(phase), phase, unbroken.counts, occurrences), config)
-    train(config)
-    assert contents_of(config) == unbroken.contents
+    check_drawn_kill(unbroken, tmp_path / "run", phase, occurrences)
 
 
 @pytest.mark.slow

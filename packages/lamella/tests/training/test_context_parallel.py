@@ -7,47 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file
+from cut_runs import SIZES, assert_equal, changed
 from trained_runs import Run, TrainOn
 
 from lamella import Config, ConfigError
 from lamella._processes.placement import place
-from lamella._record.metrics import StepRecord, read
 from lamella._settings.config import resolve
 from lamella._training.preparation import prepare
-from lamella.cli import main
 
 importlib.import_module("transformers.models.qwen3.modeling_qwen3")  # Once here, and not in each forked rank.
-
-_SIZES = {
-    "model_type": "qwen3",
-    "vocab_size": 301,
-    "hidden_size": 16,
-    "intermediate_size": 40,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-}
-
-
-def changed(config: Config, name: str, packing: Any = "none", **parallel: Any) -> Config:
-    """Conversations of unequal lengths, a row each: ranks and microbatches have unequal numbers of targets."""
-    root = Path(str(config.run.directory)).parent
-    model, data, held_out = root / "qwen3.json", root / "rows.jsonl", root / "held_out.jsonl"
-    model.write_text(json.dumps(_SIZES), encoding="utf-8")
-    rows = [{"prompt": f"{number}: ", "completion": f"{number}, " * (number % 7 + 1)} for number in range(200)]
-    data.write_text("\n".join(map(json.dumps, rows[:180])), encoding="utf-8")
-    held_out.write_text("\n".join(map(json.dumps, rows[180:])), encoding="utf-8")
-    return replace(
-        config,
-        model=replace(config.model, name=str(model)),
-        data=replace(config.data, paths=(str(data),), packing=packing, validation_paths=(str(held_out),)),
-        optim=replace(config.optim, accumulation=2, eps=1e-6, schedule="constant"),
-        parallel=replace(config.parallel, **parallel),
-        run=replace(config.run, directory=str(root / name), checkpoint_interval=100, log_interval=1),
-    )
 
 
 @pytest.fixture(scope="module")
@@ -61,29 +29,13 @@ def cut(shared_config: Config, train: TrainOn) -> Run:
 
 
 def test_losses_norms_and_exported_weights_are_those_of_one_rank(plain: Run, cut: Run, tmp_path: Path) -> None:
-    assert plain.losses[6] < plain.losses[1] - 0.05
-    assert cut.losses == pytest.approx(plain.losses, rel=1e-5)
-    assert cut.validations == pytest.approx(plain.validations, rel=1e-5)
-    assert _norms(cut) == pytest.approx(_norms(plain), rel=1e-5)
-    expected, exported = (_exported(run, tmp_path / name) for name, run in (("plain", plain), ("cut", cut)))
-    assert exported.keys() == expected.keys()
-    for name, tensor in expected.items():
-        torch.testing.assert_close(exported[name], tensor, rtol=1e-5, atol=1e-5, msg=name)
-
-
-def _norms(run: Run) -> list[float]:
-    return [record.grad_norm for record in read(run.directory.metrics) if isinstance(record, StepRecord)]
-
-
-def _exported(run: Run, folder: Path) -> dict[str, torch.Tensor]:
-    assert main(["export", str(run.directory.root), str(folder)]) == 0
-    return load_file(folder / "model.safetensors")
+    assert_equal(cut, plain, tmp_path)
 
 
 def test_a_run_resumes_on_other_pieces_with_options_of_memory(
     shared_config: Config, plain: Run, train: TrainOn
 ) -> None:
-    memory = {"stage": 2, "rest": "cpu", "recompute": "full", "offload_activations": True}
+    memory: dict[str, Any] = {"stage": 2, "rest": "cpu", "recompute": "full", "offload_activations": True}
     config = changed(shared_config, "stopped", context_parallel=2, ranks=4)
     train(replace(config, optim=replace(config.optim, steps=3)), 4)
     resumed = train(changed(shared_config, "stopped", context_parallel=2, ranks=2, **memory), 2)
@@ -112,7 +64,7 @@ def test_options_that_do_not_go_with_cut_sequences_are_one_line(
 
 def test_documents_that_would_be_packed_by_default_are_refused_with_the_way_out(config: Config) -> None:
     with pytest.raises(ConfigError, match="Pass --packing none or --packing stream"):
-        prepare(place(changed(config, "packed", "auto", context_parallel=2, ranks=2)))
+        prepare(place(changed(config, "packed", packing="auto", context_parallel=2, ranks=2)))
 
 
 @pytest.mark.parametrize(
@@ -127,7 +79,7 @@ def test_documents_that_would_be_packed_by_default_are_refused_with_the_way_out(
 )
 def test_models_whose_tokens_meet_elsewhere_are_one_line(config: Config, model: dict[str, Any], expected: str) -> None:
     refused = changed(config, "refused", context_parallel=2, ranks=2)
-    Path(refused.model.name).write_text(json.dumps({**_SIZES, **model}), encoding="utf-8")
+    Path(refused.model.name).write_text(json.dumps({"model_type": "qwen3", **SIZES, **model}), encoding="utf-8")
     with pytest.raises(ConfigError) as caught:
         prepare(place(refused))
     assert "\n" not in str(caught.value) and expected in str(caught.value)

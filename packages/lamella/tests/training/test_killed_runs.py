@@ -1,6 +1,5 @@
 """A run that is killed at any moment and started again ends with the records and tensors of an unbroken one."""
 
-import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,19 +7,17 @@ from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
-from drawn_kills import draw_kill, kill_this_process
+from drawn_kills import kill_this_process
 from killed_runs import (
     NUM_RANKS,
     Unbroken,
+    check_drawn_kill,
     check_drawn_kills,
     contents_of,
     in_folder,
-    kill_preparation,
     prepared,
-    train,
     train_prepared,
     train_unbroken,
-    train_until,
 )
 
 from lamella import Config
@@ -46,13 +43,7 @@ def unbroken(shared_config: Config) -> Unbroken:
 def test_a_run_that_is_killed_ends_as_an_unbroken_one(
     unbroken: Unbroken, tmp_path: Path, phase: str, occurrences: slice
 ) -> None:
-    config = in_folder(tmp_path / "run", unbroken.config)
-    draw = random.Random(phase)
-    assert train_until(draw_kill(draw, phase, unbroken.counts, occurrences), config)
-    if phase == "validation":
-        kill_preparation(draw, unbroken, config)  # of the run that goes on
-    train(config)
-    assert contents_of(config) == unbroken.contents
+    check_drawn_kill(unbroken, tmp_path / "run", phase, occurrences, kills_preparation=phase == "validation")
 
 
 def test_a_checkpoint_of_a_killed_run_does_not_appear_in_the_midst_of_the_next(

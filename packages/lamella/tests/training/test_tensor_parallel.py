@@ -3,7 +3,6 @@
 import importlib
 import json
 import shutil
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
+from cut_runs import SIZES, assert_equal, changed, norms
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from trained_runs import Run, TrainOn
@@ -19,43 +18,13 @@ from trained_runs import Run, TrainOn
 from lamella import Config, ConfigError
 from lamella._model.building import build
 from lamella._processes.placement import Rank, place
-from lamella._record.metrics import StepRecord, read
 from lamella._settings.config import resolve
 from lamella._streaming.batches import ScatteredBatches
 from lamella._training.preparation import prepare
-from lamella.cli import main
 from lamella_testing import run_ranks
 
 for module in ("torch.distributed.tensor.parallel", "transformers.models.qwen3.modeling_qwen3"):
     importlib.import_module(module)  # Once here, and not in each forked rank.
-
-_SIZES: Mapping[str, object] = {
-    "vocab_size": 301,
-    "hidden_size": 16,
-    "intermediate_size": 40,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-}
-
-
-def changed(config: Config, name: str, model_type: str = "qwen3", **parallel: Any) -> Config:
-    """Conversations of unequal lengths, a row each: ranks and microbatches have unequal numbers of targets."""
-    root = Path(str(config.run.directory)).parent
-    model, data, held_out = root / f"{model_type}.json", root / "rows.jsonl", root / "held_out.jsonl"
-    model.write_text(json.dumps({"model_type": model_type, **_SIZES}), encoding="utf-8")
-    rows = [{"prompt": f"{number}: ", "completion": f"{number}, " * (number % 7 + 1)} for number in range(200)]
-    data.write_text("\n".join(map(json.dumps, rows[:180])), encoding="utf-8")
-    held_out.write_text("\n".join(map(json.dumps, rows[180:])), encoding="utf-8")
-    return replace(
-        config,
-        model=replace(config.model, name=str(model)),
-        data=replace(config.data, paths=(str(data),), packing="none", validation_paths=(str(held_out),)),
-        optim=replace(config.optim, accumulation=2, eps=1e-6, schedule="constant"),
-        parallel=replace(config.parallel, **parallel),
-        run=replace(config.run, directory=str(root / name), checkpoint_interval=100, log_interval=1),
-    )
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +48,7 @@ def _in_steps(config: Config, steps: int) -> Config:
 
 
 def test_losses_norms_and_exported_weights_are_those_of_one_rank(plain: Run, cut: Run, tmp_path: Path) -> None:
-    _assert_equal(cut, plain, tmp_path)
+    assert_equal(cut, plain, tmp_path)
 
 
 def test_llamas_trained_on_cut_matrices_are_those_of_one_rank(
@@ -87,27 +56,7 @@ def test_llamas_trained_on_cut_matrices_are_those_of_one_rank(
 ) -> None:
     plain = train(changed(shared_config, "plain-llama", "llama"), 1)
     cut = train(changed(shared_config, "cut-llama", "llama", tensor_parallel=2, ranks=4), 4)
-    _assert_equal(cut, plain, tmp_path)
-
-
-def _assert_equal(run: Run, plain: Run, folder: Path) -> None:
-    assert plain.losses[6] < plain.losses[1] - 0.05
-    assert run.losses == pytest.approx(plain.losses, rel=1e-5)
-    assert run.validations == pytest.approx(plain.validations, rel=1e-5)
-    assert _norms(run) == pytest.approx(_norms(plain), rel=1e-5)
-    expected, exported = (_exported(run, folder / name) for name, run in (("plain", plain), ("cut", run)))
-    assert exported.keys() == expected.keys()
-    for name, tensor in expected.items():
-        torch.testing.assert_close(exported[name], tensor, rtol=1e-5, atol=1e-5, msg=name)
-
-
-def _norms(run: Run) -> list[float]:
-    return [record.grad_norm for record in read(run.directory.metrics) if isinstance(record, StepRecord)]
-
-
-def _exported(run: Run, folder: Path) -> dict[str, torch.Tensor]:
-    assert main(["export", str(run.directory.root), str(folder)]) == 0
-    return load_file(folder / "model.safetensors")
+    assert_equal(cut, plain, tmp_path)
 
 
 @pytest.mark.parametrize(("num_ranks", "tensor_parallel"), [(4, 1), (2, 2), (1, 1)])
@@ -126,7 +75,7 @@ def test_a_run_resumed_on_the_same_ranks_is_the_uninterrupted_run(
     shutil.copytree(stopped.directory.root, stopped.directory.root.with_name("again"))
     resumed = train(changed(shared_config, "again", tensor_parallel=2, ranks=4), 4)
     assert resumed.losses == cut.losses
-    assert _norms(resumed) == _norms(cut)
+    assert norms(resumed) == norms(cut)
 
 
 def test_options_of_memory_samples_and_streamed_text_change_no_loss(
@@ -222,13 +171,13 @@ def test_options_that_do_not_go_with_cut_matrices_are_one_line(
     ("model", "expected"),
     [
         ({"model_type": "gpt2", "n_embd": 16, "n_layer": 1, "n_head": 2}, "got 'gpt2', which has none, with --tensor"),
-        ({"model_type": "llama", **_SIZES, "num_key_value_heads": 1}, "got num_key_value_heads 1, with --tensor"),
+        ({"model_type": "llama", **SIZES, "num_key_value_heads": 1}, "got num_key_value_heads 1, with --tensor"),
         (
-            {"model_type": "llama", **_SIZES, "intermediate_size": 41},
+            {"model_type": "llama", **SIZES, "intermediate_size": 41},
             "'model.layers.0.mlp.gate_proj' that divide among",
         ),
         (
-            {"model_type": "mixtral", **_SIZES, "num_local_experts": 2},
+            {"model_type": "mixtral", **SIZES, "num_local_experts": 2},
             "got the style 'packed_colwise' for 'model.layers.0.mlp.experts.gate_up_proj'",
         ),
     ],
