@@ -8,25 +8,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from tiny_models import GROUPED_SIZES, make_model
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from lamella_testing import run_ranks
 from lamella_transformers import IGNORED, ModelError, SequencePieces, check_pieces, check_sequences, cut_sequences
 
 importlib.import_module("torch._dynamo")  # Once here, and not in each forked rank.
 
-SIZES = {
-    "vocab_size": 300,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 4,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-}
 CPU = torch.device("cpu")
 
 
@@ -35,15 +24,10 @@ def world() -> dist.ProcessGroup:
     return dist.group.WORLD
 
 
-def make(model_type: str, **sizes: Any) -> Any:
-    torch.manual_seed(0)
-    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **{**SIZES, **sizes}))  # type: ignore[no-untyped-call]
-    return model.eval()  # GPT-2 has dropout, whose masks are a rank's own.
-
-
 @pytest.mark.parametrize(("model_type", "num_ranks", "length"), [("llama", 2, 16), ("qwen3", 3, 13), ("gpt2", 2, 5)])
 def test_logits_and_gradients_on_pieces_are_those_on_sequences(model_type: str, num_ranks: int, length: int) -> None:
-    model = make(model_type)
+    changes = GROUPED_SIZES if model_type == "llama" else {}
+    model: Any = make_model(model_type, **changes).eval()  # GPT-2 has dropout, whose masks are a rank's own.
     tokens = torch.randint(300, (2, length + 1), generator=torch.Generator().manual_seed(1))
     inputs, targets = tokens[:, :-1], tokens[:, 1:].clone()
     targets[1, :3] = IGNORED
@@ -85,7 +69,7 @@ class Shifting(nn.Module):
 
 def test_a_model_that_mixes_tokens_outside_attention_is_refused_on_every_rank() -> None:
     def on_rank() -> None:
-        model = make("llama")
+        model: Any = make_model("llama")
         model.model.norm = nn.Sequential(Shifting(), model.model.norm)
         pieces = SequencePieces(world())
         cut_sequences(model, pieces)
@@ -97,4 +81,4 @@ def test_a_model_that_mixes_tokens_outside_attention_is_refused_on_every_rank() 
 
 def test_layers_with_windows_are_refused_by_their_kind() -> None:
     with pytest.raises(ModelError, match="full attention alone, got 'sliding_attention' in 'gemma3_text'"):
-        check_sequences(make("gemma3_text", pad_token_id=0))
+        check_sequences(make_model("gemma3_text"))

@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from tiny_models import make_model
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from lamella_testing import run_ranks
 from lamella_transformers import (
@@ -27,23 +27,10 @@ from lamella_transformers import (
 TYPES = ("qwen2", "qwen3", "olmo2", "phi3", "gemma3_text")
 for module in ("torch._dynamo", "torch.distributed.tensor.parallel"):
     importlib.import_module(module)  # Once here, and not in each forked rank.
-SIZES = {
-    "vocab_size": 300,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 4,
-    "pad_token_id": 0,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-}
 
 
-def make(model_type: str) -> nn.Module:
-    torch.manual_seed(0)
-    model: nn.Module = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **SIZES))  # type: ignore[no-untyped-call]
+def varied(model_type: str) -> nn.Module:
+    model = make_model(model_type)
     with torch.no_grad():
         for parameter in model.parameters():  # Norms' weights of one would be equal in any order.
             parameter.add_(torch.randn_like(parameter), alpha=0.05)
@@ -54,7 +41,7 @@ def make(model_type: str) -> nn.Module:
 def test_logits_and_gradients_are_those_of_the_uncut_model(model_type: str) -> None:
     """Linear layers with biases, norms of heads, gathered columns, split inputs, fused projections, a tied head."""
     tokens = torch.randint(300, (2, 13), generator=torch.Generator().manual_seed(1))
-    model = make(model_type)
+    model = varied(model_type)
 
     def on_rank() -> None:
         cut = copy.deepcopy(model)
@@ -111,10 +98,9 @@ def test_a_head_shared_out_among_ranks_has_the_loss_and_the_gradients_of_one(num
 def test_a_parameter_beside_cut_layers_that_the_plan_leaves_out_is_refused_by_name() -> None:
     """Each rank's gradient of the activation's exponents would be of its own columns."""
     with pytest.raises(ModelError, match=r"got none for 'model.layers.0.mlp.act_fn.alpha_p'"):
-        check_tensor_parallel(make("apertus"), 2)
+        check_tensor_parallel(make_model("apertus"), 2)
 
 
 def test_a_model_without_a_plan_is_refused_by_its_type() -> None:
-    model: nn.Module = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", n_embd=16, n_layer=1, n_head=2))  # type: ignore[no-untyped-call]
     with pytest.raises(ModelError, match="got 'gpt2', which has none"):
-        check_tensor_parallel(model, 2)
+        check_tensor_parallel(make_model("gpt2"), 2)
