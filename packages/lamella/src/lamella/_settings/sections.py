@@ -34,8 +34,8 @@ class ModelConfig:
     name: Annotated[
         str,
         Option(
-            "llama-small (the default), llama-1b, qwen3.5-tiny; or a transformers config.json, or its folder: training "
-            "starts from weights in the folder.",
+            "llama-small (the default), llama-1b, llama-8b, qwen3.5-tiny; or a transformers config.json, or its "
+            "folder: training starts from weights in the folder.",
             name="model",
         ),
     ]
