@@ -16,6 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from lamella._estimate.gradient_sums import GradientSums
 from lamella._estimate.operator_work import OperatorWork, operator_work
 
 _BLOCK_NBYTES: Final = 512
@@ -80,12 +81,14 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Attributes:
         log: The changes.
         in_backward: Set by the step: a forward that runs now is recomputed.
+        sums: Makes sums of gradients in place, once it has learned to.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.log = MemoryLog()
         self.in_backward = False
+        self.sums = GradientSums()
         self._kind_of_births = ""
         self._storages: dict[int, tuple[TrackedStorage, weakref.ref[torch.UntypedStorage]]] = {}
         self._originals: tuple[Callable[..., Any], Callable[..., Any]] | None = None
@@ -146,7 +149,9 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ):
         if any(issubclass(kind, torch.Tensor) and _wraps(kind) for kind in types):
             return NotImplemented  # The operators on the tensors inside come here again.
-        output = func(*args, **(kwargs or {}))
+        output = self.sums.sum_of(func, args, kwargs or {})
+        if output is None:
+            output = func(*args, **(kwargs or {}))
         self.log.operators += operator_work(func, args, kwargs or {}, output, len(self.log.moments) - 1)
         if isinstance(output, torch.Tensor):
             self._note(output)
