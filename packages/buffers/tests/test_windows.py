@@ -78,7 +78,9 @@ def test_fake_gpus_of_one_host_have_engines_of_one_set_of_windows() -> None:
     for num_ranks, has_engines in ((8, True), (16, False)):
         dist.init_process_group(FAKE_GPUS, store=FakeStore(), rank=0, world_size=num_ranks)
         try:
-            engines = [copy_engines_of(dist.group.WORLD) for _ in range(2)]
+            world = dist.group.WORLD
+            assert world is not None
+            engines = [copy_engines_of(world) for _ in range(2)]
             allocators = {engine.allocator for engine in engines if engine is not None}
             assert len(allocators) == has_engines
         finally:
