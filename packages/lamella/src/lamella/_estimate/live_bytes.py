@@ -90,6 +90,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.in_backward = False
         self.sums = GradientSums()
         self._kind_of_births = ""
+        self._counts = True
         self._storages: dict[int, tuple[TrackedStorage, weakref.ref[torch.UntypedStorage]]] = {}
         self._originals: tuple[Callable[..., Any], Callable[..., Any]] | None = None
 
@@ -105,6 +106,15 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             yield
         finally:
             self._kind_of_births = former
+
+    @contextmanager
+    def nothing_counts(self) -> Iterator[None]:
+        """Leave out storages born in the block, and the work of the block's operators."""
+        self._counts, former = False, self._counts
+        try:
+            yield
+        finally:
+            self._counts = former
 
     def adopt(self, tensor: torch.Tensor, kind: str = "") -> None:
         """Count a tensor's storage, which may be older than the block; the kind replaces the storage's earlier kind."""
@@ -152,7 +162,8 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         output = self.sums.sum_of(func, args, kwargs or {})
         if output is None:
             output = func(*args, **(kwargs or {}))
-        self.log.operators += operator_work(func, args, kwargs or {}, output, len(self.log.moments) - 1)
+        if self._counts:
+            self.log.operators += operator_work(func, args, kwargs or {}, output, len(self.log.moments) - 1)
         if isinstance(output, torch.Tensor):
             self._note(output)
         elif output is not None:
@@ -165,7 +176,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         storage = tensor.untyped_storage()
         tracked = self._storages.get(storage._cdata)
         if tracked is None:
-            self._track(storage, tuple(tensor.shape))
+            self._track(storage, tuple(tensor.shape), is_part=not self._counts)
         elif tracked[0].nbytes != storage.nbytes() and tracked[0].kind != _PART:
             self._change(tracked[0], storage.nbytes())  # An operator has resized its output.
 
