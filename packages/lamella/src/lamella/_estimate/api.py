@@ -22,6 +22,7 @@ from lamella_engine.extending import unit_of
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 _AS_EAGER = "compiled layers are estimated as eager ones, which save more for backward: an upper bound"
+_CAPTURED = "the graph of --capture keeps the memory of a step: the memory of a validation comes on top"
 _COMPILES = "layers are estimated as compiled, which they are by default in a run of so many steps (--no-compile)"
 _DOCUMENTS = "a sequence is estimated as one document"
 
@@ -69,6 +70,8 @@ def _notes(config: Config) -> Iterator[str]:
         yield _COMPILES
     if config.data.packing == "documents":
         yield _DOCUMENTS
+    if config.parallel.capture:
+        yield _CAPTURED
 
 
 def estimate_module(
