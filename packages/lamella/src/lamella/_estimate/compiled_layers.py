@@ -96,7 +96,10 @@ class _Graphs:
 
     def _traced(self, names: Sequence[str], others: Sequence[Any], places: Sequence[bool], spec: Any) -> Any:
         # Here, since inductor takes seconds to import.
-        from functorch.compile import aot_function, min_cut_rematerialization_partition
+        from functorch.compile import (  # type: ignore[import-untyped]
+            aot_function,
+            min_cut_rematerialization_partition,
+        )
         from torch._inductor.decomposition import select_decomp_table
 
         def layer_of(*tensors: torch.Tensor) -> Any:
@@ -114,7 +117,7 @@ class _Graphs:
             decompositions=select_decomp_table(),
         )
 
-    def _compiled(self, graph: fx.GraphModule, _: Any) -> Callable[..., Any]:
+    def _compiled(self, graph: fx.GraphModule, _: Any) -> Any:
         from functorch.compile import make_boxed_func
 
         # An interpreter a run: it refers to its outputs until it goes.
