@@ -136,7 +136,8 @@ def fully_shard(
     axes, strategy = strategy_of(options.placements, axes)
     _check_stage(strategy, reshard_after_forward)
     policy = as_policy(mp_policy)
-    owners = [inner for _, inner in own_modules(modules)]
+    # Without scripted modules, which take no hooks: all of their parameters are ignored, or `candidates_of` refuses.
+    owners = [inner for _, inner in own_modules(modules) if not isinstance(inner, torch.jit.ScriptModule)]
     device = _device_of(axes.mesh)
     keep_fn = as_keep_fn(options.keep_together)
     candidates = candidates_of(modules, ignored_params or set(), axes, shard_placement_fn, keep_fn, policy)
