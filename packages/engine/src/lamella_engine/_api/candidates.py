@@ -59,9 +59,9 @@ def candidates_of(
                 continue
             if isinstance(inner, torch.jit.ScriptModule):
                 raise ValueError(
-                    f"Expected {prefix + name!r} to be in a module of Python, got {type(inner).__name__}, whose compiled "
-                    "code takes no shards. Shard the module before scripting, use torch.compile in its place, or leave "
-                    "its parameters out by `ignored_params`."
+                    f"Expected {prefix + name!r} to be in a module of Python, got {type(inner).__name__}, whose "
+                    "compiled code takes no shards. Use torch.compile in place of scripting, or leave the module's "
+                    "parameters out by `ignored_params`."
                 )
             if getattr(inner, "sparse", False):
                 raise ValueError(

@@ -107,9 +107,10 @@ def fully_shard(
     Raises:
         ValueError: No modules, or one twice; a module has no forward, was sharded before, or a part of the module by
             torch's own FSDP2; the module is inside a unit already, or shares a parameter with another unit; a parameter
-            is 0-D or has no shape yet (lazy modules), its gradient would be sparse or has hooks already, or an object
-            that is no module keeps the parameter too; the mesh or `dp_mesh_dims` name no data axes;
-            `shard_placement_fn` returns an unknown value; `placements` do not fit the mesh or `reshard_after_forward`;
+            is 0-D or has no shape yet (lazy modules), its gradient would be sparse or has hooks already, a scripted
+            module holds the parameter, or an object that is no module keeps the parameter too; the mesh or
+            `dp_mesh_dims` name no data axes; `shard_placement_fn` returns an unknown value; `placements` do not fit the
+            mesh or `reshard_after_forward`;
             a unit below has another value in a field of `options` that belongs to the tree; a parameter's class defines
             only one of `fsdp_pre_all_gather` and `fsdp_post_all_gather`, or takes other arguments; a parameter that a
             module reads directly (`declare_reads`) is missing, or cannot be gathered with the module.
