@@ -23,6 +23,7 @@ from lamella_engine.extending import unit_of
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 _COMPILED = "compiled layers are estimated as eager ones, which save more for backward: an upper bound"
+_CAPTURED = "the graph of --capture keeps the memory of a step: the memory of a validation comes on top"
 _COMPILES = "a run of so many steps compiles the layers of this model by default (--no-compile): an upper bound"
 _DOCUMENTS = "a sequence is estimated as one document"
 
@@ -71,6 +72,8 @@ def _notes(config: Config) -> Iterator[str]:
             yield _COMPILES
     if config.data.packing == "documents":
         yield _DOCUMENTS
+    if config.parallel.capture:
+        yield _CAPTURED
 
 
 def estimate_module(

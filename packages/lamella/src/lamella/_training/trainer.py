@@ -176,6 +176,8 @@ class Trainer:
 
     def _step(self, step: int) -> FinishedStep:
         batch, num_targets = self._batch(step), self._batches.num_targets(step)
+        if self._config.parallel.capture:
+            self._saves.wait_staged()
         return self._steps.run(step, batch, num_targets, lambda: self._agreement.ask(self._requests.signum))
 
     def _is_due(self, step: int) -> bool:
