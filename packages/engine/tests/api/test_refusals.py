@@ -159,7 +159,7 @@ def test_a_scripted_modules_parameters_are_refused_by_name_and_may_be_left_out()
     def build() -> nn.Sequential:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # torch's, of scripting
-            scripted = torch.jit.script(nn.Sequential(nn.Linear(2, 2)))  # type: ignore[no-untyped-call]
+            scripted = torch.jit.script(nn.Sequential(nn.Linear(2, 2)))
         return nn.Sequential(nn.Linear(2, 2), scripted)
 
     def check() -> None:
