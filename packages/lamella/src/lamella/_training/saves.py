@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from lamella._processes.agreement import agreed_failure
+from lamella._processes.agreement import agreed_error, agreed_failure
 from lamella._processes.endings import LossNotFiniteError, StorageError
 from lamella._record.output import one_line
 from lamella._record.run_directory import RunDirectory
@@ -62,11 +62,13 @@ class Saves:
 
         Raises:
             LossNotFiniteError: A weight is not finite.
-            StorageError: The checkpoint cannot be written.
+            StorageError: The checkpoint cannot be written, or the run's folder was moved or removed.
 
         Effects: collective over all ranks; waits for the previous save.
         """
         self._check_weights(step)
+        if (refusal := agreed_error(self._refuse_moved_folder(step))) is not None:
+            raise StorageError(refusal)
         failure = agreed_failure(self.settle())
         if failure is not None:
             say(f"{failure} Saving step {step} in its place.")
@@ -112,6 +114,14 @@ class Saves:
         """Return one line on an unwritable file, with the free space a checkpoint needs and the way to resume."""
         is_present = self._directory.config.is_file()  # written before the first step
         return self._refusal(name, reason, self._directory.root, "--run-dir", is_present=is_present)
+
+    def _refuse_moved_folder(self, step: int) -> str | None:
+        """Return one line where the run's folder is no longer at its path; None where it is."""
+        # A save that had begun before the move makes the path anew, and the records from then on would follow there:
+        # the run would end well, in two halves.
+        if self._directory.config.is_file():
+            return None
+        return self.cannot_write(f"the checkpoint of step {step}", f"no {self._directory.config.name} there")
 
     def _cannot_save(self, step: int, reason: str) -> str:
         """Return the line of `cannot_write` on a checkpoint, which may lie in a folder of its own."""
