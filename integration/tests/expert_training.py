@@ -130,7 +130,8 @@ def plain_step(model: nn.Module, batches: list[Batch]) -> list[torch.Tensor]:
 
 def scheduled_step(model: nn.Module, batches: list[Batch], device: str = "cpu") -> list[torch.Tensor]:
     """The forward of each microbatch beside the backward before."""
-    layers = list(cast(Any, model).model.layers)
-    residence = UnitResidence(model, layers)
+    # With a stage of their own a layer's experts are a unit inside the layer's.
+    units = [[m for m in layer.modules() if isinstance(m, FSDPModule)] for layer in cast(Any, model).model.layers]
+    residence = UnitResidence(model, cast(Any, units))
     chunks = [chunk(model, **batch, scale=1 / len(batches)) for batch in batches]
     return run(chunks, residence=residence, device=device)

@@ -57,7 +57,6 @@ def test_every_slot_of_a_stage_in_the_middle_has_a_price() -> None:
 def test_a_row_tells_how_far_the_prediction_was_off() -> None:
     row = PipelineRow(
         schedule="1F1B",
-        num_groups=2,
         num_stages=2,
         predicted_ms=100.0,
         idle=0.125,
@@ -70,23 +69,20 @@ def test_a_row_tells_how_far_the_prediction_was_off() -> None:
         gib=3.0,
         loss=5.0,
     )
-    expected = (
-        "| 1F1B | two groups | 2 | 12.5% | 100.0 | 104.0 | +4.0% | 103.0 to 105.0 | 1.010 / 1.020 | 3.0 | 5.00000 |"
-    )
+    expected = "| 1F1B | 2 | 12.5% | 100.0 | 104.0 | +4.0% | 103.0 to 105.0 | 1.010 / 1.020 | 3.0 | 5.00000 |"
     assert expected in table([row]).splitlines()
 
 
 @pytest.mark.gpu2
 @pytest.mark.filterwarnings("ignore:.*unbatched P2P op")
 def test_two_gpus_have_the_losses_of_one_order_under_all() -> None:
-    """Over NCCL, with one group of messages and with two."""
     rows = run_ranks(_rows, 2, "cuda", device="cuda")[0]
     assert [row.loss for row in rows] == pytest.approx([rows[0].loss] * len(rows), rel=1e-6)
 
 
 def test_two_cpu_ranks_have_the_losses_of_one_order_under_all() -> None:
     rows = run_ranks(_rows, 2, "cpu")[0]
-    assert [(row.schedule, row.num_groups) for row in rows] == [(name, num) for name in SCHEDULES for num in (2, 1)]
+    assert [row.schedule for row in rows] == list(SCHEDULES)
     assert {row.loss for row in rows} == {rows[0].loss}
     assert all(row.predicted_ms > 0 and row.measured_ms > 0 for row in rows)
     assert all(0 < row.idle < 1 for row in rows)

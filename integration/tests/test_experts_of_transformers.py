@@ -24,6 +24,7 @@ from lamella_engine import (
     fully_shard,
     quantization_errors,
 )
+from lamella_engine.testing import held_nbytes
 from lamella_precision import Float8Recipe, MXFP8Recipe, QuantizedWeight, matrices_of
 from lamella_testing import run_ranks
 from lamella_transformers.experts import chunk, shard_with_experts, spread_experts
@@ -56,8 +57,11 @@ def _alone(family: str, num_ranks: int) -> list[list[torch.Tensor]]:
     return losses
 
 
-def _train(family: str, is_scheduled: bool, stage: Any, experts: str = "eager") -> list[torch.Tensor]:
-    model = sharded(moe(family, experts), 2, options=ShardingOptions(placements=stage))
+def _train(
+    family: str, is_scheduled: bool, stage: Any, experts: str = "eager", *, expert_stage: Any = None
+) -> list[torch.Tensor]:
+    options = ShardingOptions(placements=stage)
+    model = sharded(moe(family, experts), 2, options=options, expert_stage=expert_stage)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     losses = []
     for _ in range(STEPS):
@@ -95,6 +99,29 @@ def test_scheduled_bits_equal_the_models_own_forward(family: str, stage: Any, nu
         assert num_unequal == 0
         torch.testing.assert_close(losses, expected_losses, rtol=1e-6, atol=1e-6)
         assert all(abs(losses[i] - losses[-MICROBATCHES:][i]) > 1e-3 for i in range(MICROBATCHES)), "nothing changed"
+
+
+@pytest.mark.parametrize(("stage", "expert_stage"), [(ZERO3, ZERO1), (ZERO1, ZERO3)], ids=["stay", "go"])
+def test_experts_in_a_stage_of_their_own_train_as_in_the_stage_of_their_layer(stage: Any, expert_stage: Any) -> None:
+    def on_each_rank() -> bool:
+        expected = _train("qwen3_moe", False, stage)
+        plain, scheduled = (_train("qwen3_moe", how, stage, expert_stage=expert_stage) for how in (False, True))
+        torch.testing.assert_close(plain, expected, rtol=1e-5, atol=1e-6)  # sums of microbatches round differently
+        return all(torch.equal(a, b) for a, b in zip(plain, scheduled, strict=True))
+
+    def present() -> dict[str, int]:
+        """Unsharded bytes of units between steps."""
+        options = ShardingOptions(placements=stage)
+        model = sharded(moe("qwen3_moe"), 2, options=options, expert_stage=expert_stage)
+        plain_step(model, batches_of(dist.get_rank()))
+        return held_nbytes(model)
+
+    assert run_ranks(on_each_rank, 4) == [True] * 4
+    [held, *_] = run_ranks(present, 4)
+    layers = {"model.layers.0", "model.layers.1", "model.layers.2"}
+    experts = {"model.layers.0.mlp.experts", "model.layers.2.mlp.experts"}
+    staying, freed = (experts, layers) if expert_stage is ZERO1 else (layers, experts)
+    assert staying <= held.keys() and not freed & held.keys()
 
 
 def test_more_ranks_than_experts_cut_within_each_expert() -> None:

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint import FileSystemReader  # type: ignore[attr-d
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from lamella_checkpoint import load, save
 from lamella_engine import DDP, HFSDP, HSDP, ZERO1, ZERO2, ZERO3, Rows, ShardingOptions, fully_shard
@@ -105,6 +106,36 @@ def test_every_stage_and_layout_is_stored_once_and_read_by_plain_torch_and_by_an
         assert all(torch.equal(got[name], expected[name]) for name in expected), way
         _assert_stored_once(path)
     assert all(run_ranks(load_in_the_next, 4)[0])
+
+
+def _tensor_parallel(shape: tuple[int, ...], placements: Any, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("outer", "inner", "model"))
+    model = nn.Sequential(nn.Linear(3, 16), nn.Tanh(), nn.Linear(16, 4))
+    parallelize_module(model, mesh["model"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["outer", "inner"], options=ShardingOptions(placements=placements))
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def test_tensor_parallel_main_weights_on_two_data_axes_are_stored_once_and_read_on_other_meshes(tmp_path: Path) -> None:
+    def train_and_save() -> dict[str, torch.Tensor]:
+        training = _tensor_parallel((2, 2, 2), (HFSDP, ZERO3), seed=1)
+        weight = training[0].get_parameter("0.weight")
+        assert isinstance(weight, DTensor) and 8 * weight.to_local().numel() == weight.numel()
+        _step(*training)
+        save(tmp_path / "saved", model=training[0], optimizer=training[1])
+        return _state(*training)
+
+    def load_on(shape: tuple[int, ...], placements: Any) -> dict[str, torch.Tensor]:
+        training = _tensor_parallel(shape, placements, seed=2)
+        load(tmp_path / "saved", model=training[0], optimizer=training[1])
+        return _state(*training)
+
+    expected = run_ranks(train_and_save, 8)[0]
+    _assert_stored_once(tmp_path / "saved")
+    for shape, placements in [((2, 1, 2), (HFSDP, ZERO3)), ((1, 2, 1), (HFSDP, ZERO3)), ((2, 1, 1), (HSDP, ZERO3))]:
+        state = run_ranks(load_on, prod(shape), shape, placements)[0]
+        assert all(torch.equal(state[name], tensor) for name, tensor in expected.items())
 
 
 def _assert_stored_once(path: Path) -> None:

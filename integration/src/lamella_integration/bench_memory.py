@@ -4,8 +4,10 @@
 
 A grid of hand settings runs first, without a limit. Meanwhile a process without a GPU chooses options for each
 budget: a share of the estimated peak without options. Then, for each budget, the choice and the fastest hand setting
-whose measured peak fits take turns; with `--hold`, the caching allocator is held to the budget, and a run that needs
-more fails. All rows run in the same processes, one after another. `--device cpu --tiny` is a trial.
+whose measured peak fits take turns; with `--hold`, the caching allocator is held to the budget, a run that needs more
+fails, and each runs once, in processes of its own: windows of copy engines last as long as a process, and a row's would
+be taken from the next row's budget. All other rows run in the same processes, one after another. `--device cpu --tiny`
+is a trial.
 """
 
 import argparse
@@ -235,14 +237,17 @@ def _compare(
         _measure(budget.by_hand, ranks, options, limit_nbytes)
         if budget.by_hand.step_seconds:
             break  # Segments of a setting whose peak fits may still exceed the budget.
-    for turn in range(_NUM_TURNS):
+    num_turns = 1 if options.hold else _NUM_TURNS
+    for turn in range(num_turns):
         _measure(budget.chosen, ranks, options, limit_nbytes)
-        if turn + 1 < _NUM_TURNS and budget.by_hand.step_seconds:
+        if turn + 1 < num_turns and budget.by_hand.step_seconds:
             _measure(budget.by_hand, ranks, options, limit_nbytes)
     print(budget.line(), flush=True)
 
 
 def _measure(setting: Setting, ranks: Ranks, options: argparse.Namespace, limit_nbytes: int | None = None) -> None:
+    if limit_nbytes is not None:
+        ranks.stop()
     measurement = ranks.measure(f"{options.model} {setting.flags}".strip(), limit_nbytes)
     setting.errors += measurement.errors
     if not measurement.records:

@@ -6,8 +6,7 @@ The simulation has two kinds of prices, both measured before the steps: of each 
 pipeline (`stage_times`), and of a message between the first two ranks. A step is forward and backward of all
 microbatches, without an optimizer; a time is the median of the steps, from a barrier to the last kernel of the slowest
 rank. *Slots* is the time of the slots inside a step over the price of the slots, a rank each: above 1 kernels of
-messages, or a lower clock, slow compute down. *One group* sends both ways over one process group, whose messages wait
-for each other over NCCL.
+messages, or a lower clock, slow compute down.
 """
 
 import argparse
@@ -51,7 +50,6 @@ class PipelineRow:
 
     Attributes:
         schedule: Name of the order.
-        num_groups: Number of process groups that carry messages: 2 for one each way.
         num_stages: Number of stages.
         predicted_ms: The simulation's total.
         idle: The simulation's share of time without compute, a mean over ranks.
@@ -66,7 +64,6 @@ class PipelineRow:
     """
 
     schedule: str
-    num_groups: int
     num_stages: int
     predicted_ms: float
     idle: float
@@ -99,22 +96,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def measure(options: argparse.Namespace, device: torch.device) -> list[PipelineRow]:
-    """Measure each order with each number of groups.
+    """Measure each order.
 
     Effects: collective over all ranks; the first rank prints the rows, and appends them to `options.out`.
     """
-    back_groups = {1: None, 2: dist.new_group()}
     _print_line(_title(device))
     rows = []
     for schedule in options.schedules:
         bench = _Bench(schedule, options, device)
-        for num_groups in options.groups:
-            rows.append(bench.row(num_groups, back_groups[num_groups]))
-            line = json.dumps(asdict(rows[-1]))
-            _print_line(line)
-            if options.out is not None and dist.get_rank() == 0:
-                with options.out.open("a", encoding="utf-8") as file:
-                    file.write(line + "\n")
+        rows.append(bench.row())
+        line = json.dumps(asdict(rows[-1]))
+        _print_line(line)
+        if options.out is not None and dist.get_rank() == 0:
+            with options.out.open("a", encoding="utf-8") as file:
+                file.write(line + "\n")
         del bench
         gc.collect()
         if device.type == "cuda":
@@ -132,7 +127,6 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="lamella_integration.bench_pipeline", description=__doc__.split("\n")[0])
     add = parser.add_argument
     add("--schedules", nargs="+", choices=SCHEDULES, metavar="NAME", default=SCHEDULES, help=", ".join(SCHEDULES))
-    add("--groups", nargs="+", type=int, choices=(1, 2), default=[2, 1], help="process groups of messages")
     add("--microbatches", type=int, default=8)
     add("--layers", type=int, default=16)
     add("--dim", type=int, default=4096)
@@ -173,7 +167,7 @@ class _Bench:
         self._prices, self._plans, self._host_ms = self._measure_prices(options.repetitions)
         self._message_ms = message_ms(self._border)
 
-    def row(self, num_groups: int, back_group: dist.ProcessGroup | None) -> PipelineRow:
+    def row(self) -> PipelineRow:
         """Take the steps. Effects: collective over all ranks."""
         timeline = self._simulate()
         if self._device.type == "cuda":
@@ -181,7 +175,7 @@ class _Bench:
         measured, losses = [], [torch.zeros(())]
         for step in range(_WARMUP_STEPS + self._num_steps):
             begin = self._synchronize()
-            losses = self._step(back_group)
+            losses = self._step()
             if self._device.type == "cuda":
                 torch.cuda.synchronize()
             if step >= _WARMUP_STEPS:
@@ -189,25 +183,24 @@ class _Bench:
         peak = torch.cuda.max_memory_allocated() / 2**30 if self._device.type == "cuda" else 0.0
         return PipelineRow(
             schedule=self._schedule,
-            num_groups=num_groups,
             num_stages=self._pipeline.num_stages,
             predicted_ms=timeline.total,
             idle=timeline.bubble,
             measured_ms=statistics.median(measured),
             least_ms=min(measured),
             most_ms=max(measured),
-            slot_ratios=self._slot_ratios(back_group, timeline),
+            slot_ratios=self._slot_ratios(timeline),
             message_ms=self._message_ms,
             host_ms=self._host_ms,
             gib=_largest(peak, self._device),
             loss=_largest(float(sum(losses)) if losses else 0.0, self._device),
         )
 
-    def _step(self, back_group: dist.ProcessGroup | None, **options: Any) -> list[torch.Tensor]:
+    def _step(self, **options: Any) -> list[torch.Tensor]:
         for stage in self._stages.values():
             stage.zero_grad()
         borders = [self._border.to("meta")]
-        return run_pipeline(self._pipeline, self._chunk, borders, back_group=back_group, device=self._device, **options)
+        return run_pipeline(self._pipeline, self._chunk, borders, device=self._device, **options)
 
     def _chunk(self, stage: int, microbatch: int) -> ModelChunk:
         return self._stages[stage].chunk(*self._batches[microbatch], 1 / len(self._batches))
@@ -248,10 +241,10 @@ class _Bench:
         events = pipeline_events(self._pipeline, self._plans)
         return simulate_pipeline(events, self._price, host=self._host_ms, send=self._message_ms)
 
-    def _slot_ratios(self, back_group: dist.ProcessGroup | None, timeline: PipelineTimeline) -> tuple[float, ...]:
+    def _slot_ratios(self, timeline: PipelineTimeline) -> tuple[float, ...]:
         """One more step under a stopwatch, by rank."""
         watch = Stopwatch(self._device)
-        self._step(back_group, around=watch)
+        self._step(around=watch)
         measured = sum(span.stop - span.start for span in watch.timeline.spans)
         gathered: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, measured)
@@ -277,9 +270,9 @@ def _largest(number: float, device: torch.device) -> float:
 
 def table(rows: Sequence[PipelineRow]) -> str:
     """The rows as a table for a page."""
-    head = ["order", "messages", "stages", "idle, predicted", "predicted ms", "measured ms", "difference", "range ms"]
+    head = ["order", "stages", "idle, predicted", "predicted ms", "measured ms", "difference", "range ms"]
     head += ["slots", "peak GiB", "loss"]
-    lines = ["| " + " | ".join(head) + " |", "|---|---|" + "--:|" * (len(head) - 2)]
+    lines = ["| " + " | ".join(head) + " |", "|---|" + "--:|" * (len(head) - 1)]
     lines += ["| " + " | ".join(_cells(row)) + " |" for row in rows]
     if rows:
         lines += ["", f"A message takes {rows[0].message_ms:.3f} ms, the host {rows[0].host_ms * 1e3:.0f} us a slot."]
@@ -289,7 +282,6 @@ def table(rows: Sequence[PipelineRow]) -> str:
 def _cells(row: PipelineRow) -> list[str]:
     return [
         row.schedule,
-        "two groups" if row.num_groups == 2 else "one group",
         str(row.num_stages),
         f"{row.idle:.1%}",
         f"{row.predicted_ms:.1f}",

@@ -27,6 +27,7 @@ class VariantRow(ABC):
 
 
 RowT = TypeVar("RowT", bound=VariantRow)
+_GRACE_S = 60.0  # torchrun kills ranks that do not end within half of it
 
 
 def measured(
@@ -38,7 +39,7 @@ def measured(
 
     Args:
         variants: The variants, in order.
-        measure: Runs one variant's program. RuntimeError and `subprocess.TimeoutExpired` are failures of the variant.
+        measure: Runs one variant's program. A RuntimeError is a failure of the variant.
         columns: The heads of the table; the first column is text, the rest are numbers.
         out: File for the rows as JSON, written anew after each row: a call that is cut off leaves the rows so far.
 
@@ -49,7 +50,7 @@ def measured(
     for variant in variants:
         try:
             row = measure(variant)
-        except (RuntimeError, subprocess.TimeoutExpired) as error:
+        except RuntimeError as error:
             print(f"{variant}: {error}", flush=True)
             continue
         rows.append(row)
@@ -65,12 +66,25 @@ def output_of(command: Sequence[str], timeout: float) -> str:
     """Run a command and return its standard output.
 
     Raises:
-        RuntimeError: The command fails; with its last lines.
-        subprocess.TimeoutExpired: The command runs for more than `timeout` seconds.
+        RuntimeError: The command fails, or runs for more than `timeout` seconds; with its last lines.
+
+    Effects: a command out of time is told to terminate, by which torchrun ends its ranks: killed, it would leave them
+        on the GPUs, beside the next variant. A minute later it is killed.
     """
-    process = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
-    if process.returncode:
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        stdout, stderr = process.communicate(timeout=timeout)
+        failure = f"exit {process.returncode}" if process.returncode else ""
+    except subprocess.TimeoutExpired:
+        process.terminate()
+        try:
+            stdout, stderr = process.communicate(timeout=_GRACE_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            stdout, stderr = process.communicate()
+        failure = f"no end after {timeout:.0f} s"
+    if failure:
         # Before the lines of torchrun's own traceback, which say nothing of the rank's.
-        output, *_ = (process.stdout + process.stderr).partition("ChildFailedError")
-        raise RuntimeError(f"exit {process.returncode}: " + "\n    ".join(output.strip().splitlines()[-40:]))
-    return process.stdout
+        output, *_ = (stdout + stderr).partition("ChildFailedError")
+        raise RuntimeError(f"{failure}: " + "\n    ".join(output.strip().splitlines()[-80:]))
+    return stdout

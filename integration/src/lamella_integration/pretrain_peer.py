@@ -3,8 +3,10 @@
 `torchrun --nproc-per-node 2 -m lamella_integration.pretrain_peer PROGRAM ENGINE [flags of Megatron-LM]`
 """
 
+import faulthandler
 import json
 import runpy
+import signal
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -18,6 +20,7 @@ _GIB = 1 << 30
 
 def main() -> None:
     """Run the program; rank 0 prints the largest rank's peaks, in GiB. Effects: all-reduce over all ranks."""
+    faulthandler.register(signal.SIGTERM, chain=True)  # A run out of time shows where each rank waited.
     program, engine, *flags = sys.argv[1:]
     if engine != "lamella":  # The programs install lamella by one call of this name.
         vars(import_module("lamella_megatron"))["install"] = lambda: None

@@ -11,11 +11,13 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import lamella_buffers
-from lamella_buffers import WindowAllocator, _copy_engines, copy_engines_of
+from lamella_buffers import FAKE_GPUS, WindowAllocator, _copy_engines, copy_engines_of
 from lamella_buffers._copy_engines import _host
 from lamella_buffers._driver import DriverError
+from lamella_buffers._fake_copy_engines import FakeWindowAllocator
 from lamella_buffers._windows import over_ranks
 from lamella_buffers.testing import check_allocator
 from lamella_testing import run_ranks
@@ -53,6 +55,36 @@ def _freed(allocator: WindowAllocator, nbytes: int) -> torch.Tensor:
 
 def test_it_is_an_allocator() -> None:
     check_allocator(_allocator()[0])
+
+
+def test_fake_windows_take_their_bytes_whether_lent_or_idle() -> None:
+    allocator = FakeWindowAllocator(CPU)
+    check_allocator(allocator)
+    allocator = FakeWindowAllocator(CPU)
+    large, small = _freed(allocator, 12 * MIB), _freed(allocator, 3 * MIB)
+    taken = []
+    for change in (allocator.allocate, allocator.free):
+        for buffer in (large, small):
+            change(buffer)
+            lent = sum(one.untyped_storage().nbytes() for one in (large, small))
+            taken.append(lent + sum(window.idle.untyped_storage().nbytes() for window in allocator.windows))
+    assert [window.nbytes for window in allocator.windows] == [12 * MIB, 10 * MIB]
+    assert taken == [12 * MIB, *[22 * MIB] * 3]
+    allocator.allocate(small)
+    assert [window.idle.untyped_storage().nbytes() for window in allocator.windows] == [12 * MIB, 7 * MIB]
+
+
+def test_fake_gpus_of_one_host_have_engines_of_one_set_of_windows() -> None:
+    for num_ranks, has_engines in ((8, True), (16, False)):
+        dist.init_process_group(FAKE_GPUS, store=FakeStore(), rank=0, world_size=num_ranks)
+        try:
+            world = dist.group.WORLD
+            assert world is not None
+            engines = [copy_engines_of(world) for _ in range(2)]
+            allocators = {engine.allocator for engine in engines if engine is not None}
+            assert len(allocators) == has_engines
+        finally:
+            dist.destroy_process_group()
 
 
 def test_a_window_serves_one_buffer_after_another() -> None:

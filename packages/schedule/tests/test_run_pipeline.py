@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -97,35 +96,6 @@ def test_four_ranks_train_as_one_under_every_schedule(is_delayed: bool) -> None:
         return unequal
 
     assert run_ranks(on_each_rank, 4) == [[]] * 4
-
-
-def test_messages_to_ranks_before_have_a_group_of_their_own() -> None:
-    ours = pipeline("Interleaved1F1B", 2, MICROBATCHES)
-
-    def on_each_rank() -> tuple[bool, bool]:
-        back_group = dist.new_group()
-        send, receive, groups = dist.isend, dist.irecv, []
-
-        def noted(call: Callable[..., Any]) -> Callable[..., Any]:
-            def pass_on(tensor: torch.Tensor, group: Any = None, **options: Any) -> Any:
-                is_sent = "group_dst" in options
-                peer = options["group_dst" if is_sent else "group_src"]
-                downwards = (peer > dist.get_rank()) == is_sent
-                groups.append((downwards, group is back_group))
-                return call(tensor, group=group, **options)
-
-            return pass_on
-
-        expected, _ = _piped(ours, True)
-        with patch.object(dist, "isend", noted(send)), patch.object(dist, "irecv", noted(receive)):
-            losses, _ = _piped(ours, True, back_group=back_group)
-        is_equal = all(torch.equal(a, b) for a, b in zip(expected, losses, strict=True))
-        alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
-        words = r"`back_group` of the ranks of `group`, \[0, 1\], got a group of ranks"
-        _refused(lambda chunk: run_pipeline(ours, chunk, BORDERS, back_group=alone), words)
-        return is_equal, set(groups) == {(True, False), (False, True)}
-
-    assert run_ranks(on_each_rank, 2) == [(True, True)] * 2
 
 
 def test_events_run_in_the_order_of_the_data() -> None:

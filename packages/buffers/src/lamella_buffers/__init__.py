@@ -13,6 +13,7 @@ from lamella_buffers._copy_engines import CopyEngineTransport as CopyEngineTrans
 from lamella_buffers._copy_engines import copy_engines_of as copy_engines_of
 from lamella_buffers._fake_collectives import FakeCollective as FakeCollective
 from lamella_buffers._fake_collectives import fake_collectives as fake_collectives
+from lamella_buffers._fake_copy_engines import FakeCopyEngineTransport as FakeCopyEngineTransport
 from lamella_buffers._memory import swap_memory as swap_memory
 from lamella_buffers._payload import Payload as Payload
 from lamella_buffers._payload import by_dtype as by_dtype
@@ -27,7 +28,6 @@ from lamella_buffers._redistribute import plain_values as plain_values
 from lamella_buffers._redistribute import reduce_scatter as reduce_scatter
 from lamella_buffers._transport import FAKE_GPUS as FAKE_GPUS
 from lamella_buffers._transport import Done as Done
-from lamella_buffers._transport import FakeCopyEngineTransport as FakeCopyEngineTransport
 from lamella_buffers._transport import FakeTransport as FakeTransport
 from lamella_buffers._transport import GlooTransport as GlooTransport
 from lamella_buffers._transport import LocalTransport as LocalTransport

@@ -24,8 +24,18 @@ import torch.distributed as dist
 
 from lamella_buffers import _driver as driver
 from lamella_buffers._exchange import add_up, arrivals_numel, places_for
+from lamella_buffers._fake_copy_engines import fake_copy_engines_of
 from lamella_buffers._payload import Payload, Payloads
-from lamella_buffers._transport import Done, NcclTransport, Pending, ReduceOp, copy_missing
+from lamella_buffers._transport import (
+    FAKE_GPUS,
+    Done,
+    NcclTransport,
+    Pending,
+    ReduceOp,
+    Transport,
+    copy_missing,
+    spans_fake_hosts,
+)
 from lamella_buffers._windows import SMALL, PeerWindow, WindowAllocator, new_peer_window, over_ranks
 
 _FLAG_NBYTES = 4
@@ -477,7 +487,7 @@ class CopyEngines:
     """Copy-engine gathers and reductions of a group: memory (`allocator`) and calls (`transport`)."""
 
     allocator: WindowAllocator
-    transport: CopyEngineTransport
+    transport: Transport
 
 
 # The process's: engines hold their group, so entries stay until the process ends. Freed earlier, memory mapped by peers
@@ -491,10 +501,15 @@ def copy_engines_of(group: dist.ProcessGroup) -> CopyEngines | None:
     Available over NCCL if all ranks share a host and can map their peers' memory. Torch's expandable segments and
     `backend:cudaMallocAsync` prevent mapping, `max_split_size_mb` prevents use of the windows, and NCCL_P2P_DISABLE is
     respected. Each group has a single object; object and windows stay until the process ends, unaffected by
-    `torch.cuda.empty_cache()`.
+    `torch.cuda.empty_cache()`. A group of `FAKE_GPUS` on one host has engines that take windows' memory alone.
 
     Effects: the first time, collective on the group, and the host waits for the device.
     """
+    if dist.get_backend_config(group) == FAKE_GPUS:
+        if group.size() == 1 or spans_fake_hosts(group):
+            return None
+        transport = fake_copy_engines_of(group)
+        return CopyEngines(transport.windows, transport)
     if group not in _engines:
         _engines[group] = _engines_for(group)
     return _engines[group]

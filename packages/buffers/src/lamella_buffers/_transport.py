@@ -272,8 +272,8 @@ class GlooTransport(_GroupTransport):
 class FakeTransport(_GroupTransport):
     """A group of `FAKE_GPUS`, whose other ranks do not exist: takes NCCL's memory, and moves nothing.
 
-    A step on fake tensors then allocates on one process as a step on GPUs of several hosts does. The listener of
-    `fake_collectives` hears each call.
+    A step on fake tensors then allocates on one process as a step on GPUs does. The listener of `fake_collectives`
+    hears each call.
     """
 
     def all_gather(self, payloads: Sequence[Payload]) -> Pending:
@@ -286,35 +286,30 @@ class FakeTransport(_GroupTransport):
         self._announce("reduce_scatter", [full for _, full in payloads])
 
     def _exchange(self, payloads: Sequence[Payload], op: ReduceOp) -> None:
-        """Allocate wider payloads, and free them.
+        """Allocate the memory of `NcclTransport`'s exchange, and free it: wider payloads between hosts, else arrivals.
 
-        Effects: allocates as `NcclTransport`'s exchange between hosts.
+        Effects: allocates about the bytes of the payloads' `full`, in the sum's dtype between hosts.
         """
-        self._reduce(widened(payloads), op)
+        if spans_fake_hosts(self._group):
+            self._reduce(widened(payloads), op)
+            return
+        payloads[0].full.new_empty(arrivals_numel(payloads, self.num_ranks))
+        self._announce_exchange(payloads)
 
     def all_reduce(self, tensors: Sequence[torch.Tensor], op: ReduceOp) -> Pending:
         """Leave the tensors as they are."""
         self._announce("all_reduce", tensors)
         return Done()
 
+    def _announce_exchange(self, payloads: Sequence[Payload]) -> None:
+        # Each piece of this rank's shards is read once, its own too, and the sum written once.
+        pieces_nbytes = sum(shard.numel() * full.itemsize * self.num_ranks for shard, full in payloads)
+        sums_nbytes = pieces_nbytes + sum(shard.nbytes for shard, _ in payloads)
+        self._announce("exchange", [full for _, full in payloads], sums_nbytes)
+
     def _announce(self, kind: str, wholes: Sequence[torch.Tensor], sum_nbytes: int = 0) -> None:
         ranks = tuple(dist.get_process_group_ranks(self._group))
         announce(FakeCollective(kind, sum(whole.nbytes for whole in wholes), ranks, sum_nbytes))
-
-
-class FakeCopyEngineTransport(FakeTransport):
-    """A group of `FAKE_GPUS` on one host, whose GPUs are taken to map one another's memory.
-
-    A step on fake tensors then allocates on one process as a step over `CopyEngineTransport` does.
-    """
-
-    def _exchange(self, payloads: Sequence[Payload], op: ReduceOp) -> None:
-        """Allocate a buffer for the arriving pieces, and free it."""
-        payloads[0].full.new_empty(arrivals_numel(payloads, self.num_ranks))
-        wholes = [full for _, full in payloads]
-        # Each piece of this rank's shards is read once, its own too, and the sum written once.
-        pieces_nbytes = sum(shard.numel() * full.itemsize * self.num_ranks for shard, full in payloads)
-        self._announce("exchange", wholes, pieces_nbytes + sum(shard.nbytes for shard, _ in payloads))
 
 
 class _GlooGather:
@@ -349,12 +344,13 @@ def transport_for(group: dist.ProcessGroup, device_type: str) -> Transport:
     # Not `get_backend`: for a group with a backend chosen by torch, the answer is "undefined".
     backends = dist.get_backend_config(group)
     if backends == FAKE_GPUS:  # Also for a CPU mesh: fake tensors need no GPU.
-        return FakeTransport(group) if _spans_fake_hosts(group) else FakeCopyEngineTransport(group)
+        return FakeTransport(group)
     has_nccl = device_type != "cpu" and "nccl" in backends
     return NcclTransport(group) if has_nccl else GlooTransport(group)
 
 
-def _spans_fake_hosts(group: dist.ProcessGroup) -> bool:
+def spans_fake_hosts(group: dist.ProcessGroup) -> bool:
+    """Whether a group of `FAKE_GPUS` is on several hosts."""
     if group.size() > _FAKE_GPUS_A_HOST:  # Without a list of the ranks, which each unit's call would make.
         return True
     return len({rank // _FAKE_GPUS_A_HOST for rank in dist.get_process_group_ranks(group)}) > 1

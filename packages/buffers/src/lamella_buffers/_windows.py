@@ -171,6 +171,11 @@ class PeerWindow:
         return entered
 
 
+def window_nbytes(nbytes: int) -> int:
+    """The size of a window of at least `nbytes`."""
+    return nbytes if nbytes <= SMALL else max(nbytes, _UNROUNDED)
+
+
 def new_peer_window(group: dist.ProcessGroup, nbytes: int, number: int = 0) -> PeerWindow:
     """Make a window of at least `nbytes` on the current device of every rank.
 
@@ -180,8 +185,7 @@ def new_peer_window(group: dist.ProcessGroup, nbytes: int, number: int = 0) -> P
 
     Effects: collective on the group; allocates the block for the current stream; the host waits for the device.
     """
-    if nbytes > SMALL:
-        nbytes = max(nbytes, _UNROUNDED)
+    nbytes = window_nbytes(nbytes)
     made: list[tuple[torch.cuda.MemPool, int]] = []
 
     def new_block() -> driver.Shared:

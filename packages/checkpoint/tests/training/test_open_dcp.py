@@ -167,17 +167,17 @@ def test_ranks_that_open_a_checkpoint_together_ask_for_each_file_once(
     assert sum(file.endswith(".distcp") for file in asked) == len([*(tmp_path / "saved").glob("*.distcp")]) == 1
 
 
-def test_a_file_that_one_rank_misses_is_an_error_on_every_rank(kit: Kit, tmp_path: Path) -> None:
+def test_a_file_that_one_rank_misses_is_the_same_error_on_every_rank(kit: Kit, tmp_path: Path) -> None:
     def save_sharded() -> None:
         model, _ = kit.build(sharded=True)
         save(tmp_path / "saved", model=model)
 
     def load_damaged() -> str:
         model, _ = kit.build(sharded=True)
-        with pytest.raises((CheckpointDamaged, CheckpointFailed), match="__1_0.distcp") as refusal:
+        with pytest.raises(CheckpointDamaged, match="__1_0.distcp") as refusal:
             load(tmp_path / "saved", model=model)
-        return refusal.type.__name__
+        return str(refusal.value)
 
     run_ranks(save_sharded, 2)
     (tmp_path / "saved" / "__1_0.distcp").unlink()
-    assert sorted(run_ranks(load_damaged, 2)) == ["CheckpointDamaged", "CheckpointFailed"]
+    assert len(set(run_ranks(load_damaged, 2))) == 1

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lamella_checkpoint import CheckpointFailed
+from lamella_checkpoint import CheckpointFailed, CheckpointUntrusted
 from lamella_checkpoint._base.ranks import everywhere, exchange, num_ranks, on_device_of, on_rank_zero, rank
 from lamella_testing import run_ranks
 
@@ -51,6 +51,26 @@ def test_errors_that_do_not_pickle_reach_every_rank_as_text() -> None:
 
     failures = {1: "DoesNotPickle: no pickle", 2: "DoesNotPickle: no pickle"}
     assert run_ranks(fail_on_two, 4) == [failures, "own", "own", failures]
+
+
+def test_an_error_of_the_checkpoint_is_every_ranks_but_of_those_that_failed_otherwise() -> None:
+    def work() -> None:
+        if dist.get_rank() == 0:
+            raise KeyboardInterrupt
+        if dist.get_rank() in (2, 3):
+            raise CheckpointUntrusted(f"file {dist.get_rank()}", "os.system")
+
+    def fail() -> str:
+        try:
+            everywhere("work", work)
+        except (KeyboardInterrupt, CheckpointUntrusted) as error:
+            return f"{type(error).__name__} {error}"
+        pytest.fail("worked")
+
+    interrupted, *refusals = run_ranks(fail, 4)
+    assert interrupted == "KeyboardInterrupt "
+    assert len(set(refusals)) == 1
+    assert refusals[0].startswith("CheckpointUntrusted Expected plain data in 'file 2', got os.system")
 
 
 def test_a_failure_of_rank_zeros_part_reaches_every_rank() -> None:

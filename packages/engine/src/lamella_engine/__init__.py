@@ -26,6 +26,7 @@ from lamella_engine._inspect.numerics import parameter_norms as parameter_norms
 from lamella_engine._inspect.quantization import QuantizationError as QuantizationError
 from lamella_engine._inspect.quantization import quantization_errors as quantization_errors
 from lamella_engine._inspect.scaling_state import load_scaling_state as load_scaling_state
+from lamella_engine._inspect.scaling_state import local_scaling_state as local_scaling_state
 from lamella_engine._inspect.scaling_state import scaling_state as scaling_state
 from lamella_engine._modules.handles import GradientReductionHandle as GradientReductionHandle
 from lamella_engine._modules.handles import Hold as Hold

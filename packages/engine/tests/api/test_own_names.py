@@ -161,12 +161,50 @@ def test_fsdp2s_methods_hide_a_models_own_as_in_fsdp2_with_a_warning() -> None:
     run_ranks(check, 1)
 
 
-def test_a_class_that_refuses_to_be_a_base_leaves_the_model_unchanged() -> None:
-    def refuse(cls: type, **_: object) -> None:
-        raise TypeError(f"{cls.__name__} is final")
+def test_classes_that_watch_for_their_subclasses_do_not_see_the_units_class() -> None:
+    """A registry lists models alone, and a class may demand a keyword of each subclass."""
+    registered: list[str] = []
+
+    class Registered(nn.Linear):
+        def __init_subclass__(cls, *, tag: str) -> None:
+            super().__init_subclass__()
+            registered.append(tag)
+
+    class Model(Registered, tag="model"):
+        pass
 
     def check() -> None:
-        model: Any = _module(lambda self, x: self.linear(x), __init_subclass__=refuse)()
+        model = fully_shard(Model(2, 2))
+        model(torch.ones(1, 2)).sum().backward()
+        assert isinstance(model, Model)
+        assert registered == ["model"]
+
+        class Later(Model, tag="later"):  # a model's own subclasses are registered as before
+            pass
+
+        assert registered == ["model", "later"]
+
+    run_ranks(check, 1)
+
+
+def test_a_class_that_refuses_to_be_a_base_leaves_the_model_unchanged() -> None:
+    class Final(type):
+        def __new__(cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any]) -> Final:
+            if bases != (nn.Module,):
+                raise TypeError(f"{name} is final")
+            return super().__new__(cls, name, bases, namespace)
+
+    class Model(nn.Module, metaclass=Final):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            output: torch.Tensor = self.linear(x)
+            return output
+
+    def check() -> None:
+        model = Model()
         weight = model.linear.weight
         with pytest.raises(TypeError, match="is final"):
             fully_shard(model, options=ShardingOptions())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -150,6 +151,26 @@ def test_a_dtensor_on_a_mesh_of_another_device_type_is_refused_before_it_moves()
         with pytest.raises(ValueError, match=r"mesh of cuda devices.*got cpu for DTensor and cuda for FSDP"):
             move_to([layer], gpu, gpu, set())
         assert local_of(layer.weight).device.type == "cpu"
+
+    _on_one_rank(check)
+
+
+def test_a_scripted_modules_parameters_are_refused_by_name_and_may_be_left_out() -> None:
+    def build() -> nn.Sequential:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # torch's, of scripting
+            scripted = torch.jit.script(nn.Sequential(nn.Linear(2, 2)))
+        return nn.Sequential(nn.Linear(2, 2), scripted)
+
+    def check() -> None:
+        model = build()
+        with pytest.raises(ValueError, match=r"Expected '1\.0\.weight' to be in a module of Python, got .*Script"):
+            fully_shard(model)
+        assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
+        fully_shard(model, ignored_params=set(model[1].parameters()))
+        model(torch.ones(1, 2)).sum().backward()
+        assert [isinstance(parameter.grad, DTensor) for parameter in model.parameters()] == [True] * 2 + [False] * 2
+        model.load_state_dict(model.state_dict())
 
     _on_one_rank(check)
 

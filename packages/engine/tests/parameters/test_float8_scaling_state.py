@@ -27,6 +27,7 @@ from lamella_engine import (
     MixedPrecisionPolicy,
     fully_shard,
     load_scaling_state,
+    local_scaling_state,
     quantization_errors,
     scaling_state,
 )
@@ -77,6 +78,7 @@ def test_a_state_of_ranks_with_other_parameters_is_refused_and_kept_for_each_gro
         ):
             scaling_state(model)
         state = scaling_state(model, group=mesh["shards"].get_group())
+        assert local_scaling_state(model) == state
         assert state["0.weight"][1] == [magnitude]
         again = delayed_linear(torch.full((16, 16), magnitude), mesh=mesh["shards"])
         assert load_scaling_state(again, state) == []

@@ -21,7 +21,15 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from lamella_buffers import GlooTransport
-from lamella_engine import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, fully_shard
+from lamella_engine import (
+    HFSDP,
+    ZERO3,
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
+    MixedPrecisionPolicy,
+    ShardingOptions,
+    fully_shard,
+)
 from lamella_engine.testing import named_units, record
 from lamella_testing import run_ranks
 
@@ -315,6 +323,40 @@ def test_tensor_parallel_parameters_are_sharded_within_each_ranks_part(offload_p
     run_ranks(on_each_rank, 4)
 
 
+@pytest.mark.parametrize(("shape", "num_parts"), [((2, 1, 2), 2), ((1, 2, 2), 2), ((2, 2, 2), 4)], ids=str)
+def test_tensor_parallel_main_weights_are_sharded_over_both_data_axes(shape: tuple[int, ...], num_parts: int) -> None:
+    """(HFSDP, ZERO3): each rank's part is cut by the inner axis, then by the outer one."""
+
+    def on_each_rank() -> None:
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("outer", "inner", "model"))
+        data = mesh["outer", "inner"]
+
+        def apply(model: Net) -> None:
+            for layer in model.layers:
+                parallelize_module(layer, mesh["model"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+            for module in (*model.layers, model):
+                fully_shard(module, mesh=data, options=ShardingOptions(placements=(HFSDP, ZERO3)))
+
+        reference, sharded = twins(lambda: _WideNet(), apply)
+        rows = X.chunk(shape[0] * shape[1])[mesh["outer"].get_local_rank() * shape[1] + mesh["inner"].get_local_rank()]
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in (reference, sharded)]
+        for _ in range(3):
+            for is_last in (False, True):
+                fsdp(sharded).set_is_last_backward(is_last)
+                reference(X).square().mean().backward()
+                sharded(rows).square().mean().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            _assert_equal(reference, sharded)
+        for name in ("layers.0.up.weight", "layers.1.down.weight"):
+            weight = sharded.get_parameter(name)
+            assert isinstance(weight, DTensor)
+            assert 2 * num_parts * weight.to_local().numel() == weight.numel()
+
+    run_ranks(on_each_rank, shape[0] * shape[1] * shape[2])
+
+
 class _WideNet(Net):
     """With hidden sizes divisible by two ranks, as torch's tensor parallelism requires."""
 
@@ -322,7 +364,7 @@ class _WideNet(Net):
         super().__init__(num_layers=2, dim=8)
 
     def make_layer(self, dim: int) -> nn.Module:
-        return type(super().make_layer(dim))(dim, 12)
+        return type(super().make_layer(dim))(dim, 16)
 
 
 @pytest.mark.parametrize(

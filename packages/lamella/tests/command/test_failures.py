@@ -133,6 +133,26 @@ def test_a_folder_that_is_moved_or_removed_during_the_run_ends_the_run_in_one_li
         assert f"in {str(root)!r}, got " in text and "The folder was moved or removed during the run." in text
 
 
+def test_a_folder_that_is_moved_while_a_save_makes_its_path_anew_ends_the_run_at_the_next_save(
+    config: Config, errors_of: Callable[..., list[str]]
+) -> None:
+    root = Path(str(config.run.directory))
+    moved = root.with_name("elsewhere")
+
+    def take_away(trainer: Trainer, step: int) -> None:
+        if step == 4 and trainer._rank.is_first:
+            trainer._saves.settle()
+            root.rename(moved)
+            (root / "checkpoints").mkdir(parents=True)
+
+    for text in errors_of(StorageError, take_away):
+        assert f"the checkpoint of step 6 in {str(root)!r}, got no " in text
+        assert text.endswith(
+            "The folder was moved or removed during the run. Pass its new place as --run-dir to go on."
+        )
+    assert CheckpointDirectory(moved / "checkpoints").steps() == [3]
+
+
 def test_a_folder_of_checkpoints_elsewhere_is_named_with_its_own_option(
     config: Config, errors_of: Callable[..., list[str]], tmp_path: Path
 ) -> None:

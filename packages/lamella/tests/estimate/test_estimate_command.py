@@ -82,11 +82,15 @@ def test_times_follow_the_work_of_the_step(model: Path) -> None:
     assert recorded.seconds(MemoryOptions(offload_activations=True)) > full
 
 
-def test_a_long_run_on_gpus_is_told_to_compile(model: Path) -> None:
+def test_a_long_run_on_gpus_is_estimated_as_compiled(model: Path) -> None:
     config = config_of(model, device="cuda")
     long = replace(config, optim=replace(config.optim, steps=1000))
-    assert any("--no-compile" in note for note in lamella.estimate(long).notes)
-    assert not lamella.estimate(config).notes
+    compiled, eager = lamella.estimate(long), lamella.estimate(config)
+    assert any("--no-compile" in note for note in compiled.notes)
+    assert not eager.notes
+    assert compiled.allocated_nbytes < eager.allocated_nbytes
+    recomputed = replace(long, parallel=replace(long.parallel, recompute="full"))
+    assert any("upper bound" in note for note in lamella.estimate(recomputed).notes)
 
 
 def test_a_run_out_of_memory_prints_the_estimate_and_two_options(model: Path) -> None:

@@ -39,6 +39,9 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "hfsdp": (4, {"replicate": 2, "spread_states": True}),
     "rest cpu": (2, {"rest": "cpu", "recompute": "selective"}),
     "keep budget": (2, {"keep_budget": "100KiB", "reduce": "bf16"}),
+    "full and keep budget": (2, {"recompute": "full", "keep_budget": "150KiB"}),
+    "full and keep budget and float8": (2, {"recompute": "full", "keep_budget": "150KiB", "float8": "tensor"}),
+    "full and float8": (2, {"recompute": "full", "float8": "tensor"}),
     "full and offload": (2, {"recompute": "full", "offload_activations": True}),
     "one layer": (2, {"recompute": "full", "recompute_layers": 1}),
     "float8": (2, {"float8": "tensor"}),
@@ -158,6 +161,19 @@ def test_cut_layers_and_sequences_are_refused_in_one_line(model_folder: Path, op
     flag = f"--{option.replace('_', '-')}"
     with pytest.raises(ConfigError, match=rf"^Expected an estimate without {flag}, .* got 2\. Leave {flag} out"):
         estimate_run(config_of(model_folder, 2, **{option: 2}))
+
+
+def test_idle_windows_of_one_host_are_taken_beside_the_peak(tmp_path: Path) -> None:
+    """Kept units leave their windows before the peak, and peers have mapped those: they serve nothing else."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**TINY, "hidden_size": 512, "intermediate_size": 8192, "num_hidden_layers": 4}))
+    layer_nbytes = 2 * (3 * 512 * 8192)
+    full = config_of(path, 2, device="cuda", recompute="full")
+    kept = replace(full, parallel=replace(full.parallel, keep_budget=f"{4 * layer_nbytes}"))
+    estimates = [estimate_run(config) for config in (full, kept, config_of(path, 16, device="cuda"))]
+    assert estimates[0].window_nbytes < estimates[1].window_nbytes - layer_nbytes
+    assert estimates[2].window_nbytes == 0
+    assert estimates[1].total_nbytes > estimates[1].allocated_nbytes + estimates[1].window_nbytes
 
 
 @pytest.mark.parametrize("kind", ["selective", "full"])

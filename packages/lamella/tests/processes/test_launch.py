@@ -1,6 +1,8 @@
 """A worker's death stops its peers at once, its cause is told from the consequences, and no process stays behind."""
 
 import os
+import re
+import resource
 import signal
 import socket
 import subprocess
@@ -20,6 +22,7 @@ from lamella._processes.hosts import Hosts
 from lamella._processes.launch import run_workers
 from lamella._processes.lock import LOCK_FILE, locked
 from lamella._processes.placement import STORE_VARIABLE, process_group
+from lamella.cli import main
 from lamella_testing import run_ranks
 
 DEADLINE_S = 120  # A longer process hangs, on a busy machine too.
@@ -99,6 +102,63 @@ def test_a_worker_that_is_killed_is_named_with_its_signal(tmp_path: Path) -> Non
     with pytest.raises(WorkerError, match="Rank 1 died, and the others have been stopped.\nIt was ended by SIGKILL"):
         run_workers(program(tmp_path, body), 2, 1)
     assert not any(is_alive(pid) for pid in pids(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("end", "words"),
+    [
+        ("os.abort()", r"It was ended by SIGABRT: a library gave up, .* want of memory; its last words"),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", r"It was ended by SIGSEGV: a library gave up"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", r"It was ended by SIGKILL: .* where memory runs out .*--batch-size"),
+        ("os.kill(os.getpid(), signal.SIGHUP)", r"It was ended by SIGHUP\."),
+        ("os._exit(127)", r"It left with exit code 127: the loader could not load a library, or had no memory"),
+        ("os._exit(9)", r"It left with exit code 9 and no traceback"),
+        ("raise MemoryError", r"Memory ran out, in work \(.*worker.py:\d+\)\. Give it more memory"),
+    ],
+)
+def test_a_worker_that_dies_without_a_traceback_is_told_with_its_likely_cause_in_one_line(
+    end: str, words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(WorkerError) as death:
+        run_workers(program(tmp_path, end), 1, 1)
+    headline, line = str(death.value).splitlines()
+    assert headline == "Rank 0 died, and the others have been stopped."
+    assert re.match(words, line)
+
+
+def test_limits_on_memory_are_named_where_a_worker_died_for_want_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = resource.getrlimit
+
+    def limited(kind: int) -> tuple[int, int]:
+        return (1500 << 20, resource.RLIM_INFINITY) if kind == resource.RLIMIT_AS else before(kind)
+
+    monkeypatch.setattr(resource, "getrlimit", limited)
+    limit = "Each process is limited to 1500 MiB (`ulimit -v`) of memory: raise the limit."
+    for end in ("os.abort()", 'raise RuntimeError("[enforce fail] DefaultCPUAllocator: can\'t allocate memory")'):
+        with pytest.raises(WorkerError) as death:
+            run_workers(program(tmp_path, end), 1, 1)
+        assert str(death.value).endswith(limit)
+    with pytest.raises(WorkerError) as death:
+        run_workers(program(tmp_path, 'raise RuntimeError("another")'), 1, 1)
+    assert limit not in str(death.value)
+    # Told first: in the process of the command a library may abort too, with nobody left to say why.
+    assert main(["train", "--print-config"]) == 0
+    assert f"lamella: warning: {limit} Libraries that find no memory" in capsys.readouterr().err
+
+
+def test_memory_that_runs_out_in_the_command_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def out_of_memory(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("lamella._command.main.to_toml", out_of_memory)
+    assert main(["train", "--print-config"]) == 1
+    assert re.fullmatch(
+        r"lamella: error: Memory ran out, in out_of_memory \(.*\)\. Give it more .*\n", capsys.readouterr().err
+    )
 
 
 def test_a_worker_that_exits_early_has_died(tmp_path: Path) -> None:

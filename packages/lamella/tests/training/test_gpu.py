@@ -143,10 +143,12 @@ def test_a_profile_finds_each_units_collectives_on_the_gpu(
         ["--recompute", "full", "--offload-activations"],
         ["--recompute", "selective", "--compile"],
         ["--stage", "2"],
+        ["--capture"],
+        ["--capture", "--compile", "--checkpoint-interval", "2"],
     ],
     ids=" ".join,
 )
-def test_options_that_save_memory_change_no_loss_on_gpus(
+def test_options_that_save_memory_or_time_change_no_loss_on_gpus(
     options: list[str], tmp_path: Path, num_gpus: int, fit: list[str]
 ) -> None:
     command = [*options, "--device", "cuda", "--precision", "fp32", "--ranks", str(num_gpus)]

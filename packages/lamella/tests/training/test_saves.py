@@ -19,6 +19,7 @@ def test_a_failure_that_one_rank_alone_knows_is_made_good_by_all(
 ) -> None:
     def save() -> list[str]:
         model = nn.Linear(4, 4)
+        RunDirectory(tmp_path).config.touch()  # as preparation does, before the first step
         saves = Saves(RunDirectory(tmp_path), 3, model, torch.optim.AdamW(model.parameters()))
         failure = "A checkpoint was not saved: no room." if dist.get_rank() == 1 else None
         monkeypatch.setattr(saves, "settle", lambda: failure)

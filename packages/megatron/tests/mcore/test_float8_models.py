@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from lamella_engine import local_scaling_state
+from lamella_megatron import load_checkpoint, save_checkpoint
 from lamella_testing import run_ranks
 from lamella_testing.megatron import ddp_config, seed_random_states, tiny_config, tiny_gpt, token_losses
 from lamella_testing.megatron_parity import BATCH, LEARNING_RATE, Layout
@@ -70,27 +73,32 @@ def _unsharded_losses(recipe: str, tensor_ranks: int, num_microbatches: int) -> 
     return [_step(model, optimizer, BATCH.chunk(num_microbatches)) for _ in range(NUM_STEPS)]
 
 
+def _sharded(recipe: str, *, tensor_ranks: int = 1, stage: str = "optim_grads_params") -> tuple[Any, set[str]]:
+    """The model in the wrapper, and the names of the weights that were in float8. Effects: collective."""
+    config, module = _make(recipe, tensor_ranks=tensor_ranks, float8_weights=True)
+    in_float8 = {name for name, weight in module.named_parameters() if type(weight.detach()) is not torch.Tensor}
+    training = importlib.import_module("lamella_megatron.training")
+    options = ddp_config(fp8_param_gather=True, data_parallel_sharding_strategy=stage)
+    return training.ShardedModel(config=config, ddp_config=options, module=module), in_float8
+
+
 def _assert_trains(recipe: str, num_ranks: int, *, tensor_ranks: int = 1, stage: str = "optim_grads_params") -> None:
     data_ranks = num_ranks // tensor_ranks
     expected, *_ = run_ranks(lambda: _unsharded_losses(recipe, tensor_ranks, data_ranks), tensor_ranks, device="cuda")
     assert expected[-1] < expected[0] - 0.05, f"nothing was learned: {expected}"
 
     def on_each_rank() -> None:
-        config, module = _make(recipe, tensor_ranks=tensor_ranks, float8_weights=True)
-        in_bf16 = {name for name, weight in module.named_parameters() if type(weight.detach()) is torch.Tensor}
-        training = importlib.import_module("lamella_megatron.training")
-        options = ddp_config(fp8_param_gather=True, data_parallel_sharding_strategy=stage)
-        model = training.ShardedModel(config=config, ddp_config=options, module=module)
+        model, in_float8 = _sharded(recipe, tensor_ranks=tensor_ranks, stage=stage)
         optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
         rows = BATCH.chunk(data_ranks)[dist.get_rank() // tensor_ranks]
         losses = [_step(model, optimizer, [rows]) for _ in range(NUM_STEPS)]
         # Transformer Engine's first delayed scales are 1, of units those of the weights.
         tolerance = 0.15 if recipe == "delayed" else 1e-2
         torch.testing.assert_close(losses, expected, rtol=tolerance, atol=0.0)
-        weights = dict(module.named_parameters())
-        assert all(isinstance(weight, DTensor) and weight.dtype == torch.float32 for weight in weights.values())
-        float8_names = {name.rpartition(".")[2] for name in weights.keys() - in_bf16}
-        assert float8_names == {"weight"}, "only matrices of Transformer Engine's linears are in float8"
+        weights = model.parameters()
+        assert all(isinstance(weight, DTensor) and weight.dtype == torch.float32 for weight in weights)
+        last_names = {name.rpartition(".")[2] for name in in_float8}
+        assert last_names == {"weight"}, "only matrices of Transformer Engine's linears are in float8"
 
     run_ranks(on_each_rank, num_ranks, device="cuda")
 
@@ -112,3 +120,49 @@ def test_two_gpus_train_as_one_with_weights_in_bf16(recipe: str, stage: str) -> 
 @pytest.mark.gpu2
 def test_tensor_parallel_weights_are_gathered_in_float8() -> None:
     _assert_trains("tensorwise", 2, tensor_ranks=2)
+
+
+def _scales(model: Any) -> dict[str, list[list[float]]]:
+    """Scales and past amaxes of this rank's weights, and of the activations and gradients of layers."""
+    scales = local_scaling_state(model)
+    for name, layer in model.named_modules():
+        for key, scaling in (getattr(layer, "fp8_meta", None) or {}).items():
+            if hasattr(scaling, "amax_history"):
+                scales[f"{name}.{key}"] = [scaling.scale.tolist(), *scaling.amax_history.tolist()]
+    return scales
+
+
+def _assert_goes_on(path: Path, num_ranks: int, tensor_ranks: int) -> None:
+    """A resumed model has the saved scales, to the bit, and steps from them as the model that did not stop."""
+
+    def steps(model: Any, optimizer: torch.optim.Optimizer) -> list[float]:
+        rows = BATCH.chunk(num_ranks // tensor_ranks)[dist.get_rank() // tensor_ranks]
+        return [_step(model, optimizer, [rows]) for _ in range(NUM_STEPS)]
+
+    def on_each_rank() -> None:
+        model, in_float8 = _sharded("delayed", tensor_ranks=tensor_ranks)
+        optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+        steps(model, optimizer)
+        save_checkpoint(path, model=model, optimizer=optimizer)
+        saved, expected = _scales(model), steps(model, optimizer)
+        assert in_float8 <= {name.removeprefix("module.") for name in saved}
+        assert {"scaling_fwd", "scaling_bwd"} <= {name.rpartition(".")[2] for name in saved}
+        importlib.import_module("megatron.core.parallel_state").destroy_model_parallel()
+        again, _ = _sharded("delayed", tensor_ranks=tensor_ranks)
+        optimizer = torch.optim.SGD(again.parameters(), lr=LEARNING_RATE)
+        load_checkpoint(path, model=again, optimizer=optimizer)
+        assert _scales(again) == saved
+        torch.testing.assert_close(steps(again, optimizer), expected, rtol=1e-3, atol=0.0)
+
+    run_ranks(on_each_rank, num_ranks, device="cuda")
+
+
+@pytest.mark.gpu1
+def test_delayed_scales_after_a_resume_equal_to_the_bit(tmp_path: Path) -> None:
+    _assert_goes_on(tmp_path / "saved", 1, 1)
+
+
+@pytest.mark.gpu2
+@pytest.mark.parametrize("tensor_ranks", [1, 2])
+def test_delayed_scales_of_two_gpus_equal_to_the_bit(tmp_path: Path, tensor_ranks: int) -> None:
+    _assert_goes_on(tmp_path / "saved", 2, tensor_ranks)

@@ -6,6 +6,7 @@ Layers are `M` (mamba-ssm, causal-conv1d), `*` (Transformer Engine), `E` (groupe
 from __future__ import annotations
 
 import importlib
+import os
 import re
 from collections.abc import Iterator
 from functools import cache
@@ -33,6 +34,9 @@ pytestmark = [
     pytest.mark.hybrid,
     pytest.mark.filterwarnings("ignore::Warning"),  # of megatron-core, Transformer Engine, Triton and its users
 ]
+
+# Each process of each test would try the kernels' configurations again: minutes.
+os.environ.setdefault("TRITON_CACHE_AUTOTUNING", "1")
 
 PATTERN, GROUPS = "M*EGE", "[M*E][GE]"
 VOCABULARY, LENGTH, NUM_ROWS, NUM_MICROBATCHES, NUM_STEPS = 64, 128, 4, 2, 4

@@ -24,19 +24,11 @@ class Mail:
         borders: Tensors with the shape and dtype of the values between two stages, on any device.
         group: The ranks of the pipeline, in the order of the pipeline; None for all ranks.
         device: The device of the values.
-        back_group: The same ranks, for messages to ranks before; None for `group`.
     """
 
-    def __init__(
-        self,
-        borders: Sequence[torch.Tensor],
-        group: dist.ProcessGroup | None,
-        device: torch.device,
-        back_group: dist.ProcessGroup | None = None,
-    ) -> None:
+    def __init__(self, borders: Sequence[torch.Tensor], group: dist.ProcessGroup | None, device: torch.device) -> None:
         self.borders = borders
         self._group, self._device = group, device
-        self._back_group = group if back_group is None else back_group
         self._rank = dist.get_rank(group)
         self._values: dict[Address, Tensors] = {}
         self._works: dict[Address, list[dist.Work]] = {}
@@ -77,9 +69,8 @@ class Mail:
         address = event.receiver, event.microbatch, event.phase
         values = tuple(tensor.detach().contiguous() for tensor in self._values.pop(address))
         self._sent = [message for message in self._sent if not all(work.is_completed() for work in message[0])]
-        group = self._back_group if event.peer < self._rank else self._group
         works = [
-            _work(dist.isend(tensor, group=group, group_dst=event.peer, tag=self._tag(address, i)))
+            _work(dist.isend(tensor, group=self._group, group_dst=event.peer, tag=self._tag(address, i)))
             for i, tensor in enumerate(values)
         ]
         self._sent.append((works, values))
@@ -93,9 +84,8 @@ class Mail:
         self._values[address] = tuple(
             torch.empty(border.shape, dtype=border.dtype, device=self._device) for border in self._crossing(event.phase)
         )
-        group = self._back_group if self._rank < event.peer else self._group
         self._works[address] = [
-            _work(dist.irecv(tensor, group=group, group_src=event.peer, tag=self._tag(address, i)))
+            _work(dist.irecv(tensor, group=self._group, group_src=event.peer, tag=self._tag(address, i)))
             for i, tensor in enumerate(self._values[address])
         ]
 

@@ -29,7 +29,6 @@ def run_pipeline(
     borders: Sequence[torch.Tensor],
     *,
     group: dist.ProcessGroup | None = None,
-    back_group: dist.ProcessGroup | None = None,
     residences: Mapping[int, Residence] | None = None,
     early_release: bool = False,
     ahead: int = 1,
@@ -50,8 +49,6 @@ def run_pipeline(
         borders: Tensors with the shape and dtype of the values between two stages, on any device ("meta" needs no
             memory). Tensors with a floating dtype get a gradient.
         group: The ranks of the pipeline; None for all ranks.
-        back_group: The same ranks in a second group, for messages to ranks before; None sends both ways over `group`.
-            Over NCCL the messages of a group wait for each other, so that a value may wait for a gradient.
         residences: The holders of the layers' parameters, by stage, for each stage of this rank; None for parameters
             that are always present.
         early_release: Run the backward of `PRE` before the forward of the experts, in pairs.
@@ -63,13 +60,13 @@ def run_pipeline(
         The losses, 0-D, detached, one for each microbatch; none on a rank without the last stage.
 
     Raises:
-        ValueError: The group has another number of ranks than the pipeline; `back_group` has other ranks; residences of
-            other stages than the rank's; outputs unlike the borders; a loss other than a single 0-D tensor with a
-            gradient; or layers that change from one microbatch to the next.
+        ValueError: The group has another number of ranks than the pipeline; residences of other stages than the rank's;
+            outputs unlike the borders; a loss other than a single 0-D tensor with a gradient; or layers that change
+            from one microbatch to the next.
 
-    Effects: point-to-point messages on `group` and `back_group`; compute on the current stream, all-to-alls on a second
-        stream. With gloo the host waits for each message it needs. After an exception no tensor is held and the
-        residences are dropped; other ranks wait for messages that do not come, until their timeout.
+    Effects: point-to-point messages on `group`; compute on the current stream, all-to-alls on a second stream. With
+        gloo the host waits for each message it needs. After an exception no tensor is held and the residences are
+        dropped; other ranks wait for messages that do not come, until their timeout.
     """
     num_ranks = dist.get_world_size(group)
     if num_ranks != pipeline.num_ranks:
@@ -77,7 +74,6 @@ def run_pipeline(
             f"Expected a group of {pipeline.num_ranks} ranks for the pipeline, got a group of {num_ranks}. Give the "
             "group of the pipeline's axis."
         )
-    _check_back_group(group, back_group)
     rank = dist.get_rank(group)
     stages = pipeline.stages_of(rank)
     if residences is not None and set(residences) != set(stages):
@@ -86,7 +82,7 @@ def run_pipeline(
             f"{sorted(residences)}. Give one for each stage, or None."
         )
     lanes = Lanes(device_of(device))
-    mail = Mail(borders, group, lanes.device, back_group)
+    mail = Mail(borders, group, lanes.device)
     step = _Step(pipeline, chunks, stages, lanes, mail, around or nothing_around)
     events = _events(pipeline, rank, step.plans, ahead, early_release)
     holders = dict(residences or {})
@@ -113,16 +109,6 @@ def run_pipeline(
             residence.drop()
         raise
     return step.losses
-
-
-def _check_back_group(group: dist.ProcessGroup | None, back_group: dist.ProcessGroup | None) -> None:
-    ranks = dist.get_process_group_ranks(group)
-    back_ranks = ranks if back_group is None else dist.get_process_group_ranks(back_group)
-    if back_ranks != ranks:
-        raise ValueError(
-            f"Expected `back_group` of the ranks of `group`, {ranks}, got a group of ranks {back_ranks}. Make it by "
-            f"torch.distributed.new_group({ranks})."
-        )
 
 
 Plans: TypeAlias = tuple[tuple[int, tuple[LayerPlan, ...]], ...]

@@ -6,6 +6,11 @@ Note [One verdict]
     part, and then all ranks raise. torch's own wrapper does the same but pickles the exception objects with their
     tracebacks (an unpicklable exception fails, and hangs) and raises a `BaseException`, which
     `except Exception` misses; `exchange` sends text and raises an `Exception`.
+
+Note [One error for a checkpoint]
+    A file that only one rank reads is damaged for every rank: the checkpoint's own errors, which hold text alone, are
+    sent as they are, and every rank raises the error of the lowest rank that had one. A program that falls back
+    on an earlier checkpoint after `CheckpointDamaged` would otherwise do so on one rank, and end on the others.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -15,24 +20,27 @@ from typing import NamedTuple, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from lamella_files import CheckpointFailed
+from lamella_files import CheckpointDamaged, CheckpointFailed, CheckpointMismatch
 
+_CHECKPOINTS_ERRORS = (CheckpointDamaged, CheckpointMismatch)
 Mine = TypeVar("Mine")
 Reply = TypeVar("Reply")
 
 
 class _Report(NamedTuple):
-    """A rank's report to rank 0: the result, or the reason of a failure."""
+    """A rank's report to rank 0: the result, or the reason of a failure, with the error if it is the checkpoint's."""
 
     value: object
     failure: str | None
+    checkpoints_error: Exception | None
 
 
 class _RankAnswer(NamedTuple):
-    """Rank 0's answer: the reply, or the failures by rank."""
+    """Rank 0's answer: the reply, or the failures by rank, and the error of the checkpoint that every rank raises."""
 
     value: object
     failures: Mapping[int, str]
+    checkpoints_error: Exception | None = None
 
 
 def rank() -> int:
@@ -67,20 +75,25 @@ def exchange(step: str, work: Callable[[], Mine], at_zero: Callable[[list[Mine]]
         This rank's reply.
 
     Raises:
-        CheckpointFailed: Another rank failed. A failed rank raises its own error.
+        CheckpointDamaged, CheckpointMismatch: Raised by a rank's work: by Note [One error for a checkpoint], every rank
+            raises the same error, but ranks with an error of another kind.
+        CheckpointFailed: Another rank failed in another way. A failed rank raises its own error.
 
     Effects: collective on the default group: gathers one object to rank 0 and scatters one back; nothing without a
         group.
     """
     value, error = _attempt(work)
     answers: list[_RankAnswer] | None = None
-    reports = _gather_to_zero(_Report(value, _describe(error)))
+    checkpoints_error = error if isinstance(error, _CHECKPOINTS_ERRORS) else None
+    reports = _gather_to_zero(_Report(value, _describe(error), checkpoints_error))
     if reports is not None:
         answers, error_at_zero = _answers(reports, at_zero)
         error = error or error_at_zero
     answer = _scatter_from_zero(answers)
-    if error is not None:
-        raise error
+    if error is not None and (checkpoints_error is None or str(checkpoints_error) == str(answer.checkpoints_error)):
+        raise error  # with this rank's traceback
+    if answer.checkpoints_error is not None:
+        raise answer.checkpoints_error
     if answer.failures:
         raise CheckpointFailed(step, answer.failures)
     return cast(Reply, answer.value)
@@ -130,7 +143,8 @@ def _answers(
         if replies is not None:
             return [_RankAnswer(reply, {}) for reply in replies], None
         failures = {0: str(_describe(error))}
-    return [_RankAnswer(None, failures) for _ in reports], error
+    checkpoints_error = next((report.checkpoints_error for report in reports if report.checkpoints_error), None)
+    return [_RankAnswer(None, failures, checkpoints_error) for _ in reports], error
 
 
 def _gather_to_zero(report: _Report) -> list[_Report] | None:

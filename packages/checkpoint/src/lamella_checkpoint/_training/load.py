@@ -107,9 +107,9 @@ def load(
         differed between ranks; rank 0 warns.
 
     Raises:
-        CheckpointDamaged: A file is absent, unreadable or truncated. The model is untouched, unless the damage shows
-            only in a tensor's data: then the model is undefined.
-        CheckpointFailed: Another rank failed. A failed rank raises its own error.
+        CheckpointDamaged: A file is absent, unreadable or truncated; raised on every rank, also by a file that one rank
+            reads. The model is untouched, unless the damage shows only in a tensor's data: then the model is undefined.
+        CheckpointFailed: Another rank failed in another way. A failed rank raises its own error.
         CheckpointMismatch: Names or shapes differ, names tied in the model have different values, or parameters of one
             group have different options.
         CheckpointUntrusted: A pickle holds more than plain data.
@@ -164,8 +164,8 @@ def check(
         The saved `extra`.
 
     Raises:
-        CheckpointDamaged: A file is absent, unreadable or truncated.
-        CheckpointFailed: Another rank failed. A failed rank raises its own error.
+        CheckpointDamaged: A file is absent, unreadable or truncated; raised on every rank.
+        CheckpointFailed: Another rank failed in another way. A failed rank raises its own error.
         CheckpointMismatch: Names or shapes differ, or parameters of one group have different options; with
             `compare_tied`, or names tied in the model have different values.
         CheckpointUntrusted: A pickle holds more than plain data.

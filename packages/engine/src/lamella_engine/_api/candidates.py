@@ -57,6 +57,12 @@ def candidates_of(
         for name, parameter in inner._parameters.items():
             if parameter is None or id(parameter) in ignored_ids:
                 continue
+            if isinstance(inner, torch.jit.ScriptModule):
+                raise ValueError(
+                    f"Expected {prefix + name!r} to be in a module of Python, got {type(inner).__name__}, whose "
+                    "compiled code takes no shards. Use torch.compile in place of scripting, or leave the module's "
+                    "parameters out by `ignored_params`."
+                )
             if getattr(inner, "sparse", False):
                 raise ValueError(
                     f"Expected {prefix + name!r} to have dense gradients, got {type(inner).__name__}(sparse=True). "

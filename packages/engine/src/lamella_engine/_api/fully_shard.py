@@ -107,9 +107,10 @@ def fully_shard(
     Raises:
         ValueError: No modules, or one twice; a module has no forward, was sharded before, or a part of the module by
             torch's own FSDP2; the module is inside a unit already, or shares a parameter with another unit; a parameter
-            is 0-D or has no shape yet (lazy modules), its gradient would be sparse or has hooks already, or an object
-            that is no module keeps the parameter too; the mesh or `dp_mesh_dims` name no data axes;
-            `shard_placement_fn` returns an unknown value; `placements` do not fit the mesh or `reshard_after_forward`;
+            is 0-D or has no shape yet (lazy modules), its gradient would be sparse or has hooks already, a scripted
+            module holds the parameter, or an object that is no module keeps the parameter too; the mesh or
+            `dp_mesh_dims` name no data axes; `shard_placement_fn` returns an unknown value; `placements` do not fit the
+            mesh or `reshard_after_forward`;
             a unit below has another value in a field of `options` that belongs to the tree; a parameter's class defines
             only one of `fsdp_pre_all_gather` and `fsdp_post_all_gather`, or takes other arguments; a parameter that a
             module reads directly (`declare_reads`) is missing, or cannot be gathered with the module.
@@ -136,7 +137,8 @@ def fully_shard(
     axes, strategy = strategy_of(options.placements, axes)
     _check_stage(strategy, reshard_after_forward)
     policy = as_policy(mp_policy)
-    owners = [inner for _, inner in own_modules(modules)]
+    # Without scripted modules, which take no hooks: all of their parameters are ignored, or `candidates_of` refuses.
+    owners = [inner for _, inner in own_modules(modules) if not isinstance(inner, torch.jit.ScriptModule)]
     device = _device_of(axes.mesh)
     keep_fn = as_keep_fn(options.keep_together)
     candidates = candidates_of(modules, ignored_params or set(), axes, shard_placement_fn, keep_fn, policy)

@@ -41,6 +41,11 @@ class FSDPModule(_TorchsModule, UnitVerbs):
 
     _orig_cls_mro_index = 3  # torch's: the place of the module's earlier class
 
+    def __init_subclass__(cls, **kwargs: object) -> None:
+        # Not passed on to the model's classes: a unit's class is no model of its own. Registries of subclasses would
+        # refuse or list it, and classes that demand a keyword of each subclass would get none.
+        pass
+
     def __new__(cls, *args: object, **kwargs: object) -> Self:
         # Slicing makes a new container of the same class. The slice is no unit, and gets the container's earlier class.
         original: Any = cls.__mro__[cls._orig_cls_mro_index]

@@ -38,12 +38,31 @@ def scaling_state(model: nn.Module, *, group: dist.ProcessGroup | None = None) -
         all-gather of 16 bytes a parameter and the name, and a broadcast from one rank of each pipeline stage of
         parameters missing on other stages; waits for the device.
     """
+    local_state = local_scaling_state(model)
+    return _merged_over_ranks(local_state, group) if dist.is_initialized() else local_state
+
+
+def local_scaling_state(model: nn.Module) -> dict[str, Rows]:
+    """The `scaling_state` of this rank's parameters alone, whatever other ranks have under the same names.
+
+    For a program that knows which ranks share parameters, as experts and tensor-parallel parts.
+
+    Args:
+        model: Sharded, between steps.
+
+    Returns:
+        Of this rank's parameters with delayed scaling, by name: scales and past amaxes, latest first, a row each.
+
+    Effects: with delayed scaling collective on the units' axes: a MAX all-reduce, as of a forward; waits for the
+        device.
+    """
+    if not any(True for _ in _delayed(model)):
+        return {}
     finish_deferred()
     for tree in {id(state.tree): state.tree for module in model.modules() if (state := find_state(module))}.values():
         tree.scaling.compute_measured()
     _synchronize(model)
-    local_state = {name: scales.state_of(i) for name, scales, i in _delayed(model)}
-    return _merged_over_ranks(local_state, group) if dist.is_initialized() else local_state
+    return {name: scales.state_of(i) for name, scales, i in _delayed(model)}
 
 
 def load_scaling_state(model: nn.Module, state: Mapping[str, Sequence[Sequence[float]]]) -> list[str]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from lamella_buffers import Allocator, CopyEngines, LocalTransport, Transport, copy_engines_of, transport_for
+from lamella_buffers import FAKE_GPUS, Allocator, CopyEngines, LocalTransport, Transport, copy_engines_of, transport_for
 from lamella_engine._parameters.sharding import DataAxes
 
 
@@ -57,9 +57,14 @@ class GroupTransports:
 
 
 def _engines(axes: DataAxes) -> CopyEngines | None:
-    """Copy engines for gathers over the shard axis; None on a CPU mesh, even if the process group has NCCL too."""
-    group = None if axes.mesh.device_type == "cpu" else axes.shard_group
-    return None if group is None else copy_engines_of(group)
+    """Copy engines for gathers over the shard axis; None on a CPU mesh, even if the process group has NCCL too.
+
+    A mesh of `FAKE_GPUS` is a CPU mesh, with tensors that stand for those of GPUs.
+    """
+    group = axes.shard_group
+    if group is None or (axes.mesh.device_type == "cpu" and dist.get_backend_config(group) != FAKE_GPUS):
+        return None
+    return copy_engines_of(group)
 
 
 def _transport(axes: DataAxes, group: dist.ProcessGroup | None) -> Transport | None:

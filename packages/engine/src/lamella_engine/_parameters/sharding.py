@@ -212,12 +212,17 @@ class DataAxes:
 
     def placements(self, dim: int) -> list[Placement]:
         """Placements of main weights sharded along `dim`, one for each axis of `mesh`."""
+        return list(strided_placements(self.mesh.shape, self.plain_placements(dim), order=self.cutting_order))
+
+    def plain_placements(self, dim: int) -> list[Placement]:
+        """The placements, to be read in `cutting_order`."""
         cut = (self.shard_axis, self.outer_axis)
-        flat: list[Placement] = [Shard(dim) if axis in cut else Replicate() for axis in range(self.mesh.ndim)]
-        if self.outer_axis is None or self.shard_axis is None:
-            return flat
-        # The shard axis cuts first, though the outer axis is first in the mesh: plain `Shard`s would mean other rows.
-        return list(strided_placements(self.mesh.shape, flat, order=(self.shard_axis, self.outer_axis)))
+        return [Shard(dim) if axis in cut else Replicate() for axis in range(self.mesh.ndim)]
+
+    @property
+    def cutting_order(self) -> tuple[int, ...]:
+        """The axes of `mesh` in the order in which they cut: the shard axis before the outer one, first in the mesh."""
+        return tuple(sorted(range(self.mesh.ndim), key=lambda axis: axis == self.outer_axis))
 
     def flat_placements(self, layout: FlatLayout, index: int) -> tuple[Placement, ...]:
         """Placements of tensor `index` of a flat layout of main weights, one for each axis of `mesh`."""
@@ -228,13 +233,18 @@ class DataAxes:
             for axis in range(self.mesh.ndim)
         )
 
-    def dividing(self, shape: Sequence[int], dim: int) -> DataAxes:
+    def dividing(self, shape: Sequence[int] | None, dim: int) -> DataAxes:
         """The axes of a parameter by shape: the outer axis replicates a parameter that it cannot shard.
+
+        Args:
+            shape: Of the parameter, or of each model-parallel rank's part; None where the parts differ.
+            dim: Tensor dim of the sharding.
 
         A strided shard places rows correctly only if the rows divide. Along any dim but the first, the parts of a
         rank's shard are not contiguous in the shard, and a gather in two steps would need copies.
         """
-        if self.outer_axis is None or (dim == 0 and shape[0] % (self.num_shards * self.num_outer_shards) == 0):
+        num_parts = self.num_shards * self.num_outer_shards
+        if self.outer_axis is None or (dim == 0 and shape is not None and shape[0] % num_parts == 0):
             return self
         return replace(self, outer_axis=None, replicate_axis=self.outer_axis)
 
@@ -334,12 +344,12 @@ def sharding_of(
         _check_flat(name, parameter, dim)
         return Sharding(axes, dim, axes.mesh, (), keep=keep)
     _check_dim(name, local_of(parameter), dim, axes.num_shards)
-    if axes.outer_axis is not None and isinstance(parameter, DTensor):
+    if axes.outer_axis is not None and axes.whole is not None:
         raise NotImplementedError(
-            f"Expected {name!r} to be a plain parameter, as `placements` shard its main weights over two axes, got a "
-            f"DTensor {parameter.placements}. Choose (HSDP, ZERO3)."
+            f"Expected a mesh of data axes alone for {name!r}, as `placements` shard main weights over two axes, got "
+            f"{axes.whole} with `dp_mesh_dims`. Pass the 2-D mesh of the data axes, or choose (HSDP, ZERO3)."
         )
-    axes = axes.dividing(parameter.shape, dim)
+    axes = axes.dividing(_part_shape(parameter), dim)
     if axes.whole is not None:
         _check_on_whole_mesh(name, parameter, axes)
     if not isinstance(parameter, DTensor):
@@ -447,9 +457,19 @@ def _beside_part(parameter: DTensor, axes: DataAxes, dim: int) -> tuple[DeviceMe
     model_meshes = [mesh[names[axis]] for axis in model_axes] if axes.whole is not None else [mesh]
     # One mesh of all axes: `full_tensor`, norms and checkpoints must see data and model axes together.
     joined = DeviceMesh._concatenate([axes.mesh, *model_meshes])
-    joined_placements = [*axes.placements(dim), *(placements[axis] for axis in model_axes)]
-    order = [*range(axes.mesh.ndim, joined.ndim), *range(axes.mesh.ndim)]
+    joined_placements = [*axes.plain_placements(dim), *(placements[axis] for axis in model_axes)]
+    order = [*range(axes.mesh.ndim, joined.ndim), *axes.cutting_order]
     return joined, strided_placements(joined.shape, joined_placements, order=order)
+
+
+def _part_shape(parameter: nn.Parameter) -> tuple[int, ...] | None:
+    """The shape of each model-parallel rank's part of a parameter; None if the parts differ."""
+    if not isinstance(parameter, DTensor):
+        return tuple(parameter.shape)
+    mesh = parameter.device_mesh
+    ends = [(0,) * mesh.ndim, tuple(num - 1 for num in mesh.shape)]  # torch's chunks only get smaller
+    first, last = (mesh_region(parameter.shape, mesh.shape, parameter.placements, end).shape for end in ends)
+    return tuple(first) if first == last else None
 
 
 def _check_on_whole_mesh(name: str, parameter: nn.Parameter, axes: DataAxes) -> None:

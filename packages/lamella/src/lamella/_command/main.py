@@ -8,6 +8,7 @@ from typing import Final
 
 from lamella._command import ckpt_options, overlap_report
 from lamella._command.parser import config_of, parse
+from lamella._processes.deaths import describe_memory_error, warning_of_tight_limits
 from lamella._processes.endings import EXIT_CODES, FAILED, Stopped
 from lamella._processes.launch import WorkerError, WorkerTimeoutError
 from lamella._record.output import printable
@@ -38,6 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _leave(f"{stopped}", stopped.exit_code)
     except KeyboardInterrupt:
         return _leave("interrupted.", _INTERRUPTED)
+    except MemoryError as error:
+        return _leave(f"error: {describe_memory_error(error)}", FAILED)
 
 
 def _leave(message: str, code: int) -> int:
@@ -49,6 +52,8 @@ def _leave(message: str, code: int) -> int:
 
 def _run(argv: Sequence[str]) -> int:
     arguments = parse(argv)
+    if (warning := warning_of_tight_limits()) is not None:
+        _leave(f"warning: {warning}", 0)
     # Imports per command: torch takes seconds, transformers as many again.
     if arguments.command == "ckpt":
         from lamella._command import ckpt

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from lamella._estimate.compiled_layers import compiles, is_estimated_compiled
 from lamella._estimate.estimated_bytes import CONTEXT_NBYTES, LIBRARIES_NBYTES, Estimate, estimate_of
 from lamella._estimate.fake_ranks import FusedSteps, fake_ranks, no_memory
 from lamella._estimate.gpu_operators import gpu_operators
@@ -15,15 +16,14 @@ from lamella._estimate.kinds import on_host
 from lamella._estimate.live_bytes import LiveBytes
 from lamella._estimate.recipe_step import record_recipe
 from lamella._estimate.recorded_step import RecordedStep, TrainingStep, Watch, record, unwatched
-from lamella._model.compilation import is_long_to_compile
-from lamella._model.spec import load_spec
 from lamella._settings.config import Config
 from lamella_engine.extending import unit_of
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
-_COMPILED = "compiled layers are estimated as eager ones, which save more for backward: an upper bound"
-_COMPILES = "a run of so many steps compiles the layers of this model by default (--no-compile): an upper bound"
+_AS_EAGER = "compiled layers are estimated as eager ones, which save more for backward: an upper bound"
+_CAPTURED = "the graph of --capture keeps the memory of a step: the memory of a validation comes on top"
+_COMPILES = "layers are estimated as compiled, which they are by default in a run of so many steps (--no-compile)"
 _DOCUMENTS = "a sequence is estimated as one document"
 
 
@@ -76,14 +76,15 @@ def _estimate(
 
 
 def _notes(config: Config) -> Iterator[str]:
-    if config.parallel.compile:
-        yield _COMPILED
-    elif config.parallel.compile is None:
-        model_type = load_spec(config.model.name, config.data.vocab_size).model_type
-        if is_long_to_compile(config, model_type, config.data.packing):
-            yield _COMPILES
+    is_compiled = compiles(config)
+    if is_compiled and not is_estimated_compiled(config):
+        yield _AS_EAGER
+    elif is_compiled and config.parallel.compile is None:
+        yield _COMPILES
     if config.data.packing == "documents":
         yield _DOCUMENTS
+    if config.parallel.capture:
+        yield _CAPTURED
 
 
 def estimate_module(

@@ -6,7 +6,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import asdict, dataclass
 from typing import Final
 
-from lamella._estimate.kinds import KINDS, LIBRARIES
+from lamella._estimate.kinds import IDLE_WINDOWS, KINDS, LIBRARIES
 from lamella._estimate.live_bytes import TrackedStorage, in_blocks
 from lamella._estimate.recorded_step import AT_REST, RecordedStep
 from lamella._estimate.step_work import StepWork, work_of
@@ -17,8 +17,8 @@ _LARGE, _MEDIUM_SEGMENT = 10 * _MIB, 20 * _MIB
 CONTEXT_NBYTES: Final = 600 * _MIB
 """Bytes of a GPU that a CUDA context, kernels and NCCL's channels take: an assumption, where nothing is measured."""
 FRAGMENTATION: Final = 0.04
-"""Fragmentation of the caching allocator over its blocks: an assumption. A Llama whose blocks and segments were within
-1 % of the memory ran out of it on H100s, and one with 6 % to spare did not."""
+"""Fragmentation of the caching allocator over its blocks: an assumption. A Llama that left 3 % of the memory to it ran
+out of memory on H100s, and one that left 4 % did not."""
 LIBRARIES_NBYTES: Final = 64 * _MIB
 """Bytes of cuBLAS's work spaces, from the first product on: 32 MiB in each thread that computes, forward's and
 backward's. torch's default for Hopper; measured on H100s, with torch 2.11."""
@@ -52,6 +52,8 @@ class Estimate:
         host_at_rest: Bytes in the host's memory between steps, by kind.
         moments: The moments of a step, in their order.
         rounding_nbytes: Bytes that the caching allocator adds to the peak: blocks are multiples of 512 bytes.
+        window_nbytes: Bytes that idle windows of copy engines add to the peak: memory that peers have mapped is not
+            freed when a gather's or a reduction's buffer is.
         segment_nbytes: Bytes of the allocator's segments beyond the blocks of the peak, without fragmentation.
         context_nbytes: Bytes of the CUDA context: measured on a GPU of this machine, or an assumption.
         work: The work of the step, to compare options by.
@@ -64,6 +66,7 @@ class Estimate:
     host_at_rest: Mapping[str, int]
     moments: tuple[MomentBytes, ...]
     rounding_nbytes: int
+    window_nbytes: int
     segment_nbytes: int
     context_nbytes: int
     work: StepWork
@@ -81,8 +84,8 @@ class Estimate:
 
     @property
     def total_nbytes(self) -> int:
-        """The peak as the GPU has to hold it: in segments, beside the CUDA context."""
-        return self.allocated_nbytes + self.segment_nbytes + self.context_nbytes
+        """The peak as the GPU has to hold it: in segments, beside idle windows and the CUDA context."""
+        return self.allocated_nbytes + self.window_nbytes + self.segment_nbytes + self.context_nbytes
 
     @property
     def needed_nbytes(self) -> int:
@@ -135,10 +138,11 @@ def estimate_of(
     return Estimate(
         rank=rank,
         num_ranks=num_ranks,
-        at_rest=_ordered({kind: nbytes for kind, nbytes in at_rest.items() if kind not in host}),
+        at_rest=_ordered({kind: n for kind, n in at_rest.items() if kind not in host and kind != IDLE_WINDOWS}),
         host_at_rest=_ordered({kind: nbytes for kind, nbytes in at_rest.items() if kind in host}),
         moments=tuple(moments),
         rounding_nbytes=sum(map(in_blocks, replay.peak)) - sum(replay.peak),
+        window_nbytes=replay.most_taken_nbytes - sum(replay.peak),
         segment_nbytes=_in_segments(replay.peak) - sum(map(in_blocks, replay.peak)),
         context_nbytes=context_nbytes,
         work=work_of(recorded, replay.live),
@@ -157,6 +161,7 @@ class _Replay:
         moments: Index of a moment -> the most bytes on the device, by kind too.
         host: Index of a moment -> the most bytes in the host's memory.
         peak: The sizes of the device's storages at the peak.
+        most_taken_nbytes: The most bytes on the device with idle windows.
     """
 
     def __init__(self, host: AbstractSet[str]) -> None:
@@ -167,17 +172,19 @@ class _Replay:
         self.moments: dict[int, tuple[int, dict[str, int]]] = {}
         self.host: Counter[int] = Counter()
         self.peak: list[int] = []
+        self.most_taken_nbytes = 0
 
     def apply(self, storage: TrackedStorage, nbytes: int, moment: int, *, counts: bool) -> None:
         self.live[storage.kind] += nbytes
         if storage.kind in self._host_kinds:
             self._host_nbytes += nbytes
-        else:
+        elif storage.kind != IDLE_WINDOWS:
             self._device_nbytes += nbytes
             self._sizes[storage] = self._sizes.get(storage, 0) + nbytes
         if not counts:
             return
         self.host[moment] = max(self.host[moment], self._host_nbytes)
+        self.most_taken_nbytes = max(self.most_taken_nbytes, self._device_nbytes + self.live[IDLE_WINDOWS])
         if self._device_nbytes > self.moments.get(moment, (-1, {}))[0]:
             self.moments[moment] = (self._device_nbytes, _ordered(self._on_device()))
         if self._device_nbytes > self._peak_nbytes:
@@ -185,7 +192,11 @@ class _Replay:
             self.peak = [size for size in self._sizes.values() if size]
 
     def _on_device(self) -> dict[str, int]:
-        return {kind: nbytes for kind, nbytes in self.live.items() if nbytes and kind not in self._host_kinds}
+        return {
+            kind: nbytes
+            for kind, nbytes in self.live.items()
+            if nbytes and kind not in (*self._host_kinds, IDLE_WINDOWS)
+        }
 
 
 def _ordered(kinds: Mapping[str, int]) -> dict[str, int]:

@@ -1,8 +1,9 @@
 """Operators that save other tensors for backward on GPUs than on CPUs, on tensors without memory.
 
-An estimate runs on CPU tensors, since a torch without CUDA has no autograd for tensors of a GPU. Two operators differ:
-a CPU computes `rms_norm` by smaller operators, which save fp32 copies of the input where CUDA's kernel saves a number a
-row; and a CPU multiplies float8 matrices in fp32, where a GPU's kernel reads and saves the codes.
+An estimate runs on CPU tensors, since a torch without CUDA has no autograd for tensors of a GPU. Three operators
+differ: a CPU computes `rms_norm` by smaller operators, which save fp32 copies of the input where CUDA's kernel saves a
+number a row; it multiplies float8 matrices in fp32, where a GPU's kernel reads and saves the codes; and it encodes
+weights in float8 through fp32 copies, where a GPU's kernel writes the codes alone.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,7 +13,7 @@ from typing import Any, cast
 import torch
 
 from lamella._estimate.announced_kernels import announce_kernel
-from lamella_precision import assume_float8_products
+from lamella_precision import assume_float8_kernels
 
 
 @contextmanager
@@ -25,7 +26,7 @@ def gpu_operators(device_type: str) -> Iterator[None]:
     # A mode of torch would miss the layers that backward runs again: autograd leaves all modes.
     torch.rms_norm = _rms_norm  # type: ignore[assignment]
     try:
-        with assume_float8_products():
+        with assume_float8_kernels():
             yield
     finally:
         torch.rms_norm = original

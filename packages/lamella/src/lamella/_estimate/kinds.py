@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lamella._estimate.live_bytes import LiveBytes, MemoryLog, TrackedStorage
+from lamella_buffers import FakeCopyEngineTransport
 from lamella_engine.extending import local_of, unit_of
 
 MAIN_WEIGHTS: Final = "main weights"
@@ -20,6 +21,7 @@ HOST_ACTIVATIONS: Final = "activations on the host"
 LOGITS: Final = "logits and loss"
 BUFFERS: Final = "buffers and inputs"
 LIBRARIES: Final = "libraries"
+IDLE_WINDOWS: Final = "idle windows"
 TEMPORARIES: Final = "temporaries"
 
 KINDS: Final = (
@@ -33,11 +35,14 @@ _AT_REST: Final = (MAIN_WEIGHTS, OPTIMIZER_STATE, GRADIENTS)
 
 
 def adopt_model(live: LiveBytes, model: nn.Module) -> None:
-    """Count the shards, the gathered weights and the buffers of a sharded model, in their present state."""
+    """Count the shards, the gathered weights and the buffers of a sharded model, and idle windows."""
     for group in _groups(model):
         live.adopt(group.main_weight.flat, MAIN_WEIGHTS)
         for buffer in group.buffers:
             live.adopt(buffer.flat, GATHERED)
+        if isinstance(group.transports.shard, FakeCopyEngineTransport):
+            for idle in group.transports.shard.idle_windows:
+                live.adopt(idle, IDLE_WINDOWS)
     for parameter in model.parameters():
         if unsharded_outside(parameter):
             live.adopt(parameter.detach(), MAIN_WEIGHTS)

@@ -16,6 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from lamella._estimate.gradient_sums import GradientSums
 from lamella._estimate.operator_work import OperatorWork, operator_work
 
 _BLOCK_NBYTES: Final = 512
@@ -80,13 +81,16 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Attributes:
         log: The changes.
         in_backward: Set by the step: a forward that runs now is recomputed.
+        sums: Makes sums of gradients in place, once it has learned to.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.log = MemoryLog()
         self.in_backward = False
+        self.sums = GradientSums()
         self._kind_of_births = ""
+        self._counts = True
         self._storages: dict[int, tuple[TrackedStorage, weakref.ref[torch.UntypedStorage]]] = {}
         self._originals: tuple[Callable[..., Any], Callable[..., Any]] | None = None
 
@@ -102,6 +106,15 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             yield
         finally:
             self._kind_of_births = former
+
+    @contextmanager
+    def nothing_counts(self) -> Iterator[None]:
+        """Leave out storages born in the block, and the work of the block's operators."""
+        self._counts, former = False, self._counts
+        try:
+            yield
+        finally:
+            self._counts = former
 
     def adopt(self, tensor: torch.Tensor, kind: str = "") -> None:
         """Count a tensor's storage, which may be older than the block; the kind replaces the storage's earlier kind."""
@@ -146,8 +159,11 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ):
         if any(issubclass(kind, torch.Tensor) and _wraps(kind) for kind in types):
             return NotImplemented  # The operators on the tensors inside come here again.
-        output = func(*args, **(kwargs or {}))
-        self.log.operators += operator_work(func, args, kwargs or {}, output, len(self.log.moments) - 1)
+        output = self.sums.sum_of(func, args, kwargs or {})
+        if output is None:
+            output = func(*args, **(kwargs or {}))
+        if self._counts:
+            self.log.operators += operator_work(func, args, kwargs or {}, output, len(self.log.moments) - 1)
         if isinstance(output, torch.Tensor):
             self._note(output)
         elif output is not None:
@@ -160,7 +176,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         storage = tensor.untyped_storage()
         tracked = self._storages.get(storage._cdata)
         if tracked is None:
-            self._track(storage, tuple(tensor.shape))
+            self._track(storage, tuple(tensor.shape), is_part=not self._counts)
         elif tracked[0].nbytes != storage.nbytes() and tracked[0].kind != _PART:
             self._change(tracked[0], storage.nbytes())  # An operator has resized its output.
 

@@ -9,6 +9,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 import lamella_optim
+from lamella._estimate.compiled_layers import compile_layers, is_estimated_compiled
 from lamella._estimate.fake_ranks import FusedSteps, fake_ranks, no_memory
 from lamella._estimate.gpu_operators import gpu_operators
 from lamella._estimate.kinds import HOST_ACTIVATIONS
@@ -121,6 +122,8 @@ def training_step(
     kernels = liger_operators(model) if config.model.kernels != "none" else nullcontext()
     with memory or nullcontext(), one_document_a_sequence(), kernels, live:
         materialise(model, _CPU)
+        if is_estimated_compiled(config):
+            compile_layers(units, live)
         # Before the first forward, after which some stages leave units unsharded: an optimizer would hold those.
         optimizer = make_optimizer(model, config.optim, matrices)
         loss = assumed_loss(model, balance_coefficient(spec), shared_rows)

@@ -88,6 +88,7 @@ def record(step: TrainingStep, live: LiveBytes) -> RecordedStep:
 
     Effects: two optimizer steps, and a validation in between. Collective on the groups of the model's mesh.
     """
+    live.sums.learn()
     adopt_model(live, step.model)
     with moments_of_units(step.unit_names, live):
         _run(step, live)

@@ -28,6 +28,7 @@ def lines(estimate: Estimate) -> Iterator[str]:
             yield _row(kind, estimate.at_rest.get(kind, 0), peak.kinds.get(kind, 0))
     yield _row("tensors", sum(estimate.at_rest.values()), peak.nbytes)
     yield _row("rounding of blocks", None, estimate.rounding_nbytes)
+    yield _row("idle windows", None, estimate.window_nbytes)
     yield _row("segments", None, estimate.segment_nbytes)
     yield _row("CUDA context (assumed)", None, estimate.context_nbytes)
     yield _row("GPU", None, estimate.total_nbytes)

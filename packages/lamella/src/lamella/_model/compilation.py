@@ -14,7 +14,7 @@ from lamella._settings.options import ConfigError
 from lamella._settings.sections import ParallelConfig
 from lamella_transformers import ModelSpec
 
-_MODEL_TYPES: Final = ("llama", "qwen3")
+COMPILED_TYPES: Final = ("llama", "qwen3")
 """The model types whose compiled layers were measured."""
 
 _FEWEST_STEPS: Final = 1000
@@ -45,7 +45,7 @@ def has_fixed_shapes(config: Config, spec: ModelSpec, *, has_one_length: bool) -
         has_one_length: All batches of the run's text have as many tokens a sequence.
     """
     attention = str(getattr(spec, "_attn_implementation", None))
-    return has_one_length and spec.model_type in _MODEL_TYPES and "flash" not in attention and not config.run.sample
+    return has_one_length and spec.model_type in COMPILED_TYPES and "flash" not in attention and not config.run.sample
 
 
 def compiles_by_default(config: Config, model_type: str, packing: str) -> bool:
@@ -70,7 +70,7 @@ def is_long_to_compile(config: Config, model_type: str, packing: str) -> bool:
     parallel = config.parallel
     return (
         parallel.device == "cuda"
-        and model_type in _MODEL_TYPES
+        and model_type in COMPILED_TYPES
         and config.optim.steps >= _FEWEST_STEPS
         and packing != "none"
         and parallel.num_neighbours == 1

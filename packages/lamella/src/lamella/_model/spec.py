@@ -63,6 +63,24 @@ NAMED: Mapping[str, NamedModel] = {
             "run": {"validation_interval": 100},
         },
     ),
+    "llama-8b": NamedModel(
+        config={
+            "model_type": "llama",
+            "vocab_size": 32768,
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 8192,
+            "rope_theta": 500000.0,
+        },
+        settings={
+            "data": {"sequence_length": 4096},
+            "optim": {"steps": 1000, "batch_size": 64, "lr": 3e-4, "warmup_steps": 100},
+            "run": {"validation_interval": 100},
+        },
+    ),
     "qwen3.5-tiny": NamedModel(adapted_type="qwen3_5_text", settings={"optim": {"lr": 1e-2}}),
 }
 

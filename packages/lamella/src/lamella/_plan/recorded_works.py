@@ -1,6 +1,7 @@
 """The works of a run's step: recorded by the estimate's own step, all microbatches of the run among them."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
 from torch import nn
@@ -59,6 +60,8 @@ def record_works(config: Config, rank: int = 0) -> RecordedWorks:
                 "Leave the option out."
             )
     recorders: list[WorkRecorder] = []
+    # Graphs run operators one by one that a compiled layer's kernels hold together: eager operators are as near.
+    config = replace(config, parallel=replace(parallel, compile=False))
     step = record_recipe(config, rank, recorder_watch(recorders), validates=False)
     works = with_hooks(works_of(recorders[0], step), parallel.recompute)
     return RecordedWorks(with_microbatches(works, config.optim.accumulation), step)

@@ -32,6 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NoReturn
 
+from lamella._processes.deaths import describe_death, describe_memory_error, with_memory_limits
 from lamella._processes.endings import EXIT_CODES, FAILED, Stopped
 from lamella._processes.lock import LOCK_FILE, locked
 from lamella._processes.placement import BOARD_VARIABLE, STORE_VARIABLE
@@ -107,9 +108,8 @@ class _Worker:
 
     def report(self) -> str:
         if self.error_file.exists():
-            return self.error_file.read_text(encoding="utf-8")
-        code = self.process.returncode
-        return f"It was ended by {signal.Signals(-code).name}." if code < 0 else f"It left with exit code {code}."
+            return with_memory_limits(self.error_file.read_text(encoding="utf-8"))
+        return describe_death(self.process.returncode)
 
 
 def run_workers(
@@ -280,6 +280,8 @@ def run_as_worker(work: Callable[[StopRequests], object]) -> NoReturn:
     except tuple(EXIT_CODES) as error:
         code = EXIT_CODES[type(error)]
         _report(f"{error}")
+    except MemoryError as error:
+        _report(describe_memory_error(error))
     except BaseException:  # noqa: BLE001  SystemExit in a worker is a failure too.
         _report(traceback.format_exc())
     finally:

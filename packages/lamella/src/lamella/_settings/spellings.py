@@ -55,6 +55,7 @@ _OPTIONS: Final[Mapping[str, tuple[str, ...]]] = {
     "--loss-on": ("train-on-inputs", "assistant-only-loss", "completion-only-loss", "mask-prompt", "train-on-prompt"),
     "--float8": ("fp8", "fp8-recipe"),
     "--compile": ("torch-compile",),
+    "--capture": ("cuda-graph", "cuda-graphs", "enable-cuda-graph"),
     "--run-dir": ("output-dir", "output", "out-dir", "save-dir", "save", "checkpoint-dir", "logging-dir"),
     "--resume": ("resume-from-checkpoint", "resume-from", "load"),
     "--log-interval": ("logging-steps", "log-every", "log-every-n-steps", "log-freq"),

@@ -35,13 +35,16 @@ def _share(done: float, optim: OptimConfig) -> float:
     return 1.0
 
 
-def make_optimizer(model: nn.Module, optim: OptimConfig, matrices: Collection[str] = ()) -> torch.optim.Optimizer:
+def make_optimizer(
+    model: nn.Module, optim: OptimConfig, matrices: Collection[str] = (), *, is_captured: bool = False
+) -> torch.optim.Optimizer:
     """Make the optimizer of the trained parameters, with weight decay on matrices and none on vectors (norms, biases).
 
     Args:
         model: The model, sharded.
         optim: The settings of the optimizer.
         matrices: The names of the matrices that Muon steps.
+        is_captured: AdamW's steps go into a CUDA graph, which reads the learning rate from a tensor.
 
     Raises:
         ConfigError: The optimizer of an import path is not elementwise on this device.
@@ -55,6 +58,9 @@ def make_optimizer(model: nn.Module, optim: OptimConfig, matrices: Collection[st
     if optim.states != "fp32":
         return narrow_adamw(nonempty_groups, optim)
     adam: dict[str, Any] = {"lr": optim.lr, "betas": (optim.beta1, optim.beta2), "eps": optim.eps, "fused": True}
+    if is_captured:
+        device = parameters[0].device
+        adam |= {"lr": torch.tensor(optim.lr, device=device), "capturable": device.type == "cuda"}
     if optim.optimizer == ADAMW:
         return torch.optim.AdamW(nonempty_groups, **adam)
     if optim.optimizer == MUON:

@@ -16,7 +16,7 @@ from lamella._settings.config import Config, to_values
 from lamella._settings.options import ConfigError
 from lamella._settings.sections import DataConfig, ModelConfig, OptimConfig, Packing, RunConfig
 from lamella._streaming.reader import WINDOW_ORDER
-from lamella_checkpoint import CheckpointDamaged, CheckpointDirectory, CheckpointFailed, CheckpointMismatch, check
+from lamella_checkpoint import CheckpointDamaged, CheckpointDirectory, CheckpointMismatch, check
 from lamella_convert import open_checkpoint
 from lamella_transformers import ModelSpec, fingerprint_of_weights
 
@@ -219,14 +219,6 @@ def damaged(checkpoints: CheckpointDirectory, checkpoint: Path, problem: object)
         f"{one_line(str(problem)).rstrip('.')}: the checkpoint {str(checkpoint)!r} is damaged. {way_out}, "
         "or put back what it lacks."
     )
-
-
-def damage_in(error: CheckpointDamaged | CheckpointFailed) -> str | None:
-    """Return the damage seen by this rank or a peer; None for another failure."""
-    if isinstance(error, CheckpointDamaged):
-        return f"{error}"
-    kind = f"{CheckpointDamaged.__name__}: "
-    return next((text.removeprefix(kind) for text in error.failures.values() if text.startswith(kind)), None)
 
 
 def _set_aside(path: Path) -> Path:

@@ -16,12 +16,12 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from lamella._processes.agreement import agreed_failure
+from lamella._processes.agreement import agreed_error, agreed_failure
 from lamella._processes.endings import LossNotFiniteError, StorageError
 from lamella._record.output import one_line
 from lamella._record.run_directory import RunDirectory
 from lamella._training.narrow_states import stored_slots, stored_states
-from lamella_checkpoint import CheckpointDirectory, CheckpointFailed
+from lamella_checkpoint import CheckpointDirectory, CheckpointFailed, SaveHandle
 from lamella_engine import find_nonfinite
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -55,25 +55,40 @@ class Saves:
             directory.checkpoints, keep=num_kept, timeout=timeout_s, print_line=print_line
         )
         self._model, self._optimizer = model, optimizer
+        self._last: SaveHandle | None = None  # the last save in the background
 
     def save(self, step: int, extra: Mapping[str, object], say: Callable[[str], None], *, wait: bool) -> None:
         """Save a step in the background; wait for completion with `wait`, or when the previous save failed.
 
         Raises:
             LossNotFiniteError: A weight is not finite.
-            StorageError: The checkpoint cannot be written.
+            StorageError: The checkpoint cannot be written, or the run's folder was moved or removed.
 
         Effects: collective over all ranks; waits for the previous save.
         """
         self._check_weights(step)
+        if (refusal := agreed_error(self._refuse_moved_folder(step))) is not None:
+            raise StorageError(refusal)
         failure = agreed_failure(self.settle())
         if failure is not None:
             say(f"{failure} Saving step {step} in its place.")
-        save = self._checkpoints.save if wait or failure is not None else self._checkpoints.save_async
+        directory, optimizer = self._checkpoints, stored_states(self._optimizer)
+        self._last = None
         try:
-            save(step, model=self._model, optimizer=stored_states(self._optimizer), extra=extra)
+            if wait or failure is not None:
+                directory.save(step, model=self._model, optimizer=optimizer, extra=extra)
+            else:
+                self._last = directory.save_async(step, model=self._model, optimizer=optimizer, extra=extra)
         except (OSError, CheckpointFailed) as error:
             raise StorageError(self._cannot_save(step, reason_of(error))) from error
+
+    def wait_staged(self) -> None:
+        """Let the current stream wait for the copies of the last save. A capture of that wait would fail.
+
+        Effects: no collective, no host sync.
+        """
+        if self._last is not None:
+            self._last.wait_staged()
 
     def settle(self) -> str | None:
         """Wait for a background save; return the reason of a failure not reported before, the same on every rank.
@@ -99,6 +114,14 @@ class Saves:
         """Return one line on an unwritable file, with the free space a checkpoint needs and the way to resume."""
         is_present = self._directory.config.is_file()  # written before the first step
         return self._refusal(name, reason, self._directory.root, "--run-dir", is_present=is_present)
+
+    def _refuse_moved_folder(self, step: int) -> str | None:
+        """Return one line where the run's folder is no longer at its path; None where it is."""
+        # A save that had begun before the move makes the path anew, and the records from then on would follow there:
+        # the run would end well, in two halves.
+        if self._directory.config.is_file():
+            return None
+        return self.cannot_write(f"the checkpoint of step {step}", f"no {self._directory.config.name} there")
 
     def _cannot_save(self, step: int, reason: str) -> str:
         """Return the line of `cannot_write` on a checkpoint, which may lie in a folder of its own."""

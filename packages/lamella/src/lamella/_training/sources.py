@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from lamella._data.sources import TextSource, data_lines, read_text
 from lamella._model.weights import check_weights, weights_line
+from lamella._settings.capture import check_capturable
 from lamella._settings.config import Config
 from lamella._settings.context_parallel import check_packing
 from lamella._settings.options import ConfigError
@@ -50,6 +51,7 @@ def read(config: Config, run: CheckedRun, lines: list[str]) -> RunSources:
         without=run.directory.root,
     )
     check_packing(text.form.packing, config.parallel)
+    check_capturable(text.form.packing, config.parallel, has_answers=text.form.has_answers)
     lines += [
         f"data: {text.corpus.describe()}",
         model.describe(),

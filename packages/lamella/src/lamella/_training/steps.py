@@ -1,7 +1,8 @@
 """The optimizer steps of a run on one rank: from a batch to the model's next weights."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -14,9 +15,11 @@ from lamella._model.compilation import compile_units, compiles_by_default, has_f
 from lamella._model.spec import refused_models
 from lamella._processes.placement import Rank
 from lamella._settings.config import Config
+from lamella._settings.options import ConfigError
 from lamella._training.optimizer import learning_rate, make_optimizer
 from lamella._training.trained_parameters import freeze, trained_patterns
 from lamella_engine import FSDPModule
+from lamella_optim import capture_step
 from lamella_transformers import (
     LossFunction,
     ModelLoss,
@@ -47,6 +50,20 @@ class FinishedStep(NamedTuple):
     lr: float
 
 
+@contextmanager
+def _errors_of_capture() -> Iterator[None]:
+    """Raise torch's errors about an operation that no CUDA graph can hold as one line."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "captur" not in str(error):
+            raise
+        reason = str(error).strip().partition("\n")[0]
+        raise ConfigError(
+            f"Expected a model whose steps a CUDA graph can hold for --capture, got {reason!r}. Leave --capture out."
+        ) from error
+
+
 class Steps:
     """The steps of one model under one optimizer, which the constructor makes.
 
@@ -56,7 +73,7 @@ class Steps:
         rank: This process among the workers.
 
     Attributes:
-        optimizer: Over the trained parameters.
+        optimizer: Over the trained parameters. With `--capture` the learning rates are tensors.
     """
 
     def __init__(self, config: Config, run_model: RunModel, rank: Rank) -> None:
@@ -66,7 +83,9 @@ class Steps:
         self._seed_index = rank.rank // config.parallel.tensor_parallel
         lamella_optim.install()
         freeze(run_model.module, trained_patterns(config))
-        self.optimizer = make_optimizer(run_model.module, config.optim, run_model.matrices)
+        is_captured = config.parallel.capture
+        self.optimizer = make_optimizer(run_model.module, config.optim, run_model.matrices, is_captured=is_captured)
+        self._captured = capture_step(self._update, self.optimizer) if is_captured else None
         self._loss: LossFunction = loss_of_logits
 
     def choose_loss(self, tokens: TokenData) -> list[str]:
@@ -126,18 +145,36 @@ class Steps:
         # Gradients are averaged over ranks with unequal numbers of targets: a mean over all targets divides by
         # the targets of all ranks over the number of ranks with losses of their own, on each rank alike.
         mean_targets = num_targets / (self._share.num_shares * self._config.parallel.context_parallel)
+        lr = learning_rate(step, optim)
+        for group in self.optimizer.param_groups:
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(lr)
+            else:
+                group["lr"] = lr
+        if self._captured is None:
+            return FinishedStep(*self._update(microbatches, mean_targets, before_update), lr)
+        before_update()  # no Python runs in a graph
+        with _errors_of_capture():
+            return FinishedStep(*self._captured(microbatches, mean_targets), lr)
+
+    def _update(
+        self,
+        microbatches: list[TokenBatch],
+        mean_targets: float,
+        before_update: Callable[[], object] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run forward, backward and update; return loss and gradient norm as `FinishedStep` has them."""
         losses = [
             self._backward(microbatch, mean_targets, is_last=index == len(microbatches) - 1)
             for index, microbatch in enumerate(microbatches)
         ]
-        before_update()
-        grad_norm = lamella_optim.clip_grad_norm_(self._run_model.module.parameters(), optim.clip_norm)
-        lr = learning_rate(step, optim)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+        if before_update is not None:
+            before_update()
+        clip_norm = self._config.optim.clip_norm
+        grad_norm = lamella_optim.clip_grad_norm_(self._run_model.module.parameters(), clip_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return FinishedStep(torch.stack(losses).sum(), grad_norm, lr)
+        return torch.stack(losses).sum(), grad_norm
 
     def _backward(self, microbatch: TokenBatch, num_targets: float, *, is_last: bool) -> torch.Tensor:
         model = self._run_model.module

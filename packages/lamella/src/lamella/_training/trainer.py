@@ -25,13 +25,13 @@ from lamella._settings.config import Config, to_values
 from lamella._settings.options import ConfigError
 from lamella._training.narrow_states import stored_states, take_states
 from lamella._training.optimizer import constant_settings
-from lamella._training.resume import damage_in, damaged, stream_settings
+from lamella._training.resume import damaged, stream_settings
 from lamella._training.samples import Samples
 from lamella._training.saves import TRY, Saves, reason_of
 from lamella._training.steps import FinishedStep, Steps
 from lamella._training.training_batches import training_batches
 from lamella._training.validation import Validation
-from lamella_checkpoint import CheckpointDamaged, CheckpointDirectory, CheckpointFailed, load
+from lamella_checkpoint import CheckpointDamaged, CheckpointDirectory, load
 from lamella_engine import load_scaling_state, scaling_state
 
 
@@ -162,10 +162,8 @@ class Trainer:
                 group.update(group_settings)
             lines += scale_lines(load_scaling_state(self._model, extra.get("scaling", {})), step)
             return step
-        except (CheckpointDamaged, CheckpointFailed) as error:
-            if (problem := damage_in(error)) is None:
-                raise
-            raise damaged(checkpoints, latest, problem) from error
+        except CheckpointDamaged as error:  # on every rank
+            raise damaged(checkpoints, latest, f"{error}") from error
 
     def _batch(self, step: int) -> TokenBatch:
         """Return this rank's part of a step; where streamed text cannot be read, say where the run can go on."""
@@ -178,6 +176,8 @@ class Trainer:
 
     def _step(self, step: int) -> FinishedStep:
         batch, num_targets = self._batch(step), self._batches.num_targets(step)
+        if self._config.parallel.capture:
+            self._saves.wait_staged()
         return self._steps.run(step, batch, num_targets, lambda: self._agreement.ask(self._requests.signum))
 
     def _is_due(self, step: int) -> bool:

@@ -11,7 +11,7 @@ from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args, overload
+from typing import Any, Literal, cast, get_args, overload
 
 import torch
 from torch import nn
@@ -32,6 +32,7 @@ from lamella_convert import (
 from lamella_files import MODEL, in_model, longest_known, rename, split_section
 from lamella_megatron._checkpoint.global_optimizer import GlobalOptimizer
 from lamella_megatron._checkpoint.global_tensors import GlobalModel
+from lamella_megatron._checkpoint.scaling_states import SCALING, ScalingStates
 from lamella_megatron._checkpoint.stages import without
 from lamella_megatron._checkpoint.torch_dist import StoredPlaces
 
@@ -83,7 +84,8 @@ def save_checkpoint(
 
         save_checkpoint("runs/first/iter_0000100", model=model, optimizer=optimizer, iteration=100)
 
-    No rank gathers a tensor. `_extra_state` of Transformer Engine's modules is left out.
+    No rank gathers a tensor. `fsdp_dtensor` keeps the scales and past amaxes of delayed scaling, of float8 weights and
+    of Transformer Engine's layers, as plain numbers in the place of `_extra_state`, whose reading would run code.
 
     Args:
         path: The checkpoint's directory, on storage that every rank sees. Rank 0's counts. A checkpoint there is
@@ -121,10 +123,11 @@ def save_checkpoint(
             other layers. For
             "torch_dist" also: a group has two layers of a kind, whose keys would be the same.
 
-    Effects: collective on the default group (two exchanges of small objects) and on the tensor-parallel groups (one a
-        mesh); every rank writes its own parts, and a share of the values held by several ranks. Waits until the files
-        are on the disk. With `saver` one exchange on the default group, and in place of the wait the effects of
-        `AsyncSaver.save`.
+    Effects: collective on the default group (two exchanges of small objects, for "fsdp_dtensor" also a gather of
+        scales) and on the tensor-parallel groups (one a mesh); with delayed scaling also as
+        `lamella_engine.scaling_state`. Every rank writes its own parts, and a share of the values held by several
+        ranks. Waits until the files are on the disk. With `saver` one exchange on the default group in the place of
+        the two and of the wait, and the effects of `AsyncSaver.save`.
     """
     _check_optimizer(optimizer)
     if format not in get_args(_Format):
@@ -148,6 +151,8 @@ def save_checkpoint(
             common=common,
             saver=saver,
         )
+    if scaling := ScalingStates(chunks, global_model).of_all_ranks():
+        common[SCALING] = list(scaling.items())  # A dict would become an entry for each name.
     return save_fsdp_dtensor(
         path,
         model=global_model,
@@ -201,6 +206,7 @@ def load_checkpoint(
 
     Reads `fsdp_dtensor` (of `save_checkpoint`, Megatron or Megatron-Bridge) and `torch_dist`. Weights go to the
     sharded main weights in the parameters' own dtype, and optimizer state to the optimizer, which needs no step before.
+    Delayed scaling goes on with saved scales on as many tensor- and expert-parallel ranks; elsewhere scales start anew.
     All names and shapes are checked first: when they differ, nothing has been touched.
 
     Args:
@@ -232,6 +238,9 @@ def load_checkpoint(
             differs from the checkpoint's own, a parameter's state is another optimizer's, or parameters were stepped
             differently and the optimizer counts once a group.
 
+    Warns:
+        UserWarning: The checkpoint has delayed scales of other ranks' parts, or with another number of past amaxes.
+
     Effects: collective on the default group (five small exchanges) and on the tensor-parallel groups (one a mesh); each
         rank reads its own parts; allocates missing optimizer state.
     """
@@ -245,6 +254,7 @@ def load_checkpoint(
     )
     sizes_of_components = {name: size for name, size in sizes.items() if name not in ("tp", "etp")}
     spelling: dict[str, str] = {}
+    scaling: dict[str, Any] = {}
 
     def opened() -> OpenCheckpoint:
         if tensor_parallel_size is not None:
@@ -253,6 +263,8 @@ def load_checkpoint(
         checkpoint = open_checkpoint(path, trust=trust, verify=verify, sizes=sizes_of_components)
         if checkpoint.format is Format.TORCH_DIST:
             spelling.update(StoredPlaces.of(chunks, global_model, groups).spelling())
+        if SCALING in checkpoint.objects:
+            scaling.update(cast(Sequence[tuple[str, Any]], checkpoint.read_object(SCALING)))
         return checkpoint
 
     global_optimizer = None if optimizer is None else GlobalOptimizer(optimizer, global_model)
@@ -280,6 +292,7 @@ def load_checkpoint(
         raise SizeUnknown(error.size, error.known, error.needed_for, way_out) from None
     if global_optimizer is not None:
         global_optimizer.give_back()
+    ScalingStates(chunks, global_model).load(scaling, config)
     return loaded
 
 

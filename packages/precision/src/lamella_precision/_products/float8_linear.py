@@ -21,8 +21,9 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from lamella_precision._products import squares
-from lamella_precision._products.operands import Operand, assumes_float8_products, product, quantised
+from lamella_precision._products.operands import Operand, product, quantised
 from lamella_precision._recipes.float8 import Float8Recipe
+from lamella_precision._scales.assumed_kernels import assumes_float8_kernels
 from lamella_precision._scales.encoding import has_float8
 from lamella_precision._scales.tiles import Block
 from lamella_precision._weights.linear_arguments import as_operand, rows_of
@@ -260,7 +261,7 @@ def _weight_operand(weight: torch.Tensor, recipe: Float8Recipe) -> Operand:
 def _multiply(a: Operand, b: Operand, dtype: torch.dtype, *, is_fast: bool = False) -> torch.Tensor:
     """`a @ b.T`, of (m, k) and (n, k), in `dtype`."""
     assert a.data.shape[1] % _ALIGNMENT == 0, a.data.shape  # on every device, so that tests without a GPU see it
-    if assumes_float8_products() or (a.data.is_cuda and _has_kernels(a.data.device.index)):
+    if assumes_float8_kernels() or (a.data.is_cuda and _has_kernels(a.data.device.index)):
         is_single = a.scales.numel() == 1 and b.scales.numel() == 1
         out = dtype if is_single and dtype == torch.float32 else torch.bfloat16  # scales of rows: bf16 alone
         scales_b = b.scales if is_single else b.scales.t()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -13,26 +12,6 @@ from lamella_precision._scales.tiles import Block
 from lamella_precision._weights.linear_arguments import is_autocast
 
 _DTYPE = torch.float8_e4m3fn
-_assumes_kernels = False
-
-
-@contextmanager
-def assume_float8_products() -> Iterator[None]:
-    """Let layers of `use_float8_matmul` run float8 kernels in the block, whatever the device.
-
-    For tensors without memory, which no kernel reads: their products save and allocate what they do on a GPU.
-    """
-    global _assumes_kernels
-    former, _assumes_kernels = _assumes_kernels, True
-    try:
-        yield
-    finally:
-        _assumes_kernels = former
-
-
-def assumes_float8_products() -> bool:
-    """Whether a block of `assume_float8_products` runs."""
-    return _assumes_kernels
 
 
 class Operand(NamedTuple):

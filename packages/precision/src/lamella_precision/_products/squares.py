@@ -11,7 +11,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from lamella_precision._products.operands import Operand, assumes_float8_products, product
+from lamella_precision._products.operands import Operand, product
+from lamella_precision._scales.assumed_kernels import assumes_float8_kernels
 
 LENGTH = 128
 _DTYPE = torch.float8_e4m3fn
@@ -23,7 +24,7 @@ _FIRST_CUDA = (12, 9)
 def multiply(a: Operand, b: Operand, dtype: torch.dtype) -> torch.Tensor:
     """`a @ b.T`, of (m, k) and (n, k), in `dtype`; `a` has scales of 1 x 128, `b` of 1 x 128 or 128 x 128."""
     assert a.data.shape[1] % LENGTH == 0, a.data.shape  # on every device, so that tests without a GPU see it
-    if assumes_float8_products() or (a.data.is_cuda and _has_kernels(a.data.device.index)):
+    if assumes_float8_kernels() or (a.data.is_cuda and _has_kernels(a.data.device.index)):
         return _by_kernel(a, b).to(dtype)
     return product(_dequantized(*a), _dequantized(*b)).to(dtype)
 

@@ -24,7 +24,7 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from lamella_engine import MixedPrecisionPolicy, ShardingOptions, fully_shard
+from lamella_engine import AxisPlacement, FSDPModule, MixedPrecisionPolicy, ShardingOptions, fully_shard
 from lamella_engine.extending import placement_on
 from lamella_layout import Keep
 from lamella_schedule import Splits, exchange, route, unroute
@@ -104,6 +104,7 @@ def shard_with_experts(
     mesh: DeviceMesh,
     mp_policy: MixedPrecisionPolicy | None = None,
     options: ShardingOptions | None = None,
+    expert_stage: AxisPlacement | None = None,
 ) -> None:
     """Shard each layer and the rest of the model over `mesh`, and the layers' experts over the ranks with the same.
 
@@ -115,6 +116,9 @@ def shard_with_experts(
         mp_policy: The policy for `fully_shard`. A `Float8Recipe` quantises experts as on one rank with all: scales are
             of matrices, or smaller. Choose parameters (`matrices_of`) after `spread_experts`, which replaces them.
         options: The options for `fully_shard`. `keep_together` does not count for experts.
+        expert_stage: The ZeRO stage of experts, as `placements` of `options` are of all other parameters. The experts
+            of a layer are a unit of their own then, `layer.mlp.experts`, which `UnitResidence` takes beside the
+            layer. None: the stage of `options`, and experts in their layer's unit.
 
     Raises:
         NotImplementedError: A recipe of `mp_policy` that names experts serves no DTensors, as `MXFP8Recipe`.
@@ -130,6 +134,11 @@ def shard_with_experts(
         )
     policy = mp_policy or MixedPrecisionPolicy()
     arguments = expert_arguments(model, options or ShardingOptions(), policy)
+    if expert_stage is not None:
+        staged = {**arguments, "options": replace(arguments["options"], placements=expert_stage)}
+        for experts in _spread_in(model):
+            expert_unit = cast(FSDPModule, fully_shard(experts, mesh=mesh, mp_policy=policy, **staged))
+            expert_unit.set_gradient_divide_factor(mesh.size())
     for module in (*decoder_of(model).layers, model):
         unit = fully_shard(module, mesh=mesh, mp_policy=policy, **arguments)
         unit.set_gradient_divide_factor(mesh.size())
