@@ -28,6 +28,7 @@ HOLDERS = {
     "`OpOverload`": torch.ops.aten.add.Tensor,
     "`Optimizer`": torch.optim.SGD([WEIGHT], lr=0.1),
     "`ProcessGroup`": dist.ProcessGroup,
+    "`function`": torch.compiler.assume_constant_result(lambda: None),  # type: ignore[no-untyped-call]
     "`Tensor`": WEIGHT,
     "`TypedStorage`": torch.TypedStorage(  # type: ignore[no-untyped-call]
         wrap_storage=WEIGHT.untyped_storage(), dtype=WEIGHT.dtype, _internal=True

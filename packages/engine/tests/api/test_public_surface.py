@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import subprocess
 import sys
 from operator import attrgetter
 from pathlib import Path
@@ -35,6 +36,13 @@ def _methods() -> list[str]:
 @pytest.mark.parametrize("name", NAMES)
 def test_every_name_of_fsdp2_can_be_imported(name: str) -> None:
     assert hasattr(lamella_engine, name)
+
+
+def test_an_import_leaves_torchs_compiler_out() -> None:
+    program = "import sys, lamella_engine\nprint(*sys.modules)"
+    modules = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
+    assert "lamella_engine" in modules
+    assert not {"torch._dynamo", "torch._inductor"} & {*modules}, "over a second of every process's start"
 
 
 def test_policies_are_torchs_own_classes() -> None:

@@ -29,7 +29,7 @@ _VIEWS: Final = frozenset(
 )
 _FUSED: Final = frozenset(
     (
-        *(_ATEN._to_copy.default, torch.ops.prims.convert_element_type.default, _ATEN.clone.default),
+        *(torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default, _ATEN.clone.default),
         *(_ATEN.cat.default, _ATEN.mean.dim, _ATEN.sum.dim_IntList, _ATEN.full.default, _ATEN.slice_scatter.default),
     )
 )
@@ -96,10 +96,8 @@ class _Graphs:
 
     def _traced(self, names: Sequence[str], others: Sequence[Any], places: Sequence[bool], spec: Any) -> Any:
         # Here, since inductor takes seconds to import.
-        from functorch.compile import (  # type: ignore[import-untyped]
-            aot_function,
-            min_cut_rematerialization_partition,
-        )
+        from torch._functorch.aot_autograd import aot_function
+        from torch._functorch.partitioners import min_cut_rematerialization_partition
         from torch._inductor.decomposition import select_decomp_table
 
         def layer_of(*tensors: torch.Tensor) -> Any:
@@ -118,7 +116,7 @@ class _Graphs:
         )
 
     def _compiled(self, graph: fx.GraphModule, _: Any) -> Any:
-        from functorch.compile import make_boxed_func
+        from torch._functorch._aot_autograd.utils import make_boxed_func
 
         # An interpreter a run: it refers to its outputs until it goes.
         return make_boxed_func(lambda *arguments: _Kernels(graph, self._live).run(*arguments))

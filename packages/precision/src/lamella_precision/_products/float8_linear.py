@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from lamella_precision._products import squares
+from lamella_precision._products.constant_results import assume_constant_result
 from lamella_precision._products.operands import Operand, product, quantised
 from lamella_precision._recipes.float8 import Float8Recipe
 from lamella_precision._scales.assumed_kernels import assumes_float8_kernels
@@ -275,7 +276,7 @@ def _multiply_fast(a: Operand, b: Operand, dtype: torch.dtype) -> torch.Tensor:
     return _multiply(a, b, dtype, is_fast=True)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@assume_constant_result
 def _has_kernels(index: int) -> bool:
     return has_float8(index)
 

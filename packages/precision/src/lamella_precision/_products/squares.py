@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from lamella_precision._products.constant_results import assume_constant_result
 from lamella_precision._products.operands import Operand, product
 from lamella_precision._scales.assumed_kernels import assumes_float8_kernels
 
@@ -71,7 +72,7 @@ def _dequantized(elements: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     return (tiles * scales[:, None, :, None]).view(elements.shape)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@assume_constant_result
 def _has_kernels(index: int) -> bool:
     """Whether cuBLAS takes such scales: on compute capability 9 alone, from CUDA 12.9 on."""
     cuda = tuple(int(part) for part in (torch.version.cuda or "0").split(".")[:2])
