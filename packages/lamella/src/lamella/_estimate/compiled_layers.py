@@ -107,10 +107,11 @@ class _Graphs:
             with _reparametrize_module(self._layer, weights):
                 return self._forward(*arguments, **options)
 
+        compiler: Any = self._compiled  # torch's protocol names its arguments
         return aot_function(
             layer_of,
-            fw_compiler=self._compiled,
-            bw_compiler=self._compiled,
+            fw_compiler=compiler,
+            bw_compiler=compiler,
             partition_fn=min_cut_rematerialization_partition,
             decompositions=select_decomp_table(),
         )
