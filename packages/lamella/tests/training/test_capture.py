@@ -21,7 +21,7 @@ def changed(config: Config, name: str, *, capture: bool) -> Config:
     return replace(
         config,
         parallel=replace(config.parallel, capture=capture),
-        run=replace(config.run, directory=str(root / name), checkpoint_interval=3),
+        run=replace(config.run, directory=str(root / name)),
     )
 
 

@@ -40,7 +40,7 @@ def changed(config: Config, name: str, model_type: str = "qwen3_moe", **parallel
         config,
         model=replace(config.model, name=str(path)),
         parallel=replace(config.parallel, **parallel),
-        run=replace(config.run, directory=str(root / name), checkpoint_interval=3, log_interval=1),
+        run=replace(config.run, directory=str(root / name), log_interval=1),
     )
 
 
@@ -51,7 +51,9 @@ def plain(shared_config: Config, train: TrainOn) -> Run:
 
 @pytest.fixture(scope="module")
 def spread(shared_config: Config, train: TrainOn) -> Run:
-    return train(changed(shared_config, "spread", experts=2), 2)
+    """A run with a further checkpoint on the way."""
+    config = replace(shared_config, run=replace(shared_config.run, checkpoint_interval=3))
+    return train(changed(config, "spread", experts=2), 2)
 
 
 def test_losses_are_those_without_the_option(plain: Run, spread: Run) -> None:

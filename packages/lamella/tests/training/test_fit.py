@@ -25,13 +25,14 @@ def changed(config: Config, name: str, **parallel: Any) -> Config:
     return replace(
         config,
         parallel=replace(config.parallel, **parallel),
-        run=replace(config.run, directory=str(root / name), checkpoint_interval=3),
+        run=replace(config.run, directory=str(root / name)),
     )
 
 
 @pytest.fixture(scope="module")
 def plain(shared_config: Config, train: TrainOn) -> Run:
-    return train(changed(shared_config, "plain"), 2)
+    """A run with a further checkpoint on the way."""
+    return train(changed(replace(shared_config, run=replace(shared_config.run, checkpoint_interval=3)), "plain"), 2)
 
 
 EXACT: dict[str, dict[str, Any]] = {
