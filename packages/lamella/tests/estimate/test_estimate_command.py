@@ -14,6 +14,7 @@ import lamella
 from lamella import ConfigError
 from lamella._command.estimate import placed
 from lamella._command.out_of_memory import with_estimate
+from lamella._estimate.host_times import IDLE_HOST
 from lamella._estimate.memory_options import MemoryOptions
 from lamella._estimate.recorded_options import RecordedOptions
 from lamella._estimate.text import lines
@@ -72,7 +73,7 @@ def test_times_follow_the_work_of_the_step(model: Path) -> None:
     """A forward is a third of a step's products; of a wide model, most of the time of a step."""
     values = {**TINY_LLAMA, "hidden_size": 4096, "intermediate_size": 16384, "num_attention_heads": 32}
     model.write_text(json.dumps(values))
-    recorded = RecordedOptions(config_of(model))
+    recorded = RecordedOptions(config_of(model), IDLE_HOST)
     none, selective, full = (recorded.seconds(MemoryOptions(recompute=kind)) for kind in ("no", "selective", "full"))
     assert none < selective < full
     assert 1.15 < full / none < 1.4

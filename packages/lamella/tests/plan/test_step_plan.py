@@ -51,6 +51,15 @@ def _layer_nbytes(works: list[Work], kind: WorkKind) -> list[int]:
     ]
 
 
+@pytest.mark.parametrize("kind", ["full", "selective"])
+def test_layers_that_run_again_alone_take_the_host_further_time(model: Path, kind: str) -> None:
+    hooked = {work.moment for work in _works(model, recompute=kind, recompute_layers=1) if work.hooks}
+    assert hooked == {"forward model.layers.0"}
+    hooked = {work.moment for work in _works(model, recompute=kind) if work.hooks}
+    assert hooked == {"forward model.layers.0", "forward model.layers.1"}
+    assert not any(work.hooks for work in _works(model))
+
+
 @pytest.mark.parametrize(("ranks", "stage", "num_gathers"), [(2, 3, 2), (8, 3, 2), (16, 2, 1), (4, 1, 1)])
 def test_a_layer_is_gathered_and_reduced_as_often_as_its_stage_says(
     model: Path, ranks: int, stage: int, num_gathers: int

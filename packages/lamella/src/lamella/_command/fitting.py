@@ -3,7 +3,8 @@
 import os
 
 from lamella._estimate.choice import fit_options
-from lamella._processes.placement import place
+from lamella._estimate.host_times import ASSUMED_HOST
+from lamella._processes.placement import place, under_torchrun
 from lamella._record.output import say
 from lamella._settings.config import Config
 
@@ -18,9 +19,10 @@ def fitted(config: Config, memory: str) -> Config:
     Raises:
         ConfigError: No options fit, or the settings cannot be met.
 
-    Effects: rank 0 prints the options. Every rank under torchrun chooses alike, by itself.
+    Effects: rank 0 prints the options. Every rank under torchrun chooses alike, by itself: with the times of an
+        assumed host, since no two measure the same.
     """
-    options = fit_options(place(config), memory)
+    options = fit_options(place(config), memory, ASSUMED_HOST if under_torchrun() else None)
     if os.environ.get("RANK", "0") == "0":
         say([*options.lines()])
     return options.config

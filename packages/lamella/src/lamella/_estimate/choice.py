@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from lamella._estimate.estimated_bytes import FRAGMENTATION, Estimate
+from lamella._estimate.host_times import HostTimes, measured_host
 from lamella._estimate.memory_options import MemoryOptions, all_options, coarse_options, options_of
 from lamella._estimate.recorded_options import RecordedOptions
 from lamella._estimate.text import size
@@ -59,7 +60,7 @@ class FittingOptions:
             yield f" {mark} {total:>12s}  time x {alternative.cost:.2f}  {alternative.fields.flags()}{host}"
 
 
-def fit_options(config: Config, memory: str) -> FittingOptions:
+def fit_options(config: Config, memory: str, host: HostTimes | None = None) -> FittingOptions:
     """Choose the fastest recomputation, stage, resharding and offloading with which a run fits.
 
     Options without recomputation and offloading come first. If none fits, all others follow in the order of their
@@ -68,6 +69,7 @@ def fit_options(config: Config, memory: str) -> FittingOptions:
     Args:
         config: The run's settings, with ranks, device and precision. Choices of these options are replaced.
         memory: The memory of a GPU, for example "78GiB".
+        host: The host's times; None measures those of this machine, in some tens of milliseconds.
 
     Raises:
         ConfigError: No options fit. Names the least sufficient memory.
@@ -75,7 +77,7 @@ def fit_options(config: Config, memory: str) -> FittingOptions:
     Effects: as `estimate_run`, for some of the options.
     """
     nbytes = budget_nbytes(memory, "--memory")
-    recorded = RecordedOptions(config)
+    recorded = RecordedOptions(config, host or measured_host())
     chosen = _fastest(recorded, config, nbytes)
     alternatives = _alternatives(recorded)
     return FittingOptions(
@@ -91,7 +93,7 @@ def leaner_options(config: Config, count: int = 2) -> list[Alternative]:
 
     Effects: as `estimate_run`, for each, and for three more.
     """
-    recorded, present = RecordedOptions(config), options_of(config)
+    recorded, present = RecordedOptions(config, measured_host()), options_of(config)
     leaner = [options for options in coarse_options() if options != present and options.is_leaner_than(present)]
     leaner = sorted((options for options in leaner if options.is_allowed(config)), key=recorded.seconds)[:count]
     for options in leaner:

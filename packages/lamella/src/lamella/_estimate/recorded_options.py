@@ -1,7 +1,7 @@
 """Bytes and times of a run's options: of recorded steps, and interpolated between them.
 
 Note [Interpolated options]
-    A step is recorded for each kind of recomputation, of all layers and of none. Time is linear in the number of
+    A step is recorded for each kind of recomputation, of all layers and of none. Work is linear in the number of
     recomputed layers. The peak is the largest of several moments, each linear in that number: a convex function, which
     a chord between two recorded numbers does not underestimate. Weights that stay add their bytes without
     recomputation, the most that they can add.
@@ -12,7 +12,9 @@ from dataclasses import replace
 from functools import cached_property
 
 from lamella._estimate.api import estimate_run
+from lamella._estimate.compiled_layers import compiles
 from lamella._estimate.estimated_bytes import Estimate
+from lamella._estimate.host_times import IDLE_HOST, HostTimes
 from lamella._estimate.kinds import ACTIVATIONS
 from lamella._estimate.memory_options import MemoryOptions
 from lamella._estimate.step_work import StepWork, step_seconds
@@ -28,10 +30,12 @@ class RecordedOptions:
 
     Args:
         config: The run's settings, with ranks, device and precision.
+        host: The host's times; of no effect where graphs launch the operators.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, host: HostTimes) -> None:
         self._config = config
+        self._host = IDLE_HOST if config.parallel.capture or compiles(config) else host
         self._estimates: dict[MemoryOptions, Estimate] = {}
 
     def __iter__(self) -> Iterator[tuple[MemoryOptions, Estimate]]:
@@ -64,7 +68,7 @@ class RecordedOptions:
         """Return the time of a step with options, by assumed rates. Effects: may record up to three steps."""
         recorded = self._estimates.get(options)
         work = self._interpolated_work(options) if recorded is None else recorded.work
-        return step_seconds(work, options.applied(self._config))
+        return step_seconds(work, options.applied(self._config), self._host)
 
     def needed_nbytes(self, options: MemoryOptions) -> int:
         """Return the memory of a GPU with options, recorded or interpolated. Effects: may record a few steps."""
@@ -111,8 +115,11 @@ class RecordedOptions:
         else:
             full = self.estimate(MemoryOptions(recompute=options.recompute))
             share = 1.0 if options.num_recomputed is None else options.num_recomputed / self.num_layers
-            backward = _between(base.work.backward_seconds, full.work.backward_seconds, share)
-            work = replace(base.work, backward_seconds=backward)
+            work = replace(
+                base.work,
+                backward_seconds=_between(base.work.backward_seconds, full.work.backward_seconds, share),
+                backward_operators=_between(base.work.backward_operators, full.work.backward_operators, share),
+            )
             offloaded = round(_between(_saved_nbytes(base), _saved_nbytes(full), share))
         return replace(work, offloaded_nbytes=offloaded if options.offload_activations else 0)
 

@@ -1,7 +1,7 @@
 """One optimizer step, recorded: the bytes of live storages, moment by moment."""
 
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
@@ -24,6 +24,7 @@ AT_REST: Final = "at rest"
 FORWARD_BEGINS: Final = f"{FORWARD} begins"
 BACKWARD: Final = "backward"
 VALIDATION: Final = "validation"
+_FORWARD_AFTER: Final = f"{FORWARD} after "
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,6 +138,17 @@ def _run_microbatch(step: TrainingStep, live: LiveBytes, *, is_last: bool) -> No
     live.in_backward = False
 
 
+def forwards_of_units(moments: Iterable[str]) -> tuple[str, ...]:
+    """Return the moments in which forwards of the units but the root run, in their order, each once.
+
+    Args:
+        moments: The names of a step's moments.
+    """
+    around = (FORWARD_BEGINS, f"{FORWARD} {HEAD_AND_LOSS}")
+    forwards = (moment for moment in dict.fromkeys(moments) if moment.startswith(f"{FORWARD} "))
+    return tuple(name for name in forwards if name not in around and not name.startswith(_FORWARD_AFTER))
+
+
 class Moments(Protocol):
     """Notes the moments of a step, one after another.
 
@@ -176,6 +188,6 @@ def _hooks(moments: Moments, name: str, *, is_last: bool) -> tuple[Callable[...,
         if isinstance(tensor, torch.Tensor) and tensor.requires_grad and not moments.in_backward:
             tensor.register_hook(lambda _: moments.begin(f"backward {name}"))  # type: ignore[no-untyped-call]
         if not moments.in_backward:
-            moments.begin(f"{FORWARD} {HEAD_AND_LOSS}" if is_last else f"{FORWARD} after {name}")
+            moments.begin(f"{FORWARD} {HEAD_AND_LOSS}" if is_last else f"{_FORWARD_AFTER}{name}")
 
     return before, after

@@ -1,8 +1,10 @@
-"""The work of a step, and the time that an assumed GPU takes for it.
+"""The work of a step, and the time that an assumed GPU and a host take for it.
 
 Note [Assumed rates]
     The rates order the options of a run, and promise no time: those of an H100 SXM in a host of eight. Products are in
-    bf16; copies to and from the host are pinned; the optimizer's step in the host's memory is a rank's.
+    bf16; copies to and from the host are pinned; the optimizer's step in the host's memory is a rank's. A forward or a
+    backward takes as long as the slower one of GPU and host: of a step on two H100s whose host was slow, 163 ms without
+    recomputation, 226 with full and 250 with selective, the last is the host's.
 """
 
 from collections import Counter, defaultdict
@@ -10,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from lamella._estimate.host_times import HostTimes
 from lamella._estimate.kinds import (
     FORWARD,
     GATHERED,
@@ -20,7 +23,7 @@ from lamella._estimate.kinds import (
 )
 from lamella._estimate.live_bytes import TrackedStorage
 from lamella._estimate.operator_work import OperatorWork
-from lamella._estimate.recorded_step import BACKWARD, FORWARD_BEGINS, RecordedStep
+from lamella._estimate.recorded_step import BACKWARD, FORWARD_BEGINS, RecordedStep, forwards_of_units
 from lamella._settings.config import Config
 from lamella._settings.fit import budget_nbytes
 
@@ -41,6 +44,10 @@ class StepWork:
     Attributes:
         forward_seconds: Time of the kernels of a microbatch's forward.
         backward_seconds: Time of the kernels of its backward, with recomputed forwards.
+        forward_operators: Operators with a kernel of a microbatch's forward.
+        backward_operators: Operators with a kernel of its backward, with recomputed forwards.
+        layer_operators: Operators with a kernel of the forward of each unit but the root, in the order of forward.
+        num_units: Units that gather weights.
         gathered_nbytes: Bytes of all weights, unsharded.
         updated_nbytes: Bytes of main weights and optimizer state.
         gradient_nbytes: Bytes of sharded gradients.
@@ -49,6 +56,10 @@ class StepWork:
 
     forward_seconds: float
     backward_seconds: float
+    forward_operators: float
+    backward_operators: float
+    layer_operators: tuple[float, ...]
+    num_units: int
     gathered_nbytes: int
     updated_nbytes: int
     gradient_nbytes: int
@@ -64,9 +75,13 @@ def work_of(recorded: RecordedStep, at_rest: Mapping[str, int]) -> StepWork:
     """
     log, first = recorded.log, recorded.first_moment
     seconds: defaultdict[str, float] = defaultdict(float)
+    num_operators: Counter[str] = Counter()
     for operator in log.operators:
         if operator.moment >= first:
-            seconds[log.moments[operator.moment].partition(" ")[0]] += _seconds(operator)
+            moment = log.moments[operator.moment]
+            phase = moment.partition(" ")[0]
+            seconds[phase] += _seconds(operator)
+            num_operators.update((moment, phase))
     num_microbatches = max(1, log.moments[first:].count(FORWARD_BEGINS))
     gathered: dict[TrackedStorage, int] = {}
     births: Counter[str] = Counter()
@@ -78,6 +93,12 @@ def work_of(recorded: RecordedStep, at_rest: Mapping[str, int]) -> StepWork:
     return StepWork(
         forward_seconds=seconds[FORWARD] / num_microbatches,
         backward_seconds=seconds[BACKWARD] / num_microbatches,
+        forward_operators=num_operators[FORWARD] / num_microbatches,
+        backward_operators=num_operators[BACKWARD] / num_microbatches,
+        layer_operators=tuple(
+            num_operators[moment] / num_microbatches for moment in forwards_of_units(log.moments[first:])
+        ),
+        num_units=len(gathered),
         gathered_nbytes=sum(gathered.values()),
         updated_nbytes=at_rest.get(MAIN_WEIGHTS, 0) + at_rest.get(OPTIMIZER_STATE, 0),
         gradient_nbytes=births[GRADIENTS],
@@ -89,27 +110,42 @@ def _seconds(operator: OperatorWork) -> float:
     return max(operator.flops / _FLOPS, operator.nbytes / _MEMORY, _KERNEL_S)
 
 
-def step_seconds(work: StepWork, config: Config) -> float:
-    """Return the time of an optimizer step of a run, by the assumed rates.
+def step_seconds(work: StepWork, config: Config, host: HostTimes) -> float:
+    """Return the time of an optimizer step of a run, by the assumed rates and a host's times.
 
     Gathers and reductions hide behind kernels as far as these last; copies of saved tensors do not.
 
     Args:
         work: The work with the recomputation of the run.
         config: The run's settings, with ranks.
+        host: The host's times.
     """
     parallel, num_microbatches = config.parallel, config.optim.accumulation
     num_shards = (parallel.ranks or 1) // parallel.replicate
     gather = work.gathered_nbytes * (1 - 1 / num_shards) / (_WIRE if num_shards <= _GPUS_A_HOST else _NETWORK)
-    first = _overlapped(work.forward_seconds, gather)
+    collectives, hooks = work.num_units * host.collective_seconds, _hook_seconds(work, config, host) / 2
+    forward_host = work.forward_operators * host.operator_seconds + hooks
+    backward_host = work.backward_operators * host.operator_seconds + hooks
+
+    def backward(num_collectives: float) -> float:
+        kernels = _overlapped(work.backward_seconds, num_collectives * gather)
+        return max(kernels, backward_host + num_collectives * collectives)
+
+    first = max(_overlapped(work.forward_seconds, gather), forward_host + collectives)
     if parallel.stage < 3:
-        forwards, gather_again = first + (num_microbatches - 1) * work.forward_seconds, 0.0
+        forwards, again = first + (num_microbatches - 1) * max(work.forward_seconds, forward_host), 0.0
     else:
-        forwards, gather_again = num_microbatches * first, gather * (1 - _kept(work, config))
-    backwards = (num_microbatches - 1) * _overlapped(work.backward_seconds, gather_again)
-    backwards += _overlapped(work.backward_seconds, gather_again + gather)  # a reduction has a gather's bytes
+        forwards, again = num_microbatches * first, 1 - _kept(work, config)
+    backwards = (num_microbatches - 1) * backward(again) + backward(again + 1)  # a reduction has a gather's bytes
     copies = 2 * num_microbatches * work.offloaded_nbytes / _HOST_LINK
     return forwards + backwards + copies + _optimizer_seconds(work, is_on_host=parallel.rest == "cpu")
+
+
+def _hook_seconds(work: StepWork, config: Config, host: HostTimes) -> float:
+    """Return the host's time for hooks in a microbatch; tensors are saved on the host by hooks like those of "full"."""
+    parallel = config.parallel
+    hooks = sum(work.layer_operators[: parallel.recompute_layers]) * host.hook_seconds[parallel.recompute]
+    return hooks + parallel.offload_activations * sum(work.layer_operators) * host.hook_seconds["full"]
 
 
 def _kept(work: StepWork, config: Config) -> float:

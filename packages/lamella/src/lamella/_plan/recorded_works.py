@@ -2,27 +2,19 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from lamella._estimate.api import record_module
-from lamella._estimate.kinds import HEAD_AND_LOSS
+from lamella._estimate.host_times import HOOKS
 from lamella._estimate.recipe_step import record_recipe
-from lamella._estimate.recorded_step import RecordedStep
+from lamella._estimate.recorded_step import FORWARD_BEGINS, RecordedStep, forwards_of_units
 from lamella._plan.recording import WorkRecorder, recorder_watch
 from lamella._plan.works import Work, part_of, repeated
 from lamella._settings.config import Config
 from lamella._settings.options import ConfigError
-
-_BEGINS: Final = "forward begins"
-_AROUND, _FORWARD, _RECOMPUTED = "around", "forward ", "backward recomputes "
-_HOOKS: Final = {"no": 0.0, "full": 1.5, "selective": 2.3}
-"""Further time of the host for an operator of a recomputed layer, over that of an operator: of two steps on H100s.
-Autograd calls hooks in Python for each saved tensor; selective recomputation decides in Python for each operator."""
-
-_RECOMPUTED_SHARE: Final = 1 / 3
-"""Of the operators in the moment of a layer's recomputation two of three are backward's own."""
+from lamella._settings.sections import ParallelConfig
 
 
 class RecordedWorks(NamedTuple):
@@ -63,7 +55,7 @@ def record_works(config: Config, rank: int = 0) -> RecordedWorks:
     # Graphs run operators one by one that a compiled layer's kernels hold together: eager operators are as near.
     config = replace(config, parallel=replace(parallel, compile=False))
     step = record_recipe(config, rank, recorder_watch(recorders), validates=False)
-    works = with_hooks(works_of(recorders[0], step), parallel.recompute)
+    works = with_hooks(works_of(recorders[0], step), parallel)
     return RecordedWorks(with_microbatches(works, config.optim.accumulation), step)
 
 
@@ -87,23 +79,15 @@ def works_of(recorder: WorkRecorder, step: RecordedStep) -> list[Work]:
     return part_of(recorder.works, first)
 
 
-def with_hooks(works: Sequence[Work], recompute: str) -> list[Work]:
+def with_hooks(works: Sequence[Work], parallel: ParallelConfig) -> list[Work]:
     """Return works with the host's time for the hooks and modes of recomputed layers.
 
     Args:
         works: The works of a step.
-        recompute: "no", "full" or "selective".
+        parallel: Says which layers are recomputed, and how.
     """
-    hooks = _HOOKS[recompute]
-    shares = {_AROUND: 0.0, _FORWARD: hooks, _RECOMPUTED: hooks * _RECOMPUTED_SHARE}
-    return [work._replace(hooks=shares[_place_of(work.moment)]) for work in works]
-
-
-def _place_of(moment: str) -> str:
-    if moment.startswith(_RECOMPUTED):
-        return _RECOMPUTED
-    is_around = moment in (_BEGINS, f"forward {HEAD_AND_LOSS}") or moment.startswith("forward after ")
-    return _FORWARD if moment.startswith(_FORWARD) and not is_around else _AROUND
+    recomputed = forwards_of_units(work.moment for work in works)[: parallel.recompute_layers]
+    return [work._replace(hooks=HOOKS[parallel.recompute]) if work.moment in recomputed else work for work in works]
 
 
 def with_microbatches(works: Sequence[Work], count: int) -> list[Work]:
@@ -111,7 +95,7 @@ def with_microbatches(works: Sequence[Work], count: int) -> list[Work]:
     begins = [
         index
         for index, work in enumerate(works)
-        if work.moment == _BEGINS and (index == 0 or works[index - 1].moment != _BEGINS)
+        if work.moment == FORWARD_BEGINS and (index == 0 or works[index - 1].moment != FORWARD_BEGINS)
     ]
     if count <= 3 or len(begins) < 3:
         return [*works]
