@@ -87,7 +87,9 @@ def _arguments(name: str, folder: Path, options: argparse.Namespace) -> list[str
 def _draw(folder: Path, options: argparse.Namespace) -> None:
     """Write a folder of a model, with a tokenizer of the conversations' words, and the conversations."""
     drawn = list(pairs(options.num_documents))
-    turns = [({"role": "user", "content": one}, {"role": "assistant", "content": other}) for one, other in drawn]
+    turns = [
+        ({"role": "user", "content": prompt}, {"role": "assistant", "content": answer}) for prompt, answer in drawn
+    ]
     write_rows(folder / "conversations.jsonl", ({"messages": messages} for messages in turns))
     config = options.base_model or folder / "config.json"
     if options.base_model is None:
