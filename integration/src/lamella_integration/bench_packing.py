@@ -9,7 +9,7 @@ together, in made-up words that are a token each. A padded batch is as long as i
 import argparse
 import json
 import random
-import sys
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -17,8 +17,9 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from lamella.testing import RunDirectory, StepRecord, load_tokens, read_metrics
-from lamella_integration.measured_variants import VariantRow, measured, output_of
+from lamella.testing import RunDirectory, load_tokens
+from lamella_integration.bench_recipe import short_run, trained
+from lamella_integration.measured_variants import VariantRow, measured
 
 MEDIAN_LENGTH, SEQUENCE_LENGTH, NUM_WORDS = 350, 2048, 1500
 PACKINGS = ("none", "stream", "documents")
@@ -38,16 +39,20 @@ class PackingRow(VariantRow):
         return f"| {self.variant} | {self.targets_per_s:,.0f} | {self.tokens_per_s:,.0f} | {self.target_share:.1%} |"
 
 
-def write_pairs(file: Path, num_documents: int, median_length: int = MEDIAN_LENGTH) -> None:
-    """Write the set `pairs-350`: JSON lines with 'prompt' and 'completion'."""
+def pairs(num_documents: int, median_length: int = MEDIAN_LENGTH) -> Iterator[tuple[str, str]]:
+    """Draw the prompts and completions of the set `pairs-350`."""
     draw = random.Random(0)
     words = sorted({"".join(draw.choices("abcdefghijklmnopqrstuvwxyz", k=5)) for _ in range(NUM_WORDS)})
-    with file.open("w") as opened:
-        for _ in range(num_documents):
-            # The median of the sum of two such lengths is near 1.14 times that of a log-normal length as long as both.
-            lengths = (draw.lognormvariate(0, 1) * median_length / 2.5 for _ in range(2))
-            prompt, completion = (" ".join(draw.choices(words, k=max(1, round(length)))) for length in lengths)
-            opened.write(json.dumps({"prompt": f"{prompt}\n", "completion": f" {completion}"}) + "\n")
+    for _ in range(num_documents):
+        # The median of the sum of two such lengths is near 1.14 times that of a log-normal length as long as both.
+        lengths = (draw.lognormvariate(0, 1) * median_length / 2.5 for _ in range(2))
+        prompt, completion = (" ".join(draw.choices(words, k=max(1, round(length)))) for length in lengths)
+        yield f"{prompt}\n", f" {completion}"
+
+
+def write_rows(file: Path, rows: Iterable[Mapping[str, object]]) -> None:
+    """Write JSON lines."""
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
 
 
 def main() -> None:
@@ -64,20 +69,17 @@ def main() -> None:
     options, arguments = parser.parse_known_args()
     with TemporaryDirectory() as folder:
         data = Path(folder, "pairs-350.jsonl")
-        write_pairs(data, options.num_documents, MEDIAN_LENGTH * options.sequence_length // SEQUENCE_LENGTH)
+        drawn = pairs(options.num_documents, MEDIAN_LENGTH * options.sequence_length // SEQUENCE_LENGTH)
+        write_rows(data, ({"prompt": prompt, "completion": completion} for prompt, completion in drawn))
         measured(PACKINGS, lambda packing: _row(packing, data, options, arguments), COLUMNS)
 
 
 def _row(packing: str, data: Path, options: argparse.Namespace, arguments: list[str]) -> PackingRow:
     root = data.with_name(packing)
-    intervals = {"log": options.num_skipped, "validation": 10**6, "checkpoint": 10**6}
-    command = [sys.executable, "-m", "lamella", "train", "--model", options.model, "--ranks", str(options.ranks)]
-    command += ["--data", str(data), "--packing", packing, "--sequence-length", str(options.sequence_length)]
-    command += ["--batch-size", str(options.batch_size), "--steps", str(options.steps), "--warmup-steps", "5"]
-    command += [part for name, steps in intervals.items() for part in (f"--{name}-interval", str(steps))]
-    command += ["--validation-sequences", str(options.ranks), "--run-dir", str(root), "--no-resume", *arguments]
-    output_of(command, options.timeout)
-    records = [record for record in read_metrics(RunDirectory(root).metrics) if isinstance(record, StepRecord)]
+    command = [*short_run(root, options, options.ranks), "--model", options.model, "--packing", packing]
+    command += ["--data", str(data), "--sequence-length", str(options.sequence_length)]
+    command += ["--batch-size", str(options.batch_size), *arguments]
+    records, _ = trained(command, root, options.timeout)
     sequences = load_tokens(RunDirectory(root).tokens).sequences("train", options.sequence_length)
     num_targets = sequences.num_targets(torch.arange(len(sequences)))
     share = num_targets / (len(sequences) * sequences.tokens_a_sequence)

@@ -66,6 +66,27 @@ def main() -> None:
         measured(options.variants, measure, RECIPE_COLUMNS, options.out)
 
 
+def short_run(root: Path, options: argparse.Namespace, ranks: int) -> list[str]:
+    """Return options of `lamella train` for a run of `options.steps` into a folder, without saves on the way."""
+    intervals = {"log": options.num_skipped, "validation": 10**6, "checkpoint": 10**6}
+    steps = ["--ranks", str(ranks), "--steps", str(options.steps), "--warmup-steps", "5"]
+    steps += [part for name, steps in intervals.items() for part in (f"--{name}-interval", str(steps))]
+    return [*steps, "--validation-sequences", str(ranks), "--run-dir", str(root), "--no-resume"]
+
+
+def trained(arguments: Sequence[str], root: Path, timeout: float) -> tuple[list[StepRecord], str]:
+    """Run `lamella train`, and return the records of its steps and its output.
+
+    Raises:
+        RuntimeError: The run fails, or takes more than `timeout` seconds.
+
+    Effects: removes the run's checkpoints, 12 bytes a parameter for each variant.
+    """
+    output = output_of([sys.executable, "-m", "lamella", "train", *arguments], timeout)
+    shutil.rmtree(RunDirectory(root).checkpoints)
+    return [record for record in read_metrics(RunDirectory(root).metrics) if isinstance(record, StepRecord)], output
+
+
 def _lamella(
     variant: str, arguments: Sequence[str], options: argparse.Namespace, root: Path, first_root: Path
 ) -> RecipeRow:
@@ -73,14 +94,8 @@ def _lamella(
         root.mkdir()
         for name in ("tokens", "model"):
             (root / name).symlink_to(first_root / name)
-    intervals = {"log": options.num_skipped, "validation": 10**6, "checkpoint": 10**6}
-    command = [sys.executable, "-m", "lamella", "train", "--model", options.model, "--ranks", str(options.ranks)]
-    command += ["--batch-size", str(options.batch_size), "--steps", str(options.steps), "--warmup-steps", "5"]
-    command += [part for name, steps in intervals.items() for part in (f"--{name}-interval", str(steps))]
-    command += ["--validation-sequences", str(options.ranks), "--run-dir", str(root), "--no-resume", *arguments]
-    output = output_of(command, options.timeout)
-    shutil.rmtree(RunDirectory(root).checkpoints)  # 12 bytes a parameter, for each variant.
-    records = [record for record in read_metrics(RunDirectory(root).metrics) if isinstance(record, StepRecord)]
+    arguments = ["--model", options.model, "--batch-size", str(options.batch_size), *arguments]
+    records, output = trained([*short_run(root, options, options.ranks), *arguments], root, options.timeout)
     return RecipeRow(
         variant=variant,
         tokens_per_s=records[-1].tokens_per_s,

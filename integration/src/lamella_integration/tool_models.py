@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 CHAT_TEMPLATE = (
@@ -31,21 +32,38 @@ def model_folder(folder: Path, template: str, **sizes: int) -> Path:
     Returns:
         The folder.
     """
-    vocabulary = {character: index for index, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    names = ("<|im_start|>", "<|im_end|>", "<pad>")
-    backend.add_special_tokens([AddedToken(name, special=True) for name in names])
-    make: Any = PreTrainedTokenizerFast
-    tokenizer = make(tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<pad>")
-    tokenizer.chat_template = template
-    tokenizer.save_pretrained(folder)
+    write_tokenizer(folder, template)
     torch.manual_seed(0)
     tiny = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
     make_config: Any = LlamaConfig
     LlamaForCausalLM(make_config(**{"vocab_size": 272, **tiny, **sizes})).save_pretrained(folder)
     return folder
+
+
+def write_tokenizer(folder: Path, template: str, texts: Iterable[str] = (), vocab_size: int = 259) -> None:
+    """Write a tokenizer of bytes and of the pairs in texts, with a chat template, into a folder.
+
+    Args:
+        folder: The folder, which is made.
+        template: The chat template.
+        texts: Texts to merge pairs in; bytes alone without.
+        vocab_size: Number of tokens, at most.
+    """
+    names = ("<|im_start|>", "<|im_end|>", "<pad>")
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size - len(names),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(texts, trainer)
+    backend.add_special_tokens([AddedToken(name, special=True) for name in names])
+    make: Any = PreTrainedTokenizerFast
+    tokenizer = make(tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<pad>")
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
 
 
 def let_accelerate_shard_on_cpus() -> None:

@@ -1,0 +1,69 @@
+"""The benchmark of the ready configurations: rows of real runs on CPUs, and refusals before the first run."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lamella_integration.bench_configurations import main
+
+TINY = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 512,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+}
+
+
+def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
+    monkeypatch.setattr("sys.argv", ["bench_configurations", *arguments])
+    main()
+
+
+def test_rows_have_the_losses_of_runs_from_a_folder_and_of_own_models(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(TINY), encoding="utf-8")
+    (tmp_path / "text.txt").write_text("Thin layers of shards.\n\n" * 4000, encoding="utf-8")
+    few = [
+        "--device",
+        "cpu",
+        "--ranks",
+        "1",
+        "--steps",
+        "6",
+        "--num-skipped",
+        "3",
+        "--out",
+        str(tmp_path / "rows.json"),
+    ]
+
+    call(monkeypatch, "--only", "laptop", *few, "--data", str(tmp_path / "text.txt"))
+    (laptop,) = json.loads((tmp_path / "rows.json").read_text(encoding="utf-8"))
+    assert laptop["variant"] == "laptop"
+    assert len(laptop["losses"]) == 6
+    assert laptop["losses"][-1] < laptop["losses"][0]
+    assert laptop["tokens_per_s"] > 0
+    assert laptop["peak_gib"] > 0
+
+    base = ["--base-model", str(tmp_path / "config.json"), "--num-documents", "60", "--sequence-length", "512"]
+    small = ["--batch-size", "4", "--accumulation", "2", "--kernels", "none"]
+    call(monkeypatch, "--only", "fine-tune", *few, *base, *small)
+    (tuned,) = json.loads((tmp_path / "rows.json").read_text(encoding="utf-8"))
+    assert len(tuned["losses"]) == 6
+    assert tuned["losses"][0] == pytest.approx(6.24, abs=0.1), "drawn weights know nothing of 512 tokens"
+    first, last = (f"{tuned['losses'][index]:.4f}" for index in (0, -1))
+    assert capsys.readouterr().out.rstrip().endswith(f"| {first} | {last} |")
+
+
+def test_instances_without_ranks_are_refused_before_any_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        call(monkeypatch, "--only", "laptop", "many-hosts", "--ranks", "1")
+    assert "many-hosts: Expected --replicate to divide the 1 ranks, got 2." in capsys.readouterr().err
