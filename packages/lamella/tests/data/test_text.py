@@ -98,8 +98,9 @@ def test_no_path_no_text_and_binary_files_are_refused(tmp_path: Path) -> None:
     [
         (
             "caf\u00e9".encode("latin-1"),
-            "Expected UTF-8 text in .*file', got other bytes. Convert the file, or leave it",
+            "Expected UTF-8 text in line 1 of .*file', got other bytes. Convert the file, or leave it",
         ),
+        ("ä\n".encode() * 700_000 + b"NUL\0\n", "Expected UTF-8 text in line 700001 of .*file', got other bytes"),
         ("text".encode("utf-16"), r"got other bytes \(UTF-16\)"),
         (b"\x1f\x8b\x08\0", r"got other bytes \(gzip; a file whose name ends in .gz is decompressed\)"),
     ],

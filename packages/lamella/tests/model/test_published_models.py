@@ -1,6 +1,7 @@
 """Models as they are published: read by transformers' own tables, refused where that is impossible, and given back."""
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from lamella._model.spec import check_context, load_spec
 from lamella._record.metrics import ValidationRecord, append, read
 from lamella._training.preparation import prepare
 from lamella.cli import main
+from lamella_testing import RankFailure
 
 SMALL: Mapping[str, object] = {
     "vocab_size": 300,
@@ -82,6 +84,18 @@ def test_a_published_model_is_trained_on_and_published_again_under_its_names(
     mine, theirs = (load_file(folder / "model.safetensors") for folder in (new, tmp_path / "by-transformers"))
     assert mine.keys() == theirs.keys() == load_file(directory / "model.safetensors").keys()
     assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+def test_weights_that_are_not_finite_are_refused_by_name_before_the_first_step(
+    config: Config, train: TrainOn, text_folder: Path, tmp_path: Path
+) -> None:
+    model = make("gpt2")
+    with torch.no_grad():
+        model.transformer.h[1].mlp.c_fc.weight[3, 5] = math.nan
+    directory = published(model, text_folder, tmp_path / "published")
+    expected = "Expected finite weights in .*published', got nan in 'transformer.h.1.mlp.c_fc.weight'"
+    with pytest.raises(RankFailure, match=expected):
+        train(starting_from(config, directory), 2)
 
 
 @pytest.mark.parametrize("file", ["pytorch_model.bin", "pytorch_model-00001-of-00002.bin", "consolidated.00.pth"])

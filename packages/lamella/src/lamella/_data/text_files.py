@@ -176,19 +176,21 @@ def scan_text(name: str, path: Path, *, is_named: bool) -> TextFile | None:
 
     Effects: reads the file.
     """
-    digest, decoder, nbytes = hashlib.sha256(), codecs.getincrementaldecoder("utf-8")(), 0
+    digest, decoder, nbytes, num_lines = hashlib.sha256(), codecs.getincrementaldecoder("utf-8")(), 0, 0
     try:
         with refused_damage(path):
             for block in blocks(path, 0):
-                if b"\0" in block:
-                    raise UnicodeDecodeError("utf-8", b"\0", 0, 1, "NUL")
+                if (nul := block.find(b"\0")) >= 0:
+                    raise UnicodeDecodeError("utf-8", block, nul, nul + 1, "NUL")
                 decoder.decode(block)
                 digest.update(block)
                 nbytes += len(block)
+                num_lines += block.count(b"\n")
             decoder.decode(b"", final=True)
-    except UnicodeDecodeError:
+    except UnicodeDecodeError as error:
         if is_named:
-            raise no_text(path, repr(str(path))) from None
+            line = num_lines + error.object[: error.start].count(b"\n") + 1
+            raise no_text(path, f"line {line} of {str(path)!r}") from None
         return None
     form = form_of(suffix_of(path), decoded(path, 0, nbytes), is_named=is_named)
     return TextFile(name=name, path=path, stop=nbytes, digest=digest.hexdigest(), form=form)

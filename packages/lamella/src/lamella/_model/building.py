@@ -14,7 +14,9 @@ from lamella._model.sharding import shard
 from lamella._model.spec import load_spec
 from lamella._model.weights import pretrained_directory
 from lamella._settings.config import Config
+from lamella._settings.options import ConfigError
 from lamella_checkpoint import Source, fill
+from lamella_engine import find_nonfinite
 from lamella_transformers import (
     FreshWeights,
     ModelSpec,
@@ -66,12 +68,18 @@ class RunModel:
             device: The device of this rank.
 
         Raises:
+            ConfigError: The folder's weights are not finite; on every rank.
             RuntimeError: A tensor has vanished from the folder of weights.
 
         Effects: collective for weights from a folder. Allocates one parameter at a time for fresh weights.
         """
         if self.pretrained is not None:
             load_weights(self.pretrained, self.module, self.spec, over=partial(self._with_adapters, prefix="model."))
+            if nonfinite := find_nonfinite(self.module, of="weight"):
+                raise ConfigError(
+                    f"Expected finite weights in {str(self.pretrained)!r}, got {nonfinite[0].kind} in "
+                    f"{nonfinite[0].name!r}. Copy or export them again."
+                )
         else:
             # A rank draws a full copy of a parameter, and keeps a shard: equal on any number of ranks.
             weights = self._with_adapters(FreshWeights(self.spec, device, self.seed))
