@@ -25,7 +25,9 @@ def changed(config: Config, name: str, *, capture: bool) -> Config:
     )
 
 
-def test_captured_steps_train_as_others_and_go_on_as_others(shared_config: Config, train: TrainOn) -> None:
+def test_captured_steps_train_as_others_and_go_on_as_others(
+    shared_config: Config, train: TrainOn, capfd: pytest.CaptureFixture[str]
+) -> None:
     plain = train(changed(shared_config, "plain", capture=False), 2)
     for is_captured in (True, False):
         first, second = (
@@ -34,6 +36,7 @@ def test_captured_steps_train_as_others_and_go_on_as_others(shared_config: Confi
         )
         train(replace(first, optim=replace(first.optim, steps=3)), 2)
         assert train(second, 2).losses == pytest.approx(plain.losses, rel=1e-5)  # a captured learning rate is in fp32
+    assert capfd.readouterr().out.count("steps: no graph on the CPU") == 2
 
 
 @pytest.mark.parametrize(

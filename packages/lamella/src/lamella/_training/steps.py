@@ -105,6 +105,9 @@ class Steps:
                 check_pieces(module, pieces, spec.vocab_size, device)
         self._loss = choose_loss(module, spec.vocab_size, coefficient, device, self._run_model.shared_rows)
         lines = self._compile(tokens)
+        if self._captured is not None:
+            is_on_cuda = self._captured.is_on_cuda
+            lines.append(f"steps: {'one CUDA graph, from the fourth on' if is_on_cuda else 'no graph on the CPU'}")
         kernels = f", with kernels of {self._config.model.kernels}" if has_kernels else ""
         if isinstance(self._loss, ModelLoss):
             lines.append(f"loss: the model's own{', logits a piece at a time' if self._loss.is_chunked else kernels}")
