@@ -14,7 +14,7 @@ import lamella
 from lamella._command import fitting
 from lamella._command.estimate import placed
 from lamella._estimate.choice import FittingOptions
-from lamella._estimate.host_times import IDLE_HOST, HostTimes, measured_host
+from lamella._estimate.host_times import ASSUMED_HOST, IDLE_HOST, HostTimes, measured_host
 from lamella._estimate.memory_options import MemoryOptions
 from lamella._estimate.recorded_options import RecordedOptions
 from lamella._model.spec import NAMED
