@@ -21,6 +21,7 @@ TINY = {
 
 
 def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
+    monkeypatch.chdir(Path(__file__).parents[2])  # the configurations are no part of the wheel
     monkeypatch.setattr("sys.argv", ["bench_configurations", *arguments])
     main()
 

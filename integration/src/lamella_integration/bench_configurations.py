@@ -23,7 +23,7 @@ from lamella_integration.measured_variants import measured
 from lamella_integration.tool_models import CHAT_TEMPLATE, write_tokenizer
 
 COLUMNS: Final = ("configuration", "tokens/s", "reserved GiB", "first loss", "last loss")
-CONFIGURATIONS: Final = Path(__file__).parents[3] / "examples" / "configurations"
+CONFIGURATIONS: Final = Path("examples", "configurations")  # from the root of a clone
 _ON_FOLDERS: Final = ("fine-tune", "adapters", "last-layers", "one-gpu")
 _COMPILED: Final = ("pretrain", "many-hosts")  # By default in their own 20,000 steps, not in these few.
 _BASE: Final = {  # Qwen3-0.6B with the depth and the head of Qwen3-8B, which last-layers.toml is written for.
