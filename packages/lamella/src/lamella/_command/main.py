@@ -44,16 +44,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _leave(message: str, code: int) -> int:
+    _print(message)
+    return code
+
+
+def _print(message: str) -> None:
     if os.environ.get("RANK", "0") == "0":  # Every rank under torchrun ends here; only rank 0 prints.
         with suppress(OSError):  # In a shell pipeline Ctrl-C also ends the reader of this process's standard error.
             print(f"lamella: {message}", file=sys.stderr)
-    return code
 
 
 def _run(argv: Sequence[str]) -> int:
     arguments = parse(argv)
     if (warning := warning_of_tight_limits()) is not None:
-        _leave(f"warning: {warning}", 0)
+        _print(f"warning: {warning}")
     # Imports per command: torch takes seconds, transformers as many again.
     if arguments.command == "ckpt":
         from lamella._command import ckpt

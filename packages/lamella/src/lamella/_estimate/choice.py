@@ -69,7 +69,7 @@ def fit_options(config: Config, memory: str, host: HostTimes | None = None) -> F
     Args:
         config: The run's settings, with ranks, device and precision. Choices of these options are replaced.
         memory: The memory of a GPU, for example "78GiB".
-        host: The host's times; None measures those of this machine, in some tens of milliseconds.
+        host: The host's times; None measures this machine's, by `measured_host`.
 
     Raises:
         ConfigError: No options fit. Names the least sufficient memory.

@@ -1,8 +1,8 @@
-"""Layers as torch's inductor compiles them, on tensors without memory: what they save, and what they allocate.
+"""Layers as torch's inductor compiles layers, on tensors without memory: saved tensors, and allocations.
 
 AOTAutograd traces a layer, and its min-cut partitioner chooses the tensors to save, as under `torch.compile`.
-The graphs run operator by operator; chains of pointwise operators and reductions count as one kernel: a value that such
-operators alone read takes no memory.
+The graphs run operator by operator. Chains of pointwise operators and reductions count as one kernel: a value without
+further readers takes no memory.
 """
 
 from collections.abc import Callable, Sequence
@@ -45,7 +45,7 @@ def compiles(config: Config) -> bool:
 
 
 def is_estimated_compiled(config: Config) -> bool:
-    """Return whether a run's layers are estimated as compiled: without options that change what the graphs are of."""
+    """Return whether a run's layers are estimated as compiled: without options that change the layers' operators."""
     parallel = config.parallel
     is_changed = parallel.recompute != "no" or parallel.float8 != "no" or parallel.offload_activations
     is_replaced = config.model.kernels != "none" or config.model.lora_rank is not None
@@ -89,8 +89,8 @@ class _Graphs:
         if key not in self._functions:
             places = [isinstance(leaf, torch.Tensor) for leaf in leaves]
             self._functions[key] = self._traced([*weights], others, places, spec)
-            with _disable_current_modes():  # torch traces with modes of its own, which others would stand in the way of
-                # Of tensors like the arguments: graphs refer to those of their first call.
+            with _disable_current_modes():  # under further modes, torch's own could not trace
+                # Tensors like the arguments: a graph refers to the tensors of its first call.
                 self._functions[key](*(torch.empty_like(t).requires_grad_(t.requires_grad) for t in tensors))
         return self._functions[key](*tensors)
 
@@ -119,7 +119,7 @@ class _Graphs:
     def _compiled(self, graph: fx.GraphModule, _: Any) -> Any:
         from torch._functorch._aot_autograd.utils import make_boxed_func
 
-        # An interpreter a run: it refers to its outputs until it goes.
+        # An interpreter for each run: an interpreter holds its outputs.
         return make_boxed_func(lambda *arguments: _Kernels(graph, self._live).run(*arguments))
 
 

@@ -1,4 +1,4 @@
-"""Words for processes that end without a traceback: what the exit code or signal says, the likely cause, a way out."""
+"""Words for processes that end without a traceback: exit code or signal, likely cause, and a way out."""
 
 import resource
 import signal
@@ -29,7 +29,7 @@ _AMPLE_NBYTES: Final = 4 << 30  # of address space: torch's libraries and a smal
 
 
 def describe_death(code: int) -> str:
-    """Say in one line how a process ended that left no error: by its return code, as `subprocess` gives it."""
+    """Describe in one line the end of a process without an error, by its return code as `subprocess` gives the code."""
     if code < 0:
         cause = _CAUSES.get(-code)
         text = f"It was ended by {signal.Signals(-code).name}{'.' if cause is None else f': {cause}'}"
@@ -41,14 +41,14 @@ def describe_death(code: int) -> str:
 
 
 def describe_memory_error(error: MemoryError) -> str:
-    """Say in one line where memory ran out."""
+    """Name in one line the place where memory ran out, and the limits on memory or a way out."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f", in {frames[-1].name} ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     return f"Memory ran out{where}. {memory_limits() or _LESS_MEMORY}"
 
 
 def with_memory_limits(report: str) -> str:
-    """Append the limits on memory to a traceback that tells of memory."""
+    """Append the limits on memory to a traceback about memory."""
     return f"{report.rstrip()}\n{memory_limits()}".rstrip() if any(word in report for word in _MEMORY_WORDS) else report
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from lamella._settings.conflicts import exclusions
 from lamella._settings.options import ConfigError
 from lamella._settings.sections import DataConfig, OptimConfig, Packing, ParallelConfig
 
@@ -17,7 +18,7 @@ def check_capture(data: DataConfig, optim: OptimConfig, parallel: ParallelConfig
     if data.packing != "auto":
         check_capturable(data.packing, parallel, has_answers=False)
     if (problem := next(_problems(data, optim, parallel), None)) is not None:
-        raise ConfigError(f"Expected --capture without {problem}, got both. Leave one of them out.")
+        raise ConfigError(problem)
 
 
 def check_capturable(packing: Packing, parallel: ParallelConfig, *, has_answers: bool) -> None:
@@ -40,7 +41,7 @@ def check_capturable(packing: Packing, parallel: ParallelConfig, *, has_answers:
 
 
 def _problems(data: DataConfig, optim: OptimConfig, parallel: ParallelConfig) -> Iterator[str]:
-    options = {
+    excluded = {
         "--streaming, whose numbers of targets come with the batches": data.streaming,
         f"--optimizer {optim.optimizer}, which was not tried in a graph": optim.optimizer != "adamw",
         f"--states {optim.states}, which were not tried in a graph": optim.states != "fp32",
@@ -50,4 +51,4 @@ def _problems(data: DataConfig, optim: OptimConfig, parallel: ParallelConfig) ->
         "--tensor-parallel, which was not tried in a graph": parallel.tensor_parallel > 1,
         "--context-parallel, which was not tried in a graph": parallel.context_parallel > 1,
     }
-    return (option for option, is_set in options.items() if is_set)
+    return exclusions("--capture", excluded)

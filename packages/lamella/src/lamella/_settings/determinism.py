@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from lamella._settings.conflicts import exclusions
 from lamella._settings.options import ConfigError
 from lamella._settings.sections import ModelConfig, ParallelConfig, RunConfig
 
@@ -14,11 +15,12 @@ def check_deterministic(run: RunConfig, model: ModelConfig, parallel: ParallelCo
     """
     problems = _problems(model, parallel) if run.deterministic else iter(())
     if (problem := next(problems, None)) is not None:
-        raise ConfigError(f"Expected --deterministic without {problem}, got both. Leave one of them out.")
+        raise ConfigError(problem)
 
 
 def _problems(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
-    if model.kernels != "none":
-        yield f"--kernels {model.kernels}, whose kernels are not known to add in one order"
-    if parallel.compile:
-        yield "--compile, which chooses kernels by their time in each process"
+    excluded = {
+        f"--kernels {model.kernels}, whose kernels are not known to add in one order": model.kernels != "none",
+        "--compile, which chooses kernels by their time in each process": bool(parallel.compile),
+    }
+    return exclusions("--deterministic", excluded)

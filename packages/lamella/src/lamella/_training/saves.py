@@ -21,7 +21,7 @@ from lamella._processes.endings import LossNotFiniteError, StorageError
 from lamella._record.output import one_line
 from lamella._record.run_directory import RunDirectory
 from lamella._training.narrow_states import stored_slots, stored_states
-from lamella_checkpoint import CheckpointDirectory, CheckpointFailed, SaveHandle
+from lamella_checkpoint import CheckpointDirectory, CheckpointFailed
 from lamella_engine import find_nonfinite
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -55,7 +55,6 @@ class Saves:
             directory.checkpoints, keep=num_kept, timeout=timeout_s, print_line=print_line
         )
         self._model, self._optimizer = model, optimizer
-        self._last: SaveHandle | None = None  # the last save in the background
 
     def save(self, step: int, extra: Mapping[str, object], say: Callable[[str], None], *, wait: bool) -> None:
         """Save a step in the background; wait for completion with `wait`, or when the previous save failed.
@@ -72,23 +71,11 @@ class Saves:
         failure = agreed_failure(self.settle())
         if failure is not None:
             say(f"{failure} Saving step {step} in its place.")
-        directory, optimizer = self._checkpoints, stored_states(self._optimizer)
-        self._last = None
+        save = self._checkpoints.save if wait or failure is not None else self._checkpoints.save_async
         try:
-            if wait or failure is not None:
-                directory.save(step, model=self._model, optimizer=optimizer, extra=extra)
-            else:
-                self._last = directory.save_async(step, model=self._model, optimizer=optimizer, extra=extra)
+            save(step, model=self._model, optimizer=stored_states(self._optimizer), extra=extra)
         except (OSError, CheckpointFailed) as error:
             raise StorageError(self._cannot_save(step, reason_of(error))) from error
-
-    def wait_staged(self) -> None:
-        """Let the current stream wait for the copies of the last save. A capture of that wait would fail.
-
-        Effects: no collective, no host sync.
-        """
-        if self._last is not None:
-            self._last.wait_staged()
 
     def settle(self) -> str | None:
         """Wait for a background save; return the reason of a failure not reported before, the same on every rank.

@@ -88,6 +88,12 @@ class Steps:
         self._captured = capture_step(self._update, self.optimizer) if is_captured else None
         self._loss: LossFunction = loss_of_logits
 
+    @property
+    def will_be_captured(self) -> bool:
+        """Whether a later step is captured in a CUDA graph."""
+        captured = self._captured
+        return captured is not None and captured.is_on_cuda and not captured.is_captured
+
     def choose_loss(self, tokens: TokenData) -> list[str]:
         """Choose the loss function, then compile the units; return lines to print.
 

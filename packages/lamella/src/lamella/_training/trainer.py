@@ -176,8 +176,6 @@ class Trainer:
 
     def _step(self, step: int) -> FinishedStep:
         batch, num_targets = self._batch(step), self._batches.num_targets(step)
-        if self._config.parallel.capture:
-            self._saves.wait_staged()
         return self._steps.run(step, batch, num_targets, lambda: self._agreement.ask(self._requests.signum))
 
     def _is_due(self, step: int) -> bool:
@@ -200,7 +198,8 @@ class Trainer:
             self._report([*self._samples.records(self._model, step)], progress)
         is_due = self._is_every(run.checkpoint_interval, step)
         if is_due and not stopping:
-            self._save(step, progress, wait=step == self._config.optim.steps)  # No step is left to overlap with.
+            # No step is left to overlap with; and no capture can hold a wait for copies that are under way.
+            self._save(step, progress, wait=step == self._config.optim.steps or self._steps.will_be_captured)
         if is_due or stopping:
             self._write(self._directory.plot, self._records.flush)
 
