@@ -1,5 +1,6 @@
 """From documents to tokens: complete, ended, counted in bytes where that is known, and as transformers reads them."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -7,8 +8,10 @@ import pytest
 
 from lamella._data.encoding import Encoder
 from lamella._data.records import parts
+from lamella._data.stream_samples import sample_stream
+from lamella._data.streamed_files import stream_file
 from lamella._data.text import Corpus, collect
-from lamella._data.tokenizer import END_OF_TEXT, RunTokenizer, train_tokenizer
+from lamella._data.tokenizer import END_OF_TEXT, RunTokenizer, train_on_texts, train_tokenizer
 
 CorpusOf = Callable[..., Corpus]
 
@@ -92,3 +95,23 @@ def test_a_vocabulary_is_trained_on_pieces_spread_over_a_long_text(
     corpus = corpus_of("first words of it\n" * 1000 + "other thing at its end\n" * 1000)
     tokens = train_tokenizer(corpus.train, 300).tokenizer.get_vocab()
     assert "\u0120words" in tokens and "\u0120thing" in tokens
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"text": "alpha bravo charlie"},
+        {"prompt": "alpha bravo", "completion": " charlie"},
+        {"instruction": "alpha", "input": "bravo", "output": "charlie"},
+    ],
+    ids=["text", "completion", "instruction"],
+)
+def test_the_vocabulary_is_of_the_words_of_every_kind_of_record(record: dict[str, str], tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(f"{json.dumps(record)}\n" * 50)
+    streamed_file = stream_file(path.name, path, is_named=True)
+    assert streamed_file is not None
+    prepared = train_tokenizer(collect([str(path)], 1e-9).train, 600)
+    streamed = train_on_texts(sample_stream([streamed_file], 10_000), 600)
+    for tokenizer in (prepared, streamed):
+        assert {"alpha", "bravo", "charlie"} <= {name.strip("\u0120") for name in tokenizer.tokenizer.get_vocab()}

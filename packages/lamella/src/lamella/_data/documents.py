@@ -123,6 +123,15 @@ Part = str | EndOfText | Chat | PromptCompletion | Instruction
 """A piece of a document's text, the end of a document's text, or a whole document of another kind."""
 
 
+def text_of(part: Part) -> str:
+    """Return a part's text as a tokenizer without a chat template reads it; empty for a conversation."""
+    if isinstance(part, str):
+        return part
+    if isinstance(part, Instruction):
+        part = part.as_text()
+    return part.prompt + part.completion if isinstance(part, PromptCompletion) else ""
+
+
 def length_of(part: Part) -> int:
     """Return the approximate number of characters of a part."""
     return len(part) if isinstance(part, str) else part.length

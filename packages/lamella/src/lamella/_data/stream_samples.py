@@ -6,7 +6,7 @@ from typing import Final
 
 import torch
 
-from lamella._data.documents import Part
+from lamella._data.documents import Part, text_of
 from lamella._data.order import shuffled
 from lamella._data.records import Survey, survey_parts
 from lamella._data.streamed_files import StreamedSource, documents_of
@@ -39,9 +39,9 @@ def sample_stream(files: Sequence[StreamedSource], length: int) -> Iterator[str]
         count, due = len(files_of_source), length / len(sources)
         order = shuffled(torch.arange(count), count, seed=0, epoch=0).tolist()
         for part in _parts([files_of_source[index] for index in order]):
-            if isinstance(part, str):
-                yield part
-                due -= len(part)
+            if text := text_of(part):
+                yield text
+                due -= len(text)
             if due <= 0:
                 break
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final, Literal, cast
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from lamella._data.documents import text_of
 from lamella._data.records import parts
 from lamella._data.tables import SourceFile
 from lamella._settings.options import ConfigError, in_short
@@ -122,11 +123,11 @@ def _sample(files: Sequence[SourceFile]) -> Iterator[str]:
     share = min(1.0, VOCABULARY_LENGTH / max(1, sum(file.nbytes for file in files)))
     due = 0.0
     for part in parts(files):
-        if isinstance(part, str):
-            due += share * len(part)
+        if text := text_of(part):
+            due += share * len(text)
             if due > 0:
-                yield part
-                due -= len(part)
+                yield text
+                due -= len(text)
 
 
 def read_tokenizer(directory: Path, vocab_size: int) -> RunTokenizer:
