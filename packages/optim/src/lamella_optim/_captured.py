@@ -126,9 +126,20 @@ class CapturedStep(Generic[P, R]):
         gc.collect()
         torch.cuda.empty_cache()  # A graph has a memory pool of its own: cached blocks of eager steps would lie beside.
         graph = torch.cuda.CUDAGraph()
-        # Other threads may go on: a data loader pins batches.
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-            outputs = self._call()
+        failure: BaseException | None = None
+        try:
+            # Other threads may go on: a data loader pins batches.
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                try:
+                    outputs = self._call()
+                except BaseException as error:
+                    failure = error
+                    raise
+        except RuntimeError:
+            if failure is None:
+                raise
+            # Ending the broken capture raises too, about the capture: the step's error would stay unseen.
+            raise failure from None
         return graph.replay, outputs
 
     def _check_options(self) -> None:

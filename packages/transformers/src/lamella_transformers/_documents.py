@@ -71,15 +71,23 @@ def one_document_a_sequence() -> Iterator[None]:
 
     The look is a host sync in each forward on a GPU. Positions of fake tensors, and positions in the capture of a CUDA
     graph, have no values: transformers would build a mask for several documents, which the fastest kernels do not take.
+    In a capture transformers 5.17 builds a mask even without padding: layers compiled in the eager steps, without a
+    mask, would be compiled anew in the capture, which CUDA refuses.
     """
     from transformers import masking_utils
 
-    original = masking_utils.find_packed_sequence_indices
-    masking_utils.find_packed_sequence_indices = lambda *args, **options: None
+    functions = vars(masking_utils)
+    names = ("find_packed_sequence_indices", "is_tracing")
+    originals = [functions[name] for name in names]
+    is_tracing = originals[1]
+    functions.update(
+        find_packed_sequence_indices=lambda *args, **options: None,
+        is_tracing=lambda padding=None: padding is not None and is_tracing(padding),
+    )
     try:
         yield
     finally:
-        masking_utils.find_packed_sequence_indices = original
+        functions.update(zip(names, originals, strict=True))
 
 
 @contextmanager
