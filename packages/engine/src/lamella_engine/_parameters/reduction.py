@@ -178,7 +178,8 @@ def install_gradients(group: ParameterGroup, reduced: Reduced, *, are_divided: b
     fresh, totals = [], {}
     for i, (parameter, is_present) in enumerate(zip(group.parameters, present, strict=True)):
         if not is_present:
-            _check_absent_everywhere(parameter, shards.shards[i])
+            if parameter.trains:  # no reduction writes the slot of a frozen member
+                _check_absent_everywhere(parameter, shards.shards[i])
         elif (grad := parameter.sharded.grad) is None:
             fresh.append(i)
         else:
