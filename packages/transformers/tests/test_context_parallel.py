@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from tiny_models import GROUPED_SIZES, make_model
 from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from lamella_testing import run_ranks
 from lamella_transformers import IGNORED, ModelError, SequencePieces, check_pieces, check_sequences, cut_sequences
@@ -82,3 +83,13 @@ def test_a_model_that_mixes_tokens_outside_attention_is_refused_on_every_rank() 
 def test_layers_with_windows_are_refused_by_their_kind() -> None:
     with pytest.raises(ModelError, match="full attention alone, got 'sliding_attention' in 'gemma3_text'"):
         check_sequences(make_model("gemma3_text"))
+
+
+def test_a_window_of_all_layers_is_refused_since_the_trial_is_shorter() -> None:
+    with_window, without = (
+        AutoModelForCausalLM.from_config(AutoConfig.for_model("mistral", **GROUPED_SIZES, sliding_window=window))  # type: ignore[no-untyped-call]
+        for window in (32, None)
+    )
+    with pytest.raises(ModelError, match="full attention alone, got 'sliding_attention' in 'mistral'"):
+        check_sequences(with_window)
+    check_sequences(without)

@@ -29,7 +29,14 @@ from lamella._model.spec import load_spec, outline
 from lamella._settings.config import resolve
 from lamella_testing import run_ranks
 
-TINY = {**TINY_LLAMA, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3}
+TINY = {
+    **TINY_LLAMA,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "zero-3": (3, {}),
@@ -46,6 +53,12 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "one layer": (2, {"recompute": "full", "recompute_layers": 1}),
     "float8": (2, {"float8": "tensor"}),
     "offload": (2, {"offload_activations": True}),
+    "cut layers": (4, {"tensor_parallel": 2}),
+    "cut layers, zero-2 and microbatches": (4, {"tensor_parallel": 2, "stage": 2, "accumulation": 2}),
+    "cut layers and full": (2, {"tensor_parallel": 2, "recompute": "full", "rest": "cpu"}),
+    "cut sequences": (4, {"context_parallel": 2}),
+    "cut sequences, zero-1 and selective": (4, {"context_parallel": 2, "stage": 1, "recompute": "selective"}),
+    "the last layer alone": (2, {"train": ("model.layers.2.*", "lm_head.*")}),
 }
 
 
@@ -56,12 +69,15 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def config_of(model: Path, num_ranks: int, *, accumulation: int = 1, **parallel: Any) -> Config:
+def config_of(
+    model: Path, num_ranks: int, *, accumulation: int = 1, train: tuple[str, ...] = (), **parallel: Any
+) -> Config:
+    batch_size = 2 * num_ranks * accumulation
     return resolve(
         {
             "model": {"name": str(model)},
             "data": {"sequence_length": 64},
-            "optim": {"batch_size": 2 * num_ranks * accumulation, "accumulation": accumulation, "steps": 2},
+            "optim": {"batch_size": batch_size, "accumulation": accumulation, "steps": 2, "train": train},
             "parallel": {"device": "cpu", "precision": "bf16", "ranks": num_ranks} | parallel,
         }
     )
@@ -156,11 +172,39 @@ def test_the_matrices_of_muon_rest_as_in_a_real_run_with_one_state(model_folder:
     assert states[0] < states[1]
 
 
-@pytest.mark.parametrize("option", ["tensor_parallel", "context_parallel"])
-def test_cut_layers_and_sequences_are_refused_in_one_line(model_folder: Path, option: str) -> None:
-    flag = f"--{option.replace('_', '-')}"
-    with pytest.raises(ConfigError, match=rf"^Expected an estimate without {flag}, .* got 2\. Leave {flag} out"):
-        estimate_run(config_of(model_folder, 2, **{option: 2}))
+@pytest.mark.parametrize(
+    ("model", "option", "expected"),
+    [
+        ({"num_key_value_heads": 1}, "tensor_parallel", "got num_key_value_heads 1, with --tensor-parallel 2"),
+        ({"model_type": "gpt2"}, "tensor_parallel", "got 'gpt2', which has none, with --tensor-parallel 2"),
+        ({"model_type": "mistral"}, "context_parallel", "got 'sliding_attention' in 'mistral', with --context-"),
+    ],
+)
+def test_models_that_cannot_be_cut_are_refused_in_one_line(
+    tmp_path: Path, model: dict[str, Any], option: str, expected: str
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**TINY, **model}))
+    with pytest.raises(ConfigError) as caught:
+        estimate_run(config_of(path, 2, **cast(Any, {option: 2})))
+    assert "\n" not in str(caught.value) and expected in str(caught.value)
+
+
+def test_ranks_gather_their_parts_of_cut_layers_alone(model_folder: Path) -> None:
+    kinds = [
+        {moment.name: moment.kinds for moment in estimate_run(config).moments}["forward model.layers.1"]
+        for config in (config_of(model_folder, 4, device="cuda", tensor_parallel=count) for count in (1, 2))
+    ]
+    matrices = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 160
+    assert kinds[0][GATHERED] - kinds[1][GATHERED] == 2 * 2 * matrices // 2  # half of two layers, one on the way
+
+
+def test_attention_over_cut_sequences_saves_no_mask_on_gpus(model_folder: Path) -> None:
+    """A mask has the square of a sequence's length; a GPU's kernels need none."""
+    config = config_of(model_folder, 4, device="cuda", context_parallel=2)
+    long = replace(config, data=replace(config.data, sequence_length=128 * config.data.sequence_length))
+    saved = [_saved_by_a_layer(estimate_run(run)) for run in (config, long)]
+    assert saved[1] < 1.05 * 128 * saved[0]
 
 
 def test_idle_windows_of_one_host_are_taken_beside_the_peak(tmp_path: Path) -> None:

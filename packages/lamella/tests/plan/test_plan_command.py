@@ -52,7 +52,12 @@ def test_a_search_puts_the_fastest_that_fits_first(model: Path, capsys: pytest.C
         (["--calibrate", "no.json"], "Expected what export_chrome_trace() wrote in 'no.json'"),
         (["--calibrate", "no.json", "--step-time", "x"], "Expected --step-time to be a number of at least 0, got 'x'"),
         (["--device", "cpu"], "Expected a plan of GPUs, got --device cpu"),
-        (["--offload-activations"], "Expected a plan of work on GPUs alone, got --offload-activations"),
+        (
+            ["--offload-activations"],
+            "Expected a plan of work that has a price, got --offload-activations, whose copies",
+        ),
+        (["--tensor-parallel", "2"], "got --tensor-parallel, whose sums of hidden states have none"),
+        (["--context-parallel", "2"], "got --context-parallel, whose gathers of keys and values have none"),
         (["--experts", "2"], "Expected"),
     ],
 )

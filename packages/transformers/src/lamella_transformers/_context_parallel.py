@@ -22,6 +22,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention.bias import causal_lower_right
+from torch.utils._python_dispatch import _disable_current_modes
 
 from lamella_transformers._errors import ModelError
 
@@ -81,7 +82,7 @@ class SequencePieces:
         for piece, queries in zip(self._pieces, query.chunk(2, 2), strict=True):
             length = queries.shape[2]
             end = (piece + 1) * length
-            mask = {"is_causal": True} if piece == 0 else {"attn_mask": causal_lower_right(length, end)}
+            mask = {"is_causal": True} if piece == 0 else {"attn_mask": _lower_right(length, end)}
             outputs.append(
                 F.scaled_dot_product_attention(queries, keys[:, :, :end], values[:, :, :end], **mask, **options)
             )
@@ -108,6 +109,12 @@ class SequencePieces:
 
     def _piece_length(self, length: int) -> int:
         return -(-length // (2 * self.num_ranks))
+
+
+def _lower_right(num_queries: int, num_keys: int) -> torch.Tensor:
+    # torch makes no tensor of the class under a mode of operators, such as a count of their work.
+    with _disable_current_modes():
+        return causal_lower_right(num_queries, num_keys)
 
 
 class _SequenceGather(torch.autograd.Function):
@@ -154,7 +161,10 @@ def check_sequences(model: nn.Module) -> None:
         )
     if "position_ids" not in inspect.signature(model.forward).parameters:
         raise ModelError(f"Expected a model that takes positions of its tokens, got {model_type!r}, which does not.")
-    kinds = {kind for kind in getattr(spec, "layer_types", None) or () if kind not in ("full_attention", "attention")}
+    layer_types = getattr(spec, "layer_types", None)
+    kinds = {kind for kind in layer_types or () if kind not in ("full_attention", "attention")}
+    if layer_types is None and getattr(spec, "sliding_window", None) is not None:
+        kinds.add("sliding_attention")  # Mistral: all layers, and the trial's tokens are fewer than a window's
     if kinds:
         raise ModelError(f"Expected layers of full attention alone, got {min(kinds)!r} in {model_type!r}.")
 

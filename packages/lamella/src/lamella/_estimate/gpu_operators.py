@@ -1,16 +1,20 @@
 """Operators that save other tensors for backward on GPUs than on CPUs, on tensors without memory.
 
-An estimate runs on CPU tensors, since a torch without CUDA has no autograd for tensors of a GPU. Three operators
+An estimate runs on CPU tensors, since a torch without CUDA has no autograd for tensors of a GPU. Four operators
 differ: a CPU computes `rms_norm` by smaller operators, which save fp32 copies of the input where CUDA's kernel saves a
-number a row; it multiplies float8 matrices in fp32, where a GPU's kernel reads and saves the codes; and it encodes
-weights in float8 through fp32 copies, where a GPU's kernel writes the codes alone.
+number a row; it attends to a piece of a sequence by a mask, where flash attention counts from the last key; it
+multiplies float8 matrices in fp32, where a GPU's kernel reads and saves the codes; and it encodes weights in float8
+through fp32 copies, where a GPU's kernel writes the codes alone.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
+from torch.nn.attention.bias import CausalBias
 
 from lamella._estimate.announced_kernels import announce_kernel
 from lamella_precision import assume_float8_kernels
@@ -22,14 +26,30 @@ def gpu_operators(device_type: str) -> Iterator[None]:
     if device_type != "cuda":
         yield
         return
-    original = torch.rms_norm
+    originals = torch.rms_norm, F.scaled_dot_product_attention
     # A mode of torch would miss the layers that backward runs again: autograd leaves all modes.
     torch.rms_norm = _rms_norm  # type: ignore[assignment]
+    F.scaled_dot_product_attention = partial(_attention, F.scaled_dot_product_attention)
     try:
         with assume_float8_kernels():
             yield
     finally:
-        torch.rms_norm = original
+        torch.rms_norm, F.scaled_dot_product_attention = originals
+
+
+def _attention(
+    original: Callable[..., torch.Tensor],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **options: Any,
+) -> torch.Tensor:
+    if isinstance(attn_mask, CausalBias):  # values differ, bytes do not
+        attn_mask, is_causal = None, True
+    return original(query, key, value, attn_mask, dropout_p, is_causal, **options)
 
 
 def _rms_norm(

@@ -9,6 +9,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 import lamella_optim
+from lamella._data.batches import LossArguments, TokenBatch
 from lamella._estimate.compiled_layers import compile_layers, is_estimated_compiled
 from lamella._estimate.fake_ranks import FusedSteps, fake_ranks, no_memory
 from lamella._estimate.gpu_operators import gpu_operators
@@ -16,6 +17,7 @@ from lamella._estimate.kinds import HOST_ACTIVATIONS
 from lamella._estimate.liger_operators import liger_operators
 from lamella._estimate.live_bytes import LiveBytes
 from lamella._estimate.recorded_step import RecordedStep, TrainingStep, Watch, record, unwatched
+from lamella._model.checks import check_neighbours
 from lamella._model.lora import add_adapters
 from lamella._model.matrices import matrices_for
 from lamella._model.sharding import shard
@@ -28,6 +30,7 @@ from lamella._training.trained_parameters import freeze, trained_patterns
 from lamella_transformers import (
     LossFunction,
     ModelSpec,
+    SequencePieces,
     assumed_loss,
     balance_coefficient,
     build_without_parameters,
@@ -57,7 +60,6 @@ def record_recipe(config: Config, rank: int = 0, watch: Watch = unwatched, *, va
     assert config.parallel.ranks is not None
     check_states(config.optim)
     _check_experts(config)
-    _check_neighbours(config)
     live = LiveBytes()
     try:
         with (
@@ -90,17 +92,6 @@ def _check_experts(config: Config) -> None:
         )
 
 
-def _check_neighbours(config: Config) -> None:
-    """Refuse an estimate of cut layers or sequences, whose bytes were not compared with a run's."""
-    counts = {"tensor": config.parallel.tensor_parallel, "context": config.parallel.context_parallel}
-    for name, count in counts.items():
-        if count > 1:
-            raise ConfigError(
-                f"Expected an estimate without --{name}-parallel, which no run was compared with, got {count}. Leave "
-                f"--{name}-parallel out."
-            )
-
-
 @contextmanager
 def training_step(
     config: Config, live: LiveBytes, memory: AbstractContextManager[object] | None = None
@@ -114,10 +105,11 @@ def training_step(
     """
     spec = load_spec(config.model.name, config.data.vocab_size)
     model = build_without_parameters(spec, _CPU)
+    check_neighbours(model, spec, config.parallel)
     add_adapters(model, config.model, config.run.seed)
     on_cpu = _with_device(config, "cpu")
     matrices = matrices_for(config.optim, model)
-    units, shared_rows, _ = shard(model, on_cpu.parallel, matrices, host=_HostCopies(live))
+    units, shared_rows, pieces = shard(model, on_cpu.parallel, matrices, host=_HostCopies(live))
     freeze(model, trained_patterns(config))
     kernels = liger_operators(model) if config.model.kernels != "none" else nullcontext()
     with memory or nullcontext(), one_document_a_sequence(), kernels, live:
@@ -130,28 +122,30 @@ def training_step(
         yield TrainingStep(
             model=model,
             units=units,
-            loss=lambda: _microbatch_loss(config, spec, model, loss),
+            loss=lambda: _microbatch_loss(config, spec, model, loss, pieces),
             optimizer=optimizer,
             clip=lambda: lamella_optim.clip_grad_norm_(model.parameters(), config.optim.clip_norm),
             num_microbatches=min(config.optim.accumulation, _MOST_MICROBATCHES),
             vocab_size=spec.vocab_size,
-            validate=lambda: target_losses(model, *_tokens(config)),
+            validate=lambda: target_losses(model, *_arguments(config, pieces)),
         )
 
 
-def _microbatch_loss(config: Config, spec: ModelSpec, model: torch.nn.Module, loss: LossFunction) -> torch.Tensor:
-    inputs, targets = _tokens(config)
-    objective, balance = loss(model, inputs, targets, float(inputs.numel()))
+def _microbatch_loss(
+    config: Config, spec: ModelSpec, model: torch.nn.Module, loss: LossFunction, pieces: SequencePieces | None
+) -> torch.Tensor:
+    inputs, targets, positions = _arguments(config, pieces)
+    objective, balance = loss(model, inputs, targets, float(inputs.numel()), positions)
     if balance is None:
         return objective
     return objective + balance_coefficient(spec) / config.optim.accumulation * balance
 
 
-def _tokens(config: Config) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return inputs and targets of a microbatch, as many as in a batch of a validation."""
+def _arguments(config: Config, pieces: SequencePieces | None) -> LossArguments:
+    """Return the tensors of a microbatch's loss, of as many sequences as in a batch of a validation."""
     num_sequences = config.optim.batch_size // (config.parallel.num_data_ranks * config.optim.accumulation)
-    inputs = torch.zeros((num_sequences, config.data.sequence_length), dtype=torch.int64)
-    return inputs, torch.zeros_like(inputs)
+    tokens = torch.zeros((num_sequences, config.data.sequence_length + 1), dtype=torch.int64)
+    return TokenBatch(tokens).arguments(pieces)
 
 
 def _with_device(config: Config, device: Literal["cpu", "cuda"]) -> Config:

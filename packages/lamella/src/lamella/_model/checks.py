@@ -84,8 +84,7 @@ def check_model(config: Config, *, has_checkpoint: bool) -> CheckedModel:
         with refused_models():
             FreshWeights(spec, torch.device("cpu"), config.run.seed)
     _check_experts(model, config.parallel)
-    _check_tensor_parallel(model, config.parallel)
-    _check_context_parallel(model, spec, config.parallel)
+    check_neighbours(model, spec, config.parallel)
     units = choose_units(model)
     check_recompute(units.modules, config.parallel)
     check_float8(units.modules, config.parallel)
@@ -113,6 +112,21 @@ def _check_experts(model: nn.Module, parallel: ParallelConfig) -> None:
             f"{str(error).partition('. ')[0]}, with --experts {parallel.experts}. Pass another --experts, or leave it "
             "out."
         ) from error
+
+
+def check_neighbours(model: nn.Module, spec: ModelSpec, parallel: ParallelConfig) -> None:
+    """Refuse a model whose layers or sequences cannot be cut as the settings say.
+
+    Args:
+        model: On the meta device, without adapters.
+        spec: The config of the model.
+        parallel: The settings of sharding.
+
+    Raises:
+        ConfigError: Names the option.
+    """
+    _check_tensor_parallel(model, parallel)
+    _check_context_parallel(model, spec, parallel)
 
 
 def _check_tensor_parallel(model: nn.Module, parallel: ParallelConfig) -> None:

@@ -37,19 +37,21 @@ def record_works(config: Config, rank: int = 0) -> RecordedWorks:
         rank: The rank.
 
     Raises:
-        ConfigError: The settings cannot be met, or copies to the host's memory are among them, which have no price.
+        ConfigError: The settings cannot be met, or include work without a price.
 
     Effects: as `record_recipe`.
     """
     parallel = config.parallel
-    for flag, is_set in (
-        ("--rest cpu", parallel.rest == "cpu"),
-        ("--offload-activations", parallel.offload_activations),
+    host_copies = "copies to the host's memory"
+    for flag, work, is_set in (
+        ("--rest cpu", host_copies, parallel.rest == "cpu"),
+        ("--offload-activations", host_copies, parallel.offload_activations),
+        ("--tensor-parallel", "sums of hidden states", parallel.tensor_parallel > 1),
+        ("--context-parallel", "gathers of keys and values", parallel.context_parallel > 1),
     ):
         if is_set:
             raise ConfigError(
-                f"Expected a plan of work on GPUs alone, got {flag}, whose copies to the host's memory have no price. "
-                "Leave the option out."
+                f"Expected a plan of work that has a price, got {flag}, whose {work} have none. Leave the option out."
             )
     recorders: list[WorkRecorder] = []
     # Graphs run operators one by one that a compiled layer's kernels hold together: eager operators are as near.
