@@ -40,7 +40,7 @@ def _problems(parallel: ParallelConfig, run: RunConfig) -> Iterator[str]:
     excluded = {
         f"--tensor-parallel {parallel.tensor_parallel}": parallel.tensor_parallel > 1,
         f"--experts {parallel.experts}": parallel.experts > 1,
-        "--compile, which was not tried on cut sequences": bool(parallel.compile),
+        "--compile, which was not tried on pieces of many lengths": bool(parallel.compile),
         "--sample, whose texts grow by a token at a time": bool(run.sample),
     }
     return problems("--context-parallel", parallel.context_parallel, parallel.ranks, excluded)
