@@ -92,9 +92,12 @@ def _run(argv: Sequence[str]) -> int:
 
         plan.run(arguments)
     else:
-        from lamella._command.fitting import fitted
         from lamella._command.train import train
 
         config = config_of(arguments)
-        train(config if arguments.memory is None else fitted(config, arguments.memory))
+        if arguments.memory is not None:
+            from lamella._command.fitting import fitted  # recorded steps, with torch's compiler
+
+            config = fitted(config, arguments.memory)
+        train(config)
     return 0
