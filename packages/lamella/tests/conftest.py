@@ -30,6 +30,7 @@ from lamella._training.trainer import Trainer
 from lamella.cli import main
 from lamella_convert import find_family
 from lamella_testing import run_ranks, write_entry_points
+from lamella_testing.forked_writers import forked_writers
 
 # Property tests draw the same examples in every run: a red run is red again.
 settings.register_profile("lamella", derandomize=True, deadline=None, max_examples=60)
@@ -164,6 +165,13 @@ def _interruptible() -> Iterator[None]:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _forked_writers() -> Iterator[None]:
+    """Fork the processes that write checkpoints."""
+    with forked_writers():
+        yield
 
 
 @pytest.fixture

@@ -138,6 +138,7 @@ def test_a_save_in_the_background_writes_what_a_blocking_one_does(kit: Kit, tmp_
         assert all(torch.equal(state["model"][name], expected[name]) for name in state["model"])
 
 
+@pytest.mark.usefixtures("started_writers")
 def test_a_checkpoint_completes_when_training_is_killed_once_the_state_was_copied(tmp_path: Path) -> None:
     def save_and_leave() -> None:
         sender = AsyncSaver().save(tmp_path / "a", model=filled(1.0, 1000))._sender
@@ -228,6 +229,7 @@ def test_a_failure_of_one_rank_is_told_on_every_rank(tmp_path: Path) -> None:
     assert [model.get_parameter(f"r{rank}.weight")[0, 0].item() for rank in range(3)] == [4.0] * 3
 
 
+@pytest.mark.usefixtures("started_writers")
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_writer_is_told_on_every_rank_and_replaced(kit: Kit, tmp_path: Path, victim: int) -> None:
     def save_three() -> dict[str, int]:
@@ -250,6 +252,7 @@ def test_a_killed_writer_is_told_on_every_rank_and_replaced(kit: Kit, tmp_path: 
     assert load(tmp_path / "a", model=kit.build(sharded=False)[0]) == {"n": 3}
 
 
+@pytest.mark.usefixtures("started_writers")
 def test_the_sigterm_of_a_job_leaves_the_process_that_writes_at_work(tmp_path: Path) -> None:
     with AsyncSaver() as saver:
         saver.save(tmp_path / "a", model=filled(1.0)).wait()
@@ -259,6 +262,7 @@ def test_the_sigterm_of_a_job_leaves_the_process_that_writes_at_work(tmp_path: P
     assert value_at(tmp_path / "a") == 2.0
 
 
+@pytest.mark.usefixtures("started_writers")
 def test_a_killed_rank_leaves_the_last_checkpoint(kit: Kit, tmp_path: Path) -> None:
     def save_and_die() -> None:
         model, _ = kit.build(sharded=True)
@@ -276,11 +280,13 @@ def test_a_killed_rank_leaves_the_last_checkpoint(kit: Kit, tmp_path: Path) -> N
     assert load(tmp_path / "a", model=kit.build(sharded=False)[0]) == {"n": 1}
 
 
+@pytest.mark.usefixtures("started_writers")
 def test_the_process_that_writes_gives_way_to_training_and_outlives_its_process_group(tmp_path: Path) -> None:
     with AsyncSaver() as saver:
         saver.save(tmp_path / "a", model=filled(1.0)).wait()
         assert saver._process is not None
         pid = saver._process._popen.pid
+        assert b"async_process" in Path(f"/proc/{pid}/cmdline").read_bytes(), "a fork, not the process of users' ranks"
         assert os.getpriority(os.PRIO_PROCESS, pid) == 19
         assert os.getsid(pid) == os.getsid(0)  # Nice values count inside a session.
         assert os.getpgid(pid) not in (os.getpgid(0), os.getpgid(os.getppid()))
@@ -443,6 +449,7 @@ def test_a_save_has_one_outcome_on_all_ranks_though_its_checkpoint_is_moved_away
     assert [value_at(tmp_path / f"moved-{step}") for step in range(3)] == [0.0, 1.0, 2.0]
 
 
+@pytest.mark.usefixtures("started_writers")
 def test_a_stopped_process_fails_the_save_on_every_rank_at_the_time_limit(tmp_path: Path) -> None:
     def save_stopped() -> list[int]:
         with AsyncSaver(timeout=1.0) as saver:

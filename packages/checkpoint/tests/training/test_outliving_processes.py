@@ -17,13 +17,14 @@ from lamella_checkpoint._training.async_process import Job, part_name
 from lamella_checkpoint._training.staging import Memory
 from lamella_checkpoint._training.writer import Writer
 from lamella_testing import run_ranks
+from lamella_testing.forked_writers import started_writers
 from lamella_testing.held_starts import HeldStart
 
 
 def checkpoints_held(start: HeldStart, root: Path) -> CheckpointDirectory:
     """A directory whose process that writes is held."""
     checkpoints = CheckpointDirectory(root)
-    with start.holding():
+    with start.holding(), started_writers():
         checkpoints._saver = AsyncSaver()
     return checkpoints
 

@@ -24,6 +24,7 @@ from lamella import Config
 from lamella._record.run_directory import RunDirectory
 from lamella._training.trainer import Trainer
 from lamella_testing import RankFailure, run_ranks
+from lamella_testing.forked_writers import started_writers
 from lamella_testing.held_starts import HeldStart
 
 NUM_KILLS = 10
@@ -63,7 +64,7 @@ def test_a_checkpoint_of_a_killed_run_does_not_appear_in_the_midst_of_the_next(
         return step(trainer, index)
 
     def train_until_killed(directory: RunDirectory) -> None:
-        with starts[dist.get_rank()].holding(), patch.object(Trainer, "_step", killed_after_save):
+        with starts[dist.get_rank()].holding(), started_writers(), patch.object(Trainer, "_step", killed_after_save):
             train_prepared(config, directory)
 
     with prepared(config) as run, pytest.raises(RankFailure, match="SIGKILL"):

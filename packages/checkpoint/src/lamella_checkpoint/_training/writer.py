@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing import Pipe
 from pathlib import Path
@@ -51,25 +52,7 @@ class Writer:
         self.is_stuck = False
         self._closing = threading.Lock()
         self._connection, connection_of_process = Pipe()
-        # A scheduler sends SIGTERM to every process of a job, and may leave training time to end in order: without
-        # SIG_IGN, the checkpoint in flight would be lost. Note [Training comes first]: low priority after the imports,
-        # seconds of compute, which would take minutes beside busy ranks, before any save.
-        code = (
-            "import os, signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
-            "from lamella_checkpoint._training.async_process import main; os.nice(19); main()"
-        )
-        descriptors = (connection_of_process.fileno(), memory.descriptor)
-        self._popen = subprocess.Popen(
-            [sys.executable, "-P", "-c", code, *map(str, descriptors)],
-            pass_fds=descriptors,
-            stdin=subprocess.DEVNULL,
-            process_group=0,  # Without a session of its own, by the same note.
-            env=os.environ | {
-                "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-                "CUDA_VISIBLE_DEVICES": "",  # A CUDA context would take device memory from training.
-                "OMP_NUM_THREADS": "1",
-            },
-        )  # fmt: skip
+        self._popen = start_process((connection_of_process.fileno(), memory.descriptor))
         # Kept open here, the connection would never show the process's death as end of file.
         connection_of_process.close()
 
@@ -108,6 +91,28 @@ class Writer:
         except subprocess.TimeoutExpired:
             self.is_stuck = True
             return None
+
+
+def start_process(descriptors: Sequence[int]) -> "subprocess.Popen[bytes]":
+    """Start a process with `async_process.main` that has the descriptors of a connection and a memory."""
+    # A scheduler sends SIGTERM to every process of a job, and may leave training time to end in order: without
+    # SIG_IGN, the checkpoint in flight would be lost. Note [Training comes first]: low priority after the imports,
+    # seconds of compute, which would take minutes beside busy ranks, before any save.
+    code = (
+        "import os, signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+        "from lamella_checkpoint._training.async_process import main; os.nice(19); main()"
+    )
+    return subprocess.Popen(
+        [sys.executable, "-P", "-c", code, *map(str, descriptors)],
+        pass_fds=descriptors,
+        stdin=subprocess.DEVNULL,
+        process_group=0,  # Without a session of its own, by the same note.
+        env=os.environ | {
+            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+            "CUDA_VISIBLE_DEVICES": "",  # A CUDA context would take device memory from training.
+            "OMP_NUM_THREADS": "1",
+        },
+    )  # fmt: skip
 
 
 class Following:

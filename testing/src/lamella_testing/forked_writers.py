@@ -1,0 +1,125 @@
+"""Processes that write checkpoints, forked from their ranks instead of started by exec.
+
+For tests whose subject is the run that saves. A started process imports torch, 2.5 CPU seconds beside each rank; a fork
+has it. Where the process is the subject (its start, its priority, its environment), tests start it as users do.
+"""
+
+import faulthandler
+import functools
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any, NoReturn
+from unittest.mock import patch
+
+import torch
+
+_START = "lamella_checkpoint._training.writer.start_process"  # by name: no import, which tests of layers lack
+_MAIN = "lamella_checkpoint._training.async_process.main"
+_POLL_S = 0.005
+_STANDARD_STREAMS = range(3)
+
+
+@contextmanager
+def forked_writers() -> Iterator[None]:
+    """Fork the processes that lamella_checkpoint starts in the block, in this process and in its forked ranks.
+
+    A rank that has used CUDA starts its process, as users' ranks do: a fork is unsafe beside CUDA.
+    """
+    start = resolve_name(_START)
+
+    @functools.wraps(start)
+    def start_or_fork(descriptors: Sequence[int]) -> Any:
+        return start(descriptors) if torch.cuda.is_initialized() else _fork(descriptors)  # type: ignore[no-untyped-call]
+
+    with patch(_START, start_or_fork):
+        yield
+
+
+@contextmanager
+def started_writers() -> Iterator[None]:
+    """Start the processes in a part of the block of `forked_writers`."""
+    with patch(_START, resolve_name(_START).__wrapped__):
+        yield
+
+
+class _ForkedProcess:
+    """The part of `subprocess.Popen` that a rank uses of its writing process."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._exit_code: int | None = None
+        self._waiting = threading.Lock()  # Two threads that wait for one process: the second would wait for none.
+
+    def poll(self) -> int | None:
+        with self._waiting:
+            if self._exit_code is None:
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+                self._exit_code = os.waitstatus_to_exitcode(status) if pid else None
+            return self._exit_code
+
+    def wait(self, timeout: float) -> int:
+        deadline = time.monotonic() + timeout
+        while (exit_code := self.poll()) is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(f"the forked process {self.pid}", timeout)
+            time.sleep(_POLL_S)
+        return exit_code
+
+    def send_signal(self, signum: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signum)
+
+
+def _fork(descriptors: Sequence[int]) -> _ForkedProcess:
+    sys.stdout.flush()  # A child inherits unflushed buffers and would print the parent's text again.
+    sys.stderr.flush()
+    with warnings.catch_warnings():
+        # Of Python 3.12, for a process with threads: the child writes files, and needs none of the process group's.
+        warnings.filterwarnings("ignore", category=DeprecationWarning, message=".*multi-threaded.*fork.*")
+        pid = os.fork()
+    if pid == 0:
+        _serve(descriptors)
+    return _ForkedProcess(pid)
+
+
+def _serve(descriptors: Sequence[int]) -> NoReturn:
+    """Become the process that `start_process` would start."""
+    exit_code = 1
+    try:
+        gc.freeze()
+        torch.set_num_threads(1)  # OpenMP's worker threads do not survive a fork.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        faulthandler.disable()  # It would write into the rank's file.
+        os.setpgid(0, 0)
+        os.nice(19)
+        _close_all_but({*_STANDARD_STREAMS, *descriptors})
+        sys.argv[1:] = map(str, descriptors)
+        resolve_name(_MAIN)()
+        exit_code = 0
+    except BaseException:  # noqa: BLE001  No error may go on in a second copy of the rank.
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(exit_code)
+
+
+def _close_all_but(descriptors: set[int]) -> None:
+    """Close the rank's connections: peers see the death of a rank by their end."""
+    for descriptor in [int(path.name) for path in Path("/proc/self/fd").iterdir()]:
+        if descriptor not in descriptors:
+            try:
+                os.close(descriptor)
+            except OSError:  # the listing's own
+                continue
