@@ -2,7 +2,8 @@
 
     torchrun --nproc-per-node 2 examples/loops/accelerate_loop.py --folder /tmp/accelerate --steps 20
 
-Accelerate shards, clips and saves by torch's names, which are lamella's until the program ends.
+Accelerate shards, clips and saves by torch's names, which are lamella's until the program ends. Accelerate shards on
+accelerators only: for ranks on CPUs, Accelerate ignores the plugin and replicates the model.
 """
 
 import argparse
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import FullyShardedDataParallelPlugin
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -39,7 +40,12 @@ def main() -> None:
         auto_wrap_policy="transformer_based_wrap",
         transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
     )
-    accelerator = Accelerator(fsdp_plugin=plugin, cpu=not torch.cuda.is_available())
+    accelerator = Accelerator(fsdp_plugin=plugin)
+    if accelerator.distributed_type != DistributedType.FSDP:
+        parser.error(
+            "Expected ranks that Accelerate shards over, started by torchrun on GPUs, got "
+            f"{accelerator.num_processes} of kind {accelerator.distributed_type.value}"
+        )
     model = tiny_llama()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     rows = (torch.arange(16)[None] + torch.randint(48, (8 * options.steps, 1))) % 64

@@ -18,7 +18,7 @@ import lamella_engine
 
 
 class Regression(lightning.LightningModule):
-    """Three blocks, each a unit, trained to give back the cosine of their inputs."""
+    """Three blocks, each a unit, trained to predict the sine of their inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Regression(lightning.LightningModule):
     def training_step(self, batch: list[torch.Tensor], _: int) -> torch.Tensor:
         """Return the loss of (rows, 8) inputs."""
         (inputs,) = batch
-        loss = nn.functional.mse_loss(self.blocks(inputs), inputs.cos())
+        loss = nn.functional.mse_loss(self.blocks(inputs), inputs.sin())
         self.log("loss", loss, prog_bar=True, sync_dist=True)
         return loss
 
@@ -45,7 +45,7 @@ class Regression(lightning.LightningModule):
 
 
 def main() -> None:
-    """Train for two epochs."""
+    """Train for ten epochs."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--devices", type=int, default=2)
@@ -56,7 +56,7 @@ def main() -> None:
         accelerator="auto",
         devices=options.devices,
         strategy=ModelParallelStrategy(data_parallel_size=options.devices, tensor_parallel_size=1),
-        max_epochs=2,
+        max_epochs=10,
         default_root_dir=options.folder,
         enable_progress_bar=False,
         logger=False,
