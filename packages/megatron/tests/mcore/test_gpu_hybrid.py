@@ -1,6 +1,7 @@
 """A HybridModel with its real kernels trains on two GPUs as unsharded on one.
 
-Layers are `M` (mamba-ssm, causal-conv1d), `*` (Transformer Engine), `E` (grouped) and `G` (flash-linear-attention).
+Layers are `M` (mamba-ssm, causal-conv1d), `*` (Transformer Engine), `E` (grouped) and `G` (flash-linear-attention; on
+Hopper GPUs with an older Triton the convolution alone, and torch's gated delta rule).
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ import os
 import re
 from collections.abc import Iterator
 from functools import cache
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
+from packaging.version import Version
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -89,7 +92,23 @@ def _model(layout: Layout) -> Any:
     specs = importlib.import_module("megatron.core.models.hybrid.hybrid_layer_specs")
     hybrid = importlib.import_module("megatron.core.models.hybrid.hybrid_model").HybridModel
     model = hybrid(config, specs.hybrid_stack_spec, VOCABULARY, LENGTH, hybrid_layer_pattern=PATTERN)
+    if _gated_delta_rule_is_refused():
+        delta_nets = importlib.import_module("megatron.core.ssm.gated_delta_net")
+        for module in model.modules():
+            if hasattr(module, "gated_delta_rule"):
+                module.gated_delta_rule = delta_nets.torch_chunk_gated_delta_rule
     return model.to("cuda", torch.bfloat16)
+
+
+def _gated_delta_rule_is_refused() -> bool:
+    """Whether flash-linear-attention 0.6 raises in the backward of its gated delta rule.
+
+    The gradients of Triton 3.4 to 3.7.0 are wrong on Hopper GPUs (flash-linear-attention's issue 640). torch 2.11 brings
+    Triton 3.6, and tilelang's kernel, the library's way out, is not among the session's.
+    """
+    triton = Version(importlib.import_module("triton").__version__)
+    is_hopper = torch.cuda.get_device_capability()[0] == 9
+    return is_hopper and Version("3.4") <= triton < Version("3.7.1") and find_spec("tilelang") is None
 
 
 def _batches(step: int) -> list[dict[str, Any]]:
