@@ -9,7 +9,6 @@ from lamella._data.text import streamed_identity
 from lamella._record.run_directory import RunDirectory
 from lamella._settings.config import Config
 from lamella._training.checks import check
-from lamella._training.resume import stream_settings
 from lamella._training.sources import RunSources, check_profile, read
 from lamella._training.writing import in_steps, write
 
@@ -70,14 +69,13 @@ def prepare(config: Config, *, is_first: bool = True) -> PreparedRun:
         is_complete=is_complete,
         lines=tuple(lines),
         config=config,
-        identity=_identity(config, run.directory, sources),
+        identity=_identity(run.directory, sources, steps),
     )
 
 
-def _identity(config: Config, directory: RunDirectory, sources: RunSources) -> dict[str, str]:
-    settings = stream_settings(config, sources.text.form.packing)
-    names = {name: f"{setting}" for name, setting in settings.items()}
-    names |= {"optim.steps": f"{config.optim.steps}", "the step to go on from": f"{sources.first_step}"}
+def _identity(directory: RunDirectory, sources: RunSources, num_steps: int) -> dict[str, str]:
+    names = {name: f"{setting}" for name, setting in sources.stream.items()}
+    names |= {"optim.steps": f"{num_steps}", "the step to go on from": f"{sources.first_step}"}
     for file in (*sources.text.corpus.train, *sources.text.corpus.validation):
         name = f"the text {file.name!r}"
         names[name] = f"{names.get(name, '')}{file.digest[:_NUM_DIGITS]}"  # A single file is in both splits.

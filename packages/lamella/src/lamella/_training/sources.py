@@ -1,5 +1,6 @@
 """The sources of a run, read before anything is written: text, weights, and the checkpoint to go on from."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lamella._data.sources import TextSource, data_lines, read_text
@@ -20,11 +21,13 @@ class RunSources:
 
     Attributes:
         text: The text and the tokenizer.
+        stream: The settings to hold over a run, as `stream_settings` returns them.
         untrained: The names of pretrained tensors that the model has no modules for.
         first_step: Steps completed by the checkpoint to go on from; 0 for a new run.
     """
 
     text: TextSource
+    stream: Mapping[str, object]
     untrained: tuple[str, ...]
     first_step: int
 
@@ -60,14 +63,14 @@ def read(config: Config, run: CheckedRun, lines: list[str]) -> RunSources:
     ]
     untrained: tuple[str, ...] = ()
     first_step = 0
+    stream = stream_settings(config, text.form.packing)
     if run.checkpoint is not None:
-        stream = stream_settings(config, text.form.packing)
         first_step = check_resumable(run.checkpoint, model, stream, text.fingerprint, run.directory)
     if model.pretrained is not None and lacks_model(run):
         untrained = check_weights(model.pretrained, model.outline, model.spec)
         if run.checkpoint is None:
             lines.append(weights_line(model.pretrained, untrained))
-    return RunSources(text=text, untrained=untrained, first_step=first_step)
+    return RunSources(text=text, stream=stream, untrained=untrained, first_step=first_step)
 
 
 def lacks_model(run: CheckedRun) -> bool:
