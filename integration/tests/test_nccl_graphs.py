@@ -1,6 +1,7 @@
 """On GPUs: a whole step captured as a CUDA graph and replayed."""
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -10,6 +11,8 @@ import torch._dynamo  # As in test_nccl: once here instead of once a rank.
 from torch import nn
 
 from lamella_buffers import _driver
+from lamella_checkpoint import CheckpointDirectory, load
+from lamella_checkpoint._training import copies
 from lamella_engine import MixedPrecisionPolicy, fully_shard
 from lamella_integration.backends import Workload, lamella
 from lamella_integration.profile import PROOF, profile_steps
@@ -125,6 +128,31 @@ def test_hooks_that_wait_are_called_before_each_replay() -> None:
         return len(waits)
 
     assert run_ranks(num_waits, 1, device="cuda") == [2 + 1 + (NUM_STEPS - 2)]  # eager, in the capture, before replays
+
+
+@pytest.mark.gpu1
+def test_a_save_under_way_at_the_capture_has_the_weights_of_its_step(tmp_path: Path) -> None:
+    num_eager_steps = 3
+
+    def saved_and_expected() -> list[dict[str, torch.Tensor]]:
+        loop = GraphLoop()
+        step = capture_step(loop.step, loop.optimizer, num_eager_steps=num_eager_steps)
+        checkpoints = CheckpointDirectory(tmp_path)
+        with mock.patch.object(copies, "_PAUSE_S", 5.0):  # The copies count as under way until a pause is over.
+            for index in range(NUM_STEPS):
+                if index == num_eager_steps:
+                    expected = loop.weights()
+                    checkpoints.save_async(index, model=loop.model, optimizer=loop.optimizer)
+                    assert copies._in_flight
+                step(*loop.task.batch(index))
+            checkpoints.wait()
+        assert step.is_captured
+        load(checkpoints.path(num_eager_steps), model=loop.model, optimizer=loop.optimizer)
+        checkpoints.close()
+        return [loop.weights(), expected]
+
+    [(saved, expected)] = run_ranks(saved_and_expected, 1, device="cuda")
+    torch.testing.assert_close(saved, expected, rtol=0.0, atol=0.0)
 
 
 @pytest.mark.gpu1

@@ -130,7 +130,10 @@ class StateCopies:
         began = time.perf_counter()
         self._are_queued.wait()
         self._versions.forget()
-        for event in self._copied:  # Unordered, the next step would overwrite tensors under the copies.
+        # The capture of a CUDA graph changes no tensor, and would fail at an event from outside; replays wait anew.
+        is_captured = bool(self._copied) and torch.cuda.is_current_stream_capturing()
+        for event in () if is_captured else self._copied:
+            # Unordered, the next step would overwrite tensors under the copies.
             torch.accelerator.current_stream(event.device).wait_event(event)
         self.waited_seconds += time.perf_counter() - began
 
