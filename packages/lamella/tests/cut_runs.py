@@ -34,11 +34,13 @@ def changed(config: Config, name: str, model_type: str = "qwen3", packing: Any =
     rows = [{"prompt": f"{number}: ", "completion": f"{number}, " * (number % 7 + 1)} for number in range(200)]
     data.write_text("\n".join(map(json.dumps, rows[:180])), encoding="utf-8")
     held_out.write_text("\n".join(map(json.dumps, rows[180:])), encoding="utf-8")
+    # Rows of rare tokens have gradients near 1e-7, whose rounding a smaller `eps` would make steps of.
+    optim = replace(config.optim, accumulation=2, eps=1e-5, schedule="constant")
     return replace(
         config,
         model=replace(config.model, name=str(model)),
         data=replace(config.data, paths=(str(data),), packing=packing, validation_paths=(str(held_out),)),
-        optim=replace(config.optim, accumulation=2, eps=1e-6, schedule="constant"),
+        optim=optim,
         parallel=replace(config.parallel, **parallel),
         run=replace(config.run, directory=str(root / name), checkpoint_interval=100, log_interval=1),
     )

@@ -250,6 +250,6 @@ def test_documents_without_an_answer_are_refused(tmp_path: Path) -> None:
     form = TokenForm(packing="documents", loss_on="answers", sequence_length=3, has_answers=True)
     data = written(tmp_path, form, [json.dumps({"prompt": "long enough", "completion": "b"})] * 9)
     with pytest.raises(
-        ConfigError, match="an answer to train on, got none in the first 3 tokens of 4 documents of up to 13. Pass"
+        ConfigError, match="an answer to train on, got none in the first 3 tokens of 4 documents of up to 10. Pass"
     ):
         check_tokens(data, DataConfig(sequence_length=3))
