@@ -103,8 +103,8 @@ def _model(layout: Layout) -> Any:
 def _gated_delta_rule_is_refused() -> bool:
     """Whether flash-linear-attention 0.6 raises in the backward of its gated delta rule.
 
-    The gradients of Triton 3.4 to 3.7.0 are wrong on Hopper GPUs (flash-linear-attention's issue 640). torch 2.11 brings
-    Triton 3.6, and tilelang's kernel, the library's way out, is not among the session's.
+    The gradients of Triton 3.4 to 3.7.0 are wrong on Hopper GPUs, by flash-linear-attention's issue 640. torch 2.11
+    brings Triton 3.6, and tilelang's kernel, the library's way out, is not among the session's.
     """
     triton = Version(importlib.import_module("triton").__version__)
     is_hopper = torch.cuda.get_device_capability()[0] == 9
