@@ -1,10 +1,11 @@
 """Operators that save other tensors for backward on GPUs than on CPUs, on tensors without memory.
 
-An estimate runs on CPU tensors, since a torch without CUDA has no autograd for tensors of a GPU. Four operators
-differ: a CPU computes `rms_norm` by smaller operators, which save fp32 copies of the input where CUDA's kernel saves a
-number a row; it attends to a piece of a sequence by a mask, where flash attention counts from the last key; it
-multiplies float8 matrices in fp32, where a GPU's kernel reads and saves the codes; and it encodes weights in float8
-through fp32 copies, where a GPU's kernel writes the codes alone.
+An estimate runs on CPU tensors, since a torch without CUDA has no autograd for tensors of a GPU. Four operators differ:
+
+* `rms_norm`: a CPU saves fp32 copies of the input, by smaller operators; CUDA's kernel saves a number a row.
+* Attention of a piece of a sequence: a CPU saves a mask; flash attention counts from the last key.
+* Products of float8 matrices: a CPU multiplies in fp32; a GPU's kernel reads and saves the codes.
+* Weights encoded in float8: a CPU makes fp32 copies; a GPU's kernel writes the codes alone.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -1,14 +1,14 @@
-"""Lines on options that do not go together."""
+"""Lines on options that exclude each other."""
 
 from collections.abc import Iterator, Mapping
 
 
 def exclusions(option: str, excluded: Mapping[str, bool]) -> Iterator[str]:
-    """Yield a line for each other option that is set.
+    """Yield a line for each excluded option in use.
 
     Args:
         option: The option as on the command line, such as `--capture`.
-        excluded: Other options, each with the reason where the reason is not plain, and whether each is set.
+        excluded: Whether an option is set, by its text: the option, and a reason unless the reason is plain.
     """
     for other, is_set in excluded.items():
         if is_set:
@@ -16,13 +16,13 @@ def exclusions(option: str, excluded: Mapping[str, bool]) -> Iterator[str]:
 
 
 def problems(option: str, num_ranks: int, ranks: int | None, excluded: Mapping[str, bool]) -> Iterator[str]:
-    """Yield a line for each conflict of an option that cuts work over groups of ranks.
+    """Yield a line for each conflict of an option for groups of ranks.
 
     Args:
         option: The option as on the command line, such as `--tensor-parallel`.
         num_ranks: The ranks of a group.
         ranks: The ranks of the run; None for as many as the machine has.
-        excluded: Other options, as for `exclusions`.
+        excluded: As for `exclusions`.
     """
     if ranks is not None and ranks % num_ranks:
         yield (
