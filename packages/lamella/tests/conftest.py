@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -45,6 +46,12 @@ MODULES = (
 )
 for module in MODULES:
     importlib.import_module(module)
+
+# The bars of `datasets` and their monitor threads share a lock with forked ranks: a rank that ends while its monitor has
+# the lock would leave the next bar of every process waiting.
+bars: Any = importlib.import_module("tqdm.std")
+bars.TqdmDefaultWriteLock.mp_lock = None
+bars.tqdm.monitor_interval = 0
 
 TINY_LLAMA: Mapping[str, object] = {
     "model_type": "llama",

@@ -112,7 +112,9 @@ WORKER = """
     import os, sys, time
     from pathlib import Path
     rank, here = int(os.environ["RANK"]), Path(sys.argv[1])
-    (here / f"started-{{rank}}").write_text(str(os.getpid()))
+    unfinished = here / f"pid-{{rank}}"
+    unfinished.write_text(str(os.getpid()))
+    unfinished.rename(here / f"started-{{rank}}")  # The parent reads the number as soon as it sees the name.
     {imports}
     from lamella._processes.endings import Stopped
     from lamella._processes.launch import run_as_worker
