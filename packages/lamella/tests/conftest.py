@@ -47,8 +47,8 @@ MODULES = (
 for module in MODULES:
     importlib.import_module(module)
 
-# The bars of `datasets` and their monitor threads share a lock with forked ranks: a rank that ends while its monitor has
-# the lock would leave the next bar of every process waiting.
+# The bars of `datasets` and their monitor threads share a lock with forked ranks: a rank that ends while its monitor
+# has the lock would leave the next bar of every process waiting.
 bars: Any = importlib.import_module("tqdm.std")
 bars.TqdmDefaultWriteLock.mp_lock = None
 bars.tqdm.monitor_interval = 0
