@@ -42,7 +42,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkProcess
@@ -202,14 +202,21 @@ def _num_visible_gpus() -> int:
 
 def _fork(target: Callable[[], None]) -> ForkProcess:
     process = _FORK.Process(target=target)
+    with quiet_fork():
+        process.start()
+    return process
+
+
+@contextmanager
+def quiet_fork() -> Iterator[None]:
+    """Fork in the block: the child prints no text of its parent's, and Python does not warn of the parent's threads."""
     sys.stdout.flush()  # A child inherits unflushed buffers and would print the parent's text again.
     sys.stderr.flush()
     with warnings.catch_warnings():
-        # Python 3.12 warns when a process with threads forks. The threads here are torch's idle pools, and the
-        # children, limited to one compute thread, never enter the pools.
+        # Python 3.12 warns when a process with threads forks. The threads here are torch's idle pools and those of
+        # process groups; the children, limited to one compute thread, never enter the pools.
         warnings.filterwarnings("ignore", category=DeprecationWarning, message=".*multi-threaded.*fork.*")
-        process.start()
-    return process
+        yield
 
 
 def start(rank: int, directory: Path, serve: Callable[[int, Connection], None]) -> Rank:

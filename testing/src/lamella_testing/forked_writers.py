@@ -1,7 +1,7 @@
 """Processes that write checkpoints, forked from their ranks instead of started by exec.
 
-For tests whose subject is the run that saves. A started process imports torch, 2.5 CPU seconds beside each rank; a fork
-has it. Where the process is the subject (its start, its priority, its environment), tests start it as users do.
+For tests whose subject is the run that saves. A started process imports torch in 2.5 CPU seconds beside each rank; a
+forked process inherits torch. Tests of the process (start, priority, environment) start the process as users do.
 """
 
 import faulthandler
@@ -14,7 +14,6 @@ import sys
 import threading
 import time
 import traceback
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,7 +23,9 @@ from unittest.mock import patch
 
 import torch
 
-_START = "lamella_checkpoint._training.writer.start_process"  # by name: no import, which tests of layers lack
+from lamella_testing._ranks import quiet_fork
+
+_START = "lamella_checkpoint._training.writer.start_process"  # a name: tests of other layers import no checkpoint
 _MAIN = "lamella_checkpoint._training.async_process.main"
 _POLL_S = 0.005
 _STANDARD_STREAMS = range(3)
@@ -32,7 +33,7 @@ _STANDARD_STREAMS = range(3)
 
 @contextmanager
 def forked_writers() -> Iterator[None]:
-    """Fork the processes that lamella_checkpoint starts in the block, in this process and in its forked ranks.
+    """Fork the processes that lamella_checkpoint starts in the block, in this process and in forked ranks.
 
     A rank that has used CUDA starts its process, as users' ranks do: a fork is unsafe beside CUDA.
     """
@@ -48,7 +49,7 @@ def forked_writers() -> Iterator[None]:
 
 @contextmanager
 def started_writers() -> Iterator[None]:
-    """Start the processes in a part of the block of `forked_writers`."""
+    """Start processes by exec again, in a part of a block of `forked_writers`."""
     with patch(_START, resolve_name(_START).__wrapped__):
         yield
 
@@ -82,11 +83,7 @@ class _ForkedProcess:
 
 
 def _fork(descriptors: Sequence[int]) -> _ForkedProcess:
-    sys.stdout.flush()  # A child inherits unflushed buffers and would print the parent's text again.
-    sys.stderr.flush()
-    with warnings.catch_warnings():
-        # Of Python 3.12, for a process with threads: the child writes files, and needs none of the process group's.
-        warnings.filterwarnings("ignore", category=DeprecationWarning, message=".*multi-threaded.*fork.*")
+    with quiet_fork():
         pid = os.fork()
     if pid == 0:
         _serve(descriptors)
@@ -100,7 +97,7 @@ def _serve(descriptors: Sequence[int]) -> NoReturn:
         gc.freeze()
         torch.set_num_threads(1)  # OpenMP's worker threads do not survive a fork.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        faulthandler.disable()  # It would write into the rank's file.
+        faulthandler.disable()  # The handler would write into the rank's file.
         os.setpgid(0, 0)
         os.nice(19)
         _close_all_but({*_STANDARD_STREAMS, *descriptors})
@@ -116,10 +113,10 @@ def _serve(descriptors: Sequence[int]) -> NoReturn:
 
 
 def _close_all_but(descriptors: set[int]) -> None:
-    """Close the rank's connections: peers see the death of a rank by their end."""
+    """Close the rank's connections: peers see the rank's death by the end of its connections."""
     for descriptor in [int(path.name) for path in Path("/proc/self/fd").iterdir()]:
         if descriptor not in descriptors:
             try:
                 os.close(descriptor)
-            except OSError:  # the listing's own
+            except OSError:  # the descriptor of the listing
                 continue

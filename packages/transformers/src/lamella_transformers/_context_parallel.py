@@ -21,8 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.attention.bias import causal_lower_right
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.nn.attention import bias
 
 from lamella_transformers._errors import ModelError
 
@@ -75,14 +74,14 @@ class SequencePieces:
 
         Effects: an all-gather over the ranks; in backward a reduce-scatter.
         """
-        both = cast(torch.Tensor, _SequenceGather.apply(torch.cat([key, value], -1), self))  # type: ignore[no-untyped-call]
-        both = both.repeat_interleave(query.shape[1] // key.shape[1], 1)
-        keys, values = both[..., : key.shape[-1]], both[..., key.shape[-1] :]
+        pairs = cast(torch.Tensor, _SequenceGather.apply(torch.cat([key, value], -1), self))  # type: ignore[no-untyped-call]
+        pairs = pairs.repeat_interleave(query.shape[1] // key.shape[1], 1)
+        keys, values = pairs[..., : key.shape[-1]], pairs[..., key.shape[-1] :]
         outputs = []
         for piece, queries in zip(self._pieces, query.chunk(2, 2), strict=True):
             length = queries.shape[2]
             end = (piece + 1) * length
-            mask = {"is_causal": True} if piece == 0 else {"attn_mask": _lower_right(length, end)}
+            mask = {"is_causal": True} if piece == 0 else {"attn_mask": bias.causal_lower_right(length, end)}
             outputs.append(
                 F.scaled_dot_product_attention(queries, keys[:, :, :end], values[:, :, :end], **mask, **options)
             )
@@ -109,12 +108,6 @@ class SequencePieces:
 
     def _piece_length(self, length: int) -> int:
         return -(-length // (2 * self.num_ranks))
-
-
-def _lower_right(num_queries: int, num_keys: int) -> torch.Tensor:
-    # torch makes no tensor of the class under a mode of operators, such as a count of their work.
-    with _disable_current_modes():
-        return causal_lower_right(num_queries, num_keys)
 
 
 class _SequenceGather(torch.autograd.Function):
@@ -151,7 +144,7 @@ def check_sequences(model: nn.Module) -> None:
     """Refuse models whose sequences `cut_sequences` cannot cut, as far as a config tells.
 
     Raises:
-        ModelError: As `cut_sequences`.
+        ModelError: The config names a model that `cut_sequences` refuses.
     """
     spec = _text_config(model)
     model_type = getattr(spec, "model_type", type(model).__name__)
@@ -188,12 +181,12 @@ def check_pieces(model: nn.Module, pieces: SequencePieces, vocab_size: int, devi
     was_training = model.training
     model.eval()  # Dropout masks of pieces are not those of sequences.
     with torch.no_grad(), _former_attention(model):
-        expected = model(input_ids=tokens, use_cache=False).logits
+        sequence_logits = model(input_ids=tokens, use_cache=False).logits
     with torch.no_grad():
         logits = model(input_ids=pieces.of(tokens, 0), position_ids=pieces.positions(tokens), use_cache=False).logits
     model.train(was_training)
-    own = expected[:, pieces.positions(tokens)[0]]
-    is_equal = ((logits - own).abs().max() <= _TRIAL_TOLERANCE * own.abs().max()).float()
+    expected = sequence_logits[:, pieces.positions(tokens)[0]]
+    is_equal = ((logits - expected).abs().max() <= _TRIAL_TOLERANCE * expected.abs().max()).float()
     dist.all_reduce(is_equal, op=dist.ReduceOp.MIN)  # The same end on every rank.
     if not is_equal.item():
         raise ModelError(

@@ -8,7 +8,7 @@ Note [Positions that begin anew]
 """
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, cast
 
@@ -76,18 +76,26 @@ def one_document_a_sequence() -> Iterator[None]:
     """
     from transformers import masking_utils
 
-    functions = vars(masking_utils)
-    names = ("find_packed_sequence_indices", "is_tracing")
-    originals = [functions[name] for name in names]
-    is_tracing = originals[1]
-    functions.update(
+    is_tracing = vars(masking_utils)["is_tracing"]
+    with _mask_functions(
         find_packed_sequence_indices=lambda *args, **options: None,
         is_tracing=lambda padding=None: padding is not None and is_tracing(padding),
-    )
+    ):
+        yield
+
+
+@contextmanager
+def _mask_functions(**replacements: Callable[..., object]) -> Iterator[None]:
+    """Replace functions of transformers' masks in the block, by name."""
+    from transformers import masking_utils
+
+    functions = vars(masking_utils)
+    originals = {name: functions[name] for name in replacements}
+    functions.update(replacements)
     try:
         yield
     finally:
-        functions.update(zip(names, originals, strict=True))
+        functions.update(originals)
 
 
 @contextmanager
@@ -113,18 +121,11 @@ def _carries_a_state(model: nn.Module) -> bool:
 @contextmanager
 def _mask_requests() -> Iterator[list[torch.Tensor]]:
     """Collect the positions behind transformers' masks in the block; the first ends the forward."""
-    from transformers import masking_utils
-
     positions: list[torch.Tensor] = []
 
     def request(position_ids: torch.Tensor) -> None:
         positions.append(position_ids)
         raise StopIteration
 
-    functions = vars(masking_utils)
-    former = functions["find_packed_sequence_indices"]
-    functions["find_packed_sequence_indices"] = request
-    try:
+    with _mask_functions(find_packed_sequence_indices=request):
         yield positions
-    finally:
-        functions["find_packed_sequence_indices"] = former

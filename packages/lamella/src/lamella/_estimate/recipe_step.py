@@ -7,6 +7,8 @@ from typing import Literal
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.attention import bias
+from torch.utils._python_dispatch import _disable_current_modes
 
 import lamella_optim
 from lamella._data.batches import LossArguments, TokenBatch
@@ -112,7 +114,7 @@ def training_step(
     units, shared_rows, pieces = shard(model, on_cpu.parallel, matrices, host=_HostCopies(live))
     freeze(model, trained_patterns(config))
     kernels = liger_operators(model) if config.model.kernels != "none" else nullcontext()
-    with memory or nullcontext(), one_document_a_sequence(), kernels, live:
+    with memory or nullcontext(), one_document_a_sequence(), _masks_without_modes(), kernels, live:
         materialise(model, _CPU)
         if is_estimated_compiled(config):
             compile_layers(units, live)
@@ -129,6 +131,22 @@ def training_step(
             vocab_size=spec.vocab_size,
             validate=lambda: target_losses(model, *_arguments(config, pieces)),
         )
+
+
+@contextmanager
+def _masks_without_modes() -> Iterator[None]:
+    """Let torch make the masks of cut sequences in the block, which fails under a mode such as a count of bytes."""
+    original = bias.causal_lower_right
+
+    def causal_lower_right(*sizes: int) -> bias.CausalBias:
+        with _disable_current_modes():
+            return original(*sizes)
+
+    bias.causal_lower_right = causal_lower_right
+    try:
+        yield
+    finally:
+        bias.causal_lower_right = original
 
 
 def _microbatch_loss(

@@ -22,7 +22,7 @@ def problems(option: str, num_ranks: int, ranks: int | None, excluded: Mapping[s
         option: The option as on the command line, such as `--tensor-parallel`.
         num_ranks: The ranks of a group.
         ranks: The ranks of the run; None for as many as the machine has.
-        excluded: As for `exclusions`.
+        excluded: Whether an option is set, by its text, as `exclusions` takes the options.
     """
     if ranks is not None and ranks % num_ranks:
         yield (
