@@ -112,6 +112,34 @@ def test_a_captured_step_updates_some_while_the_last_gradients_are_reduced(
         torch.testing.assert_close(captured, eager, rtol=0.0, atol=0.0)
 
 
+CAPTURED_STEPS: list[Any] = []  # Alive at the end of a rank's process group, as a program's own variables are.
+
+
+@ALL_RANKS
+def test_a_reset_step_captures_another_graph_and_lets_the_group_end(num_ranks: int) -> None:
+    def eager_and_captured() -> list[object]:
+        eager = GraphLoop()
+        expected = eager.losses(eager.step), eager.weights()
+        loop = GraphLoop()
+        step = capture_step(loop.step, loop.optimizer, num_eager_steps=2)
+        CAPTURED_STEPS.append(step)
+        losses = []
+        for index in range(NUM_STEPS):
+            if index == NUM_STEPS // 2:
+                assert step.is_captured
+                step.reset()
+                assert not step.is_captured
+            losses.append(step(*loop.task.batch(index)))
+            loop.scheduler.step()
+        captured = [loss.item() for loss in losses], loop.weights()
+        assert step.is_captured
+        step.reset()
+        return [expected, captured]
+
+    for eager, captured in run_ranks(eager_and_captured, num_ranks, device="cuda"):
+        torch.testing.assert_close(captured, eager, rtol=0.0, atol=0.0)
+
+
 @pytest.mark.gpu1
 def test_hooks_that_wait_are_called_before_each_replay() -> None:
     def num_waits() -> int:

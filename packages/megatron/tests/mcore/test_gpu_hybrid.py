@@ -1,4 +1,4 @@
-"""A HybridModel with its real kernels trains on two GPUs as unsharded on one.
+"""A HybridModel with its real kernels trains sharded, on one GPU and on two, as unsharded on one.
 
 Layers are `M` (mamba-ssm, causal-conv1d), `*` (Transformer Engine), `E` (grouped) and `G` (flash-linear-attention; on
 Hopper GPUs with an older Triton the convolution alone, and torch's gated delta rule).
@@ -33,7 +33,6 @@ from lamella_testing.megatron import (
 from lamella_testing.megatron_parity import Layout
 
 pytestmark = [
-    pytest.mark.gpu2,
     pytest.mark.hybrid,
     pytest.mark.filterwarnings("ignore::Warning"),  # of megatron-core, Transformer Engine, Triton and its users
 ]
@@ -207,7 +206,7 @@ def _assert_trains_as_unsharded(layout: Layout, stage: str, groups: str | None, 
             optimizer.zero_grad()
         return losses, list(_misled(model, unsharded))
 
-    for losses, misled in run_ranks(on_each_rank, 2, device="cuda", timeout_s=COMPILE_S):
+    for losses, misled in run_ranks(on_each_rank, layout.num_ranks, device="cuda", timeout_s=COMPILE_S):
         assert losses[0] == pytest.approx(unsharded.losses[0], rel=2e-3)  # bf16 in other shapes of products
         assert losses == pytest.approx(unsharded.losses, abs=2e-2)
         assert misled == []
@@ -223,16 +222,20 @@ def _misled(model: nn.Module, unsharded: Trained) -> Iterator[str]:
             yield f"{name}: {far:.2g} away after {way:.2g}"
 
 
-LAYOUTS = [Layout(num_ranks=2), Layout(num_ranks=2, cp=2), Layout(num_ranks=2, ep=2)]
+LAYOUTS = [Layout(num_ranks=1), Layout(num_ranks=2), Layout(num_ranks=2, cp=2), Layout(num_ranks=2, ep=2)]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(layout, marks=getattr(pytest.mark, f"gpu{layout.num_ranks}"), id=str(layout)) for layout in LAYOUTS],
+)
 @pytest.mark.parametrize("stage", ["ZERO1", "ZERO3"])
 @pytest.mark.parametrize("groups", [None, GROUPS])
 def test_real_kernels_train_as_unsharded(layout: Layout, stage: str, groups: str | None) -> None:
     _assert_trains_as_unsharded(layout, stage, groups)
 
 
+@pytest.mark.gpu2
 @pytest.mark.parametrize("stage", ["ZERO1", "ZERO3"])
 @pytest.mark.parametrize("groups", [None, GROUPS])
 def test_overlapped_exchanges_train_as_unsharded(stage: str, groups: str | None) -> None:

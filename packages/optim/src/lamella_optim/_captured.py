@@ -43,7 +43,7 @@ class CapturedStep(Generic[P, R]):
         self._inputs: list[Any] = []
         self._tree: pytree.TreeSpec | None = None
         self._options: list[dict[str, Any]] = []
-        self._recorded: tuple[Callable[[], object], R] | None = None
+        self._recorded: tuple[torch.cuda.CUDAGraph, R] | None = None
         # Autograd runs backward on the streams of forward: one stream for all, so a capture finds no work elsewhere.
         self._stream: torch.cuda.Stream | None = None
         if self._device.type == "cuda":
@@ -67,12 +67,25 @@ class CapturedStep(Generic[P, R]):
             return self._run()
         if self._recorded is None:
             self._recorded = self._capture(self._stream)
-        replay, outputs = self._recorded
+        graph, outputs = self._recorded
         wait_before_update(self._optimizer)
         forget_measured(self._optimizer)
-        replay()
+        graph.replay()
         note_step(self._optimizer)  # no hook has run
         return _copies_of(outputs)
+
+    def reset(self) -> None:
+        """Give the graph's memory back; the next call captures another one.
+
+        A graph holds on to the communicators of its collectives: `torch.distributed.destroy_process_group` waits for
+        graphs that are alive, without an end. Reset the step before.
+
+        Effects: local; no host sync: CUDA lets a replay under way finish.
+        """
+        if self._recorded is None:
+            return
+        (graph, _), self._recorded = self._recorded, None
+        graph.reset()
 
     def _take(self, leaves: list[Any], tree: pytree.TreeSpec) -> None:
         """Put the inputs in place: on CUDA always at the first call's addresses."""
@@ -119,7 +132,7 @@ class CapturedStep(Generic[P, R]):
         current.wait_stream(self._stream)
         return outputs
 
-    def _capture(self, stream: torch.cuda.Stream) -> tuple[Callable[[], object], R]:
+    def _capture(self, stream: torch.cuda.Stream) -> tuple[torch.cuda.CUDAGraph, R]:
         drop_early(self._optimizer)
         note_step(self._optimizer)  # an evaluation has renewed copies and scales, which each replay must renew
         torch.cuda.synchronize(self._device)
@@ -140,7 +153,7 @@ class CapturedStep(Generic[P, R]):
                 raise
             # Ending the broken capture raises too, about the capture: the step's error would stay unseen.
             raise failure from None
-        return graph.replay, outputs
+        return graph, outputs
 
     def _check_options(self) -> None:
         """Refuse changed options of param groups: a replay would not see them."""
@@ -191,8 +204,8 @@ def capture_step(step: Callable[P, R], optimizer: Optimizer, *, num_eager_steps:
     Effects: eager steps run on a stream of their own, and the current stream waits for it; the capture waits for the
         device and empties torch's cache; a replay goes to the current stream, with no host sync. A graph keeps the
         step's memory. With `overlap_optimizer` a captured step gathers nothing for the next step; late gradients stay
-        late. Over parameters on the CPU all calls run eagerly, and inputs and param groups are checked alike.
-        Calls `install`.
+        late. The process group cannot be destroyed before the captured step is `reset`. Over parameters on the CPU all
+        calls run eagerly, and inputs and param groups are checked alike. Calls `install`.
     """
     if num_eager_steps < 1:
         raise ValueError(

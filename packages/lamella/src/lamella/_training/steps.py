@@ -94,6 +94,11 @@ class Steps:
         captured = self._captured
         return captured is not None and captured.is_on_cuda and not captured.is_captured
 
+    def close(self) -> None:
+        """Give back the graph of a captured step, for whose end the end of the process group would wait."""
+        if self._captured is not None:
+            self._captured.reset()
+
     def choose_loss(self, tokens: TokenData) -> list[str]:
         """Choose the loss function, then compile the units; return lines to print.
 

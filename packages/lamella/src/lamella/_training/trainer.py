@@ -99,6 +99,7 @@ class Trainer:
             return self._train()
         finally:
             self._records.close()
+            self._steps.close()
             self._run_model.replacements.undo()
 
     def _train(self) -> int:
