@@ -1,4 +1,4 @@
-"""Copy engines of a step on ranks that do not exist: memory comes and goes as in windows, and no byte moves."""
+"""Copy engines of a step on fake ranks: memory comes and goes as in windows, and no byte moves."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from lamella_buffers._windows import WindowAllocator, window_nbytes
 
 @dataclass(frozen=True)
 class FakeWindow:
-    """A window that no peer maps.
+    """A window mapped by no peer.
 
     Attributes:
         nbytes: The window's size.
-        idle: Bytes, as many as the window has beside the buffer that it is lent to: the window's memory stays taken.
+        idle: As many bytes as the window has beside the borrowing buffer: the window's memory stays taken.
     """
 
     nbytes: int
     idle: torch.Tensor
 
     def lending(self) -> AbstractContextManager[None]:
-        """Give the window's bytes to the buffer that gets bytes in the context."""
+        """Give the window's bytes to the buffer allocated in the context."""
         self.idle.untyped_storage().resize_(0)  # before the buffer grows: both would count at once
         return nullcontext()
 
@@ -53,7 +53,7 @@ class FakeWindowAllocator(WindowAllocator):
             window.idle.untyped_storage().resize_(window.nbytes - buffer.nbytes)
 
     def free(self, buffer: torch.Tensor) -> None:
-        """Give the buffer's bytes back to its window."""
+        """Give the buffer's bytes back to the window."""
         window = self.window_of(buffer)
         super().free(buffer)
         if isinstance(window, FakeWindow):
@@ -78,12 +78,12 @@ class FakeCopyEngineTransport(FakeTransport):
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(group)
         self.windows, self.arrivals = (FakeWindowAllocator(torch.device("cpu")) for _ in range(2))
-        # As the real transport has them: made once, with bytes only while an exchange runs.
+        # Made once, as in the real transport, with bytes only while an exchange runs.
         self._buffers: dict[tuple[torch.dtype, tuple[int, ...]], torch.Tensor] = {}
 
     @property
     def idle_windows(self) -> list[torch.Tensor]:
-        """For each window a tensor with the bytes that no buffer is lent."""
+        """For each window a tensor with the bytes lent to no buffer."""
         return [window.idle for allocator in (self.windows, self.arrivals) for window in allocator.windows]
 
     def _exchange(self, payloads: Sequence[Payload], op: ReduceOp) -> None:
@@ -98,7 +98,7 @@ class FakeCopyEngineTransport(FakeTransport):
         self._announce_exchange(payloads)
 
 
-# The process's. Weak: the windows of an estimate end with the model that holds its transports.
+# The process's. Weak: the windows of an estimate end with the model that holds the transports.
 _transports: weakref.WeakValueDictionary[dist.ProcessGroup, FakeCopyEngineTransport] = weakref.WeakValueDictionary()
 
 

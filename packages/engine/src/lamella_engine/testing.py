@@ -1,15 +1,15 @@
 """For tests of packages that build on the engine: units' state, logs of collectives, streams without a device.
 
-Training programs need none of these names. They may change with a minor version of the engine.
+Training programs need none of the names; the names may change with a minor version of the engine.
 
 - State: `named_units`, `require_unit`, `tree_of` and `streams_of` find units; `held_nbytes`, `unsharded_nbytes` and
   `Residency` (`unit.weights.residency`) tell their memory; `assert_at_rest` asserts that shards alone hold memory.
 - Collectives: `record` starts a `CollectiveLog` of units' gathers and reductions.
-- Streams: `fake_streams` runs a model on a CPU with `FakeStreams`, whose `FakeWork` tells the streams and events that
-  come after it. `WaitingStream` lists its waits.
+- Streams: `fake_streams` runs a model on a CPU with `FakeStreams`, whose `FakeWork` tells the streams and events
+  after the work. `WaitingStream` lists its waits.
 - Changes of the engine: `flat_alignment` cuts small parameters, `reductions_in` widens the wire of reductions;
   `gradient_installs_watched` and `gather_preparations_watched` call a test at a moment of the engine.
-- Optimizer hooks: `BEFORE_STEP` and `AFTER_STEP` are the tables of functions that run around each optimizer step, in
+- Optimizer hooks: `BEFORE_STEP` and `AFTER_STEP` are the tables of functions around each optimizer step, in
   order, once `register_step_hooks` has put `after_step` and `lamella_engine.extending.before_step` in torch's tables.
 """
 

@@ -1,4 +1,4 @@
-"""Muon over matrices that ranks share: each is orthogonalised on one rank, and the work is balanced over the ranks.
+"""Muon over matrices shared by ranks: each is orthogonalised on one rank, and the work is balanced over the ranks.
 
     shards of an update   to the matrix's rank     all-to-all, 2 bytes an element
     matrix                orthogonalised there     torch's Newton-Schulz iteration, as for a matrix on a single rank
@@ -6,7 +6,7 @@
     weight, momentum      stepped by each rank on its shard
 
 Note [Wire of updates]
-    torch's iteration begins with a cast to bf16, and its result is bf16: exchanges carry bf16, and nothing is lost.
+    torch's iteration begins with a cast to bf16, and the result is bf16: exchanges carry bf16, and nothing is lost.
 
 The matrices of a round, their ranks and their order are in `_matrix_shares`.
 """
@@ -26,13 +26,13 @@ WIRE_DTYPE = torch.bfloat16  # Note [Wire of updates]
 
 
 class MatrixExchange:
-    """The exchange of matrices over one set of ranks.
+    """The exchange of matrices over a set of ranks.
 
     Args:
-        updates: Parameters that these ranks share; alike on all ranks.
+        updates: The parameters shared by the ranks; alike on all ranks.
 
     Effects: for parameters cut along several axes, the first object of a process creates a process group, a collective
-        on its ranks.
+        on the set of ranks.
 
     Attributes:
         loads: Multiplications of each rank a step and iteration.
@@ -50,7 +50,7 @@ class MatrixExchange:
         Args:
             updates: Of the parameters from construction, in their order.
 
-        Effects: two all-to-alls a round; no host sync, unless shards rest on a device that the group does not serve.
+        Effects: two all-to-alls a round; no host sync, unless shards rest on a device not served by the group.
         """
         shards = [_step_momentum(update) for update in updates]
         for update in updates:
@@ -63,7 +63,7 @@ class MatrixExchange:
     ) -> None:
         rank, ranks = self._group.rank(), range(self._group.size())
         owned = [matrix for matrix in matrices if matrix.owner == rank]
-        away = sorted(matrices, key=lambda matrix: matrix.owner)  # stable: the owner lists them in the round's order
+        away = sorted(matrices, key=lambda matrix: matrix.owner)  # stable: an owner's keep the round's order
         sent = [sum(m.numel_on(rank) for m in matrices if m.owner == owner) for owner in ranks]
         received = [sum(m.numel_on(source) for m in owned) for source in ranks]
         parts = [_part(shards[m.index], piece) for m in away if (piece := m.pieces[rank])]
@@ -89,7 +89,7 @@ class MatrixExchange:
 
 
 def _device_for(group: dist.ProcessGroup, device: torch.device) -> torch.device:
-    """The device of exchanges: the shards' own, or one that the group serves (shards may rest on the CPU)."""
+    """The device of exchanges: the shards' own, or a device served by the group (shards may rest on the CPU)."""
     served = group._device_types
     if any(other.type == device.type for other in served):
         return device
@@ -97,7 +97,7 @@ def _device_for(group: dist.ProcessGroup, device: torch.device) -> torch.device:
 
 
 def _step_momentum(update: MatrixUpdate) -> torch.Tensor:
-    """Step the local momentum; the local update, as torch's Muon computes it."""
+    """Step the local momentum; the local update, as in torch's Muon."""
     gradient, momentum = local_of(update.gradient), local_of(update.momentum)
     momentum.lerp_(gradient, 1 - update.options["momentum"])
     return gradient.lerp(momentum, update.options["momentum"]) if update.options["nesterov"] else momentum

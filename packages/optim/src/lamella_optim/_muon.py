@@ -18,15 +18,14 @@ _OPTIONS = ("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "ns
 
 
 class OwnerMuon(Muon):
-    """torch's Muon over shards: a matrix on one rank is stepped by the rank alone, a matrix on several by one of them.
+    """torch's Muon over shards: a matrix on one rank is stepped by the rank, a matrix on several by one of the ranks.
 
-    The ranks that share matrices exchange them (`_cut_matrices`), each rank with its share of the work. A parameter is
-    one of three:
+    The ranks exchange shared matrices (`_cut_matrices`), each rank with a share of the work. Three kinds of parameters:
     - a matrix;
     - a stack of matrices (three dims or more), such as experts; a rank has any number of the matrices;
-    - a matrix that holds several, their rows in turns, such as queries, keys and values. Each of the several is a
-      matrix of its own for orthogonalisation and scale; the momentum lies as the matrix of all. The option `rows` of
-      a group is the number of rows of each in a turn.
+    - a matrix of several parts, their rows in turns, such as queries, keys and values. Each part is a separate matrix
+      for orthogonalisation and scale; the momentum lies as the matrix of all. The option `rows` of a group is the
+      number of rows of each part in a turn.
 
     Args:
         params: Parameters or param groups.
@@ -46,10 +45,10 @@ class OwnerMuon(Muon):
                 )
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]  # of `MuonAndAdam`, which has the closure
-        """Step all matrices of this rank, and this rank's parts of matrices that ranks share.
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # `MuonAndAdam` has the closure
+        """Step all matrices of the rank, and the rank's parts of shared matrices.
 
-        Effects: for shared matrices those of `MatrixExchange`: two all-to-alls a round, and with the first step maybe a
+        Effects: for shared matrices as `MatrixExchange`: two all-to-alls a round, and with the first step maybe a
             new process group; gradients must be present on all their ranks alike. Else no collective. No host sync.
         """
         cut: list[MatrixUpdate] = []
@@ -72,8 +71,8 @@ class OwnerMuon(Muon):
             self._step_cut(cut)
 
     def _step_cut(self, updates: Sequence[MatrixUpdate]) -> None:
-        """Step matrices that ranks share, by the sets of ranks."""
-        # Past `Optimizer.__getstate__`, which copies and pickles go through: a group cannot be copied.
+        """Step shared matrices, by the sets of ranks."""
+        # Past `Optimizer.__getstate__`, and so past copies and pickles: a group cannot be copied.
         exchanges: dict[Hashable, MatrixExchange] = vars(self).setdefault("_exchanges", {})
         by_group: dict[ProcessGroup, list[MatrixUpdate]] = {}
         for update in updates:
@@ -97,7 +96,7 @@ def _step_matrices(tensors: Sequence[torch.Tensor], options: Mapping[str, Any]) 
 
 
 def _step_in_turns(tensors: Sequence[torch.Tensor], rows: Sequence[int], options: Mapping[str, Any]) -> None:
-    """Step the several matrices of one, on copies: torch's Muon takes matrices, and a matrix's rows lie apart."""
+    """Step the parts of a matrix, on copies: torch's Muon takes matrices, and a part's rows lie apart."""
     width = tensors[0].shape[1]
     turns = [torch.split(tensor.view(-1, sum(rows), width), list(rows), 1) for tensor in tensors]
     for parts in zip(*turns, strict=True):
@@ -121,24 +120,24 @@ class MuonAndAdam(Optimizer):
             adam={"lr": 1e-3},
         )
 
-    Tables of embeddings and output layers are not for Muon, though they have two dims. Shards may lie anyhow. Matrices
-    that several ranks share, evenly or by tensor parallelism, are exchanged: each is orthogonalised on one rank, with
-    the work balanced over the ranks, for two all-to-alls of 2 bytes an element. Matrices that lie whole on one rank
-    (`keep_together` of `lamella_engine.ShardingOptions` that returns `Whole()`), and stacks cut between their matrices,
-    are stepped where they lie, without a collective. All ranks take the steps of one rank's torch.optim.Muon.
+    Tables of embeddings and output layers are not for Muon, in spite of two dims. Shards may lie anyhow. Matrices
+    shared by ranks, evenly or by tensor parallelism, are exchanged: each is orthogonalised on one rank, with the work
+    balanced over the ranks, for two all-to-alls of 2 bytes an element. Matrices whole on one rank (`Whole()` from
+    `keep_together` of `lamella_engine.ShardingOptions`), and stacks cut between their matrices, are stepped in place,
+    without a collective. All ranks take the steps of torch.optim.Muon on a single rank.
 
     Args:
         groups: Parameter groups; each is divided into a group for either optimizer.
         is_matrix: True for the parameters of Muon.
         muon: Options of `torch.optim.Muon`.
         adam: Options of `torch.optim.AdamW`.
-        fused: Matrices that hold several, as for `OwnerMuon`, and the rows of each of the several in a turn.
+        fused: Matrices of several parts, as for `OwnerMuon`, and the rows of each part in a turn.
 
     Raises:
         ValueError: `is_matrix` chose a vector.
 
     Attributes:
-        parts: The optimizers, each over groups of its own, with the state of all.
+        parts: The optimizers, each over separate groups, with the state of all.
     """
 
     def __init__(
@@ -178,7 +177,7 @@ class MuonAndAdam(Optimizer):
             self.parts.append(kind(chosen, **options))
 
     def _share(self) -> None:
-        """Let the parts step on this optimizer's groups and state."""
+        """Let the parts step on the whole optimizer's groups and state."""
         begin = 0
         for part in self.parts:
             end = begin + len(part.param_groups)
@@ -195,7 +194,7 @@ class MuonAndAdam(Optimizer):
         Returns:
             The closure's result.
 
-        Effects: for matrices that ranks share, two all-to-alls of about 256 MiB a rank and round; else no collective.
+        Effects: for shared matrices, two all-to-alls of about 256 MiB a rank and round; else no collective.
         """
         loss = None
         if closure is not None:

@@ -1,9 +1,9 @@
-"""The versions of another vendor's library that a package was tested with, held against the installed version.
+"""The tested versions of another vendor's library, held against the installed version.
 
 Note [Errors below, warnings above]
-    An older version lacks names and behaviour that the package reads: an error at first use. A newer version is most
-    often right: containers bring builds that cannot be replaced, and an error would keep their users out of a version
-    that works. Doors to vendors' libraries refuse by name whatever they miss, so a warning suffices.
+    An older version lacks names and behaviour read by the package: an error at first use. A newer version is most
+    often right: containers bring fixed builds, and an error would keep their users out of a working version.
+    Doors to vendors' libraries refuse a missing part by name, so a warning suffices.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class VendorVersions:
 
     Attributes:
         distribution: Name of the distribution.
-        floor: The oldest version that works, such as "2.11"; later numbers count as 0.
-        ceiling: The first version that was not tested.
-        extra: The extra that installs a tested version, with its package.
+        floor: The oldest working version, such as "2.11"; later numbers count as 0.
+        ceiling: The first untested version.
+        extra: The extra that installs a tested version, with the package.
     """
 
     distribution: str
@@ -34,7 +34,7 @@ class VendorVersions:
     extra: str
 
     def check(self) -> None:
-        """Refuse a version below the floor. A library without metadata, as from a source tree, is taken as it is.
+        """Refuse a version below the floor. A library without metadata, as from a source tree, passes.
 
         Raises:
             ImportError: The installed version is below the floor; the way out is in the message.

@@ -56,12 +56,12 @@ def _with_hooks(module: nn.Module, method: Callable[..., object]) -> Callable[..
 
 
 def share_comm_ctx(modules: Sequence[fsdp2.FSDPModule]) -> None:
-    """Let several outermost units share streams, and the limit on reductions in flight: pipeline stages of one rank.
+    """Let several outermost units share streams, and the limit on reductions in flight: pipeline stages of a rank.
 
     Each unit stays the outermost unit of its tree. Call the function after the last `fully_shard` on any of the units.
 
     Args:
-        modules: Units, on one device.
+        modules: Units, on the same device.
 
     Raises:
         ValueError: A module is no unit, or the units lie on different devices.

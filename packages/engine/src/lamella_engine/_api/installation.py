@@ -22,7 +22,7 @@ Function = Callable[..., Any]
 
 
 def _stand_in(function: Function) -> Function:
-    """The function as another object: `undo` must tell replaced names from imports of this package's functions."""
+    """The function as another object: `undo` must tell replaced names from imports of the package's functions."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -31,7 +31,7 @@ def _stand_in(function: Function) -> Function:
     return call
 
 
-# Each of torch's functions with lamella's. Looked up at import, and so before any `install()` rebinds torch's names.
+# Each of torch's functions with lamella's. Looked up at import, before any `install()` rebinds torch's names.
 _PAIRS: Sequence[tuple[Function, Function]] = [
     (fsdp2.fully_shard, _stand_in(fully_shard)),
     (fsdp2.register_fsdp_forward_method, _stand_in(register_fsdp_forward_method)),
@@ -40,27 +40,27 @@ _PAIRS: Sequence[tuple[Function, Function]] = [
 
 
 def install() -> Installation:
-    """Put lamella in FSDP2's place in this process: a program that shards with torch's functions shards with lamella's.
+    """Put lamella in FSDP2's place in this process: torch's functions then shard with lamella.
 
         with lamella_engine.install():
             trainer.train()     # shards with lamella
 
-    For libraries that import torch's functions. `fully_shard`, `register_fsdp_forward_method` and `share_comm_ctx` are
-    replaced in the globals of all modules, under any name: in `torch.distributed.fsdp`, in torch's other modules with
-    the function, and in modules that imported the function before. Modules imported later find lamella's functions
-    under torch's names. The file with torch's definition is left alone, and so are references other than globals:
-    default arguments, attributes of objects, local variables.
+    For libraries that import torch's functions. `fully_shard`, `register_fsdp_forward_method` and `share_comm_ctx`
+    are replaced in the globals of all modules, under any name: in `torch.distributed.fsdp`, in torch's further modules
+    with the function, and in modules with an earlier import. Modules imported later find lamella's functions under
+    torch's names. The file with torch's definition is left alone, and references outside of globals too: default
+    arguments, attributes of objects, local variables.
 
     Returns:
-        The installation, which lists the names; `undo()`, or the end of a `with` statement, gives the names back to
+        The installation, with a list of the names; `undo()`, or the end of a `with` statement, gives the names back to
         torch. A second call replaces nothing, and undoing the second changes nothing.
 
     Effects: none beyond this process. Call on every rank, before a model is sharded: lamella's `fully_shard` refuses a
-        model that torch has sharded.
+        model sharded by torch.
     """
     return Installation(_PAIRS, keeps=_defines)
 
 
 def _defines(module: ModuleType, function: object) -> bool:
-    """Whether the function's own globals are the module's: torch's function looks its state up by name there."""
+    """Whether the function's own globals are the module's: torch's function looks state up by name in the globals."""
     return vars(module) is inspect.unwrap(cast(FunctionType, function)).__globals__

@@ -1,8 +1,8 @@
-"""A unit under the names of FSDP2's private state, for readers of that state: pipeline schedules, tests, tools.
+"""A unit under the names of FSDP2's private state, for readers of the state: pipeline schedules, tests, tools.
 
 Only names with a known reader exist (docs/reference/fsdp2.md lists both), with lamella's values. Writing is refused:
-lamella would not see a value set by a method of torch's. The exceptions are wrappers that tools put around a unit's
-boundaries: the state then holds the wrapper in place of its own method, and a step without tools has no wrapper.
+lamella would not see a value set by a method of torch's. The exceptions are tools' wrappers around a unit's
+boundaries: the state then holds the wrapper in place of the method, and a step without tools has no wrapper.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class _LackedError(NotImplementedError, AttributeError):
 
 
 class _View:
-    """An object that shows and takes only the names of its class."""
+    """An object that shows and takes only the names of the class."""
 
     def __setattr__(self, name: str, value: object) -> None:
         raise self._lacks(name)
@@ -57,7 +57,7 @@ class StateView(_View):
         state: The unit's state.
         modules: The unit's modules.
         policy: The unit's number formats.
-        hooks: The handles that remove the unit's hooks before forward, and after.
+        hooks: The handles to remove the unit's hooks before forward, and after.
     """
 
     _state: FSDPState
@@ -74,7 +74,7 @@ class StateView(_View):
         hooks: tuple[RemovableHandle, RemovableHandle],
     ) -> None:
         before, after = hooks
-        # Past `__setattr__`, which refuses names that a tool might change without effect.
+        # Past `__setattr__`, which refuses changes without effect.
         vars(self).update(
             _state=state,
             modules=tuple(weakref.ref(module) for module in modules),
@@ -146,7 +146,7 @@ class StateView(_View):
 
     @property
     def _modules_to_run_forward(self) -> set[nn.Module]:
-        """Of several modules, the modules that the forward under way has not run yet."""
+        """Of several modules, the modules not yet run in the forward under way."""
         if len(self.modules) == 1:
             return set()
         awaited = self._state.unit.awaited
@@ -157,7 +157,7 @@ class StateView(_View):
 
 
 class GroupView(_View):
-    """The parameters of a unit on one mesh; inside, lamella has a group for each set of dtypes.
+    """The parameters of a unit on a mesh; inside, lamella has a group for each set of dtypes.
 
     `pre_backward` and `post_backward` may be replaced by wrappers, and put back.
     """
@@ -166,7 +166,7 @@ class GroupView(_View):
     _groups: Sequence[ParameterGroup]
 
     def __init__(self, state: FSDPState, groups: Sequence[ParameterGroup]) -> None:
-        # A wrapper set through an earlier view is on the state: every view made since shows it.
+        # A wrapper set through an earlier view is on the state, for every later view.
         wrappers = {
             name: vars(state)[method_name] for name, method_name in _WRAPPED.items() if method_name in vars(state)
         }
@@ -175,7 +175,7 @@ class GroupView(_View):
     def __setattr__(self, name: str, value: object) -> None:
         if name in _WRAPPED:
             self._wrap(name, value)
-        elif (name, value) != ("_training_state", TrainingState.IDLE):  # tools say so before they move a model
+        elif (name, value) != ("_training_state", TrainingState.IDLE):  # set by tools that move a model
             raise self._lacks(name)
 
     def _wrap(self, name: str, value: object) -> None:
@@ -183,8 +183,7 @@ class GroupView(_View):
             vars(self._state).pop(_WRAPPED[name], None)
             vars(self).pop(name, None)
         else:
-            # On the state too: autograd's hooks look the method up there, so that a wrapper sees every backward of the
-            # unit.
+            # On the state too, for autograd's hooks: a wrapper sees every backward of the unit.
             vars(self._state)[_WRAPPED[name]] = vars(self)[name] = value
 
     @property
@@ -193,7 +192,7 @@ class GroupView(_View):
 
     @property
     def fsdp_params(self) -> list[ParameterView]:
-        """Its parameters."""
+        """The unit's parameters on the mesh."""
         names = dict(_module_names(self._state.tree))
         return [
             ParameterView(sharded_parameter, group.policy, names)
@@ -275,7 +274,7 @@ class ParameterView(_View):
 
     def __init__(self, parameter: ShardedParameter, policy: MixedPrecisionPolicy, module_names: dict[int, str]) -> None:
         # The forms of this moment: `.to()` and `to_empty` give a parameter another unsharded form, and an old view has
-        # the old one, whose bytes no gather fills any more.
+        # the old form, whose bytes no gather fills any more.
         owner = parameter.owners[0]
         prefix = module_names.get(id(owner.module()), "")
         main, compute, _ = dtypes_of(parameter.sharded, policy)
@@ -291,7 +290,7 @@ class ParameterView(_View):
 
 
 class MeshView(_View):
-    """The axes that parameters are sharded and replicated over."""
+    """The axes of sharding and replication."""
 
     mesh: DeviceMesh
     shard_process_group: dist.ProcessGroup | None
@@ -304,14 +303,14 @@ class MeshView(_View):
 
 
 class CommView(_View):
-    """The streams of a tree: one object for trees that share streams, since tools compare the objects."""
+    """The streams of a tree: one object for trees with shared streams, since tools compare the objects."""
 
     _tree: weakref.ref[Tree]  # weak: the tree's streams hold the view
     all_gather_stream: torch.Stream
     reduce_scatter_stream: torch.Stream
     all_reduce_stream: torch.Stream
 
-    # Streams without a use so far are made here, and serve the passes from then on: no second set exists.
+    # Streams not used before are made here, and serve the passes from then on: no second set exists.
     def __init__(self, tree: Tree) -> None:
         vars(self).update(
             _tree=weakref.ref(tree),

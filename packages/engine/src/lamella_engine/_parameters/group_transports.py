@@ -1,4 +1,4 @@
-"""The axes that a group of parameters communicates over, each as a transport."""
+"""The axes of a parameter group's communication, each as a transport."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lamella_engine._parameters.sharding import DataAxes
 
 @dataclass(eq=False, kw_only=True)
 class GroupTransports:
-    """The transports of one group; a caller's choices replace some after sharding.
+    """The transports of a group; a caller's choices replace some after sharding.
 
     Attributes:
         shard: The shard axis. `set_custom_all_gather` puts a user's collective here.
@@ -20,9 +20,9 @@ class GroupTransports:
         replicas: The replicate axis, or None.
         outer: The axis over which each shard's main weights are sharded, or None.
         neighbours: Ranks that share a larger part of each parameter between forward and backward, or None.
-            `set_reshard_after_forward` clears it.
+            `set_reshard_after_forward` clears the field.
         rank: This process's place on the shard axis.
-        windows: The allocator of memory that copy engines gather into, or None.
+        windows: The allocator of memory for gathers by copy engines, or None.
     """
 
     shard: Transport
@@ -39,12 +39,12 @@ class GroupTransports:
 
         Args:
             axes: The group's.
-            uses_windows: Gather by copy engines where the ranks have some: no other allocator was asked for.
+            uses_windows: Gather by copy engines if the ranks have some: no other allocator was asked for.
             neighbours: See `neighbours`.
 
         Effects: on GPUs the first call with `uses_windows` on an axis is a collective (`copy_engines_of`).
         """
-        # Windows and transport of copy engines come together: a gather by engines needs memory that peers have mapped.
+        # Windows and transport of copy engines come together: a gather by engines needs memory mapped by peers.
         engines = _engines(axes) if uses_windows else None
         return cls(
             shard=engines.transport if engines else _transport(axes, axes.shard_group) or LocalTransport(),
@@ -59,7 +59,7 @@ class GroupTransports:
 def _engines(axes: DataAxes) -> CopyEngines | None:
     """Copy engines for gathers over the shard axis; None on a CPU mesh, even if the process group has NCCL too.
 
-    A mesh of `FAKE_GPUS` is a CPU mesh, with tensors that stand for those of GPUs.
+    A mesh of `FAKE_GPUS` is a CPU mesh, with stand-ins for GPUs' tensors.
     """
     group = axes.shard_group
     if group is None or (axes.mesh.device_type == "cpu" and dist.get_backend_config(group) != FAKE_GPUS):

@@ -1,7 +1,7 @@
-"""The two events of a unit's weights: weights needed, weights changed; and the unit as a listener sees it.
+"""The two events of a unit's weights: weights needed, weights changed; and a listener's view of the unit.
 
-A unit raises both events and knows no listener: `UnitParameters.listeners` is empty for a unit whose weights nobody
-encodes with scales, so the events cost such a unit nothing.
+A unit raises both events and knows no listener: `UnitParameters.listeners` is empty for a unit whose weights are
+not encoded with scales, and the events cost the unit nothing.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class ScaledParameter(Protocol):
 
 
 class ScaledGroup(Protocol):
-    """A group of parameters, as measurements see it."""
+    """A group of parameters, for measurements."""
 
     @property
     def parameters(self) -> Sequence[ScaledParameter]: ...
@@ -57,14 +57,14 @@ class ScaledGroup(Protocol):
 
     @property
     def is_offloaded(self) -> bool:
-        """Whether main weights rest on the CPU, so that each measurement reads another copy."""
+        """Whether main weights rest on the CPU; each measurement then reads another copy."""
 
     def main_weight_on_device(self) -> ShardedBuffer:
-        """The main weights on the device of gathers: the group's own memory, or a copy of offloaded ones."""
+        """The main weights on the device of gathers: the group's own memory, or a copy of offloaded weights."""
 
 
 class ScaledParameters(Protocol):
-    """The parameters of a unit, as measurements see them."""
+    """The parameters of a unit, for measurements."""
 
     @property
     def name(self) -> str: ...
@@ -86,7 +86,7 @@ class ScaledParameters(Protocol):
 
 
 class MeasurableWeights(Protocol):
-    """The weights of a unit, as measurements see them."""
+    """The weights of a unit, for measurements."""
 
     @property
     def parameters(self) -> ScaledParameters: ...
@@ -108,7 +108,7 @@ class WeightsListener(Protocol):
         Args:
             weights: The weights of the unit to be gathered.
             is_in_pass: The unit's turn in a forward pass has come or comes next; else the gather stands alone, as
-                between passes, or completes one.
+                between passes, or completes a pass.
         """
 
     def weights_changed(
@@ -119,5 +119,5 @@ class WeightsListener(Protocol):
         Args:
             weights: The weights of the unit.
             change: The kind of the change.
-            replaced: Ids of the sharded parameters that are replaced.
+            replaced: Ids of the replaced sharded parameters.
         """

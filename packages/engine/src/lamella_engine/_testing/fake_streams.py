@@ -1,4 +1,4 @@
-"""Streams without a device, on which each wait is recorded: a missing wait shows on a CPU."""
+"""Streams without a device, with a record of each wait: a missing wait shows on a CPU."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class FakeStream:
         streams: The accelerator of the stream.
 
     Attributes:
-        seen: For each stream, the amount of its work that comes before the next work on this stream.
+        seen: For each stream, the amount of its work before the next work on this stream.
     """
 
     def __init__(self, streams: FakeStreams) -> None:
         self._streams = streams
-        # Its own work too: `FakeStreams.work` counts here, and an event is a copy of the counts.
+        # The stream's own work too: `FakeStreams.work` counts here, and an event is a copy of the counts.
         self.seen: dict[FakeStream, int] = {self: 0}
 
     def wait_stream(self, other: FakeStream) -> None:
@@ -36,15 +36,15 @@ class FakeStream:
         _merge(self.seen, event.seen)
 
     def record_event(self) -> FakeEvent:
-        """Record an event after the stream's work so far."""
+        """Record an event after the stream's present work."""
         return FakeEvent(self._streams, dict(self.seen))
 
 
 class WaitingStream:
-    """Lists the streams and events that it was made to wait for; stands for its own events.
+    """Lists the streams and events of the stream's waits; stands for the stream's own events.
 
     Attributes:
-        waited: Grows with each wait: streams by themselves, events by the stream that recorded them.
+        waited: Grows with each wait: streams by themselves, events by the recording stream.
     """
 
     def __init__(self) -> None:
@@ -97,8 +97,8 @@ class FakeStreams:
 
     Attributes:
         num_host_waits: Number of waits of the host.
-        seen_by_host: For each stream, the amount of its work that the host has waited for.
-        compute: The stream that is current at first.
+        seen_by_host: For each stream, the amount of its work awaited by the host.
+        compute: The first current stream.
         current: The current stream.
     """
 
@@ -125,12 +125,12 @@ class FakeStreams:
         return FakeWork(self.current, self.current.seen[self.current])
 
     def Stream(self, priority: int) -> FakeStream:  # noqa: N802  torch's name
-        """A further stream, as torch's class of the name makes one."""
+        """A further stream, as from torch's class of the name."""
         return FakeStream(self)
 
 
 def fake_streams(model: nn.Module) -> FakeStreams:
-    """Run a model that has not run yet on fake streams from now on.
+    """Run a model on fake streams from now on, before the first pass.
 
     Args:
         model: The outermost unit, on a CPU.
@@ -140,7 +140,7 @@ def fake_streams(model: nn.Module) -> FakeStreams:
     """
     streams = FakeStreams()
     for _, unit in named_units(model):
-        # In place of torch's module, which the engine asks for new streams and for the current stream.
+        # In place of torch's module, the engine's source of new streams and of the current stream.
         unit.parameters.context.streams._accelerator = streams  # type: ignore[assignment]  # streams without a device
     return streams
 

@@ -42,7 +42,7 @@ def streams_of(module: object) -> Streams:
 
 
 def named_units(model: nn.Module) -> Iterator[tuple[str, Unit]]:
-    """Each unit under its module's name in the model, in the order of `named_modules`; the model itself is "root".
+    """Each unit under the module's name in the model, in the order of `named_modules`; the model itself is "root".
 
     A unit of several modules comes once for each module.
     """
@@ -61,7 +61,7 @@ def unsharded_nbytes(module: object) -> int:
 
 
 def held_nbytes(model: nn.Module) -> dict[str, int]:
-    """Bytes that each unit holds for its unsharded parameters at the moment, by name; without empty units."""
+    """Bytes held by each unit for unsharded parameters at the moment, by name; without empty units."""
     nbytes_of = {
         name: sum(group.unsharded_weight.flat.untyped_storage().nbytes() for group in unit.parameters.groups)
         for name, unit in named_units(model)
@@ -70,16 +70,16 @@ def held_nbytes(model: nn.Module) -> dict[str, int]:
 
 
 def assert_at_rest(model: nn.Module) -> None:
-    """Assert that shards alone hold memory, with every unit out of its backward.
+    """Assert that shards alone hold memory, with every unit out of backward.
 
     Persistent copies of weights (DDP, ZeRO-1, ZeRO-2, HFSDP) count as at rest.
 
     Raises:
-        AssertionError: A unit has unsharded bytes, parts for its neighbours or unreduced gradients, or waits for the
-            end of its backward; or a parameter is no DTensor. The message names the unit or parameter.
+        AssertionError: A unit has unsharded bytes, parts for neighbours or unreduced gradients, or waits for the
+            end of backward; or a parameter is no DTensor. The message names the unit or parameter.
     """
     for name, unit in named_units(model):
-        # A persistent copy stays gathered between uses by its strategy: not a leak.
+        # A persistent copy stays gathered between uses by the unit's strategy: not a leak.
         keeps_copy = unit.parameters.strategy.keeps_copy and unit.weights.residency is Residency.KEPT
         assert keeps_copy or unit.weights.residency is Residency.SHARDED, f"{name} is {unit.weights.residency}"
         assert not unit.is_in_backward, f"{name} still waits for its backward to end"

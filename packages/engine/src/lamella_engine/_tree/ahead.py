@@ -11,12 +11,12 @@ from lamella_engine._unit.weights import Residency
 
 
 class GatheredAhead:
-    """The units that a learned order has prefetched, and that have not run yet.
+    """The units prefetched by a learned order, until their run.
 
     Every choice follows from the program and from sizes known to every rank: ranks with the same program choose alike.
 
     Attributes:
-        budget: Bytes that prefetched units may hold together; the first unit counts as fitting. None means one unit.
+        budget: The most bytes of prefetched units together; the first unit counts as fitting. None means one unit.
     """
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class GatheredAhead:
         self._units: dict[int, weakref.ref[Unit]] = {}
 
     def free(self, units: Container[int]) -> None:
-        """Free prefetched units that the order has passed over, to make room for the next prefetch.
+        """Free prefetched units passed over by the order, to make room for the next prefetch.
 
         Effects: the gather stream waits for the compute stream; not a collective.
         """
@@ -45,7 +45,7 @@ class GatheredAhead:
         if self.budget is not None:
             chosen = self._within(self.budget, running, upcoming)
         else:
-            # One unit waits already: a second gather would hold a third unit's bytes, more than the default promises.
+            # A unit waits already: a second gather would hold a third unit's bytes, more than the default promises.
             for ref in self._units.values():
                 if (unit := ref()) is not None and unit.weights.residency is Residency.UNSHARDING:
                     return []
@@ -62,7 +62,7 @@ class GatheredAhead:
     def _within(self, budget: int, running: Unit, upcoming: Iterable[Unit]) -> list[Unit]:
         """As many upcoming units as fit beside the units prefetched already.
 
-        The first unit that does not fit ends the choice; no smaller unit is taken instead. Unsharded units cost
+        The first unit too large ends the choice; no smaller unit is taken instead. Unsharded units cost
         nothing, except the running unit, which is freed before its next turn.
         """
         nbytes = sum(unit.parameters.unsharded_nbytes for unit in self._waiting())

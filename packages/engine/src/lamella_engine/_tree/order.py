@@ -1,4 +1,4 @@
-"""The order in which units run: learned in one pass, replayed in the next pass for prefetch."""
+"""The order of units' runs: learned in one pass, replayed in the next pass for prefetch."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ class Outlook(NamedTuple):
 
 
 class ReplayedOrder:
-    """Walks an expected order beside the real one.
+    """Walks an expected order beside the real order.
 
-    Units are named by integers. The real order is recorded; the expected order only gives the next units. A pass that
-    departs from the expected order gets no next unit until both meet again: a late gather, never a wrong result. Both
+    Units are named by integers. The real order is recorded; the expected order only gives the next units. A pass
+    off the expected order gets no next unit until both meet again: a late gather, never a wrong result. Both
     orders follow from the program alone, so ranks with the same program agree on every prefetch.
 
     Args:
@@ -26,25 +26,25 @@ class ReplayedOrder:
 
     def __init__(self, expected: Sequence[int] = ()) -> None:
         self._expected = expected
-        self._cursor = 0  # in `expected`, behind the last unit on which both orders have met; never goes back
-        # The real order, of begins and of ends: learned when the pass is over, and lost with a pass that fails.
+        self._cursor = 0  # in `expected`, behind the last unit common to both orders; never goes back
+        # The real order, of begins and of ends: learned when the pass is over, and lost with a failed pass.
         self.seen: list[int] = []
         self.ended: list[int] = []
 
     def visit(self, unit: int) -> Outlook:
-        """Record that `unit` runs now, and look ahead from there."""
+        """Record the run of `unit`, and look ahead."""
         self.seen.append(unit)
         try:
             position = self._expected.index(unit, self._cursor)
         except ValueError:
-            # Off the order: the cursor stays, for the next unit that both orders have in common.
+            # Off the order: the cursor stays, for the next unit common to both orders.
             return Outlook()
         passed = self._expected[self._cursor : position]
         self._cursor = position + 1
         return Outlook(self._expected[self._cursor :], passed)
 
     def end(self, unit: int) -> None:
-        """Record that `unit` is over. Units nest, so the ends come in another order than the begins."""
+        """Record the end of `unit`. Units nest: the ends come in another order than the begins."""
         self.ended.append(unit)
 
 
@@ -52,11 +52,11 @@ class LearnedOrders:
     """The orders of earlier passes: a forward order for each starting unit, and a backward order.
 
     A backward order is replayed after the same forward order only. After a new forward order, the reverse of the order
-    in which the units' forwards ended stands in: the last unit to end is the first unit whose gradient arrives.
+    of the forwards' ends stands in: the last unit to end is the first unit whose gradient arrives.
     """
 
     def __init__(self) -> None:
-        # By the unit that a pass begins with: validation of a part of the model must not unlearn training's order.
+        # By a pass's first unit: validation of a part of the model must not unlearn training's order.
         self._forward: dict[int, tuple[int, ...]] = {}
         self._reverse: dict[int, tuple[int, ...]] = {}
         # Of the last forward with gradients: several forwards may come before one backward, which starts with the last.
@@ -66,7 +66,7 @@ class LearnedOrders:
         self._backward: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
 
     def begin_forward(self, root: int) -> ReplayedOrder:
-        """The order of the last forward that started at `root`, ready to be replayed."""
+        """The order of the last forward from `root`, ready to be replayed."""
         return ReplayedOrder(self._forward.get(root, ()))
 
     def end_forward(self, root: int, order: ReplayedOrder, *, backward_follows: bool) -> None:

@@ -1,4 +1,4 @@
-"""Delayed weight gradients, which come after their unit's backward, and the count of the missing gradients.
+"""Delayed weight gradients, computed after their unit's backward, and the count of the missing gradients.
 
 A layer may delay a weight gradient, to overlap the computation with a collective. Autograd's part of the backward then
 ends without the gradient. The counts here follow from the program alone, so ranks agree when a unit's gradients are
@@ -13,14 +13,14 @@ from lamella_engine._parameters.sharded_parameter import ShardedParameter
 
 
 class DelayedGradients:
-    """A unit's parameters with delayed gradients, and the backwards that still wait for some.
+    """A unit's parameters with delayed gradients, and the backwards still waiting for gradients.
 
-    Several backwards may wait: a schedule can delay weight gradients of one microbatch until after the next backward.
-    Backwards become complete in the order in which they ended.
+    Several backwards may wait: a schedule can delay weight gradients of a microbatch until after the next backward.
+    Backwards become complete in the order of their ends.
 
     Attributes:
         are_expected: Whether any gradient is delayed.
-        num_due: Backwards of the unit that ended, and whose delayed gradients have not all come.
+        num_due: Ended backwards of the unit whose delayed gradients have not all come.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class DelayedGradients:
         self.num_due = 0
         # By parameter: gradients that came for backwards not complete yet, also before the end of their backward.
         self._num_arrived: dict[ShardedParameter, int] = {}
-        # The moments at which gradients were made, until `join` has ordered their reader after them.
+        # The moments at which gradients were made, until `join` has ordered their reader.
         self._ready_events: list[tuple[torch.Stream, torch.Event]] = []
         # The makers' streams since then, until `take_streams`: memory of gradients goes back to these streams. A dict,
         # as a set without an order: equal on every rank.
@@ -48,16 +48,16 @@ class DelayedGradients:
         """Expect a delayed gradient of a parameter from now on."""
         self.are_expected = True
         self._num_arrived[parameter] = 0
-        # A layer that puts the gradient on `.grad` late would write over the sum of earlier microbatches there.
+        # A layer that puts the gradient on `.grad` late would write over the sum of earlier microbatches.
         parameter.keeps_grad_clear = True
 
     def take_over(self, other: DelayedGradients) -> None:
-        """Expect the delayed gradients of another unit, none of which may be due."""
+        """Expect the delayed gradients of another unit; no gradient may be due."""
         for parameter in other.parameters:
             self.add(parameter)
 
     def end(self, stream: torch.Stream) -> bool:
-        """Note that a backward of the unit ended on `stream`.
+        """Note the end of a backward of the unit on `stream`.
 
         Returns:
             Whether all gradients of the backward are complete.
@@ -112,15 +112,15 @@ class DelayedGradients:
         self._ready_events.clear()
 
     def release(self, stream: torch.Stream) -> None:
-        """Order the streams that made gradients after the stream that read the gradients."""
+        """Order the makers' streams after the reading stream."""
         # A freed gradient's memory goes back to the stream that made the gradient: without the wait, the next kernel of
-        # the maker writes over gradients which `stream` still reads.
+        # the maker writes over gradients still read by `stream`.
         for other in self._streams:
             if other != stream:
                 other.wait_stream(stream)
 
     def take_streams(self) -> tuple[torch.Stream, ...]:
-        """The streams that `join` has waited for since the last call."""
+        """The streams awaited by `join` since the last call."""
         streams, self._streams = tuple(self._streams), {}
         return streams
 
