@@ -1,11 +1,11 @@
-"""One slot's function on one microbatch: a piece of the autograd graph that begins and ends at the slot's borders.
+"""A slot's function on a microbatch: the piece of the autograd graph between the slot's borders.
 
 Note [Borders]. Tensors go from slot to slot as return values. A border detaches each tensor: a slot's backward stops at
 the slot, and no slot reaches into another slot's graph. Neither side of a border holds the bytes. `_Border`, an
-autograd function, takes detached data in and puts gradients in a box in backward; of its outputs a node keeps gradient
+autograd function, takes detached data in and puts gradients in a box in backward; of the outputs a node keeps gradient
 edges alone. Only tensors saved by autograd stay alive between a slot's forward and backward. The input of an
-all-to-all, saved by nobody, is free once the all-to-all has read the input, without a list of slots whose inputs may be
-freed.
+all-to-all, saved by no function, is free once the all-to-all has read the input, without a list of slots whose inputs
+may be freed.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class SlotNode:
     def forward(self, values: Values) -> Values:
         """Run the function on values from the slot before, and return values for the slot after.
 
-        A tensor returned untouched crosses without a copy. In backward its gradient from later slots comes first, and
-        the uses in this slot add to it one by one, as in a graph of all slots.
+        A tensor returned untouched crosses without a copy. In backward the gradient from later slots comes first, and
+        the uses in this slot add their gradients singly, as in a graph of all slots.
 
         Args:
             values: Detached tensors, with `requires_grad` for a gradient; or other objects.
@@ -58,7 +58,7 @@ class SlotNode:
         arguments, entered = self._arguments(values)
         begun = [(tensor, tensor.grad_fn, tensor._version) for tensor in entered]
         outputs = _as_tuple(self._function(*arguments))
-        self._function = None  # its closure may hold the microbatch
+        self._function = None  # the closure may hold the microbatch
         _refuse_shared_write(begun, self._title)
         detached: list[object] = []
         for output in outputs:
@@ -83,7 +83,7 @@ class SlotNode:
         Returns:
             A gradient for each input; None for an input without `requires_grad`, or without a gradient.
 
-        Effects: on the current stream; frees what forward saved.
+        Effects: on the current stream; frees tensors saved by forward.
         """
         self._lanes.mark_read(gradients)
         roots = [
@@ -108,7 +108,7 @@ class SlotNode:
         self._edges, self._box.gradients = [], []
 
     def _arguments(self, values: Values) -> tuple[list[object], Sequence[torch.Tensor]]:
-        """The values for the function, and the tensors among them that begin a graph here: those with a gradient."""
+        """The values for the function, and the values that begin a graph here: tensors with a gradient."""
         arguments = list(values)
         self._box.gradients = [None] * len(values)
         tensors = {
@@ -174,10 +174,10 @@ def _as_tuple(outputs: object) -> Values:
 
 
 def _refuse_shared_write(begun: Sequence[tuple[torch.Tensor, object, int]], title: str) -> None:
-    """Inputs are separate nodes of the graph: a write to one would change another's data without its gradient.
+    """Inputs are separate nodes of the graph: a write to an input would change another's data without the gradient.
 
     Args:
-        begun: Each input with a gradient, its `grad_fn` and its version before the function.
+        begun: Each input with a gradient, with `grad_fn` and version before the function.
         title: Text of the slot, for errors.
     """
     written = [tensor for tensor, entry, _ in begun if tensor.grad_fn is not entry]
@@ -191,7 +191,7 @@ def _refuse_shared_write(begun: Sequence[tuple[torch.Tensor, object, int]], titl
 
 
 def _refuse_nest(output: object, title: str) -> None:
-    """A tensor inside a container would cross the border with its graph."""
+    """A tensor inside a container would cross the border with a graph."""
     if _holds_tensors(output):
         raise TypeError(
             f"Expected {title} to return tensors one by one, got a {type(output).__name__} with tensors inside. Return "

@@ -31,7 +31,7 @@ _LETTERS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class StagePass:
-    """One kind of work of one stage on one microbatch. As text in torch's form: `2F0` is stage 2's forward of 0.
+    """One kind of work of a stage on a microbatch. As text in torch's form: `2F0` is stage 2's forward of 0.
 
     Attributes:
         stage: Index in the pipeline, from the input on.
@@ -45,7 +45,7 @@ class StagePass:
 
     @property
     def layer(self) -> None:
-        """None: the parameters of a pass in one piece are those of the stage."""
+        """None: the parameters of a pass in one piece are the stage's."""
         return
 
     @property
@@ -73,7 +73,7 @@ class PassPair:
 
     Attributes:
         forward: The forward.
-        backward: A whole backward, or its part for the inputs.
+        backward: A whole backward, or the part for the inputs.
     """
 
     forward: StagePass

@@ -21,12 +21,12 @@ def peak(events: Iterable[PipelineEvent], kept_nbytes: Callable[..., float]) -> 
     """Compute the peak of the tensors kept by forwards for backwards, in the order of the host.
 
     Args:
-        events: An order, or the events of one rank of a pipeline.
-        kept_nbytes: Bytes (or any other unit) kept by the forward of a slot, or of a pass in one piece, until its
-            backward is over. Called with the event of the forward.
+        events: An order, or the events of a pipeline's rank.
+        kept_nbytes: Bytes (or another unit) kept by the forward of a slot, or of a pass in one piece, until the end
+            of the backward. Called with the event of the forward.
 
     Returns:
-        The peak of the sum, in the same unit. A slot or pass with delayed weight gradients keeps its share until the
+        The peak of the sum, in the same unit. A slot or pass with delayed weight gradients keeps the share until the
             weight gradients are computed.
     """
     works = [event for event in events if isinstance(event, WorkEvent)]
@@ -44,15 +44,15 @@ def peak(events: Iterable[PipelineEvent], kept_nbytes: Callable[..., float]) -> 
 
 
 def peak_parameters(events: Iterable[PipelineEvent], nbytes: Callable[[ResidenceEvent], float]) -> float:
-    """Compute the peak of the parameters that are present, in the order of the host.
+    """Compute the peak of the parameters present, in the order of the host.
 
     Args:
-        events: An order with residence, or the events of one rank of a pipeline.
-        nbytes: Bytes (or any other unit) of a layer's parameters, or those around a stage's layers. Called with the
-            `Action.ACQUIRE` that finds them absent.
+        events: An order with residence, or the events of a pipeline's rank.
+        nbytes: Bytes (or another unit) of a layer's parameters, or of the parameters around a stage's layers. Called
+            with each `Action.ACQUIRE` of absent parameters.
 
     Returns:
-        The peak of the sum, in the same unit. Passes that overlap share one copy, which the last to finish frees.
+        The peak of the sum, in the same unit. Overlapping passes share a copy, freed by the last to finish.
     """
     present = highest = 0.0
     holders: dict[tuple[int, int | None], list[float]] = {}

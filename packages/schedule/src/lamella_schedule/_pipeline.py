@@ -17,10 +17,10 @@ class Pipeline:
     """The order of passes on each rank, of `pipeline` or of a caller: both are checked.
 
     Attributes:
-        orders: The passes of each rank, from the host's first to its last.
+        orders: The passes of each rank, in the host's order.
 
     Raises:
-        ValueError: A stage on two ranks; a pass missing or twice; or ranks that wait for each other.
+        ValueError: A stage on two ranks; a pass missing or twice; or a circle of waiting ranks.
     """
 
     orders: tuple[tuple[PassOrPair, ...], ...]
@@ -64,10 +64,10 @@ class Pipeline:
         return stage if 0 <= stage < self.num_stages else None
 
     def global_order(self) -> Iterator[tuple[int, PassOrPair]]:
-        """List all ranks' passes in one order, each pass after the passes that it needs: rank by rank, one at a time.
+        """List all ranks' passes in one order, each pass after the passes needed: rank by rank, a pass at a time.
 
         Raises:
-            ValueError: Ranks wait for each other.
+            ValueError: Ranks wait in a circle.
         """
         over: set[StagePass] = set()
         remaining = [iter(order) for order in self.orders]

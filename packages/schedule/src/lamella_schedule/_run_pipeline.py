@@ -1,4 +1,4 @@
-"""Runs one rank of a pipeline: flights of its stages, in the order of the rank's events."""
+"""Runs a rank of a pipeline: flights of the rank's stages, in the order of the rank's events."""
 
 from __future__ import annotations
 
@@ -35,25 +35,25 @@ def run_pipeline(
     device: torch.device | str | None = None,
     around: Around | None = None,
 ) -> list[torch.Tensor]:
-    """Run this rank's part of a step: forward and backward of its stages, as `pipeline_events` says.
+    """Run this rank's part of a step: forward and backward of the rank's stages, as `pipeline_events` says.
 
     Gradients are added to `.grad` of parameters, in the order of the microbatches. A stage's weight gradients come
-    apart from its input gradients where the layers have `delayed` functions, and where the schedule asks for that.
+    apart from the input gradients if the layers have `delayed` functions and the schedule asks for the parts.
 
     Args:
         pipeline: The order of passes; the same on each rank.
-        chunks: Returns a stage of this rank applied to a microbatch, and is called once for each, with both indices.
+        chunks: Returns a stage of the rank applied to a microbatch, and is called once for each, with both indices.
             `preprocess` takes nothing in stage 0, and the outputs of the stage before elsewhere; `postprocess` of the
             last stage returns the loss, 0-D and scaled like the gradient. A stage has the same layers for each
             microbatch.
         borders: Tensors with the shape and dtype of the values between two stages, on any device ("meta" needs no
             memory). Tensors with a floating dtype get a gradient.
         group: The ranks of the pipeline; None for all ranks.
-        residences: The holders of the layers' parameters, by stage, for each stage of this rank; None for parameters
-            that are always present.
+        residences: The holders of the layers' parameters, by stage, for each stage of the rank; None for parameters
+            always present.
         early_release: Run the backward of `PRE` before the forward of the experts, in pairs.
         ahead: Number of layers whose parameters are acquired before their turn.
-        device: The device of the tensors; None for the current accelerator, or the CPU without one.
+        device: The device of the tensors; None for the current accelerator, or the CPU without an accelerator.
         around: Called with each slot's event; the event runs inside the returned context, on the event's stream.
 
     Returns:
@@ -61,12 +61,12 @@ def run_pipeline(
 
     Raises:
         ValueError: The group has another number of ranks than the pipeline; residences of other stages than the rank's;
-            outputs unlike the borders; a loss other than a single 0-D tensor with a gradient; or layers that change
-            from one microbatch to the next.
+            outputs unlike the borders; a loss other than a single 0-D tensor with a gradient; or layers that
+            change between microbatches.
 
     Effects: point-to-point messages on `group`; compute on the current stream, all-to-alls on a second stream. With
-        gloo the host waits for each message it needs. After an exception no tensor is held and the residences are
-        dropped; other ranks wait for messages that do not come, until their timeout.
+        gloo the host waits for each needed message. After an exception no tensor is held and the residences are
+        dropped; other ranks wait for missing messages, until their timeout.
     """
     num_ranks = dist.get_world_size(group)
     if num_ranks != pipeline.num_ranks:
@@ -102,7 +102,7 @@ def run_pipeline(
             step.mail.finish()
         lanes.end()
     except BaseException:
-        lanes.join()  # tensors go back to their allocator next, whichever stream reads them
+        lanes.join()  # tensors go back to their allocator next, whichever stream reads the tensors
         lanes.end()
         step.drop()
         for residence in holders.values():
@@ -138,12 +138,12 @@ class _Step:
         self._last_stage = pipeline.num_stages - 1
         self._chunks, self._lanes, self._around = chunks, lanes, around
         self._flights: dict[tuple[int, int], Flight] = {}
-        # The first microbatch's chunks tell the layers, which the order of the events depends on.
+        # The first microbatch's chunks tell the layers; the order of the events depends on the layers.
         self._first = {stage: chunks(stage, 0) for stage in stages}
         self.plans: Plans = tuple((stage, tuple(chunk.plans)) for stage, chunk in self._first.items())
 
     def run(self, event: Event) -> None:
-        """Run an event; at the ends of a pass, take the values and hand them on."""
+        """Run an event; at the ends of a pass, take and hand on the values."""
         key = event.stage, event.microbatch
         if event.slot is Slot.PREPROCESS and event.kind is Kind.FORWARD:
             self._flights[key] = self._begin_forward(*key)
@@ -205,7 +205,7 @@ class _Step:
         gradients: list[torch.Tensor | None] = []
         for output in cast(Tensors, flight.outputs):
             gradient = next(arrived) if output.is_floating_point() else None
-            gradients.append(gradient if output.requires_grad else None)  # frozen stages below have no use for one
+            gradients.append(gradient if output.requires_grad else None)  # frozen stages below use no gradient
         flight.begin_backward(tuple(gradients))
 
     def _end_backward(self, flight: Flight, stage: int, microbatch: int) -> None:

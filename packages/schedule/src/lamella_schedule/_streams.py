@@ -13,9 +13,9 @@ class StreamOperation:
 
     Attributes:
         stream: The number of the stream. Operations of a stream run in order.
-        seconds: Duration without other work beside it.
-        after: Indices of earlier operations of other streams that the operation waits for.
-        launch_seconds: Time of the host from the launch before to this operation's launch.
+        seconds: Duration alone on the GPU.
+        after: Indices of awaited earlier operations, of other streams.
+        launch_seconds: Time of the host from the launch before to the operation's launch.
         is_slowed: Whether work on other streams takes multiprocessors or memory bandwidth from the operation.
     """
 
@@ -40,14 +40,14 @@ def simulate_streams(
 ) -> list[StreamSpan]:
     """Run operations on their streams.
 
-    An operation starts when the host has launched it, the operation before on its stream has stopped, and so have all
-    operations that it waits for. Beside an operation of another stream, a slowed operation takes `slowdown` times as
-    long, and the same part of its time more for each further stream.
+    An operation starts after the host's launch, the stop of the operation before on the stream, and the stops of all
+    awaited operations. Beside an operation of another stream, a slowed operation takes `slowdown` times as long, and
+    longer by the same part for each further stream.
 
     Args:
         operations: The operations of all streams, in the order of the host's launches.
         slowdown: From 1 on.
-        most_launched: Operations that the host launches ahead of the GPU at most: CUDA's queue.
+        most_launched: Operations launched ahead of the GPU at most: CUDA's queue.
 
     Returns:
         The span of each operation.
@@ -73,7 +73,7 @@ class _Clock:
         self._operations, self._slowdown, self._most_launched = operations, slowdown, most_launched
         self._now = 0.0
         self._queues: dict[int, deque[int]] = {}
-        self._running: dict[int, list[float]] = {}  # index -> its remaining seconds, and its start
+        self._running: dict[int, list[float]] = {}  # index -> remaining seconds, and start
         self._launched: list[float] = []
         self._next_launch: float | None = None  # None while the queue is full, and at the end
         self._num_stopped = 0

@@ -1,11 +1,11 @@
-"""Sums over all elements of a model: which ranks form the model, and how much a rank's elements count.
+"""Sums over all elements of a model: the model's ranks, and how much a rank's elements count.
 
 Note [Each element counts once]
-    The norm of all gradients and the number of zeros are sums over the ranks of one optimizer instance
-    (`intra_dist_opt`) and over the instances (`inter_dist_opt`), which HFSDP gives different elements. Some of these
-    ranks hold the same elements: replicas (`no_shard`, HSDP), and tensor-parallel ranks of a parameter that is not
-    split. Replicas count for a share each, and of the tensor-parallel ranks the first rank counts, as in megatron-core.
-    So dense parameters and experts, on different meshes, are in one sum.
+    The norm of all gradients and the number of zeros are sums over the ranks of an optimizer instance
+    (`intra_dist_opt`) and over the instances (`inter_dist_opt`), with different elements under HFSDP. Some ranks hold
+    the same elements: replicas (`no_shard`, HSDP), and tensor-parallel ranks of an unsplit parameter. Replicas count
+    for a share each, and of the tensor-parallel ranks the first rank counts, as in megatron-core. One sum thereby
+    covers dense parameters and experts, on different meshes.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from lamella_megatron._model.placement import check_group
 
 @dataclass(frozen=True)
 class ModelRanks:
-    """The ranks over which a sum over all elements of a model goes.
+    """The ranks of a sum over all elements of a model.
 
     Attributes:
         tp: Tensor-parallel ranks; None takes the group of `parallel_state`.
         expert_tp: Tensor-parallel ranks of experts; None takes the group of `parallel_state`.
-        instance: The ranks of one optimizer instance.
+        instance: The ranks of an optimizer instance.
         instances: The ranks of all instances with this rank's place; None for a single instance.
     """
 
@@ -73,7 +73,7 @@ class ModelRanks:
         return 1.0 / math.prod(group.size() for group in replica_groups(parameter))
 
     def all_reduce(self, number: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
-        """All-reduce over the model's ranks. Effects: an all-reduce, and one more with several instances."""
+        """All-reduce over the model's ranks. Effects: an all-reduce, and a second with several instances."""
         dist.all_reduce(number, op=op, group=self.instance)
         if self.instances is not None:
             dist.all_reduce(number, op=op, group=self.instances)
@@ -86,7 +86,7 @@ def weights_norm(chunks: Sequence[ShardedModel]) -> float:
     Args:
         chunks: The sharded chunks of this rank's pipeline stage.
 
-    Effects: an all-reduce of one number over the model's ranks, and a host sync.
+    Effects: an all-reduce of a number over the model's ranks, and a host sync.
     """
     ranks = ModelRanks.of(chunks[0].pg_collection)
     shares = {parameter: ranks.share(parameter) for chunk in chunks for parameter in chunk.parameters()}

@@ -1,4 +1,4 @@
-"""A model of megatron-core as a schedule has it: its layers in order with their units, and microbatches as slots."""
+"""A model of megatron-core for a schedule: layers in order with their units, and microbatches as slots."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ScheduledLayers:
 
     Attributes:
         decoder: The layers of each item of the decoder.
-        predictions: The layers of multi-token prediction, one a depth.
+        predictions: The layers of multi-token prediction, a layer for each depth.
         units: The units of each item and each depth.
         experts: Units of experts in a stage of their own, among `units`; the slots call the experts.
         delayable: The modules of each item and each depth that may leave weight gradients to later.
@@ -58,7 +58,7 @@ def scheduled_layers(model: Any) -> ScheduledLayers:
     """Return the layers of a model's schedule.
 
     Raises:
-        ValueError: Layers of one unit have others between them.
+        ValueError: The layers of a unit are not neighbours.
     """
     groups, predictions = _groups(model), _predictions(model)
     decoder = [_single_layers(group) for group in groups]
@@ -87,16 +87,16 @@ def _expert_units(owners: list[nn.Module]) -> list[nn.Module]:
 
 
 def _predictions(model: Any) -> list[nn.Module]:
-    """The layers of multi-token prediction. One layer for all depths is left to the postprocess.
+    """The layers of multi-token prediction. A single layer for all depths is left to the postprocess.
 
-    Its gradients of several depths would be reduced one by one, and added in another order.
+    The layer's gradients of several depths would be reduced depth by depth, and added in another order.
     """
     is_repeated = getattr(model.config, "mtp_use_repeated_layer", False)
     return [] if is_repeated or not getattr(model, "mtp_process", False) else list(model.mtp.layers)
 
 
 def _groups(model: Any) -> list[list[nn.Module]]:
-    """The layers of the decoder, those of one unit together: a unit reduced twice a pass would lose count."""
+    """The layers of the decoder, grouped by unit: a unit reduced twice a pass would lose count."""
     groups: list[list[nn.Module]] = []
     for layer in model.decoder.layers:
         unit = unit_of(layer)
@@ -122,13 +122,13 @@ def _single_layers(group: list[nn.Module]) -> list[nn.Module]:
 def model_chunk(
     model: Any, scheduled: ScheduledLayers, batch: Mapping[str, Any], loss_of: Callable[[torch.Tensor], torch.Tensor]
 ) -> ModelChunk:
-    """Return a microbatch on its way through a model: the slots of the layers between the ends of the model.
+    """Return a microbatch's way through a model: the slots of the layers between the ends of the model.
 
     Args:
         model: The model, without wrappers.
         scheduled: The layers of the model.
         batch: The arguments of the model's forward.
-        loss_of: Takes the model's output, returns what the chunk returns.
+        loss_of: Takes the model's output, returns the chunk's.
     """
     # The arguments of layers, from the beginning of the forward, or of the first prediction, on.
     decoder_arguments, prediction_arguments = dict[str, Any](), dict[str, Any]()

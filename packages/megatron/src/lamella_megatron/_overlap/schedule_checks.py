@@ -1,4 +1,4 @@
-"""Refusals of options and stages of a model of megatron-core under which nothing can be overlapped."""
+"""Refusals of options and stages of a model of megatron-core that leave nothing to overlap."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,7 +8,7 @@ def check_schedulable(config: Any) -> None:
     """Refuse options under which a layer cannot be cut into slots.
 
     Raises:
-        ValueError: The first such option, its value and the reason are in the message.
+        ValueError: The first refused option, the value and the reason are in the message.
     """
     modules = getattr(config, "recompute_modules", None) or []
     for name, setting, supported, reason in (
@@ -66,7 +66,7 @@ def check_stages(config: Any) -> None:
 
 
 def check_stage(model: Any, microbatches: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse a pipeline stage without a loss, or without its input.
+    """Refuse a pipeline stage without a loss, or without the input.
 
     Raises:
         ValueError: Another stage has the output layer; or a microbatch has no input tensor.
