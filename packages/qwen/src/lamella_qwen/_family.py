@@ -14,8 +14,8 @@ _ALONE: Final = "model."
 def module_rules(config: Mapping[str, object]) -> Rules:
     """Return the rules between names in files (left) and names of transformers' modules (right).
 
-    Modules stack the experts; files of `save_pretrained` store experts one by one. The layer that predicts
-    further tokens has no modules: the rules leave its experts one by one, also for Qwen3.6's files with
+    Modules stack the experts; files of `save_pretrained` store experts separately. The layer that predicts
+    further tokens has no modules: the rules leave the layer's experts separate, also for Qwen3.6's files with
     stacked experts. A text model opens the files of a model with vision, and leaves the vision tower's tensors unread.
 
     Raises:

@@ -34,19 +34,19 @@ _NUM_COMPARED: Final = 256
 
 
 def check_weights(directory: Path, outline: nn.Module, spec: ModelSpec) -> tuple[str, ...]:
-    """Refuse weights that are not all of the model's, before anything starts.
+    """Refuse weights unfit for the model, before anything starts.
 
     Args:
         outline: The model, on the meta device.
 
     Returns:
-        The names of the files' tensors that the model has no modules for; training leaves these tensors alone.
+        The names of the files' tensors without a module of the model; training leaves the tensors alone.
 
     Raises:
-        ModelError: A tensor is absent or of another shape, tensors that the config ties differ, or a file is damaged;
-            it is named.
+        ModelError: A tensor is absent or of another shape, tied tensors differ, or a file is damaged; the message names
+            the tensor or file.
 
-    Effects: reads tensors that the config ties, where the files hold both.
+    Effects: reads tensors tied by the config, if the files hold both.
     """
     try:
         check(
@@ -76,10 +76,10 @@ def _untied_weights(directory: Path, model: nn.Module, spec: ModelSpec, names: S
 
 
 def fingerprint_of_weights(directory: Path) -> str | None:
-    """Return a hash of the weights' names, shapes, dtypes and first elements; None where they cannot be read.
+    """Return a hash of the weights' names, shapes, dtypes and first elements; None for unreadable weights.
 
-    A file's header is the same for all weights of one config. A row's first elements differ between two trainings, and
-    take a short read a tensor where whole files take minutes. The hash is the same in whatever files the tensors lie.
+    A file's header is the same for all weights of a config. A row's first elements differ between two trainings, and
+    take a short read a tensor; whole files take minutes. The hash does not depend on the cut into files.
     """
     try:
         source = open_checkpoint(directory).raw
@@ -112,7 +112,7 @@ def _names_in_files(directory: Path, model: nn.Module, spec: ModelSpec, names: I
 
 
 def _unfit(differences: Differences) -> str:
-    """Describe the first tensors that the model lacks in the files; empty if the files hold all tensors."""
+    """Describe the model's first tensors missing in the files; empty if the files hold all tensors."""
     names = [difference for difference in differences.names if difference.live is not None]
     more = f"; and {len(names) - _NUM_NAMED} more" if len(names) > _NUM_NAMED else ""
     return "; ".join(map(str, names[:_NUM_NAMED])) + more
@@ -121,7 +121,7 @@ def _unfit(differences: Differences) -> str:
 def load_weights(
     directory: Path, model: nn.Module, spec: ModelSpec, *, over: Translate = lambda source: source
 ) -> None:
-    """Read the weights into a model that passed `check_weights`.
+    """Read the weights into a model, after `check_weights`.
 
     Args:
         directory: The folder of the weights.
@@ -134,7 +134,7 @@ def load_weights(
 
     Effects: collective.
     """
-    # Of a model without memory: sharded, a model has other classes, and transformers' table goes by those too.
+    # Of a model without memory: a sharded model has other classes, and transformers' table goes by class too.
     plain = outline(spec, is_checked=True)
 
     def as_modules(source: Source) -> Source:
@@ -159,11 +159,11 @@ def as_published(directory: Path, spec: ModelSpec) -> Callable[[Source], Source]
     """Return the translation of a run's checkpoint to the names and cuts of the published weights.
 
     Args:
-        directory: The published files without the trained weights, as `lamella_convert.keep_published` leaves them.
+        directory: The published files without the trained weights, as left by `lamella_convert.keep_published`.
         spec: The config of the model.
 
     Returns:
-        The argument `translate` of `lamella_convert.convert`. None where `convert` needs none: the model's family has
+        The argument `translate` of `lamella_convert.convert`. None if `convert` needs none: the model's family has
         rules, the weights were not published, or untrained tensors are kept beside.
 
     Raises:

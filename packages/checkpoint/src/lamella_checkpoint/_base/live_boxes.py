@@ -20,7 +20,7 @@ class LocalBox(NamedTuple):
 def local_boxes(tensor: torch.Tensor) -> list[LocalBox]:
     """This rank's boxes of a tensor: none, one, or several for strided shards.
 
-    Computed from the mesh and the placements. A tensor cut otherwise lists its boxes as for DCP
+    Computed from the mesh and the placements. A tensor cut otherwise lists boxes as for DCP
     (`__create_chunk_list__` of the tensor's own class, or of the local tensor).
 
     Raises:
@@ -34,8 +34,8 @@ def local_boxes(tensor: torch.Tensor) -> list[LocalBox]:
 def is_placed_by(param: torch.Tensor, slot: torch.Tensor, name: str) -> bool:
     """Whether a slot of a parameter's optimizer state holds this rank's elements in the order of the parameter's.
 
-    Such a slot is a plain tensor, or a DTensor on the data-parallel axes alone, beside a sharded parameter:
-    Note [Coordinates come from the parameter]. Likewise a slot shaped like a parameter with a chunk list of its own:
+    The slot is then a plain tensor, or a DTensor on the data-parallel axes alone, beside a sharded parameter:
+    Note [Coordinates come from the parameter]. Likewise a slot shaped like a parameter with a separate chunk list:
     `torch.zeros_like` does not copy the chunk list. Any other DTensor on the parameter's mesh has true placements, a
     plain tensor of the parameter's whole shape is the whole slot, and a tensor of one element is a number.
 
@@ -45,7 +45,7 @@ def is_placed_by(param: torch.Tensor, slot: torch.Tensor, name: str) -> bool:
         name: The name of the slot, for messages.
 
     Raises:
-        ValueError: The slot is none of these.
+        ValueError: The slot is of no known kind.
     """
     if not isinstance(param, DTensor) or slot.ndim == 0:
         return False
@@ -76,9 +76,9 @@ def boxes_beside(param: DTensor, slot: torch.Tensor) -> list[LocalBox]:
 
 
 def cut_order(tensor: DTensor) -> tuple[int, ...] | None:
-    """The order in which a tensor's mesh axes cut the tensor, where the mesh defines an order; None for left to right.
+    """The order of cuts by a tensor's mesh axes, if the mesh defines an order; None for left to right.
 
-    Megatron-FSDP marks its meshes: tensor parallelism cuts first although the axis is the last, and placements do not
+    Megatron-FSDP marks meshes: tensor parallelism cuts first although the axis is the last, and placements do not
     record the order. Without the mark, a rank's part would be placed among another rank's rows. Strided shards record
     the order themselves.
     """
@@ -106,12 +106,12 @@ def _boxes_in(tensor: DTensor, local: torch.Tensor) -> list[LocalBox]:
 
 
 def is_ragged(tensor: DTensor) -> bool:
-    """Whether placements of lamella's own tell the rows; a tensor of such a class need not list its boxes."""
+    """Whether placements of lamella's own tell the rows; a ragged tensor need not list boxes."""
     return any(isinstance(placement, RaggedShard) for placement in tensor.placements)
 
 
 def _tells_itself(tensor: DTensor) -> bool:
-    """Whether a tensor overrides the chunk list of DTensor, which follows the placements."""
+    """Whether a tensor overrides DTensor's chunk list, made from the placements."""
     if is_ragged(tensor):
         return False
     is_own_class = type(tensor).__create_chunk_list__ is not DTensor.__create_chunk_list__

@@ -1,16 +1,16 @@
 """Steps that succeed on every rank or raise on every rank.
 
 Note [One verdict]
-    An error raised on one rank only is a hang on the other ranks, at their next collective. So every step of a save or
-    a load runs inside `exchange`, whose two collectives carry the errors too: a failed rank still takes
+    An error raised on one rank only is a hang on the peers, at their next collective. Every step of a save or a load
+    therefore runs inside `exchange`, whose two collectives carry the errors too: a failed rank still takes
     part, and then all ranks raise. torch's own wrapper does the same but pickles the exception objects with their
-    tracebacks (an unpicklable exception fails, and hangs) and raises a `BaseException`, which
-    `except Exception` misses; `exchange` sends text and raises an `Exception`.
+    tracebacks (an unpicklable exception fails, and hangs) and raises a `BaseException`, missed by
+    `except Exception`; `exchange` sends text and raises an `Exception`.
 
 Note [One error for a checkpoint]
-    A file that only one rank reads is damaged for every rank: the checkpoint's own errors, which hold text alone, are
-    sent as they are, and every rank raises the error of the lowest rank that had one. A program that falls back
-    on an earlier checkpoint after `CheckpointDamaged` would otherwise do so on one rank, and end on the others.
+    A file read by a single rank is damaged for every rank: the checkpoint's own errors, made of text alone, are sent
+    unchanged, and every rank raises the error of the lowest rank with one. A program that falls back on an earlier
+    checkpoint after `CheckpointDamaged` would otherwise fall back on one rank, and end on the peers.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -28,7 +28,7 @@ Reply = TypeVar("Reply")
 
 
 class _Report(NamedTuple):
-    """A rank's report to rank 0: the result, or the reason of a failure, with the error if it is the checkpoint's."""
+    """A rank's report to rank 0: the result, or the reason of a failure, with the checkpoint's own error if raised."""
 
     value: object
     failure: str | None
@@ -36,7 +36,7 @@ class _Report(NamedTuple):
 
 
 class _RankAnswer(NamedTuple):
-    """Rank 0's answer: the reply, or the failures by rank, and the error of the checkpoint that every rank raises."""
+    """Rank 0's answer: the reply, or the failures by rank, and the checkpoint's error, raised on every rank."""
 
     value: object
     failures: Mapping[int, str]
@@ -79,7 +79,7 @@ def exchange(step: str, work: Callable[[], Mine], at_zero: Callable[[list[Mine]]
             raises the same error, but ranks with an error of another kind.
         CheckpointFailed: Another rank failed in another way. A failed rank raises its own error.
 
-    Effects: collective on the default group: gathers one object to rank 0 and scatters one back; nothing without a
+    Effects: collective on the default group: gathers an object to rank 0 and scatters an object back; nothing without a
         group.
     """
     value, error = _attempt(work)

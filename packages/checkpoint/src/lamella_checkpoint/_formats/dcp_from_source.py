@@ -1,4 +1,4 @@
-"""A checkpoint of torch DCP, written from a source by one process, piece by piece."""
+"""A checkpoint of torch DCP, written from a source by a single process, piece by piece."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -44,7 +44,7 @@ def write_dcp(
     Raises:
         CheckpointDamaged: The conditions of `Source.read`.
     """
-    # Without a manifest, the archives' checksums are the only ones, so they are kept.
+    # Without a manifest, no other checksums exist: the archives' are kept.
     checksums = nullcontext() if manifest is None else without_archive_checksums()
     with _DcpFiles(directory, options.max_file_nbytes) as files, checksums:
         names = _names(dtypes, aliases)
@@ -62,7 +62,7 @@ def write_dcp(
 
 
 class _DcpFiles:
-    """Files `__0_<n>.distcp`, one after another."""
+    """Files `__0_<n>.distcp` in turn."""
 
     def __init__(self, directory: Path, max_nbytes: int) -> None:
         self._directory, self._max_nbytes = directory, max_nbytes
@@ -90,7 +90,7 @@ class _DcpFiles:
         return Placed(names=names, shape=None, chunk=None, dtype=None, file=file, span=span, checksum=checksum)
 
     def _save(self, value: object) -> tuple[str, ByteSpan, int]:
-        """Append an item. Returns its file's name, its place and its checksum."""
+        """Append an item. Returns the file's name, the place and the checksum."""
         if self._stream is None or self._stream.nbytes >= self._max_nbytes:
             self._close()
             self._open = (self._directory / f"__0_{self._num_files}.distcp").open("xb", buffering=1 << 20)

@@ -16,12 +16,12 @@ def recut(
     """A share of a model's checkpoint, converted to the left side of correspondences.
 
     A tensor, and a slot of the tensor's shape, is cut; scalars and options are found under each part's name, at one
-    place. Every rank cuts its own share alike, so that equal shares stay equal.
+    place. Every rank cuts its share alike: equal shares stay equal.
 
     Args:
         share: Under the model's names.
         correspondences: The right side is the model's.
-        options: Correspondences for the options of parameter groups instead, where a format names options by other
+        options: Correspondences for the options of parameter groups instead, if a format names options by other
             parameters than the tensors. None for the same.
 
     Raises:
@@ -84,7 +84,7 @@ def _cut(item: Item, section: str, parameter: str, entry: str, by: Correspondenc
 
 
 def _place(name: str, known_names: Container[str]) -> tuple[str, str | None, str]:
-    """A name's section, its parameter if a correspondence covers the parameter, and the rest."""
+    """A name's section, the parameter if a correspondence covers the parameter, and the rest."""
     section, suffix = split_section(name)
     if not section:
         return "", None, name
@@ -100,6 +100,6 @@ def _part_names(
 
 
 def _is_whole(item: Item, by_name: Mapping[str, Correspondence]) -> bool:
-    """Whether a one-element tensor has the parameter's shape, and is no scalar beside it."""
+    """Whether a one-element tensor has the parameter's shape, and is no scalar."""
     _, parameter, _ = _place(item.names[0], by_name)
     return parameter is not None and item.shape == tuple(by_name[parameter].right[parameter])

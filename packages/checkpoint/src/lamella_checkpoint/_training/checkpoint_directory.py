@@ -16,9 +16,9 @@ from lamella_files import Correspondence
 
 
 class CheckpointDirectory(Closing):
-    """Checkpoints named `step_00000010`, under one root; one run at a time may write to the root.
+    """Checkpoints named `step_00000010`, under a root; one run at a time may write to the root.
 
-    Only complete checkpoints are listed: leftovers of killed saves have other names, and the next save removes them.
+    Only complete checkpoints are listed: leftovers of killed saves, under other names, go with the next save.
     """
 
     def __init__(
@@ -29,15 +29,13 @@ class CheckpointDirectory(Closing):
         timeout: float | None = 600.0,
         print_line: Callable[[str], object] | None = None,
     ) -> None:
-        """Use `root`, which need not exist yet.
+        """Use `root`; the first `save` creates the directory.
 
         Args:
-            root: On storage that every rank sees.
+            root: On storage visible to every rank.
             keep: Number of newest complete checkpoints kept after a save; None keeps all.
             timeout: The timeout of saves in the background, in seconds: as for `AsyncSaver`.
             print_line: Called with a line for each minute of a wait; None logs the line as a warning.
-
-        The first `save` creates the directory.
         """
         if keep is not None and keep < 1:
             raise ValueError(f"Expected to keep at least one checkpoint, got keep={keep!r}. None keeps all.")
@@ -69,12 +67,12 @@ class CheckpointDirectory(Closing):
         return self.path(steps[-1]) if steps else None
 
     def discard_unfinished(self) -> None:
-        """End the saves that killed runs have left unfinished, so that no checkpoint of theirs appears any more.
+        """End the unfinished saves of killed runs: no checkpoint of theirs appears any more.
 
-        A process that writes outlives its killed rank, and may complete the rank's last checkpoint while the next run,
-        which found an earlier one, trains on. A run that records more than its checkpoints calls this before `latest`.
+        A writing process outlives a killed rank, and may complete the rank's last checkpoint while the next run trains
+        on from an earlier checkpoint. A run with records beside the checkpoints calls this before `latest`.
 
-        Effects: restores checkpoints that interrupted saves moved aside, and removes all other leftovers under the
+        Effects: restores checkpoints moved aside by interrupted saves, and removes all remaining leftovers under the
             root; on this rank alone, no collective. No run may be writing to the root.
         """
         clean(self.root)
@@ -108,7 +106,7 @@ class CheckpointDirectory(Closing):
             return [None] * num_ranks()
 
         with on_device_of(model.parameters()):
-            # The wait is inside the exchange: a failure that one rank alone raised would leave its peers there.
+            # The wait is inside the exchange: a failure raised on one rank alone would hang the peers.
             exchange("end the save in the background and clean the directory", self.wait, clean_root)
             save(path, model=model, optimizer=optimizer, extra=extra, correspondences=correspondences)
             on_rank_zero("remove older checkpoints", lambda: self._retention.apply(path))
@@ -125,8 +123,8 @@ class CheckpointDirectory(Closing):
     ) -> SaveHandle:
         """`save` in the background: see `AsyncSaver.save` for effects and errors.
 
-        A save in flight is awaited first, whatever its step. `steps`, `latest` and `keep` count a
-        checkpoint once it is complete; only then are older ones removed.
+        A save in flight, of any step, is awaited first. `steps`, `latest` and `keep` count a checkpoint when complete;
+        only then are older checkpoints removed.
 
         Returns:
             A handle for the outcome. May be dropped; call `wait` before the program ends to learn of a failure.

@@ -1,7 +1,7 @@
 """DTensors in files of `torch.save`: all of a tensor, or only one rank's part.
 
-A state dict of sharded parameters, saved by each rank for itself, is a file a rank. The files look alike, and one
-holds the rank's rows under the names and the global shapes of the whole model.
+A state dict of sharded parameters, saved by each rank for itself, is a file a rank. The files look alike, and each
+holds a rank's rows under the names and the global shapes of the whole model.
 """
 
 from collections.abc import Iterator, Mapping
@@ -33,7 +33,7 @@ class RankPart(FormatUnknown):
 
 
 def held_whole(value: object, files: Mapping[str, Record]) -> StoredTensor | None:
-    """The stored elements of a DTensor whole on one rank (a mesh of one rank, replicas).
+    """The stored elements of a DTensor whole on one rank (a mesh of a single rank, replicas).
 
     Returns:
         None for a rank's part, and for any other value.
@@ -63,7 +63,7 @@ def is_rank_part(value: object) -> bool:
 
 
 def _kinds(value: object) -> Iterator[str]:
-    """The types of all stand-ins in a value, at any depth. A read pickle is no larger than its limit."""
+    """The types of all stand-ins in a value, at any depth. A read pickle is no larger than the limit."""
     unseen = [value]
     while unseen:
         node = unseen.pop()

@@ -3,14 +3,14 @@
 Note [How a checkpoint appears]
     A save writes into a sibling of the target, `<target>.saving-<token>`, and rank 0 renames the sibling to the target
     when every rank has finished and every file is on the disk. An existing target is exchanged with the sibling in one
-    step (`renameat2`), so a reader finds the old checkpoint or the new one. Where the file system cannot exchange
-    (NFS, some network file systems), the old checkpoint is renamed to `<target>.replaced-<token>` first: between two
+    step (`renameat2`): a reader finds the old checkpoint or the new. On file systems without the exchange (NFS, some
+    network file systems), the old checkpoint is renamed to `<target>.replaced-<token>` first: between two
     renames the target does not exist, and `find` reads the renamed old checkpoint. The token is new for every save:
-    a process that outlived a killed job cannot write into the successor's directory.
+    a process left by a killed job cannot write into the successor's directory.
 
-    A killed save leaves only paths with these suffixes. The next save to the same target removes them, and restores
-    a checkpoint renamed aside without a successor. Every removal renames first: should the leftover's save still be
-    running (two jobs that save to one path, a process that outlived its job), the save finds nothing to publish, rather
+    A killed save leaves only paths with the three suffixes. The next save to the same target removes leftovers, and
+    restores a checkpoint renamed aside without a successor. Every removal renames first: should the leftover's save
+    still be running (two jobs with one path, a process left by a killed job), the save finds nothing to publish, rather
     than a part.
 """
 
@@ -41,9 +41,9 @@ class Leftover(NamedTuple):
     kind: str
 
     def clear(self) -> None:
-        """Restore a checkpoint that was moved aside and has no successor; remove any other leftover.
+        """Restore a checkpoint moved aside without a successor; remove any other leftover.
 
-        Effects: none on a leftover that another process has cleared.
+        Effects: none on a leftover cleared by another process.
         """
         target = self.path.with_name(self.target)
         with suppress(FileNotFoundError):
@@ -69,7 +69,7 @@ def stage(target: Path, *, check: Callable[[Path], None] | None = None) -> Path:
         check: Raises if the present target must not be replaced; None is `check_replaceable`.
 
     Raises:
-        FileExistsError: `target` is no checkpoint that may be replaced, and a save would delete the contents.
+        FileExistsError: `target` is no replaceable checkpoint, and a save would delete the contents.
 
     Effects: creates the parents of `target`; removes the leftovers of killed saves to `target`.
     """
@@ -82,17 +82,17 @@ def stage(target: Path, *, check: Callable[[Path], None] | None = None) -> Path:
 
 
 def staging_path(target: Path, token: str) -> Path:
-    """The directory that a save writes before publication; `token` is eight hexadecimal digits, new for each save."""
+    """The directory of a save before publication; `token` is eight hexadecimal digits, new for each save."""
     return target.with_name(f"{target.name}.saving-{token}")
 
 
 def save_id_of(staged: Path) -> str:
-    """The save's identifier, from the name of the directory that the save writes before publication."""
+    """The save's identifier, from the name of the save's directory before publication."""
     return staged.name.rpartition(".")[2]
 
 
 def recover(target: Path) -> None:
-    """Restore the checkpoint that an interrupted save moved aside; remove all other leftovers."""
+    """Restore the checkpoint moved aside by an interrupted save; remove all other leftovers."""
     for leftover in leftovers(target.parent):
         if leftover.target == target.name:
             leftover.clear()
@@ -132,15 +132,15 @@ def check_staged(staged: Path, target: Path) -> None:
 
 
 def remove(target: Path) -> None:
-    """Remove a checkpoint so that no reader sees a part of it."""
+    """Remove a checkpoint whole: no reader sees a part."""
     _discard(_moved_aside(target, target))
 
 
 def find(target: Path) -> Path:
-    """The path of a checkpoint: `target`, or the old checkpoint that an interrupted replacement renamed aside.
+    """The path of a checkpoint: `target`, or the old checkpoint renamed aside by an interrupted replacement.
 
     Raises:
-        CheckpointDamaged: `target` is the directory of a save that has not ended.
+        CheckpointDamaged: `target` is the directory of an unfinished save.
         FileNotFoundError: Neither exists.
     """
     if target.exists():
@@ -155,11 +155,11 @@ def find(target: Path) -> Path:
 
 @contextmanager
 def unless_gone(target: Path) -> Iterator[None]:
-    """Report a checkpoint that was removed or replaced inside the block, instead of a reader's secondary result.
+    """Report a checkpoint removed or replaced inside the block, instead of a reader's secondary result.
 
     Raises:
         FileNotFoundError: At the end of the block, the path is absent or leads to another directory or file. Retention
-            removes old checkpoints while others read.
+            removes old checkpoints during reads.
     """
     before = _identity(target)
     try:
@@ -171,7 +171,7 @@ def unless_gone(target: Path) -> Iterator[None]:
 
 
 def gone(target: Path, got: str = "a removal") -> FileNotFoundError:
-    """The error of a checkpoint that was removed or replaced while it was read."""
+    """The error of a checkpoint removed or replaced during a read."""
     return FileNotFoundError(errno.ENOENT, f"Expected the checkpoint to stay while it is read, got {got}", str(target))
 
 
@@ -193,7 +193,7 @@ def _check_finished(target: Path) -> None:
 
 
 def swap(one: Path, other: Path) -> bool:
-    """Exchange two paths in one step; False where the system cannot.
+    """Exchange two paths in one step; False if the system cannot.
 
     Source: renameat2(2), which Python does not wrap.
     """
@@ -229,7 +229,7 @@ def _replace_in_two_steps(staged: Path, target: Path) -> None:
 
 
 def _discard(path: Path) -> None:
-    """Remove a directory; a file that resists (an NFS client may hold it open) is a leftover for the next save."""
+    """Remove a directory; a resisting file (held open by an NFS client) is a leftover for the next save."""
     shutil.rmtree(path, ignore_errors=True)
 
 
