@@ -1,6 +1,6 @@
 """Files whose documents are read as the run goes, from any document on.
 
-A place in a file of text, JSON or separated columns is a number of bytes, which a reader seeks to. A compressed file is
+A place in a file of text, JSON or separated columns is a number of bytes to seek to. A compressed file is
 decompressed up to the place.
 """
 
@@ -31,14 +31,14 @@ _MARK: Final = "\ufeff"
 
 @dataclass(frozen=True, kw_only=True)
 class StreamedFile:
-    """A file of documents that is read as the run goes.
+    """A file of documents read as the run goes.
 
     Attributes:
-        name: Path relative to the searched folder, and so independent of the machine.
+        name: Path relative to the searched folder, independent of the machine.
         path: The file.
         nbytes: Bytes of the file.
         form: How documents lie in the file.
-        source: The name of the source that the file is of; empty without names.
+        source: The name of the file's source; empty without names.
     """
 
     name: str
@@ -52,7 +52,7 @@ class StreamedFile:
         return 0
 
     def documents(self, start: FilePosition | None = None) -> Iterator[PositionedParts]:
-        """Yield the documents, from a place on; of a text its pieces, then its end.
+        """Yield the documents, from a place on; of a text the pieces, then the end.
 
         Raises:
             ConfigError: The file cannot be read, is no UTF-8, or a record holds no document. Names the record.
@@ -77,7 +77,7 @@ class StreamedFile:
         yield PositionedParts((EndOfText(),), {"nbytes": stop, "num_records": 1})
 
     def _records(self, start: int, num_before: int) -> Iterator[tuple[str, int]]:
-        """Yield the JSON texts of records, some of them blank, with the bytes up to the end of each."""
+        """Yield the JSON texts of records, some blank, with the bytes up to the end of each."""
         if self.form == "lines":
             return self._lines(start, num_before)
         if self.form == "array":
@@ -113,17 +113,17 @@ StreamedSource = StreamedFile | StreamedTable
 
 
 def stream_file(name: str, path: Path, *, is_named: bool) -> StreamedSource | None:
-    """Return a file with documents; None for a file without that only its folder was named for.
+    """Return a file with documents; None for a file without documents whose folder alone was named.
 
     Args:
         name: As in `StreamedFile`.
         path: The file.
-        is_named: The user named the file itself, not its folder.
+        is_named: The user named the file itself, not the folder.
 
     Raises:
         ConfigError: The file cannot be read, or is named and has no documents.
 
-    Effects: reads the beginning of the file. A file that is no text further on is refused when the run reads it.
+    Effects: reads the beginning of the file. A file whose later bytes are no text is refused when read.
     """
     if is_table(path) and not is_separated(path):
         if (table := stream_table(name, path, is_named=is_named)) is not None:
@@ -154,7 +154,7 @@ def _stream_text(name: str, path: Path, *, is_named: bool) -> StreamedFile | Non
 
 
 def to_json(files: Iterable[StreamedSource]) -> str:
-    """Return the list of files as JSON, for the rank that reads them."""
+    """Return the list of files as JSON, for the reading rank."""
     return json.dumps([_fields(file) for file in files], indent=1) + "\n"
 
 
@@ -168,7 +168,7 @@ def _fields(file: StreamedSource) -> dict[str, object]:
 
 
 def from_json(text: str) -> list[StreamedSource]:
-    """Return the files of a list that `to_json` made."""
+    """Return the files of a list made by `to_json`."""
     datasets: dict[str, StreamedDataset] = {}
     files: list[StreamedSource] = []
     for fields in json.loads(text):
@@ -182,6 +182,6 @@ def from_json(text: str) -> list[StreamedSource]:
 
 
 def documents_of(files: Iterable[StreamedSource]) -> Iterator[PositionedParts]:
-    """Yield the documents of files, one after another."""
+    """Yield the documents of files in turn."""
     for file in files:
         yield from file.documents()

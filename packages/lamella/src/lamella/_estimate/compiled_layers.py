@@ -1,6 +1,6 @@
 """Layers as torch's inductor compiles layers, on tensors without memory: saved tensors, and allocations.
 
-AOTAutograd traces a layer, and its min-cut partitioner chooses the tensors to save, as under `torch.compile`.
+AOTAutograd traces a layer, and the min-cut partitioner chooses the tensors to save, as under `torch.compile`.
 The graphs run operator by operator. Chains of pointwise operators and reductions count as one kernel: a value without
 further readers takes no memory.
 """
@@ -37,7 +37,7 @@ _FUSED: Final = frozenset(
 
 
 def compiles(config: Config) -> bool:
-    """Return whether a run compiles its layers, where the machine has the compilers."""
+    """Return whether a run compiles layers, on a machine with the compilers."""
     if config.parallel.compile is not None:
         return config.parallel.compile
     model_type = load_spec(config.model.name, config.data.vocab_size).model_type
@@ -45,7 +45,7 @@ def compiles(config: Config) -> bool:
 
 
 def is_estimated_compiled(config: Config) -> bool:
-    """Return whether a run's layers are estimated as compiled: without options that change the layers' operators."""
+    """Return whether a run's layers are estimated as compiled: without options on the layers' operators."""
     parallel = config.parallel
     is_changed = parallel.recompute != "no" or parallel.float8 != "no" or parallel.offload_activations
     is_replaced = config.model.kernels != "none" or config.model.lora_rank is not None
@@ -55,7 +55,7 @@ def is_estimated_compiled(config: Config) -> bool:
 
 
 def compile_layers(layers: Sequence[nn.Module], live: LiveBytes) -> None:
-    """Let layers run the graphs of compiled ones.
+    """Let layers run the graphs of compiled layers.
 
     Args:
         layers: The layers, in memory; equal layers share their graphs.
@@ -90,7 +90,7 @@ class _Graphs:
             places = [isinstance(leaf, torch.Tensor) for leaf in leaves]
             self._functions[key] = self._traced([*weights], others, places, spec)
             with _disable_current_modes():  # under further modes, torch's own could not trace
-                # Tensors like the arguments: a graph refers to the tensors of its first call.
+                # Tensors like the arguments: a graph refers to the tensors of the first call.
                 self._functions[key](*(torch.empty_like(t).requires_grad_(t.requires_grad) for t in tensors))
         return self._functions[key](*tensors)
 
@@ -107,7 +107,7 @@ class _Graphs:
             with _reparametrize_module(self._layer, weights):
                 return self._forward(*arguments, **options)
 
-        compiler: Any = self._compiled  # torch's protocol names its arguments
+        compiler: Any = self._compiled  # torch's protocol names the arguments
         return aot_function(
             layer_of,
             fw_compiler=compiler,
@@ -144,5 +144,5 @@ def _is_fused(node: fx.Node) -> bool:
 
 
 def _is_written(node: fx.Node) -> bool:
-    """Whether a kernel writes a value: something other than further operators of kernels reads it."""
+    """Whether a kernel writes a value, for a reader outside of kernels."""
     return any(_is_written(user) if user.target in _VIEWS else not _is_fused(user) for user in node.users)

@@ -21,12 +21,12 @@ from lamella_engine.extending import local_of
 
 @contextmanager
 def fake_ranks(num_ranks: int, rank: int = 0, device_type: str = "cuda") -> Iterator[None]:
-    """Make this process one rank of a default process group whose other ranks do not exist, in the block.
+    """Make this process a rank of a default process group without peers, in the block.
 
     Args:
         num_ranks: Ranks of the group.
         rank: This process's rank.
-        device_type: "cuda" for the memory of NCCL's collectives, which need no staging; "cpu" for that of gloo's.
+        device_type: "cuda" for the memory of NCCL's collectives, without staging; "cpu" for the memory of gloo's.
 
     Raises:
         ConfigError: The process has a process group already, or the rank is outside.
@@ -73,9 +73,9 @@ _FUSED_STEPS: Final = (
 
 
 class FusedSteps(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Skips the kernels of fused optimizers in the block: they change values alone.
+    """Skips the kernels of fused optimizers in the block: only values would change.
 
-    To be entered last, since torch asks the latest mode alone about a `DTensor`: torch 2.11 finds its placements by
+    To be entered last, since torch asks the latest mode alone about a `DTensor`: torch 2.11 finds placements by
     tensors of the whole shapes, which would count as memory of the step.
     """
 
@@ -92,7 +92,7 @@ class FusedSteps(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _announce_step(name: str, arguments: Sequence[Any]) -> None:
-    """Announce a fused kernel, which reads all of its lists of tensors and writes all but the gradients."""
+    """Announce a fused kernel: a read of all lists of tensors, a write of all but the gradients."""
     lists = [tensors for tensors in arguments if isinstance(tensors, list | tuple)]
     read = [local_of(tensor) for tensors in lists for tensor in tensors]
     written = [local_of(tensor) for index, tensors in enumerate(lists) for tensor in tensors if index != 1]

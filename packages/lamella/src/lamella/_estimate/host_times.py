@@ -1,11 +1,11 @@
-"""The host's time for a step: for its operators, for hooks of recomputed layers, and for units' collectives.
+"""The host's time for a step: for operators, for hooks of recomputed layers, and for units' collectives.
 
 Note [Times of a host]
-    Python launches the kernels of a step, and the GPU waits where that takes longer than its work. A recomputed layer
-    takes the host further time, beside the operators that run again: autograd calls a hook for each saved tensor, and
-    selective recomputation decides in Python for each operator. A trial measures these hooks, and an operator, by a
-    small layer on the CPU. A run's operator takes more than the trial's, which launches no kernel of a GPU and has
-    few modules around it.
+    Python launches the kernels of a step, and the GPU waits if launches take longer than kernels. A recomputed layer
+    takes the host further time, beside the operators run again: autograd calls a hook for each saved tensor, and
+    selective recomputation decides in Python for each operator. A trial measures the hooks, and an operator, by a
+    small layer on the CPU. A run's operator takes more than the trial's: the trial launches no kernel of a GPU, and
+    has few modules around an operator.
 """
 
 import time
@@ -40,9 +40,9 @@ class HostTimes:
     """The times of a host in a run on GPUs; see Note [Times of a host].
 
     Attributes:
-        operator_seconds: Seconds for an operator with a kernel, and for the views before it.
-        hook_seconds: Kind of recomputation -> further seconds for an operator of a recomputed layer's forward, half of
-            them in backward, where it runs again.
+        operator_seconds: Seconds for an operator with a kernel, and for the views before the operator.
+        hook_seconds: Kind of recomputation -> further seconds for an operator of a recomputed layer's forward, half
+            in the first run and half in backward's second run.
     """
 
     operator_seconds: float
@@ -50,7 +50,7 @@ class HostTimes:
 
     @property
     def collective_seconds(self) -> float:
-        """Seconds for a unit's gather or reduction, with the engine's hooks around it."""
+        """Seconds for a unit's gather or reduction, with the engine's hooks."""
         return _OF_A_COLLECTIVE * self.operator_seconds
 
 
@@ -85,7 +85,7 @@ def measured_host() -> HostTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class _Trial:
-    """A forward and backward of a small layer: the median of its seconds, and the operators with a kernel."""
+    """A forward and backward of a small layer: the median seconds, and the operators with a kernel."""
 
     seconds: float
     num_operators: int
@@ -116,7 +116,7 @@ def _timed(layer: nn.Module, inputs: torch.Tensor) -> float:
 
 
 class _SmallLayer(nn.Module):
-    """Attention and a gated product, each behind a norm, so small that the host's time is all of its time."""
+    """Attention and a gated product, each behind a norm, too small to take more than the host's time."""
 
     def __init__(self) -> None:
         super().__init__()

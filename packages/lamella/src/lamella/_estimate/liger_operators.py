@@ -1,7 +1,7 @@
-"""Stand-ins for Liger's kernels of layers, on tensors without memory: they save and allocate the same, and no values.
+"""Stand-ins for Liger's kernels of layers, on tensors without memory: the same saved tensors and allocations.
 
 Liger's kernels need Triton, which runs on no CPU. Source of their memory: liger-kernel 0.8, `ops/rms_norm.py`,
-`ops/swiglu.py` and `ops/rope.py`. A norm saves its input and a number a row, a gated product saves its two factors, a
+`ops/swiglu.py` and `ops/rope.py`. A norm saves the input and a number a row, a gated product saves two factors, a
 rotation works in place; backward writes into saved tensors and incoming gradients.
 """
 
@@ -22,10 +22,10 @@ _FACTORS: Final = ("gate_proj", "up_proj", "down_proj")
 
 @contextmanager
 def liger_operators(model: nn.Module) -> Iterator[None]:
-    """Let the layers of a model of transformers save what they save with Liger's kernels, in the block.
+    """Let the layers of a model of transformers save the tensors saved by Liger's kernels, in the block.
 
     Args:
-        model: Not sharded yet. Its norms and gated products are changed in place, and stay so.
+        model: Not sharded yet. Norms and gated products are changed in place, for good.
     """
     for module in model.modules():
         if type(module).__name__.endswith("RMSNorm") and hasattr(module, "weight"):

@@ -1,4 +1,4 @@
-"""The step that `lamella train` takes by a configuration, on tensors without memory."""
+"""The step of `lamella train` by a configuration, on tensors without memory."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -42,11 +42,11 @@ from lamella_transformers import (
 )
 
 _CPU = torch.device("cpu")
-_MOST_MICROBATCHES = 3  # The first makes the sums, the second adds to them, the last reduces them.
+_MOST_MICROBATCHES = 3  # The first makes the sums, the second adds, the last reduces.
 
 
 def record_recipe(config: Config, rank: int = 0, watch: Watch = unwatched, *, validates: bool = True) -> RecordedStep:
-    """Record the live bytes of a step of a run on one of its ranks.
+    """Record the live bytes of a step on one rank of a run.
 
     Args:
         config: The run's settings, with ranks, device and precision.
@@ -57,7 +57,7 @@ def record_recipe(config: Config, rank: int = 0, watch: Watch = unwatched, *, va
     Raises:
         ConfigError: The settings cannot be met, or the process has a process group.
 
-    Effects: allocates no memory for weights or activations; the default process group is a fake one meanwhile.
+    Effects: allocates no memory for weights or activations; the default process group is fake meanwhile.
     """
     assert config.parallel.ranks is not None
     check_states(config.optim)
@@ -118,7 +118,7 @@ def training_step(
         materialise(model, _CPU)
         if is_estimated_compiled(config):
             compile_layers(units, live)
-        # Before the first forward, after which some stages leave units unsharded: an optimizer would hold those.
+        # Before the first forward: an optimizer would hold the parameters that some stages leave unsharded.
         optimizer = make_optimizer(model, config.optim, matrices)
         loss = assumed_loss(model, balance_coefficient(spec), shared_rows)
         yield TrainingStep(
@@ -135,7 +135,7 @@ def training_step(
 
 @contextmanager
 def _masks_without_modes() -> Iterator[None]:
-    """Let torch make the masks of cut sequences in the block, which fails under a mode such as a count of bytes."""
+    """Disable modes while torch makes masks of cut sequences in the block: under a count of bytes torch would fail."""
     original = bias.causal_lower_right
 
     def causal_lower_right(*sizes: int) -> bias.CausalBias:
@@ -174,7 +174,7 @@ class _HostCopies(saved_tensors_hooks):
     """Copies saved tensors to the host's memory and back, where both are memory of no device."""
 
     def __init__(self, live: LiveBytes) -> None:
-        def pack(tensor: torch.Tensor) -> tuple[torch.Tensor]:  # A tensor would pass for one that stays on the device.
+        def pack(tensor: torch.Tensor) -> tuple[torch.Tensor]:  # A tensor would pass for one on the device.
             with live.births_are(HOST_ACTIVATIONS):
                 return (tensor.clone(),)
 

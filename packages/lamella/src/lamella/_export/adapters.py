@@ -1,4 +1,4 @@
-"""The export of a run's adapters: a folder that peft opens, or a checkpoint with adapters merged into its layers."""
+"""The export of a run's adapters: a folder for peft, or a checkpoint with adapters merged into the layers."""
 
 import os
 import shutil
@@ -68,7 +68,7 @@ def export_adapters(
     def complete(folder: Path) -> None:
         (folder / "model.safetensors").rename(folder / _WEIGHTS)
         config.save_pretrained(str(folder))
-        # After peft, which writes a card without the figures.
+        # After peft's card, which lacks the figures.
         (folder / "README.md").write_text(card, encoding="utf-8")
 
     return convert(
@@ -85,25 +85,25 @@ def export_adapters(
 
 @contextmanager
 def merged_checkpoint(run: TrainedRun, beside: Path) -> Iterator[Path]:
-    """Give a checkpoint of the run's model without adapters; for a run with adapters, a merged one for that time.
+    """Give a checkpoint of the run's model without adapters; for a run with adapters, a merged one in the block.
 
     Args:
         run: The run.
-        beside: A folder; a merged checkpoint is written beside it, fp32.
+        beside: A folder; a merged checkpoint is written beside the folder, fp32.
 
     Raises:
         CheckpointDamaged: A file of the checkpoint is absent or damaged.
-        FileExistsError: `beside` is occupied, which would be noticed after the merge otherwise.
+        FileExistsError: `beside` is occupied; checked before the merge.
 
-    Effects: removes the merged checkpoint that a killed export has left beside the folder.
+    Effects: removes a killed export's merged checkpoint beside the folder.
     """
     if run.config.model.lora_rank is None:
         yield run.checkpoint
         return
     target = Path(os.path.realpath(beside))
-    # Not the name that the conversion stages: it would remove the merged checkpoint as a killed conversion's.
+    # Not the conversion's staging name: the conversion would remove the checkpoint as a leftover.
     merged_target = target.with_name(f"{target.name}.merged")
-    recover(merged_target)  # A killed export may have left it although `target` is whole.
+    recover(merged_target)  # A killed export may have left the folder although `target` is whole.
     check_vacant(target)
     folder = stage(merged_target, check=check_vacant)
     try:

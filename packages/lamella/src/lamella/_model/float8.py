@@ -1,4 +1,4 @@
-"""`--float8`: the recipe, the matrices of the recipe, and lines that tell a slower device or missing scales."""
+"""`--float8`: the recipe, the matrices of the recipe, and lines on a slower device or missing scales."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -33,7 +33,7 @@ def in_float8(
 ) -> MixedPrecisionPolicy:
     """Let the units' linear layers multiply in float8, and return the policy whose gathers are in float8.
 
-    Layers with sizes that are no multiples of 16 (`block`: 128), which kernels need, are gathered in float8 alone.
+    Kernels need sizes in multiples of 16 (`block`: 128): layers of other sizes are gathered in float8 alone.
 
     Args:
         units: Changed in place, before `fully_shard`.
@@ -53,7 +53,7 @@ def in_float8(
 
 
 def check_float8(units: Sequence[nn.Module], parallel: ParallelConfig) -> None:
-    """Refuse patterns that match nothing, and a model without matrices for float8, before anything starts.
+    """Refuse patterns without a match, and a model without matrices for float8, before anything starts.
 
     Args:
         units: Not changed.
@@ -78,7 +78,7 @@ def check_float8(units: Sequence[nn.Module], parallel: ParallelConfig) -> None:
 
 
 def product_lines(parallel: ParallelConfig, device: torch.device) -> list[str]:
-    """A line where the device multiplies float8 values in fp32."""
+    """A line if the device multiplies float8 values in fp32."""
     if parallel.float8 == "no" or multiplies_in_float8(_RECIPES[parallel.float8], device):
         return []
     needed = "9.0 and CUDA 12.9" if parallel.float8 == "block" else "8.9 or above"
@@ -90,7 +90,7 @@ def product_lines(parallel: ParallelConfig, device: torch.device) -> list[str]:
 
 
 def scale_lines(missing: Sequence[str], step: int) -> list[str]:
-    """A line where a checkpoint lacks past amaxes of delayed scaling."""
+    """A line if a checkpoint lacks past amaxes of delayed scaling."""
     if not missing:
         return []
     more = ", ..." if len(missing) > _NUM_NAMED else ""

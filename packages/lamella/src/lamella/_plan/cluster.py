@@ -1,4 +1,4 @@
-"""A described cluster: its hosts, wires and rates, from a name, a file, or the calibration of a run."""
+"""A described cluster: hosts, wires and rates, from a name, a file, or the calibration of a run."""
 
 import json
 import tomllib
@@ -17,10 +17,10 @@ _US: Final = 1e-6
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Hosts of equal GPUs. Rates are those that a step reaches, not peaks.
+    """Hosts of equal GPUs. Rates are as reached in a step, not peaks.
 
     Attributes:
-        gpus_a_host: GPUs of a host, which NVLink joins.
+        gpus_a_host: GPUs of a host, joined by NVLink.
         gpu_memory: Memory of a GPU, such as "80GiB".
         matmul_tflops: 10^12 operations a second of products in bf16.
         attention_tflops: 10^12 operations a second of attention.
@@ -28,16 +28,16 @@ class Cluster:
         copy_gb_s: 10^9 bytes a second of copies and casts.
         softmax_gb_s: 10^9 bytes a second of the loss's kernels over the vocabulary.
         optimizer_gb_s: 10^9 bytes a second of the optimizer's kernels.
-        gather_gb_s: 10^9 bytes a second that a GPU sends in a gather inside a host.
-        reduce_gb_s: 10^9 bytes a second that a GPU sends in a reduction inside a host.
-        network_gb_s: 10^9 bytes a second that a GPU sends to other hosts.
-        nvlink_us: Microseconds of a collective inside a host before its bytes.
-        network_us: Microseconds that each host of a collective's ring adds.
-        kernel_us: Microseconds that a kernel takes beside its bytes or operations.
+        gather_gb_s: 10^9 bytes a second sent by a GPU in a gather inside a host.
+        reduce_gb_s: 10^9 bytes a second sent by a GPU in a reduction inside a host.
+        network_gb_s: 10^9 bytes a second sent by a GPU to other hosts.
+        nvlink_us: Microseconds of a collective inside a host before the bytes.
+        network_us: Microseconds added by each host of a collective's ring.
+        kernel_us: Microseconds of a kernel beside bytes or operations.
         launch_us: Microseconds of the host for an operator with a kernel.
         view_us: Microseconds of the host for a view or an allocation.
-        collective_launch_us: Microseconds of the host for a unit's gather or reduction, with the hooks around it.
-        slowdown: Time of a kernel beside work on another stream, over its time alone.
+        collective_launch_us: Microseconds of the host for a unit's gather or reduction, hooks included.
+        slowdown: Time of a kernel beside work on another stream, over the time alone.
     """
 
     gpus_a_host: int = 8
@@ -77,8 +77,8 @@ class Cluster:
     def collective_seconds(self, collective: FakeCollective) -> float:
         """Return the time of a collective alone.
 
-        Inside a host each GPU sends its bytes over NVLink. Between hosts rings cross once for each GPU that the group
-        has on a host, each over that GPU's own network card; NVLink and network work at the same time.
+        Inside a host each GPU sends bytes over NVLink. Between hosts a ring crosses for each of the group's GPUs on a
+        host, over the GPU's own network card; NVLink and network work at the same time.
         """
         num_ranks = len(collective.ranks)
         hosts = {rank // self.gpus_a_host for rank in collective.ranks}
@@ -91,10 +91,10 @@ class Cluster:
 
     def with_rates(self, rates: Mapping[str, float]) -> "Cluster":
         """Return the cluster with other rates and times, by name."""
-        return replace(self, **rates)  # type: ignore[arg-type]  # names of fields that are floats
+        return replace(self, **rates)  # type: ignore[arg-type]  # names of float fields
 
     def to_json(self) -> str:
-        """Return the description as text that `--cluster` reads."""
+        """Return the description as text for `--cluster`."""
         return json.dumps(asdict(self), indent=2) + "\n"
 
 
@@ -116,8 +116,8 @@ def read_cluster(text: str) -> Cluster:
     """Return the cluster of a name, or of a file in TOML or JSON.
 
     Args:
-        text: "h100", "h200", or a path. A file has any of the attributes of `Cluster`, and may name a cluster in
-            `like`, whose attributes it changes.
+        text: "h100", "h200", or a path. A file has any of the attributes of `Cluster`, and may name in `like`
+            the cluster to change.
 
     Raises:
         ConfigError: The text names no cluster and no readable file, or the file has other keys or values.

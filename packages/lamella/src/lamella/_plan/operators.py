@@ -1,4 +1,4 @@
-"""An operator's kind, floating-point operations and bytes, from its arguments and outputs without memory."""
+"""An operator's kind, floating-point operations and bytes, from arguments and outputs without memory."""
 
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
@@ -22,9 +22,9 @@ class OperatorCost(NamedTuple):
     """The cost of an operator on a GPU.
 
     Attributes:
-        kind: The kind of its kernel.
+        kind: The kind of the kernel.
         flops: Floating-point operations.
-        nbytes: Bytes that the kernel reads and writes.
+        nbytes: Bytes read and written by the kernel.
         dtype: The dtype of a product's factors; empty otherwise.
     """
 
@@ -35,7 +35,7 @@ class OperatorCost(NamedTuple):
 
 
 def cost_of(function: Any, arguments: Sequence[Any], options: Any, output: Any) -> OperatorCost | None:
-    """Return the cost of an operator; None for one that launches no kernel: a view, or an allocation."""
+    """Return the cost of an operator; None without a kernel: for a view or an allocation."""
     packet = function.overloadpacket
     name = packet.__name__
     if function.namespace != "aten" or function.is_view or name in _ALLOCATIONS:
@@ -48,7 +48,7 @@ def cost_of(function: Any, arguments: Sequence[Any], options: Any, output: Any) 
     if "scaled_dot_product" in name or "_attention_" in name:
         return OperatorCost(WorkKind.ATTENTION, _attention_flops(name, arguments, options), nbytes)
     count = flop_registry.get(packet) or flop_registry.get(getattr(torch.ops.aten, name.removesuffix("_"), None))
-    if count is not None:  # of `addmm_` too, which adds a product in place
+    if count is not None:  # of `addmm_` too: a product added in place
         flops = count(*arguments, **options, out_val=output)
         return OperatorCost(WorkKind.MATMUL, flops, nbytes, str(_tensors(arguments)[0].dtype).removeprefix("torch."))
     if name in _COPIES:
@@ -61,7 +61,7 @@ def _nbytes(name: str, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.T
     written = sum(map(_touched, outputs))
     if name in _FILLS:
         return written or sum(map(_touched, inputs))
-    if name in _LOOKUPS:  # reads as many elements as it writes, of a tensor that may be larger
+    if name in _LOOKUPS:  # reads as many elements as written, not the whole tensor
         return 2 * written
     if name in ("copy_", "_foreach_copy_"):  # the destination is an argument too, and is not read
         half = len(inputs) // 2
@@ -72,7 +72,7 @@ def _nbytes(name: str, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.T
 
 
 def _touched(tensor: torch.Tensor) -> float:
-    """Return the bytes of a tensor's elements, those that a broadcast repeats once."""
+    """Return the bytes of a tensor's elements; an element repeated by a broadcast counts once."""
     numel = 1
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         numel *= size if stride else 1
@@ -84,7 +84,7 @@ def _tensors(nest: Any) -> list[torch.Tensor]:
 
 
 def _attention_flops(name: str, arguments: Sequence[Any], options: Any) -> float:
-    """Count two products forward and five backward, of half of the square where the attention is causal."""
+    """Count two products forward and five backward, of half of the square for causal attention."""
     is_backward = "backward" in name
     tensors = [argument for argument in arguments if isinstance(argument, torch.Tensor)]
     query, key = tensors[1:3] if is_backward else tensors[:2]

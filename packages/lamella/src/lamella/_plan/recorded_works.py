@@ -1,4 +1,4 @@
-"""The works of a run's step: recorded by the estimate's own step, all microbatches of the run among them."""
+"""The works of a run's step: recorded by the estimate's own step, for all microbatches of the run."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,10 +18,10 @@ from lamella._settings.sections import ParallelConfig
 
 
 class RecordedWorks(NamedTuple):
-    """A step's works, with the record of its memory.
+    """A step's works, with the record of memory.
 
     Attributes:
-        works: The works of one step, in the order of the host.
+        works: The works of a step, in the order of the host.
         step: The changes of live bytes, for an estimate.
     """
 
@@ -30,7 +30,7 @@ class RecordedWorks(NamedTuple):
 
 
 def record_works(config: Config, rank: int = 0) -> RecordedWorks:
-    """Record the works of a step of a run on one of its ranks.
+    """Record the works of a step on one rank of a run.
 
     Args:
         config: The run's settings, with ranks, device and precision.
@@ -54,7 +54,7 @@ def record_works(config: Config, rank: int = 0) -> RecordedWorks:
                 f"Expected a plan of work that has a price, got {flag}, whose {work} have none. Leave the option out."
             )
     recorders: list[WorkRecorder] = []
-    # Graphs run operators one by one that a compiled layer's kernels hold together: eager operators are as near.
+    # A compiled layer's graph runs a fused kernel's operators singly: eager operators are as near.
     config = replace(config, parallel=replace(parallel, compile=False))
     step = record_recipe(config, rank, recorder_watch(recorders), validates=False)
     works = with_hooks(works_of(recorders[0], step), parallel)
@@ -66,7 +66,7 @@ def record_module_works(module: nn.Module, **options: Any) -> RecordedWorks:
 
     Args:
         module: On the meta device, not sharded. Sharded in place.
-        options: Those of `record_module` but `watch`.
+        options: Options of `record_module` but `watch`.
 
     Raises and effects: as `record_module`.
     """
@@ -86,14 +86,14 @@ def with_hooks(works: Sequence[Work], parallel: ParallelConfig) -> list[Work]:
 
     Args:
         works: The works of a step.
-        parallel: Says which layers are recomputed, and how.
+        parallel: Tells the recomputed layers, and the kind of recomputation.
     """
     recomputed = forwards_of_units(work.moment for work in works)[: parallel.recompute_layers]
     return [work._replace(hooks=HOOKS[parallel.recompute]) if work.moment in recomputed else work for work in works]
 
 
 def with_microbatches(works: Sequence[Work], count: int) -> list[Work]:
-    """Return the works of a step of any number of microbatches, from those of a step of three at most."""
+    """Return the works of a step of any number of microbatches, from the works of at most three."""
     begins = [
         index
         for index, work in enumerate(works)

@@ -1,9 +1,9 @@
-"""Recording the works of a step on its streams, while an estimate runs the step on tensors without memory.
+"""Recording the works of a step on streams, while an estimate runs the step on tensors without memory.
 
 Note [Streams of a recording]
-    The engine asks an accelerator for its streams, and orders them by waits. The recording's accelerator hands out
-    streams without a device, and each operator becomes a work of the stream that is current: the order of the works,
-    and whatever waits for whatever, are the engine's own.
+    The engine asks an accelerator for streams, and orders the streams by waits. The recording's accelerator hands out
+    streams without a device, and each operator becomes a work of the current stream: the order of the works and the
+    waits are the engine's own.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,7 +30,7 @@ _KINDS: Final[Mapping[str, WorkKind]] = {
 
 
 class RecordedStream:
-    """A stream of a recording: the last work, and the works that the next one waits for."""
+    """A stream of a recording: the last work, and the works awaited by the next."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -38,7 +38,7 @@ class RecordedStream:
         self.pending: frozenset[int] = frozenset()
 
     def record_event(self) -> "RecordedEvent":
-        """Return an event behind the stream's work so far."""
+        """Return an event behind the stream's present work."""
         return RecordedEvent(self.pending | ({self.last} if self.last is not None else set()))
 
     def wait_event(self, event: "RecordedEvent") -> None:
@@ -46,7 +46,7 @@ class RecordedStream:
         self.pending |= event.works
 
     def wait_stream(self, other: "RecordedStream") -> None:
-        """Order later work after the work of another stream so far."""
+        """Order later work after the present work of another stream."""
         if other is not self:
             self.wait_event(other.record_event())
 
@@ -91,10 +91,10 @@ class WorkRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records the works of a step in the block.
 
     Args:
-        moments: The names of the moments, which grows: the last one is the present.
+        moments: The names of the moments, a growing list: the last is the present.
 
     Attributes:
-        works: The works so far.
+        works: The recorded works.
         moment_of: The index of each work's moment.
     """
 
@@ -121,7 +121,7 @@ class WorkRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return output
 
     def note_kernel(self, name: str, nbytes: int) -> None:
-        """Record a kernel that the estimate's stand-ins announce."""
+        """Record a kernel announced by the estimate's stand-ins."""
         kind = WorkKind.OPTIMIZER if name.startswith("_fused") else WorkKind.ELEMENTWISE
         self._append(kind, name, 0.0, nbytes)
 
@@ -132,7 +132,7 @@ class WorkRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def in_range(self, phase: str, unit: str) -> Iterator[None]:
-        """Take the collectives of the block as those of a unit."""
+        """Take the collectives of the block as a unit's."""
         self._units.append(unit or "(root)")
         try:
             yield
@@ -173,7 +173,7 @@ class WorkRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def recorder_watch(recorders: list[WorkRecorder]) -> Callable[[TrainingStep, LiveBytes], Any]:
-    """Return a watch of `record_recipe` that appends its recorder to a list."""
+    """Return a watch of `record_recipe` that appends each recorder to a list."""
 
     @contextmanager
     def watch(step: TrainingStep, live: LiveBytes) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""The fastest stage and mesh of a run among those that fit: each is recorded, planned and estimated."""
+"""The fastest fitting stage and mesh of a run: each candidate is recorded, planned and estimated."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -23,16 +23,16 @@ class SearchedPlan:
 
 
 def search(config: Config, cluster: Cluster) -> list[SearchedPlan]:
-    """Plan the stages on the meshes that the cluster suggests, the fastest that fits first.
+    """Plan the stages on the meshes suggested by the cluster, the fastest fitting plan first.
 
     Args:
         config: The run's settings. Choices of stage, resharding and replicas are replaced.
         cluster: The description.
 
     Raises:
-        ConfigError: None fits into the memory of a GPU. Names the least memory that does.
+        ConfigError: No plan fits into the memory of a GPU. Names the least sufficient memory.
 
-    Effects: as `plan_run`, for each.
+    Effects: as `plan_run`, for each candidate.
     """
     candidates = [
         SearchedPlan(flags=flags, plan=plan_run(settings, cluster)) for flags, settings in _settings(config, cluster)
@@ -49,7 +49,7 @@ def search(config: Config, cluster: Cluster) -> list[SearchedPlan]:
 
 
 def instances_of(num_ranks: int, gpus_a_host: int) -> list[int]:
-    """Return the numbers of instances to try: one, one a host, and one for every second to eighth host."""
+    """Return the numbers of instances to try: 1, and an instance for every 1, 2, 4 or 8 hosts."""
     hosts = num_ranks // gpus_a_host if num_ranks % gpus_a_host == 0 else 1
     return sorted({1, *(hosts // size for size in (1, 2, 4, 8) if hosts % size == 0)})
 

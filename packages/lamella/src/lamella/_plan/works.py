@@ -1,4 +1,4 @@
-"""The works of a step: its operators and collectives, each with stream, waits, bytes and floating-point operations."""
+"""The works of a step: operators and collectives, each with stream, waits, bytes and floating-point operations."""
 
 from collections.abc import Iterable, Sequence
 from enum import StrEnum
@@ -8,7 +8,7 @@ from lamella_buffers import FakeCollective
 
 
 class WorkKind(StrEnum):
-    """The kinds of works that have a rate of their own."""
+    """The kinds of works with separate rates."""
 
     MATMUL = "matmul"
     ATTENTION = "attention"
@@ -32,15 +32,15 @@ class Work(NamedTuple):
         kind: The kind.
         name: The operator, or the collective.
         stream: The number of the stream; 0 is the compute stream.
-        after: Indices of earlier works of other streams that the work waits for.
+        after: Indices of awaited earlier works, of other streams.
         flops: Floating-point operations.
-        nbytes: Bytes that the work reads and writes in the GPU's memory; for a collective, of the sums beside it.
+        nbytes: Bytes read and written by the work in the GPU's memory; for a collective, by the sums.
         moment: The moment of the step, such as "forward model.layers.3".
         unit: The unit of a collective; empty for a kernel.
         collective: The collective; None for a kernel.
-        num_views: Operators before, since the last work, that take the host's time alone.
+        num_views: Operators since the work before, with time on the host alone.
         dtype: The dtype of products, such as "bfloat16"; empty for other kinds.
-        hooks: Further time of the host, over that of an operator: of hooks and modes of a recomputed layer.
+        hooks: Further time of the host, beside the operator's: of hooks and modes of a recomputed layer.
     """
 
     kind: WorkKind
@@ -58,12 +58,12 @@ class Work(NamedTuple):
 
 
 def part_of(works: Sequence[Work], first: int) -> list[Work]:
-    """Return the works from an index on, which wait for each other alone."""
+    """Return the works from an index on, without waits for earlier works."""
     return [work._replace(after=_shifted(work.after, first)) for work in works[first:]]
 
 
 def repeated(works: Sequence[Work], begin: int, end: int, count: int) -> list[Work]:
-    """Return works with a part of them, from `begin` to `end`, several times in place of once.
+    """Return works with the part from `begin` to `end` several times in place of once.
 
     Args:
         works: The works of a step, in the order of the host.

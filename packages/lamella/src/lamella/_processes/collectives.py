@@ -1,4 +1,4 @@
-"""The collectives of this process, by torch's counts and its flight recorders."""
+"""The collectives of this process, by torch's counts and flight recorders."""
 
 import json
 from typing import TYPE_CHECKING, Any
@@ -13,14 +13,14 @@ _RECORDERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
 def num_collectives(group: "dist.ProcessGroup") -> int:
     """Return the number of collectives of this rank in a group, over all backends."""
     backends = [group._get_backend(device) for device in group._device_types]
-    unique = {id(backend): backend for backend in backends}  # One backend may serve several devices.
+    unique = {id(backend): backend for backend in backends}  # A backend may serve several devices.
     return sum(backend._get_sequence_number_for_group() for backend in unique.values())  # type: ignore[attr-defined]
 
 
 def last_collective() -> str:
     """Return the kind of this process's last collective, for example "all-gather"; "" if unknown.
 
-    Effects: torch copies its records of the last 2,000 collectives: a fraction of a second.
+    Effects: torch copies the records of the last 2,000 collectives: a fraction of a second.
     """
     from torch._C import _distributed_c10d
 

@@ -1,4 +1,4 @@
-"""Words for processes that end without a traceback: exit code or signal, likely cause, and a way out."""
+"""Words for processes ended without a traceback: exit code or signal, likely cause, and a way out."""
 
 import resource
 import signal
@@ -29,7 +29,7 @@ _AMPLE_NBYTES: Final = 4 << 30  # of address space: torch's libraries and a smal
 
 
 def describe_death(code: int) -> str:
-    """Describe in one line the end of a process without an error, by its return code as `subprocess` gives the code."""
+    """Describe in a line the end of a process without an error, by the return code of `subprocess`."""
     if code < 0:
         cause = _CAUSES.get(-code)
         text = f"It was ended by {signal.Signals(-code).name}{'.' if cause is None else f': {cause}'}"
@@ -41,7 +41,7 @@ def describe_death(code: int) -> str:
 
 
 def describe_memory_error(error: MemoryError) -> str:
-    """Name in one line the place where memory ran out, and the limits on memory or a way out."""
+    """Name in a line the place of the failed allocation, and the limits on memory or a way out."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f", in {frames[-1].name} ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     return f"Memory ran out{where}. {memory_limits() or _LESS_MEMORY}"
@@ -53,7 +53,7 @@ def with_memory_limits(report: str) -> str:
 
 
 def memory_limits() -> str:
-    """Name the limits on this process's memory, inherited by its workers; empty without a limit."""
+    """Name the limits on this process's memory, inherited by workers; empty without a limit."""
     limits = [
         f"{soft >> 20} MiB (`{command}`)"
         for kind, command in _LIMITS.items()
@@ -63,7 +63,7 @@ def memory_limits() -> str:
 
 
 def warning_of_tight_limits() -> str | None:
-    """Return a line on limits in which libraries may abort before Python can say why; None for ample memory."""
+    """Return a line on limits tight enough to abort libraries before Python can say why; None for ample memory."""
     tightest = min((soft for kind in _LIMITS if (soft := resource.getrlimit(kind)[0]) >= 0), default=_AMPLE_NBYTES)
     if tightest >= _AMPLE_NBYTES:
         return None

@@ -1,14 +1,14 @@
-"""The ranks of torchrun before their process group: who prepares, and which folders their hosts share.
+"""The ranks of torchrun before their process group: who prepares, and the folders shared by hosts.
 
 Note [A folder is shared if its probe is seen]
-    Neither a path nor the name of a file system tells whether two hosts see one folder. Rank 0 therefore writes a file
-    with a name drawn at random into its folders, and the first rank of each other host looks for the name in its own.
-    No host has looked for the name before: a network file system has no outdated answer in its cache.
+    Neither a path nor the name of a file system tells whether two hosts see the same folder. Rank 0 therefore writes a
+    file with a name drawn at random into each folder, and the first rank of each further host looks for the name. No
+    host has looked for the name before: a network file system has no outdated answer in a cache.
 
 Note [A store outlives its ranks]
-    torchrun keeps one store over all restarts, with the keys of ranks that were killed. A process group in that store
-    may read the address of a killed rank and fail with "Connection refused", which costs another restart. The group
-    therefore has a prefix that rank 0 draws at each start.
+    torchrun keeps a store over all restarts, with the keys of killed ranks. A process group in the bare store may read
+    the address of a killed rank and fail with "Connection refused", at the cost of another restart. The group therefore
+    has a prefix, drawn by rank 0 at each start.
 """
 
 import os
@@ -38,7 +38,7 @@ _LAST_STAGE: Final[Stage] = "preparation"
 
 
 class Probe(NamedTuple):
-    """The files of rank 0 in its folders.
+    """A file in each of rank 0's folders.
 
     Attributes:
         name: The name of each file.
@@ -49,7 +49,7 @@ class Probe(NamedTuple):
     host: str
 
     def is_in(self, folder: Path) -> bool:
-        """Return True where this host sees the folder of rank 0. Effects: waits for seconds before a False."""
+        """Return True if this host sees the folder of rank 0. Effects: waits for seconds before a False."""
         deadline = time.monotonic() + _LATE_S
         while not (is_seen := (folder / self.name).exists()) and time.monotonic() < deadline:
             time.sleep(_LATE_S / 10)
@@ -61,7 +61,7 @@ class Hosts:
 
     Attributes:
         store: torchrun's store, under a prefix of lamella's.
-        rank: Number of this rank, from 0 on.
+        rank: The rank's number, from 0 on.
         num_ranks: Number of ranks.
         is_leader: True on the first rank of a host.
     """
@@ -83,7 +83,7 @@ class Hosts:
 
     @contextmanager
     def probed(self, folders: Sequence[Path]) -> Iterator[None]:
-        """Let the other hosts look for a probe in this rank's folders until the block ends. For rank 0.
+        """Let hosts look for a probe in the folders until the block ends. For rank 0.
 
         Raises:
             ConfigError: A probe cannot be written.
@@ -102,7 +102,7 @@ class Hosts:
         self.store.set(_PROBE, text)
 
     def probe(self) -> Probe | None:
-        """Return rank 0's probe; None where rank 0 refuses the run. Effects: waits for rank 0."""
+        """Return rank 0's probe; None if rank 0 refuses the run. Effects: waits for rank 0."""
         self.store.wait([_PROBE], _PREPARATION)
         name, _, host = self.store.get(_PROBE).decode().partition(" ")
         return Probe(name, host) if name else None
@@ -112,7 +112,7 @@ class Hosts:
         if self.rank == 0 and not self._has_announced:
             self._announce("")  # A refused run ends without a wait for the probe.
         if self.rank == 0 and stage == _LAST_STAGE:
-            self.store.set(_PREFIX, secrets.token_hex(8))  # Before the arrival, for which the others wait.
+            self.store.set(_PREFIX, secrets.token_hex(8))  # Before rank 0's arrival, awaited by all ranks.
         if refuses:
             self.store.set(f"{stage} refused", "")
         if self.store.add(f"{stage} arrivals", 1) == self.num_ranks:

@@ -1,11 +1,10 @@
 """The batches of streamed text on every rank: rank 0 reads, and scatters the sequences.
 
 Note [One rank reads]
-    Text of the Hub that every rank reads travels as many times as there are ranks, and each rank would make all tokens
-    of a step to use its share. Rank 0 alone reads, in a thread, and a scatter gives each rank its sequences: 4 bytes a
+    Text of the Hub read by every rank would travel once for each rank, and each rank would make all tokens of a step
+    to use a share. Rank 0 alone reads, in a thread, and a scatter gives each rank a share of the sequences: 4 bytes a
     token, and 4 more for positions in packed rows. The batch of a step is therefore the same on any number of ranks,
-    and the places in the text are one rank's, in checkpoints too. The ranks wait for rank 0, and for none of the
-    others.
+    and the places in the text are rank 0's, in checkpoints too. The ranks wait for rank 0 alone.
 """
 
 from collections.abc import Mapping
@@ -23,7 +22,7 @@ _REFUSED: Final = -1
 
 
 class ScatteredBatches:
-    """The batches of one rank; see Note [One rank reads].
+    """The batches of a rank; see Note [One rank reads].
 
     Args:
         reader: Reads the batches; None on all ranks but the first.
@@ -39,16 +38,16 @@ class ScatteredBatches:
         self.tokens_a_sequence = float(sequence_length)
 
     def begin(self, state: Mapping[str, Any]) -> None:
-        """Begin to read, at the place in a checkpoint if there is one. Effects: rank 0 starts a thread a source."""
+        """Begin to read, at the place in a checkpoint, if any. Effects: rank 0 starts a thread a source."""
         if self._reader is not None:
             self._reader.begin(state.get("stream"))
 
     def state(self, step: int) -> dict[str, object]:
-        """Return the place in the text after `step` steps for a checkpoint: rank 0's, and none on other ranks."""
+        """Return the place in the text after `step` steps for a checkpoint, on rank 0 alone."""
         return {} if self._reader is None else {"stream": self._reader.state(step)}
 
     def measure(self, step: int) -> tuple[str, ...]:
-        """Set `tokens_a_sequence`, of the text that a step begins in, and return lines to print on its packing.
+        """Set `tokens_a_sequence`, of the text at the beginning of a step, and return lines to print on the packing.
 
         Raises:
             ConfigError: Rank 0 cannot read the text. On every rank.
@@ -72,7 +71,7 @@ class ScatteredBatches:
 
         Args:
             step: The step, from 0 on.
-            rank: The number of the part, which neighbouring ranks have together where there are fewer parts.
+            rank: The number of the part, shared by neighbouring ranks if parts are fewer.
             num_ranks: The number of parts.
 
         Raises:
@@ -101,7 +100,7 @@ class ScatteredBatches:
         return TokenBatch(received[1:, : length + 1].long(), positions)
 
     def num_targets(self, step: int) -> int:
-        """Count the targets in the loss of a step over all ranks, at least 1. The step is that of the last `batch`."""
+        """Count the targets in the loss of a step over all ranks, at least 1. The step must be the last `batch`'s."""
         assert self._num_targets is not None and self._num_targets[0] == step
         return max(1, self._num_targets[1])
 

@@ -16,8 +16,8 @@ class StreamPosition(NamedTuple):
 
     Attributes:
         epoch: The epoch, from 0 on.
-        num_files: The files of the epoch that are read to their end.
-        in_file: The place in the next file; None for its beginning.
+        num_files: The files of the epoch read to their end.
+        in_file: The place in the next file; None for the beginning.
     """
 
     epoch: int = 0
@@ -42,11 +42,11 @@ class DocumentStream:
         self._position: StreamPosition | None = None
 
     def documents(self, start: StreamPosition) -> Iterator[tuple[PositionedParts, StreamPosition]]:
-        """Yield the documents from a place up to the end of its epoch, each with the place behind it.
+        """Yield the documents from a place up to the end of the epoch, each with the place behind it.
 
-        Effects: opens files at the place, unless the last call stopped there: its files are still open.
+        Effects: opens files at the place, unless the last call stopped at the place: the files are still open.
         """
-        # Opened at every window, a compressed file would be decompressed from its beginning as often.
+        # Opened at every window, a compressed file would be decompressed from the beginning as often.
         if self._position != start:
             self._reader = self._documents(start)
         self._position = None  # After an error the reader yields nothing more, as if the epoch had ended.
@@ -64,7 +64,7 @@ class DocumentStream:
                 yield document, StreamPosition(start.epoch, number, document.after)
 
     def described(self, position: StreamPosition) -> str:
-        """Return the file that is read at a place, in words."""
+        """Return the file read at a place, in words."""
         count = len(self.files)
         number = torch.tensor([min(position.num_files, count - 1)])
         return repr(str(self.files[int(shuffled(number, count, self.seed, position.epoch))].path))

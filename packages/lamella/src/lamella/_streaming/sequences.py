@@ -1,4 +1,4 @@
-"""The sequences of a source, window after window: the next window is read in a thread while one is in use."""
+"""The sequences of a source, window after window: the next window is read in a thread while a window is in use."""
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class Background(Generic[T]):
-    """A call in a thread of its own. Effects: starts a daemon thread: an answer of the network may never come."""
+    """A call in a separate thread. Effects: starts a daemon thread: an answer of the network may never come."""
 
     def __init__(self, function: Callable[[], T]) -> None:
         self._function = function
@@ -26,11 +26,11 @@ class Background(Generic[T]):
     def _run(self) -> None:
         try:
             self._future.set_result(self._function())
-        except Exception as error:  # noqa: BLE001  # of any reader; `result` raises it in the thread that waits
+        except Exception as error:  # noqa: BLE001  # of any reader; `result` raises the error in the waiting thread
             self._future.set_exception(error)
 
     def result(self) -> T:
-        """Return the call's result, or raise its error. Effects: waits for the thread."""
+        """Return the call's result, or raise the error. Effects: waits for the thread."""
         return self._future.result()
 
 
@@ -54,7 +54,7 @@ class WindowedSequences:
         return self._reader.name
 
     def begin(self, state: Mapping[str, Any] | None) -> None:
-        """Begin to read, at the place that `state` returned or at the beginning. Effects: starts a thread."""
+        """Begin to read, at the place in `state` or at the beginning. Effects: starts a thread."""
         if state is not None:
             position = StreamPosition(**state["position"])
             self._start = WindowStart(
@@ -64,10 +64,10 @@ class WindowedSequences:
         self._read(self._start)
 
     def state(self, number: int) -> dict[str, object]:
-        """Return the place of the window that holds a sequence: plain data.
+        """Return the place of a sequence's window: plain data.
 
         Args:
-            number: The number of a sequence of the window in use, or one more.
+            number: The number of a sequence of the window in use, or the next.
         """
         window, start, digest = self._window, self._start, self._digest
         if window is not None:
@@ -76,11 +76,11 @@ class WindowedSequences:
         return start._asdict() | {"position": start.position._asdict(), "carry": [*start.carry], "digest": digest}
 
     def batch(self, start: int, count: int) -> TokenBatch:
-        """Return the sequences with the numbers from `start` on, which must not be before those of the last call.
+        """Return the sequences with the numbers from `start` on, not before the numbers of the last call.
 
         Raises:
-            ConfigError: A file cannot be read, a record holds no document, or the text at the place that the run was
-                resumed from has changed.
+            ConfigError: A file cannot be read, a record holds no document, or the text at the place of the
+                resumption has changed.
         """
         batches: list[TokenBatch] = []
         while count:

@@ -1,10 +1,10 @@
-"""Windows of a stream: documents that are read together, packed into sequences, and shuffled.
+"""Windows of a stream: documents read together, packed into sequences, and shuffled.
 
 Note [A window follows from its beginning]
-    A buffer from which one document leaves as another enters is in no checkpoint unless all its documents are. A window
-    is read whole and used up before the next: its sequences follow from the place at which it begins, and from nothing
-    that was read before but the tokens that filled no sequence. A checkpoint therefore has the place at which the
-    window in use begins, a few numbers; a resumed run reads this window again, and no text before it.
+    A buffer whose documents are replaced one by one is in a checkpoint only with all the documents. A window is read
+    whole and used up before the next: the sequences follow from the window's beginning in the stream, and from nothing
+    read before but the tokens left over. A checkpoint therefore has the beginning of the window in use, a few numbers;
+    a resumed run reads the window again, and no earlier text.
 """
 
 import hashlib
@@ -35,7 +35,7 @@ class WindowStart(NamedTuple):
 
     Attributes:
         position: The place in the stream.
-        carry: Tokens before the place that filled no sequence, up to the length of one.
+        carry: Tokens left over before the place, up to the length of a sequence.
         num_windows: The windows of the stream before.
         num_sequences: The sequences of the stream before.
     """
@@ -80,7 +80,7 @@ class WindowReader:
     Attributes:
         documents: The documents of the source.
         encoder: Makes tokens.
-        encoding: Held while tokens are made: a tokenizer of several threads may refuse one of them.
+        encoding: Held while tokens are made: a tokenizer in use by a thread may refuse another.
         form: How documents become sequences.
         num_documents: The documents of a window.
         seed: The seed of the order of a window's sequences.
@@ -96,7 +96,7 @@ class WindowReader:
     name: str = ""
 
     def window_with_targets(self, start: WindowStart) -> StreamWindow:
-        """Read the first window from a place on that has tokens to predict.
+        """Read the first window with tokens to predict, from a place on.
 
         Raises:
             ConfigError: A file cannot be read, a record holds no document, or an epoch has no tokens to predict.
@@ -137,10 +137,10 @@ class WindowReader:
         )
 
     def _read(self, start: StreamPosition) -> tuple[list[Part], int, StreamPosition]:
-        """Return the parts of a window's documents, the number of documents, and the place behind them.
+        """Return the parts of a window's documents, the number of documents, and the place behind the last.
 
-        A window ends with its epoch. Between documents it ends where it is full; in a stream of tokens between the
-        pieces of a text too.
+        A window ends with the epoch. A full window ends between documents; in a stream of tokens between the pieces of
+        a text too.
         """
         parts: list[Part] = []
         num_documents = length = 0

@@ -1,4 +1,4 @@
-"""Resuming a run: the choice of a checkpoint, its check against the settings, and the removal of later checkpoints."""
+"""Resuming a run: the choice of a checkpoint, the check against the settings, and the removal of later checkpoints."""
 
 import re
 import secrets
@@ -35,10 +35,10 @@ _ADAPTERS: Mapping[str, object] = {
     "model.dora": ModelConfig.dora,
 }
 
-# The stream of a checkpoint is of this mixture; checkpoints that do not tell are of one stream of all sequences.
+# The stream of a checkpoint is of this mixture; checkpoints without a mixture are of one stream of all sequences.
 _MIXTURE: Mapping[str, object] = {"data.mixture": DataConfig.mixture}
 
-# Text that is streamed is in another order than prepared text, by windows of this size.
+# Streamed text is in another order than prepared text, by windows of this size.
 _STREAMING: Mapping[str, object] = {
     "data.streaming": DataConfig.streaming,
     "data.shuffle_buffer": DataConfig.shuffle_buffer,
@@ -46,7 +46,7 @@ _STREAMING: Mapping[str, object] = {
 
 _KEPT = {**_STATE, **_ADAPTERS, **_MIXTURE, **_STREAMING}
 
-# Fields of a model's config that a run sets by itself, or that training does not read.
+# Fields of a model's config set by the run, or not read in training.
 _NOT_OF_THE_MODEL = ("architectures", "bos_token_id", "eos_token_id", "pad_token_id", "_name_or_path", "use_cache")
 
 _NUM_NAMED: Final = 3
@@ -54,10 +54,10 @@ _STEP: Final = re.compile(r"step_(\d{8,})")
 
 
 def wanted_checkpoint(directory: RunDirectory, run: RunConfig) -> Path | None:
-    """Return the checkpoint to go on from: the newest, or the one of `--from-step`; None in a new run.
+    """Return the checkpoint to go on from: the newest, or `--from-step`'s; None in a new run.
 
     Raises:
-        ConfigError: The step has no checkpoint, the newest has lost its metadata, or `--resume` and `--no-resume`
+        ConfigError: The step has no checkpoint, the newest has lost the metadata, or `--resume` and `--no-resume`
             say otherwise.
     """
     checkpoints = CheckpointDirectory(directory.checkpoints)
@@ -108,7 +108,7 @@ def check_resumable(
     except CheckpointDamaged as error:
         raise damaged(CheckpointDirectory(checkpoint.parent), checkpoint, error) from error
     except CheckpointMismatch as error:
-        # Different adapters change the names of tensors: their settings are the reason, if they differ.
+        # Different adapters change the names of tensors: unequal settings of adapters are the reason.
         _check_settings(open_checkpoint(checkpoint).extra, {name: stream[name] for name in _ADAPTERS})
         first = "; ".join(map(str, error.differences.names[:_NUM_NAMED]))
         more = len(error.differences.names) - _NUM_NAMED
@@ -148,7 +148,7 @@ def _check_same_weights(pretrained: Path, directory: RunDirectory) -> None:
 
 
 def _check_stream(stored: Mapping[str, object], stream: Mapping[str, object], text: str) -> None:
-    """Refuse to resume with other text, other settings of the data stream, or another order under the same seed."""
+    """Refuse to resume with other text or settings of the data stream, or another order under the same seed."""
     _check_settings(stored, {name: stream[name] for name in _STREAMING})
     if stored.get(_ORDER) != stream[_ORDER]:
         order = stored.get(_ORDER, "an older one")
@@ -165,7 +165,7 @@ def _check_stream(stored: Mapping[str, object], stream: Mapping[str, object], te
 
 
 def _check_settings(stored: Mapping[str, object], settings: Mapping[str, object]) -> None:
-    """Refuse settings, by dotted name, that differ from the stored ones."""
+    """Refuse settings, by dotted name, unlike the stored settings."""
     for name, setting in settings.items():
         before = stored.get(name, _KEPT.get(name))
         _check_kept(name, tuple(before) if isinstance(before, list) else before, setting, "value")
@@ -196,7 +196,7 @@ def go_back(directory: RunDirectory, step: int) -> list[str]:
     """Set aside checkpoints and drop records after `step`; return lines on both, to print."""
     checkpoints = CheckpointDirectory(directory.checkpoints)
     later = [checkpoints.path(number) for number in _steps(checkpoints.root) if number > step]
-    lines = [f"set aside: {_set_aside(path)}" for path in later]  # so that no run goes on from a later checkpoint
+    lines = [f"set aside: {_set_aside(path)}" for path in later]  # No run may go on from a later checkpoint.
     if num_damaged := rewind(directory.metrics, step):
         lines.append(
             f"dropped from {directory.metrics.name}: {num_damaged} damaged lines, as a run leaves that is killed"
@@ -205,9 +205,9 @@ def go_back(directory: RunDirectory, step: int) -> list[str]:
 
 
 def damaged(checkpoints: CheckpointDirectory, checkpoint: Path, problem: object) -> ConfigError:
-    """Return the refusal of a damaged checkpoint, with the option that avoids the checkpoint.
+    """Return the refusal of a damaged checkpoint, with the option to avoid the checkpoint.
 
-    A silent fallback to an earlier checkpoint would repeat the steps of the damaged one unseen.
+    A silent fallback to an earlier checkpoint would repeat steps unseen.
     """
     before = [step for step in checkpoints.steps() if step < int(checkpoint.name.removeprefix("step_"))]
     way_out = (

@@ -1,4 +1,4 @@
-"""Samples during training: texts with which the model continues prompts, sharded as it is."""
+"""Samples during training: continuations of prompts by the sharded model."""
 
 import random
 from collections.abc import Iterable, Sequence
@@ -21,7 +21,7 @@ _PADDED_TO: Final = 64
 
 
 def check_prompts(prompts: Iterable[str]) -> None:
-    """Refuse prompts that no tokenizer reads.
+    """Refuse prompts unreadable to any tokenizer.
 
     Raises:
         ConfigError: Names the prompt.
@@ -36,15 +36,15 @@ def check_prompts(prompts: Iterable[str]) -> None:
 class Samples:
     """The prompts of a run, continued a share each at a time: the gathers of one forward serve all ranks.
 
-    Every token is of a forward over the text so far, without a cache: that is the forward that training knows, of any
-    model. Random choices have generators of their own, so training draws the same numbers with samples and without.
+    Every token takes a forward over the text before, without a cache: the forward of training, known for any model.
+    Random choices have generators of their own: training draws the same numbers with samples and without.
 
     Args:
         run: The settings of the run.
         directory: The run's files, with the tokenizer.
         spec: The config of the model.
         rank: This process among the workers.
-        share: The share of the prompts of this rank, and of neighbours that run each forward together.
+        share: The share of the prompts of this rank, and of neighbours in the same forwards.
 
     Raises:
         ConfigError: A prompt has no room for a token among the positions of the model.
@@ -64,13 +64,13 @@ class Samples:
 
     @torch.no_grad()
     def records(self, model: nn.Module, step: int) -> list[SampleRecord]:
-        """Return each prompt with its continuation after `step` steps, the same on every rank.
+        """Return each prompt with the continuation after `step` steps, the same on every rank.
 
         Effects: collective over all ranks, a forward and a small all-reduce a token; waits for the device; leaves the
             model in training mode.
         """
         model.eval()
-        # A compiled layer would compile anew for these shapes, and then compute for any shape in training too.
+        # A compiled layer would compile anew for samples' shapes, and then compute for any shape in training too.
         with torch.compiler.set_stance("force_eager"):
             starts = range(0, len(self._prompts), self._share.num_shares)
             texts = [text for start in starts for text in self._texts(model, step, start)]
@@ -81,7 +81,7 @@ class Samples:
         ]
 
     def _texts(self, model: nn.Module, step: int, start: int) -> list[str]:
-        """Return the continuations of as many prompts as there are shares, from `start` on."""
+        """Return the continuations of a prompt for each share, from `start` on."""
         # Every rank runs the same number of forwards, or their all-gathers would hang: padding repeats a prompt.
         index = start + self._share.number if start + self._share.number < len(self._prompts) else start
         seed = random.Random(f"{self._run.seed} sample {step} {index}").getrandbits(63)
@@ -103,7 +103,7 @@ class Samples:
         return tokens[len(prompt) :]
 
     def _next(self, model: nn.Module, tokens: Sequence[int], generator: torch.Generator) -> int:
-        """Return a token to follow others. Effects: a forward; waits for the device."""
+        """Return the next token. Effects: a forward; waits for the device."""
         length = -(-len(tokens) // _PADDED_TO) * _PADDED_TO
         padding = [self._tokenizer.end] * (min(length, self._num_positions or length) - len(tokens))
         inputs = torch.tensor([[*tokens, *padding]], device=self._rank.device)

@@ -1,9 +1,9 @@
 """A run's checkpoints: saved in the background, of finite weights only, with every failure reported.
 
 Note [A save that failed]
-    A background save fails after its call has returned, and the ranks learn of the failure at the next save. The run
-    waits for the next save: a disk still full then ends the run at once, not hours of training later. Saves that are
-    waited for run collectives and background saves do not, so the ranks agree on the failure before they choose.
+    A background save fails after the call has returned, and the ranks learn of the failure at the next save. The run
+    waits for the next save: a disk still full then ends the run at once, not hours of training later. Awaited saves run
+    collectives and background saves do not: the ranks agree on the failure before they choose.
 """
 
 import errno
@@ -28,7 +28,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Saves:
-    """Saves one model and optimizer by step. Every rank makes the same calls."""
+    """Saves a model and an optimizer by step. Every rank makes the same calls."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Saves:
             num_kept: Number of newest checkpoints kept.
             model: Sharded.
             optimizer: Over the model's parameters.
-            timeout_s: Seconds that a save in the background may take: `timeout` of `CheckpointDirectory`.
+            timeout_s: The most seconds for a save in the background: `timeout` of `CheckpointDirectory`.
             print_line: Called on this rank with a line for each minute of a wait for a save; None logs the line.
         """
         self._directory = directory
@@ -93,25 +93,25 @@ class Saves:
         self._checkpoints.close()
 
     def last_checkpoint_line(self) -> str:
-        """Return a sentence that names the checkpoint to resume from."""
+        """Return a sentence on the checkpoint to resume from."""
         steps = self._checkpoints.steps()
         return f"The last checkpoint is of step {steps[-1]}." if steps else "There is no checkpoint yet."
 
     def cannot_write(self, name: str, reason: str) -> str:
-        """Return one line on an unwritable file, with the free space a checkpoint needs and the way to resume."""
+        """Return a line on an unwritable file, with the free space a checkpoint needs and the way to resume."""
         is_present = self._directory.config.is_file()  # written before the first step
         return self._refusal(name, reason, self._directory.root, "--run-dir", is_present=is_present)
 
     def _refuse_moved_folder(self, step: int) -> str | None:
-        """Return one line where the run's folder is no longer at its path; None where it is."""
-        # A save that had begun before the move makes the path anew, and the records from then on would follow there:
-        # the run would end well, in two halves.
+        """Return a line if the run's folder is no longer at its path; None otherwise."""
+        # A save begun before the move makes the path anew, and later records would go to the new folder: the run would
+        # end well, in two halves.
         if self._directory.config.is_file():
             return None
         return self.cannot_write(f"the checkpoint of step {step}", f"no {self._directory.config.name} there")
 
     def _cannot_save(self, step: int, reason: str) -> str:
-        """Return the line of `cannot_write` on a checkpoint, which may lie in a folder of its own."""
+        """Return the line of `cannot_write` on a checkpoint, which may lie in a separate folder."""
         name, folder = f"the checkpoint of step {step}", self._directory.checkpoints
         if self._directory.checkpoint_folder is None:
             return self.cannot_write(name, reason)
@@ -124,7 +124,7 @@ class Saves:
         way_out = "Make it writable"
         needed, free = self._nbytes(), _free_nbytes(folder)
         if free < needed or any(os.strerror(code) in reason for code in _FULL):
-            # A checkpoint is more than its tensors: free space of their size has turned out not to be enough.
+            # A checkpoint is more than tensors: free space of the tensors' size has turned out not to be enough.
             is_close = needed <= free < 2 * needed
             more_than = f"more than {_nbytes_in_words(free)}" if is_close else _nbytes_in_words(needed)
             way_out = f"Free {more_than} for a checkpoint (the disk has {_nbytes_in_words(free)})"
@@ -148,9 +148,9 @@ TRY = "Try a smaller --lr or more --warmup-steps; docs/how-to/find-a-nan.md tell
 
 
 def reason_of(error: OSError | CheckpointFailed) -> str:
-    """Return the reason a file was not written, on one line."""
+    """Return the reason a file was not written, in a line."""
     if isinstance(error, CheckpointFailed):
-        # A writer on a full disk cannot write its reason either: a peer's reason says more.
+        # A writer on a full disk cannot write the reason either: a peer's reason says more.
         rank, text = min(error.failures.items(), key=lambda failure: (not failure[1].strip(), failure[0]))
         return one_line(f"{text.strip() or 'no reason, which a full disk leaves no room for'} (rank {rank})")
     where = f": {error.filename!r}" if error.filename is not None else ""
@@ -158,7 +158,7 @@ def reason_of(error: OSError | CheckpointFailed) -> str:
 
 
 def _free_nbytes(folder: Path) -> int:
-    """Return the free bytes of a disk; many where the disk does not say."""
+    """Return the free bytes of a disk; many if the disk does not say."""
     try:
         return shutil.disk_usage(folder).free
     except OSError:

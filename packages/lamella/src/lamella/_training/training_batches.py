@@ -1,4 +1,4 @@
-"""The batches of a run on one rank: of prepared tokens, or of text that rank 0 streams."""
+"""The batches of a run on a rank: of prepared tokens, or of text streamed by rank 0."""
 
 from lamella._data.order import BatchStream, mixture_of
 from lamella._data.streamed_files import from_json
@@ -20,7 +20,7 @@ def training_batches(
     Args:
         config: The run's settings.
         directory: The run's files.
-        tokens: The run's tokens; only those for validation where the text is streamed.
+        tokens: The run's tokens; for streamed text only the tokens of validation.
         rank: This process among the workers.
         vocab_size: The number of tokens of the model.
 
@@ -44,7 +44,7 @@ def training_batches(
 
 
 def stream_reader(config: Config, directory: RunDirectory, packing: Packing, vocab_size: int) -> StreamReader:
-    """Return the reader of a run's text, of the files that its preparation listed.
+    """Return the reader of a run's text, of the files listed by the run's preparation.
 
     Args:
         config: The run's settings.
@@ -59,7 +59,7 @@ def stream_reader(config: Config, directory: RunDirectory, packing: Packing, voc
         packing=packing,
         loss_on=config.data.loss_on,
         sequence_length=config.data.sequence_length,
-        has_answers=True,  # Targets are counted whatever the documents: a later one may have answers.
+        has_answers=True,  # Targets are always counted: a later document may have answers.
     )
     files = from_json(directory.streamed.read_text(encoding="utf-8"))
     return StreamReader.of(config, files, read_tokenizer(directory.model, vocab_size), form)
