@@ -5,9 +5,9 @@
     python -m lamella_integration.bench_estimate --ranks 2 --out estimate.json --seed 7 --drawn 10
 
 A row is a model with options: of `lamella train` for transformers' models, of `estimate_decoder` for the reference
-decoder. Processes without a GPU estimate all rows, while the ranks take a few real steps of one row after another.
-Ranks go on from row to row; a row that fails or outlasts `--row-timeout` ends them, and fresh ranks take the next row.
-`--rows` keeps the rows that contain one of the texts. `--device cpu` counts the bytes of CPU tensors, for a trial.
+decoder. Processes without a GPU estimate all rows, while the ranks take a few real steps of the rows in turn. A
+row that fails or outlasts `--row-timeout` ends the ranks, and fresh ranks take the next row. `--rows` keeps the rows
+with any of the texts. `--device cpu` counts the bytes of CPU tensors, for a trial.
 """
 
 import argparse
@@ -38,10 +38,10 @@ class Row:
     """A row of the table.
 
     Attributes:
-        name: The model and its options.
-        estimated: `estimate_rows.estimated`; empty before it ends, and where it fails.
+        name: The model and the options.
+        estimated: `estimate_rows.estimated`; empty before the end, and after a failure.
         measured: `estimate_peer`'s record of every rank; empty likewise.
-        errors: Lines on what failed.
+        errors: Lines on failures.
         seconds: Of the estimate, and of the steps with the making of the model.
     """
 
@@ -58,7 +58,7 @@ class Row:
 
     @property
     def difference(self) -> float | None:
-        """The estimate over the measured peak, less 1; None where either is missing."""
+        """The estimate over the measured peak, less 1; None if either is missing."""
         if not (self.estimated and self.measured):
             return None
         return float(self.estimated["allocated_nbytes"]) / self.measured_nbytes - 1
@@ -106,7 +106,7 @@ def main() -> None:
     names.sort(key=lambda name: "--compile" in name)  # Compilation takes the time of several rows.
     rows = [Row(name=name) for name in names if not options.rows or any(part in name for part in options.rows)]
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES")
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # of the processes that estimate
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # of the estimating processes
     pool = _pool(options)
     printed: set[str] = set()
     with TemporaryDirectory() as folder:
@@ -131,7 +131,7 @@ def main() -> None:
         for process in active_children():
             process.kill()
     print(f"\n{_HEADER}", *(row.line() for row in rows), "", _summary(rows), sep="\n", flush=True)
-    leave(0)  # An exit would wait for estimates that were given up.
+    leave(0)  # An exit would wait for abandoned estimates.
 
 
 _COLUMNS: Final = ("row", "rest est. GiB", "rest", "peak est. GiB", "peak", "difference", "at", "trouble")
@@ -177,7 +177,7 @@ def _measure(row: Row, ranks: Ranks) -> None:
 
 
 def _finish(rows: Sequence[Row], estimates: Mapping[str, Future[Any]], end: float) -> None:
-    """Take over the estimates that have ended, or end before a time of the monotonic clock."""
+    """Take over the estimates that end before a time of the monotonic clock."""
     for row in rows:
         future = estimates[row.name]
         if "estimate" in row.seconds:
@@ -186,7 +186,7 @@ def _finish(rows: Sequence[Row], estimates: Mapping[str, Future[Any]], end: floa
             row.estimated, row.seconds["estimate"] = future.result(timeout=max(0.0, end - time.monotonic()))
         except TimeoutError:
             continue
-        except Exception as error:  # noqa: BLE001  One row's failure leaves the other rows.
+        except Exception as error:  # noqa: BLE001  A row's failure leaves the remaining rows.
             row.seconds["estimate"] = 0.0
             row.errors.append(f"estimate: {type(error).__name__}: {str(error).strip()[:600]}")
 
@@ -207,7 +207,7 @@ def _write(out: Path | None, rows: Sequence[Row], options: argparse.Namespace) -
         "options": settings,
         "rows": [asdict(row) | {"difference": row.difference} for row in rows if row.measured or row.seconds],
     }
-    staged = out.with_name(f"{out.name}.partial")  # A run that is cut off leaves the last complete file.
+    staged = out.with_name(f"{out.name}.partial")  # A run cut off leaves the last complete file.
     staged.write_text(json.dumps(values, indent=1) + "\n")
     staged.replace(out)
 

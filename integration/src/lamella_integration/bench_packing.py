@@ -3,7 +3,7 @@
     python -m lamella_integration.bench_packing --model llama-1b --ranks 2 --steps 40 [options of lamella train]
 
 The set `pairs-350` is drawn from a seed: prompts with completions, of log-normal lengths with a median of 350 tokens
-together, in made-up words that are a token each. A padded batch is as long as its longest document.
+together, in made-up words of a token each. A padded batch is as long as the longest document.
 """
 
 import argparse
@@ -28,7 +28,7 @@ COLUMNS = ("packing", "target tokens/s", "tokens/s", "targets")
 
 @dataclass(frozen=True, kw_only=True)
 class PackingRow(VariantRow):
-    """The speed of a way to pack, and the share of its tokens that the loss is on."""
+    """The speed of a way to pack, and the share of tokens in the loss."""
 
     targets_per_s: float
     tokens_per_s: float
@@ -44,7 +44,7 @@ def pairs(num_documents: int, median_length: int = MEDIAN_LENGTH) -> Iterator[tu
     draw = random.Random(0)
     words = sorted({"".join(draw.choices("abcdefghijklmnopqrstuvwxyz", k=5)) for _ in range(NUM_WORDS)})
     for _ in range(num_documents):
-        # The median of the sum of two such lengths is near 1.14 times that of a log-normal length as long as both.
+        # Two log-normal lengths of median 1 have a sum with a median near 2.45.
         lengths = (draw.lognormvariate(0, 1) * median_length / 2.5 for _ in range(2))
         prompt, completion = (" ".join(draw.choices(words, k=max(1, round(length)))) for length in lengths)
         yield f"{prompt}\n", f" {completion}"

@@ -1,13 +1,13 @@
-"""Planned beside measured times of steps: calibrated on one row, and predicted for the others.
+"""Planned beside measured times of steps: calibrated on one row, and predicted for the rest.
 
     python -m lamella_integration.bench_plan --ranks 2 --out plan.json
     python -m lamella_integration.bench_plan --ranks 2 --out plan.json --rows "llama" --calibrate-on "qwen3 ..."
     python -m lamella_integration.bench_plan --again plan.json --trace trace.json --out again.json
 
 A row is a model with options, as in `bench_estimate`. Processes without a GPU record the works of all rows, while the
-ranks take steps of one row after another. The first row is profiled too, its rates are fitted, and the step of each
-other row is planned with them. `--traces` keeps the profile. `--again` plans the rows of an earlier file anew, without
-steps, from its measured times and the kept trace.
+ranks take steps of the rows in turn. The first row is profiled too, rates are fitted to the profile, and the steps of
+the remaining rows are planned with the rates. `--traces` keeps the profile. `--again` plans the rows of an earlier file
+anew, without steps, from the measured times in the file and the kept trace.
 """
 
 import argparse
@@ -50,10 +50,10 @@ class Row:
     """A row of the table.
 
     Attributes:
-        name: The model and its options.
-        measured: `plan_peer`'s record of every rank; empty where it fails.
+        name: The model and the options.
+        measured: `plan_peer`'s record of every rank; empty after a failure.
         planned: The plan of the row; empty likewise.
-        errors: Lines on what failed.
+        errors: Lines on failures.
         seconds: Times of the parts of the measurement.
     """
 
@@ -70,7 +70,7 @@ class Row:
 
     @property
     def difference(self) -> float | None:
-        """The planned over the measured time, less 1; None where either is missing."""
+        """The planned over the measured time, less 1; None if either is missing."""
         if not (self.measured and self.planned):
             return None
         return float(self.planned["seconds"]) / self.measured_seconds - 1
@@ -104,7 +104,7 @@ def main() -> None:
         rows = [Row(name=name, measured=measured[name]) for name in measured if measured[name]]
     rows.sort(key=lambda row: options.calibrate_on not in row.name)
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES")
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # of the processes that record
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # of the recording processes
     pool = ProcessPoolExecutor(options.processes, mp_context=get_context("spawn"))
     with TemporaryDirectory() as folder:
         works = {row.name: pool.submit(recorded, row.name, options, folder) for row in rows}
@@ -193,7 +193,7 @@ def _plan(
     for row in rows:
         try:
             plan = plan_of(works[row.name].result(), cluster)
-        except Exception as error:  # noqa: BLE001  One row's failure leaves the other rows.
+        except Exception as error:  # noqa: BLE001  A row's failure leaves the remaining rows.
             row.errors.append(f"plan: {type(error).__name__}: {str(error).strip()[:600]}")
             continue
         names = ("seconds", "host_seconds", "exposed_seconds", "sent_nbytes", "kinds")
@@ -210,13 +210,13 @@ def _write(out: Path | None, rows: Sequence[Row], options: argparse.Namespace, f
         "fitted": fitted,
         "rows": [asdict(row) | {"difference": row.difference} for row in rows],
     }
-    staged = out.with_name(f"{out.name}.partial")  # A run that is cut off leaves the last complete file.
+    staged = out.with_name(f"{out.name}.partial")  # A run cut off leaves the last complete file.
     staged.write_text(json.dumps(values, indent=1) + "\n")
     staged.replace(out)
 
 
 def _summary(rows: Sequence[Row]) -> list[str]:
-    """Return the rows within the tolerance but the calibrated one, and the pairs in another order than measured."""
+    """Return the rows within the tolerance but the calibrated row, and the pairs in another order than measured."""
     compared = [row for row in rows if row.difference is not None]
     predicted = [row for row in compared if row is not rows[0]]
     if not predicted:

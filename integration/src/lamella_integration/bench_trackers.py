@@ -2,8 +2,8 @@
 
     python -m lamella_integration.bench_trackers
 
-The step is that of a transformers Llama with AdamW on rank 0 of two, the other of which does not exist. Counted are
-all storages that operators make, resize and free in a second step with memory. torch's tracker follows FSDP2 and
+The step of a transformers Llama with AdamW runs on rank 0 of two, without rank 1. All storages made, resized and freed
+by operators in a second step with memory are counted. torch's tracker follows FSDP2 and
 `lamella.estimate` lamella's engine, both without memory.
 """
 

@@ -1,4 +1,4 @@
-"""The reference decoder's rows of `bench_estimate`: one function shards, for the estimate and for the real steps."""
+"""The reference decoder's rows of `bench_estimate`: one function shards, for estimate and real steps."""
 
 import argparse
 import shlex
@@ -25,7 +25,7 @@ _UNITS: Final = {"MiB": 1 << 20, "GiB": 1 << 30}
 
 @dataclass(frozen=True)
 class DecoderRow:
-    """A decoder with its options."""
+    """A decoder with options."""
 
     config: LlamaConfig
     options: argparse.Namespace
@@ -66,13 +66,13 @@ class DecoderRow:
             engine.fully_shard(unit, mesh=mesh, mp_policy=policy, options=options)
 
     def loss(self, model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the mean loss of a sequence, (1, num_tokens), whose labels are its tokens."""
+        """Return the mean loss of a sequence, (1, num_tokens), whose labels are the tokens."""
         num_microbatches: int = self.options.microbatches
         return next_token_loss(model(tokens), tokens) / num_microbatches
 
 
 def estimate_decoder(row: str, num_ranks: int, rank: int, device: Any, *, is_tiny: bool) -> lamella.Estimate:
-    """Return the estimate of a row on one of its ranks."""
+    """Return the estimate of a row on one rank."""
     decoder = DecoderRow.of(row, is_tiny=is_tiny)
     return lamella.estimate(decoder.model(), rank=rank, **_loop(decoder, num_ranks, device))
 
@@ -101,7 +101,7 @@ def _loop(decoder: DecoderRow, num_ranks: int, device: Any) -> dict[str, Any]:
 def decoder_steps(
     row: str, num_ranks: int, device: torch.device, *, is_tiny: bool
 ) -> Iterator[tuple[nn.Module, Sequence[nn.Module], Any]]:
-    """Yield the model of a row, its units, and the function that takes a step."""
+    """Yield the model of a row, the units, and the function for a step."""
     decoder = DecoderRow.of(row, is_tiny=is_tiny)
     optim.install()
     model = decoder.model()

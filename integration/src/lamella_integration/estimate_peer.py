@@ -1,6 +1,6 @@
 """A rank of `bench_estimate`: takes real steps of one row after another, and prints a record of each as JSON.
 
-The rank ends at the first failure, in a collective or not: its peers may wait in another one, and the parent ends them.
+The rank ends at the first failure, in a collective or not: peers may wait in another, and are ended by the parent.
 """
 
 import argparse
@@ -59,27 +59,27 @@ def take_rank(device_type: str) -> Rank:
     """
     device = take_gpu(int(os.environ["LOCAL_RANK"])) if device_type == "cuda" else torch.device("cpu")
     if device.type == "cuda":
-        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)  # as `lamella train` has it
+        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)  # as in `lamella train`
     else:
         dist.init_process_group("gloo")
     return Rank(rank=dist.get_rank(), num_ranks=dist.get_world_size(), device=device)
 
 
 def _limit(nbytes: int | None, device: torch.device) -> None:
-    """Let the caching allocator take at most these bytes, segments included; None for all of the GPU's."""
+    """Let the caching allocator take at most `nbytes`, segments included; None for all of the GPU's."""
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(1.0 if nbytes is None else min(1.0, nbytes / total), device)
 
 
 def _record(row: str, folder: Path, options: argparse.Namespace, rank: Rank, meter: Meter) -> Mapping[str, Any]:
-    """Take the steps of a row; return the bytes of this rank.
+    """Take the steps of a row; return the rank's bytes.
 
     Returns:
-        `peak_nbytes` of all steps but the first, which `first_peak_nbytes` tells; `reserved_nbytes`, the segments of
+        `peak_nbytes` of all steps but the first, and `first_peak_nbytes`; `reserved_nbytes`, the segments of
         the caching allocator at most; `step_seconds` of all steps but the first two; `at_rest_nbytes` after the last;
-        `moments` by name, of one more step, none for compiled units, which hooks would compile anew; `libraries_nbytes`
-        of cuBLAS's workspaces, which the peaks contain; `leftover_nbytes` of the row before.
+        `moments` by name, of a further step, none for compiled units: hooks would compile the units anew;
+        `libraries_nbytes` of cuBLAS's workspaces, part of the peaks; `leftover_nbytes` of the row before.
     """
     is_compiled = "--compile" in row.split()
     release(is_compiled=is_compiled)
@@ -125,7 +125,7 @@ def _record(row: str, folder: Path, options: argparse.Namespace, rank: Rank, met
 def row_steps(
     row: str, folder: Path, options: argparse.Namespace, rank: Rank
 ) -> Iterator[tuple[nn.Module, Sequence[nn.Module], Callable[[int], torch.Tensor]]]:
-    """Yield the model of a row, its units, and the function that takes a step and returns its loss.
+    """Yield the model of a row, the units, and the function that takes a step and returns the loss.
 
     Effects: collective over all ranks; writes the folder.
     """

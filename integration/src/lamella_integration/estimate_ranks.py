@@ -25,7 +25,7 @@ class Measurement:
     """The steps of a row.
 
     Attributes:
-        records: The program's record of every rank; empty where the steps failed.
+        records: The program's record of every rank; empty if the steps failed.
         errors: Lines on the failure.
         seconds: Of the steps, with the making of the model.
     """
@@ -36,14 +36,14 @@ class Measurement:
 
 
 class Ranks:
-    """The processes of the ranks, which take steps of one row after another; fresh ones after a failure.
+    """The processes of the ranks, for steps of the rows in turn; fresh processes after a failure.
 
     Args:
         options: The command line's: ranks, device, steps, tiny, row_timeout.
         folder: For the files of the rows and the ranks' errors.
         gpus: `CUDA_VISIBLE_DEVICES` of the ranks.
         flags: Further options of the program.
-        program: The module that a rank runs: reads a request a line, and prints a record of all ranks for each.
+        program: The module run by a rank: reads a request a line, and prints a record of all ranks for each.
     """
 
     def __init__(
@@ -64,8 +64,8 @@ class Ranks:
         """Wait for the record of a row.
 
         Args:
-            row: The model and its options.
-            limit_nbytes: The memory that the caching allocator of a rank may take; None for all of the GPU's.
+            row: The model and the options.
+            limit_nbytes: The most memory for the caching allocator of a rank; None for all of the GPU's.
         """
         if not self._processes:
             self._start()
@@ -83,7 +83,7 @@ class Ranks:
         return measurement
 
     def stop(self) -> None:
-        """End the processes, if there are any."""
+        """End the processes, if any."""
         for process in self._processes:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -93,7 +93,7 @@ class Ranks:
     def _send(self, request: Mapping[str, Any]) -> None:
         for process in self._processes:
             assert process.stdin is not None
-            with suppress(BrokenPipeError):  # The process has failed, and its errors are in its file.
+            with suppress(BrokenPipeError):  # The process has failed; the errors are in a file.
                 process.stdin.write(json.dumps(request) + "\n")
                 process.stdin.flush()
 

@@ -1,4 +1,4 @@
-"""The variants of a benchmark, one after another: programs that run by themselves, a table, and rows as JSON."""
+"""The variants of a benchmark in turn: a program for each, a table, and rows as JSON."""
 
 import json
 import subprocess
@@ -14,7 +14,7 @@ class VariantRow(ABC):
     """The measurements of a variant.
 
     Attributes:
-        variant: The variant as the command line has it.
+        variant: The variant, as spelled on the command line.
         lines: Lines of the program's output to print under the row.
     """
 
@@ -27,24 +27,24 @@ class VariantRow(ABC):
 
 
 RowT = TypeVar("RowT", bound=VariantRow)
-_GRACE_S = 60.0  # torchrun kills ranks that do not end within half of it
+_GRACE_S = 60.0  # twice the time after which torchrun kills ranks
 
 
 def measured(
     variants: Iterable[str], measure: Callable[[str], RowT], columns: Sequence[str], out: Path | None = None
 ) -> list[RowT]:
-    """Measure variants one after another; print each row, and all rows as a table at the end.
+    """Measure variants in turn; print each row, and all rows as a table at the end.
 
-    A variant that fails costs its own row: its error is printed, and the next variant runs.
+    A failed variant has no row: the error is printed, and the next variant runs.
 
     Args:
         variants: The variants, in order.
-        measure: Runs one variant's program. A RuntimeError is a failure of the variant.
+        measure: Runs a variant's program. A RuntimeError is a failure of the variant.
         columns: The heads of the table; the first column is text, the rest are numbers.
-        out: File for the rows as JSON, written anew after each row: a call that is cut off leaves the rows so far.
+        out: File for the rows as JSON, written anew after each row: a call cut off leaves the finished rows.
 
     Returns:
-        The rows of the variants that did not fail.
+        The rows of the successful variants.
     """
     rows: list[RowT] = []
     for variant in variants:
@@ -63,13 +63,13 @@ def measured(
 
 
 def output_of(command: Sequence[str], timeout: float) -> str:
-    """Run a command and return its standard output.
+    """Run a command and return the standard output.
 
     Raises:
-        RuntimeError: The command fails, or runs for more than `timeout` seconds; with its last lines.
+        RuntimeError: The command fails, or runs for more than `timeout` seconds; ends with the last lines of output.
 
-    Effects: a command out of time is told to terminate, by which torchrun ends its ranks: killed, it would leave them
-        on the GPUs, beside the next variant. A minute later it is killed.
+    Effects: a command out of time is told to terminate, and killed a minute later. torchrun ends the ranks when told; a
+        kill at once would leave the ranks on the GPUs, beside the next variant.
     """
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
@@ -84,7 +84,7 @@ def output_of(command: Sequence[str], timeout: float) -> str:
             stdout, stderr = process.communicate()
         failure = f"no end after {timeout:.0f} s"
     if failure:
-        # Before the lines of torchrun's own traceback, which say nothing of the rank's.
+        # Without torchrun's own traceback, which follows the rank's.
         output, *_ = (stdout + stderr).partition("ChildFailedError")
         raise RuntimeError(f"{failure}: " + "\n    ".join(output.strip().splitlines()[-80:]))
     return stdout

@@ -1,4 +1,4 @@
-"""One rank's plan among thousands: units, bytes at rest, and bytes of a step by mesh axis."""
+"""A rank's plan among thousands: units, bytes at rest, and bytes of a step by mesh axis."""
 
 import gc
 import time
@@ -38,10 +38,10 @@ class ScaleCase:
     Attributes:
         shapes: The model.
         num_ranks: All ranks.
-        mesh: One axis of shards; or replicas of shards (HSDP), whose main weights may be sharded too (HFSDP).
+        mesh: An axis of shards; or replicas of shards (HSDP), whose main weights may be sharded too (HFSDP).
         num_replicas: Ranks along the outer axis; 1 for "fsdp".
-        num_experts_ranks: Ranks that share the experts; 1 leaves each rank all experts.
-        is_flat: Units are packed into one buffer each, cut between rows; otherwise each parameter is cut.
+        num_experts_ranks: Ranks sharing the experts; 1 leaves each rank all experts.
+        is_flat: Units are packed into a buffer each, cut between rows; otherwise each parameter is cut.
     """
 
     shapes: ModelShapes
@@ -53,7 +53,7 @@ class ScaleCase:
 
     @property
     def num_shards(self) -> int:
-        """Ranks that share a parameter outside experts."""
+        """Ranks sharing a parameter outside experts."""
         return self.num_ranks // self.num_replicas
 
 
@@ -64,7 +64,7 @@ class RankPlan:
         model: The root unit.
         build_seconds: CPU seconds for the model on the meta device.
         shard_seconds: CPU seconds of `fully_shard`, for all units.
-        shard_nbytes: Bytes by which the process has grown meanwhile.
+        shard_nbytes: Growth of the process meanwhile, in bytes.
     """
 
     def __init__(self, case: ScaleCase) -> None:
@@ -93,7 +93,7 @@ class RankPlan:
         return max(unit.parameters.unsharded_nbytes for _, unit in named_units(self.model))
 
     def padding_nbytes(self) -> int:
-        """Bytes of padding that the gathers of all units move, once."""
+        """Bytes of padding moved by the gathers of all units, once."""
         total = 0
         for _, unit in named_units(self.model):
             for group in unit.parameters.groups:
@@ -103,7 +103,7 @@ class RankPlan:
         return total
 
     def step_traffic(self) -> Counter[tuple[str, str]]:
-        """Bytes that this rank receives in a step, by axis and collective.
+        """Bytes received by the rank in a step, by axis and collective.
 
         Layers are gathered for forward and for backward, the root once; a ring moves (N - 1) / N of a buffer.
 
@@ -128,7 +128,7 @@ class RankPlan:
 
 @contextmanager
 def rank_plan(case: ScaleCase, rank: int) -> Iterator[RankPlan]:
-    """Yield the plan of a rank; the default process group is a fake one in the block."""
+    """Yield the plan of a rank; the default process group is fake in the block."""
     with fake_ranks(case.num_ranks, rank, "cuda"):
         yield RankPlan(case)
 
@@ -139,7 +139,7 @@ def even_row_numel(shape: Sequence[int]) -> int:
 
 
 def gathered_numel(case: ScaleCase) -> int:
-    """Elements that the gathers of all parameters fill, once, for parameters that are cut by rows one by one.
+    """Elements filled by the gathers of all parameters, once, each parameter cut by rows.
 
     By arithmetic alone: each rank sends as many rows as the rank with most.
     """
@@ -190,7 +190,7 @@ def _placed_experts(spread: set[int], experts: DeviceMesh) -> Any:
 
 
 def experts_dim(shape: Sequence[int], num_ranks: int) -> int:
-    """The dim of a stack of experts to cut: the next where fewer experts than ranks would leave ranks without any."""
+    """The dim of a stack of experts to cut: the next if ranks would be left without experts."""
     return 1 if shape[0] < num_ranks and shape[1] % num_ranks == 0 else 0
 
 

@@ -2,7 +2,7 @@
 
 A fork copies an entry for each written page, the child's end takes the entry back, and both visit the
 kernel's record of the page: 70,000 pages of a process with torch cost a rank 25 ms in the kernel. A huge page counts
-once for 512, which leaves 12 ms.
+once for 512, and leaves 12 ms.
 """
 
 import ctypes
@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-_HUGE = 2 << 20  # bytes; on machines with other huge pages the kernel refuses, and pages stay as they are
+_HUGE = 2 << 20  # bytes; on machines with other huge pages the kernel refuses, and pages stay unchanged
 _MADV_COLLAPSE = 25
 _MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) rw-p \S+ \S+ 0 +(?:\[heap\])?\n(?:\w+:.*\n)*?Anonymous: +(\d+) kB\n")
 
@@ -28,7 +28,7 @@ def collapse() -> None:
 
 
 def _heap() -> Iterator[tuple[int, int]]:
-    """Return where each mapping of written memory begins and ends; threads' stacks, mostly unwritten, are left out."""
+    """Return begin and end of each mapping of written memory; threads' stacks, mostly unwritten, are left out."""
     for begin, end, written in _MAPPING.findall(Path("/proc/self/smaps").read_text()):
         where = int(begin, 16), int(end, 16)
         if int(written) << 10 > (where[1] - where[0]) // 2:

@@ -1,6 +1,6 @@
 """Processes that write checkpoints, forked from their ranks instead of started by exec.
 
-For tests whose subject is the run that saves. A started process imports torch in 2.5 CPU seconds beside each rank; a
+For tests whose subject is the saving run. A started process imports torch in 2.5 CPU seconds beside each rank; a
 forked process inherits torch. Tests of the process (start, priority, environment) start the process as users do.
 """
 
@@ -33,9 +33,9 @@ _STANDARD_STREAMS = range(3)
 
 @contextmanager
 def forked_writers() -> Iterator[None]:
-    """Fork the processes that lamella_checkpoint starts in the block, in this process and in forked ranks.
+    """Fork the processes of lamella_checkpoint in the block, in this process and in forked ranks.
 
-    A rank that has used CUDA starts its process, as users' ranks do: a fork is unsafe beside CUDA.
+    A rank with CUDA in use starts the process, as users' ranks do: a fork is unsafe beside CUDA.
     """
     start = resolve_name(_START)
 
@@ -55,12 +55,12 @@ def started_writers() -> Iterator[None]:
 
 
 class _ForkedProcess:
-    """The part of `subprocess.Popen` that a rank uses of its writing process."""
+    """The part of `subprocess.Popen` used by a rank for the writing process."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self._exit_code: int | None = None
-        self._waiting = threading.Lock()  # Two threads that wait for one process: the second would wait for none.
+        self._waiting = threading.Lock()  # Of two waiting threads, the second would find no process.
 
     def poll(self) -> int | None:
         with self._waiting:
@@ -113,7 +113,7 @@ def _serve(descriptors: Sequence[int]) -> NoReturn:
 
 
 def _close_all_but(descriptors: set[int]) -> None:
-    """Close the rank's connections: peers see the rank's death by the end of its connections."""
+    """Close the rank's connections: peers see the rank's death by the end of the connections."""
     for descriptor in [int(path.name) for path in Path("/proc/self/fd").iterdir()]:
         if descriptor not in descriptors:
             try:

@@ -1,4 +1,4 @@
-"""Python processes that wait at their start until a test lets them go on, as those of a busy machine may."""
+"""Python processes held at their start until a test releases them: late starts, as on a busy machine."""
 
 import sys
 import time
@@ -12,17 +12,17 @@ _DEADLINE_S = 120.0
 
 @dataclass(frozen=True)
 class HeldStart:
-    """The start of a process whose parent hands `sys.path` on as PYTHONPATH. Any process may let it go on.
+    """The start of a process whose parent hands `sys.path` on as PYTHONPATH. Any process may release the start.
 
     Attributes:
-        folder: A folder of the test's, one for each held process.
+        folder: A path for a new folder, different for each held process.
     """
 
     folder: Path
 
     @contextmanager
     def holding(self) -> Iterator[None]:
-        """Hold the process that the block starts. Effects: Python runs the folder's `sitecustomize` in the process."""
+        """Hold the process started in the block. Effects: Python runs the folder's `sitecustomize` in the process."""
         self.folder.mkdir()
         code = (
             "import atexit, pathlib, time\n"
@@ -43,7 +43,7 @@ class HeldStart:
         (self.folder / "released").touch()
 
     def run_to_end(self) -> None:
-        """Let the process go on, and wait for its exit.
+        """Let the process go on, and wait for the exit.
 
         Raises:
             TimeoutError: The process has not exited after two minutes.
