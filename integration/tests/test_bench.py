@@ -147,11 +147,11 @@ def test_a_failed_backend_has_an_error_row_and_further_backends_run() -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("--units", "ends"),
-        ("--microbatches", "3"),
-        ("--checkpoint",),
-        pytest.param(("--compile", "eager"), marks=pytest.mark.slow),  # in the gate with everything
         ("--units", "ends", "--microbatches", "2", "--checkpoint", "--compile", "eager"),
+        *(
+            pytest.param(setting, marks=pytest.mark.slow)
+            for setting in (("--units", "ends"), ("--microbatches", "3"), ("--checkpoint",), ("--compile", "eager"))
+        ),
     ],
     ids=" ".join,
 )
@@ -252,7 +252,9 @@ def test_blocks_compute_again_in_backward_if_told_so(backend: str, monkeypatch: 
     assert run_ranks(lambda: (num_calls(False), num_calls(True)), 2) == [(NUM_BLOCKS, 2 * NUM_BLOCKS)] * 2
 
 
-@pytest.mark.parametrize("backend", ["ideal", "lamella", "fsdp2", "ddp"])
+@pytest.mark.parametrize(
+    "backend", ["lamella", "fsdp2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ideal", "ddp"))]
+)
 def test_blocks_are_compiled_once_for_all_if_told_so(backend: str) -> None:
     def num_graphs() -> int:
         counter = CompileCounter()

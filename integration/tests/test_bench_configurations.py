@@ -26,38 +26,37 @@ def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
     main()
 
 
-def test_rows_have_the_losses_of_runs_from_a_folder_and_of_own_models(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def few_steps(tmp_path: Path) -> list[str]:
     (tmp_path / "config.json").write_text(json.dumps(TINY), encoding="utf-8")
-    (tmp_path / "text.txt").write_text("Thin layers of shards.\n\n" * 4000, encoding="utf-8")
-    few = [
-        "--device",
-        "cpu",
-        "--ranks",
-        "1",
-        "--steps",
-        "6",
-        "--num-skipped",
-        "3",
-        "--out",
-        str(tmp_path / "rows.json"),
-    ]
+    steps = ["--steps", "6", "--num-skipped", "3"]
+    return ["--device", "cpu", "--ranks", "1", *steps, "--out", str(tmp_path / "rows.json")]
 
-    call(monkeypatch, "--only", "laptop", *few, "--data", str(tmp_path / "text.txt"))
+
+@pytest.mark.slow  # the same rows from another start
+def test_a_row_has_the_losses_of_a_run_of_the_configurations_own_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, few_steps: list[str]
+) -> None:
+    (tmp_path / "text.txt").write_text("Thin layers of shards.\n\n" * 4000, encoding="utf-8")
+    call(monkeypatch, "--only", "laptop", *few_steps, "--data", str(tmp_path / "text.txt"))
     (laptop,) = json.loads((tmp_path / "rows.json").read_text(encoding="utf-8"))
     assert laptop["variant"] == "laptop"
     assert len(laptop["losses"]) == 6
     assert laptop["losses"][-1] < laptop["losses"][0]
-    assert laptop["tokens_per_s"] > 0
-    assert laptop["peak_gib"] > 0
 
+
+def test_a_row_has_the_losses_of_a_run_from_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], few_steps: list[str]
+) -> None:
     base = ["--base-model", str(tmp_path / "config.json"), "--num-documents", "60", "--sequence-length", "512"]
     small = ["--batch-size", "4", "--accumulation", "2", "--kernels", "none"]
-    call(monkeypatch, "--only", "fine-tune", *few, *base, *small)
+    call(monkeypatch, "--only", "fine-tune", *few_steps, *base, *small)
     (tuned,) = json.loads((tmp_path / "rows.json").read_text(encoding="utf-8"))
+    assert tuned["variant"] == "fine-tune"
     assert len(tuned["losses"]) == 6
     assert tuned["losses"][0] == pytest.approx(6.24, abs=0.1), "drawn weights know nothing of 512 tokens"
+    assert tuned["tokens_per_s"] > 0
+    assert tuned["peak_gib"] > 0
     first, last = (f"{tuned['losses'][index]:.4f}" for index in (0, -1))
     assert capsys.readouterr().out.rstrip().endswith(f"| {first} | {last} |")
 

@@ -49,6 +49,8 @@ GIVEN = {
     "from rank 0's CPU": {"full_state_dict": True, "broadcast_from_rank0": True, "cpu_offload": True},
     "not strict": {"full_state_dict": True, "strict": False},
 }
+FURTHER = ("full", "sharded, on the CPU", "full, without what is frozen", "from rank 0")
+"""Options that others have together with more."""
 OF_LOADING = ("broadcast_from_rank0", "strict")
 
 
@@ -170,8 +172,15 @@ def refused(folder: Path) -> object:
     return [list(lenient.missing_keys), list(lenient.unexpected_keys), str(strict.value)]
 
 
+def cases_of(options: dict[str, dict[str, Any]]) -> list[Any]:
+    return [
+        pytest.param(arguments, marks=pytest.mark.slow if name in FURTHER else (), id=name)
+        for name, arguments in options.items()
+    ]
+
+
 @ON_BOTH
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("options", cases_of(OPTIONS))
 def test_a_state_dict_is_fsdp2s(options: dict[str, Any], device: Device) -> None:
     # Shards of a state dict on the CPU are gathered on the CPU, without NCCL.
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else None
@@ -179,7 +188,7 @@ def test_a_state_dict_is_fsdp2s(options: dict[str, Any], device: Device) -> None
 
 
 @ON_BOTH
-@pytest.mark.parametrize("options", GIVEN.values(), ids=GIVEN)
+@pytest.mark.parametrize("options", cases_of(GIVEN))
 def test_a_model_trains_on_from_a_loaded_state_dict(options: dict[str, Any], device: Device) -> None:
     run_in_both(partial(loaded_state, options=options), device=device)
 
