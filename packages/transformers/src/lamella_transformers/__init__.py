@@ -8,6 +8,8 @@ from lamella_transformers._adapters import GROUP as GROUP
 from lamella_transformers._adapters import Adapter as Adapter
 from lamella_transformers._adapters import DtypeRule as DtypeRule
 from lamella_transformers._adapters import find_adapter as find_adapter
+from lamella_transformers._attention import check_attention as check_attention
+from lamella_transformers._attention import set_attention as set_attention
 from lamella_transformers._building import build_model as build_model
 from lamella_transformers._building import build_without_parameters as build_without_parameters
 from lamella_transformers._building import materialise as materialise
@@ -20,6 +22,7 @@ from lamella_transformers._context_parallel import check_pieces as check_pieces
 from lamella_transformers._context_parallel import check_sequences as check_sequences
 from lamella_transformers._context_parallel import cut_sequences as cut_sequences
 from lamella_transformers._conversion import correspondences as correspondences
+from lamella_transformers._document_attention import document_starts as document_starts
 from lamella_transformers._documents import document_arguments as document_arguments
 from lamella_transformers._documents import one_document_a_sequence as one_document_a_sequence
 from lamella_transformers._documents import separates_documents as separates_documents

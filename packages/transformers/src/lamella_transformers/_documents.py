@@ -15,26 +15,36 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from lamella_transformers._document_attention import DOCUMENT_ATTENTION, document_starts, start_arguments
+
 _ATTENTION_TYPES = ("full_attention", "sliding_attention", "chunked_attention", "indexed_attention", "attention")
 """Types of layers, as configs of transformers name them, that carry no state along a sequence."""
 
 
 def document_arguments(
-    model: nn.Module, inputs: torch.Tensor, positions: torch.Tensor | None
-) -> dict[str, torch.Tensor]:
-    """Return the tokens and positions as arguments of a model's forward; see Note [Positions that begin anew].
+    model: nn.Module, inputs: torch.Tensor, positions: torch.Tensor | None, starts: torch.Tensor | None = None
+) -> dict[str, Any]:
+    """Return the tokens and their documents as arguments of a model's forward; see Note [Positions that begin anew].
 
     Args:
         model: A causal language model of transformers.
         inputs: (num_sequences, sequence_length) int64 tokens.
         positions: (num_sequences, sequence_length) int64, from 0 on in each document; None for a document a sequence.
+        starts: The positions' `document_starts`, for a model with attention "documents"; None to find them here.
+
+    Effects: a host sync for a model with attention "documents", and positions on a GPU without starts.
     """
-    if positions is None:
-        return {"input_ids": inputs}
     implementation = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    arguments: dict[str, Any] = {}
+    if implementation == DOCUMENT_ATTENTION:
+        if starts is None and positions is not None:
+            starts = document_starts(positions)
+        arguments = start_arguments(inputs, starts)
+    if positions is None:
+        return {"input_ids": inputs, **arguments}
     if "flash" in str(implementation):
         inputs, positions = inputs.reshape(1, -1), positions.reshape(1, -1)
-    return {"input_ids": inputs, "position_ids": positions}
+    return {"input_ids": inputs, "position_ids": positions, **arguments}
 
 
 @contextmanager
@@ -60,7 +70,7 @@ def separates_documents(outline: nn.Module) -> bool:
         return False
     tokens = torch.zeros(1, 2, dtype=torch.int64, device="meta")
     # Other forwards may fail on the meta device: experts are chosen by numbers.
-    with _mask_requests() as requests, _without_padding(outline), torch.no_grad(), suppress(Exception):
+    with _mask_requests() as requests, without_padding(outline), torch.no_grad(), suppress(Exception):
         outline(input_ids=tokens, position_ids=tokens, use_cache=False)
     return bool(requests)
 
@@ -99,7 +109,7 @@ def _mask_functions(**replacements: Callable[..., object]) -> Iterator[None]:
 
 
 @contextmanager
-def _without_padding(model: nn.Module) -> Iterator[None]:
+def without_padding(model: nn.Module) -> Iterator[None]:
     """Set no padding token in the block: some forwards look for the token in the inputs before they build masks."""
     config = cast(Any, model).config
     former = getattr(config, "pad_token_id", None)

@@ -50,6 +50,7 @@ class LossFunction(Protocol):
         targets: torch.Tensor,
         num_targets: float,
         positions: torch.Tensor | None = None,
+        starts: torch.Tensor | None = None,
         /,
     ) -> MicrobatchLoss:
         """Return the loss.
@@ -61,12 +62,17 @@ class LossFunction(Protocol):
             num_targets: The divisor of the sum over the targets.
             positions: (num_sequences, sequence_length) int64, from 0 on in each document of a sequence; None where a
                 sequence is one document.
+            starts: As for `document_arguments`.
         """
         ...
 
 
 def target_losses(
-    model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor, positions: torch.Tensor | None = None
+    model: nn.Module,
+    inputs: torch.Tensor,
+    targets: torch.Tensor,
+    positions: torch.Tensor | None = None,
+    starts: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the cross entropy of every target, and the auxiliary loss.
 
@@ -76,13 +82,14 @@ def target_losses(
         targets: (num_sequences, sequence_length) int64: the token to predict at each position, or `IGNORED`.
         positions: (num_sequences, sequence_length) int64, from 0 on in each document of a sequence; None where a
             sequence is one document.
+        starts: As for `document_arguments`.
 
     Returns:
         (num_sequences, sequence_length) fp32 losses, 0 for ignored targets; and the 0-D auxiliary loss that balances
         the experts of a model whose config has `output_router_logits`, None for other models.
     """
     with known_documents(positions):
-        output = model(**document_arguments(model, inputs, positions), use_cache=False)
+        output = model(**document_arguments(model, inputs, positions, starts), use_cache=False)
     rows = output.logits.view(*targets.shape, -1)
     # Over flat logits: torch's softmax over a middle dim takes 8 of a GPU's 132 multiprocessors. A sequence at a time:
     # fp32 copies of all logits would take gigabytes.
@@ -98,9 +105,10 @@ def loss_of_logits(
     targets: torch.Tensor,
     num_targets: float,
     positions: torch.Tensor | None = None,
+    starts: torch.Tensor | None = None,
 ) -> MicrobatchLoss:
     """Return the loss over the model's logits: a `LossFunction` for every causal language model."""
-    losses, balance = target_losses(model, inputs, targets, positions)
+    losses, balance = target_losses(model, inputs, targets, positions, starts)
     return MicrobatchLoss(losses.sum() / num_targets, balance)
 
 
@@ -127,9 +135,10 @@ class ModelLoss:
         targets: torch.Tensor,
         num_targets: float,
         positions: torch.Tensor | None = None,
+        starts: torch.Tensor | None = None,
     ) -> MicrobatchLoss:
         """Return the loss of a microbatch."""
-        arguments = document_arguments(model, inputs, positions)
+        arguments = document_arguments(model, inputs, positions, starts)
         labels = targets.contiguous().view_as(arguments["input_ids"])  # Loss functions flatten by `view`.
         with known_documents(positions), nullcontext() if self._head is None else self._head.deferred():
             output = model(
@@ -234,7 +243,7 @@ def _trial_losses(
         seed()
         inputs = torch.randint(vocab_size, _TRIAL_SHAPE).to(device)
         seed()
-        targets = model(input_ids=inputs, use_cache=False).logits.argmax(-1)
+        targets = model(**document_arguments(model, inputs, None), use_cache=False).logits.argmax(-1)
         targets[:, _TRIAL_NUM_TARGETS:] = IGNORED
         losses = []
         for loss_function in (loss_of_logits, model_loss):
