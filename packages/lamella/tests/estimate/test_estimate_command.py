@@ -104,6 +104,13 @@ def test_a_run_out_of_memory_prints_the_estimate_and_two_options(model: Path) ->
     assert str(error).count("with --") == 2
 
 
+def test_a_run_out_of_memory_without_an_estimate_prints_why(model: Path) -> None:
+    config = config_of(model)
+    config = replace(config, model=replace(config.model, attention="documents"))
+    error = with_estimate(WorkerError(0, "torch.OutOfMemoryError: 70 GiB is allocated"), config)
+    assert "70 GiB is allocated\nno estimate: Expected an estimate with --attention auto" in str(error)
+
+
 def test_a_module_is_estimated_by_functions_of_its_own() -> None:
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(3)))

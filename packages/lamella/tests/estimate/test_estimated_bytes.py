@@ -241,6 +241,18 @@ def test_spread_experts_are_refused_in_one_line(model_folder: Path) -> None:
         estimate_run(config_of(model_folder, 2, experts=2))
 
 
+def test_attention_whose_kernels_have_no_estimate_is_refused_and_eager_attention_takes_more(model_folder: Path) -> None:
+    def with_attention(attention: Any) -> Config:
+        config = config_of(model_folder, 2, device="cuda")
+        return replace(config, model=replace(config.model, attention=attention))
+
+    for attention in ("documents", "flex_attention", "flash_attention_2"):
+        with pytest.raises(ConfigError, match=f"^Expected an estimate with --attention auto, .* got '{attention}', w"):
+            estimate_run(with_attention(attention))
+    peaks = [estimate_run(with_attention(attention)).peak.nbytes for attention in ("auto", "sdpa", "eager")]
+    assert peaks[0] == peaks[1] < peaks[2]
+
+
 EXPERTS = {
     **TINY,
     "model_type": "qwen3_moe",

@@ -59,6 +59,7 @@ def test_a_search_puts_the_fastest_that_fits_first(model: Path, capsys: pytest.C
         (["--tensor-parallel", "2"], "got --tensor-parallel, whose sums of hidden states have none"),
         (["--context-parallel", "2"], "got --context-parallel, whose gathers of keys and values have none"),
         (["--experts", "2"], "Expected"),
+        (["--attention", "documents"], "got 'documents', whose kernels have no estimate. Pass --attention auto."),
     ],
 )
 def test_what_has_no_plan_is_refused_in_one_line(

@@ -66,6 +66,22 @@ def test_adapters_in_bf16_follow_those_in_float32(options: list[str], tmp_path: 
     assert losses(tmp_path / "bf16") == pytest.approx(trained, rel=1e-2) and trained[5] < trained[0]
 
 
+@pytest.mark.gpu1
+@pytest.mark.parametrize("layers", ["--no-compile", "--compile"])
+def test_attention_within_documents_trains_as_attention_with_masks(
+    options: list[str], tmp_path: Path, layers: str
+) -> None:
+    pairs = ({"prompt": "def f(x): " * (1 + index % 3), "completion": f"x + {index}"} for index in range(400))
+    (tmp_path / "pairs.jsonl").write_text("".join(f"{json.dumps(pair)}\n" for pair in pairs))
+    command = [*options, "--device", "cuda", "--ranks", "1", "--data", str(tmp_path / "pairs.jsonl")]
+    command += ["--packing", "documents", "--sequence-length", "64", "--accumulation", "2", layers]
+    for attention in ("sdpa", "documents"):
+        assert main([*command, "--attention", attention, "--run-dir", str(tmp_path / attention)]) == 0
+    with_masks = losses(tmp_path / "sdpa")
+    assert len(with_masks) == 6 and with_masks[5] < with_masks[0] - 0.1
+    assert losses(tmp_path / "documents") == pytest.approx(with_masks, rel=1e-2)  # bfloat16 has 8 bits.
+
+
 @pytest.mark.parametrize("num_gpus", ON_GPUS[1:])
 def test_losses_in_float32_do_not_depend_on_the_number_of_gpus(
     options: list[str], tmp_path: Path, num_gpus: int

@@ -7,6 +7,7 @@ from lamella._estimate.choice import leaner_options
 from lamella._estimate.text import size
 from lamella._processes.launch import WorkerError
 from lamella._settings.config import Config
+from lamella._settings.options import ConfigError
 
 _NAME: Final = "OutOfMemoryError"
 
@@ -22,7 +23,10 @@ def with_estimate(error: WorkerError, config: Config) -> WorkerError:
     """
     if _NAME not in str(error):
         return error
-    estimate = estimate_run(config)
+    try:
+        estimate = estimate_run(config)
+    except ConfigError as refusal:  # A run may have settings that no estimate has.
+        return WorkerError(error.rank, f"{error.report}\nno estimate: {refusal}")
     peak = estimate.peak
     kinds = ", ".join(f"{kind} {size(nbytes)}" for kind, nbytes in peak.kinds.items())
     lines = [

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 import torch
 
+from lamella_transformers import document_starts
+
 if TYPE_CHECKING:
     from lamella_transformers import SequencePieces
 
@@ -22,10 +24,12 @@ class TokenBatch(NamedTuple):
     Attributes:
         tokens: (num_sequences, length + 1) int64, with complements as `tokens` of `TokenData` has them.
         positions: (num_sequences, length) int64, beginning anew at each document; None where every sequence is one.
+        starts: The `document_starts` of the positions, for attention within documents; None without.
     """
 
     tokens: torch.Tensor
     positions: torch.Tensor | None = None
+    starts: torch.Tensor | None = None
 
     def on_device(self, device: torch.device) -> "TokenBatch":
         """Copy to a device. Effects: no host sync; from pageable memory the host would wait for all work."""
@@ -34,17 +38,26 @@ class TokenBatch(NamedTuple):
         copies = (None if part is None else part.pin_memory().to(device, non_blocking=True) for part in self)
         return TokenBatch(*copies)  # type: ignore[arg-type]
 
-    def microbatches(self, count: int) -> "list[TokenBatch]":
-        """Split into batches of equal numbers of sequences, each cut after its last target."""
+    def microbatches(self, count: int, *, has_starts: bool = False) -> "list[TokenBatch]":
+        """Split into batches of equal numbers of sequences; without positions each is cut after its last target.
+
+        Args:
+            count: The number of batches.
+            has_starts: Add the starts of documents, while positions are on the host: on a GPU they would be a host
+                sync.
+        """
         tokens = self.tokens.chunk(count)
         if self.positions is None:
             return [TokenBatch(_without_end(part)) for part in tokens]
-        return [TokenBatch(*parts) for parts in zip(tokens, self.positions.chunk(count), strict=True)]
+        return [
+            TokenBatch(part, positions, document_starts(positions) if has_starts else None)
+            for part, positions in zip(tokens, self.positions.chunk(count), strict=True)
+        ]
 
     def arguments(self, pieces: "SequencePieces | None" = None) -> "LossArguments":
         """Return the tensors of a loss: those of this rank's pieces of the sequences, if they are cut."""
         if pieces is None:
-            return LossArguments(self.inputs, self.targets, self.positions)
+            return LossArguments(self.inputs, self.targets, self.positions, self.starts)
         positions = pieces.positions(self.inputs)
         return LossArguments(pieces.of(self.inputs, 0), pieces.of(self.targets, IGNORED), positions)
 
@@ -60,11 +73,12 @@ class TokenBatch(NamedTuple):
 
 
 class LossArguments(NamedTuple):
-    """The tensors of a loss, (num_sequences, columns) int64 each; as `TokenBatch` has them."""
+    """The tensors of a loss, (num_sequences, columns) int64 but the starts; as `TokenBatch` has them."""
 
     inputs: torch.Tensor
     targets: torch.Tensor
     positions: torch.Tensor | None
+    starts: torch.Tensor | None = None
 
 
 def _without_end(tokens: torch.Tensor) -> torch.Tensor:

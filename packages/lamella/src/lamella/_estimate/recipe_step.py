@@ -23,7 +23,7 @@ from lamella._model.checks import check_neighbours
 from lamella._model.lora import add_adapters
 from lamella._model.matrices import matrices_for
 from lamella._model.sharding import shard
-from lamella._model.spec import load_spec
+from lamella._model.spec import load_spec, refused_models
 from lamella._settings.config import Config
 from lamella._settings.options import ConfigError
 from lamella._training.narrow_states import check_states
@@ -36,8 +36,10 @@ from lamella_transformers import (
     assumed_loss,
     balance_coefficient,
     build_without_parameters,
+    check_attention,
     materialise,
     one_document_a_sequence,
+    set_attention,
     target_losses,
 )
 
@@ -62,6 +64,7 @@ def record_recipe(config: Config, rank: int = 0, watch: Watch = unwatched, *, va
     assert config.parallel.ranks is not None
     check_states(config.optim)
     _check_experts(config)
+    _check_attention(config)
     live = LiveBytes()
     try:
         with (
@@ -94,6 +97,15 @@ def _check_experts(config: Config) -> None:
         )
 
 
+def _check_attention(config: Config) -> None:
+    """Refuse an estimate of attention whose kernels keep tensors for backward that the estimate does not know."""
+    if config.model.attention not in ("auto", "eager", "sdpa"):
+        raise ConfigError(
+            f"Expected an estimate with --attention auto, eager or sdpa, got {config.model.attention!r}, whose kernels "
+            "have no estimate. Pass --attention auto."
+        )
+
+
 @contextmanager
 def training_step(
     config: Config, live: LiveBytes, memory: AbstractContextManager[object] | None = None
@@ -106,6 +118,9 @@ def training_step(
         memory: A mode that gives tensors no memory; None for memory with undefined contents.
     """
     spec = load_spec(config.model.name, config.data.vocab_size)
+    with refused_models():
+        check_attention(spec, config.model.attention)
+    set_attention(spec, config.model.attention)
     model = build_without_parameters(spec, _CPU)
     check_neighbours(model, spec, config.parallel)
     add_adapters(model, config.model, config.run.seed)
@@ -152,8 +167,8 @@ def _masks_without_modes() -> Iterator[None]:
 def _microbatch_loss(
     config: Config, spec: ModelSpec, model: torch.nn.Module, loss: LossFunction, pieces: SequencePieces | None
 ) -> torch.Tensor:
-    inputs, targets, positions = _arguments(config, pieces)
-    objective, balance = loss(model, inputs, targets, float(inputs.numel()), positions)
+    inputs, targets, positions, starts = _arguments(config, pieces)
+    objective, balance = loss(model, inputs, targets, float(inputs.numel()), positions, starts)
     if balance is None:
         return objective
     return objective + balance_coefficient(spec) / config.optim.accumulation * balance

@@ -10,12 +10,13 @@ from torch import nn
 
 from lamella._data.tokenizer import RunTokenizer, read_tokenizer
 from lamella._export.trained_run import TrainedRun, is_run, open_run, run_around
+from lamella._model.attention import inference_attention
 from lamella._model.lora import merged
 from lamella._model.spec import load_spec, outline
 from lamella._model.weights import pretrained_directory
 from lamella._settings.options import ConfigError, in_short
 from lamella_checkpoint import load
-from lamella_transformers import ModelSpec, build_without_parameters, materialise
+from lamella_transformers import ModelSpec, build_without_parameters, materialise, set_attention
 
 _DTYPES: Final = {"cpu": torch.float32, "cuda": torch.bfloat16}
 
@@ -86,6 +87,7 @@ def _model_of_run(run: TrainedRun, path: Path, device: torch.device) -> TrainedM
     folder = run.directory.model
     spec = load_spec(str(folder))
     outline(spec)  # which refuses a model whose adapter is not installed
+    set_attention(spec, inference_attention(run.config.model.attention, device.type))
     model = build_without_parameters(spec, device)
     for parameter in model.parameters():  # Not the buffers: transformers leaves rotary tables in fp32.
         parameter.data = parameter.data.to(_DTYPES[device.type])

@@ -6,6 +6,7 @@ from functools import partial, wraps
 from typing import Any, Final, Literal, NamedTuple, cast
 
 import torch
+import torch.nn.attention.varlen  # The operator of attention within documents is defined there.
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
@@ -26,6 +27,7 @@ SAVED_PRODUCTS: Final = (
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.torch_attn._varlen_attn.default,
 )
 """The operators whose outputs `selective` saves: matrix products and attention, most of a layer's time."""
 

@@ -27,6 +27,7 @@ from lamella_transformers import (
     flops_per_token,
     load_weights,
     materialise,
+    set_attention,
     use_kernels,
 )
 
@@ -98,9 +99,10 @@ def build(config: Config, folder: Path, device: torch.device) -> RunModel:
         device: The device of this rank.
 
     Effects: collective over all ranks. Allocates the shards alone. Kernels replace functions of transformers in the
-        whole process until `replacements.undo()`.
+        whole process until `replacements.undo()`; attention as `set_attention`.
     """
     spec = load_spec(str(folder))
+    set_attention(spec, config.model.attention)
     module = build_without_parameters(spec, device)
     flops = flops_per_token(module, spec, config.data.sequence_length)
     adapters = add_adapters(module, config.model, config.run.seed)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from lamella._model.activations import check_recompute
+from lamella._model.attention import check_attention
 from lamella._model.compilation import check_compiler
 from lamella._model.float8 import check_float8
 from lamella._model.kernels import check_kernels
@@ -89,6 +90,7 @@ def check_model(config: Config, *, has_checkpoint: bool) -> CheckedModel:
     check_recompute(units.modules, config.parallel)
     check_float8(units.modules, config.parallel)
     check_kernels(config.model, spec.model_type, config.parallel)
+    check_attention(config.model, spec, config.parallel)
     check_compiler(config.parallel)
     return CheckedModel(pretrained=pretrained, spec=spec, outline=model, checkpointed=checkpointed, units=units)
 

@@ -74,7 +74,8 @@ def is_long_to_compile(config: Config, model_type: str, packing: str) -> bool:
         and config.optim.steps >= _FEWEST_STEPS
         and packing != "none"
         and parallel.num_neighbours == 1
-        and (config.model.kernels, config.model.lora_rank, parallel.float8) == ("none", None, "no")
+        and (config.model.kernels, config.model.attention) == ("none", "auto")
+        and (config.model.lora_rank, parallel.float8) == (None, "no")
         and not (config.run.deterministic or config.run.sample or parallel.offload_activations)
     )
 

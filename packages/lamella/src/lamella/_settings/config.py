@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+from lamella._settings.attention import check_attention
 from lamella._settings.capture import check_capture
 from lamella._settings.context_parallel import check_context_parallel
 from lamella._settings.determinism import check_deterministic
@@ -41,6 +42,7 @@ class Config:
         check_context_parallel(self.data, self.parallel, self.run)
         check_tensor_parallel(self.model, self.optim, self.parallel)
         check_capture(self.data, self.optim, self.parallel)
+        check_attention(self.model, self.data, self.parallel)
         check_deterministic(self.run, self.model, self.parallel)
         _check_warmup(self.optim)
         _check_tokens(self.optim.batch_size, self.data.sequence_length)

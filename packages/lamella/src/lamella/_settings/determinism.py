@@ -21,6 +21,9 @@ def check_deterministic(run: RunConfig, model: ModelConfig, parallel: ParallelCo
 def _problems(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
     excluded = {
         f"--kernels {model.kernels}, whose kernels are not known to add in one order": model.kernels != "none",
+        f"--attention {model.attention}, whose kernels are not known to add in one order": (
+            model.attention not in ("auto", "eager", "sdpa")
+        ),
         "--compile, which chooses kernels by their time in each process": bool(parallel.compile),
     }
     return exclusions("--deterministic", excluded)

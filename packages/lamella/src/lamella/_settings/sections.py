@@ -5,6 +5,18 @@ from typing import Annotated, Final, Literal, NamedTuple
 
 from lamella._settings.options import Option
 
+Attention = Literal[
+    "auto",
+    "documents",
+    "eager",
+    "sdpa",
+    "flex_attention",
+    "flash_attention_2",
+    "flash_attention_3",
+    "flash_attention_4",
+]
+"""The implementation of a model's attention: transformers' names, and attention within documents."""
+
 Packing = Literal["documents", "stream", "none"]
 """How documents become the sequences of a batch."""
 
@@ -43,6 +55,13 @@ class ModelConfig:
         Literal["none", "liger"],
         Option("Library of fused kernels for the model's layers and loss: liger, on GPUs (lamella[kernels])."),
     ] = "none"
+    attention: Annotated[
+        Attention,
+        Option(
+            "Implementation of attention: transformers' choice (auto) or another by its name; or (documents) torch's "
+            "flash kernel within the documents of --packing documents, on GPUs in bf16."
+        ),
+    ] = "auto"
     lora_rank: Annotated[
         int | None,
         Option(

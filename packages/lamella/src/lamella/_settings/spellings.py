@@ -11,6 +11,9 @@ _OPTIONS: Final[Mapping[str, tuple[str, ...]]] = {
     "--lora-rank": ("lora-r", "lora", "use-lora", "use-peft", "peft", "adapter", "lora-dim"),
     "--lora-targets": ("lora-target-modules", "target-modules", "lora-target"),
     "--dora": ("use-dora",),
+    "--attention": ("attn-implementation", "attention-implementation", "attn-impl", "attention-backend"),
+    "--attention flash_attention_2": ("flash-attention", "flash-attn", "use-flash-attn", "use-flash-attention-2"),
+    "--attention sdpa": ("sdp-attention", "use-sdpa"),
     "--kernels liger": ("use-liger-kernel", "use-liger", "liger", "enable-liger-kernel"),
     "--data": ("dataset", "datasets", "dataset-name", "dataset-path", "train-file", "train-data", "data-path"),
     "--validation-data": (

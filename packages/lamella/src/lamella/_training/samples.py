@@ -14,7 +14,7 @@ from lamella._record.metrics import SampleRecord
 from lamella._record.run_directory import RunDirectory
 from lamella._settings.options import ConfigError, shown
 from lamella._settings.sections import RunConfig
-from lamella_transformers import ModelSpec, num_positions
+from lamella_transformers import ModelSpec, document_arguments, num_positions
 
 _PADDED_TO: Final = 64
 """Inputs are padded to a multiple of this, so that few shapes come up; no token sees the padding behind it."""
@@ -107,7 +107,8 @@ class Samples:
         length = -(-len(tokens) // _PADDED_TO) * _PADDED_TO
         padding = [self._tokenizer.end] * (min(length, self._num_positions or length) - len(tokens))
         inputs = torch.tensor([[*tokens, *padding]], device=self._rank.device)
-        logits = model(input_ids=inputs, use_cache=False).logits[0, len(tokens) - 1, : self._tokenizer.num_tokens]
+        output = model(**document_arguments(model, inputs, None), use_cache=False)
+        logits = output.logits[0, len(tokens) - 1, : self._tokenizer.num_tokens]
         if not self._run.sample_temperature:
             return int(logits.argmax())
         probabilities = torch.softmax(logits.double().cpu() / self._run.sample_temperature, 0)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from lamella._data.sources import TextSource, data_lines, read_text
 from lamella._model.weights import check_weights, weights_line
+from lamella._settings.attention import check_documents
 from lamella._settings.capture import check_capturable
 from lamella._settings.config import Config
 from lamella._settings.context_parallel import check_packing
@@ -54,6 +55,7 @@ def read(config: Config, run: CheckedRun, lines: list[str]) -> RunSources:
         without=run.directory.root,
     )
     check_packing(text.form.packing, config.parallel)
+    check_documents(text.form.packing, config.model)
     check_capturable(text.form.packing, config.parallel, has_answers=text.form.has_answers)
     lines += [
         f"data: {text.corpus.describe()}",

@@ -155,7 +155,8 @@ class Steps:
         """
         optim = self._config.optim
         torch.manual_seed(seed_of(self._config.run.seed, step, self._seed_index))
-        microbatches = [part.on_device(self._rank.device) for part in batch.microbatches(optim.accumulation)]
+        parts = batch.microbatches(optim.accumulation, has_starts=self._config.model.attention == "documents")
+        microbatches = [part.on_device(self._rank.device) for part in parts]
         # Gradients are averaged over ranks with unequal numbers of targets: a mean over all targets divides by
         # the targets of all ranks over the number of ranks with losses of their own, on each rank alike.
         mean_targets = num_targets / (self._share.num_shares * self._config.parallel.context_parallel)
@@ -194,8 +195,8 @@ class Steps:
         model = self._run_model.module
         assert isinstance(model, FSDPModule)
         model.set_requires_gradient_sync(is_last)
-        inputs, targets, positions = microbatch.arguments(self._run_model.pieces)
-        objective, balance = self._loss(model, inputs, targets, num_targets, positions)
+        inputs, targets, positions, starts = microbatch.arguments(self._run_model.pieces)
+        objective, balance = self._loss(model, inputs, targets, num_targets, positions, starts)
         loss = objective.detach()
         if balance is not None:  # a mean over the tokens of one microbatch
             coefficient = balance_coefficient(self._run_model.spec)

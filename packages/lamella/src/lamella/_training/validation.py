@@ -72,5 +72,6 @@ class Validation:
         indices = torch.cat([indices, indices[:1].expand(padding)])[index::count]
         weights = torch.cat([weights, weights.new_zeros(padding)])[index::count]
         for start in range(0, len(indices), share):
-            [batch] = sequences.batch(indices[start : start + share]).microbatches(1)
+            rows = sequences.batch(indices[start : start + share])
+            [batch] = rows.microbatches(1, has_starts=config.model.attention == "documents")
             yield batch, weights[start : start + share]
