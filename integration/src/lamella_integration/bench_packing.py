@@ -3,7 +3,8 @@
     python -m lamella_integration.bench_packing --model llama-1b --ranks 2 --steps 40 [options of lamella train]
 
 The set `pairs-350` is drawn from a seed: prompts with completions, of log-normal lengths with a median of 350 tokens
-together, in made-up words of a token each. A padded batch is as long as the longest document.
+together, in made-up words of a token each. A padded batch is as long as the longest document. `--packings documents`
+measures one way alone, for options that go with that way: `--attention documents`.
 """
 
 import argparse
@@ -58,6 +59,7 @@ def write_rows(file: Path, rows: Iterable[Mapping[str, object]]) -> None:
 def main() -> None:
     """Train with each way to pack, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--packings", nargs="+", choices=PACKINGS, default=PACKINGS)
     parser.add_argument("--model", default="llama-1b")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--batch-size", type=int, default=8)
@@ -71,7 +73,7 @@ def main() -> None:
         data = Path(folder, "pairs-350.jsonl")
         drawn = pairs(options.num_documents, MEDIAN_LENGTH * options.sequence_length // SEQUENCE_LENGTH)
         write_rows(data, ({"prompt": prompt, "completion": completion} for prompt, completion in drawn))
-        measured(PACKINGS, lambda packing: _row(packing, data, options, arguments), COLUMNS)
+        measured(options.packings, lambda packing: _row(packing, data, options, arguments), COLUMNS)
 
 
 def _row(packing: str, data: Path, options: argparse.Namespace, arguments: list[str]) -> PackingRow:
