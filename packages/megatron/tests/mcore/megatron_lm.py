@@ -36,10 +36,13 @@ def programs_on_cpu() -> Iterator[None]:
 
     `typing.override`, of Python 3.12, is typing_extensions'. A rank has a GPU by number alone, of an older
     architecture. The C++ index of datasets is not compiled.
+
+    Tokenizers, whose transformers takes each rank seconds to import, are imported here.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(patch.object(typing, "override", typing_extensions.override, create=True))
         importlib.import_module("megatron.training.training")
+        importlib.import_module("megatron.core.tokenizers.text")
         initialize = importlib.import_module("megatron.training.initialize")
 
         def put(owner: object, **attributes: object) -> None:

@@ -30,7 +30,10 @@ WITH_EXPERTS = (
 @pytest.fixture(scope="module", autouse=True)
 def programs(on_cpu: None) -> Iterator[None]:
     with megatron_lm.programs_on_cpu():
-        yield
+        # A shuffle of all 100000 mock documents, in sequences of 8 tokens, takes each rank a second.
+        mock = importlib.import_module("megatron.core.datasets.gpt_dataset").MockGPTLowLevelDataset
+        with patch.object(mock, "size", 1000):
+            yield
 
 
 def _run(script: str, arguments: list[str]) -> tuple[str, list[float], float]:

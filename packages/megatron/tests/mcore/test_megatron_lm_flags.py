@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import importlib
 import re
 from collections.abc import Iterator
@@ -52,18 +53,19 @@ def test_the_reference_has_each_flag_of_the_parser_and_no_other() -> None:
 
 
 def test_flags_are_refused_that_the_reference_says_are() -> None:
-    refused = {flag for flag, action in _flags().items() if _is_refused(action)}
+    args = megatron_lm.parsed(*SHARDED)
+    refused = {flag for flag, action in _flags().items() if _is_refused(copy.deepcopy(args), action)}
     by_the_wrapper = {"--init-model-with-meta-device"}  # by the parameters
     elsewhere = {"--use-torch-fsdp2"}  # makes another configuration
     assert refused | by_the_wrapper == {flag for flag, kind in _table().items() if kind == "refused"} - elsewhere
 
 
-def _is_refused(action: argparse.Action) -> bool:
+def _is_refused(args: Any, action: argparse.Action) -> bool:
+    """Whether the arguments are refused with another value of a flag."""
     from lamella_megatron._driver.optimizer import _REFUSED
     from lamella_megatron._model.configuration import check_options
 
     training = importlib.import_module("megatron.training.training")
-    args = megatron_lm.parsed(*SHARDED)
     if action.dest == "use_torch_fsdp2":
         return False
     setattr(args, action.dest, _another_value(action))
