@@ -14,7 +14,7 @@ from typing import Any
 from lamella_checkpoint import AsyncSaver
 from lamella_megatron import save_checkpoint
 
-FORMATS = ["fsdp_dtensor", "torch_dist"]
+FORMATS: list[Any] = ["fsdp_dtensor", "torch_dist"]
 
 
 @contextmanager
