@@ -12,6 +12,7 @@ import torch.distributed as dist
 from resuming import (
     World,
     assert_equal,
+    build,
     fill,
     load_and_save,
     make,
@@ -26,6 +27,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from lamella_engine import DDP, HFSDP, HSDP, ZERO1, ZERO2, ZERO3, ShardingOptions, fully_shard
 from lamella_megatron import fully_shard_model, load_checkpoint, save_checkpoint
 from lamella_testing import run_ranks
+
+Stages = list[tuple[Any, Any]]
+"""The stage of all parameters, and the stage of experts or None."""
 
 
 def _begin(world: World, kind: str, path: Path) -> list[float]:
@@ -48,21 +52,30 @@ def _resume(world: World, kind: str, path: Path) -> list[float]:
     return losses
 
 
+RESUMED = [
+    ("dense", World(4, tp=2), [World(2, tp=2)]),
+    ("gated", World(4, tp=2), [World(2), World(4, tp=4)]),
+    ("experts", World(4, tp=2, ep=2, etp=1), [World(2), World(4, ep=4)]),
+    ("gated", World(4, pp=2), [World(4, tp=2, pp=2)]),
+    ("tied", World(4, pp=2), [World(2), World(2, pp=2)]),
+    ("tied", World(2), [World(4, pp=2)]),
+    # On two stages gloo would mix up the interleaved schedule's messages to the next and to the last stage.
+    ("eight", World(4, pp=4, vp=2), [World(4, pp=4, vp=2)]),
+]
+FURTHER_RESUMED = [
+    ("dense", World(4, tp=2), [World(2), World(1)]),
+    ("dense", World(1), [World(4, tp=2), World(4, tp=4)]),
+    ("gated", World(4, tp=2), [World(4)]),
+    ("tied", World(4, tp=2), [World(2)]),
+    ("biases", World(4, tp=2), [World(2)]),
+    ("gated", World(4, pp=2), [World(2)]),
+    ("eight", World(4, pp=4, vp=2), [World(2)]),
+]
+
+
 @pytest.mark.parametrize(
     ("kind", "first", "others"),
-    [
-        ("dense", World(4, tp=2), [World(2), World(1), World(2, tp=2)]),
-        pytest.param("dense", World(1), [World(4, tp=2), World(4, tp=4)], marks=pytest.mark.slow),
-        ("gated", World(4, tp=2), [World(2), World(4), World(4, tp=4)]),
-        pytest.param("tied", World(4, tp=2), [World(2)], marks=pytest.mark.slow),
-        pytest.param("biases", World(4, tp=2), [World(2)], marks=pytest.mark.slow),
-        ("experts", World(4, tp=2, ep=2, etp=1), [World(2), World(4, ep=4)]),
-        ("gated", World(4, pp=2), [World(2), World(4, tp=2, pp=2)]),
-        ("tied", World(4, pp=2), [World(2), World(2, pp=2)]),
-        ("tied", World(2), [World(4, pp=2)]),
-        # On two stages gloo would mix up the interleaved schedule's messages to the next and to the last stage.
-        ("eight", World(4, pp=4, vp=2), [World(2), World(4, pp=4, vp=2)]),
-    ],
+    [*RESUMED, *(pytest.param(*case, marks=pytest.mark.slow) for case in FURTHER_RESUMED)],
     ids=str,
 )
 def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(
@@ -79,9 +92,9 @@ def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(
 @pytest.mark.parametrize(
     ("kind", "worlds"),
     [
-        ("gated", [World(4, tp=2), World(1), World(4, tp=4), World(3)]),
+        ("gated", [World(4, tp=2), World(4, tp=4), World(3)]),
         pytest.param("mtp", [World(4, tp=2), World(1)], marks=pytest.mark.slow),
-        ("hybrid", [World(4, tp=2), World(1), World(4, tp=4), World(3)]),
+        ("hybrid", [World(4, tp=2), World(1), World(4, tp=4)]),
         ("experts", [World(4, tp=2, ep=2, etp=2), World(2, ep=2), World(4, tp=2, ep=2, etp=1), World(1)]),
     ],
     ids=str,
@@ -100,69 +113,55 @@ def test_every_element_survives_any_change_of_ranks(tmp_path: Path, kind: str, w
         assert_equal(read(tmp_path / f"{index + 1}"), expected)
 
 
-def _save_in_stage(world: World, kind: str, path: Path, stage: Any, expert_stage: Any = None) -> None:
+def _save_in_stages(world: World, kind: str, path: Path, stages: Stages) -> None:
+    """Save from each stage in a directory of the stage's number, and once more from what was loaded."""
     from megatron.core.process_groups_config import ProcessGroupCollection
 
-    model = make(world, kind)
-    fill(model)
-    groups = ProcessGroupCollection.use_mpu_process_groups()
-    fully_shard_model(model, groups=groups, options=ShardingOptions(placements=stage), expert_stage=expert_stage)
-    optimizer = torch.optim.AdamW(model.parameters())
-    for parameter in model.parameters():
-        parameter.grad = torch.sin(100 * parameter.detach())
-    optimizer.step()
-    save_checkpoint(path / "0", model=model, optimizer=optimizer, groups=groups)
-    for slots in optimizer.state.values():
-        slots["exp_avg"].zero_()
-    with torch.no_grad():
+    for number, (stage, expert_stage) in enumerate(stages):
+        model = build(world, kind, seed=0) if number else make(world, kind)
+        fill(model)
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        fully_shard_model(model, groups=groups, options=ShardingOptions(placements=stage), expert_stage=expert_stage)
+        optimizer = torch.optim.AdamW(model.parameters())
         for parameter in model.parameters():
-            parameter.zero_()
-    load_checkpoint(path / "0", model=model, optimizer=optimizer, groups=groups)
-    save_checkpoint(path / "1", model=model, optimizer=optimizer, groups=groups)
-
-
-EXPERTS = "experts", World(4, tp=2, ep=2, etp=1)
-OVER_TWO_AXES = (HFSDP, ZERO3), "gated", World(4, instances=2)
-OVER_THREE_AXES = (HFSDP, ZERO3), "gated", World(8, tp=2, instances=2)
-EXPERTS_OVER_TWO_AXES = (HFSDP, ZERO3), "experts", World(4, ep=2, instances=2)
+            parameter.grad = torch.sin(100 * parameter.detach())
+        optimizer.step()
+        saved = path / f"{number}"
+        save_checkpoint(saved / "0", model=model, optimizer=optimizer, groups=groups)
+        for slots in optimizer.state.values():
+            slots["exp_avg"].zero_()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        load_checkpoint(saved / "0", model=model, optimizer=optimizer, groups=groups)
+        save_checkpoint(saved / "1", model=model, optimizer=optimizer, groups=groups)
 
 
 @pytest.mark.parametrize(
-    ("stage", "kind", "world"),
+    ("kind", "world", "stages"),
     [
-        (DDP, *EXPERTS),
-        (ZERO1, *EXPERTS),
-        (ZERO2, *EXPERTS),
-        OVER_TWO_AXES,
-        OVER_THREE_AXES,
-        EXPERTS_OVER_TWO_AXES,
+        ("experts", World(4, tp=2, ep=2, etp=1), [(DDP, None), (ZERO1, None), (ZERO2, None), (ZERO3, DDP)]),
+        ("gated", World(4, instances=2), [((HFSDP, ZERO3), None), ((HSDP, ZERO1), None)]),
+        ("gated", World(8, tp=2, instances=2), [((HFSDP, ZERO3), None)]),
+        ("experts", World(4, ep=2, instances=2), [((HFSDP, ZERO3), None), ((HSDP, ZERO1), (HFSDP, ZERO3))]),
+        pytest.param(
+            *("experts", World(8, ep=2, etp=2, instances=2), [((HSDP, ZERO1), (HFSDP, ZERO3))]),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=str,
 )
 def test_every_stage_saves_and_loads_what_full_sharding_does(
-    tmp_path: Path, stage: Any, kind: str, world: World
+    tmp_path: Path, kind: str, world: World, stages: Stages
 ) -> None:
-    on_rank_zero(world, _save_in_stage, kind, tmp_path, stage)
-    on_rank_zero(replace(world, instances=1), save_random, kind, tmp_path / "full")
-    assert_equal(read(tmp_path / "0"), read(tmp_path / "full"))
-    assert_equal(read(tmp_path / "1"), read(tmp_path / "full"))
-
-
-@pytest.mark.parametrize(
-    ("stage", "expert_stage", "world"),
-    [
-        (ZERO3, DDP, World(4, tp=2, ep=2, etp=1)),
-        ((HSDP, ZERO1), (HFSDP, ZERO3), World(8, ep=2, etp=2, instances=2)),
-    ],
-    ids=str,
-)
-def test_experts_in_a_stage_of_their_own_are_saved_as_fully_sharded(
-    tmp_path: Path, stage: Any, expert_stage: Any, world: World
-) -> None:
-    on_rank_zero(world, _save_in_stage, "experts", tmp_path, stage, expert_stage)
-    on_rank_zero(replace(world, instances=1), save_random, "experts", tmp_path / "full")
-    assert_equal(read(tmp_path / "0"), read(tmp_path / "full"))
-    assert_equal(read(tmp_path / "1"), read(tmp_path / "full"))
+    """Of all parameters, and of experts in a stage of their own."""
+    on_rank_zero(world, _save_in_stages, kind, tmp_path, stages)
+    one_instance = replace(world, num_ranks=world.num_ranks // world.instances, instances=1)
+    on_rank_zero(one_instance, save_random, kind, tmp_path / "full")
+    expected = read(tmp_path / "full")
+    for number in range(len(stages)):
+        for saved in ("0", "1"):
+            assert_equal(read(tmp_path / f"{number}" / saved), expected)
 
 
 def _save_replicated(world: World, kind: str, path: Path) -> None:

@@ -34,6 +34,14 @@ def _refused(world: World, kind: str, path: Path, options: dict[str, Any]) -> tu
     return type(error.value).__name__, str(error.value)
 
 
+@pytest.fixture(scope="module")
+def gated(on_cpu: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of two tensor-parallel ranks."""
+    path = tmp_path_factory.mktemp("gated") / "saved"
+    on_rank_zero(World(2, tp=2), save_random, "gated", path)
+    return path
+
+
 @pytest.mark.parametrize(
     ("kind", "difference"),
     [
@@ -42,16 +50,15 @@ def _refused(world: World, kind: str, path: Path, options: dict[str, Any]) -> tu
         ("dense", "model.decoder.layers.0.mlp.linear_fc1.weight: (96, 32) in the checkpoint, (128, 32) here"),
     ],
 )
-def test_another_models_checkpoint_is_refused_with_all_differences(tmp_path: Path, kind: str, difference: str) -> None:
-    on_rank_zero(World(4, tp=2), save_random, "gated", tmp_path)
-    error, message = on_rank_zero(World(2), _refused, kind, tmp_path, {})
+def test_another_models_checkpoint_is_refused_with_all_differences(gated: Path, kind: str, difference: str) -> None:
+    error, message = on_rank_zero(World(2), _refused, kind, gated, {})
     assert error == "CheckpointMismatch"
     assert difference in message
     assert "pass strict=False" in message
 
 
 def test_another_number_of_writing_ranks_than_the_checkpoint_tells_is_refused(tmp_path: Path) -> None:
-    on_rank_zero(World(4, tp=2), save_random, "hybrid", tmp_path)
+    on_rank_zero(World(2, tp=2), save_random, "hybrid", tmp_path)
     error, message = on_rank_zero(World(2), _refused, "hybrid", tmp_path, {"tensor_parallel_size": 4})
     assert error == "ValueError"
     assert f"number of ranks that wrote {str(tmp_path)!r} (2, as its files tell), got 4. Leave it out." in message

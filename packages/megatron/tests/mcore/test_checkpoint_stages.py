@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from resuming import World, assert_equal, on_rank_zero, read, save_random, sharded, sharded_chunks
+from background import FORMATS
+from resuming import World, adamw, assert_equal, on_rank_zero, read, save_random, sharded, sharded_chunks
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -23,61 +23,49 @@ def _local(parameter: nn.Parameter) -> torch.Tensor:
 
 
 def _load_and_save(world: World, kind: str, path: Path, again: Path) -> None:
-    """Read into a stage with zeros, and write what was read."""
-    chunks, optimizer = sharded_chunks(world, kind)
+    """Read each format into a stage with zeros, and write what was read."""
+    chunks, _ = sharded_chunks(world, kind)
     named = [item for chunk in chunks for item in chunk.named_parameters()]
-    with torch.no_grad():
-        for _, parameter in named:
-            parameter.zero_()
-    load_checkpoint(path, model=chunks, optimizer=optimizer)
-    save_checkpoint(again, model=chunks, optimizer=optimizer)
-    # The last stage's copy of the embedding, which nothing saves, has been read too.
-    copies = [parameter for name, parameter in named if name == "output_layer.weight"]
-    assert all(copy.detach().abs().sum() > 0 and optimizer.state[copy]["exp_avg"].abs().sum() > 0 for copy in copies)
-
-
-GATED = "gated", [World(4, tp=2, pp=2), World(4, pp=2), World(2)]
-TIED = "tied", [World(2, pp=2), World(1), World(4, pp=4)]
-VIRTUAL = "tied", [World(4, pp=2, vp=2), World(1), World(2, pp=2)]
-VIRTUAL_HYBRID = "hybrid", [World(2, pp=2, vp=2), World(2, pp=2)]
-HYBRID = "hybrid", [World(4, tp=2, pp=2), World(1)]
-PREDICTION = "mtp", [World(2, pp=2), World(1)]
-EXPERTS = "experts", [World(4, ep=2, pp=2), World(2, pp=2), World(2, ep=2)]
+    for form in FORMATS:
+        with torch.no_grad():
+            for _, parameter in named:
+                _local(parameter).zero_()
+        optimizer = adamw(*chunks)
+        load_checkpoint(path / form, model=chunks, optimizer=optimizer)
+        save_checkpoint(again / form, model=chunks, optimizer=optimizer)
+        # The last stage's copy of the embedding, which nothing saves, has been read too.
+        copies = [parameter for name, parameter in named if name == "output_layer.weight"]
+        assert all(
+            copy.detach().abs().sum() > 0 and optimizer.state[copy]["exp_avg"].abs().sum() > 0 for copy in copies
+        )
 
 
 @pytest.mark.parametrize(
-    ("form", "kind", "worlds"),
+    ("kind", "worlds"),
     [
-        ("fsdp_dtensor", *GATED),
-        ("fsdp_dtensor", *TIED),
-        ("fsdp_dtensor", *VIRTUAL),
-        ("fsdp_dtensor", *VIRTUAL_HYBRID),
-        ("fsdp_dtensor", *HYBRID),
-        ("fsdp_dtensor", *PREDICTION),
-        pytest.param("fsdp_dtensor", *EXPERTS, marks=pytest.mark.slow),
-        pytest.param("torch_dist", *GATED, marks=pytest.mark.slow),
-        ("torch_dist", *TIED),
-        ("torch_dist", *VIRTUAL),
-        pytest.param("torch_dist", *VIRTUAL_HYBRID, marks=pytest.mark.slow),
-        ("torch_dist", *HYBRID),
-        pytest.param("torch_dist", *EXPERTS, marks=pytest.mark.slow),
+        ("gated", [World(4, tp=2, pp=2), World(4, pp=2), World(2)]),
+        ("tied", [World(2, pp=2), World(1), World(4, pp=4)]),
+        ("tied", [World(4, pp=2, vp=2), World(1), World(2, pp=2)]),
+        ("hybrid", [World(2, pp=2, vp=2), World(2, pp=2)]),
+        ("hybrid", [World(4, tp=2, pp=2), World(1)]),
+        ("mtp", [World(2, pp=2), World(1)]),
+        pytest.param("experts", [World(4, ep=2, pp=2), World(2, pp=2), World(2, ep=2)], marks=pytest.mark.slow),
     ],
     ids=str,
 )
-def test_stages_save_what_one_stage_does_and_read_it_on_others(
-    tmp_path: Path, form: Any, kind: str, worlds: list[World]
-) -> None:
+def test_stages_save_what_one_stage_does_and_read_it_on_others(tmp_path: Path, kind: str, worlds: list[World]) -> None:
     first = worlds[0]
     one = replace(first, num_ranks=first.num_ranks // first.pp, pp=1, vp=None)
-    on_rank_zero(one, save_random, kind, tmp_path / "one", form)
-    on_rank_zero(first, save_random, kind, tmp_path / "0", form)
-    assert_equal(read(tmp_path / "0"), read(tmp_path / "one"))
-    on_rank_zero(one, save_random, kind, tmp_path / "expected")
-    expected = read(tmp_path / "expected")
+    on_rank_zero(one, save_random, kind, tmp_path / "one", FORMATS)
+    on_rank_zero(first, save_random, kind, tmp_path / "0", FORMATS)
+    for form in FORMATS:
+        assert_equal(read(tmp_path / "0" / form), read(tmp_path / "one" / form))
+    expected = read(tmp_path / "one" / "fsdp_dtensor")
     assert any(name.endswith("exp_avg_sq") for name in expected)
     for i, world in enumerate(worlds):
         on_rank_zero(world, _load_and_save, kind, tmp_path / "0", tmp_path / f"again {i}")
-        assert_equal(read(tmp_path / f"again {i}"), expected)
+        for form in FORMATS:
+            assert_equal(read(tmp_path / f"again {i}" / form), expected)
 
 
 def _refused(world: World, kind: str, path: Path) -> str:
