@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.tensor import DTensor
 
+import lamella_optim
 from lamella_convert import open_checkpoint
 from lamella_engine import FSDPModule
 from lamella_engine.extending import unit_of
@@ -74,25 +75,33 @@ def _sharded(layout: Layout, kind: str, groups: str | None) -> nn.Module:
     return fully_shard_model(make_model(kind, layout), layer_groups=groups)
 
 
-def _saved(kind: str, path: Path, of_units: str | None, groups: str | None, form: Form) -> dict[str, torch.Tensor]:
-    """A checkpoint with the names of some groups, of a model with units of others; and the weights."""
+def _saved(kind: str, path: Path, of_units: str | None, groups: str | None, *forms: Form) -> dict[str, torch.Tensor]:
+    """Checkpoints in the path, by form, with the names of some groups, of a model with units of others; the weights."""
     model = _sharded(Layout(num_ranks=2, ep=2 if "E" in kind else 1), kind, of_units)
+    lamella_optim.install()
     optimizer = torch.optim.AdamW(model.parameters())
     for parameter in model.parameters():
         parameter.grad = torch.cos(100 * parameter.detach())
     optimizer.step()
-    save_checkpoint(path, model=model, optimizer=optimizer, format=form, layer_groups=groups)
+    for form in forms:
+        save_checkpoint(path / form, model=model, optimizer=optimizer, format=form, layer_groups=groups)
     return _tensors(model, optimizer)
 
 
-def _loaded(kind: str, path: Path, of_units: str | None, groups: str | None) -> dict[str, torch.Tensor]:
+def _loaded(
+    kind: str, path: Path, of_units: str | None, groups: str | None, *forms: Form
+) -> list[dict[str, torch.Tensor]]:
+    """What each of the forms holds."""
     model = _sharded(Layout(num_ranks=2, ep=2 if "E" in kind else 1), kind, of_units)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-    optimizer = torch.optim.AdamW(model.parameters())
-    load_checkpoint(path, model=model, optimizer=optimizer, layer_groups=groups)
-    return _tensors(model, optimizer)
+    loaded = []
+    for form in forms:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        optimizer = torch.optim.AdamW(model.parameters())
+        load_checkpoint(path / form, model=model, optimizer=optimizer, layer_groups=groups)
+        loaded.append({name: tensor.clone() for name, tensor in _tensors(model, optimizer).items()})
+    return loaded
 
 
 def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
@@ -104,7 +113,6 @@ def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, to
     return tensors
 
 
-@pytest.mark.parametrize("form", get_args(Form))
 @pytest.mark.parametrize(
     ("kind", "of_units", "groups", "of_other_units"),
     [
@@ -116,21 +124,23 @@ def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, to
     ],
 )
 def test_checkpoints_open_whatever_groups_the_units_have(
-    tmp_path: Path, form: Form, kind: str, of_units: str | None, groups: str | None, of_other_units: str | None
+    tmp_path: Path, kind: str, of_units: str | None, groups: str | None, of_other_units: str | None
 ) -> None:
-    expected = run_ranks(_saved, 2, kind, tmp_path / "saved", of_units, groups, form)
-    loaded = run_ranks(_loaded, 2, kind, tmp_path / "saved", of_other_units, groups)
-    _assert_same(loaded, expected)
-    stored = open_checkpoint(tmp_path / "saved").tensors
-    numbers = {int(match[1]) for name in stored if (match := re.search(r"decoder\.layers\.(\d+)\.", name))}
-    assert numbers == set(range(len(parse_pattern(groups or kind).groups)))
+    forms = get_args(Form)
+    expected = run_ranks(_saved, 2, kind, tmp_path, of_units, groups, *forms)
+    _assert_same(run_ranks(_loaded, 2, kind, tmp_path, of_other_units, groups, *forms), expected)
+    for form in forms:
+        stored = open_checkpoint(tmp_path / form).tensors
+        numbers = {int(match[1]) for name in stored if (match := re.search(r"decoder\.layers\.(\d+)\.", name))}
+        assert numbers == set(range(len(parse_pattern(groups or kind).groups)))
 
 
-def _assert_same(loaded: list[dict[str, torch.Tensor]], expected: list[dict[str, torch.Tensor]]) -> None:
-    for one, other in zip(loaded, expected, strict=True):
-        assert one.keys() == other.keys()
-        assert all(tensor.any() for name, tensor in other.items() if name.endswith("exp_avg"))
-        assert all(torch.equal(one[name], other[name]) for name in one)
+def _assert_same(loaded: list[list[dict[str, torch.Tensor]]], expected: list[dict[str, torch.Tensor]]) -> None:
+    for of_forms, of_rank in zip(loaded, expected, strict=True):
+        assert all(tensor.any() for name, tensor in of_rank.items() if name.endswith("exp_avg"))
+        for tensors in of_forms:
+            assert tensors.keys() == of_rank.keys()
+            assert all(torch.equal(tensors[name], of_rank[name]) for name in tensors)
 
 
 def _stored_names(path: Path) -> list[str]:
@@ -139,17 +149,17 @@ def _stored_names(path: Path) -> list[str]:
 
 
 def test_checkpoints_for_stacks_of_stacks_have_their_names(tmp_path: Path) -> None:
-    run_ranks(_saved, 2, "*E*E", tmp_path / "nested", None, "[*E][*E]", "fsdp_dtensor")
-    names = _stored_names(tmp_path / "nested")
+    run_ranks(_saved, 2, "*E*E", tmp_path, None, "[*E][*E]", "fsdp_dtensor")
+    names = _stored_names(tmp_path / "fsdp_dtensor")
     assert any(".decoder.layers.1.layers.0.self_attention." in name for name in names)
     assert any(".decoder.layers.1.layers.1.mlp." in name for name in names)
     assert not any(re.search(r"decoder\.layers\.[23]\.", name) for name in names)
 
 
 def test_a_group_with_two_layers_of_a_kind_has_nested_names(tmp_path: Path) -> None:
-    expected = run_ranks(_saved, 2, "M*M*", tmp_path / "nested", None, "[M*M]*", "fsdp_dtensor")
-    assert any(".decoder.layers.0.layers.2.mixer." in name for name in _stored_names(tmp_path / "nested"))
-    _assert_same(run_ranks(_loaded, 2, "M*M*", tmp_path / "nested", "M[*M]*", "[M*M]*"), expected)
+    expected = run_ranks(_saved, 2, "M*M*", tmp_path, None, "[M*M]*", "fsdp_dtensor")
+    assert any(".decoder.layers.0.layers.2.mixer." in name for name in _stored_names(tmp_path / "fsdp_dtensor"))
+    _assert_same(run_ranks(_loaded, 2, "M*M*", tmp_path, "M[*M]*", "[M*M]*", "fsdp_dtensor"), expected)
 
 
 def test_keys_of_torch_dist_have_a_groups_number_alone(tmp_path: Path) -> None:
