@@ -50,7 +50,7 @@ def test_a_wrapped_model_steps_by_its_optimizer() -> None:
 def test_megatron_cores_driver_overlaps(kind: str, groups: str | None, delays: bool, strategy: str) -> None:
     from lamella_testing.megatron import ddp_config
 
-    def on_each_rank(overlaps: bool, delays: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
+    def train(overlaps: bool, delays: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
         from megatron.core.distributed import finalize_model_grads
         from megatron.core.optimizer import OptimizerConfig
 
@@ -73,8 +73,14 @@ def test_megatron_cores_driver_overlaps(kind: str, groups: str | None, delays: b
             losses += [record["loss"].item() for record in stored]
         return losses, {name: p.detach().full_tensor() for name, p in module.named_parameters()}
 
-    expected = run_ranks(on_each_rank, 2, False, False)  # without a schedule the driver calls no backward_dw
-    trained = run_ranks(on_each_rank, 2, True, delays)
-    for (losses, weights), (other_losses, other_weights) in zip(expected, trained, strict=True):
-        assert losses == other_losses
-        assert all(torch.equal(weight, other_weights[name]) for name, weight in weights.items())
+    def on_each_rank() -> None:
+        from megatron.core import parallel_state
+
+        losses, weights = train(overlaps=True, delays=delays)
+        parallel_state.destroy_model_parallel()
+        # Without a schedule the driver calls no backward_dw.
+        expected_losses, expected_weights = train(overlaps=False, delays=False)
+        assert losses == expected_losses
+        assert all(torch.equal(weight, expected_weights[name]) for name, weight in weights.items())
+
+    run_ranks(on_each_rank, 2)
