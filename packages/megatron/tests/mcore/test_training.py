@@ -260,9 +260,11 @@ def test_adam_takes_one_kernel_for_all_parameters() -> None:
 def test_megatron_cores_optimizer_steps_as_ours_to_the_bit() -> None:
     # Its own clipping asks for CUDA tensors.
     optim = {"optimizer": "adam", "lr": 0.01, "clip_grad": 0.0, "use_distributed_optimizer": True, "bf16": True}
-    theirs = run_ranks(partial(_train, optim=optim, make=_theirs, tp=2), 4)
-    ours = run_ranks(partial(_train, optim=optim, make=_ours_by_the_same_kernels, tp=2), 4)
-    for one, other in zip(theirs, ours, strict=True):
+
+    def on_each_rank() -> list[Trained]:
+        return [_train(optim=optim, make=make, tp=2) for make in (_theirs, _ours_by_the_same_kernels)]
+
+    for one, other in run_ranks(on_each_rank, 4):
         assert one[0] == other[0]
         for name, weight in one[3].items():
             torch.testing.assert_close(weight, other[3][name], rtol=0, atol=0, msg=name)
@@ -537,7 +539,7 @@ def test_a_run_over_tensor_and_expert_parallel_ranks_goes_on_over_others(
             losses = []
             for batches in BATCHES[:2]:
                 optimizer.zero_grad()
-                loss = _step(model, module.config, batches)
+                loss = _step(model, module.config, batches[:1])
                 losses.append((float(loss), float(optimizer.step()[1])))
             return losses
 
@@ -636,18 +638,26 @@ def _name_in_the_whole(module: Any, name: str) -> str:
     )
 
 
+@cache
+def _on_one_stage(is_tied: bool) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+    [trained] = run_ranks(partial(_train_stages, 1, None, is_tied=is_tied), 1)
+    return trained
+
+
 @pytest.mark.parametrize(
-    ("num_ranks", "pp", "chunks"),
+    ("num_ranks", "pp", "chunks", "is_tied"),
     [
-        pytest.param(2, 2, None, id="1F1B"),
-        pytest.param(4, 2, None, id="sharded"),
+        pytest.param(2, 2, None, False, id="1F1B"),
+        pytest.param(4, 2, None, True, id="sharded, tied"),
         # On two stages gloo would mix up the messages to the next and to the last stage: both are the other rank.
-        pytest.param(4, 4, 2, id="interleaved"),
+        pytest.param(4, 4, 2, False, id="interleaved"),
+        pytest.param(4, 4, 2, True, id="interleaved, tied"),
+        pytest.param(2, 2, None, True, id="1F1B, tied", marks=pytest.mark.slow),
+        pytest.param(4, 2, None, False, id="sharded", marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("is_tied", [False, True], ids=["", "tied"])
 def test_pipeline_stages_train_as_one_stage(num_ranks: int, pp: int, chunks: int | None, is_tied: bool) -> None:
-    [(losses, norms, weights)] = run_ranks(partial(_train_stages, 1, None, is_tied=is_tied), 1)
+    losses, norms, weights = _on_one_stage(is_tied)
     got = run_ranks(partial(_train_stages, pp, chunks, is_tied=is_tied), num_ranks)
     torch.testing.assert_close(got[-1][0], losses, rtol=1e-5, atol=1e-6)
     for _, trained, stages in got:
