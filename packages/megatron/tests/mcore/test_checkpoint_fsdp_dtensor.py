@@ -106,7 +106,7 @@ def _save_fsdp(world: World, kind: str, path: Path) -> None:
     ("kind", "first", "other"),
     [
         ("gated", World(4, tp=2), World(4, tp=2)),
-        ("gated", World(1), World(4, tp=4)),
+        pytest.param("gated", World(1), World(4, tp=4), marks=pytest.mark.slow),
         ("biases", World(2), World(4, tp=2)),
     ],
     ids=str,

@@ -112,8 +112,8 @@ def test_queries_and_keys_are_normed_as_by_the_kernel_of_transformers() -> None:
     ("kind", "world"),
     [
         ("dense", World(2)),
-        ("dense", World(4, tp=2)),
-        ("moe", World(2)),
+        pytest.param("dense", World(4, tp=2), marks=pytest.mark.slow),
+        pytest.param("moe", World(2), marks=pytest.mark.slow),
         ("moe", World(4, tp=2)),
         ("moe", World(4, tp=2, ep=2, etp=1)),
     ],
