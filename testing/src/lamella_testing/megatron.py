@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import os
 import queue
 import warnings
 from collections.abc import Callable, Iterator
@@ -83,7 +84,8 @@ def megatron_on_cpu() -> Iterator[None]:
     NCCL's do. Attention takes keys and values of different widths, as Transformer Engine's does. Norms are torch's,
     with sequence parallelism's mark. Mamba layers run as in `mamba_by_torch`, gated delta nets as in
     `gated_delta_nets_by_torch`. Saves start no process, and ask no psutil. Functions that megatron-core compiles
-    run as they are written: each rank would compile them anew.
+    run as they are written: each rank would compile them anew. Ranks connect to the ranks of a group when they first
+    send to them: few of the 60 groups of `parallel_state` are ever used.
     """
     with warnings.catch_warnings():
         # Warnings about each fused library that is missing, and about deprecated names of torch.
@@ -128,6 +130,7 @@ def megatron_on_cpu() -> Iterator[None]:
         put(files, get_write_results_queue=_results_of_threads, _process_memory=lambda: 0)
         stack.enter_context(mamba_by_torch())
         stack.enter_context(gated_delta_nets_by_torch())
+        stack.enter_context(patch.dict(os.environ, {"TORCH_GLOO_LAZY_INIT": "1"}))
         yield
 
 
