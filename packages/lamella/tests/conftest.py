@@ -1,5 +1,6 @@
 """A tiny model, a little real text, and training in forked ranks."""
 
+import gc
 import importlib
 import inspect
 import json
@@ -9,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ import torch.distributed as dist
 from hypothesis import settings
 from trained_runs import Run, TrainOn
 
+from lamella._estimate.api import estimate_run
 from lamella._processes.placement import Rank, place
 from lamella._record.metrics import StepRecord, ValidationRecord, read
 from lamella._settings.config import Config, resolve
@@ -166,12 +169,26 @@ def family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.syspath_prepend(str(tmp_path / "site"))
 
 
+@pytest.fixture
+def estimated_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Estimate settings once for all searches of a test."""
+    monkeypatch.setattr("lamella._estimate.recorded_options.estimate_run", cache(estimate_run))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _interruptible() -> Iterator[None]:
     """Let Ctrl-C interrupt this process and its children; a background job of a shell is born deaf to Ctrl-C."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _imports_outlive_collections() -> Iterator[None]:
+    """Leave imported objects out of collections: an estimate has two, of 0.35 s each with these objects."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -56,6 +56,7 @@ def test_the_command_prints_and_writes_the_files_of_its_options_alone(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "step.svg"]
 
 
+@pytest.mark.usefixtures("estimated_once")
 def test_options_are_refused_where_none_fit_and_else_the_fastest_that_fit(model: Path) -> None:
     config = config_of(model)
     with pytest.raises(ConfigError, match=r"Expected --memory of at least 1GiB, which .* got 1.00 MiB"):

@@ -12,7 +12,7 @@ from lamella.cli import main
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     path = tmp_path / "config.json"
-    path.write_text(json.dumps(TINY_LLAMA))
+    path.write_text(json.dumps({**TINY_LLAMA, "num_hidden_layers": 1}))
     return path
 
 

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -40,7 +41,10 @@ def _works(model: Path, *, ranks: int = 4, optim: dict[str, object] | None = Non
         "optim": {"batch_size": 2 * ranks, "lr": 1e-3, **(optim or {})},
         "parallel": {"ranks": ranks, **parallel},
     }
-    return record_works(placed(resolve(settings))).works
+    return _recorded(placed(resolve(settings))).works
+
+
+_recorded = cache(record_works)
 
 
 def _layer_nbytes(works: list[Work], kind: WorkKind) -> list[int]:
