@@ -35,6 +35,7 @@ def test_the_command_trains_and_run_again_resumes(
         lines[-5:-1], ["checkpoints/step_00000003", "loss.png", "report.html", "metrics.jsonl"], strict=True
     ):
         assert line.endswith(str(tmp_path / "run" / path)) and (tmp_path / "run" / path).exists()
+    assert (tmp_path / "run" / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert lines[-6].startswith("validation: ") and "% of the first" in lines[-6]
     assert lines[-1] == f'next: lamella export {tmp_path / "run"}, or lamella generate {tmp_path / "run"} "..."'
 

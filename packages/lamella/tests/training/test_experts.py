@@ -63,8 +63,7 @@ def test_losses_are_those_without_the_option(plain: Run, spread: Run) -> None:
 
 
 OPTIONS: Mapping[str, Mapping[str, Any]] = {
-    "stage-1": {"stage": 1},
-    "recompute": {"recompute": "full", "offload_activations": True},
+    "stage-1, recompute": {"stage": 1, "recompute": "full", "offload_activations": True},
     "rest": {"rest": "cpu", "keep_budget": "1MiB"},
 }
 

@@ -37,11 +37,9 @@ def plain(shared_config: Config, train: TrainOn) -> Run:
 
 EXACT: dict[str, dict[str, Any]] = {
     "recompute-offload": {"recompute": "full", "offload_activations": True},
-    "selective": {"recompute": "selective"},
-    "one layer": {"recompute": "full", "recompute_layers": 1},
+    "stage-2, selective": {"stage": 2, "recompute": "selective"},
+    "stage-1, one layer": {"stage": 1, "recompute": "full", "recompute_layers": 1},
     "rest-keep": {"rest": "cpu", "keep_budget": "1MiB"},
-    "stage-2": {"stage": 2},
-    "stage-1": {"stage": 1},
 }
 
 

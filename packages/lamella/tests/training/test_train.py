@@ -42,94 +42,87 @@ def in_folder(config: Config, name: str) -> Config:
     return replace(config, run=replace(config.run, directory=str(root / name)))
 
 
-def test_losses_do_not_depend_on_the_number_of_ranks(config: Config, train: TrainOn) -> None:
-    one = train(in_folder(config, "one"), 1)
-    assert len(one.losses) == 6 and one.losses[6] < one.losses[1] - 0.1
-    for num_ranks in (2, 4):
-        run = train(in_folder(config, f"ranks-{num_ranks}"), num_ranks)
-        assert run.losses == pytest.approx(one.losses, rel=1e-5)
-        assert run.validations == pytest.approx(one.validations, rel=1e-5)
-
-
-def test_microbatches_add_up_to_the_batch(config: Config, train: TrainOn) -> None:
-    unsplit = train(in_folder(config, "whole"), 2)
-    split = replace(in_folder(config, "split"), optim=replace(config.optim, accumulation=4))
-    assert train(split, 2).losses == pytest.approx(unsplit.losses, rel=1e-5)
-
-
-def test_the_first_loss_is_that_of_guessing(config: Config, train: TrainOn) -> None:
-    run = train(config, 2)
-    assert run.losses[1] == pytest.approx(math.log(300), rel=0.02)
-    metrics = json.loads((run.directory.model / "config.json").read_text())
-    assert metrics["vocab_size"] == 300
-
-
-def test_a_resumed_run_equals_an_uninterrupted_one_on_any_number_of_ranks(config: Config, train: TrainOn) -> None:
-    config = replace(config, run=replace(config.run, checkpoint_interval=3))
-    uninterrupted = train(in_folder(config, "whole"), 2)
-    for num_ranks, tolerance in ((2, 1e-7), (1, 1e-5), (4, 1e-5)):
-        shutil.copytree(
-            uninterrupted.directory.root, resumed := uninterrupted.directory.root.with_name(f"resumed-{num_ranks}")
-        )
-        shutil.rmtree(resumed / "checkpoints" / "step_00000006")
-        run = train(in_folder(config, resumed.name), num_ranks)
-        assert run.losses == pytest.approx(uninterrupted.losses, rel=tolerance)
-        assert run.validations == pytest.approx(uninterrupted.validations, rel=tolerance)
-        steps = [record.step for record in read(run.directory.metrics)]
-        assert steps == sorted(steps)  # Records after the checkpoint have been dropped.
-
-
-def test_a_run_that_goes_on_keeps_its_history(config: Config, train: TrainOn) -> None:
-    short = replace(config, optim=replace(config.optim, steps=3))
-    assert sorted(train(short, 2).losses) == [1, 2, 3]
-    assert sorted(train(config, 2).losses) == [1, 2, 3, 4, 5, 6]
-
-
-def test_bfloat16_compute_stays_close_to_float32(config: Config, train: TrainOn) -> None:
-    exact = train(in_folder(config, "fp32"), 2)
-    rounded = replace(in_folder(config, "bf16"), parallel=replace(config.parallel, precision="bf16"))
-    run = train(rounded, 2)
-    assert run.losses != exact.losses
-    assert run.losses == pytest.approx(exact.losses, rel=0.01)  # bfloat16 has 8 bits.
-
-
 @pytest.fixture(scope="module")
 def exact(shared_config: Config, train: TrainOn) -> Run:
     """A run in fp32 with a further checkpoint on the way, written by a process beside each rank."""
     return train(replace(shared_config, run=replace(shared_config.run, checkpoint_interval=3)), 2)
 
 
+@pytest.mark.parametrize("num_ranks", [1, 4])
+def test_losses_do_not_depend_on_the_number_of_ranks(
+    config: Config, exact: Run, train: TrainOn, num_ranks: int
+) -> None:
+    assert len(exact.losses) == 6 and exact.losses[6] < exact.losses[1] - 0.1
+    run = train(config, num_ranks)
+    assert run.losses == pytest.approx(exact.losses, rel=1e-5)
+    assert run.validations == pytest.approx(exact.validations, rel=1e-5)
+
+
+def test_microbatches_add_up_to_the_batch(config: Config, exact: Run, train: TrainOn) -> None:
+    split = replace(config, optim=replace(config.optim, accumulation=4))
+    assert train(split, 2).losses == pytest.approx(exact.losses, rel=1e-5)
+
+
+def test_the_first_loss_is_that_of_guessing(exact: Run) -> None:
+    assert exact.losses[1] == pytest.approx(math.log(300), rel=0.02)
+    metrics = json.loads((exact.directory.model / "config.json").read_text())
+    assert metrics["vocab_size"] == 300
+
+
+def resumed_at_3(config: Config, directory: Path, root: Path) -> Config:
+    """Settings of a copy of a run after its third step."""
+    shutil.copytree(directory, root)
+    shutil.rmtree(root / "checkpoints" / "step_00000006")
+    return replace(config, run=replace(config.run, directory=str(root)))
+
+
+@pytest.mark.parametrize(("num_ranks", "tolerance"), [(2, 1e-7), (1, 1e-5), (4, 1e-5)])
+def test_a_resumed_run_equals_an_uninterrupted_one_on_any_number_of_ranks(
+    shared_config: Config, exact: Run, train: TrainOn, tmp_path: Path, num_ranks: int, tolerance: float
+) -> None:
+    run = train(resumed_at_3(shared_config, exact.directory.root, tmp_path / "resumed"), num_ranks)
+    assert run.losses == pytest.approx(exact.losses, rel=tolerance)
+    assert run.validations == pytest.approx(exact.validations, rel=tolerance)
+    steps = [record.step for record in read(run.directory.metrics)]
+    assert steps == sorted(steps)  # Records after the checkpoint have been dropped.
+
+
+def test_bfloat16_compute_stays_close_to_float32(config: Config, exact: Run, train: TrainOn) -> None:
+    run = train(replace(config, parallel=replace(config.parallel, precision="bf16")), 2)
+    assert run.losses != exact.losses
+    assert run.losses == pytest.approx(exact.losses, rel=0.01)  # bfloat16 has 8 bits.
+
+
 @pytest.mark.parametrize("kind", ["tensor", "delayed", "row", "block"])
-def test_float8_stays_close_and_goes_on_from_a_run_without(
+def test_float8_stays_close_to_the_run_without_that_it_goes_on_from(
     shared_config: Config, exact: Run, train: TrainOn, tmp_path: Path, kind: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    quantised = replace(shared_config, parallel=replace(shared_config.parallel, float8=kind))
+    run = train(resumed_at_3(quantised, exact.directory.root, tmp_path / "resumed"), 2)
+    assert run.losses[3] == exact.losses[3]
+    assert run.losses[6] != exact.losses[6]
+    assert run.losses == pytest.approx(exact.losses, rel=0.02)
+    assert run.validations == pytest.approx(exact.validations, rel=0.02)
+    output = capfd.readouterr().out
+    assert output.count(f"float8: cpu here has no float8 products for --float8 {kind}") == 1
     has_history = kind == "delayed"  # the only kind with numbers of its own in a checkpoint
+    assert ("float8: step 3 was saved without past amaxes of 14 matrices" in output) == has_history
+
+
+def test_float8_with_past_amaxes_goes_on_to_the_bit(
+    shared_config: Config, exact: Run, train: TrainOn, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     quantised = replace(
         shared_config,
-        parallel=replace(shared_config.parallel, float8=kind),
-        run=replace(shared_config.run, directory=str(tmp_path / "run"), checkpoint_interval=3 if has_history else 6),
+        parallel=replace(shared_config.parallel, float8="delayed"),
+        run=replace(shared_config.run, directory=str(tmp_path / "run"), checkpoint_interval=3),
     )
-    run = train(in_folder(quantised, "float8"), 2)
+    run = train(quantised, 2)
     assert run.losses != exact.losses
     assert run.losses == pytest.approx(exact.losses, rel=0.02)
     assert run.validations == pytest.approx(exact.validations, rel=0.02)
-    assert capfd.readouterr().out.count(f"float8: cpu here has no float8 products for --float8 {kind}") == 1
-
-    def cut(directory: Path, name: str) -> Config:
-        """A copy of a run after its third step, in float8 from the fourth on."""
-        shutil.copytree(directory, resumed := tmp_path / name)
-        shutil.rmtree(resumed / "checkpoints" / "step_00000006")
-        return in_folder(quantised, name)
-
-    if has_history:
-        assert train(cut(run.directory.root, "again"), 2).losses == run.losses
+    assert train(resumed_at_3(quantised, run.directory.root, tmp_path / "resumed"), 2).losses == run.losses
     assert "saved without past amaxes" not in capfd.readouterr().out
-    later = train(cut(exact.directory.root, "resumed"), 2)
-    assert later.losses[3] == exact.losses[3]
-    assert later.losses[6] != exact.losses[6]
-    assert later.losses == pytest.approx(exact.losses, rel=0.02)
-    is_told = "float8: step 3 was saved without past amaxes of 14 matrices" in capfd.readouterr().out
-    assert is_told == has_history
 
 
 def test_float8_leaves_out_routers_and_what_the_user_names() -> None:
@@ -232,10 +225,6 @@ def test_a_tiny_qwen_trains(config: Config, train: TrainOn) -> None:
     qwen = replace(config, model=replace(config.model, name="qwen3.5-tiny"), optim=replace(config.optim, lr=1e-2))
     run = train(qwen, 2)
     assert run.losses[6] < run.losses[1] - 0.1
-
-
-def test_the_plot_is_drawn(config: Config, train: TrainOn) -> None:
-    assert train(config, 1).directory.plot.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(("lr", "name"), [(1e30, "gradient norm"), (1e39, "loss")])
