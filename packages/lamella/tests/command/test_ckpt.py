@@ -219,17 +219,21 @@ def publish(kind: Any, folder: Path, dtype: torch.dtype) -> Path:
     return folder
 
 
-@pytest.fixture(params=["dense", "moe", "vision", "vision-moe"])
-def qwen(request: pytest.FixtureRequest, family: None, tmp_path: Path) -> Path:
-    return publish(request.param, tmp_path / "qwen", torch.bfloat16)
+BRIDGE, RELEASE = ("bridge", "transformer_layer"), ("release-0.19", "mtp_model_layer")
+PAIRS = [("dense", BRIDGE), ("moe", RELEASE), ("vision", RELEASE), ("vision-moe", BRIDGE)]
+FURTHER_PAIRS = [("dense", RELEASE), ("moe", BRIDGE), ("vision", BRIDGE), ("vision-moe", RELEASE)]
 
 
 @pytest.mark.parametrize(
-    ("dialect", "mtp_layer"), [("bridge", "transformer_layer"), ("release-0.19", "mtp_model_layer")]
+    ("kind", "dialect_and_mtp_layer"),
+    [*PAIRS, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in FURTHER_PAIRS)],
 )
+@pytest.mark.usefixtures("family")
 def test_a_qwen_goes_to_megatron_and_back_bit_for_bit(
-    run: Run, qwen: Path, tmp_path: Path, dialect: str, mtp_layer: str
+    run: Run, tmp_path: Path, kind: str, dialect_and_mtp_layer: tuple[str, str]
 ) -> None:
+    dialect, mtp_layer = dialect_and_mtp_layer
+    qwen = publish(kind, tmp_path / "qwen", torch.bfloat16)
     native, megatron, back = (tmp_path / name for name in ("native", "megatron", "back"))
     run("convert", qwen, native, "--to", "dcp", "--dtype", "fp32")
     run("convert", native, megatron, "--to", "fsdp_dtensor", "--dialect", dialect, "--mtp-layer", mtp_layer, "--tp", 2)

@@ -120,10 +120,18 @@ def stopped_at(config: Config, step: int, root: Path) -> Config:
     return replace(config, run=replace(config.run, directory=str(root)))
 
 
+STEPS, RANKS = (1, 3, 4), ((1, 2), (4, 4), (2, 1))  # of a stop, and before and after
+STOPS = [*zip(STEPS, RANKS, strict=True)]
+FURTHER_STOPS = [stop for stop in product(STEPS, RANKS) if stop not in STOPS]
+
+
+@pytest.mark.parametrize(
+    "stops", [STOPS, pytest.param(FURTHER_STOPS, marks=pytest.mark.slow)], ids=["three", "further"]
+)
 @pytest.mark.parametrize("packing", ["stream", "documents", "none"])
 @pytest.mark.parametrize("mixes", [False, True])
 def test_any_number_of_ranks_and_any_stop_has_the_batches_of_one_uninterrupted_rank(
-    streamed: Config, tmp_path: Path, packing: Any, mixes: bool
+    streamed: Config, tmp_path: Path, packing: Any, mixes: bool, stops: list[tuple[int, tuple[int, int]]]
 ) -> None:
     config = mixture(streamed, tmp_path) if mixes else streamed
     config = replace(config, data=replace(config.data, packing=packing))
@@ -133,14 +141,15 @@ def test_any_number_of_ranks_and_any_stop_has_the_batches_of_one_uninterrupted_r
     if not mixes:  # Six steps are less than an epoch.
         assert len({tuple(row) for row in every.tolist()}) == len(every)
     assert_equal(read(config, 2, range(6)).steps, uninterrupted.steps)
-    for stop, (before, after) in product((1, 3, 4), ((1, 2), (2, 1), (4, 4))):
+    for stop, (before, after) in stops:
         state = read(config, before, range(stop)).state
         assert_equal(read(config, after, range(stop, 6), state).steps, uninterrupted.steps)
 
 
 def test_a_resume_reads_no_document_before_the_window_that_it_goes_on_in(streamed: Config) -> None:
     config = replace(streamed, data=replace(streamed.data, packing="none"))
-    first, last = read(config, 1, range(60)), read(config, 1, range(60, 61), read(config, 1, range(60)).state)
+    first = read(config, 1, range(60))
+    last = read(config, 1, range(60, 61), first.state)
     assert_equal(last.steps, read(config, 1, range(61)).steps)
     assert sum(first.documents.values()) >= 480
     # The window of 32 documents with the step's 8, which is the last of its window, the next, and one that is begun.
