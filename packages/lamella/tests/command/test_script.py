@@ -46,11 +46,13 @@ def run(folder: Path, *argv: str, ranks: int) -> "subprocess.CompletedProcess[st
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=120)
 
 
-@pytest.mark.parametrize("program", [["program.py"], ["-m", "program"]], ids=["script", "module"])
-def test_a_program_for_fsdp2_is_sharded_by_lamella_and_gets_its_arguments(folder: Path, program: list[str]) -> None:
-    ended = run(folder, *program, "-m", "--lr", "0", ranks=2)
+@pytest.mark.parametrize(("program", "ranks"), [(["program.py"], 2), (["-m", "program"], 1)], ids=["script", "module"])
+def test_a_program_for_fsdp2_is_sharded_by_lamella_and_gets_its_arguments(
+    folder: Path, program: list[str], ranks: int
+) -> None:
+    ended = run(folder, *program, "-m", "--lr", "0", ranks=ranks)
     assert ended.returncode == 0, ended.stderr
-    for rank in range(2):
+    for rank in range(ranks):
         lines = (folder / f"rank-{rank}.txt").read_text(encoding="utf-8").splitlines()
         assert lines == ["__main__ lamella_engine ['-m', '--lr', '0']", "exit handler"]
 

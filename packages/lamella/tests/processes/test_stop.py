@@ -219,17 +219,22 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 
 
 # The interval of 3 has a save in the background when the signal comes, from a process for each rank.
-@pytest.mark.parametrize(("launcher", "exit_code", "interval"), [((), 143, 3), (TORCHRUN, 1, 100_000)])
+@pytest.mark.parametrize(
+    ("launcher", "exit_code", "changes"),
+    [
+        (("-P",), 143, ("--ranks", "1", "--checkpoint-interval", "3")),
+        (TORCHRUN, 1, ("--checkpoint-interval", "100000")),
+    ],
+)
 def test_a_command_that_is_asked_to_stop_saves_its_step_and_the_same_command_goes_on(
     start_python: StartPython,
     options: list[str],
     tmp_path: Path,
     launcher: tuple[str, ...],
     exit_code: int,
-    interval: int,
+    changes: tuple[str, ...],
 ) -> None:
-    endless = ("--steps", "100000", "--checkpoint-interval", str(interval))
-    run = start_python(*(launcher or ("-P",)), "-m", "lamella", *options, *endless)
+    run = start_python(*launcher, "-m", "lamella", *options, "--steps", "100000", *changes)
     assert run.stdout is not None
     assert any(line.startswith("step: 4  loss") for line in run.stdout)
     run.send_signal(signal.SIGTERM)
