@@ -312,9 +312,12 @@ def test_what_a_run_trains_goes_to_megatron_and_back_with_what_it_does_not(
     assert "Expected --padded-vocab with --to fsdp_dtensor only, got --to hf" in output
 
 
+@pytest.mark.parametrize("kind", [kind for kind, _ in PAIRS])
+@pytest.mark.usefixtures("family")
 def test_what_megatron_needs_to_know_is_asked_for_by_its_option(
-    run: Run, refusal: Run, qwen: Path, tmp_path: Path
+    run: Run, refusal: Run, tmp_path: Path, kind: str
 ) -> None:
+    qwen = publish(kind, tmp_path / "qwen", torch.bfloat16)
     megatron, destination = tmp_path / "megatron", tmp_path / "there"
     message = refusal("convert", qwen, megatron, "--to", "fsdp_dtensor")
     assert "Expected --tp, " in message and "in_proj.weight.query" in message
