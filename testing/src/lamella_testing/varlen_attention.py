@@ -1,6 +1,7 @@
 """References for torch's `varlen_attn`, which runs on GPUs alone."""
 
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -59,14 +60,10 @@ def varlen_attention_without_groups(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    cu_seq_q: torch.Tensor,
-    cu_seq_k: torch.Tensor,
-    max_q: int,
-    max_k: int,
-    *,
+    *offsets_and_lengths: Any,
     scale: float | None = None,
     window_size: tuple[int, int] = (-1, -1),
 ) -> torch.Tensor:
-    """Return the same with torch 2.11's arguments, which have no `enable_gqa`."""
+    """Return the same with torch 2.11's options, which have no `enable_gqa`."""
     assert query.shape == key.shape
-    return varlen_attention(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale, window_size=window_size)
+    return varlen_attention(query, key, value, *offsets_and_lengths, scale=scale, window_size=window_size)
