@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,12 +39,7 @@ def cut(shared_config: Config, train: TrainOn) -> Run:
 
 
 def _copy_at_3(run: Run, name: str) -> None:
-    """Copy the folder of a run as it was after three steps."""
-    copy = shutil.copytree(run.directory.root, run.directory.root.with_name(name))
-    shutil.rmtree(copy / "checkpoints" / "step_00000006")
-    metrics = copy / "metrics.jsonl"
-    lines = metrics.read_text(encoding="utf-8").splitlines(keepends=True)
-    metrics.write_text("".join(line for line in lines if json.loads(line)["step"] <= 3), encoding="utf-8")
+    run.copy_at_3(run.directory.root.with_name(name))
 
 
 def test_losses_norms_and_exported_weights_are_those_of_one_rank(plain: Run, cut: Run, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import math
-import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -69,10 +68,9 @@ def test_the_first_loss_is_that_of_guessing(exact: Run) -> None:
     assert metrics["vocab_size"] == 300
 
 
-def resumed_at_3(config: Config, directory: Path, root: Path) -> Config:
+def resumed_at_3(config: Config, run: Run, root: Path) -> Config:
     """Settings of a copy of a run after its third step."""
-    shutil.copytree(directory, root)
-    shutil.rmtree(root / "checkpoints" / "step_00000006")
+    run.copy_at_3(root)
     return replace(config, run=replace(config.run, directory=str(root)))
 
 
@@ -80,7 +78,7 @@ def resumed_at_3(config: Config, directory: Path, root: Path) -> Config:
 def test_a_resumed_run_equals_an_uninterrupted_one_on_any_number_of_ranks(
     shared_config: Config, exact: Run, train: TrainOn, tmp_path: Path, num_ranks: int, tolerance: float
 ) -> None:
-    run = train(resumed_at_3(shared_config, exact.directory.root, tmp_path / "resumed"), num_ranks)
+    run = train(resumed_at_3(shared_config, exact, tmp_path / "resumed"), num_ranks)
     assert run.losses == pytest.approx(exact.losses, rel=tolerance)
     assert run.validations == pytest.approx(exact.validations, rel=tolerance)
     steps = [record.step for record in read(run.directory.metrics)]
@@ -98,7 +96,7 @@ def test_float8_stays_close_to_the_run_without_that_it_goes_on_from(
     shared_config: Config, exact: Run, train: TrainOn, tmp_path: Path, kind: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
     quantised = replace(shared_config, parallel=replace(shared_config.parallel, float8=kind))
-    run = train(resumed_at_3(quantised, exact.directory.root, tmp_path / "resumed"), 2)
+    run = train(resumed_at_3(quantised, exact, tmp_path / "resumed"), 2)
     assert run.losses[3] == exact.losses[3]
     assert run.losses[6] != exact.losses[6]
     assert run.losses == pytest.approx(exact.losses, rel=0.02)
@@ -121,7 +119,7 @@ def test_float8_with_past_amaxes_goes_on_to_the_bit(
     assert run.losses != exact.losses
     assert run.losses == pytest.approx(exact.losses, rel=0.02)
     assert run.validations == pytest.approx(exact.validations, rel=0.02)
-    assert train(resumed_at_3(quantised, run.directory.root, tmp_path / "resumed"), 2).losses == run.losses
+    assert train(resumed_at_3(quantised, run, tmp_path / "resumed"), 2).losses == run.losses
     assert "saved without past amaxes" not in capfd.readouterr().out
 
 
