@@ -72,9 +72,9 @@ def test_a_run_goes_on_with_every_option_changed(shared_config: Config, plain: R
 class Block(nn.Module):
     """A layer that counts its forwards."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = 8, inner_width: int = 16) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.up, self.down = nn.Linear(width, inner_width), nn.Linear(inner_width, width)
         self.num_forwards = 0
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
@@ -110,16 +110,26 @@ def test_the_first_units_alone_run_their_forward_twice() -> None:
     run_ranks(on_rank, 2)
 
 
-def test_selective_recompute_repeats_no_product() -> None:
+@pytest.mark.parametrize(
+    ("width", "inner_width", "num_repeated"),
+    [
+        pytest.param(128, 128, 0, id="no large products"),
+        pytest.param(16, 128, 1, id="those of a small inner size, which take bytes rather than time"),
+    ],
+)
+def test_selective_recompute_repeats(width: int, inner_width: int, num_repeated: int) -> None:
     def num_flops(kind: Any) -> int:
-        block = Block()
-        recompute([block], kind)
+        block = Block(width, inner_width)
+        if kind != "no":
+            recompute([block], kind)
         with FlopCounterMode(display=False) as counter:
-            block(torch.randn(4, 8)).sum().backward()
+            block(torch.randn(4, width, requires_grad=True)).sum().backward()
         return int(counter.get_total_flops())
 
     # Of a full recompute, torch stops after the last saved tensor: `up` is multiplied again, `down` is not.
-    assert num_flops("full") - num_flops("selective") == 2 * 4 * 8 * 16
+    one_product = 2 * 4 * width * inner_width
+    assert num_flops("full") - num_flops("no") == one_product
+    assert num_flops("selective") - num_flops("no") == num_repeated * one_product
 
 
 def test_saved_activations_go_to_the_host_and_weights_do_not(monkeypatch: pytest.MonkeyPatch) -> None:

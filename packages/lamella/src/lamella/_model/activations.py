@@ -11,25 +11,35 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from lamella._settings.options import ConfigError
 from lamella._settings.sections import ParallelConfig
 from lamella_engine.extending import dtensor_over, local_of
 
-SAVED_PRODUCTS: Final = (
-    torch.ops.aten.mm.default,
-    torch.ops.aten.addmm.default,
-    torch.ops.aten.bmm.default,
-    torch.ops.aten._scaled_mm.default,
-    torch.ops.aten._grouped_mm.default,
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-    torch.ops.torch_attn._varlen_attn.default,
+_LEFT_MATRIX: Final = {
+    torch.ops.aten.mm.default: 0,
+    torch.ops.aten.addmm.default: 1,
+    torch.ops.aten.bmm.default: 0,
+    torch.ops.aten._scaled_mm.default: 0,
+    torch.ops.aten._grouped_mm.default: 0,
+}
+"""Matrix product -> the argument whose last dimension is the inner one."""
+
+_ATTENTION: Final = frozenset(
+    {
+        torch.ops.aten._scaled_dot_product_flash_attention.default,
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+        torch.ops.aten._scaled_dot_product_efficient_attention.default,
+        torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+        torch.ops.torch_attn._varlen_attn.default,
+    }
 )
-"""The operators whose outputs `selective` saves: matrix products and attention, most of a layer's time."""
+
+_SMALLEST_INNER_SIZE: Final = 128
+"""Below an inner size of about 200, an H100 writes a product's output longer than it multiplies (3.3 TB/s, 700 TFLOPS):
+a second run takes no longer than an addition's, and saves as many bytes as a large product's. The second matrix of a
+low-rank adapter is the case: with its output, a layer of adapters would save twice the bytes of a plain layer."""
 
 
 def check_recompute(units: Sequence[nn.Module], parallel: ParallelConfig) -> None:
@@ -53,15 +63,22 @@ def recompute(
     Args:
         units: In the order of forward. Changed in place, before `fully_shard`: a unit is gathered before its forward
             runs again.
-        kind: "full" saves the inputs of a unit alone; "selective" the outputs of `SAVED_PRODUCTS` too.
+        kind: "full" saves the inputs of a unit alone; "selective" the outputs of large matrix products and of
+            attention too, most of a layer's time.
         num_recomputed: Number of units that run again; None for all. The first ones: their backward comes last, and
             when it makes their tensors again, the other units' tensors are gone.
     """
     options: dict[str, Any] = {"use_reentrant": False}
     if kind == "selective":
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, [*SAVED_PRODUCTS])
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
     for unit in units[:num_recomputed]:
         unit.forward = _recomputed(unit.forward, options)
+
+
+def _policy(_: object, operator: Any, *args: Any, **__: Any) -> CheckpointPolicy:
+    left = _LEFT_MATRIX.get(operator)
+    is_saved = operator in _ATTENTION if left is None else args[left].shape[-1] >= _SMALLEST_INNER_SIZE
+    return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def offload_activations(units: Sequence[nn.Module], host: saved_tensors_hooks | None = None) -> None:
