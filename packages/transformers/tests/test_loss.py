@@ -71,6 +71,21 @@ def test_a_model_that_heeds_the_arguments_computes_its_own_loss(
     torch.testing.assert_close(*(gradients(model, loss.cross_entropy) for loss in losses))
 
 
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "mixtral"])
+def test_layers_see_no_number_that_changes_from_step_to_step(model_type: str) -> None:
+    model: Any = causal_model(model_type, MIXTRAL if model_type == "mixtral" else LLAMA)
+    numbers: list[str] = []
+
+    def keep_numbers(_: nn.Module, __: object, kwargs: dict[str, object]) -> None:
+        numbers.extend(name for name, argument in kwargs.items() if isinstance(argument, float))
+
+    for layer in model.model.layers:
+        layer.register_forward_pre_hook(keep_numbers, with_kwargs=True)
+    for loss_function in (ModelLoss(0.0), choice(model)):
+        loss_function(model, INPUTS, TARGETS, 5.0)
+    assert numbers == [] and not model.model._forward_pre_hooks
+
+
 def gradients(model: nn.Module, loss: torch.Tensor) -> list[torch.Tensor]:
     return [*torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad], materialize_grads=True)]
 

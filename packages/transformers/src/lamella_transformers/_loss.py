@@ -10,7 +10,8 @@ Note [The model's own loss]
 """
 
 import inspect
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Final, NamedTuple, Protocol
 
 import torch
@@ -140,7 +141,8 @@ class ModelLoss:
         """Return the loss of a microbatch."""
         arguments = document_arguments(model, inputs, positions, starts)
         labels = targets.contiguous().view_as(arguments["input_ids"])  # Loss functions flatten by `view`.
-        with known_documents(positions), nullcontext() if self._head is None else self._head.deferred():
+        deferred = nullcontext() if self._head is None else self._head.deferred()
+        with known_documents(positions), deferred, _divisor_kept_from_layers(model):
             output = model(
                 **arguments, use_cache=False, labels=labels, shift_labels=labels, num_items_in_batch=num_targets
             )
@@ -148,6 +150,29 @@ class ModelLoss:
         if balance is None:
             return MicrobatchLoss(output.loss, None)
         return MicrobatchLoss(output.loss - self._balance_coefficient * balance, balance)
+
+
+@contextmanager
+def _divisor_kept_from_layers(model: nn.Module) -> Iterator[None]:
+    """Let no layer see `num_items_in_batch`, which models pass on with arguments that they do not know.
+
+    Under torch 2.11 a number among the arguments of a checkpoint is a constant of a compiled layer: with targets on
+    answers alone each step would compile anew, and past the eighth the layers would run eagerly.
+    """
+    base = getattr(model, "base_model", model)
+    if base is model:
+        yield
+        return
+
+    def drop(_: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[object, dict[str, object]]:
+        kwargs.pop("num_items_in_batch", None)
+        return args, kwargs
+
+    handle = base.register_forward_pre_hook(drop, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def choose_loss(
