@@ -16,14 +16,14 @@ from lamella import Config, ConfigError
 from lamella._data.batches import TokenBatch
 from lamella._inference.trained_model import open_model
 from lamella._model.activations import recompute
-from lamella._model.attention import check_attention, inference_attention
+from lamella._model.attention import check_attention, inference_attention, with_default_attention
 from lamella._model.compilation import compiles_by_default
 from lamella._model.spec import load_spec
 from lamella._processes.placement import place
 from lamella._record.metrics import SampleRecord, read
 from lamella._settings.attention import check_documents
 from lamella._settings.config import Values, resolve
-from lamella._settings.sections import Attention, ModelConfig, ParallelConfig
+from lamella._settings.sections import Attention, ModelConfig, Packing, ParallelConfig
 from lamella._training.preparation import prepare
 from lamella.cli import main
 from lamella_testing.varlen_attention import varlen_attention
@@ -196,6 +196,43 @@ def test_a_trained_model_has_the_attention_of_its_run_where_the_machine_has_it(
     attention: Attention, device: str, expected: str
 ) -> None:
     assert inference_attention(attention, device) == expected
+
+
+@pytest.mark.parametrize(
+    ("model", "packing", "settings", "expected"),
+    [
+        pytest.param("llama-small", "documents", {}, "documents", id="packed documents"),
+        pytest.param("llama-small", "stream", {}, "auto", id="a stream"),
+        pytest.param("llama-small", "none", {}, "auto", id="a document a row"),
+        pytest.param("qwen3.5-tiny", "documents", {}, "auto", id="a model that does not take it"),
+        pytest.param("llama-small", "documents", {"model": {"attention": "sdpa"}}, "sdpa", id="another choice"),
+        pytest.param("llama-small", "documents", {"parallel": {"precision": "fp32"}}, "auto", id="fp32"),
+        pytest.param("llama-small", "documents", {"parallel": {"capture": True}}, "auto", id="captured steps"),
+        pytest.param("llama-small", "documents", {"parallel": {"compile": True}}, "auto", id="compiled layers"),
+        pytest.param("llama-small", "documents", {"optim": {"steps": 1000}}, "auto", id="compiled by default"),
+        pytest.param(
+            "llama-small",
+            "documents",
+            {"optim": {"steps": 1000}, "parallel": {"compile": False}},
+            "documents",
+            id="a long run in eager layers",
+        ),
+        pytest.param("llama-small", "documents", {"run": {"deterministic": True}}, "auto", id="deterministic sums"),
+        pytest.param("llama-small", "documents", {"parallel": {"device": "cpu"}}, "auto", id="no GPU"),
+    ],
+)
+def test_eager_layers_on_gpus_attend_within_packed_documents_by_default(
+    model: str, packing: Packing, settings: Values, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lamella._model.compilation._missing_for", lambda parallel: None)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
+    on_a_gpu: Values = {"parallel": {"device": "cuda", "precision": "bf16"}, "optim": {"steps": 999}}
+    config = resolve({"model": {"name": model}}, on_a_gpu, settings)
+    chosen = with_default_attention(config, load_spec(model), packing)
+    assert chosen.model.attention == expected
+    assert chosen == replace(config, model=chosen.model)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (7, 5))
+    assert with_default_attention(config, load_spec(model), packing) == config
 
 
 def test_selective_recomputation_saves_attention_within_documents() -> None:

@@ -67,16 +67,20 @@ def test_adapters_in_bf16_follow_those_in_float32(options: list[str], tmp_path: 
 
 
 @pytest.mark.gpu1
-@pytest.mark.parametrize("layers", ["--no-compile", "--compile"])
+@pytest.mark.parametrize(
+    ("layers", "chosen"), [("--no-compile", []), ("--compile", ["--attention", "documents"])], ids=["eager", "compiled"]
+)
 def test_attention_within_documents_trains_as_attention_with_masks(
-    options: list[str], tmp_path: Path, layers: str
+    options: list[str], tmp_path: Path, layers: str, chosen: list[str], capfd: pytest.CaptureFixture[str]
 ) -> None:
     pairs = ({"prompt": "def f(x): " * (1 + index % 3), "completion": f"x + {index}"} for index in range(400))
     (tmp_path / "pairs.jsonl").write_text("".join(f"{json.dumps(pair)}\n" for pair in pairs))
     command = [*options, "--device", "cuda", "--ranks", "1", "--data", str(tmp_path / "pairs.jsonl")]
     command += ["--packing", "documents", "--sequence-length", "64", "--accumulation", "2", layers]
-    for attention in ("sdpa", "documents"):
-        assert main([*command, "--attention", attention, "--run-dir", str(tmp_path / attention)]) == 0
+    assert main([*command, "--attention", "sdpa", "--run-dir", str(tmp_path / "sdpa")]) == 0
+    assert "attention: documents" not in capfd.readouterr().out
+    assert main([*command, *chosen, "--run-dir", str(tmp_path / "documents")]) == 0
+    assert "attention: documents" in capfd.readouterr().out
     with_masks = losses(tmp_path / "sdpa")
     assert len(with_masks) == 6 and with_masks[5] < with_masks[0] - 0.1
     assert losses(tmp_path / "documents") == pytest.approx(with_masks, rel=1e-2)  # bfloat16 has 8 bits.

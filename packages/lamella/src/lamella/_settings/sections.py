@@ -58,8 +58,9 @@ class ModelConfig:
     attention: Annotated[
         Attention,
         Option(
-            "Implementation of attention: transformers' choice (auto) or another by its name; or (documents) torch's "
-            "flash kernel within the documents of --packing documents, on GPUs in bf16."
+            "Implementation of attention: another of transformers' by its name; or (documents) torch's flash kernel "
+            "within the documents of --packing documents, on GPUs in bf16; auto is documents there in layers that are "
+            "not compiled, else transformers' choice."
         ),
     ] = "auto"
     lora_rank: Annotated[

@@ -6,8 +6,10 @@ from pathlib import Path
 
 from lamella._data.batches import TokenBatch
 from lamella._data.tokens import load_tokens
+from lamella._model.attention import attention_lines, with_default_attention
 from lamella._model.building import build
 from lamella._model.float8 import product_lines, scale_lines
+from lamella._model.spec import load_spec
 from lamella._processes.agreement import Agreement, agreed_error, from_first_rank
 from lamella._processes.determinism import deterministic_lines
 from lamella._processes.endings import LossNotFiniteError, StorageError
@@ -41,11 +43,12 @@ class Trainer:
     def __init__(
         self, config: Config, directory: RunDirectory, rank: Rank, requests: StopRequests | None = None
     ) -> None:
+        self._tokens = load_tokens(directory.tokens)
+        config = with_default_attention(config, load_spec(str(directory.model)), self._tokens.packing)
         self._config, self._directory, self._rank = config, directory, rank
         self._share = rank.share(config.parallel)
         self._requests = requests or StopRequests()
         self._agreement = Agreement()
-        self._tokens = load_tokens(directory.tokens)
         self._validation = Validation(config, self._tokens, rank)
         self._run_model = build(config, directory.model, rank.device)
         self._model = self._run_model.module
@@ -104,6 +107,7 @@ class Trainer:
 
     def _train(self) -> int:
         lines = [
+            *attention_lines(self._config.model),
             *product_lines(self._config.parallel, self._rank.device),
             *deterministic_lines(self._config.run),
         ]
