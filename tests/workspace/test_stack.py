@@ -63,7 +63,7 @@ def test_boxes_do_not_overlap() -> None:
 
 @pytest.mark.parametrize(
     ("written", "changed"),
-    [('"lamella-layout>=0.1,<0.2"', '"packaging"'), ('description = "', 'description = "Many ')],
+    [('"lamella-layout>=0.2,<0.3"', '"packaging"'), ('description = "', 'description = "Many ')],
     ids=["dependency", "description"],
 )
 def test_a_pyproject_file_that_changes_makes_them_old(copy_of_the_workspace: Path, written: str, changed: str) -> None:

@@ -4,7 +4,6 @@ from typing import Any
 import pytest
 import torch
 
-import lamella_precision
 from lamella_precision import Float8Recipe, PlainRecipe, Recipe, WeightRows
 from lamella_precision.testing import check_recipe
 
@@ -75,12 +74,3 @@ class _Apart(Float8Recipe):
 def test_the_conformance_test_catches_a_broken_recipe(broken: Recipe, complaint: str) -> None:
     with pytest.raises(AssertionError, match=complaint):
         check_recipe(broken)
-
-
-def test_part_is_the_deprecated_name_of_weight_rows() -> None:
-    replacement = r"will be removed in lamella-precision 0\.2: use WeightRows\.$"
-    with pytest.warns(FutureWarning, match=replacement) as warned:
-        assert lamella_precision.Part is WeightRows  # type: ignore[attr-defined]
-    assert [warning.filename for warning in warned] == [__file__]
-    with pytest.raises(AttributeError, match="'lamella_precision' has no attribute 'Parts'"):
-        _ = lamella_precision.Parts  # type: ignore[attr-defined]

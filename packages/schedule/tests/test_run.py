@@ -11,7 +11,6 @@ from alive import Alive
 from moe_toy import Model, microbatches
 from torch import nn
 
-import lamella_schedule
 from lamella_schedule import (
     Event,
     Flight,
@@ -422,12 +421,3 @@ def test_every_event_runs_inside_its_context() -> None:
     plan = _layer(Alive()).plan
     assert log == [f"{event} {end}" for event in work(run_order(1, [plan, plan])) for end in ("begins", "ends")]
     assert any(event.kind is Kind.WEIGHT_GRADIENT for event in work(run_order(1, [plan, plan])))
-
-
-def test_chunk_is_the_deprecated_name_of_a_model_chunk() -> None:
-    replacement = r"will be removed in lamella-schedule 0\.2: use ModelChunk\.$"
-    with pytest.warns(FutureWarning, match=replacement) as warned:
-        assert lamella_schedule.Chunk is ModelChunk  # type: ignore[attr-defined]
-    assert [warning.filename for warning in warned] == [__file__]
-    with pytest.raises(AttributeError, match="'lamella_schedule' has no attribute 'Chunks'"):
-        _ = lamella_schedule.Chunks  # type: ignore[attr-defined]

@@ -224,13 +224,6 @@ class TestBridge:
         values = read_all(opened.source)
         assert values["model.decoder.layers.0.self_attention.in_proj.weight.query"].flatten().tolist() == [0, 1, 16, 17]
 
-    def test_the_former_name_of_the_recorded_ranks_warns(self, tmp_path: Path) -> None:
-        self.write(tmp_path, in_proj=False)
-        opened = open_checkpoint(tmp_path)
-        assert opened.recorded_ranks == 2
-        with pytest.warns(FutureWarning, match="removed in lamella-convert 0.2: use recorded_ranks"):
-            assert opened.told_ranks == opened.recorded_ranks
-
     def test_no_tracker_leads_outside(self, tmp_path: Path) -> None:
         (tmp_path / "latest_checkpointed_iteration.txt").write_text("../elsewhere")
         with pytest.raises(CheckpointDamaged, match="expected an iteration, got '../elsewhere'"):

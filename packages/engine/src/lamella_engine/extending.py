@@ -19,8 +19,6 @@ change with any version.
 - Nests of tensors, as modules take and return: `map_tensors`, `tensors_in`, `hides_tensors`.
 """
 
-import warnings
-
 from lamella_engine._common.installation import Installation as Installation
 from lamella_engine._common.labels import watched_ranges as watched_ranges
 from lamella_engine._common.tensors import hides_tensors as hides_tensors
@@ -74,7 +72,6 @@ __all__ = [
     "before_step",
     "dtensor_over",
     "finish_deferred",
-    "finish_left",
     "forget_measured",
     "groups_that_share",
     "held_by",
@@ -95,16 +92,3 @@ __all__ = [
     "unit_of",
     "watched_ranges",
 ]
-
-
-def finish_left() -> None:
-    """finish_left is deprecated and will be removed in lamella-engine 0.2: call finish_deferred.
-
-    Effects: those of `finish_deferred`.
-    """
-    warnings.warn(
-        "finish_left is deprecated and will be removed in lamella-engine 0.2: call finish_deferred.",
-        FutureWarning,
-        stacklevel=2,
-    )
-    finish_deferred()

@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from engine_models import Net, fsdp, inputs, rows_of_this_rank, shard
 from schedule_models import Stack, backward_dw, delay
 from torch import nn
 
 from lamella_engine import fully_shard
 from lamella_engine._tree.step_end import StepEnd, StepPhase
-from lamella_engine.extending import Listener, Tree, finish_deferred, finish_left
+from lamella_engine.extending import Listener, Tree, finish_deferred
 from lamella_engine.testing import tree_of
 from lamella_testing import run_ranks
 
@@ -129,26 +128,5 @@ def test_an_illegal_transition_is_one_error_with_both_phases_and_the_way_out(pha
         with pytest.raises(RuntimeError, match=rf"phase {phase.name} .* got {to.name} .*reset_iter_state\(\)"):
             end._become(to)
         assert end.phase is phase
-
-    run_ranks(check, 1)
-
-
-def test_the_former_name_of_the_deferred_wait_warns_and_waits() -> None:
-    def check() -> None:
-        model = shard(Net())
-        listener = _Defers()
-        tree_of(model).listen(listener)
-        gradients = []
-        for finish in (finish_deferred, finish_left):
-            _backward(model)
-            if finish is finish_left:
-                with pytest.warns(FutureWarning, match="removed in lamella-engine 0.2: call finish_deferred"):
-                    finish()
-            else:
-                finish()
-            assert _step_end(model).phase is OPEN
-            gradients.append([torch.clone(p.grad.to_local()) for p in model.parameters()])  # type: ignore[union-attr]
-            fsdp(model).zero_grad()
-        assert all(map(torch.equal, *gradients))
 
     run_ranks(check, 1)

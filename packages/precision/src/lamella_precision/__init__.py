@@ -1,8 +1,5 @@
 """Number formats of sharded training: the frozen policy, and the recipes for weights on the wire."""
 
-from typing import TYPE_CHECKING
-from warnings import warn
-
 from lamella_precision._choice.foreign import is_quantized as is_quantized
 from lamella_precision._choice.foreign import read_directly as read_directly
 from lamella_precision._choice.foreign import refuse_quantized as refuse_quantized
@@ -27,15 +24,3 @@ from lamella_precision._scales.assumed_kernels import assume_float8_kernels as a
 from lamella_precision._vendor_versions import VendorVersions as VendorVersions
 from lamella_precision._weights.quantized import Dequantizes as Dequantizes
 from lamella_precision._weights.quantized import QuantizedWeight as QuantizedWeight
-
-if not TYPE_CHECKING:  # Hidden from type checkers: a module `__getattr__` makes every misspelt name type-check.
-
-    def __getattr__(name: str) -> object:
-        if name != "Part":
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        warn(
-            "lamella_precision.Part is deprecated and will be removed in lamella-precision 0.2: use WeightRows.",
-            FutureWarning,
-            stacklevel=2,
-        )
-        return WeightRows

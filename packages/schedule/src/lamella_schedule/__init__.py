@@ -1,8 +1,5 @@
 """Orders of forwards and backwards as data, of pairs of microbatches and of pipelines: drawn, simulated and run."""
 
-from typing import TYPE_CHECKING
-from warnings import warn
-
 from lamella_schedule._chunk import LayerSlots as LayerSlots
 from lamella_schedule._chunk import ModelChunk as ModelChunk
 from lamella_schedule._draw import bars as bars
@@ -54,15 +51,3 @@ from lamella_schedule._streams import simulate_streams as simulate_streams
 from lamella_schedule._timeline import PipelineTimeline as PipelineTimeline
 from lamella_schedule._timeline import Span as Span
 from lamella_schedule._timeline import Timeline as Timeline
-
-if not TYPE_CHECKING:  # Hidden from type checkers: a module `__getattr__` makes every misspelt name type-check.
-
-    def __getattr__(name: str) -> object:
-        if name != "Chunk":
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        warn(
-            "lamella_schedule.Chunk is deprecated and will be removed in lamella-schedule 0.2: use ModelChunk.",
-            FutureWarning,
-            stacklevel=2,
-        )
-        return ModelChunk

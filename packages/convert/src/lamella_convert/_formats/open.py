@@ -1,7 +1,6 @@
 """Any checkpoint, opened: the format is detected, and tensors get native names."""
 
 import os
-import warnings
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -69,16 +68,6 @@ class OpenCheckpoint:
     manifest: Manifest | None = None
     identity: str | None = None
     recorded_ranks: int | None = None
-
-    @property
-    def told_ranks(self) -> int | None:
-        """OpenCheckpoint.told_ranks is deprecated and will be removed in lamella-convert 0.2: use recorded_ranks."""
-        warnings.warn(
-            "OpenCheckpoint.told_ranks is deprecated and will be removed in lamella-convert 0.2: use recorded_ranks.",
-            FutureWarning,
-            stacklevel=2,
-        )
-        return self.recorded_ranks
 
     @cached_property
     def source(self) -> Source:
