@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import copy
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
@@ -20,6 +21,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import DTensor
 
 from lamella_engine import DDP, HFSDP, HSDP, ZERO1, ZERO2, ZERO3, FSDPModule, MixedPrecisionPolicy, fully_shard
+from lamella_engine.extending import local_of
 from lamella_engine.testing import CollectiveLog, assert_at_rest, record
 from lamella_layout import mesh_region
 
@@ -206,6 +208,27 @@ def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-2)
+
+
+def step_on_shards(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """A hook before steps: the step sees this rank's shards. DTensor would plan each operator anew on every rank.
+
+    The optimizer's state is of the shards then, and not of the DTensors.
+    """
+    view = copy(optimizer)  # with the same state
+    view.param_groups = [
+        {**group, "params": [_shard_with_gradient(parameter) for parameter in group["params"]]}
+        for group in optimizer.param_groups
+    ]
+    return (view, *args[1:]), kwargs
+
+
+def _shard_with_gradient(parameter: torch.Tensor) -> torch.Tensor:
+    if not isinstance(parameter, DTensor):
+        return parameter
+    shard = local_of(parameter)
+    shard.grad = None if parameter.grad is None else local(parameter.grad)
+    return shard
 
 
 def descend(model: nn.Module) -> None:

@@ -58,6 +58,8 @@ from lamella_engine.extending import unit_of
 from lamella_engine.testing import Residency, assert_at_rest, named_units, require_unit
 from lamella_testing import run_ranks
 
+pytestmark = pytest.mark.usefixtures("steps_on_shards")
+
 
 @SOME_STAGES
 def test_every_zero_stage_trains_as_unsharded(stage: str) -> None:

@@ -18,6 +18,8 @@ from lamella_testing import run_ranks
 from lamella_testing import te_weights as te
 from lamella_testing import torchao_weights as torchao
 
+pytestmark = pytest.mark.usefixtures("steps_on_shards")
+
 RECIPES: dict[str, Float8Recipe | MXFP8Recipe] = {
     "tensor": Float8Recipe(),
     "e5m2": Float8Recipe(dtype=torch.float8_e5m2),

@@ -39,6 +39,8 @@ from lamella_engine.testing import assert_at_rest, flat_alignment, named_units
 from lamella_layout import Keep
 from lamella_testing import run_ranks
 
+pytestmark = pytest.mark.usefixtures("steps_on_shards")
+
 NUM_PROGRAMS, NUM_STEPS, NUM_RANKS = 10, 4, 4
 DIM = 6
 WIDE_SUMS = MixedPrecisionPolicy(reduce_dtype=torch.float64)

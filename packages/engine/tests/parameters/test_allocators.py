@@ -26,6 +26,8 @@ from lamella_engine import ZERO1, MixedPrecisionPolicy, ShardingOptions, fully_s
 from lamella_engine.testing import assert_at_rest, named_units
 from lamella_testing import run_ranks
 
+pytestmark = pytest.mark.usefixtures("steps_on_shards")
+
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 
 

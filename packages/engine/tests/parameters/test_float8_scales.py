@@ -41,6 +41,8 @@ from lamella_engine.testing import named_units, record, require_unit
 from lamella_precision import Float8Recipe, QuantizedWeight, matrices_of
 from lamella_testing import run_ranks
 
+pytestmark = pytest.mark.usefixtures("steps_on_shards")
+
 
 def test_units_are_measured_together_in_growing_numbers_and_after_writes_without_an_event() -> None:
     def check() -> None:

@@ -34,6 +34,8 @@ from lamella_engine import (
 from lamella_precision import Float8Recipe, matrices_of
 from lamella_testing import run_ranks
 
+pytestmark = pytest.mark.usefixtures("steps_on_shards")
+
 
 def test_delayed_scales_go_on_from_a_checkpoint_on_other_ranks(tmp_path: Path) -> None:
     recipe = Float8Recipe(num_past_amaxes=4, compute_dtype=FP32)

@@ -42,6 +42,8 @@ from lamella_engine.testing import named_units, record, require_unit
 from lamella_precision import Direction, Float8Recipe, MXFP8Recipe
 from lamella_testing import load_compiler, run_ranks
 
+pytestmark = pytest.mark.usefixtures("steps_on_shards")
+
 
 def _assert_trains_as_oracle(model: Decoder, oracle: Decoder, recipe: AnyRecipe, **options: Any) -> Decoder:
     model = sharded(model, recipe, **options)

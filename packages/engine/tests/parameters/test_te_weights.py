@@ -30,6 +30,8 @@ from lamella_precision.te import replace_quantized_weights
 from lamella_testing import run_ranks
 from lamella_testing import te_weights as te
 
+pytestmark = pytest.mark.usefixtures("steps_on_shards")
+
 QUANTIZERS: dict[str, Any] = {
     "current": te.Float8CurrentScalingQuantizer(),
     "squares": te.Float8BlockQuantizer(power_of_two=True),

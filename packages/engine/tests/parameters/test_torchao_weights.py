@@ -17,6 +17,8 @@ from lamella_precision.torchao import replace_quantized_weights
 from lamella_testing import run_ranks
 from lamella_testing import torchao_weights as torchao
 
+pytestmark = pytest.mark.usefixtures("steps_on_shards")
+
 WIDTH = 12  # rows that 1, 2 and 3 ranks share evenly: torchao's methods know no padding
 
 

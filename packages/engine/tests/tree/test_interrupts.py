@@ -21,6 +21,8 @@ from lamella_engine.testing import assert_at_rest
 from lamella_testing import run_ranks
 from lamella_testing.interrupts import Interrupt
 
+pytestmark = pytest.mark.usefixtures("steps_on_shards")
+
 _PACKAGES = (lamella_engine, lamella_buffers)
 Build = Callable[[], nn.Module]
 

@@ -25,6 +25,8 @@ from lamella_engine import HFSDP, HSDP, ZERO1, ZERO2, ZERO3, ShardingOptions, de
 from lamella_engine.testing import Streams, WaitingStream, assert_at_rest, named_units, record
 from lamella_testing import run_ranks
 
+pytestmark = pytest.mark.usefixtures("steps_on_shards")
+
 STAGES: dict[str, tuple[tuple[int, ...], Any]] = {
     "ZERO3": ((2,), ZERO3),
     "ZERO2": ((2,), ZERO2),

@@ -26,6 +26,8 @@ from lamella_engine import HSDP, ZERO3, ShardingOptions, fully_shard
 from lamella_engine.testing import assert_at_rest
 from lamella_testing import run_ranks
 
+pytestmark = pytest.mark.usefixtures("steps_on_shards")
+
 X = inputs()
 LOSS = mean_square(lambda model: model(X))
 # Long enough for a rank on a busy machine; tests with a missing rank wait a short time instead.

@@ -33,6 +33,8 @@ from lamella_engine._unit.weights import UnitWeights
 from lamella_engine.testing import Residency, assert_at_rest, named_units
 from lamella_testing import run_ranks
 
+pytestmark = pytest.mark.usefixtures("steps_on_shards")
+
 NUM_STEPS, NUM_BLOCKS = 12, 5
 X = torch.randn(4, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 

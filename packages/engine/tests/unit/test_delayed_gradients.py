@@ -16,6 +16,8 @@ from lamella_engine import HSDP, ZERO1, ZERO3, MixedPrecisionPolicy, ShardingOpt
 from lamella_engine.testing import CollectiveLog, Streams, WaitingStream, assert_at_rest, named_units, record
 from lamella_testing import run_ranks
 
+pytestmark = pytest.mark.usefixtures("steps_on_shards")
+
 BATCHES = [inputs(8, seed=1), inputs(8, seed=2)]
 
 

@@ -31,6 +31,8 @@ from lamella_engine._unit.main_grads import MainGrads
 from lamella_engine.testing import assert_at_rest, fake_streams, named_units, record
 from lamella_testing import run_ranks
 
+pytestmark = pytest.mark.usefixtures("steps_on_shards")
+
 X = inputs()
 Options = dict[str, Any]
 

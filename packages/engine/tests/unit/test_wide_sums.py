@@ -20,6 +20,8 @@ from lamella_engine.testing import assert_at_rest, named_units, record, reductio
 from lamella_layout import Rows
 from lamella_testing import run_ranks
 
+pytestmark = pytest.mark.usefixtures("steps_on_shards")
+
 BF16, FP32 = torch.bfloat16, torch.float32
 POLICY = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)
 
