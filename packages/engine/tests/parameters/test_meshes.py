@@ -10,7 +10,20 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from engine_models import Net, ShardPlacementResult, case, fsdp, inputs, mesh_of, rows_of_this_rank, twins, whole
+from engine_models import (
+    Net,
+    ShardPlacementResult,
+    assert_weights_equal,
+    case,
+    descend,
+    fsdp,
+    inputs,
+    local,
+    mesh_of,
+    rows_of_this_rank,
+    twins,
+    whole,
+)
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchsPolicy
@@ -58,19 +71,16 @@ def _assert_equal(reference: nn.Module, sharded: nn.Module) -> None:
         )
 
 
-def _assert_trains(
-    apply: Apply, *, batch: Callable[[], torch.Tensor] = lambda: rows_of_this_rank(X), num_steps: int = 3
-) -> Net:
+def _assert_trains(apply: Apply) -> Net:
     """Each rank's mean over its rows, averaged over the ranks, is the mean over all rows."""
     reference, sharded = twins(_net, apply)
-    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in (reference, sharded)]
     for _ in range(3):
         reference(X).square().mean().backward()
         sharded(rows_of_this_rank(X)).square().mean().backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        _assert_equal(reference, sharded)
+        for model in (reference, sharded):
+            descend(model)
+        assert_weights_equal(reference, sharded)
+    _assert_equal(reference, sharded)
     assert isinstance(sharded, Net)
     return sharded
 
@@ -150,6 +160,7 @@ def test_clearing_gradients_forgets_what_was_kept_for_the_replicas() -> None:
     run_ranks(on_each_rank, 4)
 
 
+@pytest.mark.usefixtures("steps_on_shards")
 @pytest.mark.parametrize("reduce_dtype", [None, torch.float32])
 def test_mixed_precision_with_replicas_equals_fsdp2(reduce_dtype: torch.dtype | None) -> None:
     def losses_of(shard: Any) -> list[float]:
@@ -323,6 +334,7 @@ def test_tensor_parallel_parameters_are_sharded_within_each_ranks_part(offload_p
     run_ranks(on_each_rank, 4)
 
 
+@pytest.mark.usefixtures("steps_on_shards")
 @pytest.mark.parametrize(("shape", "num_parts"), [((2, 1, 2), 2), ((1, 2, 2), 2), ((2, 2, 2), 4)], ids=str)
 def test_tensor_parallel_main_weights_are_sharded_over_both_data_axes(shape: tuple[int, ...], num_parts: int) -> None:
     """(HFSDP, ZERO3): each rank's part is cut by the inner axis, then by the outer one."""
@@ -348,7 +360,8 @@ def test_tensor_parallel_main_weights_are_sharded_over_both_data_axes(shape: tup
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-            _assert_equal(reference, sharded)
+            assert_weights_equal(reference, sharded)
+        _assert_equal(reference, sharded)
         for name in ("layers.0.up.weight", "layers.1.down.weight"):
             weight = sharded.get_parameter(name)
             assert isinstance(weight, DTensor)
@@ -397,9 +410,9 @@ def test_the_data_axes_of_a_whole_mesh_can_be_named(dims: DataParallelMeshDims, 
                 for parameter in model.parameters():
                     assert parameter.grad is not None
                     with torch.no_grad():
-                        parameter.sub_(parameter.grad, alpha=0.1 * scale)
+                        local(parameter).sub_(local(parameter.grad), alpha=0.1 * scale)
                     parameter.grad = None
-            _assert_equal(reference, sharded)
+            assert_weights_equal(reference, sharded)
         weight = sharded.get_parameter("stem.weight")
         assert isinstance(weight, DTensor)
         assert weight.placements == placements

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 import torch
 from block_recipe import BLOCK, RECIPE, Blocks, BlockWeight, MatrixBlock, matrix_recipe, twins_in_8_bits
-from engine_models import assert_weights_equal, fsdp, mesh_of
+from engine_models import assert_weights_equal, fsdp, local, mesh_of
 from torch import nn
 from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
@@ -51,7 +51,7 @@ def _step(model: nn.Module, x: torch.Tensor) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             assert parameter.grad is not None
-            parameter.sub_(0.01 * parameter.grad)
+            local(parameter).sub_(0.01 * local(parameter.grad))
             parameter.grad = None
 
 
