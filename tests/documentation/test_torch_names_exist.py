@@ -22,12 +22,19 @@ IN_EVERY_TORCH = [
     if versions.startswith("all")
 ]
 WEIGHT = nn.Parameter(torch.zeros(1))
+
+
+class Subclass(torch.Tensor):
+    """A tensor that becomes a parameter by a mark, as a `DTensor` does."""
+
+
 HOLDERS = {
     "`DTensor`": DTensor,
     "`DeviceMesh`": DeviceMesh,
     "`Module`": nn.Module(),
     "`OpOverload`": torch.ops.aten.add.Tensor,
     "`Optimizer`": torch.optim.SGD([WEIGHT], lr=0.1),
+    "`Parameter`": nn.Parameter(torch.zeros(1).as_subclass(Subclass)),
     "`ProcessGroup`": dist.ProcessGroup,
     "`function`": torch.compiler.assume_constant_result(lambda: None),  # type: ignore[no-untyped-call]
     "`Tensor`": WEIGHT,

@@ -302,7 +302,7 @@ def point_at(parameter: ShardedParameter, shard: torch.Tensor) -> None:
     else:
         # A DTensor's dtype and device are fixed: only `swap_tensors` changes both in the object that an optimizer
         # holds.
-        fresh = nn.Parameter(dtensor_for(shard, sharded, parameter.sharding), requires_grad=sharded.requires_grad)
+        fresh = _resting_form(shard, sharded, parameter.sharding)
         vars(fresh).update(vars(sharded))
         torch.utils.swap_tensors(sharded, fresh)  # type: ignore[no-untyped-call]
     parameter.shard = local_of(sharded)
@@ -432,7 +432,7 @@ def _sharded_from(original: torch.Tensor) -> ShardedParameter | None:
 def sharded_parameter(candidate: Candidate, shard: torch.Tensor) -> ShardedParameter:
     """A parameter in the sharded form, over `shard`, not yet in any module."""
     original = candidate.parameter
-    sharded = nn.Parameter(dtensor_for(shard, original, candidate.sharding), requires_grad=original.requires_grad)
+    sharded = _resting_form(shard, original, candidate.sharding)
     # A subclass's own attributes are on every tensor of the subclass, also on unmarked tensors.
     class_attributes = vars(original.detach())
     marks = {name: mark for name, mark in vars(original).items() if name not in class_attributes} | {_MARK: True}
@@ -450,6 +450,15 @@ def sharded_parameter(candidate: Candidate, shard: torch.Tensor) -> ShardedParam
     _sharded_originals[original] = (candidate.name, weakref.ref(parameter))
     _living.add(parameter)
     return parameter
+
+
+def _resting_form(shard: torch.Tensor, tensor: torch.Tensor, sharding: Sharding) -> nn.Parameter:
+    """A parameter over `shard` that requires gradients as `tensor` does."""
+    # `nn.Parameter(dtensor)` would detach the DTensor, which is new and has no graph: DTensor plans that for each
+    # shape, 4 ms a shape.
+    parameter: Any = dtensor_for(shard, tensor, sharding).requires_grad_(tensor.requires_grad)
+    parameter._is_param = True
+    return cast(nn.Parameter, parameter)
 
 
 def living_parameters() -> Iterable[ShardedParameter]:
