@@ -262,8 +262,9 @@ def _run(seed: int) -> None:
             optimizer.zero_grad()
 
 
-def _run_all(seeds: range, device: str = "cpu") -> None:
-    torch.set_default_device(device)
+def _run_all(seeds: range, device: str | None = None) -> None:
+    if device is not None:  # a default device, the CPU too, is looked up in every call of torch
+        torch.set_default_device(device)
     with flat_alignment(2):  # at the engine's own alignment no parameter here would be cut
         for seed in seeds:
             _run(seed)

@@ -69,8 +69,8 @@ def _check(apply: Callable[..., object], make_optimizer: MakeOptimizer, num_step
 @pytest.mark.parametrize(
     ("num_ranks", "make_optimizer"),
     [
-        *((1, sgd), (2, adamw), (3, sgd), (4, adamw)),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, adamw), (2, sgd), (3, adamw), (4, sgd))),
+        *((1, sgd), (2, adamw), (3, sgd), (4, sgd)),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, adamw), (2, sgd), (3, adamw), (4, adamw))),
     ],
 )
 def test_twenty_steps_give_the_unsharded_models_losses_and_weights(

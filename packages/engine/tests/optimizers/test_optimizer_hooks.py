@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
+import importlib
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -25,6 +25,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
+import lamella_engine
 from lamella_engine import _optimizer_hooks as hooks
 from lamella_engine import fully_shard
 from lamella_engine.extending import Listener, Tree, note_step, replace_step_hook
@@ -57,23 +58,24 @@ def test_one_hook_of_the_engine_is_called_before_a_step_and_one_after() -> None:
         assert engine_hooks == [ours]
 
 
+def _num_hooks() -> tuple[int, int]:
+    return len(torch_optimizer._global_optimizer_pre_hooks), len(torch_optimizer._global_optimizer_post_hooks)
+
+
 def test_an_import_registers_no_hook_and_the_first_fully_shard_registers_both() -> None:
-    program = """
-import lamella_engine, lamella_engine.extending
-from torch import nn
-from torch.distributed import HashStore, init_process_group
-from torch.optim import optimizer
+    def check() -> None:
+        before = _num_hooks()
+        for name in [name for name in sys.modules if name.partition(".")[0] == "lamella_engine"]:
+            del sys.modules[name]  # of this rank: the import below runs every module again
+        engine = importlib.import_module("lamella_engine")
+        importlib.import_module("lamella_engine.extending")
+        assert engine is not lamella_engine
+        assert _num_hooks() == before
+        for _ in range(2):
+            engine.fully_shard(nn.Linear(2, 2))
+            assert _num_hooks() == (before[0] + 1, before[1] + 1)
 
-def counts():
-    return len(optimizer._global_optimizer_pre_hooks), len(optimizer._global_optimizer_post_hooks)
-
-after_import = counts()
-init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-after_sharding = [counts() for _ in range(2) if lamella_engine.fully_shard(nn.Linear(2, 2))]
-print(after_import, *after_sharding)
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
-    assert done.stdout.strip() == "(0, 0) (1, 1) (1, 1)"
+    run_ranks(check, 1)
 
 
 def test_a_function_that_replaces_another_is_called_in_its_place() -> None:

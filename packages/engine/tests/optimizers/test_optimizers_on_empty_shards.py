@@ -67,7 +67,7 @@ def _variants(name: str) -> Iterator[dict[str, Any]]:
     yield from (variant for variant in VARIANTS if accepted >= variant.keys())
 
 
-def _train(model: nn.Module, make: partial[Any], num_steps: int = 3) -> None:
+def _train(model: nn.Module, make: partial[Any], num_steps: int = 2) -> None:
     matrices = make.func is torch.optim.Muon  # Muon is for matrices, and refuses vectors when built
     optimizer = make([p for p in model.parameters() if p.ndim == 2 or not matrices])
 

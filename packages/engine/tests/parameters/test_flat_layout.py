@@ -87,7 +87,7 @@ def test_every_stage_takes_the_unsharded_steps_whatever_stays_together(stage: st
             with case(name):
                 reference, sharded = twins(Net, flat(keep, mesh=mesh, placements=placements))
                 optimizers = [sgd(list(model.parameters())) for model in (reference, sharded)]
-                for step in range(3):
+                for step in range(2):
                     for model, x in ((reference, X), (sharded, rows_of_this_rank(X))):
                         (model(x + step).square().mean()).backward()
                     assert_gradients_equal(reference, sharded, rtol=1e-4, atol=1e-6)

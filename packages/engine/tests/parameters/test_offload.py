@@ -28,7 +28,6 @@ from engine_models import (
     sgd,
     shard_on,
     twins,
-    whole,
 )
 from extended_models import Halves
 from torch import nn
@@ -135,6 +134,7 @@ def late_copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[LateCopies]:
 # -- training --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("steps_on_shards")
 @pytest.mark.parametrize("way", WAYS)
 def test_it_trains_as_unsharded_however_it_is_sharded(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     shape, options = WAYS[way]
@@ -155,9 +155,7 @@ def test_it_trains_as_unsharded_however_it_is_sharded(way: str, monkeypatch: pyt
                     optimizer.step()
                     optimizer.zero_grad(set_to_none=step < 2)
             assert late.num_waits == 4
-        for (name, expected), got in zip(reference.named_parameters(), sharded.parameters(), strict=True):
-            with case(name):
-                torch.testing.assert_close(whole(got), expected.detach(), rtol=1e-4, atol=1e-5)
+        assert_weights_equal(reference, sharded, rtol=1e-4, atol=1e-5)
 
     run_ranks(on_each_rank, torch.Size(shape).numel())
 
@@ -243,11 +241,10 @@ def test_extended_parameters_and_custom_collectives_work_on_the_copy() -> None:
 
 
 @pytest.mark.parametrize("way", ["one rank", "as FSDP2", "DDP", "ZERO1", "HFSDP, ZERO3"])
-@pytest.mark.parametrize("policy", [None, BF16])
-def test_what_computes_shares_no_memory_with_what_rests(way: str, policy: MixedPrecisionPolicy | None) -> None:
+def test_what_computes_shares_no_memory_with_what_rests(way: str) -> None:
     shape, options = WAYS[way]
 
-    def on_each_rank() -> None:
+    def check(policy: MixedPrecisionPolicy | None) -> None:
         _, model = _pair(shape=shape, mp_policy=policy, **options)
         _backward(model, rows_of_this_rank(X))
         for _, unit in named_units(model):
@@ -264,6 +261,11 @@ def test_what_computes_shares_no_memory_with_what_rests(way: str, policy: MixedP
                     assert isinstance(parameter.sharded, DTensor) and isinstance(gradient, DTensor)
                     assert {parameter.sharded.device.type, parameter.shard.device.type, gradient.device.type} == {"cpu"}
                     assert gradient.to_local().dtype == parameter.shard.dtype == torch.float32
+
+    def on_each_rank() -> None:
+        for policy in (None, BF16):
+            with case(policy):
+                check(policy)
 
     run_ranks(on_each_rank, torch.Size(shape).numel())
 

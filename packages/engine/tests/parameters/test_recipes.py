@@ -83,28 +83,36 @@ def test_the_block_recipe_conforms() -> None:
     check_recipe(RECIPE, relative_error=1.0)  # of the smallest numbers nothing is left
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+WAYS: dict[str, dict[str, Any]] = {
+    "zero3": {},
+    "kept between": {"reshard_after_forward": False},
+    "zero2": {"options": ShardingOptions(placements=ZERO2)},
+    "zero1": {"options": ShardingOptions(placements=ZERO1)},
+    "ddp": {"options": ShardingOptions(placements=DDP)},
+    "offloaded": {"offload_policy": CPUOffloadPolicy()},
+    "rows": {
+        "options": ShardingOptions(keep_together=lambda parameter: Rows(2 * BLOCK) if parameter.ndim == 2 else None)
+    },
+    "whole": {"options": ShardingOptions(keep_together=lambda parameter: Whole() if parameter.ndim == 2 else None)},
+}
+# The number of ranks decides where matrices are cut, in either layout; four ranks go on as two do after that.
+CUTS = ("zero3", "zero2", "rows", "whole")
+
+
 @pytest.mark.parametrize(
-    "options",
+    ("way", "num_ranks"),
     [
-        {},
-        {"reshard_after_forward": False},
-        {"options": ShardingOptions(placements=ZERO2)},
-        {"options": ShardingOptions(placements=ZERO1)},
-        {"options": ShardingOptions(placements=DDP)},
-        {"offload_policy": CPUOffloadPolicy()},
-        {"options": ShardingOptions(keep_together=lambda parameter: Rows(2 * BLOCK) if parameter.ndim == 2 else None)},
-        {"options": ShardingOptions(keep_together=lambda parameter: Whole() if parameter.ndim == 2 else None)},
+        *((way, 2) for way in WAYS),
+        *((way, 4) for way in CUTS),
+        *(pytest.param(way, 4, marks=pytest.mark.slow) for way in WAYS if way not in CUTS),
     ],
-    ids=["zero3", "kept between", "zero2", "zero1", "ddp", "offloaded", "rows", "whole"],
 )
-def test_training_equals_an_oracle_that_quantises_whole_weights(num_ranks: int, options: dict[str, Any]) -> None:
-    sizes = (
-        {"rows": 16} if "options" in options and options["options"].keep_together else {}
-    )  # a flat layout asks for as many elements a scale of all
+def test_training_equals_an_oracle_that_quantises_whole_weights(way: str, num_ranks: int) -> None:
+    # A flat layout asks for as many elements a scale of all.
+    sizes = {"rows": 16} if way in ("rows", "whole") else {}
 
     def check() -> None:
-        _assert_trains_as_oracle(lambda model: _sharded(model, **options), **sizes)
+        _assert_trains_as_oracle(lambda model: _sharded(model, **WAYS[way]), **sizes)
 
     run_ranks(check, num_ranks)
 

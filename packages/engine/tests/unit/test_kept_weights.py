@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -280,13 +281,10 @@ def _multiply(parameter: torch.Tensor, average: torch.Tensor) -> None:
 
 
 @over_keeping
-@pytest.mark.parametrize("look", [_looks_with_gradients, _looks_without_gradients])
-def test_averages_swapped_in_by_operators_on_the_parameters_are_seen(
-    options: dict[str, Any], look: Callable[[nn.Module], float]
-) -> None:
+def test_averages_swapped_in_by_operators_on_the_parameters_are_seen(options: dict[str, Any]) -> None:
     def check() -> None:
         reference, sharded = _keeping_twins(options)
-        for write in (_copy, _multiply):
+        for look, write in product((_looks_with_gradients, _looks_without_gradients), (_copy, _multiply)):
             for model in (reference, sharded):
                 _reshard(sharded)
                 parameters = list(model.parameters())
@@ -295,7 +293,7 @@ def test_averages_swapped_in_by_operators_on_the_parameters_are_seen(
                 with torch.no_grad():
                     for parameter, average in zip(parameters, averages, strict=True):
                         write(parameter, average)
-            with case(write.__name__):
+            with case(f"{look.__name__}, {write.__name__}"):
                 assert look(sharded) == pytest.approx(look(reference), rel=_tolerance(options), abs=_tolerance(options))
 
     run_ranks(check, 2)

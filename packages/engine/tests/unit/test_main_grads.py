@@ -9,7 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from engine_models import assert_gradients_equal, fsdp, inputs, mesh_of, no_gradient_sync, rows_of_this_rank, sgd, twins
+from engine_models import (
+    assert_gradients_equal,
+    case,
+    fsdp,
+    inputs,
+    mesh_of,
+    no_gradient_sync,
+    rows_of_this_rank,
+    sgd,
+    twins,
+)
 from fused_models import DIM, FusedBlock, FusedLinear, FusedNet, fuse
 from torch import nn
 
@@ -73,11 +83,10 @@ STAGES: dict[str, tuple[tuple[int, ...], Any]] = {
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("asks", [True, False], ids=["get_main_grad()", "main_grad"])
-def test_it_trains_as_unsharded_with_several_microbatches(stage: str, asks: bool) -> None:
+def test_it_trains_as_unsharded_with_several_microbatches(stage: str) -> None:
     shape, placements = STAGES[stage]
 
-    def on_each_rank() -> None:
+    def train(*, asks: bool) -> None:
         mesh = mesh_of(shape)
         reference, model = _pair(mesh=mesh, options=ShardingOptions(placements=placements), asks=asks)
         optimizers = [sgd(list(twin.parameters())) for twin in (reference, model)]
@@ -93,6 +102,11 @@ def test_it_trains_as_unsharded_with_several_microbatches(stage: str, asks: bool
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
+
+    def on_each_rank() -> None:
+        for asks in (True, False):
+            with case(f"asks={asks}"):
+                train(asks=asks)
 
     run_ranks(on_each_rank, 2)
 
