@@ -246,23 +246,34 @@ def test_one_that_is_given_twice_is_refused() -> None:
 # -- every way to shard ----------------------------------------------------------------------------------------------
 
 
+# Whether each microbatch is reduced, the precision, and whether gradients are late: every two values meet.
+WAYS = [
+    (True, MixedPrecisionPolicy(), False),
+    (True, BF16, True),
+    (False, MixedPrecisionPolicy(), True),
+    (False, BF16, False),
+]
+FURTHER_WAYS = [(reduces_each, policy, not late) for reduces_each, policy, late in WAYS]
+
+
 @SOME_STAGES
-@pytest.mark.parametrize("reduces_each", [True, False], ids=["reduce_each", "reduce_last"])
-def test_every_stage_takes_the_same_steps_with_several_microbatches(stage: str, reduces_each: bool) -> None:
+@pytest.mark.parametrize("ways", [WAYS, pytest.param(FURTHER_WAYS, marks=pytest.mark.slow)], ids=["pairs", "further"])
+def test_every_stage_takes_the_same_steps_with_several_microbatches(
+    stage: str, ways: list[tuple[bool, MixedPrecisionPolicy, bool]]
+) -> None:
     shape, placements = EVERY_STAGE[stage]
-    backward = partial(two_microbatches, reduces_each=reduces_each)
 
     def check() -> None:
-        for policy in (MixedPrecisionPolicy(), BF16):
-            for late in (False, True):
-                with case((policy, late)):
-                    apply = shard_on(shape, options=ShardingOptions(placements=placements), mp_policy=policy)
-                    pair = Overlapped(partial(Net, dim=8), apply, backward=backward, looks=False, late_gradients=late)
-                    pair.train(set_to_none=late)
-                    computes_with_main = stage == "DDP" and policy.param_dtype is None
-                    early = [require_unit(m) for m in (pair.model, pair.model.get_submodule("layers.0"))]
-                    assert all((unit.weights.residency is Residency.UNSHARDING) != computes_with_main for unit in early)
-                    pair.assert_looks_alike()
+        for reduces_each, policy, late in ways:
+            with case((reduces_each, policy, late)):
+                apply = shard_on(shape, options=ShardingOptions(placements=placements), mp_policy=policy)
+                backward = partial(two_microbatches, reduces_each=reduces_each)
+                pair = Overlapped(partial(Net, dim=8), apply, backward=backward, looks=False, late_gradients=late)
+                pair.train(set_to_none=late)
+                computes_with_main = stage == "DDP" and policy.param_dtype is None
+                early = [require_unit(m) for m in (pair.model, pair.model.get_submodule("layers.0"))]
+                assert all((unit.weights.residency is Residency.UNSHARDING) != computes_with_main for unit in early)
+                pair.assert_looks_alike()
 
     run_ranks(check, torch.Size(shape).numel())
 
