@@ -2,24 +2,22 @@
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from lamella import Config
+from lamella._data.batches import TokenBatch
+from lamella._data.order import BatchStream
 from lamella.cli import main
+from lamella_testing import run_ranks
 
 Refuse = Callable[..., str]
 
 
-def run(*argv: str, launcher: tuple[str, ...] = ()) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, *(launcher or ("-P",)), "-m", "lamella", *argv]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
-
-
+@pytest.mark.usefixtures("forked_workers")
 def test_the_command_trains_and_run_again_resumes(
     options: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -53,20 +51,21 @@ def test_the_command_trains_and_run_again_resumes(
     assert report.count("resume from step 3") == 1 and "1 rank on cpu" in report
 
 
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+def test_ranks_that_torchrun_started_all_leave_on_bad_input_and_one_says_why(
+    options: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun's agent has
 
+    def on_rank() -> int:
+        rank = str(dist.get_rank())
+        dist.destroy_process_group()  # Ranks read the options before they have a group.
+        of_agent = {"MASTER_ADDR": store.host, "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        os.environ.update(of_agent, RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2")
+        return main([*options, "--data", "absent"])
 
-def test_ranks_that_torchrun_started_train_together(options: list[str], tmp_path: Path) -> None:
-    result = run(*options, "--steps", "2", launcher=TORCHRUN)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.count("step: 2  loss: ") == 1
-    assert (tmp_path / "run" / "checkpoints" / "step_00000002").is_dir()
-
-
-def test_ranks_that_torchrun_started_all_leave_on_bad_input_and_one_says_why(options: list[str]) -> None:
-    result = run(*options, "--data", "absent", launcher=TORCHRUN)
-    assert result.returncode != 0
-    assert result.stderr.count("lamella: error: Expected a text file or a folder as --data, got 'absent'") == 1
+    assert run_ranks(on_rank, 2) == [2, 2]
+    expected = "lamella: error: Expected a text file or a folder as --data, got 'absent'"
+    assert capfd.readouterr().err.count(expected) == 1
 
 
 @pytest.fixture
@@ -196,6 +195,7 @@ def test_an_adapter_that_is_not_installed_is_named(refuse: Refuse, monkeypatch: 
     assert "uv pip install './packages/lamella[qwen]'" in refuse("--model", "qwen3.5-tiny")
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_some_steps_are_profiled_and_reported_on(
     options: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -284,19 +284,18 @@ def test_a_damaged_checkpoint_is_refused_with_the_name_of_the_file(refuse: Refus
     assert str(damaged) in refuse("--steps", "9")
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_a_worker_that_dies_in_training_is_told_once(
-    options: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    options: list[str], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "broken").mkdir()
-    (tmp_path / "broken" / "sitecustomize.py").write_text(
-        "import os\n"
-        "if os.environ.get('RANK') == '1':\n"
-        "    import lamella._data.order\n"
-        "    def broken(*_):\n"
-        "        raise RuntimeError('out of luck')\n"
-        "    lamella._data.order.BatchStream.batch = broken\n"
-    )
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "broken"), prepend=os.pathsep)
+    batch = BatchStream.batch
+
+    def broken_on_rank_1(stream: BatchStream, step: int, rank: int, num_ranks: int) -> TokenBatch:
+        if rank == 1:
+            raise RuntimeError("out of luck")
+        return batch(stream, step, rank, num_ranks)
+
+    monkeypatch.setattr(BatchStream, "batch", broken_on_rank_1)
     assert main(options) == 1
     errors = capfd.readouterr().err
     assert errors.count("Traceback") == 1 and "RuntimeError: out of luck" in errors

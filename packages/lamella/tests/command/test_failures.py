@@ -7,7 +7,6 @@ import os
 import resource
 import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from forked_programs import fork_lamella
 
 import lamella_optim
 from lamella import Config, LossNotFiniteError, StorageError
@@ -277,10 +277,8 @@ def test_the_help_says_what_the_exit_codes_mean(capsys: pytest.CaptureFixture[st
     assert f"{128 + signal.SIGTERM} by SIGTERM" in lines[5]
 
 
-def test_a_run_whose_output_nobody_reads_goes_on(
-    start_python: Callable[..., "subprocess.Popen[str]"], options: list[str], tmp_path: Path
-) -> None:
-    run = start_python("-P", "-m", "lamella", *options, "--log-interval", "1", "--ranks", "1")
+def test_a_run_whose_output_nobody_reads_goes_on(options: list[str], tmp_path: Path) -> None:
+    run = fork_lamella(*options, "--log-interval", "1", "--ranks", "1")
     assert run.stdout is not None and run.stderr is not None
     with run.stdout:
         assert any(line.startswith("step: 1  loss") for line in run.stdout)

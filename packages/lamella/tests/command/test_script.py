@@ -1,5 +1,6 @@
 """`lamella run`: a program written for FSDP2 runs unchanged, sharded by lamella."""
 
+import os
 import re
 import subprocess
 import sys
@@ -7,6 +8,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from torch.distributed import TCPStore
 
 from lamella._command import script
 from lamella._settings.options import ConfigError
@@ -40,28 +42,27 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(folder: Path, *argv: str, ranks: int) -> "subprocess.CompletedProcess[str]":
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command = [sys.executable, *launcher, "-m", "lamella", "run", *argv]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=120)
-
-
-@pytest.mark.parametrize(("program", "ranks"), [(["program.py"], 2), (["-m", "program"], 1)], ids=["script", "module"])
-def test_a_program_for_fsdp2_is_sharded_by_lamella_and_gets_its_arguments(
-    folder: Path, program: list[str], ranks: int
-) -> None:
-    ended = run(folder, *program, "-m", "--lr", "0", ranks=ranks)
-    assert ended.returncode == 0, ended.stderr
-    for rank in range(ranks):
+def assert_sharded_by_lamella(folder: Path, num_ranks: int, arguments: list[str]) -> None:
+    for rank in range(num_ranks):
         lines = (folder / f"rank-{rank}.txt").read_text(encoding="utf-8").splitlines()
-        assert lines == ["__main__ lamella_engine ['-m', '--lr', '0']", "exit handler"]
+        assert lines == [f"__main__ lamella_engine {arguments}", "exit handler"]
 
 
-def test_the_exit_code_is_the_programs(folder: Path) -> None:
-    program = "import sys; sys.exit(7)"
-    (folder / "failing.py").write_text(program, encoding="utf-8")
-    command = [sys.executable, "-m", "lamella", "run", "failing.py"]
-    assert subprocess.run(command, cwd=folder, check=False, timeout=120).returncode == 7
+def test_a_script_for_fsdp2_is_sharded_by_lamella_and_gets_its_arguments(folder: Path) -> None:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [sys.executable, *launcher, "-m", "lamella", "run", "program.py", "-m", "--lr", "0"]
+    ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    assert_sharded_by_lamella(folder, 2, ["-m", "--lr", "0"])
+
+
+def test_so_is_a_module_and_the_exit_code_is_the_programs(folder: Path) -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun's agent has
+    of_agent = {"MASTER_ADDR": store.host, "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    command = [sys.executable, "-m", "lamella", "run", "-m", "program", "-m", "--lr", "7"]
+    environment = os.environ | of_agent | {"RANK": "0", "WORLD_SIZE": "1"}
+    assert subprocess.run(command, cwd=folder, env=environment, check=False, timeout=120).returncode == 7
+    assert_sharded_by_lamella(folder, 1, ["-m", "--lr", "7"])
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import TINY_LLAMA
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from layer_units import shard_layers
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -43,11 +41,9 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "zero-2": (2, {"stage": 2, "precision": "fp32"}),
     "hsdp, zero-1 and microbatches": (4, {"replicate": 2, "stage": 1, "accumulation": 2}),
     "hfsdp": (4, {"replicate": 2, "spread_states": True}),
-    "rest cpu": (2, {"rest": "cpu", "recompute": "selective"}),
-    "keep budget": (2, {"keep_budget": "100KiB", "reduce": "bf16"}),
+    "rest cpu and one layer": (2, {"rest": "cpu", "recompute": "full", "recompute_layers": 1}),
     "full and keep budget and float8": (2, {"recompute": "full", "keep_budget": "150KiB", "float8": "tensor"}),
-    "full and offload": (2, {"recompute": "full", "offload_activations": True}),
-    "one layer": (2, {"recompute": "full", "recompute_layers": 1}),
+    "full and offload": (2, {"recompute": "full", "offload_activations": True, "reduce": "bf16"}),
     "cut layers, zero-2 and microbatches": (4, {"tensor_parallel": 2, "stage": 2, "accumulation": 2}),
     "cut layers and full": (2, {"tensor_parallel": 2, "recompute": "full", "rest": "cpu"}),
     "cut sequences, zero-1 and selective": (4, {"context_parallel": 2, "stage": 1, "recompute": "selective"}),
@@ -57,6 +53,9 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 FURTHER_CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "zero-1 and microbatches": (2, {"stage": 1, "accumulation": 2}),
     "hsdp": (4, {"replicate": 2}),
+    "rest cpu": (2, {"rest": "cpu", "recompute": "selective"}),
+    "keep budget": (2, {"keep_budget": "100KiB", "reduce": "bf16"}),
+    "one layer": (2, {"recompute": "full", "recompute_layers": 1}),
     "full and keep budget": (2, {"recompute": "full", "keep_budget": "150KiB"}),
     "full and float8": (2, {"recompute": "full", "float8": "tensor"}),
     "float8": (2, {"float8": "tensor"}),
@@ -136,7 +135,8 @@ def _measured(config: Config) -> Estimate:
 def test_every_moment_of_a_step_has_the_bytes_of_a_real_one(model_folder: Path, name: str) -> None:
     num_ranks, parallel = (CASES | FURTHER_CASES)[name]
     config = config_of(model_folder, num_ranks, **parallel)
-    estimates = {rank: estimate_run(config, rank) for rank in {0, num_ranks - 1}}
+    ranks = {0, num_ranks - 1} if num_ranks > 2 else {1}  # Two ranks have shards of equal sizes.
+    estimates = {rank: estimate_run(config, rank) for rank in ranks}
 
     def fit_all(by_rank: list[Estimate]) -> bool:
         return all(fits(estimate, by_rank[rank]) for rank, estimate in estimates.items())
@@ -147,13 +147,16 @@ def test_every_moment_of_a_step_has_the_bytes_of_a_real_one(model_folder: Path, 
     )
 
 
-@given(num_ranks=st.integers(1, 4), stage=st.sampled_from([1, 2, 3]))
-@settings(max_examples=3)
+def _numel(model_folder: Path) -> int:
+    return sum(parameter.numel() for parameter in outline(load_spec(str(model_folder))).parameters())
+
+
+@pytest.mark.parametrize(("num_ranks", "stage"), [(1, 3), (2, 1), (3, 2)])
 def test_optimizer_states_of_all_ranks_are_two_for_each_parameter(
     model_folder: Path, num_ranks: int, stage: int
 ) -> None:
     config = config_of(model_folder, num_ranks, stage=stage)
-    numel = sum(parameter.numel() for parameter in outline(load_spec(str(model_folder))).parameters())
+    numel = _numel(model_folder)
     estimates = [estimate_run(config, rank) for rank in range(num_ranks)]
     states = sum(estimate.at_rest[OPTIMIZER_STATE] for estimate in estimates)
     num_steps = len(list(outline(load_spec(str(model_folder))).parameters()))  # AdamW counts steps by parameter
@@ -164,8 +167,8 @@ def test_optimizer_states_of_all_ranks_are_two_for_each_parameter(
 
 
 def test_the_matrices_of_muon_rest_as_in_a_real_run_with_one_state(model_folder: Path) -> None:
-    adamw = config_of(model_folder, 2)
-    config = replace(adamw, optim=replace(adamw.optim, optimizer="muon"))
+    config = config_of(model_folder, 2)
+    config = replace(config, optim=replace(config.optim, optimizer="muon"))
     estimates = [estimate_run(config, rank) for rank in (0, 1)]
 
     def rests_alike(by_rank: list[Estimate]) -> bool:
@@ -173,7 +176,7 @@ def test_the_matrices_of_muon_rest_as_in_a_real_run_with_one_state(model_folder:
 
     assert rests_alike(measured(config, rests_alike))
     states = sum(estimate.at_rest[OPTIMIZER_STATE] for estimate in estimates)
-    assert states < sum(estimate_run(adamw, rank).at_rest[OPTIMIZER_STATE] for rank in (0, 1))
+    assert states < 2 * 4 * _numel(model_folder), "AdamW has two states for each parameter"
 
 
 @pytest.mark.parametrize(

@@ -178,6 +178,7 @@ def test_steps_and_epochs_replace_each_other_and_are_not_passed_together(
     assert "Expected --steps or --epochs, got both, 6 and 2.0. Pass one of them.\n" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_the_command_trains_epochs(options: list[str], capfd: pytest.CaptureFixture[str]) -> None:
     at = options.index("--steps")
     argv = [*options[:at], *options[at + 2 :], "--epochs", "0.01", "--warmup-steps", "1", "--ranks", "1"]
