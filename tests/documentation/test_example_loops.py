@@ -2,6 +2,7 @@
 
 import json
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -9,8 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch._dynamo  # Every optimizer imports torch._dynamo: imported once here, instead of once a rank.
+import torch.distributed as dist
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.state_dict_saver import save
+
+import lamella_checkpoint  # noqa: F401  once in the parent, not in every forked rank.
+from lamella_testing import run_ranks
+from lamella_testing.forked_writers import forked_writers
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LOOPS = EXAMPLES / "loops"
@@ -23,18 +30,30 @@ def output_of(*command: str | Path) -> str:
     return run.stdout
 
 
-def losses(num_ranks: int, folder: Path, num_steps: int) -> dict[int, float]:
-    """Return the printed losses of the plain loop by step."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
-    output = output_of(*torchrun, LOOPS / "plain_loop.py", "--folder", folder, "--steps", str(num_steps))
+def losses(output: str) -> dict[int, float]:
+    """Return the printed losses by step."""
     return {int(step): float(loss) for step, loss in re.findall(r"step (\d+): loss ([\d.]+)", output)}
 
 
-def test_the_plain_loop_goes_on_where_it_stopped(tmp_path: Path) -> None:
-    unbroken = losses(2, tmp_path, 20)
+def test_the_plain_loop_goes_on_where_it_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    program = [LOOPS / "plain_loop.py", "--folder", tmp_path, "--steps", "20"]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    unbroken = losses(output_of(*torchrun, *program))
     *_, last = sorted(tmp_path.glob("*20"))
     shutil.rmtree(last)
-    assert losses(2, tmp_path, 20) == {20: unbroken[20]}
+
+    def resume() -> None:
+        monkeypatch.setenv("LOCAL_RANK", str(dist.get_rank()))
+        for name in ("init_process_group", "destroy_process_group"):  # A forked rank has a group.
+            monkeypatch.setattr(dist, name, lambda: None)
+        runpy.run_path(str(program[0]), run_name="__main__")
+
+    monkeypatch.setattr(sys, "argv", [*map(str, program)])
+    with forked_writers():
+        run_ranks(resume, 2)
+    assert losses(capfd.readouterr().out) == {20: unbroken[20]}
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -1,8 +1,6 @@
 """The code in the documentation runs, and its assertions hold."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +9,7 @@ import torch.distributed as dist
 
 import lamella_checkpoint  # noqa: F401  Here and in the next line: once in the parent, not in every forked rank.
 from lamella_testing import run_ranks
+from lamella_testing.forked_writers import forked_writers
 
 ROOT = Path(__file__).parents[2]
 ELSEWHERE = {
@@ -56,6 +55,15 @@ def _run_page(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Ranks of `run_ranks` have a process group before the page asks for a group.
     monkeypatch.setattr(dist, "init_process_group", lambda: None)
     monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
+    _execute(page)
+
+
+def _run_page_alone(page: Path) -> None:
+    dist.destroy_process_group()
+    _execute(page)
+
+
+def _execute(page: Path) -> None:
     exec(compile(_code(page), page, "exec"), {"__name__": "__main__"})
 
 
@@ -64,10 +72,11 @@ def _run_page(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_code_on_a_page_runs(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     name = str(page.relative_to(ROOT))
     monkeypatch.chdir(tmp_path)
-    if name in WITHOUT_RANKS:
-        subprocess.run([sys.executable, "-W", "ignore", "-c", _code(page)], check=True)
-        return
-    run_ranks(lambda: _run_page(page, monkeypatch), NUM_RANKS.get(name, 1))
+    with forked_writers():
+        if name in WITHOUT_RANKS:
+            run_ranks(lambda: _run_page_alone(page), 1)
+        else:
+            run_ranks(lambda: _run_page(page, monkeypatch), NUM_RANKS.get(name, 1))
 
 
 def test_the_pages_that_speak_of_several_ranks_are_there() -> None:
