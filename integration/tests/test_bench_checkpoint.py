@@ -7,6 +7,7 @@ import torch
 
 from lamella_integration.bench_checkpoint import Bench, Row, State, main, table
 from lamella_testing import run_ranks
+from lamella_testing.forked_writers import forked_writers
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -14,7 +15,8 @@ def test_every_way_is_measured_on_the_same_state(tmp_path: Path) -> None:
     def measure() -> list[Row]:
         return Bench(State.build(1, torch.device("cpu")), tmp_path / "a").rows(1)
 
-    rows = run_ranks(measure, 2)[0]
+    with forked_writers():
+        rows = run_ranks(measure, 2)[0]
     assert [row.save_s is None for row in rows] == [False, False, False, True, True]
     assert all((row.save_s or row.complete_s or 0) > 0 for row in rows)
     assert all((row.stall_s is None) == (row.call_s is None) == (row.save_s is not None) for row in rows)

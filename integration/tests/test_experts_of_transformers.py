@@ -103,11 +103,11 @@ def test_scheduled_bits_equal_the_models_own_forward(family: str, stage: Any, nu
 
 @pytest.mark.parametrize(("stage", "expert_stage"), [(ZERO3, ZERO1), (ZERO1, ZERO3)], ids=["stay", "go"])
 def test_experts_in_a_stage_of_their_own_train_as_in_the_stage_of_their_layer(stage: Any, expert_stage: Any) -> None:
-    def on_each_rank() -> bool:
+    def on_each_rank() -> tuple[bool, dict[str, int]]:
         expected = _train("qwen3_moe", False, stage)
         plain, scheduled = (_train("qwen3_moe", how, stage, expert_stage=expert_stage) for how in (False, True))
         torch.testing.assert_close(plain, expected, rtol=1e-5, atol=1e-6)  # sums of microbatches round differently
-        return all(torch.equal(a, b) for a, b in zip(plain, scheduled, strict=True))
+        return all(torch.equal(a, b) for a, b in zip(plain, scheduled, strict=True)), present()
 
     def present() -> dict[str, int]:
         """Unsharded bytes of units between steps."""
@@ -116,8 +116,9 @@ def test_experts_in_a_stage_of_their_own_train_as_in_the_stage_of_their_layer(st
         plain_step(model, batches_of(dist.get_rank()))
         return held_nbytes(model)
 
-    assert run_ranks(on_each_rank, 4) == [True] * 4
-    [held, *_] = run_ranks(present, 4)
+    outcomes = run_ranks(on_each_rank, 4)
+    assert all(are_equal for are_equal, _ in outcomes)
+    held = outcomes[0][1]
     layers = {"model.layers.0", "model.layers.1", "model.layers.2"}
     experts = {"model.layers.0.mlp.experts", "model.layers.2.mlp.experts"}
     staying, freed = (experts, layers) if expert_stage is ZERO1 else (layers, experts)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any, cast
 
 import pytest
@@ -153,10 +153,16 @@ def _unsharded_step(model: MoE, batches: list[torch.Tensor]) -> list[torch.Tenso
     return losses
 
 
+@cache
 def _alone(num_layers: int) -> dict[str, torch.Tensor]:
     """One rank without units."""
-    group = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("all", "one"))["one"].get_group()
-    results: dict[str, torch.Tensor] = _trained(MoE(num_layers, group=group, has_shared=True), _unsharded_step, 0)
+
+    def on_one_rank() -> dict[str, torch.Tensor]:
+        model = MoE(num_layers, group=cast(Any, dist.group.WORLD), has_shared=True)
+        results: dict[str, torch.Tensor] = _trained(model, _unsharded_step, 0)
+        return results
+
+    [results] = run_ranks(on_one_rank, 1)
     return results
 
 
@@ -174,11 +180,13 @@ def _alone(num_layers: int) -> dict[str, torch.Tensor]:
 def test_four_ranks_of_units_train_as_one_rank(stage: str, is_delayed: bool) -> None:
     """Each stage's units are over one rank. Gradients are whole, so that all bits can be compared with one rank's."""
 
+    pipelines = {schedule: pipeline(schedule, 4, MICROBATCHES) for schedule in SCHEDULES}
+    alone = {num_stages: _alone(num_stages) for num_stages in {ours.num_stages for ours in pipelines.values()}}
+
     def on_each_rank() -> list[str]:
         unequal = []
-        for schedule in SCHEDULES:
-            ours = pipeline(schedule, 4, MICROBATCHES)
-            expected = _alone(ours.num_stages)
+        for schedule, ours in pipelines.items():
+            expected = alone[ours.num_stages]
             results = _piped(ours, stage, is_delayed=is_delayed)
             assert ("loss 0" in results) == (ours.num_stages - 1 in ours.stages_of(dist.get_rank()))
             if is_delayed and schedule in SPLIT and stage != "ZERO1":

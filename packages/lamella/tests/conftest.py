@@ -24,7 +24,6 @@ import textwrap
 import pytest
 import torch
 import torch.distributed as dist
-from forked_programs import forked_workers
 from hypothesis import settings
 from trained_runs import Run, TrainOn
 
@@ -37,6 +36,7 @@ from lamella._training.trainer import Trainer
 from lamella.cli import main
 from lamella_convert import find_family
 from lamella_testing import run_ranks, write_entry_points
+from lamella_testing.forked_programs import forked_workers
 from lamella_testing.forked_writers import forked_writers
 
 # Property tests draw the same examples in every run: a red run is red again.

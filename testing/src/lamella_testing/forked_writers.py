@@ -28,7 +28,7 @@ from lamella_testing._ranks import quiet_fork
 _START = "lamella_checkpoint._training.writer.start_process"  # a name: tests of other layers import no checkpoint
 _MAIN = "lamella_checkpoint._training.async_process.main"
 _POLL_S = 0.005
-_STANDARD_STREAMS = range(3)
+STANDARD_STREAMS = range(3)
 
 
 @contextmanager
@@ -100,7 +100,7 @@ def _serve(descriptors: Sequence[int]) -> NoReturn:
         faulthandler.disable()  # The handler would write into the rank's file.
         os.setpgid(0, 0)
         os.nice(19)
-        _close_all_but({*_STANDARD_STREAMS, *descriptors})
+        close_all_but({*STANDARD_STREAMS, *descriptors})
         sys.argv[1:] = map(str, descriptors)
         resolve_name(_MAIN)()
         exit_code = 0
@@ -112,8 +112,8 @@ def _serve(descriptors: Sequence[int]) -> NoReturn:
         os._exit(exit_code)
 
 
-def _close_all_but(descriptors: set[int]) -> None:
-    """Close the rank's connections: peers see the rank's death by the end of the connections."""
+def close_all_but(descriptors: set[int]) -> None:
+    """Close the parent's files in a fork. Peers see a rank's death by the end of the rank's connections."""
     for descriptor in [int(path.name) for path in Path("/proc/self/fd").iterdir()]:
         if descriptor not in descriptors:
             try:

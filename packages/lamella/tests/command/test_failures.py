@@ -16,7 +16,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from forked_programs import fork_lamella
 
 import lamella_optim
 from lamella import Config, LossNotFiniteError, StorageError
@@ -34,6 +33,7 @@ from lamella.cli import main, parse
 from lamella_checkpoint import AsyncSaver, CheckpointDirectory, CheckpointFailed
 from lamella_convert import verify
 from lamella_testing import run_ranks
+from lamella_testing.forked_programs import fork_lamella
 
 FAR_TOO_SMALL = 20_000  # bytes of a file: enough for the metrics, not for a rank's part of the state
 

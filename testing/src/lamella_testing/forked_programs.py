@@ -1,24 +1,28 @@
-"""`lamella` and its workers, forked from the tests' process: a program started by exec imports for 6 CPU seconds."""
+"""The command `lamella` and its workers, forked from the tests' process instead of started by exec.
+
+For tests whose subject is the run. A started program imports torch and transformers in 6 CPU seconds. Tests of the
+start (arguments, environment, the interpreter's exit) start the program as users do.
+"""
 
 import gc
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from contextlib import contextmanager
+from pkgutil import resolve_name
 from types import SimpleNamespace
 from typing import Any, NoReturn
 from unittest.mock import patch
 
 import torch
 
-import lamella.__main__
-from lamella._command import worker
-from lamella._processes.launch import run_as_worker
 from lamella_testing._ranks import quiet_fork
+from lamella_testing.forked_writers import STANDARD_STREAMS, close_all_but
 
-STANDARD_STREAMS = range(3)
+_MAIN = "lamella.__main__:main"  # names: tests of other layers import no recipe
+_LAUNCH = "lamella._processes.launch"
+_WORK = "lamella._command.worker:_work"
 
 
 def fork_lamella(*argv: str) -> "subprocess.Popen[str]":
@@ -27,7 +31,7 @@ def fork_lamella(*argv: str) -> "subprocess.Popen[str]":
     def serve() -> NoReturn:
         sys.argv = ["lamella", *argv]
         with forked_workers():
-            os._exit(lamella.__main__.main())
+            os._exit(resolve_name(_MAIN)())
 
     pipe = subprocess.PIPE
     return _fork(serve, sys.argv, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
@@ -36,7 +40,7 @@ def fork_lamella(*argv: str) -> "subprocess.Popen[str]":
 @contextmanager
 def forked_workers() -> Iterator[None]:
     """Fork workers in the block; `Popen` does all but the exec: environment, session, pipe, and signals."""
-    with patch("lamella._processes.launch.subprocess", SimpleNamespace(Popen=_fork_worker, PIPE=subprocess.PIPE)):
+    with patch(f"{_LAUNCH}.subprocess", SimpleNamespace(Popen=_fork_worker, PIPE=subprocess.PIPE)):
         yield
 
 
@@ -44,8 +48,10 @@ def _fork_worker(command: Sequence[str], *, env: Mapping[str, str], **options: A
     def serve() -> NoReturn:
         os.environ.clear()
         os.environ.update(env)
-        sys.argv = [worker.__file__, command[-1]]
-        run_as_worker(worker._work)
+        sys.argv = ["worker", command[-1]]
+        work = resolve_name(_WORK)
+        resolve_name(f"{_LAUNCH}:run_as_worker")(work)
+        raise AssertionError("a worker ends its process")
 
     return _fork(serve, command, **options)
 
@@ -58,7 +64,7 @@ def _fork(
     def serve_alone() -> NoReturn:
         gc.freeze()
         torch.set_num_threads(1)  # OpenMP's worker threads do not survive a fork.
-        _close_all_but({*STANDARD_STREAMS, *pass_fds})
+        close_all_but({*STANDARD_STREAMS, *pass_fds})  # The first is the pipe for whose end `Popen` waits.
         sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
         serve()
 
@@ -70,11 +76,3 @@ def _fork(
             restore_signals=False,  # A program of Python ignores SIGPIPE: a closed pipe is an exception.
             **options,
         )
-
-
-def _close_all_but(descriptors: set[int]) -> None:
-    """Close the pipe at whose end the parent's `Popen` returns, and pipes of other workers."""
-    for descriptor in [int(path.name) for path in Path("/proc/self/fd").iterdir()]:
-        if descriptor not in descriptors:
-            with suppress(OSError):  # the descriptor of the listing
-                os.close(descriptor)
