@@ -1,11 +1,13 @@
 """The benchmark of the ready configurations: rows of real runs on CPUs, and refusals before the first run."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from lamella_integration.bench_configurations import main
+from lamella_testing.forked_programs import fork_lamella
 
 TINY = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -20,7 +22,15 @@ TINY = {
 }
 
 
+def forked_output_of(command: Sequence[str], timeout: float) -> str:
+    """Return the output of `python -m lamella` with arguments, without a start by exec."""
+    output, errors = fork_lamella(*command[3:]).communicate(timeout=timeout)
+    assert "error" not in errors, errors
+    return output
+
+
 def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
+    monkeypatch.setattr("lamella_integration.bench_recipe.output_of", forked_output_of)
     monkeypatch.chdir(Path(__file__).parents[2])  # the configurations are no part of the wheel
     monkeypatch.setattr("sys.argv", ["bench_configurations", *arguments])
     main()

@@ -116,7 +116,7 @@ def test_no_structure_of_a_plan_grows_with_ranks_times_parameters(is_flat: bool)
     for num_ranks in (8, MANY):
         traced_nbytes(num_ranks, 1, is_flat=is_flat)  # Caches of the first call, which later layers share.
     layer_nbytes = [
-        (traced_nbytes(num_ranks, 6, is_flat=is_flat) - traced_nbytes(num_ranks, 2, is_flat=is_flat)) / 4
+        (traced_nbytes(num_ranks, 4, is_flat=is_flat) - traced_nbytes(num_ranks, 2, is_flat=is_flat)) / 2
         for num_ranks in (8, MANY)
     ]
     # A list of all ranks has 128 KiB, a layer 9 parameters.
