@@ -38,7 +38,7 @@ def losses(output: str) -> dict[int, float]:
 def test_the_plain_loop_goes_on_where_it_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    program = [LOOPS / "plain_loop.py", "--folder", tmp_path, "--steps", "20"]
+    program = [str(LOOPS / "plain_loop.py"), "--folder", str(tmp_path), "--steps", "20"]
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     unbroken = losses(output_of(*torchrun, *program))
     *_, last = sorted(tmp_path.glob("*20"))
@@ -48,9 +48,9 @@ def test_the_plain_loop_goes_on_where_it_stopped(
         monkeypatch.setenv("LOCAL_RANK", str(dist.get_rank()))
         for name in ("init_process_group", "destroy_process_group"):  # A forked rank has a group.
             monkeypatch.setattr(dist, name, lambda: None)
-        runpy.run_path(str(program[0]), run_name="__main__")
+        runpy.run_path(program[0], run_name="__main__")
 
-    monkeypatch.setattr(sys, "argv", [*map(str, program)])
+    monkeypatch.setattr(sys, "argv", program)
     with forked_writers():
         run_ranks(resume, 2)
     assert losses(capfd.readouterr().out) == {20: unbroken[20]}

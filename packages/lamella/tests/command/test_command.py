@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
 from lamella import Config
 from lamella._data.batches import TokenBatch
@@ -54,7 +55,7 @@ def test_the_command_trains_and_run_again_resumes(
 def test_ranks_that_torchrun_started_all_leave_on_bad_input_and_one_says_why(
     options: list[str], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun's agent has
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun's agent has
 
     def on_rank() -> int:
         rank = str(dist.get_rank())

@@ -8,7 +8,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from torch.distributed import TCPStore
+from torch._C._distributed_c10d import TCPStore
 
 from lamella._command import script
 from lamella._settings.options import ConfigError
