@@ -24,15 +24,17 @@ from lamella._training.preparation import prepare
 from lamella._training.trainer import Trainer
 from lamella_testing import run_ranks
 
+NUM_HOSTS = 2
 RANKS_PER_HOST = 2
-NUM_RANKS = 4
+NUM_RANKS = 3  # The second host has one.
 
 
 @pytest.fixture
 def configs(config: Config, tmp_path: Path) -> list[Config]:
     """The configuration on each of two hosts: a run folder of its own, and a shared folder of checkpoints."""
-    config = replace(config, parallel=replace(config.parallel, ranks=NUM_RANKS))
-    return [configured(config, tmp_path, host) for host in range(NUM_RANKS // RANKS_PER_HOST)]
+    parallel, optim = replace(config.parallel, ranks=NUM_RANKS), replace(config.optim, batch_size=2 * NUM_RANKS)
+    config = replace(config, parallel=parallel, optim=optim)
+    return [configured(config, tmp_path, host) for host in range(NUM_HOSTS)]
 
 
 def configured(config: Config, folder: Path, host: int) -> Config:

@@ -137,7 +137,8 @@ def num_preparations(outcome: Preparation) -> int:
 
 def _difference(first: Mapping[str, str], identity: Mapping[str, str], host: str) -> str | None:
     """Return one line on the first difference between rank 0's run and this rank's; None for equal runs."""
-    names = (*first, *(name for name in identity if name not in first))
+    # A file of this host alone comes first: the tokenizer differs as a consequence.
+    names = (*(name for name in identity if name not in first), *first)
     name = next((name for name in names if first.get(name) != identity.get(name)), None)
     if name is None:
         return None
