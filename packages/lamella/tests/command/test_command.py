@@ -60,8 +60,12 @@ def test_ranks_that_torchrun_started_all_leave_on_bad_input_and_one_says_why(
     def on_rank() -> int:
         rank = str(dist.get_rank())
         dist.destroy_process_group()  # Ranks read the options before they have a group.
-        of_agent = {"MASTER_ADDR": store.host, "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-        os.environ.update(of_agent, RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2")
+        store_variables = {
+            "MASTER_ADDR": store.host,
+            "MASTER_PORT": str(store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }
+        os.environ.update(store_variables, RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2")
         return main([*options, "--data", "absent"])
 
     assert run_ranks(on_rank, 2) == [2, 2]

@@ -58,9 +58,13 @@ def test_a_script_for_fsdp2_is_sharded_by_lamella_and_gets_its_arguments(folder:
 
 def test_so_is_a_module_and_the_exit_code_is_the_programs(folder: Path) -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun's agent has
-    of_agent = {"MASTER_ADDR": store.host, "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    store_variables = {
+        "MASTER_ADDR": store.host,
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
     command = [sys.executable, "-m", "lamella", "run", "-m", "program", "-m", "--lr", "7"]
-    environment = os.environ | of_agent | {"RANK": "0", "WORLD_SIZE": "1"}
+    environment = os.environ | store_variables | {"RANK": "0", "WORLD_SIZE": "1"}
     assert subprocess.run(command, cwd=folder, env=environment, check=False, timeout=120).returncode == 7
     assert_sharded_by_lamella(folder, 1, ["-m", "--lr", "7"])
 
