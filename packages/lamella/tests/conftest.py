@@ -8,10 +8,11 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
@@ -73,13 +74,14 @@ TINY_LLAMA: Mapping[str, object] = {
 @pytest.fixture
 def text_folder(tmp_path: Path) -> Path:
     """Three source files of the standard library, 60 kB together: a preparation takes a third of the time of 240 kB."""
-    return _write_text(tmp_path)
+    return write_text(tmp_path)
 
 
-def _write_text(parent: Path) -> Path:
+def write_text(parent: Path, modules: Sequence[ModuleType] = (calendar, shlex, textwrap)) -> Path:
+    """Write the sources of some modules to a folder."""
     folder = parent / "text"
     folder.mkdir()
-    for module in (calendar, shlex, textwrap):
+    for module in modules:
         (folder / f"{module.__name__}.py").write_text(inspect.getsource(module), encoding="utf-8")
     return folder
 
@@ -126,7 +128,7 @@ def config(tmp_path: Path, text_folder: Path, model_file: Path) -> Config:
 def shared_config(tmp_path_factory: pytest.TempPathFactory) -> Config:
     """The same for a run shared by several tests; each takes a copy of the directory."""
     folder = tmp_path_factory.mktemp("shared")
-    return _configure(folder, _write_text(folder), _write_model(folder))
+    return _configure(folder, write_text(folder), _write_model(folder))
 
 
 def _configure(folder: Path, text_folder: Path, model_file: Path) -> Config:

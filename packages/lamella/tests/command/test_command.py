@@ -59,6 +59,7 @@ def test_ranks_that_torchrun_started_all_leave_on_bad_input_and_one_says_why(
 
     def on_rank() -> int:
         rank = str(dist.get_rank())
+        dist.barrier()
         dist.destroy_process_group()  # Ranks read the options before they have a group.
         store_variables = {
             "MASTER_ADDR": store.host,

@@ -78,5 +78,5 @@ def test_prompts_that_no_model_reads_are_refused(
 ) -> None:
     assert main([*options, "--sample", "\udcff"]) == 2
     assert "Expected --sample to be texts in UTF-8, got '\\udcff'." in capsys.readouterr().err
-    with pytest.raises(RankFailure, match=r"Expected --sample of fewer than 2,048 tokens, .* got 12,000 in"):
+    with pytest.raises(RankFailure, match=r"Expected --sample of fewer than 2,048 tokens, .* got 9,001 in"):
         train(sampling(config, "long", sample=("word " * 3000,)), 1)
