@@ -24,8 +24,9 @@ TINY = {
 
 def forked_output_of(command: Sequence[str], timeout: float) -> str:
     """Return the output of `python -m lamella` with arguments, without a start by exec."""
-    output, errors = fork_lamella(*command[3:]).communicate(timeout=timeout)
-    assert "error" not in errors, errors
+    process = fork_lamella(*command[3:])
+    output, errors = process.communicate(timeout=timeout)
+    assert process.returncode == 0 and "error" not in errors, errors
     return output
 
 

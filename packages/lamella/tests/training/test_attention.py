@@ -228,11 +228,11 @@ def test_eager_layers_on_gpus_attend_within_packed_documents_by_default(
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
     on_a_gpu: Values = {"parallel": {"device": "cuda", "precision": "bf16"}, "optim": {"steps": 999}}
     config = resolve({"model": {"name": model}}, on_a_gpu, settings)
-    chosen = with_default_attention(config, load_spec(model), packing)
+    chosen = with_default_attention(config, model, packing)
     assert chosen.model.attention == expected
     assert chosen == replace(config, model=chosen.model)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (7, 5))
-    assert with_default_attention(config, load_spec(model), packing) == config
+    assert with_default_attention(config, model, packing) == config
 
 
 def test_selective_recomputation_saves_attention_within_documents() -> None:

@@ -10,9 +10,8 @@ Note [The model's own loss]
 """
 
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from typing import Final, NamedTuple, Protocol
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -63,7 +62,7 @@ class LossFunction(Protocol):
             num_targets: The divisor of the sum over the targets.
             positions: (num_sequences, sequence_length) int64, from 0 on in each document of a sequence; None where a
                 sequence is one document.
-            starts: As for `document_arguments`.
+            starts: The offsets of documents, as `document_arguments` takes them.
         """
         ...
 
@@ -83,7 +82,7 @@ def target_losses(
         targets: (num_sequences, sequence_length) int64: the token to predict at each position, or `IGNORED`.
         positions: (num_sequences, sequence_length) int64, from 0 on in each document of a sequence; None where a
             sequence is one document.
-        starts: As for `document_arguments`.
+        starts: The offsets of documents, as `document_arguments` takes them.
 
     Returns:
         (num_sequences, sequence_length) fp32 losses, 0 for ignored targets; and the 0-D auxiliary loss that balances
@@ -152,27 +151,19 @@ class ModelLoss:
         return MicrobatchLoss(output.loss - self._balance_coefficient * balance, balance)
 
 
-@contextmanager
-def _divisor_kept_from_layers(model: nn.Module) -> Iterator[None]:
-    """Let no layer see `num_items_in_batch`, which models pass on with arguments that they do not know.
+def _divisor_kept_from_layers(model: nn.Module) -> AbstractContextManager[object]:
+    """Let no layer in the block see `num_items_in_batch`, which models pass on with arguments that they do not know.
 
     Under torch 2.11 a number among the arguments of a checkpoint is a constant of a compiled layer: with targets on
     answers alone each step would compile anew, and past the eighth the layers would run eagerly.
     """
-    base = getattr(model, "base_model", model)
-    if base is model:
-        yield
-        return
+    base: nn.Module = getattr(model, "base_model", model)
+    return nullcontext() if base is model else base.register_forward_pre_hook(_drop_divisor, with_kwargs=True)
 
-    def drop(_: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[object, dict[str, object]]:
-        kwargs.pop("num_items_in_batch", None)
-        return args, kwargs
 
-    handle = base.register_forward_pre_hook(drop, with_kwargs=True)
-    try:
-        yield
-    finally:
-        handle.remove()
+def _drop_divisor(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    kwargs.pop("num_items_in_batch", None)
+    return args, kwargs
 
 
 def choose_loss(
@@ -218,7 +209,7 @@ def assumed_loss(model: nn.Module, balance_coefficient: float, shared: SharedRow
     Args:
         model: On fake tensors.
         balance_coefficient: The weight of the auxiliary loss in the model's loss.
-        shared: As for `choose_loss`.
+        shared: The rows of this rank, as `choose_loss` takes them.
 
     Effects: a forward of 32 tokens. May replace the head's forward, as `DeferredHead` does.
     """

@@ -37,9 +37,9 @@ _ATTENTION: Final = frozenset(
 )
 
 _SMALLEST_INNER_SIZE: Final = 128
-"""Below an inner size of about 200, an H100 writes a product's output longer than it multiplies (3.3 TB/s, 700 TFLOPS):
-a second run takes no longer than an addition's, and saves as many bytes as a large product's. The second matrix of a
-low-rank adapter is the case: with its output, a layer of adapters would save twice the bytes of a plain layer."""
+"""The inner size from which a product's output is saved. Below about 200 an H100 writes the output longer than it
+multiplies (3.3 TB/s, 700 TFLOPS), so that the product's second run takes the time of an addition. The output is as
+large as another product's: with the outputs of adapters' second matrices, a layer saves twice a plain layer's bytes."""
 
 
 def check_recompute(units: Sequence[nn.Module], parallel: ParallelConfig) -> None:
@@ -61,8 +61,8 @@ def recompute(
     """Let units run their forward again in backward.
 
     Args:
-        units: In the order of forward. Changed in place, before `fully_shard`: a unit is gathered before its forward
-            runs again.
+        units: The units in the order of forward. Changed in place, before `fully_shard`: a unit is gathered before its
+            forward runs again.
         kind: "full" saves the inputs of a unit alone; "selective" the outputs of large matrix products and of
             attention too, most of a layer's time.
         num_recomputed: Number of units that run again; None for all. The first ones: their backward comes last, and
@@ -76,8 +76,8 @@ def recompute(
 
 
 def _policy(_: object, operator: Any, *args: Any, **__: Any) -> CheckpointPolicy:
-    left = _LEFT_MATRIX.get(operator)
-    is_saved = operator in _ATTENTION if left is None else args[left].shape[-1] >= _SMALLEST_INNER_SIZE
+    index = _LEFT_MATRIX.get(operator)
+    is_saved = operator in _ATTENTION if index is None else args[index].shape[-1] >= _SMALLEST_INNER_SIZE
     return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 

@@ -6,8 +6,7 @@ from typing import Final
 import torch
 
 from lamella._model.compilation import compiles_by_default
-from lamella._model.spec import refused_models
-from lamella._settings.attention import check_documents
+from lamella._model.spec import load_spec, refused_models
 from lamella._settings.config import Config
 from lamella._settings.options import ConfigError
 from lamella._settings.sections import Attention, ModelConfig, Packing, ParallelConfig
@@ -34,36 +33,38 @@ def check_attention(model: ModelConfig, spec: ModelSpec, parallel: ParallelConfi
         check_model_attention(spec, attention)
 
 
-def with_default_attention(config: Config, spec: ModelSpec, packing: Packing) -> Config:
-    """Return the settings of a run with `documents` in the place of `auto`, where that was measured to be faster.
+def with_default_attention(config: Config, model: str, packing: Packing) -> Config:
+    """Return the settings of a run, with `documents` in the place of `auto` where its kernel was measured to be faster.
 
-    That is in packed documents on GPUs, in layers that are not compiled, if no setting and no model refuses it.
+    The kernel is faster in packed documents on GPUs, in layers that are not compiled. A setting or a model that refuses
+    `documents` keeps `auto`.
 
     Args:
         config: The run's settings, placed on this machine.
-        spec: The config of the model.
+        model: The name or the folder of the model.
         packing: How the run's documents became sequences.
+
+    Effects: reads the config of the model where documents are packed on a GPU.
     """
-    is_compiled = config.parallel.compile
-    if is_compiled is None:
-        is_compiled = compiles_by_default(config, spec.model_type, packing)
-    if config.model.attention != "auto" or is_compiled or not _has_kernel(config.parallel.device):
+    if config.model.attention != "auto" or packing != "documents" or not _has_kernel(config.parallel.device):
+        return config
+    spec = load_spec(model)
+    if config.parallel.compile or compiles_by_default(config, spec.model_type, packing):
         return config
     try:
-        within = replace(config, model=replace(config.model, attention="documents"))
-        check_documents(packing, within.model)
-        check_attention(within.model, spec, within.parallel)
+        candidate = replace(config, model=replace(config.model, attention="documents"))
+        check_attention(candidate.model, spec, candidate.parallel)
     except ConfigError:
         return config
-    return within
+    return candidate
 
 
 def attention_lines(model: ModelConfig) -> list[str]:
     """Return the line on attention to print at the start; none for transformers' choice."""
     if model.attention == "auto":
         return []
-    within = " (--attention sdpa: with masks)" if model.attention == "documents" else ""
-    return [f"attention: {model.attention}{within}"]
+    alternative = " (--attention sdpa: with masks)" if model.attention == "documents" else ""
+    return [f"attention: {model.attention}{alternative}"]
 
 
 def inference_attention(attention: Attention, device: str) -> Attention:

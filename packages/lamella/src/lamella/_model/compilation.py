@@ -49,14 +49,17 @@ def has_fixed_shapes(config: Config, spec: ModelSpec, *, has_one_length: bool) -
 
 
 def compiles_by_default(config: Config, model_type: str, packing: str) -> bool:
-    """Return whether a run without --compile and --no-compile compiles its layers: if measured to be faster.
+    """Return whether a run compiles its layers without --compile and --no-compile: if measured to be faster.
 
     Args:
         config: The run's settings, placed on this machine.
         model_type: The type of the model's config.
         packing: As for `is_long_to_compile`.
     """
-    return is_long_to_compile(config, model_type, packing) and _missing_for(config.parallel) is None
+    parallel = config.parallel
+    return (
+        parallel.compile is None and is_long_to_compile(config, model_type, packing) and _missing_for(parallel) is None
+    )
 
 
 def is_long_to_compile(config: Config, model_type: str, packing: str) -> bool:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from lamella._data.tokens import load_tokens
+from lamella._model.attention import with_default_attention
 from lamella._model.building import build
 from lamella._processes.agreement import Agreement
 from lamella._processes.placement import Rank
@@ -43,6 +44,7 @@ def bare_steps(config: Config, directory: RunDirectory, rank: Rank) -> Iterator[
     Effects: collective over all ranks; writes nothing.
     """
     tokens, agreement = load_tokens(directory.tokens), Agreement()
+    config = with_default_attention(config, str(directory.model), tokens.packing)
     run_model = build(config, directory.model, rank.device)
     try:
         batches = training_batches(config, directory, tokens, rank, run_model.spec.vocab_size)

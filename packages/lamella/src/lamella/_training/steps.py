@@ -130,9 +130,8 @@ class Steps:
     def _compile(self, tokens: TokenData) -> list[str]:
         """Compile the layers where the settings, or the default, say so; return a line where the default does."""
         config, spec = self._config, self._run_model.spec
-        is_asked = config.parallel.compile
-        by_default = is_asked is None and compiles_by_default(config, spec.model_type, tokens.packing)
-        if is_asked or by_default:
+        by_default = compiles_by_default(config, spec.model_type, tokens.packing)
+        if config.parallel.compile or by_default:
             # After the trial, whose few tokens would be a first shape: the next shape would compile for any shape.
             has_one_length = tokens.has_one_length(config.data.sequence_length)
             is_fixed = has_fixed_shapes(config, spec, has_one_length=has_one_length)

@@ -9,7 +9,6 @@ from lamella._data.tokens import load_tokens
 from lamella._model.attention import attention_lines, with_default_attention
 from lamella._model.building import build
 from lamella._model.float8 import product_lines, scale_lines
-from lamella._model.spec import load_spec
 from lamella._processes.agreement import Agreement, agreed_error, from_first_rank
 from lamella._processes.determinism import deterministic_lines
 from lamella._processes.endings import LossNotFiniteError, StorageError
@@ -44,7 +43,7 @@ class Trainer:
         self, config: Config, directory: RunDirectory, rank: Rank, requests: StopRequests | None = None
     ) -> None:
         self._tokens = load_tokens(directory.tokens)
-        config = with_default_attention(config, load_spec(str(directory.model)), self._tokens.packing)
+        config = with_default_attention(config, str(directory.model), self._tokens.packing)
         self._config, self._directory, self._rank = config, directory, rank
         self._share = rank.share(config.parallel)
         self._requests = requests or StopRequests()
