@@ -60,7 +60,7 @@ def test_a_row_has_the_losses_of_a_run_from_a_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], few_steps: list[str]
 ) -> None:
     base = ["--base-model", str(tmp_path / "config.json"), "--num-documents", "60", "--sequence-length", "512"]
-    small = ["--batch-size", "4", "--accumulation", "2", "--kernels", "none"]
+    small = ["--batch-size", "4", "--accumulation", "2", "--no-compile"]
     call(monkeypatch, "--only", "fine-tune", *few_steps, *base, *small)
     (tuned,) = json.loads((tmp_path / "rows.json").read_text(encoding="utf-8"))
     assert tuned["variant"] == "fine-tune"

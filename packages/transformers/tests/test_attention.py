@@ -6,6 +6,7 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import AutoConfig
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
@@ -100,12 +101,9 @@ def test_starts_are_computed_from_positions_where_none_are_passed() -> None:
     assert target_losses(model, INPUTS, TARGETS, POSITIONS)[0].equal(expected)
 
 
-def test_starts_end_in_empty_documents_up_to_a_power_of_two() -> None:
+def test_starts_end_with_the_number_of_tokens() -> None:
     starts = document_starts(POSITIONS)
-    assert starts.dtype == torch.int32 and starts.tolist() == STARTS + [48] * (64 - len(STARTS))
-    for num_documents, num_offsets in ((63, 64), (64, 128), (127, 128), (128, 256)):
-        offsets = document_starts(torch.zeros(1, num_documents, dtype=torch.int64))
-        assert len(offsets) == num_offsets and offsets[num_documents:].eq(num_documents).all()
+    assert starts.dtype == torch.int32 and starts.tolist() == [*STARTS, POSITIONS.numel()]
 
 
 def test_a_row_begins_a_document_whatever_its_first_position() -> None:
@@ -160,15 +158,19 @@ def test_attention_within_documents_raises_where_a_forward_has_no_starts() -> No
 
 
 @pytest.mark.filterwarnings("default")  # Dynamo reads deprecated attributes, which warn.
-def test_a_layer_with_torchs_kernel_compiles_in_one_graph() -> None:
+def test_layers_with_torchs_kernel_compile_in_one_graph_for_all_numbers_of_documents() -> None:
     set_attention(spec := spec_of("qwen3"), "documents")
     model: Any = build_model(spec, torch.device("meta"), 0)
+    backend = CompileCounterWithBackend("aot_eager")
     for layer in model.model.layers:
-        layer.compile(fullgraph=True, backend="aot_eager", dynamic=False)
-    inputs = INPUTS.to("meta")
-    logits = model(**document_arguments(model, inputs, None), use_cache=False).logits
-    logits.sum().backward()
+        layer.compile(fullgraph=True, backend=backend, dynamic=False)
+    inputs, positions = INPUTS.to("meta"), POSITIONS.to("meta")
+    for num_documents in (8, 1, 4, 48):
+        starts = torch.zeros(num_documents + 1, dtype=torch.int32, device="meta")
+        logits = model(**document_arguments(model, inputs, positions, starts), use_cache=False).logits
+        logits.sum().backward()
     assert logits.shape == (4, 12, 300) and all(parameter.grad is not None for parameter in model.parameters())
+    assert backend.frame_count == 1
 
 
 @pytest.mark.gpu1

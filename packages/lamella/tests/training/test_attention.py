@@ -17,7 +17,6 @@ from lamella._data.batches import TokenBatch
 from lamella._inference.trained_model import open_model
 from lamella._model.activations import recompute
 from lamella._model.attention import check_attention, inference_attention, with_default_attention
-from lamella._model.compilation import compiles_by_default
 from lamella._model.spec import load_spec
 from lamella._processes.placement import place
 from lamella._record.metrics import SampleRecord, read
@@ -208,25 +207,16 @@ def test_a_trained_model_has_the_attention_of_its_run_where_the_machine_has_it(
         pytest.param("llama-small", "documents", {"model": {"attention": "sdpa"}}, "sdpa", id="another choice"),
         pytest.param("llama-small", "documents", {"parallel": {"precision": "fp32"}}, "auto", id="fp32"),
         pytest.param("llama-small", "documents", {"parallel": {"capture": True}}, "auto", id="captured steps"),
-        pytest.param("llama-small", "documents", {"parallel": {"compile": True}}, "auto", id="compiled layers"),
-        pytest.param("llama-small", "documents", {"optim": {"steps": 1000}}, "auto", id="compiled by default"),
-        pytest.param(
-            "llama-small",
-            "documents",
-            {"optim": {"steps": 1000}, "parallel": {"compile": False}},
-            "documents",
-            id="a long run in eager layers",
-        ),
+        pytest.param("llama-small", "documents", {"parallel": {"compile": True}}, "documents", id="compiled layers"),
         pytest.param("llama-small", "documents", {"run": {"deterministic": True}}, "auto", id="deterministic sums"),
         pytest.param("llama-small", "documents", {"parallel": {"device": "cpu"}}, "auto", id="no GPU"),
     ],
 )
-def test_eager_layers_on_gpus_attend_within_packed_documents_by_default(
+def test_layers_on_gpus_attend_within_packed_documents_by_default(
     model: str, packing: Packing, settings: Values, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lamella._model.compilation._missing_for", lambda parallel: None)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
-    on_a_gpu: Values = {"parallel": {"device": "cuda", "precision": "bf16"}, "optim": {"steps": 999}}
+    on_a_gpu: Values = {"parallel": {"device": "cuda", "precision": "bf16"}}
     config = resolve({"model": {"name": model}}, on_a_gpu, settings)
     chosen = with_default_attention(config, model, packing)
     assert chosen.model.attention == expected
@@ -258,10 +248,3 @@ class CountedCalls(TorchDispatchMode):
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.names.append(str(operator))
         return operator(*args, **(kwargs or {}))
-
-
-def test_a_chosen_attention_compiles_no_layers_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lamella._model.compilation._missing_for", lambda parallel: None)
-    long_run: Values = {"model": {"name": "llama-small"}, "optim": {"steps": 1000}, "parallel": {"device": "cuda"}}
-    assert compiles_by_default(resolve(long_run), "llama", "documents")
-    assert not compiles_by_default(resolve(long_run, {"model": {"attention": "documents"}}), "llama", "documents")

@@ -154,11 +154,11 @@ def test_compiled_layers_are_those_that_are_sharded(shared_config: Config, monke
     ("settings", "model_type", "packing"),
     [
         ({"parallel": {"device": "cpu"}}, "llama", "stream"),
-        ({"optim": {"steps": 999}}, "llama", "stream"),
+        ({"optim": {"steps": 299}}, "llama", "stream"),
         ({}, "mamba2", "stream"),
         ({}, "llama", "none"),
         ({"model": {"kernels": "liger"}}, "llama", "stream"),
-        ({"model": {"lora_rank": 8}}, "llama", "stream"),
+        ({"model": {"attention": "sdpa"}}, "llama", "documents"),
         ({"parallel": {"float8": "row"}}, "llama", "stream"),
         ({"parallel": {"offload_activations": True}}, "llama", "stream"),
         ({"run": {"deterministic": True}}, "llama", "stream"),
@@ -169,7 +169,8 @@ def test_long_runs_on_gpus_compile_their_layers_unless_a_setting_asks_for_eager_
     settings: dict[str, dict[str, object]], model_type: str, packing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lamella._model.compilation._missing_for", lambda parallel: None)
-    assert compiles_by_default(resolve(LONG_RUN), "llama", "documents")
+    for chosen in ({}, {"model": {"lora_rank": 8}}, {"model": {"attention": "documents"}}):
+        assert compiles_by_default(resolve(LONG_RUN, chosen), "llama", "documents")
     assert not compiles_by_default(resolve(LONG_RUN, settings), model_type, packing)
 
 

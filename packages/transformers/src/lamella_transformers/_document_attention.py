@@ -21,7 +21,6 @@ from lamella_transformers._errors import ModelError, in_short
 DOCUMENT_ATTENTION: Final = "lamella_documents"
 """The name of the attention function in transformers' registry."""
 
-_FEWEST_OFFSETS: Final = 64
 _WIDEST_HEAD: Final = 256  # Of the kernel's, which takes multiples of 8.
 _FULL: Final = ("full_attention", "attention")
 _SLIDING: Final = "sliding_attention"
@@ -51,16 +50,14 @@ def document_starts(positions: torch.Tensor) -> torch.Tensor:
         positions: (num_sequences, sequence_length) int64, from 0 on in each document. Each row begins a document.
 
     Returns:
-        (num_offsets,) int32, ascending: the starts, then the number of tokens. The last offset is repeated, as empty
-        documents, up to a power of two from 64 on: layers compile anew for each number.
+        (num_documents + 1,) int32, ascending: the starts, then the number of tokens.
 
     Effects: a host sync for positions on a GPU.
     """
     is_start = positions == 0
     is_start[:, 0] = True
     starts = is_start.flatten().nonzero().flatten()
-    padding = _num_offsets(len(starts)) - len(starts)
-    return F.pad(starts, (0, padding), value=positions.numel()).to(torch.int32)
+    return F.pad(starts, (0, 1), value=positions.numel()).to(torch.int32)
 
 
 def start_arguments(inputs: torch.Tensor, starts: torch.Tensor | None) -> dict[str, Any]:
@@ -69,17 +66,16 @@ def start_arguments(inputs: torch.Tensor, starts: torch.Tensor | None) -> dict[s
     Args:
         inputs: (num_sequences, sequence_length) int64 tokens.
         starts: As from `document_starts`, on the device of the inputs; None for a document a sequence.
+
+    Effects: marks the starts, so that compiled layers are compiled once for all numbers of documents.
     """
     num_sequences, length = inputs.shape
     if starts is None:
-        offsets = torch.arange(_num_offsets(num_sequences), dtype=torch.int32, device=inputs.device)
-        starts = offsets.clamp(max=num_sequences) * length
+        starts = torch.arange(num_sequences + 1, dtype=torch.int32, device=inputs.device) * length
+    # Nearly every batch has another number of documents; without the mark each would compile layers anew.
+    torch._dynamo.maybe_mark_dynamic(starts, 0)
     # The longest document sizes the kernel's grid alone; a length that differs by batch would compile layers anew.
     return {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": length, "max_length_k": length}
-
-
-def _num_offsets(num_documents: int) -> int:
-    return max(_FEWEST_OFFSETS, 1 << num_documents.bit_length())
 
 
 def register_document_attention() -> None:

@@ -5,7 +5,6 @@ from typing import Final
 
 import torch
 
-from lamella._model.compilation import compiles_by_default
 from lamella._model.spec import load_spec, refused_models
 from lamella._settings.config import Config
 from lamella._settings.options import ConfigError
@@ -36,8 +35,7 @@ def check_attention(model: ModelConfig, spec: ModelSpec, parallel: ParallelConfi
 def with_default_attention(config: Config, model: str, packing: Packing) -> Config:
     """Return the settings of a run, with `documents` in the place of `auto` where its kernel was measured to be faster.
 
-    The kernel is faster in packed documents on GPUs, in layers that are not compiled. A setting or a model that refuses
-    `documents` keeps `auto`.
+    The kernel is faster in packed documents on GPUs. A setting or a model that refuses `documents` keeps `auto`.
 
     Args:
         config: The run's settings, placed on this machine.
@@ -48,12 +46,9 @@ def with_default_attention(config: Config, model: str, packing: Packing) -> Conf
     """
     if config.model.attention != "auto" or packing != "documents" or not _has_kernel(config.parallel.device):
         return config
-    spec = load_spec(model)
-    if config.parallel.compile or compiles_by_default(config, spec.model_type, packing):
-        return config
     try:
         candidate = replace(config, model=replace(config.model, attention="documents"))
-        check_attention(candidate.model, spec, candidate.parallel)
+        check_attention(candidate.model, load_spec(model), candidate.parallel)
     except ConfigError:
         return config
     return candidate

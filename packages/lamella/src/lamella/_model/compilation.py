@@ -17,8 +17,8 @@ from lamella_transformers import ModelSpec
 COMPILED_TYPES: Final = ("llama", "qwen3")
 """The model types whose compiled layers were measured."""
 
-_FEWEST_STEPS: Final = 1000
-"""The first step takes some ten seconds longer, which the later ones of a shorter run do not give back."""
+_FEWEST_STEPS: Final = 300
+"""The first step takes some ten seconds longer, which the later ones of a shorter run may not give back."""
 
 
 def compile_units(units: Sequence[nn.Module], *, has_fixed_shapes: bool) -> None:
@@ -77,8 +77,8 @@ def is_long_to_compile(config: Config, model_type: str, packing: str) -> bool:
         and config.optim.steps >= _FEWEST_STEPS
         and packing != "none"
         and parallel.num_neighbours == 1
-        and (config.model.kernels, config.model.attention) == ("none", "auto")
-        and (config.model.lora_rank, parallel.float8) == (None, "no")
+        and config.model.attention in ("auto", "documents")
+        and (config.model.kernels, parallel.float8) == ("none", "no")
         and not (config.run.deterministic or config.run.sample or parallel.offload_activations)
     )
 
