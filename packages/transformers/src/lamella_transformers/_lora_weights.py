@@ -132,7 +132,10 @@ class MergedLora(Over):
             for name in source.tensors
             if name.startswith("model.") and name not in adapters
         }
-        super().__init__(source, {name: source.tensors[origin] for name, origin in self._origins.items()})
+        tensors = {name: source.tensors[origin] for name, origin in self._origins.items()}
+        # Sums, and not numbers of the frozen weight's dtype: a reader with the dtype of the source would round them.
+        tensors |= {name: tensors[name]._replace(dtype=torch.float32) for name in self._layers}
+        super().__init__(source, tensors)
 
     @property
     def objects(self) -> Sequence[str]:

@@ -22,13 +22,15 @@ from lamella._estimate.recorded_step import RecordedStep, TrainingStep, Watch, r
 from lamella._model.checks import check_neighbours
 from lamella._model.lora import add_adapters
 from lamella._model.matrices import matrices_for
+from lamella._model.published_dtype import published_dtype
 from lamella._model.sharding import shard
 from lamella._model.spec import load_spec, refused_models
+from lamella._model.trained_parameters import freeze, narrow_frozen, trained_patterns
+from lamella._model.weights import pretrained_directory
 from lamella._settings.config import Config
 from lamella._settings.options import ConfigError
 from lamella._training.narrow_states import check_states
 from lamella._training.optimizer import make_optimizer
-from lamella._training.trained_parameters import freeze, trained_patterns
 from lamella_transformers import (
     LossFunction,
     ModelSpec,
@@ -126,6 +128,8 @@ def training_step(
     add_adapters(model, config.model, config.run.seed)
     on_cpu = _with_device(config, "cpu")
     matrices = matrices_for(config.optim, model)
+    pretrained = pretrained_directory(config.model.name)
+    narrow_frozen(model, config, torch.float32 if pretrained is None else published_dtype(pretrained))
     units, shared_rows, pieces = shard(model, on_cpu.parallel, matrices, host=_HostCopies(live))
     freeze(model, trained_patterns(config))
     kernels = liger_operators(model) if config.model.kernels != "none" else nullcontext()

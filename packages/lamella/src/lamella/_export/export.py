@@ -11,8 +11,8 @@ import torch
 from lamella._export.adapters import export_adapters, is_for_peft, merged_checkpoint
 from lamella._export.model_card import adapter_card, model_card
 from lamella._export.trained_run import TrainedRun, open_run
+from lamella._model.published_dtype import recorded_dtype
 from lamella._model.weights import as_published
-from lamella._settings.options import ConfigError
 from lamella_checkpoint import CheckpointDamaged
 from lamella_convert import convert
 
@@ -82,7 +82,7 @@ def export(
 
 def _export(run: TrainedRun, to: Path, dtype: str, version: str, on_progress: Callable[[int, int], None]) -> Export:
     model = run.directory.model
-    torch_dtype = _dtype_of_start(run) if dtype == "auto" else _DTYPES[dtype]
+    torch_dtype = recorded_dtype(run.directory.weights_dtype) if dtype == "auto" else _DTYPES[dtype]
     name = str(torch_dtype).removeprefix("torch.")
     card = model_card(run, model_type=_model_type(run), dtype=name, version=version)
 
@@ -112,18 +112,6 @@ def _export_adapters(
     card = adapter_card(run, model_type=_model_type(run), dtype=name, version=version)
     conversion = export_adapters(run, to, torch_dtype, card, on_progress)
     return Export(run=run, conversion=conversion, dtype=name)
-
-
-def _dtype_of_start(run: TrainedRun) -> torch.dtype:
-    """Return the dtype of the weights that the run started from; fp32 for fresh weights."""
-    file = run.directory.weights_dtype
-    name = file.read_text(encoding="ascii").strip() if file.is_file() else "float32"
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise ConfigError(
-            f"Expected the name of a dtype in {str(file)!r}, got {name!r:.40}. Pass --dtype bf16 or fp32."
-        )
-    return dtype
 
 
 def _model_type(run: TrainedRun) -> str:

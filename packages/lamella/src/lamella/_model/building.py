@@ -12,6 +12,7 @@ from lamella._model.lora import RunAdapters, add_adapters
 from lamella._model.matrices import matrices_for
 from lamella._model.sharding import shard
 from lamella._model.spec import load_spec
+from lamella._model.trained_parameters import narrow_frozen
 from lamella._model.weights import pretrained_directory
 from lamella._settings.config import Config
 from lamella._settings.options import ConfigError
@@ -90,13 +91,14 @@ class RunModel:
         return source if self.adapters is None else self.adapters.fresh(source, prefix)
 
 
-def build(config: Config, folder: Path, device: torch.device) -> RunModel:
+def build(config: Config, folder: Path, device: torch.device, weights_dtype: torch.dtype = torch.float32) -> RunModel:
     """Build and shard the model of a run.
 
     Args:
         config: The run's settings.
         folder: The run's model folder, which holds the model's config.
         device: The device of this rank.
+        weights_dtype: The dtype of the weights that the run starts from, in which frozen weights may rest.
 
     Effects: collective over all ranks. Allocates the shards alone. Kernels replace functions of transformers in the
         whole process until `replacements.undo()`; attention as `set_attention`.
@@ -108,6 +110,7 @@ def build(config: Config, folder: Path, device: torch.device) -> RunModel:
     adapters = add_adapters(module, config.model, config.run.seed)
     replacements = use_kernels(module, config.model.kernels)
     matrices = matrices_for(config.optim, module)
+    narrow_frozen(module, config, weights_dtype)
     units, shared_rows, pieces = shard(module, config.parallel, matrices)
     materialise(module, torch.device("cpu") if config.parallel.rest == "cpu" else device)
     module.to(device)  # Buffers; shards at rest on the CPU stay there.

@@ -10,6 +10,7 @@ from torch import nn
 from lamella._data.tokens import load_tokens
 from lamella._model.attention import with_default_attention
 from lamella._model.building import build
+from lamella._model.published_dtype import recorded_dtype
 from lamella._processes.agreement import Agreement
 from lamella._processes.placement import Rank
 from lamella._record.run_directory import RunDirectory
@@ -45,7 +46,7 @@ def bare_steps(config: Config, directory: RunDirectory, rank: Rank) -> Iterator[
     """
     tokens, agreement = load_tokens(directory.tokens), Agreement()
     config = with_default_attention(config, str(directory.model), tokens.packing)
-    run_model = build(config, directory.model, rank.device)
+    run_model = build(config, directory.model, rank.device, recorded_dtype(directory.weights_dtype))
     try:
         batches = training_batches(config, directory, tokens, rank, run_model.spec.vocab_size)
         steps = Steps(config, run_model, rank)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from lamella._model.checks import CheckedModel, check_model
 from lamella._model.spec import NAMED
+from lamella._model.trained_parameters import check_trained
 from lamella._record.run_directory import RunDirectory
 from lamella._record.trackers import check_trackers
 from lamella._settings.config import Config
@@ -14,7 +15,6 @@ from lamella._training.narrow_states import check_states
 from lamella._training.optimizer_class import check_optimizer
 from lamella._training.resume import wanted_checkpoint
 from lamella._training.samples import check_prompts
-from lamella._training.trained_parameters import check_trained
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lamella._data.sources import TextSource, data_lines, read_text
+from lamella._model.trained_parameters import trained_line, trained_patterns
 from lamella._model.weights import check_weights, weights_line
 from lamella._settings.attention import check_documents
 from lamella._settings.capture import check_capturable
@@ -12,7 +13,6 @@ from lamella._settings.context_parallel import check_packing
 from lamella._settings.options import ConfigError
 from lamella._training.checks import CheckedRun
 from lamella._training.resume import check_resumable, stream_settings
-from lamella._training.trained_parameters import trained_line, trained_patterns
 from lamella_transformers import NUM_PROFILER_WARMUP_STEPS, separates_documents
 
 

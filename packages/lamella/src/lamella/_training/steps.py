@@ -13,11 +13,11 @@ from lamella._data.tokens import TokenData
 from lamella._model.building import RunModel
 from lamella._model.compilation import compile_units, compiles_by_default, has_fixed_shapes
 from lamella._model.spec import refused_models
+from lamella._model.trained_parameters import freeze, trained_patterns
 from lamella._processes.placement import Rank
 from lamella._settings.config import Config
 from lamella._settings.options import ConfigError
 from lamella._training.optimizer import learning_rate, make_optimizer
-from lamella._training.trained_parameters import freeze, trained_patterns
 from lamella_engine import FSDPModule
 from lamella_optim import capture_step
 from lamella_transformers import (

@@ -9,6 +9,7 @@ from lamella._data.tokens import load_tokens
 from lamella._model.attention import attention_lines, with_default_attention
 from lamella._model.building import build
 from lamella._model.float8 import product_lines, scale_lines
+from lamella._model.published_dtype import recorded_dtype
 from lamella._processes.agreement import Agreement, agreed_error, from_first_rank
 from lamella._processes.determinism import deterministic_lines
 from lamella._processes.endings import LossNotFiniteError, StorageError
@@ -49,7 +50,7 @@ class Trainer:
         self._requests = requests or StopRequests()
         self._agreement = Agreement()
         self._validation = Validation(config, self._tokens, rank)
-        self._run_model = build(config, directory.model, rank.device)
+        self._run_model = build(config, directory.model, rank.device, recorded_dtype(directory.weights_dtype))
         self._model = self._run_model.module
         self._samples = (
             Samples(config.run, directory, self._run_model.spec, rank, self._share) if config.run.sample else None

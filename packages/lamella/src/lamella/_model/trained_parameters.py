@@ -1,13 +1,21 @@
-"""The trained parameters of a run, chosen by patterns of their names; all others are frozen."""
+"""The trained parameters of a run, chosen by patterns of their names; all others are frozen.
+
+Note [Frozen weights at rest]
+    The forward of a bf16 run takes each weight in bf16, and updates of the optimizer need the bits beyond. A frozen
+    weight has no updates: published in bf16, it rests in bf16, half as large in memory, in gathers' copies and in
+    checkpoints, and the forward takes the same numbers.
+"""
 
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
+import torch
 from torch import nn
 
 from lamella._model.lora import ADAPTERS
 from lamella._settings.config import Config
 from lamella._settings.options import ConfigError, nearest
+from lamella_transformers import fp32_parameters
 
 
 def trained_patterns(config: Config) -> tuple[str, ...]:
@@ -36,6 +44,25 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
     """Freeze the parameters without a matching pattern; without patterns none is frozen."""
     for name, parameter in model.named_parameters() if patterns else ():
         parameter.requires_grad_(is_trained(name, patterns))
+
+
+def narrow_frozen(model: nn.Module, config: Config, weights_dtype: torch.dtype) -> None:
+    """Let frozen weights of a bf16 run rest in bf16, if they were published so; see Note [Frozen weights at rest].
+
+    Weights that the forward takes in fp32, and weights of units in float8, rest in fp32.
+
+    Args:
+        model: With the run's adapters, without memory, before it is sharded. Changed in place.
+        config: The run's settings.
+        weights_dtype: The dtype of the weights that the run starts from.
+    """
+    parallel, patterns = config.parallel, trained_patterns(config)
+    if (parallel.precision, parallel.float8, weights_dtype) != ("bf16", "no", torch.bfloat16) or not patterns:
+        return
+    dtype_in_forward = fp32_parameters(model) or (lambda parameter: None)
+    for name, parameter in model.named_parameters():
+        if not is_trained(name, patterns) and dtype_in_forward(parameter) is None:
+            parameter.data = parameter.data.to(torch.bfloat16)
 
 
 def is_trained(name: str, patterns: Sequence[str]) -> bool:
