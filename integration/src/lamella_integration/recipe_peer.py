@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 2 -m lamella_integration.recipe_peer RUN_DIR --engine fsdp2 [--kernels liger] [--compile]
 
 Every rank builds the run's model from the run's seed, and trains on the batches that the run's stream has for this
-rank: the first losses are equal, later ones differ by rounding. `--engine lamella` puts lamella's engine in FSDP2's
-place (`lamella_engine.install`).
+rank: the first losses are equal, later ones differ by rounding. A run of adapters has the same adapters here, by peft.
+`--engine lamella` puts lamella's engine in FSDP2's place (`lamella_engine.install`).
 """
 
 import argparse
@@ -17,6 +17,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from lamella import Config
@@ -27,9 +28,12 @@ from lamella.testing import (
     learning_rate,
     load_spec,
     load_tokens,
+    lora_settings,
     read_file,
     resolve,
 )
+from lamella_checkpoint import fill
+from lamella_transformers import FreshLora, FreshWeights, LoraSettings, lora_config, lora_layers
 
 
 def run_rows(stream: BatchStream, num_steps: int) -> list[dict[str, torch.Tensor]]:
@@ -140,6 +144,7 @@ def _trainer(run: Config, directory: RunDirectory, options: argparse.Namespace, 
     arguments = make_arguments(
         output_dir=folder,
         bf16=True,
+        use_cpu=not torch.cuda.is_available(),
         fsdp=True,
         fsdp_config={
             "version": 2,
@@ -169,10 +174,25 @@ def _trainer(run: Config, directory: RunDirectory, options: argparse.Namespace, 
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-    model: Any = build_model(load_spec(str(directory.model)), device, run.run.seed)
+    spec = load_spec(str(directory.model))
+    model: Any = build_model(spec, device, run.run.seed)
+    if (settings := lora_settings(run.model)) is not None:
+        model = _with_adapters(model, FreshWeights(spec, device, run.run.seed), settings, run.run.seed)
     trainer = RunTrainer(model=model, args=arguments, train_dataset=run_rows(stream, run.optim.steps))
     trainer.run = run
     return trainer
+
+
+def _with_adapters(model: nn.Module, weights: FreshWeights, settings: LoraSettings, seed: int) -> nn.Module:
+    """Return the model as peft wraps it, with the adapters that a run of the seed starts from."""
+    from peft import get_peft_model
+
+    layers = lora_layers(model, settings.targets)
+    adapted: nn.Module = get_peft_model(cast(Any, model), lora_config(settings, layers))
+    names = {name.removeprefix("base_model.model."): parameter for name, parameter in adapted.named_parameters()}
+    adapters: dict[str, Any] = {name: parameter for name, parameter in names.items() if ".lora_" in name}
+    fill(adapters, FreshLora(weights, layers, settings, seed))
+    return adapted
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from lamella._estimate.live_bytes import LiveBytes as LiveBytes
 from lamella._estimate.recorded_step import moments_of_units as moments_of_units
 from lamella._model.building import build as build
 from lamella._model.checks import check_model as check_model
+from lamella._model.lora import lora_settings as lora_settings
 from lamella._model.spec import load_spec as load_spec
 from lamella._model.weights import check_weights as check_weights
 from lamella._plan.calibration import Calibration as Calibration
@@ -64,6 +65,7 @@ __all__ = [
     "learning_rate",
     "load_spec",
     "load_tokens",
+    "lora_settings",
     "moments_of_units",
     "no_memory",
     "parse",
