@@ -27,11 +27,21 @@ def packages() -> dict[Path, dict[str, Any]]:
 @pytest.fixture
 def copy_of_the_workspace(tmp_path: Path) -> Path:
     """The files that git would commit, copied to a separate folder."""
+    return _copy_workspace(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def shared_copy_of_the_workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One copy for all tests of a module: a test takes its damage back."""
+    return _copy_workspace(tmp_path_factory.mktemp("workspace"))
+
+
+def _copy_workspace(folder: Path) -> Path:
     listing = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
     names = subprocess.run(listing, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in filter(None, names.split("\0")):
-        source, target = ROOT / name, tmp_path / name
+        source, target = ROOT / name, folder / name
         if os.path.lexists(source):
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(source, target, follow_symlinks=False)
-    return tmp_path
+    return folder

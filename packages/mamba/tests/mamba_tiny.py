@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from importlib import import_module
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -91,6 +92,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
 }
 """Names are transformers' model types."""
+
+for model_type in CONFIGS:  # Imported by the first model: here once, not once in every forked rank.
+    import_module(f"transformers.models.{model_type}.modeling_{model_type}")
 
 
 def make_model(model_type: str, **changes: Any) -> nn.Module:

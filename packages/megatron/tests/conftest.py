@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from lamella_testing.forked_writers import forked_writers
 from lamella_testing.megatron import megatron_on_cpu
 
 MCORE = Path(__file__).parent / "mcore"
@@ -41,4 +42,11 @@ def on_cpu(request: pytest.FixtureRequest) -> Iterator[None]:
         return
     with megatron_on_cpu():
         importlib.import_module("lamella_megatron.training")  # once here, and not in each forked rank
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _forked_writers() -> Iterator[None]:
+    """Fork the processes that write checkpoints: lamella-convert's tests start some for Megatron's files."""
+    with forked_writers():
         yield

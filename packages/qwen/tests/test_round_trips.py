@@ -73,12 +73,19 @@ def assert_same(some: Mapping[str, torch.Tensor], expected: Mapping[str, torch.T
         assert torch.equal(tensor, expected[name]), name
 
 
+# Each kind of model in each dialect, with each number of tensor-parallel ranks; the remaining combinations are slow.
+TENSOR_PARALLEL_SIZES: dict[str, list[int | None]] = {"bridge": [None], "release-0.19": [1, 2, 4]}
+SIZE_OF_KIND: dict[Kind, int] = {"dense": 2, "moe": 4, "vision": 1, "vision-moe": 2}
+WAYS = [
+    pytest.param(kind, dialect, size, marks=() if size in {None, SIZE_OF_KIND[kind]} else pytest.mark.slow)
+    for kind in KINDS
+    for dialect, sizes in TENSOR_PARALLEL_SIZES.items()
+    for size in sizes
+]
+
+
 @pytest.mark.usefixtures("family")
-@pytest.mark.parametrize(
-    ("dialect", "tensor_parallel_size"),
-    [("bridge", None), ("release-0.19", 1), ("release-0.19", 2), ("release-0.19", 4)],
-)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "dialect", "tensor_parallel_size"), WAYS)
 def test_nothing_changes_on_the_way_to_megatron_and_back(
     kind: Kind, dialect: Literal["bridge", "release-0.19"], tensor_parallel_size: int | None, tmp_path: Path
 ) -> None:

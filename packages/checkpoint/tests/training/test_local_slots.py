@@ -68,10 +68,14 @@ def uneven(values: torch.Tensor) -> nn.Parameter:
     return parameter
 
 
+CASES = [(over_all, 4, False), (over_all, 3, True), (over_any, 1, False), (over_two_axes, 8, True), (uneven, 3, False)]
+FURTHER_CASES = [(make_sharded, num_ranks, not flat) for make_sharded, num_ranks, flat in CASES]
+
+
 @pytest.mark.parametrize(
-    ("make_sharded", "num_ranks"), [(over_all, 4), (over_all, 3), (over_any, 1), (over_two_axes, 8), (uneven, 3)]
+    ("make_sharded", "num_ranks", "flat"),
+    [*CASES, *(pytest.param(*further, marks=pytest.mark.slow) for further in FURTHER_CASES)],
 )
-@pytest.mark.parametrize("flat", [False, True])
 def test_training_on_shards_resumes_on_other_ranks(
     tmp_path: Path, make_sharded: MakeSharded, num_ranks: int, flat: bool
 ) -> None:

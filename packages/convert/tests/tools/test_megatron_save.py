@@ -2,6 +2,7 @@
 
 import json
 from argparse import Namespace
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from lamella_checkpoint import AsyncSaver, CheckpointFailed, Wanted
 from lamella_convert import StoredPart, open_checkpoint, open_megatron, save_fsdp_dtensor, save_torch_dist
 from lamella_layout import Chunk
 from lamella_testing import run_ranks
+from lamella_testing.forked_writers import started_writers
 
 LAYER = "decoder.layers.0."
 FC1, FC2, NORM = f"{LAYER}mlp.linear_fc1.weight", f"{LAYER}mlp.linear_fc2.weight", f"{LAYER}input_layernorm.weight"
@@ -185,6 +187,12 @@ def test_ranks_write_torch_dist(tmp_path: Path) -> None:
     assert opened.source.read_object(f"optimizer.state.{FC1}.step") == 5.0
 
 
+def make_saver() -> AsyncSaver:
+    """Rank 0's process is started, as users' are: a fork has modules that a job could need, and those lack."""
+    with started_writers() if dist.get_rank() == 0 else nullcontext():
+        return AsyncSaver()
+
+
 def test_a_save_in_the_background_has_the_objects_of_the_call(tmp_path: Path) -> None:
     def save_mine() -> None:
         model, optimizer = make()
@@ -192,7 +200,7 @@ def test_a_save_in_the_background_has_the_objects_of_the_call(tmp_path: Path) ->
         objects = {"core._extra_state/shard_0_1": scales} if dist.get_rank() == 1 else {}
         arguments: dict[str, Any] = {"model": model, "optimizer": optimizer, "parts": parts_of_rank()}
         save_torch_dist(tmp_path / "blocking", objects=objects, common=common, **arguments)
-        with AsyncSaver() as saver:
+        with make_saver() as saver:
             save_torch_dist(tmp_path / "saved", objects=objects, common=common, saver=saver, **arguments)
             scales[0].zero_()
             common["seeds"] = [2]
@@ -206,7 +214,7 @@ def test_an_error_of_one_rank_is_raised_by_the_call_on_every_rank_and_saving_goe
     def save_mine() -> None:
         model, optimizer = make()
         wrong = SIZES if dist.get_rank() else {**SIZES, "tp": 3}
-        with AsyncSaver() as saver:
+        with make_saver() as saver:
             with pytest.raises((ValueError, CheckpointFailed), match="divide by 'tp' \\(3\\)"):
                 save_fsdp_dtensor(tmp_path / "saved", model=model, sizes=wrong, saver=saver)
             assert not any(tmp_path.iterdir())

@@ -46,7 +46,7 @@ def _resume(world: World, kind: str, path: Path) -> list[float]:
 @pytest.mark.parametrize(
     ("kind", "world", "written"),
     [
-        ("gated", World(2), "fsdp_dtensor"),  # each rank starts a process with a torch of its own
+        ("gated", World(2), "fsdp_dtensor"),
         pytest.param("gated", World(4, tp=2), "fsdp_dtensor", marks=pytest.mark.slow),
         ("experts", World(2, ep=2), "torch_dist"),
         pytest.param("experts", World(4, tp=2, ep=2, etp=1), "torch_dist", marks=pytest.mark.slow),
