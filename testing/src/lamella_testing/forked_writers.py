@@ -1,7 +1,8 @@
 """Processes that write checkpoints, forked from their ranks instead of started by exec.
 
 For tests whose subject is the saving run. A started process imports torch in 2.5 CPU seconds beside each rank; a
-forked process inherits torch. Tests of the process (start, priority, environment) start the process as users do.
+forked process inherits torch, and the rank's priority: with the lowest, as a started process has, it would starve
+beside the ranks of other tests. Tests of the process (start, priority, environment) start the process as users do.
 """
 
 import faulthandler
@@ -99,7 +100,6 @@ def _serve(descriptors: Sequence[int]) -> NoReturn:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         faulthandler.disable()  # The handler would write into the rank's file.
         os.setpgid(0, 0)
-        os.nice(19)
         close_all_but({*STANDARD_STREAMS, *descriptors})
         sys.argv[1:] = map(str, descriptors)
         resolve_name(_MAIN)()
