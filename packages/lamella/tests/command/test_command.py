@@ -125,7 +125,7 @@ def test_layers_are_not_compiled_without_a_compiler(refuse: Refuse, monkeypatch:
     monkeypatch.setenv("CXX", "absent-g++")
     refused = refuse("--compile")
     assert "Expected a compiler for --compile on cpu (CXX, or " in refused
-    assert "got none of absent-g++. Install one, or leave --compile out." in refused
+    assert "got none of absent-g++. Install one, or pass --no-compile." in refused
 
 
 def test_text_that_is_shorter_than_a_sequence_is_refused(refuse: Refuse, model_file: Path) -> None:

@@ -128,8 +128,8 @@ def training_step(
     add_adapters(model, config.model, config.run.seed)
     on_cpu = _with_device(config, "cpu")
     matrices = matrices_for(config.optim, model)
-    pretrained = pretrained_directory(config.model.name)
-    narrow_frozen(model, config, torch.float32 if pretrained is None else published_dtype(pretrained))
+    if trained_patterns(config) and (pretrained := pretrained_directory(config.model.name)) is not None:
+        narrow_frozen(model, config, published_dtype(pretrained))
     units, shared_rows, pieces = shard(model, on_cpu.parallel, matrices, host=_HostCopies(live))
     freeze(model, trained_patterns(config))
     kernels = liger_operators(model) if config.model.kernels != "none" else nullcontext()

@@ -98,7 +98,7 @@ def _missing_for(parallel: ParallelConfig) -> str | None:
     if parallel.device == "cuda":
         variable, names = "CC", ["gcc", "clang"]
         if importlib.util.find_spec("triton") is None:
-            return "Expected Triton for --compile on GPUs, got none. Install it, or leave --compile out."
+            return "Expected Triton for --compile on GPUs, got none. Install it, or pass --no-compile."
     else:
         variable, names = "CXX", ["clang++"] if sys.platform == "darwin" else ["g++"]
     compilers = [os.environ[variable]] if variable in os.environ else names
@@ -106,5 +106,5 @@ def _missing_for(parallel: ParallelConfig) -> str | None:
         return None
     return (
         f"Expected a compiler for --compile on {parallel.device} ({variable}, or {' or '.join(names)} on PATH), "
-        f"got none of {', '.join(compilers)}. Install one, or leave --compile out."
+        f"got none of {', '.join(compilers)}. Install one, or pass --no-compile."
     )

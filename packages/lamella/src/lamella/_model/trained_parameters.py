@@ -57,7 +57,7 @@ def narrow_frozen(model: nn.Module, config: Config, weights_dtype: torch.dtype) 
         weights_dtype: The dtype of the weights that the run starts from.
     """
     parallel, patterns = config.parallel, trained_patterns(config)
-    if (parallel.precision, parallel.float8, weights_dtype) != ("bf16", "no", torch.bfloat16) or not patterns:
+    if (parallel.precision, parallel.float8, weights_dtype) != ("bf16", "no", torch.bfloat16):
         return
     dtype_in_forward = fp32_parameters(model) or (lambda parameter: None)
     for name, parameter in model.named_parameters():
