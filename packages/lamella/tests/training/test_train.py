@@ -154,7 +154,7 @@ def test_compiled_layers_are_those_that_are_sharded(shared_config: Config, monke
     ("settings", "model_type", "packing"),
     [
         ({"parallel": {"device": "cpu"}}, "llama", "stream"),
-        ({"optim": {"steps": 299}}, "llama", "stream"),
+        ({"optim": {"steps": 999}}, "llama", "stream"),
         ({}, "mamba2", "stream"),
         ({}, "llama", "none"),
         ({"model": {"kernels": "liger"}}, "llama", "stream"),

@@ -17,8 +17,9 @@ from lamella_transformers import ModelSpec
 COMPILED_TYPES: Final = ("llama", "qwen3")
 """The model types whose compiled layers were measured."""
 
-_FEWEST_STEPS: Final = 300
-"""The first step takes some ten seconds longer, which the later ones of a shorter run may not give back."""
+_FEWEST_STEPS: Final = 1000
+"""The first step takes some ten seconds longer, which the later ones of a shorter run do not give back: in layers 2,048
+wide after some hundred steps, in layers too small for their launches not at all."""
 
 
 def compile_units(units: Sequence[nn.Module], *, has_fixed_shapes: bool) -> None:

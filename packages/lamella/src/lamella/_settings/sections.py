@@ -300,7 +300,7 @@ class ParallelConfig:
         bool | None,
         Option(
             "Compile each layer with torch's inductor: the first step takes longer, later ones less (default: on GPUs, "
-            "for models whose compiled layers were measured, in 300 steps or more)."
+            "for models whose compiled layers were measured, in 1,000 steps or more)."
         ),
     ] = None
     capture: Annotated[
