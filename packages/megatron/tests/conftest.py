@@ -47,6 +47,6 @@ def on_cpu(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _forked_writers() -> Iterator[None]:
-    """Fork the processes that write checkpoints: lamella-convert's tests start some for Megatron's files."""
+    """Fork the processes that write checkpoints: lamella-convert's tests start such processes for Megatron's files."""
     with forked_writers():
         yield

@@ -188,7 +188,7 @@ def test_ranks_write_torch_dist(tmp_path: Path) -> None:
 
 
 def make_saver() -> AsyncSaver:
-    """Rank 0's process is started, as users' are: a fork has modules that a job could need, and those lack."""
+    """Rank 0's process is started, as users' are: it lacks the modules of the rank, which a fork would inherit."""
     with started_writers() if dist.get_rank() == 0 else nullcontext():
         return AsyncSaver()
 

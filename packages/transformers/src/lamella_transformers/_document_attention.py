@@ -65,7 +65,7 @@ def start_arguments(inputs: torch.Tensor, starts: torch.Tensor | None) -> dict[s
 
     Args:
         inputs: (num_sequences, sequence_length) int64 tokens.
-        starts: As from `document_starts`, on the device of the inputs; None for a document a sequence.
+        starts: The offsets that `document_starts` returns, on the device of the inputs; None for a document a sequence.
 
     Effects: marks the starts, so that compiled layers are compiled once for all numbers of documents.
     """

@@ -46,9 +46,10 @@ def with_default_attention(config: Config, model: str, packing: Packing) -> Conf
     """
     if config.model.attention != "auto" or packing != "documents" or not _has_kernel(config.parallel.device):
         return config
+    spec = load_spec(model)
     try:
         candidate = replace(config, model=replace(config.model, attention="documents"))
-        check_attention(candidate.model, load_spec(model), candidate.parallel)
+        check_attention(candidate.model, spec, candidate.parallel)
     except ConfigError:
         return config
     return candidate

@@ -18,8 +18,8 @@ COMPILED_TYPES: Final = ("llama", "qwen3")
 """The model types whose compiled layers were measured."""
 
 _FEWEST_STEPS: Final = 1000
-"""The first step takes some ten seconds longer, which the later ones of a shorter run do not give back: in layers 2,048
-wide after some hundred steps, in layers too small for their launches not at all."""
+"""The first step takes some ten seconds longer. Layers 2,048 wide give the seconds back in some hundred steps, and the
+small models of short runs, whose steps wait for the host, in none."""
 
 
 def compile_units(units: Sequence[nn.Module], *, has_fixed_shapes: bool) -> None:
@@ -55,7 +55,7 @@ def compiles_by_default(config: Config, model_type: str, packing: str) -> bool:
     Args:
         config: The run's settings, placed on this machine.
         model_type: The type of the model's config.
-        packing: As for `is_long_to_compile`.
+        packing: How tokens become sequences, as `is_long_to_compile` takes it.
     """
     parallel = config.parallel
     return (

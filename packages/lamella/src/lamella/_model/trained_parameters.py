@@ -2,8 +2,8 @@
 
 Note [Frozen weights at rest]
     The forward of a bf16 run takes each weight in bf16, and updates of the optimizer need the bits beyond. A frozen
-    weight has no updates: published in bf16, it rests in bf16, half as large in memory, in gathers' copies and in
-    checkpoints, and the forward takes the same numbers.
+    weight has no updates: published in bf16, the weight rests in bf16, half as large in memory and in checkpoints, and
+    the forward takes the same numbers.
 """
 
 from collections.abc import Iterable, Sequence
