@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Final
 
 from lamella._estimate.estimated_bytes import FRAGMENTATION, Estimate
@@ -15,6 +16,8 @@ from lamella._settings.fit import budget_nbytes
 from lamella._settings.options import ConfigError
 
 _MOST_RECORDED: Final = 24
+_EQUAL_TIMES: Final = 1.01
+"""Ratio of times that assumed rates cannot tell apart."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +67,9 @@ def fit_options(config: Config, memory: str, host: HostTimes | None = None) -> F
     """Choose the fastest recomputation, stage, resharding and offloading with which a run fits.
 
     Options without recomputation and offloading come first. If none fits, all others follow in the order of their
-    times; bytes and times between recorded options are interpolated, and the choice is recorded itself.
+    times; bytes and times between recorded options are interpolated, and the choice is recorded itself. Among options
+    within 1 % of the fastest, the ones with the least memory are chosen: near its limit, the allocator of a GPU gives
+    segments back and asks for them again in each step.
 
     Args:
         config: The run's settings, with ranks, device and precision. Choices of these options are replaced.
@@ -113,14 +118,32 @@ def _fastest(recorded: RecordedOptions, config: Config, nbytes: int) -> MemoryOp
     if all(recorded.needed_nbytes(options) > nbytes for options in ranked if not options.takes_host_memory):
         _check_leanest(recorded, leanest, nbytes)  # before a dozen records of options with the host's memory
     for _ in range(_MOST_RECORDED):
-        candidate = next((options for options in ranked if recorded.needed_nbytes(options) <= nbytes), leanest)
+        candidate = _leanest_of_fastest(recorded, ranked, nbytes) or leanest
         if candidate in recorded:
             break
         recorded.estimate(candidate)
-    fitting = [options for options, estimate in recorded if estimate.needed_nbytes <= nbytes]
-    if not fitting:
+    fitting = sorted((options for options, _ in recorded), key=recorded.seconds)
+    chosen = _leanest_of_fastest(recorded, fitting, nbytes)
+    if chosen is None:
         _check_leanest(recorded, leanest, nbytes)
-    return min(fitting, key=recorded.seconds, default=leanest)
+    return chosen or leanest
+
+
+def _leanest_of_fastest(
+    recorded: RecordedOptions, ranked: Sequence[MemoryOptions], nbytes: int
+) -> MemoryOptions | None:
+    """Return the options with the least memory among those that fit and take the time of the fastest that fit.
+
+    Args:
+        ranked: Options, the fastest first.
+    """
+    fitting = (options for options in ranked if recorded.needed_nbytes(options) <= nbytes)
+    fastest = next(fitting, None)
+    if fastest is None:
+        return None
+    longest = _EQUAL_TIMES * recorded.seconds(fastest)
+    equals = [fastest, *takewhile(lambda options: recorded.seconds(options) <= longest, fitting)]
+    return min(equals, key=recorded.needed_nbytes)
 
 
 def _check_leanest(recorded: RecordedOptions, leanest: MemoryOptions, nbytes: int) -> None:

@@ -28,14 +28,35 @@ _PRODUCTS: Final = {
 }
 """Products, and the index of the argument that is the left factor."""
 
+
+class _Attention(NamedTuple):
+    """An operator of attention on a CPU, which torch's counts do not know.
+
+    Attributes:
+        query: The index of the argument that is the query, before the key and the value.
+        causal: The index of the argument that says causal.
+        num_head_products: Products of the size of scores whose inner or last size is that of the query's heads.
+        num_value_products: Likewise, of the value's heads.
+    """
+
+    query: int
+    causal: int
+    num_head_products: int
+    num_value_products: int
+
+    def flops(self, arguments: Sequence[Any]) -> float:
+        """Count the operations of the products; a causal kernel makes half. Keys may have fewer heads than queries."""
+        query, key, value = arguments[self.query : self.query + 3]
+        num_scores = query.shape[:-1].numel() * key.shape[-2]
+        inner = self.num_head_products * query.shape[-1] + self.num_value_products * value.shape[-1]
+        is_causal = len(arguments) > self.causal and arguments[self.causal]
+        return 2.0 * num_scores * inner / (2 if is_causal else 1)
+
+
 _ATTENTION: Final = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: (torch.ops.aten._scaled_dot_product_flash_attention, 4),
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
-        torch.ops.aten._scaled_dot_product_flash_attention_backward,
-        7,
-    ),
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _Attention(0, 4, 1, 1),
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _Attention(1, 7, 3, 2),
 }
-"""Attention on a CPU, its name in torch's counts, and the index of the argument that says causal."""
 
 _RATE_OF_DTYPE: Final = {1: 1.6, 2: 1.0, 4: 0.08, 8: 0.06}
 """Rate of products by the bytes of an element, over that of bf16."""
@@ -73,9 +94,7 @@ def _flops(packet: Any, arguments: Sequence[Any], options: Any, output: Any) -> 
         factor: torch.Tensor = arguments[_PRODUCTS[packet]]
         return 2.0 * factor.numel() * int(output.shape[-1]) / _RATE_OF_DTYPE[factor.itemsize]
     if packet in _ATTENTION:
-        counted, causal = _ATTENTION[packet]
-        flops = float(flop_registry[counted](*arguments, out_val=output))
-        return flops / 2 if len(arguments) > causal and arguments[causal] else flops
+        return _ATTENTION[packet].flops(arguments)
     if packet in flop_registry:
         return float(flop_registry[packet](*arguments, **options, out_val=output))
     return 0.0
