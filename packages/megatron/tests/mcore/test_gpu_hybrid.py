@@ -7,7 +7,7 @@ Hopper GPUs with an older Triton the convolution alone, and torch's gated delta 
 from __future__ import annotations
 
 import importlib
-import os
+import math
 import re
 from collections.abc import Iterator
 from functools import cache
@@ -36,9 +36,6 @@ pytestmark = [
     pytest.mark.hybrid,
     pytest.mark.filterwarnings("ignore::Warning"),  # of megatron-core, Transformer Engine, Triton and its users
 ]
-
-# Each process of each test would try the kernels' configurations again: minutes.
-os.environ.setdefault("TRITON_CACHE_AUTOTUNING", "1")
 
 PATTERN, GROUPS = "M*EGE", "[M*E][GE]"
 VOCABULARY, LENGTH, NUM_ROWS, NUM_MICROBATCHES, NUM_STEPS = 64, 128, 4, 2, 4
@@ -69,7 +66,29 @@ class Trained(NamedTuple):
     losses: list[float]
 
 
+def _limit_autotuning() -> None:
+    """Let Triton's kernels that are defined from here on take their cheapest configuration.
+
+    To try all configurations of mamba-ssm's and flash-linear-attention's kernels, each process compiles for minutes.
+    """
+    autotuner = importlib.import_module("triton.runtime.autotuner").Autotuner
+    initialize = autotuner.__init__
+
+    def initialize_with_one_configuration(tuner: Any, *args: Any, **kwargs: Any) -> None:
+        initialize(tuner, *args, **kwargs)
+        tuner.configs = [min(tuner.configs, key=_block_size)]
+
+    autotuner.__init__ = initialize_with_one_configuration
+
+
+def _block_size(configuration: Any) -> int:
+    """The elements of a block in all stages: shared memory grows with them."""
+    sizes = [size for size in configuration.kwargs.values() if type(size) is int and size > 0]
+    return math.prod(sizes) * configuration.num_stages
+
+
 def _model(layout: Layout) -> Any:
+    _limit_autotuning()  # before megatron-core imports the kernels
     layout.initialize()
     seed_random_states(0)
     config = tiny_config(

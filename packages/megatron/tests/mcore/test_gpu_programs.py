@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
@@ -28,9 +29,9 @@ WITH_EXPERTS = (
 def _losses(script: str, arguments: str) -> dict[int, float]:
     """The logged losses of a run by iteration."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    run = subprocess.run(
-        [*torchrun, str(EXAMPLES / script), *shlex.split(arguments)], capture_output=True, text=True, check=False
-    )
+    command = [*torchrun, str(EXAMPLES / script), *shlex.split(arguments)]
+    environment = os.environ | {"MAMBA_DETERMINISTIC": "1"}  # Else mamba-ssm compiles all kernels' configurations.
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]
     logged = re.findall(r"iteration\s+(\d+)/.*?lm loss: ([\d.E+-]+)", run.stdout + run.stderr)
     return {int(iteration): float(loss) for iteration, loss in logged}
