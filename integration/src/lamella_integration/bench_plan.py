@@ -4,9 +4,9 @@
     python -m lamella_integration.bench_plan --ranks 2 --out plan.json --rows "llama" --calibrate-on "qwen3 ..."
     python -m lamella_integration.bench_plan --again plan.json --trace trace.json --out again.json
 
-A row is a model with options, as in `bench_estimate`. Processes without a GPU record the works of all rows, while the
-ranks take steps of the rows in turn. The first row is profiled too, rates are fitted to the profile, and the steps of
-the remaining rows are planned with the rates. `--traces` keeps the profile. `--again` plans the rows of an earlier file
+A row is a model with options, as in `bench_estimate`. The ranks take steps of the rows in turn; then processes without a
+GPU record the works of all rows, which would take cores from the ranks' hosts meanwhile. The first row is profiled too,
+rates are fitted to the profile, and the steps of the remaining rows are planned with the rates. `--traces` keeps the profile. `--again` plans the rows of an earlier file
 anew, without steps, from the measured times in the file and the kept trace.
 """
 
@@ -107,9 +107,9 @@ def main() -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # of the recording processes
     pool = ProcessPoolExecutor(options.processes, mp_context=get_context("spawn"))
     with TemporaryDirectory() as folder:
-        works = {row.name: pool.submit(recorded, row.name, options, folder) for row in rows}
         if options.again is None:
             _measure(rows, options, Path(folder), gpus)
+        works = {row.name: pool.submit(recorded, row.name, options, folder) for row in rows}
         _write(options.out, rows, options, {})
         trace = options.trace or next((Path(rank["trace"]) for rank in rows[0].measured if rank["trace"]), None)
         fitted = _plan(rows, works, trace, options)
