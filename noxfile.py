@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import tomllib
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -81,10 +82,10 @@ def lint(session: nox.Session) -> None:
 def types(session: nox.Session) -> None:
     """Check the annotations of every package and of the tests with mypy --strict; name paths to check fewer."""
     _install(session, *_editable(*FOLDERS), "--group", "types")
+    session.run("mypy", *(session.posargs or [*SOURCES, "tools", "noxfile.py"]))
     # A run for each folder of tests: `conftest` is a module in nearly all. The runs share a cache, and take seconds.
-    everything = [[*SOURCES, "tools", "noxfile.py"], *([folder] for folder in TESTS)]
-    for paths in [session.posargs] if session.posargs else everything:
-        session.run("mypy", *paths)
+    with ThreadPoolExecutor(max_workers=2) as runs:
+        list(runs.map(lambda folder: session.run("mypy", folder), [] if session.posargs else TESTS))
 
 
 @nox.session(default=False)
@@ -389,8 +390,8 @@ def _pytest_installed(session: nox.Session, *args: str | Path) -> None:
     [libraries] = Path(session.virtualenv.location).glob("lib/python*/site-packages")
     _link_bytecode(BYTECODE, libraries)
     # By the environment: pytest-xdist's processes load a plugin of `-p` after the tests' conftest, and so after torch.
-    shutil.copy(ROOT / "tools" / "collect_without_gc.py", libraries)
-    session.env["PYTEST_PLUGINS"] = "collect_without_gc"
+    shutil.copy(ROOT / "tools" / "quick_tests.py", libraries)
+    session.env["PYTEST_PLUGINS"] = "quick_tests"
     session.run(
         "python", "-I", "-m", "pytest", *config, "-m", CPU_ONLY, *_processes(options), *map(str, args), *options
     )

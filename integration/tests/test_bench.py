@@ -165,6 +165,7 @@ def test_backends_that_train_alike_do_so_with_every_setting(arguments: tuple[str
     assert rows["lamella"].last_loss == rows["fsdp2"].last_loss < rows["lamella"].first_loss
 
 
+@pytest.mark.slow
 def test_variants_of_a_backend_are_rows_that_train_alike() -> None:
     variants = [
         "lamella",
@@ -185,6 +186,7 @@ def test_variants_of_a_backend_are_rows_that_train_alike() -> None:
     assert report.ratio("lamella (2)", "fsdp2") is not None
 
 
+@pytest.mark.slow
 def test_replicas_of_shards_train_alike() -> None:
     hsdp = ["lamella:mesh=2x2", "fsdp2:mesh=2x2", "lamella:mesh=2x2,placements=HFSDP+ZERO3"]
     flat_mesh_backends = ["lamella", "fsdp2:reshard=2"]

@@ -4,10 +4,11 @@
     python -m lamella_integration.bench_plan --ranks 2 --out plan.json --rows "llama" --calibrate-on "qwen3 ..."
     python -m lamella_integration.bench_plan --again plan.json --trace trace.json --out again.json
 
-A row is a model with options, as in `bench_estimate`. The ranks take steps of the rows in turn; then processes without a
-GPU record the works of all rows, which would take cores from the ranks' hosts meanwhile. The first row is profiled too,
-rates are fitted to the profile, and the steps of the remaining rows are planned with the rates. `--traces` keeps the profile. `--again` plans the rows of an earlier file
-anew, without steps, from the measured times in the file and the kept trace.
+A row is a model with options, as in `bench_estimate`. The ranks take steps of the rows in turn; then processes without
+a GPU record the works of all rows, which would take cores from the ranks' hosts meanwhile. The first row is profiled
+too, rates are fitted to the profile, and the steps of the remaining rows are planned with the rates. `--traces` keeps
+the profile. `--again` plans the rows of an earlier file anew, without steps, from the measured times in the file and
+the kept trace.
 """
 
 import argparse

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -231,19 +233,22 @@ def train(case: Case, take_step: Callable[[Any, torch.Tensor, Case], list[torch.
     return losses, {name: parameter.detach().full_tensor() for name, parameter in model.named_parameters()}
 
 
-def compile_recomputation() -> None:
-    """Compile megatron-core's extension for recomputed outputs, once in the process that forks the ranks.
+@contextmanager
+def copied_recomputations() -> Iterator[None]:
+    """Let megatron-core copy recomputed outputs where its C++ extension shares storages: to compile it takes 30 s."""
+    random = importlib.import_module("megatron.core.tensor_parallel.random")
+    with mock.patch.object(random, "_get_share_storage", return_value=_copy_storage):
+        yield
 
-    A compiler takes longer on a busy machine than ranks may, and a rank that is killed in between leaves torch's lock
-    behind, for which each later rank waits.
-    """
-    importlib.import_module("megatron.core.tensor_parallel.random")._get_share_storage()
+
+def _copy_storage(output: torch.Tensor, recomputed: torch.Tensor) -> None:
+    """Fill the freed storage of an output; as with the extension, the tensor's version stays."""
+    storage, source = output.untyped_storage(), recomputed.untyped_storage()
+    storage.resize_(source.nbytes())
+    storage.copy_(source)
 
 
 def assert_equal_bits(case: Case) -> None:
-    if case.recomputes == "layernorm":
-        compile_recomputation()
-
     def on_each_rank() -> None:
         from megatron.core import parallel_state
 
@@ -256,7 +261,8 @@ def assert_equal_bits(case: Case) -> None:
         for name, weight in weights.items():
             assert torch.equal(weight, expected_weights[name]), name
 
-    run_ranks(on_each_rank, case.num_ranks)
+    with copied_recomputations():
+        run_ranks(on_each_rank, case.num_ranks)
 
 
 # -- weight gradients after the backward -------------------------------------------------------------------------------

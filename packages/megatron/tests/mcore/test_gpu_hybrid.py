@@ -84,7 +84,7 @@ def _limit_autotuning() -> None:
 def _block_size(configuration: Any) -> int:
     """The elements of a block in all stages: shared memory grows with them."""
     sizes = [size for size in configuration.kwargs.values() if type(size) is int and size > 0]
-    return math.prod(sizes) * configuration.num_stages
+    return math.prod([*sizes, int(configuration.num_stages)])
 
 
 def _model(layout: Layout) -> Any:

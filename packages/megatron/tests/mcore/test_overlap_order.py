@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from overlap_runs import (
     NUM_ROWS,
     Case,
     by_driver,
-    compile_recomputation,
+    copied_recomputations,
     microbatches,
     model_of,
     overlapped,
@@ -89,9 +90,8 @@ def test_early_release_is_taken_from_the_configuration(ran: list[Any], by_megatr
     run_ranks(on_one_rank, 1)
 
 
-def test_a_norm_before_experts_is_recomputed_for_their_backward(ran: list[Any]) -> None:
-    compile_recomputation()
-
+@pytest.mark.parametrize("shares_storages", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_norm_before_experts_is_recomputed_for_their_backward(ran: list[Any], *, shares_storages: bool) -> None:
     def on_one_rank() -> None:
         model: Any = make_model("*E", Layout(num_ranks=1), **recomputing("layernorm"))
         norm, called = model.decoder.layers[1].pre_mlp_layernorm, Counter[Any]()
@@ -101,7 +101,8 @@ def test_a_norm_before_experts_is_recomputed_for_their_backward(ran: list[Any]) 
         when = [(Slot.PRE, Kind.FORWARD), (Slot.EXPERTS, Kind.BACKWARD)]
         assert called == dict.fromkeys(when, NUM_MICROBATCHES)
 
-    run_ranks(on_one_rank, 1)
+    with nullcontext() if shares_storages else copied_recomputations():
+        run_ranks(on_one_rank, 1)
 
 
 def test_communication_saves_no_tensor_of_another_stream_unmarked(monkeypatch: pytest.MonkeyPatch) -> None:
