@@ -46,7 +46,8 @@ class _Attention(NamedTuple):
 
     def flops(self, arguments: Sequence[Any]) -> float:
         """Count the operations of the products; a causal kernel makes half. Keys may have fewer heads than queries."""
-        query, key, value = arguments[self.query : self.query + 3]
+        tensors: Sequence[torch.Tensor] = arguments[self.query : self.query + 3]
+        query, key, value = tensors
         num_scores = query.shape[:-1].numel() * key.shape[-2]
         inner = self.num_head_products * query.shape[-1] + self.num_value_products * value.shape[-1]
         is_causal = len(arguments) > self.causal and arguments[self.causal]
