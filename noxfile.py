@@ -36,7 +36,8 @@ CLIENTS = FOLDERS["integration"] / "tests" / "clients"
 BYTECODE = ROOT / ".nox" / "bytecode"  # of libraries, compiled once for all environments
 SOURCES = [str(folder.relative_to(ROOT) / "src") for folder in FOLDERS.values()]
 TESTS = [*(f"packages/{name}/tests" for name in PACKAGES), "testing/tests", "integration/tests", "tests"]
-CPU_ONLY = "not gpu1 and not gpu2 and not gpu4 and not te and not ssm and not hybrid and not slow"
+CPU_ONLY = "not gpu1 and not gpu2 and not gpu4 and not te and not ssm and not hybrid and not slow and not peer"
+CPU_PEER = CPU_ONLY.replace("not peer", "peer")
 MEGATRON_CORE = "megatron-core==0.19.2"
 TORCHTITAN = ["torchtitan==0.3.0", "spmd-types==0.2.3"]
 FINE_TUNERS = ["axolotl==0.19.0", "addict==2.4.0", "llamafactory==0.9.5", "nemo-automodel==0.7.0"]
@@ -115,6 +116,13 @@ def integration(session: nox.Session, device: str) -> None:
     _install_shipped(session, "integration", _wheels(session, _siblings("integration", tested=True)))
     folders = [FOLDERS["integration"] / "tests", ROOT / "tests" / "documentation"]
     _pytest_installed(session, *folders, "--ignore", CLIENTS)
+
+
+@nox.session(default=False)
+def fsdp2(session: nox.Session) -> None:
+    """Run the suite that lamella shares with FSDP2 on FSDP2 itself: after a change of torch or of the suite."""
+    _install_shipped(session, "integration", _wheels(session, _siblings("integration", tested=True)))
+    _pytest_installed(session, FOLDERS["integration"] / "tests" / "fsdp2", marks=CPU_PEER)
 
 
 @nox.session(default=False)
@@ -376,7 +384,7 @@ def _install_megatron_core(session: nox.Session) -> None:
     session.run(*pip, "--no-deps", "--ignore-requires-python", MEGATRON_CORE, external=True)
 
 
-def _pytest_installed(session: nox.Session, *args: str | Path) -> None:
+def _pytest_installed(session: nox.Session, *args: str | Path, marks: str = CPU_ONLY) -> None:
     """Run tests in a folder, and in a mode (`-I`), where no source tree can be imported by accident."""
     session.chdir(session.create_tmp())
     config = ["--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml"), "-p", "no:cacheprovider"]
@@ -392,9 +400,7 @@ def _pytest_installed(session: nox.Session, *args: str | Path) -> None:
     # By the environment: pytest-xdist's processes load a plugin of `-p` after the tests' conftest, and so after torch.
     shutil.copy(ROOT / "tools" / "quick_tests.py", libraries)
     session.env["PYTEST_PLUGINS"] = "quick_tests"
-    session.run(
-        "python", "-I", "-m", "pytest", *config, "-m", CPU_ONLY, *_processes(options), *map(str, args), *options
-    )
+    session.run("python", "-I", "-m", "pytest", *config, "-m", marks, *_processes(options), *map(str, args), *options)
     _link_bytecode(libraries, BYTECODE)
 
 

@@ -62,6 +62,7 @@ def test_continuous_integration_covers_every_package_and_session(sessions: set[s
         "contracts",
         "integration(cpu)",
         "docs",
+        "fsdp2",
         "megatron(cpu)",
         "clients",
         "lm_eval",
