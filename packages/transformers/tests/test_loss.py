@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -119,6 +119,25 @@ def test_a_loss_a_piece_at_a_time_has_the_gradients_of_whole_logits(
     torch.testing.assert_close(
         torch.autograd.grad(pieces, tensors), torch.autograd.grad(expected, tensors), rtol=1e-5, atol=1e-6
     )
+
+
+def test_backward_hands_the_gradients_of_a_loss_in_pieces_on_and_refuses_a_second_time() -> None:
+    hidden, weight = torch.randn(24, 16, requires_grad=True), torch.randn(VOCAB_SIZE, 16, requires_grad=True)
+    saved_shapes: list[torch.Size] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        saved_shapes.append(tensor.shape)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = linear_cross_entropy(hidden, weight, None, TARGETS.flatten(), 5.0)
+    assert saved_shapes == []  # Hooks that offload activations would copy the gradients to the host.
+    address = cast(Any, loss.grad_fn).gradients[1].data_ptr()
+    loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
+    assert weight.grad is not None
+    assert weight.grad.data_ptr() == address  # no second tensor of the vocabulary's size
+    with pytest.raises(RuntimeError, match="Expected one backward through a loss in pieces"):
+        loss.backward()  # type: ignore[no-untyped-call]
 
 
 class _HostReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
