@@ -74,7 +74,7 @@ def test_the_notebooks_cells_run_one_after_another() -> None:
     notebook = json.loads((EXAMPLES / "one_gpu.ipynb").read_text(encoding="utf-8"))
     cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
     assert not any(cell.get("outputs") for cell in notebook["cells"]), "a notebook is committed without outputs"
-    # A notebook's process goes on. As it ends, a thread of torch may want the interpreter, and abort (pytorch PR 179291).
+    # A notebook's process goes on. At its end a thread of torch may want the interpreter: an abort (pytorch PR 179291).
     cells.append("import sys; sys.stdout.flush(); os._exit(0)")
     before, after = re.findall(r"loss ([\d.]+) -> ([\d.]+)", output_of("-c", "\n".join(cells)))[0]
     assert float(after) < float(before) / 2
