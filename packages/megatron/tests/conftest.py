@@ -1,6 +1,6 @@
 """Tests under mcore/ need a real megatron-core, which the session `megatron(cpu)` installs.
 
-They run on CPU ranks, but for tests with the marks of GPUs.
+Tests without the marks of GPUs run on CPU ranks.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def on_cpu(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Run megatron-core on CPU ranks in the modules of its tests, but where the tests that were selected have GPUs."""
+    """Run megatron-core on CPU ranks in the modules of its tests, except in modules whose selected tests need GPUs."""
     chosen = [item for item in request.session.items if item.path == request.path]
     if MCORE not in request.path.parents or any(GPUS & set(item.keywords) for item in chosen):
         yield
@@ -47,6 +47,6 @@ def on_cpu(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _forked_writers() -> Iterator[None]:
-    """Fork the processes that write checkpoints: lamella-convert's tests start such processes for Megatron's files."""
+    """Fork the processes that write checkpoints: lamella-convert's tests start writers for Megatron's files."""
     with forked_writers():
         yield
