@@ -120,7 +120,7 @@ def linear_cross_entropy(
         num_targets: The divisor.
 
     Raises:
-        RuntimeError: In a second backward through the same loss.
+        RuntimeError: A second backward runs through the same loss.
 
     Effects: with gradients enabled, computes the gradients of `hidden`, `weight` and `bias` in the forward, and holds
         the gradients until backward, which scales and returns the same tensors. No host sync.

@@ -122,8 +122,8 @@ def _fastest(recorded: RecordedOptions, config: Config, nbytes: int) -> MemoryOp
         if candidate in recorded:
             break
         recorded.estimate(candidate)
-    fitting = sorted((options for options, _ in recorded), key=recorded.seconds)
-    chosen = _leanest_of_fastest(recorded, fitting, nbytes)
+    ranked_records = sorted((options for options, _ in recorded), key=recorded.seconds)
+    chosen = _leanest_of_fastest(recorded, ranked_records, nbytes)
     if chosen is None:
         _check_leanest(recorded, leanest, nbytes)
     return chosen or leanest

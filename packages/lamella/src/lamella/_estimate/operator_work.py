@@ -29,14 +29,14 @@ _PRODUCTS: Final = {
 """Products, and the index of the argument that is the left factor."""
 
 
-class _Attention(NamedTuple):
-    """An operator of attention on a CPU, which torch's counts do not know.
+class _CpuAttention(NamedTuple):
+    """An operator of attention on a CPU, which torch does not count.
 
     Attributes:
-        query: The index of the argument that is the query, before the key and the value.
-        causal: The index of the argument that says causal.
-        num_head_products: Products of the size of scores whose inner or last size is that of the query's heads.
-        num_value_products: Likewise, of the value's heads.
+        query: The index of the query among the arguments; key and value follow.
+        causal: The index of the flag of a causal mask.
+        num_head_products: The number of matrix products between scores and heads of the query's size.
+        num_value_products: The number of matrix products between scores and heads of the value's size.
     """
 
     query: int
@@ -55,8 +55,8 @@ class _Attention(NamedTuple):
 
 
 _ATTENTION: Final = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _Attention(0, 4, 1, 1),
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _Attention(1, 7, 3, 2),
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _CpuAttention(0, 4, 1, 1),
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _CpuAttention(1, 7, 3, 2),
 }
 
 _RATE_OF_DTYPE: Final = {1: 1.6, 2: 1.0, 4: 0.08, 8: 0.06}
