@@ -129,7 +129,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--cluster", default="h100", help="gives what the profile does not tell")
     parser.add_argument("--rows", nargs="*", default=[], metavar="SUBSTRING")
     parser.add_argument("--calibrate-on", default=ROWS[0], metavar="SUBSTRING", help="the row whose profile counts")
-    parser.add_argument("--steps", type=int, default=12, help="timed steps of a row")
+    parser.add_argument("--steps", type=int, default=36, help="timed steps of a row")
     parser.add_argument("--row-timeout", type=float, default=60.0, help="seconds")
     parser.add_argument("--seconds", type=float, default=200.0, help="no row begins after these")
     parser.add_argument("--processes", type=int, default=4, help="processes that record works")

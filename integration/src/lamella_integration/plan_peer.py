@@ -31,7 +31,7 @@ def main() -> None:
     """Time the steps of the row of each line of standard input."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=36)
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--profiled", default="", help="the row to profile")
     parser.add_argument("--traces", type=Path, help="folder of the profile")

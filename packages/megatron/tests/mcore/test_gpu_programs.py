@@ -19,9 +19,10 @@ COMMON = (
     "--save-interval 4 --log-params-norm --manual-gc --num-workers 0 --no-gradient-accumulation-fusion"
 )
 LOCAL = "--num-layers 2 --transformer-impl local --no-persist-layer-norm --no-masked-softmax-fusion"
-HYBRID = '--hybrid-layer-pattern "M*-M*-"'
+MAMBA = "--mamba-state-dim 32 --mamba-head-dim 64 --mamba-num-groups 2 --mamba-num-heads 8"
+HYBRID = f'--hybrid-layer-pattern "M*-M*-" {MAMBA}'
 WITH_EXPERTS = (
-    '--hybrid-layer-pattern "M*EM*E" --num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall '
+    f'--hybrid-layer-pattern "M*EM*E" {MAMBA} --num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall '
     "--moe-grouped-gemm --expert-model-parallel-size 2"
 )
 
