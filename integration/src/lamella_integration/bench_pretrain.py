@@ -48,7 +48,7 @@ SIZES: Final = {
 LAYERS: Final = {
     ("gpt", "tiny"): "--num-layers 2 --position-embedding-type rope",
     ("gpt", "1b"): "--num-layers 20 --position-embedding-type rope",
-    ("hybrid", "tiny"): '--hybrid-layer-pattern "M*-M*-"',
+    ("hybrid", "tiny"): '--hybrid-layer-pattern "M*-M*-" --mamba-head-dim 16 --mamba-num-groups 2',
     ("hybrid", "1b"): f'--hybrid-layer-pattern "{"M-M-M*-" * 6}"',
 }
 COLUMNS: Final = ("variant", "ms a step", "allocated GiB", "reserved GiB", "first loss", "last loss")

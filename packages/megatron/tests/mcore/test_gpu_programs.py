@@ -23,7 +23,7 @@ MAMBA = "--mamba-state-dim 32 --mamba-head-dim 64 --mamba-num-groups 2 --mamba-n
 HYBRID = f'--hybrid-layer-pattern "M*-M*-" {MAMBA}'
 WITH_EXPERTS = (
     f'--hybrid-layer-pattern "M*EM*E" {MAMBA} --num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall '
-    "--moe-grouped-gemm --expert-model-parallel-size 2"
+    "--moe-grouped-gemm --expert-model-parallel-size 2 --disable-bias-linear"
 )
 
 
