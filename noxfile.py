@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import nox
@@ -34,6 +35,7 @@ FOLDERS = {
 GPU_EXTRAS = {"precision": "te", "mamba": "ssm", "megatron": "mcore"}  # of vendors' libraries
 CLIENTS = FOLDERS["integration"] / "tests" / "clients"
 BYTECODE = ROOT / ".nox" / "bytecode"  # of libraries, compiled once for all environments
+_BUILT_WHEELS: list[TemporaryDirectory[str]] = []  # none or one
 SOURCES = [str(folder.relative_to(ROOT) / "src") for folder in FOLDERS.values()]
 TESTS = [*(f"packages/{name}/tests" for name in PACKAGES), "testing/tests", "integration/tests", "tests"]
 CPU_ONLY = "not gpu1 and not gpu2 and not gpu4 and not te and not ssm and not hybrid and not slow and not peer"
@@ -83,7 +85,7 @@ def lint(session: nox.Session) -> None:
 def types(session: nox.Session) -> None:
     """Check the annotations of every package and of the tests with mypy --strict; name paths to check fewer."""
     _install(session, *_editable(*FOLDERS), "--group", "types")
-    session.run("mypy", *(session.posargs or [*SOURCES, "tools", "noxfile.py"]))
+    session.run("mypy", "--num-workers", "2", *(session.posargs or [*SOURCES, "tools", "noxfile.py"]))
     # A run for each folder of tests: `conftest` is a module in nearly all. The runs share a cache, and take seconds.
     with ThreadPoolExecutor(max_workers=2) as runs:
         list(runs.map(lambda folder: session.run("mypy", folder), [] if session.posargs else TESTS))
@@ -430,14 +432,21 @@ def _processes(options: Sequence[str]) -> list[str]:
 
 
 def _wheels(session: nox.Session, names: Iterable[str]) -> list[Path]:
-    """Build the members' wheels, all in the time of one, and return the paths of the named members'.
+    """Return the paths of the named members' wheels.
 
     By path: uv knows a cached wheel by name and version only, and would install the old 0.1.0 for a rebuilt one.
     """
-    folder = Path(session.create_tmp()).resolve() / "wheels"
-    shutil.rmtree(folder, ignore_errors=True)
-    _uv(session, "build", "--quiet", "--wheel", "--no-sources", "--all-packages", "--out-dir", folder, ROOT)
+    folder = Path(_built_wheels(session).name)
     return [wheel for name in names for wheel in folder.glob(f"{_distribution(name).replace('-', '_')}-*.whl")]
+
+
+def _built_wheels(session: nox.Session) -> TemporaryDirectory[str]:
+    """Build all members' wheels, all in the time of one and once in a run of nox, at whose end they are removed."""
+    if not _BUILT_WHEELS:
+        folder = TemporaryDirectory(prefix="wheels-")
+        _uv(session, "build", "--quiet", "--wheel", "--no-sources", "--all-packages", "--out-dir", folder.name, ROOT)
+        _BUILT_WHEELS.append(folder)
+    return _BUILT_WHEELS[0]
 
 
 def _siblings(name: str, *, tested: bool = False) -> list[str]:

@@ -20,7 +20,7 @@ def test_a_killed_save_loses_no_checkpoint(tmp_path: Path, seed: int) -> None:
     check_whole(tmp_path)
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_killed_save_in_the_background_loses_no_checkpoint(tmp_path: Path, seed: int) -> None:
     Crash.draw(seed, in_background=True).happen(tmp_path)
     check_whole(tmp_path)

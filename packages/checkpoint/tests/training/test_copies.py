@@ -371,7 +371,8 @@ atexit.register(lambda: print(handle.wait() if {{waits}} else None))
 handle = AsyncSaver().save({str(tmp_path)!r} + "/{{waits}}", model=torch.nn.Linear(2, 2))
 is_asking.wait()
 """
-    for waits in (True, False):
-        command = [sys.executable, "-W", "ignore", "-c", program.format(waits=waits)]
-        output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-        assert output == (f"{tmp_path / 'True'}\n" if waits else "None\n")
+    commands = [[sys.executable, "-W", "ignore", "-c", program.format(waits=waits)] for waits in (True, False)]
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for command in commands]
+    outputs = [process.communicate()[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0]
+    assert outputs == [f"{tmp_path / 'True'}\n", "None\n"]

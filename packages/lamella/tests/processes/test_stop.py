@@ -224,7 +224,7 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
     ("launcher", "exit_code", "changes"),
     [
         (("-P",), 143, ("--ranks", "1", "--checkpoint-interval", "3")),
-        (TORCHRUN, 1, ("--checkpoint-interval", "100000")),
+        pytest.param(TORCHRUN, 1, ("--checkpoint-interval", "100000"), marks=pytest.mark.slow),
     ],
 )
 def test_a_command_that_is_asked_to_stop_saves_its_step_and_the_same_command_goes_on(

@@ -128,8 +128,18 @@ FURTHER_STOPS = [stop for stop in product(STEPS, RANKS) if stop not in STOPS]
 @pytest.mark.parametrize(
     "stops", [STOPS, pytest.param(FURTHER_STOPS, marks=pytest.mark.slow)], ids=["three", "further"]
 )
-@pytest.mark.parametrize("packing", ["stream", "documents", "none"])
-@pytest.mark.parametrize("mixes", [False, True])
+@pytest.mark.parametrize(
+    ("mixes", "packing"),
+    [
+        (False, "stream"),
+        (True, "documents"),
+        (True, "none"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((True, "stream"), (False, "documents"), (False, "none"))
+        ),
+    ],
+)
 def test_any_number_of_ranks_and_any_stop_has_the_batches_of_one_uninterrupted_rank(
     streamed: Config, tmp_path: Path, packing: Any, mixes: bool, stops: list[tuple[int, tuple[int, int]]]
 ) -> None:

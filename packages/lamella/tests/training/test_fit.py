@@ -177,7 +177,7 @@ def test_gradients_cross_hosts_in_the_dtype_that_is_asked_for(
     run_ranks(on_rank, 2)
 
 
-@pytest.mark.parametrize("kind", ["full", "selective"])
+@pytest.mark.parametrize("kind", [pytest.param("full", marks=pytest.mark.slow), "selective"])
 def test_recomputed_units_compile(kind: Any) -> None:
     def gradient_of_weight(*, is_compiled: bool) -> torch.Tensor:
         torch.manual_seed(0)

@@ -64,6 +64,7 @@ def test_a_run_resumes_on_other_ranks(
     assert resumed.losses == pytest.approx(plain.losses, rel=2e-5)
 
 
+@pytest.mark.slow
 def test_a_run_resumed_on_the_same_ranks_is_the_uninterrupted_run(
     shared_config: Config, cut: Run, train: TrainOn
 ) -> None:

@@ -107,7 +107,7 @@ def _save_fsdp(world: World, kind: str, path: Path) -> None:
     [
         ("gated", World(4, tp=2), World(4, tp=2)),
         pytest.param("gated", World(1), World(4, tp=4), marks=pytest.mark.slow),
-        ("biases", World(2), World(4, tp=2)),
+        pytest.param("biases", World(2), World(4, tp=2), marks=pytest.mark.slow),
     ],
     ids=str,
 )

@@ -48,7 +48,7 @@ def _load_and_save(world: World, kind: str, path: Path, again: Path) -> None:
         pytest.param("tied", [World(4, pp=2, vp=2), World(1), World(2, pp=2)], marks=pytest.mark.slow),
         ("hybrid", [World(2, pp=2, vp=2), World(2, pp=2)]),
         pytest.param("hybrid", [World(4, tp=2, pp=2), World(1)], marks=pytest.mark.slow),
-        ("mtp", [World(2, pp=2), World(1)]),
+        pytest.param("mtp", [World(2, pp=2), World(1)], marks=pytest.mark.slow),
         pytest.param("experts", [World(4, ep=2, pp=2), World(2, pp=2), World(2, ep=2)], marks=pytest.mark.slow),
     ],
     ids=str,

@@ -69,9 +69,9 @@ def _on_one_data_parallel_rank(kind: str, tp: int, is_split: bool) -> list[Weigh
     ("kind", "layout", "is_split"),
     [
         ("gpt", Layout(num_ranks=2), True),
-        ("gpt", Layout(num_ranks=2), False),
+        pytest.param("gpt", Layout(num_ranks=2), False, marks=pytest.mark.slow),
         ("gpt", Layout(num_ranks=4, tp=2), True),
-        ("moe", Layout(num_ranks=2), True),
+        pytest.param("moe", Layout(num_ranks=2), True, marks=pytest.mark.slow),
         ("moe", Layout(num_ranks=2, ep=2), False),
     ],
     ids=str,

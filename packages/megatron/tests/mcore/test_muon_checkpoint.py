@@ -105,6 +105,7 @@ STAGED: dict[str, tuple[Layout, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 def test_every_stage_is_saved_and_resumed_in_another(tmp_path: Path) -> None:
     saved_in = {other: first for first, other in pairwise([*STAGED, "DDP"])}
 
@@ -159,7 +160,7 @@ def _load_and_save(world: World, kind: str, path: Path, again: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "worlds"),
     [
-        ("gated", [World(4, tp=2), World(3), World(4, pp=2), World(4, tp=2, pp=2)]),
+        pytest.param("gated", [World(4, tp=2), World(3), World(4, pp=2), World(4, tp=2, pp=2)], marks=pytest.mark.slow),
         ("experts", [World(4, tp=2, ep=2, etp=1), World(3), World(4, ep=4)]),
         ("hybrid", [World(4, tp=2), World(3)]),
     ],

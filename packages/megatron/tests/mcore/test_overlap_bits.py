@@ -46,7 +46,6 @@ SOME = [
     Case(kind="MM*-E", groups="M[M*]-E", stage="ZeRO-1", delays=True, recomputes="layernorm"),
     Case(kind="M*M*", groups="[M*]M*"),
     Case(kind="moe-mtp", stage="ZeRO-1", shares=True, early=True, recomputes="layernorm", balances=True),
-    Case(kind="*E/*E/*E", groups="[*E]", shares=True, delays=True, recomputes="layernorm"),
 ]
 
 

@@ -124,8 +124,8 @@ def _step(models: list[Any], step: torch.Tensor) -> list[dict[str, torch.Tensor]
 @pytest.mark.parametrize(
     ("kind", "strategy", "ep", "delays", "overlaps_messages"),
     [
-        ("moe", "optim", 1, True, False),
         ("hybrid", "optim_grads_params", 1, False, True),
+        pytest.param("moe", "optim", 1, True, False, marks=pytest.mark.slow),
         pytest.param("hybrid", "optim", 2, True, True, marks=pytest.mark.slow),
         pytest.param("moe", "optim_grads_params", 2, False, False, marks=pytest.mark.slow),
     ],

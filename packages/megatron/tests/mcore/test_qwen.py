@@ -111,7 +111,7 @@ def test_queries_and_keys_are_normed_as_by_the_kernel_of_transformers() -> None:
 @pytest.mark.parametrize(
     ("kind", "world"),
     [
-        ("dense", World(2)),
+        pytest.param("dense", World(2), marks=pytest.mark.slow),
         pytest.param("dense", World(4, tp=2), marks=pytest.mark.slow),
         pytest.param("moe", World(2), marks=pytest.mark.slow),
         ("moe", World(4, tp=2)),
