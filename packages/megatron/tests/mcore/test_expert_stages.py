@@ -26,7 +26,7 @@ INSTANCES = Layout(ep=2, instances=2)
     [
         pytest.param("moe", EP2, ZERO3, ZERO1, id="whole experts"),
         pytest.param("*E*E", EP2, ZERO1, ZERO3, id="whole dense weights"),
-        pytest.param("moe", EP2, ZERO3, DDP, id="replicas of experts"),
+        pytest.param("moe", EP2, ZERO3, DDP, id="replicas of experts", marks=pytest.mark.slow),
         pytest.param("*E/*E", Layout(num_ranks=2), DDP, ZERO2, id="replicas of dense weights, prediction, one mesh"),
         pytest.param("moe", Layout(instances=2), (HSDP, ZERO1), (HFSDP, ZERO3), id="main weights over instances"),
         pytest.param("ME", Layout(tp=2, ep=2), ZERO3, ZERO2, id="tensor-parallel", marks=pytest.mark.slow),

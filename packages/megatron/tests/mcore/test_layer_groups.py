@@ -116,9 +116,9 @@ def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, to
 @pytest.mark.parametrize(
     ("kind", "of_units", "groups", "of_other_units"),
     [
-        ("*E*E", "[*E][*E]", None, None),
+        pytest.param("*E*E", "[*E][*E]", None, None, marks=pytest.mark.slow),
         ("*E*E", "[*E][*E]", None, "*E[*E]"),
-        ("*E*E", None, None, "[*E][*E]"),
+        pytest.param("*E*E", None, None, "[*E][*E]", marks=pytest.mark.slow),
         ("*E*E", "[*E]*E", "[*E][*E]", "*E[*E]"),
         ("M*M*", None, "M[*M]*", "[M*]M*"),
     ],

@@ -45,7 +45,7 @@ def _train(directory: Path, flag: str, *arguments: str) -> History:
     ("num_ranks", "arguments"),
     [
         (2, "--data-parallel-sharding-strategy optim"),
-        (4, "--data-parallel-sharding-strategy optim_grads"),
+        pytest.param(4, "--data-parallel-sharding-strategy optim_grads", marks=pytest.mark.slow),
         (4, "--data-parallel-sharding-strategy optim_grads_params --overlap-grad-reduce --overlap-param-gather"),
         (4, "--tensor-model-parallel-size 2 --sequence-parallel"),
     ],

@@ -41,7 +41,7 @@ def test_a_wrapped_model_steps_by_its_optimizer() -> None:
 @pytest.mark.parametrize(
     ("kind", "groups", "delays", "strategy"),
     [
-        ("moe", None, False, "optim"),
+        pytest.param("moe", None, False, "optim", marks=pytest.mark.slow),
         ("moe", None, True, "optim_grads_params"),
         ("*E/*E", "[*E]", False, "optim_grads_params"),
         ("*E*E", "[*E][*E]", True, "optim"),

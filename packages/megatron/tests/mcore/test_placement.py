@@ -23,7 +23,7 @@ from lamella_testing.megatron_parity import Layout, assert_trains_as_on_one_rank
     [
         pytest.param("gpt", Layout(num_ranks=2, tp=2), None, id="each rank has its own part"),
         pytest.param("moe", Layout(ep=4), None, id="an expert a rank"),
-        pytest.param("moe", Layout(ep=2), DDP, id="nothing sharded"),
+        pytest.param("moe", Layout(ep=2), DDP, id="nothing sharded", marks=pytest.mark.slow),
         pytest.param("moe", Layout(ep=2, instances=2), (HSDP, ZERO1), id="experts, reduced over instances at last"),
         pytest.param("moe", Layout(expert_tp=2, instances=2), (HFSDP, ZERO3), id="main weights over instances"),
     ],

@@ -276,7 +276,15 @@ def test_steps_during_a_save_in_the_background_leave_the_saved_state(
     assert_same_files(tmp_path)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "fp32 main weights",
+        "bf16 main weights and remainders",
+        pytest.param("bf16 main weights and fp32 copies", marks=pytest.mark.slow),
+        pytest.param("gradients in fp32", marks=pytest.mark.slow),
+    ],
+)
 def test_a_resumed_run_has_the_dtypes_and_the_steps_of_the_saved_run(
     kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -204,11 +204,11 @@ def test_the_driver_trains_as_torch_does(num_ranks: int, changes: dict[str, Any]
     [
         ("moe", Layout(ep=2), "optim_grads_params"),
         ("moe", Layout(tp=2, ep=2, expert_tp=1), "optim_grads"),
-        ("moe", Layout(ep=2), "no_shard"),
+        pytest.param("moe", Layout(ep=2), "no_shard", marks=pytest.mark.slow),
         ("moe", Layout(ep=2, instances=2), "optim_grads_params"),
         ("tied", Layout(tp=2, instances=2), "optim"),
-        ("mtp", Layout(tp=2), "optim"),
-        ("*E*E", Layout(ep=2), "optim"),
+        pytest.param("mtp", Layout(tp=2), "optim", marks=pytest.mark.slow),
+        pytest.param("*E*E", Layout(ep=2), "optim", marks=pytest.mark.slow),
         ("MEME", Layout(cp=2, ep=2), "optim_grads_params"),
         ("gpt", Layout(instances=2), "optim_grads_params over optim"),
         ("moe", Layout(ep=2), "optim_grads_params, replicated experts"),
@@ -650,7 +650,7 @@ def _on_one_stage(is_tied: bool) -> tuple[list[float], list[float], dict[str, to
         pytest.param(2, 2, None, False, id="1F1B"),
         pytest.param(4, 2, None, True, id="sharded, tied"),
         # On two stages gloo would mix up the messages to the next and to the last stage: both are the other rank.
-        pytest.param(4, 4, 2, False, id="interleaved"),
+        pytest.param(4, 4, 2, False, id="interleaved", marks=pytest.mark.slow),
         pytest.param(4, 4, 2, True, id="interleaved, tied"),
         pytest.param(2, 2, None, True, id="1F1B, tied", marks=pytest.mark.slow),
         pytest.param(4, 2, None, False, id="sharded", marks=pytest.mark.slow),
