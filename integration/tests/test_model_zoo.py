@@ -98,12 +98,17 @@ def _cases(subjects: dict[str, Subject], ways: tuple[str, ...]) -> list[tuple[st
 
 
 RECOMPUTED = ("llama", "mixtral", "deepseek_v3")  # of those tested at each change
+SLOW = ("t5", "vit", "falcon_mamba")
+
+
+def _is_slow(name: str, way: str) -> bool:
+    return name in SLOW or (way != "fp32" and name not in RECOMPUTED)
 
 
 @pytest.mark.parametrize(
     ("name", "way"),
     [
-        pytest.param(name, way, marks=() if way == "fp32" or name in RECOMPUTED else pytest.mark.slow)
+        pytest.param(name, way, marks=pytest.mark.slow if _is_slow(name, way) else ())
         for name, way in _cases(FEW, ("fp32", "recomputed reentrant"))
     ],
 )

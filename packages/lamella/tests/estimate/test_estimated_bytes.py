@@ -44,7 +44,6 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "full and keep budget and float8": (2, {"recompute": "full", "keep_budget": "150KiB", "float8": "tensor"}),
     "full and offload": (2, {"recompute": "full", "offload_activations": True, "reduce": "bf16"}),
     "cut layers, zero-2 and microbatches": (4, {"tensor_parallel": 2, "stage": 2, "accumulation": 2}),
-    "cut sequences, zero-1 and selective": (4, {"context_parallel": 2, "stage": 1, "recompute": "selective"}),
     "the last layer alone": (2, {"train": ("model.layers.2.*", "lm_head.*")}),
 }
 
@@ -62,6 +61,7 @@ FURTHER_CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "cut layers": (4, {"tensor_parallel": 2}),
     "cut layers and full": (2, {"tensor_parallel": 2, "recompute": "full", "rest": "cpu"}),
     "cut sequences": (4, {"context_parallel": 2}),
+    "cut sequences, zero-1 and selective": (4, {"context_parallel": 2, "stage": 1, "recompute": "selective"}),
 }
 
 

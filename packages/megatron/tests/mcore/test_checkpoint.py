@@ -91,7 +91,7 @@ def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(
 @pytest.mark.parametrize(
     ("kind", "worlds"),
     [
-        ("gated", [World(4, tp=2), World(4, tp=4), World(3)]),
+        pytest.param("gated", [World(4, tp=2), World(4, tp=4), World(3)], marks=pytest.mark.slow),
         pytest.param("mtp", [World(4, tp=2), World(1)], marks=pytest.mark.slow),
         pytest.param("hybrid", [World(4, tp=2), World(1), World(4, tp=4)], marks=pytest.mark.slow),
         ("experts", [World(4, tp=2, ep=2, etp=2), World(2, ep=2), World(4, tp=2, ep=2, etp=1), World(1)]),

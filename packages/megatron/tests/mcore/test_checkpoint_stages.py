@@ -43,7 +43,7 @@ def _load_and_save(world: World, kind: str, path: Path, again: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "worlds"),
     [
-        ("gated", [World(4, tp=2, pp=2), World(4, pp=2), World(2)]),
+        pytest.param("gated", [World(4, tp=2, pp=2), World(4, pp=2), World(2)], marks=pytest.mark.slow),
         ("tied", [World(2, pp=2), World(1), World(4, pp=4)]),
         pytest.param("tied", [World(4, pp=2, vp=2), World(1), World(2, pp=2)], marks=pytest.mark.slow),
         ("hybrid", [World(2, pp=2, vp=2), World(2, pp=2)]),

@@ -41,7 +41,6 @@ PREDICTIONS = [  # of several tokens
 
 ALL = all_cases(KINDS, (2, 4)) + all_cases(PREDICTIONS, (2,))
 SOME = [
-    Case(kind="*E*E", groups="[*E][*E]", stage="ZeRO-1", delays=True),
     Case(kind="M*EM*E", groups="[M*E][M*E]", delays=True, early=True, recomputes="layernorm"),
     Case(kind="MM*-E", groups="M[M*]-E", stage="ZeRO-1", delays=True, recomputes="layernorm"),
     Case(kind="M*M*", groups="[M*]M*"),
