@@ -14,7 +14,7 @@ import torch
 from engine_models import Net, assert_weights_equal, case, inputs, shard, twins
 from optimizer_models import OPTIMIZERS, Short, flavours_of
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
@@ -188,6 +188,25 @@ def test_hooks_that_only_wait_are_called_and_change_nothing() -> None:
         finally:
             handle.remove()
         assert num_calls > 0
+
+    run_ranks(check, 2)
+
+
+@pytest.mark.parametrize("name", ["Adam", "RMSprop"])
+def test_complex_parameters_step_as_unsharded_and_are_refused_to_steps_on_dtensors(name: str) -> None:
+    def check() -> None:
+        torch.manual_seed(0)
+        model = nn.Linear(1, 6, bias=False, dtype=torch.complex64)
+        plain, gradient = nn.Parameter(model.weight.detach().clone()), torch.randn(6, 1, dtype=torch.complex64)
+        [sharded] = fully_shard(model).parameters()
+        assert isinstance(sharded, DTensor)
+        plain.grad, sharded.grad = gradient, distribute_tensor(gradient, sharded.device_mesh, sharded.placements)
+        optimizers = [getattr(torch.optim, name)([parameter], lr=0.1) for parameter in (plain, sharded)]
+        for optimizer in optimizers:
+            optimizer.step()
+        assert torch.equal(sharded.full_tensor(), plain)
+        with pytest.raises(NotImplementedError, match="in torch.complex64, of which torch would update a copy"):
+            optimizers[1].step(lambda: 0.0)
 
     run_ranks(check, 2)
 

@@ -132,6 +132,10 @@ _UNFIT: dict[type[Optimizer], tuple[Callable[[DTensor], bool], str]] = {
 }
 
 
+_REAL = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop")
+_OVER_REAL_NUMBERS = tuple(getattr(torch.optim, name) for name in _REAL)
+
+
 @_disable_dynamo
 def refuse_before_finalization(optimizer: Optimizer, *_: object) -> None:
     """Refuse a step whose gradients wait for `finalize_backward`.
@@ -234,8 +238,24 @@ def _with_their_own_offsets(optimizer: Optimizer) -> None:
             parameter.grad = dtensor_over(local_of(gradient), gradient._spec)
 
 
+@_disable_dynamo
 def step_on_dtensors(optimizer: Optimizer, *_: object) -> None:
-    """Let the step see the optimizer as it is."""
+    """Let the step see the optimizer as it is; refuse complex parameters to steps that would change copies of them.
+
+    These optimizers see a complex parameter as real numbers, and `view_as_real` of a DTensor is a gathered copy.
+
+    Raises:
+        NotImplementedError: An optimizer of torch's that does so holds a unit's complex DTensor with a gradient.
+    """
+    if not isinstance(optimizer, _OVER_REAL_NUMBERS):
+        return
+    for parameter in _sharded(optimizer):
+        if parameter.is_complex() and parameter.grad is not None:
+            raise NotImplementedError(
+                f"Expected {type(optimizer).__name__} to be given complex parameters as plain tensors, got a DTensor "
+                f"of shape {tuple(parameter.shape)} in {parameter.dtype}, of which torch would update a copy. Install "
+                "lamella-optim, call lamella_optim.install() once, and step without a closure and torch.compile."
+            )
 
 
 BEFORE_STEP: dict[str, StepHook] = {

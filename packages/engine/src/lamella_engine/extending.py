@@ -6,7 +6,8 @@ change with any version.
 - Units: `unit_of`, which tells the modules of one unit together.
 - Events: a subclass of `Listener` hears a `Tree` of `living_trees()` after `Tree.listen`. `finish_deferred` waits for
   reductions whose wait a listener has deferred (`StepEnd.defers_wait`).
-- Steps: `replace_step_hook` puts a function in its place around every `torch.optim` step.
+- Steps: `replace_step_hook` puts a function in its place around every `torch.optim` step; `step_on_dtensors` is the
+  engine's own for the step's arguments.
 - Parameters: `is_sharded`, `sharded_originals`, and tensors with a parameter's placements (`shard_like`,
   `dtensor_over`).
 - Placements: `placement_on`, the result of a `shard_placement_fn` for a parameter on a mesh of its own; `MeshInfo`, the
@@ -34,6 +35,7 @@ from lamella_engine._optimizer_hooks import is_compiled as is_compiled
 from lamella_engine._optimizer_hooks import note_step as note_step
 from lamella_engine._optimizer_hooks import refuse_kernels_on_dtensors as refuse_kernels_on_dtensors
 from lamella_engine._optimizer_hooks import replace_step_hook as replace_step_hook
+from lamella_engine._optimizer_hooks import step_on_dtensors as step_on_dtensors
 from lamella_engine._parameters.mesh_placement import ParameterMesh as ParameterMesh
 from lamella_engine._parameters.mesh_placement import ParameterPlacement as ParameterPlacement
 from lamella_engine._parameters.mesh_placement import placement_on as placement_on
@@ -88,6 +90,7 @@ __all__ = [
     "run_on",
     "shard_like",
     "sharded_originals",
+    "step_on_dtensors",
     "tensors_in",
     "unit_of",
     "watched_ranges",

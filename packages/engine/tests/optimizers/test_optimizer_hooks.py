@@ -28,7 +28,7 @@ from torch.optim import optimizer as torch_optimizer
 import lamella_engine
 from lamella_engine import _optimizer_hooks as hooks
 from lamella_engine import fully_shard
-from lamella_engine.extending import Listener, Tree, note_step, replace_step_hook
+from lamella_engine.extending import Listener, Tree, local_of, note_step, replace_step_hook
 from lamella_engine.testing import tree_of
 from lamella_testing import load_compiler, run_ranks
 
@@ -205,6 +205,25 @@ def test_a_step_on_dtensors_trains_as_unsharded(name: str) -> None:
                 optimizer.step()
                 optimizer.zero_grad()
         assert_weights_equal(reference, sharded)
+
+    run_ranks(check, 2)
+
+
+def test_steps_that_would_update_copies_of_complex_shards_are_refused() -> None:
+    def check() -> None:
+        model = nn.Sequential(nn.Linear(1, 4, bias=False, dtype=torch.complex64), nn.Linear(1, 4, bias=False))
+        filters, scales = fully_shard(model).parameters()
+        sgd, adam = (make(model.parameters(), lr=0.5) for make in (torch.optim.SGD, torch.optim.Adam))
+        scales.grad = torch.ones_like(scales)
+        adam.step()  # complex parameters without gradients are left alone
+        filters.grad = torch.ones_like(filters)
+        expected = local_of(filters) - 0.5
+        sgd.step()
+        assert torch.equal(local_of(filters), expected)
+        words = r"^Expected Adam to be given complex parameters as plain tensors, .*\(4, 1\) in torch.complex64"
+        with pytest.raises(NotImplementedError, match=words):
+            adam.step()
+        assert torch.equal(local_of(filters), expected)
 
     run_ranks(check, 2)
 

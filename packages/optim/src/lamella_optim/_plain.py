@@ -29,7 +29,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.optim import Optimizer
 
 from lamella_engine import RaggedDTensor
-from lamella_engine.extending import dtensor_over, held_by, is_compiled, is_sharded, local_of
+from lamella_engine.extending import dtensor_over, held_by, is_compiled, is_sharded, local_of, step_on_dtensors
 from lamella_optim._hooks import has_other_hooks
 from lamella_optim._installation import step_hook
 
@@ -162,9 +162,15 @@ def _lies_below(tensor: torch.Tensor, parameter: DTensor) -> bool:
 
 @step_hook("view")
 def step_on_plain_tensors(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    """Run the step on a view of plain tensors, where possible."""
+    """Run the step on a view of plain tensors, where possible.
+
+    Raises: as `step_on_dtensors`, where it is not.
+    """
     # Each step has a new view, and a compiler would compile the step again for a new object.
-    return None if is_compiled() else _stepping_on_view(optimizer, args, kwargs)
+    arguments = None if is_compiled() else _stepping_on_view(optimizer, args, kwargs)
+    if arguments is None:
+        step_on_dtensors(optimizer)
+    return arguments
 
 
 @_disable_dynamo
