@@ -441,7 +441,10 @@ def _wheels(session: nox.Session, names: Iterable[str]) -> list[Path]:
 
 
 def _built_wheels(session: nox.Session) -> TemporaryDirectory[str]:
-    """Build all members' wheels, all in the time of one and once in a run of nox, at whose end they are removed."""
+    """Build all members' wheels, all in the time of one and once in a run of nox, at whose end they are removed.
+
+    A source edited during the run is not in the wheels of later sessions: a run tests the tree that it began with.
+    """
     if not _BUILT_WHEELS:
         folder = TemporaryDirectory(prefix="wheels-")
         _uv(session, "build", "--quiet", "--wheel", "--no-sources", "--all-packages", "--out-dir", folder.name, ROOT)

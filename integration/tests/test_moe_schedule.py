@@ -204,10 +204,10 @@ def _step_within(model: MoE, budgets: _Budgets) -> list[torch.Tensor]:
 @pytest.mark.parametrize(
     ("stage", "kind"),
     [
-        ("ZERO3", Kind.FORWARD),
+        ("ZERO3", Kind.BACKWARD),
         pytest.param("ZERO1", Kind.FORWARD, marks=pytest.mark.slow),
         pytest.param("ZERO1", Kind.BACKWARD, marks=pytest.mark.slow),
-        pytest.param("ZERO3", Kind.BACKWARD, marks=pytest.mark.slow),
+        pytest.param("ZERO3", Kind.FORWARD, marks=pytest.mark.slow),
     ],
 )
 def test_an_exception_in_any_slot_leaves_all_units_at_rest_and_the_next_step_works(stage: str, kind: Kind) -> None:

@@ -72,7 +72,6 @@ def test_a_step_that_is_captured_gathers_nothing_and_a_captured_forward_refuses_
     run_ranks(check, 2)
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*script_method.*:DeprecationWarning")  # torch's own, of what Dynamo imports
 def test_a_step_that_is_compiled_is_compiled_once_and_made_as_without() -> None:
     def check() -> None:

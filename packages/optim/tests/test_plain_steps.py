@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lamella_engine import Rows, ShardingOptions, fully_shard
 from lamella_engine.extending import local_of
-from lamella_optim import overlap_optimizer
+from lamella_optim import overlap_optimizer, step_on_local_shards
 from lamella_optim._plain import _ELEMENTWISE
 from lamella_testing import run_ranks
 
@@ -193,20 +193,42 @@ def test_hooks_that_only_wait_are_called_and_change_nothing() -> None:
 
 
 @pytest.mark.parametrize("name", ["Adam", "RMSprop"])
-def test_complex_parameters_step_as_unsharded_and_are_refused_to_steps_on_dtensors(name: str) -> None:
+@pytest.mark.parametrize(
+    "prepare", [nn.Identity(), overlap_optimizer, step_on_local_shards], ids=["plain", "overlapped", "local"]
+)
+def test_complex_parameters_step_as_unsharded(name: str, prepare: Callable[[Optimizer], object]) -> None:
+    """Of uneven shards torch's steps on DTensors would update copies."""
+
     def check() -> None:
         torch.manual_seed(0)
-        model = nn.Linear(1, 6, bias=False, dtype=torch.complex64)
-        plain, gradient = nn.Parameter(model.weight.detach().clone()), torch.randn(6, 1, dtype=torch.complex64)
-        [sharded] = fully_shard(model).parameters()
+        gradient = torch.randn(7, dtype=torch.complex64)
+        model = nn.Linear(1, 7, dtype=torch.complex64)
+        plain = nn.Parameter(model.bias.detach().clone())
+        _, sharded = fully_shard(model).parameters()
         assert isinstance(sharded, DTensor)
         plain.grad, sharded.grad = gradient, distribute_tensor(gradient, sharded.device_mesh, sharded.placements)
         optimizers = [getattr(torch.optim, name)([parameter], lr=0.1) for parameter in (plain, sharded)]
+        prepare(optimizers[1])
         for optimizer in optimizers:
             optimizer.step()
         assert torch.equal(sharded.full_tensor(), plain)
-        with pytest.raises(NotImplementedError, match="in torch.complex64, of which torch would update a copy"):
-            optimizers[1].step(lambda: 0.0)
+
+    run_ranks(check, 2)
+
+
+def test_complex_parameters_with_uneven_shards_are_refused_to_steps_on_dtensors() -> None:
+    class Mine(torch.optim.Adam):
+        pass
+
+    def check() -> None:
+        model = nn.Linear(1, 7, dtype=torch.complex64)
+        _, bias = fully_shard(model).parameters()
+        bias.grad = torch.ones_like(bias)
+        with pytest.raises(NotImplementedError, match=r"^Expected complex parameters .* for Adam, got shape \(7,\)"):
+            torch.optim.Adam([bias]).step(lambda: 0.0)
+        with pytest.raises(NotImplementedError, match="for Mine, .*step_on_local_shards"):
+            Mine([bias]).step()
+        step_on_local_shards(Mine([bias])).step()
 
     run_ranks(check, 2)
 

@@ -7,6 +7,7 @@ replaces entries by name (`replace_step_hook`), in place.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -132,10 +133,6 @@ _UNFIT: dict[type[Optimizer], tuple[Callable[[DTensor], bool], str]] = {
 }
 
 
-_REAL = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop")
-_OVER_REAL_NUMBERS = tuple(getattr(torch.optim, name) for name in _REAL)
-
-
 @_disable_dynamo
 def refuse_before_finalization(optimizer: Optimizer, *_: object) -> None:
     """Refuse a step whose gradients wait for `finalize_backward`.
@@ -240,22 +237,33 @@ def _with_their_own_offsets(optimizer: Optimizer) -> None:
 
 @_disable_dynamo
 def step_on_dtensors(optimizer: Optimizer, *_: object) -> None:
-    """Let the step see the optimizer as it is; refuse complex parameters to steps that would change copies of them.
-
-    These optimizers see a complex parameter as real numbers, and `view_as_real` of a DTensor is a gathered copy.
+    """Let the step see the optimizer as it is; refuse complex parameters of which the step would change copies.
 
     Raises:
-        NotImplementedError: An optimizer of torch's that does so holds a unit's complex DTensor with a gradient.
+        NotImplementedError: An optimizer of torch's that sees complex parameters as real numbers holds a unit's, with a
+            gradient and with uneven shards of the last dim.
     """
     if not isinstance(optimizer, _OVER_REAL_NUMBERS):
         return
     for parameter in _sharded(optimizer):
-        if parameter.is_complex() and parameter.grad is not None:
+        if parameter.is_complex() and parameter.grad is not None and _is_gathered_as_real(parameter):
             raise NotImplementedError(
-                f"Expected {type(optimizer).__name__} to be given complex parameters as plain tensors, got a DTensor "
-                f"of shape {tuple(parameter.shape)} in {parameter.dtype}, of which torch would update a copy. Install "
-                "lamella-optim, call lamella_optim.install() once, and step without a closure and torch.compile."
+                f"Expected complex parameters with as many elements on each rank for {type(optimizer).__name__}, got "
+                f"shape {tuple(parameter.shape)} with placements {parameter.placements} on "
+                f"{parameter.device_mesh.size()} ranks, of which torch would update a copy. Install lamella-optim, and "
+                "call lamella_optim.install() once, or lamella_optim.step_on_local_shards(optimizer) for a subclass."
             )
+
+
+_REAL = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "LBFGS", "NAdam", "RAdam", "RMSprop", "Rprop")
+_OVER_REAL_NUMBERS = tuple(getattr(torch.optim, name) for name in _REAL)
+"""Their steps call `view_as_real`, of which DTensor makes a gathered copy where the last dim is cut unevenly."""
+
+
+def _is_gathered_as_real(parameter: DTensor) -> bool:
+    last, mesh = parameter.ndim - 1, parameter.device_mesh
+    cuts = [mesh.size(axis) for axis, placement in enumerate(parameter.placements) if placement.is_shard(last)]
+    return parameter.shape[last] % math.prod(cuts) != 0
 
 
 BEFORE_STEP: dict[str, StepHook] = {
@@ -282,7 +290,8 @@ def replace_step_hook(name: str, hook: StepHook) -> None:
     Args:
         name: "originals": parameters from before `fully_shard`, and unsharded forms. "kernels": optimizers whose
             kernels know no DTensors. "gradients": reductions that are still under way. "view": the arguments that the
-            step is called with. "staleness": units whose main weights the step may have changed.
+            step is called with; a step on DTensors needs `step_on_dtensors` first. "staleness": units whose main
+            weights the step may have changed.
         hook: Called with a hook's arguments (optimizer, args, kwargs) at every step of every `torch.optim` optimizer.
 
     Raises:
@@ -304,6 +313,8 @@ def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]
         RuntimeError: The optimizer was built before `fully_shard`, or over unsharded parameters; or gradients of its
             parameters are missing: delayed gradients, or gradients of a backward not finalized by hand yet.
         TypeError: The optimizer's kernels write beside the shards of DTensors.
+        NotImplementedError: The optimizer looks beyond an element of cut parameters, or would change copies of complex
+            ones.
 
     Effects: the current stream, and the host for shards on the CPU, wait for gradients and gathers in flight.
     """

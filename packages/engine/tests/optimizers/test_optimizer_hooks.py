@@ -211,19 +211,22 @@ def test_a_step_on_dtensors_trains_as_unsharded(name: str) -> None:
 
 def test_steps_that_would_update_copies_of_complex_shards_are_refused() -> None:
     def check() -> None:
-        model = nn.Sequential(nn.Linear(1, 4, bias=False, dtype=torch.complex64), nn.Linear(1, 4, bias=False))
-        filters, scales = fully_shard(model).parameters()
-        sgd, adam = (make(model.parameters(), lr=0.5) for make in (torch.optim.SGD, torch.optim.Adam))
-        scales.grad = torch.ones_like(scales)
-        adam.step()  # complex parameters without gradients are left alone
-        filters.grad = torch.ones_like(filters)
-        expected = local_of(filters) - 0.5
-        sgd.step()
-        assert torch.equal(local_of(filters), expected)
-        words = r"^Expected Adam to be given complex parameters as plain tensors, .*\(4, 1\) in torch.complex64"
-        with pytest.raises(NotImplementedError, match=words):
-            adam.step()
-        assert torch.equal(local_of(filters), expected)
+        model = nn.Linear(4, 3, dtype=torch.complex64)
+        weight, bias = fully_shard(model).parameters()
+        before = local_of(bias).clone()
+        weight.grad, bias.grad = torch.ones_like(weight), torch.ones_like(bias)
+        torch.optim.SGD(model.parameters(), lr=0.5).step()
+        assert torch.equal(local_of(bias), before - 0.5)
+        before = local_of(weight).clone()
+        torch.optim.Adam([weight], lr=0.5).step()  # rows that are cut unevenly, of whole last dims
+        torch.testing.assert_close(local_of(weight), before - 0.5)
+        before = local_of(bias).clone()
+        with pytest.raises(NotImplementedError, match=r"^Expected complex parameters .* for Adam, got shape \(3,\)"):
+            torch.optim.Adam(model.parameters(), lr=0.5).step()
+        assert torch.equal(local_of(bias), before)
+        step: Any = torch.optim.Adam.step
+        step.__wrapped__(torch.optim.Adam([bias], lr=0.5, foreach=True))
+        assert torch.equal(local_of(bias), before), "torch's step updates the shard: refuse no longer"
 
     run_ranks(check, 2)
 

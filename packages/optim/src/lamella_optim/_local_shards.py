@@ -17,12 +17,11 @@ from torch.utils import _pytree as pytree
 
 from lamella_engine.extending import held_by, local_of, refuse_kernels_on_dtensors
 from lamella_optim._installation import install, step_hook
-from lamella_optim._plain import laid_out
+from lamella_optim._plain import LOCAL_PARAMETERS, laid_out
 
 Opt = TypeVar("Opt", bound=Optimizer)
 State = dict[str, Any]
 
-_LOCAL_PARAMETERS = "_lamella_local_parameters"
 _NEED_WHOLE_TENSORS = {"Adafactor", "LBFGS", "Muon", "SparseAdam"}
 
 
@@ -54,7 +53,7 @@ def step_on_local_shards(optimizer: Opt) -> Opt:
         Calls `install`.
     """
     kind: Any = type(optimizer)
-    if hasattr(optimizer, _LOCAL_PARAMETERS):
+    if hasattr(optimizer, LOCAL_PARAMETERS):
         return optimizer
     if kind.__module__.startswith("torch.optim") and kind.__name__ in _NEED_WHOLE_TENSORS:
         raise ValueError(
@@ -67,7 +66,7 @@ def step_on_local_shards(optimizer: Opt) -> Opt:
             "schedulers do. Call step_on_local_shards before building the scheduler."
         )
     install()
-    setattr(optimizer, _LOCAL_PARAMETERS, {})
+    setattr(optimizer, LOCAL_PARAMETERS, {})
     optimizer.__class__ = _on_local_shards(kind)
     return optimizer
 
@@ -143,7 +142,7 @@ def _new(kind: Any) -> Any:
     """An empty optimizer for `copy` and `pickle`, which cannot find a class made at run time."""
     local_class = _on_local_shards(kind)
     optimizer = local_class.__new__(local_class)
-    setattr(optimizer, _LOCAL_PARAMETERS, {})
+    setattr(optimizer, LOCAL_PARAMETERS, {})
     return optimizer
 
 
@@ -168,7 +167,7 @@ def _holding_locals(optimizer: Optimizer, gradients_of: Callable[[torch.Tensor],
     Args:
         gradients_of: Whether a shard gets its gradient too.
     """
-    mine: dict[DTensor, nn.Parameter] = getattr(optimizer, _LOCAL_PARAMETERS)
+    mine: dict[DTensor, nn.Parameter] = getattr(optimizer, LOCAL_PARAMETERS)
     parameter_lists = [group["params"] for group in optimizer.param_groups]
     pairs = [(p, _local(mine, p)) for parameters in parameter_lists for p in parameters if isinstance(p, DTensor)]
     state = optimizer.state
@@ -235,5 +234,5 @@ def _laid_out(dtensor: torch.Tensor, state: State, before: State | None = None) 
 @step_hook("kernels")
 def refuse_unprepared_kernels(optimizer: Optimizer, *_: object) -> None:
     """Refuse DTensors to kernels without DTensor support, unless `step_on_local_shards` has prepared the optimizer."""
-    if not hasattr(optimizer, _LOCAL_PARAMETERS):
+    if not hasattr(optimizer, LOCAL_PARAMETERS):
         refuse_kernels_on_dtensors(optimizer)

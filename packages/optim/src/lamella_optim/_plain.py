@@ -18,7 +18,7 @@ A view is used only where the result equals a step on DTensors:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import nn
@@ -35,6 +35,9 @@ from lamella_optim._installation import step_hook
 
 Opt = TypeVar("Opt", bound=Optimizer)
 State = dict[str, Any]
+
+LOCAL_PARAMETERS: Final = "_lamella_local_parameters"
+"""The attribute of an optimizer that steps on plain parameters by itself; see `step_on_local_shards`."""
 
 _NAMES = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 _ELEMENTWISE = frozenset(getattr(torch.optim, name) for name in _NAMES)
@@ -162,15 +165,9 @@ def _lies_below(tensor: torch.Tensor, parameter: DTensor) -> bool:
 
 @step_hook("view")
 def step_on_plain_tensors(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    """Run the step on a view of plain tensors, where possible.
-
-    Raises: as `step_on_dtensors`, where it is not.
-    """
+    """Run the step on a view of plain tensors, where possible."""
     # Each step has a new view, and a compiler would compile the step again for a new object.
-    arguments = None if is_compiled() else _stepping_on_view(optimizer, args, kwargs)
-    if arguments is None:
-        step_on_dtensors(optimizer)
-    return arguments
+    return None if is_compiled() else _stepping_on_view(optimizer, args, kwargs)
 
 
 @_disable_dynamo
@@ -178,10 +175,15 @@ def _stepping_on_view(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any
     """Arguments of a step on a view; None for a step on DTensors."""
     if not any(isinstance(parameter, DTensor) for parameter in held_by(optimizer)):
         return None
-    if has_other_hooks(optimizer) or any(argument is not None for argument in (*args[1:], *kwargs.values())):
+    if has_other_hooks(optimizer):
+        return None  # An overlapping step makes views by itself, in a hook after this one.
+    has_closure = any(argument is not None for argument in (*args[1:], *kwargs.values()))
+    view = None if has_closure else plain_view_of(optimizer, [group["params"] for group in optimizer.param_groups])
+    if view is None:
+        if not hasattr(optimizer, LOCAL_PARAMETERS):
+            step_on_dtensors(optimizer)
         return None
-    view = plain_view_of(optimizer, [group["params"] for group in optimizer.param_groups])
-    return None if view is None else step_on(view, optimizer, args, kwargs)
+    return step_on(view, optimizer, args, kwargs)
 
 
 def step_on(view: Opt, optimizer: Opt, args: Any, kwargs: Any) -> tuple[list[Any], Any]:

@@ -21,8 +21,9 @@ from lamella._estimate.live_bytes import LiveBytes
 from lamella._model.activations import recompute
 
 HOOKS: Final = {"no": 0.0, "full": 1.5, "selective": 10.0}
-"""Further time for an operator of a recomputed layer's forward, which runs twice, over that of a launch. Selective's is
-fitted to the step in docs/benchmarks/0025, 254 and 281 ms on two H200s, 250 on H100s."""
+"""Further time for an operator of a recomputed layer's forward, which runs twice, over that of a launch: full's is
+fitted to two steps on H100s, selective's to the row in docs/benchmarks/0025, 255 and 281 ms on two H200s, 250 on
+H100s. A later run of the row took 206 ms, 8 % more than planned."""
 
 _LAUNCH_S, _VIEW_S = 10.5e-6, 3.3e-6
 _OF_A_GPU: Final = 3.0

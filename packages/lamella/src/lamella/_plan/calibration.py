@@ -19,8 +19,8 @@ from lamella._settings.options import ConfigError
 from lamella_trace import Trace, overlap_report
 
 _CLEARLY_LESS, _ABOUT_AS_LONG = 0.90, 0.85
-"""Shares of a step. At 0.95 the kernels may be the cause, their rates 5 % too high: as the host's, such a step made all
-plans of steps that wait for the host 20 % too long."""
+"""Shares of a step: of kernels alone that are clearly less, and of a host that takes about as long. Where kernels took
+0.95 their rates may be 5 % too high: as the host's, such a step made plans that wait for the host 20 % too long."""
 _NUM_HALVINGS: Final = 12
 
 
@@ -81,7 +81,7 @@ def calibrate(
 def _met(works: Sequence[Work], cluster: Cluster, measured: float) -> Cluster:
     """Scale the host's times, or else the kernels' rates, until the plan of the step is the measured step.
 
-    The host decides where its launches take about as long as the step, and the kernels alone would take less.
+    The host decides where its launches take about as long as the step, and the kernels alone would take clearly less.
     """
     without_host = plan_of(works, _scaled_host(cluster, 0.0)).seconds
     host_seconds = plan_of(works, cluster).host_seconds
