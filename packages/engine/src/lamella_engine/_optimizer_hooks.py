@@ -255,9 +255,12 @@ def step_on_dtensors(optimizer: Optimizer, *_: object) -> None:
             )
 
 
-_REAL = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "LBFGS", "NAdam", "RAdam", "RMSprop", "Rprop")
-_OVER_REAL_NUMBERS = tuple(getattr(torch.optim, name) for name in _REAL)
-"""Their steps call `view_as_real`, of which DTensor makes a gathered copy where the last dim is cut unevenly."""
+_OVER_REAL_NUMBERS = (
+    *(torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax),
+    *(torch.optim.ASGD, torch.optim.LBFGS, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop),
+    torch.optim.Rprop,
+)
+"""Optimizers whose steps call `view_as_real`. DTensor's is a gathered copy where the last dim is cut unevenly."""
 
 
 def _is_gathered_as_real(parameter: DTensor) -> bool:

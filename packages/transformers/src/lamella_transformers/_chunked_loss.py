@@ -63,7 +63,7 @@ class DeferredHead:
 
         Args:
             model: A causal language model of transformers.
-            shared: As for the class.
+            shared: The rows of this rank where ranks work on the same tokens; None for all rows on each rank.
         """
         embeddings = getattr(model, "get_output_embeddings", lambda: None)()
         if type(embeddings) is not nn.Linear or not hasattr(model, "loss_function"):

@@ -52,7 +52,7 @@ def calibrate(
     """Fit a cluster's rates to a profile of a run's steps.
 
     Args:
-        trace: Of `torch.profiler`, of one rank and whole steps.
+        trace: A profile by `torch.profiler` of full steps on one rank.
         works: The works of a step of the same run.
         cluster: Gives the rates that the profile does not tell.
         step_seconds: The median step without a profiler.
