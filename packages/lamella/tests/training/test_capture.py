@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 from trained_runs import TrainOn
 
 from lamella import Config
+from lamella._model.capture import captures_by_default
 from lamella._settings.capture import check_capturable
 from lamella._settings.config import resolve
 from lamella._settings.options import ConfigError
@@ -56,6 +58,51 @@ def test_options_that_no_graph_holds_are_refused(section: dict[str, Any], option
         resolve({"model": {"name": "llama-small"}, "parallel": {"capture": True}}, section)
 
 
+@pytest.fixture
+def captures() -> Callable[..., bool]:
+    def captures(sections: dict[str, Any], model_type: str = "llama", *, is_plain_stream: bool = True) -> bool:
+        parallel: dict[str, object] = {"device": "cuda", "ranks": 1}
+        on_gpu: dict[str, dict[str, object]] = {"model": {"name": "llama-small"}, "parallel": parallel}
+        weights = nn.Linear(100, 1000, bias=False, device="meta")
+        return captures_by_default(resolve(on_gpu, sections), weights, model_type, is_plain_stream=is_plain_stream)
+
+    return captures
+
+
+@pytest.mark.parametrize(
+    ("section", "model_type"),
+    [
+        ({"parallel": {"device": "cpu"}}, "llama"),
+        ({}, "mamba2"),
+        ({"parallel": {"capture": False}}, "llama"),
+        ({"parallel": {"rest": "cpu"}}, "llama"),
+        ({"parallel": {"recompute": "full"}}, "llama"),
+        ({"parallel": {"float8": "tensor"}}, "llama"),
+        ({"parallel": {"ranks": 2}}, "llama"),
+        ({"model": {"kernels": "liger"}}, "llama"),
+        ({"model": {"lora_rank": 4}}, "llama"),
+        ({"run": {"deterministic": True}}, "llama"),
+        ({"run": {"profile": 2}}, "llama"),
+    ],
+)
+def test_small_models_on_gpus_are_captured_unless_a_setting_was_not_measured(
+    section: dict[str, Any], model_type: str, captures: Callable[..., bool]
+) -> None:
+    for measured in ({}, {"parallel": {"compile": True}}, {"run": {"sample": ("def",)}}):
+        assert captures(measured)
+    assert not captures(section, model_type)
+    assert not captures({}, is_plain_stream=False)
+
+
+def test_large_models_are_not_captured_by_default(
+    captures: Callable[..., bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lamella._model.capture._MOST_WEIGHTS", 100_000)
+    assert captures({})
+    monkeypatch.setattr("lamella._model.capture._MOST_WEIGHTS", 99_999)
+    assert not captures({})
+
+
 def test_texts_with_answers_are_refused() -> None:
     with pytest.raises(ConfigError, match="got conversations or completions"):
         check_capturable("stream", ParallelConfig(capture=True), has_answers=True)
@@ -69,7 +116,7 @@ def test_an_operation_that_no_graph_holds_is_one_line() -> None:
 
         return step
 
-    with pytest.raises(ConfigError, match="operation not permitted when stream is capturing.*Leave --capture out"):
+    with pytest.raises(ConfigError, match="operation not permitted when stream is capturing.*Pass --no-capture"):
         raised("CUDA error: operation not permitted when stream is capturing\nCUDA kernel errors ...")()
     with pytest.raises(RuntimeError, match="out of memory"):
         raised("CUDA out of memory")()

@@ -163,15 +163,19 @@ def test_a_profile_finds_each_units_collectives_on_the_gpu(
         ["--recompute", "full", "--offload-activations"],
         ["--recompute", "selective", "--compile"],
         ["--stage", "2"],
+        [],
         ["--capture"],
         ["--capture", "--compile", "--checkpoint-interval", "2"],
     ],
-    ids=" ".join,
+    ids=lambda fit: " ".join(fit) or "default",
 )
 def test_options_that_save_memory_or_time_change_no_loss_on_gpus(
-    options: list[str], tmp_path: Path, num_gpus: int, fit: list[str]
+    options: list[str], tmp_path: Path, num_gpus: int, fit: list[str], capfd: pytest.CaptureFixture[str]
 ) -> None:
     command = [*options, "--device", "cuda", "--precision", "fp32", "--ranks", str(num_gpus)]
-    assert main([*command, "--run-dir", str(tmp_path / "without")]) == 0
+    assert main([*command, "--no-capture", "--run-dir", str(tmp_path / "without")]) == 0
+    assert "CUDA graph" not in capfd.readouterr().out
     assert main([*command, *fit, "--run-dir", str(tmp_path / "with")]) == 0
+    is_captured = "--capture" in fit or (num_gpus == 1 and fit in ([], ["--stage", "2"]))
+    assert ("steps: one CUDA graph, from the fourth on" in capfd.readouterr().out) == is_captured
     assert losses(tmp_path / "with") == pytest.approx(losses(tmp_path / "without"), rel=1e-4)

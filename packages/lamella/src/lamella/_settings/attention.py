@@ -43,6 +43,6 @@ def _problems(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
     if model.attention == "documents":
         excluded = {
             "--tensor-parallel, which was not tried with it": parallel.tensor_parallel > 1,
-            "--capture, whose batches must not differ in their documents": parallel.capture,
+            "--capture, whose batches must not differ in their documents": bool(parallel.capture),
         }
         yield from exclusions("--attention documents", excluded)

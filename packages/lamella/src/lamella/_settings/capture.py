@@ -1,7 +1,5 @@
 """Checks between `--capture` and other options, each refused in one line before anything starts."""
 
-from collections.abc import Iterator
-
 from lamella._settings.conflicts import exclusions
 from lamella._settings.options import ConfigError
 from lamella._settings.sections import DataConfig, OptimConfig, Packing, ParallelConfig
@@ -17,7 +15,7 @@ def check_capture(data: DataConfig, optim: OptimConfig, parallel: ParallelConfig
         return
     if data.packing != "auto":
         check_capturable(data.packing, parallel, has_answers=False)
-    if (problem := next(_problems(data, optim, parallel), None)) is not None:
+    if (problem := capture_problem(data, optim, parallel)) is not None:
         raise ConfigError(problem)
 
 
@@ -40,7 +38,8 @@ def check_capturable(packing: Packing, parallel: ParallelConfig, *, has_answers:
         )
 
 
-def _problems(data: DataConfig, optim: OptimConfig, parallel: ParallelConfig) -> Iterator[str]:
+def capture_problem(data: DataConfig, optim: OptimConfig, parallel: ParallelConfig) -> str | None:
+    """Return an error about the first option that does not go with a captured step; None if every option does."""
     excluded = {
         "--streaming, whose numbers of targets come with the batches": data.streaming,
         f"--optimizer {optim.optimizer}, which was not tried in a graph": optim.optimizer != "adamw",
@@ -51,4 +50,4 @@ def _problems(data: DataConfig, optim: OptimConfig, parallel: ParallelConfig) ->
         "--tensor-parallel, which was not tried in a graph": parallel.tensor_parallel > 1,
         "--context-parallel, which was not tried in a graph": parallel.context_parallel > 1,
     }
-    return exclusions("--capture", excluded)
+    return next(exclusions("--capture", excluded), None)

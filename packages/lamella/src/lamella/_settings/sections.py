@@ -304,12 +304,13 @@ class ParallelConfig:
         ),
     ] = None
     capture: Annotated[
-        bool,
+        bool | None,
         Option(
             "Launch each step at once, as a CUDA graph of the fourth: faster where the host is the limit, for plain "
-            "text in --packing stream. The graph keeps the memory of a step."
+            "text in --packing stream. The graph keeps the memory of a step (default: on one GPU, for models of up "
+            "to 500 million parameters that were measured)."
         ),
-    ] = False
+    ] = None
     threads: Annotated[
         int | None, Option("Compute threads of a CPU worker (default: its share of the cores).", at_least=1, below=4097)
     ] = None

@@ -1,7 +1,8 @@
 """The steps of a run without the run around them, for measurements."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -35,7 +36,7 @@ class BareSteps(NamedTuple):
 
 @contextmanager
 def bare_steps(config: Config, directory: RunDirectory, rank: Rank) -> Iterator[BareSteps]:
-    """Make a run's model with fresh weights, and yield its steps, for measurements.
+    """Make a run's model with fresh weights, and yield its steps, for measurements: captured with `--capture` alone.
 
     Args:
         config: The run's settings.
@@ -46,21 +47,22 @@ def bare_steps(config: Config, directory: RunDirectory, rank: Rank) -> Iterator[
     """
     tokens, agreement = load_tokens(directory.tokens), Agreement()
     config = with_default_attention(config, str(directory.model), tokens.packing)
+    config = replace(config, parallel=replace(config.parallel, capture=bool(config.parallel.capture)))
     run_model = build(config, directory.model, rank.device, recorded_dtype(directory.weights_dtype))
     try:
         batches = training_batches(config, directory, tokens, rank, run_model.spec.vocab_size)
-        steps = Steps(config, run_model, rank)
-        batches.begin({})
-        run_model.initialise(rank.device)
-        steps.choose_loss(tokens)
+        with closing(Steps(config, run_model, rank, tokens)) as steps:
+            batches.begin({})
+            run_model.initialise(rank.device)
+            steps.choose_loss()
 
-        def step(number: int) -> torch.Tensor:
-            batch = batches.batch(number, *rank.share(config.parallel))
-            # The agreement of a run on stop requests, without a request: the collectives of a step are a run's.
-            finished = steps.run(number, batch, batches.num_targets(number), lambda: agreement.ask(0))
-            agreement.answer()
-            return finished.loss
+            def step(number: int) -> torch.Tensor:
+                batch = batches.batch(number, *rank.share(config.parallel))
+                # The agreement of a run on stop requests, without a request: the collectives of a step are a run's.
+                finished = steps.run(number, batch, batches.num_targets(number), lambda: agreement.ask(0))
+                agreement.answer()
+                return finished.loss
 
-        yield BareSteps(run_model.module, run_model.units, step)
+            yield BareSteps(run_model.module, run_model.units, step)
     finally:
         run_model.replacements.undo()

@@ -11,6 +11,7 @@ import lamella_optim
 from lamella._data.batches import TokenBatch
 from lamella._data.tokens import TokenData
 from lamella._model.building import RunModel
+from lamella._model.capture import captures_by_default
 from lamella._model.compilation import compile_units, compiles_by_default, has_fixed_shapes
 from lamella._model.spec import refused_models
 from lamella._model.trained_parameters import freeze, trained_patterns
@@ -60,7 +61,7 @@ def _errors_of_capture() -> Iterator[None]:
             raise
         reason = str(error).strip().partition("\n")[0]
         raise ConfigError(
-            f"Expected a model whose steps a CUDA graph can hold for --capture, got {reason!r}. Leave --capture out."
+            f"Expected a model whose steps a CUDA graph can hold for --capture, got {reason!r}. Pass --no-capture."
         ) from error
 
 
@@ -71,19 +72,27 @@ class Steps:
         config: The run's settings.
         run_model: The sharded model. Parameters that the run does not train are frozen.
         rank: This process among the workers.
+        tokens: The run's tokens, by whose form the default captures steps and compiles layers, or not.
 
     Attributes:
-        optimizer: Over the trained parameters. With `--capture` the learning rates are tensors.
+        optimizer: Over the trained parameters. The learning rates of captured steps are tensors.
     """
 
-    def __init__(self, config: Config, run_model: RunModel, rank: Rank) -> None:
-        self._config, self._run_model, self._rank = config, run_model, rank
+    def __init__(self, config: Config, run_model: RunModel, rank: Rank, tokens: TokenData) -> None:
+        self._config, self._run_model, self._rank, self._packing = config, run_model, rank, tokens.packing
         self._share = rank.share(config.parallel)
         # Ranks of tensor parallelism drop the same elements of equal activations.
         self._seed_index = rank.rank // config.parallel.tensor_parallel
         lamella_optim.install()
         freeze(run_model.module, trained_patterns(config))
-        is_captured = config.parallel.capture
+        self._has_one_length = tokens.has_one_length(config.data.sequence_length)
+        self._captures_by_default = captures_by_default(
+            config,
+            run_model.module,
+            run_model.spec.model_type,
+            is_plain_stream=tokens.packing == "stream" and self._has_one_length,
+        )
+        is_captured = config.parallel.capture or self._captures_by_default
         self.optimizer = make_optimizer(run_model.module, config.optim, run_model.matrices, is_captured=is_captured)
         self._captured = capture_step(self._update, self.optimizer) if is_captured else None
         self._loss: LossFunction = loss_of_logits
@@ -99,11 +108,8 @@ class Steps:
         if self._captured is not None:
             self._captured.reset()
 
-    def choose_loss(self, tokens: TokenData) -> list[str]:
+    def choose_loss(self) -> list[str]:
         """Choose the loss function, then compile the units; return lines to print.
-
-        Args:
-            tokens: The run's tokens. By their packing the default compiles or not, by their lengths for fixed shapes.
 
         Effects: collective over all ranks: up to three forwards of a few tokens and an all-reduce for each loss tried;
             waits for the device. May replace the forward of the model's head.
@@ -115,10 +121,10 @@ class Steps:
             with refused_models():
                 check_pieces(module, pieces, spec.vocab_size, device)
         self._loss = choose_loss(module, spec.vocab_size, coefficient, device, self._run_model.shared_rows)
-        lines = self._compile(tokens)
+        lines = self._compile()
         if self._captured is not None:
-            is_on_cuda = self._captured.is_on_cuda
-            lines.append(f"steps: {'one CUDA graph, from the fourth on' if is_on_cuda else 'no graph on the CPU'}")
+            kind = "one CUDA graph, from the fourth on" if self._captured.is_on_cuda else "no graph on the CPU"
+            lines.append(f"steps: {kind}{' (--no-capture)' if self._captures_by_default else ''}")
         kernels = f", with kernels of {self._config.model.kernels}" if has_kernels else ""
         if isinstance(self._loss, ModelLoss):
             lines.append(f"loss: the model's own{', logits a piece at a time' if self._loss.is_chunked else kernels}")
@@ -127,14 +133,13 @@ class Steps:
             lines.append(f"loss: over the logits; {reason}{kernels}")
         return lines
 
-    def _compile(self, tokens: TokenData) -> list[str]:
+    def _compile(self) -> list[str]:
         """Compile the layers where the settings, or the default, say so; return a line where the default does."""
         config, spec = self._config, self._run_model.spec
-        by_default = compiles_by_default(config, spec.model_type, tokens.packing)
+        by_default = compiles_by_default(config, spec.model_type, self._packing)
         if config.parallel.compile or by_default:
             # After the trial, whose few tokens would be a first shape: the next shape would compile for any shape.
-            has_one_length = tokens.has_one_length(config.data.sequence_length)
-            is_fixed = has_fixed_shapes(config, spec, has_one_length=has_one_length)
+            is_fixed = has_fixed_shapes(config, spec, has_one_length=self._has_one_length)
             compile_units(self._run_model.units, has_fixed_shapes=is_fixed)
         if by_default:
             return ["layers: compiled, for a long run (the first step takes longer; --no-compile)"]

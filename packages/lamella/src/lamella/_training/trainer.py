@@ -56,7 +56,7 @@ class Trainer:
             Samples(config.run, directory, self._run_model.spec, rank, self._share) if config.run.sample else None
         )
         self._batches = training_batches(config, directory, self._tokens, rank, self._run_model.spec.vocab_size)
-        self._steps = Steps(config, self._run_model, rank)
+        self._steps = Steps(config, self._run_model, rank, self._tokens)
         self._optimizer = self._steps.optimizer
         self._records = RecordStream()
         self._saves = Saves(
@@ -113,7 +113,7 @@ class Trainer:
         ]
         first_step = self._restore(lines)
         progress = ProgressBar(first_step, self._config.optim.steps, enabled=self._rank.is_first)
-        lines += self._steps.choose_loss(self._tokens)
+        lines += self._steps.choose_loss()
         for line in lines:
             progress.say(line)
         self._records = self._open_records(first_step, progress)
