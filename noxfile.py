@@ -46,6 +46,7 @@ FINE_TUNERS = ["axolotl==0.19.0", "addict==2.4.0", "llamafactory==0.9.5", "nemo-
 TRITON = "triton>=3.7"  # Not in constraints.txt: torch's CUDA build pins triton, see `pins`.
 PLAIN_PINS = ["--quiet", "--no-header", "--no-annotate", "--no-emit-index-url", "--no-emit-find-links"]
 OLDEST_TORCH = "torch==2.11.*"
+NEWEST_TORCH = "torch==2.15.*"
 OLDEST_PYTHON = "3.11"  # uv resolves for 3.11.0: Debian's python3 is no newer than 3.11.2.
 
 nox.needs_version = ">=2025.5.1"
@@ -131,11 +132,14 @@ def fsdp2(session: nox.Session) -> None:
 @nox.parametrize("package", [*PACKAGES, "testing", "integration"], ids=[*PACKAGES, "testing", "integration"])
 def oldest(session: nox.Session, package: str) -> None:
     """Test one package, or all packages together, under the oldest supported torch."""
-    _install_shipped(session, package, _wheels(session, _siblings(package, tested=True)))
-    session.install("--no-config", OLDEST_TORCH)  # replaces the torch pinned by constraints.txt and pyproject.toml
-    documentation = [ROOT / "tests" / "documentation"] if package == "integration" else []
-    ignored = "--ignore-glob", "*/tests/mcore", "--ignore", CLIENTS
-    _pytest_installed(session, FOLDERS[package] / "tests", *documentation, *ignored)
+    _test_under(session, package, OLDEST_TORCH)
+
+
+@nox.session(default=False)
+@nox.parametrize("package", [*PACKAGES, "testing", "integration"], ids=[*PACKAGES, "testing", "integration"])
+def newest(session: nox.Session, package: str) -> None:
+    """Test one package, or all packages together, under the newest torch that was tried."""
+    _test_under(session, package, NEWEST_TORCH)
 
 
 # On GPUs without an environment: False, where None is nox's own interpreter.
@@ -376,6 +380,15 @@ def _editable(*names: str) -> list[str]:
 def _install_shipped(session: nox.Session, name: str, wheels: list[Path]) -> None:
     """Install a member's wheel, with declared and tests' dependencies; siblings only if among the wheels."""
     _install(session, *wheels, "--no-sources", "--group", "parallel", *_group(name, "test"))
+
+
+def _test_under(session: nox.Session, package: str, torch: str) -> None:
+    """Test a package under another torch than the one pinned by constraints.txt and pyproject.toml."""
+    _install_shipped(session, package, _wheels(session, _siblings(package, tested=True)))
+    session.install("--no-config", torch)
+    documentation = [ROOT / "tests" / "documentation"] if package == "integration" else []
+    ignored = "--ignore-glob", "*/tests/mcore", "--ignore", CLIENTS
+    _pytest_installed(session, FOLDERS[package] / "tests", *documentation, *ignored)
 
 
 def _install_megatron_core(session: nox.Session) -> None:

@@ -69,7 +69,8 @@ def test_continuous_integration_covers_every_package_and_session(sessions: set[s
         "narrow_states",
         "release_dry_run",
     }
-    expected |= {f"oldest({name})" for name in ("buffers", "engine", "checkpoint", "convert", "lamella", "integration")}
+    near_torch = ("buffers", "engine", "checkpoint", "convert", "lamella", "integration")
+    expected |= {f"{release}({name})" for release in ("oldest", "newest") for name in near_torch}
     assert {re.sub(r'\./dev "(.*)"', r"\1", command) for command in run} == expected
 
 
@@ -79,7 +80,7 @@ def test_each_session_that_checks_something_runs_by_itself(sessions: set[str]) -
     by_hand = {"train", "tests", "pins", "gpu_environment"} | {
         name for name in sessions if name.startswith("build(")
     }  # `release` builds
-    one_is_enough = {name for name in sessions if name.startswith(("bench(", "oldest("))}
+    one_is_enough = {name for name in sessions if name.startswith(("bench(", "oldest(", "newest("))}
     assert sessions - by_itself - by_hand - one_is_enough == set()
     assert {name.partition("(")[0] for name in one_is_enough} <= {name.partition("(")[0] for name in by_itself}
 
