@@ -4,8 +4,8 @@ For machines with GPUs, an installed torch and no package index. Needs only the 
 makes no environment and installs nothing.
 
     python tools/here.py gpu 2 [PYTEST ARGS]        tests marked gpu2; fails with fewer than two GPUs. With
-                                                    --status FILE first, also of te, ssm and megatron: appends
-                                                    a record of each folder's run, for tools/gpu_status.py
+                                                    --status FILE first, as in the next five: appends a record of
+                                                    each folder's run, for tools/gpu_status.py
     python tools/here.py te [PYTEST ARGS]           tests marked te; fails without two GPUs and Transformer Engine
     python tools/here.py ssm gpu-1 [PYTEST ARGS]    tests marked ssm; fails without a GPU and mamba-ssm
     python tools/here.py megatron gpu-2 [PYTEST ARGS]
@@ -44,11 +44,15 @@ ROOT = Path(__file__).resolve().parent.parent
 CLIENTS = ROOT / "integration" / "tests" / "clients"
 MEGATRON = ROOT / "packages" / "megatron" / "tests" / "mcore"
 TESTS = [*sorted(ROOT.glob("packages/*/tests")), ROOT / "integration" / "tests", ROOT / "tests" / "soak"]
+COMMANDS = [  # which refuse to share a GPU among ranks
+    *ROOT.glob("packages/lamella/tests/*/test_gpu*.py"),
+    MEGATRON / "test_gpu_programs.py",
+]
 HYBRID_LIBRARIES = ("megatron.core", "transformer_engine", "mamba_ssm", "causal_conv1d", "fla")
 NO_TESTS_RAN = 5  # pytest's exit code
 RANKS_PER_GPU = int(os.environ.get("LAMELLA_RANKS_PER_GPU", "1"))  # as lamella_testing reads it
 _ALL_THE_SAME = ("-q", "-v", "-x", "-s")  # arguments of pytest's that select no tests
-_ALL_THE_SAME_WITH_VALUE = ("-n", "-p", "--timeout", "--durations")
+_ALL_THE_SAME_WITH_VALUE = ("-n", "-p", "-W", "--timeout", "--durations")
 
 
 def main(args: list[str]) -> int:
@@ -68,7 +72,7 @@ def main(args: list[str]) -> int:
             return missing or _pytest("hybrid", rest, session="hybrid(gpu-2)", folders=[MEGATRON])
         case ["clients", *rest]:
             shows_warnings = ["-W", "default"]  # the libraries' own
-            return _require_gpus(2) or _pytest_in("gpu2", [str(CLIENTS), *shows_warnings, *rest])
+            return _require_gpus(2) or _pytest("gpu2", [*rest, *shows_warnings], session="clients", folders=[CLIENTS])
         case ["bench", num_gpus, *rest] if num_gpus.isdecimal():
             is_on_cpu = "--device cpu" in " ".join(rest).replace("=", " ")
             return (0 if is_on_cpu else _require_gpus(int(num_gpus))) or _bench(num_gpus, rest)
@@ -91,11 +95,11 @@ def _pytest(marker: str, args: list[str], *, session: str, folders: list[Path] =
         status, args = Path(args[1]), args[2:]
     recorded = session if RANKS_PER_GPU == 1 else f"{session}, {RANKS_PER_GPU} ranks a GPU"
     marked = [folder for folder in folders if any(f"mark.{marker}" in text for text in _sources(folder))]
-    ignored = ["--ignore", str(CLIENTS)]  # needs libraries that no other test needs
+    ignored = [] if folders == [CLIENTS] else ["--ignore", str(CLIENTS)]  # needs libraries that no other test needs
     if session.startswith("gpu("):
         ignored += ["--ignore", str(MEGATRON)]
-    if RANKS_PER_GPU > 1:  # The command refuses to.
-        ignored += ["--ignore", str(ROOT / "packages" / "lamella" / "tests" / "test_gpu.py")]
+    if RANKS_PER_GPU > 1:
+        ignored += [part for path in COMMANDS for part in ("--ignore", str(path))]
     results: list[int] = []
     for folder, chosen in _selected(marked, args).items():
         with TemporaryDirectory() as temporary:

@@ -3,6 +3,7 @@
 import importlib
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 
@@ -110,3 +111,27 @@ def test_packages_from_the_sources_announce_their_entry_points() -> None:
     command = [sys.executable, "-S", str(ROOT / "tools" / "here.py"), "python", "-S", "-c", program]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert {"mamba2", "qwen3_5_text"} <= set(done.stdout.split())
+
+
+def test_the_tests_of_clients_run_in_their_session_alone(
+    runner: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs: list[tuple[str, list[str]]] = []
+
+    def run(marker: str, args: list[str]) -> int:
+        runs.append((marker, args))
+        return 0
+
+    monkeypatch.setattr(runner, "_require_gpus", lambda num_gpus: 0)
+    monkeypatch.setattr(runner, "_pytest_in", run)
+    assert runner.main(["clients", "--status", str(tmp_path / "runs.jsonl"), "-q"]) == 0
+    assert runner.main(["gpu", "2", "integration/tests"]) == 0
+    (marker, clients), (_, others) = runs
+    folder = str(runner.CLIENTS)
+    assert marker == "gpu2" and folder in clients and folder not in _values(clients, "--ignore")
+    assert folder in _values(others, "--ignore")
+    assert runner._selection(["-q", "-W", "default"]) == ""
+
+
+def _values(args: list[str], option: str) -> list[str]:
+    return [value for name, value in pairwise(args) if name == option]
