@@ -1,11 +1,11 @@
 """`lamella train` beside `transformers.Trainer` on the same weights, batches and learning rates, in one call.
 
     python -m lamella_integration.bench_recipe --ranks 2 --steps 40 --out recipe.json \
-        "lamella" "lamella --kernels liger" "trainer" "trainer --kernels liger" "trainer --engine lamella"
+        "lamella" "lamella --kernels liger" "trainer" "trainer --kernels liger" "trainer --engine lamella" "loop"
 
-A variant is `lamella` with further options of `lamella train`, or `trainer` with options of `recipe_peer`. The first
-variant must be of lamella: every other variant reads the tokens of the first. Speed is the speed of the steps after
-`--num-skipped`, memory the largest reserved by any rank (lamella) or by rank 0 (trainer).
+A variant is `lamella` with further options of `lamella train`, `trainer` with options of `recipe_peer`, or `loop` with
+options of `recipe_loop`. The first variant must be of lamella: every other variant reads the tokens of the first. Speed
+is the speed of the steps after `--num-skipped`, memory the largest reserved by any rank (lamella) or by rank 0.
 """
 
 import argparse
@@ -25,6 +25,9 @@ from lamella.testing import RunDirectory, StepRecord, read_metrics
 from lamella_integration.measured_variants import VariantRow, measured, output_of
 
 RECIPE_COLUMNS: Final = ("variant", "tokens/s", "reserved GiB", "first loss", "mean loss")
+
+
+_PEERS: Final = {"trainer": "lamella_integration.recipe_peer", "loop": "lamella_integration.recipe_loop"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +64,7 @@ def main() -> None:
             program, *arguments = shlex.split(variant)
             if program == "lamella":
                 return _lamella(variant, arguments, options, root, Path(folder, "run-0"))
-            return _trainer(variant, arguments, options, Path(folder, "run-0"))
+            return _peer(variant, _PEERS[program], arguments, options, Path(folder, "run-0"))
 
         measured(options.variants, measure, RECIPE_COLUMNS, options.out)
 
@@ -109,9 +112,9 @@ def _mean(records: Sequence[StepRecord]) -> float:
     return fmean(record.loss for record in records)
 
 
-def _trainer(variant: str, arguments: Sequence[str], options: argparse.Namespace, root: Path) -> RecipeRow:
+def _peer(variant: str, module: str, arguments: Sequence[str], options: argparse.Namespace, root: Path) -> RecipeRow:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.ranks)]
-    peer = ["-m", "lamella_integration.recipe_peer", str(root), "--num-skipped", str(options.num_skipped)]
+    peer = ["-m", module, str(root), "--num-skipped", str(options.num_skipped)]
     output = output_of([*torchrun, *peer, *arguments], options.timeout)
     [record] = [json.loads(line) for line in output.splitlines() if line.startswith('{"tokens_per_s"')]
     first, skipped, *measured = record.pop("losses")  # means of `num_skipped` steps each, from the second on
