@@ -362,9 +362,6 @@ def test_nsight_sees_phases_and_units_where_pytorch_emits_nvtx_ranges() -> None:
 @ALL_RANKS
 @pytest.mark.parametrize("setting", ["", "--units ends --microbatches 2", "--checkpoint --compile aot_eager"])
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # The compiler reads `.grad`.
-@pytest.mark.filterwarnings(
-    "ignore:.*torch.jit.script:DeprecationWarning"
-)  # The compiler imports functions of `torch.jit.script`.
 def test_the_benchmark_runs_and_its_losses_agree(num_ranks: int, setting: str) -> None:
     backends = ["ideal", "lamella", "lamella:allocator=mempool,keep=1MiB", "lamella:graph=true", "fsdp2", "ddp"]
     options = bench.parse_options(

@@ -131,9 +131,6 @@ def test_every_recipe_trains_near_bf16(device: Device, num_ranks: int, name: str
 @DEVICES
 @pytest.mark.parametrize("name", ["tensor", "row"])
 @pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore:.*should not be instantiated")  # both by Dynamo
-@pytest.mark.filterwarnings(
-    "ignore:.*torch.jit.script:DeprecationWarning"
-)  # The compiler imports functions of `torch.jit.script`.
 def test_float8_products_of_gathered_weights_train(device: Device, num_ranks: int, name: str) -> None:
     recipe = RECIPES[name]
     assert isinstance(recipe, Float8Recipe)
@@ -188,9 +185,6 @@ def _losses_of_blocks(device: Device, prepare: Callable[[nn.Module], nn.Module])
 
 @DEVICES
 @pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore:.*should not be instantiated")  # both by Dynamo
-@pytest.mark.filterwarnings(
-    "ignore:.*torch.jit.script:DeprecationWarning"
-)  # The compiler imports functions of `torch.jit.script`.
 def test_block_wise_products_train_as_on_one_rank_and_in_one_graph(device: Device, num_ranks: int) -> None:
     recipe = Float8Recipe((128, 128), compute_dtype=torch.float32)
     if device == "cpu":

@@ -124,7 +124,6 @@ def test_compiled_blocks_have_the_losses_of_eager_fsdp2(api: Api, cases: list[Pr
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # an import of Inductor's
 def test_blocks_compiled_by_inductor_have_the_losses_of_eager_fsdp2(api: Api) -> None:
     def scenario() -> None:
         losses = _losses(api, _in_place_then_sharded, "inductor")

@@ -98,7 +98,6 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu1)]
 @pytest.mark.parametrize("is_gathered", [False, True], ids=["plain", "gathered"])
 @pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore:.*should not be instantiated")  # both by Dynamo
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # The import of declared backends.
 def test_the_products_are_of_the_quantised_operands(
     device: str, recipe: Float8Recipe, is_gathered: bool, is_compiled: bool
 ) -> None:

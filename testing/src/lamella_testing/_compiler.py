@@ -1,6 +1,7 @@
 """The compiler's own imports, made before ranks are forked."""
 
 import functools
+import importlib
 import warnings
 
 import torch
@@ -17,5 +18,7 @@ def load_compiler() -> None:
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own, about the compiler's imports
-        torch.compile(nn.Linear(1, 1), backend="aot_eager")(torch.ones(1, 1))
+        # Without gradients: since torch 2.15 tracing a backward starts autograd's threads, which no fork has.
+        torch.compile(nn.Linear(1, 1).requires_grad_(False), backend="aot_eager")(torch.ones(1, 1))
+        importlib.import_module("torch._inductor.fx_passes.joint_graph")  # the backward's, a second
     torch.compiler.reset()

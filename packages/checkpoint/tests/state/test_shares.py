@@ -128,6 +128,7 @@ def test_parts_cut_at_bounds_are_stored_at_their_places_in_the_whole(tmp_path: P
             tensors[name] = DTensor.from_local(
                 local, mesh, placements, run_check=False, shape=torch.Size((6, 4)), stride=(4, 1)
             )
+            tensors[name]._is_param = True  # nn.Parameter would detach the tensor
         return InPlace(tensors)
 
     def save_and_load() -> bool:

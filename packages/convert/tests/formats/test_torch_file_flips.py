@@ -23,7 +23,10 @@ from lamella_testing import run_ranks
 from lamella_testing.bits import same_bits
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:Sparse CSR tensor support", "ignore:torch.quantize_per_tensor", "ignore:TypedStorage is deprecated"
+    "ignore:Sparse CSR tensor support",
+    "ignore:torch.quantize_per_tensor",
+    "ignore:TypedStorage is deprecated",
+    "ignore:Validating sparse tensor invariants",
 )
 
 base = torch.arange(1.0, 25.0).reshape(4, 6)

@@ -48,14 +48,16 @@ def _client(monkeypatch: pytest.MonkeyPatch, source: str) -> ModuleType:
 
 
 def test_every_name_that_torch_offers_is_replaced_and_told() -> None:
+    offering = [fsdp2, composable, sys.modules["torch.distributed._composable.fsdp.fully_shard"]]
+    offering += [stage] if hasattr(stage, "fully_shard") else []  # torch before 2.15
     with install() as installation:
-        for module in (fsdp2, composable, stage, sys.modules["torch.distributed._composable.fsdp.fully_shard"]):
+        for module in offering:
             assert is_ours(module.fully_shard)
             assert f"{module.__name__}.fully_shard" in installation.replaced
         assert "torch.distributed.fsdp.register_fsdp_forward_method" in installation.replaced
         assert "torch.distributed.fsdp.share_comm_ctx" in installation.replaced
         assert list(installation.replaced) == sorted(installation.replaced)
-    for module in (fsdp2, composable, stage):
+    for module in offering:
         assert module.fully_shard is torchs()
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-import warnings
 from collections.abc import Callable
 
 import pytest
@@ -157,9 +156,7 @@ def test_a_dtensor_on_a_mesh_of_another_device_type_is_refused_before_it_moves()
 
 def test_a_scripted_modules_parameters_are_refused_by_name_and_may_be_left_out() -> None:
     def build() -> nn.Sequential:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # torch's, of scripting
-            scripted = torch.jit.script(nn.Sequential(nn.Linear(2, 2)))
+        scripted = torch.jit.script(nn.Sequential(nn.Linear(2, 2)))
         return nn.Sequential(nn.Linear(2, 2), scripted)
 
     def check() -> None:
