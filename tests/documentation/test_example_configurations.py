@@ -11,6 +11,7 @@ import lamella
 from lamella._command.estimate import placed
 from lamella._settings.config import resolve
 from lamella._settings.files import read_config
+from lamella_testing import start_autograd
 
 ROOT = Path(__file__).parents[2]
 SIZES = {
@@ -24,6 +25,11 @@ SIZES = {
 CONFIGURATIONS = sorted((ROOT / "examples" / "configurations").glob("*.toml"))
 # Adapters, frozen layers, replicas of shards: the others' options are estimated in lamella's own tests.
 ESTIMATED_IN_THE_GATE = ("adapters", "last-layers", "many-hosts")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _forks_after_an_estimate() -> None:
+    start_autograd()
 
 
 @pytest.mark.parametrize("path", CONFIGURATIONS, ids=lambda path: path.stem)

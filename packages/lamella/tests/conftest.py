@@ -36,7 +36,7 @@ from lamella._training.preparation import prepare
 from lamella._training.trainer import Trainer
 from lamella.cli import main
 from lamella_convert import find_family
-from lamella_testing import run_ranks, write_entry_points
+from lamella_testing import run_ranks, start_autograd, write_entry_points
 from lamella_testing.forked_programs import forked_workers
 from lamella_testing.forked_writers import forked_writers
 
@@ -53,6 +53,8 @@ MODULES = (
 )
 for module in MODULES:
     importlib.import_module(module)
+
+start_autograd()  # before an estimate
 
 # The bars of `datasets` and their monitor threads share a lock with forked ranks: a rank that ends while its monitor
 # has the lock would leave the next bar of every process waiting.

@@ -6,5 +6,6 @@ from lamella_testing._parity import assert_trains_as_unsharded as assert_trains_
 from lamella_testing._ranks import RankFailure as RankFailure
 from lamella_testing._ranks import RankTimeout as RankTimeout
 from lamella_testing._ranks import run_ranks as run_ranks
+from lamella_testing._ranks import start_autograd as start_autograd
 from lamella_testing._ranks import take_gpu as take_gpu
 from lamella_testing._team import Team as Team

@@ -1,11 +1,12 @@
 """The compiler's own imports, made before ranks are forked."""
 
 import functools
-import importlib
 import warnings
 
 import torch
 from torch import nn
+
+from lamella_testing._ranks import start_autograd
 
 
 @functools.cache
@@ -16,9 +17,8 @@ def load_compiler() -> None:
 
     Effects: once a process, imports two hundred modules of torch.
     """
+    start_autograd()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own, about the compiler's imports
-        # Without gradients: since torch 2.15 tracing a backward starts autograd's threads, which no fork has.
-        torch.compile(nn.Linear(1, 1).requires_grad_(False), backend="aot_eager")(torch.ones(1, 1))
-        importlib.import_module("torch._inductor.fx_passes.joint_graph")  # the backward's, a second
+        torch.compile(nn.Linear(1, 1), backend="aot_eager")(torch.ones(1, 1))
     torch.compiler.reset()

@@ -161,6 +161,15 @@ def check_parent(num_ranks: int, device: Device) -> None:
         _check_gpus(num_ranks)
 
 
+def start_autograd() -> None:
+    """Start autograd in this process, where no GPU is visible: without threads, so that later forks can run backward.
+
+    The first backward of a process starts a thread for each device, and since torch 2.15 FakeTensorMode feigns eight.
+    """
+    if not _num_visible_gpus():
+        torch.ones(1, requires_grad=True).sum().backward()  # type: ignore[no-untyped-call]
+
+
 def _thread_names() -> Iterator[str]:
     for thread in Path("/proc/self/task").iterdir():
         with suppress(OSError):  # The thread has ended meanwhile.
