@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pytest
 
 from lamella import ConfigError
@@ -17,6 +16,8 @@ from lamella._data.records import parts
 from lamella._data.streamed_files import StreamedFile, StreamedSource, from_json, stream_file, to_json
 from lamella._data.streamed_tables import StreamedTable
 from lamella._data.text import Corpus, collect
+
+datasets = pytest.importorskip("datasets")
 
 RECORDS: list[dict[str, Any]] = [{"text": f"Zeile {row}: ä, \u20ac and {row}" * (1 + row % 5)} for row in range(600)]
 NAMES = ["a.jsonl", "a.json", "a.csv", "a.tsv", "a.txt", "a.parquet", "a.arrow", "a.jsonl.gz", "a.csv.gz"]

@@ -59,7 +59,7 @@ def test_a_folders_weights_are_read_onto_the_gpus(
 @pytest.mark.parametrize("num_gpus", ON_GPUS)
 def test_adapters_in_bf16_follow_those_in_float32(options: list[str], tmp_path: Path, num_gpus: int, kind: str) -> None:
     adapters = ["--lora-rank", "4", *(["--dora"] if kind == "dora" else [])]
-    command = [*options, "--device", "cuda", "--ranks", str(num_gpus), *adapters]
+    command = [*options, "--device", "cuda", "--ranks", str(num_gpus), "--lr", "3e-2", *adapters]
     for precision in ("fp32", "bf16"):
         assert main([*command, "--precision", precision, "--run-dir", str(tmp_path / precision)]) == 0
     trained = losses(tmp_path / "fp32")
