@@ -153,6 +153,8 @@ def test_bf16_training_equals_torch_fsdp2_bit_by_bit(name: str, num_ranks: int, 
     changes from segment to segment of a tensor: the processor decides whether the change shows.
     In bf16 both reductions are gloo's; but if a dim does not divide, segments are not shards.
     """
+    if torch.__version__ >= "2.15" and reduce_dtype is torch.float32 and name != "odd":  # which has no norms
+        pytest.skip("Since torch 2.15 autograd makes FSDP2's gradients in fp32: those of norms keep more bits.")
     task = TASKS[name]
     recipe = Recipe(num_steps=6, max_norm=1.0)
     loss_tolerance, weight_tolerance = 0.0, 0.0
