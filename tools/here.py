@@ -31,7 +31,7 @@ import os
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -44,10 +44,11 @@ ROOT = Path(__file__).resolve().parent.parent
 CLIENTS = ROOT / "integration" / "tests" / "clients"
 MEGATRON = ROOT / "packages" / "megatron" / "tests" / "mcore"
 TESTS = [*sorted(ROOT.glob("packages/*/tests")), ROOT / "integration" / "tests", ROOT / "tests" / "soak"]
-COMMANDS = [  # which refuse to share a GPU among ranks
-    *ROOT.glob("packages/lamella/tests/*/test_gpu*.py"),
+# The tests of commands, which refuse to share a GPU among ranks.
+COMMAND_TESTS = (
+    ROOT / "packages" / "lamella" / "tests" / "training" / "test_gpu.py",
     MEGATRON / "test_gpu_programs.py",
-]
+)
 HYBRID_LIBRARIES = ("megatron.core", "transformer_engine", "mamba_ssm", "causal_conv1d", "fla")
 NO_TESTS_RAN = 5  # pytest's exit code
 RANKS_PER_GPU = int(os.environ.get("LAMELLA_RANKS_PER_GPU", "1"))  # as lamella_testing reads it
@@ -72,7 +73,9 @@ def main(args: list[str]) -> int:
             return missing or _pytest("hybrid", rest, session="hybrid(gpu-2)", folders=[MEGATRON])
         case ["clients", *rest]:
             shows_warnings = ["-W", "default"]  # the libraries' own
-            return _require_gpus(2) or _pytest("gpu2", [*rest, *shows_warnings], session="clients", folders=[CLIENTS])
+            return _require_gpus(2) or _pytest(
+                "gpu2", rest, session="clients", folders=[CLIENTS], options=shows_warnings
+            )
         case ["bench", num_gpus, *rest] if num_gpus.isdecimal():
             is_on_cpu = "--device cpu" in " ".join(rest).replace("=", " ")
             return (0 if is_on_cpu else _require_gpus(int(num_gpus))) or _bench(num_gpus, rest)
@@ -84,8 +87,13 @@ def main(args: list[str]) -> int:
     return 2
 
 
-def _pytest(marker: str, args: list[str], *, session: str, folders: list[Path] = TESTS) -> int:
-    """Run the marked tests, one folder at a time: pytest rejects test files of the same name in two folders."""
+def _pytest(
+    marker: str, args: list[str], *, session: str, folders: list[Path] = TESTS, options: Sequence[str] = ()
+) -> int:
+    """Run the marked tests, one folder at a time: pytest rejects test files of the same name in two folders.
+
+    `options` are pytest's before `args`, which may override them.
+    """
     status = None
     if args[:1] == ["--status"]:
         if not args[1:] or args[1].startswith("-"):
@@ -98,15 +106,15 @@ def _pytest(marker: str, args: list[str], *, session: str, folders: list[Path] =
     ignored = [] if folders == [CLIENTS] else ["--ignore", str(CLIENTS)]  # needs libraries that no other test needs
     if session.startswith("gpu("):
         ignored += ["--ignore", str(MEGATRON)]
-    if RANKS_PER_GPU > 1:
-        ignored += [part for path in COMMANDS for part in ("--ignore", str(path))]
+    if RANKS_PER_GPU > 1 and marker != "gpu1":
+        ignored += [part for path in COMMAND_TESTS for part in ("--ignore", str(path))]
     results: list[int] = []
     for folder, chosen in _selected(marked, args).items():
         with TemporaryDirectory() as temporary:
             reports = []
             for i, (expression, arguments) in enumerate(_parts(marker, folder, chosen)):
                 report = Path(temporary) / f"report{i}.xml"
-                results.append(_pytest_in(expression, [*ignored, f"--junitxml={report}", *arguments]))
+                results.append(_pytest_in(expression, [*options, *ignored, f"--junitxml={report}", *arguments]))
                 if results[-1] < 0:
                     print(f"pytest in {folder} was killed by signal {-results[-1]}.", file=sys.stderr)
                 reports += [report] if results[-1] != NO_TESTS_RAN else []

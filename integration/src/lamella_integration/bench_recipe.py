@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, harmonic_mean
 from tempfile import TemporaryDirectory
 from typing import Final
 
@@ -101,7 +101,7 @@ def _lamella(
     records, output = trained([*short_run(root, options, options.ranks), *arguments], root, options.timeout)
     return RecipeRow(
         variant=variant,
-        tokens_per_s=records[-1].tokens_per_s,
+        tokens_per_s=harmonic_mean(record.tokens_per_s for record in records[options.num_skipped :]),
         peak_gib=max(record.memory_nbytes for record in records) / 2**30,
         losses=[records[0].loss, _mean(records[1 : options.num_skipped]), _mean(records[options.num_skipped :])],
         lines=tuple(line for line in output.splitlines() if line.startswith(("loss:", "float8:"))),

@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 -m lamella_integration.recipe_loop RUN_DIR [--compile]
 
 No program lies around the steps: batches are on the device before the first step, losses stay there to the end, and no
-process watches another. The difference to `lamella train` is the price of the program.
+process watches another. The difference to `lamella train --no-capture` is the price of the program.
 """
 
 import argparse
@@ -31,7 +31,10 @@ def main() -> None:
     options = parser.parse_args()
     directory = RunDirectory(options.run)
     run = resolve(read_file(str(directory.config)))
-    optim = run.optim
+    optim, parallel = run.optim, run.parallel
+    settings = (parallel.precision, parallel.stage, parallel.recompute, parallel.float8, run.model.kernels)
+    if (*settings, optim.accumulation) != ("bf16", 3, "no", "no", "none", 1):
+        parser.error(f"Expected a run of plain steps in bf16, got {settings} and accumulation {optim.accumulation}.")
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))

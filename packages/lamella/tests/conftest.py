@@ -54,7 +54,8 @@ MODULES = (
 for module in MODULES:
     importlib.import_module(module)
 
-start_autograd()  # before an estimate
+# The first backward of an estimate would start threads since torch 2.15, and `run_ranks` could fork no more.
+start_autograd()
 
 # The bars of `datasets` and their monitor threads share a lock with forked ranks: a rank that ends while its monitor
 # has the lock would leave the next bar of every process waiting.

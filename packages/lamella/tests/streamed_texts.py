@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-datasets = pytest.importorskip("datasets")
+datasets = pytest.importorskip("datasets", reason="an extra of lamella, which a host with GPUs may lack")
 
 WORDS = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta", "iota", "kappa", "lambda", "mu"]
 

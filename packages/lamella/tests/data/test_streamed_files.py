@@ -17,7 +17,7 @@ from lamella._data.streamed_files import StreamedFile, StreamedSource, from_json
 from lamella._data.streamed_tables import StreamedTable
 from lamella._data.text import Corpus, collect
 
-datasets = pytest.importorskip("datasets")
+datasets = pytest.importorskip("datasets", reason="an extra of lamella, which a host with GPUs may lack")
 
 RECORDS: list[dict[str, Any]] = [{"text": f"Zeile {row}: ä, \u20ac and {row}" * (1 + row % 5)} for row in range(600)]
 NAMES = ["a.jsonl", "a.json", "a.csv", "a.tsv", "a.txt", "a.parquet", "a.arrow", "a.jsonl.gz", "a.csv.gz"]

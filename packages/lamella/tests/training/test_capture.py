@@ -1,6 +1,6 @@
 """Captured steps: on the CPU nothing is captured, and inputs and settings are checked as on a GPU."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,17 +8,20 @@ from typing import Any
 import pytest
 from torch import nn
 from trained_runs import TrainOn
+from transformers import AutoConfig
 
 from lamella import Config
-from lamella._model.capture import captures_by_default
+from lamella._data.tokens import TokenData
+from lamella._model.capture import captures, captures_by_default
+from lamella._model.spec import load_spec
 from lamella._settings.capture import check_capturable
 from lamella._settings.config import resolve
 from lamella._settings.options import ConfigError
-from lamella._settings.sections import ParallelConfig
+from lamella._settings.sections import Packing, ParallelConfig
 from lamella._training import steps
 
 
-def changed(config: Config, name: str, *, capture: bool) -> Config:
+def changed(config: Config, name: str, *, capture: bool | None) -> Config:
     root = Path(str(config.run.directory)).parent
     return replace(
         config,
@@ -58,49 +61,87 @@ def test_options_that_no_graph_holds_are_refused(section: dict[str, Any], option
         resolve({"model": {"name": "llama-small"}, "parallel": {"capture": True}}, section)
 
 
-@pytest.fixture
-def captures() -> Callable[..., bool]:
-    def captures(sections: dict[str, Any], model_type: str = "llama", *, is_plain_stream: bool = True) -> bool:
-        parallel: dict[str, object] = {"device": "cuda", "ranks": 1}
-        on_gpu: dict[str, dict[str, object]] = {"model": {"name": "llama-small"}, "parallel": parallel}
-        weights = nn.Linear(100, 1000, bias=False, device="meta")
-        return captures_by_default(resolve(on_gpu, sections), weights, model_type, is_plain_stream=is_plain_stream)
+ON_ONE_GPU: Mapping[str, Mapping[str, object]] = {
+    "model": {"name": "llama-small"},
+    "parallel": {"device": "cuda", "ranks": 1},
+}
+MATRIX = nn.Linear(100, 1000, bias=False, device="meta")
 
-    return captures
+
+def is_captured(
+    sections: Mapping[str, Mapping[str, object]], spec: Any = None, *, is_plain_stream: bool = True
+) -> bool:
+    spec = load_spec("llama-small") if spec is None else spec
+    return captures_by_default(resolve(ON_ONE_GPU, sections), MATRIX, spec, is_plain_stream=is_plain_stream)
 
 
 @pytest.mark.parametrize(
-    ("section", "model_type"),
+    "sections", [{}, {"parallel": {"compile": True}}, {"parallel": {"stage": 2}}, {"optim": {"accumulation": 2}}]
+)
+def test_a_small_llama_on_one_gpu_is_captured(sections: dict[str, Any]) -> None:
+    assert is_captured(sections)
+    assert captures(resolve(ON_ONE_GPU, sections))
+
+
+@pytest.mark.parametrize(
+    "sections",
     [
-        ({"parallel": {"device": "cpu"}}, "llama"),
-        ({}, "mamba2"),
-        ({"parallel": {"capture": False}}, "llama"),
-        ({"parallel": {"rest": "cpu"}}, "llama"),
-        ({"parallel": {"recompute": "full"}}, "llama"),
-        ({"parallel": {"float8": "tensor"}}, "llama"),
-        ({"parallel": {"ranks": 2}}, "llama"),
-        ({"model": {"kernels": "liger"}}, "llama"),
-        ({"model": {"lora_rank": 4}}, "llama"),
-        ({"run": {"deterministic": True}}, "llama"),
-        ({"run": {"profile": 2}}, "llama"),
+        {"parallel": {"device": "cpu"}},
+        {"parallel": {"capture": False}},
+        {"parallel": {"rest": "cpu"}},
+        {"parallel": {"recompute": "full"}},
+        {"parallel": {"float8": "tensor"}},
+        {"parallel": {"ranks": 2}},
+        {"model": {"attention": "eager"}},
+        {"model": {"kernels": "liger"}},
+        {"model": {"lora_rank": 4}},
+        {"run": {"deterministic": True}},
+        {"run": {"profile": 2}},
     ],
 )
-def test_small_models_on_gpus_are_captured_unless_a_setting_was_not_measured(
-    section: dict[str, Any], model_type: str, captures: Callable[..., bool]
-) -> None:
-    for measured in ({}, {"parallel": {"compile": True}}, {"run": {"sample": ("def",)}}):
-        assert captures(measured)
-    assert not captures(section, model_type)
-    assert not captures({}, is_plain_stream=False)
+def test_a_setting_that_was_not_measured_keeps_the_steps_eager(sections: dict[str, Any]) -> None:
+    assert not is_captured(sections)
+    assert not captures(resolve(ON_ONE_GPU, sections))
 
 
-def test_large_models_are_not_captured_by_default(
-    captures: Callable[..., bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_texts_types_and_positions_are_not_captured_by_default() -> None:
+    assert not is_captured({}, is_plain_stream=False)
+    assert not is_captured({}, AutoConfig.for_model("mamba2"))
+    scaled = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    assert not is_captured({}, AutoConfig.for_model("llama", rope_parameters=scaled))
+    assert captures(resolve(ON_ONE_GPU, {"data": {"packing": "stream"}}))
+    assert not captures(resolve(ON_ONE_GPU, {"data": {"packing": "documents"}}))
+
+
+def test_large_models_are_not_captured_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lamella._model.capture._MOST_WEIGHTS", 100_000)
-    assert captures({})
+    assert is_captured({})
     monkeypatch.setattr("lamella._model.capture._MOST_WEIGHTS", 99_999)
-    assert not captures({})
+    assert not is_captured({})
+
+
+@pytest.mark.parametrize(
+    ("packing", "has_one_length", "expected"),
+    [("stream", True, "True"), ("stream", False, "False"), ("documents", True, "False")],
+)
+def test_a_run_asks_its_tokens_whether_all_batches_are_alike(
+    shared_config: Config,
+    train: TrainOn,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    packing: Packing,
+    has_one_length: bool,
+    expected: str,
+) -> None:
+    def answer(*_: object, is_plain_stream: bool) -> bool:  # in a forked rank
+        (tmp_path / "is_plain_stream").write_text(str(is_plain_stream))
+        return False
+
+    monkeypatch.setattr(steps, "captures_by_default", answer)
+    monkeypatch.setattr(TokenData, "has_one_length", lambda *_: has_one_length)
+    config = changed(shared_config, f"{packing}-{has_one_length}", capture=None)
+    train(replace(config, data=replace(config.data, packing=packing)), 1)
+    assert (tmp_path / "is_plain_stream").read_text() == expected
 
 
 def test_texts_with_answers_are_refused() -> None:

@@ -5,6 +5,7 @@ from typing import Final
 from lamella._estimate.api import estimate_run
 from lamella._estimate.choice import leaner_options
 from lamella._estimate.text import size
+from lamella._model.capture import captures
 from lamella._processes.launch import WorkerError
 from lamella._settings.config import Config
 from lamella._settings.options import ConfigError
@@ -33,4 +34,6 @@ def with_estimate(error: WorkerError, config: Config) -> WorkerError:
         f"estimate: {size(estimate.total_nbytes)} a GPU, most at {peak.name!r} ({kinds}).",
         *(f"with {option.fields.flags()}: {size(option.estimate.total_nbytes)}." for option in leaner_options(config)),
     ]
+    if captures(config):
+        lines.append("with --no-capture: validations take their memory from a step's, which a graph keeps.")
     return WorkerError(error.rank, "\n".join([error.report, *lines]))

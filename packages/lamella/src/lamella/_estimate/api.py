@@ -16,13 +16,14 @@ from lamella._estimate.kinds import on_host
 from lamella._estimate.live_bytes import LiveBytes
 from lamella._estimate.recipe_step import record_recipe
 from lamella._estimate.recorded_step import RecordedStep, TrainingStep, Watch, record, unwatched
+from lamella._model.capture import captures
 from lamella._settings.config import Config
 from lamella_engine.extending import unit_of
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 _AS_EAGER = "compiled layers are estimated as eager ones, which save more for backward: an upper bound"
-_CAPTURED = "the graph of --capture keeps the memory of a step: the memory of a validation comes on top"
+_CAPTURED = "the graph of captured steps keeps their memory: a validation's comes on top (--no-capture)"
 _COMPILES = "layers are estimated as compiled, which they are by default in a run of so many steps (--no-compile)"
 _DOCUMENTS = "a sequence is estimated as one document"
 
@@ -83,7 +84,7 @@ def _notes(config: Config) -> Iterator[str]:
         yield _COMPILES
     if config.data.packing == "documents":
         yield _DOCUMENTS
-    if config.parallel.capture:
+    if captures(config):
         yield _CAPTURED
 
 

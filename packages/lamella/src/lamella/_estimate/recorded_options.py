@@ -18,6 +18,7 @@ from lamella._estimate.host_times import IDLE_HOST, HostTimes
 from lamella._estimate.kinds import ACTIVATIONS
 from lamella._estimate.memory_options import MemoryOptions
 from lamella._estimate.step_work import StepWork, step_seconds
+from lamella._model.capture import captures
 from lamella._model.spec import load_spec, outline
 from lamella._settings.config import Config
 from lamella_transformers import sharding_units
@@ -35,7 +36,7 @@ class RecordedOptions:
 
     def __init__(self, config: Config, host: HostTimes) -> None:
         self._config = config
-        self._host = IDLE_HOST if config.parallel.capture or compiles(config) else host
+        self._host = IDLE_HOST if compiles(config) or captures(config) else host
         self._estimates: dict[MemoryOptions, Estimate] = {}
 
     def __iter__(self) -> Iterator[tuple[MemoryOptions, Estimate]]:

@@ -72,8 +72,9 @@ def recompute(
     options: dict[str, Any] = {"use_reentrant": False}
     if kind == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
-        if "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters:  # since torch 2.15, which warns
-            options["respect_saved_tensors_hooks"] = False  # of such units the inputs go to the host's memory
+        # Else torch 2.15 warns under --offload-activations, and a later one moves the saved outputs to the host too.
+        if "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters:
+            options["respect_saved_tensors_hooks"] = False
     for unit in units[:num_recomputed]:
         unit.forward = _recomputed(unit.forward, options)
 

@@ -4,22 +4,39 @@ from typing import Final
 
 from torch import nn
 
-from lamella._model.compilation import COMPILED_TYPES
+from lamella._model.spec import load_spec, outline
 from lamella._settings.capture import capture_problem
 from lamella._settings.config import Config
+from lamella_transformers import ModelSpec
+
+_CAPTURED_TYPES: Final = ("llama",)
+"""The model types whose captured steps were measured."""
 
 _MOST_WEIGHTS: Final = 500_000_000
-"""The host is the limit below: a graph multiplies the speed of 124 million weights by 2.3 to 2.8, of 1.1 billion by
-1.03. It keeps the memory of a step."""
+"""A graph makes 2.3 to 2.8 times the tokens of a second of 124 million weights, and 1.03 times those of 1.1 billion.
+Above, it would hold a step's memory beside a validation's for nothing."""
 
 
-def captures_by_default(config: Config, model: nn.Module, model_type: str, *, is_plain_stream: bool) -> bool:
+def captures(config: Config) -> bool:
+    """Return whether a run captures its steps, if its text is plain where no packing is chosen.
+
+    Args:
+        config: The run's settings, with a device.
+    """
+    if config.parallel.capture is not None:
+        return config.parallel.capture
+    spec = load_spec(config.model.name, config.data.vocab_size)
+    is_plain_stream = config.data.packing in ("auto", "stream")
+    return captures_by_default(config, outline(spec), spec, is_plain_stream=is_plain_stream)
+
+
+def captures_by_default(config: Config, model: nn.Module, spec: ModelSpec, *, is_plain_stream: bool) -> bool:
     """Return whether a run captures its steps without --capture and --no-capture: if measured to be faster.
 
     Args:
         config: The run's settings, with a device.
         model: The run's model, whose weights are counted.
-        model_type: The type of the model's config.
+        spec: The config of the model.
         is_plain_stream: The run's sequences are cut from one stream, and every token is a target.
     """
     data, optim, parallel, run = config.data, config.optim, config.parallel, config.run
@@ -27,7 +44,9 @@ def captures_by_default(config: Config, model: nn.Module, model_type: str, *, is
         parallel.capture is None
         and parallel.device == "cuda"
         and is_plain_stream
-        and model_type in COMPILED_TYPES
+        and spec.model_type in _CAPTURED_TYPES
+        # Other positions may depend on a batch's length, which the host reads: no graph holds that.
+        and (getattr(spec, "rope_parameters", None) or {}).get("rope_type") == "default"
         and capture_problem(data, optim, parallel) is None
         and (config.model.attention, config.model.kernels, config.model.lora_rank) == ("auto", "none", None)
         and (parallel.ranks, parallel.recompute, parallel.float8) == (1, "no", "no")

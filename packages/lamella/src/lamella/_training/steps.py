@@ -61,7 +61,7 @@ def _errors_of_capture() -> Iterator[None]:
             raise
         reason = str(error).strip().partition("\n")[0]
         raise ConfigError(
-            f"Expected a model whose steps a CUDA graph can hold for --capture, got {reason!r}. Pass --no-capture."
+            f"Expected a model whose steps a CUDA graph can hold, got {reason!r}. Pass --no-capture."
         ) from error
 
 
@@ -89,7 +89,7 @@ class Steps:
         self._captures_by_default = captures_by_default(
             config,
             run_model.module,
-            run_model.spec.model_type,
+            run_model.spec,
             is_plain_stream=tokens.packing == "stream" and self._has_one_length,
         )
         is_captured = config.parallel.capture or self._captures_by_default
