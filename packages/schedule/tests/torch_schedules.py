@@ -46,6 +46,7 @@ class RecordingStage:
 
     get_fwd_recv_ops = get_fwd_send_ops = get_bwd_recv_ops = get_bwd_send_ops = _nothing
     set_local_fwd_input = set_local_bwd_input = get_local_bwd_output = perform_reduce_grad = _nothing
+    release_fwd_send_outputs = _nothing  # torch 2.15
     _prepare_forward_infra = _prepare_backward_infra = _create_grad_recv_info = _nothing
 
 
