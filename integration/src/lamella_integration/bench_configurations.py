@@ -18,7 +18,7 @@ import torch
 
 from lamella.testing import ConfigError, build_model, config_of, load_spec, parse
 from lamella_integration.bench_packing import pairs, write_rows
-from lamella_integration.bench_recipe import RecipeRow, short_run, trained
+from lamella_integration.bench_recipe import RecipeRow, measured_speed, short_run, trained
 from lamella_integration.measured_variants import measured
 from lamella_integration.tool_models import CHAT_TEMPLATE, write_tokenizer
 
@@ -104,7 +104,7 @@ def _row(name: str, command: list[str], folder: Path, options: argparse.Namespac
     records, output = trained(command, folder / name, options.timeout)
     return RecipeRow(
         variant=name,
-        tokens_per_s=records[-1].tokens_per_s,
+        tokens_per_s=measured_speed(records, options.num_skipped),
         peak_gib=max(record.memory_nbytes for record in records) / 2**30,
         losses=[record.loss for record in records],
         lines=tuple(line for line in output.splitlines() if line.startswith(("loss:", "float8:", "trained:"))),

@@ -101,11 +101,16 @@ def _lamella(
     records, output = trained([*short_run(root, options, options.ranks), *arguments], root, options.timeout)
     return RecipeRow(
         variant=variant,
-        tokens_per_s=harmonic_mean(record.tokens_per_s for record in records[options.num_skipped :]),
+        tokens_per_s=measured_speed(records, options.num_skipped),
         peak_gib=max(record.memory_nbytes for record in records) / 2**30,
         losses=[records[0].loss, _mean(records[1 : options.num_skipped]), _mean(records[options.num_skipped :])],
         lines=tuple(line for line in output.splitlines() if line.startswith(("loss:", "float8:"))),
     )
+
+
+def measured_speed(records: Sequence[StepRecord], num_skipped: int) -> float:
+    """Return the tokens a second of the steps after the first `num_skipped`."""
+    return harmonic_mean(record.tokens_per_s for record in records[num_skipped:])
 
 
 def _mean(records: Sequence[StepRecord]) -> float:

@@ -8,7 +8,6 @@ process watches another. The difference to `lamella train --no-capture` is the p
 
 import argparse
 import json
-import os
 import time
 from pathlib import Path
 from statistics import fmean
@@ -17,8 +16,9 @@ import torch
 import torch.distributed as dist
 
 import lamella_optim
-from lamella.testing import BatchStream, RunDirectory, learning_rate, load_spec, load_tokens, read_file, resolve
+from lamella.testing import RunDirectory, learning_rate, load_spec, make_optimizer, read_file, resolve
 from lamella_engine import MixedPrecisionPolicy, fully_shard
+from lamella_integration.repeated_run import batches_of, synchronize, take_device
 from lamella_transformers import balance_coefficient, build_model, choose_loss, sharding_units
 
 
@@ -35,10 +35,7 @@ def main() -> None:
     settings = (parallel.precision, parallel.stage, parallel.recompute, parallel.float8, run.model.kernels)
     if (*settings, optim.accumulation) != ("bf16", 3, "no", "no", "none", 1):
         parser.error(f"Expected a run of plain steps in bf16, got {settings} and accumulation {optim.accumulation}.")
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
+    device = take_device()
     dist.init_process_group(device_id=device if device.type == "cuda" else None)
     lamella_optim.install()
 
@@ -53,26 +50,15 @@ def main() -> None:
     if options.compile:
         for unit in units:
             unit.compile(dynamic=False)
-    decayed = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
-    others = [parameter for parameter in model.parameters() if parameter.ndim < 2]
-    optimizer = torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": optim.weight_decay}, {"params": others, "weight_decay": 0.0}],
-        betas=(optim.beta1, optim.beta2),
-        eps=optim.eps,
-        fused=True,
-    )
-
-    tokens = load_tokens(directory.tokens)
-    stream = BatchStream(
-        sequences=tokens.sequences("train", run.data.sequence_length), batch_size=optim.batch_size, seed=run.run.seed
-    )
+    optimizer = make_optimizer(model, optim)
+    stream = batches_of(run, directory)
     batches = [
         stream.batch(step, dist.get_rank(), dist.get_world_size()).on_device(device) for step in range(optim.steps)
     ]
     losses, began = [], 0.0
     for step, batch in enumerate(batches):
         if step == options.num_skipped:
-            _synchronize(device)
+            synchronize()
             began = time.perf_counter()
         inputs, targets, positions, starts = batch.arguments()
         loss, _ = loss_function(model, inputs, targets, targets.numel(), positions, starts)
@@ -83,7 +69,7 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.detach())
-    _synchronize(device)
+    synchronize()
     seconds = time.perf_counter() - began
     dist.all_reduce(means := torch.stack(losses) / dist.get_world_size())
     first, *later = means.tolist()
@@ -96,11 +82,6 @@ def main() -> None:
         }
         print(json.dumps(record), flush=True)
     dist.destroy_process_group()
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
 
 
 if __name__ == "__main__":

@@ -27,12 +27,12 @@ from lamella.testing import (
     build_model,
     learning_rate,
     load_spec,
-    load_tokens,
     lora_settings,
     read_file,
     resolve,
 )
 from lamella_checkpoint import fill
+from lamella_integration.repeated_run import batches_of, synchronize, take_device
 from lamella_transformers import FreshLora, FreshWeights, LoraSettings, lora_config, lora_layers
 
 
@@ -63,19 +63,14 @@ class StepClock(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Read the clock once when timing begins, and after each later step without waiting for the device."""
         if state.global_step == self._num_skipped:
-            _synchronize()
+            synchronize()
             self._began = time.perf_counter()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Take the time of the steps since."""
-        _synchronize()
+        synchronize()
         self.num_steps = state.global_step - self._num_skipped
         self.seconds = time.perf_counter() - self._began
-
-
-def _synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 class RunTrainer(Trainer):
@@ -133,12 +128,7 @@ def main() -> None:
 
 
 def _trainer(run: Config, directory: RunDirectory, options: argparse.Namespace, folder: str) -> RunTrainer:
-    tokens = load_tokens(directory.tokens)
-    stream = BatchStream(
-        sequences=tokens.sequences("train", run.data.sequence_length),
-        batch_size=run.optim.batch_size,
-        seed=run.run.seed,
-    )
+    stream = batches_of(run, directory)
     num_ranks = int(os.environ["WORLD_SIZE"])
     make_arguments: Any = TrainingArguments  # The type of `fsdp` differs between releases.
     arguments = make_arguments(
@@ -170,10 +160,7 @@ def _trainer(run: Config, directory: RunDirectory, options: argparse.Namespace, 
         remove_unused_columns=False,
         dataloader_num_workers=0,
     )
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
+    device = take_device()
     spec = load_spec(str(directory.model))
     model: Any = build_model(spec, device, run.run.seed)
     if (settings := lora_settings(run.model)) is not None:

@@ -36,6 +36,7 @@ from lamella._settings.files import read_file as read_file
 from lamella._settings.options import ConfigError as ConfigError
 from lamella._training.bare_steps import bare_steps as bare_steps
 from lamella._training.optimizer import learning_rate as learning_rate
+from lamella._training.optimizer import make_optimizer as make_optimizer
 from lamella._training.preparation import prepare as prepare
 from lamella_transformers import build_model as build_model
 
@@ -66,6 +67,7 @@ __all__ = [
     "load_spec",
     "load_tokens",
     "lora_settings",
+    "make_optimizer",
     "moments_of_units",
     "no_memory",
     "parse",
