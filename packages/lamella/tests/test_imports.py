@@ -1,6 +1,7 @@
 """Commands import what they run and nothing more: help comes without torch, checkpoints without transformers."""
 
 import ast
+import importlib.util
 import json
 import subprocess
 import sys
@@ -25,6 +26,10 @@ OF_TRAINING = (
     "lamella_engine",
     "lamella_optim",
 )
+
+
+def test_data_sets_are_installed_beside_the_tests_that_skip_without_them() -> None:
+    assert importlib.util.find_spec("datasets") is not None  # in the sessions that run unmarked tests
 
 
 def imported(*commands: Sequence[str], code: int = 0) -> set[str]:

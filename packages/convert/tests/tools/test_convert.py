@@ -516,9 +516,10 @@ def peaks(large: Path) -> dict[str, float]:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_conversion_holds_a_buffer_and_not_the_model(peaks: dict[str, float], way: str) -> None:
-    # The buffer, memory of threads and the allocator, and pages of torch's libraries: together less than a tensor.
-    # 44 MiB with the CUDA build of torch 2.15.
-    assert peaks[way] < 6 * BUFFER_MEBIBYTES < NUM_MEBIBYTES / 2, peaks
+    # The buffer, and memory of threads and the allocator: together less than a tensor. A CUDA build's libraries have
+    # more pages, which count: 44 MiB in all under torch 2.15.
+    num_buffers = 6 if torch.version.cuda and torch.__version__ >= "2.15" else 5
+    assert peaks[way] < num_buffers * BUFFER_MEBIBYTES < NUM_MEBIBYTES / 2, peaks
 
 
 def test_every_shard_is_a_file_that_the_library_opens(tmp_path: Path) -> None:

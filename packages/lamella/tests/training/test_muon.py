@@ -85,7 +85,8 @@ def unsharded_losses(config: Config) -> dict[int, float]:
 def test_losses_are_those_of_one_ranks_unsharded_muon_and_adamw(muon_config: Config, run: Run, train: TrainOn) -> None:
     expected = unsharded_losses(in_folder(muon_config, "unsharded"))
     assert expected[NUM_STEPS] < expected[1] - 0.3
-    tolerance = 2e-5  # Muon multiplies in bf16: under torch 2.15 sums in another order differ by 1.2e-5 at step 17
+    # Muon multiplies in bf16: under torch 2.15 sums in another order differ by 1.2e-5 at step 17.
+    tolerance = 2e-5 if torch.__version__ >= "2.15" else 1e-5
     assert run.losses == pytest.approx(expected, rel=tolerance)
     for num_ranks in (1, 3):
         losses = train(in_folder(muon_config, f"muon-{num_ranks}"), num_ranks).losses

@@ -13,8 +13,8 @@ _CAPTURED_TYPES: Final = ("llama",)
 """The model types whose captured steps were measured."""
 
 _MOST_WEIGHTS: Final = 500_000_000
-"""A graph makes 2.3 to 2.8 times the tokens of a second of 124 million weights, and 1.03 times those of 1.1 billion.
-Above, it would hold a step's memory beside a validation's for nothing."""
+"""A graph makes 2.3 to 2.8 times the tokens of a second of 124 million weights, and 1.03 times those of 1.1 billion. In
+larger models the gain is small, and the graph holds a step's memory beside a validation's."""
 
 
 def captures(config: Config) -> bool:
@@ -27,7 +27,8 @@ def captures(config: Config) -> bool:
         return config.parallel.capture
     spec = load_spec(config.model.name, config.data.vocab_size)
     is_plain_stream = config.data.packing in ("auto", "stream")
-    return captures_by_default(config, outline(spec), spec, is_plain_stream=is_plain_stream)
+    # Without memory, but a large model's modules take a second: only where no setting decides.
+    return _was_measured(config, spec, is_plain_stream=is_plain_stream) and _is_small(outline(spec))
 
 
 def captures_by_default(config: Config, model: nn.Module, spec: ModelSpec, *, is_plain_stream: bool) -> bool:
@@ -39,17 +40,25 @@ def captures_by_default(config: Config, model: nn.Module, spec: ModelSpec, *, is
         spec: The config of the model.
         is_plain_stream: The run's sequences are cut from one stream, and every token is a target.
     """
+    return _was_measured(config, spec, is_plain_stream=is_plain_stream) and _is_small(model)
+
+
+def _was_measured(config: Config, spec: ModelSpec, *, is_plain_stream: bool) -> bool:
+    """Return whether captured steps of a run's settings and model type were measured, and no setting decides."""
     data, optim, parallel, run = config.data, config.optim, config.parallel, config.run
     return (
         parallel.capture is None
         and parallel.device == "cuda"
         and is_plain_stream
         and spec.model_type in _CAPTURED_TYPES
-        # Other positions may depend on a batch's length, which the host reads: no graph holds that.
+        # Positions of other kinds may depend on a batch's length, which the host reads and a graph cannot hold.
         and (getattr(spec, "rope_parameters", None) or {}).get("rope_type") == "default"
         and capture_problem(data, optim, parallel) is None
         and (config.model.attention, config.model.kernels, config.model.lora_rank) == ("auto", "none", None)
         and (parallel.ranks, parallel.recompute, parallel.float8) == (1, "no", "no")
         and not (run.deterministic or run.profile)
-        and sum(parameter.numel() for parameter in model.parameters()) <= _MOST_WEIGHTS
     )
+
+
+def _is_small(model: nn.Module) -> bool:
+    return sum(parameter.numel() for parameter in model.parameters()) <= _MOST_WEIGHTS
