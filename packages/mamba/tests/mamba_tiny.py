@@ -93,8 +93,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 """Names are transformers' model types."""
 
-for model_type in CONFIGS:  # Imported by the first model: here once, not once in every forked rank.
-    import_module(f"transformers.models.{model_type}.modeling_{model_type}")
+if not torch.cuda.is_available():  # Where flash-linear-attention lies, its import uses CUDA: no rank could be forked.
+    for model_type in CONFIGS:  # Imported by the first model: here once, not once in every forked rank.
+        import_module(f"transformers.models.{model_type}.modeling_{model_type}")
 
 
 def make_model(model_type: str, **changes: Any) -> nn.Module:
