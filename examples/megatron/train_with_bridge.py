@@ -63,8 +63,9 @@ def train(bridge: Any, options: argparse.Namespace) -> None:
     optimizer: Any = sharded_optimizer(OptimizerConfig(optimizer="adam", **fields), [model])
     has_steps = start != imported
     entries = load_checkpoint(start, model=model, optimizer=optimizer.optimizer if has_steps else None)
+    vocabulary = bridge.hf_pretrained.config.get_text_config().vocab_size
     for step in range(entries["iteration"] + 1, options.steps + 1):
-        loss = train_step(model, optimizer, batch_of(model, options, step))
+        loss = train_step(model, optimizer, batch_of(vocabulary, options, step))
         dist.all_reduce(loss, group=parallel_state.get_data_parallel_group())
         if dist.get_rank() == 0:
             print(f"step: {step}  loss: {loss.item() / parallel_state.get_data_parallel_world_size():.6f}", flush=True)
@@ -101,16 +102,16 @@ def sharded_model(bridge: Any, options: argparse.Namespace, *, imported: Path | 
     shards = DistributedDataParallelConfig(
         use_megatron_fsdp=True, data_parallel_sharding_strategy="optim_grads_params", grad_reduce_in_fp32=True
     )
-    provider.finalize_model_grads_func = finalize_model_grads
-    return ShardedModel(config=provider, ddp_config=shards, module=model)
+    model.config.finalize_model_grads_func = finalize_model_grads
+    return ShardedModel(config=model.config, ddp_config=shards, module=model)
 
 
-def batch_of(model: ShardedModel, options: argparse.Namespace, step: int) -> torch.Tensor:
+def batch_of(vocabulary: int, options: argparse.Namespace, step: int) -> torch.Tensor:
     """Draw this data-parallel rank's rows of a step's tokens, one more than the sequence's length."""
     num, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
     draws = torch.Generator().manual_seed(step)
-    rows = torch.randint(model.config.vocab_size, (options.rows, options.length + 1), generator=draws)
-    return rows.chunk(num)[rank].to(next(model.parameters()).device)
+    rows = torch.randint(vocabulary, (options.rows, options.length + 1), generator=draws)
+    return rows.chunk(num)[rank].cuda()
 
 
 def train_step(model: ShardedModel, optimizer: Any, tokens: torch.Tensor) -> torch.Tensor:

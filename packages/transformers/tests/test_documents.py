@@ -105,7 +105,7 @@ def test_rows_are_joined_for_flash_attention_which_finds_documents_in_one_row_al
 
 
 @pytest.mark.gpu1
-@pytest.mark.filterwarnings("ignore:_compile flag on create_block_mask:DeprecationWarning")  # transformers' call
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # transformers compiles masks of flex attention by old names
 @pytest.mark.parametrize("implementation", ["sdpa", "flex_attention"])
 @torch.no_grad()
 def test_logits_of_packed_documents_are_those_alone_on_a_gpu(implementation: str) -> None:
