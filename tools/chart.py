@@ -105,13 +105,14 @@ def drawing(width: int, height: int, caption: str, lines: list[str]) -> str:
 
 
 def table_of(record: str, heading: str, columns: set[str]) -> list[Mapping[str, str]]:
-    """Return the rows of a table below a heading, as cells by the names of the columns: the first that has `columns`.
+    """Return the rows of a table of a section, as cells by the names of the columns: the first that has `columns`.
 
     Raises:
-        ValueError: The record has no such heading, or no table below it has `columns`.
+        ValueError: The record has no such heading, or no table below it, before the next heading, has `columns`.
     """
-    section = re.split(rf"^##+ {re.escape(heading)}$", record, maxsplit=1, flags=re.MULTILINE)[1:]
-    for table in re.findall(r"(?:^\|.*\n)+", "".join(section), flags=re.MULTILINE):
+    sections = re.split(r"^##+ (.*)$", record, flags=re.MULTILINE)
+    section = dict(zip(sections[1::2], sections[2::2], strict=True)).get(heading, "")
+    for table in re.findall(r"(?:^\|.*\n)+", section, flags=re.MULTILINE):
         header, _, *rows = [_cells(line) for line in table.splitlines()]
         if columns <= {*header}:
             return [dict(zip(header, cells, strict=True)) for cells in rows]
@@ -127,11 +128,13 @@ def write_or_check(arguments: list[str], path: Path, source: Path, picture: Call
         source: The record's file, from the root.
         picture: Draws the text of a record.
     """
-    drawn, file = picture((ROOT / source).read_text()), ROOT / path
-    if arguments != ["--check"]:
-        file.write_text(drawn)
+    if arguments not in ([], ["--check"]):
+        return f"Expected no argument or --check, got {' '.join(arguments)}."
+    drawn, file = picture((ROOT / source).read_text(encoding="utf-8")), ROOT / path
+    if not arguments:
+        file.write_text(drawn, encoding="utf-8")
         return None
-    if file.is_file() and file.read_text() == drawn:
+    if file.is_file() and file.read_text(encoding="utf-8") == drawn:
         return None
     return f"Expected {path} as drawn from {source}, got another picture. Draw the record again, without --check."
 

@@ -15,6 +15,7 @@ from chart import Plot, Scale, drawing, table_of, write_or_check
 RECORD = Path("docs/benchmarks/0019-the-recipe-beside-the-trainer.md")
 HEADING = "Loss curves of the ready configurations"
 PICTURE = Path("docs/how-to/losses.svg")
+STEPS = Scale(0, 60, 20)
 CONFIGURATIONS = ("laptop", "pretrain", "fine-tune", "adapters", "last-layers", "one-gpu")
 
 WIDTH, HEIGHT, COLUMNS = 220, 150, 3  # Of a panel, in pixels; panels in a row.
@@ -27,10 +28,13 @@ def losses(record: str, configuration: str) -> list[tuple[int, float]]:
     """Return steps and losses of a column of the record's table; steps that were not run have an empty cell.
 
     Raises:
-        ValueError: As by `table_of`.
+        ValueError: The record lacks the table, or has a step beyond the axis.
     """
     rows = table_of(record, HEADING, {"step", configuration})
-    return [(int(row["step"]), float(row[configuration])) for row in rows if row[configuration]]
+    points = [(int(row["step"]), float(row[configuration])) for row in rows if row[configuration]]
+    if points[-1][0] > STEPS.high:
+        raise ValueError(f"Expected steps up to {STEPS.high}, got {points[-1][0]}. Lengthen STEPS.")
+    return points
 
 
 def picture(record: str) -> str:
@@ -47,9 +51,9 @@ def picture(record: str) -> str:
 
 def _panel(configuration: str, points: list[tuple[int, float]], left: int, top: int) -> list[str]:
     lowest, highest = (limit(loss for _, loss in points) for limit in (min, max))
-    step = 1 if highest - lowest > 1.5 else 0.5
-    up = Scale(math.floor(lowest / step) * step, math.ceil(highest / step) * step, step)
-    plot = Plot(left, top, WIDTH, HEIGHT, Scale(0, 60, 20), up)
+    distance = 1 if highest - lowest > 1.5 else 0.5
+    up = Scale(math.floor(lowest / distance) * distance, math.ceil(highest / distance) * distance, distance)
+    plot = Plot(left, top, WIDTH, HEIGHT, STEPS, up)
     places = " ".join(f"{plot.x(step):.1f},{plot.y(loss):.1f}" for step, loss in points)
     return [*plot.grid(f"{configuration}.toml", "step"), f'<polyline points="{places}"/>']
 

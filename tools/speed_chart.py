@@ -75,7 +75,7 @@ def figures(record: str, heading: str) -> dict[str, tuple[float, float]]:
     """Return speed in percent and memory in GiB of each row of the first table below a heading.
 
     Raises:
-        ValueError: As by `table_of`.
+        ValueError: The record lacks the table.
     """
     rows = table_of(record, heading, {"backend", "of ideal", "peak GiB"})
     return {row["backend"]: (float(row["of ideal"].rstrip("%")), float(row["peak GiB"])) for row in rows}

@@ -1,17 +1,18 @@
 """Train a Hugging Face folder in megatron-core: Megatron-Bridge's own code imports and publishes, lamella shards.
 
-    torchrun --nproc-per-node 2 examples/megatron/train_with_bridge.py Qwen3.5-0.8B/ runs/bridge --steps 100
-    torchrun --nproc-per-node 1 examples/megatron/train_with_bridge.py Qwen3.5-0.8B/ runs/bridge --publish trained/
+    torchrun --nproc-per-node 2 examples/megatron/train_with_bridge.py FOLDER runs/bridge --tensor-parallel 2
+    torchrun --nproc-per-node 1 examples/megatron/train_with_bridge.py FOLDER runs/bridge --publish trained/
 
-The first start writes the folder's weights to `runs/bridge/imported`, and later ones go on from the newest checkpoint,
-with any `--tensor-parallel` and `--expert-parallel`. Batches are drawn tokens. Bridge's modules are Transformer
-Engine's, which need a GPU.
+FOLDER has a text model. The first start writes its weights to `runs/bridge/imported`, and later starts go on from the
+newest checkpoint, on other numbers of ranks too. Batches are drawn tokens, and all is computed in fp32. Bridge's
+modules are Transformer Engine's, which need a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,28 +29,33 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from lamella_megatron import load_checkpoint, save_checkpoint
 from lamella_megatron.training import ShardedModel, sharded_optimizer
 
+SIZES = "run_config.yaml"  # Bridge reads a checkpoint's model sizes there. The last file of a save, and of an import.
+
 
 def main() -> None:
     """Train, or publish the newest checkpoint."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path, help="of Hugging Face")
-    parser.add_argument("run", type=Path, help="checkpoints, in torch_dist")
+    parser.add_argument("folder", type=Path, help="of Hugging Face, with a text model")
+    parser.add_argument("run", type=Path, help="folder of the checkpoints, in torch_dist")
     parser.add_argument("--publish", type=Path, help="write a folder of Hugging Face, and train nothing")
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--save-interval", type=int, default=50)
-    parser.add_argument("--rows", type=int, default=4, help="of a step, over all data-parallel ranks")
-    parser.add_argument("--length", type=int, default=64)
-    parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--tensor-parallel", type=int, default=1)
-    parser.add_argument("--expert-parallel", type=int, default=1)
-    parser.add_argument("--bf16", action="store_true")
+    parser.add_argument("--steps", type=int, default=100, help="number of the last step")
+    parser.add_argument("--save-interval", type=int, default=50, help="steps between checkpoints")
+    parser.add_argument("--rows", type=int, default=8, help="sequences of a step, over all data-parallel ranks")
+    parser.add_argument("--length", type=int, default=64, help="tokens of a sequence")
+    parser.add_argument("--lr", type=float, default=1e-3, help="learning rate")
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="ranks")
+    parser.add_argument("--expert-parallel", type=int, default=1, help="ranks, of a mixture of experts")
     parser.add_argument("--deterministic", action="store_true", help="torch's gated delta rule, not a kernel")
     options = parser.parse_args()
     bridge = AutoBridge.from_hf_pretrained(str(options.folder))
-    if options.publish:
-        bridge.export_ckpt(str(options.run), str(options.publish))
-    else:
+    if hasattr(bridge.hf_pretrained.config, "vision_config"):
+        parser.error(f"Expected a text model, got one with vision: {options.folder}")
+    if not options.publish:
         train(bridge, options)
+    elif (checkpoint := newest_checkpoint(options.run)) is None:
+        parser.error(f"Expected a checkpoint to publish, got none in {options.run}. Train first, without --publish.")
+    else:
+        bridge.export_ckpt(str(checkpoint), str(options.publish))
 
 
 def train(bridge: Any, options: argparse.Namespace) -> None:
@@ -57,48 +63,67 @@ def train(bridge: Any, options: argparse.Namespace) -> None:
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group()
     imported = options.run / "imported" / "iter_0000000"
-    start = max(options.run.glob("iter_*"), default=imported)
-    model = sharded_model(bridge, options, imported=None if start.is_dir() else imported)
-    fields = {"lr": options.lr, "weight_decay": 0.0, "clip_grad": 1.0, "bf16": options.bf16}
-    optimizer: Any = sharded_optimizer(OptimizerConfig(optimizer="adam", **fields), [model])
-    has_steps = start != imported
-    entries = load_checkpoint(start, model=model, optimizer=optimizer.optimizer if has_steps else None)
-    vocabulary = bridge.hf_pretrained.config.get_text_config().vocab_size
+    checkpoint = newest_checkpoint(options.run)
+    model = sharded_model(bridge, options, imported=imported)
+    optimizer: Any = sharded_optimizer(OptimizerConfig(optimizer="adam", lr=options.lr, weight_decay=0.0), [model])
+    if checkpoint is None:
+        entries = load_checkpoint(imported, model=model)
+    else:
+        entries = load_checkpoint(checkpoint, model=model, optimizer=optimizer.optimizer)
     for step in range(entries["iteration"] + 1, options.steps + 1):
-        loss = train_step(model, optimizer, batch_of(vocabulary, options, step))
+        loss = train_step(model, optimizer, batch_of(bridge, options, step))
         dist.all_reduce(loss, group=parallel_state.get_data_parallel_group())
         if dist.get_rank() == 0:
             print(f"step: {step}  loss: {loss.item() / parallel_state.get_data_parallel_world_size():.6f}", flush=True)
         if step % options.save_interval == 0 or step == options.steps:
             folder = options.run / f"iter_{step:07}"
             save_checkpoint(folder, model=model, optimizer=optimizer.optimizer, format="torch_dist", iteration=step)
-            if dist.get_rank() == 0:  # Bridge reads the model's sizes there.
-                shutil.copy(imported / "run_config.yaml", folder)
+            if dist.get_rank() == 0:
+                shutil.copy(imported / SIZES, folder)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def sharded_model(bridge: Any, options: argparse.Namespace, *, imported: Path | None) -> ShardedModel:
+def newest_checkpoint(run: Path) -> Path | None:
+    """Return the folder of the last complete save; an interrupted save leaves names of its own, or no sizes."""
+    folders = [path for path in run.glob("iter_*") if re.fullmatch(r"iter_\d+", path.name) and (path / SIZES).is_file()]
+    return max(folders, default=None)
+
+
+def sharded_model(bridge: Any, options: argparse.Namespace, *, imported: Path) -> ShardedModel:
     """Build Bridge's model with its parallel sizes, and shard it over the data-parallel ranks.
 
     Args:
-        bridge: Of the folder.
+        bridge: Megatron-Bridge's, which has read the folder.
         options: The command line's.
-        imported: Where Bridge writes the folder's weights; None leaves the model's weights to a checkpoint.
+        imported: Where Bridge writes the folder's weights, unless a start before this one has.
+
+    Raises:
+        SystemExit: Ranks cannot share rows or tokens evenly.
     """
-    provider = bridge.to_megatron_provider(load_weights=imported is not None)
+    is_imported = (imported / SIZES).is_file()
+    provider = bridge.to_megatron_provider(load_weights=not is_imported)
     provider.tensor_model_parallel_size = options.tensor_parallel
+    provider.sequence_parallel = options.tensor_parallel > 1  # Layers of experts ask for it.
     provider.expert_model_parallel_size = options.expert_parallel
     provider.expert_tensor_parallel_size = 1
     provider.gradient_accumulation_fusion = False  # a kernel of Apex
     provider.deterministic_mode = options.deterministic
-    provider.bf16 = options.bf16
-    provider.params_dtype = torch.bfloat16 if options.bf16 else torch.float32
+    provider.bf16, provider.params_dtype = False, torch.float32
     provider.finalize()
     provider.initialize_model_parallel(seed=0)
-    (model,) = provider.provide_distributed_model(wrap_with_ddp=False, bf16=options.bf16)
-    if imported is not None:
-        bridge.save_megatron_model([model], str(imported.parent), hf_tokenizer_path=str(options.folder))
+    num = parallel_state.get_data_parallel_world_size()
+    if options.rows % num or options.length % options.tensor_parallel:
+        raise SystemExit(
+            f"Expected --rows to divide by the {num} data-parallel ranks and --length by the "
+            f"{options.tensor_parallel} tensor-parallel ranks, got {options.rows} and {options.length}."
+        )
+    (model,) = provider.provide_distributed_model(wrap_with_ddp=False, bf16=False)
+    if not is_imported:
+        if dist.get_rank() == 0:
+            shutil.rmtree(imported, ignore_errors=True)  # of a start that was killed while it wrote
+        dist.barrier()
+        bridge.save_megatron_model([model], str(imported.parent))
     shards = DistributedDataParallelConfig(
         use_megatron_fsdp=True, data_parallel_sharding_strategy="optim_grads_params", grad_reduce_in_fp32=True
     )
@@ -106,9 +131,10 @@ def sharded_model(bridge: Any, options: argparse.Namespace, *, imported: Path | 
     return ShardedModel(config=model.config, ddp_config=shards, module=model)
 
 
-def batch_of(vocabulary: int, options: argparse.Namespace, step: int) -> torch.Tensor:
+def batch_of(bridge: Any, options: argparse.Namespace, step: int) -> torch.Tensor:
     """Draw this data-parallel rank's rows of a step's tokens, one more than the sequence's length."""
     num, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
+    vocabulary = bridge.hf_pretrained.config.vocab_size
     draws = torch.Generator().manual_seed(step)
     rows = torch.randint(vocabulary, (options.rows, options.length + 1), generator=draws)
     return rows.chunk(num)[rank].cuda()

@@ -25,14 +25,29 @@ def test_the_picture_in_the_documentation_is_the_records(chart: ModuleType) -> N
     subprocess.run([sys.executable, f"tools/{chart.__name__}.py", "--check"], cwd=ROOT, check=True)
 
 
-FIGURES = {"speed_chart": ("| 91.0% |", "| 90.9% |"), "loss_chart": ("| 6.169 |", "| 6.269 |")}
+# A row of the record, the row changed, and where the figures are drawn: on axes from 45 to 70 GiB and from 80 to 95 %,
+# and from step 0 to 60 and 4 to 8 nats.
+FIGURES = {
+    "speed_chart": ("| 91.0% |", "| 90.9% |", ">lamella 91.0 %, 50.8 GiB<"),
+    "loss_chart": ("| 6.169 |", "| 6.269 |", '<polyline points="49.7,77.2 57.0,93.5 68.0,118.7 '),
+}
 
 
-def test_another_figure_in_the_record_draws_another_picture(chart: ModuleType) -> None:
-    record = (ROOT / chart.RECORD).read_text()
-    assert chart.picture(record.replace(*FIGURES[chart.__name__])) != chart.picture(record)
+def test_the_figures_of_the_record_are_drawn(chart: ModuleType) -> None:
+    record = (ROOT / chart.RECORD).read_text(encoding="utf-8")
+    figure, another, drawn = FIGURES[chart.__name__]
+    assert drawn in chart.picture(record)
+    assert drawn not in chart.picture(record.replace(figure, another))
 
 
 def test_a_record_without_the_table_is_refused(chart: ModuleType) -> None:
     with pytest.raises(ValueError, match=r"Expected a table with columns \[.*\] below '.*', got none"):
         chart.picture("\n## Another\n\n| backend |\n|---|\n")
+
+
+def test_a_table_of_the_next_section_is_not_taken(chart: ModuleType) -> None:
+    record = "## First\n\n| a | b |\n|---|---|\n| 1 | 2 |\n\n## Second\n\n| a | c |\n|---|---|\n| 3 | 4 |\n"
+    tools = sys.modules["chart"]
+    assert tools.table_of(record, "Second", {"a", "c"}) == [{"a": "3", "c": "4"}]
+    with pytest.raises(ValueError, match="below 'First', got none"):
+        tools.table_of(record, "First", {"a", "c"})

@@ -31,12 +31,20 @@ class _Provider(SimpleNamespace):
 
     def finalize(self) -> None:
         assert not self.gradient_accumulation_fusion
+        # Layers of experts refuse to train on tensor-parallel ranks without: make_qwen sets the field by itself.
+        assert self.sequence_parallel == (self.tensor_model_parallel_size > 1)
 
     def initialize_model_parallel(self, seed: int) -> None:
         self.seed = seed
+        importlib.import_module("megatron.core.parallel_state").initialize_model_parallel(
+            tensor_model_parallel_size=self.tensor_model_parallel_size,
+            expert_model_parallel_size=self.expert_model_parallel_size,
+            expert_tensor_parallel_size=self.expert_tensor_parallel_size,
+        )
 
     def provide_distributed_model(self, *, wrap_with_ddp: bool, bf16: bool) -> list[Any]:
         assert not wrap_with_ddp and not bf16
+        importlib.import_module("megatron.core.parallel_state").destroy_model_parallel()  # make_qwen's own follows.
         tp, ep = self.tensor_model_parallel_size, self.expert_model_parallel_size
         world = World(dist.get_world_size(), tp=tp, ep=ep, etp=self.expert_tensor_parallel_size)
         return [make_qwen(world, self.published, self.seed if self.load_weights else self.seed + 1)]
@@ -52,7 +60,7 @@ class _AutoBridge:
     def to_megatron_provider(self, load_weights: bool = True) -> _Provider:
         return _Provider(published=self.hf_pretrained.config, load_weights=load_weights)
 
-    def save_megatron_model(self, model: list[Any], path: str, hf_tokenizer_path: str) -> None:
+    def save_megatron_model(self, model: list[Any], path: str) -> None:
         """Write `torch_dist` by megatron-core, as Bridge does, with a file of the model's sizes."""
         checkpointing = importlib.import_module("megatron.core.dist_checkpointing")
         groups = importlib.import_module("megatron.core.parallel_state")
@@ -74,7 +82,7 @@ def _run(published: Any, arguments: list[str]) -> tuple[str, list[tuple[str, str
     package.AutoBridge = SimpleNamespace(from_hf_pretrained=lambda _: bridge)  # type: ignore[attr-defined]
     with (
         patch.dict(sys.modules, {"megatron.bridge": package}),
-        patch.multiple(dist, init_process_group=lambda: None, destroy_process_group=lambda: None),
+        patch.multiple(dist, init_process_group=lambda: None, destroy_process_group=lambda *_: None),
         patch.object(torch.cuda, "set_device"),
         launched("train_with_bridge.py", *arguments, "--length", str(LENGTH)),
         contextlib.redirect_stdout(output),
@@ -83,25 +91,55 @@ def _run(published: Any, arguments: list[str]) -> tuple[str, list[tuple[str, str
     return output.getvalue(), bridge.exports
 
 
-@pytest.mark.filterwarnings("ignore::Warning")  # megatron-core and torch warn about their own code
-def test_the_program_goes_on_from_its_newest_checkpoint_on_other_parallel_sizes(tmp_path: Path) -> None:
+def _published() -> Any:
+    """transformers' config of a mixture of experts."""
     from lamella_testing.qwen import make_config  # imports transformers, which interpreters of GPUs may lack
 
-    published, run = make_config("moe", vocab_size=VOCAB_SIZE, head_dim=16), tmp_path / "run"
-    arguments = [str(tmp_path / "folder"), str(run), "--steps", "4", "--save-interval", "2"]
-    (straight, _), *_ = run_ranks(_run, 2, published, [*arguments, "--expert-parallel", "2"])
-    shutil.rmtree(run / "iter_0000004")
-    (resumed, _), *_ = run_ranks(_run, 2, published, [*arguments, "--tensor-parallel", "2"])
+    return make_config("moe", vocab_size=VOCAB_SIZE, head_dim=16)
+
+
+@pytest.mark.filterwarnings("ignore::Warning")  # megatron-core and torch warn about their own code
+def test_the_program_goes_on_from_its_newest_checkpoint_on_other_parallel_sizes(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    arguments = ["folder", str(run), "--steps", "4", "--save-interval", "2"]
+    (run / "imported" / "iter_0000000").mkdir(parents=True)  # An import that was killed.
+    (straight, _), *_ = run_ranks(_run, 2, _published(), [*arguments, "--expert-parallel", "2"])
+    (run / "iter_0000004").rename(run / "iter_0000004.saving-00000000")  # As a save that was killed leaves it,
+    shutil.copytree(run / "iter_0000002", run / "iter_0000003")
+    (run / "iter_0000003" / "run_config.yaml").unlink()  # and as one that was killed at its last file.
+    (resumed, _), *_ = run_ranks(_run, 2, _published(), [*arguments, "--tensor-parallel", "2"])
     assert [line.split()[1] for line in straight.splitlines()] == ["1", "2", "3", "4"]
     assert _losses(resumed) == pytest.approx(_losses(straight)[2:], abs=1e-5)
-    for step in (2, 4):
-        assert (run / f"iter_{step:07}" / "run_config.yaml").is_file(), "Bridge reads the model's sizes there"
+    _, exports = run_ranks(_run, 1, _published(), ["folder", str(run), "--publish", "trained"])[0]
+    assert exports == [(str(run / "iter_0000004"), "trained")]
 
 
 @pytest.mark.filterwarnings("ignore::Warning")
-def test_the_program_publishes_by_bridge_and_trains_nothing(tmp_path: Path) -> None:
-    output, exports = run_ranks(_run, 1, None, ["folder", str(tmp_path), "--publish", "trained"])[0]
-    assert (output, exports) == ("", [(str(tmp_path), "trained")])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--rows", "3"], "by the 2 data-parallel ranks and --length by the 1 tensor-parallel ranks, got 3 and 16"),
+        (["--publish", "trained"], "Expected a checkpoint to publish, got none in "),
+    ],
+)
+def test_the_program_refuses_what_it_cannot_do(tmp_path: Path, arguments: list[str], message: str) -> None:
+    for error in run_ranks(_error, 2, _published(), ["folder", str(tmp_path), *arguments]):
+        assert message in error
+
+
+@pytest.mark.filterwarnings("ignore::Warning")
+def test_the_program_refuses_a_model_with_vision(tmp_path: Path) -> None:
+    published = SimpleNamespace(vision_config={})
+    (error,) = run_ranks(_error, 1, published, ["folder", str(tmp_path)])
+    assert "Expected a text model, got one with vision: folder" in error
+
+
+def _error(published: Any, arguments: list[str]) -> str:
+    """The line with which the program ends."""
+    errors = io.StringIO()
+    with pytest.raises(SystemExit) as end, contextlib.redirect_stderr(errors):
+        _run(published, arguments)
+    return errors.getvalue() + str(end.value)
 
 
 def _losses(output: str) -> list[float]:
