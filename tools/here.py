@@ -44,11 +44,8 @@ ROOT = Path(__file__).resolve().parent.parent
 CLIENTS = ROOT / "integration" / "tests" / "clients"
 MEGATRON = ROOT / "packages" / "megatron" / "tests" / "mcore"
 TESTS = [*sorted(ROOT.glob("packages/*/tests")), ROOT / "integration" / "tests", ROOT / "tests" / "soak"]
-# The tests of commands, which refuse to share a GPU among ranks.
-COMMAND_TESTS = (
-    ROOT / "packages" / "lamella" / "tests" / "training" / "test_gpu.py",
-    MEGATRON / "test_gpu_programs.py",
-)
+# The tests of `lamella train`, which refuses to share a GPU among ranks.
+COMMAND_TESTS = ROOT / "packages" / "lamella" / "tests" / "training" / "test_gpu.py"
 HYBRID_LIBRARIES = ("megatron.core", "transformer_engine", "mamba_ssm", "causal_conv1d", "fla")
 NO_TESTS_RAN = 5  # pytest's exit code
 RANKS_PER_GPU = int(os.environ.get("LAMELLA_RANKS_PER_GPU", "1"))  # as lamella_testing reads it
@@ -107,7 +104,7 @@ def _pytest(
     if session.startswith("gpu("):
         ignored += ["--ignore", str(MEGATRON)]
     if RANKS_PER_GPU > 1 and marker != "gpu1":
-        ignored += [part for path in COMMAND_TESTS for part in ("--ignore", str(path))]
+        ignored += ["--ignore", str(COMMAND_TESTS)]
     results: list[int] = []
     for folder, chosen in _selected(marked, args).items():
         with TemporaryDirectory() as temporary:

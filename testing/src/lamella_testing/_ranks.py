@@ -182,16 +182,17 @@ def _check_gpus(num_ranks: int) -> None:
             "Expected a parent process that has not used CUDA, got a process that has: forked ranks cannot use CUDA. "
             "Move the GPU work of the parent into `run_ranks(..., num_ranks=1, device='cuda')`."
         )
-    num_gpus, ranks_per_gpu = _num_visible_gpus(), _ranks_per_gpu()
-    if num_gpus * ranks_per_gpu < num_ranks:
+    num_gpus, shared = _num_visible_gpus(), ranks_per_gpu()
+    if num_gpus * shared < num_ranks:
         raise RuntimeError(
-            f"Expected at least {-(-num_ranks // ranks_per_gpu)} visible GPUs for {num_ranks} ranks with "
-            f"{ranks_per_gpu} a GPU, got {num_gpus}. Run the test on a host with enough GPUs, deselect the test by its "
+            f"Expected at least {-(-num_ranks // shared)} visible GPUs for {num_ranks} ranks with "
+            f"{shared} a GPU, got {num_gpus}. Run the test on a host with enough GPUs, deselect the test by its "
             f"marker, or set {RANKS_PER_GPU} for ranks that share GPUs."
         )
 
 
-def _ranks_per_gpu() -> int:
+def ranks_per_gpu() -> int:
+    """Return how many ranks of a test share a GPU; see Note [Ranks that share a GPU]."""
     return int(os.environ.get(RANKS_PER_GPU, "1"))
 
 
@@ -280,7 +281,7 @@ def take_gpu(rank: int) -> torch.device:
     Args:
         rank: Among the ranks of this host.
     """
-    shared = _ranks_per_gpu()
+    shared = ranks_per_gpu()
     device = torch.device("cuda", rank // shared)
     torch.cuda.set_device(device)
     if shared > 1:

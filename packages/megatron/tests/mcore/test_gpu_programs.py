@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from lamella_testing.torchrun import torchrun
 
 EXAMPLES = Path(__file__).parents[4] / "examples" / "megatron"
 COMMON = (
@@ -29,12 +28,9 @@ WITH_EXPERTS = (
 
 def _losses(script: str, arguments: str) -> dict[int, float]:
     """The logged losses of a run by iteration."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*torchrun, str(EXAMPLES / script), *shlex.split(arguments)]
-    environment = os.environ | {"MAMBA_DETERMINISTIC": "1"}  # Else mamba-ssm compiles all kernels' configurations.
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]
-    logged = re.findall(r"iteration\s+(\d+)/.*?lm loss: ([\d.E+-]+)", run.stdout + run.stderr)
+    environment = {"MAMBA_DETERMINISTIC": "1"}  # Else mamba-ssm compiles all kernels' configurations.
+    output = torchrun(2, str(EXAMPLES / script), *shlex.split(arguments), environment=environment)
+    logged = re.findall(r"iteration\s+(\d+)/.*?lm loss: ([\d.E+-]+)", output)
     return {int(iteration): float(loss) for iteration, loss in logged}
 
 
