@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 2 examples/megatron/train_with_bridge.py FOLDER runs/bridge --tensor-parallel 2
     torchrun --nproc-per-node 1 examples/megatron/train_with_bridge.py FOLDER runs/bridge --publish trained/
 
-FOLDER has a text model. The first start writes its weights to `runs/bridge/imported`, and later starts go on from the
-newest checkpoint, on other numbers of ranks too. Batches are drawn tokens, and all is computed in fp32. Bridge's
+FOLDER has a text model. The first start writes the folder's weights to `runs/bridge/imported`. Later starts go on from
+the newest checkpoint, on any number of ranks. Batches are drawn tokens, and the model computes in fp32. Bridge's
 modules are Transformer Engine's, which need a GPU.
 """
 
@@ -29,7 +29,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from lamella_megatron import load_checkpoint, save_checkpoint
 from lamella_megatron.training import ShardedModel, sharded_optimizer
 
-SIZES = "run_config.yaml"  # Bridge reads a checkpoint's model sizes there. The last file of a save, and of an import.
+SIZES = "run_config.yaml"  # Of the model, for Bridge's export. The last file of a save, and of an import.
 
 
 def main() -> None:
@@ -85,7 +85,7 @@ def train(bridge: Any, options: argparse.Namespace) -> None:
 
 
 def newest_checkpoint(run: Path) -> Path | None:
-    """Return the folder of the last complete save; an interrupted save leaves names of its own, or no sizes."""
+    """Return the folder of the last complete save; an interrupted save has another name, or lacks the file of sizes."""
     folders = [path for path in run.glob("iter_*") if re.fullmatch(r"iter_\d+", path.name) and (path / SIZES).is_file()]
     return max(folders, default=None)
 
@@ -96,7 +96,7 @@ def sharded_model(bridge: Any, options: argparse.Namespace, *, imported: Path) -
     Args:
         bridge: Megatron-Bridge's, which has read the folder.
         options: The command line's.
-        imported: Where Bridge writes the folder's weights, unless a start before this one has.
+        imported: The checkpoint that Bridge writes of the folder's weights, if an earlier start has not.
 
     Raises:
         SystemExit: Ranks cannot share rows or tokens evenly.
@@ -104,7 +104,7 @@ def sharded_model(bridge: Any, options: argparse.Namespace, *, imported: Path) -
     is_imported = (imported / SIZES).is_file()
     provider = bridge.to_megatron_provider(load_weights=not is_imported)
     provider.tensor_model_parallel_size = options.tensor_parallel
-    provider.sequence_parallel = options.tensor_parallel > 1  # Layers of experts ask for it.
+    provider.sequence_parallel = options.tensor_parallel > 1  # Mixtures of experts refuse tensor parallelism alone.
     provider.expert_model_parallel_size = options.expert_parallel
     provider.expert_tensor_parallel_size = 1
     provider.gradient_accumulation_fusion = False  # a kernel of Apex
@@ -121,7 +121,7 @@ def sharded_model(bridge: Any, options: argparse.Namespace, *, imported: Path) -
     (model,) = provider.provide_distributed_model(wrap_with_ddp=False, bf16=False)
     if not is_imported:
         if dist.get_rank() == 0:
-            shutil.rmtree(imported, ignore_errors=True)  # of a start that was killed while it wrote
+            shutil.rmtree(imported, ignore_errors=True)  # the leftover of a killed import
         dist.barrier()
         bridge.save_megatron_model([model], str(imported.parent))
     shards = DistributedDataParallelConfig(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -93,7 +94,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 """Names are transformers' model types."""
 
-if not torch.cuda.is_available():  # Where flash-linear-attention lies, its import uses CUDA: no rank could be forked.
+# Models import flash-linear-attention where it is installed, and its import uses CUDA: no rank could be forked.
+if find_spec("fla") is None:
     for model_type in CONFIGS:  # Imported by the first model: here once, not once in every forked rank.
         import_module(f"transformers.models.{model_type}.modeling_{model_type}")
 

@@ -285,8 +285,13 @@ def take_gpu(rank: int) -> torch.device:
     device = torch.device("cuda", rank // shared)
     torch.cuda.set_device(device)
     if shared > 1:
-        os.environ.update(NCCL_HOSTID=f"rank {rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
+        os.environ.update(host_variables(rank))
     return device
+
+
+def host_variables(rank: int) -> dict[str, str]:
+    """Return NCCL's variables of a rank that is a host of its own; see Note [Ranks that share a GPU]."""
+    return {"NCCL_HOSTID": f"rank {rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
 
 
 def outcome_of(call: Callable[[], object]) -> bytes:

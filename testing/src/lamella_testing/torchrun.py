@@ -4,18 +4,17 @@ import os
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping
-from contextlib import ExitStack
+from concurrent.futures import ThreadPoolExecutor
 
-from lamella_testing._ranks import ranks_per_gpu
+from lamella_testing._ranks import host_variables, ranks_per_gpu
 
 
 def torchrun(num_ranks: int, *command: str, environment: Mapping[str, str] | None = None) -> str:
-    """Run a Python program on ranks, and return the output and errors of all ranks.
+    """Run a Python program on ranks, and return the output and the errors of all ranks.
 
-    Where `LAMELLA_RANKS_PER_GPU` lets ranks share a GPU, each rank is a host of its own with one rank, as in
-    Note [Ranks that share a GPU].
+    With `LAMELLA_RANKS_PER_GPU` in the environment, ranks share GPUs: every rank has a launcher, and is a host of its
+    own, as in Note [Ranks that share a GPU].
 
     Args:
         num_ranks: Ranks of the program.
@@ -23,47 +22,48 @@ def torchrun(num_ranks: int, *command: str, environment: Mapping[str, str] | Non
         environment: Variables beside this process's.
 
     Raises:
-        AssertionError: A launcher failed; with the end of what it wrote.
+        AssertionError: A launcher failed. The message is the end of the launcher's output.
     """
-    variables = {**os.environ, **(environment or {})}
     program = [sys.executable, "-m", "torch.distributed.run"]
     if ranks_per_gpu() == 1:
-        launches = [([*program, "--standalone", "--nproc-per-node", str(num_ranks), *command], variables)]
+        launches: list[tuple[list[str], dict[str, str]]] = [
+            ([*program, "--standalone", "--nproc-per-node", str(num_ranks), *command], {})
+        ]
     else:
-        hosts = ["--nnodes", str(num_ranks), "--nproc-per-node", "1", "--master-addr", "127.0.0.1"]
-        rendezvous = [*hosts, "--master-port", str(_free_port())]
+        program += ["--nnodes", str(num_ranks), "--nproc-per-node", "1", "--master-addr", "127.0.0.1"]
+        program += ["--master-port", str(free_port())]
         launches = [
-            ([*program, *rendezvous, "--node-rank", str(rank), *command], {**variables, **_host(rank)})
+            ([*program, "--node-rank", str(rank), *command], {**host_variables(rank), **_gpu_variable(rank)})
             for rank in range(num_ranks)
         ]
-    with ExitStack() as files:
-        # Files, not pipes: a rank that waits for a full pipe to be read would hold its peers in a collective.
-        outputs = [files.enter_context(tempfile.TemporaryFile("w+")) for _ in launches]
-        launchers = [
-            subprocess.Popen(arguments, env=launch_environment, stdout=output, stderr=subprocess.STDOUT)
-            for (arguments, launch_environment), output in zip(launches, outputs, strict=True)
-        ]
-        codes = [launcher.wait() for launcher in launchers]
-        for output in outputs:
-            output.seek(0)
-        texts = [output.read() for output in outputs]
-    assert not any(codes), "\n".join(text[-4000:] for code, text in zip(codes, texts, strict=True) if code)
-    return "".join(texts)
+
+    def run(launch: tuple[list[str], dict[str, str]]) -> "subprocess.CompletedProcess[str]":
+        arguments, variables = launch
+        return subprocess.run(
+            arguments,
+            env={**os.environ, **(environment or {}), **variables},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+        )
+
+    with ThreadPoolExecutor(len(launches)) as threads:
+        runs = list(threads.map(run, launches))
+    failures = [run.stdout[-4000:] for run in runs if run.returncode]
+    assert not failures, "\n".join(failures)
+    return "".join(run.stdout for run in runs)
 
 
-def _host(rank: int) -> dict[str, str]:
-    """The variables of a host of one rank, whose GPU another host's rank may have too."""
-    gpu = rank // ranks_per_gpu()
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return {
-        "CUDA_VISIBLE_DEVICES": visible.split(",")[gpu] if visible else str(gpu),
-        "NCCL_HOSTID": f"rank {rank}",
-        "NCCL_SOCKET_IFNAME": "lo",
-        "NCCL_IB_DISABLE": "1",
-    }
-
-
-def _free_port() -> int:
+def free_port() -> int:
+    """Return a port of this machine that no socket listens on."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
+
+
+def _gpu_variable(rank: int) -> dict[str, str]:
+    """Return the variable by which a rank's process sees the rank's GPU alone."""
+    gpu = rank // ranks_per_gpu()
+    visible_gpus = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return {"CUDA_VISIBLE_DEVICES": visible_gpus.split(",")[gpu] if visible_gpus else str(gpu)}

@@ -1,12 +1,12 @@
 """`lamella train` under two torchrun hosts, tried on one machine: two agents, and two working folders."""
 
-import socket
 import subprocess
 import sys
 from contextlib import ExitStack
 from pathlib import Path
 
 from lamella_checkpoint import CheckpointDirectory
+from lamella_testing.torchrun import free_port
 
 
 def torchrun(host: int, port: int, folder: Path, *argv: str) -> "subprocess.Popen[str]":
@@ -22,12 +22,6 @@ def torchrun(host: int, port: int, folder: Path, *argv: str) -> "subprocess.Pope
         text=True,
         start_new_session=True,
     )
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def test_two_hosts_without_a_shared_run_folder_train_with_checkpoints_in_a_shared_one(

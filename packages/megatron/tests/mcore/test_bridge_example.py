@@ -27,11 +27,11 @@ EXAMPLE = Path(__file__).parents[4] / "examples" / "megatron" / "train_with_brid
 
 
 class _Provider(SimpleNamespace):
-    """As Bridge's: fields that a program sets, and then a model."""
+    """Bridge's provider: the program sets fields, and asks for a model."""
 
     def finalize(self) -> None:
         assert not self.gradient_accumulation_fusion
-        # Layers of experts refuse to train on tensor-parallel ranks without: make_qwen sets the field by itself.
+        # Experts refuse tensor-parallel training without sequence parallelism. `make_qwen` would hide a missing field.
         assert self.sequence_parallel == (self.tensor_model_parallel_size > 1)
 
     def initialize_model_parallel(self, seed: int) -> None:
@@ -44,14 +44,14 @@ class _Provider(SimpleNamespace):
 
     def provide_distributed_model(self, *, wrap_with_ddp: bool, bf16: bool) -> list[Any]:
         assert not wrap_with_ddp and not bf16
-        importlib.import_module("megatron.core.parallel_state").destroy_model_parallel()  # make_qwen's own follows.
+        importlib.import_module("megatron.core.parallel_state").destroy_model_parallel()  # `make_qwen` makes groups.
         tp, ep = self.tensor_model_parallel_size, self.expert_model_parallel_size
         world = World(dist.get_world_size(), tp=tp, ep=ep, etp=self.expert_tensor_parallel_size)
         return [make_qwen(world, self.published, self.seed if self.load_weights else self.seed + 1)]
 
 
 class _AutoBridge:
-    """As Bridge's: initial weights stand for the folder's, where they are loaded."""
+    """Bridge: weights drawn by a seed stand for the folder's weights."""
 
     def __init__(self, published: Any) -> None:
         self.hf_pretrained = SimpleNamespace(config=published)
@@ -102,11 +102,11 @@ def _published() -> Any:
 def test_the_program_goes_on_from_its_newest_checkpoint_on_other_parallel_sizes(tmp_path: Path) -> None:
     run = tmp_path / "run"
     arguments = ["folder", str(run), "--steps", "4", "--save-interval", "2"]
-    (run / "imported" / "iter_0000000").mkdir(parents=True)  # An import that was killed.
+    (run / "imported" / "iter_0000000").mkdir(parents=True)  # The leftover of a killed import,
     (straight, _), *_ = run_ranks(_run, 2, _published(), [*arguments, "--expert-parallel", "2"])
-    (run / "iter_0000004").rename(run / "iter_0000004.saving-00000000")  # As a save that was killed leaves it,
+    (run / "iter_0000004").rename(run / "iter_0000004.saving-00000000")  # of a killed save,
     shutil.copytree(run / "iter_0000002", run / "iter_0000003")
-    (run / "iter_0000003" / "run_config.yaml").unlink()  # and as one that was killed at its last file.
+    (run / "iter_0000003" / "run_config.yaml").unlink()  # and of a save killed before the last file.
     (resumed, _), *_ = run_ranks(_run, 2, _published(), [*arguments, "--tensor-parallel", "2"])
     assert [line.split()[1] for line in straight.splitlines()] == ["1", "2", "3", "4"]
     assert _losses(resumed) == pytest.approx(_losses(straight)[2:], abs=1e-5)
