@@ -10,7 +10,7 @@ from torch import nn
 
 from lamella_engine.testing import Streams, streams_of
 from lamella_integration.repeatable import use_repeatable_kernels
-from lamella_integration.tasks import TASKS, Batch, Recipe, Task, Trace, train
+from lamella_integration.tasks import TASKS, Batch, Task, Trace, TrainingSettings, train
 from lamella_testing import run_ranks
 
 LONGEST_SLEEP = 400_000  # cycles: 0.2 ms, longer than any of the models' kernels and copies
@@ -49,9 +49,9 @@ def delay_streams(model: nn.Module, streams: Streams) -> None:
 def assert_no_bit_changes_when_late(
     task: Task,
     sharded: Callable[[], nn.Module],
-    recipe: Recipe,
+    recipe: TrainingSettings,
     num_ranks: int,
-    training: Callable[[Task, nn.Module, Recipe], Trace] = train,
+    training: Callable[[Task, nn.Module, TrainingSettings], Trace] = train,
 ) -> None:
     """Train twice, with punctual and with late streams: a missing wait shows as a changed bit.
 

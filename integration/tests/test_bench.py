@@ -20,7 +20,7 @@ from lamella_integration.backends import BACKENDS, Training, Workload
 from lamella_integration.bench import parse_options, run
 from lamella_integration.collectives import CollectiveCounter
 from lamella_integration.llama import SIZES, Block, Llama, next_token_loss, num_flops_per_token
-from lamella_integration.report import Failure, HostTime, Measurement, Phases, Report
+from lamella_integration.report import BenchmarkReport, Failure, HostTime, Measurement, Phases
 from lamella_integration.variants import backend_of
 from lamella_testing import load_compiler, run_ranks
 
@@ -34,7 +34,7 @@ FSDP = pytest.mark.parametrize("backend", ["lamella", "fsdp2"])
 HAS_REDUCTIONS_IN_FLIGHT = hasattr(FSDPModule, "set_reduce_scatter_max_input_buffers")  # torch 2.13
 
 
-def _run(*arguments: str, num_ranks: int = 2) -> Report:
+def _run(*arguments: str, num_ranks: int = 2) -> BenchmarkReport:
     options = parse_options(["--device", "cpu", "--size", "tiny", "--tokens", "32", *arguments])
     return run_ranks(lambda: run(options, CPU), num_ranks)[0]
 
@@ -352,7 +352,7 @@ def test_losses_beyond_their_tolerance_are_flagged_with_both_values() -> None:
         "other": _measurement(11.9, 8.0),
         "steep": _measurement(11.8, 8.1),
     }
-    report = Report(title="t", environment={}, rows=dict(rows))
+    report = BenchmarkReport(title="t", environment={}, rows=dict(rows))
     assert report.disagreements() == {
         "wrong": "LOSS DISAGREES: expected a mean loss of 9.90000 as first has, got 10.15000",
         "other": "LOSS DISAGREES: expected a first loss of 11.80000 as first has, got 11.90000",
@@ -388,14 +388,14 @@ def test_backends_that_train_wrong_are_found(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_leak_is_noted() -> None:
-    report = Report(title="t", environment={}, rows={"leaky": _measurement(1, 1, leaked_gib=0.5)})
+    report = BenchmarkReport(title="t", environment={}, rows={"leaky": _measurement(1, 1, leaked_gib=0.5)})
     assert "leaked 0.50 GiB" in report.markdown()
 
 
 def test_a_ratio_is_of_the_first_row_of_a_backend() -> None:
     speeds = {"fsdp2:mesh=2x2": 50.0, "fsdp2": 80.0, "fsdp2 (2)": 90.0, "lamella:keep=4GiB": 100.0}
     rows = {name: replace(_measurement(1, 1), tokens_per_s=speed) for name, speed in speeds.items()}
-    report = Report(title="t", environment={}, rows=dict(rows))
+    report = BenchmarkReport(title="t", environment={}, rows=dict(rows))
     assert report.ratio("lamella:keep=4GiB", "fsdp2") == 2.0
     assert report.ratio("lamella:keep=4GiB", "ideal") is None
     assert "| lamella:keep=4GiB | 100 | - | 2.00 |" in report.markdown()
@@ -405,7 +405,7 @@ def test_several_rows_of_lamella_make_a_curve_of_speed_against_memory(tmp_path: 
     rows = {name: _measurement(1, 1) for name in ("lamella", "fsdp2", "lamella:keep=4GiB")}
 
     def width(*names: str) -> int:
-        Report(title="t", environment={}, rows={name: rows[name] for name in names}).write(tmp_path)
+        BenchmarkReport(title="t", environment={}, rows={name: rows[name] for name in names}).write(tmp_path)
         return int.from_bytes((tmp_path / "report.png").read_bytes()[16:20])
 
     assert width(*rows) / width("lamella", "fsdp2") == 3 / 2  # a third part of the figure

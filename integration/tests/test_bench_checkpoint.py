@@ -5,15 +5,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from lamella_integration.bench_checkpoint import Bench, Row, State, main, table
+from lamella_integration.bench_checkpoint import CheckpointBench, CheckpointRow, TrainedState, main, table
 from lamella_testing import run_ranks
 from lamella_testing.forked_writers import forked_writers
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_every_way_is_measured_on_the_same_state(tmp_path: Path) -> None:
-    def measure() -> list[Row]:
-        return Bench(State.build(1, torch.device("cpu")), tmp_path / "a").rows(1)
+    def measure() -> list[CheckpointRow]:
+        return CheckpointBench(TrainedState.build(1, torch.device("cpu")), tmp_path / "a").rows(1)
 
     with forked_writers():
         rows = run_ranks(measure, 2)[0]

@@ -23,10 +23,10 @@ from lamella_integration.llama import Llama, LlamaConfig, next_token_loss
 from lamella_integration.profile import NUM_STEPS, PROOF, parameter_sizes, profile_steps
 from lamella_integration.reference import init_weights
 from lamella_integration.report import Measurement
-from lamella_integration.tasks import TASKS, Recipe, Trace, shard, train, unsharded
+from lamella_integration.tasks import TASKS, Trace, TrainingSettings, shard, train, unsharded
 from lamella_integration.trace import check_zero_copy, parameter_copies
 from lamella_testing import run_ranks
-from lamella_trace import Kernel, Kind, streams_of
+from lamella_trace import Kernel, KernelKind, streams_of
 
 ONE = pytest.param(1, marks=pytest.mark.gpu1)
 TWO = pytest.param(2, marks=pytest.mark.gpu2)
@@ -60,7 +60,7 @@ def _assert_close(actual: Trace, expected: Trace) -> None:
 
 @ALL_RANKS
 def test_fp32_training_takes_the_steps_of_one_unsharded_gpu(num_ranks: int) -> None:
-    recipe = Recipe(max_norm=1.0)
+    recipe = TrainingSettings(max_norm=1.0)
 
     def unsharded_traces() -> dict[str, Trace]:
         return {name: train(task, task.model(device=_cuda()), recipe) for name, task in TASKS.items()}
@@ -80,7 +80,7 @@ def test_fp32_training_takes_the_steps_of_one_unsharded_gpu(num_ranks: int) -> N
 @pytest.mark.parametrize("reduce_every_microbatch", [True, False])
 def test_microbatches_accumulate_as_on_one_unsharded_gpu(reduce_every_microbatch: bool) -> None:
     task = TASKS["llama"]
-    recipe = Recipe(num_steps=8, num_microbatches=2, reduce_every_microbatch=reduce_every_microbatch)
+    recipe = TrainingSettings(num_steps=8, num_microbatches=2, reduce_every_microbatch=reduce_every_microbatch)
     [expected] = run_ranks(lambda: train(task, task.model(device=_cuda()), recipe), 1, device="cuda")
     traces = run_ranks(lambda: train(task, shard(task.model(device=_cuda()), fully_shard), recipe), 2, device="cuda")
     for trace in traces:
@@ -104,7 +104,7 @@ def test_bf16_training_equals_torch_fsdp2(
     Among four, NCCL's rings run through the ranks in different orders, and a flat buffer and grouped tensors are spread
     over rings differently: sums may differ by the rounding of bf16.
     """
-    recipe = Recipe(num_steps=10, max_norm=1.0)
+    recipe = TrainingSettings(num_steps=10, max_norm=1.0)
     loss_tolerance, weight_tolerance = (0.0, 0.0) if num_ranks <= 2 else (2**-8, 2 * recipe.learning_rate)
 
     def traces() -> dict[str, tuple[Trace, Trace]]:
@@ -262,11 +262,11 @@ def test_gathers_reductions_and_compute_have_streams_of_their_own_and_overlap(nu
         pushes = [kernel for kernel in kernels if "PtoP" in kernel.name]
         gathers = [kernel for kernel in pushes if kernel.stream not in adding]
         reductions = [kernel for kernel in pushes if kernel.stream in adding]
-        compute = streams_of(kernels, Kind.MATMUL, Kind.ATTENTION, Kind.OPTIMIZER)
+        compute = streams_of(kernels, KernelKind.MATMUL, KernelKind.ATTENTION, KernelKind.OPTIMIZER)
         streams = [{kernel.stream for kernel in some} for some in (gathers, reductions)] + [compute]
         assert [len(stream_ids) for stream_ids in streams] == [1, 1, 1]
         assert len(set.union(*streams)) == 3
-        assert not streams_of(kernels, Kind.ALL_GATHER, Kind.REDUCE_SCATTER)
+        assert not streams_of(kernels, KernelKind.ALL_GATHER, KernelKind.REDUCE_SCATTER)
         computing = [kernel for kernel in kernels if kernel.stream in compute]
         for verb, some in (("gathers", gathers), ("reductions", reductions)):
             hidden = [kernel for kernel in some if any(_overlap(kernel, other) for other in computing)]
@@ -295,13 +295,18 @@ def test_replicas_are_reduced_over_on_a_stream_of_their_own_while_compute_goes_o
         reductions = [kernel for kernel in kernels if "allreduce" in kernel.name.lower().replace("_", "")]
         assert len(reductions) == NUM_STEPS * (PROOF.num_layers + 1), {kernel.name for kernel in kernels}
         busy_streams = streams_of(
-            kernels, Kind.MATMUL, Kind.ATTENTION, Kind.OPTIMIZER, Kind.ALL_GATHER, Kind.REDUCE_SCATTER
+            kernels,
+            KernelKind.MATMUL,
+            KernelKind.ATTENTION,
+            KernelKind.OPTIMIZER,
+            KernelKind.ALL_GATHER,
+            KernelKind.REDUCE_SCATTER,
         )
         busy_streams |= {kernel.stream for kernel in kernels if "PtoP" in kernel.name}
         streams = {kernel.stream for kernel in reductions}
         assert len(streams) == 1
         assert streams.isdisjoint(busy_streams)
-        computing = [kernel for kernel in kernels if kernel.kind in (Kind.MATMUL, Kind.ATTENTION)]
+        computing = [kernel for kernel in kernels if kernel.kind in (KernelKind.MATMUL, KernelKind.ATTENTION)]
         hidden = [kernel for kernel in reductions if any(_overlap(kernel, other) for other in computing)]
         # The last reduction of a step has nothing to hide behind.
         assert len(hidden) >= len(reductions) / 2

@@ -14,7 +14,7 @@ from lamella_engine.testing import require_unit
 from lamella_integration.llama import Llama, LlamaConfig, next_token_loss
 from lamella_integration.reference import init_weights
 from lamella_integration.repeatable import use_repeatable_kernels
-from lamella_integration.tasks import TASKS, Recipe, Trace, shard, train
+from lamella_integration.tasks import TASKS, Trace, TrainingSettings, shard, train
 from lamella_testing import run_ranks
 
 MIB = 2**20
@@ -78,7 +78,7 @@ def test_every_unsharded_byte_lies_in_the_memory_pool() -> None:
 @pytest.mark.gpu2
 @OTHERS
 def test_training_is_bit_for_bit_that_of_the_caching_allocator(other: str) -> None:
-    task, recipe = TASKS["llama"], Recipe(num_steps=20, num_microbatches=2, max_norm=1.0)
+    task, recipe = TASKS["llama"], TrainingSettings(num_steps=20, num_microbatches=2, max_norm=1.0)
 
     def traces() -> list[Trace]:
         use_repeatable_kernels()

@@ -16,7 +16,7 @@ from lamella_buffers import CachingAllocator, NcclTransport, Payload, WindowAllo
 from lamella_buffers.testing import check_allocator
 from lamella_engine import ZERO2, ZERO3, AxisPlacement, MixedPrecisionPolicy, ShardingOptions, fully_shard
 from lamella_engine.testing import require_unit
-from lamella_integration.tasks import TASKS, Recipe, shard, train
+from lamella_integration.tasks import TASKS, TrainingSettings, shard, train
 from lamella_testing import run_ranks
 
 MANY_RANKS = pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_units_gather_so_by_default_and_by_rings_when_told(num_ranks: int) -> No
 @MANY_RANKS
 def test_training_is_that_of_rings(num_ranks: int) -> None:
     """Bit by bit."""
-    recipe = Recipe(num_steps=8)
+    recipe = TrainingSettings(num_steps=8)
 
     def check() -> None:
         from lamella_integration.repeatable import use_repeatable_kernels
@@ -185,7 +185,7 @@ def test_training_is_that_of_rings(num_ranks: int) -> None:
 @pytest.mark.parametrize("stage", [ZERO2, ZERO3], ids=["ZERO2", "ZERO3"])
 def test_streams_that_are_late_at_random_change_no_bit(num_ranks: int, stage: AxisPlacement) -> None:
     """A missing wait shows as memory read, or written by a peer, too early."""
-    recipe = Recipe(num_steps=100, num_microbatches=2, max_norm=1.0)
+    recipe = TrainingSettings(num_steps=100, num_microbatches=2, max_norm=1.0)
 
     def sharded() -> nn.Module:
         model = LLAMA.model(device=torch.device("cuda", torch.cuda.current_device()))

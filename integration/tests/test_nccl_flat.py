@@ -26,7 +26,7 @@ from lamella_engine import (
 )
 from lamella_integration.collectives import CollectiveCounter
 from lamella_integration.repeatable import use_repeatable_kernels
-from lamella_integration.tasks import TASKS, Recipe, Trace, shard, train
+from lamella_integration.tasks import TASKS, Trace, TrainingSettings, shard, train
 from lamella_layout import Keep
 from lamella_testing import run_ranks
 
@@ -54,7 +54,7 @@ def _assert_close(got: Trace, expected: Trace) -> None:
 
 @MANY_RANKS
 def test_fp32_training_takes_the_steps_of_one_unsharded_gpu(num_ranks: int) -> None:
-    recipe = Recipe(num_steps=8, max_norm=1.0)
+    recipe = TrainingSettings(num_steps=8, max_norm=1.0)
 
     def unsharded() -> dict[str, Trace]:
         return {name: train(task, task.model(device=_cuda()), recipe) for name, task in TASKS.items()}
@@ -78,7 +78,7 @@ def test_fp32_training_takes_the_steps_of_one_unsharded_gpu(num_ranks: int) -> N
 @MANY_RANKS
 def test_bf16_training_takes_the_steps_of_the_even_layout(num_ranks: int) -> None:
     """Bit by bit on two ranks, since a sum has a single order; see test_nccl. Without clipping, since norms differ."""
-    recipe = Recipe(num_steps=8, foreach=False)
+    recipe = TrainingSettings(num_steps=8, foreach=False)
     tolerance = 0.0 if num_ranks == 2 else 2 * recipe.learning_rate
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
@@ -111,7 +111,7 @@ WAYS: dict[str, Options] = {
 @pytest.mark.gpu4
 @pytest.mark.parametrize("way", WAYS)
 def test_every_stage_takes_the_steps_of_one_unsharded_gpu(way: str) -> None:
-    task, recipe = TASKS["odd"], Recipe(num_steps=8, max_norm=1.0)
+    task, recipe = TASKS["odd"], TrainingSettings(num_steps=8, max_norm=1.0)
     [expected] = run_ranks(lambda: train(task, task.model(device=_cuda()), recipe), 1, device="cuda")
 
     def sharded() -> Trace:
@@ -129,9 +129,9 @@ def test_a_unit_is_one_gather_and_one_reduction(num_ranks: int) -> None:
 
     def counted(keep: Keep | None) -> dict[str, int]:
         model = shard(task.model(device=_cuda()), fully_shard, options=ShardingOptions(keep_together=keep))
-        train(task, model, Recipe(num_steps=1))  # the order is learned
+        train(task, model, TrainingSettings(num_steps=1))  # the order is learned
         with CollectiveCounter() as counter:
-            train(task, model, Recipe(num_steps=1))
+            train(task, model, TrainingSettings(num_steps=1))
         counts = counter.counts()
         return {kind: counts[kind] for kind in ("all_gather", "reduce_scatter")}
 

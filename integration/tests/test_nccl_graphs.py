@@ -19,7 +19,7 @@ from lamella_integration.profile import PROOF, profile_steps
 from lamella_integration.tasks import TASKS, shard, unsharded
 from lamella_optim import _overlap, capture_step, overlap_optimizer
 from lamella_testing import run_ranks
-from lamella_trace import Kernel, Kind
+from lamella_trace import Kernel, KernelKind
 
 ALL_RANKS = pytest.mark.parametrize(
     "num_ranks", [pytest.param(num, marks=getattr(pytest.mark, f"gpu{num}")) for num in (1, 2, 4)]
@@ -229,8 +229,10 @@ def test_copies_of_a_replay_are_rows_and_hide_behind_compute(num_ranks: int) -> 
     for kernels, rows in run_ranks(_captured_kernels, num_ranks, device="cuda"):
         assert rows.moved_nbytes == rows.row_nbytes
         assert 0 < rows.num_rows < rows.num_moves
-        copies = [kernel for kernel in kernels if "memcpy" in kernel.name.lower() and kernel.kind is not Kind.TRANSFER]
-        computing = [kernel for kernel in kernels if kernel.kind in (Kind.MATMUL, Kind.ATTENTION)]
+        copies = [
+            kernel for kernel in kernels if "memcpy" in kernel.name.lower() and kernel.kind is not KernelKind.TRANSFER
+        ]
+        computing = [kernel for kernel in kernels if kernel.kind in (KernelKind.MATMUL, KernelKind.ATTENTION)]
         names = sorted({kernel.name for kernel in copies})
         assert len(copies) >= rows.num_rows, f"{len(copies)} copies in the replays, of {names}"
         hidden = [a for a in copies if any(a.start_us < b.end_us and b.start_us < a.end_us for b in computing)]

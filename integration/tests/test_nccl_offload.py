@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from lamella_engine import CPUOffloadPolicy, MixedPrecisionPolicy, find_nonfinite, fully_shard, parameter_norms
 from lamella_integration.llama import Llama, LlamaConfig, next_token_loss
-from lamella_integration.tasks import TASKS, Recipe, Task, Trace, shard, train
+from lamella_integration.tasks import TASKS, Task, Trace, TrainingSettings, shard, train
 from lamella_optim import clip_grad_norm_
 from lamella_testing import run_ranks
 
@@ -41,7 +41,7 @@ def _offloaded(task: Task, *, pin_memory: bool = True, **options: Any) -> Any:
     return shard(task.model(device=_cuda()), fully_shard, offload_policy=CPUOffloadPolicy(pin_memory), **options)
 
 
-def _train(task: Task, model: Any, recipe: Recipe) -> Trace:
+def _train(task: Task, model: Any, recipe: TrainingSettings) -> Trace:
     """Train as `tasks.train` does, with weights on the host, where NCCL cannot gather, and the batch on the GPU."""
     trace = Trace()
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate)
@@ -77,7 +77,7 @@ def _assert_close(got: Trace, expected: Trace) -> None:
     torch.testing.assert_close(got.weights, expected.weights, rtol=0.0, atol=1e-3)
 
 
-def _unsharded(recipe: Recipe) -> list[Trace]:
+def _unsharded(recipe: TrainingSettings) -> list[Trace]:
     [traces] = run_ranks(
         lambda: [train(task, task.model(device=_cuda()), recipe) for task in (LLAMA, ODD)], 1, device="cuda"
     )
@@ -93,7 +93,7 @@ def _unsharded(recipe: Recipe) -> list[Trace]:
 def test_fp32_training_takes_the_steps_of_one_unsharded_gpu(
     num_ranks: int, pin_memory: bool, reduces_each: bool
 ) -> None:
-    recipe = Recipe(num_steps=8, num_microbatches=2, reduce_every_microbatch=reduces_each, max_norm=1.0)
+    recipe = TrainingSettings(num_steps=8, num_microbatches=2, reduce_every_microbatch=reduces_each, max_norm=1.0)
 
     def traces() -> list[Trace]:
         return [_train(task, _offloaded(task, pin_memory=pin_memory), recipe) for task in (LLAMA, ODD)]
@@ -107,7 +107,7 @@ def test_fp32_training_takes_the_steps_of_one_unsharded_gpu(
 @pytest.mark.gpu4
 @pytest.mark.parametrize("way", HERE)
 def test_every_stage_takes_the_steps_of_one_unsharded_gpu(way: str) -> None:
-    recipe = Recipe(num_steps=8, num_microbatches=2, max_norm=1.0)
+    recipe = TrainingSettings(num_steps=8, num_microbatches=2, max_norm=1.0)
     expected = _unsharded(recipe)
 
     def traces() -> list[Trace]:
@@ -120,7 +120,7 @@ def test_every_stage_takes_the_steps_of_one_unsharded_gpu(way: str) -> None:
 
 @pytest.mark.gpu2
 def test_some_units_may_rest_on_the_cpu_and_others_not() -> None:
-    recipe = Recipe(num_steps=8, max_norm=1.0)
+    recipe = TrainingSettings(num_steps=8, max_norm=1.0)
 
     def traces() -> list[Trace]:
         measured = []
@@ -148,7 +148,7 @@ def test_some_units_may_rest_on_the_cpu_and_others_not() -> None:
 @pytest.mark.parametrize("way", HERE)
 def test_copies_that_are_late_at_random_change_no_bit(way: str) -> None:
     """A missing wait shows as gradients read, or shards written, too early."""
-    recipe = Recipe(num_steps=100, num_microbatches=2, max_norm=1.0)
+    recipe = TrainingSettings(num_steps=100, num_microbatches=2, max_norm=1.0)
 
     def sharded() -> Any:
         return _offloaded(LLAMA, mp_policy=BF16, **WAYS[way]())

@@ -19,15 +19,15 @@ from lamella_engine.testing import streams_of
 from lamella_integration.backends import BACKENDS, Workload
 from lamella_integration.profile import NUM_STEPS, NUM_TOKENS, PROOF, profile_steps
 from lamella_integration.repeatable import use_repeatable_kernels
-from lamella_integration.tasks import Recipe, Trace, shard, train
+from lamella_integration.tasks import Trace, TrainingSettings, shard, train
 from lamella_optim import overlap_optimizer
 from lamella_testing import run_ranks
-from lamella_trace import Kernel, Kind
+from lamella_trace import Kernel, KernelKind
 
 HERE = [way for way in WAYS if way not in ("HSDP, ZERO2", "HSDP, ZERO3")]
 NUM_STRESSED_STEPS = 200
 # The last of several microbatches alone is reduced: weights may not move before.
-RECIPE = Recipe(num_steps=NUM_STRESSED_STEPS, num_microbatches=2, reduce_every_microbatch=False)
+RECIPE = TrainingSettings(num_steps=NUM_STRESSED_STEPS, num_microbatches=2, reduce_every_microbatch=False)
 
 
 def _sharded(way: str) -> nn.Module:
@@ -97,9 +97,9 @@ def test_each_flavour_has_the_same_state_as_without(flavour: dict[str, Any]) -> 
         assert overlapped == without
 
 
-def _num_hidden(kernels: list[Kernel], kinds: Collection[Kind]) -> int:
+def _num_hidden(kernels: list[Kernel], kinds: Collection[KernelKind]) -> int:
     """How many kernels of some kinds run while the optimizer does."""
-    updates = [kernel for kernel in kernels if kernel.kind is Kind.OPTIMIZER]
+    updates = [kernel for kernel in kernels if kernel.kind is KernelKind.OPTIMIZER]
     communication = [kernel for kernel in kernels if kernel.kind in kinds]
     return sum(any(a.start_us < b.end_us and b.start_us < a.end_us for b in updates) for a in communication)
 
@@ -124,7 +124,7 @@ def test_the_first_gather_of_forward_runs_beside_the_optimizer() -> None:
     def profiles() -> tuple[list[Kernel], ...]:
         return tuple(_profile_of_steps_that_start_together(overlap_optimizer=overlap) for overlap in ("false", "true"))
 
-    gathers = {Kind.COLLECTIVE, Kind.ALL_GATHER}  # copies to peers are collectives without a name
+    gathers = {KernelKind.COLLECTIVE, KernelKind.ALL_GATHER}  # copies to peers are collectives without a name
     for without, hidden in run_ranks(profiles, 2, device="cuda"):
         assert _num_hidden(without, gathers) == 0
         assert _num_hidden(hidden, gathers) > 0
@@ -155,11 +155,11 @@ def test_a_step_updates_parameters_while_the_last_gradients_are_being_reduced() 
 
     for punctual, late in run_ranks(profiles, 2, device="cuda"):
         for kernels, waits in ((punctual, False), (late, True)):
-            updates = [kernel for kernel in kernels if kernel.kind is Kind.OPTIMIZER]
+            updates = [kernel for kernel in kernels if kernel.kind is KernelKind.OPTIMIZER]
             sleeps = [kernel for kernel in kernels if "spin_kernel" in kernel.name]
             assert len(sleeps) == NUM_STEPS
             # From the backward's last product on: the reduction before the sleep takes as long as the slower rank.
-            products = [kernel.end_us for kernel in kernels if kernel.kind is Kind.MATMUL]
+            products = [kernel.end_us for kernel in kernels if kernel.kind is KernelKind.MATMUL]
             starts = [max(end for end in products if end <= kernel.start_us) for kernel in sleeps]
             ends = [kernel.end_us for kernel in sleeps]
             during = [u for u in updates if any(a <= u.start_us < b for a, b in zip(starts, ends, strict=True))]

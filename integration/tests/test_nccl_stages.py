@@ -11,7 +11,7 @@ from torch import nn
 from lamella_buffers import MemPoolAllocator, PoolAllocator
 from lamella_engine import MixedPrecisionPolicy, ShardingOptions, fully_shard
 from lamella_integration.reference import ReferenceModel
-from lamella_integration.tasks import Recipe, Task, Trace, shard, train
+from lamella_integration.tasks import Task, Trace, TrainingSettings, shard, train
 from lamella_testing import run_ranks
 
 pytestmark = pytest.mark.gpu4
@@ -31,7 +31,7 @@ def _model(task: Task) -> ReferenceModel:
 @EVERY_WAY
 @pytest.mark.parametrize("reduces_each", [True, False], ids=["reduce_each", "reduce_last"])
 def test_it_takes_the_steps_of_one_unsharded_gpu(way: str, reduces_each: bool) -> None:
-    recipe = Recipe(num_steps=8, num_microbatches=2, reduce_every_microbatch=reduces_each, max_norm=1.0)
+    recipe = TrainingSettings(num_steps=8, num_microbatches=2, reduce_every_microbatch=reduces_each, max_norm=1.0)
 
     def unsharded() -> list[Trace]:
         return [train(task, _model(task), recipe) for task in (LLAMA, ODD)]
@@ -58,7 +58,7 @@ NUM_STRESSED_STEPS = 200
 )  # torch warns for tokens as input; the hook fires nevertheless
 def test_streams_that_are_late_at_random_change_no_bit(way: str) -> None:
     """A missing wait shows as memory read or freed too early."""
-    recipe = Recipe(num_steps=NUM_STRESSED_STEPS, num_microbatches=2, max_norm=1.0)
+    recipe = TrainingSettings(num_steps=NUM_STRESSED_STEPS, num_microbatches=2, max_norm=1.0)
 
     def sharded() -> nn.Module:
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)

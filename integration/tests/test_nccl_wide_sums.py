@@ -19,11 +19,11 @@ from lamella_integration.collectives import CollectiveCounter
 from lamella_integration.llama import Llama, LlamaConfig, next_token_loss
 from lamella_integration.profile import PROOF, parameter_sizes, profile_steps
 from lamella_integration.repeatable import use_repeatable_kernels
-from lamella_integration.tasks import TASKS, Recipe, Trace, shard, train
+from lamella_integration.tasks import TASKS, Trace, TrainingSettings, shard, train
 from lamella_integration.trace import check_zero_copy
 from lamella_layout import EvenLayout
 from lamella_testing import run_ranks
-from lamella_trace import Kind, streams_of
+from lamella_trace import KernelKind, streams_of
 
 MANY_RANKS = pytest.mark.parametrize(
     "num_ranks", [pytest.param(2, marks=pytest.mark.gpu2), pytest.param(4, marks=pytest.mark.gpu4)]
@@ -98,7 +98,9 @@ def test_training_takes_the_steps_of_a_wire_that_is_as_wide_as_the_sum(
     num_ranks: int, reduces_each: bool, has_own_communicator: bool
 ) -> None:
     """Bit by bit on two ranks, since a sum has a single order; see test_nccl."""
-    recipe = Recipe(num_steps=10, num_microbatches=2 if num_ranks == 2 else 1, reduce_every_microbatch=reduces_each)
+    recipe = TrainingSettings(
+        num_steps=10, num_microbatches=2 if num_ranks == 2 else 1, reduce_every_microbatch=reduces_each
+    )
     loss_tolerance, weight_tolerance = (0.0, 0.0) if num_ranks == 2 else (2**-8, 2 * recipe.learning_rate)
 
     def traces() -> list[tuple[Trace, Trace]]:
@@ -129,7 +131,7 @@ def test_training_takes_the_steps_of_a_wire_that_is_as_wide_as_the_sum(
 )  # torch warns for tokens as input; the hook fires nevertheless
 def test_streams_that_are_late_at_random_change_no_bit(way: str) -> None:
     """A missing wait shows as memory read or freed too early. Two runs also show that sums are repeatable."""
-    recipe = Recipe(num_steps=100, max_norm=1.0)
+    recipe = TrainingSettings(num_steps=100, max_norm=1.0)
 
     def traces() -> tuple[Trace, Trace]:
         use_repeatable_kernels()
@@ -228,12 +230,12 @@ def test_exchanges_have_the_stream_of_reductions_and_copy_nothing(num_ranks: int
         workload = Workload(config=PROOF, device=_cuda(), reduce_dtype=torch.float32)
         kernels = profile_steps(BACKENDS["lamella"](workload), *workload.batch(num_tokens))
         check_zero_copy(kernels, parameter_sizes(workload, num_tokens))
-        pushes = streams_of(kernels, Kind.COLLECTIVE)  # gathers' and exchanges' copies to peers
+        pushes = streams_of(kernels, KernelKind.COLLECTIVE)  # gathers' and exchanges' copies to peers
         sums = [kernel for kernel in kernels if kernel.name == "_add_up"]
         assert len(pushes) == 2
         assert len({kernel.stream for kernel in sums} & pushes) == 1
-        assert not pushes & streams_of(kernels, Kind.MATMUL, Kind.ATTENTION, Kind.OPTIMIZER)
-        assert not streams_of(kernels, Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_TO_ALL)
+        assert not pushes & streams_of(kernels, KernelKind.MATMUL, KernelKind.ATTENTION, KernelKind.OPTIMIZER)
+        assert not streams_of(kernels, KernelKind.ALL_GATHER, KernelKind.REDUCE_SCATTER, KernelKind.ALL_TO_ALL)
         assert len(sums) == 2 * (PROOF.num_layers + 1), "one kernel for a unit, in each of two steps"
 
     run_ranks(check, num_ranks, device="cuda")

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from lamella_engine import MixedPrecisionPolicy, fully_shard
 from lamella_integration.llama import Block, Llama
 from lamella_integration.reference import ReferenceModel, init_weights
-from lamella_integration.tasks import TASKS, Recipe, Trace, shard, train, unsharded
+from lamella_integration.tasks import TASKS, Trace, TrainingSettings, shard, train, unsharded
 from lamella_optim import overlap_optimizer
 from lamella_testing import run_ranks
 
@@ -42,7 +42,7 @@ def _leave(model: ReferenceModel) -> None:
 
 
 def _check_against_one_process(
-    name: str, num_ranks: int, recipe: Recipe, prepare: Callable[[ReferenceModel], None] = _leave
+    name: str, num_ranks: int, recipe: TrainingSettings, prepare: Callable[[ReferenceModel], None] = _leave
 ) -> Trace:
     task = TASKS[name]
 
@@ -62,19 +62,19 @@ def _check_against_one_process(
 
 @pytest.mark.parametrize(("name", "num_ranks"), SOME_RANKS)
 def test_fp32_training_takes_the_steps_of_one_process(name: str, num_ranks: int) -> None:
-    _check_against_one_process(name, num_ranks, Recipe())
+    _check_against_one_process(name, num_ranks, TrainingSettings())
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("reduce_every_microbatch", [True, False])
 def test_microbatches_accumulate_as_in_one_process(num_ranks: int, reduce_every_microbatch: bool) -> None:
-    recipe = Recipe(num_steps=8, num_microbatches=2, reduce_every_microbatch=reduce_every_microbatch)
+    recipe = TrainingSettings(num_steps=8, num_microbatches=2, reduce_every_microbatch=reduce_every_microbatch)
     _check_against_one_process("llama", num_ranks, recipe)
 
 
 @pytest.mark.parametrize(("name", "num_ranks"), [("odd", 1), ("tied", 2), ("odd", 4)])
 def test_gradients_are_clipped_to_the_norm_of_one_process(name: str, num_ranks: int) -> None:
-    expected = _check_against_one_process(name, num_ranks, Recipe(num_steps=8, max_norm=0.1))
+    expected = _check_against_one_process(name, num_ranks, TrainingSettings(num_steps=8, max_norm=0.1))
     assert min(expected.grad_norms) > 0.1, "Nothing was clipped."
 
 
@@ -83,7 +83,7 @@ def test_gradients_are_clipped_to_the_norm_of_one_process(name: str, num_ranks: 
 def test_a_step_that_hides_the_ends_of_the_next_pass_changes_no_bit(name: str, late_gradients: bool) -> None:
     task = TASKS[name]
     # Torch's own clipping looks at gradients when backward is over.
-    recipe = Recipe(num_steps=6, num_microbatches=2, max_norm=None if late_gradients else 0.1)
+    recipe = TrainingSettings(num_steps=6, num_microbatches=2, max_norm=None if late_gradients else 0.1)
 
     def traces() -> tuple[Trace, Trace]:
         overlap = partial(overlap_optimizer, late_gradients=late_gradients)
@@ -104,7 +104,7 @@ def _freeze_parts(model: ReferenceModel) -> None:
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_frozen_parts_stay_and_the_rest_learns_as_in_one_process(num_ranks: int) -> None:
-    expected = _check_against_one_process("llama", num_ranks, Recipe(), _freeze_parts)
+    expected = _check_against_one_process("llama", num_ranks, TrainingSettings(), _freeze_parts)
     initial = TASKS["llama"].model()
     for name in ("embedding.weight", "blocks.0.attention.query.weight", "blocks.1.ffn.up.weight"):
         assert torch.equal(expected.weights[name], initial.get_parameter(name))
@@ -156,7 +156,7 @@ def test_bf16_training_equals_torch_fsdp2_bit_by_bit(name: str, num_ranks: int, 
     if torch.__version__ >= "2.15" and reduce_dtype is torch.float32 and name != "odd":  # which has no norms
         pytest.skip("Since torch 2.15 autograd makes FSDP2's gradients in fp32: those of norms keep more bits.")
     task = TASKS[name]
-    recipe = Recipe(num_steps=6, max_norm=1.0)
+    recipe = TrainingSettings(num_steps=6, max_norm=1.0)
     loss_tolerance, weight_tolerance = 0.0, 0.0
     if num_ranks == 4 and reduce_dtype is torch.float32:
         loss_tolerance, weight_tolerance = 1e-4, recipe.learning_rate / 10

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from lamella_testing import RankFailure, RankTimeout, Team, _team
-from lamella_testing._ranks import Rank, start
+from lamella_testing._ranks import RankProcess, start
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def test_new_ranks_replace_ranks_that_failed(team: Team) -> None:
 
 
 def test_a_team_with_a_rank_that_cannot_start_is_refused(team: Team, monkeypatch: pytest.MonkeyPatch) -> None:
-    def start_but_one(rank: int, *args: Any) -> Rank:
+    def start_but_one(rank: int, *args: Any) -> RankProcess:
         if rank == 1:
             raise OSError("no process left")
         return start(rank, *args)

@@ -36,7 +36,7 @@ from lamella_integration.llama import SIZES, LlamaConfig, num_flops_per_token
 from lamella_integration.phases import host_seconds, phases_of
 from lamella_integration.profile import load_profiler
 from lamella_integration.repeatable import use_repeatable_kernels
-from lamella_integration.report import Failure, HostTime, Measurement, Report
+from lamella_integration.report import BenchmarkReport, Failure, HostTime, Measurement
 from lamella_integration.variants import backend_of, options_of
 
 T = TypeVar("T")
@@ -149,7 +149,7 @@ def _title(values: argparse.Namespace) -> str:
     return ", ".join(part for part, is_so in parts.items() if is_so)
 
 
-def run(options: Options, device: torch.device) -> Report:
+def run(options: Options, device: torch.device) -> BenchmarkReport:
     """Measure every backend in the given order. The default process group must exist.
 
     Effects: collective on the default group; rank 0 writes the report after each backend.
@@ -159,7 +159,7 @@ def run(options: Options, device: torch.device) -> Report:
     if options.has_phases:
         load_profiler(device)
     num_ranks = dist.get_world_size()
-    report = Report(
+    report = BenchmarkReport(
         title=f"{options.title}, {num_ranks} ranks",
         command=f'./dev "bench({num_ranks})" {options.command}',
         environment=_environment(device),
@@ -266,7 +266,7 @@ def _steps(
     training: Training, tokens: torch.Tensor, labels: torch.Tensor, num_steps: int
 ) -> tuple[list[torch.Tensor], list[float]]:
     """Run steps; return their losses and seconds. The host never waits for the device between steps."""
-    clock = _Clock(tokens.device)
+    clock = _Stopwatch(tokens.device)
     losses = []
     clock.mark()
     for _ in range(num_steps):
@@ -275,7 +275,7 @@ def _steps(
     return losses, clock.seconds()
 
 
-class _Clock:
+class _Stopwatch:
     """Times between marks: CUDA events on a GPU, the host's clock on a CPU."""
 
     def __init__(self, device: torch.device) -> None:

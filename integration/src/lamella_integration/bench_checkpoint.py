@@ -45,7 +45,7 @@ _MOST_STEPS: Final = 50
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class CheckpointRow:
     """Seconds of one method of saving and loading, medians; None for figures absent from the method."""
 
     name: str
@@ -66,7 +66,7 @@ class Begun:
 
 
 @dataclass(frozen=True, kw_only=True)
-class State:
+class TrainedState:
     """A sharded model and its optimizer after one step, and each rank's rows of input."""
 
     model: nn.Module
@@ -74,7 +74,7 @@ class State:
     rows: torch.Tensor
 
     @classmethod
-    def build(cls, num_layers: int, device: torch.device, *, width: int = 1024, num_rows: int = 64) -> "State":
+    def build(cls, num_layers: int, device: torch.device, *, width: int = 1024, num_rows: int = 64) -> "TrainedState":
         """Build the state. Effects: collective over all ranks."""
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Linear(width, width, bias=False, device=device) for _ in range(num_layers)))
@@ -108,26 +108,26 @@ class State:
         return {name: value.to_local() for name, value in flat.items() if isinstance(value, DTensor)}
 
 
-_FIGURES: Final = [field.name for field in fields(Row) if field.name != "name"]
+_FIGURES: Final = [field.name for field in fields(CheckpointRow) if field.name != "name"]
 
 
-class Bench:
+class CheckpointBench:
     """The methods of saving and loading, measured in turn on the same state, each in a fresh folder."""
 
-    def __init__(self, state: State, folder: Path) -> None:
+    def __init__(self, state: TrainedState, folder: Path) -> None:
         self._state, self._folder = state, folder
         self._saver = AsyncSaver()
         self.step_s = 0.0
         self.num_steps = 1
         self._host_group = dist.new_group(backend="gloo")  # For DCP's exchange of objects from a thread.
 
-    def rows(self, num_times: int) -> list[Row]:
+    def rows(self, num_times: int) -> list[CheckpointRow]:
         """Measure each method `num_times` times, after an uncounted first time.
 
         Effects: collective over all ranks; writes to the folder and finally removes the folder.
         """
         model, optimizer = self._state.model, self._state.optimizer
-        ways: dict[str, Callable[[Path], Row]] = {
+        ways: dict[str, Callable[[Path], CheckpointRow]] = {
             "lamella": self._blocking(
                 lambda path: save(path, model=model, optimizer=optimizer),
                 lambda path: load(path, model=model, optimizer=optimizer),
@@ -140,7 +140,7 @@ class Bench:
             "lamella, in the background": self._in_background(self._begin_lamella),
             "torch DCP, in the background": self._in_background(self._begin_dcp),
         }
-        rows_by_way: dict[str, list[Row]] = {name: [] for name in ways}
+        rows_by_way: dict[str, list[CheckpointRow]] = {name: [] for name in ways}
         for index in range(num_times + 1):
             if index == 1:
                 self._choose_window(rows_by_way["lamella"][0].save_s or 0.0)
@@ -151,16 +151,18 @@ class Bench:
         self._make_room(again=False)
         return [_median(name, rows[1:]) for name, rows in rows_by_way.items()]
 
-    def _blocking(self, write: Callable[[Path], object], read: Callable[[Path], object]) -> Callable[[Path], Row]:
-        def measure(path: Path) -> Row:
-            return Row(name="", save_s=_slowest(partial(write, path)), load_s=_slowest(partial(read, path)))
+    def _blocking(
+        self, write: Callable[[Path], object], read: Callable[[Path], object]
+    ) -> Callable[[Path], CheckpointRow]:
+        def measure(path: Path) -> CheckpointRow:
+            return CheckpointRow(name="", save_s=_slowest(partial(write, path)), load_s=_slowest(partial(read, path)))
 
         return measure
 
-    def _in_background(self, begin: Callable[[Path], Begun]) -> Callable[[Path], Row]:
+    def _in_background(self, begin: Callable[[Path], Begun]) -> Callable[[Path], CheckpointRow]:
         """Return a function to measure the background saves started by `begin`."""
 
-        def measure(path: Path) -> Row:
+        def measure(path: Path) -> CheckpointRow:
             saves: list[tuple[float, float, Begun, Future[float]]] = []
 
             def save_and_train() -> None:
@@ -176,7 +178,7 @@ class Bench:
                 [(began, called, begun, completed)] = saves
                 seconds = [called - began, begun.held_seconds(), completed.result() - began]
             call_s, held_s, complete_s = map(_over_ranks, seconds)
-            return Row(name="", stall_s=stall, call_s=call_s, held_s=held_s, complete_s=complete_s)
+            return CheckpointRow(name="", stall_s=stall, call_s=call_s, held_s=held_s, complete_s=complete_s)
 
         return measure
 
@@ -239,15 +241,15 @@ def _over_ranks(seconds: float) -> float:
     return float(max(every))
 
 
-def _median(name: str, rows: Sequence[Row]) -> Row:
+def _median(name: str, rows: Sequence[CheckpointRow]) -> CheckpointRow:
     def median(figure: str) -> float | None:
         seconds = [getattr(row, figure) for row in rows]
         return None if None in seconds else statistics.median(seconds)
 
-    return Row(name=name, **{figure: median(figure) for figure in _FIGURES})
+    return CheckpointRow(name=name, **{figure: median(figure) for figure in _FIGURES})
 
 
-def table(rows: Sequence[Row]) -> str:
+def table(rows: Sequence[CheckpointRow]) -> str:
     """Return the rows in Markdown."""
 
     def text(seconds: float | None) -> str:
@@ -277,8 +279,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     num_layers = max(1, round(values.mib / layer_mib))
     torch.set_float32_matmul_precision("high")
     with process_group(values.device) as device:
-        state = State.build(num_layers, device, width=values.width, num_rows=values.rows)
-        bench = Bench(state, values.folder / "checkpoints")
+        state = TrainedState.build(num_layers, device, width=values.width, num_rows=values.rows)
+        bench = CheckpointBench(state, values.folder / "checkpoints")
         rows = bench.rows(values.times)
         if dist.get_rank() == 0:
             print(f"{num_layers * layer_mib:.0f} MiB on {dist.get_world_size()} ranks", end=", ")

@@ -22,7 +22,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
 
-from lamella_integration.estimate_ranks import Ranks
+from lamella_integration.estimate_ranks import RankProcesses
 from lamella_integration.estimate_rows import drawn_rows, fixed_rows
 from lamella_integration.launch import leave
 
@@ -34,7 +34,7 @@ _LAST_S: Final = 20.0
 
 
 @dataclass(kw_only=True)
-class Row:
+class EstimateRow:
     """A row of the table.
 
     Attributes:
@@ -104,14 +104,14 @@ def main() -> None:
     names = fixed_rows() if options.fixed else []
     names += drawn_rows(options.seed, options.drawn)
     names.sort(key=lambda name: "--compile" in name)  # Compilation takes the time of several rows.
-    rows = [Row(name=name) for name in names if not options.rows or any(part in name for part in options.rows)]
+    rows = [EstimateRow(name=name) for name in names if not options.rows or any(part in name for part in options.rows)]
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES")
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # of the estimating processes
     pool = _pool(options)
     printed: set[str] = set()
     with TemporaryDirectory() as folder:
         estimates = {row.name: pool.submit(_estimate, row.name, options, folder) for row in rows}
-        ranks = Ranks(options, Path(folder), gpus, ["--moments"])
+        ranks = RankProcesses(options, Path(folder), gpus, ["--moments"])
         print(_HEADER, flush=True)
         try:
             for row in rows:
@@ -170,13 +170,13 @@ def _estimate(name: str, options: argparse.Namespace, folder: str) -> tuple[dict
     return values, time.monotonic() - start
 
 
-def _measure(row: Row, ranks: Ranks) -> None:
+def _measure(row: EstimateRow, ranks: RankProcesses) -> None:
     measurement = ranks.measure(row.name)
     row.measured, row.seconds["steps"] = measurement.records, measurement.seconds
     row.errors += measurement.errors
 
 
-def _finish(rows: Sequence[Row], estimates: Mapping[str, Future[Any]], end: float) -> None:
+def _finish(rows: Sequence[EstimateRow], estimates: Mapping[str, Future[Any]], end: float) -> None:
     """Take over the estimates that end before a time of the monotonic clock."""
     for row in rows:
         future = estimates[row.name]
@@ -191,7 +191,7 @@ def _finish(rows: Sequence[Row], estimates: Mapping[str, Future[Any]], end: floa
             row.errors.append(f"estimate: {type(error).__name__}: {str(error).strip()[:600]}")
 
 
-def _print_ended(rows: Sequence[Row], printed: set[str]) -> None:
+def _print_ended(rows: Sequence[EstimateRow], printed: set[str]) -> None:
     """Print the rows whose estimate has ended, once."""
     for row in rows:
         if "estimate" in row.seconds and row.name not in printed:
@@ -199,7 +199,7 @@ def _print_ended(rows: Sequence[Row], printed: set[str]) -> None:
             print(row.line(), row.detail(), sep="\n", flush=True)
 
 
-def _write(out: Path | None, rows: Sequence[Row], options: argparse.Namespace) -> None:
+def _write(out: Path | None, rows: Sequence[EstimateRow], options: argparse.Namespace) -> None:
     if out is None:
         return
     settings = {name: value for name, value in vars(options).items() if name != "out"}
@@ -212,7 +212,7 @@ def _write(out: Path | None, rows: Sequence[Row], options: argparse.Namespace) -
     staged.replace(out)
 
 
-def _summary(rows: Sequence[Row]) -> str:
+def _summary(rows: Sequence[EstimateRow]) -> str:
     differences = [row.difference for row in rows if row.difference is not None]
     if not differences:
         return "no row has an estimate and a measured peak"

@@ -23,7 +23,7 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any, Final
 
-from lamella_integration.estimate_ranks import Ranks
+from lamella_integration.estimate_ranks import RankProcesses
 from lamella_integration.launch import leave
 
 _GIB: Final = 1 << 30
@@ -135,7 +135,7 @@ def main() -> None:
     grid = [Setting(flags=flags) for flags in _grid() if not options.settings or flags in options.settings]
     with TemporaryDirectory() as folder:
         budgets = pool.submit(_budgets, options, folder)
-        ranks = Ranks(options, Path(folder), gpus)
+        ranks = RankProcesses(options, Path(folder), gpus)
         choices: list[Future[Any]] = []
         try:
             print(_SETTINGS, flush=True)
@@ -221,7 +221,11 @@ def _choice(nbytes: int, options: argparse.Namespace, folder: str) -> dict[str, 
 
 
 def _compare(
-    budget: Budget, choice: "Future[dict[str, Any]]", grid: Sequence[Setting], ranks: Ranks, options: argparse.Namespace
+    budget: Budget,
+    choice: "Future[dict[str, Any]]",
+    grid: Sequence[Setting],
+    ranks: RankProcesses,
+    options: argparse.Namespace,
 ) -> None:
     """Let the choice and the fastest hand setting that fits take turns within the budget."""
     try:
@@ -245,7 +249,9 @@ def _compare(
     print(budget.line(), flush=True)
 
 
-def _measure(setting: Setting, ranks: Ranks, options: argparse.Namespace, limit_nbytes: int | None = None) -> None:
+def _measure(
+    setting: Setting, ranks: RankProcesses, options: argparse.Namespace, limit_nbytes: int | None = None
+) -> None:
     if limit_nbytes is not None:
         ranks.stop()
     measurement = ranks.measure(f"{options.model} {setting.flags}".strip(), limit_nbytes)

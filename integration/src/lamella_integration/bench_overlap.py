@@ -37,7 +37,7 @@ from torch.profiler import profile as torch_profile
 
 from lamella_integration.bench import BackendFailed, on_every_rank
 from lamella_integration.launch import leave, process_group
-from lamella_integration.overlap_steps import MODES, STAGES, Size, Step, largest_distance
+from lamella_integration.overlap_steps import MODES, STAGES, ModeSteps, Size, largest_distance
 from lamella_integration.profile import load_profiler
 from lamella_trace import overlap_report, read_trace
 
@@ -153,7 +153,7 @@ def _name(size: Size) -> str:
 
 
 def _measure(name: str, size: Size, options: argparse.Namespace) -> dict[str, Any]:
-    step = on_every_rank(lambda: Step(MODES[name], size))
+    step = on_every_rank(lambda: ModeSteps(MODES[name], size))
     try:
         figures = _times(step, size, options.steps)
         is_traced = step.mode.overlaps and not step.mode.is_megatron and size == options.sizes[-1]
@@ -165,7 +165,7 @@ def _measure(name: str, size: Size, options: argparse.Namespace) -> dict[str, An
         step.release()
 
 
-def _times(step: Step, size: Size, num_steps: int) -> dict[str, Any]:
+def _times(step: ModeSteps, size: Size, num_steps: int) -> dict[str, Any]:
     on_every_rank(lambda: _seconds(step, _WARMUP_STEPS))
     if size.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -186,7 +186,7 @@ def _gathered_from_ranks(value: Any) -> list[Any]:
     return gathered
 
 
-def _seconds(step: Step, num_steps: int) -> tuple[list[float], list[float]]:
+def _seconds(step: ModeSteps, num_steps: int) -> tuple[list[float], list[float]]:
     """Take steps; return the losses of the last step's microbatches on this rank, and the seconds of each step."""
     seconds, losses = [], list[torch.Tensor]()
     _synchronize()
@@ -206,7 +206,7 @@ def _synchronize() -> None:
 # -- a trace -----------------------------------------------------------------------------------------------------------
 
 
-def _traced(step: Step, folder: Path, stem: str) -> dict[str, Any]:
+def _traced(step: ModeSteps, folder: Path, stem: str) -> dict[str, Any]:
     """Profile one step; return each rank's hidden share of all-to-alls, and idle share of the step, or the trouble."""
     path = folder / f"{stem}-rank{dist.get_rank()}.json.gz"
 

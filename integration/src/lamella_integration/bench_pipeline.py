@@ -103,7 +103,7 @@ def measure(options: argparse.Namespace, device: torch.device) -> list[PipelineR
     _print_line(_title(device))
     rows = []
     for schedule in options.schedules:
-        bench = _Bench(schedule, options, device)
+        bench = _PipelineBench(schedule, options, device)
         rows.append(bench.row())
         line = json.dumps(asdict(rows[-1]))
         _print_line(line)
@@ -141,7 +141,7 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-class _Bench:
+class _PipelineBench:
     """The stages of a rank under one order, and the prices of all ranks."""
 
     def __init__(self, schedule: str, options: argparse.Namespace, device: torch.device) -> None:

@@ -23,7 +23,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
 
-from lamella_integration.estimate_ranks import Ranks
+from lamella_integration.estimate_ranks import RankProcesses
 from lamella_integration.launch import leave
 
 _TOLERANCE: Final = 0.10
@@ -47,7 +47,7 @@ ROWS: Final = (
 
 
 @dataclass(kw_only=True)
-class Row:
+class PlanRow:
     """A row of the table.
 
     Attributes:
@@ -99,10 +99,10 @@ _HEADER: Final = f"| {' | '.join(_COLUMNS)} |\n|---|--:|--:|--:|--:|--:|---|"
 def main() -> None:
     """Measure and plan the rows, print a table, and write the JSON."""
     options = _options()
-    rows = [Row(name=name) for name in ROWS if not options.rows or any(part in name for part in options.rows)]
+    rows = [PlanRow(name=name) for name in ROWS if not options.rows or any(part in name for part in options.rows)]
     if options.again is not None:
         measured = {row["name"]: row["measured"] for row in json.loads(options.again.read_text())["rows"]}
-        rows = [Row(name=name, measured=measured[name]) for name in measured if measured[name]]
+        rows = [PlanRow(name=name, measured=measured[name]) for name in measured if measured[name]]
     rows.sort(key=lambda row: options.calibrate_on not in row.name)
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES")
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # of the recording processes
@@ -141,12 +141,12 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _measure(rows: Sequence[Row], options: argparse.Namespace, folder: Path, gpus: str | None) -> None:
+def _measure(rows: Sequence[PlanRow], options: argparse.Namespace, folder: Path, gpus: str | None) -> None:
     end = time.monotonic() + options.seconds
     traces = options.traces or folder
     traces.mkdir(parents=True, exist_ok=True)
     flags = ["--profiled", rows[0].name, "--traces", str(traces)]
-    ranks = Ranks(options, folder, gpus, flags, "lamella_integration.plan_peer")
+    ranks = RankProcesses(options, folder, gpus, flags, "lamella_integration.plan_peer")
     try:
         for row in rows:
             if time.monotonic() > end:
@@ -177,7 +177,7 @@ def recorded(name: str, options: argparse.Namespace, folder: str) -> Any:
 
 
 def _plan(
-    rows: Sequence[Row], works: Mapping[str, Future[Any]], trace: Path | None, options: argparse.Namespace
+    rows: Sequence[PlanRow], works: Mapping[str, Future[Any]], trace: Path | None, options: argparse.Namespace
 ) -> dict[str, Any]:
     """Plan each row whose works were recorded; return the fitted rates."""
     from lamella.testing import calibrate, plan_of, read_cluster
@@ -202,7 +202,7 @@ def _plan(
     return fitted
 
 
-def _write(out: Path | None, rows: Sequence[Row], options: argparse.Namespace, fitted: Mapping[str, Any]) -> None:
+def _write(out: Path | None, rows: Sequence[PlanRow], options: argparse.Namespace, fitted: Mapping[str, Any]) -> None:
     if out is None:
         return
     settings = {name: str(option) for name, option in vars(options).items() if name != "out"}
@@ -216,7 +216,7 @@ def _write(out: Path | None, rows: Sequence[Row], options: argparse.Namespace, f
     staged.replace(out)
 
 
-def _summary(rows: Sequence[Row]) -> list[str]:
+def _summary(rows: Sequence[PlanRow]) -> list[str]:
     """Return the rows within the tolerance but the calibrated row, and the pairs in another order than measured."""
     compared = [row for row in rows if row.difference is not None]
     predicted = [row for row in compared if row is not rows[0]]

@@ -28,7 +28,7 @@ _C10D = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Collective:
+class CollectiveCall:
     """One call, which may group many tensors. Exceptions are NCCL's exchanges: each tensor of a group is one call."""
 
     kind: str
@@ -46,7 +46,7 @@ class CollectiveCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.calls: list[Collective] = []
+        self.calls: list[CollectiveCall] = []
 
     def __enter__(self) -> Self:
         push_into, exchange = CopyEngineTransport.push_into, CopyEngineTransport._exchange
@@ -91,7 +91,7 @@ class CollectiveCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return sum(call.nbytes for call in self.calls if call.kind == kind)
 
     @property
-    def reductions(self) -> list[Collective]:
+    def reductions(self) -> list[CollectiveCall]:
         """The gradients' reductions: reduce-scatters, and exchanges, whose receivers add up the pieces."""
         return [call for call in self.calls if call.kind in ("reduce_scatter", "all_to_all")]
 
@@ -109,7 +109,7 @@ class CollectiveCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _add(self, kind: str, tensors: Sequence[torch.Tensor]) -> None:
         self.calls.append(
-            Collective(
+            CollectiveCall(
                 kind=kind,
                 dtype=tensors[0].dtype if tensors else torch.uint8,
                 num_tensors=len(tensors),

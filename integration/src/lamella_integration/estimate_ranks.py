@@ -21,7 +21,7 @@ _START_S: Final = 60.0
 
 
 @dataclass(kw_only=True)
-class Measurement:
+class MeasuredSteps:
     """The steps of a row.
 
     Attributes:
@@ -35,7 +35,7 @@ class Measurement:
     seconds: float = 0.0
 
 
-class Ranks:
+class RankProcesses:
     """The processes of the ranks, for steps of the rows in turn; fresh processes after a failure.
 
     Args:
@@ -60,7 +60,7 @@ class Ranks:
         self._lines: Queue[str | None] = Queue()
         self._is_fresh = True
 
-    def measure(self, row: str, limit_nbytes: int | None = None) -> Measurement:
+    def measure(self, row: str, limit_nbytes: int | None = None) -> MeasuredSteps:
         """Wait for the record of a row.
 
         Args:
@@ -72,7 +72,7 @@ class Ranks:
         start = time.monotonic()
         timeout_s = self._options.row_timeout + (_START_S if self._is_fresh else 0.0)
         self._send({"row": row, "limit_nbytes": limit_nbytes})
-        measurement = Measurement(records=self._records(row, start + timeout_s))
+        measurement = MeasuredSteps(records=self._records(row, start + timeout_s))
         measurement.seconds = time.monotonic() - start
         self._is_fresh = False
         if not measurement.records:

@@ -118,17 +118,17 @@ def _host_with_copy_engines() -> Iterator[None]:
         yield
 
 
-class _Window(PeerWindow):
+class _SimulatedWindow(PeerWindow):
     """A window in memory from torch's allocator."""
 
     def lending(self) -> AbstractContextManager[None]:
         return nullcontext()
 
 
-class _Windows(WindowAllocator):
+class _SimulatedWindows(WindowAllocator):
     """The real allocator, except that a window keeps its memory, so buffers get the window's address, as on a GPU."""
 
-    def __init__(self, new_window: Callable[[int], _Window]) -> None:
+    def __init__(self, new_window: Callable[[int], _SimulatedWindow]) -> None:
         super().__init__(new_window)
         self._memories: dict[tuple[int, int], torch.UntypedStorage] = {}
 
@@ -148,7 +148,7 @@ class _Windows(WindowAllocator):
             swap_memory(buffer.untyped_storage(), self._memories[key])
 
 
-class _CopyEngineTransport(CopyEngineTransport):
+class _SimulatedTransport(CopyEngineTransport):
     """The real transport, except for offsets in windows: a simulated window has no base address."""
 
     def _offset_of(self, mine: torch.Tensor, window: PeerWindow) -> int:
@@ -159,11 +159,11 @@ def _engines_of(axes: Any) -> CopyEngines | None:
     if axes.shard_group is None:
         return None
 
-    def new_window(nbytes: int) -> _Window:
-        return _Window(nbytes, SimpleNamespace(), (0,) * NUM_RANKS, 1)  # type: ignore[arg-type]
+    def new_window(nbytes: int) -> _SimulatedWindow:
+        return _SimulatedWindow(nbytes, SimpleNamespace(), (0,) * NUM_RANKS, 1)  # type: ignore[arg-type]
 
-    windows, arrivals = (_Windows(new_window) for _ in range(2))
-    transport = _CopyEngineTransport(axes.shard_group, windows, arrivals, new_window(0), torch.device("cpu"))
+    windows, arrivals = (_SimulatedWindows(new_window) for _ in range(2))
+    transport = _SimulatedTransport(axes.shard_group, windows, arrivals, new_window(0), torch.device("cpu"))
     return CopyEngines(windows, transport)
 
 

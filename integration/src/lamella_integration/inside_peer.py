@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
-from lamella_integration.recipe_peer import StepClock
+from lamella_integration.recipe_peer import StepTimer
 from lamella_integration.tool_models import let_accelerate_shard_on_cpus
 
 Arguments = argparse.Namespace
@@ -192,7 +192,7 @@ def main() -> None:
         )
     with TemporaryDirectory() as folder:
         trainer = METHODS[options.method](options, folder)
-        clock = StepClock(options.num_skipped)
+        clock = StepTimer(options.num_skipped)
         trainer.add_callback(clock)
         trainer.train()
     if dist.get_rank() == 0:

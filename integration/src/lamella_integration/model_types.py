@@ -121,7 +121,7 @@ def check_type(model_type: str) -> TypeRow:
             keep_published(published, kept, untrained=(), dtype=torch.float32)
             _export(checkpoint, exported, kept)
             expected = _trained_by_transformers(published)
-            difference = expected.difference(_TrainedModel(losses, _logits(_opened(exported))))
+            difference = expected.difference(_TrainingOutcome(losses, _logits(_opened(exported))))
             sensitivity = 0.0
             if difference > _TOLERANCE:
                 sensitivity = max(expected.difference(_trained_by_transformers(published, seed)) for seed in (1, 2, 3))
@@ -217,19 +217,19 @@ def _export(checkpoint: Path, exported: Path, kept: Path) -> None:
         raise ConfigError(errors.getvalue().strip())
 
 
-class _TrainedModel(NamedTuple):
+class _TrainingOutcome(NamedTuple):
     """The outcome of a training: the losses of all steps, and logits of the trained model."""
 
     losses: list[float]
     logits: torch.Tensor
 
-    def difference(self, other: "_TrainedModel") -> float:
+    def difference(self, other: "_TrainingOutcome") -> float:
         """Return the largest difference of another training's losses and logits, relative to this one's largest."""
         losses = max(abs(a - b) / abs(a) for a, b in zip(self.losses, other.losses, strict=True))
         return max(losses, float((self.logits - other.logits).abs().max() / self.logits.abs().max()))
 
 
-def _trained_by_transformers(published: Path, noise_seed: int | None = None) -> _TrainedModel:
+def _trained_by_transformers(published: Path, noise_seed: int | None = None) -> _TrainingOutcome:
     """Train the unsharded model on the batches of all ranks; with a seed, from weights that differ in the last bit."""
     model: Any = AutoModelForCausalLM.from_pretrained(published, dtype=torch.float32).train()
     if noise_seed is not None:
@@ -253,7 +253,7 @@ def _trained_by_transformers(published: Path, noise_seed: int | None = None) -> 
         optimizer.zero_grad()
     with TemporaryDirectory() as folder:  # Opened from files alike: Youtu forgets a row of the embedding then.
         model.save_pretrained(folder)
-        return _TrainedModel(losses, _logits(_opened(Path(folder))))
+        return _TrainingOutcome(losses, _logits(_opened(Path(folder))))
 
 
 def _opened(folder: Path) -> nn.Module:

@@ -35,7 +35,7 @@ class DelayedLinear(nn.Module):
         """Map rows (..., in) to (..., out); `one_hot` (experts, num_rows, 1) chooses the expert of a row."""
         if not self.is_delayed:
             return _linear(x, self.weight, one_hot)
-        output: torch.Tensor = _Delayed.apply(x, self.weight, one_hot, self)  # type: ignore[no-untyped-call]
+        output: torch.Tensor = _DelayedProduct.apply(x, self.weight, one_hot, self)  # type: ignore[no-untyped-call]
         return output
 
     def backward_dw(self) -> None:
@@ -52,7 +52,7 @@ def _linear(x: torch.Tensor, weight: torch.Tensor, one_hot: torch.Tensor | None)
     return x @ weight.T if one_hot is None else ((x @ weight.mT) * one_hot).sum(0)
 
 
-class _Delayed(torch.autograd.Function):
+class _DelayedProduct(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, one_hot: torch.Tensor | None, layer: DelayedLinear

@@ -101,7 +101,7 @@ class Size:
         return batches
 
 
-class Step:
+class ModeSteps:
     """Take steps of a mode.
 
     Args:

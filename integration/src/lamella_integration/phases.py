@@ -9,7 +9,7 @@ import torch
 from lamella_integration.backends import Backend, Training, Workload
 from lamella_integration.profile import NUM_STEPS, profile_steps
 from lamella_integration.report import Phases
-from lamella_trace import Kind, breakdown
+from lamella_trace import KernelKind, breakdown
 
 THIN_HEAD_DIM = 16
 THIN_NUM_TOKENS = 64
@@ -27,16 +27,16 @@ def phases_of(training: Training, tokens: torch.Tensor, labels: torch.Tensor) ->
     """
     kernels = breakdown(profile_steps(training, tokens, labels, num_warmup_steps=1, has_operators=False))
 
-    def ms(*kinds: Kind) -> float:
+    def ms(*kinds: KernelKind) -> float:
         return sum(kernels.by_kind[kind] for kind in kinds) / NUM_STEPS
 
     return Phases(
         span_ms=kernels.span / NUM_STEPS,
-        compute_ms=ms(Kind.MATMUL, Kind.ATTENTION, Kind.ELEMENTWISE),
+        compute_ms=ms(KernelKind.MATMUL, KernelKind.ATTENTION, KernelKind.ELEMENTWISE),
         collectives_ms=kernels.collectives / NUM_STEPS,
         exposed_ms=kernels.exposed / NUM_STEPS,
-        copies_ms=ms(Kind.COPY, Kind.FILL, Kind.TRANSFER),
-        optimizer_ms=ms(Kind.OPTIMIZER),
+        copies_ms=ms(KernelKind.COPY, KernelKind.FILL, KernelKind.TRANSFER),
+        optimizer_ms=ms(KernelKind.OPTIMIZER),
         idle_ms=kernels.idle / NUM_STEPS,
     )
 

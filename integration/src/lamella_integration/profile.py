@@ -22,7 +22,7 @@ from lamella_integration.launch import leave, process_group
 from lamella_integration.llama import SIZES, Llama, LlamaConfig
 from lamella_integration.trace import ParameterSizes, check_zero_copy
 from lamella_integration.variants import backend_of
-from lamella_trace import Breakdown, Kernel, Kind, breakdown, kernels_of, operators_of, read_trace
+from lamella_trace import Breakdown, Kernel, KernelKind, breakdown, kernels_of, operators_of, read_trace
 
 PROOF = LlamaConfig(dim=1536, num_layers=4, num_heads=12, num_kv_heads=4, ffn_dim=4096, vocab_size=5120)
 PROOF_SMALL = LlamaConfig(dim=96, num_layers=3, num_heads=6, num_kv_heads=2, ffn_dim=256, vocab_size=320)
@@ -127,8 +127,15 @@ def _shard_numel(parameters: Iterable[torch.Tensor], num_ranks: int, padding: in
 
 def markdown(name: str, kernels: Breakdown) -> str:
     """Return a row of the table of phases, in milliseconds per step."""
-    columns = [Kind.MATMUL, Kind.ATTENTION, Kind.ELEMENTWISE, Kind.COPY, Kind.FILL, Kind.OPTIMIZER]
-    columns += [Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_TO_ALL]
+    columns = [
+        KernelKind.MATMUL,
+        KernelKind.ATTENTION,
+        KernelKind.ELEMENTWISE,
+        KernelKind.COPY,
+        KernelKind.FILL,
+        KernelKind.OPTIMIZER,
+    ]
+    columns += [KernelKind.ALL_GATHER, KernelKind.REDUCE_SCATTER, KernelKind.ALL_TO_ALL]
     header = ["backend", "span", *(kind.name.lower() for kind in columns), "collectives", "exposed", "idle"]
     figures = [
         kernels.span,

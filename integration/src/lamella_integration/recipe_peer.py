@@ -51,7 +51,7 @@ def run_rows(stream: BatchStream, num_steps: int) -> list[dict[str, torch.Tensor
     return rows
 
 
-class StepClock(TrainerCallback):
+class StepTimer(TrainerCallback):
     """Times steps between synchronizations of the device, after `num_skipped` steps."""
 
     def __init__(self, num_skipped: int) -> None:
@@ -112,7 +112,7 @@ def main() -> None:
     run = resolve(read_file(str(directory.config)))
     with TemporaryDirectory() as folder:
         trainer = _trainer(run, directory, options, folder)
-        clock = StepClock(options.num_skipped)
+        clock = StepTimer(options.num_skipped)
         trainer.add_callback(clock)
         trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]

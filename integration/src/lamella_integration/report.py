@@ -119,7 +119,7 @@ class Failure:
 
 
 @dataclass(kw_only=True)
-class Report:
+class BenchmarkReport:
     """Rows by backend, in the order of measurement."""
 
     title: str

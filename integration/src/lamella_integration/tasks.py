@@ -47,7 +47,7 @@ class Task:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recipe:
+class TrainingSettings:
     """Settings of training.
 
     Attributes:
@@ -108,7 +108,7 @@ def shard(model: ReferenceModel, fully_shard: FullyShard, **options: object) -> 
 def train(
     task: Task,
     model: nn.Module,
-    recipe: Recipe,
+    recipe: TrainingSettings,
     prepare: Callable[[torch.optim.Optimizer], object] = lambda optimizer: None,
 ) -> Trace:
     """Train on this rank's rows of each batch; without a process group, on all rows.
@@ -149,7 +149,7 @@ def unsharded(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _accumulate(task: Task, model: nn.Module, microbatches: Sequence[Batch], recipe: Recipe) -> torch.Tensor:
+def _accumulate(task: Task, model: nn.Module, microbatches: Sequence[Batch], recipe: TrainingSettings) -> torch.Tensor:
     total = torch.zeros(())
     for index, (inputs, labels) in enumerate(microbatches):
         set_sync: Callable[[bool], None] | None = getattr(model, "set_requires_gradient_sync", None)

@@ -6,7 +6,7 @@ Pure functions on lists of kernels. `profile` runs the profiler, and `lamella_tr
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from lamella_trace import Kernel, Kind
+from lamella_trace import Kernel, KernelKind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ def parameter_copies(kernels: Iterable[Kernel], sizes: ParameterSizes) -> list[K
 
     Copies of unknown size are included: a proof has no unknowns.
     """
-    return [kernel for kernel in kernels if kernel.kind is Kind.COPY and _is_parameter_copy(kernel, sizes)]
+    return [kernel for kernel in kernels if kernel.kind is KernelKind.COPY and _is_parameter_copy(kernel, sizes)]
 
 
 def copied_numel(kernels: Iterable[Kernel], sizes: ParameterSizes) -> int:
@@ -41,7 +41,7 @@ def copied_numel(kernels: Iterable[Kernel], sizes: ParameterSizes) -> int:
     by_operator = {
         kernel.operator: sum(numel for numel in kernel.numels if not _is_activation(numel, sizes)) // 2
         for kernel in kernels
-        if kernel.kind is Kind.COPY
+        if kernel.kind is KernelKind.COPY
     }
     return sum(by_operator.values())  # Halved above: a copy's sizes list both source and destination.
 

@@ -86,7 +86,7 @@ class RankTimeout(TimeoutError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rank:
+class RankProcess:
     """The parent's handles of a child process."""
 
     rank: int
@@ -129,7 +129,7 @@ def run_ranks(
         raise ValueError(f"Expected `num_ranks` of at least 1, got {num_ranks}.")
     check_parent(num_ranks, device)
     with tempfile.TemporaryDirectory(prefix="lamella-ranks-") as directory:
-        ranks: list[Rank] = []
+        ranks: list[RankProcess] = []
 
         def serve(rank: int, connection: Connection) -> None:
             def call() -> Result:
@@ -229,7 +229,7 @@ def quiet_fork() -> Iterator[None]:
         yield
 
 
-def start(rank: int, directory: Path, serve: Callable[[int, Connection], None]) -> Rank:
+def start(rank: int, directory: Path, serve: Callable[[int, Connection], None]) -> RankProcess:
     """Fork a rank; the child runs `serve(rank, connection)` and then ends its process.
 
     Effects: a process that forks many ranks moves its heap to huge pages, once.
@@ -256,7 +256,7 @@ def start(rank: int, directory: Path, serve: Callable[[int, Connection], None]) 
 
     process = _fork(main)
     child_end.close()  # With the child as the only holder, the child's death is an end of file on `parent_end`.
-    return Rank(rank=rank, process=process, connection=parent_end, stack_file=stack_file)
+    return RankProcess(rank=rank, process=process, connection=parent_end, stack_file=stack_file)
 
 
 def join_group(rank: int, num_ranks: int, directory: Path, device: Device, backend: str | None = None) -> None:
@@ -314,7 +314,7 @@ def _serve(connection: Connection, call: Callable[[], object]) -> None:
         dist.destroy_process_group()
 
 
-def collect(ranks: list[Rank], timeout_s: float) -> list[bytes]:
+def collect(ranks: list[RankProcess], timeout_s: float) -> list[bytes]:
     """Return every rank's pickled result, or raise the first failure."""
     deadline = time.monotonic() + timeout_s
     by_connection = {rank.connection: rank for rank in ranks}
@@ -330,7 +330,7 @@ def collect(ranks: list[Rank], timeout_s: float) -> list[bytes]:
     return [payloads[rank.rank] for rank in ranks]
 
 
-def _receive(arrived: list[Rank], ranks: list[Rank]) -> list[tuple[Rank, bytes]]:
+def _receive(arrived: list[RankProcess], ranks: list[RankProcess]) -> list[tuple[RankProcess, bytes]]:
     results, failures = [], []
     for rank in arrived:
         try:
@@ -349,7 +349,7 @@ def _receive(arrived: list[Rank], ranks: list[Rank]) -> list[tuple[Rank, bytes]]
     return results
 
 
-def _raise_death(ranks: list[Rank]) -> None:
+def _raise_death(ranks: list[RankProcess]) -> None:
     """Raise the failure of a rank that is dead, or dies within a few seconds."""
     dying = wait([rank.process.sentinel for rank in ranks], timeout=_LEAVE_TIMEOUT_S)
     for rank in ranks:
@@ -359,7 +359,7 @@ def _raise_death(ranks: list[Rank]) -> None:
                 raise RankFailure(rank.rank, _describe_death(rank))
 
 
-def _describe_death(rank: Rank) -> str:
+def _describe_death(rank: RankProcess) -> str:
     rank.process.join(_LEAVE_TIMEOUT_S)
     code = rank.process.exitcode
     if code is not None and code < 0:
@@ -367,7 +367,7 @@ def _describe_death(rank: Rank) -> str:
     return f"Expected a result, got exit code {code}."
 
 
-def _stacks(ranks: list[Rank]) -> str:
+def _stacks(ranks: list[RankProcess]) -> str:
     for rank in ranks:
         if rank.process.pid is not None and rank.process.is_alive():
             os.kill(rank.process.pid, signal.SIGUSR1)
@@ -375,7 +375,7 @@ def _stacks(ranks: list[Rank]) -> str:
     return "\n".join(f"Rank {rank.rank}: {rank.stack_file.read_text()}" for rank in ranks)
 
 
-def _let_go(ranks: list[Rank]) -> None:
+def _let_go(ranks: list[RankProcess]) -> None:
     for rank in ranks:
         rank.connection.send_bytes(b"")
     deadline = time.monotonic() + _LEAVE_TIMEOUT_S
@@ -383,7 +383,7 @@ def _let_go(ranks: list[Rank]) -> None:
         rank.process.join(max(0.0, deadline - time.monotonic()))
 
 
-def kill(ranks: list[Rank]) -> None:
+def kill(ranks: list[RankProcess]) -> None:
     """Kill the ranks, reap their processes and close the connections."""
     for rank in ranks:
         rank.process.kill()

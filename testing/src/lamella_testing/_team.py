@@ -11,7 +11,7 @@ from typing import TypeVar
 import cloudpickle  # type: ignore[import-untyped]
 import torch.distributed as dist
 
-from lamella_testing._ranks import Device, Rank, check_parent, collect, join_group, kill, outcome_of, start
+from lamella_testing._ranks import Device, RankProcess, check_parent, collect, join_group, kill, outcome_of, start
 
 Result = TypeVar("Result")
 
@@ -30,7 +30,7 @@ class Team:
     def __init__(self, num_ranks: int, *, device: Device = "cpu") -> None:
         self._num_ranks = num_ranks
         self._device = device
-        self._ranks: list[Rank] = []
+        self._ranks: list[RankProcess] = []
         self._directory: TemporaryDirectory[str] | None = None
 
     def run(self, fn: Callable[[], Result], *, timeout_s: float = 120.0) -> list[Result]:

@@ -153,7 +153,7 @@ class NVFP4Quantizer(_Quantizer):
         return NVFP4Tensor(shape=values.shape, dtype=values.dtype, quantizer=self)
 
 
-class _Quantised(torch.Tensor):
+class _QuantizedTensor(torch.Tensor):
     """A wrapper: all operators but `detach` read dequantised values."""
 
     _names: tuple[str, ...] = ()
@@ -212,10 +212,10 @@ class _Quantised(torch.Tensor):
 
 
 def _values(argument: object) -> object:
-    return argument.dequantize() if isinstance(argument, _Quantised) else argument
+    return argument.dequantize() if isinstance(argument, _QuantizedTensor) else argument
 
 
-class Float8Tensor(_Quantised):
+class Float8Tensor(_QuantizedTensor):
     """Data with a scale, and perhaps the transposed data."""
 
     _names = ("data", "fp8_scale_inv", "fp8_dtype", "data_transpose")
@@ -229,7 +229,7 @@ class Float8Tensor(_Quantised):
     def __new__(
         cls, *, fp8_scale_inv: torch.Tensor, data_transpose: torch.Tensor | None = None, **attributes: Any
     ) -> Self:
-        tensor = _Quantised.__new__(cls, **attributes)
+        tensor = _QuantizedTensor.__new__(cls, **attributes)
         tensor._scale_inv, tensor._transpose, tensor._transpose_invalid = (
             fp8_scale_inv,
             data_transpose,
@@ -259,7 +259,7 @@ class Float8Tensor(_Quantised):
         return (self._transpose.view(self._fp8_dtype.value).float() * self._scale_inv).to(self.dtype)
 
 
-class Float8BlockwiseQTensor(_Quantised):
+class Float8BlockwiseQTensor(_QuantizedTensor):
     """Data with a scale for each square, and perhaps both transposed. Rows of scales are padded to multiples of 4."""
 
     _names = (
@@ -297,7 +297,7 @@ class Float8BlockwiseQTensor(_Quantised):
         return (data.view(self._fp8_dtype.value).float() * scales_of_elements).to(dtype)
 
 
-class MXFP8Tensor(_Quantised):
+class MXFP8Tensor(_QuantizedTensor):
     """Data and scales by rows and by columns, each of the matrix's shape; nothing is made later."""
 
     _names = ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv", "fp8_dtype")
@@ -326,7 +326,7 @@ class MXFP8Tensor(_Quantised):
         return (self._columnwise_data.view(self._fp8_dtype.value).double() * powers).to(self.dtype).t()
 
 
-class NVFP4Tensor(_Quantised):
+class NVFP4Tensor(_QuantizedTensor):
     """A format that no recipe serves; without data."""
 
 
@@ -402,17 +402,17 @@ class _QuantisedProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: Any, makes_copy: bool) -> torch.Tensor:
         ctx.makes_copy = makes_copy
-        if isinstance(weight, _Quantised):
+        if isinstance(weight, _QuantizedTensor):
             # A layer makes in forward every copy that the weight's quantizer asks for.
             weight.update_usage(rowwise_usage=True, columnwise_usage=weight._quantizer.columnwise_usage or None)
         ctx.save_for_backward(x, weight)
-        return x @ (weight.dequantize() if isinstance(weight, _Quantised) else weight.detach()).t()
+        return x @ (weight.dequantize() if isinstance(weight, _QuantizedTensor) else weight.detach()).t()
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (gradient,) = gradients
         x, weight = ctx.saved_tensors
-        if isinstance(weight, _Quantised):
+        if isinstance(weight, _QuantizedTensor):
             if ctx.makes_copy:
                 weight.update_usage(columnwise_usage=True)
             values = weight.transposed().t()

@@ -91,7 +91,7 @@ class _States(dict[torch.Tensor, State]):
     def __missing__(self, plain: torch.Tensor) -> State:
         dtensor = self.dtensors.get(plain)
         self[plain] = state = (
-            self._optimizer_state[plain] if dtensor is None else _State(dtensor, self._optimizer_state[dtensor])
+            self._optimizer_state[plain] if dtensor is None else _PlainState(dtensor, self._optimizer_state[dtensor])
         )
         return state
 
@@ -119,7 +119,7 @@ class _States(dict[torch.Tensor, State]):
         return plain
 
 
-class _State(State):
+class _PlainState(State):
     """The state of one plain parameter; new entries are laid out in the DTensor's state too."""
 
     def __init__(self, dtensor: DTensor, dtensor_state: State) -> None:

@@ -278,7 +278,7 @@ class ScaledWeights:
                 attributes["_columnwise_data"] = attributes["_columnwise_scale_inv"] = None
 
 
-class _Delayed(NamedTuple):
+class _DelayedScaling(NamedTuple):
     """Options of delayed scaling."""
 
     num_past_amaxes: int = 0
@@ -297,13 +297,13 @@ def _recipe_of(name: str, module: nn.Module, parameter: nn.Parameter, compute_dt
     formats = kind.__name__, type(quantizer).__name__
     match formats:
         case "Float8Tensor", "Float8CurrentScalingQuantizer":
-            block, delayed = _MATRIX, _Delayed()
+            block, delayed = _MATRIX, _DelayedScaling()
             power_of_two, epsilon = quantizer.force_pow_2_scales, quantizer.amax_epsilon
         case "Float8Tensor", "Float8Quantizer":
             block, delayed = _MATRIX, _delayed(name, module)
             power_of_two, epsilon = False, 0.0
         case "Float8BlockwiseQTensor", "Float8BlockQuantizer" if quantizer.block_scaling_dim == 2:
-            block, delayed = _SQUARES, _Delayed()
+            block, delayed = _SQUARES, _DelayedScaling()
             power_of_two, epsilon = quantizer.force_pow_2_scales, quantizer.amax_epsilon
         case _:
             raise NotImplementedError(
@@ -326,7 +326,7 @@ def _mxfp8(name: str, parameter: nn.Parameter, metadata: Mapping[str, Any], comp
     return MXFP8Weights(type(parameter), metadata, compute_dtype)
 
 
-def _delayed(name: str, module: nn.Module) -> _Delayed:
+def _delayed(name: str, module: nn.Module) -> _DelayedScaling:
     """Options of the recipe that a layer was built with.
 
     Raises:
@@ -340,7 +340,7 @@ def _delayed(name: str, module: nn.Module) -> _Delayed:
             f"Expected DelayedScaling of {name!r} with amax_compute_algo 'max' or 'most_recent' and no "
             f"scaling_factor_compute_algo, got {recipe}. Use Float8CurrentScaling."
         )
-    return _Delayed(lengths[algorithm], recipe.margin)
+    return _DelayedScaling(lengths[algorithm], recipe.margin)
 
 
 def _copy_before_backward(name: str, module: nn.Module, _: object, output: object) -> None:

@@ -83,7 +83,7 @@ def run_pipeline(
         )
     lanes = Lanes(device_of(device))
     mail = Mail(borders, group, lanes.device)
-    step = _Step(pipeline, chunks, stages, lanes, mail, around or nothing_around)
+    step = _PipelineStep(pipeline, chunks, stages, lanes, mail, around or nothing_around)
     events = _events(pipeline, rank, step.plans, ahead, early_release)
     holders = dict(residences or {})
     for residence in holders.values():
@@ -121,7 +121,7 @@ def _events(
     return rank_events(pipeline, rank, dict(plans), ahead=num_layers_ahead, early_release=early_release)
 
 
-class _Step:
+class _PipelineStep:
     """The flights of a rank's stages, and the values between the stages."""
 
     def __init__(

@@ -63,10 +63,10 @@ def simulate_streams(
             )
         if min(operation.seconds, operation.launch_seconds) < 0:
             raise ValueError(f"Expected seconds from 0 on, got {operation.seconds} in operation {index}.")
-    return _Clock(operations, slowdown, most_launched).run()
+    return _StreamSimulation(operations, slowdown, most_launched).run()
 
 
-class _Clock:
+class _StreamSimulation:
     """The simulation: launched operations, running operations, and the present."""
 
     def __init__(self, operations: Sequence[StreamOperation], slowdown: float, most_launched: int) -> None:

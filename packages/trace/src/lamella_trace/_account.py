@@ -11,19 +11,19 @@ from lamella_trace._host import GATHER, OPTIMIZER, REDUCE, Host, HostRange
 from lamella_trace._intervals import Interval, gaps, intersect, length, union
 from lamella_trace._report import (
     HostGap,
+    KernelTimeline,
     NodeReport,
     OverlapReport,
     PlacedKernel,
     Role,
     StepReport,
-    Timeline,
     Traffic,
     UnitReport,
     without_compute,
 )
 from lamella_trace._trace import (
     Kernel,
-    Kind,
+    KernelKind,
     Trace,
     TraceError,
     breakdown,
@@ -57,7 +57,7 @@ def overlap_report(trace: Trace, source: str = "the trace") -> OverlapReport:
     placed = _one_a_push(_place(kernel, host) for kernel in kernels)
     placed.sort(key=lambda launch: launch.kernel.start_us)
     kernels = [launch.kernel for launch in placed]
-    timeline = Timeline(
+    timeline = KernelTimeline(
         placed=placed,
         windows=_windows(trace, kernels, source),
         ranges=host.ranges,
@@ -124,9 +124,9 @@ def _role(kernel: Kernel, host_range: HostRange | None, host: Host) -> Role | No
         return None
     if host_range is None or host_range.unit == OPTIMIZER:
         return Role.OTHER
-    if kernel.kind is Kind.ALL_GATHER or host_range.phase == GATHER:
+    if kernel.kind is KernelKind.ALL_GATHER or host_range.phase == GATHER:
         return Role.BACKWARD_GATHER if host.in_backward(host_range.start_us) else Role.FORWARD_GATHER
-    return Role.REDUCE if kernel.kind is Kind.REDUCE_SCATTER or host_range.phase == REDUCE else Role.OTHER
+    return Role.REDUCE if kernel.kind is KernelKind.REDUCE_SCATTER or host_range.phase == REDUCE else Role.OTHER
 
 
 def _windows(trace: Trace, kernels: Sequence[Kernel], source: str) -> dict[str, Interval]:
@@ -164,7 +164,7 @@ def _host_gaps(kernels: Sequence[Kernel], host: Host) -> list[HostGap]:
     return waits
 
 
-def _step(name: str, window: Interval, timeline: Timeline, on_gpu: bool) -> StepReport:
+def _step(name: str, window: Interval, timeline: KernelTimeline, on_gpu: bool) -> StepReport:
     placed = _clip(timeline.placed, window)
     waits = [gap for gap in timeline.host_gaps if window[0] <= gap.start_us < window[1]]
     times = breakdown([launch.kernel for launch in placed], window)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from html import escape
 
 from lamella_trace._intervals import Interval, intersect
-from lamella_trace._report import OverlapReport, Timeline
+from lamella_trace._report import KernelTimeline, OverlapReport
 from lamella_trace._tables import NODE_CAPTION, Row, headline, node_table, step_table, unit_caption, unit_table
 from lamella_trace._verdict import verdict
 
@@ -118,12 +118,12 @@ def _table(rows: Sequence[Row]) -> str:
     return "<table>" + "".join(f"<tr>{line}</tr>\n" for line in lines) + "</table>"
 
 
-def _steps(timeline: Timeline) -> Iterator[tuple[Interval, str]]:
+def _steps(timeline: KernelTimeline) -> Iterator[tuple[Interval, str]]:
     for name, window in timeline.windows.items():
         yield window, name
 
 
-def _ticks(timeline: Timeline) -> Iterator[tuple[Interval, str]]:
+def _ticks(timeline: KernelTimeline) -> Iterator[tuple[Interval, str]]:
     """Yield ticks at round numbers of milliseconds since the start of the first kernel."""
     start, end = timeline.span
     power = 10 ** math.floor(math.log10((end - start) / _MOST_TICKS))
@@ -133,7 +133,7 @@ def _ticks(timeline: Timeline) -> Iterator[tuple[Interval, str]]:
         yield (tick_start, min(tick_start + tick, end)), f"{number * tick / 1e3:g}"
 
 
-def _marks(named: Iterable[tuple[Interval, str]], timeline: Timeline) -> str:
+def _marks(named: Iterable[tuple[Interval, str]], timeline: KernelTimeline) -> str:
     """Draw each name over its interval."""
     start, end = timeline.span
     return "".join(
@@ -168,7 +168,7 @@ def _lanes(report: OverlapReport) -> dict[str, list[_LaneSpan]]:
     return lanes
 
 
-def _drawing(timeline: Timeline, lanes: Iterable[Sequence[_LaneSpan]], num_columns: int) -> Iterator[str]:
+def _drawing(timeline: KernelTimeline, lanes: Iterable[Sequence[_LaneSpan]], num_columns: int) -> Iterator[str]:
     """Yield the rectangles of all lanes, and a line at the start of each step."""
     start, end = timeline.span
     scale = num_columns / (end - start)

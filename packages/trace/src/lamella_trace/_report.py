@@ -8,9 +8,9 @@ from enum import StrEnum
 
 from lamella_trace._host import NO_UNIT, STEP, HostRange
 from lamella_trace._intervals import Interval, gaps, intersect, union
-from lamella_trace._trace import Kernel, Kind
+from lamella_trace._trace import Kernel, KernelKind
 
-_COPIES = (Kind.COPY, Kind.TRANSFER)
+_COPIES = (KernelKind.COPY, KernelKind.TRANSFER)
 
 
 class Role(StrEnum):
@@ -48,7 +48,7 @@ class PlacedKernel:
     @property
     def is_step(self) -> bool:
         """True for kernels of an optimizer."""
-        return self.kernel.kind is Kind.OPTIMIZER or (self.range is not None and self.range.phase == STEP)
+        return self.kernel.kind is KernelKind.OPTIMIZER or (self.range is not None and self.range.phase == STEP)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +151,7 @@ class StepReport:
     compute: float
     exposed: float
     idle: float
-    by_kind: Mapping[Kind, float]
+    by_kind: Mapping[KernelKind, float]
     collectives: float
     optimizer: float
     lone_copies: float
@@ -178,11 +178,11 @@ class OverlapReport:
     on_gpu: bool
     steps: tuple[StepReport, ...]
     total: StepReport
-    timeline: Timeline
+    timeline: KernelTimeline
 
 
 @dataclass(frozen=True, kw_only=True)
-class Timeline:
+class KernelTimeline:
     """Kernels in the order of their starts, the interval of each step, the host's ranges, and waits for the host."""
 
     placed: Sequence[PlacedKernel]

@@ -30,7 +30,7 @@ class TraceError(ValueError):
     """A trace is unreadable or lacks kernels or ranges. The message is one line: the file and the way out."""
 
 
-class Kind(Enum):
+class KernelKind(Enum):
     """A kernel's kind, from its name. The values are patterns, tried in order: the first match wins."""
 
     ALL_GATHER = rf"({_COMMUNICATES}).*all_?gather"
@@ -47,12 +47,12 @@ class Kind(Enum):
 
     @property
     def is_collective(self) -> bool:
-        return self in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_TO_ALL, Kind.COLLECTIVE)
+        return self in (KernelKind.ALL_GATHER, KernelKind.REDUCE_SCATTER, KernelKind.ALL_TO_ALL, KernelKind.COLLECTIVE)
 
     @property
-    def is_whole(self) -> bool:
-        """True for kinds of operators counted as one, including the operators they call."""
-        return self.is_collective or self in (Kind.ATTENTION, Kind.MATMUL, Kind.OPTIMIZER)
+    def includes_calls(self) -> bool:
+        """True for kinds whose operators count as one kernel, with all operators that they call."""
+        return self.is_collective or self in (KernelKind.ATTENTION, KernelKind.MATMUL, KernelKind.OPTIMIZER)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +83,7 @@ class Kernel:
     sent_nbytes: float | None = None
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> KernelKind:
         return classify(self.name)
 
     @property
@@ -100,7 +100,7 @@ class Breakdown:
     """Milliseconds of a profile. Kernels of different kinds running at the same time count in each kind."""
 
     span: float
-    by_kind: dict[Kind, float]
+    by_kind: dict[KernelKind, float]
     collectives: float
     exposed: float  # only collectives run
     idle: float  # no kernel runs
@@ -148,9 +148,9 @@ def _is_time(value: object) -> bool:
 
 
 @cache
-def classify(name: str) -> Kind:
+def classify(name: str) -> KernelKind:
     """Return the kind of a kernel of this name, or of an operator on a CPU."""
-    return next(kind for kind in Kind if re.search(kind.value, name.lower()))
+    return next(kind for kind in KernelKind if re.search(kind.value, name.lower()))
 
 
 def kernels_of(trace: Trace) -> list[Kernel]:
@@ -184,7 +184,7 @@ def operators_of(trace: Trace) -> list[Kernel]:
         if leaves and event["ts"] < leaves[-1]["ts"] + leaves[-1]["dur"]:
             leaves.pop()
         leaves.append(event)
-        if classify(event["name"]).is_whole:
+        if classify(event["name"]).includes_calls:
             opaque_until = event["ts"] + event["dur"]
     return [_kernel(event, _numels(event), event) for event in leaves]
 
@@ -196,13 +196,13 @@ def breakdown(kernels: Sequence[Kernel], window: Interval | None = None) -> Brea
         kernels: Kernels inside the window.
         window: Start and end in microseconds. None: from the first kernel's start to the last kernel's end.
     """
-    by_kind: dict[Kind, list[Interval]] = {kind: [] for kind in Kind}
+    by_kind: dict[KernelKind, list[Interval]] = {kind: [] for kind in KernelKind}
     for kernel in kernels:
         by_kind[kernel.kind].append(kernel.interval)
     busy = {kind: union(intervals) for kind, intervals in by_kind.items()}
     everything = length(union(chain(*busy.values())))
-    compute = length(union(chain(*(busy[kind] for kind in Kind if not kind.is_collective))))
-    collectives = length(union(chain(*(busy[kind] for kind in Kind if kind.is_collective))))
+    compute = length(union(chain(*(busy[kind] for kind in KernelKind if not kind.is_collective))))
+    collectives = length(union(chain(*(busy[kind] for kind in KernelKind if kind.is_collective))))
     start, end = window or (min(kernel.start_us for kernel in kernels), max(kernel.end_us for kernel in kernels))
     return Breakdown(
         span=(end - start) / 1e3,
@@ -213,7 +213,7 @@ def breakdown(kernels: Sequence[Kernel], window: Interval | None = None) -> Brea
     )
 
 
-def streams_of(kernels: Iterable[Kernel], *kinds: Kind) -> set[int]:
+def streams_of(kernels: Iterable[Kernel], *kinds: KernelKind) -> set[int]:
     """Return the streams of the kernels of these kinds."""
     return {kernel.stream for kernel in kernels if kernel.kind in kinds}
 
@@ -248,9 +248,9 @@ def args_of(event: dict[str, Any]) -> Mapping[str, Any]:
 
 def _sent_nbytes(name: str, args: Mapping[str, Any]) -> float | None:
     num_ranks, kind = args.get("Group size"), classify(name)
-    if kind is Kind.COLLECTIVE and "bytes" in args:  # a copy into a peer's memory
+    if kind is KernelKind.COLLECTIVE and "bytes" in args:  # a copy into a peer's memory
         return float(args["bytes"])
-    times = 2 if "allreduce" in name.lower() else 1 if kind.is_collective and kind is not Kind.COLLECTIVE else 0
+    times = 2 if "allreduce" in name.lower() else 1 if kind.is_collective and kind is not KernelKind.COLLECTIVE else 0
     if not num_ranks or not times or "Out msg nelems" not in args:
         return None
     tensor_nbytes = max(args["Out msg nelems"], args.get("In msg nelems", 0)) * _ITEM_NBYTES.get(

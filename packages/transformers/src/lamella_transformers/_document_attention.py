@@ -28,7 +28,7 @@ _REFUSED: Final = ("softcap", "s_aux", "position_bias")
 """Arguments of models' attention that change scores, which the kernel cannot."""
 
 
-class _Attention(Protocol):
+class _AttentionFunction(Protocol):
     """An attention function of transformers'."""
 
     def __call__(
@@ -156,13 +156,13 @@ def _check_window(module: nn.Module, model: nn.Module, *, has_window: bool) -> N
         )
 
 
-def _register(attention: _Attention) -> None:
+def _register(attention: _AttentionFunction) -> None:
     from transformers import AttentionInterface
 
     AttentionInterface.register(DOCUMENT_ATTENTION, attention)
 
 
-def _document_attention() -> _Attention:
+def _document_attention() -> _AttentionFunction:
     from torch.nn.attention import varlen
 
     kernel: Callable[..., Any] = varlen.varlen_attn

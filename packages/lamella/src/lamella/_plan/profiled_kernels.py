@@ -10,7 +10,7 @@ from typing import Final
 from lamella._plan.cluster import Cluster
 from lamella._plan.intervals import Interval, covered, joined, length
 from lamella._plan.works import Work, WorkKind
-from lamella_trace import Kind, OverlapReport, PlacedKernel, Role, Trace, kernels_of
+from lamella_trace import KernelKind, OverlapReport, PlacedKernel, Role, Trace, kernels_of
 
 _KERNEL_US: Final = 2.0
 _MOST_GAP_US: Final = 1.5
@@ -69,16 +69,16 @@ def kernel_seconds(report: OverlapReport, slowdown: float) -> tuple[dict[WorkKin
 def _kind_of(launch: PlacedKernel) -> WorkKind | None:
     """Return a kernel's kind; None for collectives and their sums, and for copies from or to the host's memory."""
     kind = launch.kernel.kind
-    is_sum = kind is Kind.ELEMENTWISE and launch.range is not None and launch.range.phase == _REDUCE
-    if kind.is_collective or kind is Kind.TRANSFER or is_sum:
+    is_sum = kind is KernelKind.ELEMENTWISE and launch.range is not None and launch.range.phase == _REDUCE
+    if kind.is_collective or kind is KernelKind.TRANSFER or is_sum:
         return None
     kinds = {
-        Kind.MATMUL: WorkKind.MATMUL,
-        Kind.ATTENTION: WorkKind.ATTENTION,
-        Kind.OPTIMIZER: WorkKind.OPTIMIZER,
-        Kind.COPY: WorkKind.COPY,
+        KernelKind.MATMUL: WorkKind.MATMUL,
+        KernelKind.ATTENTION: WorkKind.ATTENTION,
+        KernelKind.OPTIMIZER: WorkKind.OPTIMIZER,
+        KernelKind.COPY: WorkKind.COPY,
     }
-    is_loss = kind is Kind.ELEMENTWISE and _LOSS.search(launch.kernel.name) is not None
+    is_loss = kind is KernelKind.ELEMENTWISE and _LOSS.search(launch.kernel.name) is not None
     return WorkKind.SOFTMAX if is_loss else kinds.get(kind, WorkKind.ELEMENTWISE)
 
 
