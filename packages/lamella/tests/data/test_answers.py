@@ -42,6 +42,14 @@ REFUSING = (
     "{% if messages | length < 2 or messages[1].role != 'assistant' %}{{ raise_exception('Two, please') }}{% endif %}"
     "{% for message in messages %}{{ '<' + message.role + '>' + message.content + '<|im_end|>' }}{% endfor %}"
 )
+LASTING = (
+    "{% for message in messages %}{{ '<' + message.role + ('>' if loop.last else '*>') + message.content }}"
+    "{{ '<|im_end|>' }}{% endfor %}{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
+)
+WITHOUT_ENDS = (
+    "{% for message in messages %}{{ message.role + ': ' + message.content + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
 
 
 @pytest.fixture(scope="module")
@@ -133,6 +141,42 @@ def test_of_a_prompt_with_completion_the_loss_is_on_all_of_the_completion(run_to
     messages = [message("user", "1"), message("assistant", "one"), message("user", "2"), message("assistant", "two")]
     [ids] = encoded(run_tokenizer, CHATML, chat(*messages, num_prompt_messages=3))
     assert answers(run_tokenizer, ids) == "two<|im_end|>\n"
+
+
+def test_a_prompt_that_later_turns_rewrite_stays_outside_the_loss(run_tokenizer: RunTokenizer) -> None:
+    messages = [message("user", "1"), message("assistant", "one"), message("user", "2"), message("assistant", "two")]
+    lasting = [
+        ids for stop in (1, 3) for ids in encoded(run_tokenizer, LASTING, chat(*messages, num_prompt_messages=stop))
+    ]
+    assert [answers(run_tokenizer, ids) for ids in lasting] == ["one<|im_end|>", "two<|im_end|>", "two<|im_end|>"]
+
+
+@pytest.mark.parametrize("answer", ["\u597d\u3002", "ok \U0001f600", "\u00e9\U0001f389", "a "])
+def test_all_bytes_of_an_answers_last_character_are_in_the_loss(run_tokenizer: RunTokenizer, answer: str) -> None:
+    messages = [message("user", "1"), message("assistant", answer), message("user", "2"), message("assistant", "b")]
+    [ids] = encoded(run_tokenizer, WITHOUT_ENDS, chat(*messages))
+    assert answers(run_tokenizer, ids) == f"{answer}b"
+
+
+def test_a_question_behind_an_answer_whose_end_has_no_token_stays_outside_the_loss() -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer(models.WordLevel({"user": 0, "assistant": 1, ":": 2, "a": 3, "q": 4, "<end>": 5}, "<end>"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    make: Any = PreTrainedTokenizerFast
+    words = make(tokenizer_object=backend, eos_token="<end>")
+    tokenizer = RunTokenizer(tokenizer=words, end=5, num_tokens=6, unit="token")
+    messages = [message("user", "q"), message("assistant", "a "), message("user", "q")]
+    [ids] = encoded(tokenizer, WITHOUT_ENDS, chat(*messages))
+    assert [token for token in ids if token >= 0] == [3]
+
+
+def test_a_template_for_tools_says_itself_whether_it_marks_answers(run_tokenizer: RunTokenizer) -> None:
+    conversation = chat(message("user", "1"), message("assistant", "one"), tools=[{"name": "f"}])
+    run_tokenizer.tokenizer.chat_template = {"default": CHATML, "tool_use": THOUGHTS_AHEAD}
+    [ids] = Encoder(tokenizer=run_tokenizer, keeps_documents_apart=True)._encode_chat(conversation)
+    assert answers(run_tokenizer, ids) == "one<|im_end|>"
 
 
 def test_what_a_template_refuses_is_refused_by_its_row(run_tokenizer: RunTokenizer) -> None:

@@ -11,7 +11,7 @@ from lamella._data.records import parts
 from lamella._data.stream_samples import sample_stream
 from lamella._data.streamed_files import stream_file
 from lamella._data.text import Corpus, collect
-from lamella._data.tokenizer import END_OF_TEXT, RunTokenizer, train_on_texts, train_tokenizer
+from lamella._data.tokenizer import END_OF_TEXT, RunTokenizer, read_tokenizer, train_on_texts, train_tokenizer
 
 CorpusOf = Callable[..., Corpus]
 
@@ -69,6 +69,19 @@ def test_the_vocabulary_holds_every_byte_also_of_other_texts(corpus_of: CorpusOf
     tokenizer = train_tokenizer(corpus_of("plain\n" * 10).train, 300)
     other = corpus_of("\u00ff\u4e2d\x01")
     assert nbytes(tokenizer, encode(tokenizer, other)) == other.train[0].nbytes
+
+
+def test_limits_of_an_earlier_call_in_the_file_of_a_tokenizer_do_not_cut_the_text(
+    corpus_of: CorpusOf, tmp_path: Path
+) -> None:
+    corpus = corpus_of("one two three\n" * 20)
+    tokenizer = train_tokenizer(corpus.train, 270)
+    tokens = encode(tokenizer, corpus)
+    assert tokenizer.backend is not None
+    tokenizer.backend.enable_truncation(16)
+    tokenizer.backend.enable_padding(length=40)
+    tokenizer.tokenizer.save_pretrained(tmp_path / "model")
+    assert encode(read_tokenizer(tmp_path / "model", 300), corpus) == tokens
 
 
 def test_a_long_text_is_encoded_in_pieces_and_nothing_is_lost(

@@ -226,14 +226,18 @@ def written(folder: Path, form: TokenForm, lines: list[str]) -> TokenData:
 PAIRS = [json.dumps({"prompt": "a" * (index % 7), "completion": "b" * (index % 5)}) for index in range(200)]
 
 
+TEXTS = [json.dumps({"text": "a" * (index % 13)}) for index in range(200)]
+
+
 @pytest.mark.parametrize("packing", ["documents", "none", "stream"])
 @pytest.mark.parametrize("piece_length", [1 << 22, 17])
+@pytest.mark.parametrize("lines", [PAIRS, TEXTS, [*PAIRS, *TEXTS]], ids=["pairs", "texts", "both"])
 def test_the_targets_of_a_step_are_those_of_all_ranks(
-    tmp_path: Path, packing: Packing, piece_length: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, packing: Packing, piece_length: int, lines: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lamella._data.rows._PIECE_LENGTH", piece_length)
-    form = TokenForm(packing=packing, loss_on="answers", sequence_length=16, has_answers=True)
-    sequences = written(tmp_path, form, PAIRS).sequences("train", 16)
+    form = TokenForm(packing=packing, loss_on="answers", sequence_length=16, has_answers=lines is not TEXTS)
+    sequences = written(tmp_path, form, lines).sequences("train", 16)
     masked = BatchStream(sequences=sequences, batch_size=8, seed=0)
     for step in range(6):
         parts = [masked.batch(step, rank, 4).targets for rank in range(4)]

@@ -37,7 +37,7 @@ class RenderedChat(NamedTuple):
     answers: tuple[AnswerSpan, ...]
 
 
-def rendered_chats(messages: Messages, render: Render) -> list[RenderedChat]:
+def rendered_chats(messages: Messages, render: Render, num_prompt_messages: int = 0) -> list[RenderedChat]:
     """Return a conversation in one text, or in several texts if the template rewrites earlier turns.
 
     See Note [Renderings of prefixes].
@@ -45,11 +45,13 @@ def rendered_chats(messages: Messages, render: Render) -> list[RenderedChat]:
     Args:
         messages: The conversation.
         render: Raises any exception where the template refuses messages.
+        num_prompt_messages: Messages at the start whose answers are not under the loss.
     """
     text = render(messages)
     answers: list[AnswerSpan] = []
     chats: list[RenderedChat] = []
-    for stop in reversed([index + 1 for index, message in enumerate(messages) if message["role"] == "assistant"]):
+    stops = [index for index, message in enumerate(messages, 1) if message["role"] == "assistant"]
+    for stop in reversed([stop for stop in stops if stop > num_prompt_messages]):
         up_to_answer = text if stop == len(messages) else render(messages[:stop])
         if not text.startswith(up_to_answer):
             if answers:

@@ -5,6 +5,7 @@ Note [A complement is read and not predicted]
     number. As an input the complement stands for the token, as a target for `IGNORED`.
 """
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, cast
@@ -62,25 +63,26 @@ class Encoder:
             texts = iter(self._encode_texts([part for part in batch if isinstance(part, str)]))
             encoded = EncodedDocuments([], [])
             for part in batch:
-                if isinstance(part, str):
-                    encoded.tokens.extend([*self._begin(is_start), *next(texts)])
-                    is_start = False
-                elif isinstance(part, EndOfText):
-                    encoded.tokens.append(self.tokenizer.end)
-                    encoded.stops.append(len(encoded.tokens))
-                    is_start = True
-                else:
+                if not isinstance(part, str | EndOfText):
                     self._add(encoded, part)
+                    continue
+                is_end = isinstance(part, EndOfText)
+                ids = [self.tokenizer.end] if is_end else next(texts)
+                if is_start:
+                    ids = self._begun(ids)
+                encoded.tokens.extend(ids)
+                if is_end:
+                    encoded.stops.append(len(encoded.tokens))
+                is_start = is_end or (is_start and not ids)
             yield encoded
 
-    def _begin(self, is_start: bool) -> list[int]:
-        """Return the special tokens that begin a text."""
-        return self._first_tokens if is_start and self.keeps_documents_apart else []
-
-    @property
-    def _first_tokens(self) -> list[int]:
-        begin = getattr(self.tokenizer.tokenizer, "bos_token_id", None)
-        return [begin] if begin is not None and _ids(self.tokenizer, "", add_special_tokens=True)[:1] == [begin] else []
+    def _begun(self, ids: list[int]) -> list[int]:
+        """Return the first tokens of a text, for a row of its own behind the special tokens that begin a text."""
+        if not self.keeps_documents_apart:
+            return ids
+        first = _ids(self.tokenizer, "", add_special_tokens=True)[:1]
+        is_added = first == [getattr(self.tokenizer.tokenizer, "bos_token_id", None)]
+        return _unpredicted([*first, *ids] if is_added else ids)
 
     def _add(self, documents: EncodedDocuments, part: Chat | PromptCompletion | Instruction) -> None:
         if isinstance(part, Instruction):
@@ -94,7 +96,7 @@ class Encoder:
     def _ended(self, ids: list[int]) -> list[int]:
         """Return a document for a row of its own, or with `end` in a stream."""
         if self.keeps_documents_apart:
-            return [~ids[0] if ids[0] >= 0 else ids[0], *ids[1:]] if ids else []
+            return _unpredicted(ids)
         # Many templates end with `end` already. Otherwise append `end`: outside the loss, since no message holds it.
         end = self.tokenizer.end
         is_ended = bool(ids) and ids[-1] in (end, ~end)
@@ -119,11 +121,16 @@ class Encoder:
             if self.loss_is_on_all:
                 return [_ids(self.tokenizer, self._render(chat, chat.messages))]
             if chat.num_prompt_messages is not None:
-                return [self._encode_chat_completion(chat, chat.messages[: chat.num_prompt_messages])]
-            if self.tokenizer.marks_the_assistant:
+                text, prompt = self._render(chat, chat.messages), chat.messages[: chat.num_prompt_messages]
+                # Else later turns changed how the template renders the prompt: its tokens would count as completion.
+                if not prompt or text.startswith(self._render(chat, prompt)):
+                    return [self._encode_chat_completion(chat, text, prompt)]
+            elif self.tokenizer.marks_the_assistant(chat.tools):
                 return [self._encode_marked(chat)]
             rendered = rendered_chats(
-                chat.messages, lambda messages, **options: self._render(chat, messages, **options)
+                chat.messages,
+                lambda messages, **options: self._render(chat, messages, **options),
+                chat.num_prompt_messages or 0,
             )
         except ConfigError:
             raise
@@ -135,8 +142,8 @@ class Encoder:
         render = cast("Callable[..., str]", self.tokenizer.tokenizer.apply_chat_template)
         return render(messages, tools=chat.tools, tokenize=False, **chat.template_options, **options)
 
-    def _encode_chat_completion(self, chat: Chat, prompt: Messages) -> list[int]:
-        ids = _ids(self.tokenizer, self._render(chat, chat.messages))
+    def _encode_chat_completion(self, chat: Chat, text: str, prompt: Messages) -> list[int]:
+        ids = _ids(self.tokenizer, text)
         before = _ids(self.tokenizer, self._render(chat, prompt, add_generation_prompt=True)) if prompt else []
         return _complemented(ids, range(num_equal(before, ids), len(ids)))
 
@@ -168,6 +175,11 @@ def _ids(tokenizer: RunTokenizer, text: str, *, add_special_tokens: bool = False
     return list(cast("Any", tokenizer.tokenizer)(text, add_special_tokens=add_special_tokens)["input_ids"])
 
 
+def _unpredicted(ids: list[int]) -> list[int]:
+    """Return a document's tokens for a row of its own: no token of the document predicts the first."""
+    return [~ids[0] if ids[0] >= 0 else ids[0], *ids[1:]] if ids else []
+
+
 def _complemented(ids: Sequence[int], answers: Iterable[int]) -> list[int]:
     """Return the tokens, with complements outside the positions `answers`."""
     complements = [~token for token in ids]
@@ -177,13 +189,11 @@ def _complemented(ids: Sequence[int], answers: Iterable[int]) -> list[int]:
 
 
 def _token_range(encoding: Any, span: AnswerSpan) -> range:
-    """Return the tokens touched by a span, as transformers does for a template's marked spans."""
-    tokens = (encoding.char_to_token(position) for position in range(*span))
-    first = next((token for token in tokens if token is not None), None)
-    if first is None:
+    """Return the tokens with characters of a span. Bytes of one character are tokens with one range of characters."""
+    if span.start == span.stop:
         return range(0)
-    last = encoding.char_to_token(span.stop - 1)
-    return range(first, len(encoding.ids) if last is None else last + 1)
+    starts, stops = zip(*encoding.offsets, strict=True) if encoding.offsets else ((), ())
+    return range(bisect_right(stops, span.start), bisect_left(starts, span.stop))
 
 
 def _batches(documents: Iterable[Part]) -> Iterator[list[Part]]:

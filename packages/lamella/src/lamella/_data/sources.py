@@ -142,7 +142,7 @@ def _loss_lines(source: TextSource, tokenizer: RunTokenizer | None) -> list[str]
     has_chats = kinds.first_chat is not None or (kinds.first_instruction is not None and is_template)
     how = ""
     if has_chats and tokenizer is not None:
-        is_marked = tokenizer.marks_the_assistant
+        is_marked = tokenizer.marks_the_assistant()
         how = ", as the chat template marks them" if is_marked else ", found by rendering conversations up to each"
     return [f"answers: the loss is on them alone{how}"]
 

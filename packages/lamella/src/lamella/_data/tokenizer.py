@@ -59,10 +59,12 @@ class RunTokenizer:
         except ValueError:
             return None
 
-    @property
-    def marks_the_assistant(self) -> bool:
-        """True when the chat template marks the assistant's tokens."""
-        return self.backend is not None and _GENERATION.search(self.chat_template or "") is not None
+    def marks_the_assistant(self, tools: Sequence[object] | None = None) -> bool:
+        """Return True if the chat template for conversations with these tools marks the assistant's tokens."""
+        if self.backend is None or self.chat_template is None:
+            return False
+        template = self.tokenizer.get_chat_template(tools=cast("list[dict[str, object]] | None", tools))
+        return _GENERATION.search(str(template)) is not None
 
     def prompt_tokens(self, prompt: str) -> list[int]:
         """Return the tokens of a text to go on from.
@@ -75,7 +77,7 @@ class RunTokenizer:
         """Return a text that differs between tokenizers with different tokens for a text."""
         backend = self.backend
         vocabulary = sorted(self.tokenizer.get_vocab().items()) if backend is None else backend.to_str()
-        return json.dumps([vocabulary, self.end, self.chat_template])
+        return json.dumps([vocabulary, self.end, self.tokenizer.chat_template])
 
     def units(self) -> list[int]:
         """Return the length of each token in `unit`: bytes of text, 0 for `end`; or 1 per token.
@@ -167,6 +169,10 @@ def _read(directory: Path) -> "PreTrainedTokenizerBase":
             f"Expected a tokenizer that transformers can read in {str(directory)!r}, got one without a vocabulary. Put "
             "the model's tokenizer.json there."
         )
+    if isinstance(backend := getattr(tokenizer, "backend_tokenizer", None), Tokenizer):
+        # A tokenizer.json keeps the limits of its last call: texts would be cut to them, and pad tokens be targets.
+        backend.no_truncation()
+        backend.no_padding()
     tokenizer.model_max_length = int(1e30)  # No length warnings: documents are cut into sequences after tokenization.
     return tokenizer
 
