@@ -56,6 +56,20 @@ def test_training_through_a_registered_method_equals_the_unsharded_model(call: A
     run_ranks(lambda: assert_trains_alike(*twins(Coded, _registered), mean_square(call), num_steps=3), 2)
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_registered_method_may_read_the_roots_parameters_after_forward_without_gradients(mode: Any) -> None:
+    def twice(model: Any) -> Any:
+        return model.twice(X)
+
+    def on_each_rank() -> None:
+        reference, sharded = twins(Coded, _registered)
+        with mode():
+            assert torch.equal(twice(sharded), twice(reference))
+        assert_trains_alike(reference, sharded, mean_square(lambda model: model(X)))
+
+    run_ranks(on_each_rank, 2)
+
+
 def test_a_method_of_an_inner_unit_may_be_registered() -> None:
     class Half(nn.Module):
         def __init__(self) -> None:

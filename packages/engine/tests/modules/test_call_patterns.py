@@ -24,6 +24,7 @@ from engine_models import (
 )
 from torch import nn
 from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
 
 from lamella_engine import fully_shard
 from lamella_engine.testing import assert_at_rest
@@ -66,6 +67,91 @@ def test_a_unit_may_run_on_two_branches_of_one_forward() -> None:
             return head
 
     _check(Branches, lambda model: model(X))
+
+
+class _Recursive(Residual):
+    """Calls itself, with its parameters read before and after the inner call."""
+
+    error: type[BaseException] | None = None
+
+    def forward(self, x: torch.Tensor, depth: int = 2) -> torch.Tensor:
+        x = super().forward(x)
+        if depth == 0 and self.error is not None:
+            raise self.error
+        if depth:
+            try:
+                x = x + self(x, depth - 1)
+            except ArithmeticError:
+                x = -x
+        return super().forward(x)
+
+
+class _RecursiveNet(Net):
+    """Blocks that call themselves."""
+
+    error: type[BaseException] | None = None
+
+    def make_layer(self, dim: int) -> nn.Module:
+        layer = _Recursive(dim)
+        layer.error = self.error
+        return layer
+
+
+class _CaughtNet(_RecursiveNet):
+    error = ArithmeticError
+
+
+class _CheckpointedNet(_RecursiveNet):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        head: torch.Tensor = self.head(x)
+        return head
+
+
+class _RecursiveRoot(Net):
+    def forward(self, x: torch.Tensor, depth: int = 2) -> torch.Tensor:
+        head = super().forward(x)
+        return head if depth == 0 else head + self(self.stem(x)[:, :3], depth - 1) + self.head.bias
+
+
+class _MutualNet(Net):
+    """The first block calls the second, which calls the first."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, second = (layer.get_submodule("up") for layer in self.layers[:2])
+        handles = [
+            first.register_forward_hook(lambda _, args, output: output + self.layers[1](args[0]).sum()),
+            second.register_forward_hook(
+                lambda _, args, output: (
+                    output + (self.layers[0](args[0] / 2).sum() if args[0].abs().max() > 1e-2 else 0)
+                )
+            ),
+        ]
+        output = super().forward(x)
+        for handle in handles:
+            handle.remove()
+        return output
+
+
+@pytest.mark.parametrize("make", [_RecursiveNet, _CaughtNet, _CheckpointedNet, _RecursiveRoot, _MutualNet])
+@pytest.mark.parametrize("is_resharded", [True, False])
+def test_a_unit_may_be_called_inside_its_own_forward(make: type[Net], is_resharded: bool) -> None:
+    _check(make, lambda model: model(X), shard_on(reshard_after_forward=is_resharded))
+
+
+def test_a_forward_after_an_interrupt_inside_a_units_own_forward_is_a_new_forward() -> None:
+    def on_each_rank() -> None:
+        reference, sharded = twins(_RecursiveNet)
+        layer: Any = sharded.get_submodule("layers.1")
+        layer.error = KeyboardInterrupt
+        with pytest.raises(KeyboardInterrupt):
+            sharded(X)
+        layer.error = None
+        assert_trains_alike(reference, sharded, mean_square(lambda model: model(X)))
+
+    run_ranks(on_each_rank, 2)
 
 
 def test_the_root_may_run_twice_before_one_backward() -> None:
@@ -211,6 +297,18 @@ class _ModelOutput(OrderedDict[str, Any]):
         return self[name]
 
 
+class _Batch(dict[str, Any]):
+    """A dict with an attribute, unknown to pytree."""
+
+    def __init__(self, name: str, **entries: Any) -> None:
+        super().__init__(entries)
+        self.name = name
+
+
+class _Stack(list[torch.Tensor]):
+    """A list unknown to pytree."""
+
+
 pytree.register_pytree_node(
     _ModelOutput,
     lambda output: (list(output.values()), list(output.keys())),
@@ -270,6 +368,9 @@ PACKINGS: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.T
     "dict": (lambda x: {"hidden": {"last": [x]}, "cache": None}, lambda out: out["hidden"]["last"][0]),
     "named tuple": (lambda x: _Pair(x * 2, x), lambda out: out.second),
     "model output": (lambda x: _ModelOutput(logits=x, states=(x + 1,)), lambda out: out.states[0]),
+    "dict unknown to pytree": (lambda x: _Batch("b", x=(x, None)), lambda out: out["x"][0] * len(out.name)),
+    "list unknown to pytree": (lambda x: _Stack([x / 2, x]), lambda out: out[0] + out[1]),
+    "set": (lambda x: {x}, lambda out: next(iter(out))),
     "dataclass": (lambda x: _Record(1, x), lambda out: out.hidden),
     "nested dataclass": (
         lambda x: [_Record(1, [x / 2], {"inner": _Record(2, x / 2)})],

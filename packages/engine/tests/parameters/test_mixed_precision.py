@@ -239,6 +239,43 @@ def test_tensors_in_dataclasses_are_cast_too() -> None:
     run_ranks(check, 1)
 
 
+class _Batch(dict[str, torch.Tensor]):
+    """A dict unknown to pytree."""
+
+
+class _Stack(list[torch.Tensor]):
+    """A list unknown to pytree."""
+
+
+@pytest.mark.parametrize(
+    "make", [lambda x: _Batch(x=x), lambda x: _Stack([x]), lambda x: {x}], ids=["dict", "list", "set"]
+)
+def test_tensors_in_containers_unknown_to_pytree_are_cast_too(make: Callable[[torch.Tensor], Any]) -> None:
+    class Reader(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 3)
+
+        def forward(self, batch: Any) -> Any:
+            return make(self.linear(_only(batch)))
+
+    def _only(batch: Any) -> torch.Tensor:
+        [x] = batch.values() if isinstance(batch, dict) else batch
+        assert isinstance(x, torch.Tensor)
+        return x
+
+    def check() -> None:
+        model = fully_shard(Reader(), mp_policy=MixedPrecisionPolicy(param_dtype=BF16, output_dtype=FP32))
+        batch = make(torch.ones(2, 3))
+        output = model(batch)
+        assert type(output) is type(batch) and _only(output).dtype == FP32
+        assert _only(batch).dtype == FP32, "the caller's container is left alone"
+        _only(output).sum().backward()  # type: ignore[no-untyped-call]
+        assert_at_rest(model)
+
+    run_ranks(check, 1)
+
+
 def test_units_under_one_root_may_have_policies_of_their_own() -> None:
     def check() -> None:
         model = Net()

@@ -12,7 +12,7 @@ import torch.distributed.fsdp as fsdp2
 import torch.nn as nn
 
 from lamella_engine._modules.attached import find_state, state_of, unit_state_of
-from lamella_engine._modules.hooks import post_forward, pre_forward
+from lamella_engine._modules.hooks import call_between_hooks
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
@@ -46,9 +46,7 @@ def _with_hooks(module: nn.Module, method: Callable[..., object]) -> Callable[..
     state = state_of(module)  # also after a takeover: casts follow the module's own policy
 
     def wrapped(*args: Any, **kwargs: Any) -> object:
-        module = ref()
-        args, kwargs = pre_forward(state, cast(nn.Module, module), args, kwargs)
-        return post_forward(state, cast(nn.Module, module), args, call(*args, **kwargs))
+        return call_between_hooks(state, cast(nn.Module, ref()), call, args, kwargs)
 
     functools.update_wrapper(wrapped, function or method)
     vars(wrapped).update(__signature__=inspect.signature(method))

@@ -21,6 +21,10 @@ Note [Units of several modules]. Hooks run for each module of the unit. Every ou
 the first module to run: autograd's work for the other modules comes before. A module called again while other modules
 have not run is part of the same forward; a call after all modules have run begins a new forward.
 
+Note [Calls inside a call]. A unit's module may call itself, or be called by a module that it calls. The inner call is
+part of the forward under way: it computes with the weights gathered for the outer call; its end neither reshards nor
+ends a pass. Its inputs are not watched, since their gradients are made before the outer call's backward has ended.
+
 Note [Units that another reads]. An outer unit that reads an inner unit's parameters without calling the inner modules
 takes the parameters over. The inner hooks then drive the outer unit, `state.acting`; only casts of inputs and outputs
 follow the inner policy. Inside the outer unit's forward and backward the hooks find everything unsharded and do
@@ -29,9 +33,10 @@ nothing. Called anywhere else, an inner module is a forward of the outer unit by
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.nn as nn
@@ -43,6 +48,9 @@ from lamella_engine._common.labels import label
 from lamella_engine._common.tensors import hides_tensors, map_tensors, tensors_in
 from lamella_engine._modules.state import FSDPState
 from lamella_engine._scaling.events import WeightsChange
+
+if TYPE_CHECKING:
+    from lamella_engine._unit.unit import Unit
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -111,7 +119,11 @@ def pre_forward(state: FSDPState, module: nn.Module, args: Args, kwargs: Kwargs)
     acting = state.acting
     unit, tree = acting.unit, acting.tree
     with label("pre_forward", unit.parameters.name):
-        begins = tree.begin_forward(unit, id(module), is_recomputed=_graph_task() != _NO_GRAPH_TASK)
+        module_id = id(module)
+        if module_id in unit.awaited and _is_inner_call(unit, module):
+            unit.has_inner_call, begins = True, False
+        else:
+            begins = tree.begin_forward(unit, module_id, is_recomputed=_graph_task() != _NO_GRAPH_TASK)
     # Once a pass: later inputs are outputs of modules on the device, and the first may come from the host.
     if tree.is_forward_root(unit):
         args, kwargs = _move((args, kwargs), tree.streams.device)
@@ -136,8 +148,39 @@ def post_forward(state: FSDPState, module: nn.Module, _: Args, output: object) -
     output = _cast(output, state.output_dtype, "cast_forward_outputs")
     with label("post_forward", unit.parameters.name):
         is_watched = _watch_outputs(acting, output)
+        if unit.has_inner_call and _is_inner_call(unit, module):
+            unit.end_inner_call(is_watched=is_watched)
+            return output
         acting.tree.end_forward(unit, id(module), is_watched=is_watched, is_recomputed=_graph_task() != _NO_GRAPH_TASK)
     return output
+
+
+def call_between_hooks(
+    state: FSDPState, module: nn.Module, method: Callable[..., object], args: Args, kwargs: Kwargs
+) -> object:
+    """Call a method of a unit's module with the hooks that `forward` has."""
+    args, kwargs = pre_forward(state, module, args, kwargs)
+    return post_forward(state, module, args, method(*args, **kwargs))
+
+
+_MODULE_NAMES = {nn.Module._call_impl.__code__: "self", call_between_hooks.__code__: "module"}
+"""The variable with the module in each function that runs hooks."""
+
+
+def _is_inner_call(unit: Unit, module: nn.Module) -> bool:
+    """Whether the call of a unit's only module lies inside another call of the module: Note [Calls inside a call].
+
+    The stack tells, where a count would be wrong after an exception: no hook runs when an interrupt ends a forward.
+    """
+    if len(unit.parameters.module_ids) != 1:
+        return False
+    num_calls = 0
+    frame = inspect.currentframe()
+    while frame is not None and num_calls < 2:
+        name = _MODULE_NAMES.get(frame.f_code)
+        num_calls += name is not None and frame.f_locals[name] is module
+        frame = frame.f_back
+    return num_calls == 2
 
 
 def _watch_outputs(state: FSDPState, output: object) -> bool:

@@ -69,6 +69,7 @@ class Unit:
         self.direction_in_backward = Direction.BACKWARD
         self.is_in_backward = False  # `abandon` clears it after an exception
         self.awaited: set[int] = set()  # filled by `begin_forward`; empty again when the forward is over
+        self.has_inner_call = False  # of the forward under way; `end_forward` clears it
         self.view: Callable[[], object] = lambda: None
         self._forward_is_watched = True  # of the forward under way: every module of the unit must be
 
@@ -147,6 +148,11 @@ class Unit:
             is_watched: Whether output hooks will begin the unit's backward; else the parameters must stay.
         """
         self.awaited.discard(module_id)
+        self._forward_is_watched &= is_watched
+        self.has_inner_call = False
+
+    def end_inner_call(self, *, is_watched: bool) -> None:
+        """Note that a call inside the module's own forward ended, as `end_forward` does for the forward."""
         self._forward_is_watched &= is_watched
 
     def recompute_forward(self) -> None:
