@@ -99,6 +99,7 @@ def refuse(
     ("argv", "expected"),
     [
         (["--data", "absent"], "Expected a text file or a folder as --data, got 'absent', which does not exist."),
+        (["--model", ""], "as --model, got ''."),
         (["--model", "llama-smal"], "got 'llama-smal'. Did you mean 'llama-small'?"),
         (["--stepps", "3"], "got '--stepps'. Did you mean '--steps'?"),
         (["--steps", "none"], "Expected --steps to be an integer, got 'none'."),
@@ -275,9 +276,9 @@ def test_a_run_is_not_resumed_with_other_data(refuse: Refuse, finished: Path) ->
     before = {path: path.stat().st_mtime_ns for path in finished.rglob("*")}
     for option, value, expected in [
         ("--sequence-length", "16", "Expected data.sequence_length to stay 32 as in the run to be resumed, got 16."),
-        ("--batch-size", "4", "Expected optim.batch_size to stay 8 "),
+        ("--batch-size", "4", "Pass the former value of --batch-size, or"),
         ("--seed", "1", "Expected run.seed to stay 0 "),
-        ("--validation-fraction", "0.5", "Expected the text that the run to be resumed was started on, got another."),
+        ("--validation-fraction", "0.5", "and the same tokenizer and chat template in --model"),
     ]:
         assert expected in refuse("--steps", "9", option, value)
     assert "Expected no checkpoint in " in refuse("--no-resume")

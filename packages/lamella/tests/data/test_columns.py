@@ -37,12 +37,17 @@ def test_conversations_have_messages_or_a_prompt_and_a_completion(tmp_path: Path
     assert chat.messages == [USER, ASSISTANT] and chat.num_prompt_messages == 1
     chat = only_chat(read(tmp_path, {"conversations": [{"from": "human", "value": "1+1"}, ASSISTANT]}))
     assert chat.messages == [USER, ASSISTANT]
+    answers = [{"from": name, "value": "2"} for name in ("gpt", "chatgpt", "bot", "model", "assistant")]
+    assert only_chat(read(tmp_path, {"conversations": answers})).messages == [ASSISTANT] * 5
 
 
 def test_tools_may_be_a_text_and_the_template_may_have_options(tmp_path: Path) -> None:
     record = {"messages": [USER], "tools": '[{"name": "f"}]', "chat_template_kwargs": {"enable_thinking": False}}
     chat = only_chat(read(tmp_path, record))
     assert chat.tools == [{"name": "f"}] and chat.template_options == {"enable_thinking": False}
+    absent: list[object] = [None, [], "", "[]", "null"]
+    for tools in absent:
+        assert only_chat(read(tmp_path, {"messages": [USER], "tools": tools})).tools is None
 
 
 def test_a_prompt_and_a_completion_may_be_texts(tmp_path: Path) -> None:
@@ -102,6 +107,8 @@ def test_json_that_holds_no_documents_is_text_in_a_folder_and_refused_by_name(tm
             "no earlier turns .* Write the turns as 'messages'",
         ),
         ({"messages": [USER], "tools": "[{"}, "JSON in the text under 'tools' in line 1 of"),
+        ({"messages": [USER], "tools": {"name": "f"}}, "Expected a list under 'tools' in line 1 of .*, got an object."),
+        ({"messages": [USER], "tools": "{}"}, "Expected a list under 'tools' in line 1 of .*, got an object."),
         ({"messages": [USER], "chat_template_kwargs": 1}, "an object under 'chat_template_kwargs' in line 1 of"),
         ({"text": "\ud83d"}, "whole characters in line 1 of"),
     ],

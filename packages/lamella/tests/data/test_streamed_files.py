@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lamella import ConfigError
-from lamella._data.documents import PositionedParts
+from lamella._data.documents import EndOfText, PositionedParts
 from lamella._data.records import parts
 from lamella._data.streamed_files import StreamedFile, StreamedSource, from_json, stream_file, to_json
 from lamella._data.streamed_tables import StreamedTable
@@ -20,7 +20,7 @@ from lamella._data.text import Corpus, collect
 datasets = pytest.importorskip("datasets", reason="an extra of lamella, which a host with GPUs may lack")
 
 RECORDS: list[dict[str, Any]] = [{"text": f"Zeile {row}: ä, \u20ac and {row}" * (1 + row % 5)} for row in range(600)]
-NAMES = ["a.jsonl", "a.json", "a.csv", "a.tsv", "a.txt", "a.parquet", "a.arrow", "a.jsonl.gz", "a.csv.gz"]
+NAMES = ["a.jsonl", "a.json", "a.csv", "a.tsv", "a.txt", "marked.txt", "a.parquet", "a.arrow", "a.jsonl.gz", "a.csv.gz"]
 
 
 def write(path: Path, records: Sequence[dict[str, Any]]) -> Path:
@@ -41,7 +41,8 @@ def write(path: Path, records: Sequence[dict[str, Any]]) -> Path:
         elif path.suffix == ".json":
             json.dump(list(records), file, ensure_ascii=False)
         elif path.suffix == ".txt":
-            file.write("".join(record["text"] + "\n" for record in records) * 20)
+            mark = "\ufeff" if path.name == "marked.txt" else ""
+            file.write(mark + "".join(record["text"] + "\n" for record in records) * 20)
         else:
             file.write("".join(json.dumps(record, ensure_ascii=False) + "\n\n" for record in records))
     return path
@@ -147,6 +148,7 @@ def test_a_data_set_of_the_hub_is_streamed_file_by_file_and_never_downloaded(
         ("a.jsonl", "\udcff\n", r"Expected UTF-8 text in line 1201 of .*a.jsonl"),
         ("a.csv", '"open\n', r"Expected to read .*a.csv.*, got unexpected end of data"),
         ("a.csv", "a,b\n", r"2 fields in row 601, under 1 columns"),
+        ("a.csv", '"a\nb"\n\udcff\n', r"Expected UTF-8 text in line 604 of .*a.csv', got other bytes"),
         ("a.txt", "\udcff\n", r"Expected UTF-8 text in .*a.txt"),
     ],
 )
@@ -170,10 +172,40 @@ def test_a_damaged_record_is_refused_by_its_number_where_the_run_reads_it(
 def test_a_row_of_a_table_is_refused_by_its_number(tmp_path: Path) -> None:
     path = write(tmp_path / "a.parquet", [*RECORDS, {"text": None}])
     documents: list[PositionedParts] = []
-    with pytest.raises(ConfigError, match=r"in row 601 of .*a.parquet"):
+    with pytest.raises(ConfigError, match=r"in row 601 of .*a.parquet', got null under each .* Leave the row out."):
         documents.extend(streamed(path).documents())
     with pytest.raises(ConfigError, match=r"in row 601 of .*a.parquet"):
         list(streamed(path).documents(documents[500].after))
+
+
+def test_a_table_without_rows_has_no_documents(tmp_path: Path) -> None:
+    write(tmp_path / "a.parquet", RECORDS[:9])
+    path = write_columns(tmp_path / "b.parquet", text=[])
+    assert list(streamed(path).documents()) == []
+    with pytest.raises(ConfigError, match="Expected text in .*b.parquet, got 1 files with no text in them"):
+        collect([str(path)], 0.1)
+    [file] = collect([str(tmp_path)], 1e-9).train
+    assert file.name == "a.parquet"
+
+
+def test_a_column_of_bytes_is_read_as_text(tmp_path: Path) -> None:
+    path = write_columns(tmp_path / "a.parquet", text=["caf\u00e9".encode()] * 9)
+    expected = ["caf\u00e9", EndOfText()]
+    assert [part for document in streamed(path).documents() for part in document.parts] == expected * 9
+    assert list(parts(collect([str(path)], 1e-9).train)) == expected * 9
+    path = write_columns(path, text=[b"a", b"\xe9"])
+    message = "Expected UTF-8 text in row 2 of .*a.parquet', got other bytes. Convert the column, or leave the row out."
+    with pytest.raises(ConfigError, match=message):
+        collect([str(path)], 0.1)
+    with pytest.raises(ConfigError, match=message):
+        list(streamed(path).documents())
+
+
+def write_columns(path: Path, **columns: list[bytes]) -> Path:
+    """Write a Parquet file whose columns are of bytes."""
+    pa, parquet = (importlib.import_module(name) for name in ("pyarrow", "pyarrow.parquet"))
+    parquet.write_table(pa.table({name: pa.array(column, pa.binary()) for name, column in columns.items()}), path)
+    return path
 
 
 def forms(corpus: Corpus) -> dict[str, str]:

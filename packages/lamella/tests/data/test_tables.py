@@ -135,13 +135,22 @@ def test_a_table_without_documents_is_refused_by_its_columns(tmp_path: Path, nam
         collect([str(path)], 0.1)
 
 
-@pytest.mark.parametrize("name", ["a.parquet", "a.arrow", "a.csv", "a.jsonl.gz"])
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow", "a.jsonl.gz"])
 def test_a_damaged_file_is_refused_in_one_line(tmp_path: Path, name: str) -> None:
     content = gzip.compress(b"0123456789" * 50)[:-20] if name.endswith("gz") else b"text,x\n\xff\xfe,2,3\n"
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ConfigError, match="Expected to read .*, got ") as refusal:
         collect([str(tmp_path / name)], 0.1)
     assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("num_lines", [1, 5_000])
+def test_a_line_of_separated_columns_in_another_encoding_is_named(tmp_path: Path, num_lines: int) -> None:
+    content = "\ufefftext\n" + '"\u00e9\n"\n' * num_lines
+    (tmp_path / "a.csv").write_bytes(content.encode() + "caf\u00e9\n".encode("cp1252"))
+    message = f"Expected UTF-8 text in line {2 * num_lines + 2} of .*a.csv', got other bytes. Convert the file"
+    with pytest.raises(ConfigError, match=message):
+        collect([str(tmp_path / "a.csv")], 0.1)
 
 
 def test_a_row_that_is_no_document_is_named_by_its_number(tmp_path: Path) -> None:

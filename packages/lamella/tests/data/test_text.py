@@ -57,6 +57,12 @@ def test_a_single_file_is_cut_at_a_line(tmp_path: Path) -> None:
     assert 0.1 <= corpus.validation[0].nbytes / len(text) < 0.12
 
 
+def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    path = write(tmp_path / "text", only="\ufeffone\n\ufefftwo\n") / "only.txt"
+    corpus = collect([str(path)], 0.4)
+    assert ["".join(file.pieces()) for file in (*corpus.train, *corpus.validation)] == ["one\n", "\ufefftwo\n"]
+
+
 def test_a_file_that_is_most_of_the_text_is_trained_on(tmp_path: Path) -> None:
     corpus = collect([str(write(tmp_path / "text", big="word " * 1000, small="word\n"))], 0.05)
     assert (names(corpus.train), names(corpus.validation)) == (["big.txt"], ["small.txt"])

@@ -1,6 +1,7 @@
 """The data stream: complete, shuffled, and the same whatever the number of ranks."""
 
 import json
+import resource
 import shutil
 import tracemalloc
 from pathlib import Path
@@ -187,6 +188,29 @@ def test_a_run_that_is_killed_while_tokens_are_replaced_leaves_none_that_the_nex
         prepare_tokens(corpus(tmp_path, other), 270, STREAM, tokens, tmp_path / "model")
     monkeypatch.undo()
     assert torch.equal(prepare_tokens(corpus(tmp_path, some), 270, STREAM, tokens, tmp_path / "model").train, expected)
+
+
+@pytest.mark.parametrize("damaged", ["index.pt", "train.bin"])
+def test_damaged_token_files_are_made_anew(tmp_path: Path, damaged: str) -> None:
+    text, tokens, model = corpus(tmp_path, "some text\n" * 50), tmp_path / "tokens", tmp_path / "model"
+    expected = prepare_tokens(text, 270, STREAM, tokens, model).train.clone()
+    content = (tokens / damaged).read_bytes()
+    for num_bytes in (0, len(content) // 8 * 4):
+        (tokens / damaged).write_bytes(content[:num_bytes])
+        assert torch.equal(prepare_tokens(text, 270, STREAM, tokens, model).train, expected)
+
+
+def test_a_disk_too_full_for_the_index_is_an_error_of_the_system(tmp_path: Path) -> None:
+    text = corpus(tmp_path, "some text\n" * 50)
+    tokenizer = train_tokenizer(text.train, 270)
+    limit, hard_limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard_limit))  # bytes of a file: enough for the tokens
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            prepare_tokens(text, tokenizer, STREAM, tmp_path / "tokens", tmp_path / "model")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard_limit))
+    assert (tmp_path / "tokens.partial" / "index.pt").exists()
 
 
 def test_tokens_are_written_batch_by_batch_and_read_where_they_lie(

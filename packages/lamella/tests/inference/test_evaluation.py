@@ -44,6 +44,7 @@ def test_another_text_is_evaluated_whole_and_as_transformers_has_it(
     trained: Run, exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = "".join(f"def f{number}(x):\n    return x + {number}\n" for number in range(40))
+    text += "# The last line is long and without an end." * 4
     (tmp_path / "text.py").write_text(text, encoding="utf-8")
     argv = ("--data", str(tmp_path / "text.py"), "--sequence-length", "64")
     of_run, of_folder = (evaluated(capsys, str(path), *argv) for path in (trained.directory.root, exported))
@@ -61,6 +62,17 @@ def test_another_text_is_evaluated_whole_and_as_transformers_has_it(
             nats += float(F.cross_entropy(model(piece[None, :-1]).logits[0], piece[1:], reduction="sum"))
         nbytes += len(tokenizer.decode(piece[1:], skip_special_tokens=True).encode())
     assert of_run["nats_per_byte"] == pytest.approx(nats / nbytes, rel=1e-5)
+
+
+def test_named_texts_are_evaluated_in_their_order(
+    trained: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = {name: tmp_path / f"{file}.txt" for name, file in (("one", "b"), ("two", "a"))}
+    for name, path in paths.items():
+        path.write_text(f"import {name}\n" * 100, encoding="utf-8")
+    named = [f"{name}={path}" for name, path in paths.items()]
+    texts = evaluated(capsys, str(trained.directory.root), "--data", *named)["texts"]
+    assert [text["text"] for text in texts] == [f"{', '.join(named)}, {name}" for name in paths]
 
 
 @pytest.fixture
@@ -109,6 +121,8 @@ def test_tasks_that_lm_eval_refuses_are_one_line(
         (["{exported}"], r"Expected --data or --tasks with '.*', which has no held-out text as a run has, got none\."),
         (["{run}", "--data", "absent"], r"Expected a text file or a folder as --data, got 'absent', which does not"),
         (["{run}", "--data", "{run}/weights.txt"], r"Expected at least 33 tokens in .*weights.txt, got \d+\."),
+        (["{run}", "--data", "{run}/questions.jsonl"], r"Expected tokens of an answer in .*, got none in 1 seq"),
+        (["{run}", "--limit", "3"], r"Expected --tasks with --limit, a number of documents of a task, got none\."),
         (["{run}", "--sequence-length", "9999"], r"Expected a --sequence-length of at most 2048, the positions that"),
         (["{run}", "--sequences", "0"], r"Expected --sequences to be an integer of at least 1, got '0'\."),
         (["{run}", "--json", "{run}/absent/x"], r"Expected to write '.*/absent/x', got No such file or directory\."),
@@ -120,6 +134,8 @@ def test_bad_input_is_one_line(
 ) -> None:  # fmt: skip
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     (trained.directory.root / "weights.txt").write_text("few words", encoding="utf-8")
+    question = {"prompt": "Longer than a sequence? " * 9, "completion": "Yes."}
+    (trained.directory.root / "questions.jsonl").write_text(json.dumps(question), encoding="utf-8")
     capsys.readouterr()
     names = {"run": str(trained.directory.root), "exported": str(exported)}
     assert main(["eval", *(word.format_map(names) for word in argv), *CPU]) == 2

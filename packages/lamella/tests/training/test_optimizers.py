@@ -4,6 +4,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from lamella._processes.placement import place
 from lamella._settings.config import Values, resolve, to_toml, to_values
 from lamella._settings.files import read_file
 from lamella._training.optimizer import learning_rate, make_optimizer
+from lamella._training.optimizer_class import OptimizerClass
 from lamella._training.preparation import prepare
 from lamella.cli import main
 from lamella_checkpoint import load
@@ -115,6 +117,9 @@ def test_a_run_of_any_optimizer_resumes_on_other_ranks_to_the_same_losses(
         ({"optimizer_options": ("momentum=1",)}, "--optimizer-options with muon or an --optimizer by import path"),
         ({"optimizer": "torch.optim:SGD", "optimizer_options": ("momentum",)}, "as NAME=X, such as momentum=0.9, got "),
         ({"optimizer": "torch.optim:SGD", "optimizer_options": ("nope=1",)}, "unexpected keyword argument 'nope'."),
+        ({"optimizer": "torch.optim:SGD", "optimizer_options": ("lr=3",)}, "got lr, which is --lr. Pass --lr."),
+        ({"optimizer": "torch.optim:SGD", "optimizer_options": ("weight_decay=1",)}, "which is --weight-decay. Pass "),
+        ({"optimizer": "torch.optim:SGD", "optimizer_options": ("nesterov=0", "nesterov=1")}, "each name once in --"),
         ({"train": ("model.layer.*",)}, "Expected --train to match a parameter of the model, got 'model.layer.*'."),
     ],
 )  # fmt: skip
@@ -123,6 +128,39 @@ def test_optimizers_and_patterns_that_no_run_can_take_are_one_line(
     config: Config, optim: dict[str, Any], expected: str
 ) -> None:
     assert expected in refusal(with_optim(config, **optim))
+
+
+def test_options_without_their_state_in_the_checkpoint_are_refused(config: Config, train: TrainOn) -> None:
+    config = with_optim(config, optimizer="torch.optim:RMSprop", optimizer_options=("alpha=0.9",), steps=2)
+    train(config, 1)
+    longer = with_optim(config, steps=3)
+    assert prepare(place(with_optim(longer, optimizer_options=("alpha=0.5",)))).first_step == 2
+    message = refusal(with_optim(longer, optimizer_options=("alpha=0.9", "momentum=0.9")))
+    assert (
+        "torch.optim:RMSprop goes on from the state of the run to be resumed, got KeyError: 'momentum_buff" in message
+    )
+    assert "Pass the former options (alpha=0.9), or another --run-dir." in message
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "before", "now", "is_refused"),
+    [
+        ("torch.optim:SGD", (), ("momentum=0.9",), False),
+        ("torch.optim:SGD", ("momentum=0.9",), (), False),
+        ("torch.optim:Adam", (), ("amsgrad=true",), True),
+        ("torch.optim:Adam", ("amsgrad=true",), (), False),
+        ("lion_of_mine:Lion", (), ("betas=[0.5, 0.6]",), False),
+    ],
+)
+@pytest.mark.usefixtures("lion")
+def test_options_change_where_a_step_takes_the_former_state(
+    optimizer: str, before: tuple[str, ...], now: tuple[str, ...], is_refused: bool
+) -> None:
+    former, changed = (
+        OptimizerClass.of(OptimConfig(optimizer=optimizer, optimizer_options=options)) for options in (before, now)
+    )
+    with pytest.raises(ConfigError, match="Pass the former options") if is_refused else nullcontext():
+        changed.check_state(former)
 
 
 def today(step: int, optim: OptimConfig) -> float:

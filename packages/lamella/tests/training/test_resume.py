@@ -133,7 +133,8 @@ def test_another_order_of_the_data_under_the_same_seed_is_refused(
 def test_another_packing_is_refused(config: Config, finished: RunDirectory) -> None:
     changed = longer(config)
     changed = replace(changed, data=replace(changed.data, packing="documents"))
-    assert "Expected data.packing to stay 'stream' as in the run to be resumed, got 'documents'." in refusal(changed)
+    expected = "Expected data.packing to stay 'stream' as in the run to be resumed, got 'documents'. Pass the former "
+    assert expected + "value of --packing, or another --run-dir." in refusal(changed)
 
 
 def test_a_resumed_run_says_that_it_dropped_a_line(config: Config, finished: RunDirectory, train: TrainOn) -> None:

@@ -28,7 +28,7 @@ class _Command:
 
 def add_commands(commands: "argparse._SubParsersAction[Any]") -> None:
     """Add `ckpt` and its own commands to a parser."""
-    text = "list, compare, convert or check checkpoints"
+    text = "inspect, diff, convert or verify checkpoints"
     group = commands.add_parser("ckpt", help=text, description=f"{text.capitalize()}.", allow_abbrev=False)
     inner = group.add_subparsers(dest="ckpt_command", required=True, metavar="command")
     for name, command in _COMMANDS.items():

@@ -54,6 +54,10 @@ def run_eval(arguments: argparse.Namespace) -> int:
         num_sequences=_optional("--sequences", arguments.sequences, int, at_least=1),
     )
     limit = _optional("--limit", arguments.limit, int, at_least=1)
+    if limit is not None and not arguments.tasks:
+        raise ConfigError(
+            "Expected --tasks with --limit, a number of documents of a task, got none. For text pass --sequences."
+        )
     report: dict[str, Any] = {}
     lines: list[str] = []
     with _refused_models(), refused_paths():

@@ -13,7 +13,10 @@ from lamella._data.json_files import COLUMN_SETS, COLUMNS_BESIDE
 from lamella._settings.options import ConfigError
 from lamella._settings.parsing import has_half_characters, kind_of, parse_json
 
-_ROLES: Final[Mapping[str, str]] = {"human": "user", "gpt": "assistant", "bot": "assistant"}
+_ROLES: Final[Mapping[str, str]] = {
+    "human": "user",
+    **dict.fromkeys(("gpt", "chatgpt", "bot", "model"), "assistant"),
+}
 """ShareGPT's names of roles -> chat templates' names."""
 
 _PIECE_LENGTH: Final = 1 << 16
@@ -48,6 +51,8 @@ def document(text: str, position: RecordPosition) -> Iterator[Part]:
             return
     got = _described(record) if isinstance(record, dict) else f"no object but {kind_of(record)}"
     way_out = "Rename the keys, or leave the record out."
+    if record == {} and position.file.form == "table":  # Null columns of a table's row are left out.
+        got, way_out = "null under each of the row's columns", "Leave the row out."
     if isinstance(record, list):
         way_out = "An array of records is read from a file whose name ends in .json."
     raise ConfigError(
@@ -101,12 +106,14 @@ def _conversation(
 
 
 def _tools(tools: object, position: RecordPosition) -> list[object] | None:
-    if isinstance(tools, str) and tools:  # TRL's form: a table's column has one type, and tools have many
+    if isinstance(tools, str):  # TRL's form: a table's column has one type, and tools have many
         try:
-            tools = parse_json(tools, is_line=True)
+            tools = parse_json(tools, is_line=True) if tools else None
         except ValueError as error:
             raise ConfigError(f"Expected JSON in the text under 'tools' in {position}, got {error}.") from error
-    return tools if isinstance(tools, list) and tools else None
+    if tools is None or isinstance(tools, list):
+        return tools or None
+    raise ConfigError(f"Expected a list under 'tools' in {position}, got {kind_of(tools)}.")
 
 
 def _messages(messages: object, name: str, position: RecordPosition) -> list[Fields]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from lamella._data.json_files import COLUMNS
-from lamella._data.text_files import opened, suffix_of
+from lamella._data.text_files import blocks, no_text, opened, suffix_of
 
 _DELIMITERS: Final[Mapping[str, str]] = {".csv": ",", ".tsv": "\t"}
 _LONGEST_FIELD: Final = (1 << 31) - 1
@@ -39,7 +39,8 @@ def separated_columns(path: Path) -> list[str]:
     """Return the columns that the first row names.
 
     Raises:
-        csv.Error, OSError, EOFError, zlib.error, UnicodeDecodeError: The row cannot be read.
+        ConfigError: The file is no UTF-8. Names the line.
+        csv.Error, OSError, EOFError, zlib.error: The row cannot be read.
     """
     with _counted_lines(path, 0) as lines:
         return next(_reader(path, lines), [])
@@ -54,7 +55,8 @@ def separated_rows(path: Path, start: int = 0, num_rows_before: int = 0) -> Iter
         num_rows_before: The number of rows up to `start`, for error messages.
 
     Raises:
-        csv.Error, OSError, EOFError, zlib.error, UnicodeDecodeError: A row cannot be read.
+        ConfigError: The file is no UTF-8. Names the line.
+        csv.Error, OSError, EOFError, zlib.error: A row cannot be read.
     """
     columns = separated_columns(path)
     with _counted_lines(path, start) as lines:
@@ -80,14 +82,19 @@ class _CountedLines:
         stop: Bytes from the beginning of the file to the end of the last line.
     """
 
-    def __init__(self, text: io.TextIOWrapper, start: int) -> None:
-        self._text, self.stop = text, start
+    def __init__(self, path: Path, text: io.TextIOWrapper, start: int) -> None:
+        self._path, self._text, self.stop = path, text, start
 
     def __iter__(self) -> Iterator[str]:
         return self
 
     def __next__(self) -> str:
-        line = next(self._text)
+        try:
+            line = next(self._text)
+        except UnicodeDecodeError as error:
+            num_lines = sum(block.count(b"\n") for block in blocks(self._path, 0, self.stop))
+            number = num_lines + error.object[: error.start].count(b"\n") + 1
+            raise no_text(self._path, f"line {number} of {str(self._path)!r}") from None
         self.stop += len(line.encode())
         return line
 
@@ -99,4 +106,4 @@ def _counted_lines(path: Path, start: int) -> Iterator[_CountedLines]:
             start = len(codecs.BOM_UTF8)
         file.seek(start)
         with io.TextIOWrapper(file, encoding="utf-8", newline="") as text:
-            yield _CountedLines(text, start)
+            yield _CountedLines(path, text, start)

@@ -70,11 +70,16 @@ class StreamedFile:
                 yield PositionedParts(parts, {"nbytes": stop, "num_records": number})
 
     def _pieces(self, start: int) -> Iterator[PositionedParts]:
-        stop = start
-        for piece in pieces_of(self._texts(start)):
+        stop = start or self._num_mark_bytes()
+        for piece in pieces_of(self._texts(stop)):
             stop += len(piece.encode())
             yield PositionedParts((piece,), {"nbytes": stop, "num_records": 0})
         yield PositionedParts((EndOfText(),), {"nbytes": stop, "num_records": 1})
+
+    def _num_mark_bytes(self) -> int:
+        """Count the bytes of the byte order mark; 0 without one."""
+        with refused_damage(self.path), opened(self.path) as file:
+            return len(codecs.BOM_UTF8) if file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8 else 0
 
     def _records(self, start: int, num_before: int) -> Iterator[tuple[str, int]]:
         """Yield the JSON texts of records, some blank, with the bytes up to the end of each."""
@@ -86,8 +91,8 @@ class StreamedFile:
 
     def _rows(self, start: int, num_before: int) -> Iterator[tuple[str, int]]:
         with refused_rows(self.path):
-            for row in separated_rows(self.path, start, num_before):
-                yield record_text(row.fields), row.stop
+            for number, row in enumerate(separated_rows(self.path, start, num_before), start=num_before + 1):
+                yield record_text(row.fields, RecordPosition(self, number)), row.stop
 
     def _lines(self, start: int, num_before: int) -> Iterator[tuple[str, int]]:
         with refused_damage(self.path), opened(self.path) as file:

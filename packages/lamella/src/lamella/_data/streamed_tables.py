@@ -93,7 +93,7 @@ class StreamedTable:
         """
         for row, after in self._rows(start or {}):
             position = RecordPosition(self, after["num_records"])
-            yield PositionedParts(tuple(document(record_text(row), position)), after)
+            yield PositionedParts(tuple(document(record_text(row, position), position)), after)
 
     def _rows(self, start: FilePosition) -> Iterator[tuple[Mapping[str, object], FilePosition]]:
         first_group, num_passed = start.get("group", 0), start.get("num_rows", 0)

@@ -173,7 +173,7 @@ def _measured(records: Iterable[str]) -> tuple[int, int, str]:
 
 def begins_with_documents(path: Path) -> bool:
     """True for a file of separated columns whose first row names documents' columns; other such files are text."""
-    with suppress(*READ_ERRORS, UnicodeDecodeError, csv.Error):
+    with suppress(*READ_ERRORS, ConfigError, csv.Error):
         return has_documents(separated_columns(path))
     return False
 
@@ -181,13 +181,31 @@ def begins_with_documents(path: Path) -> bool:
 def _records(path: Path | str, start: int, stop: int | None) -> Iterator[str]:
     """Yield the JSON text of each row of a range, with the documents' columns alone."""
     with refused_table(path):
-        for row in _rows(path, start, stop):
-            yield record_text(row)
+        for number, row in enumerate(_rows(path, start, stop), start=start + 1):
+            yield record_text(row, f"row {number} of {str(path)!r}")
 
 
-def record_text(row: Mapping[str, object]) -> str:
-    """Return the JSON text of a row's document."""
-    return json.dumps(_without_nulls(row), ensure_ascii=False, default=str)
+def record_text(row: Mapping[str, object], position: object) -> str:
+    """Return the JSON text of a row's document.
+
+    Args:
+        row: The row's columns.
+        position: The row, in words by `str`, for error messages.
+
+    Raises:
+        ConfigError: A column of bytes is no UTF-8.
+    """
+    try:
+        return json.dumps(_without_nulls(row), ensure_ascii=False, default=_as_text)
+    except UnicodeDecodeError:
+        raise ConfigError(
+            f"Expected UTF-8 text in {position}, got other bytes. Convert the column, or leave the row out."
+        ) from None
+
+
+def _as_text(value: object) -> str:
+    """Return the text of a value that JSON has no form for: a text, where a table's column is one of bytes."""
+    return value.decode() if isinstance(value, bytes) else str(value)
 
 
 def _rows(path: Path | str, start: int, stop: int | None) -> Iterable[Mapping[str, object]]:
@@ -233,7 +251,10 @@ def opened_table(path: Path | str, *, is_streamed: bool = False) -> Any:
     datasets = _library(path)
     if isinstance(path, Path):
         builder = _BUILDERS[path.suffix.lower()]
-        return datasets.load_dataset(builder, data_files=glob.escape(str(path)), split="train", streaming=True)
+        # Parquet is read in batches of the first row group's size otherwise, and that of a file without rows is 0.
+        options = {"batch_size": BATCH_SIZE} if builder == "parquet" else {}
+        files = glob.escape(str(path))
+        return datasets.load_dataset(builder, data_files=files, split="train", streaming=True, **options)
     match = _HUB_NAME.fullmatch(path)
     if match is None:
         raise ConfigError(

@@ -81,15 +81,14 @@ class TextFile:
         return pieces_of(self._texts())
 
     def lines(self) -> Iterator[str]:
-        """Yield the lines of the text, without line ends and byte order mark.
+        """Yield the lines of the text, without line ends.
 
         Raises:
             ConfigError: The file has changed since its digest was computed.
         """
-        remainder, is_first = "", True
+        remainder = ""
         for text in self._texts():
-            *lines, remainder = (remainder + (text.removeprefix("\ufeff") if is_first else text)).split("\n")
-            is_first = False
+            *lines, remainder = (remainder + text).split("\n")
             yield from lines
         if remainder:
             yield remainder
@@ -103,7 +102,8 @@ class TextFile:
         return _parts(self, at - _num_continuation_bytes(self, at))
 
     def _texts(self) -> Iterator[str]:
-        digest, decoder = hashlib.sha256(), codecs.getincrementaldecoder("utf-8")()
+        """Yield the text in pieces, without the byte order mark that a file may begin with."""
+        digest, decoder = hashlib.sha256(), codecs.getincrementaldecoder("utf-8" if self.start else "utf-8-sig")()
         try:
             for block in blocks(self.path, self.start, self.stop):
                 digest.update(block)

@@ -5,6 +5,7 @@ each row; where only some tokens are targets, a file counts those of each sequen
 """
 
 import hashlib
+import io
 import shutil
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
@@ -193,7 +194,9 @@ class _RowFiles(NamedTuple):
 
 def load_tokens(folder: Path) -> TokenData:
     """Return the tokens in `folder`, without reading them."""
-    return TokenData(folder=folder, **torch.load(folder / _INDEX, weights_only=True))
+    index = torch.load(folder / _INDEX, weights_only=True)
+    index.pop("nbytes", None)
+    return TokenData(folder=folder, **index)
 
 
 def _mapped(file: Path, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -212,7 +215,7 @@ def fingerprint(corpus: Corpus, tokenizer: RunTokenizer | int, form: TokenForm) 
 def prepare_tokens(
     corpus: Corpus, tokenizer: RunTokenizer | int, form: TokenForm, tokens: Path, model: Path
 ) -> TokenData:
-    """Return the tokens of `corpus`, from the folder `tokens` if its fingerprint matches, else newly made.
+    """Return the tokens of `corpus`, from the folder `tokens` if complete and of its fingerprint, else newly made.
 
     Args:
         corpus: The text.
@@ -227,7 +230,7 @@ def prepare_tokens(
     Effects: may train a tokenizer; replaces the folder `tokens` once the new folder is complete.
     """
     expected = fingerprint(corpus, tokenizer, form)
-    if not (tokens / _INDEX).exists() or _fingerprint_in(tokens) != expected:
+    if _fingerprint_in(tokens) != expected:
         if isinstance(tokenizer, int):
             tokenizer = _trained(corpus, tokenizer)
             tokenizer.tokenizer.save_pretrained(model)
@@ -242,7 +245,17 @@ def _trained(corpus: Corpus, vocab_size: int) -> RunTokenizer:
 
 
 def _fingerprint_in(folder: Path) -> object:
-    return torch.load(folder / _INDEX, weights_only=True).get("fingerprint")
+    """Return the fingerprint of the token files in `folder`; None without files, or with damaged ones."""
+    try:
+        index = torch.load(folder / _INDEX, weights_only=True)
+    except Exception:  # noqa: BLE001  torch raises errors of many types on a damaged file.
+        return None
+    return index.get("fingerprint") if index.get("nbytes") == _nbytes(folder) else None
+
+
+def _nbytes(folder: Path) -> dict[str, int]:
+    """Return the size of each token file by its name."""
+    return {file.name: file.stat().st_size for file in folder.glob("*.bin")}
 
 
 def _write_tokens(
@@ -276,8 +289,11 @@ def _write_tokens(
         "fingerprint": token_fingerprint,
         "sources": list(splits["train"]),
         "validation_sets": list(splits["validation"]),
+        "nbytes": _nbytes(staged),
     }
-    torch.save(index, staged / _INDEX)
+    buffer = io.BytesIO()  # On a full disk torch raises RuntimeError, and a write OSError.
+    torch.save(index, buffer)
+    (staged / _INDEX).write_bytes(buffer.getvalue())
     (folder / _INDEX).unlink(missing_ok=True)  # first: an index beside token files that are gone would be trusted
     shutil.rmtree(folder, ignore_errors=True)
     staged.rename(folder)

@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 
 from lamella._data.batches import StreamSequences
+from lamella._data.search import Search, SourceScanner, description
 from lamella._data.sources import data_lines, text_source
-from lamella._data.text import Corpus, collect
+from lamella._data.text import Corpus
 from lamella._data.tokens import TokenData, load_tokens, prepare_tokens
 from lamella._inference.trained_model import TrainedModel
 from lamella._model.spec import check_context
@@ -24,7 +25,6 @@ from lamella._settings.sections import DataConfig, ModelConfig, OptimConfig, Run
 from lamella._training.validation import Validation
 from lamella_transformers import num_positions, separates_documents
 
-_NO_SHARE: Final = 1e-12
 _SEQUENCE_LENGTH: Final = 1024
 
 
@@ -66,7 +66,7 @@ def evaluate(trained: TrainedModel, options: EvaluationOptions) -> list[Evaluati
     """Return the loss of a model on texts, one for each validation set or named text.
 
     Raises:
-        ConfigError: A text cannot be read, is shorter than a sequence, or no text is there.
+        ConfigError: A text cannot be read, is shorter than a sequence or has no targets, or no text is there.
 
     Effects: makes a process group of this process alone for the time of the call; writes tokens to a temporary folder.
     """
@@ -97,6 +97,12 @@ def _count(trained: TrainedModel, options: EvaluationOptions, tokens: TokenData,
         raise ConfigError(
             f"Expected at least {length + 1} tokens in {text}, got {num_tokens}. Pass more text, or a "
             "smaller --sequence-length."
+        )
+    counts = sequences.target_counts
+    if counts is not None and not bool(counts.any()):
+        raise ConfigError(
+            f"Expected tokens of an answer in {text}, got none in {len(sequences):,} sequences. Pass conversations "
+            "with messages of the role 'assistant' as --data, or a larger --sequence-length."
         )
     return min(len(sequences), options.num_sequences or _num_sequences(trained, options) or len(sequences))
 
@@ -164,9 +170,9 @@ def _held_out(trained: TrainedModel, length: int) -> TokenData:
 
 def _all_of(paths: Sequence[str]) -> Corpus:
     """Return the text in files and folders, all of it held out."""
-    corpus = collect(paths, _NO_SHARE)
-    files = sorted((*corpus.train, *corpus.validation), key=lambda file: (file.name, file.start))
-    return replace(corpus, train=(), validation=tuple(files))
+    search = Search(None)
+    files = search.texts("--data", paths, SourceScanner())
+    return Corpus(source=description(paths), train=(), validation=tuple(files), num_skipped=search.num_skipped)
 
 
 @contextmanager

@@ -130,7 +130,7 @@ def _read_config(name: str) -> Mapping[str, object]:
     from transformers import PreTrainedConfig
 
     path = Path(name)
-    if not os.path.exists(path):  # Path.exists() raises for names that are too long.
+    if not os.path.exists(name):  # Path.exists() raises for names that are too long; Path("") is the current folder.
         names = ", ".join(map(repr, NAMED))
         raise ConfigError(
             f"Expected a path or one of {names} as --model, got {name!r}.{nearest(name, NAMED) or _from_a_hub(name)}"

@@ -57,13 +57,13 @@ class OptimizerClass:
         """Import the class of the settings.
 
         Raises:
-            ConfigError: The path leads to no callable, or an option has no name or no value.
+            ConfigError: The path leads to no callable, or `--optimizer-options` are no arguments by name.
         """
         return cls(
             name=optim.optimizer,
             build=_imported(optim.optimizer),
             lr=optim.lr,
-            options=dict(map(_option, optim.optimizer_options)),
+            options=_options(optim),
         )
 
     def make(self, groups: Sequence[Mapping[str, object]]) -> torch.optim.Optimizer:
@@ -94,6 +94,32 @@ class OptimizerClass:
                 f"got {self.name}, whose step on a matrix differs from its steps on the matrix's halves. {_WAY_OUT}"
             )
 
+    def check_state(self, stored: "OptimizerClass") -> None:
+        """Refuse options whose steps need more state than the class has under the stored options.
+
+        Raises:
+            ConfigError: The step of a small matrix fails on the state of a step under the stored options.
+        """
+        matrix = torch.nn.Parameter(torch.ones(_TRIAL_SHAPE))
+        matrix.grad = torch.ones_like(matrix)
+        groups = [{"params": [matrix]}]
+        try:
+            before = stored.make(groups)
+            before.step()
+        except Exception:  # noqa: BLE001  A class of GPU kernels cannot be tried on the CPU.
+            return
+        try:
+            now = self.make(groups)
+            now.state.update(before.state)
+            now.step()
+        except Exception as error:  # The class is foreign code.
+            options = " ".join(f"{name}={json.dumps(option)}" for name, option in stored.options.items()) or "none"
+            raise ConfigError(
+                f"Expected --optimizer-options with which {self.name} goes on from the state of the run to be resumed, "
+                f"got {type(error).__name__}: {in_short(error)} Pass the former options ({options}), or another "
+                "--run-dir."
+            ) from error
+
     def _trial(self, num_parts: int, device: torch.device) -> torch.Tensor:
         """Return a small matrix after a few steps on its parts."""
         generator = torch.Generator().manual_seed(0)
@@ -115,7 +141,7 @@ def check_optimizer(optim: OptimConfig, device: str) -> None:
         device: The device of the ranks: "cpu" or "cuda".
 
     Raises:
-        ConfigError: The class does not exist or is not elementwise, or `--optimizer-options` are for no class.
+        ConfigError: The class does not exist or is not elementwise, or `--optimizer-options` are not for the class.
     """
     if optim.states != "fp32" and optim.optimizer != ADAMW:
         raise ConfigError(
@@ -141,15 +167,13 @@ def muon_options(optim: OptimConfig) -> dict[str, Any]:
 
     The default scale of updates is AdamW's: one `--lr` then fits matrices and all other parameters.
     """
-    return {"adjust_lr_fn": "match_rms_adamw", **dict(map(_option, optim.optimizer_options))}
+    return {"adjust_lr_fn": "match_rms_adamw", **_options(optim)}
 
 
 def _check_muon(optim: OptimConfig) -> None:
-    """Refuse arguments unknown to torch's Muon, and arguments with options of their own."""
+    """Refuse arguments unknown to torch's Muon."""
     options = muon_options(optim)
     try:
-        if reserved := options.keys() & {"lr", "weight_decay"}:
-            raise ValueError(f"{min(reserved)}, which is --{min(reserved).replace('_', '-')}.")
         torch.optim.Muon([torch.nn.Parameter(torch.empty(1, 1))], **options)
     except (TypeError, ValueError) as error:
         raise ConfigError(
@@ -187,6 +211,20 @@ def _current_folder_importable() -> Iterator[None]:
         yield
     finally:
         sys.path.remove(folder)
+
+
+def _options(optim: OptimConfig) -> dict[str, object]:
+    """Return the arguments of `--optimizer-options` by name, without names that have options of their own."""
+    options = dict(map(_option, optim.optimizer_options))
+    if len(options) < len(optim.optimizer_options):
+        raise ConfigError(f"Expected each name once in --optimizer-options, got {shown(optim.optimizer_options)}.")
+    if reserved := options.keys() & {"lr", "weight_decay"}:
+        flag = f"--{min(reserved).replace('_', '-')}"
+        raise ConfigError(
+            f"Expected --optimizer-options without options of lamella, got {min(reserved)}, which is {flag}. "
+            f"Pass {flag}."
+        )
+    return options
 
 
 def _option(text: str) -> tuple[str, object]:

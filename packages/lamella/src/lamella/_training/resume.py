@@ -4,18 +4,20 @@ import re
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
+from typing import Final, cast
 
 from lamella._data.order import ORDER
 from lamella._model.checks import CheckedModel
+from lamella._model.matrices import MUON
 from lamella._model.spec import load_spec
 from lamella._record.metrics import rewind
 from lamella._record.output import one_line
 from lamella._record.run_directory import RunDirectory
-from lamella._settings.config import Config, to_values
-from lamella._settings.options import ConfigError
+from lamella._settings.config import GROUPS, Config, to_values
+from lamella._settings.options import ConfigError, fields_of
 from lamella._settings.sections import DataConfig, ModelConfig, OptimConfig, Packing, RunConfig
 from lamella._streaming.reader import WINDOW_ORDER
+from lamella._training.optimizer_class import ADAMW, OptimizerClass
 from lamella_checkpoint import CheckpointDamaged, CheckpointDirectory, CheckpointMismatch, check
 from lamella_convert import open_checkpoint
 from lamella_transformers import ModelSpec, fingerprint_of_weights
@@ -26,6 +28,9 @@ _ORDER: Final = "data.order"
 
 # The optimizer's state in a checkpoint is of these settings. Checkpoints without the settings are of the defaults.
 _STATE: Mapping[str, object] = {"optim.optimizer": OptimConfig.optimizer, "optim.train": OptimConfig.train}
+
+# Other options are taken where the optimizer goes on from the state of the stored options.
+_OPTIONS: Final = "optim.optimizer_options"
 
 # The adapters in a checkpoint are of these settings; checkpoints without the settings have none.
 _ADAPTERS: Mapping[str, object] = {
@@ -48,6 +53,8 @@ _KEPT = {**_STATE, **_ADAPTERS, **_MIXTURE, **_STREAMING}
 
 # Fields of a model's config set by the run, or not read in training.
 _NOT_OF_THE_MODEL = ("architectures", "bos_token_id", "eos_token_id", "pad_token_id", "_name_or_path", "use_cache")
+
+_FLAGS = {f"{group}.{field.name}": field.flag for group, cls in GROUPS.items() for field in fields_of(cls)}
 
 _NUM_NAMED: Final = 3
 _STEP: Final = re.compile(r"step_(\d{8,})")
@@ -156,19 +163,30 @@ def _check_stream(stored: Mapping[str, object], stream: Mapping[str, object], te
             f"Expected a checkpoint of a run in the data order {stream[_ORDER]!r}, got {order!r}. "
             "Resume the run with the version of lamella that began it, or pass another --run-dir."
         )
-    _check_settings(stored, stream)
+    _check_settings(stored, {name: setting for name, setting in stream.items() if name not in (_ORDER, _OPTIONS)})
+    _check_optimizer_options(stored, stream)
     if stored.get("fingerprint") != text:
         raise ConfigError(
             "Expected the text that the run to be resumed was started on, got another. "
-            "Pass the same --data and --validation-data, or another --run-dir."
+            "Pass the same --data and --validation-data, and the same tokenizer and chat template in --model, "
+            "or another --run-dir."
         )
+
+
+def _check_optimizer_options(stored: Mapping[str, object], stream: Mapping[str, object]) -> None:
+    """Refuse options of an optimizer by import path that need other state than the stored options."""
+    name, options = str(stream["optim.optimizer"]), cast("tuple[str, ...]", stream[_OPTIONS])
+    former = tuple(cast("tuple[str, ...]", stored.get(_OPTIONS, options)))
+    if former != options and name not in (ADAMW, MUON):
+        before, now = (OptimizerClass.of(OptimConfig(optimizer=name, optimizer_options=o)) for o in (former, options))
+        now.check_state(before)
 
 
 def _check_settings(stored: Mapping[str, object], settings: Mapping[str, object]) -> None:
     """Refuse settings, by dotted name, unlike the stored settings."""
     for name, setting in settings.items():
         before = stored.get(name, _KEPT.get(name))
-        _check_kept(name, tuple(before) if isinstance(before, list) else before, setting, "value")
+        _check_kept(name, tuple(before) if isinstance(before, list) else before, setting, f"value of {_FLAGS[name]}")
 
 
 def _check_kept(name: str, before: object, now: object, option: str) -> None:
@@ -187,7 +205,7 @@ def stream_settings(config: Config, packing: Packing) -> dict[str, object]:
         packing: How the run's documents become sequences; "auto" leaves the choice to the documents.
     """
     values = to_values(config)
-    names = (*_STREAM, *(name.split(".") for name in _KEPT))
+    names = (*_STREAM, *(name.split(".") for name in (*_KEPT, _OPTIONS)))
     settings = {f"{group}.{name}": values[group][name] for group, name in names}
     return settings | {"data.packing": packing, _ORDER: WINDOW_ORDER if config.data.streaming else ORDER}
 
