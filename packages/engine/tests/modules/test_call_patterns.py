@@ -298,11 +298,25 @@ class _ModelOutput(OrderedDict[str, Any]):
 
 
 class _Batch(dict[str, Any]):
-    """A dict with an attribute, unknown to pytree."""
+    """A dict unknown to pytree."""
 
-    def __init__(self, name: str, **entries: Any) -> None:
+    def __getattr__(self, name: str) -> Any:
+        return self[name]
+
+
+class _Scored(dict[str, Any]):
+    """A dict with a tensor as attribute: opaque."""
+
+    def __init__(self, score: torch.Tensor, **entries: Any) -> None:
         super().__init__(entries)
-        self.name = name
+        self.score = score
+
+
+@dataclass
+class _RecordDict(dict[str, Any]):
+    """A dataclass that is a dict without entries."""
+
+    hidden: torch.Tensor
 
 
 class _Stack(list[torch.Tensor]):
@@ -368,7 +382,9 @@ PACKINGS: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.T
     "dict": (lambda x: {"hidden": {"last": [x]}, "cache": None}, lambda out: out["hidden"]["last"][0]),
     "named tuple": (lambda x: _Pair(x * 2, x), lambda out: out.second),
     "model output": (lambda x: _ModelOutput(logits=x, states=(x + 1,)), lambda out: out.states[0]),
-    "dict unknown to pytree": (lambda x: _Batch("b", x=(x, None)), lambda out: out["x"][0] * len(out.name)),
+    "dict unknown to pytree": (lambda x: _Batch(x=(x, None)), lambda out: out.x[0]),
+    "dict with an attribute": (lambda x: _Scored(x, x=1), lambda out: out.score),
+    "dataclass and dict": (lambda x: _RecordDict(hidden=x), lambda out: out.hidden),
     "list unknown to pytree": (lambda x: _Stack([x / 2, x]), lambda out: out[0] + out[1]),
     "set": (lambda x: {x}, lambda out: next(iter(out))),
     "dataclass": (lambda x: _Record(1, x), lambda out: out.hidden),

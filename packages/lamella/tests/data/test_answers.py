@@ -46,6 +46,10 @@ LASTING = (
     "{% for message in messages %}{{ '<' + message.role + ('>' if loop.last else '*>') + message.content }}"
     "{{ '<|im_end|>' }}{% endfor %}{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
 )
+ENDED = (
+    "{% for message in messages %}{{ '<' + message.role + '>' + message.content + '<|im_end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<assistant>' }}{% else %}{{ '<s>' }}{% endif %}"
+)
 WITHOUT_ENDS = (
     "{% for message in messages %}{{ message.role + ': ' + message.content + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
@@ -141,6 +145,12 @@ def test_of_a_prompt_with_completion_the_loss_is_on_all_of_the_completion(run_to
     messages = [message("user", "1"), message("assistant", "one"), message("user", "2"), message("assistant", "two")]
     [ids] = encoded(run_tokenizer, CHATML, chat(*messages, num_prompt_messages=3))
     assert answers(run_tokenizer, ids) == "two<|im_end|>\n"
+
+
+def test_a_prompt_that_ends_otherwise_without_the_generation_prompt_is_a_prompt(run_tokenizer: RunTokenizer) -> None:
+    messages = [message("user", "1"), message("assistant", "one"), message("user", "2")]
+    [ids] = encoded(run_tokenizer, ENDED, chat(*messages, num_prompt_messages=1))
+    assert answers(run_tokenizer, ids) == "one<|im_end|><user>2<|im_end|><s>"
 
 
 def test_a_prompt_that_later_turns_rewrite_stays_outside_the_loss(run_tokenizer: RunTokenizer) -> None:

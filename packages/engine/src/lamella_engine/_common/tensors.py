@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
@@ -12,16 +13,13 @@ from torch.utils import _pytree as pytree
 
 T = TypeVar("T")
 
-_UNREGISTERED = (dict, list, set)
-"""Containers that pytree takes for leaves: sets, and subclasses without a registration."""
-
 _PLAIN = (torch.Tensor, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type(None))
 
 
 def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], tree: T) -> T:
     """Replace every tensor of a nest by the result of `fn`.
 
-    Containers are the classes in torch's pytree registry (a library's output classes register themselves), sets,
+    Containers are the classes in torch's pytree registry (a library's output classes register themselves), sets, plain
     subclasses of lists and dicts, and dataclasses. Tuples, lists and dicts, which every forward takes and returns, do
     not go through pytree, which takes several times as long.
 
@@ -46,25 +44,37 @@ def _map(fn: Callable[[torch.Tensor], torch.Tensor], node: Any) -> Any:
     if not pytree.tree_is_leaf(node):
         # A level at a time: pytree by itself would pass over dataclasses further in.
         return pytree.tree_map(lambda child: _map(fn, child), node, is_leaf=lambda child: child is not node)
-    if isinstance(node, _UNREGISTERED):
-        return _map_unregistered(fn, node)
-    return _map_fields(fn, node) if _is_record(node) else node
+    if _is_record(node):
+        return _map_fields(fn, node)
+    return _map_container(fn, node) if _is_container(node) else node
 
 
-def _map_unregistered(fn: Callable[[torch.Tensor], torch.Tensor], node: Any) -> Any:
+_BASES = (OrderedDict, dict, list, set)
+_METHODS = ("__new__", "__init__", "__setitem__", "__iter__", "__reduce__", "__reduce_ex__", "__copy__", "__slots__")
+
+
+def _is_container(node: object) -> bool:
+    """Whether a leaf of pytree is a set, or of a subclass of dict or list whose items are all that it holds.
+
+    Others are opaque: attributes may hold tensors too, and a class's own constructor or `__setitem__` may do more.
+    """
+    base = next((base for base in _BASES if isinstance(node, base)), None)
+    if base is None or getattr(node, "__dict__", None):
+        return False
+    return all(getattr(type(node), name, None) == getattr(base, name, None) for name in _METHODS)
+
+
+def _map_container(fn: Callable[[torch.Tensor], torch.Tensor], node: Any) -> Any:
     before = _children(node)
     after = [_map(fn, child) for child in before]
     if all(a is b for a, b in zip(before, after, strict=True)):
         return node
-    changed = copy.copy(node)  # with attributes, and with the factory of a defaultdict
+    changed = copy.copy(node)
     if isinstance(changed, dict):
-        for key, child in zip(node, after, strict=True):
-            changed[key] = child
-    elif isinstance(changed, list):
-        changed[:] = after
+        changed.update(zip(node, after, strict=True))
     else:
         changed.clear()
-        changed.update(after)
+        changed.extend(after) if isinstance(changed, list) else changed.update(after)
     return changed
 
 
@@ -106,11 +116,11 @@ def _collect(node: Any, leaves: list[object]) -> None:
     elif not pytree.tree_is_leaf(node):
         for child in pytree.tree_leaves(node, is_leaf=lambda child: child is not node):
             _collect(child, leaves)
-    elif isinstance(node, _UNREGISTERED):
-        for child in _children(node):
-            _collect(child, leaves)
     elif _is_record(node):
         _collect(_fields(node), leaves)
+    elif _is_container(node):
+        for child in _children(node):
+            _collect(child, leaves)
     else:
         leaves.append(node)
 

@@ -23,7 +23,8 @@ have not run is part of the same forward; a call after all modules have run begi
 
 Note [Calls inside a call]. A unit's module may call itself, or be called by a module that it calls. The inner call is
 part of the forward under way: it computes with the weights gathered for the outer call; its end neither reshards nor
-ends a pass. Its inputs are not watched, since their gradients are made before the outer call's backward has ended.
+ends a pass. Its inputs are not watched, since their gradients are made before the outer call's backward has ended. In
+units of several modules, and in compiled callers, such a call is not told from a new forward.
 
 Note [Units that another reads]. An outer unit that reads an inner unit's parameters without calling the inner modules
 takes the parameters over. The inner hooks then drive the outer unit, `state.acting`; only casts of inputs and outputs
@@ -168,7 +169,7 @@ _MODULE_NAMES = {nn.Module._call_impl.__code__: "self", call_between_hooks.__cod
 
 
 def _is_inner_call(unit: Unit, module: nn.Module) -> bool:
-    """Whether the call of a unit's only module lies inside another call of the module: Note [Calls inside a call].
+    """Whether a call lies inside another call of the module, in a unit of one module: Note [Calls inside a call].
 
     The stack tells, where a count would be wrong after an exception: no hook runs when an interrupt ends a forward.
     """

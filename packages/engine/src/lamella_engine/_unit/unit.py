@@ -69,7 +69,7 @@ class Unit:
         self.direction_in_backward = Direction.BACKWARD
         self.is_in_backward = False  # `abandon` clears it after an exception
         self.awaited: set[int] = set()  # filled by `begin_forward`; empty again when the forward is over
-        self.has_inner_call = False  # of the forward under way; `end_forward` clears it
+        self.has_inner_call = False  # of the forward under way
         self.view: Callable[[], object] = lambda: None
         self._forward_is_watched = True  # of the forward under way: every module of the unit must be
 
@@ -139,6 +139,7 @@ class Unit:
         module_ids = self.parameters.module_ids
         self.awaited = set(module_ids) if module_id in module_ids else {module_id}
         self._forward_is_watched = True
+        self.has_inner_call = False  # of a forward that an exception ended
 
     def end_forward(self, module_id: int, *, is_watched: bool) -> None:
         """Note that a module's forward ended.

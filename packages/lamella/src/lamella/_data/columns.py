@@ -52,7 +52,7 @@ def document(text: str, position: RecordPosition) -> Iterator[Part]:
     got = _described(record) if isinstance(record, dict) else f"no object but {kind_of(record)}"
     way_out = "Rename the keys, or leave the record out."
     if record == {} and position.file.form == "table":  # Null columns of a table's row are left out.
-        got, way_out = "null under each of the row's columns", "Leave the row out."
+        got, way_out = "nothing under the columns of a document", "Leave the row out."
     if isinstance(record, list):
         way_out = "An array of records is read from a file whose name ends in .json."
     raise ConfigError(

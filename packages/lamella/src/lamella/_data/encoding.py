@@ -69,20 +69,20 @@ class Encoder:
                 is_end = isinstance(part, EndOfText)
                 ids = [self.tokenizer.end] if is_end else next(texts)
                 if is_start:
-                    ids = self._begun(ids)
+                    ids = self._with_begin(ids)
                 encoded.tokens.extend(ids)
                 if is_end:
                     encoded.stops.append(len(encoded.tokens))
                 is_start = is_end or (is_start and not ids)
             yield encoded
 
-    def _begun(self, ids: list[int]) -> list[int]:
+    def _with_begin(self, ids: list[int]) -> list[int]:
         """Return the first tokens of a text, for a row of its own behind the special tokens that begin a text."""
         if not self.keeps_documents_apart:
             return ids
         first = _ids(self.tokenizer, "", add_special_tokens=True)[:1]
         is_added = first == [getattr(self.tokenizer.tokenizer, "bos_token_id", None)]
-        return _unpredicted([*first, *ids] if is_added else ids)
+        return _without_first_target([*first, *ids] if is_added else ids)
 
     def _add(self, documents: EncodedDocuments, part: Chat | PromptCompletion | Instruction) -> None:
         if isinstance(part, Instruction):
@@ -96,7 +96,7 @@ class Encoder:
     def _ended(self, ids: list[int]) -> list[int]:
         """Return a document for a row of its own, or with `end` in a stream."""
         if self.keeps_documents_apart:
-            return _unpredicted(ids)
+            return _without_first_target(ids)
         # Many templates end with `end` already. Otherwise append `end`: outside the loss, since no message holds it.
         end = self.tokenizer.end
         is_ended = bool(ids) and ids[-1] in (end, ~end)
@@ -122,9 +122,10 @@ class Encoder:
                 return [_ids(self.tokenizer, self._render(chat, chat.messages))]
             if chat.num_prompt_messages is not None:
                 text, prompt = self._render(chat, chat.messages), chat.messages[: chat.num_prompt_messages]
+                before = self._render(chat, prompt, add_generation_prompt=True) if prompt else ""
                 # Else later turns changed how the template renders the prompt: its tokens would count as completion.
-                if not prompt or text.startswith(self._render(chat, prompt)):
-                    return [self._encode_chat_completion(chat, text, prompt)]
+                if text.startswith(before) or text.startswith(self._render(chat, prompt)):  # noqa: PIE810  one may do
+                    return [self._encode_chat_completion(text, before)]
             elif self.tokenizer.marks_the_assistant(chat.tools):
                 return [self._encode_marked(chat)]
             rendered = rendered_chats(
@@ -142,10 +143,9 @@ class Encoder:
         render = cast("Callable[..., str]", self.tokenizer.tokenizer.apply_chat_template)
         return render(messages, tools=chat.tools, tokenize=False, **chat.template_options, **options)
 
-    def _encode_chat_completion(self, chat: Chat, text: str, prompt: Messages) -> list[int]:
+    def _encode_chat_completion(self, text: str, prompt: str) -> list[int]:
         ids = _ids(self.tokenizer, text)
-        before = _ids(self.tokenizer, self._render(chat, prompt, add_generation_prompt=True)) if prompt else []
-        return _complemented(ids, range(num_equal(before, ids), len(ids)))
+        return _complemented(ids, range(num_equal(_ids(self.tokenizer, prompt), ids), len(ids)))
 
     def _encode_marked(self, chat: Chat) -> list[int]:
         render = cast("Callable[..., Mapping[str, list[int]]]", self.tokenizer.tokenizer.apply_chat_template)
@@ -175,7 +175,7 @@ def _ids(tokenizer: RunTokenizer, text: str, *, add_special_tokens: bool = False
     return list(cast("Any", tokenizer.tokenizer)(text, add_special_tokens=add_special_tokens)["input_ids"])
 
 
-def _unpredicted(ids: list[int]) -> list[int]:
+def _without_first_target(ids: list[int]) -> list[int]:
     """Return a document's tokens for a row of its own: no token of the document predicts the first."""
     return [~ids[0] if ids[0] >= 0 else ids[0], *ids[1:]] if ids else []
 

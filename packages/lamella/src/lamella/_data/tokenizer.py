@@ -77,7 +77,7 @@ class RunTokenizer:
         """Return a text that differs between tokenizers with different tokens for a text."""
         backend = self.backend
         vocabulary = sorted(self.tokenizer.get_vocab().items()) if backend is None else backend.to_str()
-        return json.dumps([vocabulary, self.end, self.tokenizer.chat_template])
+        return json.dumps([vocabulary, self.end, self.tokenizer.chat_template], sort_keys=True)
 
     def units(self) -> list[int]:
         """Return the length of each token in `unit`: bytes of text, 0 for `end`; or 1 per token.

@@ -31,6 +31,10 @@ Split = Literal["train", "validation"]
 _ONE: Final = ("",)
 
 
+_FIRST_TARGET: Final = "second-token"
+"""The first target of a document in a row of its own. In tokens of an earlier lamella it was the first of a text."""
+
+
 class TokenForm(NamedTuple):
     """How the documents of a run become sequences of tokens.
 
@@ -50,7 +54,7 @@ class TokenForm(NamedTuple):
         """Return a text that differs between forms whose files differ."""
         if self.packing == "stream" and not self.has_answers:
             return "stream"
-        return f"{self.packing}-{self.loss_on}-{self.sequence_length}"
+        return f"{self.packing}-{self.loss_on}-{self.sequence_length}-{_FIRST_TARGET}"
 
 
 @dataclass(frozen=True, kw_only=True)

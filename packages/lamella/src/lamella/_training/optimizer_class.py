@@ -98,14 +98,21 @@ class OptimizerClass:
         """Refuse options whose steps need more state than the class has under the stored options.
 
         Raises:
-            ConfigError: The step of a small matrix fails on the state of a step under the stored options.
+            ConfigError: A stored option is absent: the checkpoint's param groups would bring its value back. Or the
+                step of a small matrix fails on the state of a step under the stored options.
         """
+        if absent := sorted(stored.options.keys() - self.options.keys()):
+            raise ConfigError(
+                f"Expected {absent[0]} in --optimizer-options, as in the run to be resumed, got no value. Pass "
+                f"{absent[0]}={json.dumps(stored.options[absent[0]])}, or another value, or another --run-dir."
+            )
         matrix = torch.nn.Parameter(torch.ones(_TRIAL_SHAPE))
         matrix.grad = torch.ones_like(matrix)
         groups = [{"params": [matrix]}]
         try:
             before = stored.make(groups)
             before.step()
+            self.make(groups).step()
         except Exception:  # noqa: BLE001  A class of GPU kernels cannot be tried on the CPU.
             return
         try:
