@@ -99,19 +99,20 @@ def _pytest(
             return 2
         status, args = Path(args[1]), args[2:]
     recorded = session if RANKS_PER_GPU == 1 else f"{session}, {RANKS_PER_GPU} ranks a GPU"
-    marked = [folder for folder in folders if any(f"mark.{marker}" in text for text in _sources(folder))]
-    ignored = [] if folders == [CLIENTS] else ["--ignore", str(CLIENTS)]  # needs libraries that no other test needs
+    ignored = [] if folders == [CLIENTS] else [CLIENTS]  # needs libraries that no other test needs
     if session.startswith("gpu("):
-        ignored += ["--ignore", str(MEGATRON)]
+        ignored.append(MEGATRON)
     if RANKS_PER_GPU > 1 and marker != "gpu1":
-        ignored += ["--ignore", str(COMMAND_TESTS)]
+        ignored.append(COMMAND_TESTS)
+    ignores = [f"--ignore={path}" for path in ignored]
+    marked = [folder for folder in folders if _marked(folder, [marker], ignored)]
     results: list[int] = []
     for folder, chosen in _selected(marked, args).items():
         with TemporaryDirectory() as temporary:
             reports = []
-            for i, (expression, arguments) in enumerate(_parts(marker, folder, chosen)):
+            for i, (expression, arguments) in enumerate(_parts(marker, folder, chosen, ignored)):
                 report = Path(temporary) / f"report{i}.xml"
-                results.append(_pytest_in(expression, [*options, *ignored, f"--junitxml={report}", *arguments]))
+                results.append(_pytest_in(expression, [*options, *ignores, f"--junitxml={report}", *arguments]))
                 if results[-1] < 0:
                     print(f"pytest in {folder} was killed by signal {-results[-1]}.", file=sys.stderr)
                 reports += [report] if results[-1] != NO_TESTS_RAN else []
@@ -143,18 +144,53 @@ def _differences(pins: Iterable[str]) -> Iterator[str]:
             yield f"{name} {installed}, not {version}"
 
 
-def _parts(marker: str, folder: Path, args: list[str]) -> list[tuple[str, list[str]]]:
+def _parts(marker: str, folder: Path, args: list[str], ignored: Sequence[Path] = ()) -> list[tuple[str, list[str]]]:
     """The runs of pytest for a folder, each a marker expression and arguments.
 
     Tests marked `hybrid`, which need more libraries than the other sessions ask for, run in their own session alone.
     With several processes (`-n`) a second run has the tests marked `alone`: beside others on the GPU they would fail.
     """
-    if marker != "hybrid" and any("mark.hybrid" in text for text in _sources(folder)):
-        marker += " and not hybrid"
-    if "-n" not in args or not any("mark.alone" in text for text in _sources(folder)):
-        return [(marker, args)]
+    hybrid = marker != "hybrid" and _marked(folder, ["hybrid"])
+    expression = f"{marker} and not hybrid" if hybrid else marker
+    marked = _marked(folder, [marker], ignored)
+    alone = _marked(folder, [marker, "alone"], ignored)
+    if "-n" not in args or not alone:
+        return [(expression, _narrowed(args, folder, marked))]
     value = args.index("-n") + 1
-    return [(f"{marker} and not alone", args), (f"{marker} and alone", [*args[:value], "0", *args[value + 1 :]])]
+    by_itself = [*args[:value], "0", *args[value + 1 :]]
+    return [
+        (f"{expression} and not alone", _narrowed(args, folder, marked)),
+        (f"{expression} and alone", _narrowed(by_itself, folder, alone)),
+    ]
+
+
+def _marked(folder: Path, markers: list[str], ignored: Sequence[Path] = ()) -> list[Path]:
+    """The test files of a folder whose source, or a conftest.py beside or above, may have each marker.
+
+    Files within `ignored` are left out.
+    """
+    files = [file for file in sorted(folder.rglob("test_*.py")) if not any(map(file.is_relative_to, ignored))]
+    return [file for file in files if all(_may_have(marker, file, folder) for marker in markers)]
+
+
+def _may_have(marker: str, file: Path, folder: Path) -> bool:
+    conftests = [parent / "conftest.py" for parent in file.parents if parent.is_relative_to(folder)]
+    sources = "".join(_source(path) for path in (file, *conftests))
+    return f"mark.{marker}" in sources or "getattr(pytest.mark" in sources  # of a computed name
+
+
+@cache
+def _source(file: Path) -> str:
+    return file.read_text(encoding="utf-8") if file.is_file() else ""
+
+
+def _narrowed(args: list[str], folder: Path, files: list[Path]) -> list[str]:
+    """`args` with the folder replaced by its marked files.
+
+    To deselect the tests of a file, pytest imports the file: of all files of `integration` for twenty seconds, and an
+    import of flash-linear-attention by one of them would use CUDA, after which no rank could be forked.
+    """
+    return [path for arg in args for path in (map(str, files) if ROOT / arg == folder else [arg])]
 
 
 def _selected(folders: list[Path], args: list[str]) -> dict[Path, list[str]]:
@@ -175,10 +211,6 @@ def _selection(args: list[str]) -> str:
         for arg, last in zip(args, before, strict=False)
         if arg not in (*_ALL_THE_SAME, *_ALL_THE_SAME_WITH_VALUE) and last not in _ALL_THE_SAME_WITH_VALUE
     )
-
-
-def _sources(folder: Path) -> Iterator[str]:
-    return (file.read_text(encoding="utf-8") for file in folder.rglob("test_*.py"))
 
 
 def _pytest_in(marker: str, args: list[str]) -> int:

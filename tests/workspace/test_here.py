@@ -3,7 +3,6 @@
 import importlib
 import subprocess
 import sys
-from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 
@@ -44,25 +43,25 @@ def test_the_first_folder_that_fails_is_the_result(
         folder.mkdir()
         (folder / "test_one.py").write_text("pytest.mark.gpu9\n")
     by_folder = dict(zip(folders, codes, strict=True))
-    monkeypatch.setattr(runner, "_pytest_in", lambda marker, args: by_folder[Path(args[-1])])
+    monkeypatch.setattr(runner, "_pytest_in", lambda marker, args: by_folder[Path(args[-1]).parent])
     assert runner._pytest("gpu9", [], session="gpu(9)", folders=folders) == expected
     messages = [f"pytest in {folder} was killed by signal 11." for folder, code in by_folder.items() if code == CRASHED]
     assert capsys.readouterr().err.splitlines() == messages
 
 
 @pytest.mark.parametrize(
-    ("args", "source", "expected"),
+    ("args", "markers", "expected"),
     [
-        (["-n", "4", "-q"], "mark.alone", [("gpu2 and not alone", "-n 4 -q"), ("gpu2 and alone", "-n 0 -q")]),
-        (["-n", "4", "-q"], "mark.gpu2", [("gpu2", "-n 4 -q")]),
-        (["-q"], "mark.alone", [("gpu2", "-q")]),
-        (["-q"], "mark.hybrid", [("gpu2 and not hybrid", "-q")]),
+        (["-n", "4", "-q"], ["alone"], [("gpu2 and not alone", "-n 4 -q"), ("gpu2 and alone", "-n 0 -q")]),
+        (["-n", "4", "-q"], [], [("gpu2", "-n 4 -q")]),
+        (["-q"], ["alone"], [("gpu2", "-q")]),
+        (["-q"], ["hybrid"], [("gpu2 and not hybrid", "-q")]),
     ],
 )
 def test_tests_that_need_the_gpu_alone_run_after_those_of_several_processes(
-    runner: ModuleType, args: list[str], source: str, expected: list[tuple[str, str]], tmp_path: Path
+    runner: ModuleType, args: list[str], markers: list[str], expected: list[tuple[str, str]], tmp_path: Path
 ) -> None:
-    (tmp_path / "test_one.py").write_text(f"pytest.{source}\n")
+    (tmp_path / "test_one.py").write_text("".join(f"pytest.mark.{marker}\n" for marker in ["gpu2", *markers]))
     assert [(marker, " ".join(arguments)) for marker, arguments in runner._parts("gpu2", tmp_path, args)] == expected
 
 
@@ -127,11 +126,26 @@ def test_the_tests_of_clients_run_in_their_session_alone(
     assert runner.main(["clients", "--status", str(tmp_path / "runs.jsonl"), "-q"]) == 0
     assert runner.main(["gpu", "2", "integration/tests"]) == 0
     (marker, clients), (_, others) = runs
-    folder = str(runner.CLIENTS)
-    assert marker == "gpu2" and folder in clients and folder not in _values(clients, "--ignore")
-    assert folder in _values(others, "--ignore")
-    assert clients.index("-W") < clients.index(folder) and runner._selection(["-q", "-W", "error"]) == ""
+    test, ignore = str(runner.CLIENTS / "test_accelerate.py"), f"--ignore={runner.CLIENTS}"
+    assert marker == "gpu2" and test in clients and ignore not in clients
+    assert test not in others and ignore in others
+    assert clients.index("-W") < clients.index(test) and runner._selection(["-q", "-W", "error"]) == ""
 
 
-def _values(args: list[str], option: str) -> list[str]:
-    return [value for name, value in pairwise(args) if name == option]
+def test_files_without_tests_of_the_session_are_not_imported(
+    runner: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sources = {"test_gpu.py": "pytest.mark.te", "test_cpu.py": "", "clients/test_gpu.py": "pytest.mark.te"}
+    for name, source in sources.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(source)
+    monkeypatch.setattr(runner, "CLIENTS", tmp_path / "clients")
+    runs: list[list[str]] = []
+
+    def run(_marker: str, args: list[str]) -> int:
+        runs.append(args)
+        return 0
+
+    monkeypatch.setattr(runner, "_pytest_in", run)
+    assert runner._pytest("te", ["-q"], session="te", folders=[tmp_path, tmp_path / "clients"]) == 0
+    assert [[arg for arg in args if arg.endswith(".py")] for args in runs] == [[str(tmp_path / "test_gpu.py")]]

@@ -7,7 +7,6 @@ Hopper GPUs with an older Triton the convolution alone, and torch's gated delta 
 from __future__ import annotations
 
 import importlib
-import math
 import re
 from collections.abc import Iterator
 from functools import cache
@@ -31,6 +30,7 @@ from lamella_testing.megatron import (
     tiny_config,
 )
 from lamella_testing.megatron_parity import Layout
+from lamella_testing.triton_kernels import limit_autotuning
 
 pytestmark = [
     pytest.mark.hybrid,
@@ -66,29 +66,8 @@ class Trained(NamedTuple):
     losses: list[float]
 
 
-def _limit_autotuning() -> None:
-    """Let Triton's kernels that are defined from here on take their cheapest configuration.
-
-    To try all configurations of mamba-ssm's and flash-linear-attention's kernels, each process compiles for minutes.
-    """
-    autotuner = importlib.import_module("triton.runtime.autotuner").Autotuner
-    initialize = autotuner.__init__
-
-    def initialize_with_one_configuration(tuner: Any, *args: Any, **kwargs: Any) -> None:
-        initialize(tuner, *args, **kwargs)
-        tuner.configs = [min(tuner.configs, key=_block_size)]
-
-    autotuner.__init__ = initialize_with_one_configuration
-
-
-def _block_size(configuration: Any) -> int:
-    """The elements of a block in all stages: shared memory grows with them."""
-    sizes = [size for size in configuration.kwargs.values() if type(size) is int and size > 0]
-    return math.prod([*sizes, int(configuration.num_stages)])
-
-
 def _model(layout: Layout) -> Any:
-    _limit_autotuning()  # before megatron-core imports the kernels
+    limit_autotuning()  # before megatron-core imports the kernels
     layout.initialize()
     seed_random_states(0)
     config = tiny_config(
