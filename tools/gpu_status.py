@@ -1,21 +1,23 @@
 """The table of test runs on GPUs, docs/reference/gpu-status.md, from records written by the runs.
 
-    python tools/here.py gpu 2 --status runs.jsonl     on the machine with GPUs: run the tests, record each folder
-    python tools/gpu_status.py runs.jsonl              here: take the records over, and rewrite the table
+    python tools/here.py gpu 2 --status runs.jsonl     on the machine with GPUs: run the tests, write each outcome
+    python tools/gpu_status.py runs.jsonl              here: take the counts over, and rewrite the table
     python tools/gpu_status.py --check                 fail if the table differs from the records
 
-Of several records of one session and folder the page shows the latest.
+A run has the outcomes of one session, folder and commit, of one command or of several. Of several runs of a session and
+folder the page shows the latest.
 """
 
 import json
 import os
 import subprocess
 import sys
-import xml.etree.ElementTree as ET
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "reference" / "gpu-status.md"
@@ -37,46 +39,35 @@ class FolderRun:
     passed: int
     failed: int
     skipped: int
+    not_run: int = 0
 
     @property
     def row(self) -> str:
         """A line of the page's table."""
         tests = f"{self.folder} ({self.selection})" if self.selection else self.folder
-        counts = f"{self.passed} | {self.failed} | {self.skipped}"
+        counts = f"{self.passed} | {self.failed} | {self.skipped} | {self.not_run}"
         commit = f"`{self.commit}`" if self.commit else "-"  # none: the history has lost the commit
         return f"| {self.session} | {tests} | {counts} | {self.date} | {commit} | {self.hardware} | {self.torch} |"
 
 
-def record(reports: Iterable[Path], into: Path, *, session: str, folder: Path, selection: str) -> None:
-    """Append the record of a run to a file.
+def description(*, session: str, folder: Path, selection: str) -> dict[str, str]:
+    """The fields of a run that is about to begin on this machine, without its counts.
 
     Args:
-        reports: The JUnit reports of the run, a report for each part.
-        into: A file of JSON lines.
         session: Such as "gpu(2)".
         folder: The folder of the tests.
-        selection: The arguments that left tests out, if any.
+        selection: The arguments that leave tests out, if any.
     """
-    suites = [suite for report in reports for suite in ET.parse(report).getroot().iter("testsuite")]
-    assert suites, "the reports hold no test suite"
-    count = {
-        name: sum(int(suite.get(name, 0)) for suite in suites) for name in ("tests", "failures", "errors", "skipped")
+    num_gpus = "n = torch.cuda.device_count(); print(n, 'x', torch.cuda.get_device_name() if n else 'no GPU')"
+    return {
+        "session": session,
+        "folder": str(folder.relative_to(ROOT)),
+        "selection": selection,
+        "date": datetime.now(UTC).date().isoformat(),
+        "commit": os.environ.get("LAMELLA_COMMIT") or _commit(),
+        "hardware": _ask(num_gpus),
+        "torch": _ask("print(torch.__version__.partition('+')[0])"),
     }
-    failed = count["failures"] + count["errors"]
-    run = FolderRun(
-        session=session,
-        folder=str(folder.relative_to(ROOT)),
-        selection=selection,
-        date=datetime.now(UTC).date().isoformat(),
-        commit=os.environ.get("LAMELLA_COMMIT") or _commit(),
-        hardware=_ask("n = torch.cuda.device_count(); print(n, 'x', torch.cuda.get_device_name() if n else 'no GPU')"),
-        torch=_ask("print(torch.__version__.partition('+')[0])"),
-        passed=count["tests"] - failed - count["skipped"],
-        failed=failed,
-        skipped=count["skipped"],
-    )
-    with into.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(asdict(run)) + "\n")
 
 
 def _commit() -> str:
@@ -95,7 +86,7 @@ def read(files: Iterable[Path]) -> list[FolderRun]:
     """The latest record of each session, folder and selection; none of a selection before a run of all tests."""
     lines = [line for file in files if file.is_file() for line in file.read_text(encoding="utf-8").splitlines()]
     latest: dict[tuple[str, str, str], FolderRun] = {}
-    for run in (FolderRun(**json.loads(line)) for line in lines):
+    for run in _runs(map(json.loads, lines)):
         before = latest.get((run.session, run.folder, run.selection))
         if before is None or before.date <= run.date:
             latest[run.session, run.folder, run.selection] = run
@@ -105,10 +96,33 @@ def read(files: Iterable[Path]) -> list[FolderRun]:
     return sorted(run for run in latest.values() if run.date >= dates_of_all_tests.get((run.session, run.folder), ""))
 
 
+def _runs(lines: Iterable[dict[str, Any]]) -> Iterator[FolderRun]:
+    """Runs as they were recorded, then runs counted from the last outcome of each test."""
+    outcomes: dict[tuple[str, ...], dict[str, str]] = {}
+    descriptions: dict[tuple[str, ...], dict[str, str]] = {}
+    for line in lines:
+        if "test" not in line:
+            yield FolderRun(**line)
+            continue
+        test, outcome = line.pop("test"), line.pop("outcome")
+        run = tuple(value for name, value in line.items() if name != "date")
+        outcomes.setdefault(run, {})[test] = outcome
+        descriptions[run] = max(descriptions.get(run, line), line, key=lambda fields: fields["date"])
+    for run, by_test in outcomes.items():
+        count = Counter(by_test.values())
+        yield FolderRun(
+            **descriptions[run],
+            passed=count["passed"],
+            failed=count["failed"],
+            skipped=count["skipped"],
+            not_run=count["not run"],
+        )
+
+
 def rendered(page: str, runs: Iterable[FolderRun]) -> str:
     """The page with the table made anew."""
-    header = "| session | tests | passed | failed | skipped | date | commit | hardware | torch |"
-    rows = [header, "|---|---|--:|--:|--:|---|---|---|---|", *(run.row for run in runs)]
+    header = "| session | tests | passed | failed | skipped | not run | date | commit | hardware | torch |"
+    rows = [header, "|---|---|--:|--:|--:|--:|---|---|---|---|", *(run.row for run in runs)]
     return page.partition(MARK)[0] + MARK + "\n" + "\n".join(rows) + "\n"
 
 

@@ -4,8 +4,9 @@ For machines with GPUs, an installed torch and no package index. Needs only the 
 makes no environment and installs nothing.
 
     python tools/here.py gpu 2 [PYTEST ARGS]        tests marked gpu2; fails with fewer than two GPUs. With
-                                                    --status FILE first, as in the next five: appends a record of
-                                                    each folder's run, for tools/gpu_status.py
+                                                    --status FILE first, as in the next five: writes each test's
+                                                    outcome, for tools/gpu_status.py; goes on where a command with
+                                                    the same FILE was cut off
     python tools/here.py te [PYTEST ARGS]           tests marked te; fails without two GPUs and Transformer Engine
     python tools/here.py ssm gpu-1 [PYTEST ARGS]    tests marked ssm; fails without a GPU and mamba-ssm
     python tools/here.py megatron gpu-2 [PYTEST ARGS]
@@ -27,6 +28,7 @@ results, at the speed of sockets. `-n 4` shares the tests of a folder among four
 `alone` run after them, one at a time.
 """
 
+import json
 import os
 import subprocess
 import sys
@@ -35,7 +37,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import NoReturn
 
 import gpu_status
@@ -108,17 +109,15 @@ def _pytest(
     marked = [folder for folder in folders if _marked(folder, [marker], ignored)]
     results: list[int] = []
     for folder, chosen in _selected(marked, args).items():
-        with TemporaryDirectory() as temporary:
-            reports = []
-            for i, (expression, arguments) in enumerate(_parts(marker, folder, chosen, ignored)):
-                report = Path(temporary) / f"report{i}.xml"
-                results.append(_pytest_in(expression, [*options, *ignores, f"--junitxml={report}", *arguments]))
-                if results[-1] < 0:
-                    print(f"pytest in {folder} was killed by signal {-results[-1]}.", file=sys.stderr)
-                reports += [report] if results[-1] != NO_TESTS_RAN else []
-            if status is not None and reports and all(report.is_file() for report in reports):
-                selection = _selection([arg for arg in chosen if ROOT / arg != folder])
-                gpu_status.record(reports, status, session=recorded, folder=folder, selection=selection)
+        writes: list[str] = []
+        if status is not None:
+            selection = _selection([arg for arg in chosen if ROOT / arg != folder])
+            run = gpu_status.description(session=recorded, folder=folder, selection=selection)
+            writes = ["-p", "outcomes", f"--outcomes={status}", f"--outcomes-of={json.dumps(run)}"]
+        for expression, arguments in _parts(marker, folder, chosen, ignored):
+            results.append(_pytest_in(expression, [*options, *writes, *ignores, *arguments]))
+            if results[-1] < 0:
+                print(f"pytest in {folder} was killed by signal {-results[-1]}.", file=sys.stderr)
     # The first that failed, not the greatest: a child killed by a signal has a negative code.
     ran = [result for result in results if result != NO_TESTS_RAN]
     return next((result for result in ran if result), 0 if ran else NO_TESTS_RAN)
@@ -221,7 +220,7 @@ def _pytest_in(marker: str, args: list[str]) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # Ranks share the cores; sums must not depend on the number of cores.
     # The import of megatron-core asks for GPUs. After a question to the driver, the process's forks could use no GPU.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-    return _python("-m", "pytest", *config, "-m", marker, *args)
+    return _python("-m", "pytest", *config, "-m", marker, *args, path=[ROOT / "tools"])
 
 
 def _bench(num_gpus: str, args: list[str]) -> int:
@@ -260,14 +259,14 @@ def _become(*args: str) -> NoReturn:
     os.execve(sys.executable, [sys.executable, *args], _environment())
 
 
-def _python(*args: str) -> int:
-    return subprocess.run([sys.executable, *args], env=_environment(), check=False).returncode
+def _python(*args: str, path: Sequence[Path] = ()) -> int:
+    return subprocess.run([sys.executable, *args], env=_environment(path), check=False).returncode
 
 
-def _environment() -> dict[str, str]:
+def _environment(path: Sequence[Path] = ()) -> dict[str, str]:
     members = [*ROOT.glob("packages/*/src"), ROOT / "testing" / "src", ROOT / "integration" / "src"]
-    path = [*map(str, [*members, _entry_points()]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
+    folders = [*map(str, [*members, *path, _entry_points()]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}
 
 
 def _entry_points() -> Path:

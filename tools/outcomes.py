@@ -1,0 +1,70 @@
+"""A pytest plugin that writes the outcome of each test to a file of JSON lines as soon as the test has ended.
+
+`tools/here.py ... --status FILE` loads it. A session that is cut off keeps its outcomes, and the same command with the
+same file goes on: tests that passed or were skipped at the same commit are deselected.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the options of the file and of the run's fields."""
+    group = parser.getgroup("outcomes")
+    group.addoption("--outcomes", type=Path, required=True, help="file of JSON lines, a line an outcome")
+    group.addoption("--outcomes-of", type=json.loads, required=True, help="fields of gpu_status.FolderRun, as JSON")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Write outcomes from the process that gathers them all, and deselect in every process."""
+    outcomes = _Outcomes(config.getoption("--outcomes"), config.getoption("--outcomes-of"), config)
+    config.pluginmanager.register(outcomes)
+
+
+class _Outcomes:
+    def __init__(self, file: Path, run: dict[str, str], config: pytest.Config) -> None:
+        self._file = file
+        self._run = run
+        self._writes = not hasattr(config, "workerinput")  # not a process of pytest-xdist
+        self._before = {line["test"]: line["outcome"] for line in _lines(file) if _is_of(line, run)}
+
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        done = [item for item in items if self._before.get(item.nodeid) in ("passed", "skipped")]
+        if done:
+            config.hook.pytest_deselected(items=done)
+            items[:] = [item for item in items if item not in done]
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self._expect([item.nodeid for item in session.items])
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, ids: list[str]) -> None:
+        self._expect(ids)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed or report.skipped or report.when == "call":
+            self._write([report.nodeid], report.outcome)
+
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and self._before:
+            session.exitstatus = pytest.ExitCode.OK  # all have passed before
+
+    def _expect(self, tests: list[str]) -> None:
+        self._write([test for test in tests if test not in self._before], "not run")
+        self._before |= dict.fromkeys(tests, "not run")  # every process of pytest-xdist collects them
+
+    def _write(self, tests: list[str], outcome: str) -> None:
+        if self._writes:
+            with self._file.open("a", encoding="utf-8") as file:
+                file.writelines(json.dumps({**self._run, "test": test, "outcome": outcome}) + "\n" for test in tests)
+
+
+def _lines(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.is_file() else []
+
+
+def _is_of(line: dict[str, Any], run: dict[str, str]) -> bool:
+    return "test" in line and all(line[name] == run[name] for name in ("session", "folder", "selection", "commit"))
