@@ -175,7 +175,8 @@ def _marked(folder: Path, markers: list[str], ignored: Sequence[Path] = ()) -> l
 def _may_have(marker: str, file: Path, folder: Path) -> bool:
     conftests = [parent / "conftest.py" for parent in file.parents if parent.is_relative_to(folder)]
     sources = "".join(_source(path) for path in (file, *conftests))
-    return f"mark.{marker}" in sources or "getattr(pytest.mark" in sources  # of a computed name
+    is_computed = 'getattr(pytest.mark, f"gpu' in sources and marker.startswith("gpu")
+    return f"mark.{marker}" in sources or is_computed
 
 
 @cache
@@ -208,7 +209,8 @@ def _selection(args: list[str]) -> str:
     return " ".join(
         arg
         for arg, last in zip(args, before, strict=False)
-        if arg not in (*_ALL_THE_SAME, *_ALL_THE_SAME_WITH_VALUE) and last not in _ALL_THE_SAME_WITH_VALUE
+        if arg.partition("=")[0] not in (*_ALL_THE_SAME, *_ALL_THE_SAME_WITH_VALUE)
+        and last not in _ALL_THE_SAME_WITH_VALUE
     )
 
 
