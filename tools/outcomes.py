@@ -58,8 +58,9 @@ class _Outcomes:
 
     def _write(self, tests: list[str], outcome: str) -> None:
         if self._writes:
-            with self._file.open("a", encoding="utf-8") as file:
-                file.writelines(json.dumps({**self._run, "test": test, "outcome": outcome}) + "\n" for test in tests)
+            lines = [json.dumps({**self._run, "test": test, "outcome": outcome}) + "\n" for test in tests]
+            with self._file.open("ab", buffering=0) as file:
+                file.write("".join(lines).encode())  # at once: the process may be killed at any moment
 
 
 def _lines(file: Path) -> list[dict[str, Any]]:
