@@ -1,7 +1,9 @@
-"""Units inside `torch.func.jvp` and `torch.vmap`."""
+"""Units inside the transforms of `torch.func`."""
 
 import warnings
+from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -58,3 +60,38 @@ def test_gradients_go_through_a_batched_model(api: Api) -> None:
                 descend(network)
 
     on_ranks(scenario, cases=RESHARD)
+
+
+def _gradient(model: nn.Module, x: torch.Tensor) -> Any:
+    return torch.func.grad(lambda values: model(values).square().sum())(x)
+
+
+def _pulled_back(model: nn.Module, x: torch.Tensor) -> Any:
+    output, pull = torch.func.vjp(model, x)[:2]
+    return pull(torch.ones_like(output))[0]
+
+
+def _jacobian(model: nn.Module, x: torch.Tensor) -> Any:
+    return torch.func.jacrev(model)(x[0])
+
+
+def _hessian(model: nn.Module, x: torch.Tensor) -> Any:
+    return torch.func.hessian(lambda values: model(values).square().sum())(x[0])
+
+
+def test_transforms_differentiate_by_an_input(api: Api) -> None:
+    def scenario(derivative: Callable[[nn.Module, torch.Tensor], Any], reshard: bool) -> None:
+        expected, model = twins()
+        shard(api, model, reshard_after_forward=reshard)
+        for step in range(2):
+            x = inputs(seed=step)
+            assert_close(derivative(model, x), derivative(expected, x))
+            for network in (expected, model):
+                network(x).square().mean().backward()
+            average(expected)
+            assert_equal_models(expected, model)
+            for network in (expected, model):
+                descend(network)
+
+    derivatives = (_gradient, _pulled_back, _jacobian, _hessian)
+    on_ranks(scenario, cases=list(product(derivatives, RESHARD)))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,12 +17,13 @@ from engine_models import (
     fsdp,
     inputs,
     mean_square,
+    mesh_of,
     shard,
     twins,
 )
 from torch import nn
 
-from lamella_engine import fully_shard
+from lamella_engine import HFSDP, HSDP, ZERO3, ShardingOptions, fully_shard
 from lamella_engine.testing import assert_at_rest
 from lamella_testing import run_ranks
 
@@ -206,6 +210,26 @@ def test_parameters_without_elements_are_sharded_like_any_other(num_ranks: int) 
         assert_trains_alike(*twins(NothingNet), LOSS)
 
     run_ranks(check, num_ranks)
+
+
+@pytest.mark.parametrize("outer", [HSDP, HFSDP])
+def test_a_parameter_without_elements_may_lie_beside_rows_that_do_not_divide(outer: Any) -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 3)
+            self.nothing = nn.Parameter(torch.zeros(0, 4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.linear(x) + self.nothing.sum()
+            return out
+
+    def check() -> None:
+        options = ShardingOptions(placements=(outer, ZERO3))
+        apply = partial(fully_shard, mesh=mesh_of((2, 2)), options=options)
+        assert_trains_alike(*twins(Odd, apply), LOSS)
+
+    run_ranks(check, 4)
 
 
 def test_what_is_upstream_of_an_input_that_a_unit_ignores_has_no_gradient() -> None:

@@ -35,7 +35,7 @@ nothing. Called anywhere else, an inner module is a forward of the outer unit by
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -195,18 +195,23 @@ def _watch_outputs(state: FSDPState, output: object) -> bool:
         return True
     tensors = tensors_in(output)
     if torch._C._are_functorch_transforms_active():
-        tensors = [_innermost(tensor) for tensor in tensors]
+        tensors = [form for tensor in tensors for form in _forms(tensor)]
     outputs = [tensor for tensor in tensors if tensor.requires_grad]
     for tensor in outputs:  # by these hooks the graph holds the state: a reference back would keep activations
         tensor.register_hook(state.begin_backward)  # type: ignore[no-untyped-call]
     return bool(outputs) or not hides_tensors(output)
 
 
-def _innermost(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor inside `torch.func`'s wrappers, which autograd records: a batched wrapper requires no gradient."""
+def _forms(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """A tensor, and all tensors inside `torch.func`'s wrappers: a graph of its own may record each.
+
+    The backward of `torch.func.grad` runs over the wrapper, a backward after all transforms over the innermost tensor.
+    A batched wrapper requires no gradient.
+    """
+    yield tensor
     while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)
-    return tensor
+        yield tensor
 
 
 def _watch_inputs(state: FSDPState, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
@@ -259,12 +264,19 @@ class _EndTransformedBackward(_EndBackward):
         ctx.state = inputs[0]
         ctx.set_materialize_grads(False)
 
+    @staticmethod
+    def vmap(
+        _: Any, in_dims: tuple[int | None, ...], state: FSDPState, *inputs: torch.Tensor
+    ) -> tuple[tuple[torch.Tensor, ...], tuple[int | None, ...]]:
+        return _EndTransformedBackward.apply(state, *inputs), in_dims[1:]  # type: ignore[no-untyped-call]
+
 
 def _watch_gradients(state: FSDPState, gradients: Iterable[torch.Tensor | None]) -> None:
     """Begin the unit's backward again when a gradient of its inputs' gradients arrives: Note [Graphs of backwards]."""
-    for gradient in gradients:
-        if gradient is not None and (recorded := _innermost(gradient)).requires_grad:
-            recorded.register_hook(state.begin_backward)  # type: ignore[no-untyped-call]
+    recorded = [form for gradient in gradients if gradient is not None for form in _forms(gradient)]
+    for gradient in recorded:
+        if gradient.requires_grad:
+            gradient.register_hook(state.begin_backward)  # type: ignore[no-untyped-call]
 
 
 def _move(tree: T, device: torch.device) -> T:

@@ -188,6 +188,8 @@ class UnshardedWeight:
         if owned:
             self._encode(*columns)
         transfers = [transfer for p in chosen for transfer in zip(parts[p], shards[p].slots, strict=True)]
-        # Waited for at once: gloo fills the shards in `wait`, and the gather over the shard axis sends them next.
-        outer.all_gather([Payload(part, full_slot) for part, full_slot in transfers if full_slot.numel() > 0]).wait()
+        payloads = [Payload(part, full_slot) for part, full_slot in transfers if full_slot.numel() > 0]
+        if payloads:  # the ranks of the outer axis hold the same shard: all of them have none, or all have some
+            # Waited for at once: gloo fills the shards in `wait`, and the gather over the shard axis sends them next.
+            outer.all_gather(payloads).wait()
         return shards

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.autograd.graph import increment_version
 
@@ -62,7 +63,8 @@ class Contents(Enum):
     STALE = "main weights may have changed since"
 
 
-class _Gather(NamedTuple):
+@dataclass(slots=True)  # a call less than a tuple, for each gather
+class _Gather:
     """A gather in flight: the host waits for `pending` (gloo), a stream for `event` (CUDA)."""
 
     pending: list[Pending]
@@ -226,14 +228,18 @@ class UnitWeights:
 
     def _start_gathers(self, verb: str, direction: Direction, gathered_for: Direction | None) -> None:
         """Start a gather for each set of axes; after an error no bytes stay, so that a caller may try again."""
+        if torch._C._are_functorch_transforms_active():
+            # Inside a transform of `torch.func` views of buffers would be wrappers, which have no address.
+            with temporarily_clear_interpreter_stack():
+                self._start_gathers(verb, direction, gathered_for)
+            return
         parameters = self.parameters
         context, streams = parameters.context, parameters.context.streams
         if parameters.is_offloaded:
             parameters.check_at_home()
+            streams.reads_shards = True  # the host must not write the shards before the gather stream has copied them
         if context.order_check is not None:
             parameters.check_order(verb, lambda: parameters.unsharded_nbytes)
-        if parameters.is_offloaded:
-            streams.reads_shards = True  # the host must not write the shards before the gather stream has copied them
         stream = streams.all_gather_stream
         # With payloads of another direction in flight one event covers both: the gather stream runs them in order.
         pending = [] if self._gather is None else self._gather.pending
@@ -287,7 +293,7 @@ class UnitWeights:
     def _finish_gather(self) -> None:
         assert self._gather is not None
         streams = self.parameters.context.streams
-        pending, event = self._gather
+        pending, event = self._gather.pending, self._gather.event
         if self._forbidden is not None:
             self._forbidden.__exit__(None, None, None)  # graphs of the forward saved the counters from before
             self._forbidden = None
