@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ import torch.distributed.fsdp as fsdp2
 from engine_models import Net, fsdp, inputs, shard
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from lamella_engine import MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from lamella_engine._api.candidates import move_to
@@ -38,6 +39,36 @@ def test_torchs_own_policies_are_taken() -> None:
             fully_shard(nn.Linear(2, 2), mp_policy=torch.bfloat16)  # type: ignore[arg-type]
         with pytest.raises(TypeError, match=r"`offload_policy`.*got bool"):
             fully_shard(nn.Linear(2, 2), offload_policy=True)  # type: ignore[arg-type]
+
+    _on_one_rank(check)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"mesh": 2}, r"`mesh` to be a DeviceMesh or None, got 2\..*init_device_mesh"),
+        ({"shard_placement_fn": Shard(1)}, r"function of a parameter, got Shard\(dim=1\)\. Write"),
+        ({"ignored_params": {"weight"}}, r"`ignored_params` to hold parameters, got 'weight'\..*get_parameter"),
+        ({"ignored_params": [1]}, r"`ignored_params` to hold parameters, got 1"),
+    ],
+)
+def test_arguments_of_another_type_are_refused_before_anything_changes(arguments: Any, message: str) -> None:
+    def check() -> None:
+        model = nn.Linear(2, 2)
+        with pytest.raises(TypeError, match=message):
+            fully_shard(model, **arguments)
+        with pytest.raises(ValueError, match="positive gradient divide factor, got '2'"):
+            fsdp(fully_shard(model)).set_gradient_divide_factor("2")  # type: ignore[arg-type]
+
+    _on_one_rank(check)
+
+
+def test_ignored_parameters_may_come_from_an_iterator() -> None:
+    def check() -> None:
+        model = nn.Linear(2, 2)
+        bias = model.bias
+        fully_shard(model, ignored_params=(parameter for parameter in [bias]))  # type: ignore[arg-type]
+        assert model.bias is bias and isinstance(model.weight, DTensor)
 
     _on_one_rank(check)
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import product
 from math import prod
+from typing import cast
 
 import torch
 import torch.nn as nn
@@ -40,6 +41,22 @@ def own_modules(modules: list[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
 
     for i, module in enumerate(modules):
         yield from walk(module, f"{i}." if len(modules) > 1 else "")
+
+
+def ignored_parameters(parameters: Iterable[object] | None) -> set[nn.Parameter]:
+    """The parameters of `ignored_params`.
+
+    Raises:
+        TypeError: Something else than a tensor is among them, such as a name, by which no parameter would be ignored.
+    """
+    chosen = set(parameters or ())
+    for parameter in chosen:
+        if not isinstance(parameter, torch.Tensor):
+            raise TypeError(
+                f"Expected `ignored_params` to hold parameters, got {parameter!r}. Look a name up: "
+                "module.get_parameter(name)."
+            )
+    return cast(set[nn.Parameter], chosen)
 
 
 def candidates_of(

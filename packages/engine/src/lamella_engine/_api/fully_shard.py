@@ -14,7 +14,7 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lamella_buffers import Transport, transport_for
-from lamella_engine._api.candidates import by_kind, candidates_of, move_to, own_modules
+from lamella_engine._api.candidates import by_kind, candidates_of, ignored_parameters, move_to, own_modules
 from lamella_engine._api.module import FSDPModule
 from lamella_engine._api.outside_holders import refuse_outside_holders
 from lamella_engine._api.own_names import hidden_names
@@ -129,7 +129,8 @@ def fully_shard(
     Source: the signature and its meaning are torch.distributed.fsdp.fully_shard's.
     """
     modules = _outer_modules(module)
-    _check_arguments(modules, reshard_after_forward, offload_policy, options)
+    _check_arguments(modules, mesh, shard_placement_fn, reshard_after_forward, offload_policy, options)
+    ignored = ignored_parameters(ignored_params)
     inner = _inner_units(modules)
     for below, name in inner.items():
         below.tree.options.check_inside(options, name)
@@ -141,7 +142,7 @@ def fully_shard(
     owners = [inner for _, inner in own_modules(modules) if not isinstance(inner, torch.jit.ScriptModule)]
     device = _device_of(axes.mesh)
     keep_fn = as_keep_fn(options.keep_together)
-    candidates = candidates_of(modules, ignored_params or set(), axes, shard_placement_fn, keep_fn, policy)
+    candidates = candidates_of(modules, ignored, axes, shard_placement_fn, keep_fn, policy)
     refuse_outside_holders(own_modules(modules), {id(each.parameter): each.name for each in candidates})
     for below, name in inner.items():
         _check_resting(name, below)
@@ -157,7 +158,7 @@ def fully_shard(
     _warn_of_hidden(modules)
     classes = [_unit_class(type(each)) for each in modules]  # type: ignore[arg-type]  # a class may refuse
     # Before shards are made: each shard is allocated where its parameter lies.
-    move_to(modules, device, CPU if offload else device, ignored_params or set())
+    move_to(modules, device, CPU if offload else device, ignored)
 
     tree = Tree(device, options)
     groups = [
@@ -225,12 +226,24 @@ def _modules_of(state: FSDPState, modules: list[nn.Module]) -> list[nn.Module]:
 
 def _check_arguments(
     modules: list[nn.Module],
+    mesh: object,
+    shard_placement_fn: object,
     reshard_after_forward: object,
     offload_policy: object | None,
     options: object,
 ) -> None:
     for module in modules:
         _check_module(module)
+    if not isinstance(mesh, DeviceMesh | None):
+        raise TypeError(
+            f"Expected `mesh` to be a DeviceMesh or None, got {mesh!r}. Make one by "
+            "torch.distributed.device_mesh.init_device_mesh."
+        )
+    if shard_placement_fn is not None and not callable(shard_placement_fn):
+        raise TypeError(
+            f"Expected `shard_placement_fn` to be a function of a parameter, got {shard_placement_fn!r}. Write "
+            f"shard_placement_fn=lambda parameter: {shard_placement_fn!r}."
+        )
     is_count = isinstance(reshard_after_forward, int) and reshard_after_forward >= 1
     if not (reshard_after_forward is None or isinstance(reshard_after_forward, bool) or is_count):
         raise ValueError(

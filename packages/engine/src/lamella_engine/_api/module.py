@@ -311,7 +311,8 @@ class FSDPModule(_TorchsModule, UnitVerbs):
         Raises:
             ValueError: Not a positive number.
         """
-        if not factor > 0:
+        given: object = factor
+        if not (isinstance(given, int | float) and given > 0):
             raise ValueError(f"Expected a positive gradient divide factor, got {factor!r}.")
         for group in state_of(self).unit.parameters.groups:
             group.divisor = float(factor)

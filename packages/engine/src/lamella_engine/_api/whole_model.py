@@ -27,6 +27,7 @@ import torch.distributed as dist
 import torch.distributed.fsdp as fsdp2
 import torch.nn as nn
 
+from lamella_engine._api.candidates import ignored_parameters
 from lamella_engine._api.fully_shard import as_policy, fully_shard
 from lamella_engine._api.plan import PlannedParameter, PlannedUnit, ShardingPlan
 from lamella_engine._api.reads import reads_of
@@ -77,8 +78,9 @@ def fully_shard_model(
 
     Effects: as `fully_shard`, once a unit; prints.
     """
-    planning_arguments = {name: fully_shard_kwargs.get(name) for name in ("mp_policy", "ignored_params")}
-    plan = plan_units(model, units=units, **planning_arguments)
+    # Once: an iterator would be empty for the units.
+    fully_shard_kwargs["ignored_params"] = ignored = ignored_parameters(fully_shard_kwargs.get("ignored_params"))
+    plan = plan_units(model, units=units, mp_policy=fully_shard_kwargs.get("mp_policy"), ignored_params=ignored)
     modules = [model.get_submodule(unit.name) for unit in plan.units]
     for module in modules:
         fully_shard(module, **fully_shard_kwargs)
@@ -111,7 +113,7 @@ def plan_units(
         TypeError, ValueError: As `fully_shard_model`.
     """
     _check_model(model)
-    tree = _ModuleTree(model, ignored_params or set(), mp_policy)
+    tree = _ModuleTree(model, ignored_parameters(ignored_params), mp_policy)
     matched = _matched(tree, units)
     choice = _Choice(tree, matched)
     planned = [_planned(tree, name, module) for name, module in choice.chosen]

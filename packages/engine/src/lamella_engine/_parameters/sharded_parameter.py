@@ -290,7 +290,8 @@ def report_lost(changes: Iterable[LostChange]) -> None:
         return
     raise RuntimeError(
         f"Expected {names} to be replaced or tied while their unit is sharded, between steps, got another tensor in "
-        "place of each since the unit was gathered. Those tensors were dropped. Call reshard() first."
+        "place of each since the unit was gathered. Those tensors were dropped. Call reshard() first; run a backward "
+        "through torch.func.functional_call inside of the call, which gives the model its parameters back at its end."
     )
 
 
