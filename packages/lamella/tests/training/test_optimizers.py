@@ -179,7 +179,7 @@ def today(step: int, optim: OptimConfig) -> float:
 CURVES: dict[str, Callable[[float], float]] = {
     "linear": lambda done: 0.1 + 0.9 * (1 - done),
     "constant": lambda done: 1.0,
-    "wsd": lambda done: 1.0 if done <= 0.8 else 0.1 + 0.9 * (1 - done) / 0.2,
+    "wsd": lambda done: 1.0 if done <= 38 / 50 else 0.1 + 0.9 * (1 - done) * 50 / 12,  # a fifth of 60 steps
 }
 
 
@@ -194,6 +194,11 @@ def test_a_schedule_warms_up_and_has_its_curve(schedule: Any) -> None:
     assert [learning_rate(step, optim) for step in (0, 4, 9)] == [0.2, 1.0, 2.0]
     for step in range(10, 61):
         assert learning_rate(step, optim) == pytest.approx(2.0 * CURVES[schedule]((step - 10) / 50))
+
+
+def test_the_last_steps_fall_from_the_end_of_a_long_warm_up() -> None:
+    optim = OptimConfig(steps=20, warmup_steps=16, schedule="wsd", decay_fraction=0.5, final_lr_fraction=0.0, lr=1.0)
+    assert [learning_rate(step, optim) for step in range(15, 21)] == [1.0, 1.0, 0.75, 0.5, 0.25, 0.0]
 
 
 def test_epochs_are_the_steps_that_pass_over_the_text(config: Config, train: TrainOn) -> None:

@@ -10,7 +10,7 @@ from lamella import __version__
 from lamella._command import ckpt_options, inference_options, plan_options
 from lamella._processes.endings import EXIT_CODES_IN_WORDS
 from lamella._record.output import refused_paths
-from lamella._settings.config import GROUPS, Config, Group, Values, resolve
+from lamella._settings.config import GROUPS, Config, Group, Values, merged, resolve
 from lamella._settings.files import read_config
 from lamella._settings.options import ConfigError, Field, describe, fields_of, inner, nearest, shown
 from lamella._settings.spellings import option_of_spelling
@@ -63,15 +63,16 @@ def _settings_of_model(name: str, layers: Sequence[Values]) -> tuple[Values, Val
 
 
 def _within_the_steps(named: Values, layers: Sequence[Values]) -> Values:
-    """Return the settings of a named model, without a warm-up longer than the steps that the user asks for."""
-    optim = {name: value for layer in (named, *layers) for name, value in layer.get("optim", {}).items()}
-    steps, warmup, model_optim = (
-        optim.get("steps"),
-        named.get("optim", {}).get("warmup_steps"),
-        dict(named.get("optim", {})),
-    )
-    if isinstance(steps, int) and isinstance(warmup, int) and warmup > steps:
-        del model_optim["warmup_steps"]
+    """Return the settings of a named model, without a warm-up that may be longer than the steps that the user asks for.
+
+    The number of steps of `--epochs` is not known here.
+    """
+    optim = merged(named, *layers)["optim"]
+    steps, model_optim = optim.get("steps"), dict(named.get("optim", {}))
+    warmup = model_optim.get("warmup_steps")
+    is_longer = isinstance(steps, int) and isinstance(warmup, int) and warmup > steps
+    if is_longer or optim.get("epochs") is not None:
+        model_optim.pop("warmup_steps", None)
     return {**named, "optim": model_optim}
 
 

@@ -100,6 +100,8 @@ def _check(value: object, field: Field) -> None:
         if isinstance(value, int) and value > LARGEST:
             bounds = f"of at most {LARGEST}"
         raise ConfigError(f"Expected {field.flag} {bounds}, got {shown(value)}.")
+    if value == "" and field.option.metavar == "FOLDER":  # else an unset variable would name the current folder
+        raise ConfigError(f"Expected {field.flag} to be a folder, got ''. Leave it out for the default.")
     texts = value if isinstance(value, tuple) else (value,)
     if any(isinstance(text, str) and "\0" in text for text in texts):
         raise ConfigError(f"Expected {field.flag} without NUL characters, got {shown(value)}.")

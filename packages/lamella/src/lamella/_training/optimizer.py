@@ -19,19 +19,26 @@ def learning_rate(step: int, optim: OptimConfig) -> float:
     warmup = optim.num_warmup_steps
     if step < warmup:
         return optim.lr * (step + 1) / warmup
-    done = (step - warmup) / max(1, optim.steps - warmup)
-    share = _share(min(1.0, done), optim)
+    num_after = max(1, optim.steps - warmup)
+    share = _share(min(1.0, (step - warmup) / num_after), num_after, optim)
     return optim.lr * (optim.final_lr_fraction + (1 - optim.final_lr_fraction) * share)
 
 
-def _share(done: float, optim: OptimConfig) -> float:
-    """Return the share of the way from the final learning rate up to `--lr`, after a share of the steps."""
+def _share(done: float, num_after: int, optim: OptimConfig) -> float:
+    """Return the share of the way from the final learning rate up to `--lr`.
+
+    Args:
+        done: The share of the steps after the warm-up that have been made.
+        num_after: The number of the steps after the warm-up.
+        optim: The schedule, and the number of all steps.
+    """
     if optim.schedule == "cosine":
         return 0.5 * (1 + math.cos(math.pi * done))
     if optim.schedule == "linear":
         return 1 - done
     if optim.schedule == "wsd":
-        return min(1.0, (1 - done) / optim.decay_fraction)
+        num_falling = min(optim.decay_fraction * optim.steps, num_after)
+        return min(1.0, (1 - done) * num_after / num_falling)
     return 1.0
 
 
