@@ -207,11 +207,21 @@ def test_a_model_config_with_an_odd_number_is_refused_at_once(
         ),
         (b'{"model_type": "llama", "model_type": "mixtral"}', "got the key 'model_type' twice."),
         (b"\xff", "Expected a transformers config in "),
+        (b'{"model": {}, "optim": {}, "run": {}}', "It holds the settings of a run of lamella train: `lamella export "),
     ],
 )
 def test_a_model_file_that_is_odd_is_refused(refusal: Outcome, model_file: Path, content: bytes, expected: str) -> None:
     model_file.write_bytes(content)
     assert expected in refusal()
+
+
+def test_a_checkpoint_is_no_model(refusal: Outcome, tmp_path: Path) -> None:
+    folder = tmp_path / "step_00000002"
+    folder.mkdir()
+    (folder / ".metadata").touch()
+    assert f"got the checkpoint {str(folder)!r}. Write the model of a run by `lamella export" in refusal(
+        "--model", str(folder)
+    )
 
 
 @pytest.mark.parametrize("option", ["--model", "--data", "--config", "--run-dir"])

@@ -20,7 +20,7 @@ from lamella._processes.placement import place
 from lamella._settings.config import Values, resolve, to_toml, to_values
 from lamella._settings.files import read_file
 from lamella._training.optimizer import learning_rate, make_optimizer
-from lamella._training.optimizer_class import OptimizerClass
+from lamella._training.optimizer_class import OptimizerClass, check_optimizer
 from lamella._training.preparation import prepare
 from lamella.cli import main
 from lamella_checkpoint import load
@@ -297,3 +297,9 @@ def test_states_of_other_optimizers_and_an_absent_torchao_are_one_line(
     assert "or install it from a clone: uv pip install './packages/lamella[torchao]'" in refusal(
         with_optim(config, states="bf16")
     )
+
+
+def test_adamws_options_are_refused_with_another_optimizer() -> None:
+    check_optimizer(OptimConfig(optimizer="torch.optim:Adam"), "cpu")
+    with pytest.raises(ConfigError, match=r"--beta2 with --optimizer adamw or muon, got 0\.5 with torch\.optim:Adam"):
+        check_optimizer(OptimConfig(optimizer="torch.optim:Adam", beta2=0.5), "cpu")

@@ -136,19 +136,34 @@ def _read_config(name: str) -> Mapping[str, object]:
             f"Expected a path or one of {names} as --model, got {name!r}.{nearest(name, NAMED) or _from_a_hub(name)}"
         )
     if path.is_dir():
+        _refuse_checkpoint(path)
         path /= "config.json"
     try:
         config = parse_json(read_settings(path))
     except (OSError, ValueError) as error:
         raise ConfigError(f"Expected a transformers config in {str(path)!r}, got {in_short(error)}") from error
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
-        raise ConfigError(f"Expected a field 'model_type' in {str(path)!r}, got none.")
+        way_out = ""
+        if isinstance(config, dict) and {"model", "optim", "run"} <= config.keys():
+            way_out = (
+                f" It holds the settings of a run of lamella train: `lamella export {path.parent}` writes the run's "
+                f"model, and --config {path} takes the settings."
+            )
+        raise ConfigError(f"Expected a field 'model_type' in {str(path)!r}, got none.{way_out}")
     _check_numbers(str(path), config)
     try:
         # Read once more by transformers, which has a spelling for infinity: JSON has no such number.
         return PreTrainedConfig.get_config_dict(path, local_files_only=True)[0]
     except Exception as error:  # Any part of transformers may raise.
         raise ConfigError(f"Expected a transformers config in {str(path)!r}, got {in_short(error)}") from error
+
+
+def _refuse_checkpoint(folder: Path) -> None:
+    if (folder / ".metadata").is_file() and not (folder / "config.json").exists():
+        raise ConfigError(
+            f"Expected a folder of a model as --model, got the checkpoint {str(folder)!r}. Write the model of a run by "
+            "`lamella export RUN --step N`, or of any checkpoint by `lamella ckpt convert`."
+        )
 
 
 def _check_numbers(name: str, config: Mapping[str, object]) -> None:

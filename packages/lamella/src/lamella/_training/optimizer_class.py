@@ -164,9 +164,19 @@ def check_optimizer(optim: OptimConfig, device: str) -> None:
                 f"{optim.optimizer_options[0]!r} with adamw. Pass --beta1, --beta2, --eps or --weight-decay."
             )
         return
+    _refuse_options_of_adamw(optim)
     optimizer_class = OptimizerClass.of(optim)
     if device == "cpu":  # A class of GPU kernels can be tried by the ranks alone.
         optimizer_class.check_elementwise(torch.device("cpu"))
+
+
+def _refuse_options_of_adamw(optim: OptimConfig) -> None:
+    for name in ("beta1", "beta2", "eps"):
+        if (value := getattr(optim, name)) != getattr(OptimConfig, name):
+            raise ConfigError(
+                f"Expected --{name} with --optimizer adamw or muon, got {value} with {optim.optimizer}. Leave it out, "
+                "and pass the optimizer's arguments as --optimizer-options, such as betas=[0.9,0.99]."
+            )
 
 
 def muon_options(optim: OptimConfig) -> dict[str, Any]:
