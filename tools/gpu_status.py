@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -84,9 +85,8 @@ def _ask(question: str) -> str:
 
 def read(files: Iterable[Path]) -> list[FolderRun]:
     """The latest record of each session, folder and selection; none of a selection before a run of all tests."""
-    lines = [line for file in files if file.is_file() for line in file.read_text(encoding="utf-8").splitlines()]
     latest: dict[tuple[str, str, str], FolderRun] = {}
-    for run in _runs(map(json.loads, lines)):
+    for run in _runs(line for file in files for line in lines_of(file)):
         before = latest.get((run.session, run.folder, run.selection))
         if before is None or before.date <= run.date:
             latest[run.session, run.folder, run.selection] = run
@@ -94,6 +94,13 @@ def read(files: Iterable[Path]) -> list[FolderRun]:
         (session, folder): run.date for (session, folder, selection), run in latest.items() if not selection
     }
     return sorted(run for run in latest.values() if run.date >= dates_of_all_tests.get((run.session, run.folder), ""))
+
+
+def lines_of(file: Path) -> Iterator[dict[str, Any]]:
+    """The lines of a file of records or outcomes, without a line that a killed process left unfinished."""
+    for line in file.read_text(encoding="utf-8").splitlines() if file.is_file() else ():
+        with suppress(json.JSONDecodeError):
+            yield json.loads(line)
 
 
 def _runs(lines: Iterable[dict[str, Any]]) -> Iterator[FolderRun]:

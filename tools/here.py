@@ -99,6 +99,9 @@ def _pytest(
             print(f"Expected a file after --status, got {argument}. Give one, such as runs.jsonl.", file=sys.stderr)
             return 2
         status, args = Path(args[1]), args[2:]
+        if not status.absolute().parent.is_dir():
+            print(f"Expected a file in a folder that exists after --status, got {str(status)!r}.", file=sys.stderr)
+            return 2
     recorded = session if RANKS_PER_GPU == 1 else f"{session}, {RANKS_PER_GPU} ranks a GPU"
     ignored = [] if folders == [CLIENTS] else [CLIENTS]  # needs libraries that no other test needs
     if session.startswith("gpu("):
@@ -108,7 +111,10 @@ def _pytest(
     ignores = [f"--ignore={path}" for path in ignored]
     marked = [folder for folder in folders if _marked(folder, [marker], ignored)]
     results: list[int] = []
-    for folder, chosen in _selected(marked, args).items():
+    selected = _selected(marked, args)
+    if args and not selected:
+        print(f"Expected tests of the session {session} in {' '.join(args)}, got none.", file=sys.stderr)
+    for folder, chosen in selected.items():
         writes: list[str] = []
         if status is not None:
             selection = _selection([arg for arg in chosen if ROOT / arg != folder])
@@ -149,6 +155,8 @@ def _parts(marker: str, folder: Path, args: list[str], ignored: Sequence[Path] =
     Tests marked `hybrid`, which need more libraries than the other sessions ask for, run in their own session alone.
     With several processes (`-n`) a second run has the tests marked `alone`: beside others on the GPU they would fail.
     """
+    if marker == "slow":  # also of files whose marks stand in a module that they import
+        return [(marker, args)]
     hybrid = marker != "hybrid" and _marked(folder, ["hybrid"])
     expression = f"{marker} and not hybrid" if hybrid else marker
     marked = _marked(folder, [marker], ignored)

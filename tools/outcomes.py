@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gpu_status import lines_of
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -28,8 +29,15 @@ class _Outcomes:
     def __init__(self, file: Path, run: dict[str, str], config: pytest.Config) -> None:
         self._file = file
         self._run = run
-        self._writes = not hasattr(config, "workerinput")  # not a process of pytest-xdist
-        self._before = {line["test"]: line["outcome"] for line in _lines(file) if _is_of(line, run)}
+        worker: dict[str, Any] | None = getattr(config, "workerinput", None)  # of a process of pytest-xdist
+        self._writes = worker is None
+        # A process that replaces one that died must collect the tests that the first ones did: the file has grown.
+        self._before: dict[str, str] = worker["outcomes"] if worker else outcomes_of(run, file)
+        self._expected = set(self._before)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_configure_node(self, node: Any) -> None:
+        node.workerinput["outcomes"] = self._before
 
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         done = [item for item in items if self._before.get(item.nodeid) in ("passed", "skipped")]
@@ -53,19 +61,26 @@ class _Outcomes:
             session.exitstatus = pytest.ExitCode.OK  # all have passed before
 
     def _expect(self, tests: list[str]) -> None:
-        self._write([test for test in tests if test not in self._before], "not run")
-        self._before |= dict.fromkeys(tests, "not run")  # every process of pytest-xdist collects them
+        self._write([test for test in tests if test not in self._expected], "not run")
+        self._expected |= set(tests)  # every process of pytest-xdist collects them
 
     def _write(self, tests: list[str], outcome: str) -> None:
         if self._writes:
             lines = [json.dumps({**self._run, "test": test, "outcome": outcome}) + "\n" for test in tests]
+            # Begun by the end of a line that may lack its own: the process before may have been killed at any moment.
+            start = "" if _ends_a_line(self._file) else "\n"
             with self._file.open("ab", buffering=0) as file:
-                file.write("".join(lines).encode())  # at once: the process may be killed at any moment
+                file.write("".join([start, *lines]).encode())
 
 
-def _lines(file: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.is_file() else []
+def outcomes_of(run: dict[str, str], file: Path) -> dict[str, str]:
+    """The outcomes of earlier commands of the same run, by test; none for code that no commit names."""
+    if run["commit"].endswith("-dirty") or run["commit"] == "unknown":
+        return {}
+    names = run.keys() - {"date"}
+    lines = [line for line in lines_of(file) if "test" in line and all(line.get(name) == run[name] for name in names)]
+    return {line["test"]: line["outcome"] for line in lines}
 
 
-def _is_of(line: dict[str, Any], run: dict[str, str]) -> bool:
-    return "test" in line and all(line[name] == run[name] for name in ("session", "folder", "selection", "commit"))
+def _ends_a_line(file: Path) -> bool:
+    return not file.is_file() or not file.stat().st_size or file.read_bytes().endswith(b"\n")

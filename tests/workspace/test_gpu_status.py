@@ -32,6 +32,7 @@ def test_the_page_shows_the_records() -> None:
 def test_a_record_is_taken_over_and_a_page_without_it_is_old(copy_of_the_workspace: Path, tmp_path: Path) -> None:
     runs = tmp_path / "runs.jsonl"
     _record(runs, date="9999-01-01")
+    runs.write_text(runs.read_text() + '{"session": "gpu(2)", "fol')  # as of a process that was killed
     page = copy_of_the_workspace / "docs" / "reference" / "gpu-status.md"
     assert _run(copy_of_the_workspace, str(runs)).returncode == 0
     assert "| gpu(2) | integration/tests | 3 | 2 | 2 | 1 | 9999-01-01 |" in page.read_text()

@@ -33,10 +33,9 @@ def _run(folder: Path, *args: str, commit: str = "0123456") -> int:
 
 
 def _outcomes(folder: Path, commit: str = "0123456") -> dict[str, str]:
-    lines = [json.loads(line) for line in (folder / "runs.jsonl").read_text().splitlines()]
-    return {
-        line["test"].removeprefix("test_all.py::test_"): line["outcome"] for line in lines if line["commit"] == commit
-    }
+    lines = (folder / "runs.jsonl").read_text().splitlines()
+    of_commit = [json.loads(line) for line in lines if f'"commit": "{commit}"' in line]
+    return {line["test"].removeprefix("test_all.py::test_"): line["outcome"] for line in of_commit}
 
 
 @pytest.mark.parametrize("processes", [[], ["-p", "xdist", "-n", "2"]], ids=["one process", "two processes"])
@@ -47,9 +46,10 @@ def test_a_second_command_runs_the_tests_without_a_good_outcome(
     _run(tmp_path, *processes, "--deselect", "test_all.py::test_d")
     first = {"a": "passed", "b": "failed", "c": "skipped", "e": "failed"}
     assert _outcomes(tmp_path) == first
-    if not processes:  # pytest-xdist would start the process that died anew
-        _run(tmp_path)
-        assert _outcomes(tmp_path) == {**first, "d": "not run"}
+    _run(tmp_path, *processes)  # test_d ends its process, and pytest-xdist starts another
+    assert _outcomes(tmp_path) == {**first, "d": "failed" if processes else "not run"}
+    with (tmp_path / "runs.jsonl").open("a") as file:
+        file.write('{"session": "gpu(2)", "te')  # as of a process that was killed
     monkeypatch.setenv("MENDED", "1")
     assert _run(tmp_path, *processes) == 0
     mended = {"a": "passed", "b": "passed", "c": "skipped", "d": "skipped", "e": "passed"}
@@ -57,5 +57,8 @@ def test_a_second_command_runs_the_tests_without_a_good_outcome(
     num_lines = len((tmp_path / "runs.jsonl").read_text().splitlines())
     assert _run(tmp_path, *processes) == 0
     assert len((tmp_path / "runs.jsonl").read_text().splitlines()) == num_lines
-    assert _run(tmp_path, *processes, commit="another") == 0
-    assert _outcomes(tmp_path, "another") == mended
+    for commit in ("another", "another-dirty", "another-dirty"):
+        num_lines = len((tmp_path / "runs.jsonl").read_text().splitlines())
+        assert _run(tmp_path, *processes, commit=commit) == 0
+        assert _outcomes(tmp_path, commit) == mended
+        assert len((tmp_path / "runs.jsonl").read_text().splitlines()) > num_lines + len(mended)

@@ -30,6 +30,20 @@ def test_a_forward_carries_tangents(api: Api) -> None:
     on_ranks(scenario, cases=RESHARD)
 
 
+def test_a_backward_goes_through_tangents(api: Api) -> None:
+    def scenario(reshard: bool) -> None:
+        expected, model = twins()
+        shard(api, model, reshard_after_forward=reshard)
+        x = inputs(seed=1)
+        for network in (expected, model):
+            tangent = torch.func.jvp(network, (x,), (torch.ones_like(x),))[1]
+            tangent.square().mean().backward()
+        average(expected)
+        assert_equal_models(expected, model)
+
+    on_ranks(scenario, cases=RESHARD)
+
+
 def _output_of_first_input(model: nn.Module, x: torch.Tensor, _: torch.Tensor) -> Any:
     return model(x)
 

@@ -48,8 +48,12 @@ def test_torchs_own_policies_are_taken() -> None:
     [
         ({"mesh": 2}, r"`mesh` to be a DeviceMesh or None, got 2\..*init_device_mesh"),
         ({"shard_placement_fn": Shard(1)}, r"function of a parameter, got Shard\(dim=1\)\. Write"),
-        ({"ignored_params": {"weight"}}, r"`ignored_params` to hold parameters, got 'weight'\..*get_parameter"),
-        ({"ignored_params": [1]}, r"`ignored_params` to hold parameters, got 1"),
+        ({"ignored_params": {"weight"}}, r"`ignored_params` to hold parameters alone, got 'weight'\..*get_parameter"),
+        ({"ignored_params": [1]}, r"`ignored_params` to hold parameters alone, got 1\.$"),
+        ({"ignored_params": [torch.ones(2)]}, r"to hold parameters alone, got a Tensor of shape \(2,\)"),
+        ({"ignored_params": nn.Parameter(torch.ones(1))}, r"a set of parameters, got a Parameter of shape \(1,\)"),
+        ({"ignored_params": ""}, r"a set of parameters, got ''\. Pass \{parameter\}"),
+        ({"ignored_params": 3}, r"a set of parameters, got 3\."),
     ],
 )
 def test_arguments_of_another_type_are_refused_before_anything_changes(arguments: Any, message: str) -> None:
@@ -59,6 +63,7 @@ def test_arguments_of_another_type_are_refused_before_anything_changes(arguments
             fully_shard(model, **arguments)
         with pytest.raises(ValueError, match="positive gradient divide factor, got '2'"):
             fsdp(fully_shard(model)).set_gradient_divide_factor("2")  # type: ignore[arg-type]
+        fsdp(model).set_gradient_divide_factor(torch.tensor(2.0))  # type: ignore[arg-type]
 
     _on_one_rank(check)
 

@@ -41,11 +41,17 @@ def _through_two_vjps(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return cast(torch.Tensor, tangent.square().sum() + model(x).square().mean())
 
 
+def _curvature(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    hessian = torch.func.hessian(lambda row: model(row).sum())(x[0].detach())
+    return cast(torch.Tensor, hessian.square().sum())
+
+
 LOSSES: list[Loss] = [
     _gradient_penalty,
     _gradient_penalty_before_another_forward,
     _score_matching,
     _through_two_vjps,
+    _curvature,
 ]
 
 

@@ -99,9 +99,6 @@ def test_a_warm_up_past_the_last_step_is_refused_and_the_defaults_end_in_time() 
         assert optim.num_warmup_steps == expected
         assert max(learning_rate(step, optim) for step in range(steps)) == optim.lr
     assert config_of("--model", "llama-1b").optim.num_warmup_steps == 100
-    optim = config_of("--model", "llama-1b", "--epochs", "0.1").optim
-    assert optim.warmup_steps is None  # the text may have fewer steps than the model's warm-up
-    assert config_of("--model", "llama-1b", "--epochs", "0.1", "--warmup-steps", "7").optim.num_warmup_steps == 7
 
 
 @pytest.mark.parametrize("option", ["--run-dir", "--checkpoints"])

@@ -19,6 +19,7 @@ from lamella._model.spec import load_spec
 from lamella._processes.placement import place
 from lamella._settings.config import Values, resolve, to_toml, to_values
 from lamella._settings.files import read_file
+from lamella._training import writing
 from lamella._training.optimizer import learning_rate, make_optimizer
 from lamella._training.optimizer_class import OptimizerClass, check_optimizer
 from lamella._training.preparation import prepare
@@ -210,6 +211,15 @@ def test_epochs_are_the_steps_that_pass_over_the_text(config: Config, train: Tra
     stored = json.loads(prepared.directory.config.read_text())["optim"]
     assert stored["steps"] == expected and stored["epochs"] is None
     assert prepare(place(config)).config == prepared.config  # again, as a resumed run does
+
+
+def test_a_named_models_warm_up_is_left_out_of_fewer_steps(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = with_optim(config, epochs=0.02, warmup_steps=1000)
+    with pytest.raises(ConfigError, match="--warmup-steps of at most --steps"):
+        prepare(place(config))
+    monkeypatch.setattr(writing, "named_settings", lambda name: {"optim": {"warmup_steps": 1000}})
+    optim = prepare(place(config)).config.optim
+    assert optim.warmup_steps is None and 1 < optim.num_warmup_steps <= 40
 
 
 def test_steps_and_epochs_replace_each_other_and_are_not_passed_together(

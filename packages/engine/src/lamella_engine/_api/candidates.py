@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Iterable, Iterator
 from itertools import product
 from math import prod
-from typing import cast
 
 import torch
 import torch.nn as nn
@@ -43,20 +42,29 @@ def own_modules(modules: list[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
         yield from walk(module, f"{i}." if len(modules) > 1 else "")
 
 
-def ignored_parameters(parameters: Iterable[object] | None) -> set[nn.Parameter]:
+def ignored_parameters(parameters: object) -> set[nn.Parameter]:
     """The parameters of `ignored_params`.
 
     Raises:
-        TypeError: Something else than a tensor is among them, such as a name, by which no parameter would be ignored.
+        TypeError: No set or other iterable of parameters: anything else would leave no parameter alone.
     """
-    chosen = set(parameters or ())
+    if parameters is None:
+        return set()
+    if isinstance(parameters, torch.Tensor | str) or not isinstance(parameters, Iterable):
+        raise TypeError(
+            f"Expected `ignored_params` to be a set of parameters, got {_kind(parameters)}. Pass {{parameter}}."
+        )
+    chosen = list(parameters)
     for parameter in chosen:
-        if not isinstance(parameter, torch.Tensor):
-            raise TypeError(
-                f"Expected `ignored_params` to hold parameters, got {parameter!r}. Look a name up: "
-                "module.get_parameter(name)."
-            )
-    return cast(set[nn.Parameter], chosen)
+        if not isinstance(parameter, nn.Parameter):
+            way_out = " Look names up: module.get_parameter(name)." if isinstance(parameter, str) else ""
+            raise TypeError(f"Expected `ignored_params` to hold parameters alone, got {_kind(parameter)}.{way_out}")
+    return set(chosen)
+
+
+def _kind(value: object) -> str:
+    """A value in a message: a tensor by its shape."""
+    return f"a {type(value).__name__} of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
 
 
 def candidates_of(

@@ -6,7 +6,7 @@ import pickle
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NoReturn, Self, cast, overload
+from typing import Any, Literal, NoReturn, Self, SupportsFloat, cast, overload
 
 import torch
 import torch.distributed.fsdp as fsdp2
@@ -312,7 +312,7 @@ class FSDPModule(_TorchsModule, UnitVerbs):
             ValueError: Not a positive number.
         """
         given: object = factor
-        if not (isinstance(given, int | float) and given > 0):
+        if not (isinstance(given, SupportsFloat) and float(given) > 0):
             raise ValueError(f"Expected a positive gradient divide factor, got {factor!r}.")
         for group in state_of(self).unit.parameters.groups:
             group.divisor = float(factor)

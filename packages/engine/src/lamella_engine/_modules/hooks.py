@@ -40,6 +40,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+import torch.autograd.forward_ad as forward_ad
 import torch.nn as nn
 from torch._compile import _disable_dynamo
 from torch.autograd.graph import _MultiHandle
@@ -194,7 +195,7 @@ def _watch_outputs(state: FSDPState, output: object) -> bool:
     if not torch.is_grad_enabled():
         return True
     tensors = tensors_in(output)
-    if torch._C._are_functorch_transforms_active():
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         tensors = [form for tensor in tensors for form in _forms(tensor)]
     outputs = [tensor for tensor in tensors if tensor.requires_grad]
     for tensor in outputs:  # by these hooks the graph holds the state: a reference back would keep activations
@@ -203,15 +204,19 @@ def _watch_outputs(state: FSDPState, output: object) -> bool:
 
 
 def _forms(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """A tensor, and all tensors inside `torch.func`'s wrappers: a graph of its own may record each.
+    """A tensor, all tensors inside `torch.func`'s wrappers, and their tangents: a graph of its own may record each.
 
     The backward of `torch.func.grad` runs over the wrapper, a backward after all transforms over the innermost tensor.
     A batched wrapper requires no gradient.
     """
     yield tensor
-    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = torch._C._functorch.get_unwrapped(tensor)
-        yield tensor
+    is_batched = torch._C._functorch.is_batchedtensor(tensor)  # without a rule for tangents; the tensor inside has them
+    if forward_ad._current_level >= 0 and not is_batched:
+        tangent = forward_ad.unpack_dual(tensor).tangent  # type: ignore[no-untyped-call]
+        if tangent is not None:
+            yield from _forms(tangent)
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        yield from _forms(torch._C._functorch.get_unwrapped(tensor))
 
 
 def _watch_inputs(state: FSDPState, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:

@@ -63,16 +63,11 @@ def _settings_of_model(name: str, layers: Sequence[Values]) -> tuple[Values, Val
 
 
 def _within_the_steps(named: Values, layers: Sequence[Values]) -> Values:
-    """Return the settings of a named model, without a warm-up that may be longer than the steps that the user asks for.
-
-    The number of steps of `--epochs` is not known here.
-    """
-    optim = merged(named, *layers)["optim"]
-    steps, model_optim = optim.get("steps"), dict(named.get("optim", {}))
+    """Return the settings of a named model, without a warm-up longer than the steps that the user asks for."""
+    steps, model_optim = merged(named, *layers)["optim"].get("steps"), dict(named.get("optim", {}))
     warmup = model_optim.get("warmup_steps")
-    is_longer = isinstance(steps, int) and isinstance(warmup, int) and warmup > steps
-    if is_longer or optim.get("epochs") is not None:
-        model_optim.pop("warmup_steps", None)
+    if isinstance(steps, int) and isinstance(warmup, int) and warmup > steps:
+        del model_optim["warmup_steps"]
     return {**named, "optim": model_optim}
 
 

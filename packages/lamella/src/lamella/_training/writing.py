@@ -18,6 +18,7 @@ from lamella._data.token_checks import check_tokens
 from lamella._data.tokenizer import read_tokenizer
 from lamella._data.tokens import TokenData, prepare_tokens
 from lamella._model.published_dtype import published_dtype
+from lamella._model.spec import named_settings
 from lamella._record.run_directory import RunDirectory
 from lamella._settings.config import Config, to_values
 from lamella._settings.options import ConfigError
@@ -80,6 +81,8 @@ def _again(config: Config) -> Config:
 def in_steps(config: Config, run: CheckedRun, sources: RunSources) -> Config:
     """Return the settings with steps for epochs: as many as the sequences of the training text fill, rounded up.
 
+    A named model's own warm-up is left out if it is longer than these steps.
+
     Raises:
         ConfigError: The text is too short, or a document cannot be rendered.
 
@@ -90,7 +93,11 @@ def in_steps(config: Config, run: CheckedRun, sources: RunSources) -> Config:
         return config
     count = len(_tokens(config, run, sources).sequences("train", config.data.sequence_length))
     steps = math.ceil(epochs * count / config.optim.batch_size)
-    return replace(config, optim=replace(config.optim, steps=steps, epochs=None))
+    optim = config.optim
+    named = named_settings(config.model.name).get("optim", {}).get("warmup_steps")
+    if optim.warmup_steps is not None and optim.warmup_steps == named and named > steps:
+        optim = replace(optim, warmup_steps=None)
+    return replace(config, optim=replace(optim, steps=steps, epochs=None))
 
 
 def _tokens(config: Config, run: CheckedRun, sources: RunSources) -> TokenData:
