@@ -416,7 +416,7 @@ def test_mfu_is_of_989_teraflops() -> None:
 
 
 @pytest.mark.parametrize(("size", "numel"), [("8b", 8_030_261_248), ("1b", 1_498_482_688)])
-def test_sizes_have_the_parameters_they_are_named_after(size: str, numel: int) -> None:
+def test_benchmark_sizes_have_the_number_of_parameters_of_their_names(size: str, numel: int) -> None:
     with torch.device("meta"):
         model = Llama(SIZES[size])
     assert sum(parameter.numel() for parameter in model.parameters()) == numel

@@ -12,7 +12,7 @@ STEP = (
 OUTPUT = "".join(STEP.format(step, ms, loss) for step, ms, loss in [(1, 900, 7), (2, 80, 6), (3, 70, 5), (4, 90, 4)])
 
 
-def test_a_row_has_the_median_step_after_the_skipped_ones_and_all_losses() -> None:
+def test_a_benchmark_row_has_all_losses_and_the_median_time_of_unskipped_steps() -> None:
     row = parsed("ddp", OUTPUT + "peak memory: [1.5, 2.25]\n", 1)
     assert row.line() == "| ddp | 80.0 | 1.50 | 2.25 | 7.0000 | 4.0000 |"
     assert row.losses == (7, 6, 5, 4)

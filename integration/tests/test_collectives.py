@@ -71,7 +71,7 @@ def test_a_step_gathers_each_unit_twice_the_root_once_and_reduces_each_once(
         assert steps == [expected] * 3
 
 
-def test_one_rank_communicates_nothing() -> None:
+def test_a_single_rank_issues_no_collectives() -> None:
     def counts() -> dict[str, int]:
         model = _sharded(TASKS["llama"])
         with CollectiveCounter() as counter:
@@ -116,7 +116,7 @@ class _Lifetimes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @pytest.mark.parametrize("num_blocks", [4, 8])
-def test_two_units_are_unsharded_at_once_and_two_have_gradients_whatever_the_number_of_layers(num_blocks: int) -> None:
+def test_two_units_at_most_are_unsharded_and_two_hold_gradients_at_any_depth(num_blocks: int) -> None:
     task = replace(TASKS["llama"], build=lambda: Llama(replace(SIZES["tiny"], num_layers=num_blocks)))
 
     def peaks() -> tuple[int, int, int, int]:

@@ -93,7 +93,7 @@ def test_rows_and_columns_of_tensor_parallel_ranks_give_the_same_logits(publishe
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_published_model_comes_back_as_it_was_by_way_of_training(tmp_path: Path, tied: bool) -> None:
+def test_a_published_model_loaded_into_training_and_published_again_is_unchanged(tmp_path: Path, tied: bool) -> None:
     _model(tied=tied).save_pretrained(tmp_path / "a", max_shard_size="500KB")
     convert(tmp_path / "a", tmp_path / "b", to="dcp")
 
@@ -111,7 +111,7 @@ def test_a_published_model_comes_back_as_it_was_by_way_of_training(tmp_path: Pat
     assert "config.json" in report.side_files
 
 
-def test_one_file_of_torch_save_loads_into_the_module(published: Path, tmp_path: Path) -> None:
+def test_a_published_model_converted_to_torch_save_loads_into_its_module(published: Path, tmp_path: Path) -> None:
     convert(published, tmp_path / "a.pt", to="torch")
     model = _model(seed=1)
     loaded = model.load_state_dict(torch.load(tmp_path / "a.pt", weights_only=True), strict=False)

@@ -106,7 +106,7 @@ def test_the_results_are_near_a_single_ranks() -> None:
 
 
 @pytest.mark.parametrize(("stage", "reductions"), [("ZERO3", MICROBATCHES), ("ZERO1", 1)])
-def test_each_unit_is_gathered_and_reduced_as_often_as_said(stage: str, reductions: int) -> None:
+def test_scheduled_units_are_gathered_and_reduced_as_often_as_their_stage_says(stage: str, reductions: int) -> None:
     def on_each_rank() -> tuple[dict[str, int], int, set[int]]:
         model = sharded(2, stage, has_shared=False, is_delayed=False)
         units = [require_unit(layer) for layer in layers_of(model)]

@@ -38,7 +38,7 @@ def _cuda() -> torch.device:
 
 @pytest.mark.gpu1
 @pytest.mark.parametrize("name", ALLOCATORS)
-def test_it_conforms(name: str) -> None:
+def test_every_allocator_conforms_on_gpus(name: str) -> None:
     def check() -> None:
         check_allocator(ALLOCATORS[name](), _cuda())
 

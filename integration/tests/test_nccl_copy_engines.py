@@ -109,7 +109,7 @@ def test_a_captured_gather_leaves_no_pending_flags_for_the_next_gather() -> None
 
 
 @MANY_RANKS
-def test_its_memory_is_an_allocator_like_any_other(num_ranks: int) -> None:
+def test_the_copy_engines_allocator_conforms(num_ranks: int) -> None:
     def check() -> None:
         check_allocator(_engines().allocator, torch.device("cuda", torch.cuda.current_device()))
 

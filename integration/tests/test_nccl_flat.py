@@ -220,7 +220,7 @@ def test_fused_optimizers_step_the_even_layouts_empty_shards(num_ranks: int) -> 
 
 
 @MANY_RANKS
-def test_whole_tensors_and_random_numbers_are_the_unsharded_ones(num_ranks: int) -> None:
+def test_full_tensors_and_random_values_of_flat_shards_are_the_unsharded_models(num_ranks: int) -> None:
     def check() -> None:
         torch.manual_seed(0)
         reference = _Short().to(_cuda())

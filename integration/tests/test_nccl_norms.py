@@ -133,7 +133,7 @@ def test_each_parameters_norm_is_the_norm_of_the_unsharded_gradient(way: str) ->
 
 
 @pytest.mark.gpu2
-def test_who_asks_for_norms_waits_for_gradients_that_are_late() -> None:
+def test_norms_and_clipping_wait_for_late_gradients() -> None:
     def check() -> None:
         norms: list[tuple[float, dict[str, float], int]] = []
         for is_late in (False, True):

@@ -119,7 +119,7 @@ def test_every_stage_takes_the_steps_of_one_unsharded_gpu(way: str) -> None:
 
 
 @pytest.mark.gpu2
-def test_some_units_may_rest_on_the_cpu_and_others_not() -> None:
+def test_units_offloaded_to_the_cpu_may_train_beside_units_on_the_gpu() -> None:
     recipe = TrainingSettings(num_steps=8, max_norm=1.0)
 
     def traces() -> list[Trace]:
@@ -243,7 +243,7 @@ def test_the_host_waits_at_the_end_of_backward_alone(num_ranks: int) -> None:
 
 
 @ALL_RANKS
-def test_each_gather_costs_one_copy_up_and_each_reduction_one_down(num_ranks: int) -> None:
+def test_offloaded_gathers_copy_once_to_the_gpu_and_reductions_once_to_the_host(num_ranks: int) -> None:
     def copies() -> list[str]:
         model = _offloaded(LLAMA, mp_policy=BF16)
         forward = _step_of(model)

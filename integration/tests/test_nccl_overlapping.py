@@ -72,7 +72,7 @@ def _overlap_late(model: nn.Module, late_gradients: bool, optimizer: torch.optim
 
 @pytest.mark.gpu2
 @pytest.mark.parametrize("flavour", [{"fused": True}, {"foreach": True}, {"foreach": False}], ids=repr)
-def test_each_flavour_has_the_same_state_as_without(flavour: dict[str, Any]) -> None:
+def test_fused_foreach_and_loop_adamw_have_equal_states_overlapped_or_not(flavour: dict[str, Any]) -> None:
     def states() -> list[Any]:
         use_repeatable_kernels()
         states_of_ways = []

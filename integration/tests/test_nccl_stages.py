@@ -30,7 +30,7 @@ def _model(task: Task) -> ReferenceModel:
 
 @EVERY_WAY
 @pytest.mark.parametrize("reduces_each", [True, False], ids=["reduce_each", "reduce_last"])
-def test_it_takes_the_steps_of_one_unsharded_gpu(way: str, reduces_each: bool) -> None:
+def test_every_zero_stage_takes_the_steps_of_one_unsharded_gpu(way: str, reduces_each: bool) -> None:
     recipe = TrainingSettings(num_steps=8, num_microbatches=2, reduce_every_microbatch=reduces_each, max_norm=1.0)
 
     def unsharded() -> list[Trace]:

@@ -75,7 +75,7 @@ def _num_empty(model: nn.Module) -> int:
 
 
 @pytest.mark.parametrize("capturable", [False, True], ids=["plain", "capturable"])
-def test_it_takes_the_steps_of_torchs_adamw_unsharded(capturable: bool) -> None:
+def test_fused_adam_on_local_shards_takes_the_steps_of_torchs_unsharded_adamw(capturable: bool) -> None:
     def check() -> int:
         reference, sharded = _model().double(), fully_shard(_model())
         _train(reference, torch.optim.AdamW(reference.parameters(), lr=LR, weight_decay=WEIGHT_DECAY))

@@ -32,7 +32,7 @@ def test_ranks_share_one_process_group() -> None:
     assert run_ranks(_sum_of_ranks, 4) == [6.0] * 4
 
 
-def test_one_rank_has_a_group_too() -> None:
+def test_run_ranks_gives_a_single_rank_a_process_group() -> None:
     assert run_ranks(dist.get_world_size, 1) == [1]
 
 
@@ -46,7 +46,7 @@ def test_tensors_come_back_by_value() -> None:
     assert [result["weight"].mean().item() for result in results] == [0.0, 1.0]
 
 
-def test_a_failing_rank_is_reported_with_its_traceback_and_the_others_are_killed_at_once() -> None:
+def test_a_failing_rank_is_reported_with_traceback_and_other_ranks_are_killed() -> None:
     def fail_on_rank_one() -> None:
         if dist.get_rank() == 1:
             raise ValueError("the cause")
@@ -192,7 +192,7 @@ run_ranks(lambda: None, 1)
 
 
 @pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="a torch for CPUs gives autograd no threads")  # type: ignore[no-untyped-call]
-def test_autograd_has_threads_where_there_are_gpus_real_or_fake() -> None:
+def test_autograd_has_threads_on_machines_with_real_or_fake_gpus() -> None:
     process = subprocess.run(
         [sys.executable, "-c", PASS_BACKWARD_AND_FORK], capture_output=True, text=True, check=False
     )

@@ -35,7 +35,7 @@ def losses(output: str) -> dict[int, float]:
     return {int(step): float(loss) for step, loss in re.findall(r"step (\d+): loss ([\d.]+)", output)}
 
 
-def test_the_plain_loop_goes_on_where_it_stopped(
+def test_the_plain_loop_example_resumes_at_its_last_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     program = [str(LOOPS / "plain_loop.py"), "--folder", str(tmp_path), "--steps", "20"]

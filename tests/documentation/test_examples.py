@@ -34,7 +34,7 @@ def container() -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("name", ["slurm", "kubernetes", "page"])
-def test_each_option_of_torchrun_and_of_the_command_exists(name: str) -> None:
+def test_torchrun_and_lamella_options_in_the_launch_examples_exist(name: str) -> None:
     texts = {"slurm": SLURM.read_text, "kubernetes": lambda: container()["command"][-1], "page": PAGE.read_text}
     arguments = torchrun_line(texts[name]())
     launcher = get_args_parser().parse_args(arguments)
@@ -50,7 +50,7 @@ def test_the_batch_file_is_a_script_with_options_before_its_commands() -> None:
     assert "#SBATCH --nodes=2" in options and "#SBATCH" not in commands  # Slurm reads none after a command.
 
 
-def test_pods_find_each_other_by_the_service_and_share_what_checkpoints_need() -> None:
+def test_kubernetes_pods_find_peers_by_the_service_and_mount_all_volumes() -> None:
     service, job = kubernetes()
     name = service["metadata"]["name"]  # type: ignore[index]
     assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}  # type: ignore[index]

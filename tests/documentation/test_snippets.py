@@ -79,5 +79,5 @@ def test_the_code_on_a_page_runs(page: Path, monkeypatch: pytest.MonkeyPatch, tm
             run_ranks(lambda: _run_page(page, monkeypatch), NUM_RANKS.get(name, 1))
 
 
-def test_the_pages_that_speak_of_several_ranks_are_there() -> None:
+def test_documentation_pages_listed_with_several_ranks_exist() -> None:
     assert {str(page.relative_to(ROOT)) for page in PAGES} >= NUM_RANKS.keys()

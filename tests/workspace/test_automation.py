@@ -74,7 +74,7 @@ def test_continuous_integration_covers_every_package_and_session(sessions: set[s
     assert {re.sub(r'\./dev "(.*)"', r"\1", command) for command in run} == expected
 
 
-def test_each_session_that_checks_something_runs_by_itself(sessions: set[str]) -> None:
+def test_every_checking_session_runs_in_a_workflow(sessions: set[str]) -> None:
     run = {command for workflow in WORKFLOWS for job in _jobs(workflow) for command in _commands(job)}
     by_itself = {re.sub(r'\./dev "?([\w()-]+)"?.*', r"\1", command) for command in run}
     by_hand = {"train", "tests", "pins", "gpu_environment"} | {
@@ -119,7 +119,7 @@ def test_github_accepts_each_issue_form(form: Path) -> None:
     assert len({part["id"] for part in fields}) == len(fields) == len({part["attributes"]["label"] for part in fields})
 
 
-def test_each_member_of_the_workspace_has_a_line_for_its_owners() -> None:
+def test_every_workspace_member_has_a_line_in_codeowners() -> None:
     lines = (ROOT / ".github" / "CODEOWNERS").read_text().splitlines()
     paths = {line.split()[0] for line in lines if line and not line.startswith("#")}
     members = {
@@ -184,7 +184,7 @@ def test_the_benchmark_on_a_cpu_asks_for_no_gpus(tmp_path: Path, device: list[st
     assert "torch.distributed.run" in run.stderr and "visible GPUs" not in run.stderr
 
 
-def test_an_unknown_command_is_answered_with_the_known_ones() -> None:
+def test_an_unknown_command_of_here_py_is_answered_with_the_known_commands() -> None:
     argv = [sys.executable, str(ROOT / "tools" / "here.py"), "gpus"]
     run = subprocess.run(argv, capture_output=True, text=True, check=False)
     assert run.returncode == 2

@@ -47,7 +47,7 @@ def dev(folder: Path, python: Path | str, *argv: str, code: int = 0) -> str:
     return run.stderr if code else run.stdout
 
 
-def test_another_interpreter_makes_its_own_tools(folder: Path) -> None:
+def test_dev_makes_separate_tools_for_each_interpreter(folder: Path) -> None:
     one, other = interpreter(folder, "3.11.9"), interpreter(folder, "3.12.1")
     assert f"nox of 3.11.9 in {one}" in dev(folder, one, "lint")
     assert f"nox of 3.12.1 in {other}" in dev(folder, other, "lint")

@@ -118,7 +118,7 @@ def test_the_workspace_itself_keeps_every_contract(shared_copy_of_the_workspace:
 
 
 @pytest.mark.parametrize(("importer", "imported", "sentence"), PLANTED)
-def test_a_planted_arrow_breaks_the_contract_that_forbids_it(
+def test_a_planted_import_breaks_its_import_contract(
     shared_copy_of_the_workspace: Path, importer: str, imported: str, sentence: str
 ) -> None:
     with _planted(shared_copy_of_the_workspace, importer, imported):
@@ -126,7 +126,7 @@ def test_a_planted_arrow_breaks_the_contract_that_forbids_it(
     assert sentence in broken
 
 
-def test_every_contract_has_an_arrow_planted_against_it() -> None:
+def test_every_import_contract_has_a_planted_violation() -> None:
     assert {contract["name"] for contract in CONTRACTS} == {sentence for _, _, sentence in PLANTED}
 
 

@@ -29,7 +29,9 @@ def test_the_page_shows_the_records() -> None:
     assert run.returncode == 0, run.stdout
 
 
-def test_a_record_is_taken_over_and_a_page_without_it_is_old(copy_of_the_workspace: Path, tmp_path: Path) -> None:
+def test_a_gpu_record_enters_the_status_page_and_an_altered_page_is_outdated(
+    copy_of_the_workspace: Path, tmp_path: Path
+) -> None:
     runs = tmp_path / "runs.jsonl"
     _record(runs, date="9999-01-01")
     runs.write_text(runs.read_text() + '{"session": "gpu(2)", "fol')  # as of a process that was killed
@@ -57,6 +59,6 @@ def test_the_latest_run_counts_and_a_later_selection_has_a_row_of_its_own(
 
 
 @pytest.mark.parametrize("argument", ["nowhere.jsonl"])
-def test_a_file_that_is_not_there_is_refused_by_name(copy_of_the_workspace: Path, argument: str) -> None:
+def test_a_missing_gpu_record_file_is_refused_by_name(copy_of_the_workspace: Path, argument: str) -> None:
     run = _run(copy_of_the_workspace, argument)
     assert run.returncode == 1 and argument in run.stderr

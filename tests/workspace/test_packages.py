@@ -24,7 +24,7 @@ def _requirements(pyproject: dict[str, Any]) -> Iterator[Requirement]:
         yield from map(Requirement, extra)
 
 
-def test_the_packages_are_there_under_their_names(packages: Packages) -> None:
+def test_the_workspace_has_exactly_the_known_packages_by_name(packages: Packages) -> None:
     assert {folder.name for folder in packages} == {
         "layout", "schedule", "trace", "buffers", "precision", "engine", "optim", "files", "checkpoint", "convert",
         "transformers", "mamba", "qwen", "megatron", "lamella",
@@ -32,7 +32,7 @@ def test_the_packages_are_there_under_their_names(packages: Packages) -> None:
     assert {pyproject["project"]["name"] for pyproject in packages.values()} == set(map(_name, packages))
 
 
-def test_a_package_has_all_that_ships_with_it(packages: Packages) -> None:
+def test_every_package_has_readme_changelog_license_and_py_typed(packages: Packages) -> None:
     for folder in packages:
         source = folder / "src" / _name(folder).replace("-", "_")
         needed = [*(folder / name for name in ("README.md", "CHANGELOG.md", "LICENSE")), source / "py.typed"]
@@ -113,7 +113,7 @@ def _imported(file: Path) -> Iterator[tuple[int, str]]:
             yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
 
 
-def test_names_that_are_imported_when_first_used_are_the_ones_that_type_checkers_see() -> None:
+def test_lazily_imported_names_are_the_names_that_type_checkers_see() -> None:
     tables = [file for file in ROOT.glob("packages/*/src/*/__init__.py") if "_LATER" in file.read_text()]
     assert len(tables) >= 3
     for file in tables:

@@ -66,7 +66,9 @@ def test_boxes_do_not_overlap() -> None:
     [('"lamella-layout>=0.2,<0.3"', '"packaging"'), ('description = "', 'description = "Many ')],
     ids=["dependency", "description"],
 )
-def test_a_pyproject_file_that_changes_makes_them_old(copy_of_the_workspace: Path, written: str, changed: str) -> None:
+def test_a_changed_pyproject_file_makes_the_package_picture_and_table_outdated(
+    copy_of_the_workspace: Path, written: str, changed: str
+) -> None:
     pyproject = copy_of_the_workspace / "packages" / "buffers" / "pyproject.toml"
     text = pyproject.read_text()
     assert written in text

@@ -131,11 +131,11 @@ def _listed() -> Names:
     }
 
 
-def test_each_name_that_a_package_uses_has_its_row() -> None:
+def test_every_private_torch_name_that_a_package_uses_has_a_row() -> None:
     assert _used() - _listed() == set()
 
 
-def test_each_row_is_of_a_name_that_its_packages_use() -> None:
+def test_every_row_is_of_a_private_torch_name_that_its_packages_use() -> None:
     assert _listed() - _used() == set()
 
 
@@ -150,7 +150,7 @@ def test_each_row_is_of_a_name_that_its_packages_use() -> None:
         ("def f(tensor): return getattr(tensor, '_shape_env', None)", "._shape_env"),
     ],
 )  # fmt: skip
-def test_a_private_name_is_found_however_it_is_reached(source: str, name: str) -> None:
+def test_uses_of_private_torch_names_are_found_in_every_spelling(source: str, name: str) -> None:
     assert _used_by("engine", {"file.py": source}) == {("engine", name)}
 
 

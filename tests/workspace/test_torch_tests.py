@@ -40,7 +40,7 @@ def _run(tool: ModuleType, folder: Path, implementation: str, text: str, timeout
     return {test: f"{outcome.word} {outcome.reason}".strip() for test, outcome in run.outcomes.items()}
 
 
-def test_each_test_has_an_outcome_though_one_takes_the_process_down(tool: ModuleType, tmp_path: Path) -> None:
+def test_every_test_has_an_outcome_though_a_test_takes_the_process_down(tool: ModuleType, tmp_path: Path) -> None:
     assert _run(tool, tmp_path, "lamella", THEIRS) == {
         "test_passes": "passed",
         "test_differs": "failed AssertionError: assert 'lamella' == 'torch'",

@@ -89,7 +89,7 @@ def trained_without_and_with(folder: Path, settings: dict[str, Any], options: di
     ],
     ids=["overlapped", "installed only", "kept, accumulated", "late", "late, kept, accumulated", "evaluated"],
 )
-def test_losses_norms_and_weights_are_those_of_fsdp2_without_the_callback(
+def test_the_trainer_callback_keeps_fsdp2s_losses_norms_and_weights(
     settings: dict[str, Any], options: dict[str, Any], device: Device, tmp_path: Path
 ) -> None:
     run_ranks(trained_without_and_with, 2, tmp_path, settings, options, device=device)

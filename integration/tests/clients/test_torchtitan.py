@@ -82,19 +82,19 @@ def trained(
 
 
 @pytest.mark.parametrize("reshard", ["default", "never"])
-def test_its_llama_trains(reshard: str) -> None:
+def test_torchtitans_llama_trains_as_under_fsdp2(reshard: str) -> None:
     run_in_both(partial(trained, reshard=reshard))
 
 
-def test_its_llama_trains_with_activations_that_are_recomputed() -> None:
+def test_torchtitans_llama_trains_with_recomputed_activations() -> None:
     run_in_both(partial(trained, recomputes=True))
 
 
-def test_its_llama_trains_in_replicas() -> None:
+def test_torchtitans_llama_trains_in_replicas() -> None:
     run_in_both(partial(trained, num_replicas=2), num_ranks=4)
 
 
 @pytest.mark.parametrize("recomputes", [False, True])
-def test_its_llama_trains_with_compiled_blocks(recomputes: bool) -> None:
+def test_torchtitans_llama_trains_with_compiled_blocks(recomputes: bool) -> None:
     """torchtitan compiles each block with `fullgraph=True` before sharding."""
     run_in_both(partial(trained, is_compiled=True, recomputes=recomputes), timeout_s=300.0)

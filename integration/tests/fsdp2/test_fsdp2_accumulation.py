@@ -91,7 +91,7 @@ def test_some_units_may_wait_with_their_gradients(api: Api) -> None:
     on_ranks(scenario)
 
 
-def test_kept_gradients_and_reduced_ones_add_up(api: Api) -> None:
+def test_reduced_and_unreduced_microbatch_gradients_add_up(api: Api) -> None:
     """A reduced microbatch, an unreduced microbatch, and a reduced microbatch again, without clearing gradients."""
 
     def scenario() -> None:

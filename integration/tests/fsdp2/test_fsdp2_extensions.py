@@ -150,7 +150,7 @@ def test_a_tensor_with_half_the_extension_is_refused_in_fsdp2s_words(api: Api) -
     on_ranks(scenario, cases=[(Halved, missing), (Misread, "Invalid fsdp_pre_all_gather: ")])
 
 
-def test_a_tensor_subclass_decides_what_travels(api: Api) -> None:
+def test_a_tensor_subclass_chooses_the_tensors_that_are_gathered(api: Api) -> None:
     def scenario(hidden: int) -> None:
         Rounded.seen.clear()
         expected, model = twins(lambda: Stack(hidden=hidden))
@@ -168,7 +168,7 @@ def test_a_tensor_subclass_decides_what_travels(api: Api) -> None:
     on_ranks(scenario, cases=(8, 9))
 
 
-def test_what_was_gathered_may_go_when_the_parameter_is_made(api: Api) -> None:
+def test_weights_that_release_their_all_gather_outputs_train_as_unsharded(api: Api) -> None:
     def scenario(reshard: bool) -> None:
         expected, model = twins(lambda: Block(hidden=8))
         _round_weights(model, Releasing)
@@ -303,7 +303,7 @@ def _assert_gradients_of_pairs(api: Api, num_microbatches: int, hidden: int = 9,
             descend(model)
 
 
-def test_gradients_that_are_tensor_subclasses_are_reduced_as_plain_ones(api: Api) -> None:
+def test_gradients_that_are_tensor_subclasses_are_reduced_as_plain_tensors(api: Api) -> None:
     def scenario(num_microbatches: int, hidden: int, wide: bool) -> None:
         dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if wide else {}
         _assert_gradients_of_pairs(api, num_microbatches, hidden, mp_policy=api.MixedPrecisionPolicy(**dtypes))

@@ -200,7 +200,7 @@ REFUSALS: dict[str, tuple[Callable[[Any], None], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSALS)
-def test_what_cannot_be_finalized_is_refused_and_after_a_reset_it_goes_on(finalizing: Api, case: str) -> None:
+def test_misused_backward_finalization_is_refused_and_a_reset_model_trains(finalizing: Api, case: str) -> None:
     misuse, words = REFUSALS[case]
 
     def scenario() -> None:

@@ -77,7 +77,7 @@ def test_ddp_may_replicate_ignored_parameters(api: Api) -> None:
     on_ranks(scenario)
 
 
-def test_replication_around_units_leaves_them_alone(api: Api) -> None:
+def test_replicate_around_a_model_leaves_its_units_sharded(api: Api) -> None:
     def scenario() -> None:
         expected, model = twins()
         for block in model.blocks:

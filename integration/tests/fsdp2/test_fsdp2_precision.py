@@ -381,7 +381,7 @@ class _WithIntegers(nn.Module):
         return out
 
 
-def test_frozen_parameters_of_other_dtypes_may_lie_beside_trained_ones(api: Api) -> None:
+def test_frozen_parameters_of_another_dtype_may_share_a_unit_with_trained_parameters(api: Api) -> None:
     def scenario(policy: dict[str, torch.dtype], frozen_at_first: bool) -> None:
         model: Any = _WithIntegers()
         api.fully_shard(model, mp_policy=api.MixedPrecisionPolicy(**policy))

@@ -103,7 +103,7 @@ def test_backward_gathers_two_units_ahead_where_each_names_its_last_two(api: Api
     on_ranks(scenario)
 
 
-def test_units_are_gathered_in_the_order_of_a_list_though_they_run_in_another(api: Api) -> None:
+def test_units_are_gathered_in_the_order_of_the_prefetch_list_not_of_execution(api: Api) -> None:
     def scenario() -> None:
         everything = {"root": "2 0 3 1"} | {str(i): "root" for i in range(NUM_BLOCKS)}
         for forward, backward in _passes(api, forward=everything, backward=everything):

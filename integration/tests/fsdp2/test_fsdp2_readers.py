@@ -27,7 +27,7 @@ def test_torchs_own_function_finds_the_state_of_a_unit_and_none_elsewhere(api: A
     on_ranks(scenario, 1)
 
 
-def test_the_closest_unit_around_a_module_is_found_as_transformer_engine_looks_for_it(api: Api) -> None:
+def test_transformer_engines_search_finds_the_closest_unit_around_a_module(api: Api) -> None:
     def scenario() -> None:
         model = shard(api, Stack())
         around = [unit for unit in _module_state_mapping if model.blocks[1].up in unit.modules()]
@@ -137,7 +137,7 @@ def test_a_tensor_that_is_gathered_can_tell_forward_from_backward(api: Api) -> N
     on_ranks(scenario, cases=(None, False))
 
 
-def test_a_model_may_be_moved_as_verl_moves_it(api: Api) -> None:
+def test_a_model_moved_to_the_cpu_and_back_in_verls_way_keeps_its_outputs(api: Api) -> None:
     def scenario() -> None:
         model = shard(api, Stack())
         with torch.no_grad():

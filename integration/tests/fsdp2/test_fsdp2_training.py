@@ -459,7 +459,7 @@ def test_a_hook_after_accumulation_sees_the_reduced_gradient_and_may_step(api: A
     on_ranks(scenario)
 
 
-def test_gradients_add_up_until_they_are_cleared(api: Api) -> None:
+def test_gradients_add_up_until_zero_grad(api: Api) -> None:
     def scenario() -> None:
         expected, model = twins()
         shard(api, model)

@@ -164,7 +164,7 @@ def test_an_empty_list_takes_the_lists_back(api: Api) -> None:
     on_ranks(scenario)
 
 
-def test_a_unit_whose_backward_needs_no_weights_need_not_be_gathered_for_it(api: Api) -> None:
+def test_a_unit_without_unshard_in_backward_is_not_gathered_in_backward(api: Api) -> None:
     class EmbeddedBlock(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -261,7 +261,7 @@ class _UsesFeatures(nn.Module):
         return out
 
 
-def test_another_method_may_be_a_forward(api: Api) -> None:
+def test_a_registered_forward_method_runs_on_unsharded_weights(api: Api) -> None:
     def scenario() -> None:
         expected, model = twins(_UsesFeatures)
         for module in (model.vision, model.head, model):

@@ -57,7 +57,7 @@ MOVES = st.lists(
 
 
 @given(MOVES)
-def test_rows_are_the_copies_that_they_stand_for(places: list[tuple[int, ...]]) -> None:
+def test_copies_grouped_into_rows_unroll_to_the_same_copies(places: list[tuple[int, ...]]) -> None:
     """Each place is an allocation and an offset in pitches; some pitches are too far for the driver."""
     pitch = (1 << 31) // 4
     moves = [(a * 99 * pitch + i * pitch, b * 99 * pitch + j * pitch, nbytes) for a, i, b, j, nbytes in places]
@@ -117,7 +117,7 @@ def test_flags_are_waited_for_before_any_is_reset(monkeypatch: pytest.MonkeyPatc
     ]
 
 
-def test_prepared_copies_read_from_wherever_they_are_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prepared_copies_read_from_replaced_source_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_driver, "_function", lambda name: print)
     copies = _driver.DeviceCopies([(8, 16, 4), (32, 64, 2)])
     copies.read_from([128, 256])

@@ -63,7 +63,7 @@ def test_the_kernel_adds_up_as_torch(
 
 
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")  # A fused factor rounds no sum of two bf16 numbers.
-def test_compiled_for_hopper_it_moves_whole_vectors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_sum_kernel_compiled_for_hopper_moves_full_vectors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     sizes = {"rank": 1, "num_ranks": 4, "factor": 0.25, "elements": 4096, "alignment": 16}
     pointers = {"arrivals": "*bf16", "shards": "*fp32", "lines": "*i64", "line_of": "*i32", "row_stride": "i32"}

@@ -111,7 +111,7 @@ def test_the_conformance_test_catches_a_pool_that_trusts_its_plan(monkeypatch: p
         check_allocator(PoolAllocator())
 
 
-def test_a_step_is_planned_when_it_comes_again_and_makes_no_allocation_from_then_on() -> None:
+def test_a_pool_plans_a_repeated_step_and_allocates_no_memory_from_then_on() -> None:
     source = _Counting()
     pool, buffers = _trained(source, num_steps=2)
     assert pool.report().num_plans == 0
@@ -162,7 +162,7 @@ def test_steps_replay_after_any_other_pass(between: Sequence[int]) -> None:
     _assert_replays(pool, buffers)
 
 
-def test_a_validation_pass_has_places_in_the_plan_of_the_step_it_begins_like() -> None:
+def test_a_validation_pass_replays_the_forward_of_a_planned_step() -> None:
     pool, buffers = _trained()
     _assert_replays(pool, buffers, FORWARD)
 
@@ -173,7 +173,7 @@ def test_microbatches_count_as_steps() -> None:
         _assert_replays(pool, buffers, STEP * num_microbatches)
 
 
-def test_what_leaves_the_plan_twice_is_planned_beside_what_is_known() -> None:
+def test_a_repeated_round_outside_the_plan_is_planned_beside_known_rounds() -> None:
     other = (0, 1, 2, 3, 1, 4, 2, 3, 4, 0)  # three units at once
     pool, buffers = _trained()
     buffers.toggle(*other)
@@ -211,7 +211,7 @@ def test_bytes_that_were_never_asked_for_are_not_reserved() -> None:
     assert pool.report().reserved_nbytes == 12 * KIB
 
 
-def test_what_never_rests_is_not_recorded_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_events_of_a_round_without_end_are_recorded_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_pool, "_MOST_EVENTS", 40)
     pool = PoolAllocator()
     buffers = _Buffers(pool, SIZES)
@@ -281,7 +281,7 @@ def test_a_view_keeps_its_bytes_when_the_pool_is_gone() -> None:
     assert not _alive(chunks)
 
 
-def test_a_buffer_that_goes_while_it_is_alive_leaves_its_place_to_others() -> None:
+def test_a_live_buffer_that_is_deleted_leaves_its_place_to_other_buffers() -> None:
     pool, first = _trained()
     second = _Buffers(pool, SIZES)
     for _ in range(3):
@@ -408,7 +408,7 @@ def test_any_passes_in_any_order_never_share_live_bytes_and_each_is_planned_in_t
     PROGRAMS,
     st.lists(st.sampled_from(["compute", "gather"]), min_size=1, max_size=7),
 )
-def test_what_lies_in_the_plan_never_lies_where_another_stream_has_memory(
+def test_planned_places_of_different_streams_never_overlap(
     sizes: list[int], passes: list[tuple[int, ...]], streams: list[str]
 ) -> None:
     """A late stream may still write to freed memory: only its own later allocations come after the write."""

@@ -63,7 +63,7 @@ def _sharded(layout: Layout, rank: int, dtype: torch.dtype = torch.float32) -> S
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 5])
-def test_shards_are_what_torch_chunk_gives(num_ranks: int) -> None:
+def test_shards_are_the_chunks_of_torch_chunk(num_ranks: int) -> None:
     layout = EvenLayout.build(SHAPES, num_ranks)
     for rank in range(num_ranks):
         for shard, tensor in zip(_sharded(layout, rank).shards, _tensors(), strict=True):
@@ -174,7 +174,7 @@ class _OnlyPlain:
         return self._transport.reduce_scatter(payloads, op)
 
 
-def test_a_gradient_that_divides_is_sent_from_where_it_lies() -> None:
+def test_a_gradient_that_divides_over_the_ranks_is_sent_without_a_copy() -> None:
     def check() -> None:
         layout, transport = _axis()
         assert isinstance(layout, EvenLayout)
@@ -197,7 +197,7 @@ def test_a_gradient_that_divides_is_sent_from_where_it_lies() -> None:
     run_ranks(check, 2)
 
 
-def test_nothing_to_move_is_no_collective() -> None:
+def test_gathers_and_reductions_of_no_buffer_issue_no_collective() -> None:
     def check() -> None:
         _, transport = _axis()
         with CommDebugMode() as comm:  # type: ignore[no-untyped-call]
@@ -279,7 +279,7 @@ def test_a_shard_on_the_meta_device_has_no_bytes_to_share() -> None:
     assert standalone(view) is view
 
 
-def test_another_dim_that_does_not_divide_is_refused_when_the_buffer_is_made() -> None:
+def test_an_unsharded_buffer_refuses_uneven_chunks_along_dim_1() -> None:
     layout = EvenLayout.build([(4, 5)], 2, dims=[1])
     with pytest.raises(NotImplementedError, match=r"dim 1 of shape \(4, 5\) to divide over 2 ranks"):
         UnshardedBuffer(layout, 0, torch.float32, CPU, CachingAllocator())

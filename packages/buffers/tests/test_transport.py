@@ -45,7 +45,7 @@ def test_gloo_conforms(num_ranks: int) -> None:
         ("cpu:gloo,cuda:nccl", "cpu", "GlooTransport"),
     ],
 )
-def test_a_group_is_nccls_on_gpus_whoever_chose_the_backend(
+def test_a_group_with_torchs_default_backend_uses_nccl_on_gpus_and_gloo_on_cpus(
     config: str, device_type: str, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`init_process_group()` leaves the choice to torch, which then calls the group's backend "undefined"."""
@@ -110,7 +110,7 @@ def test_nccl_conforms_on_one_host_and_on_several_as_far_as_gloo_can_tell(
     run_ranks(check, num_ranks)
 
 
-def test_ranks_of_hosts_of_any_sizes_agree_whether_they_share_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_agree_whether_a_group_lies_on_one_host_for_hosts_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
     hosts = [range(4), range(4, 12), range(12, 16)]
     groups = [range(4), range(8), range(4, 8), range(4, 12), range(8, 16), (3, 4), (0, 4, 12), range(12, 14)]
 
@@ -124,14 +124,14 @@ def test_ranks_of_hosts_of_any_sizes_agree_whether_they_share_one(monkeypatch: p
         assert answers == {any(set(group) <= set(host) for host in hosts)}, group
 
 
-def test_without_a_launchers_word_there_are_as_many_ranks_a_host_as_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_is_taken_to_have_a_rank_for_each_gpu_without_local_world_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     for num_gpus, expected in ((0, False), (1, False), (2, True), (8, True)):
         monkeypatch.setattr(torch.cuda, "device_count", lambda num_gpus=num_gpus: num_gpus)
         assert _is_one_host([0, 1], 0) == _is_one_host([0, 1], 1) == expected
 
 
-def test_bf16_gradients_that_are_added_up_in_fp32_travel_as_they_are_in_one_call() -> None:
+def test_bf16_gradients_summed_in_fp32_travel_as_bf16_in_one_call() -> None:
     def check() -> tuple[int, int]:
         transport = GlooTransport(_world())
         payloads = [Payload(torch.empty(n), torch.ones(2 * n, dtype=torch.bfloat16)) for n in (5, 3)]
@@ -154,7 +154,7 @@ class _Bytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-def test_what_touches_is_added_up_in_one_kernel_and_what_does_not_in_several() -> None:
+def test_adjacent_shards_are_summed_in_one_kernel_and_distant_shards_in_several() -> None:
     def num_sums(shards: list[torch.Tensor]) -> int:
         payloads = [Payload(shard, torch.ones(2 * shard.numel(), dtype=torch.bfloat16)) for shard in shards]
         places = places_for(payloads, 2, torch.empty(arrivals_numel(payloads, 2), dtype=torch.bfloat16))

@@ -53,7 +53,7 @@ def _freed(allocator: WindowAllocator, nbytes: int) -> torch.Tensor:
     return buffer
 
 
-def test_it_is_an_allocator() -> None:
+def test_the_window_allocator_conforms() -> None:
     check_allocator(_allocator()[0])
 
 
@@ -206,7 +206,7 @@ def test_windows_of_buffers_that_died_with_their_bytes_on_all_ranks_serve_again(
     assert len(windows) == 3
 
 
-def test_every_rank_is_told_what_an_action_gives_on_each() -> None:
+def test_over_ranks_returns_the_results_of_all_ranks_on_every_rank() -> None:
     def check() -> list[int]:
         assert dist.group.WORLD is not None
         return over_ranks(dist.group.WORLD, lambda: dist.get_rank() ** 2)
@@ -215,7 +215,7 @@ def test_every_rank_is_told_what_an_action_gives_on_each() -> None:
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, OSError, KeyError])
-def test_what_fails_on_one_rank_fails_on_all(error: type[Exception]) -> None:
+def test_an_action_that_fails_on_one_rank_raises_on_all_ranks(error: type[Exception]) -> None:
     def check() -> str:
         def action() -> int:
             if dist.get_rank() == 1:

@@ -12,7 +12,7 @@ from lamella_checkpoint import CheckpointDamaged
 @pytest.mark.parametrize(
     "name", ["CheckpointDamaged", "CheckpointMismatch", "Correspondence", "Source", "Verification"]
 )
-def test_the_public_names_are_those_of_files(name: str) -> None:
+def test_former_import_paths_give_the_names_of_lamella_files(name: str) -> None:
     assert getattr(lamella_checkpoint, name) is getattr(lamella_files, name)
 
 

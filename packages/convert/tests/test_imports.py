@@ -32,7 +32,7 @@ OF_FILES = [
     [lamella_files, lamella_checkpoint, lamella_checkpoint.extending, lamella_convert],
     ids=lambda package: package.__name__,
 )
-def test_every_name_that_is_listed_is_there(package: ModuleType) -> None:
+def test_every_public_name_of_the_checkpoint_packages_exists(package: ModuleType) -> None:
     assert all(getattr(package, name) is not None for name in dir(package))
     with pytest.raises(AttributeError, match="has no attribute 'absent'"):
         package.absent  # noqa: B018

@@ -27,7 +27,7 @@ def test_overlaps_are_found(chunks: list[tuple[tuple[int, ...], tuple[int, ...]]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex64, torch.float8_e4m3fn])
-def test_boxes_are_written_and_read_where_they_lie(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_boxes_are_written_and_read_at_their_place_in_the_file(tmp_path: Path, dtype: torch.dtype) -> None:
     values = torch.arange(4 * 5 * 3).view(4, 5, 3).float().to(dtype)
     stored = Stored(7, (4, 5, 3), dtype)
     boxes = [Chunk((0, 0, 0), (4, 2, 3)), Chunk((0, 2, 0), (4, 3, 1)), Chunk((0, 2, 1), (4, 3, 2))]
@@ -85,7 +85,7 @@ def test_neighbours_are_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("fault", ["truncated", "gap", "order", "shape", "dtype", "strides"])
-def test_other_reads_than_of_neighbours_are_declined(tmp_path: Path, fault: str) -> None:
+def test_adjacent_reads_are_declined_for_gaps_and_for_mismatched_tensors(tmp_path: Path, fault: str) -> None:
     tensors = write_each(tmp_path / "file")
     (first, into), second = tensors[0], tensors[1]
     match fault:

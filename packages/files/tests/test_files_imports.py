@@ -10,7 +10,7 @@ import lamella_files
 HEAVY = {"torch.distributed.tensor", "torch.distributed.checkpoint", "sympy"}
 
 
-def test_every_listed_name_is_there() -> None:
+def test_every_public_name_of_lamella_files_can_be_imported() -> None:
     assert all(getattr(lamella_files, name) is not None for name in dir(lamella_files) if name != "__builtins__")
 
 

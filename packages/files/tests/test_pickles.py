@@ -31,7 +31,7 @@ def nothing_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
     assert not os.path.exists("ran")
 
 
-def test_stand_ins_of_one_file_are_not_those_of_the_next() -> None:
+def test_stand_in_classes_are_not_shared_between_pickles() -> None:
     first, second = (read_pickle(pickle.dumps(MetadataIndex), knows=lambda *_: True) for _ in range(2))
     assert first is not second and issubclass(first, Inert)
 
@@ -65,7 +65,7 @@ def test_an_archive_with_large_numbers_for_values_is_refused(tmp_path: Path, how
     protocol=st.integers(0, pickle.HIGHEST_PROTOCOL),
     where=st.floats(0, 1),
 )
-def test_numbers_are_found_wherever_they_are(value: object, protocol: int, where: float) -> None:
+def test_large_memo_numbers_are_refused_anywhere_in_a_pickle(value: object, protocol: int, where: float) -> None:
     content = pickle.dumps(value, protocol)
     assert repr(read_pickle(content, knows=lambda *_: True)) == repr(value)
     places = [place for _, _, place in pickletools.genops(content)]
@@ -106,7 +106,7 @@ def test_a_value_that_holds_itself_is_refused() -> None:
         read_pickle(pickle.dumps(node), knows=lambda *_: False)
 
 
-def test_what_is_shared_a_few_times_is_read() -> None:
+def test_a_value_shared_a_hundred_times_in_a_pickle_is_read() -> None:
     shared = list(range(1000))
     assert read_pickle(pickle.dumps([shared] * 100), knows=lambda *_: False) == [shared] * 100
 

@@ -28,7 +28,7 @@ OF_TRAINING = (
 )
 
 
-def test_data_sets_are_installed_beside_the_tests_that_skip_without_them() -> None:
+def test_the_datasets_package_is_installed_where_its_tests_would_skip() -> None:
     assert importlib.util.find_spec("datasets") is not None  # in the sessions that run unmarked tests
 
 
@@ -68,7 +68,7 @@ def test_help_and_version_import_nothing_heavy(argv: list[str]) -> None:
 
 
 @pytest.mark.parametrize("argv", [[], ["trian"], ["train", "--stesp", "3"], ["ckpt", "inpsect"]], ids=" ".join)
-def test_neither_does_a_refusal(argv: list[str]) -> None:
+def test_a_refused_command_imports_no_heavy_package(argv: list[str]) -> None:
     assert imported(argv, code=2).isdisjoint(HEAVY)
 
 
@@ -80,7 +80,7 @@ def test_commands_on_checkpoints_import_nothing_that_trains(tmp_path: Path) -> N
     assert imported(inspect, verify, convert, diff).isdisjoint(OF_TRAINING)
 
 
-def test_the_package_imports_its_names_when_they_are_used_and_no_import_changes_an_optimizer() -> None:
+def test_lamella_imports_its_names_lazily_and_changes_no_optimizer_on_import() -> None:
     program = (
         "import sys, lamella\nassert 'torch' not in sys.modules\nfrom lamella import Config\n"
         "assert 'torch' not in sys.modules\nfrom lamella import *\nfully_shard, train, save\n"
@@ -100,7 +100,7 @@ def test_the_package_has_its_names() -> None:
         _ = lamella.fully_sahrd  # type: ignore[attr-defined]
 
 
-def test_type_checkers_see_the_names_that_there_are() -> None:
+def test_type_checkers_see_the_lazy_names_of_lamella() -> None:
     tree = ast.parse(Path(lamella.__file__).read_text(encoding="utf-8"))
     block = next(node for node in tree.body if isinstance(node, ast.If))
     seen = {
@@ -109,6 +109,6 @@ def test_type_checkers_see_the_names_that_there_are() -> None:
     assert seen == {(name, module) for module, names in lamella._NAMES.items() for name in names}
 
 
-def test_options_offer_what_the_commands_take() -> None:
+def test_ckpt_options_offer_the_targets_and_mtp_layers_of_convert() -> None:
     assert get_args(Target) == ckpt_options.TARGETS
     assert get_args(MtpLayer) == ckpt_options.MTP_LAYERS

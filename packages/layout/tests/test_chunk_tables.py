@@ -105,7 +105,7 @@ def test_shards_own_every_element_once_for_any_placements_and_order(
 
 
 @given(placed(strided=True), st.data())
-def test_a_box_of_what_a_rank_holds_is_that_box_of_its_local_tensor(
+def test_a_box_of_a_ranks_region_is_the_same_box_of_its_local_tensor(
     case: tuple[tuple[int, ...], tuple[int, ...], list[Placement]], data: st.DataObject
 ) -> None:
     shape, mesh_shape, placements = case
@@ -168,7 +168,7 @@ def test_a_ragged_cut_beside_others_takes_the_rows_between_the_bounds(
 
 
 @given(placed(strided=True), st.integers(1, 5), st.data())
-def test_either_layout_inside_outer_cuts_is_a_partition_of_what_the_outer_ranks_hold(
+def test_even_and_flat_layouts_inside_outer_cuts_partition_the_outer_regions(
     case: tuple[tuple[int, ...], tuple[int, ...], list[Placement]], num_shards: int, data: st.DataObject
 ) -> None:
     shape, mesh_shape, placements = case

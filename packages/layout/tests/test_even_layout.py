@@ -93,7 +93,7 @@ def test_contiguous_means_exactly_that_chunks_gathered_into_the_slot_are_the_ten
 
 
 @given(even_layouts())
-def test_what_travels_is_every_slot_and_a_tensor_lies_first_in_its_own(layout: EvenLayout) -> None:
+def test_wire_slots_are_all_slots_and_a_tensor_lies_first_in_its_slot(layout: EvenLayout) -> None:
     indices = range(layout.num_tensors)
     assert layout.wire_slots == tuple(layout.shard_slot(i) for i in indices)
     assert layout.wire_full_slots == tuple(layout.full_slot(i) for i in indices)

@@ -87,7 +87,7 @@ def test_starts_are_aligned_in_the_whole_buffer_and_in_every_shard(layout: FlatL
 
 
 @given(flat_layouts())
-def test_what_must_stay_together_is_on_one_rank(layout: FlatLayout) -> None:
+def test_blocks_of_rows_kept_together_lie_on_one_rank(layout: FlatLayout) -> None:
     for index, (shape, keep) in enumerate(zip(layout.shapes, layout.keep, strict=True)):
         row_numel = prod(shape[1:])
         held_ranges = [part for rank in range(layout.num_shards) if (part := layout.owned(index, rank)).numel]
@@ -287,7 +287,7 @@ def test_empty_tensors_and_empty_groups_take_no_memory() -> None:
     assert FlatLayout.build([], 4).full_numel == 0
 
 
-def test_starts_keep_no_more_distance_than_alignment_asks_for_when_everything_fits_one_shard() -> None:
+def test_tensors_in_a_single_shard_are_packed_with_gaps_below_the_alignment() -> None:
     layout = FlatLayout.build([(10,), (7,), (30,)], 1, alignment=8)
     ranges = sorted(layout.tensor_range(index) for index in range(3))
     assert all(upper.start - lower.stop < 8 for lower, upper in pairwise(ranges))

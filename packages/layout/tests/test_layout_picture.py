@@ -32,7 +32,7 @@ c  bias    (3,)    rows of 1  rank 0
     )
 
 
-def test_an_even_layout_shows_shards_and_what_they_are_gathered_into() -> None:
+def test_a_picture_of_an_even_layout_shows_shards_and_the_unsharded_buffer() -> None:
     assert (
         picture(EVEN)
         == """\
@@ -55,12 +55,12 @@ b  (3, 2)  Shard(1)  ranks 0-1
 
 
 @pytest.mark.parametrize("layout", [FLAT, EVEN])
-def test_the_class_docstrings_draw_what_the_picture_draws(layout: EvenLayout | FlatLayout) -> None:
+def test_the_docstrings_of_layouts_draw_the_lines_of_their_pictures(layout: EvenLayout | FlatLayout) -> None:
     drawn = [line.split("|")[1] for line in picture(layout).splitlines() if line.endswith("|")]
     assert set(drawn[:3]) <= set(str(layout.__doc__).split())
 
 
-def test_a_small_tensor_beside_a_large_one_is_seen_whatever_the_scale() -> None:
+def test_a_picture_shows_a_small_tensor_beside_a_large_tensor_at_any_scale() -> None:
     for layout in (FlatLayout.build([(4096, 4096), (8,)], 4), EvenLayout.build([(4096, 4096), (8,)], 4)):
         drawn = picture(layout, width=20)
         rows = [line.split("|")[1] for line in drawn.splitlines() if line.endswith("|")]

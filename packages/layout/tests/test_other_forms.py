@@ -8,7 +8,7 @@ from lamella_layout import EvenLayout, FlatLayout, Rows
 
 
 @given(st.integers(1, 60), st.integers(1, 6), st.integers(1, 9))
-def test_even_chunks_of_blocks_are_those_of_their_rows_or_are_refused(rows: int, block: int, num_shards: int) -> None:
+def test_even_chunks_of_blocks_match_the_chunks_of_rows_or_are_refused(rows: int, block: int, num_shards: int) -> None:
     layout = EvenLayout.build([(rows, 3)], num_shards)
     shapes = [(-(-rows // block), 3)]
     chunks = [layout.chunk(0, rank) for rank in range(num_shards)]

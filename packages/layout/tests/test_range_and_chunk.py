@@ -23,7 +23,7 @@ def elements(chunk: Chunk) -> set[tuple[int, ...]]:
 
 
 @given(RANGES, RANGES)
-def test_the_intersection_of_ranges_holds_what_both_hold(one: Range, other: Range) -> None:
+def test_the_intersection_of_ranges_holds_the_common_elements(one: Range, other: Range) -> None:
     common = one.intersection(other)
     assert set(range(*common)) == set(range(*one)) & set(range(*other))
     assert common.numel == len(range(*common))
@@ -45,7 +45,7 @@ def test_a_shifted_range_holds_the_shifted_elements(one: Range, num_elements: in
 
 
 @given(pairs_of_chunks())
-def test_the_intersection_of_chunks_holds_what_both_hold(pair: tuple[Chunk, Chunk]) -> None:
+def test_the_intersection_of_chunks_holds_the_common_elements(pair: tuple[Chunk, Chunk]) -> None:
     one, other = pair
     assert elements(one.intersection(other)) == elements(one) & elements(other)
     assert one.numel == len(elements(one))

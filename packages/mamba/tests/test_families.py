@@ -138,7 +138,7 @@ def test_blocks_are_not_joined_in_a_sharded_model() -> None:
     run_ranks(check, 1)
 
 
-def test_units_come_before_the_units_around_them() -> None:
+def test_sharding_units_are_ordered_inner_before_outer() -> None:
     model = make_model("zamba2")
     join_tied_blocks(model)
     order = {id(unit): place for place, unit in enumerate(sharding_units(model))}

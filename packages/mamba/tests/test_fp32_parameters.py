@@ -38,7 +38,7 @@ def _dtypes_in_forward(model: nn.Module) -> dict[str, torch.dtype]:
 
 
 @pytest.mark.parametrize("family", ["mamba", "mamba2", "bamba", "qwen3_next"])
-def test_they_compute_in_fp32_and_all_others_in_bf16(family: str) -> None:
+def test_mambas_fp32_parameters_compute_in_fp32_and_other_parameters_in_bf16(family: str) -> None:
     def check() -> None:
         model = make_model(family)
         _shard(model)
@@ -99,7 +99,7 @@ def test_the_function_holds_no_parameter_and_knows_no_later_one() -> None:
     assert freed() is None
 
 
-def test_parameters_that_replace_those_of_a_model_on_the_meta_device_are_known() -> None:
+def test_keep_fp32_knows_parameters_that_to_empty_has_replaced() -> None:
     """Without that, `to_empty` before `fully_shard` would let them compute in bf16, and nothing would tell."""
     with torch.device("meta"):
         model = MambaLMHeadModel(Mamba2)

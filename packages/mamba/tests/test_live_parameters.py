@@ -58,7 +58,7 @@ def test_parameters_that_a_helper_kept_train_as_unsharded() -> None:
     assert_trains_as_unsharded(_make, _shard, lambda model, batch: 10 * model(batch).square().mean(), BATCH)
 
 
-def test_what_is_bound_is_listed_once_and_other_attributes_stay() -> None:
+def test_bind_live_parameters_lists_each_bound_path_once_and_keeps_attributes() -> None:
     model = _make()
     paths = [f"{i}.cp.{name}" for i in (0, 2) for name in ("A_log_cp1", "conv1d_weight_cp1")]
     assert bind_live_parameters(model) == paths
@@ -70,7 +70,7 @@ def test_what_is_bound_is_listed_once_and_other_attributes_stay() -> None:
     assert helper.cp_size == 1
 
 
-def test_without_it_the_engine_refuses_the_helper_by_name() -> None:
+def test_a_helper_with_unbound_parameters_is_refused_by_name() -> None:
     def check() -> None:
         with pytest.raises(ValueError, match=r"'A_log', got the Parameter itself in 'cp\.A_log_cp1' of a _Helper"):
             fully_shard(_Mixer())

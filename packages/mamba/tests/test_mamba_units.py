@@ -20,7 +20,7 @@ def test_the_units_are_the_blocks_and_hold_all_that_is_read_directly() -> None:
         assert {f"mixer.{name}" for name in children | {"A_log", "D", "dt_bias"}} <= names
 
 
-def test_children_that_are_units_train_as_part_of_whatever_reads_them() -> None:
+def test_child_units_of_mamba2_blocks_train_as_unsharded() -> None:
     def shard_children(model: nn.Module) -> None:
         declare_direct_reads(model)
         for unit in sharding_units(model):

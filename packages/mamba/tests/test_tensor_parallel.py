@@ -118,7 +118,7 @@ def test_marks_of_a_module_do_not_count() -> None:
     assert annotate(norm)["weight"] == REPLICATED
 
 
-def test_names_are_those_of_the_model() -> None:
+def test_annotate_gives_every_parameter_name_of_the_model_its_split() -> None:
     model = MambaLMHeadModel(mamba_ssm_like.Mamba2, mamba_ssm_like.Mamba)
     splits = annotate(model)
     assert set(splits) == {name for name, _ in model.named_parameters(remove_duplicate=False)}
@@ -166,7 +166,7 @@ def test_grouped_experts_have_halves_that_marks_leave_out(options: dict[str, obj
 @pytest.mark.parametrize(
     ("class_name", "parameter"), [("RowParallelLinear", "bias"), ("TELayerNormColumnParallelLinear", "layer_norm_bias")]
 )
-def test_what_linear_layers_leave_unmarked_is_replicated(class_name: str, parameter: str) -> None:
+def test_unmarked_parameters_of_parallel_linear_layers_are_replicated(class_name: str, parameter: str) -> None:
     linear: nn.Module = type(class_name, (nn.Module,), {})()
     linear.register_parameter(parameter, nn.Parameter(torch.ones(2)))
     assert annotate(linear) == {parameter: REPLICATED}

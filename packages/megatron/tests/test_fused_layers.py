@@ -49,7 +49,7 @@ def _shard(model: nn.Sequential, stage: AxisPlacement) -> None:
 
 
 @pytest.mark.parametrize("stage", [DDP, ZERO1, ZERO2, ZERO3], ids=["DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3"])
-def test_gradients_are_those_of_plain_layers(stage: AxisPlacement) -> None:
+def test_fused_and_delayed_layers_have_the_gradients_of_plain_layers(stage: AxisPlacement) -> None:
     """Of layers that are fused, delayed, or both, after one microbatch and after three."""
 
     def on_each_rank() -> None:

@@ -48,7 +48,7 @@ def assert_refused(loop: Loop, error: type[Exception], message: str, x: Any, **o
     assert all(map(torch.equal, weights, loop.model.parameters()))
 
 
-def test_sharded_it_takes_the_steps_of_the_plain_loop() -> None:
+def test_a_captured_step_of_a_sharded_model_takes_the_steps_of_the_plain_loop() -> None:
     def train() -> None:
         reference, sharded = twins(apply=shard)
         expected, loop = Loop(reference), Loop(sharded)
@@ -62,7 +62,7 @@ def test_sharded_it_takes_the_steps_of_the_plain_loop() -> None:
     run_ranks(train, 2)
 
 
-def test_what_comes_back_is_a_copy_without_history() -> None:
+def test_outputs_of_a_captured_step_are_detached_copies() -> None:
     state = torch.zeros(3)
     captured = capture_step(lambda: (state, "a name"), Loop(Net()).optimizer)
     for _ in range(5):
@@ -82,7 +82,7 @@ def test_no_batch_is_written_to() -> None:
 
 
 @pytest.mark.parametrize("num_before", [1, 4])
-def test_other_inputs_are_refused_before_anything_runs(num_before: int) -> None:
+def test_changed_inputs_are_refused_before_the_captured_step_runs(num_before: int) -> None:
     loop = Loop(Net())
     for _ in range(num_before):
         loop.captured(inputs(4), scale=2.0)
@@ -105,12 +105,12 @@ class Record:
 
 
 @pytest.mark.parametrize("kind", [Batch, Record])
-def test_inputs_that_may_hide_tensors_are_refused_before_anything_runs(kind: type) -> None:
+def test_inputs_that_may_hide_tensors_are_refused_before_the_captured_step_runs(kind: type) -> None:
     loop = Loop(Net())
     assert_refused(loop, ValueError, f"got {kind.__name__}, which may hold tensors", kind(inputs(4)))
 
 
-def test_outputs_are_seen_in_records_and_refused_where_they_may_hide() -> None:
+def test_dataclass_outputs_of_a_captured_step_are_copied_and_opaque_outputs_refused() -> None:
     state = torch.zeros(3)
     optimizer = Loop(Net()).optimizer
     record = capture_step(lambda: Record(state), optimizer)()
@@ -153,7 +153,7 @@ def test_a_learning_rate_that_is_a_tensor_may_change_and_not_be_replaced() -> No
         captured()
 
 
-def test_another_param_group_is_refused() -> None:
+def test_a_param_group_added_after_the_capture_is_refused() -> None:
     loop = Loop(Net(), num_eager_steps=1)
     for _ in range(2):
         loop.captured(inputs(4))
@@ -161,7 +161,7 @@ def test_another_param_group_is_refused() -> None:
     assert_refused(loop, RuntimeError, "Expected the 1 param groups that were captured, got 2", inputs(4))
 
 
-def test_what_cannot_be_captured_is_refused_at_the_call() -> None:
+def test_capture_step_refuses_several_devices_and_no_eager_steps() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2, device="meta"))])
     with pytest.raises(ValueError, match=re.escape("on one device, got ['cpu', 'meta']")):
         capture_step(lambda: None, optimizer)

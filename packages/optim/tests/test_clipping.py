@@ -63,7 +63,7 @@ def test_gradients_on_several_meshes_are_clipped_as_one(norm_type: float, option
     run_ranks(on_each_rank, 4)
 
 
-def test_gradients_below_the_norm_are_left_as_they_are() -> None:
+def test_clipping_leaves_gradients_below_the_max_norm_unchanged() -> None:
     def on_each_rank() -> None:
         reference, sharded = _with_gradients()
         clip_grad_norm_(sharded.parameters(), 1e6)
@@ -107,14 +107,14 @@ class _Holder(nn.Module):
     def forward(self) -> None: ...
 
 
-def test_what_is_no_norm_is_refused() -> None:
+def test_norm_types_not_above_zero_are_refused() -> None:
     for norm_type in (0.0, -math.inf):
         with pytest.raises(ValueError, match=f"`norm_type` above 0, got {norm_type}"):
             clip_grad_norm_([], 1.0, norm_type)
 
 
 @pytest.mark.parametrize("norm_type", [2.0, math.inf])
-def test_a_norm_that_is_not_finite_can_be_refused_and_every_rank_sees_it(norm_type: float) -> None:
+def test_error_if_nonfinite_raises_on_every_rank_for_a_nan_gradient_of_one_rank(norm_type: float) -> None:
     def on_each_rank() -> None:
         _, sharded = _with_gradients()
         gradient = sharded.get_parameter("stem.weight").grad

@@ -162,7 +162,7 @@ def _give_up(late: _Late) -> None:
     ],
     ids=lambda look: look.__name__.strip("_"),
 )
-def test_who_looks_at_late_gradients_waits_for_all_of_them(look: Callable[[_Late], None]) -> None:
+def test_every_reader_of_late_gradients_waits_for_all_late_gradients(look: Callable[[_Late], None]) -> None:
     def check() -> None:
         late = _Late()
         for _ in range(2):

@@ -112,7 +112,7 @@ def test_plain_kernels_take_the_unsharded_steps() -> None:
     assert any(numel == 0 for numels in run_ranks(check, 4) for numel in numels)
 
 
-def test_without_it_the_kernels_refuse() -> None:
+def test_plain_kernels_refuse_dtensors_without_step_on_local_shards() -> None:
     """Checks the helper above: its kernels refuse DTensors."""
 
     def check() -> None:
@@ -183,7 +183,7 @@ def test_hooks_and_closures_see_dtensors() -> None:
     run_ranks(check, 2)
 
 
-def test_a_step_that_fails_leaves_everything_as_it_was() -> None:
+def test_a_failed_local_step_restores_the_optimizers_dtensors() -> None:
     def check() -> None:
         reference, sharded = _short()
         expected, optimizer = PlainAdam(reference.parameters()), _on_shards(sharded)
@@ -249,7 +249,7 @@ def test_ranks_that_own_nothing_have_the_state_of_torchs_optimizers_too() -> Non
 
 
 @pytest.mark.parametrize("through", [copy.deepcopy, lambda optimizer: pickle.loads(pickle.dumps(optimizer))])
-def test_a_copy_of_it_steps_too(through: Callable[[Any], Any]) -> None:
+def test_copied_and_pickled_optimizers_of_local_steps_step_too(through: Callable[[Any], Any]) -> None:
     def check() -> None:
         optimizer = step_on_local_shards(torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.5, momentum=0.5))
         copied = through(optimizer)
@@ -271,7 +271,7 @@ class Scaled(PlainAdam):
         return super().step(closure, scale=scale)
 
 
-def test_steps_take_what_they_took() -> None:
+def test_local_steps_take_the_arguments_of_the_optimizers_step() -> None:
     def check() -> None:
         reference, sharded = _short()
         optimizers = [Scaled(reference.parameters()), step_on_local_shards(Scaled(sharded.parameters()))]
@@ -319,7 +319,7 @@ def test_a_checkpoint_by_name_resumes_on_another_number_of_ranks(tmp_path: Any) 
     run_ranks(resume, 3)
 
 
-def test_it_follows_parameters_that_were_cast_or_built_before_sharding() -> None:
+def test_local_steps_follow_parameters_cast_or_built_before_sharding() -> None:
     def check() -> None:
         reference, sharded = twins(Short, lambda model: None)
         optimizer = _on_shards(sharded)
@@ -339,7 +339,7 @@ def test_it_follows_parameters_that_were_cast_or_built_before_sharding() -> None
     run_ranks(check, 2)
 
 
-def test_it_is_the_optimizer_that_it_was() -> None:
+def test_step_on_local_shards_returns_the_same_optimizer_under_its_class_name() -> None:
     def check() -> None:
         _, sharded = _short()
         optimizer = PlainAdam(sharded.parameters())
@@ -355,7 +355,7 @@ def test_it_is_the_optimizer_that_it_was() -> None:
 
 
 @pytest.mark.parametrize("name", ["Adafactor", "LBFGS", "Muon", "SparseAdam"])
-def test_what_needs_whole_tensors_is_refused(name: str) -> None:
+def test_optimizers_that_need_whole_tensors_are_refused_local_steps(name: str) -> None:
     optimizer = OPTIMIZERS[name]([nn.Parameter(torch.zeros(2, 2))])
     with pytest.raises(ValueError, match=f"got {name}, which needs whole"):
         step_on_local_shards(optimizer)

@@ -74,7 +74,7 @@ class _Decoupled(torch.optim.Optimizer):
 
 
 @pytest.mark.parametrize("use_decoupled_grad", [False, True])
-def test_kernels_of_plain_tensors_find_gradients_where_they_look(use_decoupled_grad: bool) -> None:
+def test_plain_kernels_find_narrow_gradients_in_grad_or_decoupled_grad(use_decoupled_grad: bool) -> None:
     def check() -> None:
         model = _model()
         before = {name: whole(parameter).clone() for name, parameter in model.named_parameters()}

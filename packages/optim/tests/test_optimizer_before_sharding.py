@@ -102,7 +102,7 @@ OPTIMIZERS: dict[str, Optimize] = {
 }
 
 
-def test_it_goes_on_as_if_nothing_had_been_sharded_whether_or_not_it_has_stepped() -> None:
+def test_an_optimizer_built_or_stepped_before_sharding_takes_the_unsharded_steps() -> None:
     def check() -> None:
         for name, optimize in OPTIMIZERS.items():
             for before in (0, 2):
@@ -150,7 +150,7 @@ def test_ranks_that_own_no_row_of_a_parameter_hold_no_state_of_it() -> None:
     run_ranks(check, 3)
 
 
-def test_it_may_be_sharded_by_hand_before_its_first_step() -> None:
+def test_an_optimizer_may_be_sharded_by_hand_before_its_first_step() -> None:
     def check() -> None:
         def look(optimizer: torch.optim.Optimizer) -> None:
             assert shard_optimizer(optimizer) is optimizer
@@ -312,7 +312,7 @@ def test_shards_may_rest_on_the_cpu() -> None:
     run_ranks(check, 2)
 
 
-def test_an_optimizer_over_meta_parameters_trains_what_they_become() -> None:
+def test_an_optimizer_over_meta_parameters_trains_the_materialised_shards() -> None:
     def check() -> None:
         with torch.device("meta"):
             model = Net()
@@ -410,7 +410,7 @@ def test_state_that_cannot_be_cut_is_refused_by_name_and_nothing_changes() -> No
     run_ranks(check, 2)
 
 
-def test_one_parameter_in_both_forms_is_refused_by_name() -> None:
+def test_a_parameter_unsharded_and_sharded_in_an_optimizer_is_refused_by_name() -> None:
     def check() -> None:
         model = Net()
         optimizer = ADAMW(model.parameters())

@@ -134,7 +134,7 @@ def _in_order(names: tuple[str, ...]) -> Iterator[None]:
         yield
 
 
-def test_one_hook_is_called_before_a_step_and_one_after() -> None:
+def test_lamella_registers_one_hook_before_and_one_hook_after_a_step() -> None:
     register_step_hooks()  # as the first `fully_shard` does
     for registered, ours in (
         (torch_optimizer._global_optimizer_pre_hooks, before_step),
@@ -144,7 +144,7 @@ def test_one_hook_is_called_before_a_step_and_one_after() -> None:
         assert own_hooks == [ours]
 
 
-def test_this_packages_functions_are_at_the_places_that_the_order_has_for_them() -> None:
+def test_functions_of_lamella_optim_have_their_places_in_the_order_of_step_hooks() -> None:
     install()
     in_place = {**BEFORE_STEP, **AFTER_STEP}
     assert {name: in_place[name] for name in STEP_HOOKS} == STEP_HOOKS

@@ -55,7 +55,7 @@ class _Traced(Lion):
 
 
 @pytest.mark.parametrize("late_gradients", [False, True])
-def test_what_forward_gathers_first_is_updated_and_gathered_before_the_others_are_updated(late_gradients: bool) -> None:
+def test_a_step_updates_and_gathers_the_first_units_of_forward_before_the_rest(late_gradients: bool) -> None:
     def check() -> None:
         model = shard(Net())
         log = record(model)
@@ -76,7 +76,7 @@ def test_what_forward_gathers_first_is_updated_and_gathered_before_the_others_ar
     run_ranks(check, 2)
 
 
-def test_forward_uses_what_the_step_has_gathered_and_gathers_nothing_twice() -> None:
+def test_forward_uses_units_gathered_in_the_step_without_a_second_gather() -> None:
     def check() -> None:
         pair = Overlapped()
         pair.train(2)
@@ -90,7 +90,7 @@ def test_forward_uses_what_the_step_has_gathered_and_gathers_nothing_twice() -> 
     run_ranks(check, 2)
 
 
-def test_two_units_are_held_between_a_step_and_the_next_forward_whatever_the_prefetch_budget() -> None:
+def test_an_overlapped_step_holds_two_units_for_forward_at_any_prefetch_budget() -> None:
     def check() -> None:
         for budget in (None, 0, 2**30):
             with case(budget):
@@ -104,7 +104,7 @@ def test_two_units_are_held_between_a_step_and_the_next_forward_whatever_the_pre
     run_ranks(check, 2)
 
 
-def test_a_budget_counts_what_the_step_has_gathered() -> None:
+def test_a_prefetch_budget_counts_units_gathered_in_the_step() -> None:
     def check() -> None:
         pair = Overlapped(partial(Net, dim=64))
         nbytes = require_unit(pair.model.get_submodule("layers.0")).parameters.unsharded_nbytes
@@ -134,7 +134,7 @@ def test_a_list_of_modules_to_prefetch_counts_here_too() -> None:
     run_ranks(check, 2)
 
 
-def test_nothing_is_gathered_before_a_step_whose_backward_has_been() -> None:
+def test_an_overlapped_step_gathers_units_only_after_a_backward() -> None:
     def check() -> None:
         pair = Overlapped()
         assert pair.step() == []  # nothing has run
@@ -152,7 +152,7 @@ def test_nothing_is_gathered_before_a_step_whose_backward_has_been() -> None:
 
 
 @pytest.mark.parametrize("name", sorted((OPTIMIZERS.keys() - WHOLE_TENSORS_ONLY.keys()) | {"Rprop"}))
-def test_every_optimizer_and_flavour_of_it_takes_the_same_steps(name: str) -> None:
+def test_every_flavour_of_every_optimizer_takes_the_same_steps_overlapped(name: str) -> None:
     def check() -> None:
         for flavour in flavours_of(name):
             with case(flavour):
@@ -188,7 +188,7 @@ def test_options_and_several_groups_count(options: dict[str, Any], name: str) ->
     run_ranks(check, 2)
 
 
-def test_one_that_somebody_wrote_and_one_that_steps_local_shards_take_the_same_steps() -> None:
+def test_custom_and_local_shard_optimizers_take_the_same_steps_overlapped() -> None:
     def check() -> None:
         for make in (
             lambda model: Lion(model.parameters()),
@@ -199,7 +199,7 @@ def test_one_that_somebody_wrote_and_one_that_steps_local_shards_take_the_same_s
     run_ranks(check, 2)
 
 
-def test_one_that_was_built_before_its_parameters_were_sharded_takes_the_same_steps() -> None:
+def test_an_optimizer_built_before_sharding_takes_the_same_steps_overlapped() -> None:
     def check() -> None:
         models = []
         for overlaps in (False, True):
@@ -220,7 +220,7 @@ def test_one_that_was_built_before_its_parameters_were_sharded_takes_the_same_st
 
 
 @pytest.mark.parametrize("kind", [CountsInItsGroups, CountsItself, NormsOverAll, torch.optim.LBFGS])
-def test_one_that_cannot_step_in_parts_is_refused(kind: type) -> None:
+def test_overlap_optimizer_refuses_optimizers_that_cannot_step_in_parts(kind: type) -> None:
     def check() -> None:
         optimizer = kind(shard(Net()).parameters())
         with pytest.raises(ValueError, match="Leave overlap_optimizer out"):
@@ -230,7 +230,7 @@ def test_one_that_cannot_step_in_parts_is_refused(kind: type) -> None:
     run_ranks(check, 1)
 
 
-def test_one_that_is_given_twice_is_refused() -> None:
+def test_an_optimizer_overlapped_twice_is_refused() -> None:
     def check() -> None:
         optimizer = ADAMW(shard(Net()))
         handle = overlap_optimizer(optimizer)
@@ -287,7 +287,7 @@ def test_every_stage_takes_the_same_steps_with_several_microbatches(
     ],
     ids=str,
 )
-def test_other_ways_to_lie_take_the_same_steps(options: dict[str, Any]) -> None:
+def test_kept_units_and_the_flat_layout_take_the_same_steps_overlapped(options: dict[str, Any]) -> None:
 
     def check() -> None:
         pair = Overlapped(partial(Net, dim=8), shard_on((4,), mp_policy=BF16, **options), looks=False)
@@ -409,7 +409,7 @@ class _Raises(Lion):
             raise ArithmeticError
 
 
-def test_after_a_step_that_raised_the_next_forward_sees_what_it_has_updated() -> None:
+def test_a_forward_after_a_failed_overlapped_step_uses_the_weights_updated_so_far() -> None:
     def check() -> None:
         def optimizer(model: nn.Module) -> Optimizer:
             raising = _Raises(model.parameters())

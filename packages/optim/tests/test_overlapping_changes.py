@@ -268,7 +268,7 @@ def _reset(model: nn.Module) -> None:
     ],
     ids=lambda act: act.__name__.strip("_"),
 )
-def test_what_happens_between_steps_changes_nothing(act: Act) -> None:
+def test_uses_of_a_model_between_overlapped_steps_change_no_result(act: Act) -> None:
     def check() -> None:
         pair = Overlapped()
         assert pair.train(between=act) == ["root", "layers.0"]
@@ -279,7 +279,7 @@ def test_what_happens_between_steps_changes_nothing(act: Act) -> None:
     run_ranks(check, 2)
 
 
-def test_a_forward_that_does_not_use_what_was_gathered_frees_it() -> None:
+def test_a_forward_of_an_inner_unit_frees_units_gathered_in_the_step() -> None:
     def check() -> None:
         pair = Overlapped()
         pair.train()
@@ -290,7 +290,7 @@ def test_a_forward_that_does_not_use_what_was_gathered_frees_it() -> None:
     run_ranks(check, 2)
 
 
-def test_remove_frees_what_was_gathered_and_the_optimizer_steps_as_before() -> None:
+def test_remove_frees_units_gathered_in_the_step_and_ends_the_overlap() -> None:
     def check() -> None:
         pair = Overlapped()
         pair.train()
@@ -307,7 +307,7 @@ def test_an_unfinished_gather_keeps_no_rank_from_ending() -> None:
     run_ranks(lambda: Overlapped().train() and None, 2)
 
 
-def test_a_deleted_model_is_freed_at_once_with_what_was_gathered_for_it() -> None:
+def test_a_deleted_model_is_freed_at_once_with_units_gathered_in_the_step() -> None:
     def check() -> None:
         model = shard(Net())
         optimizer = ADAMW(model)
@@ -327,7 +327,7 @@ def test_a_deleted_model_is_freed_at_once_with_what_was_gathered_for_it() -> Non
     run_ranks(check, 2)
 
 
-def test_a_tree_that_gets_the_streams_of_another_has_nothing_on_its_old_ones() -> None:
+def test_units_gathered_in_the_step_are_freed_when_a_tree_gets_shared_streams() -> None:
     def check() -> None:
         pair = Overlapped()
         pair.train()

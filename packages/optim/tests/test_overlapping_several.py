@@ -74,7 +74,7 @@ class _OwnAdamW(torch.optim.AdamW):
     """Without torch's own optimizers: version counters of a step would reveal early gathers."""
 
 
-def test_what_is_frozen_between_a_backward_and_its_step_is_updated_before_it_is_gathered() -> None:
+def test_parameters_frozen_just_before_a_step_are_updated_before_their_gather() -> None:
     def check() -> None:
         pair = Overlapped(optimizer=lambda model: _OwnAdamW(model.parameters(), lr=1e-2, foreach=True))
         pair.train()
@@ -88,7 +88,7 @@ def test_what_is_frozen_between_a_backward_and_its_step_is_updated_before_it_is_
     run_ranks(check, 2)
 
 
-def test_frozen_units_are_gathered_with_those_that_train() -> None:
+def test_frozen_units_are_gathered_in_the_step_with_trained_units() -> None:
     def check() -> None:
         def apply(model: Net) -> None:
             for parameter in (*model.stem.parameters(), *model.head.parameters()):

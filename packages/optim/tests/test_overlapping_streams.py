@@ -15,7 +15,7 @@ from lamella_optim import overlap_optimizer
 from lamella_testing import run_ranks
 
 
-def test_gathers_come_behind_the_update_of_what_they_read_and_not_behind_the_rest() -> None:
+def test_gathers_wait_for_the_update_of_their_shards_and_not_for_later_updates() -> None:
     def check() -> None:
         model = shard(Net())
         streams = fake_streams(model)
@@ -55,7 +55,7 @@ class _TracedOnStreams(Lion):
         super().step()
 
 
-def test_a_step_that_is_captured_gathers_nothing_and_a_captured_forward_refuses_what_was_gathered(
+def test_captured_steps_gather_no_units_and_captured_forwards_refuse_gathered_units(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def check() -> None:

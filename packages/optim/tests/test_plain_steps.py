@@ -114,7 +114,7 @@ def _check_alike(pair: list[tuple[nn.Module, Optimizer]], before_step: Change = 
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != DTENSORS_CANNOT])
-def test_every_one_takes_the_steps_that_it_takes_on_dtensors(name: str) -> None:
+def test_plain_steps_of_every_elementwise_optimizer_equal_steps_on_dtensors(name: str) -> None:
     def check() -> None:
         for flavour in flavours_of(name):
             with case(f"{name} {flavour}"):
@@ -128,7 +128,7 @@ def test_every_one_takes_the_steps_that_it_takes_on_dtensors(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "options"), [(DTENSORS_CANNOT, {}), ("SGD", {"fused": True}), ("Adagrad", {"fused": True})]
 )
-def test_what_dtensors_cannot_do_is_done(name: str, options: dict[str, Any]) -> None:
+def test_optimizers_and_kernels_without_dtensor_support_take_plain_steps(name: str, options: dict[str, Any]) -> None:
     def check() -> None:
         reference, sharded = twins(Short, _sharded)
         for model in (reference, sharded):
@@ -138,7 +138,7 @@ def test_what_dtensors_cannot_do_is_done(name: str, options: dict[str, Any]) -> 
     run_ranks(check, 2)
 
 
-def test_parameters_in_the_flat_layout_are_stepped_alike_and_kernels_see_no_empty_ones() -> None:
+def test_flat_layout_parameters_step_alike_and_plain_kernels_see_no_empty_shards() -> None:
     def check() -> tuple[bool, bool]:
         pair = _pair(keep=True, foreach=True)
         shards = [p.to_local() for p in pair[0][0].parameters() if isinstance(p, DTensor)]
@@ -149,7 +149,7 @@ def test_parameters_in_the_flat_layout_are_stepped_alike_and_kernels_see_no_empt
     assert {has_rows for has_rows, _ in outcomes} == {True, False}
 
 
-def test_gradients_that_a_hook_exchanges_are_the_ones_that_count() -> None:
+def test_gradients_replaced_by_a_step_pre_hook_are_used_by_the_step() -> None:
     def exchange(optimizer: Optimizer, *_: object) -> None:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -255,7 +255,7 @@ def test_closures_and_subclasses_step_on_dtensors() -> None:
     run_ranks(check, 2)
 
 
-def test_state_that_somebody_exchanged_is_the_one_that_counts() -> None:
+def test_state_replaced_between_plain_steps_is_used_by_the_next_step() -> None:
     def exchange(optimizer: Optimizer) -> None:
         for state in optimizer.state.values():
             state["exp_avg"] = state["exp_avg"] * 3.0
@@ -343,7 +343,7 @@ def test_parameters_beside_units_are_stepped_too() -> None:
     run_ranks(check, 2)
 
 
-def test_what_a_step_that_failed_has_done_is_what_it_would_have_done_on_dtensors() -> None:
+def test_a_failed_plain_step_has_the_effects_of_a_failed_step_on_dtensors() -> None:
     def check() -> None:
         pair = _pair(foreach=False)
         for i, (model, optimizer) in enumerate(pair):
@@ -377,7 +377,7 @@ def test_a_step_keeps_neither_gradients_nor_an_optimizer_nor_weights() -> None:
     run_ranks(check, 2)
 
 
-def test_an_optimizer_that_something_on_it_refers_to_goes_too() -> None:
+def test_a_deleted_optimizer_in_a_reference_cycle_is_freed_after_plain_steps() -> None:
     def check() -> bool:
         model, optimizer = _pair()[0]
         optimizer.scheduler = [optimizer]  # type: ignore[attr-defined]
@@ -390,7 +390,7 @@ def test_an_optimizer_that_something_on_it_refers_to_goes_too() -> None:
     assert all(run_ranks(check, 1))
 
 
-def test_what_a_step_notes_on_its_optimizer_is_noted_there() -> None:
+def test_attributes_set_during_a_plain_step_are_set_on_the_users_optimizer() -> None:
     def check() -> None:
         model, optimizer = _pair()[0]
         noted: list[Any] = []
@@ -436,7 +436,7 @@ def test_hooks_after_a_step_are_given_the_optimizer_that_they_were_registered_on
     run_ranks(check, 2)
 
 
-def test_state_that_somebody_lets_go_of_between_steps_is_freed() -> None:
+def test_state_cleared_between_plain_steps_is_freed() -> None:
     """A common way to make room for further work."""
 
     def check() -> None:
@@ -495,7 +495,7 @@ def test_state_that_a_step_updates_in_place_stays_the_same_dtensor() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"fused": True}])
-def test_state_of_which_nobody_knows_the_rows_is_refused_as_on_dtensors(options: dict[str, Any]) -> None:
+def test_unsharded_tensors_in_loaded_state_are_refused_as_on_dtensors(options: dict[str, Any]) -> None:
     """As in a whole, unsharded state dict: kernels would take each rank's rows for the first."""
 
     def check() -> None:

@@ -78,7 +78,7 @@ def _chosen(model: nn.Module, **names: Any) -> set[str]:
     return {name for name, parameter in model.named_parameters() if choose(parameter) is not None}
 
 
-def test_what_layers_multiply_by_is_chosen_and_routers_are_not() -> None:
+def test_matrices_that_layers_multiply_by_are_chosen_and_routers_are_not() -> None:
     model = _block()
     assert _chosen(model) == MULTIPLIED
     model["mlp"]["up_proj"].weight = model["table"].weight  # type: ignore[index]
@@ -115,7 +115,7 @@ def test_a_pattern_without_a_matrix_and_a_choice_of_nothing_are_refused(names: A
         matrices_of(_block(), Float8Recipe(), **names)
 
 
-def test_a_choice_among_parameters_that_were_replaced_is_refused_and_sharded_ones_are_not_missed() -> None:
+def test_a_choice_of_matrices_refuses_replaced_but_not_sharded_parameters() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     before = matrices_of(model, Float8Recipe())

@@ -149,7 +149,7 @@ def test_weights_of_two_storages_are_encoded_by_one_call(monkeypatch: pytest.Mon
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")  # No product meets a sum in these kernels.
 @pytest.mark.parametrize("measures", [False, True])
 @pytest.mark.parametrize(("multiplies", "scaling"), [(False, "div.rn.f32"), (True, "mul.f32")])
-def test_compiled_for_hopper_they_move_whole_vectors_and_round_exactly(
+def test_encode_kernels_compiled_for_hopper_move_full_vectors_and_round_exactly(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, multiplies: bool, scaling: str, measures: bool
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))

@@ -183,7 +183,7 @@ def test_a_vector_and_no_tokens_are_taken_as_by_linear_layers(recipe: Float8Reci
 
 
 @RECIPES
-def test_autocast_gives_its_dtype_and_the_bits_of_inputs_in_it(recipe: Float8Recipe) -> None:
+def test_float8_linear_under_autocast_gives_the_bits_of_bf16_inputs(recipe: Float8Recipe) -> None:
     layer = _layer(recipe)
     layer.bias = nn.Parameter(torch.randn(layer.out_features))
     x = torch.randn(3, layer.in_features)

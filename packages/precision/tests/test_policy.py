@@ -17,7 +17,7 @@ def test_the_default_policy_keeps_every_parameters_own_dtype() -> None:
 
 
 @pytest.mark.parametrize(("is_new", "unsaid"), [(False, torch.bfloat16), (True, torch.float32)])
-def test_gradients_are_reduced_as_fsdp2_of_this_torch_reduces_them_unless_told_otherwise(
+def test_the_default_reduce_dtype_follows_fsdp2_of_the_installed_torch(
     is_new: bool, unsaid: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lamella_precision._choice.policy._REDUCES_IN_MAIN_DTYPE", is_new)
@@ -43,7 +43,7 @@ def test_a_parameter_cannot_compute_in_a_third_dtype(answer: Any) -> None:
         policy.resolved_for(nn.Parameter(torch.zeros(2)))
 
 
-def test_a_main_dtype_separates_what_is_stored_from_what_was_built() -> None:
+def test_main_dtype_replaces_the_dtype_that_a_parameter_was_built_in() -> None:
     policy = MixedPrecisionPolicy(main_dtype=torch.float32)
     assert policy.main_dtype_of(torch.bfloat16) == torch.float32
     assert policy.compute_dtype_of(torch.bfloat16) == torch.float32

@@ -168,7 +168,9 @@ def test_hooks_may_save_a_plain_copy(index: int | None) -> None:
 
 @pytest.mark.parametrize("shape", [(3, 64), (64,), (0, 64)], ids=["tokens", "vector", "no tokens"])
 @pytest.mark.parametrize("is_autocast", [False, True], ids=["plain", "autocast"])
-def test_linear_takes_what_it_takes_with_a_plain_weight(shape: tuple[int, ...], is_autocast: bool) -> None:
+def test_linear_with_a_gathered_weight_takes_the_inputs_of_a_plain_linear(
+    shape: tuple[int, ...], is_autocast: bool
+) -> None:
     torch.manual_seed(0)
     weight = gathered(torch.randn(32, 64), Float8Recipe(compute_dtype=FP32))
     x, bias = torch.randn(shape), torch.randn(32)

@@ -219,7 +219,7 @@ def _with_vectors() -> nn.Module:
         (lambda: _layer(CURRENT).to_empty(device="meta"), ValueError, r"'1\.weight' on a device"),
     ],
 )
-def test_a_refused_model_is_left_as_it_was(
+def test_a_model_with_unsupported_te_weights_is_refused_and_left_unchanged(
     build: Callable[[], nn.Module], error: type[Exception], complaint: str
 ) -> None:
     model = nn.Sequential(_layer(CURRENT), build())

@@ -89,7 +89,7 @@ def test_tied_weights_stay_tied_and_equal_formats_share_a_recipe() -> None:
     assert plain is None
 
 
-def test_a_refused_model_is_left_as_it_was() -> None:
+def test_a_model_with_unsupported_torchao_weights_is_refused_and_left_unchanged() -> None:
     model = nn.Sequential(torchao.Float8Linear(4, 4), torchao.Float8Linear(4, 4, dtype=torch.float8_e4m3fnuz))
     before = list(model.parameters())
     with pytest.raises(NotImplementedError, match=r"'1\.weight'.*float8_e4m3fnuz.*torchao's own methods"):

@@ -57,7 +57,7 @@ def test_newer_versions_are_warned_of_once(monkeypatch: pytest.MonkeyPatch, inst
     VERSIONS.check()  # a second warning would be an error
 
 
-def test_a_library_without_metadata_is_taken_as_it_is() -> None:
+def test_a_library_without_version_metadata_is_accepted_without_a_warning() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         VERSIONS.check()

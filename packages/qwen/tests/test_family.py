@@ -65,7 +65,7 @@ def test_files_of_a_text_model_that_came_out_of_one_with_vision_are_read_too(tmp
     assert_loads(translated(saved, FAMILY.modules(model.config.to_dict()), "right"), model)
 
 
-def test_packed_experts_stay_as_they_are() -> None:
+def test_packed_qwen_experts_are_translated_unchanged() -> None:
     model = make_model("moe")
     weights = MemorySource({f"model.{name}": tensor.detach() for name, tensor in model.named_parameters()})
     assert_loads(translated(weights, FAMILY.modules(config_of("moe")), "right"), model)

@@ -99,7 +99,7 @@ def assert_published(full_model: FullModel, directory: Path) -> None:
 
 
 @pytest.mark.parametrize(("kind", "dialect", "first", "second", "third"), CHAINS, ids=name_of)
-def test_nothing_changes_from_world_to_world(
+def test_qwen_models_and_states_are_unchanged_by_resharding_to_other_worlds(
     tmp_path: Path, kind: str, dialect: Dialect, first: World, second: World, third: World
 ) -> None:
     full_model = FULL_MODELS[kind]

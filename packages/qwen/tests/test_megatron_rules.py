@@ -72,9 +72,7 @@ def with_optimizer(weights: Mapping[str, torch.Tensor]) -> MemorySource:
 
 @pytest.mark.parametrize(("packed", "packed_mtp"), [(True, True), (True, False), (False, True), (False, False)])
 @pytest.mark.parametrize("kind", ["moe", "vision-moe"])
-def test_experts_are_the_same_for_megatron_whether_they_were_packed_or_not(
-    kind: Kind, packed: bool, packed_mtp: bool
-) -> None:
+def test_packed_and_unpacked_experts_give_equal_megatron_tensors(kind: Kind, packed: bool, packed_mtp: bool) -> None:
     as_published = megatron_rules(config_of(kind))
     rules = megatron_rules(config_of(kind), packed_experts=packed, packed_mtp_experts=packed_mtp)
     weights = MODELS[kind] if packed else one_by_one(MODELS[kind])

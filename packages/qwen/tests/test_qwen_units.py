@@ -56,7 +56,7 @@ def test_a_convolution_that_is_read_directly_lies_in_its_layers_unit() -> None:
     assert all(id(convolution) in inner_modules for convolution in convolutions)
 
 
-def test_convolutions_that_are_units_train_as_part_of_whatever_reads_them() -> None:
+def test_convolution_units_of_qwen_train_as_unsharded() -> None:
     def shard_convolutions(model: nn.Module) -> None:
         declare_direct_reads(model)
         for module in model.modules():

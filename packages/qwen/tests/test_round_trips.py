@@ -86,7 +86,7 @@ WAYS = [
 
 @pytest.mark.usefixtures("family")
 @pytest.mark.parametrize(("kind", "dialect", "tensor_parallel_size"), WAYS)
-def test_nothing_changes_on_the_way_to_megatron_and_back(
+def test_trained_qwen_models_go_to_megatron_and_back_unchanged(
     kind: Kind, dialect: Literal["bridge", "release-0.19"], tensor_parallel_size: int | None, tmp_path: Path
 ) -> None:
     published, files = make_model(kind), tmp_path / "hf"
@@ -132,7 +132,7 @@ def test_weights_go_straight_from_hugging_face_to_megatron_and_back(
 
 @pytest.mark.usefixtures("family")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_what_megatron_trained_does_not_come_back_as_it_was(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_kept_originals_do_not_replace_elements_that_megatron_trained(dtype: torch.dtype, tmp_path: Path) -> None:
     """Kept values stand in for elements equal to the shifted values, and for no others."""
     weights = {name: tensor.detach().to(dtype) for name, tensor in make_model("dense").named_parameters()}
     name = "model.layers.0.linear_attn.norm.weight"
@@ -178,7 +178,7 @@ def dcp_load(path: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.usefixtures("family")
 @pytest.mark.parametrize("packed", [True, False])
-def test_the_layer_that_predicts_further_tokens_is_published_as_it_was(packed: bool, tmp_path: Path) -> None:
+def test_the_multi_token_prediction_layer_is_published_unchanged(packed: bool, tmp_path: Path) -> None:
     """The layer's experts are stacked in Qwen3.6's files, and one by one in Qwen3.5's."""
     make_model("moe").save_pretrained(tmp_path / "hf")
     file = tmp_path / "hf" / "model.safetensors"

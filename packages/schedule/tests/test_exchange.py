@@ -43,7 +43,7 @@ def test_each_expert_has_the_rows_routed_to_it(favours_one: bool) -> None:
     run_ranks(on_each_rank, 2)
 
 
-def test_a_rank_without_tokens_exchanges_the_rows_of_the_others() -> None:
+def test_a_rank_without_tokens_exchanges_the_rows_of_other_ranks() -> None:
     def on_each_rank() -> None:
         torch.manual_seed(dist.get_rank())
         num_tokens = 0 if dist.get_rank() == 0 else NUM_TOKENS

@@ -137,7 +137,7 @@ def test_a_tensor_that_is_returned_untouched_retains_the_whole_gradient() -> Non
     assert seen[0].grad is not None and seen[0].grad.tolist() == [4.0, 4.0, 4.0]
 
 
-def test_what_wants_no_gradient_gets_none() -> None:
+def test_node_inputs_without_requires_grad_or_use_get_no_gradient() -> None:
     node = _node(lambda x, y: x + y)
     node.forward((torch.ones(3), _value()))
     first, second = node.backward((torch.ones(3),))
@@ -189,7 +189,7 @@ class _Keep(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("early_release", [False, True])
-def test_what_is_alive_is_what_the_order_says(early_release: bool) -> None:
+def test_the_number_of_saved_tensors_alive_follows_the_schedules_order(early_release: bool) -> None:
     saved = Alive()
     counts: list[int] = []
 
@@ -214,7 +214,7 @@ def test_what_is_alive_is_what_the_order_says(early_release: bool) -> None:
     assert max(counts) == peak(events, lambda event: float(event.layer is not None))
 
 
-def test_what_no_slot_saved_is_free_when_it_was_read() -> None:
+def test_slot_outputs_that_autograd_did_not_save_are_freed_once_read() -> None:
     tensors = Alive()
     alive: list[list[int]] = []
 

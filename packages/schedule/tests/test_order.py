@@ -61,7 +61,7 @@ def _check_pass(events: list[Event], expected: list[Event]) -> None:
 
 
 @given(_LAYERS, _LAYERS, _OPTIONS)
-def test_a_pair_has_every_event_once_behind_what_it_needs(
+def test_an_order_of_two_microbatches_has_every_event_once_after_its_dependencies(
     forward: list[LayerPlan], backward: list[LayerPlan], options: dict[str, bool]
 ) -> None:
     events = work(order(forward, backward, **options))
@@ -213,6 +213,6 @@ def test_a_table_has_a_line_for_each_event() -> None:
         (lambda: LayerPlan(delayed=frozenset((Slot.COMBINE,))), "got combine"),
     ],
 )
-def test_what_cannot_be_ordered_is_refused(call: object, words: str) -> None:
+def test_impossible_arguments_of_orders_and_layer_plans_are_refused(call: object, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         call()  # type: ignore[operator]

@@ -155,7 +155,7 @@ def test_two_ranks_have_their_messages_to_each_other_in_one_order(
 
 
 @given(pipelines())
-def test_messages_stand_where_torch_puts_them(ours: Pipeline) -> None:
+def test_pipeline_messages_are_ordered_as_torch_orders_sends_and_receives(ours: Pipeline) -> None:
     """torch's own function puts sends and receives into the same passes."""
     names = {TransferAction.SEND: "SEND", TransferAction.RECEIVE: "RECV"}
     for of_rank, expected in zip(pipeline_events(ours), events_of_torch(ours), strict=True):
@@ -190,7 +190,7 @@ def test_parameters_are_present_from_the_first_reader_to_the_last_weight_gradien
 
 
 @given(pipelines(), st.integers(0, 3))
-def test_bytes_alive_of_slots_are_those_of_passes(ours: Pipeline, num_layers: int) -> None:
+def test_peak_bytes_computed_by_slot_and_by_pass_agree(ours: Pipeline, num_layers: int) -> None:
     """Forwards of a layer's slots keep their tensors as long as the pass does, up to the layers of one pass."""
     sizes = {stage: 1.0 + stage for stage in range(ours.num_stages)}
     for in_passes, in_slots in zip(pipeline_events(ours), pipeline_events(ours, num_layers), strict=True):

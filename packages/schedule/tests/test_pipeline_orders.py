@@ -54,7 +54,7 @@ def test_each_rank_runs_the_passes_that_torch_runs(schedule: str) -> None:
 
 
 @given(pipelines())
-def test_each_pass_runs_once_behind_what_it_needs(ours: Pipeline) -> None:
+def test_every_pipeline_pass_runs_once_after_its_dependencies(ours: Pipeline) -> None:
     place: dict[StagePass, int] = {}
     for i, (_, item) in enumerate(ours.global_order()):
         for one in passes_in(item):
@@ -138,7 +138,7 @@ def _order(text: str) -> tuple[StagePass, ...]:
     return tuple(StagePass(int(one[0]), kinds[one[1]], int(one[2])) for one in text.split())
 
 
-def test_an_order_of_ones_own_is_a_pipeline() -> None:
+def test_a_hand_written_order_of_passes_is_a_pipeline() -> None:
     ours = Pipeline((_order("0F0 0F1 0I0 0I1 0W1 0W0"), _order("1F0 1F1 1B0 1B1")))
     assert (ours.num_ranks, ours.num_stages, ours.num_microbatches) == (2, 2, 2)
     items = [item for _, item in ours.global_order()]

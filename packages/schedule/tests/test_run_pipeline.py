@@ -317,7 +317,7 @@ def _refused(call: Callable[[Callable[[int, int], ModelChunk]], object], words: 
         call(chunk)
 
 
-def test_what_cannot_run_is_refused() -> None:
+def test_pipelines_with_unfit_ranks_residences_losses_or_layers_are_refused() -> None:
     forward, backward = PassKind.FORWARD, PassKind.BACKWARD
     passes = ((0, forward), (1, forward), (1, backward), (0, backward))
     two_stages = Pipeline((tuple(StagePass(stage, kind, 0) for stage, kind in passes),))

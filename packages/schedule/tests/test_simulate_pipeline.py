@@ -47,7 +47,7 @@ def _slot_times(exchange: float) -> dict[tuple[Slot, Kind], float]:
 
 
 @pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(1, 3), (2, 4), (4, 4), (4, 16), (8, 24)])
-def test_bubbles_are_those_of_the_papers(num_ranks: int, num_microbatches: int) -> None:
+def test_simulated_bubbles_are_those_of_the_papers(num_ranks: int, num_microbatches: int) -> None:
     def total(schedule: str, stages_per_rank: int | None = None) -> float:
         ours = pipeline(schedule, num_ranks, num_microbatches, stages_per_rank=stages_per_rank)
         timeline = simulate_pipeline(pipeline_events(ours), EQUAL)
@@ -149,7 +149,7 @@ def test_messages_delay_the_ranks_behind() -> None:
     assert {span.lane for span in only_down.ranks[3].spans} == {Lane.COMPUTE}
 
 
-def test_a_gather_costs_time_where_nothing_hides_it() -> None:
+def test_a_simulated_gather_costs_only_the_time_that_compute_does_not_hide() -> None:
     times = _slot_times(0.0)
     free, priced = (simulate(order(4, None), times, gather=gather) for gather in (0.0, 4.0))
     # Parameters around the layers and of the first layer are waited for; later layers hide behind the layer before.
@@ -199,7 +199,7 @@ def test_pairs_hide_all_to_alls_that_passes_alone_wait_for() -> None:
     assert paired.total < alone.total
 
 
-def test_one_rank_is_an_order_of_one_rank() -> None:
+def test_a_pipeline_of_one_rank_is_simulated_as_a_single_order() -> None:
     times = _slot_times(2.0)
     ours = Pipeline(((StagePass(0, _F, 0), StagePass(0, _B, 0)),))
     [timeline] = simulate_pipeline(pipeline_events(ours, 3), times, gather=1.0, reduce=1.0).ranks
@@ -237,7 +237,7 @@ def test_a_picture_has_a_row_for_each_lane_of_each_rank() -> None:
         (lambda events: simulate_pipeline(events[1:], EQUAL), "got none for rank 0 at 1F0"),
     ],
 )
-def test_prices_that_cannot_be_and_messages_that_nobody_sends_are_refused(call: object, words: str) -> None:
+def test_missing_or_negative_prices_and_unsent_messages_are_refused(call: object, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         call(pipeline_events(pipeline("1F1B", 2, 2)))  # type: ignore[operator]
 

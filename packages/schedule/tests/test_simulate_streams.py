@@ -31,7 +31,7 @@ def _end(spans: list[StreamSpan]) -> float:
 
 
 @given(_programs(), st.sampled_from([1.0, 1.5]), st.sampled_from([2, 1024]))
-def test_operations_wait_for_their_stream_their_launch_and_what_they_name(
+def test_stream_operations_wait_for_their_stream_launch_and_named_operations(
     program: list[StreamOperation], slowdown: float, most_launched: int
 ) -> None:
     spans = simulate_streams(program, slowdown=slowdown, most_launched=most_launched)

@@ -162,7 +162,7 @@ def test_work_runs_on_the_stream_of_its_lane(device: Device) -> None:
         assert work.stream == {Lane.COMPUTE: "caller", Lane.COMMUNICATION: "communication"}[event.lane]
 
 
-def test_each_node_is_ordered_behind_the_one_before_in_its_chunk(device: Device) -> None:
+def test_every_node_is_ordered_behind_the_previous_node_of_its_chunk(device: Device) -> None:
     log = _logged(device)
     for microbatch in range(3):
         events = [event for event in log.work if event.microbatch == microbatch]
@@ -186,7 +186,7 @@ def test_nodes_of_two_chunks_that_should_overlap_are_not_ordered(device: Device)
         assert not work[other].is_behind(work[one]), f"{other} waits for {one}"
 
 
-def test_the_communication_stream_waits_for_the_caller_and_the_caller_for_it(device: Device) -> None:
+def test_the_communication_stream_and_the_callers_stream_wait_for_each_other(device: Device) -> None:
     before = device.work()
     log = _logged(device)
     first = next(work for work in log.work.values() if work.stream == "communication")

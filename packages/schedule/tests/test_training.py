@@ -48,7 +48,7 @@ def _differences(pattern: str) -> Iterator[tuple[str, int, float]]:
 
 
 @pytest.mark.parametrize("pattern", ["EEE", "E-E", "E"])
-def test_losses_and_weights_are_those_of_plain_training(pattern: str) -> None:
+def test_scheduled_training_has_the_losses_and_weights_of_plain_training(pattern: str) -> None:
     for differences in run_ranks(lambda: list(_differences(pattern)), 2):
         assert len(differences) == 8
         assert [(way, num_unequal) for way, num_unequal, _ in differences if num_unequal] == []

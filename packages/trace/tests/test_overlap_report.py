@@ -68,7 +68,7 @@ def test_a_step_is_compute_exposed_communication_and_idleness() -> None:
     assert [1000 * ms for ms in overlapping] == pytest.approx([400, 100, 10])
 
 
-def test_each_unit_has_its_gathers_reductions_copies_and_waits() -> None:
+def test_the_overlap_report_has_gathers_reductions_copies_and_waits_by_unit() -> None:
     first, second = overlap_report(two_units_in_two_steps()).steps
     a, b = _unit(first, "a"), _unit(first, "b")
     assert _times(a, Role.FORWARD_GATHER) == (1, 100, 100)
@@ -126,7 +126,7 @@ def test_a_trace_without_step_marks_is_one_step() -> None:
     assert step.name == "whole trace" and step.span == pytest.approx(1.19025)
 
 
-def test_a_gather_that_runs_over_the_end_of_its_step_is_cut_there_and_counts_once() -> None:
+def test_a_gather_past_the_end_of_its_step_is_cut_at_the_end_and_counts_once() -> None:
     maker = TraceMaker()
     maker.host("ProfilerStep#0", 0, 50)
     maker.host("FSDP::pre_forward", 0, 5)
@@ -396,7 +396,7 @@ def test_bars_lie_where_their_kernels_ran() -> None:
     assert float(adam["width"] or 0) == pytest.approx(100 * scale, abs=2)
 
 
-def test_the_axis_names_steps_and_milliseconds_where_they_begin() -> None:
+def test_the_overlap_reports_axis_marks_the_starts_of_steps_and_milliseconds() -> None:
     page = _Page(as_html(overlap_report(two_units_in_two_steps())))
     assert page.titles[0] == "Overlap report: rank 1 of 4, 2 steps, GPU kernels; milliseconds"
     assert page.marks["ProfilerStep#5"] == "left:0.000%;width:73.094%"

@@ -8,7 +8,7 @@ from pathlib import Path
 README = Path(__file__).parent.parent / "README.md"
 
 
-def test_the_readme_example_prints_what_the_readme_shows() -> None:
+def test_the_trace_readme_example_prints_the_readmes_output() -> None:
     (code,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
     (shown,) = re.findall(r"```text\n(.*?)```", README.read_text(), re.DOTALL)
     printed = StringIO()

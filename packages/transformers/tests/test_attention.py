@@ -68,7 +68,7 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> C
 
 @pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("model_type", MODELS)
-def test_losses_and_gradients_within_documents_are_those_with_masks(model_type: str) -> None:
+def test_document_attention_has_the_losses_and_gradients_of_masked_attention(model_type: str) -> None:
     losses, gradients = [], []
     for attention in ("sdpa", "documents"):
         model = model_by(attention, model_type, **MODELS[model_type])
@@ -177,7 +177,7 @@ def test_layers_with_torchs_kernel_compile_in_one_graph_for_all_numbers_of_docum
 
 @pytest.mark.gpu1
 @pytest.mark.parametrize("model_type", ["llama", "qwen3", "mistral", "gemma3_text"])
-def test_losses_and_gradients_of_the_kernel_are_those_with_masks(model_type: str) -> None:
+def test_the_document_attention_kernel_has_losses_and_norms_of_masked_attention(model_type: str) -> None:
     losses, norms = [], []
     for attention in ("sdpa", "documents"):
         model = model_by(attention, model_type, **MODELS[model_type]).to("cuda", torch.bfloat16)

@@ -26,7 +26,9 @@ def world() -> dist.ProcessGroup:
 
 
 @pytest.mark.parametrize(("model_type", "num_ranks", "length"), [("llama", 2, 16), ("qwen3", 3, 13), ("gpt2", 2, 5)])
-def test_logits_and_gradients_on_pieces_are_those_on_sequences(model_type: str, num_ranks: int, length: int) -> None:
+def test_logits_and_gradients_on_sequence_pieces_are_those_on_whole_sequences(
+    model_type: str, num_ranks: int, length: int
+) -> None:
     changes = GROUPED_SIZES if model_type == "llama" else {}
     model: Any = make_model(model_type, **changes).eval()  # GPT-2 has dropout, whose masks are a rank's own.
     tokens = torch.randint(300, (2, length + 1), generator=torch.Generator().manual_seed(1))

@@ -70,7 +70,7 @@ def test_logits_of_a_packed_document_are_those_of_the_document_alone(model_type:
 
 @pytest.mark.parametrize("model_type", [*PACKED, *CROSSED])
 @torch.no_grad()
-def test_a_model_is_said_to_separate_documents_where_it_does(model_type: str) -> None:
+def test_separates_documents_is_true_only_of_models_that_keep_documents_apart(model_type: str) -> None:
     values = {**PACKED, **CROSSED}[model_type]
     is_separating = separates_documents(causal_model(model_type, values, device="meta"))
     assert is_separating == (model_type in PACKED)
@@ -108,7 +108,7 @@ def test_rows_are_joined_for_flash_attention_which_finds_documents_in_one_row_al
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # transformers compiles masks of flex attention by old names
 @pytest.mark.parametrize("implementation", ["sdpa", "flex_attention"])
 @torch.no_grad()
-def test_logits_of_packed_documents_are_those_alone_on_a_gpu(implementation: str) -> None:
+def test_logits_of_packed_documents_on_a_gpu_are_those_of_documents_alone(implementation: str) -> None:
     model: Any = causal_model("llama", LLAMA | {"hidden_size": 64, "head_dim": 32}, implementation).cuda()
     inputs, positions = INPUTS.cuda(), POSITIONS.cuda()
     packed = model(**document_arguments(model, inputs, positions), use_cache=False).logits

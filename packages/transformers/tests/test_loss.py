@@ -91,7 +91,7 @@ def gradients(model: nn.Module, loss: torch.Tensor) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("model_type", ["gemma2", "granite"])
-def test_a_model_that_changes_its_logits_after_the_head_keeps_them_whole(model_type: str) -> None:
+def test_the_loss_of_a_model_with_scaled_or_capped_logits_is_not_chunked(model_type: str) -> None:
     values = LLAMA | {"head_dim": 8, "final_logit_softcapping": 30.0, "logits_scaling": 4.0}
     model = causal_model(model_type, values)
     loss_function = choice(model)

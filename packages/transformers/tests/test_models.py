@@ -30,7 +30,7 @@ def test_weights_follow_from_the_seed_alone() -> None:
     assert not torch.equal(first["model.embed_tokens.weight"], other["model.embed_tokens.weight"])
 
 
-def test_a_model_without_parameters_has_its_buffers_and_keeps_them() -> None:
+def test_a_model_built_without_parameters_keeps_its_buffers_when_materialised() -> None:
     spec = make_spec("llama")
     buffers = dict(build_model(spec, CPU, 0).named_buffers())
     assert buffers
@@ -62,7 +62,7 @@ def test_a_model_that_sees_ahead_is_refused_by_trying(model_type: str, way_out: 
         outline(make_spec(model_type))
 
 
-def test_a_model_that_does_not_see_ahead_is_taken_whatever_its_modules_say() -> None:
+def test_causal_models_are_accepted_without_modules_marked_is_causal() -> None:
     model = outline(make_spec("bigbird_pegasus"))
     assert not any(module.is_causal for module in model.modules() if hasattr(module, "is_causal"))
     outline(make_spec("xlm", causal=True))
@@ -95,7 +95,7 @@ def test_operations_are_counted_without_the_input_embedding() -> None:
     assert flops_per_token(model, model.config, 64) == expected  # type: ignore[arg-type]
 
 
-def test_positions_are_bounded_by_the_config_and_stretched_ones_by_the_stretch() -> None:
+def test_the_number_of_positions_follows_the_config_and_its_rope_factor() -> None:
     assert num_positions(make_spec("llama", max_position_embeddings=31)) == 31
     rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 8}
     assert num_positions(make_spec("llama", max_position_embeddings=8, rope_parameters=rope)) == 16

@@ -64,6 +64,6 @@ def test_model_types_with_kernels_are_those_of_ligers_table(monkeypatch: pytest.
     assert has_kernels("llama") and not has_kernels("mamba2")
 
 
-def test_liger_is_seen_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_has_liger_is_false_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert not has_liger()

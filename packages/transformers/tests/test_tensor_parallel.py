@@ -38,7 +38,7 @@ def varied(model_type: str) -> nn.Module:
 
 
 @pytest.mark.parametrize("model_type", TYPES)
-def test_logits_and_gradients_are_those_of_the_uncut_model(model_type: str) -> None:
+def test_tensor_parallel_logits_and_gradients_are_those_of_the_uncut_model(model_type: str) -> None:
     """Linear layers with biases, norms of heads, gathered columns, split inputs, fused projections, a tied head."""
     tokens = torch.randint(300, (2, 13), generator=torch.Generator().manual_seed(1))
     model = varied(model_type)

@@ -68,7 +68,7 @@ def test_weights_that_vanish_after_the_check_are_missed(tmp_path: Path) -> None:
         load_weights(tmp_path, make_model("llama"), spec)
 
 
-def test_tensors_that_the_model_lacks_are_named_as_files_name_them(tmp_path: Path) -> None:
+def test_check_weights_names_unused_tensors_as_the_file_does(tmp_path: Path) -> None:
     spec = make_spec("llama")
     make_model("llama").save_pretrained(tmp_path)  # type: ignore[operator]
     file = tmp_path / "model.safetensors"

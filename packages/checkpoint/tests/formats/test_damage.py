@@ -61,7 +61,7 @@ def test_a_truncated_file_is_named(path: Path, model: nn.Linear, file: str) -> N
     refused(path, model, file)
 
 
-def test_a_file_that_is_too_short_is_found_before_anything_is_read(
+def test_a_truncated_checkpoint_file_is_refused_before_tensors_are_read(
     path: Path, model: nn.Linear, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_dcp_read, "read_tensors", lambda *_: pytest.fail("read"))
@@ -108,7 +108,7 @@ def test_a_later_format_is_refused(path: Path, model: nn.Linear) -> None:
     assert "expected format version 2 or less, got 3" in refused(path, model, "lamella.json")
 
 
-def test_a_hole_is_found_before_anything_is_read(path: Path, model: nn.Linear) -> None:
+def test_a_tensor_with_missing_chunks_is_refused(path: Path, model: nn.Linear) -> None:
     def clear(metadata: Metadata) -> None:
         entry = metadata.state_dict_metadata["model.bias"]
         assert isinstance(entry, TensorStorageMetadata)
@@ -119,7 +119,7 @@ def test_a_hole_is_found_before_anything_is_read(path: Path, model: nn.Linear) -
 
 
 @pytest.mark.parametrize("name", ["model.bias", "optimizer.param_groups.bias.lr"])
-def test_a_name_without_a_place_is_found_before_anything_is_read(path: Path, model: nn.Linear, name: str) -> None:
+def test_a_name_without_a_place_in_any_file_is_refused(path: Path, model: nn.Linear, name: str) -> None:
     def forget(metadata: Metadata) -> None:
         for index in [index for index in metadata.storage_data if index.fqn == name]:
             del metadata.storage_data[index]

@@ -78,7 +78,7 @@ def test_values_that_are_no_tensors_are_one_object_a_leaf(tmp_path: Path) -> Non
         stored.read_object("args")
 
 
-def test_the_options_of_a_group_are_objects_and_its_parameters_one_of_them(tmp_path: Path) -> None:
+def test_dcp_stores_params_and_options_of_an_optimizer_group_as_objects(tmp_path: Path) -> None:
     """Note [Optimizers by group] of `_translation.sections`."""
     optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters())
     stored = StoredCheckpoint(dcp_save({"optimizer": optimizer.state_dict()}, tmp_path / "a"))
@@ -86,7 +86,7 @@ def test_the_options_of_a_group_are_objects_and_its_parameters_one_of_them(tmp_p
     assert stored.read_object("optimizer.param_groups.0.lr") == 1e-3
 
 
-def test_the_types_in_metadata_are_those_that_are_known(tmp_path: Path) -> None:
+def test_pickled_types_in_dcp_metadata_are_on_the_allow_list(tmp_path: Path) -> None:
     """The allow-list covers this torch's files; a new type needs a review before its addition."""
 
     def save_sharded() -> None:
@@ -102,7 +102,7 @@ def test_the_types_in_metadata_are_those_that_are_known(tmp_path: Path) -> None:
     assert len(metadata.tensors["x"].chunks) == 2
 
 
-def test_an_item_is_an_archive_that_stores_its_tensor_as_it_is(tmp_path: Path) -> None:
+def test_a_dcp_item_is_an_archive_with_its_tensor_uncompressed_and_aligned(tmp_path: Path) -> None:
     tensor = torch.arange(600.0).reshape(20, 30)
     path = dcp_save({"x": tensor}, tmp_path / "a")
     [info] = metadata(path).storage_data.values()
@@ -117,7 +117,7 @@ def test_an_item_is_an_archive_that_stores_its_tensor_as_it_is(tmp_path: Path) -
     assert start % 64 == 0
 
 
-def test_archives_without_checksums_have_zeros_for_them() -> None:
+def test_records_of_an_archive_without_checksums_have_no_crc() -> None:
     buffer = io.BytesIO()
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
@@ -143,7 +143,7 @@ def test_torch_loads_flipped_bits(tmp_path: Path) -> None:
         load(path, model=nn.Linear(40, 40))
 
 
-def test_torch_leaves_holes_as_they_are(tmp_path: Path) -> None:
+def test_dcp_leaves_missing_chunks_unfilled_and_lamella_refuses_the_checkpoint(tmp_path: Path) -> None:
     path = dcp_save({"model": nn.Linear(2, 2).state_dict()}, tmp_path / "a")
     content = metadata(path)
     entry = content.state_dict_metadata["model.weight"]
@@ -157,7 +157,9 @@ def test_torch_leaves_holes_as_they_are(tmp_path: Path) -> None:
         load(path, model=nn.Linear(2, 2))
 
 
-def test_torch_runs_what_metadata_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dcp_runs_pickled_code_in_metadata_that_lamella_refuses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     path = dcp_save({"model": nn.Linear(2, 2).state_dict()}, tmp_path / "a")
     content = metadata(path)
@@ -170,7 +172,7 @@ def test_torch_runs_what_metadata_says(tmp_path: Path, monkeypatch: pytest.Monke
     assert os.path.exists("ran")
 
 
-def test_two_ranks_that_write_one_place_lose_one_of_them(tmp_path: Path) -> None:
+def test_dcp_keeps_one_ranks_values_where_two_ranks_write_one_box(tmp_path: Path) -> None:
     """Parts of tensor-parallel ranks saved as if whole: the file keeps the first rank's."""
 
     def save_alike() -> None:
@@ -186,7 +188,7 @@ def test_two_ranks_that_write_one_place_lose_one_of_them(tmp_path: Path) -> None
 # -- loads with missing entries -------------------------------------------------------------------------------------
 
 
-def test_a_missing_key_raises_what_except_exception_lets_through(tmp_path: Path) -> None:
+def test_dcps_error_for_a_missing_key_escapes_except_exception(tmp_path: Path) -> None:
     path = dcp_save({"model": nn.Linear(2, 2, bias=False).state_dict()}, tmp_path / "a")
     with pytest.raises(CheckpointException, match="Missing key in checkpoint state_dict: args") as torchs:
         dcp.load({"args": argparse.Namespace()}, checkpoint_id=path)  # type: ignore[attr-defined]
@@ -225,7 +227,7 @@ def test_a_partial_load_puts_none_where_objects_were(tmp_path: Path) -> None:
     assert {"args", "d.k", "int", "tensor"} <= set(filled.kept)
 
 
-def test_a_section_is_not_taken_for_one_whose_name_it_begins(tmp_path: Path) -> None:
+def test_the_model_section_is_not_filled_from_model_ema(tmp_path: Path) -> None:
     path = dcp_save({"model_ema": {"weight": torch.ones(2, 2), "bias": torch.ones(2)}}, tmp_path / "a")
     request = {"model": {"weight": torch.zeros(2, 2)}}
     assert fill(request, StoredCheckpoint(path)).kept == ("model.weight",)
@@ -255,7 +257,9 @@ def test_options_that_the_checkpoint_lacks_are_kept_and_told(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("allow_partial_load", [True, False])
-def test_another_size_is_refused_in_both_modes(tmp_path: Path, allow_partial_load: bool) -> None:
+def test_a_tensor_of_another_size_is_refused_with_and_without_partial_load(
+    tmp_path: Path, allow_partial_load: bool
+) -> None:
     path = dcp_save({"model": nn.Linear(2, 2).state_dict()}, tmp_path / "a")
     planner = DefaultLoadPlanner(allow_partial_load=allow_partial_load)
     with pytest.raises((ValueError, CheckpointException), match="Size mismatch"):
@@ -313,7 +317,7 @@ def test_names_may_share_a_place(tmp_path: Path) -> None:
     assert bool((state["model"]["alias"] == 1).all())
 
 
-def test_a_dtensor_asks_its_local_tensor_what_it_holds() -> None:
+def test_a_dtensor_takes_its_chunk_list_from_its_local_tensor() -> None:
     """Megatron-FSDP's functions for the places of uneven shards; `local_boxes` calls them."""
 
     def ask() -> list[str]:

@@ -57,7 +57,7 @@ def test_a_converted_checkpoint_loads_as_if_it_had_been_saved(tmp_path: Path) ->
         assert all(torch.equal(loaded_state["state"][index][slot], value) for slot, value in slots.items())
 
 
-def test_a_converted_checkpoint_has_checksums_of_all_that_it_holds(tmp_path: Path) -> None:
+def test_a_converted_checkpoint_has_checksums_of_every_byte(tmp_path: Path) -> None:
     source = MemorySource({"model.weight": torch.zeros(100, 100), "model.bias": torch.zeros(3)})
     manifest = Manifest(extra={}, num_ranks=1, optimizer=None)
     write_dcp(source, dtypes_of(source), tmp_path, manifest=manifest, options=WriteOptions(buffer_nbytes=1000))
@@ -95,7 +95,7 @@ class TestTies:
         assert all(torch.equal(tensor, self.source.held["model.embed"]) for tensor in into.values())
 
 
-def test_names_of_other_writers_are_nested_as_they_nest_them(tmp_path: Path) -> None:
+def test_dcp_names_are_nested_by_the_given_path_function(tmp_path: Path) -> None:
     source = MemorySource({"model.module.a.weight": torch.ones(2), "iteration": 3})
     write_dcp(source, dtypes_of(source), tmp_path, path_of=lambda name: tuple(name.split(".", 1)))
     assert not (tmp_path / "lamella.json").exists()
@@ -106,7 +106,7 @@ def test_names_of_other_writers_are_nested_as_they_nest_them(tmp_path: Path) -> 
     assert request["iteration"] == 3 and request["model"]["module.a.weight"].sum() == 2
 
 
-def test_progress_adds_up_to_what_was_written(source: MemorySource, tmp_path: Path) -> None:
+def test_progress_of_a_dcp_write_adds_up_to_the_bytes_written(source: MemorySource, tmp_path: Path) -> None:
     total = sum(tensor.nbytes for tensor in source.held.values())
     steps: list[int] = []
     write_dcp(source, dtypes_of(source), tmp_path, options=WriteOptions(buffer_nbytes=SMALL, on_bytes=steps.append))

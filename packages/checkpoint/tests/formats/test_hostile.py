@@ -32,7 +32,7 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("harm", [make_pipe, make_huge, make_link, make_deep])
 @pytest.mark.parametrize("name", [".metadata", "lamella.json", "lamella_checksums.json"])
-def test_files_that_are_not_what_their_names_say_are_refused_unread(
+def test_pipes_links_and_huge_or_deep_files_as_checkpoint_metadata_are_refused(
     path: Path, name: str, harm: Callable[[Path], None]
 ) -> None:
     harm(path / name)
@@ -55,7 +55,7 @@ def test_manifests_that_make_no_sense_are_refused(path: Path, file: str, change:
 
 
 @pytest.mark.parametrize("sizes", [(1 << 40, 2), (0, 1 << 62, 1 << 62)])
-def test_a_tensor_that_claims_more_than_is_stored_of_it_is_refused(path: Path, sizes: tuple[int, ...]) -> None:
+def test_a_tensor_shape_beyond_its_stored_bytes_is_refused(path: Path, sizes: tuple[int, ...]) -> None:
     def claim(metadata: Metadata) -> None:
         table = metadata.state_dict_metadata["model.weight"]
         assert isinstance(table, TensorStorageMetadata)
@@ -71,7 +71,7 @@ def test_a_tensor_that_claims_more_than_is_stored_of_it_is_refused(path: Path, s
     assert not verify(path)
 
 
-def test_what_a_running_save_wrote_is_published_whole_or_not_at_all(
+def test_a_running_save_is_published_whole_or_not_at_all_beside_a_second_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A second job with the same path takes the directory for the leftover of a killed job."""

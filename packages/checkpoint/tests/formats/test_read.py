@@ -86,7 +86,7 @@ def test_any_box_of_any_tensor_is_read(
     piece=st.integers(1, 200),
     verified=st.booleans(),
 )
-def test_boxes_are_those_of_the_whole(
+def test_boxes_read_from_dcp_are_slices_of_the_full_tensor(
     tmp_path_factory: pytest.TempPathFactory,
     shape: list[int],
     cuts: list[tuple[float, float]],
@@ -108,7 +108,7 @@ def test_boxes_are_those_of_the_whole(
     assert torch.equal(into, expected)
 
 
-def test_values_are_cast_and_put_where_they_are_wanted(tmp_path: Path, verify: bool) -> None:
+def test_stored_values_are_cast_into_targets_of_other_dtypes_and_strides(tmp_path: Path, verify: bool) -> None:
     tensor = values((300, 40), torch.float32) + 0.3
     stored = StoredCheckpoint(saved(tmp_path / "a", {"x": tensor}), verify=verify)
     half, transposed, leaf = (
@@ -130,7 +130,9 @@ def test_values_are_cast_and_put_where_they_are_wanted(tmp_path: Path, verify: b
     ],
     ids=["transposed", "channels last", "conjugated"],
 )
-def test_what_only_torch_can_read_is_read_by_torch(tmp_path: Path, verify: bool, tensor: torch.Tensor) -> None:
+def test_transposed_channels_last_and_conjugated_tensors_are_read_equal(
+    tmp_path: Path, verify: bool, tensor: torch.Tensor
+) -> None:
     stored = StoredCheckpoint(saved(tmp_path / "a", {"x": tensor}), verify=verify)
     into = torch.empty(tensor.shape, dtype=tensor.dtype)
     stored.read([Wanted("model.x", whole_box(tensor.shape), into)])
@@ -171,7 +173,9 @@ def test_of_long_rows_only_the_wanted_part_is_read(tmp_path: Path) -> None:
     assert torch.equal(into, tensor[:, 100 : 100 + (1 << 19)]) and sum(sizes) < (1 << 21) + 10_000
 
 
-def test_no_copy_is_held_of_what_is_read_as_it_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_contiguous_tensors_are_read_without_memory_beside_the_target(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tensor = values((1000, 1000), torch.float32)
     stored = StoredCheckpoint(saved(tmp_path / "a", {"x": tensor}))
     into = torch.empty(1000, 1000)
@@ -180,7 +184,7 @@ def test_no_copy_is_held_of_what_is_read_as_it_lies(tmp_path: Path, monkeypatch:
     assert torch.equal(into, tensor)
 
 
-def test_files_that_nobody_wants_stay_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_without_requested_chunks_stay_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def save_from_each() -> None:
         local = torch.full((2, 3), float(torch.distributed.get_rank()))
         mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (3,))
@@ -205,7 +209,7 @@ def test_files_that_nobody_wants_stay_closed(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("shape", [(3, 3), (200, 200)])
-def test_a_flipped_bit_in_what_plain_torch_wrote_is_found(
+def test_a_flipped_bit_in_a_checkpoint_of_plain_torch_is_found(
     tmp_path: Path, threads: None, shape: tuple[int, ...]
 ) -> None:
     path = saved(tmp_path / "a", {"x": torch.zeros(shape), "y": torch.zeros(shape)})
@@ -249,7 +253,7 @@ def test_an_item_of_another_shape_is_not_taken_for_the_chunk(tmp_path: Path, ver
             StoredCheckpoint(path, verify=verify).read([Wanted("model.x", whole_box(shape), torch.empty(shape))])
 
 
-def test_boxes_of_any_sharded_tensor_are_those_that_torch_keeps(kit: Kit) -> None:
+def test_local_boxes_of_any_sharding_hold_the_global_tensors_values(kit: Kit) -> None:
     """HSDP, several axes on one dim, uneven and strided shards: each box holds the global tensor's values."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
@@ -275,7 +279,7 @@ def test_boxes_of_any_sharded_tensor_are_those_that_torch_keeps(kit: Kit) -> Non
     assert run_ranks(all_placements, 4) == [True] * 4
 
 
-def test_a_local_tensor_says_itself_what_it_holds() -> None:
+def test_boxes_of_uneven_shards_come_from_the_local_tensors_chunk_list() -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard
 

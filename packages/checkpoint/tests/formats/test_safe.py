@@ -104,7 +104,7 @@ def test_code_anywhere_in_real_metadata_does_not_run(path: Path) -> None:
     assert refused_type(path, pickle.dumps(metadata)) == "posix.mkdir"
 
 
-def test_classes_that_others_use_stay_as_they_are(path: Path) -> None:
+def test_hostile_pickles_set_no_attributes_of_shared_classes(path: Path) -> None:
     """BUILD on a class sets attributes of the class: in a plain unpickler, for the rest of the process."""
     attributes = b"N}\x8c\x06mkdir2\x8c\x03ran" + b"s"
     for module, name in [
@@ -141,7 +141,7 @@ class TestTablesOfWhatIsRemembered:
             assert "to number as many values" in str(refused(path, content, trust=trust))
 
 
-def test_trust_makes_what_the_metadata_asks_for(path: Path) -> None:
+def test_metadata_with_foreign_classes_loads_only_with_trust(path: Path) -> None:
     metadata = dcp.FileSystemReader(path).read_metadata()  # type: ignore[attr-defined]
     assert metadata.storage_meta is not None
     metadata.storage_meta.save_id = argparse.Namespace(of="a writer's own")  # type: ignore[assignment]

@@ -28,7 +28,7 @@ def saved_path(kit: Kit, tmp_path: Path) -> Path:
     return tmp_path / "own"
 
 
-def test_what_is_whole_is_found_to_be(saved_path: Path, tmp_path: Path) -> None:
+def test_undamaged_dcp_checkpoints_are_verified_as_whole(saved_path: Path, tmp_path: Path) -> None:
     def check(path: Path) -> None:
         progress: list[tuple[int, int]] = []
         verification = verify(path, on_progress=lambda *so_far: progress.append(so_far))
@@ -153,7 +153,7 @@ def test_a_flipped_bit_in_a_types_name_is_damage_where_a_checksum_tells(saved_pa
         verify(saved_path)
 
 
-def test_nothing_runs(saved_path: Path) -> None:
+def test_verify_runs_no_pickled_code_in_metadata(saved_path: Path) -> None:
     forget_checksums(saved_path)
     change_metadata(saved_path, lambda metadata: metadata.planner_data.update(x=Runs()))
     with pytest.raises(CheckpointUntrusted, match="posix.mkdir"):

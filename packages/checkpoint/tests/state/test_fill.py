@@ -39,7 +39,7 @@ def test_a_checkpoint_of_weights_alone_leaves_all_else() -> None:
     )
 
 
-def test_only_what_is_missing_stays() -> None:
+def test_stored_args_and_iteration_replace_the_requested_values() -> None:
     state = request()
     theirs = Namespace(lr=2.0)
     filled = fill(state, MemorySource({"model.module.x": torch.ones(2)}, {"args": theirs, "iteration": 7}))
@@ -48,7 +48,7 @@ def test_only_what_is_missing_stays() -> None:
     assert filled.loaded == ("model.module.x", "args", "iteration")
 
 
-def test_a_name_is_not_there_because_a_longer_one_is() -> None:
+def test_a_name_is_not_filled_from_a_longer_name() -> None:
     state: dict[str, Any] = {"model": {"x": torch.zeros(2)}, "it": 1}
     filled = fill(state, MemorySource({"model_ema.x": torch.ones(2)}, {"iteration": 5, "it.x": 6}))
     assert filled.loaded == ()
@@ -56,7 +56,7 @@ def test_a_name_is_not_there_because_a_longer_one_is() -> None:
     assert state["model"]["x"].tolist() == [0, 0]
 
 
-def test_nested_objects_of_a_section_that_is_there_stay_too() -> None:
+def test_missing_nested_objects_of_a_present_section_stay() -> None:
     note = object()
     state = {"d": {"k": note, "n": 1}, "whole": {"a": 1}}
     filled = fill(state, MemorySource({}, {"d.n": 2, "whole": {"b": 3}}))
@@ -72,7 +72,7 @@ def test_nested_objects_of_a_section_that_is_there_stay_too() -> None:
         ({"n": torch.ones(2)}, {}, r"of type int for 'n', got a tensor"),
     ],
 )
-def test_what_does_not_fit_is_refused_before_anything_changes(
+def test_values_of_another_shape_or_type_are_refused_before_the_request_changes(
     tensors: dict[str, torch.Tensor], objects: dict[str, int], problem: str
 ) -> None:
     state: dict[str, Any] = {"first": torch.zeros(2), "model": {"x": torch.zeros(2)}, "n": 1}

@@ -57,7 +57,9 @@ def recomputed(kit: Kit) -> Built:
 
 
 @pytest.mark.parametrize("wrap", [wrapped_by_ddp, compiled, recomputed])
-def test_names_do_not_show_what_wraps_the_model(kit: Kit, tmp_path: Path, wrap: Callable[[Kit], Built]) -> None:
+def test_checkpoint_names_are_free_of_ddp_compile_and_recompute_wrappers(
+    kit: Kit, tmp_path: Path, wrap: Callable[[Kit], Built]
+) -> None:
     def save_wrapped_and_load_back() -> dict[str, torch.Tensor]:
         model, optimizer = wrap(kit)
         for param in model.parameters():
@@ -84,7 +86,7 @@ def test_a_module_that_is_called_module_keeps_its_name(tmp_path: Path) -> None:
     assert names_in(tmp_path / "a") == {"model.module.weight", "model.module.bias"}
 
 
-def test_persistent_buffers_are_stored_and_others_are_not(tmp_path: Path) -> None:
+def test_persistent_buffers_are_stored_and_nonpersistent_buffers_are_not(tmp_path: Path) -> None:
     model = nn.Module()
     model.register_buffer("kept", torch.tensor([1, 2]))
     model.register_buffer("computed", torch.tensor([3]), persistent=False)
@@ -215,7 +217,7 @@ def test_a_model_on_the_meta_device_is_refused(tmp_path: Path) -> None:
         save(tmp_path / "a", model=nn.Linear(1, 1, device="meta"))
 
 
-def test_tied_names_with_different_values_are_refused_before_anything_is_read_into_the_model(tmp_path: Path) -> None:
+def test_tied_names_with_different_values_are_refused_before_the_model_changes(tmp_path: Path) -> None:
     save(tmp_path / "a", model=Tied(tied=False))
     model = Tied()
     before = model.embed.weight.detach().clone()
@@ -234,7 +236,9 @@ def test_tied_names_with_different_values_are_refused_before_anything_is_read_in
     )
 
 
-def test_a_check_compares_tied_names_where_it_may_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_compares_the_values_of_tied_names_only_with_compare_tied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("lamella_checkpoint._training.model_match._PIECE_NBYTES", 4096)  # 63 pieces of 64 KB
     stored = Tied(tied=False)
     save(tmp_path / "a", model=stored)

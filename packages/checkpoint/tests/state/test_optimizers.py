@@ -121,7 +121,7 @@ def test_factored_state_is_resharded(kit: Kit, tmp_path: Path) -> None:
     assert all(torch.equal(expected[name], got[name]) for name in expected)
 
 
-def test_ranks_that_own_nothing_of_a_parameter_need_no_state_for_it(kit: Kit, tmp_path: Path) -> None:
+def test_ranks_may_lack_optimizer_state_of_parameters_without_local_elements(kit: Kit, tmp_path: Path) -> None:
     def train_forget_save_load() -> tuple[int, bool]:
         model, optimizer = kit.build(sharded=True)
         kit.train(model, optimizer)
@@ -280,7 +280,7 @@ def test_how_a_step_is_computed_stays_this_runs_choice(tmp_path: Path) -> None:
     assert (group["lr"], group["foreach"], group["fused"]) == (0.5, None, True)
 
 
-def test_a_tensor_learning_rate_is_a_number_to_others_and_stays_the_same_tensor(tmp_path: Path) -> None:
+def test_a_tensor_learning_rate_loads_as_a_float_or_into_the_same_tensor(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     rate = torch.tensor(0.25)
     with_tensor = torch.optim.SGD(model.parameters(), lr=rate)
@@ -358,7 +358,7 @@ def test_a_slot_that_the_live_optimizer_has_and_the_checkpoint_lacks_is_listed(t
     assert info.value.missing == ("optimizer.state.weight.max_exp_avg_sq",)
 
 
-def test_another_kind_of_optimizer_is_refused_and_left_alone_if_not_strict(tmp_path: Path) -> None:
+def test_state_of_another_optimizer_class_is_refused_or_skipped_without_strict(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     save(tmp_path / "a", model=model, optimizer=torch.optim.Adam(model.parameters(), lr=0.5))
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -145,7 +145,7 @@ def test_parts_cut_at_bounds_are_stored_at_their_places_in_the_whole(tmp_path: P
         assert torch.equal(loaded(tmp_path / "a", name, 6, 4), numbered(6, 4)), name
 
 
-def test_what_several_ranks_have_alike_is_divided_between_them_by_bytes(tmp_path: Path) -> None:
+def test_replicated_tensors_are_divided_between_their_ranks_by_bytes(tmp_path: Path) -> None:
     def save_three() -> None:
         rows = [100, 1, 50, 30, 20, 90, 10]
         hsdp, all_ranks = init_device_mesh("cpu", (2, 2)), init_device_mesh("cpu", (4,))
@@ -304,7 +304,7 @@ def test_a_partial_tensor_is_refused(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_local_tensor_that_is_not_what_the_placements_say_is_refused(tmp_path: Path) -> None:
+def test_saving_a_local_tensor_whose_shape_contradicts_its_placements_is_refused(tmp_path: Path) -> None:
     def make() -> dict[str, Any]:
         local = torch.ones(1 + 2 * dist.get_rank(), 2)
         mesh = init_device_mesh("cpu", (2,))
@@ -330,7 +330,7 @@ def test_two_ranks_with_different_data_for_one_box_are_refused(tmp_path: Path) -
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_hole_is_refused_when_it_is_saved(tmp_path: Path) -> None:
+def test_saving_optimizer_state_with_missing_elements_is_refused(tmp_path: Path) -> None:
     def make() -> dict[str, Any]:
         model = Bag(a=distribute_tensor(numbered(4, 2), init_device_mesh("cpu", (2,)), [Shard(0)]))
         optimizer = torch.optim.SGD(model.parameters())
@@ -434,7 +434,7 @@ class Packed(torch.Tensor):
     ],
     ids=["class", "quantised", "sparse"],
 )
-def test_what_no_load_would_read_is_not_saved(tmp_path: Path, value: torch.Tensor, words: str) -> None:
+def test_tensors_that_no_load_could_read_are_not_saved(tmp_path: Path, value: torch.Tensor, words: str) -> None:
     model = nn.Module()
     model.register_buffer("value", value)
     with torch.serialization.safe_globals([Packed]), pytest.raises(NotImplementedError, match=words):

@@ -68,7 +68,7 @@ def in_child(fn: Callable[[], object]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def test_ranks_train_on_and_what_they_saved_is_the_state_of_the_call(
+def test_background_saves_of_training_ranks_hold_the_state_of_the_call(
     kit: Kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def train_and_save() -> tuple[list[dict[str, torch.Tensor]], list[int]]:
@@ -119,7 +119,7 @@ def test_ranks_train_on_and_what_they_saved_is_the_state_of_the_call(
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_a_save_in_the_background_writes_what_a_blocking_one_does(kit: Kit, tmp_path: Path) -> None:
+def test_a_background_save_writes_the_files_and_values_of_a_blocking_save(kit: Kit, tmp_path: Path) -> None:
     model, optimizer = kit.build(sharded=False)
     kit.train(model, optimizer)
     expected = kit.state(model, optimizer)
@@ -484,7 +484,7 @@ def test_a_failure_that_one_rank_alone_knows_is_raised_on_every_rank_before_a_co
     run_ranks(save_after_failure, 2)
 
 
-def test_a_published_save_is_settled_though_what_it_replaced_resists_removal(tmp_path: Path) -> None:
+def test_a_published_save_is_settled_though_the_replaced_files_resist_removal(tmp_path: Path) -> None:
     save(tmp_path / "a", model=nn.Sequential(*(filled(1.0) for _ in range(50))))  # Its metadata is long.
     published_id = StoredMetadata.read(tmp_path / "a").save_id
     for save_id, expected in ((published_id, True), ("saving-00000002", False)):
@@ -494,7 +494,7 @@ def test_a_published_save_is_settled_though_what_it_replaced_resists_removal(tmp
         assert is_settled(tmp_path / "a", staged) == expected
 
 
-def test_what_only_some_ranks_hold_is_written_by_each_from_the_first_save_on(tmp_path: Path) -> None:
+def test_an_async_saver_takes_rank_specific_tensors_only_from_its_first_save_on(tmp_path: Path) -> None:
     def save_own() -> None:
         model = nn.ModuleDict({str(dist.get_rank()): filled(float(dist.get_rank())), "shared": filled(5.0)})
         with AsyncSaver() as saver:
@@ -512,7 +512,7 @@ def test_what_only_some_ranks_hold_is_written_by_each_from_the_first_save_on(tmp
     assert not (tmp_path / "c").exists()
 
 
-def test_what_cannot_be_saved_is_told_by_the_call(tmp_path: Path) -> None:
+def test_an_unsavable_tensor_or_extra_raises_in_the_call_of_an_async_save(tmp_path: Path) -> None:
     class LabelledTensor(torch.Tensor):
         pass
 

@@ -264,9 +264,7 @@ def _raise_not_found() -> NoReturn:
     raise FileNotFoundError  # A system without the exchange refuses before any look at the arguments.
 
 
-def test_a_checkpoint_that_is_replaced_while_it_is_read_is_not_taken_for_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_replaced_during_a_load_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a"
     save(path, model=filled(1.0))
 
@@ -302,7 +300,7 @@ def test_a_reader_never_finds_the_checkpoint_absent_or_half_written(tmp_path: Pa
 
 
 @pytest.mark.parametrize("content", ["file", "directory"])
-def test_what_is_no_checkpoint_is_never_replaced(tmp_path: Path, content: str) -> None:
+def test_a_save_never_replaces_a_path_that_is_no_checkpoint(tmp_path: Path, content: str) -> None:
     path = tmp_path / "notes"
     if content == "file":
         path.write_text("mine")
@@ -319,7 +317,7 @@ def test_an_empty_directory_may_be_given(tmp_path: Path) -> None:
     assert value_at(tmp_path) == 1.0
 
 
-def test_a_link_to_a_checkpoint_keeps_pointing_to_it(tmp_path: Path) -> None:
+def test_saving_to_a_link_replaces_the_checkpoint_behind_the_link(tmp_path: Path) -> None:
     save(tmp_path / "real", model=filled(1.0))
     (tmp_path / "link").symlink_to("real")
     save(tmp_path / "link", model=filled(2.0))

@@ -47,7 +47,7 @@ def test_the_newest_are_kept(tmp_path: Path, keep: int | None, newest_steps: lis
     assert len(list(tmp_path.iterdir())) == len(newest_steps)
 
 
-def test_a_run_that_went_back_keeps_what_it_saves(tmp_path: Path) -> None:
+def test_a_run_resumed_from_an_earlier_step_keeps_its_new_checkpoints(tmp_path: Path) -> None:
     checkpoints = CheckpointDirectory(tmp_path, keep=2)
     save_steps(checkpoints, 10, 20, 30, 5)
     assert checkpoints.steps() == [5, 20, 30]
@@ -69,7 +69,7 @@ def test_only_complete_checkpoints_are_seen(tmp_path: Path) -> None:
     assert checkpoints.steps() == [1]
 
 
-def test_what_killed_saves_left_at_any_step_is_removed_by_the_next_save(tmp_path: Path) -> None:
+def test_leftovers_of_killed_saves_at_any_step_are_removed_by_the_next_save(tmp_path: Path) -> None:
     checkpoints = CheckpointDirectory(tmp_path)
     save_steps(checkpoints, 1)
     (tmp_path / "step_00000002.saving-01234567").mkdir()

@@ -120,7 +120,7 @@ def test_optimizer_state_is_of_the_call_too_and_may_be_replaced_meanwhile(
     assert other.weight.eq(0.0).all() and optimizer.state[other.weight]["momentum_buffer"].eq(1.0).all()
 
 
-def test_what_may_change_in_the_forward_is_copied_before_the_call_returns(
+def test_buffers_and_extra_are_copied_before_an_async_save_returns(
     tmp_path: Path, gate: Gate, saver: AsyncSaver
 ) -> None:
     model = nn.Sequential(nn.BatchNorm1d(50_000), nn.Flatten())
@@ -136,7 +136,9 @@ def test_what_may_change_in_the_forward_is_copied_before_the_call_returns(
     assert all(torch.equal(model.state_dict()[name], expected[name]) for name in expected)
 
 
-def test_loading_waits_too_and_so_does_whoever_asks_to(tmp_path: Path, gate: Gate, saver: AsyncSaver) -> None:
+def test_load_and_wait_staged_wait_for_the_copies_of_an_async_save(
+    tmp_path: Path, gate: Gate, saver: AsyncSaver
+) -> None:
     save(tmp_path / "old", model=large(7.0))
     model = large(1.0)
     saver.save(tmp_path / "a", model=model)
@@ -245,7 +247,7 @@ def test_forward_and_backward_change_nothing_that_is_watched(
     assert all(torch.equal(got[name], expected[name]) for name in expected)
 
 
-def test_an_exception_while_the_state_is_copied_does_not_lose_it(tmp_path: Path, gate: Gate) -> None:
+def test_an_exception_in_training_does_not_lose_a_running_async_save(tmp_path: Path, gate: Gate) -> None:
     def train(saver: AsyncSaver) -> None:
         with saver:
             handles.append(saver.save(tmp_path / "a", model=large(1.0)))

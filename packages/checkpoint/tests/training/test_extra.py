@@ -44,7 +44,7 @@ def manifest(directory: Path) -> dict[str, Any]:
     return content
 
 
-def test_json_comes_back_as_it_went_in_a_manifest_that_earlier_releases_read(tmp_path: Path) -> None:
+def test_json_in_extra_comes_back_equal_in_a_manifest_that_earlier_releases_read(tmp_path: Path) -> None:
     extra = {"step": 3, "loss": 0.1, "best": None, "done": False, "data": {"file": "ä.txt", "at": [1, [2]]}}
     assert round_trip(tmp_path, extra) == extra
     content = manifest(tmp_path / "a")
@@ -117,7 +117,7 @@ def test_any_mapping_will_do(tmp_path: Path) -> None:
     assert round_trip(tmp_path, MappingProxyType({"step": 3})) == {"step": 3}
 
 
-def test_nothing_is_an_empty_mapping(tmp_path: Path) -> None:
+def test_a_checkpoint_saved_without_extra_loads_an_empty_dict(tmp_path: Path) -> None:
     assert round_trip(tmp_path, None) == {}
 
 
@@ -149,7 +149,7 @@ def test_a_dict_of_an_earlier_release_keeps_a_key_that_is_now_a_tag(tmp_path: Pa
         ({"digits": 10**5000}, r"extra\['digits'\] to be integers of up to"),
     ],
 )
-def test_a_value_that_would_not_come_back_is_refused_by_its_key_before_anything_is_written(
+def test_unloadable_extra_values_are_refused_by_key_before_files_are_written(
     tmp_path: Path, extra: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(TypeError, match=message):
@@ -214,7 +214,7 @@ def loaded(kit: Kit, path: Path) -> tuple[dict[str, Any], list[str]]:
     return values, [str(warning.message) for warning in caught if "extra" in str(warning.message)]
 
 
-def test_each_rank_gets_its_own_values_back(kit: Kit, tmp_path: Path) -> None:
+def test_each_rank_loads_its_own_values_of_extra(kit: Kit, tmp_path: Path) -> None:
     for saved, back in saved_by_two(kit, tmp_path / "a"):
         assert back == saved
     assert manifest(tmp_path / "a")["extra_by_rank"] == ["position"]
@@ -228,7 +228,7 @@ def test_values_equal_on_all_ranks_are_stored_once(kit: Kit, tmp_path: Path) -> 
     assert b"extra.1" not in (tmp_path / "a" / ".metadata").read_bytes()
 
 
-def test_ranks_beyond_those_that_saved_get_none_and_rank_zero_warns(kit: Kit, tmp_path: Path) -> None:
+def test_ranks_beyond_the_saved_number_load_none_for_extra_by_rank_and_rank_0_warns(kit: Kit, tmp_path: Path) -> None:
     saved_by_two(kit, tmp_path / "a")
     results = run_ranks(lambda: loaded(kit, tmp_path / "a"), 3)
     assert [values["position"] for values, _ in results] == [(100, "file"), (101, "file"), None]
@@ -314,7 +314,7 @@ def test_states_of_an_absent_accelerator_are_left_out_with_a_warning() -> None:
         restore_random_states(random_states() | {"xpu9": torch.zeros(1)})
 
 
-def test_other_values_than_random_states_are_refused() -> None:
+def test_restore_random_states_refuses_other_values() -> None:
     with pytest.raises(ValueError, match=r"Expected the value of `random_states\(\)`"):
         restore_random_states({"torch": torch.get_rng_state()})
 
@@ -393,7 +393,7 @@ def test_a_resumed_scheduler_has_the_rates_of_one_that_went_on(tmp_path: Path, n
     assert rates(optimizer, scheduler, 8) == expected
 
 
-def test_the_manifest_says_what_wrote_the_checkpoint(tmp_path: Path) -> None:
+def test_the_manifest_records_format_torch_version_ranks_and_extra(tmp_path: Path) -> None:
     round_trip(tmp_path, {"step": 3})
     content = manifest(tmp_path / "a")
     assert content["format"] == "lamella-checkpoint" and content["format_version"] == 1

@@ -138,7 +138,7 @@ def test_a_failing_rank_makes_every_rank_raise_over_nccl(
 
 
 @pytest.mark.gpu1
-def test_what_was_taken_in_the_call_keeps_its_memory_until_it_has_been_copied(tmp_path: Path) -> None:
+def test_samples_taken_by_an_async_save_keep_their_memory_until_copied(tmp_path: Path) -> None:
     def save_and_reuse_memory() -> int:
         model = torch.nn.Linear(16384, 16384, device="cuda")  # 1 GiB, copied before the samples.
         with AsyncSaver() as saver:
@@ -194,7 +194,7 @@ def value_of(path: Path) -> float:
 
 @pytest.mark.gpu1
 @pytest.mark.parametrize("fused", [False, True])
-def test_compute_overlaps_with_the_copies_and_the_step_comes_after_them(tmp_path: Path, fused: bool) -> None:
+def test_compute_overlaps_copies_of_an_async_save_and_the_step_follows_the_copies(tmp_path: Path, fused: bool) -> None:
     def save_and_compute() -> tuple[bool, bool, float]:
         model = large(1.0)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0, fused=fused)
@@ -226,7 +226,7 @@ def test_compute_overlaps_with_the_copies_and_the_step_comes_after_them(tmp_path
 
 
 @pytest.mark.gpu1
-def test_memory_that_training_lets_go_of_is_not_given_to_others_before_it_was_copied(tmp_path: Path) -> None:
+def test_freed_memory_is_not_reused_before_an_async_save_has_copied_the_state(tmp_path: Path) -> None:
     def save_and_replace() -> int:
         with AsyncSaver() as saver:
             saver.save(tmp_path / "a", model=large(0.0)).wait()

@@ -99,7 +99,7 @@ def test_training_on_shards_resumes_on_other_ranks(
         assert_holds_what_one_rank_has(partial(load, tmp_path / f"three{is_stepped}"), 3)
 
 
-def test_a_save_in_the_background_places_them_alike(tmp_path: Path) -> None:
+def test_a_background_save_places_plain_optimizer_slots_by_their_parameters(tmp_path: Path) -> None:
     def train_and_save() -> None:
         model, optimizer = trained(over_all, 2)
         with AsyncSaver() as saver:

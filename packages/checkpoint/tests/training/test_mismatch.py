@@ -54,7 +54,7 @@ def test_the_first_differences_come_first_and_the_rest_is_counted(path: Path) ->
     assert "strict=False" in lines[12]
 
 
-def test_nothing_is_written_before_all_names_are_known_to_fit(path: Path) -> None:
+def test_a_mismatched_checkpoint_leaves_model_and_optimizer_unchanged(path: Path) -> None:
     model = net(num_layers=3)
     optimizer = torch.optim.Adam(model.parameters())
     before = [param.clone() for param in model.parameters()]
@@ -109,7 +109,7 @@ def test_every_rank_raises_the_same_mismatch(kit: Kit, path: Path) -> None:
     assert messages[0] is not None and messages == [messages[0]] * 3
 
 
-def test_without_strictness_what_fits_is_loaded_and_the_rest_is_returned(path: Path) -> None:
+def test_load_without_strict_loads_fitting_tensors_and_returns_the_differences(path: Path) -> None:
     saved = net()
     load(path, model=saved)
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 5), nn.Linear(5, 1))
@@ -175,7 +175,7 @@ def test_values_with_a_scale_that_the_model_lacks_are_a_difference(stored: torch
     assert torch.equal(model.get_parameter("0.bias"), torch.ones(3))
 
 
-def test_scaled_values_are_loaded_as_they_are_with_their_scale_and_float8_without_a_scale_is_cast() -> None:
+def test_float8_with_its_scale_loads_unchanged_and_float8_without_scale_is_cast() -> None:
     weight = torch.full((3, 3), 2.0).to(torch.float8_e4m3fn)
     tensors = {"model.0.weight": weight, "model.0.bias": torch.ones(3)}
     model = net(num_layers=1)

@@ -48,7 +48,7 @@ def assert_loads(kit: Kit, path: Path, trained: Trained) -> PartialLoad:
 
 
 @pytest.mark.parametrize("outer", [(), ("state_dict",), ("a", "b")])
-def test_what_plain_torch_saved_is_found_past_keys_and_prefixes_with_an_optimizer_that_counts(
+def test_plain_torch_states_load_past_outer_keys_prefixes_and_numbered_parameters(
     kit: Kit, tmp_path: Path, trained: Trained, outer: tuple[str, ...]
 ) -> None:
     model, optimizer = trained
@@ -64,7 +64,9 @@ def test_what_plain_torch_saved_is_found_past_keys_and_prefixes_with_an_optimize
 
 @pytest.mark.parametrize("name", ["model.safetensors", "a.pt", "folder", "folder_of_weights"])
 @pytest.mark.parametrize("act", [lambda path: load(path, model=nn.Linear(1, 1)), verify], ids=["load", "verify"])
-def test_other_formats_are_refused_with_the_way_out(tmp_path: Path, name: str, act: Callable[[Path], object]) -> None:
+def test_load_and_verify_refuse_other_formats_and_name_open_checkpoint(
+    tmp_path: Path, name: str, act: Callable[[Path], object]
+) -> None:
     path = tmp_path / name
     if path.suffix:
         path.touch()
@@ -77,7 +79,7 @@ def test_other_formats_are_refused_with_the_way_out(tmp_path: Path, name: str, a
     assert info.value.file == str(path)
 
 
-def test_nothing_is_said_to_be_absent(tmp_path: Path) -> None:
+def test_an_absent_checkpoint_path_raises_file_not_found(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         load(tmp_path / "absent", model=nn.Linear(1, 1))
 
@@ -93,7 +95,7 @@ def test_any_source_is_loaded() -> None:
     assert torch.equal(live.weight, saved.weight) and torch.equal(live.bias, saved.bias)
 
 
-def test_a_source_that_asks_for_live_names_is_told_them_and_says_what_lies_beside() -> None:
+def test_for_live_receives_the_live_names_and_gives_extra_and_stripped_keys() -> None:
     saved, live = nn.Linear(2, 3), nn.Linear(2, 3)
     optimizer = torch.optim.SGD(live.parameters(), lr=9.0)
     live_names: list[LiveNames] = []

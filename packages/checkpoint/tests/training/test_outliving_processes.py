@@ -103,7 +103,7 @@ def test_a_save_whose_directory_is_removed_meanwhile_fails_at_once_on_every_rank
     assert CheckpointDirectory(tmp_path / "runs").steps() == []
 
 
-def test_a_file_system_that_does_not_answer_at_the_beginning_of_a_save_fails_it_in_time(
+def test_an_async_save_on_a_silent_file_system_fails_within_its_timeout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answer = threading.Event()

@@ -85,7 +85,7 @@ def test_plain_torch_loads_the_model_and_the_optimizer_with_no_lamella_installed
     )
 
 
-def test_what_plain_torch_wrote_from_sharded_parameters_loads(kit: Kit, tmp_path: Path) -> None:
+def test_dcp_checkpoints_of_plain_torch_with_sharded_parameters_load(kit: Kit, tmp_path: Path) -> None:
     def train_and_save_with_torch() -> dict[str, torch.Tensor]:
         model, optimizer = kit.build(sharded=True)
         kit.train(model, optimizer)

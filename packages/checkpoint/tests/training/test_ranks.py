@@ -11,7 +11,7 @@ from lamella_checkpoint._base.ranks import everywhere, exchange, num_ranks, on_d
 from lamella_testing import run_ranks
 
 
-def test_each_rank_gets_its_own_reply() -> None:
+def test_exchange_gives_each_rank_its_own_reply() -> None:
     def double() -> int:
         doubled: int = exchange("double", rank, lambda ranks: [10 * rank + len(ranks) for rank in ranks])
         return doubled
@@ -53,7 +53,7 @@ def test_errors_that_do_not_pickle_reach_every_rank_as_text() -> None:
     assert run_ranks(fail_on_two, 4) == [failures, "own", "own", failures]
 
 
-def test_an_error_of_the_checkpoint_is_every_ranks_but_of_those_that_failed_otherwise() -> None:
+def test_a_checkpoint_error_is_raised_on_every_rank_that_was_not_interrupted() -> None:
     def work() -> None:
         if dist.get_rank() == 0:
             raise KeyboardInterrupt

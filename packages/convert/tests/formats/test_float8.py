@@ -75,7 +75,7 @@ def test_any_box_is_the_product_with_its_blocks_scales(
 
 @settings(max_examples=80, deadline=None)
 @given(st.data(), shapes, blocks, st.integers(0, 1000), st.integers(1, 20))
-def test_what_is_quantised_is_within_float8s_rounding(
+def test_quantised_weights_are_within_float8s_rounding(
     data: st.DataObject, shape: tuple[int, ...], block: tuple[int, int], seed: int, piece: int
 ) -> None:
     torch.manual_seed(seed)
@@ -102,7 +102,7 @@ def test_what_is_quantised_is_within_float8s_rounding(
     assert torch.equal(read_tensor(quantised, "other"), weight)
 
 
-def test_numbers_that_float8_has_come_back_as_they_were() -> None:
+def test_numbers_representable_in_float8_survive_quantisation_unchanged() -> None:
     numbers = torch.arange(256, dtype=torch.uint8).view(FLOAT8).float()
     numbers = numbers[numbers.isfinite()]
     weight = torch.stack([numbers * 2.0**power for power in (-9, 0, 3, 20)]).repeat_interleave(2, 0)
@@ -111,7 +111,7 @@ def test_numbers_that_float8_has_come_back_as_they_were() -> None:
     assert torch.equal(read_tensor(Dequantised(quantised, block=(2, len(numbers))), "w", dtype=torch.float32), weight)
 
 
-def test_what_was_published_is_quantised_to_the_same_bits_again() -> None:
+def test_dequantised_weights_are_quantised_to_the_same_float8_bits_again() -> None:
     torch.manual_seed(0)
     once = Quantised(MemorySource({"w": torch.randn(300, 200)}), which=lambda *_: True)
     bits, scales = read_tensor(once, "w").view(torch.uint8), read_tensor(once, "w_scale_inv")
@@ -123,7 +123,7 @@ def test_what_was_published_is_quantised_to_the_same_bits_again() -> None:
 
 
 @pytest.mark.parametrize("number", [0.0, 1e-45, 1e-38])
-def test_blocks_of_nothing_or_next_to_it_stay_numbers(number: float) -> None:
+def test_blocks_of_zeros_or_tiny_values_stay_finite_in_float8(number: float) -> None:
     quantised = Quantised(MemorySource({"w": torch.full((3, 3), number)}), which=lambda *_: True)
     assert (read_tensor(quantised, "w_scale_inv") > 0).all()
     assert read_tensor(Dequantised(quantised), "w", dtype=torch.float32).isfinite().all()
@@ -167,7 +167,7 @@ def test_scales_that_do_not_fit_are_damage(tmp_path: Path, tensors: dict[str, to
         ("model.layers.0.self_attn.q_proj.bias", False),
     ],
 )
-def test_linear_layers_are_quantised_and_what_chooses_or_names_tokens_is_not(name: str, chosen: bool) -> None:
+def test_linear_layers_are_quantised_and_routers_norms_embeddings_and_heads_are_not(name: str, chosen: bool) -> None:
     assert linear_weights(name, TensorInfo((256, 256), torch.bfloat16, ())) is chosen
 
 

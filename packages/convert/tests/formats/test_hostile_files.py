@@ -133,7 +133,7 @@ def archive(
     return packed.getvalue()
 
 
-def test_compressed_archives_are_refused_wherever_they_are(tmp_path: Path) -> None:
+def test_compressed_torch_archives_are_refused_in_every_file(tmp_path: Path) -> None:
     bomb = archive({"step": torch.zeros(1 << 20)}, compressed=True)
     assert len(bomb) < 1 << 14
     for name in ("a.pt", "common.pt", "train_state.pt"):
@@ -330,7 +330,7 @@ TRUSTED: dict[str, Callable[[Path], None]] = {
     ],
     ids=["inspect", "verify", "diff", "convert", "load"],
 )
-def test_what_is_refused_is_read_with_trust(
+def test_untrusted_objects_in_torch_files_are_read_only_with_trust(
     tmp_path: Path, make: Callable[[Path], None], act: Callable[..., object]
 ) -> None:
     make(tmp_path / "a.pt")
@@ -360,7 +360,7 @@ def test_an_object_is_converted_with_trust(tmp_path: Path, kind: str) -> None:
 # -- what is shown ----------------------------------------------------------------------------------------------------
 
 
-def test_what_is_shown_is_text_on_lines_of_its_own(tmp_path: Path) -> None:
+def test_reports_show_hostile_names_as_printable_lines(tmp_path: Path) -> None:
     torch.save({_ESCAPES: torch.ones(2), "x" + _ESCAPES: _ESCAPES}, tmp_path / "a.pt")
     torch.save({"y" + _ESCAPES: torch.ones(2)}, tmp_path / "b.pt")
     dcp.save({"model": {_ESCAPES: torch.ones(2)}}, checkpoint_id=tmp_path / "c")  # type: ignore[attr-defined]

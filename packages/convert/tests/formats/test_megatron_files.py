@@ -133,7 +133,7 @@ class TestTorchDist:
         assert raw.read_object("args") == Namespace(hidden_size=2, tied=False)
         assert open_checkpoint(source).tensors.keys() == open_checkpoint(tmp_path / "b").tensors.keys()
 
-    def test_nothing_in_it_runs(self, tmp_path: Path) -> None:
+    def test_pickled_code_in_torch_dist_args_does_not_run(self, tmp_path: Path) -> None:
         class Harm:
             def __reduce__(self) -> tuple[object, ...]:
                 return os.mkdir, (str(tmp_path / "harm"),)
@@ -182,7 +182,7 @@ class TestBridge:
         )
         return path
 
-    def test_a_converted_directory_gives_what_it_has_and_says_what_it_lacks(self, tmp_path: Path) -> None:
+    def test_a_directory_of_bridge_gives_its_counters_and_lists_the_missing_entries(self, tmp_path: Path) -> None:
         path = self.write(tmp_path)
         assert iteration_directory(tmp_path) == path
         opened = open_megatron(tmp_path)
@@ -203,14 +203,14 @@ class TestBridge:
         )
         assert opened.sizes == {"tp": 2, "qk": 4, "v": 8, "nvh": 4}
 
-    def test_its_configuration_tells_what_fused_tensors_are_made_of(self, tmp_path: Path) -> None:
+    def test_bridges_configuration_gives_the_component_sizes_of_fused_tensors(self, tmp_path: Path) -> None:
         self.write(tmp_path, in_proj=False)
         values = read_all(open_megatron(tmp_path).source)
         name = "model.decoder.layers.0.self_attention.in_proj.weight"
         assert values[f"{name}.key"].flatten().tolist() == [2, 3, 18, 19]
         assert values[f"{name}.alpha"].flatten().tolist() == [14, 15, 30, 31]
 
-    def test_the_args_of_a_checkpoint_tell_them_too(self, tmp_path: Path) -> None:
+    def test_megatrons_args_give_the_component_sizes_of_fused_tensors(self, tmp_path: Path) -> None:
         args = Namespace(
             tensor_model_parallel_size=2,
             linear_num_key_heads=2,

@@ -78,7 +78,7 @@ def test_the_dict_of_torchs_tutorials_is_loaded(kit: Kit, tmp_path: Path, traine
 
 @pytest.mark.parametrize("write", [dcp_save, torch_save])
 @pytest.mark.parametrize("outer", [(), ("state_dict",), ("a", "b")])
-def test_keys_that_everything_shares_are_passed(
+def test_outer_keys_shared_by_all_entries_are_stripped(
     kit: Kit, tmp_path: Path, trained: Trained, write: Write, outer: tuple[str, ...]
 ) -> None:
     entries: dict[str, Any] = {"model": trained[0].state_dict(), "optimizer": trained[1].state_dict()}
@@ -121,7 +121,7 @@ def test_a_prefix_that_all_names_share_is_left_out(kit: Kit, tmp_path: Path, tra
     assert_loads(kit, dcp_save({"model": nested}, tmp_path / "b"), trained, with_optimizer=False)
 
 
-def test_the_state_of_a_model_inside_ddp_is_loaded_without_it(kit: Kit, tmp_path: Path) -> None:
+def test_the_state_of_a_ddp_model_loads_into_the_model_without_ddp(kit: Kit, tmp_path: Path) -> None:
     def save_with_ddp() -> dict[str, torch.Tensor]:
         model, optimizer = kit.build(sharded=False)
         wrapped = DistributedDataParallel(model)
@@ -156,7 +156,7 @@ def test_sharded_models_of_plain_torch_are_loaded_sharded(kit: Kit, tmp_path: Pa
         assert all(torch.equal(got[name], expected[name]) for name in expected)
 
 
-def test_parameters_are_named_by_the_file_where_it_can(tmp_path: Path) -> None:
+def test_optimizer_state_is_matched_by_the_parameter_names_in_its_groups(tmp_path: Path) -> None:
     """torch keeps names in groups after `named_parameters`; then the order does not matter."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     optimizer = torch.optim.Adam(reversed(list(model.named_parameters())))
@@ -238,7 +238,7 @@ def test_translation_gives_other_names(tmp_path: Path) -> None:
 # -- formats ----------------------------------------------------------------------------------------------------------
 
 
-def test_formats_are_told_by_what_is_there(tmp_path: Path) -> None:
+def test_checkpoint_formats_are_detected_from_their_files(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     save(tmp_path / "own", model=model, extra={"step": 3})
     dcp_save({"model": model.state_dict()}, tmp_path / "dcp")
@@ -298,7 +298,7 @@ def test_an_iteration_of_megatron_is_found_through_its_tracker(tmp_path: Path) -
     assert "optimizer.state.decoder.layers.0.mlp.linear_fc2.weight.exp_avg" in opened.source.tensors
 
 
-def test_a_directory_that_bridge_converted_says_what_it_lacks(tmp_path: Path) -> None:
+def test_open_checkpoint_lists_the_entries_that_a_bridge_directory_lacks(tmp_path: Path) -> None:
     dcp_save({"model": {"module.x": torch.ones(2)}}, tmp_path / "iter_0000003")
     state = {"step": torch.tensor(3), "consumed_train_samples": torch.tensor(96)}
     torch.save(state, tmp_path / "latest_train_state.pt")
@@ -332,7 +332,7 @@ def test_a_tracker_that_leads_nowhere_is_named(tmp_path: Path, tracked: str) -> 
         open_checkpoint(tmp_path)
 
 
-def test_what_is_no_checkpoint_is_said_to_be_none(tmp_path: Path) -> None:
+def test_paths_without_a_checkpoint_are_refused_when_opened(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     for path in (tmp_path, tmp_path / "notes.txt"):
         with pytest.raises(CheckpointDamaged, match="of a format that is known"):

@@ -53,7 +53,7 @@ def boxes(draw: st.DrawFn) -> Box:
 
 
 @pytest.mark.parametrize(("buffer", "gap"), [(8 << 20, 32 << 10), (40, 0), (16, 12), (8, 0)])
-def test_any_box_is_read_whatever_the_buffer(
+def test_any_box_of_a_safetensors_file_is_read_with_any_buffer_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, buffer: int, gap: int
 ) -> None:
     monkeypatch.setattr(_file_boxes, "BUFFER_NBYTES", buffer)
@@ -94,7 +94,7 @@ def test_a_read_touches_only_the_rows_that_are_wanted(tmp_path: Path) -> None:
     assert sum(sizes) == 20 * 1000 * 4
 
 
-def test_a_column_is_read_without_the_rows_around_it_where_they_are_long(tmp_path: Path) -> None:
+def test_a_column_of_long_rows_is_read_without_the_bytes_between(tmp_path: Path) -> None:
     tensor = torch.arange(4 * 100_000, dtype=torch.float32).reshape(4, 100_000)
     save_file({"a": tensor}, tmp_path / "a.safetensors")
     source = SafetensorsSource(tmp_path / "a.safetensors")
@@ -125,7 +125,7 @@ def test_a_model_in_many_files_is_one_source_in_the_order_of_its_index(sharded: 
     assert all(torch.equal(into[name], tensor) for name, tensor in tensors.items())
 
 
-def test_links_are_followed_as_the_hubs_cache_has_them(
+def test_symlinked_safetensors_of_the_hubs_cache_are_read(
     sharded: Sharded, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     path, tensors = sharded
@@ -228,7 +228,7 @@ def test_a_file_replaced_after_opening_is_refused(sharded: Sharded) -> None:
         read_tensor(source, "b")
 
 
-def test_a_directory_without_weights_says_what_it_needs(tmp_path: Path) -> None:
+def test_a_directory_without_weights_is_refused_with_the_expected_file_names(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="'model.safetensors' or 'model.safetensors.index.json'"):
         SafetensorsSource(tmp_path)
 

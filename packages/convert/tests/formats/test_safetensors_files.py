@@ -54,7 +54,7 @@ def refused(path: Path, file: str, match: str) -> None:
     assert not (path.parent / "out").exists()
 
 
-def test_a_single_file_beside_an_index_without_it_is_refused(path: Path) -> None:
+def test_a_model_file_that_the_index_does_not_name_is_refused(path: Path) -> None:
     save_file({name: tensor + 1 for name, tensor in TENSORS.items()}, path / "model.safetensors")
     refused(path, "model.safetensors", "not in the index beside it")
     assert verify(path / "model.safetensors")
@@ -74,7 +74,7 @@ def test_an_index_may_name_the_single_file(tmp_path: Path) -> None:
     assert verify(tmp_path) and not verify(tmp_path).notes
 
 
-def test_a_single_file_is_held_against_an_index_that_names_it(tmp_path: Path) -> None:
+def test_verify_reports_index_entries_missing_from_a_single_file(tmp_path: Path) -> None:
     save_file(TENSORS, tmp_path / "model.safetensors")
     write_index(tmp_path, {"weight_map": dict.fromkeys([*TENSORS, "d"], "model.safetensors")})
     [problem] = verify(tmp_path).problems
@@ -158,7 +158,7 @@ def test_any_box_is_read_across_the_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_one_ranks_file_is_refused_by_itself(tmp_path: Path) -> None:
+def test_a_single_ranks_safetensors_file_is_refused_without_its_directory(tmp_path: Path) -> None:
     path = written_by(2, tmp_path / "a")
     for file in path.iterdir():
         with pytest.raises(RankPart, match="one rank's part of .*Open the directory"):

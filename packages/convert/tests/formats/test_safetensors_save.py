@@ -65,7 +65,7 @@ PLACEMENTS: dict[str, tuple[tuple[int, ...], list[Placement]]] = {
 
 
 @pytest.mark.parametrize("shape", [(8, 8), (7, 5, 3), (3, 1)], ids=str)
-def test_each_rank_writes_its_boxes_where_they_belong(tmp_path: Path, shape: tuple[int, ...]) -> None:
+def test_ranks_write_their_boxes_at_their_places_in_safetensors_files(tmp_path: Path, shape: tuple[int, ...]) -> None:
     full_tensor = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).reshape(shape)
 
     def write() -> list[str]:
@@ -93,9 +93,7 @@ def test_each_rank_writes_its_boxes_where_they_belong(tmp_path: Path, shape: tup
 
 
 @pytest.mark.parametrize("shape", [(300, 200), (2, 130, 257), (128, 128)], ids=str)
-def test_blocks_that_ranks_share_have_the_scale_that_one_process_gives_them(
-    tmp_path: Path, shape: tuple[int, ...]
-) -> None:
+def test_float8_blocks_shared_by_ranks_have_the_scale_of_one_process(tmp_path: Path, shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     full_tensor = torch.randn(shape) * torch.rand(shape).exp()
 
@@ -132,7 +130,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor
 
 
-def test_what_float8_cannot_be_made_of_is_refused_on_every_rank_by_name(tmp_path: Path) -> None:
+def test_nonfinite_values_and_vectors_for_float8_are_refused_by_name_on_every_rank(tmp_path: Path) -> None:
     def write(number: float) -> None:
         model = nn.Linear(4, 4)
         weight = torch.zeros(4, 4)
@@ -148,7 +146,7 @@ def test_what_float8_cannot_be_made_of_is_refused_on_every_rank_by_name(tmp_path
     assert not list(tmp_path.iterdir())
 
 
-def test_what_axes_replicate_is_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replicated_tensors_are_written_to_safetensors_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     num_written: list[int] = []
     pwrite = os.pwrite
 
@@ -255,7 +253,7 @@ def test_a_tensor_that_is_not_reduced_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("existing", ["file", "checkpoint"])
-def test_what_exists_is_never_replaced(tmp_path: Path, existing: str) -> None:
+def test_saving_safetensors_never_replaces_existing_files(tmp_path: Path, existing: str) -> None:
     path = tmp_path / "a"
     path.mkdir()
     (path / ("notes.txt" if existing == "file" else ".metadata")).write_text("mine")
@@ -331,7 +329,7 @@ class TestPlan:
         assert [list(file.tensors) for file in files] == [["a", "b"], ["c"], ["d", "e"]]
         assert files[1].name == "model-00002-of-00003.safetensors"
 
-    def test_tensors_are_aligned_whatever_comes_first(self, tmp_path: Path) -> None:
+    def test_planned_tensors_are_aligned_after_tensors_of_any_size(self, tmp_path: Path) -> None:
         blanks = {"a": Blank((3,), torch.bool), "b": Blank((1,), torch.float64), "c": Blank((1,), torch.bfloat16)}
         [file] = plan_files(blanks)
         assert all(stored.start % stored.dtype.itemsize == 0 for stored in file.tensors.values())
@@ -349,7 +347,7 @@ class TestPlan:
             "weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"},
         }
 
-    def test_nothing_to_write_is_an_error(self) -> None:
+    def test_planning_safetensors_of_no_tensors_is_refused(self) -> None:
         with pytest.raises(ValueError, match="got none"):
             plan_files({})
 

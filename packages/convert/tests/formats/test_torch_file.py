@@ -194,7 +194,7 @@ def test_a_truncated_file_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [torch.ones(2), [torch.ones(2)], 3])
-def test_what_is_no_dict_is_refused(tmp_path: Path, value: object) -> None:
+def test_torch_files_without_a_dict_of_tensors_are_refused(tmp_path: Path, value: object) -> None:
     with pytest.raises(CheckpointDamaged, match="Expected a dict of named tensors"):
         TorchFile(saved(tmp_path, value))
 

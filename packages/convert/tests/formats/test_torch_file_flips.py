@@ -104,7 +104,7 @@ def every_record_is_verified(file: Path, content: bytes, is_named: str) -> None:
 
 
 @pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
-def test_a_flipped_bit_is_named_by_record_and_by_tensor_whatever_the_tensor(
+def test_a_flipped_bit_is_named_by_record_and_tensor_for_every_kind_of_tensor(
     tmp_path: Path, make: Callable[[], object]
 ) -> None:
     content = saved({"model": {"first": torch.ones(2), "w": make()}})
@@ -215,9 +215,7 @@ def found_or_harmless(file: Path, content: bytes, value: object, where: object) 
 
 
 @pytest.mark.parametrize("make", FILES.values(), ids=FILES)
-def test_wherever_a_bit_flips_torch_reads_what_was_saved_or_it_is_found(
-    tmp_path: Path, make: Callable[[], bytes]
-) -> None:
+def test_a_flipped_bit_anywhere_in_a_torch_file_is_found_or_harmless(tmp_path: Path, make: Callable[[], bytes]) -> None:
     """Local headers, padding, descriptors, the directory, the end records: every region of the file."""
     content = make()
     value = torch.load(io.BytesIO(content), weights_only=True)
@@ -237,7 +235,9 @@ def test_contents_that_are_marked_as_a_directory_are_found(tmp_path: Path) -> No
 
 @settings(deadline=None, derandomize=True, max_examples=150)
 @given(data=st.data(), kind=st.sampled_from([*FILES]))
-def test_so_it_is_with_any_flips(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, kind: str) -> None:
+def test_any_flipped_bits_in_a_torch_file_are_found_or_harmless(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, kind: str
+) -> None:
     content = FILES[kind]()
     value = torch.load(io.BytesIO(content), weights_only=True)
     bits = data.draw(st.lists(st.integers(0, 8 * len(content) - 1), min_size=1, max_size=4))

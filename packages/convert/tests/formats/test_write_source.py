@@ -50,14 +50,14 @@ class TestEachFormat:
         assert all_same_bits(torch.load(tmp_path / "a.pt", weights_only=True, mmap=True), without_model(source))
 
 
-def test_a_dtype_is_what_is_written(tmp_path: Path) -> None:
+def test_write_torch_casts_tensors_to_the_given_dtypes(tmp_path: Path) -> None:
     source = MemorySource({"model.a": torch.tensor([1.0009765625]), "model.b": torch.tensor([2])})
     dtypes = {"model.a": torch.bfloat16, "model.b": torch.int64}
     write_torch(source, dtypes, tmp_path / "a.pt")
     assert torch.equal(torch.load(tmp_path / "a.pt")["a"], torch.tensor([1.0], dtype=torch.bfloat16))
 
 
-def test_one_file_of_torch_has_true_checksums_whatever_the_order_of_pieces(tmp_path: Path) -> None:
+def test_a_torch_file_has_true_checksums_whatever_the_order_of_pieces(tmp_path: Path) -> None:
     tensor = torch.rand(40, 30)
     columns = Chunk((0, 10), (40, 20)), Chunk((0, 0), (40, 10))
     source = MemorySource({"model.a": tensor, "model.b": torch.rand(7)})
@@ -69,7 +69,7 @@ def test_one_file_of_torch_has_true_checksums_whatever_the_order_of_pieces(tmp_p
     assert read_tensor(TorchFile(tmp_path / "a.pt"), "a").equal(tensor)
 
 
-def test_one_file_of_torch_may_exceed_the_limits_of_old_archives(
+def test_torch_files_beyond_zip32_limits_are_written_as_zip64(
     source: MemorySource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sizes and numbers of records beyond four and two bytes stand in fields of their own (ZIP64)."""
@@ -83,7 +83,7 @@ def test_one_file_of_torch_may_exceed_the_limits_of_old_archives(
     assert all_same_bits({name: read_tensor(opened, name) for name in opened.tensors}, without_model(source))
 
 
-def test_one_file_of_torch_maps_tensors_at_aligned_places(source: MemorySource, tmp_path: Path) -> None:
+def test_tensors_in_a_torch_file_start_at_aligned_offsets(source: MemorySource, tmp_path: Path) -> None:
     write_torch(source, dtypes_of(source), tmp_path / "a.pt")
     starts = [record.start for record in archive_records(tmp_path / "a.pt").values()]
     assert len(starts) > 10 and not any(start % 64 for start in starts)
@@ -119,7 +119,7 @@ def native(model: nn.Module, optimizer: torch.optim.Optimizer) -> MemorySource:
     return MemorySource(values)
 
 
-def test_one_file_has_torchs_nesting_of_model_and_optimizer(tmp_path: Path) -> None:
+def test_a_torch_file_has_torchs_nesting_of_model_and_optimizer(tmp_path: Path) -> None:
     model, optimizer = two_groups()
     source = native(model, optimizer)
     write_torch(source, dtypes_of(source), tmp_path / "a.pt")
@@ -143,7 +143,9 @@ class TestTies:
         assert torch.equal(loaded["head"], self.source.held["model.embed"])
 
 
-def test_progress_adds_up_to_what_was_written(source: MemorySource, tmp_path: Path) -> None:
+def test_progress_of_torch_and_safetensors_writes_adds_up_to_the_bytes_written(
+    source: MemorySource, tmp_path: Path
+) -> None:
     total = sum(tensor.nbytes for tensor in source.held.values())
     for write, target in ((write_torch, "a.pt"), (write_safetensors, "hf")):
         if target != "a.pt":

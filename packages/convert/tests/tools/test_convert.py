@@ -56,7 +56,7 @@ shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)
     st.integers(1, 500),
     st.integers(1, 500),
 )
-def test_there_and_back_through_every_format_is_bit_equal(
+def test_conversions_through_every_format_and_back_are_bit_equal(
     tmp_path_factory: pytest.TempPathFactory,
     blanks: dict[str, tuple[tuple[int, ...], torch.dtype]],
     seed: int,
@@ -77,7 +77,7 @@ def test_there_and_back_through_every_format_is_bit_equal(
     assert all_same_bits(opened(root / "f"), tensors)
 
 
-def test_a_report_says_what_was_done(tmp_path: Path) -> None:
+def test_a_conversion_reports_counts_side_files_and_progress(tmp_path: Path) -> None:
     tensors = {"a": torch.rand(3, 4), "b": torch.ones(5, dtype=torch.int64)}
     steps: list[tuple[int, int]] = []
     source = published(tmp_path / "a", tensors)
@@ -144,7 +144,7 @@ def test_and_to_one_file_with_ties(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_archive", [True, False])
-def test_what_is_tied_in_one_file_is_tied_wherever_it_goes(tmp_path: Path, is_archive: bool) -> None:
+def test_tied_tensors_stay_tied_through_every_conversion(tmp_path: Path, is_archive: bool) -> None:
     model, _ = build()
     empty = {"one": torch.empty(0), "other": torch.empty(0)}  # Nothing that lies nowhere twice.
     weights = {**model.state_dict(), "view": model.get_parameter("embed.weight")[1:], **empty}
@@ -222,7 +222,7 @@ class TestSideFiles:
         assert not (tmp_path / "b" / "config.json").is_symlink()
 
     @pytest.mark.parametrize("of", ["hf", "dcp"])
-    def test_that_lead_outside_are_not_copied(self, tmp_path: Path, of: str) -> None:
+    def test_side_files_that_lead_outside_are_not_copied(self, tmp_path: Path, of: str) -> None:
         (tmp_path / "secret").write_text("mine")
         source = published(tmp_path / "a", {"a": torch.ones(2)})
         if of == "dcp":
@@ -292,7 +292,7 @@ class TestFloat8:
         torch.testing.assert_close(tensors["layers.0.q_proj.weight"], weight, rtol=1 / 15, atol=1e-3)
         assert "quantization_config" not in json.loads((tmp_path / "c" / "config.json").read_text())
 
-    def test_stays_as_it_is_between_directories_and_its_scales_are_not_cast(
+    def test_float8_between_directories_stays_unchanged_and_its_scales_are_not_cast(
         self, quantised: Path, tmp_path: Path
     ) -> None:
         convert(quantised, tmp_path / "b", to="hf", dtype=torch.float16)
@@ -374,7 +374,7 @@ class TestBadInput:
             convert(tmp_path / "a", tmp_path / "b", to="hf")
         assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
-    def test_nothing_to_write_is_said(self, tmp_path: Path) -> None:
+    def test_a_conversion_with_no_tensors_left_is_refused(self, tmp_path: Path) -> None:
         source = published(tmp_path / "a", {"a": torch.ones(2)})
         with pytest.raises(ValueError, match=r"got none in '.*/a'"):
             convert(source, tmp_path / "b", to="hf", translate=lambda original: rename(original, lambda _: None))
@@ -537,7 +537,7 @@ def test_every_shard_is_a_file_that_the_library_opens(tmp_path: Path) -> None:
         ("fp8", {"l.weight": torch.ones(2, 4).to(torch.float8_e4m3fn), "l.weight_scale": torch.ones(())}),
     ],
 )
-def test_weights_quantised_otherwise_stay_as_they_are(
+def test_weights_of_other_quantisation_methods_stay_unchanged_and_are_never_cast(
     tmp_path: Path, method: str, tensors: dict[str, torch.Tensor]
 ) -> None:
     source = published(tmp_path / "a", tensors, quantization_config={"quant_method": method})

@@ -46,7 +46,9 @@ def save(path: Path, num_ranks: int, *, conv: str = "conv1d_weight", **args: Any
 
 
 @pytest.mark.parametrize("parallel_args", [{"tensor_model_parallel_size": 2}, {}], ids=["told", "untold"])
-def test_rows_are_those_of_the_ranks_that_will_read(tmp_path: Path, parallel_args: dict[str, Any]) -> None:
+def test_converted_rows_are_ordered_for_the_requested_tensor_parallel_ranks(
+    tmp_path: Path, parallel_args: dict[str, Any]
+) -> None:
     source = save(tmp_path / "a", 2, **parallel_args)
     num_ranks = 4 if parallel_args else 2  # Files that do not tell are taken for files of as many ranks.
     options = MegatronOptions(tensor_parallel_size=num_ranks)
@@ -58,9 +60,7 @@ def test_rows_are_those_of_the_ranks_that_will_read(tmp_path: Path, parallel_arg
     assert written.recorded_ranks == num_ranks  # Readers take the rows apart by this number.
 
 
-def test_metadata_is_read_once_whatever_number_of_ranks_the_files_tell(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_open_both_reads_the_metadata_of_each_checkpoint_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     paths: list[Path] = []
 
     class Counted(StoredCheckpoint):
@@ -86,7 +86,7 @@ def test_checkpoints_of_different_ranks_are_compared_each_by_its_own(tmp_path: P
     assert [difference.name for difference in diff(*open_both(*paths, tensor_parallel_size=2)).differences] == ["args"]
 
 
-def test_another_number_than_the_files_tell_is_refused(tmp_path: Path) -> None:
+def test_a_tensor_parallel_size_that_contradicts_the_files_is_refused(tmp_path: Path) -> None:
     source = save(tmp_path / "a", 2, tensor_model_parallel_size=2)
     with pytest.raises(ValueError, match=r"ranks that wrote .* \(2, as its files tell\), got 4\. Leave it out"):
         convert(source, tmp_path / "b", to="torch", megatron=MegatronOptions(tensor_parallel_size=4))

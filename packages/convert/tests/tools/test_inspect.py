@@ -172,7 +172,7 @@ def test_objects_are_compared_too(kit: Kit, tmp_path: Path) -> None:
     assert report.differences[0] == ("optimizer.param_groups.embed.weight.lr", "0.05", "0.5", "object")
 
 
-def test_a_comparison_holds_a_piece_and_tells_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_diff_reads_tensors_in_pieces_and_reports_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_diff, "_BUFFER_NBYTES", 4096)
     tensor = torch.arange(10_000.0)
     a = dcp_save({"x": tensor}, tmp_path / "a")
@@ -196,7 +196,9 @@ def test_a_comparison_holds_a_piece_and_tells_how_far_it_is(tmp_path: Path, monk
 # -- verify -----------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_whole_is_found_to_be(saved_path: Path, everywhere: dict[Format, Path]) -> None:
+def test_undamaged_checkpoints_of_every_format_are_verified_as_whole(
+    saved_path: Path, everywhere: dict[Format, Path]
+) -> None:
     def check(path: Path) -> None:
         progress: list[tuple[int, int]] = []
         verification = verify(path, on_progress=lambda *so_far: progress.append(so_far))
@@ -240,7 +242,7 @@ def test_truncated_files_of_other_formats_are_problems(everywhere: dict[Format, 
     assert not verify(file)
 
 
-def test_nothing_runs(saved_path: Path) -> None:
+def test_inspect_verify_and_diff_run_no_pickled_code(saved_path: Path) -> None:
     forget_checksums(saved_path)
     change_metadata(saved_path, lambda metadata: metadata.planner_data.update(x=Runs()))
     for look in (inspect, verify, lambda path: diff(path, path)):

@@ -46,7 +46,7 @@ def test_a_family_is_found_by_its_model_type_and_only_its_package_is_imported(in
     assert "some_family" in sys.modules and "another_family" not in sys.modules
 
 
-def test_a_model_type_that_nobody_declares_has_none(install: Install) -> None:
+def test_an_undeclared_model_type_has_no_family(install: Install) -> None:
     install("some_family", {"falcon": "FAMILY"})
     assert find_family("falco") is None
 

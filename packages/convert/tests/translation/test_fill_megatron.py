@@ -31,7 +31,7 @@ def test_main_weights_arrive_at_full_precision_and_compute_sees_their_rounding()
     assert (computing == 1.0).all()
 
 
-def test_each_rank_fills_its_part() -> None:
+def test_ranks_fill_even_and_uneven_shards_with_their_rows() -> None:
     values = torch.arange(12.0).reshape(6, 2)
 
     def fill_mine() -> tuple[torch.Tensor, torch.Tensor]:

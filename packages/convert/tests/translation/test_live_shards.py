@@ -89,7 +89,7 @@ def test_halves_of_a_gated_layer(
     assert as_table(cut().pieces(FC1, shard_of(FC1, rank), rows.reshape(shape))) == expected
 
 
-def test_one_tensor_parallel_rank_shares_the_value_component() -> None:
+def test_data_parallel_shards_of_one_tensor_parallel_rank_share_the_value_component() -> None:
     pieces = [
         as_table(
             cut(num_tp=1).pieces(
@@ -111,7 +111,7 @@ def test_one_tensor_parallel_rank_shares_the_value_component() -> None:
     }
 
 
-def test_the_release_stores_gated_deltas_as_ranks_hold_them() -> None:
+def test_release_0_19_stores_gated_delta_projections_in_rank_order() -> None:
     pieces = cut(dialect=RELEASE_0_19).pieces(IN_PROJ, shard_of(IN_PROJ, 3), held_of(IN_PROJ, 3))
     assert as_table(pieces) == {IN_PROJ: ((22, 0), list(range(22, 32)))}
 
@@ -221,7 +221,7 @@ def test_meshes_that_say_their_order_are_believed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("rank_tensor", [flat_indices((4, 2)), flat_indices((8, 2)), flat_indices((2, 2))])
-def test_what_is_not_the_ranks_shard_is_refused(rank_tensor: torch.Tensor) -> None:
+def test_a_tensor_of_another_size_than_the_ranks_shard_is_refused(rank_tensor: torch.Tensor) -> None:
     with pytest.raises(ValueError, match=rf"the 6 elements that this rank holds of '{FC1}'.*got {rank_tensor.numel()}"):
         cut().pieces(FC1, shard_of(FC1, 0), rank_tensor)
 
@@ -240,7 +240,7 @@ def test_pieces_are_views_that_a_read_may_fill() -> None:
     assert rows.tolist() == [[-1, -1]] * 3
 
 
-def test_a_name_that_no_rule_mentions_is_written_as_it_lies() -> None:
+def test_a_live_tensor_that_no_rule_matches_keeps_its_name_and_box() -> None:
     region = Region.whole((4, 4)).shard(1, 2, 1).shard(0, 2, 0)
     shard = LiveShard(shape=(4, 4), region=region)
     [piece] = cut().pieces("linear_proj.weight", shard, torch.ones(2, 2))

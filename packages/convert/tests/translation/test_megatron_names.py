@@ -114,7 +114,7 @@ def assert_holds(source: Source, tensors: Mapping[str, torch.Tensor], objects: M
 
 @pytest.mark.parametrize("dialect", [RELEASE_0_19, BRIDGE])
 @pytest.mark.parametrize("num_tp", [1, 2, 4])
-def test_there_and_back_loses_nothing(dialect: Dialect, num_tp: int) -> None:
+def test_megatron_dialects_round_trip_every_tensor_and_object(dialect: Dialect, num_tp: int) -> None:
     tensors, objects = checkpoint(parameters())
     stored = through(MemorySource(tensors, objects), dialect, {"tp": num_tp})
     assert is_fsdp_dtensor(stored)
@@ -125,7 +125,7 @@ def test_there_and_back_loses_nothing(dialect: Dialect, num_tp: int) -> None:
     assert back.inexact == {}
 
 
-def test_what_the_release_stores_is_what_ranks_hold() -> None:
+def test_fused_tensors_written_for_release_0_19_are_in_rank_order() -> None:
     tensors, objects = checkpoint(parameters(num_layers=2))
     stored = through(MemorySource(tensors, objects), RELEASE_0_19, {"tp": 2})
     prefix = "decoder.layers.0.self_attention.in_proj.weight"
@@ -200,7 +200,7 @@ def test_a_step_that_is_an_option_is_a_slot_of_each_component() -> None:
     assert read.read_object(f"optimizer.state.{name}.beta.step") == 9
 
 
-def test_what_megatrons_training_asks_for_is_there() -> None:
+def test_a_written_fsdp_dtensor_has_checkpoint_version_iteration_and_args() -> None:
     written = write_fsdp_dtensor(MemorySource({"model.a": torch.ones(2)}), BRIDGE, args={"num_layers": 2})
     assert {name: written.read_object(name) for name in written.objects} == {
         "checkpoint_version": 3.0,
@@ -213,7 +213,7 @@ def test_what_megatrons_training_asks_for_is_there() -> None:
     assert written.read_object("iteration") == 3
 
 
-def test_the_state_of_the_processes_that_wrote_it_is_left_over_by_name() -> None:
+def test_random_and_rerun_states_of_the_writing_ranks_are_left_over_by_name() -> None:
     process_objects = {"rng_state.(0, 0).0.x": 1, "rerun_state_machine.y": 2}
     source = MemorySource({"model.module.a": torch.ones(2)}, {**process_objects, "iteration": 3})
     read = read_fsdp_dtensor(source)
@@ -287,7 +287,7 @@ def test_ranks_of_experts_take_their_own_from_a_checkpoint_that_has_all(sequenti
         assert set(rank_source.left_over) == foreign_names
 
 
-def test_what_no_rank_has_experts_or_not_is_kept_for_load_to_tell() -> None:
+def test_names_that_no_live_rank_has_are_kept_for_load_to_report() -> None:
     mine = from_megatron_model(layer_of_experts(1, sequential=False), sizes={"tp": 1})
     tensors, objects = checkpoint(
         layer_of_experts(1, sequential=False) | {"decoder.layers.7.mlp.router.weight": (3, 2)}
@@ -302,7 +302,7 @@ def test_a_models_own_spelling_of_multi_token_prediction_is_stored_canonically()
     assert list(correspondence.left) == ["mtp.layers.0.mtp_model_layer.mlp.linear_fc2.weight"]
 
 
-def test_the_number_of_ranks_must_be_known_of_what_they_hold_together() -> None:
+def test_fused_tensors_in_rank_order_need_the_tensor_parallel_size() -> None:
     tensors, objects = checkpoint(parameters())
     with pytest.raises(ValueError, match=r"the size 'tp'.*in_proj"):
         write_fsdp_dtensor(MemorySource(tensors, objects), RELEASE_0_19)
@@ -311,7 +311,7 @@ def test_the_number_of_ranks_must_be_known_of_what_they_hold_together() -> None:
         read_fsdp_dtensor(stored, sizes=SIZES)
 
 
-def test_another_number_of_ranks_reads_other_numbers() -> None:
+def test_a_wrong_tensor_parallel_size_reads_wrong_values() -> None:
     """The reason for the argument: a wrong value fits, and the file has no sign of the right one."""
     tensors, objects = checkpoint(parameters(num_layers=1))
     stored = through(MemorySource(tensors, objects), RELEASE_0_19, {"tp": 2})
@@ -469,7 +469,9 @@ class TestGroupedHybridStacks:
         assert regrouped(outside, flat, self.pattern) == dict(zip(outside, outside, strict=True))
 
     @given(st.lists(st.text("M*-", min_size=1, max_size=3), min_size=1, max_size=4), st.data())
-    def test_any_groups_are_a_renaming_of_any_others(self, layers: list[str], data: st.DataObject) -> None:
+    def test_layer_names_are_renamed_between_any_groupings_and_back(
+        self, layers: list[str], data: st.DataObject
+    ) -> None:
         symbols = "".join(layers)
         first = "".join(f"[{layer}]" if data.draw(st.booleans()) else layer for layer in layers)
         cut = data.draw(st.integers(0, len(symbols)))

@@ -75,7 +75,7 @@ def test_a_rank_major_tensor_and_its_components() -> None:
     assert model(fused)["0.in_proj"].tolist() == [0, 1, 10, 11, 12, 13, 2, 3, 14, 15, 16, 17]
 
 
-def test_a_rule_may_ask_what_is_beside() -> None:
+def test_a_rule_may_require_a_tensor_beside_its_match() -> None:
     attention = Rule("hf.{layer}.norm", "{layer}.qkv.norm", left_beside="hf.{layer}.q")
     linear = Rule("hf.{layer}.norm", "{layer}.in_proj.norm", left_beside="hf.{layer}.z")
     tensors = {"hf.0.norm": torch.ones(1), "hf.0.z": torch.ones(1), "hf.1.norm": torch.ones(1), "hf.1.q": torch.ones(1)}
@@ -84,7 +84,7 @@ def test_a_rule_may_ask_what_is_beside() -> None:
     assert renamed.left_over == ("model.hf.0.z", "model.hf.1.q")
 
 
-def test_a_prefix_may_be_there_or_not() -> None:
+def test_a_double_star_matches_names_with_or_without_a_prefix() -> None:
     rules = Rules((Rule("**.fc1", "**.fc2"), Rule("a.{rest*}", "b.{rest*}")))
     names = {name: torch.ones(1) for name in ["fc1", "x.y.fc1", "xfc1", "a.q.r"]}
     assert list(model(to_right(names, rules))) == ["fc2", "x.y.fc2", "xfc1", "b.q.r"]
@@ -181,7 +181,7 @@ TABLE = (
 
 @settings(max_examples=60, deadline=None)
 @given(models())
-def test_there_and_back_is_the_same_names_and_bits(built: Built) -> None:
+def test_rules_applied_both_ways_restore_names_and_bits(built: Built) -> None:
     tensors, sizes = built
     rules = Rules(TABLE, sizes)
     translated = to_right(tensors, rules)
@@ -197,7 +197,7 @@ def test_there_and_back_is_the_same_names_and_bits(built: Built) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(models())
-def test_what_is_worked_out_once_for_all_layers_is_what_each_would_be_alone(built: Built) -> None:
+def test_matches_shared_by_all_layers_equal_matches_of_single_layers(built: Built) -> None:
     tensors, sizes = built
     rules, shapes = Rules(TABLE, sizes), {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     matches = rules.match(shapes)

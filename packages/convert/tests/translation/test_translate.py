@@ -76,7 +76,7 @@ def test_experts_unstack_and_stack() -> None:
     assert torch.equal(read_all(translate(apart, [rule], to="left"))["model.packed"], counted(3, 2, 2))
 
 
-def test_a_rename_asks_for_what_it_was_asked_for() -> None:
+def test_a_renamed_tensor_requests_the_same_box_from_its_source() -> None:
     source = MemorySource({"model.a": counted(4, 2)}, cuts={"model.a": [1, 3]})
     renamed = translate(source, [Correspondence.rename("a", "b", (4, 2))], to="right")
     assert renamed.tensors["model.b"] is source.tensors["model.a"]
@@ -134,7 +134,7 @@ class TestOptimizer:
         }
         assert {name: back.read_object(name) for name in back.objects} == self.objects
 
-    def test_scalars_that_disagree_are_refused_when_they_are_read(self) -> None:
+    def test_fused_parameters_with_different_scalars_are_refused_when_read(self) -> None:
         tensors = {f"optimizer.state.{name}.step": torch.tensor(step) for name, step in [("gate", 7.0), ("up", 8.0)]}
         objects = {f"optimizer.param_groups.{name}.lr": lr for name, lr in [("gate", 0.5), ("up", 0.25)]}
         fused = translate(MemorySource(tensors, objects), [FC1], to="left")
@@ -167,7 +167,7 @@ class TestOptimizer:
 class TestShift:
     rule = Correspondence.rename("norm", "gamma", (3,), shift=-1.0)
 
-    def test_a_shift_is_applied_wider_than_it_is_stored(self) -> None:
+    def test_a_shift_is_computed_in_a_wider_dtype_than_the_stored_values(self) -> None:
         stored = torch.tensor([1.0078125, 0.98828125, 3.015625], dtype=torch.bfloat16)
         apart = translate(MemorySource({"model.norm": stored}), [self.rule], to="right")
         gamma = read_all(apart)["model.gamma"]
@@ -176,7 +176,7 @@ class TestShift:
         back = translate(MemorySource({"model.gamma": gamma}), [self.rule], to="left")
         assert torch.equal(read_all(back)["model.norm"], stored)
 
-    def test_what_cannot_be_undone_is_told(self) -> None:
+    def test_shifted_elements_that_lose_bits_are_reported_as_inexact(self) -> None:
         stored = torch.tensor([0.1, 1.0, 1e-6], dtype=torch.bfloat16)
         apart = translate(MemorySource({"model.norm": stored}), [self.rule], to="right")
         read_all(apart)
@@ -188,7 +188,7 @@ class TestShift:
         exact.read([Wanted("model.gamma", box((0, 2)), into[:2])])
         assert exact.inexact == {}  # In float32 both can.
 
-    def test_originals_bring_back_what_was_lost_whatever_else_is_said_to_be_left_over(self) -> None:
+    def test_originals_restore_bits_lost_by_a_shift_whatever_the_left_over_names(self) -> None:
         stored = torch.tensor([0.1, 1.0, 1e-6], dtype=torch.bfloat16)
         originals = MemorySource({"model.norm": stored})
         gamma = read_all(translate(originals, [self.rule], to="right"))["model.gamma"]
@@ -228,7 +228,7 @@ class TestCorrespondence:
             ([((0, 2), (0, 3)), ((2, 4), (3, 4))], "boxes of one size"),
         ],
     )
-    def test_what_does_not_cover_both_sides_once_is_refused(
+    def test_correspondences_that_do_not_cover_both_sides_once_are_refused(
         self, pieces: list[tuple[tuple[int, int], tuple[int, int]]], problem: str
     ) -> None:
         places = tuple(
@@ -242,14 +242,14 @@ class TestCorrespondence:
         with pytest.raises(ValueError, match=r"pieces of \['a'\], got one of 'c'"):
             Correspondence(left={"a": (4,)}, right={"b": (4,)}, pieces=(piece,))
 
-    def test_its_inverse_is_the_other_way(self) -> None:
+    def test_the_inverse_of_a_correspondence_undoes_its_shift(self) -> None:
         rule = Correspondence.rename("a", "b", (4,), shift=2.0)
         assert rule.inverse.inverse == rule
         assert rule.inverse.shift == -2.0
         assert rule.is_rename
         assert not FC1.is_rename
 
-    def test_renamed_it_is_the_same_of_other_tensors(self) -> None:
+    def test_a_renamed_correspondence_keeps_its_pieces_under_other_names(self) -> None:
         other = FC1.renamed(left=lambda name: f"a.{name}")
         assert other == halves("a.fc1", "gate", "up", 3, 2)
         assert other.renamed(left=lambda name: name.removeprefix("a.")) == FC1

@@ -27,7 +27,7 @@ from lamella_engine import (
 from lamella_testing import run_ranks
 
 
-def test_a_plan_passes_over_what_is_read_from_outside_and_says_so() -> None:
+def test_a_plan_passes_over_modules_with_declared_reads_and_notes_the_reader() -> None:
     model = MixerNet()
     for mixer in mixers_of(model):
         declare_reads(mixer, "conv1d.*")
@@ -40,7 +40,7 @@ def test_a_plan_passes_over_what_is_read_from_outside_and_says_so() -> None:
     assert "layers.0.mixer.conv1d" not in {unit.name for unit in plan_units(model, units=1).units}
 
 
-def test_every_budget_trains_a_model_that_declares_what_it_reads() -> None:
+def test_a_model_with_declared_reads_trains_as_unsharded_at_every_byte_budget() -> None:
     def check() -> None:
         def apply(model: Any, budget: int) -> None:
             for mixer in mixers_of(model):
@@ -65,7 +65,7 @@ def test_every_budget_trains_a_model_that_declares_what_it_reads() -> None:
         ((nn.Linear,), TypeError, r"`names` to be names"),
     ],
 )
-def test_names_that_match_nothing_are_refused_with_those_that_would(
+def test_declared_names_without_a_parameter_are_refused_with_the_candidates(
     names: tuple[Any, ...], error: type[Exception], message: str
 ) -> None:
     mixer = Mixer(7)
@@ -74,7 +74,7 @@ def test_names_that_match_nothing_are_refused_with_those_that_would(
     assert not [name for name in mixer.__dict__ if "reads" in name]
 
 
-def test_a_name_that_went_away_is_refused_by_fully_shard_before_anything_changes() -> None:
+def test_a_declared_read_of_a_removed_parameter_is_refused_before_sharding() -> None:
     def check() -> None:
         mixer = Mixer(7)
         declare_reads(mixer, "conv1d.bias")
@@ -119,7 +119,7 @@ def test_a_unit_of_another_stage_is_not_taken_over() -> None:
     run_ranks(check, 4)
 
 
-def test_what_was_not_declared_is_named_when_it_is_met_as_a_shard() -> None:
+def test_an_undeclared_read_of_a_sharded_parameter_is_named_in_the_error() -> None:
     class Undeclared(Mixer):
         def __init__(self, dim: int) -> None:
             super().__init__(dim)

@@ -86,7 +86,7 @@ def test_every_zero_stage_trains_as_unsharded(stage: str) -> None:
 
 
 @pytest.mark.parametrize("flag", [True, False, None, 2])
-def test_the_owners_flag_says_what_happens_between_forward_and_backward(flag: bool | int | None) -> None:
+def test_directly_read_parameters_follow_the_owners_reshard_after_forward(flag: bool | int | None) -> None:
     def check() -> None:
         reference, sharded = twins(MixerNet, partial(shard_declared, reshard_after_forward=flag))
         assert_trains_alike(reference, sharded, LOSS, num_steps=1)
@@ -195,7 +195,7 @@ def test_a_gradient_that_was_said_to_come_late_before_is_waited_for() -> None:
     run_ranks(check, 2)
 
 
-def test_a_buffer_for_gradients_that_was_asked_for_before_is_there() -> None:
+def test_main_grads_set_before_a_unit_is_taken_over_are_kept() -> None:
     def check() -> None:
         sharded = MixerNet()
         _shard_after(sharded, lambda conv: set_main_grads(conv, [conv.get_parameter("weight")]))
@@ -208,7 +208,7 @@ def test_a_buffer_for_gradients_that_was_asked_for_before_is_there() -> None:
     run_ranks(check, 2)
 
 
-def test_another_method_of_a_module_that_is_read_casts_as_the_module_does() -> None:
+def test_a_registered_method_of_a_directly_read_module_casts_its_inputs() -> None:
     class Convolution(nn.Linear):
         def encode(self, x: torch.Tensor) -> torch.dtype:
             return x.dtype
@@ -257,7 +257,7 @@ def test_shards_may_rest_on_the_cpu(inner: CPUOffloadPolicy | None) -> None:
     run_ranks(check, 2)
 
 
-def test_a_unit_that_took_another_over_may_be_taken_over_with_it() -> None:
+def test_a_unit_that_took_over_an_inner_unit_may_be_taken_over_in_turn() -> None:
     class Reading(MixerNet):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             x = super().forward(x)
@@ -377,7 +377,7 @@ def test_a_convolution_may_keep_a_dtype_of_its_own() -> None:
     run_ranks(check, 2)
 
 
-def test_parameters_on_meta_are_materialised_with_the_others() -> None:
+def test_directly_read_parameters_on_meta_are_materialised_by_to_empty() -> None:
     def check() -> None:
         with torch.device("meta"):
             model = MixerNet()
@@ -394,7 +394,7 @@ def test_parameters_on_meta_are_materialised_with_the_others() -> None:
     run_ranks(check, 2)
 
 
-def test_another_method_of_the_owner_may_read_them_too() -> None:
+def test_a_registered_method_of_the_reader_may_use_the_declared_parameters() -> None:
     class Stepping(Mixer):
         def step(self, x: torch.Tensor) -> torch.Tensor:
             return F.linear(x, self.conv1d.weight, self.conv1d.bias)
@@ -412,7 +412,7 @@ def test_another_method_of_the_owner_may_read_them_too() -> None:
     run_ranks(check, 2)
 
 
-def test_the_verbs_of_a_module_that_is_read_are_those_of_the_unit() -> None:
+def test_verbs_of_a_directly_read_module_act_on_the_readers_unit() -> None:
     """A schedule without a call of `forward` drives the unit by hand."""
 
     def check() -> None:
@@ -449,7 +449,7 @@ def test_a_deleted_model_is_freed_at_once() -> None:
     run_ranks(check, 1)
 
 
-def test_a_unit_that_was_taken_over_is_described_where_it_is_now() -> None:
+def test_describe_lists_a_taken_over_unit_inside_the_readers_unit() -> None:
     def check() -> None:
         model = shard_declared(MixerNet())
         text = describe(model)

@@ -106,7 +106,7 @@ def test_a_method_of_an_inner_unit_may_be_registered() -> None:
     run_ranks(check, 2)
 
 
-def test_it_casts_as_forward_does() -> None:
+def test_a_registered_method_casts_its_output_as_forward_does() -> None:
     def check() -> None:
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float64)
         model = fully_shard(Coded(), mp_policy=policy)
@@ -116,7 +116,7 @@ def test_it_casts_as_forward_does() -> None:
     run_ranks(check, 1)
 
 
-def test_it_looks_like_the_method_it_was() -> None:
+def test_a_registered_method_keeps_its_name_docstring_and_signature() -> None:
     def check() -> None:
         model = _registered(Coded())
         assert model.encode.__name__ == "encode"
@@ -126,7 +126,7 @@ def test_it_looks_like_the_method_it_was() -> None:
     run_ranks(check, 1)
 
 
-def test_it_may_be_a_function_that_was_put_on_the_module() -> None:
+def test_a_function_set_on_a_module_may_be_registered_as_a_forward_method() -> None:
     def check() -> None:
         model = shard(Coded())
         vars(model)["other"] = lambda x: model.head(model.stem(x))
@@ -161,7 +161,7 @@ def test_a_deleted_model_goes_though_its_methods_were_registered() -> None:
     run_ranks(check, 1)
 
 
-def test_inputs_of_the_outermost_forward_are_moved_to_the_units_device_and_no_others() -> None:
+def test_only_inputs_of_the_outermost_forward_are_moved_to_the_units_device() -> None:
     def check() -> None:
         model = shard(Net())
         outer, inner = find_state(model), find_state(model.layers[0])

@@ -92,7 +92,7 @@ def test_of_matches_inside_each_other_the_outermost_wins() -> None:
 
 
 @pytest.mark.parametrize("wanted", ["layers", nn.ModuleList])
-def test_a_container_stands_for_what_it_holds(wanted: Any) -> None:
+def test_a_container_in_units_stands_for_the_modules_inside(wanted: Any) -> None:
     assert _names(plan_units(Net(), units=wanted)) == _layers()
 
 
@@ -113,7 +113,7 @@ def test_hugging_faces_own_list_is_collected_from_the_modules_below() -> None:
     assert _names(plan_units(_Towers(), units="no_split")) == names
 
 
-def test_a_name_is_matched_without_what_compilation_puts_before_it() -> None:
+def test_module_names_are_matched_without_the_prefix_of_torch_compile() -> None:
     model = _NamedModules({"_orig_mod": Net()})  # torch.compile's name for a wrapped module
     assert _names(plan_units(model, units="layers.?")) == [f"_orig_mod.{layer}" for layer in _layers()]
 
@@ -138,7 +138,7 @@ def test_a_byte_budget_counts_in_the_dtype_that_computes() -> None:
     assert _names(plan_units(Net(), units=BLOCK_NBYTES // 2, mp_policy=policy)) == ["stem", *_layers(), "head"]
 
 
-def test_nothing_inside_an_attention_that_reads_its_childs_weight_becomes_a_unit() -> None:
+def test_no_module_inside_a_multihead_attention_becomes_a_unit() -> None:
     model = _NamedModules({"attention": nn.MultiheadAttention(8, 2), "head": nn.Linear(8, 8)})
     for choice in (1, "attention*", "*"):
         assert "attention" in _names(plan_units(model, units=choice))
@@ -153,7 +153,7 @@ def test_ignored_parameters_are_in_no_unit() -> None:
     assert [parameter.name for parameter in plan.units[0].parameters] == ["weight"]
 
 
-def test_units_that_are_there_already_are_left_alone() -> None:
+def test_fully_shard_model_leaves_existing_units_alone() -> None:
     def check() -> None:
         model = Net()
         fully_shard(model.get_submodule("layers.0.up"))
@@ -230,7 +230,9 @@ def test_a_unit_that_is_held_twice_is_planned_once() -> None:
     ],
     ids=str,
 )
-def test_what_matches_nothing_is_refused_with_what_would(wanted: Any, error: type[Exception], match: str) -> None:
+def test_a_choice_of_units_without_a_match_is_refused_with_the_candidates(
+    wanted: Any, error: type[Exception], match: str
+) -> None:
     with pytest.raises(error, match=match):
         plan_units(Net(), units=wanted)
 
@@ -251,7 +253,7 @@ def test_a_model_is_sharded_once() -> None:
     run_ranks(check, 1)
 
 
-def test_what_has_no_forward_or_is_no_module_is_refused_before_anything_is_sharded() -> None:
+def test_a_plan_for_a_model_without_a_forward_or_for_no_module_is_refused() -> None:
     with pytest.raises(ValueError, match=r"a model with a forward, got ModuleList"):
         plan_units(Net().layers, units=Residual)
     with pytest.raises(TypeError, match=r"`model` to be an nn\.Module, got list"):

@@ -83,7 +83,7 @@ def test_imports_of_lamella_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> N
     assert client.fully_shard is OURS
 
 
-def test_what_was_installed_is_not_installed_again_and_undone_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_nested_install_replaces_no_names_and_a_second_undo_has_no_effect(monkeypatch: pytest.MonkeyPatch) -> None:
     outer = install()
     with install() as inner:
         assert inner.replaced == ()
@@ -95,7 +95,7 @@ def test_what_was_installed_is_not_installed_again_and_undone_once(monkeypatch: 
         assert is_ours(fsdp2.fully_shard)
 
 
-def test_another_package_puts_classes_in_place_but_in_modules_that_keep_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_installation_replaces_classes_except_in_modules_excluded_by_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
     class Theirs: ...
 
     class Ours: ...
@@ -110,7 +110,7 @@ def test_another_package_puts_classes_in_place_but_in_modules_that_keep_theirs(m
     assert (vars(library)["Wrapper"], vars(keeping)["Wrapper"]) == (Theirs, Theirs)
 
 
-def test_an_error_inside_undoes_it_too() -> None:
+def test_an_error_inside_install_restores_torchs_fully_shard() -> None:
     with pytest.raises(KeyError), install():
         raise KeyError
     assert fsdp2.fully_shard is torchs()
@@ -127,7 +127,7 @@ def test_torchs_own_code_keeps_its_own_function() -> None:
     run_ranks(shard_by_torch, 2)
 
 
-def test_a_unit_is_what_clients_look_for() -> None:
+def test_units_are_instances_of_the_fsdp2_classes_that_clients_import() -> None:
     def shard_as_clients_do() -> None:
         with install():
             from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, UnshardHandle, fully_shard

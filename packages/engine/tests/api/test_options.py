@@ -93,7 +93,7 @@ def test_fields_of_the_tree_are_the_outermost_units_and_change_for_every_unit() 
 
 @pytest.mark.parametrize(("field", "inner", "outer"), [("prefetch_budget", 5, None), ("keep_budget", 5, 7)])
 @pytest.mark.parametrize("later", [False, True], ids=["given", "set"])
-def test_an_inner_unit_that_says_something_else_of_the_tree_is_refused_before_anything_changes(
+def test_conflicting_tree_options_of_an_inner_unit_are_refused_before_sharding(
     field: str, inner: object, outer: object, later: bool
 ) -> None:
     def check() -> None:
@@ -137,7 +137,7 @@ def test_a_change_that_cannot_be_is_refused_and_changes_nothing(
 
 
 @pytest.mark.parametrize("options", [{"keep_budget": 5}, None], ids=str)
-def test_another_object_than_options_is_refused(options: Any) -> None:
+def test_an_options_argument_of_another_type_is_refused(options: Any) -> None:
     def check() -> None:
         with pytest.raises(TypeError, match="`options` to be ShardingOptions, got (dict|NoneType)"):
             fully_shard(nn.Linear(2, 2), options=options)

@@ -128,7 +128,7 @@ def test_an_object_that_refers_to_itself_ends_the_search() -> None:
     run_ranks(check, 1)
 
 
-def test_recurrent_modules_keep_a_list_that_they_look_up_anew() -> None:
+def test_recurrent_modules_with_their_list_of_weights_are_not_refused() -> None:
     class _RecurrentOutside(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -131,7 +131,7 @@ def test_a_method_that_only_torch_has_says_so(monkeypatch: pytest.MonkeyPatch) -
     run_ranks(check, 1)
 
 
-def test_what_changes_nothing_here_is_taken() -> None:
+def test_fsdp2_setters_without_an_effect_here_are_accepted() -> None:
     def check() -> None:
         model = fsdp(shard(Net()))
         for enable in (False, True):
@@ -154,7 +154,7 @@ def test_symmetric_memory_is_refused_where_ranks_do_not_share_it() -> None:
     run_ranks(check, 2)
 
 
-def test_setters_refuse_what_fsdp2_refuses() -> None:
+def test_setters_refuse_arguments_that_fsdp2_refuses() -> None:
     def check() -> None:
         model = shard(Net())
         sharded = fsdp(model)

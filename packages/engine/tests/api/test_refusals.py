@@ -56,7 +56,7 @@ def test_torchs_own_policies_are_taken() -> None:
         ({"ignored_params": 3}, r"a set of parameters, got 3\."),
     ],
 )
-def test_arguments_of_another_type_are_refused_before_anything_changes(arguments: Any, message: str) -> None:
+def test_fully_shard_arguments_of_a_wrong_type_are_refused_before_sharding(arguments: Any, message: str) -> None:
     def check() -> None:
         model = nn.Linear(2, 2)
         with pytest.raises(TypeError, match=message):
@@ -245,7 +245,7 @@ def test_hooks_on_sharded_parameters_that_autograd_never_calls_are_refused_by_na
     _on_one_rank(check)
 
 
-def test_setters_check_what_they_are_given() -> None:
+def test_setters_refuse_invalid_reshard_flags_and_gradient_divide_factors() -> None:
     def check() -> None:
         model = fsdp(shard(Net()))
         with pytest.raises(ValueError, match=r"`reshard_after_forward` to be a bool, got 2"):
@@ -257,7 +257,7 @@ def test_setters_check_what_they_are_given() -> None:
     _on_one_rank(check)
 
 
-def test_what_is_no_module_is_refused() -> None:
+def test_fully_shard_refuses_an_object_that_is_no_module() -> None:
     def check() -> None:
         with pytest.raises(TypeError, match=r"`module` to be an nn\.Module or a list of them, got str"):
             fully_shard("model")  # type: ignore[type-var]

@@ -13,7 +13,7 @@ from lamella_engine import MixedPrecisionPolicy, describe, fully_shard, fully_sh
 from lamella_testing import run_ranks
 
 
-def test_every_parameter_is_listed_with_this_ranks_part_of_it() -> None:
+def test_describe_lists_every_parameter_with_this_ranks_part() -> None:
     def check() -> None:
         text = describe(shard(Net()))
         lines = [line.split() for line in text.splitlines()]
@@ -82,7 +82,7 @@ def test_names_are_the_models_own() -> None:
     run_ranks(check, 1)
 
 
-def test_what_has_no_units_is_refused() -> None:
+def test_describe_refuses_a_model_without_units() -> None:
     with pytest.raises(ValueError, match="units in it, got Net"):
         describe(Net())
 

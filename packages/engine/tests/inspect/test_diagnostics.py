@@ -82,7 +82,7 @@ def test_a_model_without_units_has_norms_too() -> None:
     assert parameter_norms(nn.ReLU()) == {}
 
 
-def test_one_all_reduce_serves_all_units() -> None:
+def test_parameter_norms_of_all_units_take_one_all_reduce() -> None:
     def check() -> None:
         _, sharded = twins()
         _backward(sharded)
@@ -184,7 +184,7 @@ def test_names_are_the_models_own() -> None:
     run_ranks(check, 1)
 
 
-def test_what_is_asked_for_must_be_known() -> None:
+def test_parameter_norms_and_find_nonfinite_refuse_an_unknown_of() -> None:
     with pytest.raises(ValueError, match="Expected `of` to be 'gradient' or 'weight', got 'grad'"):
         parameter_norms(Net(), of="grad")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="or 'unreduced', got 'grad'"):
@@ -248,7 +248,7 @@ def test_ranks_may_hold_different_models() -> None:
     assert run_ranks(check, 2) == [reports] * 2
 
 
-def test_without_ranks_there_is_rank_0() -> None:
+def test_find_nonfinite_without_a_process_group_reports_rank_0() -> None:
     model = _Bag(weight=torch.tensor([1.0, math.nan]))
     assert find_nonfinite(model, of="weight") == [NonFinite("weight", 0, 1, "nan")]
 
@@ -271,7 +271,7 @@ def test_no_parameter_is_judged_before_its_window_is_full() -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_what_is_not_finite_is_a_spike_at_once_and_is_not_remembered(value: float) -> None:
+def test_a_nonfinite_value_is_a_spike_at_once_and_stays_out_of_the_window(value: float) -> None:
     watch = SpikeWatch(window=1)
     [spike] = watch.check({"a": value})
     assert (spike.name, math.isnan(spike.usual)) == ("a", True)

@@ -34,7 +34,7 @@ def _policy(model: nn.Module, recipe: Float8Recipe | MXFP8Recipe) -> MixedPrecis
 
 @pytest.mark.parametrize("kind", RECIPES)
 @pytest.mark.parametrize("num_ranks", [1, 3])
-def test_errors_are_those_of_the_whole_weight(kind: str, num_ranks: int) -> None:
+def test_quantization_errors_equal_the_errors_of_the_unsharded_weight(kind: str, num_ranks: int) -> None:
     recipe = RECIPES[kind]
 
     def check() -> None:
@@ -63,7 +63,7 @@ def test_errors_are_those_of_the_whole_weight(kind: str, num_ranks: int) -> None
 
 
 @pytest.mark.parametrize("library", ["te current", "te squares", "torchao"])
-def test_errors_of_weights_in_other_libraries_classes_are_those_that_their_layers_read(library: str) -> None:
+def test_quantization_errors_of_te_and_torchao_weights_match_the_gathered_values(library: str) -> None:
     def check() -> None:
         torch.manual_seed(0)
         layers: dict[str, Any] = {

@@ -245,7 +245,7 @@ def test_a_validation_may_run_inside_a_backward() -> None:
     run_ranks(on_each_rank, 2)
 
 
-def test_what_autograd_saves_may_be_packed_and_backward_may_run_in_another_thread() -> None:
+def test_backward_works_with_saved_tensors_hooks_and_in_another_thread() -> None:
     def forward(model: nn.Module) -> Any:
         with torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone):
             return model(X)
@@ -262,7 +262,7 @@ def test_what_autograd_saves_may_be_packed_and_backward_may_run_in_another_threa
     run_ranks(on_each_rank, 2)
 
 
-def test_a_forward_whose_output_nobody_uses_leaves_the_next_step_right() -> None:
+def test_a_forward_with_unused_output_leaves_the_next_step_right() -> None:
     def forward(model: Net) -> torch.Tensor:
         model(X * 3)
         out: torch.Tensor = model(X)
@@ -408,7 +408,7 @@ def test_tensors_are_found_in_nested_inputs_and_outputs() -> None:
     run_ranks(on_each_rank, 2)
 
 
-def test_tensors_are_found_in_dataclasses_among_the_inputs_which_stay_what_they_are() -> None:
+def test_tensors_in_dataclass_inputs_get_gradients_and_inputs_stay_unchanged() -> None:
     class RecordBlock(Residual):
         def forward(self, record: _Record) -> torch.Tensor:  # type: ignore[override]
             assert isinstance(record.hidden, torch.Tensor)
@@ -430,7 +430,7 @@ def test_tensors_are_found_in_dataclasses_among_the_inputs_which_stay_what_they_
     _check(RecordNet, lambda model: model(X))
 
 
-def test_an_elementwise_weight_behind_an_opaque_output_is_there_in_backward() -> None:
+def test_an_elementwise_weight_behind_an_opaque_output_is_unsharded_in_backward() -> None:
     """A read from freed storage would end the process."""
 
     class Gain(nn.Module):
@@ -494,7 +494,7 @@ def test_a_unit_may_return_one_of_its_parameters() -> None:
     _check(NetAndWeight, forward)
 
 
-def test_a_module_that_keeps_its_weights_in_a_list_of_its_own_sees_them_change() -> None:
+def test_an_lstm_that_keeps_its_weights_in_a_list_trains_as_unsharded() -> None:
     class Recurrent(nn.Module):
         def __init__(self) -> None:
             super().__init__()

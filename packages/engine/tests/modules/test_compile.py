@@ -54,7 +54,7 @@ def test_a_compiled_model_trains_as_a_plain_one(compile_and_shard: Callable[...,
     run_ranks(on_each_rank, 2)
 
 
-def test_what_hooks_do_is_in_no_graph() -> None:
+def test_compiled_graphs_hold_no_collectives_of_hooks() -> None:
     def on_each_rank() -> None:
         seen: list[str] = []
 

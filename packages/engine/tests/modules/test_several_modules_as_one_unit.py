@@ -161,7 +161,7 @@ def test_every_module_becomes_a_unit_of_the_same_state_and_the_list_comes_back()
     run_ranks(check, 1)
 
 
-def test_it_is_gathered_once_a_pass_and_reduced_once() -> None:
+def test_a_list_of_modules_is_gathered_once_a_pass_and_reduced_once() -> None:
     def check() -> None:
         model = _last_two(Normed())
         log = record(model)
@@ -175,7 +175,7 @@ def test_it_is_gathered_once_a_pass_and_reduced_once() -> None:
     run_ranks(check, 2)
 
 
-def test_it_is_freed_when_the_last_has_run_and_held_between() -> None:
+def test_a_list_of_modules_stays_unsharded_until_its_last_module_has_run() -> None:
     def check() -> None:
         model = _last_two(Normed())
         unit = require_unit(model.head)
@@ -188,7 +188,7 @@ def test_it_is_freed_when_the_last_has_run_and_held_between() -> None:
     run_ranks(check, 2)
 
 
-def test_modules_that_a_forward_leaves_out_do_not_keep_it_unsharded() -> None:
+def test_a_list_of_modules_is_resharded_though_a_forward_leaves_modules_out() -> None:
     def check() -> None:
         reference, sharded = twins(Normed, _last_two)
         reference.runs_head = sharded.runs_head = False  # type: ignore[assignment]

@@ -48,7 +48,7 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         optimizer.step(closure)
 
 
-def test_every_optimizer_and_flavour_of_it_trains_short_parameters_as_unsharded() -> None:
+def test_every_flavour_of_every_optimizer_trains_short_parameters_as_unsharded() -> None:
     def check() -> set[str]:
         trained = sorted(OPTIMIZERS.keys() - WHOLE_TENSORS_ONLY.keys())
         for name in trained:
@@ -73,7 +73,7 @@ def test_every_optimizer_and_flavour_of_it_trains_short_parameters_as_unsharded(
         *((name, {"fused": True}) for name in sorted(NO_DTENSOR_FUSED_KERNEL)),
     ],
 )
-def test_what_torch_cannot_do_with_dtensors_is_an_error_on_every_rank_and_not_a_hang(
+def test_optimizers_unfit_for_dtensors_raise_on_every_rank_instead_of_hanging(
     name: str, options: dict[str, Any]
 ) -> None:
     def check() -> None:
@@ -105,7 +105,7 @@ def test_a_step_beyond_elements_is_refused_by_the_optimizers_name_before_its_clo
     run_ranks(check, 4)
 
 
-def test_lbfgs_steps_what_is_cut_evenly_as_unsharded_and_adafactor_what_is_not_cut() -> None:
+def test_lbfgs_on_even_shards_and_adafactor_under_ddp_train_as_unsharded() -> None:
     def check() -> None:
         for name, submodule, placements in (("LBFGS", "two", ZERO3), ("Adafactor", "three", DDP)):
             reference, sharded = twins(Short, partial(fully_shard, options=ShardingOptions(placements=placements)))

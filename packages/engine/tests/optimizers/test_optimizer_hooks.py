@@ -95,7 +95,7 @@ def test_a_function_that_replaces_another_is_called_in_its_place() -> None:
     assert called == [*sorted(replaced, key=written.index), "staleness"]
 
 
-def test_a_step_is_called_with_what_the_last_function_returned() -> None:
+def test_an_optimizer_step_gets_the_arguments_that_step_hooks_returned() -> None:
     parameter = nn.Parameter(torch.ones(1))
     optimizer, other = torch.optim.SGD([parameter], lr=1.0), torch.optim.SGD([parameter], lr=0.25)
     replace_step_hook("kernels", lambda optimizer, args, kwargs: ([other], kwargs))

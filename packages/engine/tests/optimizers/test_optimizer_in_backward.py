@@ -36,7 +36,7 @@ def _step_in_backward(model: nn.Module) -> list[torch.Tensor]:
     return updated
 
 
-def test_it_trains_as_unsharded_and_no_gradient_outlives_its_unit() -> None:
+def test_an_optimizer_in_backward_trains_as_unsharded_and_keeps_no_gradients() -> None:
     def check() -> None:
         reference, sharded = twins()
         updated = [_step_in_backward(model) for model in (reference, sharded)]

@@ -109,7 +109,7 @@ def _matrices_in_the_flat_layout(parameter: nn.Parameter) -> Keep | None:
 
 
 @pytest.mark.parametrize("variant", [{"foreach": False}, {"foreach": True}, {"fused": True}], ids=repr)
-def test_one_optimizer_steps_both_layouts(variant: dict[str, Any]) -> None:
+def test_an_optimizer_over_even_and_flat_layouts_trains_as_unsharded(variant: dict[str, Any]) -> None:
     def check() -> None:
         reference, sharded = twins(
             Ragged, partial(fully_shard, options=ShardingOptions(keep_together=_matrices_in_the_flat_layout))
@@ -154,7 +154,7 @@ def test_muon_takes_the_unsharded_steps_where_matrices_are_whole_and_is_refused_
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_needs_more_than_elements_is_an_error_on_every_rank_and_leaves_the_unit_at_rest(name: str) -> None:
+def test_non_elementwise_optimizers_raise_on_every_rank_and_leave_units_at_rest(name: str) -> None:
     def check() -> None:
         _, sharded = twins(Ragged, partial(fully_shard, options=ShardingOptions(keep_together=Rows(1))))
         with pytest.raises((RuntimeError, NotImplementedError)):
@@ -165,7 +165,7 @@ def test_what_needs_more_than_elements_is_an_error_on_every_rank_and_leaves_the_
 
 
 @pytest.mark.parametrize("fused", [True, False])
-def test_an_optimizer_of_one_parameter_writes_no_others_rows(fused: bool) -> None:
+def test_an_optimizer_of_one_parameter_writes_no_rows_of_other_parameters(fused: bool) -> None:
     def check() -> None:
         _, sharded = twins(Ragged, partial(fully_shard, options=ShardingOptions(keep_together=Rows(1))))
         optimizer = torch.optim.AdamW([sharded.get_parameter("one.bias")], lr=0.5, fused=fused)

@@ -137,7 +137,7 @@ def test_a_step_is_planned_in_the_bytes_that_are_alive_at_once_and_replayed_from
     run_ranks(check, 2)
 
 
-def test_steps_replay_after_whatever_happens_between_them() -> None:
+def test_steps_replay_the_plan_after_validations_failures_and_manual_unshards() -> None:
     def check() -> None:
         for happens in HAPPENINGS:
             with case(happens.__name__):
@@ -257,7 +257,7 @@ def test_a_whole_model_takes_one_allocator_for_all_of_its_units() -> None:
     run_ranks(check, 2)
 
 
-def test_something_else_than_an_allocator_is_refused_before_anything_changes() -> None:
+def test_an_allocator_option_of_another_type_is_refused_before_sharding() -> None:
     def check() -> None:
         model = Net()
         with pytest.raises(TypeError, match=r"Expected `allocator` to be an Allocator or None, got str\. It needs"):

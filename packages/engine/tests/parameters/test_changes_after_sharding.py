@@ -229,7 +229,7 @@ def test_data_assigned_in_an_inner_unit_are_named_from_the_outermost_on() -> Non
     run_ranks(on_each_rank, 2)
 
 
-def test_other_replacements_go_on_as_before() -> None:
+def test_parameters_replaced_by_assign_by_casts_or_by_hand_train_as_unsharded() -> None:
     """`load_state_dict(assign=True)`, `to`, and a new Parameter each replace more than the storage."""
 
     def on_each_rank() -> None:

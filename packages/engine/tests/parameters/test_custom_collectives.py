@@ -257,7 +257,7 @@ def test_a_unit_on_several_meshes_takes_no_custom_collective() -> None:
     run_ranks(on_each_rank, 2)
 
 
-def test_what_cannot_be_called_as_fsdp2_calls_it_is_refused() -> None:
+def test_custom_collectives_without_fsdp2s_interface_are_refused() -> None:
     def on_each_rank() -> None:
         model = fsdp(fully_shard(nn.Linear(4, 4)))
         with pytest.raises(TypeError, match="`comm` to be callable and to have a method `allocate`, got"):

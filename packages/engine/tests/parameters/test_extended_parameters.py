@@ -118,7 +118,7 @@ def test_an_extended_parameter_trains_as_in_fsdp2(num_ranks: int) -> None:
     run_ranks(on_each_rank, num_ranks)
 
 
-def test_the_two_methods_are_told_what_fsdp2_tells_them() -> None:
+def test_methods_of_extended_parameters_get_the_arguments_that_fsdp2_passes() -> None:
     def on_each_rank() -> None:
         observations = []
         for api, policy in ((fsdp2.fully_shard, fsdp2.MixedPrecisionPolicy), (fully_shard, MixedPrecisionPolicy)):
@@ -152,7 +152,7 @@ def test_rows_that_do_not_divide_may_have_scales() -> None:
     run_ranks(on_each_rank, 2)
 
 
-def test_what_the_first_method_returns_is_all_that_travels() -> None:
+def test_extended_parameters_travel_as_the_tensors_of_fsdp_pre_all_gather() -> None:
     def on_each_rank() -> None:
         sharded = _shard(_model(Quantised, 8, 16))
         log = record(sharded)
@@ -215,7 +215,7 @@ def test_a_first_pass_in_inference_mode_leaves_parameters_that_train() -> None:
     run_ranks(on_each_rank, 2)
 
 
-def test_a_gather_that_nobody_used_is_no_modification() -> None:
+def test_an_unused_gather_of_extended_parameters_is_no_in_place_modification() -> None:
     def on_each_rank() -> None:
         reference, sharded = _shard(_model(Halves)), _shard(_model(Halves))
         losses = [model(X).square().mean() for model in (reference, sharded)]
@@ -345,7 +345,7 @@ class _OddSignature(Quantised):
         raise AssertionError("it must not be called")
 
 
-def test_what_an_extended_parameter_cannot_is_refused() -> None:
+def test_unsupported_options_and_methods_of_extended_parameters_are_refused() -> None:
     def on_each_rank() -> None:
         refusals: list[tuple[type[Wrapper], dict[str, Any], type[Exception], str]] = [
             (_OneMethod, {}, MisuseError, "fsdp_pre_all_gather and fsdp_post_all_gather should be defined"),
@@ -386,7 +386,7 @@ def test_a_rank_that_sends_too_few_rows_says_so() -> None:
     run_ranks(on_each_rank, 2)
 
 
-def test_a_subclass_is_moved_to_the_meshs_device_with_what_it_holds() -> None:
+def test_a_tensor_subclass_and_its_inner_tensors_move_to_the_meshs_device() -> None:
     module = nn.Linear(2, 3, bias=False)
     module.weight = nn.Parameter(Halves.encode(module.weight.detach()))
     before: Any = module.weight

@@ -9,7 +9,7 @@ from lamella_engine import Rows
 from lamella_testing import run_ranks
 
 
-def test_at_the_engines_alignment_starts_and_shards_are_multiples_of_it() -> None:
+def test_shards_of_flat_layouts_are_multiples_of_the_engines_alignment() -> None:
     def check() -> None:
         reference, sharded = twins(lambda: Net(num_layers=2, dim=32), flat(Rows(1)))
         assert_trains_alike(reference, sharded, LOSS)

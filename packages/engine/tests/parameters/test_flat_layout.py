@@ -77,7 +77,7 @@ STAGES: dict[str, tuple[tuple[int, ...], Any]] = {
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_every_stage_takes_the_unsharded_steps_whatever_stays_together(stage: str) -> None:
+def test_every_stage_takes_the_unsharded_steps_with_every_keep_together(stage: str) -> None:
     shape, placements = STAGES[stage]
 
     def check() -> int:
@@ -103,7 +103,7 @@ def test_every_stage_takes_the_unsharded_steps_whatever_stays_together(stage: st
         assert bool(num_cut) == (placements is not DDP), "nothing is cut where everything is replicated"
 
 
-def test_what_stays_together_is_on_one_rank_and_layouts_cut_some_parameters() -> None:
+def test_rows_kept_together_lie_on_one_rank_and_some_parameters_are_cut() -> None:
     def check() -> None:
         _, sharded = twins(Net, flat(Rows(3)))
         bounds = {name: p.placements[0].bounds for name, p in sharded.named_parameters()}  # type: ignore[attr-defined]
@@ -230,7 +230,7 @@ def test_a_unit_is_gathered_and_reduced_as_one_payload_in_place() -> None:
     run_ranks(check, 3)
 
 
-def test_both_layouts_of_a_unit_travel_in_one_call() -> None:
+def test_even_and_flat_groups_of_a_unit_travel_in_one_call() -> None:
     def check() -> None:
         _, sharded = twins(Net, flat(matrices_only))
         log = record(sharded)
@@ -246,7 +246,7 @@ def test_both_layouts_of_a_unit_travel_in_one_call() -> None:
 # -- what is refused -------------------------------------------------------------------------------------------------
 
 
-def test_what_does_not_go_with_keep_is_refused_at_the_call_and_changes_nothing() -> None:
+def test_arguments_incompatible_with_keep_together_are_refused_before_sharding() -> None:
     def check() -> None:
         for keep, options, error, message in (
             (3, {}, TypeError, "`keep_together` to be Rows"),

@@ -141,7 +141,7 @@ def test_state_dicts_are_loaded_copied_saved_and_assigned() -> None:
     run_ranks(check, 2)
 
 
-def test_a_state_dict_is_loaded_into_another_layout_and_not_assigned_to_it() -> None:
+def test_a_state_dict_of_another_layout_is_copied_and_refused_with_assign() -> None:
     def check() -> None:
         applications = [flat(Rows(1)), flat(Whole()), shard]
         for apply_source in applications:

@@ -55,7 +55,7 @@ def test_the_whole_tensor_is_the_original_bit_by_bit() -> None:
     _on_each_mesh(check)
 
 
-def test_it_is_redistributed_as_torch_would_have_distributed_it() -> None:
+def test_a_ragged_tensor_redistributes_to_the_shards_of_distribute_tensor() -> None:
     def check(ragged: RaggedDTensor, value: torch.Tensor) -> None:
         for placement in (Replicate(), Shard(0), Shard(1)):
             placements = [Replicate()] * (ragged.device_mesh.ndim - 1) + [placement]
@@ -199,7 +199,7 @@ REFUSED: dict[str, Callable[[torch.Tensor], object]] = {
 }
 
 
-def test_everything_else_is_refused_on_every_rank_with_the_way_out() -> None:
+def test_unsupported_ops_on_ragged_tensors_raise_on_every_rank_with_the_way_out() -> None:
     def check() -> None:
         _, sharded = twins(Net, flat(Rows(1)))
         for name, compute in REFUSED.items():
@@ -220,7 +220,7 @@ def test_masks_write_elementwise() -> None:
     _on_each_mesh(check)
 
 
-def test_random_numbers_are_the_unsharded_tensors_and_replicas_agree_whatever_their_seeds() -> None:
+def test_ragged_tensors_draw_the_unsharded_random_numbers_alike_on_all_replicas() -> None:
     def check(ragged: RaggedDTensor, value: torch.Tensor) -> None:
         value = value.clone()
         for draw in (

@@ -81,7 +81,7 @@ def test_a_recipe_computes_the_scales_of_units_measured_together_at_once() -> No
 
 
 @pytest.mark.parametrize("num_past", [0, 2])
-def test_scales_computed_together_are_those_of_each_alone(num_past: int) -> None:
+def test_scales_computed_together_equal_scales_computed_one_by_one(num_past: int) -> None:
     recipe, shapes = Float8Recipe((1, None), num_past_amaxes=num_past), [(3, 5), (2, 7)]
     together, alone = ([Scales(recipe, shapes[i:], torch.device("cpu")) for i in (0, 1, 0)] for _ in range(2))
     for step in range(4):

@@ -130,7 +130,7 @@ def test_scales_of_replaced_weights_start_anew(how: str) -> None:
     run_ranks(check, 2)
 
 
-def test_what_a_state_dict_lacks_keeps_its_past() -> None:
+def test_weights_missing_from_a_state_dict_keep_their_scaling_state() -> None:
     def check() -> None:
         model = delayed_linear(torch.ones(16, 16))
         before = scaling_state(model)

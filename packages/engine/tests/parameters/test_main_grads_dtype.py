@@ -111,7 +111,7 @@ def test_gradients_of_offloaded_shards_are_rounded_on_the_device() -> None:
 
 
 @pytest.mark.parametrize(("stage", "num_roundings"), [(ZERO1, 1), (ZERO3, 3)], ids=["ZeRO-1", "ZeRO-3"])
-def test_microbatches_are_added_where_they_are_reduced(stage: AxisPlacement, num_roundings: int) -> None:
+def test_gradients_are_rounded_to_main_grads_dtype_at_each_reduction(stage: AxisPlacement, num_roundings: int) -> None:
     """ZeRO-1 reduces the fp32 sum of microbatches once; ZeRO-3 adds each reduction to a sharded gradient in bf16."""
 
     def check() -> None:

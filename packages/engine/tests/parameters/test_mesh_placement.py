@@ -30,7 +30,7 @@ def test_a_placement_has_the_axes_of_fsdp2s_mesh_infos() -> None:
     run_ranks(on_each_rank, 2)
 
 
-def test_a_parameter_lies_on_its_mesh_and_the_others_on_their_units() -> None:
+def test_a_parameter_may_lie_on_another_mesh_than_its_unit() -> None:
     def on_each_rank() -> None:
         one = init_device_mesh("cpu", (2,))
         two = init_device_mesh("cpu", (1, 2), mesh_dim_names=("outer", "inner"))

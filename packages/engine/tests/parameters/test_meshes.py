@@ -148,7 +148,7 @@ def test_replicas_may_be_reduced_over_once_for_several_microbatches() -> None:
     run_ranks(on_each_rank, 4)
 
 
-def test_clearing_gradients_forgets_what_was_kept_for_the_replicas() -> None:
+def test_zero_grad_drops_partial_gradients_kept_for_the_replicas() -> None:
     def on_each_rank() -> None:
         sharded = _net()
         _sharded(mesh=mesh_of((2, 2)))(sharded)
@@ -278,7 +278,7 @@ def test_parameters_of_one_unit_may_lie_on_different_meshes() -> None:
         ),
     ],
 )
-def test_what_a_placement_function_may_not_say_is_refused_by_name(
+def test_invalid_results_of_a_placement_function_are_refused_by_name(
     place: Callable[[nn.Parameter], Any], error: type[Exception], message: str
 ) -> None:
     def on_each_rank() -> None:

@@ -95,7 +95,7 @@ def test_parameters_from_meta_get_the_main_dtype() -> None:
     run_ranks(check, 2)
 
 
-def test_an_optimizer_made_before_the_storage_trains_it() -> None:
+def test_an_optimizer_built_before_to_empty_trains_the_materialised_parameters() -> None:
     def check() -> None:
         sharded = shard(_on_meta())
         optimizer = torch.optim.SGD(sharded.parameters(), lr=0.5)
@@ -112,7 +112,7 @@ def test_an_optimizer_made_before_the_storage_trains_it() -> None:
     run_ranks(check, 2)
 
 
-def test_a_model_without_storage_says_which_parameter_and_what_to_call_and_goes_on_afterwards() -> None:
+def test_a_forward_on_meta_is_refused_with_the_way_out_and_works_after_to_empty() -> None:
     def check() -> None:
         sharded = shard(_on_meta())
         with pytest.raises(RuntimeError, match=r"'stem\.weight', .*to_empty\(device=\"cpu\"\)"):
@@ -125,7 +125,7 @@ def test_a_model_without_storage_says_which_parameter_and_what_to_call_and_goes_
     run_ranks(check, 2)
 
 
-def test_what_was_not_given_storage_is_named() -> None:
+def test_parameters_still_on_meta_are_named_at_the_first_forward() -> None:
     def check() -> None:
         sharded = shard(_on_meta())
         for layer in sharded.layers:

@@ -126,7 +126,7 @@ def _keep_norms(model: _NormedLinears) -> Callable[[nn.Parameter], torch.dtype |
     return lambda parameter: parameter.dtype if id(parameter) in norm_ids else None
 
 
-def test_parameters_that_stay_in_their_dtype_travel_in_it_beside_the_others() -> None:
+def test_norms_kept_in_fp32_travel_in_fp32_beside_bf16_weights() -> None:
     def check() -> None:
         model = _NormedLinears()
         policy = MixedPrecisionPolicy(BF16, FP32, param_dtype_override_fn=_keep_norms(model))
@@ -166,7 +166,7 @@ def test_torchs_policy_may_say_so_too() -> None:
     run_ranks(check, 1)
 
 
-def test_a_third_dtype_is_refused_before_anything_has_changed() -> None:
+def test_a_param_dtype_override_to_a_third_dtype_is_refused_before_sharding() -> None:
     def check() -> None:
         model = _NormedLinears()
         with pytest.raises(ValueError, match=r"Expected None, torch.bfloat16 or torch.float32 .* got torch.float16"):

@@ -136,7 +136,9 @@ def late_copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[LateCopies]:
 
 @pytest.mark.usefixtures("steps_on_shards")
 @pytest.mark.parametrize("way", WAYS)
-def test_it_trains_as_unsharded_however_it_is_sharded(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_offloaded_model_trains_as_unsharded_at_every_stage_and_layout(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shape, options = WAYS[way]
 
     def on_each_rank() -> None:
@@ -199,7 +201,7 @@ def test_some_units_may_rest_on_the_cpu_and_others_not() -> None:
     run_ranks(on_each_rank, 2)
 
 
-def test_a_unit_that_runs_twice_adds_to_what_is_still_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_unit_that_runs_twice_adds_to_gradients_still_in_copy_to_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     class TwoForwards(Net):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             first: torch.Tensor = super().forward(x)
@@ -241,7 +243,7 @@ def test_extended_parameters_and_custom_collectives_work_on_the_copy() -> None:
 
 
 @pytest.mark.parametrize("way", ["one rank", "as FSDP2", "DDP", "ZERO1", "HFSDP, ZERO3"])
-def test_what_computes_shares_no_memory_with_what_rests(way: str) -> None:
+def test_unsharded_parameters_share_no_memory_with_offloaded_shards(way: str) -> None:
     shape, options = WAYS[way]
 
     def check(policy: MixedPrecisionPolicy | None) -> None:
@@ -299,7 +301,7 @@ def test_shards_are_copied_once_for_each_gather(way: str, monkeypatch: pytest.Mo
     run_ranks(on_each_rank, torch.Size(shape).numel())
 
 
-def test_a_shard_on_the_cpu_stays_there_whatever_the_mesh() -> None:
+def test_a_dtensor_of_a_cpu_shard_stays_on_the_cpu_under_a_cuda_mesh() -> None:
     mesh = DeviceMesh("cuda", torch.arange(1), _init_backend=False, _rank=0)
     shard = torch.ones(2, 3)
     dtensor = dtensor_for(shard, torch.empty(2, 3), Sharding(DataAxes(mesh, 0), 0, mesh, (Shard(0),)))
@@ -316,7 +318,7 @@ def test_memory_is_pinned_for_a_device_and_not_on_a_cpu_mesh() -> None:
     assert Offload.of(CPUOffloadPolicy(), cpu) == Offload(cpu, pins=False)
 
 
-def test_gradients_are_added_where_they_lie() -> None:
+def test_offloaded_gradients_are_added_in_place() -> None:
     offload = Offload(torch.device("cpu"), pins=False)
     totals = [torch.ones(2, 2), torch.zeros(0, 3)]
     before = [total.data_ptr() for total in totals]
@@ -344,7 +346,7 @@ def test_the_host_waits_once_a_step_and_not_for_microbatches_before_the_last(mon
 
 
 @pytest.mark.parametrize("is_last", [True, False])
-def test_an_optimizer_in_backward_steps_when_its_gradient_is_there(
+def test_an_optimizer_in_backward_steps_after_the_gradients_copy_to_the_cpu(
     is_last: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def step_in_backward(model: nn.Module) -> list[nn.Parameter]:
@@ -395,7 +397,7 @@ def test_the_host_waits_once_for_gradients_that_are_reduced_by_hand(monkeypatch:
     run_ranks(on_each_rank, 2)
 
 
-def test_the_host_waits_for_gathers_before_somebody_may_write_what_they_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_state_dicts_and_casts_of_offloaded_shards_wait_for_running_gathers(monkeypatch: pytest.MonkeyPatch) -> None:
     def on_each_rank() -> None:
         _, model = _pair()
         with late_copies(monkeypatch) as late:
@@ -464,7 +466,9 @@ def test_after_an_exception_no_hook_is_called_for_a_step_that_is_lost(monkeypatc
 @pytest.mark.parametrize(
     "way", ["one rank", "as FSDP2", "blocks of rows", "DDP", "ZERO2", "HSDP as FSDP2", "HFSDP, ZERO3"]
 )
-def test_every_copy_is_waited_for_by_whoever_needs_it(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compute_and_host_wait_for_copies_of_offloaded_shards_and_gradients(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shape, options = WAYS[way]
 
     def on_each_rank() -> None:
@@ -533,7 +537,7 @@ def _sharded_like(model: nn.Module, reference: nn.Module) -> dict[str, torch.Ten
 
 
 @pytest.mark.parametrize("assign", [True, False])
-def test_weights_that_are_loaded_are_gathered_and_rest_apart_from_what_computes(assign: bool) -> None:
+def test_weights_loaded_into_an_offloaded_model_are_used_by_the_next_forward(assign: bool) -> None:
     def on_each_rank() -> None:
         reference, model = _pair(options=ShardingOptions(placements=ZERO2))
         model(X)

@@ -164,7 +164,7 @@ def _logged(**options: Any) -> tuple[Blocks, CollectiveLog]:
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_each_direction_gathers_its_own_payloads_alone(num_ranks: int) -> None:
+def test_forward_and_backward_gather_only_the_payloads_of_their_direction(num_ranks: int) -> None:
     def check() -> None:
         model, log = _logged()
         _step(model, _x())
@@ -262,7 +262,7 @@ def test_verbs_and_holds_gather_the_payloads_of_both_directions() -> None:
     run_ranks(check, 2)
 
 
-def test_what_a_unit_weighs_is_the_bytes_of_all_its_payloads() -> None:
+def test_unsharded_nbytes_of_a_group_with_a_recipe_counts_all_payloads() -> None:
     def check() -> None:
         model = _sharded(twins_in_8_bits()[0])
         group = _matrices(model)[0]

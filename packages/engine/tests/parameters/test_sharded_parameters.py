@@ -57,7 +57,7 @@ MOMENTS = [_at_rest, _after_forward, _unsharded]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3, 4])
-def test_each_rank_holds_the_chunk_that_shard_0_says_and_the_whole_is_the_original(num_ranks: int) -> None:
+def test_parameters_are_shard_0_dtensors_whose_full_tensor_is_the_original(num_ranks: int) -> None:
     def check() -> None:
         reference, sharded = twins()
         assert [name for name, _ in sharded.named_parameters()] == [name for name, _ in reference.named_parameters()]

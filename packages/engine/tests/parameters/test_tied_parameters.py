@@ -83,7 +83,7 @@ def test_a_parameter_tied_across_units_is_refused_with_both_names() -> None:
     run_ranks(check, 2)
 
 
-def test_a_module_shared_by_two_units_is_refused_and_the_message_says_what_to_do() -> None:
+def test_a_module_shared_by_two_units_is_refused_with_the_way_out() -> None:
     def check() -> None:
         shared = nn.Linear(3, 3)
         first, second = nn.Sequential(shared), nn.Sequential(nn.Tanh(), shared)

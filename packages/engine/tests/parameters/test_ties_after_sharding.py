@@ -86,7 +86,7 @@ def test_parameters_of_one_unit_that_are_tied_after_sharding_train_as_one(option
 
 
 @pytest.mark.parametrize("builds_first", [True, False])
-def test_they_may_be_tied_after_a_step_and_optimizers_built_before_go_on(builds_first: bool) -> None:
+def test_parameters_may_be_tied_after_a_step_under_an_optimizer_built_before(builds_first: bool) -> None:
     def on_each_rank() -> None:
         reference, sharded = twins(_Untied)
         optimizers = [adamw(list(model.parameters())) for model in (reference, sharded)]
@@ -109,7 +109,7 @@ def test_they_may_be_tied_after_a_step_and_optimizers_built_before_go_on(builds_
     run_ranks(on_each_rank, 2)
 
 
-def test_they_may_be_tied_when_weights_are_given_another_dtype_or_storage() -> None:
+def test_parameters_tied_before_a_cast_or_to_empty_train_as_unsharded() -> None:
     def on_each_rank() -> None:
         reference, sharded = twins(_Untied)
         for model in (reference, sharded):
@@ -252,7 +252,7 @@ def test_a_replacement_that_is_sharded_over_other_ranks_is_refused() -> None:
     run_ranks(on_each_rank, 4)
 
 
-def test_what_an_unsharded_parameter_is_replaced_by_is_refused_once() -> None:
+def test_a_replacement_of_an_unsharded_parameter_is_refused_once() -> None:
     def on_each_rank() -> None:
         reference, sharded = twins(_Untied)
         assert isinstance(sharded, _Untied)
@@ -277,7 +277,7 @@ def test_a_tie_in_the_middle_of_a_step_is_refused() -> None:
     run_ranks(on_each_rank, 2)
 
 
-def test_a_tie_of_what_was_given_to_layers_is_refused() -> None:
+def test_a_tie_of_a_parameter_with_main_grads_is_refused() -> None:
     def on_each_rank() -> None:
         model = shard(_Untied())
         set_main_grads(model, [model.head.get_parameter("weight")])

@@ -86,7 +86,7 @@ def _assert_equal(reference: nn.Module, sharded: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("stage", EVERY_STAGE)
-def test_it_trains_as_unsharded_with_several_microbatches(stage: str) -> None:
+def test_every_zero_stage_trains_as_unsharded_with_several_microbatches(stage: str) -> None:
     shape, placements = EVERY_STAGE[stage]
 
     def train(*, set_to_none: bool) -> None:
@@ -199,7 +199,7 @@ class _NotingOuter:
         ("HSDP, ZERO3", {"layers.0": 8, "root": 4}, 4, 2),
     ],
 )
-def test_it_communicates_as_often_as_it_must(
+def test_every_zero_stage_issues_the_expected_number_of_collectives(
     stage: str, gathers: dict[str, int], reductions: int, all_reductions: int
 ) -> None:
     shape, placements = EVERY_STAGE[stage]
@@ -226,7 +226,9 @@ def test_it_communicates_as_often_as_it_must(
 @pytest.mark.usefixtures("steps_on_shards")
 @ONE_AXIS_ONLY
 @pytest.mark.parametrize("param_dtype", [None, torch.bfloat16])
-def test_at_rest_it_holds_the_bytes_that_its_placements_say(stage: str, param_dtype: torch.dtype | None) -> None:
+def test_at_rest_every_zero_stage_holds_the_bytes_of_its_placements(
+    stage: str, param_dtype: torch.dtype | None
+) -> None:
     def on_each_rank() -> None:
         model = Net(dim=8)
         numel = sum(parameter.numel() for parameter in model.parameters())
@@ -302,7 +304,7 @@ def _by_backward_and_an_unknown_optimizer(model: nn.Module, value: float) -> Non
 
 
 @ONE_AXIS_ONLY
-def test_a_copy_is_made_anew_after_whatever_writes_main_weights(stage: str) -> None:
+def test_model_weights_are_made_anew_after_any_write_to_main_weights(stage: str) -> None:
     def write_and_compare(write: Callable[[nn.Module, float], None]) -> None:
         model = Net()
         shard_on(options=ShardingOptions(placements=ONE_AXIS[stage]))(model)

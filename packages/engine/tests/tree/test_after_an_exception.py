@@ -62,7 +62,7 @@ def _fail(model: nn.Module, where: str) -> None:
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("num_steps_before", [0, 2])
-def test_after_a_reset_everything_is_at_rest_and_training_goes_on(where: str, num_steps_before: int) -> None:
+def test_after_a_reset_all_units_are_at_rest_and_training_goes_on(where: str, num_steps_before: int) -> None:
     def check() -> None:
         reference, sharded = twins(_FragileNet)
         assert_trains_alike(reference, sharded, LOSS, num_steps=num_steps_before)

@@ -79,7 +79,7 @@ budgets = st.none() | st.integers(0, 30)
 
 
 @given(orders, orders, sizes, budgets)
-def test_what_waits_for_its_turn_weighs_no_more_than_the_budget_or_is_one_unit(
+def test_units_gathered_ahead_stay_within_the_budget_or_are_a_single_unit(
     expected: list[int], visits: list[int], sizes: list[int], budget: int | None
 ) -> None:
     units = [_Unit(i, nbytes) for i, nbytes in enumerate(sizes)]
@@ -129,7 +129,9 @@ def test_every_gather_in_vain_was_freed_or_waits(
         pytest.param(99, [1, 2, 3, 4], [], id="all fit"),
     ],
 )
-def test_the_next_units_are_gathered_while_they_fit(budget: int | None, first: list[int], second: list[int]) -> None:
+def test_the_next_units_are_gathered_ahead_while_the_budget_has_room(
+    budget: int | None, first: list[int], second: list[int]
+) -> None:
     units = [_Unit(i, nbytes) for i, nbytes in enumerate([0, 2, 3, 5, 1])]
     run = _Pass(units, list(range(5)), budget)
     assert run.run(0) == first
@@ -141,13 +143,13 @@ def test_a_smaller_unit_does_not_overtake() -> None:
     assert _Pass(units, list(range(4)), 4).run(0) == [1]
 
 
-def test_units_that_are_there_cost_nothing_and_are_looked_past() -> None:
+def test_already_unsharded_units_take_no_room_in_the_prefetch_budget() -> None:
     units = [_Unit(i, 4) for i in range(5)]
     units[1].residency, units[2].residency = Residency.UNSHARDED, Residency.UNSHARDING
     assert _Pass(units, list(range(5)), 4).run(0) == [3]
 
 
-def test_the_unit_that_runs_keeps_its_place_where_it_comes_again() -> None:
+def test_prefetch_keeps_room_for_a_later_run_of_the_running_unit() -> None:
     units = [_Unit(i, 4) for i in range(3)]
     run = _Pass(units, [0, 1, 0, 2], 8)
     assert run.run(0) == [1], "not 2, which would leave no room for 0"
@@ -164,7 +166,7 @@ def test_units_that_were_passed_over_make_room() -> None:
 
 
 @pytest.mark.parametrize("budget", [None, 0, 7])
-def test_one_that_was_passed_over_and_comes_again_keeps_its_place(budget: int | None) -> None:
+def test_a_gathered_unit_that_is_passed_over_waits_for_its_later_run(budget: int | None) -> None:
     units = [_Unit(i, 4) for i in range(4)]
     run = _Pass(units, [0, 2, 1, 3, 2], budget)
     assert run.run(0) == [2]

@@ -153,7 +153,7 @@ def test_a_listener_that_is_ignored_or_gone_hears_nothing_and_others_go_on() -> 
         gc.enable()
 
 
-def test_another_models_step_is_not_heard() -> None:
+def test_a_listener_does_not_hear_the_step_of_another_model() -> None:
     def check() -> None:
         model, other = _two_units(), _two_units()
         heard = Heard(model)

@@ -31,7 +31,7 @@ def _ahead_in_backward(model: Any, depth: int = 2) -> None:
         fsdp(module).set_modules_to_backward_prefetch(chain[i + 1 : i + 1 + depth])
 
 
-def test_a_list_in_forward_gathers_as_many_ahead_as_it_is_long_and_from_the_first_step_on() -> None:
+def test_a_forward_prefetch_list_gathers_all_its_units_ahead_from_the_first_step() -> None:
     def check() -> None:
         reference, model = twins()
         _ahead_in_forward(model)
@@ -50,7 +50,7 @@ def test_a_list_in_forward_gathers_as_many_ahead_as_it_is_long_and_from_the_firs
     run_ranks(check, 2)
 
 
-def test_a_list_in_backward_gathers_as_many_ahead_as_it_is_long() -> None:
+def test_a_backward_prefetch_list_gathers_all_its_units_ahead() -> None:
     def check() -> None:
         reference, model = twins()
         _ahead_in_backward(model)
@@ -156,7 +156,7 @@ def test_a_unit_that_backward_does_not_need_is_not_gathered_for_it() -> None:
     run_ranks(check, 2)
 
 
-def test_a_recomputed_forward_gathers_what_backward_would_not() -> None:
+def test_a_recomputed_forward_gathers_units_that_backward_does_not_need() -> None:
     class RecomputedEmbedding(_Embedded):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             ids = torch.arange(12).view(3, 4) % 11

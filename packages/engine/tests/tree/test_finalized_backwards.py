@@ -98,7 +98,7 @@ def test_every_stage_trains_as_unsharded_over_several_microbatches(stage: str, k
     run_ranks(on_each_rank, torch.Size(shape).numel())
 
 
-def test_what_is_reduced_once_a_step_is_reduced_at_the_end() -> None:
+def test_zero1_reduces_all_units_in_finalize_backward() -> None:
     def on_each_rank() -> None:
         _, sharded, model = _by_hand(Net, shard_on((2,), options=ShardingOptions(placements=EVERY_STAGE["ZERO1"][1])))
         log = record(sharded)
@@ -167,7 +167,7 @@ WAIT_BY_THEMSELVES: dict[str, Callable[[nn.Module], object]] = {
 
 
 @pytest.mark.parametrize("who", WAIT_BY_THEMSELVES)
-def test_who_comes_before_a_handle_is_waited_for_waits_itself(who: str) -> None:
+def test_calls_after_an_async_finalize_backward_wait_for_its_reductions(who: str) -> None:
     def on_each_rank() -> None:
         _, sharded = twins()
         handle = _finalized_late(sharded)
@@ -190,7 +190,7 @@ def test_a_handle_is_torchs_where_torch_has_one_and_waits_once() -> None:
     run_ranks(on_each_rank, 1)
 
 
-def test_gradients_that_go_to_the_cpu_are_there_when_the_handle_was_waited_for() -> None:
+def test_offloaded_gradients_are_complete_when_the_finalize_handle_was_waited_for() -> None:
     def on_each_rank() -> None:
         reference, sharded, model = _by_hand(Net, lambda model: shard(model, offload_policy=CPUOffloadPolicy()))
         called = []

@@ -54,7 +54,7 @@ def test_training_is_the_unsharded_models(num_blocks: float) -> None:
     run_ranks(check, 2)
 
 
-def test_nothing_stays_of_the_first_forward_nor_of_one_without_gradients() -> None:
+def test_a_keep_budget_keeps_no_unit_of_the_first_forward_or_without_gradients() -> None:
     def check() -> None:
         model = shard(Net())
         fsdp(model).set_options(keep_budget=10**9)
@@ -69,7 +69,7 @@ def test_nothing_stays_of_the_first_forward_nor_of_one_without_gradients() -> No
     run_ranks(check, 2)
 
 
-def test_a_unit_that_is_too_large_is_left_out_for_smaller_ones() -> None:
+def test_a_unit_above_the_keep_budget_is_left_out_for_smaller_units() -> None:
     def apply(model: Net) -> None:
         fully_shard([model.layers[1], model.layers[2]])
         fully_shard(model.layers[0])
@@ -140,7 +140,7 @@ def test_whole_copies_that_stay_anyway_take_no_room() -> None:
     run_ranks(check, 2)
 
 
-def test_what_is_no_budget_is_refused() -> None:
+def test_an_invalid_keep_budget_is_refused() -> None:
     def check() -> None:
         model = shard(Net())
         for nbytes, error in ((None, TypeError), (1.5, TypeError), (-1, ValueError)):

@@ -106,7 +106,7 @@ def test_interleaved_microbatches_train_as_unsharded(stage: str, dtype: torch.dt
     run_ranks(on_each_rank, _num_ranks(stage))
 
 
-def test_only_units_that_somebody_holds_have_bytes() -> None:
+def test_only_held_units_have_unsharded_bytes() -> None:
     def on_each_rank() -> None:
         model = Stack()
         _shard(model, "ZERO3")
@@ -132,7 +132,9 @@ def test_only_units_that_somebody_holds_have_bytes() -> None:
     ("stage", "blocks", "root", "reductions"),
     [("ZERO3", [3, 3, 4], 3, 2), ("ZERO2", [1, 1, 1], 1, 2), ("ZERO1", [1, 1, 1], 1, 1)],
 )
-def test_a_unit_is_gathered_once_for_all_who_hold_it(stage: str, blocks: list[int], root: int, reductions: int) -> None:
+def test_a_unit_is_gathered_once_for_all_of_its_holds(
+    stage: str, blocks: list[int], root: int, reductions: int
+) -> None:
     def on_each_rank() -> None:
         model = Stack()
         _shard(model, stage)
@@ -281,7 +283,7 @@ def test_a_step_without_any_block_still_uses_and_trains_the_rest() -> None:
     run_ranks(on_each_rank, 2)
 
 
-def test_what_nobody_reduced_is_reduced_at_the_end() -> None:
+def test_wait_for_gradients_reduces_units_that_were_not_reduced_by_hand() -> None:
     def on_each_rank() -> None:
         reference, model = twins(Stack, lambda model: _shard(model, "ZERO3"))
         reference.finish(reference.stem(BATCHES[0])).backward()  # type: ignore[operator]
@@ -390,7 +392,7 @@ def test_a_copy_that_is_held_over_a_step_is_refused_too() -> None:
     run_ranks(on_each_rank, 2)
 
 
-def test_a_gather_at_rest_waits_for_who_wrote_the_shards_and_for_every_reader_before_it_frees() -> None:
+def test_a_gather_at_rest_waits_for_writers_of_shards_and_a_free_for_all_readers() -> None:
     def on_each_rank() -> None:
         model = Stack()
         _shard(model, "ZERO3")

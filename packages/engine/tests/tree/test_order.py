@@ -23,17 +23,17 @@ def _answers(expected: list[int], visits: list[int]) -> list[int | None]:
     return [_next(order, unit) for unit in visits]
 
 
-def test_nothing_is_expected_before_anything_was_learned() -> None:
+def test_no_next_unit_is_expected_before_an_order_was_learned() -> None:
     assert _answers([], [0, 1, 2]) == [None, None, None]
 
 
 @given(orders)
-def test_a_pass_that_repeats_the_last_one_always_knows_what_comes_next(visits: list[int]) -> None:
+def test_a_pass_that_repeats_the_learned_order_predicts_every_next_unit(visits: list[int]) -> None:
     assert _answers(visits, visits) == [*visits[1:], None][: len(visits)]
 
 
 @given(orders, orders)
-def test_everything_that_happens_is_recorded_whatever_was_expected(expected: list[int], visits: list[int]) -> None:
+def test_all_visits_are_recorded_under_any_expected_order(expected: list[int], visits: list[int]) -> None:
     order = ReplayedOrder(expected)
     for unit in visits:
         order.visit(unit)
@@ -41,7 +41,7 @@ def test_everything_that_happens_is_recorded_whatever_was_expected(expected: lis
 
 
 @given(orders, orders)
-def test_an_answer_is_always_something_that_followed_the_visited_unit_before(
+def test_a_predicted_unit_always_followed_the_visited_unit_in_the_expected_order(
     expected: list[int], visits: list[int]
 ) -> None:
     pairs = set(pairwise(expected))
@@ -50,7 +50,7 @@ def test_an_answer_is_always_something_that_followed_the_visited_unit_before(
 
 
 @given(orders, orders)
-def test_what_was_expected_is_upcoming_or_passed_until_it_comes(expected: list[int], visits: list[int]) -> None:
+def test_expected_units_are_upcoming_or_passed_until_their_visit(expected: list[int], visits: list[int]) -> None:
     order, remaining_units = ReplayedOrder(expected), expected
     for unit in visits:
         upcoming, passed = order.visit(unit)
@@ -72,7 +72,7 @@ def test_what_was_expected_is_upcoming_or_passed_until_it_comes(expected: list[i
         pytest.param([0, 1], [0, 1, 0, 1], [1, None, None, None], id="the whole pass twice"),
     ],
 )
-def test_a_departure_costs_answers_and_never_brings_wrong_ones(
+def test_departures_from_the_expected_order_only_cost_predictions(
     expected: list[int], visits: list[int], answers: list[int | None]
 ) -> None:
     assert _answers(expected, visits) == answers

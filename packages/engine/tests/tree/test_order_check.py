@@ -129,7 +129,7 @@ def test_a_swap_that_sends_nothing_is_found_at_the_end_of_the_pass() -> None:
         assert text.count("about to end the forward") == 2
 
 
-def test_a_rank_that_leaves_its_step_is_missed_with_what_is_known() -> None:
+def test_the_order_check_reports_an_absent_rank_with_its_last_known_operation() -> None:
     def check() -> str:
         model = _checked()
         fsdp(model).set_options(order_check_timeout_s=IMPATIENCE)  # Not before: all ranks come to the first steps.
@@ -193,7 +193,7 @@ def test_ranks_that_agree_get_the_same_to_the_bit(num_ranks: int) -> None:
     run_ranks(check, num_ranks)
 
 
-def test_the_environment_asks_for_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lamella_debug_enables_the_order_check(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LAMELLA_DEBUG", "something,order")
 
     def check() -> str:
@@ -205,7 +205,7 @@ def test_the_environment_asks_for_it_too(monkeypatch: pytest.MonkeyPatch) -> Non
     assert all("forward of layers.2" in text for text in run_ranks(check, 2))
 
 
-def test_nothing_is_left_in_the_store_but_the_last_comparison() -> None:
+def test_the_order_check_leaves_only_its_last_comparison_in_the_store() -> None:
     def check() -> int:
         model = _checked()
         num_keys = dist.distributed_c10d._get_default_store().num_keys()
@@ -217,7 +217,7 @@ def test_nothing_is_left_in_the_store_but_the_last_comparison() -> None:
     assert all(abs(more) <= 3 for more in run_ranks(check, 2))
 
 
-def test_who_checks_how_is_refused() -> None:
+def test_invalid_order_check_options_are_refused() -> None:
     def check() -> None:
         model = shard(Net())
         with pytest.raises(ValueError, match="`order_check_timeout_s` to be a positive number of seconds, got 0"):
@@ -228,7 +228,7 @@ def test_who_checks_how_is_refused() -> None:
     run_ranks(check, 1)
 
 
-def test_it_trains_as_unsharded() -> None:
+def test_a_model_under_the_order_check_trains_as_unsharded() -> None:
     def check() -> None:
         reference, model = twins()
         fsdp(model).set_options(order_check=True)

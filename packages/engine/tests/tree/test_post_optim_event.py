@@ -23,7 +23,7 @@ def _waits(model: nn.Module) -> list[object]:
     return waits
 
 
-def test_the_next_forward_waits_for_it_alone_and_the_one_after_for_everything() -> None:
+def test_the_post_optim_event_replaces_the_stream_wait_of_the_next_forward_alone() -> None:
     def check() -> None:
         _, model = twins()
         waits = _waits(model)
@@ -41,7 +41,7 @@ def test_the_next_forward_waits_for_it_alone_and_the_one_after_for_everything() 
     run_ranks(check, 1)
 
 
-def test_shards_that_were_replaced_after_it_are_waited_for() -> None:
+def test_shards_replaced_after_the_post_optim_event_are_waited_for() -> None:
     def check() -> None:
         reference, model = twins()
         event = torch.Event("cpu")

@@ -29,7 +29,7 @@ def _gathers(log: CollectiveLog) -> list[str]:
     return log.units_of("gather")
 
 
-def test_from_the_second_step_on_each_unit_is_gathered_before_the_one_before_it_computes() -> None:
+def test_from_the_second_step_units_are_gathered_before_the_previous_unit_computes() -> None:
     def check() -> None:
         model = shard(Net())
         log = record(model)
@@ -163,7 +163,7 @@ def test_a_validation_pass_on_another_route_leaves_the_next_step_right_and_its_o
     run_ranks(check, 2)
 
 
-def test_an_early_exit_leaves_everything_at_rest() -> None:
+def test_an_early_exit_leaves_all_units_at_rest() -> None:
     def check() -> None:
         reference, sharded = twins(Routed)
         assert_trains_alike(reference, sharded, mean_square(lambda model: model(X)), num_steps=2)

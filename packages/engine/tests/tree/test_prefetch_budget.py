@@ -63,7 +63,7 @@ def test_a_budget_of_less_than_two_units_is_as_none(num_blocks: float) -> None:
     run_ranks(check, 2)
 
 
-def test_a_budget_that_holds_everything_gathers_everything_first() -> None:
+def test_a_prefetch_budget_for_all_units_gathers_all_units_first() -> None:
     def check() -> None:
         model, log = _learned(shard(Net()), 100)
         LOSS(model).backward()
@@ -115,7 +115,7 @@ class _Shift(nn.Module):
         return x + self.by[: len(x)]
 
 
-def test_a_unit_whose_backward_needs_no_weights_takes_no_room_there() -> None:
+def test_a_unit_without_unshard_in_backward_takes_no_prefetch_budget() -> None:
     def make() -> Net:
         model = Net()
         model.layers[1] = _Shift()
@@ -197,7 +197,7 @@ def test_units_that_were_gathered_for_nothing_are_freed_with_the_pass() -> None:
     run_ranks(check, 2)
 
 
-def test_what_a_unit_weighs_is_what_it_allocates() -> None:
+def test_unsharded_nbytes_of_a_unit_equals_its_allocated_bytes() -> None:
     def check() -> None:
         for policy in (MixedPrecisionPolicy(), MixedPrecisionPolicy(param_dtype=torch.bfloat16)):
             layer = fully_shard(Net().layers[0], mp_policy=policy)
@@ -225,7 +225,7 @@ def test_tensor_parallel_ranks_with_unequal_parts_count_alike() -> None:
     assert weights == {max(allocated)}
 
 
-def test_what_is_no_budget_is_refused() -> None:
+def test_an_invalid_prefetch_budget_is_refused() -> None:
     def check() -> None:
         model = shard(Net())
         for nbytes, error in ((True, TypeError), (1.5, TypeError), (-1, ValueError)):

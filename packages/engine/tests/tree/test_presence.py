@@ -26,7 +26,7 @@ def test_a_layer_without_room_ahead_is_gathered_in_its_turn() -> None:
     assert presence.total == 150
 
 
-def test_layers_that_backward_wants_first_stay_for_it() -> None:
+def test_a_keep_budget_keeps_the_layers_that_backward_uses_first() -> None:
     presence = Presence(SIZES, keep_budget=40)  # no room for the middle one beside the last
     for layer, lets_go in ((0, False), (1, True), (2, False)):
         forward, backward = (0, layer, "forward"), (0, layer, "backward")

@@ -67,7 +67,7 @@ def test_as_many_are_in_flight_as_asked_for_and_none_after_backward(num: int) ->
 
 
 @pytest.mark.parametrize("num_axes", [1, 2])
-def test_the_optimizer_comes_after_what_follows_a_reduction(num_axes: int) -> None:
+def test_the_optimizer_waits_for_the_install_of_reduced_gradients(num_axes: int) -> None:
     """Gradients are divided, cast and added to after the reduction, on the reduction's stream."""
     installed: list[FakeWork] = []
 
@@ -183,7 +183,7 @@ def test_trees_that_share_streams_keep_no_more_reductions_in_flight_than_one() -
     run_ranks(check, 2)
 
 
-def test_a_deleted_tree_goes_though_it_shared_streams() -> None:
+def test_a_deleted_tree_with_shared_streams_is_freed() -> None:
     def check() -> None:
         models = [shard(Net()) for _ in range(2)]
         share_comm_ctx([fsdp(model) for model in models])
@@ -196,7 +196,7 @@ def test_a_deleted_tree_goes_though_it_shared_streams() -> None:
     run_ranks(check, 1)
 
 
-def test_what_cannot_share_streams_is_refused() -> None:
+def test_share_comm_ctx_refuses_non_units_and_units_on_several_devices() -> None:
     def check() -> None:
         model = shard(Net())
         share_comm_ctx([])

@@ -36,7 +36,7 @@ def _assert_same_norm(shown: torch.Tensor, model: nn.Module, factor: float = 1.0
     ],
     ids=str,
 )
-def test_it_has_the_norm_of_this_ranks_gradients(options: dict[str, Any]) -> None:
+def test_the_all_reduce_hook_sees_the_norm_of_this_ranks_gradients(options: dict[str, Any]) -> None:
     def on_each_rank() -> None:
         model, shown = _watched(**options)
         model(torch.ones(2, 3)).sum().backward()
@@ -46,7 +46,7 @@ def test_it_has_the_norm_of_this_ranks_gradients(options: dict[str, Any]) -> Non
     run_ranks(on_each_rank, 3)
 
 
-def test_it_has_so_over_two_axes() -> None:
+def test_the_all_reduce_hook_sees_the_norm_of_this_ranks_gradients_on_two_axes() -> None:
     def on_each_rank() -> None:
         for outer in (HSDP, HFSDP):
             with case(outer):
@@ -58,7 +58,7 @@ def test_it_has_so_over_two_axes() -> None:
 
 
 @pytest.mark.parametrize("only_sums", [False, True])
-def test_it_is_shown_the_mean_or_the_sum_where_collectives_make_only_sums(only_sums: bool) -> None:
+def test_the_all_reduce_hook_sees_the_mean_or_the_sum_where_sums_are_forced(only_sums: bool) -> None:
     def on_each_rank() -> None:
         model, shown = _watched()
         fsdp(model).set_gradient_divide_factor(5.0)
@@ -72,7 +72,7 @@ def test_it_is_shown_the_mean_or_the_sum_where_collectives_make_only_sums(only_s
     run_ranks(on_each_rank, 2)
 
 
-def test_it_may_be_set_while_replicas_keep_their_sums() -> None:
+def test_the_all_reduce_hook_may_be_set_while_replicas_keep_their_sums() -> None:
     def on_each_rank() -> None:
         torch.manual_seed(0)
         model = fully_shard(nn.Linear(3, 5), mesh=mesh_of((2, 2)))

@@ -43,7 +43,7 @@ def _backward(model: nn.Module, batch: torch.Tensor) -> None:
     model(batch).backward()
 
 
-def test_a_unit_is_reduced_when_its_last_gradient_is_there() -> None:
+def test_a_unit_is_reduced_at_its_last_delayed_gradient() -> None:
     def on_each_rank() -> None:
         reference, model, log = _pair()
         for batch in BATCHES:
@@ -133,7 +133,7 @@ def test_a_layer_that_writes_over_grad_loses_no_earlier_microbatch(reduce_dtype:
     run_ranks(on_each_rank, 2)
 
 
-def test_a_rank_may_find_that_it_has_no_gradient() -> None:
+def test_a_delayed_gradient_may_turn_out_to_be_none() -> None:
     def on_each_rank() -> None:
         reference, model, _ = _pair()
         for twin in (reference, model):
@@ -151,7 +151,7 @@ def test_a_rank_may_find_that_it_has_no_gradient() -> None:
     run_ranks(on_each_rank, 2)
 
 
-def test_what_is_missing_at_the_end_of_a_step_is_named() -> None:
+def test_missing_delayed_gradients_are_named_at_the_end_of_a_step() -> None:
     def on_each_rank() -> None:
         _, model, _ = _pair()
         optimizer, elsewhere = sgd(list(model.parameters())), sgd([nn.Parameter(torch.zeros(2))])
@@ -189,7 +189,7 @@ def test_a_gradient_that_comes_twice_is_refused() -> None:
     run_ranks(on_each_rank, 2)
 
 
-def test_a_reset_forgets_what_was_to_come() -> None:
+def test_a_reset_forgets_pending_delayed_gradients() -> None:
     def on_each_rank() -> None:
         reference, model, _ = _pair()
         _backward(model, BATCHES[0])
@@ -208,7 +208,7 @@ def test_a_reset_forgets_what_was_to_come() -> None:
     run_ranks(on_each_rank, 2)
 
 
-def test_the_caller_waits_for_reductions_when_the_last_gradient_is_there_and_not_before() -> None:
+def test_only_the_last_delayed_gradient_makes_the_caller_wait_for_reductions() -> None:
     def on_each_rank() -> None:
         _, model, _ = _pair()
         streams = dict(named_units(model))["root"].parameters.context.streams

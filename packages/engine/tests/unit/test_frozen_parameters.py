@@ -124,7 +124,7 @@ def test_parameters_that_were_frozen_when_they_were_sharded_can_be_trained_later
     run_ranks(check, 2)
 
 
-def test_freezing_between_two_backwards_keeps_the_gradient_that_was_there() -> None:
+def test_freezing_between_two_backwards_keeps_the_earlier_gradient() -> None:
     def check() -> None:
         reference, sharded = twins()
         for model in (reference, sharded):
@@ -168,7 +168,7 @@ def test_flags_that_are_set_while_a_unit_is_unsharded_stay_set() -> None:
     run_ranks(check, 2)
 
 
-def test_parameters_that_were_frozen_since_they_were_sharded_send_nothing() -> None:
+def test_parameters_frozen_after_sharding_add_no_bytes_to_reductions() -> None:
     def on_each_rank() -> None:
         model = shard(Net(dim=8))
         for name, parameter in model.named_parameters():

@@ -101,7 +101,7 @@ def test_a_unit_that_the_last_microbatch_does_not_use_is_reduced_with_it() -> No
     run_ranks(check, 2)
 
 
-def test_nothing_shows_in_grad_before_the_reduction() -> None:
+def test_grad_of_sharded_parameters_stays_none_before_the_reduction() -> None:
     def check() -> None:
         _, sharded = twins()
         with no_gradient_sync(sharded):
@@ -112,7 +112,7 @@ def test_nothing_shows_in_grad_before_the_reduction() -> None:
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_zero_grad_of_the_model_drops_what_was_kept_unreduced_too(set_to_none: bool) -> None:
+def test_zero_grad_of_the_model_drops_unreduced_gradients_too(set_to_none: bool) -> None:
     def check() -> None:
         reference, sharded = twins()
         with no_gradient_sync(sharded):
@@ -125,7 +125,7 @@ def test_zero_grad_of_the_model_drops_what_was_kept_unreduced_too(set_to_none: b
     run_ranks(check, 2)
 
 
-def test_what_was_kept_may_be_reduced_by_hand() -> None:
+def test_unreduced_gradients_may_be_reduced_by_hand() -> None:
     def check() -> None:
         reference, sharded = twins()
         batch = inputs(12)
@@ -153,7 +153,7 @@ def test_zero_grad_of_the_model_between_forward_and_backward_clears_the_gradient
     run_ranks(check, 2)
 
 
-def test_gradients_that_are_there_are_added_to_as_autograd_adds() -> None:
+def test_new_gradients_are_added_to_existing_gradients_as_by_autograd() -> None:
     def check() -> None:
         reference, sharded = twins(Net, shard)
         for model in (reference, sharded):

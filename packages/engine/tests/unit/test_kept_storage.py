@@ -33,7 +33,7 @@ def _loss(model: nn.Module) -> Any:
     return model(inputs()).square().mean()
 
 
-def test_memory_stays_between_uses_and_goes_when_it_is_no_longer_kept() -> None:
+def test_kept_storage_stays_between_uses_and_is_freed_when_the_option_is_off() -> None:
     def on_each_rank() -> None:
         _, model = twins()
         assert isinstance(model, Net)
@@ -77,7 +77,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_it_trains_as_unsharded(way: str) -> None:
+def test_units_with_kept_storage_train_as_unsharded_at_constant_addresses(way: str) -> None:
     def on_each_rank() -> None:
         reference, model = twins(Net, shard_on((4,), **WAYS[way]))
         fsdp(model).set_keep_unsharded_storage(True)
@@ -101,7 +101,7 @@ def test_it_trains_as_unsharded(way: str) -> None:
     run_ranks(on_each_rank, 4)
 
 
-def test_a_pool_plans_for_the_others() -> None:
+def test_units_with_kept_storage_train_beside_units_in_a_pool() -> None:
     def on_each_rank() -> None:
         pool = PoolAllocator()
         reference, model = twins(Net, lambda model: shard(model, options=ShardingOptions(allocator=pool)))
@@ -133,7 +133,7 @@ def test_shards_that_were_replaced_keep_memory_of_their_own() -> None:
     run_ranks(on_each_rank, 2)
 
 
-def test_what_a_parameter_says_itself_to_gather_stays_too() -> None:
+def test_storage_of_extended_parameters_is_kept_too() -> None:
     def on_each_rank() -> None:
         torch.manual_seed(0)
         layer = nn.Linear(4, 4, bias=False)

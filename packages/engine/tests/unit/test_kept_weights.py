@@ -71,7 +71,7 @@ def test_an_optimizer_step_between_two_forwards_is_seen(look: Callable[[nn.Modul
     run_ranks(check, 2)
 
 
-def test_weights_that_were_written_by_hand_are_seen_when_it_is_said() -> None:
+def test_weights_written_by_hand_are_seen_after_mark_updated() -> None:
     def check() -> None:
         reference, sharded = twins(Net, _shard_and_keep)
         for model in (reference, sharded):
@@ -86,7 +86,7 @@ def test_weights_that_were_written_by_hand_are_seen_when_it_is_said() -> None:
     run_ranks(check, 2)
 
 
-def test_a_step_makes_those_units_stale_that_the_optimizer_updates_and_no_others() -> None:
+def test_a_step_makes_only_the_units_stale_that_its_optimizer_updates() -> None:
     """Another model's units, or other units of the same model, are not gathered again."""
 
     def check() -> None:

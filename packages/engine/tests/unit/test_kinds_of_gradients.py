@@ -55,7 +55,7 @@ def test_gradients_that_are_tensor_subclasses_train_as_unsharded(options: dict[s
     run_ranks(on_each_rank, num_ranks)
 
 
-def test_a_tensor_subclass_is_added_once_to_what_layers_added_up() -> None:
+def test_a_gradient_of_a_tensor_subclass_is_added_once_to_the_main_grad() -> None:
     def on_each_rank() -> None:
         model = FusedLinear(4, 6)
         fuse(fully_shard(model))
@@ -83,7 +83,7 @@ KINDS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("options", [{}, {"options": ShardingOptions(keep_together=Rows(1))}], ids=str)
-def test_a_gradient_that_its_layer_installs_may_lie_in_memory_as_it_likes(kind: str, options: dict[str, Any]) -> None:
+def test_a_delayed_gradient_may_have_any_strides_or_tensor_class(kind: str, options: dict[str, Any]) -> None:
     def on_each_rank() -> None:
         for num_rows in (6, 7):
             with case(num_rows):

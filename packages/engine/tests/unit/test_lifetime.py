@@ -141,7 +141,7 @@ def test_a_deleted_model_frees_its_pool_without_the_cyclic_collector(keeps_pool:
     run_ranks(check, 2)
 
 
-def test_a_graph_keeps_what_its_backward_needs_and_no_more() -> None:
+def test_the_graph_of_a_deleted_model_runs_backward_and_then_frees_all_storage() -> None:
     def check() -> None:
         with _without_cycle_collector():
             model = shard(Net())
@@ -171,7 +171,7 @@ def test_an_optimizer_keeps_shards_and_nothing_else() -> None:
     run_ranks(check, 2)
 
 
-def test_originals_are_freed_when_they_are_sharded() -> None:
+def test_fully_shard_frees_the_storage_of_the_original_parameters() -> None:
     def check() -> None:
         model = Net()
         with _without_cycle_collector():
@@ -182,7 +182,7 @@ def test_originals_are_freed_when_they_are_sharded() -> None:
     run_ranks(check, 2)
 
 
-def test_forward_hooks_see_unsharded_parameters_and_those_registered_later_see_shards_after_forward() -> None:
+def test_only_forward_hooks_registered_after_sharding_see_shards_after_forward() -> None:
     def check() -> None:
         model = Net()
         layer = model.layers[1]

@@ -83,7 +83,7 @@ STAGES: dict[str, tuple[tuple[int, ...], Any]] = {
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_it_trains_as_unsharded_with_several_microbatches(stage: str) -> None:
+def test_layers_with_main_grads_train_as_unsharded_with_several_microbatches(stage: str) -> None:
     shape, placements = STAGES[stage]
 
     def train(*, asks: bool) -> None:
@@ -111,7 +111,7 @@ def test_it_trains_as_unsharded_with_several_microbatches(stage: str) -> None:
     run_ranks(on_each_rank, 2)
 
 
-def test_gradients_are_added_in_the_reduce_dtype_and_reduced_from_where_they_were_written() -> None:
+def test_main_grads_are_summed_in_the_reduce_dtype_and_reduced_in_place() -> None:
     def on_each_rank() -> None:
         # 14 rows divide over two ranks; undivided rows are staged, like autograd's gradients.
         model = nn.Sequential(FusedLinear(4, 14), nn.Linear(14, 13))
@@ -147,7 +147,7 @@ def _buffer_of(grads: MainGrads) -> object:
     return grads._buffer
 
 
-def test_microbatches_without_sync_add_to_one_buffer_and_those_with_get_another() -> None:
+def test_microbatches_without_sync_add_to_one_main_grad_buffer_until_the_reduction() -> None:
     def on_each_rank() -> None:
         reference, model = _pair()
         block = model.get_submodule("layers.0")
@@ -304,7 +304,7 @@ def test_bytes_come_from_the_units_allocator() -> None:
     run_ranks(on_each_rank, 2)
 
 
-def test_an_exception_and_zero_grad_drop_what_was_added() -> None:
+def test_a_reset_after_an_exception_and_zero_grad_drop_main_grad_buffers() -> None:
     def on_each_rank() -> None:
         reference, model = _pair()
 
@@ -344,7 +344,7 @@ def test_a_frozen_weight_and_a_backward_without_the_unit_leave_nothing_behind() 
     run_ranks(on_each_rank, 2)
 
 
-def test_by_hand_the_buffer_is_made_when_it_is_asked_for() -> None:
+def test_main_grads_of_a_unit_driven_by_hand_are_allocated_on_request() -> None:
     def on_each_rank() -> None:
         for asks in (True, False):
             reference, model = twins(FusedBlock, lambda model, asks=asks: fuse(fully_shard(model), asks=asks))
@@ -419,7 +419,7 @@ def test_late_gradients_of_other_streams_are_waited_for_before_they_are_added_up
     run_ranks(on_each_rank, 1)
 
 
-def test_they_may_be_taken_away_again() -> None:
+def test_main_grads_may_be_unset_again() -> None:
     def on_each_rank() -> None:
         reference, model = _pair()
         for layer in model.get_submodule("layers").children():
@@ -459,7 +459,7 @@ def test_a_module_that_is_no_unit_is_refused(call: Callable[[nn.Module], object]
         call(nn.Linear(2, 2))
 
 
-def test_what_cannot_have_one_is_refused() -> None:
+def test_set_main_grads_refuses_foreign_parameters_and_calls_within_a_step() -> None:
     def on_each_rank() -> None:
         model = FusedNet()
         _shard(model)

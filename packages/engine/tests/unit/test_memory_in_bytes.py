@@ -172,7 +172,7 @@ def _activations(num_layers: int) -> int:
 
 
 @pytest.mark.parametrize("policy", [MixedPrecisionPolicy(), BF16], ids=["fp32", "bf16"])
-def test_sharding_a_unit_holds_its_shards_and_one_whole_copy_of_it(policy: MixedPrecisionPolicy) -> None:
+def test_fully_shard_peaks_at_one_unsharded_copy_and_the_shards_of_a_unit(policy: MixedPrecisionPolicy) -> None:
     def check() -> None:
         mesh = init_device_mesh("cpu", (4,))
         with LiveBytes() as live:
@@ -242,7 +242,7 @@ def test_a_step_holds_two_unsharded_blocks_and_two_blocks_gradients_whatever_the
 
 @pytest.mark.parametrize("policy", [MixedPrecisionPolicy(), BF16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(("budget", "num_ahead"), [(0.0, 1), (1.9, 1), (2.0, 2), (3.5, 3)])
-def test_a_prefetch_budget_is_what_is_unsharded_beside_the_units_that_run(
+def test_a_prefetch_budget_bounds_unsharded_bytes_beside_the_running_units(
     budget: float, num_ahead: int, policy: MixedPrecisionPolicy
 ) -> None:
     def check() -> None:
@@ -283,7 +283,7 @@ def test_units_that_are_kept_cost_their_unsharded_bytes_until_backward_and_no_lo
 
 
 @pytest.mark.parametrize(("budget", "num_kept"), [(0.5, 0), (2.5, 2), (9.0, 4)])
-def test_a_keep_budget_is_what_stays_unsharded_between_forward_and_backward(budget: float, num_kept: int) -> None:
+def test_a_keep_budget_bounds_unsharded_bytes_between_forward_and_backward(budget: float, num_kept: int) -> None:
     def check() -> None:
         model = _build(4, MixedPrecisionPolicy())
         root, block = _cost(model, MixedPrecisionPolicy()), _cost(model.layers[0], MixedPrecisionPolicy())

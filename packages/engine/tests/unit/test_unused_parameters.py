@@ -139,7 +139,7 @@ def test_an_input_that_a_unit_does_not_use_gets_no_gradient() -> None:
     run_ranks(check, 2)
 
 
-def test_a_unit_whose_output_nobody_uses_gets_no_gradient_and_rests() -> None:
+def test_a_unit_with_unused_output_gets_no_gradient_and_is_at_rest() -> None:
     class Ignored(Net):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             x = self.stem(x)
@@ -232,7 +232,7 @@ def test_a_parameter_without_elements_may_lie_beside_rows_that_do_not_divide(out
     run_ranks(check, 4)
 
 
-def test_what_is_upstream_of_an_input_that_a_unit_ignores_has_no_gradient() -> None:
+def test_tensors_upstream_of_an_input_that_a_unit_ignores_have_no_gradient() -> None:
     class Stopper(Residual):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x.detach())

@@ -88,7 +88,7 @@ def test_a_gradient_is_the_mean_of_all_ranks_bf16_gradients_taken_in_fp32_in_the
 
 
 @pytest.mark.parametrize("reduce_dtype", [BF16, FP32])
-def test_ones_beside_256_are_lost_in_bf16_and_not_in_fp32(reduce_dtype: torch.dtype) -> None:
+def test_gradients_of_1_beside_256_are_lost_in_bf16_sums_and_not_in_fp32_sums(reduce_dtype: torch.dtype) -> None:
     """In bf16 256 + 1 is 256; three ranks' ones beside a 256 are a percent of the sum."""
 
     def check() -> None:
@@ -224,7 +224,7 @@ def test_gradients_that_were_dropped_leave_no_sums() -> None:
     run_ranks(check, 2)
 
 
-def test_ranks_agree_on_the_wire_where_only_one_of_them_has_sums() -> None:
+def test_ranks_agree_on_the_wire_dtype_where_only_one_rank_has_unreduced_sums() -> None:
     """With copies of the parameters a rank may leave a unit out: no communication follows."""
 
     def check() -> None:

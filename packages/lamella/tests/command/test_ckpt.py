@@ -141,7 +141,7 @@ def test_differences_are_told_and_leave_with_1(run: Run, tiny: Path, tmp_path: P
 # -- convert ----------------------------------------------------------------------------------------------------------
 
 
-def test_one_model_goes_through_every_format_and_comes_back(run: Run, tiny: Path, tmp_path: Path) -> None:
+def test_ckpt_convert_takes_a_model_through_every_format_and_back(run: Run, tiny: Path, tmp_path: Path) -> None:
     lines = run("convert", tiny, tmp_path / "native", "--to", "dcp").splitlines()
     assert lines == [f"{tmp_path / 'native'}: dcp, 2 tensors of 60.0B, from {tiny}", "beside them: config.json"]
     run("convert", tmp_path / "native", tmp_path / "model.pt", "--to", "torch")
@@ -152,7 +152,9 @@ def test_one_model_goes_through_every_format_and_comes_back(run: Run, tiny: Path
         assert run("diff", tiny, path).startswith("0 differences, 2 names are equal")
 
 
-def test_what_a_format_has_no_place_for_is_told(run: Run, everywhere: dict[str, Path], tmp_path: Path) -> None:
+def test_ckpt_convert_lists_optimizer_state_that_safetensors_leave_out(
+    run: Run, everywhere: dict[str, Path], tmp_path: Path
+) -> None:
     output = run("convert", everywhere["lamella"], tmp_path / "hf", "--to", "hf")
     assert "left out: " in output and "optimizer.param_groups.weight.lr" in output
 
@@ -261,7 +263,7 @@ def test_a_qwen_goes_to_megatron_and_back_bit_for_bit(
 
 @pytest.mark.usefixtures("family")
 @pytest.mark.parametrize("kind", ["dense", "vision-moe"])
-def test_what_a_run_trains_goes_to_megatron_and_back_with_what_it_does_not(
+def test_trained_and_untrained_weights_of_a_run_go_to_megatron_and_back(
     run: Run, refusal: Run, tmp_path: Path, kind: str
 ) -> None:
     """The text model is trained; Megatron gets the whole model, and the whole is published again unchanged."""
@@ -314,7 +316,7 @@ def test_what_a_run_trains_goes_to_megatron_and_back_with_what_it_does_not(
 
 @pytest.mark.parametrize("kind", [kind for kind, _ in PAIRS])
 @pytest.mark.usefixtures("family")
-def test_what_megatron_needs_to_know_is_asked_for_by_its_option(
+def test_missing_tp_and_config_for_megatron_are_asked_for_by_option(
     run: Run, refusal: Run, tmp_path: Path, kind: str
 ) -> None:
     qwen = publish(kind, tmp_path / "qwen", torch.bfloat16)
@@ -448,7 +450,7 @@ def test_the_folder_of_a_run_is_refused_with_its_newest_checkpoint(refusal: Run,
         assert f"The newest checkpoint in it is {newest}." in refusal("inspect", folder)
 
 
-def test_a_long_list_is_cut_to_what_a_terminal_holds_and_there_alone(
+def test_ckpt_inspect_cuts_long_listings_on_terminals_only(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = nn.ModuleList(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)) for _ in range(20))
@@ -478,7 +480,7 @@ def test_a_file_that_may_not_be_written_is_named(refusal: Run, tiny: Path, monke
 # -- around -----------------------------------------------------------------------------------------------------------
 
 
-def test_what_a_terminal_has_no_letters_for_is_shown_with_escapes(
+def test_characters_that_a_terminal_cannot_encode_are_shown_as_escapes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.save({"é\x1b[2J\n": torch.ones(2)}, tmp_path / "a.pt")

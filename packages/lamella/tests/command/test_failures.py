@@ -240,7 +240,7 @@ def test_weights_that_are_not_finite_are_not_saved(config: Config, errors_of: Ca
 
 
 @pytest.mark.parametrize("kind", EXIT_CODES)
-def test_what_all_workers_raise_is_told_in_one_line(kind: type[Exception], tmp_path: Path) -> None:
+def test_an_error_of_all_workers_is_raised_with_its_type_and_one_line(kind: type[Exception], tmp_path: Path) -> None:
     (tmp_path / "worker.py").write_text(
         f"from {kind.__module__} import {kind.__name__}\n"
         "from lamella._processes.launch import run_as_worker\n"
@@ -254,7 +254,7 @@ def test_what_all_workers_raise_is_told_in_one_line(kind: type[Exception], tmp_p
 
 
 @pytest.mark.parametrize("kind", EXIT_CODES)
-def test_each_of_these_errors_has_an_exit_code(
+def test_errors_of_lamella_train_end_with_their_exit_codes(
     kind: type[Exception],
     options: list[str],
     capsys: pytest.CaptureFixture[str],
@@ -268,7 +268,7 @@ def test_each_of_these_errors_has_an_exit_code(
     assert capsys.readouterr().err == "lamella: error: Expected this.\n"
 
 
-def test_the_help_says_what_the_exit_codes_mean(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_help_of_lamella_train_explains_every_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         parse(["train", "--help"])
     lines = capsys.readouterr().out.split("exit codes:\n")[1].splitlines()
@@ -277,7 +277,7 @@ def test_the_help_says_what_the_exit_codes_mean(capsys: pytest.CaptureFixture[st
     assert f"{128 + signal.SIGTERM} by SIGTERM" in lines[5]
 
 
-def test_a_run_whose_output_nobody_reads_goes_on(options: list[str], tmp_path: Path) -> None:
+def test_a_run_with_closed_standard_output_goes_on(options: list[str], tmp_path: Path) -> None:
     run = fork_lamella(*options, "--log-interval", "1", "--ranks", "1")
     assert run.stdout is not None and run.stderr is not None
     with run.stdout:

@@ -115,7 +115,7 @@ def test_calls_of_tools_are_answers_and_their_outputs_are_not(run_tokenizer: Run
     assert answers(run_tokenizer, ids) == ('<|im_end|><call>{"name": "add", "arguments": {"a": 1}}Three.<|im_end|>')
 
 
-def test_a_turn_that_the_template_rewrites_is_a_document_as_the_model_wrote_it(run_tokenizer: RunTokenizer) -> None:
+def test_a_turn_rewritten_by_the_chat_template_is_a_document_in_its_original_form(run_tokenizer: RunTokenizer) -> None:
     messages = [message("user", "1"), message("assistant", "one"), message("user", "2"), message("assistant", "two")]
     first, second = encoded(run_tokenizer, THINKING, chat(*messages))
     for ids, answer in ((first, "one"), (second, "two")):
@@ -182,13 +182,13 @@ def test_a_question_behind_an_answer_whose_end_has_no_token_stays_outside_the_lo
     assert [token for token in ids if token >= 0] == [3]
 
 
-def test_a_template_for_tools_says_itself_whether_it_marks_answers(run_tokenizer: RunTokenizer) -> None:
+def test_answers_in_a_chat_with_tools_are_found_in_the_tool_use_template(run_tokenizer: RunTokenizer) -> None:
     conversation = chat(message("user", "1"), message("assistant", "one"), tools=[{"name": "f"}])
     run_tokenizer.tokenizer.chat_template = {"default": CHATML, "tool_use": THOUGHTS_AHEAD}
     [ids] = Encoder(tokenizer=run_tokenizer, keeps_documents_apart=True)._encode_chat(conversation)
     assert answers(run_tokenizer, ids) == "one<|im_end|>"
 
 
-def test_what_a_template_refuses_is_refused_by_its_row(run_tokenizer: RunTokenizer) -> None:
+def test_a_conversation_that_the_chat_template_rejects_is_refused_by_row(run_tokenizer: RunTokenizer) -> None:
     with pytest.raises(ConfigError, match="can render in row 3 of 'None', got: Two, please."):
         encoded(run_tokenizer, REFUSING, chat(message("user", "1")))

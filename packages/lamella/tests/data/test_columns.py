@@ -64,7 +64,7 @@ def test_alpacas_records_are_conversations_or_alpacas_prompt(tmp_path: Path) -> 
     assert isinstance(record, Instruction) and "### Input" not in record.as_text().prompt
 
 
-def test_an_array_holds_what_its_elements_say_and_is_split_between_them(tmp_path: Path) -> None:
+def test_a_json_array_is_split_into_training_and_validation_between_elements(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(json.dumps([{"text": f"{index} é"} for index in range(100)], indent=1))
     corpus = collect([str(tmp_path / "a.json")], 0.1)
     texts = [[part for part in parts(files) if isinstance(part, str)] for files in (corpus.train, corpus.validation)]
@@ -122,7 +122,7 @@ RECORDS = st.lists(st.dictionaries(st.text(max_size=3), st.text(']},\\"é[{ \n',
 
 
 @given(RECORDS, st.integers(1, 7), st.sampled_from([None, 1]), st.booleans())
-def test_elements_are_found_whatever_the_pieces(
+def test_elements_of_a_json_array_are_found_in_pieces_of_any_length(
     records: list[dict[str, str]], length: int, indent: int | None, is_ascii: bool
 ) -> None:
     text = json.dumps(records, indent=indent, ensure_ascii=is_ascii)

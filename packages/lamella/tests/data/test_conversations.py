@@ -109,7 +109,7 @@ def test_a_conversation_is_rendered_by_the_models_template(
     assert "answers: the loss is on all tokens, those of prompts too" in prepared.lines
 
 
-def test_the_loss_is_on_the_answers_alone_whether_the_template_marks_them_or_not(
+def test_the_loss_is_on_answers_alone_under_marked_and_unmarked_templates(
     config: Config, chat_model: Callable[[str | None], Path], chats: Path
 ) -> None:
     for template, answers in ((MARKED, "It is 1, of course.<|endoftext|>"), (PLAIN, "It is 1, of course.")):
@@ -154,7 +154,7 @@ def parts_of(positions: torch.Tensor) -> list[slice]:
     return [slice(begin, end) for begin, end in itertools.pairwise(begins)]
 
 
-def test_other_shapes_of_a_conversation_give_the_same_tokens(
+def test_sharegpt_records_give_the_tokens_of_chat_messages(
     config: Config, chat_model: Callable[[str | None], Path], chats: Path, tmp_path: Path
 ) -> None:
     folder = chat_model(MARKED)
@@ -265,7 +265,7 @@ def test_lines_that_hold_no_document_are_refused_by_their_keys(
         prepare(on(config, tmp_path / "a.jsonl"))
 
 
-def test_what_the_template_cannot_render_is_refused_by_its_line(
+def test_a_conversation_that_the_chat_template_rejects_is_refused_by_line(
     config: Config, chat_model: Callable[[str | None], Path], tmp_path: Path
 ) -> None:
     strict = "{% for message in messages %}{{ raise_exception('Only users here') }}{% endfor %}"

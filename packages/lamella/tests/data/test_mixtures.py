@@ -49,7 +49,7 @@ def test_the_ranks_batches_together_are_the_single_ranks_batch(num_ranks: int) -
         assert torch.equal(torch.cat(parts), stream().batch(step, 0, 1).tokens)
 
 
-def test_each_step_has_the_weights_within_two_sequences() -> None:
+def test_batches_follow_the_mixture_weights_within_two_sequences() -> None:
     for step in range(50):
         sources = stream().batch(step, 0, 1).tokens[:, 0] // 1000
         for number, weight in enumerate(WEIGHTS):
@@ -57,7 +57,7 @@ def test_each_step_has_the_weights_within_two_sequences() -> None:
 
 
 @given(weights_of_sources, st.integers(1, 1 << 40))
-def test_the_draws_keep_to_the_weights_however_many_there_are(weights: list[float], position: int) -> None:
+def test_mixture_draws_follow_the_weights_at_any_position(weights: list[float], position: int) -> None:
     mixture = Mixture.of(weights)
     assert sum(mixture.shares) == 1 << 20
     assert min(mixture.shares) >= 1
@@ -69,7 +69,7 @@ def test_the_draws_keep_to_the_weights_however_many_there_are(weights: list[floa
         assert fraction == pytest.approx(weight / sum(weights), abs=len(weights) * 2**-20)
 
 
-def test_each_source_has_epochs_of_its_own_in_another_order_each() -> None:
+def test_every_source_of_a_mixture_is_shuffled_anew_in_each_of_its_epochs() -> None:
     firsts = drawn(40)
     for number, count in enumerate(COUNTS):
         of_source = firsts[firsts // 1000 == number] - 1000 * number

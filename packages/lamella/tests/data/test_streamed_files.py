@@ -152,7 +152,7 @@ def test_a_data_set_of_the_hub_is_streamed_file_by_file_and_never_downloaded(
         ("a.txt", "\udcff\n", r"Expected UTF-8 text in .*a.txt"),
     ],
 )
-def test_a_damaged_record_is_refused_by_its_number_where_the_run_reads_it(
+def test_a_damaged_record_in_a_streamed_file_is_refused_by_its_number(
     tmp_path: Path, name: str, damage: str, message: str
 ) -> None:
     path = write(tmp_path / name, RECORDS)

@@ -197,7 +197,9 @@ def test_a_data_set_of_the_hub_holds_the_documents_of_its_rows(tmp_path: Path, m
         ("hf:a/b/c/d", "Expected hf:OWNER/NAME"),
     ],
 )
-def test_another_name_or_split_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch, name: str, message: str) -> None:
+def test_malformed_hub_names_and_unknown_splits_are_refused(
+    monkeypatch: pytest.MonkeyPatch, name: str, message: str
+) -> None:
     _Hub(monkeypatch)
     with pytest.raises(ConfigError, match=message):
         collect([name], 0.25)

@@ -111,7 +111,7 @@ def test_no_path_no_text_and_binary_files_are_refused(tmp_path: Path) -> None:
         (b"\x1f\x8b\x08\0", r"got other bytes \(gzip; a file whose name ends in .gz is decompressed\)"),
     ],
 )
-def test_a_file_in_another_encoding_is_refused_by_what_it_looks_like(
+def test_text_in_another_encoding_is_refused_with_the_likely_encoding(
     tmp_path: Path, content: bytes, expected: str
 ) -> None:
     (tmp_path / "file").write_bytes(content)
@@ -153,7 +153,7 @@ def test_the_runs_own_folder_is_no_text(tmp_path: Path) -> None:
     assert sorted([*names(corpus.train), *names(corpus.validation)]) == ["file0.txt", "file1.txt"]
 
 
-def test_a_file_that_changes_while_it_is_read_is_noticed(tmp_path: Path) -> None:
+def test_a_text_file_changed_during_reading_is_refused(tmp_path: Path) -> None:
     root = write(tmp_path / "text", **letters(2))
     corpus = collect([str(root)], 0.3)
     (file,) = (candidate for candidate in (*corpus.train, *corpus.validation) if candidate.name == "file0.txt")
@@ -162,7 +162,7 @@ def test_a_file_that_changes_while_it_is_read_is_noticed(tmp_path: Path) -> None
         list(file.pieces())
 
 
-def test_one_long_line_is_cut_between_characters(tmp_path: Path) -> None:
+def test_a_text_of_one_long_line_is_split_between_characters(tmp_path: Path) -> None:
     corpus = collect([str(write(tmp_path / "text", only="\u4e2d\U0001f600" * 100) / "only.txt")], 0.1)
     pieces = [piece for files in (corpus.train, corpus.validation) for file in files for piece in file.pieces()]
     assert "".join(pieces) == "\u4e2d\U0001f600" * 100 and len(pieces) == 2

@@ -63,7 +63,7 @@ def test_a_sequence_holds_the_token_after_each_and_no_token_is_predicted_twice()
     assert every[:, 1:].flatten().tolist() == list(range(1, 101))
 
 
-def test_validation_sequences_are_spread_over_the_text_and_never_more_than_there_are() -> None:
+def test_validation_indices_are_spread_evenly_and_limited_to_the_sequences() -> None:
     sequences = StreamSequences(tokens=TOKENS, sequence_length=LENGTH)
     assert validation_indices(sequences, 5).tolist() == [0, 5, 10, 15, 20]
     assert validation_indices(sequences, 99).tolist() == list(range(25))
@@ -213,9 +213,7 @@ def test_a_disk_too_full_for_the_index_is_an_error_of_the_system(tmp_path: Path)
     assert (tmp_path / "tokens.partial" / "index.pt").exists()
 
 
-def test_tokens_are_written_batch_by_batch_and_read_where_they_lie(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tokens_are_written_in_batches_and_memory_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lamella._data.encoding._BATCH_LENGTH", 1 << 14)
     monkeypatch.setattr("lamella._data.text_files._PIECE_LENGTH", 1 << 12)
     monkeypatch.setattr("lamella._data.text_files._BLOCK_NBYTES", 1 << 14)
@@ -256,7 +254,7 @@ TEXTS = [json.dumps({"text": "a" * (index % 13)}) for index in range(200)]
 @pytest.mark.parametrize("packing", ["documents", "none", "stream"])
 @pytest.mark.parametrize("piece_length", [1 << 22, 17])
 @pytest.mark.parametrize("lines", [PAIRS, TEXTS, [*PAIRS, *TEXTS]], ids=["pairs", "texts", "both"])
-def test_the_targets_of_a_step_are_those_of_all_ranks(
+def test_the_number_of_targets_of_a_step_is_the_sum_over_all_ranks(
     tmp_path: Path, packing: Packing, piece_length: int, lines: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lamella._data.rows._PIECE_LENGTH", piece_length)

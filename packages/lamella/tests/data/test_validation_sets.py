@@ -37,7 +37,7 @@ def validated_on(config: Config, *paths: str) -> Config:
     return replace(config, data=replace(config.data, validation_paths=paths))
 
 
-def test_each_set_has_its_losses_in_metrics_lines_and_card(
+def test_every_validation_set_has_its_losses_in_metrics_output_and_card(
     config: Config, sets: tuple[str, str], train: TrainOn, capfd: pytest.CaptureFixture[str]
 ) -> None:
     directory = train(validated_on(config, *sets), 2).directory
@@ -97,7 +97,7 @@ def test_named_training_text_holds_out_a_share_of_each_name(tmp_path: Path) -> N
             assert file.nbytes == pytest.approx(share * size, rel=0.05)
 
 
-def test_other_text_for_validation_or_another_name_is_refused_on_resume(
+def test_changed_validation_text_or_names_are_refused_on_resume(
     config: Config, sets: tuple[str, str], train: TrainOn, tmp_path: Path
 ) -> None:
     config = validated_on(config, *sets)
@@ -127,7 +127,7 @@ def test_the_tokens_of_each_set_are_apart(config: Config, sets: tuple[str, str])
         (("wiki=b.txt", "a.txt"), "Pass NAME=a.txt"),
     ],
 )
-def test_a_path_without_a_name_beside_named_ones_is_refused(paths: tuple[str, ...], message: str) -> None:
+def test_an_unnamed_data_path_beside_named_paths_is_refused(paths: tuple[str, ...], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         named_texts("--data", paths)
 

@@ -48,7 +48,7 @@ def _saved_nbytes(output: torch.Tensor, layer: nn.Module) -> int:
 
 
 @pytest.mark.filterwarnings("ignore:.*script_method.*:DeprecationWarning")  # in torch's own imports
-def test_graphs_save_what_torch_saves_and_compute_what_layers_compute(
+def test_compiled_layer_graphs_save_torchs_bytes_and_compute_eager_outputs(
     inputs: tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]],
 ) -> None:
     eager, graphs, compiled = (_layers(2) for _ in range(3))

@@ -304,7 +304,7 @@ def _saved_by_a_layer(estimate: Estimate) -> int:
     return by_name["forward model.layers.1"] - by_name["forward model.layers.0"]
 
 
-def test_layers_run_again_by_backward_save_what_they_saved_in_forward() -> None:
+def test_recomputed_layers_in_an_estimate_save_the_tensors_of_their_forward() -> None:
     """torch's norm saves other tensors on CPUs: an exchange by a mode would end where autograd leaves modes."""
 
     class Recomputed(nn.Sequential):

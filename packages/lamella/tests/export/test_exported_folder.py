@@ -143,7 +143,7 @@ def test_a_checkpoint_that_a_running_run_removes_gives_way_to_the_next(
     assert (tmp_path / "out" / "model.safetensors").is_file()
 
 
-def test_a_damaged_checkpoint_is_refused_with_the_step_before_it(
+def test_exporting_a_damaged_checkpoint_is_refused_with_the_step_before(
     run: RunDirectory, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = next((run.checkpoints / "step_00000006").glob("*.distcp"))

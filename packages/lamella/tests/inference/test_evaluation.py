@@ -40,7 +40,7 @@ def test_the_held_out_text_of_a_run_gives_its_last_validation_again(
     )
 
 
-def test_another_text_is_evaluated_whole_and_as_transformers_has_it(
+def test_eval_of_any_text_equals_the_loss_of_transformers_over_all_sequences(
     trained: Run, exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = "".join(f"def f{number}(x):\n    return x + {number}\n" for number in range(40))

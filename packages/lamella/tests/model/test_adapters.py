@@ -105,7 +105,7 @@ def losses_of_peft(config: Config, run: Run, steps: int) -> list[float]:
     return losses
 
 
-def test_losses_are_those_of_peft_on_one_process(adapted: Config, lora_run: Run) -> None:
+def test_adapter_losses_are_those_of_peft_on_one_process(adapted: Config, lora_run: Run) -> None:
     expected = losses_of_peft(adapted, lora_run, 3)
     assert [lora_run.losses[step] for step in (1, 2, 3)] == pytest.approx(expected, rel=1e-5)
 

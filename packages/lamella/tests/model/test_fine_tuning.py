@@ -149,7 +149,7 @@ def test_any_models_weights_are_started_from(
     assert one.validations[0] == pytest.approx(nats_per_byte(model.float(), one.directory), rel=1e-5)
 
 
-def test_other_weights_of_an_equal_config_are_refused_and_moved_ones_resume(
+def test_a_run_resumes_with_moved_starting_weights_and_refuses_changed_weights(
     config: Config, train: TrainOn, save: Callable[[nn.Module], Path], model_file: Path, tmp_path: Path
 ) -> None:
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**json.loads(model_file.read_text())))  # type: ignore[no-untyped-call]
@@ -183,7 +183,7 @@ def test_weights_that_are_not_the_models_are_refused(config: Config, save: Calla
         prepare(starting_from(config, directory))
 
 
-def test_another_vocabulary_than_that_of_the_weights_is_refused(
+def test_a_vocab_size_or_tokenizer_unfit_for_the_starting_weights_is_refused(
     config: Config, save: Callable[[nn.Module], Path]
 ) -> None:
     directory = save(make_model("dense"))
@@ -219,7 +219,7 @@ def test_a_damaged_file_is_named(config: Config, save: Callable[[nn.Module], Pat
         prepare(starting_from(config, directory))
 
 
-def test_a_head_of_its_own_under_a_config_that_ties_it_is_refused(
+def test_an_untied_head_under_a_config_with_tied_embeddings_is_refused(
     config: Config, save: Callable[[nn.Module], Path]
 ) -> None:
     values = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}

@@ -99,7 +99,7 @@ def test_weights_that_are_not_finite_are_refused_by_name_before_the_first_step(
 
 
 @pytest.mark.parametrize("file", ["pytorch_model.bin", "pytorch_model-00001-of-00002.bin", "consolidated.00.pth"])
-def test_weights_in_another_format_are_refused_and_not_replaced_by_random_ones(
+def test_starting_weights_in_formats_other_than_safetensors_are_refused(
     config: Config, text_folder: Path, tmp_path: Path, file: str
 ) -> None:
     model = make("gpt2")
@@ -162,7 +162,7 @@ def test_sequences_past_the_models_positions_are_refused_before_the_text_is_read
     check_context(load_spec(str(file)), bound)
 
 
-def test_a_model_whose_positions_see_what_they_predict_is_refused(config: Config, tmp_path: Path) -> None:
+def test_training_a_model_that_is_not_causal_is_refused(config: Config, tmp_path: Path) -> None:
     file = tmp_path / "model.json"
     file.write_text(json.dumps({"model_type": "bert", **SMALL}))
     with pytest.raises(

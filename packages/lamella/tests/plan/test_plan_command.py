@@ -62,7 +62,7 @@ def test_a_search_puts_the_fastest_that_fits_first(model: Path, capsys: pytest.C
         (["--attention", "documents"], "got 'documents', whose kernels have no estimate. Pass --attention auto."),
     ],
 )
-def test_what_has_no_plan_is_refused_in_one_line(
+def test_lamella_plan_refuses_unusable_options_in_one_line(
     model: Path, options: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["plan", str(model), *options]) == 2

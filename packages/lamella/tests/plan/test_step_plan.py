@@ -79,7 +79,7 @@ def test_a_layer_is_gathered_and_reduced_as_often_as_its_stage_says(
     )
 
 
-def test_operations_are_those_of_the_formula(model: Path) -> None:
+def test_planned_flops_are_those_of_the_formula(model: Path) -> None:
     tokens = 2 * _LENGTH
     products = 6 * tokens * (_LAYERS * _LAYER_MATRICES + _WIDTH * _VOCABULARY)
     attention = 3.5 * 4 * 2 * _LENGTH**2 * _WIDTH / 2 * _LAYERS  # forward once, backward two and a half times, causal
@@ -108,7 +108,7 @@ def test_exposed_time_is_within_the_communication_and_more_bandwidth_is_never_sl
         before = plan
 
 
-def test_microbatches_beyond_the_recorded_ones_take_the_time_of_one_more(model: Path) -> None:
+def test_planned_time_grows_linearly_beyond_the_recorded_microbatches(model: Path) -> None:
     def seconds(count: int) -> float:
         works = _works(model, ranks=2, optim={"batch_size": 2 * count, "accumulation": count})
         return plan_of(works, replace(_CLUSTER, memory_gb_s=1.0, matmul_tflops=0.01)).seconds
@@ -118,7 +118,7 @@ def test_microbatches_beyond_the_recorded_ones_take_the_time_of_one_more(model: 
     assert four > three
 
 
-def test_a_step_over_two_hosts_is_slower_and_instances_on_hosts_gather_inside_them(model: Path) -> None:
+def test_a_plan_over_two_hosts_is_slower_and_instances_gather_within_hosts(model: Path) -> None:
     slow = replace(_QUICK_HOST, network_gb_s=1e-5)
     apart, instances = _works(model, ranks=8), _works(model, ranks=8, replicate=2)
     assert plan_of(apart, slow).seconds > plan_of(apart, replace(slow, gpus_a_host=8)).seconds

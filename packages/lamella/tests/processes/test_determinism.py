@@ -86,7 +86,7 @@ def switches() -> tuple[bool, ...]:
     return is_deterministic, cudnn.deterministic, cuda.cudnn_sdp_enabled(), memory.fill_uninitialized_memory
 
 
-def test_settings_of_the_process_are_those_of_before_after_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deterministic_restores_the_settings_of_the_process_after_its_block(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")
     before = switches()

@@ -19,7 +19,7 @@ def hosts(run: str = "run") -> Hosts:
     return Hosts(store, dist.get_rank(), dist.get_world_size(), is_leader=True)
 
 
-def test_a_host_sees_the_probe_in_a_shared_folder_alone_and_nothing_of_it_stays(tmp_path: Path) -> None:
+def test_hosts_find_a_probe_only_in_shared_folders_and_the_probe_is_removed(tmp_path: Path) -> None:
     shared, other = tmp_path / "runs" / "shared", tmp_path / "other"
     other.mkdir()
 
@@ -73,7 +73,7 @@ def test_a_process_group_sees_no_key_of_ranks_that_were_killed() -> None:
     assert run_ranks(on_rank, 2) == [[b"former", b"present"]] * 2
 
 
-def test_nobody_waits_for_the_probe_of_a_refused_run() -> None:
+def test_ranks_do_not_wait_for_the_probe_of_a_refused_run() -> None:
     def on_rank() -> Probe | None:
         ranks = hosts()
         probe = ranks.probe() if ranks.rank else None

@@ -72,7 +72,7 @@ def test_every_worker_knows_its_rank(tmp_path: Path) -> None:
     assert [(tmp_path / f"out-{rank}").read_text() for rank in range(3)] == ["0 of 3", "1 of 3", "2 of 3"]
 
 
-def test_a_worker_that_raises_stops_the_others_and_its_traceback_is_told(
+def test_a_workers_exception_stops_all_workers_and_is_reported_with_traceback(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     # Rank 0 waits for ever; rank 2 fails because rank 1 did, as the peers of a dead rank do, but exits first.
@@ -126,7 +126,7 @@ def test_a_worker_that_dies_without_a_traceback_is_told_with_its_likely_cause_in
     assert re.match(words, line)
 
 
-def test_limits_on_memory_are_named_where_a_worker_died_for_want_of_it(
+def test_memory_limits_are_named_when_a_worker_dies_out_of_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = resource.getrlimit
@@ -182,7 +182,7 @@ def test_an_interrupted_parent_takes_its_workers_along(parent: "subprocess.Popen
     assert not any(is_alive(pid) for pid in pids(tmp_path))
 
 
-def test_the_folder_of_a_parent_that_was_killed_is_removed_by_the_next_run_and_others_stay(
+def test_only_worker_folders_of_killed_parents_are_removed_by_the_next_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))

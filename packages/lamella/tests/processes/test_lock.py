@@ -23,7 +23,7 @@ with locked(Path(sys.argv[1])) as descriptors:
 """
 
 
-def test_a_second_run_is_refused_before_anything_and_told_of_the_first(
+def test_a_second_run_in_a_folder_is_refused_with_the_process_of_the_first(
     options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lamella._command.train.prepare", lambda *_: pytest.fail("the second run was prepared"))

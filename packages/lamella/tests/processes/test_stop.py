@@ -54,7 +54,7 @@ class AskedInStep(StopRequests):
     def signum(self, _: int) -> None: ...
 
 
-def test_one_rank_that_is_asked_stops_all_after_the_same_step_and_resumed_they_are_as_if_never_stopped(
+def test_ranks_stopped_by_one_ranks_request_save_the_same_step_and_resume(
     config: Config, train: TrainOn, tmp_path: Path
 ) -> None:
     uninterrupted = train(
@@ -84,7 +84,7 @@ def test_a_request_in_the_last_step_leaves_a_run_that_is_complete(config: Config
     assert CheckpointDirectory(directory.checkpoints).steps() == [3, 6]
 
 
-def test_a_first_request_waits_if_it_can_and_its_echo_is_no_second_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stop_signal_repeated_within_a_second_is_not_a_second_request(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([10.0, 10.9, 11.1, 12.0])
     monkeypatch.setattr("lamella._processes.stop.time", SimpleNamespace(monotonic=lambda: next(clock)))
     requests = StopRequests()
@@ -201,7 +201,7 @@ def test_workers_that_are_still_importing_end_without_a_word(start: StartPython,
     assert "Traceback" not in errors
 
 
-def test_a_worker_that_leaves_before_its_first_step_takes_the_others_along(tmp_path: Path) -> None:
+def test_a_worker_stopped_before_its_first_step_stops_all_workers(tmp_path: Path) -> None:
     program = """
         import os, signal, time
         from lamella._processes.launch import run_as_worker

@@ -62,7 +62,7 @@ def test_the_rank_with_fewer_collectives_is_waited_for_and_named_every_minute_un
     )
 
 
-def test_a_line_names_the_kind_of_the_collective_once_it_is_known_and_that_is_no_progress() -> None:
+def test_a_collectives_kind_is_named_in_the_wait_line_and_is_no_progress() -> None:
     watch, moment = Watch(2, LIMITS, 0.0), 0
     lines: list[str] = []
     for moment in range(1, 70):
@@ -72,14 +72,14 @@ def test_a_line_names_the_kind_of_the_collective_once_it_is_known_and_that_is_no
     assert lines == ["step 7: waiting for rank 1 since 60 s; joined collective 40 last, others 42 (all-gather)"]
 
 
-def test_of_a_silent_rank_no_collective_is_claimed_that_it_may_have_joined_after_its_last_beat() -> None:
+def test_the_wait_line_of_a_silent_rank_claims_no_missed_collective() -> None:
     ranks = Ranks()
     ranks.wait(65, (RunPhase.STEPPING, 7, 41), (RunPhase.STEPPING, 7, 40), stopped=1)
     assert ranks.lines == ["step 7: waiting for rank 1 since 60 s; last collective entered: 41"]
 
 
 @pytest.mark.parametrize("kind", ["", "all-gather", "a-kind-longer-than-twenty-four-letters"])
-def test_a_beat_is_read_as_it_was_written(tmp_path: Path, kind: str) -> None:
+def test_a_beat_survives_its_board_with_its_kind_cut_to_24_letters(tmp_path: Path, kind: str) -> None:
     board, beat = FileBoard(tmp_path / "board", 2), Beat(3, RunPhase.SAVING, 7, 42, kind)
     board.publish(1, beat)
     assert board.read() == [None, beat._replace(kind=kind[:24])]
@@ -163,7 +163,7 @@ def test_ranks_that_are_done_are_not_waited_for() -> None:
     assert ranks.watch.absent() == []
 
 
-def test_time_in_which_nobody_watched_does_not_count() -> None:
+def test_unwatched_time_does_not_count_towards_the_wait_timeout() -> None:
     ranks = Ranks()
     ranks.wait(10, (RunPhase.STEPPING, 7, 41), (RunPhase.STEPPING, 7, 41))
     ranks.now += 100_000
@@ -283,7 +283,7 @@ def test_a_stop_request_ends_workers_that_wait_for_a_stopped_one(
     assert "waiting for rank 1 since " in capfd.readouterr().out
 
 
-def test_a_rank_of_torchrun_watches_the_others_by_their_store() -> None:
+def test_a_rank_of_torchrun_watches_its_peers_through_the_store() -> None:
     board, pulse = StoreBoard(HashStore(), 2), Pulse()
     rank = Rank(rank=0, num_ranks=2, device=torch.device("cpu"), pulse=pulse, board=board)
     ends: list[tuple[str, bool]] = []

@@ -36,7 +36,9 @@ def test_numbers_over_a_large_ratio_have_a_logarithmic_axis() -> None:
 
 
 @given(st.lists(st.floats(-1e12, 1e12) | st.just(math.nan), max_size=50), st.booleans(), st.booleans())
-def test_every_axis_has_a_length_and_ticks_on_it(numbers: list[float], may_be_log: bool, from_zero: bool) -> None:
+def test_fitted_axes_have_a_length_and_ticks_within_their_bounds(
+    numbers: list[float], may_be_log: bool, from_zero: bool
+) -> None:
     axis = fitted_axis(numbers, may_be_log=may_be_log, from_zero=from_zero)
     assert axis.low < axis.high and -1 <= axis.fraction(0.0) <= 2
     ticks = axis.ticks()
@@ -48,7 +50,7 @@ def test_a_logarithmic_axis_of_less_than_a_decade_has_ticks() -> None:
     assert Axis(low=1.5, high=8.0, is_log=True).ticks() == [2.0, 5.0]
 
 
-def test_a_long_curve_keeps_its_highest_point_and_few_others() -> None:
+def test_a_chart_of_a_long_curve_keeps_its_highest_point_and_stays_small() -> None:
     points = tuple((step, 100.0 if step == 7001 else 1.0 + step % 2) for step in range(100_000))
     drawn = chart("Loss", [Series(name="training", unit="nats/token", points=points)], may_be_log=False)
     assert len(drawn) < 60_000 and "1 of 100,000 points above the axis, up to 100" in drawn

@@ -36,9 +36,7 @@ def test_damaged_lines_are_read_past_and_dropped(tmp_path: Path, damage: str) ->
     assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def test_records_are_never_fewer_on_the_disk_while_they_are_rewritten(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_metrics_records_survive_a_kill_during_a_rewind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def killed(*_: object) -> None:
         raise KeyboardInterrupt
 

@@ -165,6 +165,8 @@ def test_a_page_that_cannot_be_written_leaves_the_run_alone(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", ["", "absent"])
-def test_other_folders_are_refused(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lamella_report_refuses_folders_without_a_run(
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["report", str(tmp_path / name)]) == 2
     assert "Expected the folder of a run of `lamella train`" in capsys.readouterr().err

@@ -62,7 +62,7 @@ def tracked(root: Path, first_step: int = 0) -> TrackedRun:
     return TrackedRun(root=root, settings={"optim": {"lr": 1e-3}, "data": {"paths": ("a",)}}, first_step=first_step)
 
 
-def test_the_numbers_of_a_record_have_its_kind_and_no_unknown_ones() -> None:
+def test_tracked_numbers_are_named_by_record_kind_and_omit_unknown_values() -> None:
     assert numbers(STEP) == NUMBERS
     assert numbers(VALIDATION) == {"validation/nats_per_byte": 1.25}
 
@@ -204,7 +204,7 @@ def test_tensorboard_shows_a_run_and_its_resumption(config: Config, train: Train
     assert scalars(folder, "validation/nats_per_byte") == pytest.approx(again.validations)
 
 
-def test_each_tracker_has_an_extra() -> None:
+def test_every_tracker_has_an_optional_dependency_group() -> None:
     text = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
     for name in TRACKERS:
         assert f"\n{name} = [" in text

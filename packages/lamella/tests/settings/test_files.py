@@ -61,7 +61,7 @@ def refusal(source: object) -> str:
     return str(caught.value)
 
 
-def test_a_file_is_laid_over_its_base_and_bases_of_it(tmp_path: Path) -> None:
+def test_a_config_file_overrides_its_chain_of_bases(tmp_path: Path) -> None:
     (tmp_path / "shared").mkdir()
     written(
         tmp_path,

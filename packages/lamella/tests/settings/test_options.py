@@ -58,9 +58,7 @@ def test_every_option_is_explained_in_the_help(capsys: pytest.CaptureFixture[str
         (["ckpt", "inspct", "x"], "got 'inspct'. Did you mean 'inspect'?"),
     ],
 )
-def test_a_command_that_is_missing_or_unknown_is_refused_with_those_that_are_there(
-    argv: list[str], expected: str
-) -> None:
+def test_a_missing_or_unknown_command_is_refused_with_the_existing_commands(argv: list[str], expected: str) -> None:
     with pytest.raises(ConfigError) as caught:
         cli.parse(argv)
     assert expected in str(caught.value)

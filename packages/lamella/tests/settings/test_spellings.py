@@ -44,7 +44,7 @@ def test_an_option_of_another_trainer_is_refused_with_the_option_that_serves(fla
     assert hint in message
 
 
-def test_each_hint_names_options_and_pages_that_there_are() -> None:
+def test_hints_for_other_trainers_options_name_existing_options_and_pages() -> None:
     for name, hint in spellings._HINTS.items():
         named = re.findall(r"--[a-z][a-z0-9-]*", hint)
         assert set(named) <= FLAGS, (name, hint)

@@ -156,7 +156,7 @@ def test_any_number_of_ranks_and_any_stop_has_the_batches_of_one_uninterrupted_r
         assert_equal(read(config, after, range(stop, 6), state).steps, uninterrupted.steps)
 
 
-def test_a_resume_reads_no_document_before_the_window_that_it_goes_on_in(streamed: Config) -> None:
+def test_a_resumed_stream_reads_no_document_before_its_window(streamed: Config) -> None:
     config = replace(streamed, data=replace(streamed.data, packing="none"))
     first = read(config, 1, range(60))
     last = read(config, 1, range(60, 61), first.state)
@@ -199,7 +199,7 @@ def test_a_text_that_changed_at_the_place_of_the_run_is_refused(streamed: Config
         read(config, 2, range(2, 3), state)
 
 
-def test_a_damaged_record_ends_the_run_in_one_line_that_names_it_and_the_last_checkpoint(
+def test_a_damaged_record_ends_a_streamed_run_with_its_line_and_last_checkpoint(
     streamed: Config, train: TrainOn, tmp_path: Path
 ) -> None:
     path = write_lines(tmp_path / "a.jsonl", texts(1, 300))

@@ -23,7 +23,7 @@ def streamed(config: Config, tmp_path: Path) -> Config:
     return replace(config, data=replace(config.data, streaming=True, shuffle_buffer=64, **paths))  # type: ignore[arg-type]
 
 
-def test_the_start_says_what_is_streamed_and_writes_no_tokens_of_it(streamed: Config) -> None:
+def test_a_streamed_run_announces_its_files_and_writes_no_training_tokens(streamed: Config) -> None:
     run = prepare(streamed)
     [line] = [line for line in run.lines if line.startswith("data: ")]
     size = Path(streamed.data.paths[0]).stat().st_size

@@ -92,7 +92,7 @@ def test_packed_windows_have_every_document_once_in_full_rows(prepared: Config) 
     assert int((tokens[0] != -1).sum()) > 0.9 * tokens[0].numel()
 
 
-def test_the_sequences_of_a_window_are_shuffled_and_those_of_the_next_are_in_another_order(prepared: Config) -> None:
+def test_sequences_are_shuffled_differently_in_successive_windows(prepared: Config) -> None:
     prepare(prepared)
     first, second = epoch(reader(prepared, "none", 250))
     assert sorted(first.order.tolist()) == sorted(second.order.tolist()) == list(range(250))

@@ -191,7 +191,7 @@ def test_text_that_is_packed_as_a_stream_is_refused_before_the_run(config: Confi
         ("eager", "cpu", "eager"),
     ],
 )
-def test_a_trained_model_has_the_attention_of_its_run_where_the_machine_has_it(
+def test_inference_uses_the_attention_of_the_run_where_available(
     attention: Attention, device: str, expected: str
 ) -> None:
     assert inference_attention(attention, device) == expected

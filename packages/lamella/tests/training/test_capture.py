@@ -30,7 +30,7 @@ def changed(config: Config, name: str, *, capture: bool | None) -> Config:
     )
 
 
-def test_captured_steps_train_as_others_and_go_on_as_others(
+def test_captured_steps_train_and_resume_as_uncaptured_steps(
     shared_config: Config, train: TrainOn, capfd: pytest.CaptureFixture[str]
 ) -> None:
     plain = train(changed(shared_config, "plain", capture=False), 2)
@@ -104,7 +104,7 @@ def test_a_setting_that_was_not_measured_keeps_the_steps_eager(sections: dict[st
     assert not captures(resolve(ON_ONE_GPU, sections))
 
 
-def test_other_texts_types_and_positions_are_not_captured_by_default() -> None:
+def test_steps_with_documents_mamba_or_dynamic_rope_are_not_captured_by_default() -> None:
     assert not is_captured({}, is_plain_stream=False)
     assert not is_captured({}, AutoConfig.for_model("mamba2"))
     scaled = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}

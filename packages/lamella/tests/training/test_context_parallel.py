@@ -28,7 +28,7 @@ def cut(shared_config: Config, train: TrainOn) -> Run:
     return train(changed(shared_config, "cut", context_parallel=2, ranks=4), 4)
 
 
-def test_losses_norms_and_exported_weights_are_those_of_one_rank(plain: Run, cut: Run, tmp_path: Path) -> None:
+def test_context_parallel_losses_norms_and_exports_are_those_of_one_rank(plain: Run, cut: Run, tmp_path: Path) -> None:
     assert_equal(cut, plain, tmp_path)
 
 

@@ -56,7 +56,7 @@ def spread(shared_config: Config, train: TrainOn) -> Run:
     return train(changed(config, "spread", experts=2), 2)
 
 
-def test_losses_are_those_without_the_option(plain: Run, spread: Run) -> None:
+def test_expert_parallel_losses_are_those_without_expert_parallelism(plain: Run, spread: Run) -> None:
     assert plain.losses[6] < plain.losses[1] - 0.05
     assert spread.losses == pytest.approx(plain.losses, rel=1e-5)
     assert spread.validations == pytest.approx(plain.validations, rel=1e-5)
@@ -69,7 +69,9 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_other_options_of_memory_change_no_loss(shared_config: Config, plain: Run, train: TrainOn, name: str) -> None:
+def test_memory_options_change_no_loss_of_expert_parallel_runs(
+    shared_config: Config, plain: Run, train: TrainOn, name: str
+) -> None:
     run = train(changed(shared_config, name, experts=2, **OPTIONS[name]), 2)
     assert run.losses == pytest.approx(plain.losses, rel=1e-5)
 

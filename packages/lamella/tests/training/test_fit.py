@@ -44,7 +44,7 @@ EXACT: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", EXACT)
-def test_losses_are_those_without_the_option_to_the_bit(
+def test_memory_options_change_no_bit_of_the_losses(
     shared_config: Config, plain: Run, train: TrainOn, name: str
 ) -> None:
     run = train(changed(shared_config, name, **EXACT[name]), 2)

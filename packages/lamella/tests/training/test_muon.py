@@ -133,7 +133,7 @@ def test_stages_instances_and_resting_places_change_no_loss(
     assert train(config, num_ranks).losses == pytest.approx(reference.losses, rel=1e-5)
 
 
-def test_matrices_are_those_of_layers_and_stacks_of_experts_without_routers(tmp_path: Path) -> None:
+def test_muon_matrices_are_those_of_layers_and_experts_without_routers(tmp_path: Path) -> None:
     sizes = {"vocab_size": 300, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     kind = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
     (tmp_path / "config.json").write_text(repr({**sizes, **kind, "head_dim": 8}).replace("'", '"'), encoding="utf-8")

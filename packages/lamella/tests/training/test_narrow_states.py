@@ -42,7 +42,7 @@ def wide(shared_config: Config, train: TrainOn) -> Run:
 
 
 @pytest.mark.parametrize("states", NARROW)
-def test_losses_are_near_those_of_wide_states_and_a_run_goes_on_with_any(
+def test_narrow_adamw_states_train_near_wide_states_and_resume_with_any_states(
     shared_config: Config, wide: Run, train: TrainOn, states: str
 ) -> None:
     config = with_states(shared_config, states, states)

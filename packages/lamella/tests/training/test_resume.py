@@ -95,7 +95,7 @@ def test_the_only_checkpoint_that_is_damaged_leaves_another_folder(config: Confi
     assert "There is none before it: pass another --run-dir to start anew" in refusal(longer(config))
 
 
-def test_damage_that_shows_when_it_is_read_is_told_on_every_rank_in_one_line(
+def test_damage_found_while_resuming_is_reported_on_every_rank_in_one_line(
     config: Config, finished: RunDirectory
 ) -> None:
     file = finished.checkpoints / "step_00000006" / "__1_0.distcp"
@@ -115,14 +115,12 @@ def test_damage_that_shows_when_it_is_read_is_told_on_every_rank_in_one_line(
         assert str(file) in message and "--from-step 3" in message
 
 
-def test_a_step_without_a_checkpoint_is_refused_with_those_that_there_are(
-    config: Config, finished: RunDirectory
-) -> None:
+def test_from_step_without_a_checkpoint_is_refused_with_the_saved_steps(config: Config, finished: RunDirectory) -> None:
     assert "for --from-step, got 3, 6." in refusal(longer(config, from_step=4))
     assert (finished.checkpoints / "step_00000006").is_dir()
 
 
-def test_another_order_of_the_data_under_the_same_seed_is_refused(
+def test_resuming_with_another_data_order_is_refused(
     config: Config, finished: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lamella._training.resume.ORDER", "feistel-2")
@@ -130,14 +128,16 @@ def test_another_order_of_the_data_under_the_same_seed_is_refused(
     assert "in the data order 'feistel-2', got 'feistel-1'." in message and "pass another --run-dir" in message
 
 
-def test_another_packing_is_refused(config: Config, finished: RunDirectory) -> None:
+def test_resuming_with_another_packing_is_refused(config: Config, finished: RunDirectory) -> None:
     changed = longer(config)
     changed = replace(changed, data=replace(changed.data, packing="documents"))
     expected = "Expected data.packing to stay 'stream' as in the run to be resumed, got 'documents'. Pass the former "
     assert expected + "value of --packing, or another --run-dir." in refusal(changed)
 
 
-def test_a_resumed_run_says_that_it_dropped_a_line(config: Config, finished: RunDirectory, train: TrainOn) -> None:
+def test_a_resumed_run_reports_dropped_lines_of_its_metrics(
+    config: Config, finished: RunDirectory, train: TrainOn
+) -> None:
     with finished.metrics.open("a") as file:
         file.write('{"step": 7, "loss": 5.')
     prepared = prepare(place(longer(config)))
@@ -145,7 +145,7 @@ def test_a_resumed_run_says_that_it_dropped_a_line(config: Config, finished: Run
     assert sorted(train(longer(config), 1).losses) == list(range(1, 10))
 
 
-def test_options_of_the_optimizer_are_those_of_the_settings_and_not_of_the_checkpoint(
+def test_optimizer_options_of_a_resumed_run_come_from_settings_not_the_checkpoint(
     config: Config, finished: RunDirectory
 ) -> None:
     changed = longer(config)
@@ -161,7 +161,7 @@ def test_options_of_the_optimizer_are_those_of_the_settings_and_not_of_the_check
     assert groups == [(0.7, (0.5, 0.6), 1e-3), (0.0, (0.5, 0.6), 1e-3)]
 
 
-def test_a_config_of_equal_shapes_that_computes_something_else_is_refused(
+def test_resuming_with_another_activation_function_is_refused(
     config: Config, finished: RunDirectory, tmp_path: Path
 ) -> None:
     values = json.loads(Path(config.model.name).read_text())

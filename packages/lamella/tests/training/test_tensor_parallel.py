@@ -42,13 +42,11 @@ def _copy_at_3(run: Run, name: str) -> None:
     run.copy_at_3(run.directory.root.with_name(name))
 
 
-def test_losses_norms_and_exported_weights_are_those_of_one_rank(plain: Run, cut: Run, tmp_path: Path) -> None:
+def test_tensor_parallel_losses_norms_and_exports_are_those_of_one_rank(plain: Run, cut: Run, tmp_path: Path) -> None:
     assert_equal(cut, plain, tmp_path)
 
 
-def test_llamas_trained_on_cut_matrices_are_those_of_one_rank(
-    shared_config: Config, train: TrainOn, tmp_path: Path
-) -> None:
+def test_tensor_parallel_llamas_train_as_on_one_rank(shared_config: Config, train: TrainOn, tmp_path: Path) -> None:
     plain = train(changed(shared_config, "plain-llama", "llama"), 1)
     cut = train(changed(shared_config, "cut-llama", "llama", tensor_parallel=2, ranks=2), 2)
     assert_equal(cut, plain, tmp_path)

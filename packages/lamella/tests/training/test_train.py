@@ -92,7 +92,7 @@ def test_bfloat16_compute_stays_close_to_float32(config: Config, exact: Run, tra
 
 
 @pytest.mark.parametrize("kind", ["tensor", "delayed", "row", "block"])
-def test_float8_stays_close_to_the_run_without_that_it_goes_on_from(
+def test_a_run_resumed_in_float8_stays_close_to_the_exact_run(
     shared_config: Config, exact: Run, train: TrainOn, tmp_path: Path, kind: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
     quantised = replace(shared_config, parallel=replace(shared_config.parallel, float8=kind))
@@ -123,7 +123,7 @@ def test_float8_with_past_amaxes_goes_on_to_the_bit(
     assert "saved without past amaxes" not in capfd.readouterr().out
 
 
-def test_float8_leaves_out_routers_and_what_the_user_names() -> None:
+def test_float8_leaves_out_routers_and_layers_that_the_user_excludes() -> None:
     def block() -> nn.ModuleDict:
         layers = {name: nn.Linear(16, 16) for name in ("attn", "experts", "gate")}
         return nn.ModuleDict({**layers, "down": nn.Linear(16, 5)})
@@ -137,7 +137,7 @@ def test_float8_leaves_out_routers_and_what_the_user_names() -> None:
         assert chosen == {"experts.weight", "down.weight"}
 
 
-def test_compiled_layers_are_those_that_are_sharded(shared_config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_layers_are_the_sharded_units(shared_config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     def check() -> None:
         parallel = shared_config.parallel
         model = build_model(load_spec(shared_config.model.name, 300), torch.device("cpu"), seed=0)
@@ -165,7 +165,7 @@ def test_compiled_layers_are_those_that_are_sharded(shared_config: Config, monke
         ({"run": {"sample": ("def",)}}, "llama", "stream"),
     ],
 )
-def test_long_runs_on_gpus_compile_their_layers_unless_a_setting_asks_for_eager_ones(
+def test_long_runs_on_gpus_compile_layers_unless_a_setting_needs_eager_layers(
     settings: dict[str, dict[str, object]], model_type: str, packing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lamella._model.compilation._missing_for", lambda parallel: None)
@@ -244,7 +244,7 @@ def test_the_learning_rate_warms_up_and_decays_to_its_final_fraction() -> None:
     assert torch.tensor(rates).isfinite().all()
 
 
-def test_the_loss_that_balances_experts_counts_where_the_config_asks_for_it(
+def test_gradients_include_the_auxiliary_router_loss_that_the_config_asks_for(
     config: Config, train: TrainOn, tmp_path: Path
 ) -> None:
     file = tmp_path / "experts.json"

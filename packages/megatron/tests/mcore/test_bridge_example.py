@@ -122,7 +122,9 @@ def test_the_program_goes_on_from_its_newest_checkpoint_on_other_parallel_sizes(
         (["--publish", "trained"], "Expected a checkpoint to publish, got none in "),
     ],
 )
-def test_the_program_refuses_what_it_cannot_do(tmp_path: Path, arguments: list[str], message: str) -> None:
+def test_the_bridge_example_refuses_indivisible_rows_and_missing_checkpoints(
+    tmp_path: Path, arguments: list[str], message: str
+) -> None:
     for error in run_ranks(_error, 2, _published(), ["folder", str(tmp_path), *arguments]):
         assert message in error
 

@@ -77,7 +77,7 @@ FURTHER_RESUMED = [
     [*RESUMED, *(pytest.param(*case, marks=pytest.mark.slow) for case in FURTHER_RESUMED)],
     ids=str,
 )
-def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(
+def test_megatron_runs_resumed_on_other_ranks_go_on_as_uninterrupted(
     tmp_path: Path, kind: str, first: World, others: list[World]
 ) -> None:
     losses = on_rank_zero(first, _begin, kind, tmp_path)
@@ -151,7 +151,7 @@ def _save_in_stages(world: World, kind: str, path: Path, stages: Stages) -> None
     ],
     ids=str,
 )
-def test_every_stage_saves_and_loads_what_full_sharding_does(
+def test_every_zero_stage_saves_and_loads_the_checkpoint_of_full_sharding(
     tmp_path: Path, kind: str, world: World, stages: Stages
 ) -> None:
     """Of all parameters, and of experts in a stage of their own."""

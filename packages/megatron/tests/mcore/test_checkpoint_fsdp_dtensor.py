@@ -116,7 +116,7 @@ def test_megatron_core_opens_fsdp_dtensor(tmp_path: Path, kind: str, first: Worl
     assert run_ranks(_ask_as_megatron_does, other.num_ranks, other, kind, tmp_path) == [[]] * other.num_ranks
 
 
-def test_a_conversion_for_other_ranks_is_what_a_model_on_these_ranks_saves(tmp_path: Path) -> None:
+def test_a_conversion_to_another_tensor_parallel_size_equals_a_save_at_that_size(tmp_path: Path) -> None:
     """Mamba layers and gated delta nets are stored in the order of the tensor-parallel ranks."""
     on_rank_zero(World(2, tp=2), save_random, "hybrid", tmp_path / "two")
     run_ranks(load_and_save, 1, World(1), "hybrid", tmp_path / "two", tmp_path / "one")

@@ -57,7 +57,7 @@ def test_another_models_checkpoint_is_refused_with_all_differences(gated: Path, 
     assert "pass strict=False" in message
 
 
-def test_another_number_of_writing_ranks_than_the_checkpoint_tells_is_refused(tmp_path: Path) -> None:
+def test_a_tensor_parallel_size_that_contradicts_the_checkpoint_is_refused(tmp_path: Path) -> None:
     on_rank_zero(World(2, tp=2), save_random, "hybrid", tmp_path)
     error, message = on_rank_zero(World(2), _refused, "hybrid", tmp_path, {"tensor_parallel_size": 4})
     assert error == "ValueError"

@@ -53,7 +53,9 @@ def _load_and_save(world: World, kind: str, path: Path, again: Path) -> None:
     ],
     ids=str,
 )
-def test_stages_save_what_one_stage_does_and_read_it_on_others(tmp_path: Path, kind: str, worlds: list[World]) -> None:
+def test_pipeline_stages_save_the_checkpoint_of_one_stage_and_load_on_other_stages(
+    tmp_path: Path, kind: str, worlds: list[World]
+) -> None:
     first = worlds[0]
     one = replace(first, num_ranks=first.num_ranks // first.pp, pp=1, vp=None)
     on_rank_zero(one, save_random, kind, tmp_path / "one", FORMATS)

@@ -143,7 +143,7 @@ def test_a_stage_that_does_not_fit_is_refused_before_any_change(
     run_ranks(on_each_rank, 2)
 
 
-def test_a_stage_that_frees_weights_alone_takes_the_choice_to_free_them() -> None:
+def test_reshard_after_forward_of_dense_weights_is_allowed_beside_zero1_experts() -> None:
     def on_each_rank() -> None:
         make = make_model("moe", EP2)
         fully_shard_model(make, expert_stage=ZERO1, reshard_after_forward=True)  # for dense weights

@@ -104,7 +104,7 @@ def _assert_trains(recipe: str, num_ranks: int, *, tensor_ranks: int = 1, stage:
 
 
 @pytest.mark.gpu1
-def test_one_gpu_trains_as_with_weights_in_bf16() -> None:
+def test_float8_weights_on_one_gpu_train_as_bf16_weights() -> None:
     _assert_trains("delayed", 1)
 
 
@@ -113,7 +113,7 @@ def test_one_gpu_trains_as_with_weights_in_bf16() -> None:
     ("recipe", "stage"),
     [("tensorwise", "optim_grads_params"), ("blockwise", "optim"), ("ends_in_bf16", "optim_grads_params")],
 )
-def test_two_gpus_train_as_one_with_weights_in_bf16(recipe: str, stage: str) -> None:
+def test_float8_weights_on_two_gpus_train_as_bf16_weights(recipe: str, stage: str) -> None:
     _assert_trains(recipe, 2, stage=stage)
 
 

@@ -179,7 +179,7 @@ def read_all(source: Source) -> dict[str, torch.Tensor]:
     return full_tensors
 
 
-def test_what_megatron_writes_is_read(tmp_path: Path) -> None:
+def test_fsdp_dtensor_checkpoints_of_megatron_core_are_read(tmp_path: Path) -> None:
     save_by_megatron(tmp_path / "megatrons")
     opened = open_megatron(tmp_path / "megatrons")
     assert opened.format == "fsdp_dtensor"
@@ -197,7 +197,7 @@ def test_what_megatron_writes_is_read(tmp_path: Path) -> None:
     assert opened.source.read_object(f"optimizer.param_groups.{IN_PROJ}.alpha.lr") == 0.5
 
 
-def test_what_is_written_is_read_by_megatron(tmp_path: Path) -> None:
+def test_fsdp_dtensor_checkpoints_of_lamella_are_read_by_megatron_core(tmp_path: Path) -> None:
     save_by_megatron(tmp_path / "megatrons")
     native, written = tmp_path / "native", tmp_path / "written"
     convert(tmp_path / "megatrons", native, to="dcp", translate=lambda source: source)

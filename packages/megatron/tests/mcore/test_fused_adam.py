@@ -72,22 +72,22 @@ def _buffers(model: nn.Module) -> list[Any]:
 
 @pytest.mark.gpu1
 @pytest.mark.parametrize("kind", ALL_KINDS)
-def test_one_gpu_steps_as_over_plain_tensors(kind: str) -> None:
+def test_fused_adam_on_one_gpu_steps_as_over_plain_tensors(kind: str) -> None:
     run_ranks(_steps_are_equal, 1, kind, device="cuda")
 
 
 @pytest.mark.gpu2
 @pytest.mark.parametrize("kind", ALL_KINDS)
-def test_two_gpus_step_as_over_plain_tensors(kind: str) -> None:
+def test_fused_adam_on_two_gpus_steps_as_over_plain_tensors(kind: str) -> None:
     run_ranks(_steps_are_equal, 2, kind, device="cuda")
 
 
 @pytest.mark.gpu1
 @pytest.mark.parametrize("kind", ALL_KINDS)
-def test_one_gpu_holds_the_bytes_of_the_formula(kind: str) -> None:
+def test_fused_adam_on_one_gpu_holds_the_bytes_of_the_formula(kind: str) -> None:
     run_ranks(_bytes_are_known, 1, kind, device="cuda")
 
 
 @pytest.mark.gpu1
-def test_one_gpu_takes_the_loss_scale_out_of_gradients_in_bf16() -> None:
+def test_bf16_gradients_are_divided_by_the_loss_scale_on_one_gpu() -> None:
     run_ranks(_scale_is_taken_out, 1, device="cuda")

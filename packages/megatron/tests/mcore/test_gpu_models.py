@@ -12,7 +12,7 @@ TOLERANCE = 1e-5  # sums of other numbers of rows, in another order
 
 @pytest.mark.gpu1
 @pytest.mark.parametrize("kind", ["gpt", "moe", "tied"])
-def test_one_gpu_trains_as_without_units(kind: str) -> None:
+def test_megatron_models_on_one_gpu_train_as_without_units(kind: str) -> None:
     layout = Layout(num_ranks=1)
     assert_trains_as_on_one_rank(kind, layout, fully_shard_model, tolerance=TOLERANCE, device="cuda")
 
@@ -30,5 +30,5 @@ def test_one_gpu_trains_as_without_units(kind: str) -> None:
     ],
     ids=str,
 )
-def test_two_gpus_train_as_one(kind: str, layout: Layout) -> None:
+def test_megatron_models_on_two_gpus_train_as_without_units(kind: str, layout: Layout) -> None:
     assert_trains_as_on_one_rank(kind, layout, fully_shard_model, tolerance=TOLERANCE, device="cuda")

@@ -161,7 +161,7 @@ KINDS = ["gpt", "gpt-mtp", "gpt-mla", "*E/*E", "+E", "GE", *GROUPS]
 @pytest.mark.gpu1
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shares", [False, True])
-def test_one_gpu_has_equal_bits(kind: str, shares: bool) -> None:
+def test_overlapped_steps_on_one_gpu_have_the_bits_of_plain_steps(kind: str, shares: bool) -> None:
     # megatron-core delays with several expert-parallel ranks only
     _assert_equal_bits(kind, 1, shares=shares, delays=False)
 
@@ -169,7 +169,7 @@ def test_one_gpu_has_equal_bits(kind: str, shares: bool) -> None:
 @pytest.mark.gpu2
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("shares", "delays"), [(False, False), (True, False), (True, True)])
-def test_two_gpus_have_equal_bits(kind: str, shares: bool, delays: bool) -> None:
+def test_overlapped_steps_on_two_gpus_have_the_bits_of_plain_steps(kind: str, shares: bool, delays: bool) -> None:
     _assert_equal_bits(kind, 2, shares=shares, delays=delays)
 
 

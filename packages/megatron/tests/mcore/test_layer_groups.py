@@ -66,7 +66,7 @@ def _weights_after_three_steps(groups: str | None) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("groups", ["[*E][*E]", "[*E]*E"])
-def test_bits_are_those_of_a_unit_a_layer(groups: str) -> None:
+def test_units_of_layer_groups_train_to_the_bits_of_a_unit_per_layer(groups: str) -> None:
     alone, together = (run_ranks(_weights_after_three_steps, 2, pattern)[0] for pattern in (None, groups))
     assert all(torch.equal(*pair) for pair in zip(alone, together, strict=True))
 
@@ -123,7 +123,7 @@ def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, to
         ("M*M*", None, "M[*M]*", "[M*]M*"),
     ],
 )
-def test_checkpoints_open_whatever_groups_the_units_have(
+def test_checkpoints_of_layer_groups_load_into_units_of_other_groups(
     tmp_path: Path, kind: str, of_units: str | None, groups: str | None, of_other_units: str | None
 ) -> None:
     forms = get_args(Form)

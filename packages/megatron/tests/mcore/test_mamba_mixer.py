@@ -58,7 +58,7 @@ def test_two_ranks_train_as_the_unsharded_mixer_does() -> None:
     assert_trains_as_unsharded(_make, _shard, _loss, BATCH)
 
 
-def test_the_mixers_helper_is_what_is_bound() -> None:
+def test_bind_live_parameters_binds_the_mamba_mixers_cached_parameters() -> None:
     def bound() -> list[str]:
         return bind_live_parameters(_make())
 
@@ -67,7 +67,7 @@ def test_the_mixers_helper_is_what_is_bound() -> None:
     assert len(paths) == 2 * len(CACHED)
 
 
-def test_without_it_the_engine_refuses_the_mixer() -> None:
+def test_a_mamba_mixer_with_unbound_parameters_is_refused() -> None:
     def check() -> None:
         with pytest.raises(ValueError, match=r"of a MambaContextParallel too"):
             fully_shard(_make())

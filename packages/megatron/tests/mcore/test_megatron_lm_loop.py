@@ -118,7 +118,7 @@ def test_a_killed_run_goes_on_to_the_bit(unbroken: list[Run], tmp_path: Path) ->
         assert resumed[-1].logged[iteration] == unbroken[-1].logged[iteration]
 
 
-def test_the_loop_logs_what_it_logs_over_ddp(unbroken: list[Run]) -> None:
+def test_megatrons_loop_logs_the_losses_norms_and_evaluations_of_ddp(unbroken: list[Run]) -> None:
     """Losses, norms of weights (`--log-params-norm`), and evaluations; `--manual-gc` is obeyed."""
     expected, run = run_ranks(_run, 2, FLAGS)[-1], unbroken[-1]
     assert sorted(run.logged) == sorted(expected.logged) == list(range(1, NUM_STEPS + 1))

@@ -82,7 +82,7 @@ RESUMED = [
     ],
     ids=str,
 )
-def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(
+def test_muon_runs_resumed_on_other_ranks_go_on_as_uninterrupted(
     tmp_path: Path, kind: str, first: Layout, others: list[Layout], written: str
 ) -> None:
     run_ranks(_begin, first.num_ranks, kind, first, written, tmp_path)

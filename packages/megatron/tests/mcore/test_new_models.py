@@ -41,7 +41,7 @@ def _drawn(kind: str, layout: Layout) -> nn.Module:
     ],
     ids=str,
 )
-def test_weights_are_those_of_the_model_built_whole(kind: str, layout: Layout) -> None:
+def test_a_model_sharded_during_construction_has_the_weights_of_a_full_build(kind: str, layout: Layout) -> None:
     def on_each_rank() -> dict[str, torch.Tensor]:
         from megatron.core import parallel_state
 
@@ -189,7 +189,7 @@ def test_marks_last_when_parameters_get_new_storage() -> None:
     run_ranks(on_one_rank, 1)
 
 
-def test_a_parameter_that_is_not_sharded_is_marked_as_it_is() -> None:
+def test_mark_sets_attributes_of_unsharded_parameters() -> None:
     linear = nn.Linear(2, 2)
     mark(linear, "weight", told=1)
     assert linear.weight.told == 1  # type: ignore[attr-defined]

@@ -49,13 +49,13 @@ SOME = [
 
 
 @pytest.mark.parametrize("case", SOME, ids=str)
-def test_bits_are_those_of_one_microbatch_after_the_other(case: Case) -> None:
+def test_overlapped_steps_have_the_bits_of_sequential_microbatches(case: Case) -> None:
     assert_equal_bits(case)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [case for case in ALL if case not in SOME], ids=str)
-def test_all_bits_are_those_of_one_microbatch_after_the_other(case: Case) -> None:
+def test_overlapped_steps_of_all_cases_have_the_bits_of_sequential_microbatches(case: Case) -> None:
     assert_equal_bits(case)
 
 

@@ -80,7 +80,7 @@ def test_weight_gradients_of_mixers_and_shared_experts_are_computed_after_pre() 
 
 
 @pytest.mark.parametrize("needs", [True, False])
-def test_layers_are_asked_for_each_microbatch_whether_they_delay(needs: bool) -> None:
+def test_layers_are_asked_every_microbatch_for_delayed_weight_gradients(needs: bool) -> None:
     layer: Any = nn.Linear(1, 1)
     layer.need_backward_dw = lambda: not needs
     item = SlottedLayers([layer], {}, delayable([layer]))

@@ -86,7 +86,7 @@ class _Counting:
         return getattr(self._inner, attribute)
 
 
-def test_each_prediction_has_exchanges_of_its_own_in_the_schedule() -> None:
+def test_every_mtp_layer_has_its_own_dispatch_and_combine_in_the_schedule() -> None:
     def on_one_rank() -> set[str]:
         model = make_model("*E/*E/*E", Layout(num_ranks=1))
         with torch.profiler.profile() as profiler:

@@ -57,7 +57,7 @@ def test_stages_are_refused_for_megatron_cores_driver() -> None:
     run_ranks(on_one_rank, 1)
 
 
-def test_a_unit_of_layers_with_others_between_is_refused() -> None:
+def test_a_unit_of_nonadjacent_layers_is_refused_in_an_overlapped_step() -> None:
     def on_one_rank() -> None:
         from lamella_megatron.training import forward_backward_overlapped
 

@@ -47,7 +47,7 @@ def _ranks_of(model: nn.Module) -> dict[str, tuple[Any, tuple[object, ...]]]:
     return ranks_by_name
 
 
-def test_parameters_lie_on_the_ranks_that_hold_them() -> None:
+def test_dense_and_expert_parameters_are_sharded_over_their_own_ranks() -> None:
     rows: list[tuple[Layout, Any, Any]] = [
         (Layout(ep=2), [0, 1, 2, 3], [0, 2]),
         (Layout(tp=2), [0, 2], [0, 2]),
@@ -234,7 +234,7 @@ def test_groups_of_another_model_are_refused() -> None:
     _assert_refused("moe", Layout(ep=2), r"got 2 \* 1 and 2 \* 2 \* 1", dp_cp=HALVES, intra_dp_cp=None)
 
 
-def test_before_megatron_has_groups_the_call_that_makes_them_is_named() -> None:
+def test_missing_megatron_groups_are_refused_with_initialize_model_parallel() -> None:
     def on_one_rank() -> None:
         from megatron.core import parallel_state
 
@@ -287,7 +287,7 @@ def test_a_model_with_units_is_refused() -> None:
     run_ranks(on_one_rank, 1)
 
 
-def test_modules_of_other_classes_are_units_where_they_are_named() -> None:
+def test_modules_of_the_given_unit_classes_are_units() -> None:
     def on_each_rank() -> set[str]:
         from megatron.core.transformer.mlp import MLP
 

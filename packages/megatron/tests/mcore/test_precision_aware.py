@@ -183,7 +183,7 @@ def test_fused_adam_steps_on_gradients_and_moments_in_bf16(kind: str, monkeypatc
     run_ranks(on_each_rank, NUM_RANKS)
 
 
-def test_megatron_cores_norm_finds_gradients_where_the_option_puts_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_megatron_cores_grad_norm_reads_decoupled_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without `megatron_fsdp_use_decoupled_grad` its norm would be 0, and nothing clipped."""
     monkeypatch.setattr("megatron.core.optimizer.Adam", FusedAdam)
     ddp, aware = KINDS["bf16 main weights and remainders"]

@@ -317,7 +317,7 @@ def test_collections_without_a_group_of_norms_are_refused(missing: str) -> None:
     run_ranks(on_the_rank, 1)
 
 
-def test_norms_of_parameters_are_those_of_all_tensor_parallel_parts() -> None:
+def test_parameter_norms_cover_all_tensor_parallel_parts() -> None:
     def on_each_rank(tp: int) -> dict[str, float]:
         from lamella_megatron.training import ShardedModel
 
@@ -370,7 +370,7 @@ def test_in_fp16_steps_are_skipped_until_the_loss_scale_fits_and_the_scheduler_g
     assert rates[:2] == pytest.approx([0.005, 0.01])
 
 
-def test_what_describes_whole_tensors_is_refused() -> None:
+def test_sharded_state_dict_of_a_sharded_model_is_refused() -> None:
     def on_the_rank() -> None:
         from lamella_megatron.training import ShardedModel
 
@@ -476,7 +476,7 @@ def test_parameters_of_a_norm_group_are_clipped_by_their_own_norm() -> None:
     run_ranks(on_each_rank, 2)
 
 
-def test_the_state_is_loaded_as_it_was_taken() -> None:
+def test_reloaded_model_and_optimizer_states_take_equal_steps() -> None:
     def on_each_rank() -> None:
         config, model, optimizer = _sharded(optimizer="adam", lr=0.01, loss_scale=8.0)
         _step(model, config, BATCHES[0])
@@ -523,7 +523,7 @@ def test_a_run_that_is_resumed_goes_on_as_the_run_that_was_not_stopped(tmp_path:
 
 
 @pytest.mark.parametrize("format", ["fsdp_dtensor", pytest.param("torch_dist", marks=pytest.mark.slow)])
-def test_a_run_over_tensor_and_expert_parallel_ranks_goes_on_over_others(
+def test_a_tensor_and_expert_parallel_run_resumes_on_other_layouts(
     tmp_path: Path,
     format: Literal["fsdp_dtensor", "torch_dist"],  # noqa: A002
 ) -> None:
@@ -556,7 +556,7 @@ def test_a_run_over_tensor_and_expert_parallel_ranks_goes_on_over_others(
             torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0)
 
 
-def test_another_optimizer_is_built_from_the_groups() -> None:
+def test_make_builds_an_unknown_optimizer_from_its_parameter_groups() -> None:
     def on_each_rank() -> None:
         from lamella_megatron.training import sharded_optimizer
 

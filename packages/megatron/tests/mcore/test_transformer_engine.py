@@ -96,11 +96,11 @@ def _assert_trains_as_without_units(num_ranks: int, *, fuse: bool) -> None:
 
 @pytest.mark.gpu1
 @pytest.mark.parametrize("fuse", [False, True])
-def test_one_gpu_trains_as_without_units(fuse: bool) -> None:
+def test_transformer_engine_models_on_one_gpu_train_as_without_units(fuse: bool) -> None:
     _assert_trains_as_without_units(1, fuse=fuse)
 
 
 @pytest.mark.gpu2
 @pytest.mark.parametrize("fuse", [False, True])
-def test_two_gpus_train_as_one(fuse: bool) -> None:
+def test_transformer_engine_models_on_two_gpus_train_as_without_units(fuse: bool) -> None:
     _assert_trains_as_without_units(2, fuse=fuse)

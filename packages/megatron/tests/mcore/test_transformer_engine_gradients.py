@@ -146,7 +146,9 @@ _OPTIONS = pytest.mark.parametrize(("fuse", "delay"), [(False, False), (True, Fa
 @pytest.mark.gpu1
 @_OPTIONS
 @pytest.mark.parametrize("kind", LAYERS)
-def test_one_gpu_has_the_gradients_of_plain_layers(kind: str, fuse: bool, delay: bool) -> None:
+def test_transformer_engine_units_on_one_gpu_have_the_gradients_of_plain_layers(
+    kind: str, fuse: bool, delay: bool
+) -> None:
     _assert_equal_in_units(kind, ZERO3, 1, fuse=fuse, delay=delay)
 
 
@@ -154,5 +156,7 @@ def test_one_gpu_has_the_gradients_of_plain_layers(kind: str, fuse: bool, delay:
 @_OPTIONS
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("kind", LAYERS)
-def test_two_gpus_have_the_mean_gradients_of_plain_layers(kind: str, stage: str, fuse: bool, delay: bool) -> None:
+def test_transformer_engine_units_on_two_gpus_have_the_mean_gradients_of_plain_layers(
+    kind: str, stage: str, fuse: bool, delay: bool
+) -> None:
     _assert_equal_in_units(kind, STAGES[stage], 2, fuse=fuse, delay=delay)

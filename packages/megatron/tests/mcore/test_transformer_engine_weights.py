@@ -199,7 +199,7 @@ def _assert_bytes(kind: str, recipe: str) -> None:
 @pytest.mark.gpu1
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("kind", LAYERS)
-def test_gradients_are_those_of_layers_with_the_same_quantised_weights(kind: str, recipe: str) -> None:
+def test_gradients_of_quantised_units_are_those_of_plain_quantised_layers(kind: str, recipe: str) -> None:
     def check() -> None:
         _assert_gradients(kind, recipe)
 
@@ -256,7 +256,7 @@ def test_layers_read_gathered_weights_without_the_classes_python(kind: str) -> N
 
 @pytest.mark.gpu1
 @pytest.mark.parametrize("kind", LAYERS)
-def test_microbatches_that_reuse_weights_have_the_gradients_of_those_that_do_not(kind: str) -> None:
+def test_microbatches_with_reused_or_requantised_weights_have_close_gradients(kind: str) -> None:
     def check() -> None:
         batches = _microbatches(2)
         gradients: list[Gradients] = []

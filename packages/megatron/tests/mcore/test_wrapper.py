@@ -108,7 +108,7 @@ def test_parameters_that_the_model_keeps_in_fp32_compute_in_fp32() -> None:
     assert run_ranks(on_each_rank, 2) == [{torch.float32}] * 2
 
 
-def test_one_function_stops_the_sync_of_all_chunks_of_one_configuration() -> None:
+def test_no_sync_func_stops_the_sync_of_all_chunks_of_a_configuration() -> None:
     def on_each_rank() -> None:
         from lamella_megatron.training import ShardedModel
 
@@ -140,7 +140,7 @@ def test_modules_are_told_of_the_first_microbatch() -> None:
     run_ranks(on_each_rank, 1)
 
 
-def test_sharded_parameters_are_marked_and_unsharded_ones_are_not() -> None:
+def test_the_fsdp_param_mark_is_on_sharded_and_not_on_unsharded_parameters() -> None:
     """By the mark megatron-core's linear writes over `main_grad`, and its norms take the local shard."""
 
     def on_each_rank() -> None:
@@ -303,7 +303,7 @@ def test_replicas_that_went_apart_take_the_weights_of_their_first_rank() -> None
     assert torch.equal(first, second)
 
 
-def test_a_model_that_is_sharded_while_it_is_built_trains_in_the_wrapper() -> None:
+def test_a_model_sharded_during_construction_trains_in_megatrons_wrapper() -> None:
     def on_each_rank() -> None:
         from lamella_megatron import build_sharded_model
         from lamella_megatron.training import ShardedModel
