@@ -124,6 +124,8 @@ def test_the_tests_of_clients_run_in_their_session_alone(
 
     monkeypatch.setattr(runner, "_require_gpus", lambda num_gpus: 0)
     monkeypatch.setattr(runner, "_pytest_in", run)
+    # Its own asks torch, which the environment of these tests does not have.
+    monkeypatch.setattr(runner.gpu_status, "description", lambda **_: {})
     assert runner.main(["clients", "--status", str(tmp_path / "runs.jsonl"), "-q"]) == 0
     assert runner.main(["gpu", "2", "integration/tests"]) == 0
     (marker, clients), (_, others) = runs
