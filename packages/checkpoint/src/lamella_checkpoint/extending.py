@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from lamella_checkpoint._formats.dcp_read import StoredCheckpoint as StoredCheckpoint
     from lamella_checkpoint._formats.dcp_write import WithoutManifest as WithoutManifest
     from lamella_checkpoint._formats.dcp_write import complete as complete
+    from lamella_checkpoint._formats.extra_by_rank import is_of_extra as is_of_extra
     from lamella_checkpoint._formats.placed import Placed as Placed
     from lamella_checkpoint._state.contents import Ranks as Ranks
     from lamella_checkpoint._state.contents import StateContents as StateContents
@@ -58,6 +59,7 @@ _LATER: Final = {
     "lamella_checkpoint._formats.dcp_open": ("is_dcp", "open_dcp", "opened_dcp"),
     "lamella_checkpoint._formats.dcp_read": ("StoredCheckpoint",),
     "lamella_checkpoint._formats.dcp_write": ("WithoutManifest", "complete"),
+    "lamella_checkpoint._formats.extra_by_rank": ("is_of_extra",),
     "lamella_checkpoint._formats.placed": ("Placed",),
     "lamella_checkpoint._state.contents": ("StateContents", "Ranks"),
     "lamella_checkpoint._state.recut": ("recut",),

@@ -10,9 +10,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
-from lamella_checkpoint import CheckpointDamaged, Wanted
+from lamella_checkpoint import CheckpointDamaged, Wanted, load, save
 from lamella_checkpoint._base.live_boxes import local_boxes
 from lamella_checkpoint._formats.dcp_read import StoredCheckpoint
 from lamella_files import whole_box
@@ -137,6 +138,23 @@ def test_transposed_channels_last_and_conjugated_tensors_are_read_equal(
     into = torch.empty(tensor.shape, dtype=tensor.dtype)
     stored.read([Wanted("model.x", whole_box(tensor.shape), into)])
     assert torch.equal(into, tensor)
+
+
+@pytest.mark.parametrize("num_rows", [4, 4000], ids=["small", "large"])
+def test_lazily_conjugated_and_negated_buffers_are_saved_and_loaded_equal(tmp_path: Path, num_rows: int) -> None:
+    numbers = torch.complex(torch.rand(num_rows), torch.rand(num_rows))
+
+    def views(base: torch.Tensor) -> nn.Module:
+        model = nn.Module()
+        for name, rows in (("all", slice(None)), ("part", slice(1, -1))):
+            model.register_buffer(f"conjugated_{name}", base.clone()[rows].conj())
+            model.register_buffer(f"negated_{name}", base.clone()[rows].conj().imag)
+        return model
+
+    model, other = views(numbers), views(torch.zeros_like(numbers))
+    save(tmp_path / "a", model=model)
+    load(tmp_path / "a", model=other)
+    assert all(torch.equal(buffer, other.get_buffer(name)) for name, buffer in model.named_buffers())
 
 
 def test_a_stored_chunk_is_read_once_however_many_boxes_want_it(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Any optimizer's state and options come back by the parameters' names, without a step."""
 
 import json
+import math
 from collections.abc import Callable, Iterable
 from http import HTTPStatus
 from pathlib import Path
@@ -248,6 +249,16 @@ def test_options_that_conflict_in_one_live_group_are_refused_naming_both_paramet
     differences = load(tmp_path / "a", model=model, optimizer=one_group, strict=False).left
     assert differences.conflicts == (conflict,)
     assert (one_group.param_groups[0]["lr"], one_group.param_groups[0]["momentum"]) == (9.0, 0)
+
+
+def test_an_option_that_is_nan_conflicts_with_no_parameters(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    optimizer.param_groups[0]["best_loss"] = float("nan")
+    save(tmp_path / "a", model=model, optimizer=optimizer)
+    live = torch.optim.SGD(model.parameters(), lr=9.0)
+    load(tmp_path / "a", model=model, optimizer=live)
+    assert live.param_groups[0]["lr"] == 0.5 and math.isnan(live.param_groups[0]["best_loss"])
 
 
 def test_names_that_an_optimizer_was_given_are_this_runs(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """A save appears whole or not at all, after a failure or a kill of any process at any moment."""
 
+import errno
 import multiprocessing
 import os
 import shutil
@@ -310,6 +311,23 @@ def test_a_save_never_replaces_a_path_that_is_no_checkpoint(tmp_path: Path, cont
     with pytest.raises(FileExistsError, match="Save to a path of its own"):
         save(path, model=filled(1.0))
     assert "mine" in (path if content == "file" else path / "thesis.tex").read_text()
+
+
+@pytest.mark.parametrize("kind", ["saving", "replaced", "removed"])
+def test_the_name_of_a_leftover_is_refused_as_a_path(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / f"a.{kind}-0123abcd"
+    with pytest.raises(ValueError, match=f"got .*a.{kind}-0123abcd', the name of a leftover of a killed save to 'a'"):
+        save(path, model=filled(1.0))
+    assert not path.exists()
+
+
+def test_a_write_to_a_full_disk_names_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(*_: object, **__: object) -> NoReturn:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(_save, "write_items", write)
+    with pytest.raises(OSError, match="No space left on device: '.*/a'"):
+        save(tmp_path / "a", model=filled(1.0))
 
 
 def test_an_empty_directory_may_be_given(tmp_path: Path) -> None:

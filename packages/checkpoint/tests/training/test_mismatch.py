@@ -189,6 +189,30 @@ def test_float8_with_its_scale_loads_unchanged_and_float8_without_scale_is_cast(
     assert scaled.get_buffer("0.weight_scale").item() == 0.5
 
 
+@pytest.mark.parametrize(
+    ("stored", "live", "fits"),
+    [
+        (torch.int64, torch.int32, False),
+        (torch.int8, torch.uint8, False),
+        (torch.uint8, torch.int8, False),
+        (torch.uint8, torch.int16, True),
+        (torch.int32, torch.int64, True),
+        (torch.bool, torch.int8, True),
+        (torch.int64, torch.float32, True),
+    ],
+)
+def test_integers_beyond_the_live_dtype_are_a_difference(stored: torch.dtype, live: torch.dtype, fits: bool) -> None:
+    source = MemorySource({"model.counts": torch.ones(3).to(stored)})
+    model = nn.Module()
+    model.register_buffer("counts", torch.zeros(3, dtype=live))
+    if fits:
+        load(source, model=model)
+        assert torch.equal(model.get_buffer("counts"), torch.ones(3).to(live))
+    else:
+        with pytest.raises(CheckpointMismatch, match=rf"counts: {stored} \(3,\) in the checkpoint, {live} \(3,\) here"):
+            load(source, model=model)
+
+
 def test_data_is_cast_to_the_live_dtype(path: Path) -> None:
     saved = net()
     load(path, model=saved)

@@ -70,9 +70,7 @@ def test_a_box_costs_its_own_bytes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("verify", [True, False])
-def test_so_does_a_box_of_a_tensor_that_is_a_part_of_its_storage_once_that_is_verified(
-    tmp_path: Path, verify: bool
-) -> None:
+def test_a_box_of_a_tensor_in_a_shared_storage_costs_its_own_bytes_once_verified(tmp_path: Path, verify: bool) -> None:
     flat = torch.arange(1_000_000.0)
     views = {
         "x": flat[:400_000].view(400, 1000),
@@ -143,6 +141,14 @@ def test_names_are_the_keys_and_lists_of_plain_data_are_values(tmp_path: Path) -
 def test_two_values_of_one_name_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointDamaged, match=r"two values have the name 'a\.b'"):
         TorchFile(saved(tmp_path, {"a": {"b": torch.ones(1)}, "a.b": torch.ones(1)}))
+
+
+def test_parameters_and_buffers_with_attributes_are_tensors(tmp_path: Path) -> None:
+    parameter, buffer = nn.Parameter(base.clone()), nn.Buffer(base + 1)
+    parameter.sequence_parallel = True  # type: ignore[attr-defined]  # as Megatron marks parameters
+    source = TorchFile(saved(tmp_path, {"parameter": parameter, "buffer": buffer}))
+    for name, tensor in (("parameter", parameter), ("buffer", buffer)):
+        assert torch.equal(read_tensor(source, name), tensor)
 
 
 def test_tensors_are_read_beside_objects_that_are_not(tmp_path: Path) -> None:

@@ -21,11 +21,12 @@ from torch import nn
 from lamella_checkpoint import CheckpointDamaged, load, save
 from lamella_checkpoint.extending import Manifest
 from lamella_checkpoint.testing import read_tensor
-from lamella_convert import Target, convert, diff, open_both, save_safetensors
+from lamella_convert import Target, convert, diff, open_both, open_checkpoint, save_safetensors
 from lamella_convert._formats.safetensors import SafetensorsSource
 from lamella_convert._formats.safetensors_header import DTYPES
 from lamella_convert._tools.published import SIDE_FILES
 from lamella_files import rename
+from lamella_testing import run_ranks
 from lamella_testing.bits import all_same_bits, random_bits, same_bits
 
 STORED = [dtype for dtype in DTYPES.values() if dtype is not torch.float8_e8m0fnu]
@@ -130,7 +131,7 @@ def test_a_saved_checkpoint_is_copied_with_its_optimizer_its_extra_and_its_ties(
     assert Manifest.read(tmp_path / "b").optimizer == Manifest.read(tmp_path / "a").optimizer
 
 
-def test_and_to_one_file_with_ties(tmp_path: Path) -> None:
+def test_a_converted_torch_file_keeps_ties_and_options(tmp_path: Path) -> None:
     model, optimizer = build()
     save(tmp_path / "a", model=model, optimizer=optimizer)
     convert(tmp_path / "a", tmp_path / "b.pt", to="torch")
@@ -174,6 +175,83 @@ def test_training_resumes_from_a_checkpoint_that_was_one_file_in_between(tmp_pat
     for one, other in zip(fresh.parameters(), model.parameters(), strict=True):
         slots = optimizer.state[other]
         assert all(torch.equal(its_optimizer.state[one][slot], value) for slot, value in slots.items())
+
+
+def resumed(path: Path) -> dict[str, Any]:
+    """The state of an optimizer of two groups, loaded by position from a checkpoint."""
+    model, _ = build(seed=1)
+    optimizer = in_two_groups(model)
+    load(open_checkpoint(path), model=model, optimizer=optimizer)
+    return optimizer.state_dict()
+
+
+def in_two_groups(model: nn.ModuleDict) -> torch.optim.Optimizer:
+    biases = [parameter for parameter in model.parameters() if parameter.ndim == 1]
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
+    groups: list[dict[str, Any]] = [{"params": biases, "lr": 0.5}, {"params": matrices}]
+    return torch.optim.SGD(groups, lr=0.25, momentum=0.9)
+
+
+@pytest.mark.parametrize("to", ["dcp", "torch"])
+def test_optimizers_that_counted_their_parameters_resume_from_a_conversion(tmp_path: Path, to: Target) -> None:
+    model, _ = build()
+    optimizer = in_two_groups(model)
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "a.pt")
+    report = convert(tmp_path / "a.pt", tmp_path / "b", to=to)
+    assert not report.left
+    for state in (resumed(tmp_path / "a.pt"), resumed(tmp_path / "b")):
+        assert state["param_groups"] == optimizer.state_dict()["param_groups"]
+        for number, slots in optimizer.state_dict()["state"].items():
+            assert torch.equal(state["state"][number]["momentum_buffer"], slots["momentum_buffer"])
+    if to == "torch":
+        in_two_groups(model).load_state_dict(torch.load(tmp_path / "b", weights_only=True)["optimizer"])
+
+
+def test_a_torch_file_of_an_optimizer_without_state_loads_into_torch(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    save(tmp_path / "a", model=model, optimizer=optimizer)
+    convert(tmp_path / "a", tmp_path / "b.pt", to="torch")
+    live = torch.optim.SGD(model.parameters(), lr=9.0)
+    live.load_state_dict(torch.load(tmp_path / "b.pt", weights_only=True)["optimizer"])
+    assert live.param_groups[0]["lr"] == 0.5
+
+
+def test_slots_and_options_in_a_torch_file_may_have_dots(tmp_path: Path) -> None:
+    model = nn.Linear(2, 1, bias=False)
+    optimizer = torch.optim.SGD([{"params": model.parameters(), "muon.lr": 0.5}], lr=0.25)
+    optimizer.state[model.weight]["muon.momentum"] = torch.ones(1, 2)
+    save(tmp_path / "a", model=model, optimizer=optimizer)
+    convert(tmp_path / "a", tmp_path / "b.pt", to="torch")
+    stored = torch.load(tmp_path / "b.pt", weights_only=True)["optimizer"]
+    assert stored["state"].keys() == {"weight"} and stored["state"]["weight"].keys() == {"muon.momentum"}
+    [group] = stored["param_groups"]
+    assert group["params"] == ["weight"] and group["muon.lr"] == 0.5
+
+
+def test_extra_without_a_place_in_the_target_is_listed(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    save(tmp_path / "a", model=model, extra={"step": 3})
+    torch.save({"model": model.state_dict(), "epoch": 3}, tmp_path / "b.pt")
+    for source, name in ((tmp_path / "a", "step"), (tmp_path / "b.pt", "epoch")):
+        assert [convert(source, tmp_path / f"{name}.{to}", to=to).left for to in ("dcp", "torch", "hf")] == [
+            (),
+            (name,),
+            (name,),
+        ]
+
+
+def test_each_rank_gets_its_own_extra_back_after_a_conversion(tmp_path: Path) -> None:
+    def save_of_rank() -> None:
+        position = {0: 100, 1: 101, 2: 101}[torch.distributed.get_rank()]
+        save(tmp_path / "a", model=nn.Linear(2, 2), extra={"step": 3, "position": position})
+
+    run_ranks(save_of_rank, 3)
+    convert(tmp_path / "a", tmp_path / "b", to="dcp")
+    positions = run_ranks(lambda: load(tmp_path / "b", model=nn.Linear(2, 2))["position"], 3)
+    assert positions == [100, 101, 101]
+    assert convert(tmp_path / "a", tmp_path / "c", to="hf").left == ("step", "position")
 
 
 def test_weights_are_cast_and_their_optimizers_state_is_not(tmp_path: Path) -> None:

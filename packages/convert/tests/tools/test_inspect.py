@@ -157,6 +157,20 @@ def test_tolerances(
     assert not diff(a, a)
 
 
+def test_dtypes_that_torch_does_not_compare_are_compared_within_a_tolerance(tmp_path: Path) -> None:
+    narrow, wide, real = (
+        torch_save({"x": torch.ones(2, dtype=dtype)}, tmp_path / f"{dtype}.pt")
+        for dtype in (torch.complex64, torch.complex128, torch.float32)
+    )
+    for other in (wide, real):
+        assert [difference.what for difference in diff(narrow, other, rtol=0.1).differences] == ["dtype"]
+
+
+def test_integers_beyond_doubles_are_compared_exactly(tmp_path: Path) -> None:
+    a, b = (torch_save({"x": torch.tensor([2**60 + more])}, tmp_path / f"{more}.pt") for more in (0, 1))
+    assert diff(a, b, atol=0.5) and not diff(a, b, atol=1.0)
+
+
 def test_not_a_number_equals_itself(tmp_path: Path) -> None:
     a = torch_save({"x": torch.tensor([float("nan"), 1.0])}, tmp_path / "a.pt")
     b = torch_save({"x": torch.tensor([1.0, 1.0])}, tmp_path / "b.pt")

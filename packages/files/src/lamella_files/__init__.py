@@ -40,6 +40,7 @@ from lamella_files._base.directories import check_vacant as check_vacant
 from lamella_files._base.directories import find as find
 from lamella_files._base.directories import gone as gone
 from lamella_files._base.directories import leftovers as leftovers
+from lamella_files._base.directories import naming_target as naming_target
 from lamella_files._base.directories import publish as publish
 from lamella_files._base.directories import recover as recover
 from lamella_files._base.directories import remove as remove

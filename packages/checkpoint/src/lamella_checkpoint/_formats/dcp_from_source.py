@@ -10,7 +10,11 @@ import torch
 
 from lamella_checkpoint._base.manifest import Manifest
 from lamella_checkpoint._formats.checksums import ByteSpan, ChecksumStream
-from lamella_checkpoint._formats.dcp_write import complete, without_archive_checksums, write_metadata
+from lamella_checkpoint._formats.dcp_write import (
+    complete_of_one_process,
+    without_archive_checksums,
+    write_metadata,
+)
 from lamella_checkpoint._formats.placed import Placed
 from lamella_checkpoint._formats.small_archives import save
 from lamella_files import FilledBox, Source, WriteOptions, objects_once, stream
@@ -54,7 +58,7 @@ def write_dcp(
             options.on_bytes(piece.values.nbytes)
         places += [files.save_object(value, aliases_of_value) for aliases_of_value, value in objects_once(source)]
     if manifest is not None:
-        complete(directory, [places], manifest)
+        complete_of_one_process(directory, places, manifest)
     elif path_of is not None:
         write_metadata(directory, places, path_of=path_of, written_by=())
     else:

@@ -18,7 +18,7 @@ Note [Metadata that share parts]
 
 import ctypes
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -99,9 +99,23 @@ def complete(
     """
     needed, manifest = without_equal_values(parts, manifest)
     write_metadata(directory, _first_of_each(needed), save_id=save_id)
+    _write_beside(directory, manifest, (placed for part in parts for placed in part))
+
+
+def complete_of_one_process(directory: Path, items: Sequence[Placed], manifest: Manifest) -> None:
+    """Complete a checkpoint from the files of one process, with the values of `extra` by rank as they are.
+
+    Effects: as `complete`.
+    """
+    write_metadata(directory, _first_of_each([items]))
+    _write_beside(directory, manifest, items)
+
+
+def _write_beside(directory: Path, manifest: Manifest, items: Iterable[Placed]) -> None:
+    """Write the manifest and the checksums."""
     replace(manifest, checksums=CHECKSUMS_FILE).write(directory)
     files: dict[str, dict[ByteSpan, int]] = {}
-    for placed in (placed for part in parts for placed in part):
+    for placed in items:
         files.setdefault(placed.file, {})[placed.span] = placed.checksum
     side_files: dict[str, Mapping[ByteSpan, int]] = {
         name: whole_file_checksum(directory / name) for name in (METADATA_FILE, MANIFEST_FILE)
@@ -206,7 +220,8 @@ def _on_host(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_cuda and type(tensor) is torch.Tensor:
         # Blocking: `torch.save` reads the memory at once.
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor.detach())
-    host = tensor.cpu().contiguous()
+    # Resolved first: memory of a lazily conjugated or negated view lacks the conjugation.
+    host = tensor.cpu().resolve_conj().resolve_neg().contiguous()
     if type(host) is not torch.Tensor or host.untyped_storage().nbytes() == host.nbytes:
         return host
     if not host.nbytes:

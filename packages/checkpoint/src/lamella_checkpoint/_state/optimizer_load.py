@@ -40,17 +40,18 @@ class OptimizerLoad:
     ) -> "OptimizerLoad":
         """Find the parameters of `live` in a checkpoint, by any of their `names`.
 
-        Names in the checkpoint are native names.
+        Names in the checkpoint are native names; or numbers, of parameters in the optimizer's order, as a converted
+        checkpoint keeps them of an optimizer that only counted.
 
         Effects: reads the options from the checkpoint's files; no collective.
         """
         firsts = {name: first for first, _, _ in live.params() for name in names[first]}
+        firsts = _numbered(source, live, firsts) or firsts
         names_by_section: dict[str, dict[str, dict[str, str]]] = {"state": {}, "param_groups": {}}
         strangers: dict[str, str] = {}
         for full in (*source.tensors, *source.objects):
-            top, _, entry = full.partition(".")
-            section, _, suffix = entry.partition(".")
-            if top != "optimizer" or section not in names_by_section:
+            section, suffix = _section_of(full)
+            if section not in names_by_section:
                 continue
             name, tail = _split(suffix, firsts)
             if name is None:
@@ -100,7 +101,7 @@ class OptimizerLoad:
                 for option, full in self.options.get(name, {}).items():
                     first = firsts.setdefault(option, name)
                     value, first_value = self.values[full], self.values[self.options[first][option]]
-                    if value != first_value and option not in conflicting | _LIVE_OPTIONS:
+                    if _differ(value, first_value) and option not in conflicting | _LIVE_OPTIONS:
                         conflicting.add(option)
                         yield OptionConflict(option, index, first, first_value, name, value)
 
@@ -190,6 +191,11 @@ class OptimizerLoad:
         return _new_slot(param.detach(), group, slot, torch.Size(stored.shape), stored.dtype)
 
 
+def _differ(value: Any, other: Any) -> bool:
+    """Whether two options differ; NaN does not differ from NaN."""
+    return bool(value != other) and not (value != value and other != other)
+
+
 def _read_options(source: Source, names: Iterable[str]) -> dict[str, Any]:
     """Options by name. A tensor `lr` comes as a tensor."""
     values: dict[str, Any] = {}
@@ -201,6 +207,23 @@ def _read_options(source: Source, names: Iterable[str]) -> dict[str, Any]:
             values[name] = torch.empty(info.shape, dtype=info.dtype)
             source.read([Wanted(name, whole_box(info.shape), values[name])])
     return values
+
+
+def _section_of(full: str) -> tuple[str, str]:
+    """The section of an optimizer's value, and the name inside; no section for another value."""
+    top, _, entry = full.partition(".")
+    section, _, suffix = entry.partition(".")
+    return (section, suffix) if top == "optimizer" else ("", full)
+
+
+def _numbered(source: Source, live: LiveOptimizer, firsts: Mapping[str, str]) -> dict[str, str]:
+    """Live names by number, for an optimizer of as many parameters that were only counted; else empty."""
+    suffixes = [suffix for section, suffix in map(_section_of, (*source.tensors, *source.objects)) if section]
+    names = {str(number): name for number, (name, _, _) in enumerate(live.params())}
+    if {suffix.partition(".")[0] for suffix in suffixes} != names.keys():
+        return {}
+    # A module's name may be a number too: `0.weight` of an `nn.Sequential`.
+    return {} if any(_split(suffix, firsts)[0] is not None for suffix in suffixes) else names
 
 
 def _split(suffix: str, firsts: Mapping[str, str]) -> tuple[str | None, str]:

@@ -22,7 +22,8 @@ _SCALE: Final = re.compile(r"\.(?:[^.]*scale[^.]*|SCB)$")
 def match_model(source: Source, live: LiveModel) -> tuple[dict[str, torch.Tensor], list[NameDifference]]:
     """Tensors to fill by their names in the checkpoint, and the differences, in the model's order.
 
-    A dtype counts as different where a cast would drop information: an imaginary part, a fraction, a scale.
+    A dtype counts as different where a cast would drop information: an imaginary part, a fraction, a scale, an
+    integer beyond the live range.
     """
     targets: dict[str, torch.Tensor] = {}
     differences: list[NameDifference] = []
@@ -44,11 +45,21 @@ def match_model(source: Source, live: LiveModel) -> tuple[dict[str, torch.Tensor
         elif scale is not None and stored.itemsize == 1 < tensor.dtype.itemsize:
             saved = f"{stored} {saved} to be multiplied by {scale.rpartition('.')[2]!r}"
             differences.append(NameDifference(f"model.{name}", saved, f"{tensor.dtype} {live_shape}"))
-        elif torch.can_cast(stored, tensor.dtype):
+        elif _holds(tensor.dtype, stored):
             targets[stored_name] = tensor
         else:
             differences.append(NameDifference(f"model.{name}", f"{stored} {saved}", f"{tensor.dtype} {live_shape}"))
     return targets, differences + unexpected
+
+
+def _holds(dtype: torch.dtype, stored: torch.dtype) -> bool:
+    """Whether a dtype has a place for every kind of number of another; for integers, for every number."""
+    if dtype == stored:
+        return True
+    if any(kind == torch.bool or kind.is_floating_point or kind.is_complex for kind in (dtype, stored)):
+        return torch.can_cast(stored, dtype)
+    live_range, stored_range = torch.iinfo(dtype), torch.iinfo(stored)
+    return live_range.min <= stored_range.min and stored_range.max <= live_range.max
 
 
 def _module_of(full_name: str) -> str:

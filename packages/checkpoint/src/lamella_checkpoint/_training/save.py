@@ -16,7 +16,7 @@ from lamella_checkpoint._formats.placed import Placed
 from lamella_checkpoint._state.contents import StateContents
 from lamella_checkpoint._state.recut import recut
 from lamella_checkpoint._state.shares import Share, Tables, differing
-from lamella_files import Correspondence, publish, save_id_of, stage
+from lamella_files import Correspondence, naming_target, publish, save_id_of, stage
 
 
 def save(
@@ -131,7 +131,8 @@ def save_part(path: str | os.PathLike[str], collect: Callable[[], SavePart]) -> 
 
     def write() -> list[Placed]:
         items, form = part.share.items(apart), part.form
-        return write_items(staged, rank(), items, archive_checksums=form.archive_checksums)
+        with naming_target(target):
+            return write_items(staged, rank(), items, archive_checksums=form.archive_checksums)
 
     def finish(placed: Sequence[Sequence[Placed]]) -> list[None]:
         part.form.complete(staged, placed, save_id_of(staged))

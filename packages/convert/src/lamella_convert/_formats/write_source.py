@@ -5,7 +5,7 @@ disk. `dtypes` selects the tensors to write, with order and dtypes.
 """
 
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -87,8 +87,9 @@ def write_torch(
     """Write tensors and all objects as one file of `torch.save`.
 
     Native names become nested dicts, as in `torch.distributed.checkpoint.state_dict`: `{"model": {name: tensor},
-    "optimizer": {"state": {name: {slot: tensor}}, "param_groups": [{"params": [name, ...], option: value}]}}`. A model
-    alone is its state dict. Tied tensors share their memory.
+    "optimizer": {"state": {name: {slot: tensor}}, "param_groups": [{"params": [name, ...], option: value}]}}`. A group
+    has the parameters with equal options. Numbers of an optimizer that only counted its parameters stay numbers. A
+    model alone is its state dict. Tied tensors share their memory.
 
     Args:
         source: The values, under native names.
@@ -117,11 +118,12 @@ def _nested(values: Mapping[str, object]) -> dict[str, Any]:
     if all(map(is_of_model, values)):
         return {own_name(name): value for name, value in values.items()}
     nested: dict[str, Any] = {}
-    options: dict[str, dict[str, object]] = {}
+    options: dict[str | int, dict[str, object]] = {}
+    params = {own_name(name) for name in values if is_of_model(name)}
     for name, value in values.items():
         section, _, suffix = name.partition(".")
         kind, _, entry = suffix.partition(".")
-        owner, _, last = entry.rpartition(".")
+        owner, last = _owner(entry, params)
         if section == "model":
             nested.setdefault("model", {})[suffix] = value
         elif (section, kind) == ("optimizer", "state"):
@@ -131,11 +133,21 @@ def _nested(values: Mapping[str, object]) -> dict[str, Any]:
         else:
             nested[name] = value
     if options:
-        nested.setdefault("optimizer", {})["param_groups"] = _groups(options)
+        optimizer = nested.setdefault("optimizer", {})
+        optimizer.setdefault("state", {})  # Before a first step too: torch asks for the key.
+        optimizer["param_groups"] = _groups(options)
     return nested
 
 
-def _groups(options: Mapping[str, Mapping[str, object]]) -> list[dict[str, object]]:
+def _owner(entry: str, params: Container[str]) -> tuple[str | int, str]:
+    """`<parameter>.<slot>` as the parameter, by name or number, and the slot; a slot's name may have dots."""
+    ends = (position for position, character in enumerate(entry) if character == ".")
+    end = next((end for end in ends if entry[:end] in params), entry.rfind("."))
+    owner, slot = entry[:end], entry[end + 1 :]
+    return int(owner) if owner.isdecimal() and owner not in params else owner, slot
+
+
+def _groups(options: Mapping[str | int, Mapping[str, object]]) -> list[dict[str, object]]:
     """Groups of parameters with equal options."""
     groups: dict[bytes, dict[str, Any]] = {}
     for param, mine in options.items():

@@ -33,6 +33,7 @@ from lamella_files import (
     check_vacant,
     encode_extra,
     find,
+    naming_target,
     publish,
     stage,
     sync,
@@ -238,8 +239,16 @@ def _keep_originals(plan: Plan, dtype: torch.dtype | None, folder: Path) -> tupl
 
 def _manifest(opened: OpenCheckpoint, side_files: str | None) -> Manifest:
     """The manifest of a converted checkpoint: the still valid part of the source's."""
-    kind = None if opened.manifest is None else opened.manifest.optimizer
-    return Manifest(extra=encode_extra(extra_of(opened)), num_ranks=1, optimizer=kind, side_files=side_files)
+    stored = opened.manifest
+    if stored is None:
+        return Manifest(extra=encode_extra(extra_of(opened)), num_ranks=1, optimizer=None, side_files=side_files)
+    return Manifest(
+        extra=stored.extra,
+        num_ranks=stored.num_ranks,  # A rank beyond them must not get rank 0's values by rank.
+        optimizer=stored.optimizer,
+        side_files=side_files,
+        extra_by_rank=stored.extra_by_rank,
+    )
 
 
 def _check_replaceable(source: Path, to: Target, target: Path) -> None:
@@ -272,19 +281,18 @@ def _appearing(target: Path, *, is_file: bool, check: Callable[[Path], None]) ->
     """A staging directory. After the block, the directory becomes `target`; or the file of the target's name in it."""
     staged = stage(target, check=check)
     try:
-        yield staged
-        if not is_file:
-            publish(staged, target)
-            return
-        if target.is_dir():
-            target.rmdir()  # An empty one.
-        (staged / target.name).rename(target)
-        staged.rmdir()
-        sync(target.parent)
-    except BaseException as error:
+        with naming_target(target):
+            yield staged
+            if not is_file:
+                publish(staged, target)
+                return
+            if target.is_dir():
+                target.rmdir()  # An empty one.
+            (staged / target.name).rename(target)
+            staged.rmdir()
+            sync(target.parent)
+    except BaseException:
         shutil.rmtree(staged, ignore_errors=True)
-        if isinstance(error, OSError) and error.filename is None:
-            error.filename = str(target)
         raise
 
 

@@ -234,14 +234,18 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def _different(a: torch.Tensor, b: torch.Tensor, rtol: float, atol: float) -> torch.Tensor:
     a, b = _comparable(a, exact=a.dtype == b.dtype), _comparable(b, exact=a.dtype == b.dtype)
-    if rtol == atol == 0.0:
-        equal = a == b
-    else:
-        a, b = (number if number.is_complex() else number.double() for number in (a, b))
-        equal = torch.isclose(a, b, rtol=rtol, atol=atol)
+    equal = a == b if rtol == atol == 0.0 else _are_close(a, b, rtol, atol)
     if a.is_floating_point() or a.is_complex():
         equal |= a.isnan() & b.isnan()
     return ~equal
+
+
+def _are_close(a: torch.Tensor, b: torch.Tensor, rtol: float, atol: float) -> torch.Tensor:
+    wide = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
+    close = torch.isclose(a.to(wide), b.to(wide), rtol=rtol, atol=atol)
+    if a.dtype == b.dtype == torch.int64:  # Of which float64 holds numbers up to 2**53 alone.
+        close &= (a - b).abs() <= atol + rtol * b.abs().double()
+    return close
 
 
 def _comparable(values: torch.Tensor, *, exact: bool) -> torch.Tensor:

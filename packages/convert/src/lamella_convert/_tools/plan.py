@@ -8,6 +8,7 @@ from typing import Any, Final, Literal, cast
 
 import torch
 
+from lamella_checkpoint.extending import is_of_extra
 from lamella_convert._formats.float8 import (
     Dequantised,
     Quantised,
@@ -116,6 +117,8 @@ def plan_of(opened: OpenCheckpoint, wish: Wish, between: Between, published: Pub
     layers = list(_translations(source, opened, wish, between, published))
     named = rename(layers[-1] if layers else source, KEPT[wish.to])
     written = _as_float8(named, wish)
+    if wish.to == "dcp" and (extra_by_rank := extra_by_rank_of(opened)):
+        written = WithObjects(written, extra_by_rank)
     dtypes = dtypes_of(written, (name for name in written.tensors if name not in written_ties), wish.dtype)
     return Plan(
         source=written,
@@ -188,10 +191,15 @@ def _route(opened: OpenCheckpoint, wish: Wish, published: Published) -> list[tup
 
 def _dropped_names(opened: OpenCheckpoint, wish: Wish, named: Renamed) -> tuple[str, ...]:
     """Names without a place in the target; random states of a Megatron checkpoint's processes."""
-    extra = extra_of(opened) if wish.to == "dcp" else {}
+    kept = set(_names_by_rank(opened))  # Their keys are listed, if any.
+    if wish.to == "dcp":
+        kept.update(extra_of(opened))
+    elif wish.to == "fsdp_dtensor":
+        kept.update(EXPECTED_OBJECTS)
     is_megatrons = convention_of(opened) is Convention.MEGATRON and isinstance(opened.source, Renamed)
     dropped = cast(Renamed, opened.source).left_over if is_megatrons else ()
-    return (*dropped, *(name for name in named.left_over if name not in extra))
+    # A manifest's `extra` is no object of the source: `left_over` lacks the names.
+    return (*dropped, *(name for name in dict.fromkeys((*named.left_over, *opened.extra)) if name not in kept))
 
 
 def _absent(source: Source, wish: Wish, published: Published, ties: Mapping[str, str]) -> tuple[str, ...]:
@@ -259,6 +267,17 @@ def _config_of(source: Source, config: Mapping[str, Any] | None, dtype: torch.dt
 def extra_of(opened: OpenCheckpoint) -> dict[str, Any]:
     """Values beside the sections that `extra` of a checkpoint holds."""
     return {name: value for name, value in opened.extra.items() if _is_plain(name, value)}
+
+
+def extra_by_rank_of(opened: OpenCheckpoint) -> dict[str, object]:
+    """The objects of `extra` whose values differ between the ranks that saved, by their names in a checkpoint."""
+    return {name: opened.source.read_object(name) for name in _names_by_rank(opened)}
+
+
+def _names_by_rank(opened: OpenCheckpoint) -> list[str]:
+    if opened.manifest is None or not opened.manifest.extra_by_rank:
+        return []
+    return [name for name in opened.source.objects if is_of_extra(name)]
 
 
 def _is_plain(name: str, value: object) -> bool:

@@ -29,7 +29,7 @@ from lamella_files._archives.metadata import DcpItem
 from lamella_files._archives.objects import Expected, check_content, check_equal, check_record, damaged
 from lamella_files._archives.torch_zip import FileSlice, TensorRecord, find_tensor
 from lamella_files._base.errors import CheckpointDamaged
-from lamella_files._base.file_boxes import Stored, read_box
+from lamella_files._base.file_boxes import Stored, is_plain_memory, read_box
 from lamella_layout import Chunk, Range
 
 _PIECE_BYTES: Final = 16 << 20
@@ -305,7 +305,7 @@ def _direct(piece: Range, sizes: tuple[int, ...], dtype: torch.dtype, copies: Se
     if len(copies) != 1 or copies[0].box.sizes[1:] != sizes:
         return None
     [(box, into)] = copies
-    if box.ranges[0].intersection(piece) != piece or into.dtype != dtype or into.device.type != "cpu":
+    if box.ranges[0].intersection(piece) != piece:
         return None
     part = into[piece.start - box.offsets[0] : piece.stop - box.offsets[0]]
-    return part if part.is_contiguous() else None
+    return part if is_plain_memory(part, dtype) else None

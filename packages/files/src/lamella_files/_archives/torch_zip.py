@@ -188,6 +188,9 @@ class StoredTensor(NamedTuple):
         return True
 
 
+_PLAIN_CLASSES: Final = ("torch.Tensor", "torch._tensor.Tensor", "torch.nn.parameter.Buffer")
+
+
 def stored_tensor(saved: object, files: Mapping[str, Record]) -> StoredTensor | None:
     """The tensor described by an archive's pickle; None for any other value, and for tensors of other kinds.
 
@@ -197,8 +200,12 @@ def stored_tensor(saved: object, files: Mapping[str, Record]) -> StoredTensor | 
     if not isinstance(saved, Inert):
         return None
     match saved.kind, saved.args:
-        case "torch._utils._rebuild_parameter", (data, _, _):
+        case "torch._utils._rebuild_parameter" | "torch._utils._rebuild_parameter_with_state", (data, *_):
             return stored_tensor(data, files)
+        case "torch._tensor._rebuild_from_type_v2", (type() as function, type() as kind, tuple(args), _) if (
+            issubclass(function, Inert) and getattr(kind, "kind", "") in _PLAIN_CLASSES
+        ):
+            return stored_tensor(function(*args), files)  # A plain tensor with attributes, such as `nn.Buffer`.
         case "torch._utils._rebuild_tensor_v2", (storage, int(offset), tuple(shape), tuple(strides), _, _):
             dtype = _dtype(storage)
         case (

@@ -70,15 +70,32 @@ def stage(target: Path, *, check: Callable[[Path], None] | None = None) -> Path:
 
     Raises:
         FileExistsError: `target` is no replaceable checkpoint, and a save would delete the contents.
+        ValueError: `target` has the name of a killed save's leftover, which the next save would remove.
 
     Effects: creates the parents of `target`; removes the leftovers of killed saves to `target`.
     """
+    if leftover := _LEFTOVER.fullmatch(target.name):
+        raise ValueError(
+            f"Expected a path to save to, got {str(target)!r}, the name of a leftover of a killed save to "
+            f"{leftover['target']!r}, which the next save there removes. Save to another name."
+        )
     (check or check_replaceable)(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     recover(target)
     staged = staging_path(target, secrets.token_hex(4))
     staged.mkdir()
     return staged
+
+
+@contextmanager
+def naming_target(target: Path) -> Iterator[None]:
+    """Name the target in an OSError without a file: a failed write, as to a full disk, names none."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(target)
+        raise
 
 
 def staging_path(target: Path, token: str) -> Path:

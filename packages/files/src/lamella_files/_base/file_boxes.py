@@ -65,7 +65,7 @@ def read_box(descriptor: int, stored: Stored, chunk: Chunk, into: torch.Tensor) 
         `into`, if contiguous host memory of the stored dtype.
     """
     into = into.detach()
-    if _is_plain(into, stored.dtype):
+    if is_plain_memory(into, stored.dtype):
         _read_host(descriptor, stored, chunk, into)
         return
     for piece in pieces(chunk, BUFFER_NBYTES // stored.dtype.itemsize):
@@ -93,7 +93,7 @@ def read_adjacent(descriptor: int, tensors: Sequence[tuple[Stored, torch.Tensor]
     position = tensors[0][0].start if tensors else 0
     start = position
     for stored, into in tensors:
-        if stored.start != position or into.shape != stored.shape or not _is_plain(into, stored.dtype):
+        if stored.start != position or into.shape != stored.shape or not is_plain_memory(into, stored.dtype):
             return False
         position += into.nbytes
     return os.preadv(descriptor, [_bytes_of(into.detach()) for _, into in tensors], start) == position - start
@@ -109,11 +109,12 @@ def write_box(descriptor: int, stored: Stored, chunk: Chunk, values: torch.Tenso
         buffer by buffer.
     """
     values = values.detach()
-    if _is_plain(values, stored.dtype):
+    if is_plain_memory(values, stored.dtype):
         _write_runs(descriptor, stored, chunk, values)
         return
     for piece in pieces(chunk, BUFFER_NBYTES // stored.dtype.itemsize):
-        host = _part(values, piece, chunk).to(device="cpu", dtype=stored.dtype).contiguous()
+        part = _part(values, piece, chunk).to(device="cpu", dtype=stored.dtype)
+        host = part.resolve_conj().resolve_neg().contiguous()
         _write_runs(descriptor, stored, piece, host)
 
 
@@ -168,8 +169,10 @@ def _rows(chunk: Chunk, dim: int, start: int, num_rows: int) -> Chunk:
     return Chunk(tuple(offsets), tuple(sizes))
 
 
-def _is_plain(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
-    return tensor.device.type == "cpu" and tensor.dtype == dtype and tensor.is_contiguous() and not tensor.is_conj()
+def is_plain_memory(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether a tensor's memory on the host holds the elements in order, as a file does."""
+    is_lazy = tensor.is_conj() or tensor.is_neg()  # The memory has other elements than the tensor.
+    return tensor.device.type == "cpu" and tensor.dtype == dtype and tensor.is_contiguous() and not is_lazy
 
 
 def _part(tensor: torch.Tensor, piece: Chunk, chunk: Chunk) -> torch.Tensor:
