@@ -201,7 +201,7 @@ class GatherPlan:
     elements are left out.
 
     Args:
-        moves: For each buffer its slots, at fixed addresses kept by the plan's owner: slots of a `ShardedBuffer`, or
+        moves: The slots of each buffer, at fixed addresses kept by the plan's owner: slots of a `ShardedBuffer`, or
             the buffer's own pieces. If `fill` is None, each gather casts slots with a dtype different from the buffer's
             into the own pieces.
         fill: Writes this rank's pieces before the gather sends them; see `Filling`. None: already written.

@@ -101,7 +101,10 @@ class _Channel:
         tells = [[(bases[i] + mine, word.data_ptr(), _FLAG_NBYTES) for i in self.peers] for bases in self._words]
         flags = [[bases[self._rank] + _FLAG_NBYTES * i for i in self.peers] for bases in self._words]
         signal = _Signal(
-            word, [driver.DeviceCopies(each) for each in tells], [driver.FlagOps(each, name) for each in flags], {}
+            word,
+            [driver.DeviceCopies(places) for places in tells],
+            [driver.FlagOps(addresses, name) for addresses in flags],
+            {},
         )
         if not torch.cuda.is_current_stream_capturing():
             self._signals[name] = signal
@@ -200,17 +203,17 @@ class _Push(NamedTuple):
     """A prepared gather into fixed addresses: this rank's pieces, and their copies to every peer.
 
     Attributes:
-        own: The addresses of the pieces.
+        addresses: The addresses of the pieces.
         num_first: Number of pieces pushed while the rest are still being cast.
-        first: Copies of the first pieces.
-        rest: Copies of the rest.
+        first_copies: Copies of the first pieces.
+        remaining_copies: Copies of all further pieces.
         name: The move's name.
     """
 
-    own: tuple[int, ...]
+    addresses: tuple[int, ...]
     num_first: int
-    first: driver.DeviceCopies
-    rest: driver.DeviceCopies
+    first_copies: driver.DeviceCopies
+    remaining_copies: driver.DeviceCopies
     name: int
 
 
@@ -233,7 +236,7 @@ class _Arrivals(NamedTuple):
 
     buffer: torch.Tensor
     places: list[torch.Tensor]
-    own: list[torch.Tensor]
+    local_rows: list[torch.Tensor]
     pushes: dict[int, _Exchange]
 
 
@@ -284,9 +287,9 @@ class CopyEngineTransport(NcclTransport):
         if (push := self.push_into(payloads)) is None:
             payloads.fill()
             return super().all_gather(payloads)
-        if push.own != _addresses(payloads.shards):
+        if push.addresses != _addresses(payloads.shards):
             payloads.fill()
-            copy_missing(self._own(payloads.wholes), payloads.shards)
+            copy_missing(self._local_pieces(payloads.wholes), payloads.shards)
             payloads = Payloads(payloads)  # without fillings: written above
         move = self._gathers.new_move(push.name)
         try:
@@ -305,14 +308,14 @@ class CopyEngineTransport(NcclTransport):
         if push.num_first == len(payloads) or payloads.are_there:
             payloads.fill()
             move.open()
-            push.first.enqueue(move.stream)
+            push.first_copies.enqueue(move.stream)
         else:
             payloads.fill_first(push.num_first)
             rest_is_there = self._fill_beside(payloads, push.num_first)
             move.open()
-            push.first.enqueue(move.stream)
+            push.first_copies.enqueue(move.stream)
             rest_is_there()  # else the copies below would push pieces still being cast
-        push.rest.enqueue(move.stream)
+        push.remaining_copies.enqueue(move.stream)
 
     def _complete_gather(self, move: _Move, push: _Push, payloads: Payloads) -> None:
         """Do all of an interrupted gather that may be missing; writing and pushing a piece twice changes nothing."""
@@ -322,8 +325,8 @@ class CopyEngineTransport(NcclTransport):
                 torch.cuda.current_stream().wait_stream(self._fills)
             payloads.fill()
             move.open()
-            push.first.enqueue(move.stream)
-            push.rest.enqueue(move.stream)
+            push.first_copies.enqueue(move.stream)
+            push.remaining_copies.enqueue(move.stream)
         move.close()
 
     def _fill_beside(self, payloads: Payloads, num_first: int) -> Callable[[], object]:
@@ -348,30 +351,32 @@ class CopyEngineTransport(NcclTransport):
         key = _addresses(wholes), payloads.nbytes
         if (push := self._pushes.get(key)) is not None:
             return push
-        windows = [self._windows.window_of(whole) for whole in wholes]
+        windows = [self._windows.window_of(full) for full in wholes]
         pairs = [(a, b) for a, b in zip(wholes, windows, strict=True) if isinstance(b, PeerWindow)]
         if len(pairs) < len(wholes):
             return None
-        own = list(zip(self._own(wholes), [window for _, window in pairs], strict=True))
-        num_first = _num_first([piece.nbytes for piece, _ in own])
-        first, rest = (
+        pieces = list(zip(self._local_pieces(wholes), [window for _, window in pairs], strict=True))
+        num_first = _num_first([piece.nbytes for piece, _ in pieces])
+        first_copies, remaining_copies = (
             driver.DeviceCopies(
                 (window.addresses[peer] + self._offset_of(piece, window), piece.data_ptr(), piece.nbytes)
                 for piece, window in some
                 for peer in self._gathers.peers
             )
-            for some in (own[:num_first], own[num_first:])
+            for some in (pieces[:num_first], pieces[num_first:])
         )
-        name = _name_of((window.number, self._offset_of(whole, window), whole.nbytes) for whole, window in pairs)
-        self._pushes[key] = _Push(_addresses([piece for piece, _ in own]), num_first, first, rest, name)
+        name = _name_of((window.number, self._offset_of(full, window), full.nbytes) for full, window in pairs)
+        self._pushes[key] = _Push(
+            _addresses([piece for piece, _ in pieces]), num_first, first_copies, remaining_copies, name
+        )
         return self._pushes[key]
 
-    def _own(self, wholes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def _local_pieces(self, wholes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """This rank's piece of each whole, flat, by a single view operator instead of `view` and an index."""
-        numels = [whole.numel() // self.num_ranks for whole in wholes]
+        numels = [full.numel() // self.num_ranks for full in wholes]
         return [
-            whole.as_strided((numel,), (1,), whole.storage_offset() + self.rank * numel)
-            for whole, numel in zip(wholes, numels, strict=True)
+            full.as_strided((numel,), (1,), full.storage_offset() + self.rank * numel)
+            for full, numel in zip(wholes, numels, strict=True)
         ]
 
     def _exchange(self, payloads: Sequence[Payload], op: ReduceOp) -> None:
@@ -399,12 +404,12 @@ class CopyEngineTransport(NcclTransport):
             if move.is_begun:  # Note [Interrupted moves]. This rank's sum is lost with its step.
                 self._push_to_owners(move, pushes, wholes)
             raise
-        own = self._own(wholes)
+        local_pieces = self._local_pieces(wholes)
         if fused is None:
-            torch._foreach_copy_(arrivals.own, own)
+            torch._foreach_copy_(arrivals.local_rows, local_pieces)
             add_up(arrivals.places, shards, op)
         else:
-            fused.add_up(launches, arrivals.places, own, shards, self.rank, averages=op == dist.ReduceOp.AVG)
+            fused.add_up(launches, arrivals.places, local_pieces, shards, self.rank, averages=op == dist.ReduceOp.AVG)
         # Before the sum has run: the window's next user waits for this stream before its "open", and peers write only
         # after the "open".
         self._arrivals.free(buffer)
@@ -439,19 +444,19 @@ class CopyEngineTransport(NcclTransport):
 
     def _new_pushes(self, payloads: Sequence[Payload], arrivals: _Arrivals) -> _Exchange:
         """Prepare the exchange for the window of the arrivals' buffer, which has its bytes."""
-        buffer, own = arrivals.buffer, arrivals.own
+        buffer, local_rows = arrivals.buffer, arrivals.local_rows
         window = self._arrivals.window_of(buffer)
         assert isinstance(window, PeerWindow)
         peers = self._exchanges.peers
         copies = driver.DeviceCopies(
             (window.addresses[peer] + self._offset_of(mine, window), full.data_ptr() + peer * mine.nbytes, mine.nbytes)
-            for mine, (_, full) in zip(own, payloads, strict=True)
+            for mine, (_, full) in zip(local_rows, payloads, strict=True)
             for peer in peers
         )
-        offsets = [[peer * mine.nbytes for peer in peers] for mine in own]
-        made = _Exchange(copies, offsets, _name_of([(window.number, buffer.nbytes, len(own))]))
-        arrivals.pushes[buffer.data_ptr()] = made
-        return made
+        offsets = [[peer * mine.nbytes for peer in peers] for mine in local_rows]
+        exchange = _Exchange(copies, offsets, _name_of([(window.number, buffer.nbytes, len(local_rows))]))
+        arrivals.pushes[buffer.data_ptr()] = exchange
+        return exchange
 
     def _offset_of(self, mine: torch.Tensor, window: PeerWindow) -> int:
         """Offset of a tensor in its window, the same on every rank."""

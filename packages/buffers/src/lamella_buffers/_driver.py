@@ -210,7 +210,7 @@ def _runs(places: Iterable[tuple[int, int]], nbytes: int) -> Iterator[list[tuple
         if run:
             pitches = _apart(run[-1], place)
             # The driver refuses a pitch below the width, or above the limit.
-            is_pitch = all(nbytes <= each <= _MAX_PITCH for each in pitches)
+            is_pitch = all(nbytes <= pitch <= _MAX_PITCH for pitch in pitches)
             if not is_pitch or (len(run) > 1 and pitches != _apart(*run[:2])):
                 yield run
                 run = []
@@ -286,12 +286,12 @@ def _function(name: str) -> Any:
     try:
         # At the first call, not at import: machines without a driver import this module, and older drivers lack some
         # names.
-        found = getattr(ctypes.CDLL("libcuda.so.1"), name)
+        function = getattr(ctypes.CDLL("libcuda.so.1"), name)
     except (OSError, AttributeError) as error:
         raise DriverError(f"Expected the CUDA driver to have {name}, got: {error}.") from error
-    found.argtypes = _ARGUMENTS[name]
-    found.restype = ctypes.c_int
-    return found
+    function.argtypes = _ARGUMENTS[name]
+    function.restype = ctypes.c_int
+    return function
 
 
 def _call(name: str, *arguments: Any) -> None:

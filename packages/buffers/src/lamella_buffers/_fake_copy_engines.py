@@ -22,7 +22,7 @@ class FakeWindow:
 
     Attributes:
         nbytes: The window's size.
-        idle: As many bytes as the window has beside the borrowing buffer: the window's memory stays taken.
+        idle: The bytes of the window beside the borrowing buffer: the window's memory stays taken.
     """
 
     nbytes: int

@@ -45,7 +45,7 @@ def launches_for(places: Sequence[torch.Tensor], shards: Sequence[torch.Tensor])
     """The launches of a sum, one for each storage of shards and for each 16 payloads.
 
     Args:
-        places: For each payload a (num_ranks, numel) tensor, a row a rank; all in one storage, with equal strides.
+        places: A (num_ranks, numel) tensor for each payload, a row a rank; all in one storage, with equal strides.
         shards: Flat, fp32.
 
     Effects: the first call with new sizes copies a table to the device, for which the host waits.
@@ -54,19 +54,19 @@ def launches_for(places: Sequence[torch.Tensor], shards: Sequence[torch.Tensor])
     for i, shard in enumerate(shards):
         if shard.numel():
             by_storage.setdefault(shard.untyped_storage()._cdata, []).append(i)
-    found = []
-    for same in by_storage.values():
-        for first in range(0, len(same), _MOST):
-            some = same[first : first + _MOST]
+    launches = []
+    for indices in by_storage.values():
+        for first in range(0, len(indices), _MOST):
+            some = indices[first : first + _MOST]
             sizes = [(places[i].storage_offset(), shards[i].storage_offset(), shards[i].numel()) for i in some]
-            found.append(Launch(some, _table(tuple(sizes), places[0].device)))
-    return found
+            launches.append(Launch(some, _table(tuple(sizes), places[0].device)))
+    return launches
 
 
 def add_up(
     launches: Sequence[Launch],
     places: Sequence[torch.Tensor],
-    own: Sequence[torch.Tensor],
+    local_pieces: Sequence[torch.Tensor],
     shards: Sequence[torch.Tensor],
     rank: int,
     *,
@@ -77,7 +77,7 @@ def add_up(
     Args:
         launches: The result of `launches_for`, for `places` and `shards`.
         places: The argument of `launches_for`. This rank's row is not read.
-        own: This rank's flat pieces, anywhere, in the places' dtype.
+        local_pieces: This rank's flat pieces, anywhere, in the places' dtype.
         shards: The argument of `launches_for`.
         rank: This rank's place on the axis.
         averages: Divide by the number of ranks.
@@ -90,7 +90,7 @@ def add_up(
     for payloads, table in launches:
         # At each call: autograd allocates gradients anew in each backward, and a vector load from an odd address is an
         # error.
-        addresses = [own[i].data_ptr() for i in payloads]
+        addresses = [local_pieces[i].data_ptr() for i in payloads]
         is_aligned = table.is_aligned and not any([address % _ALIGNMENT for address in addresses])
         _add_up[(len(table.line_of),)](
             arrivals,
@@ -112,11 +112,11 @@ def add_up(
 @lru_cache(_CACHED)
 def _table(sizes: tuple[tuple[int, int, int], ...], device: torch.device) -> _Table:
     numbers = [-(-numel // _ELEMENTS) for _, _, numel in sizes]
-    lines = [(sum(numbers[:i]), *each) for i, each in enumerate(sizes)]
+    lines = [(sum(numbers[:i]), *payload_sizes) for i, payload_sizes in enumerate(sizes)]
     return _Table(
         torch.tensor(lines, device=device),
         torch.arange(len(lines), dtype=torch.int32).repeat_interleave(torch.tensor(numbers)).to(device),
-        all(number % _ALIGNMENT == 0 for each in sizes for number in each),
+        all(number % _ALIGNMENT == 0 for payload_sizes in sizes for number in payload_sizes),
     )
 
 
@@ -160,19 +160,19 @@ def _add_up(  # type: ignore[no-untyped-def]
     place = tl.multiple_of(tl.load(line + 1), alignment) + first
     into = tl.multiple_of(tl.load(line + 2), alignment) + first
     # Within a chunk 32 bits suffice, and arithmetic on vectors of 64 bits would take longer than the memory.
-    left = tl.multiple_of(tl.minimum(tl.load(line + 3) - first, elements).to(tl.int32), alignment)
+    num_elements = tl.multiple_of(tl.minimum(tl.load(line + 3) - first, elements).to(tl.int32), alignment)
     within = tl.arange(0, elements)
-    exists = within < left
+    exists = within < num_elements
 
     address = _chosen(payload, 0, address_0, address_1, address_2, address_3)
     address = tl.where(payload >= 4, _chosen(payload, 4, address_4, address_5, address_6, address_7), address)
     address = tl.where(payload >= 8, _chosen(payload, 8, address_8, address_9, address_10, address_11), address)
     address = tl.where(payload >= 12, _chosen(payload, 12, address_12, address_13, address_14, address_15), address)
-    own = tl.multiple_of(address.to(tl.pointer_type(arrivals.dtype.element_ty)), alignment) + first
+    local_piece = tl.multiple_of(address.to(tl.pointer_type(arrivals.dtype.element_ty)), alignment) + first
 
     total = tl.full((elements,), 0.0, tl.float32)
     for peer in tl.static_range(num_ranks):
-        piece = own if peer == rank else arrivals + (place + peer * tl.cast(row_stride, tl.int64))
+        piece = local_piece if peer == rank else arrivals + (place + peer * tl.cast(row_stride, tl.int64))
         total += tl.load(piece + within, mask=exists, other=0.0).to(tl.float32)
     tl.store(shards + into + within, total * factor, mask=exists)
 

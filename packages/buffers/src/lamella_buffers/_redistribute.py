@@ -34,7 +34,7 @@ def all_gather(
     """Fill unsharded buffers from every rank's slots.
 
     Args:
-        moves: For each buffer the slots to send: slots of a `ShardedBuffer`, or the buffer's own pieces
+        moves: The slots to send into each buffer: slots of a `ShardedBuffer`, or the buffer's own pieces
             (`UnshardedBuffer.own`) written beforehand. Slots with a dtype different from the buffer's are first cast
             into the own pieces. Or plans of the same, made once for repeated gathers. The buffers must have bytes.
         transport: The axis's transport.
@@ -82,8 +82,8 @@ def reduce_scatter(
     travels as the values of its `copy_`, a sparse tensor as dense values.
 
     Args:
-        moves: For each buffer the gradients of the participating tensors, by index, in the tensor's shape, and the wire
-            dtype: the same indices and dtypes on every rank. Sums are made in the buffer's dtype. Shards of absent
+        moves: The gradients for each buffer, of the participating tensors, by index, in the tensor's shape, and the
+            wire dtype: the same indices and dtypes on every rank. Sums are made in the buffer's dtype. Shards of absent
             indices are left unchanged; in a flat layout they become zeros. Gradients must stay alive until the current
             stream has passed this call.
         transport: The axis's transport.

@@ -309,7 +309,7 @@ class FakeTransport(_GroupTransport):
 
     def _announce(self, kind: str, wholes: Sequence[torch.Tensor], sum_nbytes: int = 0) -> None:
         ranks = tuple(dist.get_process_group_ranks(self._group))
-        announce(FakeCollective(kind, sum(whole.nbytes for whole in wholes), ranks, sum_nbytes))
+        announce(FakeCollective(kind, sum(full.nbytes for full in wholes), ranks, sum_nbytes))
 
 
 class _GlooGather:

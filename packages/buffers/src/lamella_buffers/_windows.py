@@ -56,7 +56,7 @@ class WindowAllocator(CachingAllocator):
         # Only grows: peers have mapped the windows, and the ranks name windows to each other by index.
         self._places: list[_WindowLease] = []
         # Weak keys: a strong reference would keep a deleted model's memory.
-        self._held: weakref.WeakKeyDictionary[torch.UntypedStorage, _WindowLease] = weakref.WeakKeyDictionary()
+        self._leases: weakref.WeakKeyDictionary[torch.UntypedStorage, _WindowLease] = weakref.WeakKeyDictionary()
         # The caching allocator keeps blocks by stream. Every window's block belongs to this stream: a request on a
         # different stream would not find the block, and the pool would allocate memory unknown to the peers.
         self._home = torch.cuda.Stream() if torch.cuda.is_available() else None  # type: ignore[no-untyped-call]
@@ -88,7 +88,7 @@ class WindowAllocator(CachingAllocator):
             super().allocate(buffer)
         # In this order, and the reverse in `free`: an interrupt between the lines leaves a window that `free` gives
         # back. Lost on some ranks alone, it would let the ranks choose different windows.
-        self._held[storage] = place
+        self._leases[storage] = place
         place.is_free = False
 
     def free(self, buffer: torch.Tensor) -> None:
@@ -98,14 +98,14 @@ class WindowAllocator(CachingAllocator):
         """
         # On the host: readers may still be running. The next `allocate` orders its stream after them by `last_stream`.
         storage = buffer.untyped_storage()
-        if (place := self._held.get(storage)) is not None:
+        if (place := self._leases.get(storage)) is not None:
             place.is_free = True
         super().free(buffer)
-        self._held.pop(storage, None)
+        self._leases.pop(storage, None)
 
     def window_of(self, buffer: torch.Tensor) -> Window | None:
         """The window around a buffer, or around a view of a buffer; None if outside all windows."""
-        place = self._held.get(buffer.untyped_storage())
+        place = self._leases.get(buffer.untyped_storage())
         return None if place is None else place.window
 
     def _free_place(self, nbytes: int) -> _WindowLease:
@@ -128,8 +128,8 @@ class WindowAllocator(CachingAllocator):
         """Reclaim the windows of buffers that died with bytes, with models deleted while unsharded."""
         if self._agree is None:
             return
-        held = {id(place) for place in self._held.values()}
-        lost = {i for i, place in enumerate(self._places) if not place.is_free and id(place) not in held}
+        leased = {id(place) for place in self._leases.values()}
+        lost = {i for i, place in enumerate(self._places) if not place.is_free and id(place) not in leased}
         for i in self._agree(lost):
             # No stream to wait for: the agreement waited for every device.
             self._places[i].is_free, self._places[i].last_stream = True, None
@@ -186,7 +186,7 @@ def new_peer_window(group: dist.ProcessGroup, nbytes: int, number: int = 0) -> P
     Effects: collective on the group; allocates the block for the current stream; the host waits for the device.
     """
     nbytes = window_nbytes(nbytes)
-    made: list[tuple[torch.cuda.MemPool, int]] = []
+    blocks: list[tuple[torch.cuda.MemPool, int]] = []
 
     def new_block() -> driver.Shared:
         pool = torch.cuda.MemPool()
@@ -195,15 +195,15 @@ def new_peer_window(group: dist.ProcessGroup, nbytes: int, number: int = 0) -> P
             address = torch.zeros(nbytes, dtype=torch.uint8, device="cuda").data_ptr()
         # Peers may write as soon as they know the address: zeros in flight would erase their first flags.
         torch.cuda.synchronize()
-        made.append((pool, address))
+        blocks.append((pool, address))
         return driver.share(address)
 
     shared = over_ranks(group, new_block)
-    ((pool, address),) = made
+    ((pool, address),) = blocks
     rank = group.rank()
     addresses = over_ranks(
         group,
-        lambda: [address if i == rank else driver.map_shared(each) for i, each in enumerate(shared)],
+        lambda: [address if i == rank else driver.map_shared(block) for i, block in enumerate(shared)],
     )[rank]
     return PeerWindow(nbytes, pool, tuple(addresses), number)
 
@@ -220,11 +220,11 @@ def over_ranks(group: dist.ProcessGroup, action: Callable[[], Any]) -> list[Any]
         mine = action()
     except Exception as error:  # noqa: BLE001  Raised here, before the gather, any error would leave the peers waiting.
         failure = error
-    found: list[Any] = [None] * group.size()
-    dist.all_gather_object(found, (mine, None if failure is None else str(failure)), group=group)
+    outcomes: list[Any] = [None] * group.size()
+    dist.all_gather_object(outcomes, (mine, None if failure is None else str(failure)), group=group)
     if failure is not None:
         raise failure
-    for rank, (_, problem) in enumerate(found):
+    for rank, (_, problem) in enumerate(outcomes):
         if problem is not None:
             raise driver.DriverError(f"rank {rank}: {problem}")
-    return [each for each, _ in found]
+    return [output for output, _ in outcomes]
