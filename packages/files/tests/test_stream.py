@@ -31,7 +31,7 @@ def test_pieces_are_every_tensor_once_within_its_chunks_and_the_buffer(source: M
         if piece.name == "model.float32":
             assert any(chunk.intersection(piece.chunk) == piece.chunk for chunk in chunks)
     assert list(dict.fromkeys(order)) == list(source.tensors)
-    assert all_same_bits(tensors, source.held)
+    assert all_same_bits(tensors, source.full_tensors)
 
 
 def test_no_more_than_the_buffer_is_read_ahead() -> None:

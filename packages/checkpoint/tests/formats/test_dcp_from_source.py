@@ -36,9 +36,9 @@ class TestEachFormat:
         assert len(list(tmp_path.glob("*.distcp"))) > 1
         into = {name: torch.zeros(info.shape, dtype=info.dtype) for name, info in source.tensors.items()}
         dcp.load(into, checkpoint_id=tmp_path)  # type: ignore[attr-defined]
-        assert all_same_bits(into, source.held)
+        assert all_same_bits(into, source.full_tensors)
         opened = StoredCheckpoint(tmp_path)
-        assert all_same_bits({name: read_tensor(opened, name) for name in opened.tensors}, source.held)
+        assert all_same_bits({name: read_tensor(opened, name) for name in opened.tensors}, source.full_tensors)
 
 
 def test_a_converted_checkpoint_loads_as_if_it_had_been_saved(tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ class TestTies:
         assert sum(file.stat().st_size for file in tmp_path.glob("*.distcp")) < 2 * 2400
         into = {name: torch.zeros(300, 2) for name in ("model.embed", "model.head")}
         dcp.load(into, checkpoint_id=tmp_path)  # type: ignore[attr-defined]
-        assert all(torch.equal(tensor, self.source.held["model.embed"]) for tensor in into.values())
+        assert all(torch.equal(tensor, self.source.full_tensors["model.embed"]) for tensor in into.values())
 
 
 def test_dcp_names_are_nested_by_the_given_path_function(tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ def test_dcp_names_are_nested_by_the_given_path_function(tmp_path: Path) -> None
 
 
 def test_progress_of_a_dcp_write_adds_up_to_the_bytes_written(source: MemorySource, tmp_path: Path) -> None:
-    total = sum(tensor.nbytes for tensor in source.held.values())
+    total = sum(tensor.nbytes for tensor in source.full_tensors.values())
     steps: list[int] = []
     write_dcp(source, dtypes_of(source), tmp_path, options=WriteOptions(buffer_nbytes=SMALL, on_bytes=steps.append))
     assert sum(steps) == total and len(steps) > 10

@@ -89,7 +89,7 @@ CHAIN = [4, 2, 1, 3]
 
 
 def unsharded(kit: Kit, value: object) -> object:
-    return kit.whole(value) if isinstance(value, torch.Tensor) else value
+    return kit.full_copy(value) if isinstance(value, torch.Tensor) else value
 
 
 def slots(kit: Kit, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

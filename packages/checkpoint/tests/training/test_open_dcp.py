@@ -104,7 +104,7 @@ def test_for_live_receives_the_live_names_and_gives_extra_and_stripped_keys() ->
         def for_live(self, names: LiveNames) -> Opened:
             live_names.append(names)
             options = {f"optimizer.param_groups.{name}.lr": 0.5 for name in names.optimizer}
-            source = MemorySource(source_of(saved).held, options)
+            source = MemorySource(source_of(saved).full_tensors, options)
             return Opened(source=source, extra={"epoch": 3}, stripped=("outer",))
 
     loaded = load(Foreign({}), model=live, optimizer=optimizer, strict=False)

@@ -83,7 +83,7 @@ def test_quantised_weights_are_within_float8s_rounding(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_float8, "PIECE_NUMEL", piece)
         quantised = Quantised(
-            MemorySource({"w": weight, "other": weight}), which=lambda name, _: name == "w", block=block
+            MemorySource({"w": weight, "other": weight}), is_chosen=lambda name, _: name == "w", block=block
         )
         assert set(quantised.tensors) == {"w", "w_scale_inv", "other"}
         scales = read_tensor(quantised, "w_scale_inv")
@@ -106,25 +106,25 @@ def test_numbers_representable_in_float8_survive_quantisation_unchanged() -> Non
     numbers = torch.arange(256, dtype=torch.uint8).view(FLOAT8).float()
     numbers = numbers[numbers.isfinite()]
     weight = torch.stack([numbers * 2.0**power for power in (-9, 0, 3, 20)]).repeat_interleave(2, 0)
-    quantised = Quantised(MemorySource({"w": weight}), which=lambda *_: True, block=(2, len(numbers)))
+    quantised = Quantised(MemorySource({"w": weight}), is_chosen=lambda *_: True, block=(2, len(numbers)))
     assert torch.equal(read_tensor(quantised, "w_scale_inv").flatten(), torch.tensor([2.0**-9, 1, 8, 2**20]))
     assert torch.equal(read_tensor(Dequantised(quantised, block=(2, len(numbers))), "w", dtype=torch.float32), weight)
 
 
 def test_dequantised_weights_are_quantised_to_the_same_float8_bits_again() -> None:
     torch.manual_seed(0)
-    once = Quantised(MemorySource({"w": torch.randn(300, 200)}), which=lambda *_: True)
+    once = Quantised(MemorySource({"w": torch.randn(300, 200)}), is_chosen=lambda *_: True)
     bits, scales = read_tensor(once, "w").view(torch.uint8), read_tensor(once, "w_scale_inv")
     assert scales.shape == (3, 2)
     numbers = read_tensor(Dequantised(once), "w", dtype=torch.bfloat16)
-    again = Quantised(MemorySource({"w": numbers}), which=lambda *_: True)
+    again = Quantised(MemorySource({"w": numbers}), is_chosen=lambda *_: True)
     assert torch.equal(read_tensor(again, "w").view(torch.uint8), bits)
     torch.testing.assert_close(read_tensor(again, "w_scale_inv"), scales, rtol=2**-8, atol=0)
 
 
 @pytest.mark.parametrize("number", [0.0, 1e-45, 1e-38])
 def test_blocks_of_zeros_or_tiny_values_stay_finite_in_float8(number: float) -> None:
-    quantised = Quantised(MemorySource({"w": torch.full((3, 3), number)}), which=lambda *_: True)
+    quantised = Quantised(MemorySource({"w": torch.full((3, 3), number)}), is_chosen=lambda *_: True)
     assert (read_tensor(quantised, "w_scale_inv") > 0).all()
     assert read_tensor(Dequantised(quantised), "w", dtype=torch.float32).isfinite().all()
 
@@ -133,7 +133,7 @@ def test_infinities_are_refused_by_name() -> None:
     weight = torch.ones(3, 3)
     weight[1, 1] = torch.inf
     with pytest.raises(ValueError, match="finite.*'w'"):
-        read_tensor(Quantised(MemorySource({"w": weight}), which=lambda *_: True), "w")
+        read_tensor(Quantised(MemorySource({"w": weight}), is_chosen=lambda *_: True), "w")
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_stacks_of_experts_are_quantised_and_small_or_whole_numbers_are_not() ->
 
 def test_a_vector_cannot_be_chosen() -> None:
     with pytest.raises(ValueError, match=r"'b' of shape \(3,\)"):
-        Quantised(MemorySource({"b": torch.ones(3)}), which=lambda *_: True)
+        Quantised(MemorySource({"b": torch.ones(3)}), is_chosen=lambda *_: True)
 
 
 def test_a_configuration_says_how_and_is_read_back() -> None:

@@ -30,7 +30,7 @@ def source() -> MemorySource:
 
 
 def without_model(source: MemorySource) -> dict[str, torch.Tensor]:
-    return {name.removeprefix("model."): tensor for name, tensor in source.held.items()}
+    return {name.removeprefix("model."): tensor for name, tensor in source.full_tensors.items()}
 
 
 @pytest.mark.parametrize("buffer_nbytes", [SMALL, 1 << 20])
@@ -40,9 +40,11 @@ class TestEachFormat:
         write_safetensors(source, dtypes_of(source), tmp_path, options=options)
         files = list(tmp_path.glob("*.safetensors"))
         assert len(files) > 2
-        assert all_same_bits({name: tensor for file in files for name, tensor in load_file(file).items()}, source.held)
+        assert all_same_bits(
+            {name: tensor for file in files for name, tensor in load_file(file).items()}, source.full_tensors
+        )
         opened = SafetensorsSource(tmp_path)
-        assert all_same_bits({name: read_tensor(opened, name) for name in opened.tensors}, source.held)
+        assert all_same_bits({name: read_tensor(opened, name) for name in opened.tensors}, source.full_tensors)
 
     def test_torch_save(self, source: MemorySource, tmp_path: Path, buffer_nbytes: int) -> None:
         write_torch(source, dtypes_of(source), tmp_path / "a.pt", options=WriteOptions(buffer_nbytes=buffer_nbytes))
@@ -140,13 +142,13 @@ class TestTies:
         write_torch(self.source, dtypes_of(self.source), tmp_path / "a.pt", aliases={"model.head": "model.embed"})
         loaded = torch.load(tmp_path / "a.pt")
         assert loaded["head"].data_ptr() == loaded["embed"].data_ptr()
-        assert torch.equal(loaded["head"], self.source.held["model.embed"])
+        assert torch.equal(loaded["head"], self.source.full_tensors["model.embed"])
 
 
 def test_progress_of_torch_and_safetensors_writes_adds_up_to_the_bytes_written(
     source: MemorySource, tmp_path: Path
 ) -> None:
-    total = sum(tensor.nbytes for tensor in source.held.values())
+    total = sum(tensor.nbytes for tensor in source.full_tensors.values())
     for write, target in ((write_torch, "a.pt"), (write_safetensors, "hf")):
         if target != "a.pt":
             (tmp_path / target).mkdir()

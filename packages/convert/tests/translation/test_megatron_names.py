@@ -131,12 +131,12 @@ def test_fused_tensors_written_for_release_0_19_are_in_rank_order() -> None:
     prefix = "decoder.layers.0.self_attention.in_proj.weight"
     parts = [tensors[f"model.{prefix}.{part}"].chunk(2) for part in GDN_ROWS]
     assert torch.equal(
-        stored.held[f"model.module.{prefix}"], torch.cat([part[rank] for rank in range(2) for part in parts])
+        stored.full_tensors[f"model.module.{prefix}"], torch.cat([part[rank] for rank in range(2) for part in parts])
     )
     prefix = "decoder.layers.1.mixer"
     parts = [tensors[f"optimizer.state.{prefix}.conv1d.bias.{part}.exp_avg"].chunk(2) for part in "xBC"]
     assert torch.equal(
-        stored.held[f"optimizer.state.module.module.module.{prefix}.conv1d_bias.exp_avg"],
+        stored.full_tensors[f"optimizer.state.module.module.module.{prefix}.conv1d_bias.exp_avg"],
         torch.cat([part[rank] for rank in range(2) for part in parts]),
     )
 
@@ -144,7 +144,7 @@ def test_fused_tensors_written_for_release_0_19_are_in_rank_order() -> None:
 def test_bridge_stores_components_and_halves() -> None:
     tensors, objects = checkpoint(parameters(num_layers=1))
     stored = through(MemorySource(tensors, objects), BRIDGE, {})
-    names = {name for name in stored.held if "layers.0" in name and name.startswith("model.")}
+    names = {name for name in stored.full_tensors if "layers.0" in name and name.startswith("model.")}
     prefix = "model.module.decoder.layers.0."
     assert names == {
         *(f"{prefix}self_attention.in_proj.weight.{part}" for part in GDN_ROWS),
@@ -158,7 +158,9 @@ def test_bridge_stores_components_and_halves() -> None:
         "model.module.mtp.layers.0.mtp_model_layer.mlp.linear_fc2.weight",
         *(f"model.module.vision_model.decoder.layers.0.mlp.linear_fc{number}.weight" for number in [1, 2]),
     }
-    gate = stored.held["optimizer.state.module.module.module.decoder.layers.0.mlp.linear_fc1.weight_w.momentum_buffer"]
+    gate = stored.full_tensors[
+        "optimizer.state.module.module.module.decoder.layers.0.mlp.linear_fc1.weight_w.momentum_buffer"
+    ]
     fused = tensors["optimizer.state.decoder.layers.0.mlp.linear_fc1.weight.momentum_buffer"]
     assert torch.equal(gate, fused[:4])
 
@@ -227,10 +229,13 @@ def test_experts_that_are_modules_of_their_own_are_read_and_written(dialect: Dia
     sequential = replace(dialect, sequential_experts=True)
     stored = through(MemorySource(tensors, objects), sequential, {"tp": 2})
     experts = "decoder.layers.1.mlp.experts."
-    assert not any(".experts.linear_fc" in name for name in [*stored.held, *stored.objects])
-    gate = stored.held[f"model.module.{experts}local_experts.1.linear_fc1.weight_w"]
+    assert not any(".experts.linear_fc" in name for name in [*stored.full_tensors, *stored.objects])
+    gate = stored.full_tensors[f"model.module.{experts}local_experts.1.linear_fc1.weight_w"]
     assert torch.equal(gate, tensors[f"model.{experts}linear_fc1.weight1"][:8])
-    assert f"optimizer.state.module.module.module.{experts}local_experts.1.linear_fc2.weight.exp_avg" in stored.held
+    assert (
+        f"optimizer.state.module.module.module.{experts}local_experts.1.linear_fc2.weight.exp_avg"
+        in stored.full_tensors
+    )
     options = f"optimizer.param_to_group_meta.module.module.module.{experts}local_experts.0.linear_fc1.weight.lr"
     assert options in stored.objects
     detected_dialect = dialect_of(stored)
@@ -244,7 +249,7 @@ def test_experts_without_gates_are_modules_of_their_own_too() -> None:
     shapes |= {f"{experts}linear_fc2.weight0": (2, 4), f"{experts}linear_fc2.bias0": (2,)}
     tensors, objects = checkpoint(shapes)
     stored = through(MemorySource(tensors, objects), replace(BRIDGE, sequential_experts=True), {})
-    assert f"model.module.{experts}local_experts.0.linear_fc1.bias" in stored.held
+    assert f"model.module.{experts}local_experts.0.linear_fc1.bias" in stored.full_tensors
     assert_holds(read_fsdp_dtensor(stored), tensors, objects)
 
 
@@ -324,8 +329,11 @@ def test_both_spellings_of_multi_token_prediction_are_read(spelling: MtpLayer) -
     tensors, objects = checkpoint(parameters(num_layers=0))
     dialect = Dialect(name="bridge", splits_gdn=True, mtp_layer=spelling)
     stored = through(MemorySource(tensors, objects), dialect, {})
-    assert f"model.module.mtp.layers.0.{spelling}.mlp.linear_fc2.weight" in stored.held
-    assert f"optimizer.state.module.module.module.mtp.layers.0.{spelling}.mlp.linear_fc2.weight.step" in stored.held
+    assert f"model.module.mtp.layers.0.{spelling}.mlp.linear_fc2.weight" in stored.full_tensors
+    assert (
+        f"optimizer.state.module.module.module.mtp.layers.0.{spelling}.mlp.linear_fc2.weight.step"
+        in stored.full_tensors
+    )
     assert_holds(read_fsdp_dtensor(stored), tensors, objects)
 
 
@@ -351,16 +359,16 @@ def test_models_without_a_wrapper_for_precision_are_read() -> None:
     tensors, objects = checkpoint(parameters())
     dialect = Dialect(name="bridge", splits_gdn=True, model_prefix="", optimizer_prefix="module.module.")
     stored = through(MemorySource(tensors, objects), dialect, {"tp": 2})
-    assert "model.embedding.word_embeddings.weight" in stored.held
+    assert "model.embedding.word_embeddings.weight" in stored.full_tensors
     assert_holds(read_fsdp_dtensor(stored, sizes={"tp": 2, **SIZES}), tensors, objects)
 
 
 def test_chunks_of_virtual_pipelines_count_their_own_layers() -> None:
     tensors, objects = checkpoint(parameters(num_layers=5))
     stored = through(MemorySource(tensors, objects), BRIDGE, {"tp": 2}, chunks=(2, 3))
-    assert "model0.module.decoder.layers.1.mixer.in_proj.weight" in stored.held
-    assert "model1.module.decoder.layers.1.self_attention.in_proj.weight.query" in stored.held
-    assert "model1.module.decoder.final_layernorm.weight" in stored.held
+    assert "model0.module.decoder.layers.1.mixer.in_proj.weight" in stored.full_tensors
+    assert "model1.module.decoder.layers.1.self_attention.in_proj.weight.query" in stored.full_tensors
+    assert "model1.module.decoder.final_layernorm.weight" in stored.full_tensors
     assert_holds(read_fsdp_dtensor(stored, sizes={"tp": 2, **SIZES}), tensors, objects)
     with pytest.raises(ValueError, match=r"4 decoder layers in chunks of \(2, 2\)"):
         write_fsdp_dtensor(MemorySource(tensors, objects), BRIDGE, sizes={"tp": 2}, chunks=(2, 2))
@@ -376,7 +384,7 @@ def test_fused_latent_attention_comes_apart_with_the_norm_before_it() -> None:
     tensors, objects = checkpoint(shapes)
     fused = Dialect(name="release-0.19", splits_gdn=False, fused_mla=True)
     stored = through(MemorySource(tensors, objects), fused, {})
-    assert {name for name in stored.held if name.startswith("model.")} == {
+    assert {name for name in stored.full_tensors if name.startswith("model.")} == {
         f"model.module.{prefix}self_attention.linear_qkv_down_proj.{name}" for name in ["weight", "layer_norm_weight"]
     }
     assert_holds(read_fsdp_dtensor(stored, sizes={"q_down": 4, "kv_down": 2}), tensors, objects)
@@ -499,11 +507,12 @@ class TestGroupedHybridStacks:
         tensors, objects = checkpoint(dict.fromkeys(self.names, (2, 2)))
         dialect = Dialect(name="release-0.19", splits_gdn=False, hybrid_pattern=self.pattern)
         stored = through(MemorySource(tensors, objects), dialect, {"tp": 1})
-        assert {name for name in stored.held if name.startswith("model.")} == {
+        assert {name for name in stored.full_tensors if name.startswith("model.")} == {
             f"model.module.{name}" for name in self.nested
         }
         assert (
-            "optimizer.state.module.module.module.decoder.layers.3.layers.1.mlp.linear_fc2.weight.step" in stored.held
+            "optimizer.state.module.module.module.decoder.layers.3.layers.1.mlp.linear_fc2.weight.step"
+            in stored.full_tensors
         )
         assert_holds(read_fsdp_dtensor(stored), tensors, objects)
 
@@ -524,7 +533,7 @@ class TestGroupedHybridStacks:
         tensors, objects = checkpoint(dict.fromkeys(names, (2, 2)))
         dialect = Dialect(name="release-0.19", splits_gdn=False, hybrid_pattern=pattern)
         stored = through(MemorySource(tensors, objects), dialect, {"tp": 1})
-        in_model = {name for name in stored.held if name.startswith("model.")}
+        in_model = {name for name in stored.full_tensors if name.startswith("model.")}
         assert in_model == {f"model.module.{name}" for name in nested.values()}
         assert_holds(read_fsdp_dtensor(stored), tensors, objects)
         with pytest.raises(ValueError, match=r"one layer of '\[MM\*\]' to have 'mixer', got 2"):

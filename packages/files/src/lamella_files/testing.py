@@ -36,9 +36,10 @@ class MemorySource:
             objects: Further objects by name.
             cuts: Rows at which a tensor is cut into chunks along dim 0, by name.
         """
-        self.held = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
-        self.values = {name: value for name, value in values.items() if name not in self.held} | dict(objects or {})
-        self.tensors = {name: _info(tensor, (cuts or {}).get(name, ())) for name, tensor in self.held.items()}
+        self.full_tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+        plain_values = {name: value for name, value in values.items() if name not in self.full_tensors}
+        self.values = plain_values | dict(objects or {})
+        self.tensors = {name: _info(tensor, (cuts or {}).get(name, ())) for name, tensor in self.full_tensors.items()}
         self.requests: list[tuple[str, Chunk]] = []
 
     @property
@@ -50,7 +51,7 @@ class MemorySource:
         """As `Source.read`; records each read in `requests`."""
         for want in requests:
             self.requests.append((want.name, want.chunk))
-            box = box_of(self.held[want.name], want.chunk)
+            box = box_of(self.full_tensors[want.name], want.chunk)
             assert want.into.shape == box.shape, (want.name, want.into.shape, box.shape)
             want.into.detach().copy_(box)
 

@@ -159,7 +159,7 @@ def _optimizer(
 ) -> tuple[dict[str, str], dict[str, object]]:
     """The optimizer's native names by stored names, and the options of an optimizer with groups."""
 
-    def own(name: str) -> str:
+    def parameter_name(name: str) -> str:
         return _unwrapped(name).removeprefix(prefix)
 
     groups = _groups(source, entries)
@@ -169,11 +169,11 @@ def _optimizer(
         section, _, suffix = entry.partition(".")
         key, _, slot = suffix.partition(".")
         if section == "state" and key in counted:
-            names[name] = f"state.{own(counted[key])}.{slot}"
+            names[name] = f"state.{parameter_name(counted[key])}.{slot}"
         elif suffix and not (groups and section == "param_groups"):
-            names[name] = f"{section}.{own(suffix)}"
+            names[name] = f"{section}.{parameter_name(suffix)}"
     options = {
-        f"optimizer.param_groups.{own(counted.get(str(param), str(param)))}.{option}": value
+        f"optimizer.param_groups.{parameter_name(counted.get(str(param), str(param)))}.{option}": value
         for group in groups
         for param in group["params"]
         for option, value in group.items()

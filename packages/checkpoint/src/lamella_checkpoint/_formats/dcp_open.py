@@ -31,7 +31,7 @@ def open_dcp(
         trust: Allow unpickling of types beyond plain data and torch's own. **Unsafe: can execute code.**
         verify: Verify checksums while reading, if there are any.
         live: Names of a live model: distinguish shared prefixes from names.
-        compared_files: As of `StoredCheckpoint`.
+        compared_files: The files to compare with the metadata, for `StoredCheckpoint`.
 
     Raises:
         CheckpointDamaged: A file is absent or unreadable.

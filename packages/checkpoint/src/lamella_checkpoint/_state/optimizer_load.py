@@ -85,7 +85,7 @@ class OptimizerLoad:
         for stranger in self.strangers:
             yield NameDifference(stranger, "a parameter", None)
 
-    def kept(self) -> Iterator[str]:
+    def unchanged_options(self) -> Iterator[str]:
         """Live options missing in the checkpoint, of parameters known to the checkpoint."""
         for name, _, group in self.live.params():
             for option in options(group) if name in self.options else ():
@@ -116,7 +116,7 @@ class OptimizerLoad:
         """
         return {full: self._target(param, group, slot, full) for param, group, slot, full in self._tensors()}
 
-    def wanted(self, targets: Mapping[str, torch.Tensor]) -> Iterator[Wanted]:
+    def reads(self, targets: Mapping[str, torch.Tensor]) -> Iterator[Wanted]:
         """The reads into the targets: each in the target's own boxes, or in the parameter's."""
         for param, _, _, full in self._tensors():
             target = targets[full]

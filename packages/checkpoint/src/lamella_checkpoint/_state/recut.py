@@ -42,7 +42,8 @@ def recut(
         for item in items:
             yield from _recut(item, options_by_name if item.names[0].startswith(OPTIONS) else by_name)
 
-    return replace(share, held={ranks: tuple(recut_all(items)) for ranks, items in share.held.items()})
+    items_by_ranks = {ranks: tuple(recut_all(items)) for ranks, items in share.items_by_ranks.items()}
+    return replace(share, items_by_ranks=items_by_ranks)
 
 
 def _recut(item: Item, by_name: Mapping[str, Correspondence]) -> Iterator[Item]:

@@ -138,7 +138,7 @@ def _key(tensor: DTensor) -> _Key:
 class Share:
     """This rank's items, by the set of ranks with the same items."""
 
-    held: Mapping[Ranks, tuple[Item, ...]]
+    items_by_ranks: Mapping[Ranks, tuple[Item, ...]]
     rank: int
 
     @classmethod
@@ -160,18 +160,20 @@ class Share:
         shared_items: dict[Ranks, list[Item]] = {}
         for item, ranks in _Holdings(contents, rank, tables or Tables()).items():
             shared_items.setdefault(ranks, []).append(item)
-        return cls(held={ranks: tuple(items) for ranks, items in shared_items.items() if rank in ranks}, rank=rank)
+        items_by_ranks = {ranks: tuple(items) for ranks, items in shared_items.items() if rank in ranks}
+        return cls(items_by_ranks=items_by_ranks, rank=rank)
 
     def with_own(self, values: Iterable[tuple[str, object]]) -> "Share":
         """The share with further plain data by name, written by this rank alone."""
         items = tuple(Item(names=(name,), value=value) for name, value in values)
         this_rank = Ranks((self.rank,))
-        return replace(self, held={**self.held, this_rank: (*self.held.get(this_rank, ()), *items)})
+        local_items = (*self.items_by_ranks.get(this_rank, ()), *items)
+        return replace(self, items_by_ranks={**self.items_by_ranks, this_rank: local_items})
 
     @property
     def digests(self) -> dict[str, str]:
         """A digest of each list shared with other ranks, by the ranks' key; the sharing ranks' digests must agree."""
-        return {ranks.key: _digest(items) for ranks, items in self.held.items() if len(ranks) > 1}
+        return {ranks.key: _digest(items) for ranks, items in self.items_by_ranks.items() if len(ranks) > 1}
 
     def items(self, apart: frozenset[str] = frozenset()) -> list[Item]:
         """The items to be written by this rank.
@@ -180,7 +182,7 @@ class Share:
             apart: Keys of sets of ranks with differing lists: each rank of a set writes its whole list.
         """
         mine: list[Item] = []
-        for ranks, items in self.held.items():
+        for ranks, items in self.items_by_ranks.items():
             mine += items if ranks.key in apart else _deal(items, ranks)[ranks.index(self.rank)]
         return mine
 

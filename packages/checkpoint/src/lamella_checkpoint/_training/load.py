@@ -138,7 +138,7 @@ def load(
         everywhere("read its state", plan.run)
     if strict:
         return plan.extra
-    return PartialLoad(extra=plan.extra, left=plan.differences, kept=plan.kept, stripped=plan.stripped)
+    return PartialLoad(extra=plan.extra, left=plan.differences, kept=plan.unchanged_options, stripped=plan.stripped)
 
 
 def check(
@@ -199,13 +199,13 @@ class _LoadPlan:
     optimizer: OptimizerLoad | None
     differences: Differences
     extra: dict[str, Any]
-    kept: tuple[str, ...]
+    unchanged_options: tuple[str, ...]
     stripped: tuple[str, ...]
 
     def run(self) -> None:
         slots = {} if self.optimizer is None else self.optimizer.targets()
         requests = [Wanted(name, *box) for name, target in self.targets.items() for box in local_boxes(target)]
-        self.source.read([*requests, *(self.optimizer.wanted(slots) if self.optimizer is not None else ())])
+        self.source.read([*requests, *(self.optimizer.reads(slots) if self.optimizer is not None else ())])
         # All data is in place; `load_state_dict` runs the hooks that tell modules of changed weights (stale copies).
         self.live.model.load_state_dict(self.live.state, strict=False)
         if self.optimizer is not None:
@@ -346,7 +346,7 @@ def _plan(opened: Opened, live: _Live, request: _LoadRequest) -> _LoadPlan:
         optimizer=load,
         differences=differences,
         extra=opened.extra,
-        kept=() if load is None else tuple(load.kept()),
+        unchanged_options=() if load is None else tuple(load.unchanged_options()),
         stripped=opened.stripped,
     )
 

@@ -115,14 +115,14 @@ class Quantised(Over):
         self,
         source: Source,
         *,
-        which: Callable[[str, TensorInfo], bool] = linear_weights,
+        is_chosen: Callable[[str, TensorInfo], bool] = linear_weights,
         block: tuple[int, int] = BLOCK,
     ) -> None:
         """Choose weights by name and shape; reads no value.
 
         Args:
             source: With the names to publish.
-            which: Whether to quantise a tensor.
+            is_chosen: Whether to quantise a tensor.
             block: Rows and columns with a common scale.
 
         Raises:
@@ -132,7 +132,7 @@ class Quantised(Over):
         self._weights: dict[str, str] = {}  # by the name of the scales
         for name, info in source.tensors.items():
             tensors[name] = info
-            if which(name, info):
+            if is_chosen(name, info):
                 check_quantisable(name, info.shape, info.dtype)
                 scales = num_blocks(info.shape, block)
                 tensors[name] = info._replace(dtype=FLOAT8)

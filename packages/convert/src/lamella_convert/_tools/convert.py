@@ -180,7 +180,7 @@ def convert(
         to=to,
         num_tensors=len(plan.dtypes),
         nbytes=plan.nbytes,
-        left=plan.left,
+        left=plan.dropped_names,
         untrained=plan.untrained,
         absent=plan.absent,
         inexact=plan.inexact,

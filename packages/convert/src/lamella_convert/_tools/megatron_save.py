@@ -223,9 +223,11 @@ def save_torch_dist(
         if optimizer is not None:
             shared.setdefault("optimizer", _steps(optimizer))
         stored_items = {
-            ranks: tuple(new for item in items for new in _placed(item, parts)) for ranks, items in share.held.items()
+            ranks: tuple(new for item in items for new in _placed(item, parts))
+            for ranks, items in share.items_by_ranks.items()
         }
-        placed = _with(replace(share, held=stored_items), {name: [value] for name, value in (objects or {}).items()})
+        stored = replace(share, items_by_ranks=stored_items)
+        placed = _with(stored, {name: [value] for name, value in (objects or {}).items()})
         files = {COMMON: Encoded.of(shared).content, FORMAT: json.dumps(_TORCH_DIST).encode()}
         return SavePart(share=placed, form=WithoutManifest(path_of=key_of, files=files), steady=contents.steady)
 
@@ -277,16 +279,17 @@ def _model_shapes(contents: StateContents) -> dict[str, tuple[int, ...]]:
 def _renamed(share: Share, name: Callable[[str], str]) -> Share:
     stored_items = {
         ranks: tuple(replace(item, names=tuple(map(name, item.names))) for item in items)
-        for ranks, items in share.held.items()
+        for ranks, items in share.items_by_ranks.items()
     }
-    return replace(share, held=stored_items)
+    return replace(share, items_by_ranks=stored_items)
 
 
 def _with(share: Share, objects: Mapping[str, object]) -> Share:
     """A share with values that this rank alone writes, as they are now."""
     mine = tuple(Item(names=(name,), value=Encoded.of(value)) for name, value in objects.items())
     this_rank = Ranks((share.rank,))
-    return replace(share, held={**share.held, this_rank: (*share.held.get(this_rank, ()), *mine)})
+    local_items = (*share.items_by_ranks.get(this_rank, ()), *mine)
+    return replace(share, items_by_ranks={**share.items_by_ranks, this_rank: local_items})
 
 
 def _flat(objects: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:

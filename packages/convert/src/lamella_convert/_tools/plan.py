@@ -75,7 +75,7 @@ class Plan:
         source: The tensors and objects to read.
         dtypes: The tensors to write, by name.
         ties: Further names of tensors.
-        left: Unwritten names of the source.
+        dropped_names: Unwritten names of the source.
         layers: Sources between the checkpoint and `source`, each over the previous one.
         absent: Unwritten published names.
         config: The configuration for the tensors, if any.
@@ -84,7 +84,7 @@ class Plan:
     source: Source
     dtypes: Mapping[str, torch.dtype]
     ties: Mapping[str, str]
-    left: tuple[str, ...]
+    dropped_names: tuple[str, ...]
     layers: tuple[Source, ...]
     absent: tuple[str, ...]
     config: Mapping[str, Any] | None
@@ -124,7 +124,7 @@ def plan_of(opened: OpenCheckpoint, wish: Wish, between: Between, published: Pub
         source=written,
         dtypes=dtypes,
         ties=written_ties,
-        left=_dropped_names(opened, wish, named),
+        dropped_names=_dropped_names(opened, wish, named),
         layers=(*layers, named),
         absent=_absent(written, wish, published, ties),
         config=_config_of(written, between.config, _config_dtype(opened, wish, written, dtypes)),
@@ -162,7 +162,7 @@ def _as_numbers(source: Source, wish: Wish, between: Between) -> Source:
 def _as_float8(source: Source, wish: Wish) -> Source:
     if not wish.float8 or is_quantised(source):
         return source
-    return Quantised(source, which=linear_weights if wish.float8 is True else wish.float8)
+    return Quantised(source, is_chosen=linear_weights if wish.float8 is True else wish.float8)
 
 
 def _translations(

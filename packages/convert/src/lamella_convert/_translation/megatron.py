@@ -326,24 +326,24 @@ def stored_names(dialect: Dialect, parameters: Sequence[str] = (), chunks: Seque
     def nest(name: str) -> str:
         return nested.get(name) or nested_as(name, dialect.nested_modules)
 
-    def own(name: str) -> str:
+    def dialect_name(name: str) -> str:
         named = _MTP.sub(rf"\1{dialect.mtp_layer}.", name)
         return with_final_norm(named) if dialect.final_norm else named
 
-    def of_entry(entry: str) -> str:
+    def entry_name(entry: str) -> str:
         """`<parameter>.<slot>`; split at the last dot, since a slot's name has no dot and a nested parameter's has."""
         parameter, dot, slot = entry.rpartition(".")
-        return own(f"{nest(parameter)}{dot}{slot}")
+        return dialect_name(f"{nest(parameter)}{dot}{slot}")
 
     def write(name: str) -> str:
         section, suffix = split_section(name)
         if section == MODEL:
             number, suffix = _chunk_of(nest(suffix), chunks)
-            return f"model{number}.{dialect.model_prefix}{own(suffix)}"
+            return f"model{number}.{dialect.model_prefix}{dialect_name(suffix)}"
         if section == STATE:
-            return f"optimizer.state.{dialect.optimizer_prefix}{of_entry(suffix)}"
+            return f"optimizer.state.{dialect.optimizer_prefix}{entry_name(suffix)}"
         if section == OPTIONS:
-            return f"optimizer.param_to_group_meta.{dialect.optimizer_prefix}{of_entry(suffix)}"
+            return f"optimizer.param_to_group_meta.{dialect.optimizer_prefix}{entry_name(suffix)}"
         return name
 
     return write

@@ -196,21 +196,23 @@ def _read_tensor(file: Path, descriptor: int, read: ItemRead, expected: Expected
         raise damaged(file, read.name, error) from error
 
 
-def _copy_boxes(file: Path, descriptor: int, read: ItemRead, found: TensorRecord, expected: Expected | None) -> None:
-    record, item = found.record, read.item
+def _copy_boxes(
+    file: Path, descriptor: int, read: ItemRead, tensor_record: TensorRecord, expected: Expected | None
+) -> None:
+    record, item = tensor_record.record, read.item
     crc = None if expected is None else expected(item)
     if crc is not None:
-        sweep = _Sweep(descriptor, read, found)
+        sweep = _Sweep(descriptor, read, tensor_record)
         sweep.pass_over(0, record.start)
         sweep.copy_rows()
         sweep.pass_over(record.start + record.length, item.length)
         check_equal(file, read.name, (item.length, crc), (item.length, sweep.crc))
     elif expected is not None and record.crc is not None:
-        sweep = _Sweep(descriptor, read, found)
+        sweep = _Sweep(descriptor, read, tensor_record)
         sweep.copy_rows()
         check_record(file, read.name, record, sweep.crc)
     else:
-        stored = Stored(item.offset + record.start, found.shape, found.dtype)
+        stored = Stored(item.offset + record.start, tensor_record.shape, tensor_record.dtype)
         for box, into in read.copies:
             read_box(descriptor, stored, box, into)
 
