@@ -198,7 +198,7 @@ def capture_step(step: Callable[P, R], optimizer: Optimizer, *, num_eager_steps:
         ValueError: Now: an optimizer that is not `capturable`, parameters on several devices, no eager step. In a call,
             before any work: inputs unlike the first call's, or an object that may hide tensors. After the first step:
             its result is such an object.
-        RuntimeError: In a call: a param group has changed. From torch, in the capturing call: an operation of the step
+        RuntimeError: A param group has changed, in a call. From torch, in the capturing call: an operation of the step
             cannot be captured.
 
     Effects: eager steps run on a stream of their own, and the current stream waits for it; the capture waits for the

@@ -48,7 +48,7 @@ class MatrixExchange:
         """Step the parameters.
 
         Args:
-            updates: Of the parameters from construction, in their order.
+            updates: The step's updates of the parameters from construction, in their order.
 
         Effects: two all-to-alls a round; no host sync, unless shards rest on a device not served by the group.
         """
@@ -125,15 +125,15 @@ def _orthogonalised(
     ]
     outputs = []
     for matrix in owned:
-        whole = flat.new_empty(matrix.shape)
+        full_matrix = flat.new_empty(matrix.shape)
         for piece, parts in zip(matrix.pieces, by_rank, strict=True):
             part = next(parts)
             if piece is not None:
-                whole[piece.rows[:, None], piece.columns] = part.view(piece.shape)
+                full_matrix[piece.rows[:, None], piece.columns] = part.view(piece.shape)
         options = updates[matrix.index].options
         outputs.append(
             torchs_muon._zeropower_via_newtonschulz(
-                whole, options["ns_coefficients"], options["ns_steps"], options["eps"]
+                full_matrix, options["ns_coefficients"], options["ns_steps"], options["eps"]
             )
         )
     return outputs

@@ -173,11 +173,11 @@ def _piece(at: tuple[int, ...], numbers: torch.Tensor, indices: Sequence[torch.T
             return None
         place = place * len(along) + int(matches[0])
     # Positions of the local rows in the sorted numbers of the matrix's rows.
-    found = torch.searchsorted(numbers, rows).clamp(max=len(numbers) - 1)
-    local_rows = (numbers[found] == rows).nonzero().flatten()
+    positions = torch.searchsorted(numbers, rows).clamp(max=len(numbers) - 1)
+    local_rows = (numbers[positions] == rows).nonzero().flatten()
     if not (len(local_rows) and len(columns)):
         return None
-    return MatrixPiece(place, local_rows, found[local_rows], columns)
+    return MatrixPiece(place, local_rows, positions[local_rows], columns)
 
 
 def _row_numbers(num_rows: int, turn: Sequence[int]) -> list[torch.Tensor]:

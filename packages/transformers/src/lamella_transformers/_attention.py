@@ -40,7 +40,7 @@ def check_attention(spec: ModelSpec, attention: str) -> None:
 
     Args:
         spec: The config. Stays.
-        attention: As for `set_attention`.
+        attention: "auto", "documents" or a name of transformers', for `set_attention`.
 
     Raises:
         ModelError: transformers refuses the implementation, or has another in its place, or "documents" would not be

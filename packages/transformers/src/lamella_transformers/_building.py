@@ -12,7 +12,7 @@ def build_model(spec: ModelSpec, device: torch.device, seed: int) -> nn.Module:
     """Build the causal language model of a config, fp32, with the weights of `FreshWeights`.
 
     Raises:
-        ModelError: As `FreshWeights`.
+        ModelError: The conditions of `FreshWeights`.
     """
     model = build_without_parameters(spec, device)
     if device.type != "meta":

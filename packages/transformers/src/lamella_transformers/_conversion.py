@@ -149,7 +149,7 @@ def _cut(tensor: _CutTensor, dim: int, patterns: Sequence[str], sizes: Sequence[
     """Cut a tensor along a dim into one tensor a pattern."""
     starts = accumulate(sizes, initial=0)
     return {
-        pattern: [_CutTensor(_with_dim(tensor.shape, dim, size), tuple(_inside(tensor, dim, start, size)))]
+        pattern: [_CutTensor(_with_dim(tensor.shape, dim, size), tuple(_boxes_in_range(tensor, dim, start, size)))]
         for pattern, start, size in zip(patterns, starts, sizes, strict=False)
     }
 
@@ -163,12 +163,12 @@ def _interleaved(tensor: _CutTensor, dim: int, *, inverse: bool) -> _CutTensor:
     boxes = (
         (place, _narrowed(box, dim, index, 1))
         for index, row in enumerate(rows)
-        for place, box in _inside(tensor, dim, row, 1)
+        for place, box in _boxes_in_range(tensor, dim, row, 1)
     )
     return _CutTensor(tensor.shape, tuple(boxes))
 
 
-def _inside(tensor: _CutTensor, dim: int, start: int, size: int) -> Iterator[tuple[Place, Chunk]]:
+def _boxes_in_range(tensor: _CutTensor, dim: int, start: int, size: int) -> Iterator[tuple[Place, Chunk]]:
     """Yield the boxes of a tensor within a range along a dim, with offsets from the range's start."""
     for place, box in tensor.boxes:
         first = max(start, box.offsets[dim])

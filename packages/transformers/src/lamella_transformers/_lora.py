@@ -49,7 +49,8 @@ def lora_layers(model: nn.Module, targets: Sequence[str]) -> list[str]:
 
     Args:
         model: A model of transformers without adapters; may be on the meta device.
-        targets: As `LoraSettings.targets`. A pattern matches a full name, or its last parts.
+        targets: Names, or shell patterns of names; "all-linear" for all. A pattern matches a full name, or its last
+            parts.
 
     Raises:
         ModelError: A target matches no linear layer; names the target.
@@ -101,7 +102,7 @@ def add_lora(model: nn.Module, settings: LoraSettings) -> list[str]:
         The names of the layers with adapters.
 
     Raises:
-        ModelError: As `lora_layers`.
+        ModelError: The conditions of `lora_layers`.
 
     Effects: imports peft.
     """

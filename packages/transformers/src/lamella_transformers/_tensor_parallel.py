@@ -75,7 +75,7 @@ def cut_tensors(model: nn.Module, mesh: DeviceMesh) -> None:
         mesh: Two axes, `TENSOR_AXES`.
 
     Raises:
-        ModelError: As `check_tensor_parallel`.
+        ModelError: The conditions of `check_tensor_parallel`.
 
     Effects: frees the other ranks' parts. In each forward an all-reduce over the tensor axis a `rowwise` layer, in
         each backward one for the inputs of each `colwise` layer.

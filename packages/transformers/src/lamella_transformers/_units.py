@@ -92,9 +92,9 @@ def _planned(model: nn.Module, units: str | list[str]) -> list[nn.Module]:
     return [model.get_submodule(unit.name) for unit in plan_units(model, units=units).units if unit.name]
 
 
-def _numel_shared(modules: Iterable[nn.Module], others: Iterable[nn.Module]) -> int:
+def _numel_shared(modules: Iterable[nn.Module], reference_modules: Iterable[nn.Module]) -> int:
     """Return the number of elements of the parameters in both."""
-    ids = {id(parameter) for module in others for parameter in module.parameters()}
+    ids = {id(parameter) for module in reference_modules for parameter in module.parameters()}
     return sum(p.numel() for module in modules for p in module.parameters() if id(p) in ids)
 
 
@@ -102,7 +102,7 @@ def sharding_units(model: nn.Module) -> list[nn.Module]:
     """Return the modules to shard one by one, before the model, by `choose_units`.
 
     Raises:
-        ModelError: As `choose_units`.
+        ModelError: The conditions of `choose_units`.
 
     Effects: as `choose_units`.
     """

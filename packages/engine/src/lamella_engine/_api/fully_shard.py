@@ -143,20 +143,20 @@ def fully_shard(
     device = _device_of(axes.mesh)
     keep_fn = as_keep_fn(options.keep_together)
     candidates = candidates_of(modules, ignored, axes, shard_placement_fn, keep_fn, policy)
-    refuse_outside_holders(own_modules(modules), {id(each.parameter): each.name for each in candidates})
+    refuse_outside_holders(own_modules(modules), {id(candidate.parameter): candidate.name for candidate in candidates})
     for below, name in inner.items():
         _check_resting(name, below)
     read = units_read(
         own_modules(modules),
         inner,
-        inside={id(each) for module in modules for each in module.modules()},
+        module_ids={id(submodule) for module in modules for submodule in module.modules()},
         strategy=strategy,
         num_neighbours=None if isinstance(reshard_after_forward, bool) else reshard_after_forward,
     )
     neighbours = _neighbours(candidates, reshard_after_forward)
     offload = Offload.of(offload_policy, device)
     _warn_of_hidden(modules)
-    classes = [_unit_class(type(each)) for each in modules]  # type: ignore[arg-type]  # a class may refuse
+    classes = [_unit_class(type(outer)) for outer in modules]  # type: ignore[arg-type]  # a class may refuse
     # Before shards are made: each shard is allocated where its parameter lies.
     move_to(modules, device, CPU if offload else device, ignored)
 
@@ -170,11 +170,11 @@ def fully_shard(
         group.build_unsharded()
     unit = Unit(groups, tree.context, _as_flag(reshard_after_forward), strategy)
     state = FSDPState(unit, tree, policy, options)
-    former_modules = [each for below in read for each in _modules_of(below, modules)]
+    former_modules = [former for below in read for former in _modules_of(below, modules)]
     _put_inside(state, inner, read)
-    for each, unit_class in zip(modules, classes, strict=True):
-        object.__setattr__(each, "__class__", unit_class)  # past a model's own `__setattr__`, which may refuse
-        state.hooks_of_outermost.append(each.register_forward_hook(explain_undeclared, always_call=True))
+    for outer, unit_class in zip(modules, classes, strict=True):
+        object.__setattr__(outer, "__class__", unit_class)  # past a model's own `__setattr__`, which may refuse
+        state.hooks_of_outermost.append(outer.register_forward_hook(explain_undeclared, always_call=True))
     hooks = register_hooks(modules, owners, state)
     attach_state(modules, state, StateView(state, modules, policy, hooks), former_modules=former_modules)
     note_in_unit(owners)

@@ -311,8 +311,8 @@ class FSDPModule(_TorchsModule, UnitVerbs):
         Raises:
             ValueError: Not a positive number.
         """
-        given: object = factor
-        if not (isinstance(given, SupportsFloat) and float(given) > 0):
+        unchecked_factor: object = factor
+        if not (isinstance(unchecked_factor, SupportsFloat) and float(unchecked_factor) > 0):
             raise ValueError(f"Expected a positive gradient divide factor, got {factor!r}.")
         for group in state_of(self).unit.parameters.groups:
             group.divisor = float(factor)

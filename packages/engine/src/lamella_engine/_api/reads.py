@@ -115,7 +115,7 @@ def units_read(
     modules: Iterable[tuple[str, nn.Module]],
     inner: Mapping[FSDPState, str],
     *,
-    inside: set[int],
+    module_ids: set[int],
     strategy: Strategy,
     num_neighbours: int | None,
 ) -> list[FSDPState]:
@@ -124,7 +124,7 @@ def units_read(
     Args:
         modules: The new unit's modules, with dotted prefixes.
         inner: The inner units, at rest, and their names.
-        inside: Ids of all modules in the new unit.
+        module_ids: Ids of all modules in the new unit.
         strategy: The new unit's ZeRO stage.
         num_neighbours: The new unit's number in `reshard_after_forward`, or None.
 
@@ -143,7 +143,7 @@ def units_read(
     for prefix, reader in modules:
         for name, parameter in reads_of(reader).items():
             state = holders.get(id(parameter))
-            if is_sharded(parameter) and (state is None or not state.unit.parameters.module_ids <= inside):
+            if is_sharded(parameter) and (state is None or not state.unit.parameters.module_ids <= module_ids):
                 raise ValueError(
                     f"Expected {prefix + name!r}, which {type(reader).__name__} reads without calling its module, in "
                     "the same unit or in one inside it, got one that is gathered with modules elsewhere. Declare it on "

@@ -110,7 +110,7 @@ def plan_units(
         The plan.
 
     Raises:
-        TypeError, ValueError: As `fully_shard_model`.
+        TypeError, ValueError: The conditions of `fully_shard_model`.
     """
     _check_model(model)
     tree = _ModuleTree(model, ignored_parameters(ignored_params), mp_policy)
@@ -185,7 +185,7 @@ class _ModuleTree:
         """Whether a module holds parameters to shard."""
         return id(module) in self._parameter_ids
 
-    def held(self, module: nn.Module, *, excluded: Collection[nn.Module] = ()) -> list[PlannedParameter]:
+    def planned_parameters(self, module: nn.Module, *, excluded: Collection[nn.Module] = ()) -> list[PlannedParameter]:
         """The parameters of a module, each once, without the parameters of the modules in `excluded`."""
         parameter_ids = set(self._parameter_ids.get(id(module), ())).difference(
             *(self._parameter_ids[id(other)] for other in excluded)
@@ -204,7 +204,7 @@ class _ModuleTree:
 
     def nbytes(self, module: nn.Module) -> int:
         """Bytes of a module's unsharded parameters."""
-        return PlannedUnit(name="", class_name="", parameters=tuple(self.held(module))).unsharded_nbytes
+        return PlannedUnit(name="", class_name="", parameters=tuple(self.planned_parameters(module))).unsharded_nbytes
 
     def is_leaf(self, module: nn.Module) -> bool:
         """Whether no module inside can be a unit."""
@@ -390,9 +390,9 @@ def _read_note(name: str, module: nn.Module, reader: tuple[str, str]) -> str:
 
 
 def _planned(tree: _ModuleTree, name: str, module: nn.Module) -> PlannedUnit:
-    return PlannedUnit(name=name, class_name=type(module).__name__, parameters=tuple(tree.held(module)))
+    return PlannedUnit(name=name, class_name=type(module).__name__, parameters=tuple(tree.planned_parameters(module)))
 
 
 def _remaining_unit(tree: _ModuleTree, chosen: list[tuple[str, nn.Module]]) -> PlannedUnit:
-    parameters = tree.held(tree.model, excluded=[module for _, module in chosen])
+    parameters = tree.planned_parameters(tree.model, excluded=[module for _, module in chosen])
     return PlannedUnit(name="", class_name=type(tree.model).__name__, parameters=tuple(parameters))

@@ -45,25 +45,24 @@ class ShardingOptions:
             of rows; the parameters become `RaggedDTensor`s. None, the default and also from the function, means torch's
             chunks. A unit holds the function as long as the unit lives, so a function that refers to the model is a
             cycle.
-        prefetch_budget: Of the tree, in bytes. Units are gathered ahead of the running unit, in forward and in
-            backward, in the order of the step before, while the unsharded parameters of the waiting units weigh no
-            more: in the compute dtype, with padding, beside units that run or are kept. The next unit is always
-            gathered ahead, at any weight. None, the default, gathers only the next unit. Units with a list
-            (`set_modules_to_forward_prefetch` and its sibling) follow the list instead. A constant, not a share of free
-            memory: ranks with different decisions communicate in different orders. `UnitResidence` tells the meaning
-            under a schedule.
-        keep_budget: Of the tree, in bytes, counted as for `prefetch_budget`. So many unsharded parameters may stay from
-            their units' forward to the end of their backward, beside the activations and beside units that were told to
-            stay. Each unit that stays is gathered once less; units that backward wants first stay, by the order of the
-            last forward. 0, the default, keeps none.
+        prefetch_budget: A field of the tree. Bytes of unsharded parameters that the tree may gather ahead of the
+            running unit, in forward and in backward, in the order of the step before: in the compute dtype, with
+            padding, beside units that run or are kept. The next unit is always gathered ahead, at any weight. None, the
+            default, gathers only the next unit. Units with a list (`set_modules_to_forward_prefetch` and its sibling)
+            follow the list instead. A constant, not a share of free memory: ranks with different decisions communicate
+            in different orders. `UnitResidence` tells the meaning under a schedule.
+        keep_budget: A field of the tree. Bytes of unsharded parameters, counted as for `prefetch_budget`, that may stay
+            from their units' forward to the end of their backward, beside the activations and beside units that were
+            told to stay. Each unit that stays is gathered once less; units that backward wants first stay, by the order
+            of the last forward. 0, the default, keeps none.
         order_check: A field of the tree. True compares, before each collective and at the end of each pass, the order
             in which ranks run units. Ranks that differ each get an error that names both orders, before the collective:
             nothing hangs, and gradients of different units are never added up. Slow, for finding out: each collective
             blocks the host until all ranks of the collective have come, for about a millisecond on one host and more on
             many, through the store of the default process group, without a GPU sync. Results are the same to the bit.
             None, the default, checks if `LAMELLA_DEBUG=order` is in the environment. Change the field between steps.
-        order_check_timeout_s: Of the tree, in seconds; 300 by default. The longest wait for a rank at a comparison,
-            after which the waiting ranks give the missing rank up.
+        order_check_timeout_s: A field of the tree. Seconds of the longest wait for a rank at a comparison, after which
+            the waiting ranks give the missing rank up; 300 by default.
 
     Raises:
         TypeError: A field is of the wrong kind.

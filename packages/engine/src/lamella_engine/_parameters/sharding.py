@@ -64,15 +64,16 @@ class DataAxes:
         shard_axis: Axis of `mesh` for sharding; None if parameters are only replicated.
         replicate_axis: Axis of `mesh` for replication, or None.
         outer_axis: Axis of `mesh` for sharding main weights alone, each rank's shard once more, or None.
-        whole: The mesh of parameters that come as DTensors on data axes too (`dims`); None for all other parameters.
-        names: The data axes in `whole`: the shard axis's, and the replicate axis's.
+        full_mesh: The mesh of parameters that come as DTensors on data axes too (`dims`); None for all other
+            parameters.
+        names: The data axes in `full_mesh`: the shard axis's, and the replicate axis's.
     """
 
     mesh: DeviceMesh
     shard_axis: int | None
     replicate_axis: int | None = None
     outer_axis: int | None = None
-    whole: DeviceMesh | None = None
+    full_mesh: DeviceMesh | None = None
     names: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
 
     @classmethod
@@ -202,7 +203,7 @@ class DataAxes:
     @property
     def axes_of_whole(self) -> tuple[int, ...]:
         """The data axes' indices in `whole`; empty without a whole mesh."""
-        names = () if self.whole is None else self.whole.mesh_dim_names or ()
+        names = () if self.full_mesh is None else self.full_mesh.mesh_dim_names or ()
         return tuple(names.index(name) for name in (*self.names[1], *self.names[0]))
 
     @property
@@ -237,7 +238,7 @@ class DataAxes:
         """The axes of a parameter by shape: the outer axis replicates a parameter that it cannot shard.
 
         Args:
-            shape: Of the parameter, or of each model-parallel rank's part; None where the parts differ.
+            shape: The shape of the parameter, or of each model-parallel rank's part; None where the parts differ.
             dim: Tensor dim of the sharding.
 
         A strided shard places rows correctly only if the rows divide. Along any dim but the first, the parts of a
@@ -344,13 +345,13 @@ def sharding_of(
         _check_flat(name, parameter, dim)
         return Sharding(axes, dim, axes.mesh, (), keep=keep)
     _check_dim(name, local_of(parameter), dim, axes.num_shards)
-    if axes.outer_axis is not None and axes.whole is not None:
+    if axes.outer_axis is not None and axes.full_mesh is not None:
         raise NotImplementedError(
             f"Expected a mesh of data axes alone for {name!r}, as `placements` shard main weights over two axes, got "
-            f"{axes.whole} with `dp_mesh_dims`. Pass the 2-D mesh of the data axes, or choose (HSDP, ZERO3)."
+            f"{axes.full_mesh} with `dp_mesh_dims`. Pass the 2-D mesh of the data axes, or choose (HSDP, ZERO3)."
         )
     axes = axes.dividing(_part_shape(parameter), dim)
-    if axes.whole is not None:
+    if axes.full_mesh is not None:
         _check_on_whole_mesh(name, parameter, axes)
     if not isinstance(parameter, DTensor):
         return Sharding(axes, dim, axes.mesh, tuple(axes.placements(dim)))
@@ -446,7 +447,7 @@ def _beside_part(parameter: DTensor, axes: DataAxes, dim: int) -> tuple[DeviceMe
     """The sharded DTensor's mesh and placements: data axes cut within the model-parallel rank's part."""
     mesh, placements = parameter.device_mesh, list(parameter.placements)
     names = mesh.mesh_dim_names or ()
-    if axes.whole is not None and len(axes.names[0]) <= 1:  # the mesh stays unchanged
+    if axes.full_mesh is not None and len(axes.names[0]) <= 1:  # the mesh stays unchanged
         data = [names.index(name) for name in axes.names[0]]
         for axis in data:
             placements[axis] = Shard(dim)
@@ -454,7 +455,7 @@ def _beside_part(parameter: DTensor, axes: DataAxes, dim: int) -> tuple[DeviceMe
         order = [axis for axis in range(mesh.ndim) if axis not in data] + data
         return mesh, strided_placements(mesh.shape, placements, order=order)
     model_axes = [axis for axis in range(mesh.ndim) if axis not in axes.axes_of_whole]
-    model_meshes = [mesh[names[axis]] for axis in model_axes] if axes.whole is not None else [mesh]
+    model_meshes = [mesh[names[axis]] for axis in model_axes] if axes.full_mesh is not None else [mesh]
     # One mesh of all axes: `full_tensor`, norms and checkpoints must see data and model axes together.
     joined = DeviceMesh._concatenate([axes.mesh, *model_meshes])
     joined_placements = [*axes.plain_placements(dim), *(placements[axis] for axis in model_axes)]
@@ -473,7 +474,7 @@ def _part_shape(parameter: nn.Parameter) -> tuple[int, ...] | None:
 
 
 def _check_on_whole_mesh(name: str, parameter: nn.Parameter, axes: DataAxes) -> None:
-    mesh = axes.whole
+    mesh = axes.full_mesh
     assert mesh is not None
     mesh_names = mesh.mesh_dim_names or ()
     if not isinstance(parameter, DTensor):

@@ -19,7 +19,7 @@ class FakeStream:
         streams: The accelerator of the stream.
 
     Attributes:
-        seen: For each stream, the amount of its work before the next work on this stream.
+        seen: The amount of each stream's work before the next work on this stream.
     """
 
     def __init__(self, streams: FakeStreams) -> None:
@@ -97,7 +97,7 @@ class FakeStreams:
 
     Attributes:
         num_host_waits: Number of waits of the host.
-        seen_by_host: For each stream, the amount of its work awaited by the host.
+        seen_by_host: The amount of each stream's work awaited by the host.
         compute: The first current stream.
         current: The current stream.
     """

@@ -106,7 +106,7 @@ class Unit:
         Parts left from a forward without a backward go too: main weights may have been written since.
 
         Raises:
-            RuntimeError: As `UnitWeights.renew_written`, or `ParameterGroup.adopt_replaced_shards`.
+            RuntimeError: The conditions of `UnitWeights.renew_written` and `ParameterGroup.adopt_replaced_shards`.
 
         Effects: see `ParameterGroup.adopt_replaced_shards`.
         """

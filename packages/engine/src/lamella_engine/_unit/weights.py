@@ -480,7 +480,7 @@ class UnitWeights:
         writes through `.data`, `to_local()` or `torch._foreach_*` need `mark_updated()`.
 
         Raises:
-            RuntimeError: As `refuse_assigned_data`.
+            RuntimeError: The conditions of `refuse_assigned_data`.
         """
         parameters, versions = self.parameters, self.versions_at_rest
         if versions is None or self.contents is not Contents.CURRENT:
@@ -498,8 +498,8 @@ class UnitWeights:
         """Reshard if main weights changed since the gather: the unsharded weights were kept over an optimizer step.
 
         Raises:
-            RuntimeError: As `renew_written`; or shards gathered inside an optimizer's step were written since, maybe on
-                this rank alone.
+            RuntimeError: The conditions of `renew_written`; or shards gathered inside an optimizer's step were written
+                since, maybe on this rank alone.
         """
         if self.versions_at_rest is not None:
             self.renew_written()

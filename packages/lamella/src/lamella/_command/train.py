@@ -38,7 +38,7 @@ class LossChange:
 
     Attributes:
         first: Nats per `unit` before the first step.
-        last: The same after the last validation.
+        last: Nats per `unit` at the last validation.
         unit: "byte" or "token".
         title: The word "validation", with the name of the set if there is one.
     """

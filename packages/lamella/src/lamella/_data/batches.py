@@ -234,8 +234,8 @@ class JoinedSequences:
     def target_counts(self) -> torch.Tensor | None:
         """(num_sequences,) int32; None where every token is a target."""
         counts = [part.target_counts for part in self.parts]
-        known = [count for count in counts if count is not None]
-        return torch.cat(known) if len(known) == len(counts) else None
+        masked_counts = [count for count in counts if count is not None]
+        return torch.cat(masked_counts) if len(masked_counts) == len(counts) else None
 
     def batch(self, indices: torch.Tensor) -> TokenBatch:
         """Return the sequences at `indices`."""

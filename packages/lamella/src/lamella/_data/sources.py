@@ -69,9 +69,9 @@ def text_source(
 
     Args:
         corpus: The text.
-        tokenizer: As in `TextSource`.
+        tokenizer: The tokenizer of the model; or the vocabulary size of one to train.
         config: The settings of the data.
-        separates_documents: As in `read_text`.
+        separates_documents: The model can read several documents in a sequence without one seeing another.
 
     Raises:
         ConfigError: A record holds no document, or there are conversations and no chat template.

@@ -121,7 +121,7 @@ def stream_file(name: str, path: Path, *, is_named: bool) -> StreamedSource | No
     """Return a file with documents; None for a file without documents whose folder alone was named.
 
     Args:
-        name: As in `StreamedFile`.
+        name: Path relative to the searched folder.
         path: The file.
         is_named: The user named the file itself, not the folder.
 

@@ -58,12 +58,12 @@ class StreamedTable:
     """A file of a table's rows.
 
     Attributes:
-        name: As in `StreamedFile`.
+        name: Path relative to the searched folder, or the data set's name with the file's number.
         dataset: The file, or the data set that it is of.
         number: Number of the file in the data set, from 0 on.
         num_files: The number of the data set's files.
         nbytes: Bytes of the file; None where nobody tells.
-        source: As in `StreamedFile`.
+        source: The name of the file's source; empty without names.
         form: How documents lie in the file: one a row.
     """
 
@@ -149,7 +149,7 @@ def stream_hub(name: str) -> list[StreamedTable]:
     """Return the files of a data set, `hf:OWNER/NAME`, `hf:OWNER/NAME/CONFIG`, with `:SPLIT` for another than train.
 
     Raises:
-        ConfigError: As `scan_hub`.
+        ConfigError: The conditions of `scan_hub`.
 
     Effects: asks the Hub for the list of files; reads a row where the data set does not tell its columns.
     """

@@ -51,7 +51,7 @@ class TableFile:
         stop: Row after the last.
         nbytes: Bytes of the rows as JSON.
         digest: SHA-256 of those bytes, in hexadecimal digits.
-        source: As in `TextFile`.
+        source: The name of the table's source or validation set; empty without names.
         form: How documents lie in the file: one a row.
     """
 
@@ -109,7 +109,7 @@ def scan_table(name: str, path: Path, *, is_named: bool) -> TableFile | None:
     """Return a table with documents' columns, else None.
 
     Args:
-        name: As in `TableFile`.
+        name: Path relative to the searched folder.
         path: The file.
         is_named: The user named the file itself, not its folder.
 

@@ -167,7 +167,7 @@ def scan_text(name: str, path: Path, *, is_named: bool) -> TextFile | None:
     """Return the file if all its bytes are UTF-8 text without NUL, else None.
 
     Args:
-        name: As in `TextFile`.
+        name: Path relative to the searched folder.
         path: The file.
         is_named: The user named the file itself, not its folder.
 

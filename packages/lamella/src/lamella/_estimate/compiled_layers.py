@@ -83,18 +83,18 @@ class _Graphs:
         leaves, spec = tree_flatten((arguments, options))
         weights = dict(chain(self._layer.named_parameters(), self._layer.named_buffers()))
         tensors = [*weights.values(), *(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))]
-        others = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        constants = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         shapes = tuple((tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in tensors)
-        key = (*weights, shapes, str(others), torch.is_grad_enabled(), getattr(self._layer, "attention_type", None))
+        key = (*weights, shapes, str(constants), torch.is_grad_enabled(), getattr(self._layer, "attention_type", None))
         if key not in self._functions:
             places = [isinstance(leaf, torch.Tensor) for leaf in leaves]
-            self._functions[key] = self._traced([*weights], others, places, spec)
+            self._functions[key] = self._traced([*weights], constants, places, spec)
             with _disable_current_modes():  # under further modes, torch's own could not trace
                 # Tensors like the arguments: a graph refers to the tensors of the first call.
                 self._functions[key](*(torch.empty_like(t).requires_grad_(t.requires_grad) for t in tensors))
         return self._functions[key](*tensors)
 
-    def _traced(self, names: Sequence[str], others: Sequence[Any], places: Sequence[bool], spec: Any) -> Any:
+    def _traced(self, names: Sequence[str], constants: Sequence[Any], places: Sequence[bool], spec: Any) -> Any:
         # Here, since inductor takes seconds to import.
         from torch._functorch.aot_autograd import aot_function
         from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -102,7 +102,9 @@ class _Graphs:
 
         def layer_of(*tensors: torch.Tensor) -> Any:
             weights, inputs = dict(zip(names, tensors, strict=False)), iter(tensors[len(names) :])
-            filled = [next(inputs) if is_tensor else one for is_tensor, one in zip(places, others, strict=True)]
+            filled = [
+                next(inputs) if is_tensor else constant for is_tensor, constant in zip(places, constants, strict=True)
+            ]
             arguments, options = tree_unflatten(filled, spec)
             with _reparametrize_module(self._layer, weights):
                 return self._forward(*arguments, **options)

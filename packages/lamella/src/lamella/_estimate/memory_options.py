@@ -24,7 +24,7 @@ class MemoryOptions(NamedTuple):
         num_recomputed: Number of layers that run again; None for all.
         keep_nbytes: Bytes of the weights kept with "reshard", whole MiB.
         offload_activations: Whether saved tensors lie in the host's memory.
-        rest: "gpu" or "cpu": the memory of main weights and optimizer state.
+        home_device: "gpu" or "cpu": the memory of main weights and optimizer state.
     """
 
     weights: str = "reshard"
@@ -32,7 +32,7 @@ class MemoryOptions(NamedTuple):
     num_recomputed: int | None = None
     keep_nbytes: int = 0
     offload_activations: bool = False
-    rest: str = "gpu"
+    home_device: str = "gpu"
 
     @property
     def is_plain(self) -> bool:
@@ -42,13 +42,13 @@ class MemoryOptions(NamedTuple):
     @property
     def takes_host_memory(self) -> bool:
         """True with tensors in the host's memory."""
-        return self.offload_activations or self.rest == "cpu"
+        return self.offload_activations or self.home_device == "cpu"
 
     @property
     def memory_ranks(self) -> tuple[int, ...]:
         """The place of each option among its choices, which take less memory from one to the next."""
         weights = _WEIGHTS.index("keep" if self.keep_nbytes else self.weights)
-        ranks = (weights, _KINDS.index(self.recompute), self.offload_activations, self.rest == "cpu")
+        ranks = (weights, _KINDS.index(self.recompute), self.offload_activations, self.home_device == "cpu")
         return (*map(int, ranks), int(self.num_recomputed is None))
 
     def is_leaner_than(self, other: "MemoryOptions") -> bool:
@@ -68,7 +68,7 @@ class MemoryOptions(NamedTuple):
             "recompute": self.recompute,
             "recompute_layers": self.num_recomputed,
             "offload_activations": self.offload_activations,
-            "rest": self.rest,
+            "rest": self.home_device,
             "keep_budget": f"{self.keep_nbytes // _MIB}MiB" if self.keep_nbytes else None,
         }
         return replace(config, parallel=replace(config.parallel, **changes))
@@ -88,7 +88,7 @@ class MemoryOptions(NamedTuple):
         flags += [f"--recompute-layers {self.num_recomputed}"] * (self.num_recomputed is not None)
         flags += [f"--keep-budget {self.keep_nbytes // _MIB}MiB"] * (self.keep_nbytes > 0)
         flags += ["--offload-activations"] * self.offload_activations
-        flags += ["--rest cpu"] * (self.rest == "cpu")
+        flags += ["--rest cpu"] * (self.home_device == "cpu")
         return " ".join(filter(None, flags)) or "(no options)"
 
 
@@ -101,7 +101,7 @@ def options_of(config: Config) -> MemoryOptions:
         num_recomputed=parallel.recompute_layers,
         keep_nbytes=budget_nbytes(parallel.keep_budget),
         offload_activations=parallel.offload_activations,
-        rest=parallel.rest,
+        home_device=parallel.rest,
     )
 
 
@@ -116,10 +116,10 @@ def all_options(num_layers: int, gathered_nbytes: int) -> Iterator[MemoryOptions
     weights = [(name, 0) for name in _WEIGHTS] + [("reshard", nbytes) for nbytes in budgets if nbytes]
     numbers = (*range(1, num_layers), None)
     recomputed = [("no", None), *((kind, number) for kind in _KINDS[1:] for number in numbers)]
-    for (name, budget), (kind, number), is_offloaded, rest in product(
+    for (name, budget), (kind, number), is_offloaded, home_device in product(
         weights, recomputed, (False, True), ("gpu", "cpu")
     ):
-        yield MemoryOptions(name, kind, number, budget, is_offloaded, rest)
+        yield MemoryOptions(name, kind, number, budget, is_offloaded, home_device)
 
 
 def coarse_options() -> Iterator[MemoryOptions]:

@@ -135,7 +135,7 @@ def step_seconds(work: StepWork, config: Config, host: HostTimes) -> float:
     if parallel.stage < 3:
         forwards, again = first + (num_microbatches - 1) * max(work.forward_seconds, forward_host), 0.0
     else:
-        forwards, again = num_microbatches * first, 1 - _kept(work, config)
+        forwards, again = num_microbatches * first, 1 - _kept_share(work, config)
     backwards = (num_microbatches - 1) * backward(again) + backward(again + 1)  # a reduction has a gather's bytes
     copies = 2 * num_microbatches * work.offloaded_nbytes / _HOST_LINK
     return forwards + backwards + copies + _optimizer_seconds(work, is_on_host=parallel.rest == "cpu")
@@ -148,7 +148,7 @@ def _hook_seconds(work: StepWork, config: Config, host: HostTimes) -> float:
     return hooks + parallel.offload_activations * sum(work.layer_operators) * host.hook_seconds["full"]
 
 
-def _kept(work: StepWork, config: Config) -> float:
+def _kept_share(work: StepWork, config: Config) -> float:
     """Return the share of the weights that stays from forward to backward in stage 3."""
     if not config.parallel.reshard_after_forward:
         return 1.0

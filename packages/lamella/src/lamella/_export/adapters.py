@@ -84,23 +84,23 @@ def export_adapters(
 
 
 @contextmanager
-def merged_checkpoint(run: TrainedRun, beside: Path) -> Iterator[Path]:
+def merged_checkpoint(run: TrainedRun, export_folder: Path) -> Iterator[Path]:
     """Give a checkpoint of the run's model without adapters; for a run with adapters, a merged one in the block.
 
     Args:
         run: The run.
-        beside: A folder; a merged checkpoint is written beside the folder, fp32.
+        export_folder: The folder of the export; a merged checkpoint is written beside the folder, fp32.
 
     Raises:
         CheckpointDamaged: A file of the checkpoint is absent or damaged.
-        FileExistsError: `beside` is occupied; checked before the merge.
+        FileExistsError: `export_folder` is occupied; checked before the merge.
 
     Effects: removes a killed export's merged checkpoint beside the folder.
     """
     if run.config.model.lora_rank is None:
         yield run.checkpoint
         return
-    target = Path(os.path.realpath(beside))
+    target = Path(os.path.realpath(export_folder))
     # Not the conversion's staging name: the conversion would remove the checkpoint as a leftover.
     merged_target = target.with_name(f"{target.name}.merged")
     recover(merged_target)  # A killed export may have left the folder although `target` is whole.

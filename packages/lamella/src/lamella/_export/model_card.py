@@ -127,5 +127,5 @@ def _losses(run: TrainedRun) -> Iterator[tuple[str, str]]:
     if losses := [record for record in records if isinstance(record, StepRecord)]:
         yield "training loss", f"{losses[-1].loss:.4f} nats/token (step {losses[-1].step:,})"
     for last in last_validations(records):
-        of_set = "" if last.name is None else f" on {last.name}"
-        yield f"validation loss{of_set}", f"{last.nats:.4f} nats/{last.unit} (step {last.step:,})"
+        suffix = "" if last.name is None else f" on {last.name}"
+        yield f"validation loss{suffix}", f"{last.nats:.4f} nats/{last.unit} (step {last.step:,})"

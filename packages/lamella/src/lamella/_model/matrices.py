@@ -19,7 +19,7 @@ def matrices_for(optim: OptimConfig, model: nn.Module) -> frozenset[str]:
     """Return the names of the matrices under a run's Muon; none for another optimizer.
 
     Raises:
-        ConfigError: As `muon_matrices`.
+        ConfigError: The conditions of `muon_matrices`.
     """
     return muon_matrices(model) if optim.optimizer == MUON else frozenset()
 

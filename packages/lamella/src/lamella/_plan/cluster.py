@@ -84,10 +84,10 @@ class Cluster:
         hosts = {rank // self.gpus_a_host for rank in collective.ranks}
         gpus = -(-num_ranks // len(hosts))
         is_gather = collective.kind == "all_gather"
-        inside = collective.sent_nbytes / ((self.gather_gb_s if is_gather else self.reduce_gb_s) * _GB)
-        across = collective.sent_nbytes / (gpus * self.network_gb_s * _GB)
+        nvlink_seconds = collective.sent_nbytes / ((self.gather_gb_s if is_gather else self.reduce_gb_s) * _GB)
+        network_seconds = collective.sent_nbytes / (gpus * self.network_gb_s * _GB)
         latency = self.nvlink_us * (gpus > 1) + self.network_us * (len(hosts) - 1)
-        return latency * _US + max(inside if gpus > 1 else 0.0, across if len(hosts) > 1 else 0.0)
+        return latency * _US + max(nvlink_seconds if gpus > 1 else 0.0, network_seconds if len(hosts) > 1 else 0.0)
 
     def with_rates(self, rates: Mapping[str, float]) -> "Cluster":
         """Return the cluster with other rates and times, by name."""
@@ -143,8 +143,8 @@ def _changed(settings: Mapping[str, Any], text: str) -> Cluster:
     name = changes.pop("like", "h100")
     if name not in CLUSTERS:
         raise ConfigError(f"Expected `like` in {text!r} to be one of {', '.join(CLUSTERS)}, got {name!r}.")
-    known = {field.name for field in fields(Cluster)}
+    field_names = {field.name for field in fields(Cluster)}
     for key in changes:
-        if key not in known:
-            raise ConfigError(f"Expected keys of a cluster in {text!r}, got {key!r}.{nearest(key, known)}")
+        if key not in field_names:
+            raise ConfigError(f"Expected keys of a cluster in {text!r}, got {key!r}.{nearest(key, field_names)}")
     return replace(CLUSTERS[name], **changes)

@@ -52,7 +52,7 @@ def with_rates(report: OverlapReport, works: Sequence[Work], cluster: Cluster) -
 def kernel_seconds(report: OverlapReport, slowdown: float) -> tuple[dict[WorkKind, float], dict[WorkKind, int]]:
     """Return the time of a step's kernels alone, and their number, by kind."""
     placed = [launch for launch in report.timeline.placed if not launch.is_rest]
-    beside = _Beside(placed)
+    busy_streams = _BusyStreams(placed)
     seconds: dict[WorkKind, float] = dict.fromkeys(WorkKind, 0.0)
     counts: dict[WorkKind, int] = dict.fromkeys(WorkKind, 0)
     for launch in placed:
@@ -60,7 +60,7 @@ def kernel_seconds(report: OverlapReport, slowdown: float) -> tuple[dict[WorkKin
         if kind is None:
             continue
         kernel = launch.kernel
-        slowed = 1.0 + (slowdown - 1.0) * beside.share_of(launch)
+        slowed = 1.0 + (slowdown - 1.0) * busy_streams.share_of(launch)
         seconds[kind] += kernel.duration_us / slowed * 1e-6 / len(report.steps)
         counts[kind] += 1
     return seconds, {kind: round(count / len(report.steps)) for kind, count in counts.items()}
@@ -82,7 +82,7 @@ def _kind_of(launch: PlacedKernel) -> WorkKind | None:
     return WorkKind.SOFTMAX if is_loss else kinds.get(kind, WorkKind.ELEMENTWISE)
 
 
-class _Beside:
+class _BusyStreams:
     """The times at which each stream works."""
 
     def __init__(self, placed: Iterable[PlacedKernel]) -> None:

@@ -31,8 +31,8 @@ def chart(title: str, curves: Sequence[Series], *, may_be_log: bool = True, from
     Args:
         title: The title, without the unit.
         curves: The series.
-        may_be_log: As in `fitted_axis`.
-        from_zero: As in `fitted_axis`.
+        may_be_log: Allow a logarithmic scale.
+        from_zero: Begin the vertical axis at 0, on a linear scale.
     """
     drawn = [series for series in curves if series.points]
     if not drawn:

@@ -32,7 +32,7 @@ def reported_run(
 
     Args:
         directory: The run's files.
-        facts: As in `recorded_start`.
+        facts: Facts of the start: the first step, the number of ranks, the device.
         print_line: Called with a line on a page that cannot be written; the run's outcome stays.
     """
     try:

@@ -103,7 +103,7 @@ class StreamReader:
         """Return the mean number of tokens in a sequence of the windows that a step begins in.
 
         Raises:
-            ConfigError: As `batch`.
+            ConfigError: The conditions of `batch`.
 
         Effects: waits for the first window of each source.
         """

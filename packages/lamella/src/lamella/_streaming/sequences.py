@@ -96,7 +96,7 @@ class WindowedSequences:
         """Return the window with a sequence. Effects: may wait for the thread, and starts to read the next window.
 
         Raises:
-            ConfigError: As `batch`.
+            ConfigError: The conditions of `batch`.
         """
         while self._window is None or number >= self._window.after.num_sequences:
             assert self._next is not None

@@ -71,13 +71,15 @@ def make_optimizer(
     if optim.optimizer == ADAMW:
         return torch.optim.AdamW(nonempty_groups, **adam)
     if optim.optimizer == MUON:
-        of_muon = {parameter for name, parameter in model.named_parameters() if name in matrices}
+        muon_parameters = {parameter for name, parameter in model.named_parameters() if name in matrices}
         muon = {"lr": optim.lr, **muon_options(optim)}
-        return MuonAndAdam(nonempty_groups, is_matrix=of_muon.__contains__, muon=muon, adam=adam)
-    return _of_class(nonempty_groups, optim, parameters[0].device)
+        return MuonAndAdam(nonempty_groups, is_matrix=muon_parameters.__contains__, muon=muon, adam=adam)
+    return _imported_optimizer(nonempty_groups, optim, parameters[0].device)
 
 
-def _of_class(groups: list[dict[str, Any]], optim: OptimConfig, device: torch.device) -> torch.optim.Optimizer:
+def _imported_optimizer(
+    groups: list[dict[str, Any]], optim: OptimConfig, device: torch.device
+) -> torch.optim.Optimizer:
     optimizer_class = OptimizerClass.of(optim)
     if device.type != "cpu":  # The trial on the CPU was before the run.
         optimizer_class.check_elementwise(device)

@@ -151,7 +151,7 @@ def save_checkpoint(
             common=common,
             saver=saver,
         )
-    if scaling := ScalingStates(chunks, global_model).of_all_ranks():
+    if scaling := ScalingStates(chunks, global_model).gathered_state():
         common[SCALING] = list(scaling.items())  # A dict would become an entry for each name.
     return save_fsdp_dtensor(
         path,
@@ -211,8 +211,8 @@ def load_checkpoint(
 
     Args:
         path: The directory of one iteration, or of several with a file that names the newest.
-        model: The same model on any number of tensor-, data- and expert-parallel ranks and pipeline stages; chunks as
-            for `save_checkpoint`.
+        model: The model of the checkpoint, on any number of tensor-, data- and expert-parallel ranks and pipeline
+            stages; chunks as for `save_checkpoint`.
         optimizer: An optimizer over the model's parameters, stepped or not. None leaves the checkpoint's optimizer
             alone.
         tensor_parallel_size: Number of tensor-parallel ranks that wrote the checkpoint; needed for tensors stored

@@ -46,7 +46,7 @@ class ScalingStates:
     def __init__(self, chunks: Sequence[nn.Module], global_model: GlobalModel) -> None:
         self._chunks, self._stage, self._groups = chunks, global_model.stage, global_model.model_groups
 
-    def of_all_ranks(self) -> State:
+    def gathered_state(self) -> State:
         """On rank 0 the state of all ranks, to save; elsewhere empty.
 
         Effects: collective: as `local_scaling_state` of the engine, and a gather of objects on the default group.
@@ -68,7 +68,7 @@ class ScalingStates:
         """Go on with a saved state; weights and layers without an equal start anew.
 
         Args:
-            saved: From `of_all_ranks`, of the weights that the model has. {}: all weights start anew.
+            saved: From `gathered_state`, of the weights that the model has. {}: all weights start anew.
             config: The model's `TransformerConfig`.
 
         Warns:

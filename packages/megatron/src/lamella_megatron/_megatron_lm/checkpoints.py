@@ -60,11 +60,11 @@ class Checkpoints:
             (self.save_checkpoint, _stand_in(self.save_checkpoint, self._save)),
         ]
 
-    def _generate(self, args: Any, model: Any, optimizer: Any, *rest: Any, **named: Any) -> State:
+    def _generate(self, args: Any, model: Any, optimizer: Any, *positional: Any, **named: Any) -> State:
         if not _are_sharded(model):
-            state: State = self.generate_state_dict(args, model, optimizer, *rest, **named)
+            state: State = self.generate_state_dict(args, model, optimizer, *positional, **named)
             return state
-        state = self.generate_state_dict(args, [], None, *rest, **named)
+        state = self.generate_state_dict(args, [], None, *positional, **named)
         state.pop("rerun_state_machine", None)  # Megatron reads the machine back from torch_dist alone.
         return state | _live(args, model, optimizer)
 
@@ -82,13 +82,13 @@ class Checkpoints:
         renamed: State = state if _are_sharded([model]) else self.preprocess(args, state, model)
         return renamed
 
-    def _save(self, iteration: int, model: Any, *rest: Any, **named: Any) -> None:
+    def _save(self, iteration: int, model: Any, *positional: Any, **named: Any) -> None:
         if not all(isinstance(chunk, ShardedModel) for chunk in model):
-            self.save_checkpoint(iteration, model, *rest, **named)
+            self.save_checkpoint(iteration, model, *positional, **named)
             return
         _check_arguments(get_args())
         with _writing_by(_write):
-            self.save_checkpoint(iteration, model, *rest, **named)
+            self.save_checkpoint(iteration, model, *positional, **named)
 
 
 def _stand_in(original: Function, function: Function) -> Function:
@@ -164,7 +164,7 @@ def _write(state_dict: State, storage_writer: Any) -> None:
     chunks, optimizer = state.pop("model"), state.pop("optimizer", None)
     args, iteration = state.pop("args"), state.pop("iteration")
     if "rng_state" in state:
-        state["rng_state"] = _of_all_ranks(state["rng_state"])
+        state["rng_state"] = _gathered_random_states(state["rng_state"])
     if optimizer is not None and optimizer.grad_scaler is not None:
         state["grad_scaler"] = optimizer.grad_scaler.state_dict()
     _remove_if_empty(storage_writer.path)
@@ -186,7 +186,7 @@ def _flat(state: State) -> State:
     return flat
 
 
-def _of_all_ranks(by_place: State) -> State:
+def _gathered_random_states(by_place: State) -> State:
     """Random states by pipeline and tensor-parallel place: each rank has its own, and rank 0's are written."""
     group = parallel_state.get_model_parallel_group()
     everyones: list[Any] = [None] * group.size()
