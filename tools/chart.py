@@ -95,8 +95,8 @@ def drawing(width: int, height: int, caption: str, lines: list[str]) -> str:
     """Return the text of an SVG file.
 
     Args:
-        width: In pixels.
-        height: In pixels.
+        width: Pixels from the left edge to the right.
+        height: Pixels from the upper edge to the lower.
         caption: What a reader without pictures gets.
         lines: The elements.
     """

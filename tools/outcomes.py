@@ -21,11 +21,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Write outcomes from the process that gathers them all, and deselect in every process."""
-    outcomes = _Outcomes(config.getoption("--outcomes"), config.getoption("--outcomes-of"), config)
+    outcomes = _OutcomeWriter(config.getoption("--outcomes"), config.getoption("--outcomes-of"), config)
     config.pluginmanager.register(outcomes)
 
 
-class _Outcomes:
+class _OutcomeWriter:
     def __init__(self, file: Path, run: dict[str, str], config: pytest.Config) -> None:
         self._file = file
         self._run = run

@@ -178,9 +178,9 @@ def pipelines() -> str:
     """Return the picture of three orders of one model's stages, a row for each rank."""
     timelines = {name: _pipeline_timeline(name) for name in ("1F1B", "ZBVZeroBubble", "DualPipeV")}
     rows = [
-        (f"{name.removesuffix('ZeroBubble')}, rank {rank}", list(_passes(of_rank)))
+        (f"{name.removesuffix('ZeroBubble')}, rank {rank}", list(_passes(rank_timeline)))
         for name, timeline in timelines.items()
-        for rank, of_rank in enumerate(timeline.ranks)
+        for rank, rank_timeline in enumerate(timeline.ranks)
     ]
     lines = [
         f"{name}: {timeline.total:g} units of time, ranks idle for {timeline.bubble:.0%}"

@@ -51,8 +51,8 @@ class FilePair(NamedTuple):
 
 def main(args: list[str]) -> int:
     """Compare two commits; 1 where a file differs in more than names, 2 for arguments that name no commit."""
-    base, *others = args or [""]
-    head, *paths = others if others and _is_commit(others[0]) else ["HEAD", *others]
+    base, *arguments = args or [""]
+    head, *paths = arguments if arguments and _is_commit(arguments[0]) else ["HEAD", *arguments]
     if not _is_commit(base):
         print(f"Expected a commit as BASE, got {base!r}.\n\n{__doc__}", file=sys.stderr)
         return 2

@@ -78,7 +78,7 @@ def groups_of(plan: RankPlan) -> list[Any]:
 
 
 def root_gathered_numel(case: ScaleCase) -> int:
-    return gathered_numel(ScaleCase(shapes=ModelShapes(layers=(), rest=case.shapes.rest), num_ranks=case.num_shards))
+    return gathered_numel(ScaleCase(shapes=ModelShapes(layers=(), ends=case.shapes.ends), num_ranks=case.num_shards))
 
 
 def root_nbytes(plan: RankPlan) -> int:

@@ -266,7 +266,7 @@ def _steps(
     training: Training, tokens: torch.Tensor, labels: torch.Tensor, num_steps: int
 ) -> tuple[list[torch.Tensor], list[float]]:
     """Run steps; return their losses and seconds. The host never waits for the device between steps."""
-    clock = _Stopwatch(tokens.device)
+    clock = _IntervalClock(tokens.device)
     losses = []
     clock.mark()
     for _ in range(num_steps):
@@ -275,7 +275,7 @@ def _steps(
     return losses, clock.seconds()
 
 
-class _Stopwatch:
+class _IntervalClock:
     """Times between marks: CUDA events on a GPU, the host's clock on a CPU."""
 
     def __init__(self, device: torch.device) -> None:

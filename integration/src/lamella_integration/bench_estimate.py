@@ -42,7 +42,7 @@ class EstimateRow:
         estimated: `estimate_rows.estimated`; empty before the end, and after a failure.
         measured: `estimate_peer`'s record of every rank; empty likewise.
         errors: Lines on failures.
-        seconds: Of the estimate, and of the steps with the making of the model.
+        seconds: Durations of the estimate, and of the steps with the making of the model.
     """
 
     name: str
@@ -66,7 +66,7 @@ class EstimateRow:
     def line(self) -> str:
         """Return the row of the table."""
         estimated, measured = self.estimated, self.measured
-        rest = [
+        at_rest = [
             _gib(sum(estimated["at_rest"].values()) if estimated else None),
             _gib(max(record["at_rest_nbytes"] for record in measured) if measured else None),
         ]
@@ -79,7 +79,7 @@ class EstimateRow:
         trouble = "; ".join(error.splitlines()[-1][:200] for error in self.errors)
         if measured and (leftover := max(record["leftover_nbytes"] for record in measured)) > _MOST_LEFTOVER_NBYTES:
             trouble += f" {_gib(leftover)} GiB of the row before were left"
-        return f"| {' | '.join([self.name, *rest, *peaks, difference, moment, trouble])} |"
+        return f"| {' | '.join([self.name, *at_rest, *peaks, difference, moment, trouble])} |"
 
     def detail(self) -> str:
         """Return the kinds of the estimated peak, and the moments whose estimate is furthest off."""

@@ -249,8 +249,8 @@ class _PipelineBench:
         gathered: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, measured)
         predicted = [
-            sum(self._price(span.event) for span in of_rank.spans if isinstance(span.event, Event))
-            for of_rank in timeline.ranks
+            sum(self._price(span.event) for span in rank_timeline.spans if isinstance(span.event, Event))
+            for rank_timeline in timeline.ranks
         ]
         return tuple(a / b for a, b in zip(gathered, predicted, strict=True))
 

@@ -169,7 +169,7 @@ class PeaksOfMoments:
         self._meter.reset()
 
     @contextmanager
-    def of_a_step(self, model: nn.Module, units: Sequence[nn.Module]) -> Iterator[None]:
+    def recorded_step(self, model: nn.Module, units: Sequence[nn.Module]) -> Iterator[None]:
         """Note the moments of the step in the block, under the names of an estimate's."""
         names = {module: name for name, module in model.named_modules()}
         with ExitStack() as hooks:

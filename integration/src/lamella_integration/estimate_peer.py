@@ -101,7 +101,7 @@ def _record(row: str, folder: Path, options: argparse.Namespace, rank: Rank, met
         peak, reserved = meter.peak(), meter.reserved()
         peaks = PeaksOfMoments(meter)
         if options.moments and not is_compiled:
-            with peaks.of_a_step(model, units):
+            with peaks.recorded_step(model, units):
                 losses.append(step(num_steps))
         at_rest = meter.now()
         loss = torch.stack(losses).tolist()

@@ -27,7 +27,7 @@ class MeasuredSteps:
     Attributes:
         records: The program's record of every rank; empty if the steps failed.
         errors: Lines on the failure.
-        seconds: Of the steps, with the making of the model.
+        seconds: Duration of the steps, with the making of the model.
     """
 
     records: Sequence[Mapping[str, Any]] = ()
@@ -40,7 +40,7 @@ class RankProcesses:
 
     Args:
         options: The command line's: ranks, device, steps, tiny, row_timeout.
-        folder: For the files of the rows and the ranks' errors.
+        folder: The folder for files of the rows, and for the ranks' errors.
         gpus: `CUDA_VISIBLE_DEVICES` of the ranks.
         flags: Further options of the program.
         program: The module run by a rank: reads a request a line, and prints a record of all ranks for each.

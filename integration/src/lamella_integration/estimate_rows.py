@@ -191,7 +191,7 @@ def estimated(row: str, folder: Path, num_ranks: int, device: str, *, is_tiny: b
             estimate = lamella.estimate(recipe_config(row, folder, num_ranks, device, is_tiny=is_tiny), rank=rank)
         estimates.append(estimate)
     # The measured steps have no validation.
-    peaks = [max(_of_steps(estimate), key=lambda moment: moment.nbytes) for estimate in estimates]
+    peaks = [max(_step_moments(estimate), key=lambda moment: moment.nbytes) for estimate in estimates]
     peak, largest = max(zip(peaks, estimates, strict=True), key=lambda pair: pair[0].nbytes)
     return {
         "at_rest": dict(largest.at_rest),
@@ -204,7 +204,7 @@ def estimated(row: str, folder: Path, num_ranks: int, device: str, *, is_tiny: b
     }
 
 
-def _of_steps(estimate: Any) -> list[Any]:
+def _step_moments(estimate: Any) -> list[Any]:
     return [moment for moment in estimate.moments if moment.name != "validation"]
 
 

@@ -110,16 +110,17 @@ def causal_types() -> list[str]:
 def check_type(model_type: str) -> TypeRow:
     """Train and export a tiny model of a type by lamella and by transformers, and compare."""
     with TemporaryDirectory() as folder:
-        published, checkpoint, kept, exported = (Path(folder, name) for name in ("hf", "checkpoint", "model", "out"))
+        names = ("hf", "checkpoint", "model", "out")
+        published, checkpoint, config_folder, exported = (Path(folder, name) for name in names)
         try:
             _publish(model_type, published)
         except Exception as error:  # noqa: BLE001  transformers raises what its parts raise.
             return TypeRow(model_type=model_type, outcome="not built", detail=_in_short(error))
         try:
             losses, detail = _train(published, checkpoint)
-            kept.mkdir()
-            keep_published(published, kept, untrained=(), dtype=torch.float32)
-            _export(checkpoint, exported, kept)
+            config_folder.mkdir()
+            keep_published(published, config_folder, untrained=(), dtype=torch.float32)
+            _export(checkpoint, exported, config_folder)
             expected = _trained_by_transformers(published)
             difference = expected.difference(_TrainingOutcome(losses, _logits(_opened(exported))))
             sensitivity = 0.0
@@ -197,20 +198,20 @@ def _train(published: Path, checkpoint: Path) -> tuple[list[float], str]:
             optimizer.step()
             optimizer.zero_grad()
         save(checkpoint, model=model)
-        own = isinstance(loss_function, ModelLoss)
-        return losses, "the model's own loss" if own else "a loss over the logits"
+        is_model_loss = isinstance(loss_function, ModelLoss)
+        return losses, "the model's own loss" if is_model_loss else "a loss over the logits"
 
     return run_ranks(on_rank, _NUM_RANKS)[0]
 
 
-def _export(checkpoint: Path, exported: Path, kept: Path) -> None:
+def _export(checkpoint: Path, exported: Path, config_folder: Path) -> None:
     """Export as `lamella ckpt convert` does.
 
     Raises:
         ConfigError: The command refuses; with its line.
     """
     errors = io.StringIO()
-    argv = ["ckpt", "convert", str(checkpoint), str(exported), "--to", "hf", "--config", str(kept)]
+    argv = ["ckpt", "convert", str(checkpoint), str(exported), "--to", "hf", "--config", str(config_folder)]
     with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(io.StringIO()):
         code = lamella_main(argv)
     if code:

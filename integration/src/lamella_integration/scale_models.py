@@ -18,19 +18,19 @@ class ModelShapes:
 
     Attributes:
         layers: The parameters of each layer by name; equal layers are one object.
-        rest: The parameters outside layers.
+        ends: The parameters outside layers: embedding, last norm and head.
         expert_names: The parameters of a layer that stack all routed experts along dim 0.
     """
 
     layers: tuple[Mapping[str, Shape], ...]
-    rest: Mapping[str, Shape]
+    ends: Mapping[str, Shape]
     expert_names: frozenset[str] = field(default=frozenset())
 
     def named_shapes(self) -> Iterator[tuple[str, Shape]]:
         """Each parameter's name and shape."""
         for index, layer in enumerate(self.layers):
             yield from ((f"layers.{index}.{name}", shape) for name, shape in layer.items())
-        yield from self.rest.items()
+        yield from self.ends.items()
 
     def numel(self) -> int:
         """Elements of all parameters."""
@@ -50,7 +50,7 @@ def llama(*, num_layers: int, dim: int, ffn_dim: int, kv_dim: int, vocab_size: i
         "mlp.up_proj.weight": (ffn_dim, dim),
         "mlp.down_proj.weight": (dim, ffn_dim),
     }
-    return ModelShapes(layers=(layer,) * num_layers, rest=_ends(vocab_size, dim))
+    return ModelShapes(layers=(layer,) * num_layers, ends=_ends(vocab_size, dim))
 
 
 def deepseek(
@@ -77,7 +77,7 @@ def deepseek(
     router = {"mlp.gate.weight": (num_experts, dim), "mlp.gate.e_score_correction_bias": (num_experts,)}
     sparse = {**attention, **router, **experts, **_feed_forward("mlp.shared_experts", dim, ffn_dim)}
     layers = (dense,) * num_dense + (sparse,) * (num_layers - num_dense)
-    return ModelShapes(layers=layers, rest=_ends(vocab_size, dim), expert_names=frozenset(experts))
+    return ModelShapes(layers=layers, ends=_ends(vocab_size, dim), expert_names=frozenset(experts))
 
 
 def _feed_forward(name: str, dim: int, ffn_dim: int) -> dict[str, Shape]:
@@ -143,7 +143,7 @@ class ShapedModel(ShapedModule):
     """
 
     def __init__(self, shapes: ModelShapes, experts: DeviceMesh | None = None) -> None:
-        super().__init__(shapes.rest)
+        super().__init__(shapes.ends)
         spread = {} if experts is None else dict.fromkeys(shapes.expert_names, experts)
         self.layers = nn.ModuleList(ShapedModule(layer, spread) for layer in shapes.layers)
 

@@ -63,7 +63,7 @@ def slot_ms(
                 for key, duration in _durations(watch.timeline.spans):
                     durations.setdefault(key, []).append(duration)
     host = 0.0 if device.type == "cpu" else statistics.median(hosts)
-    return {key: statistics.median(of_key) for key, of_key in durations.items()}, host
+    return {key: statistics.median(event_durations) for key, event_durations in durations.items()}, host
 
 
 def message_ms(border: torch.Tensor) -> float:

@@ -73,12 +73,12 @@ def tiny_config(model_type: str) -> Any:
 
     cls = type(AutoConfig.for_model(model_type))
     defaults = cls().to_dict()
-    known = {*defaults, *getattr(cls, "attribute_map", {})}
+    option_names = {*defaults, *getattr(cls, "attribute_map", {})}
     changes = _CHANGES.get(model_type, {})
-    values = {name: value for name, value in _SIZES.items() if name in known} | dict(changes)
+    values = {name: value for name, value in _SIZES.items() if name in option_names} | dict(changes)
     noise = [name for name, value in defaults.items() if _NOISE.search(name) and isinstance(value, float)]
     values |= dict.fromkeys(noise, 0.0)
-    if "qk_rope_head_dim" in known and "head_dim" in values:
+    if "qk_rope_head_dim" in option_names and "head_dim" in values:
         values["head_dim"] = values["qk_rope_head_dim"]
     for name in _LAYER_LISTS:
         if isinstance(defaults.get(name), list) and name not in changes:

@@ -86,18 +86,18 @@ class Kit:
             losses.append(loss.item())
         return losses
 
-    def whole(self, tensor: torch.Tensor) -> torch.Tensor:
+    def full_copy(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy of the whole tensor."""
         return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
     def weights(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """Whole parameters and buffers by name."""
-        return {name: self.whole(tensor) for name, tensor in model.state_dict().items()}
+        return {name: self.full_copy(tensor) for name, tensor in model.state_dict().items()}
 
     def state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
         """All weights, buffers and optimizer slots, whole and by name."""
         return self.weights(model) | {
-            f"{name}/{slot}": self.whole(torch.as_tensor(value))
+            f"{name}/{slot}": self.full_copy(torch.as_tensor(value))
             for name, param in model.named_parameters()
             for slot, value in optimizer.state.get(param, {}).items()
         }

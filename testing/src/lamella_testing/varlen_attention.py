@@ -27,9 +27,9 @@ def varlen_attention(
         key: (num_tokens, num_key_heads, width).
         value: (num_tokens, num_key_heads, width).
         cu_seq_q: (num_sequences + 1,) int32 offsets of the sequences.
-        cu_seq_k: The same offsets.
+        cu_seq_k: Offsets equal to `cu_seq_q`.
         max_q: At least the length of the longest sequence.
-        max_k: The same.
+        max_k: A length equal to `max_q`.
         scale: The factor of scores.
         window_size: Earlier and later tokens that a token sees beside itself; -1 for all.
         enable_gqa: Take fewer heads of keys than of queries.
