@@ -99,7 +99,12 @@ def scheduled_step(
     chunks = [model.chunk(batch, 1 / len(batches)) for batch in batches]
     device = batches[0].device
     return run(
-        chunks, residence=residence, early_release=early_release, ahead=layers_ahead, device=device, around=around
+        chunks,
+        residence=residence,
+        early_release=early_release,
+        num_layers_ahead=layers_ahead,
+        device=device,
+        around=around,
     )
 
 

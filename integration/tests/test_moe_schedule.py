@@ -195,7 +195,7 @@ def _step_within(model: MoE, budgets: _Budgets) -> list[torch.Tensor]:
 
     losses = scheduled_step(model, microbatches(0), layers_ahead=budgets.layers_ahead, around=around)
     residence = UnitResidence(model, layers_of(model))
-    computed = residence.peak_nbytes(run_order(MICROBATCHES, len(layers), ahead=budgets.layers_ahead))
+    computed = residence.peak_nbytes(run_order(MICROBATCHES, len(layers), num_layers_ahead=budgets.layers_ahead))
     assert max(counted) == computed == root.parameters.unsharded_nbytes + budgets.num_present * nbytes
     assert all(unit.weights.num_holds == 0 for unit in layers)
     return losses

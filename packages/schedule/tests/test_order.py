@@ -34,7 +34,9 @@ _PLANS = st.builds(
     LayerPlan, st.sampled_from(_SLOTS), st.sets(st.sampled_from([Slot.PRE, Slot.EXPERTS])).map(frozenset)
 )
 _LAYERS = st.lists(_PLANS, max_size=5)
-_OPTIONS = st.fixed_dictionaries({"early_release": st.booleans(), "delayed": st.booleans(), "ahead": st.integers(0, 3)})
+_OPTIONS = st.fixed_dictionaries(
+    {"early_release": st.booleans(), "delayed": st.booleans(), "num_layers_ahead": st.integers(0, 3)}
+)
 
 
 def _expected(microbatch: int, plans: list[LayerPlan], delayed: bool, phase: Phase) -> list[Event]:
@@ -129,7 +131,7 @@ def test_no_more_layers_are_present_than_each_direction_needs(
         if isinstance(event, ResidenceEvent) and event.layer is not None:
             present[event.phase] += {Action.ACQUIRE: 1, Action.USED: 0, Action.FINISHED: -1}[event.action]
             highest |= present
-    assert all(num <= min(num_layers, 1 + int(options["ahead"])) for num in highest.values())
+    assert all(num <= min(num_layers, 1 + int(options["num_layers_ahead"])) for num in highest.values())
 
 
 @given(st.integers(2, 5), st.integers(1, 6), _OPTIONS)
@@ -183,8 +185,8 @@ def test_the_first_layers_delayed_gradients_come_behind_all_layers() -> None:
 
 
 def test_residence_can_be_put_into_any_order_and_taken_out() -> None:
-    events = run_order(3, 4, ahead=2)
-    assert tuple(with_residence(work(order(4, 4)), ahead=1)) == order(4, 4)
+    events = run_order(3, 4, num_layers_ahead=2)
+    assert tuple(with_residence(work(order(4, 4)), num_layers_ahead=1)) == order(4, 4)
     assert len(events) == len(work(events)) + 3 * 3 * 2 * 5
 
 
@@ -206,7 +208,7 @@ def test_a_table_has_a_line_for_each_event() -> None:
     [
         (lambda: order(None, None), "got None twice"),
         (lambda: order(1, 1, forward_microbatch=0), "two microbatches"),
-        (lambda: order(1, None, ahead=-1), "got -1"),
+        (lambda: order(1, None, num_layers_ahead=-1), "got -1"),
         (lambda: order(-1, None), "got -1"),
         (lambda: run_order(0, 1), "num_microbatches"),
         (lambda: LayerPlan(frozenset((Slot.PRE,))), "got pre"),

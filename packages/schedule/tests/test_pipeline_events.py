@@ -171,9 +171,9 @@ def test_pipeline_messages_are_ordered_as_torch_orders_sends_and_receives(ours: 
 
 @given(pipelines(), st.none() | _LAYERS, st.integers(0, 2))
 def test_parameters_are_present_from_the_first_reader_to_the_last_weight_gradient(
-    ours: Pipeline, layers: list[LayerPlan] | None, ahead: int
+    ours: Pipeline, layers: list[LayerPlan] | None, num_layers_ahead: int
 ) -> None:
-    for of_rank in pipeline_events(ours, layers, ahead=ahead):
+    for of_rank in pipeline_events(ours, layers, num_layers_ahead=num_layers_ahead):
         state: dict[tuple[int, int, int | None, Phase], Action] = {}
         for event in of_rank:
             if isinstance(event, Event | StagePass):
@@ -226,10 +226,10 @@ def test_bytes_of_parameters_count_each_copy_once() -> None:
     [events] = pipeline_events(_PAIRED, 4)
     assert peak_parameters(events, lambda event: 0.0 if event.layer is None else 1.0) == 4.0
     assert peak_parameters(events, lambda event: 1.0 if event.layer is None else 0.0) == 2.0
-    [events] = pipeline_events(_PAIRED, 4, ahead=0)
+    [events] = pipeline_events(_PAIRED, 4, num_layers_ahead=0)
     assert peak_parameters(events, lambda event: 0.0 if event.layer is None else 1.0) == 2.0
     # Layers whose weight gradients come after the other microbatch's backward stay until then.
-    events = pipeline_events(pipeline("InterleavedZeroBubble", 2, 2, stages_per_rank=1), 7, ahead=0)[1]
+    events = pipeline_events(pipeline("InterleavedZeroBubble", 2, 2, stages_per_rank=1), 7, num_layers_ahead=0)[1]
     assert peak_parameters(events, lambda event: 0.0 if event.layer is None else 1.0) == 7.0
 
 
@@ -278,5 +278,5 @@ def test_wrong_layers_are_refused() -> None:
     with pytest.raises(ValueError, match=r"the layers of stages \[0, 1, 2\], got none for \[1\]"):
         pipeline_events(ours, {0: 2, 2: 1})
     with pytest.raises(ValueError, match="ahead to be a number of layers, got -1"):
-        pipeline_events(ours, ahead=-1)
+        pipeline_events(ours, num_layers_ahead=-1)
     assert all(passes_in(item) for order in ours.orders for item in order)

@@ -88,12 +88,16 @@ def _owners(model: Model) -> dict[int | None, list[nn.Parameter]]:
     return owners | {None: [parameter for parameter in model.parameters() if id(parameter) not in inner]}
 
 
-def _gradients_and_layers(ahead: int, is_delayed: bool) -> tuple[bool, int]:
+def _gradients_and_layers(num_layers_ahead: int, is_delayed: bool) -> tuple[bool, int]:
     gradients, highest = [], 0
     for is_there in (True, False):
         model = Model("EE-EE", is_delayed=is_delayed)
         shelf = None if is_there else Shelf(_owners(model))
-        run([model.chunk(tokens, 0.25) for tokens in microbatches(0, 4)], residence=shelf, ahead=ahead)
+        run(
+            [model.chunk(tokens, 0.25) for tokens in microbatches(0, 4)],
+            residence=shelf,
+            num_layers_ahead=num_layers_ahead,
+        )
         gradients.append([parameter.grad for parameter in model.parameters()])
         if shelf is not None:
             shelf.return_all()

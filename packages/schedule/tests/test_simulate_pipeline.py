@@ -157,7 +157,7 @@ def test_a_simulated_gather_costs_only_the_time_that_compute_does_not_hide() -> 
     assert priced.exposed == priced.exposed_on(Lane.GATHER) == 8.0
     slow = simulate(order(4, None), times, gather=7.0)
     assert slow.total == 7.0 * 6 + 6.0 - 7.0  # five gathers one after another, and the last layer
-    at_the_layer = simulate(order(4, None, ahead=0), times, gather=4.0)
+    at_the_layer = simulate(order(4, None, num_layers_ahead=0), times, gather=4.0)
     assert at_the_layer.total == 5 * 4.0 + 24.0
     once = simulate(order(4, None), times, gather=lambda event: 4.0 if event.layer is None else 0.0)
     assert once.total == 4.0 + 24.0

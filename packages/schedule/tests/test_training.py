@@ -14,7 +14,9 @@ from lamella_testing import run_ranks
 STEPS, MICROBATCHES = 3, 4
 
 
-def _train(pattern: str, is_delayed: bool, is_scheduled: bool, early_release: bool, ahead: int) -> list[torch.Tensor]:
+def _train(
+    pattern: str, is_delayed: bool, is_scheduled: bool, early_release: bool, num_layers_ahead: int
+) -> list[torch.Tensor]:
     model = Model(pattern, is_delayed=is_delayed)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
     losses = []
@@ -22,7 +24,7 @@ def _train(pattern: str, is_delayed: bool, is_scheduled: bool, early_release: bo
         tokens = microbatches(step, MICROBATCHES)
         if is_scheduled:
             chunks = [model.chunk(microbatch, 1 / MICROBATCHES) for microbatch in tokens]
-            losses += run(chunks, early_release=early_release, ahead=ahead)
+            losses += run(chunks, early_release=early_release, num_layers_ahead=num_layers_ahead)
         else:
             for microbatch in tokens:
                 loss = model(microbatch, 1 / MICROBATCHES)
@@ -41,10 +43,10 @@ def _differences(pattern: str) -> Iterator[tuple[str, int, float]]:
         losses = plain[: STEPS * MICROBATCHES]
         learned = sum(losses[:MICROBATCHES]) - sum(losses[-MICROBATCHES:])
         for early_release in (False, True):
-            for ahead in (0, 1):
-                scheduled = _train(pattern, is_delayed, True, early_release, ahead)
+            for num_layers_ahead in (0, 1):
+                scheduled = _train(pattern, is_delayed, True, early_release, num_layers_ahead)
                 num_unequal = sum(not torch.equal(a, b) for a, b in zip(plain, scheduled, strict=True))
-                yield f"{is_delayed=} {early_release=} {ahead=}", num_unequal, float(learned)
+                yield f"{is_delayed=} {early_release=} {num_layers_ahead=}", num_unequal, float(learned)
 
 
 @pytest.mark.parametrize("pattern", ["EEE", "E-E", "E"])

@@ -51,7 +51,7 @@ def order(
     backward_microbatch: int = 0,
     early_release: bool = False,
     delayed: bool = True,
-    ahead: int = 1,
+    num_layers_ahead: int = 1,
 ) -> tuple[AnyEvent, ...]:
     """List the events of one chunk's forward beside another chunk's backward, in the order of the host.
 
@@ -66,14 +66,14 @@ def order(
         early_release: Run the backward of `PRE` before the forward of the experts: memory saved by attention is free
             earlier, and the combine of the forward hides behind less compute.
         delayed: False computes all weight gradients in the slots' backward, whatever the plans say.
-        ahead: Number of layers whose parameters are acquired before their turn.
+        num_layers_ahead: Number of layers whose parameters are acquired before their turn.
 
     Returns:
         The events. Events of one microbatch depend on each other in this order, weight gradients excepted: they
         depend on the backward of their slot alone.
 
     Raises:
-        ValueError: Both chunks are None, the microbatches are equal, or `ahead` is negative.
+        ValueError: Both chunks are None, the microbatches are equal, or `num_layers_ahead` is negative.
     """
     if forward is None and backward is None:
         raise ValueError("Expected a chunk in forward, in backward, or both, got None twice. Give one its layers.")
@@ -82,10 +82,12 @@ def order(
             f"Expected two microbatches, got forward_microbatch and backward_microbatch {forward_microbatch}. A "
             "microbatch's backward cannot run beside its own forward."
         )
-    if ahead < 0:
-        raise ValueError(f"Expected ahead to be a number of layers, got {ahead}. Give 0 for no layer ahead.")
+    if num_layers_ahead < 0:
+        raise ValueError(
+            f"Expected num_layers_ahead to be a number of layers, got {num_layers_ahead}. Give 0 for no layer ahead."
+        )
     forward, backward = _plans(forward), _plans(backward)
-    return _events(forward, forward_microbatch, backward, backward_microbatch, early_release, delayed, ahead)
+    return _events(forward, forward_microbatch, backward, backward_microbatch, early_release, delayed, num_layers_ahead)
 
 
 def run_order(
@@ -94,7 +96,7 @@ def run_order(
     *,
     early_release: bool = False,
     delayed: bool = True,
-    ahead: int = 1,
+    num_layers_ahead: int = 1,
 ) -> tuple[AnyEvent, ...]:
     """List the events of a step without pipeline stages: the forward of each microbatch beside the backward before.
 
@@ -105,10 +107,10 @@ def run_order(
         layers: The layers' plans, or their number for layers with all slots.
         early_release: Run the backward of `PRE` before the forward of the experts.
         delayed: False computes all weight gradients in the slots' backward.
-        ahead: Number of layers whose parameters are acquired before their turn.
+        num_layers_ahead: Number of layers whose parameters are acquired before their turn.
 
     Raises:
-        ValueError: `num_microbatches` is below 1, or `ahead` negative.
+        ValueError: `num_microbatches` is below 1, or `num_layers_ahead` negative.
     """
     if num_microbatches < 1:
         raise ValueError(f"Expected num_microbatches to be 1 or more, got {num_microbatches}. Give the step data.")
@@ -122,7 +124,7 @@ def run_order(
             backward_microbatch=i - 1,
             early_release=early_release,
             delayed=delayed,
-            ahead=ahead,
+            num_layers_ahead=num_layers_ahead,
         )
     )
 
@@ -144,7 +146,7 @@ def _events(
 ) -> tuple[AnyEvent, ...]:
     template = _PAIR_WITH_EARLY_RELEASE if early_release else _PAIR
     pair = _Pair(forward, forward_microbatch, backward, backward_microbatch, delayed)
-    return tuple(with_residence(pair.events(template), ahead=num_layers_ahead))
+    return tuple(with_residence(pair.events(template), num_layers_ahead=num_layers_ahead))
 
 
 def _plans(layers: Layers | None) -> Plans | None:
@@ -204,17 +206,17 @@ class _Pair:
             yield Event(self._microbatch[phase], layer, slot, kind)
 
 
-def with_residence(events: Iterable[EventT], *, ahead: int = 1) -> Iterator[EventT | ResidenceEvent]:
+def with_residence(events: Iterable[EventT], *, num_layers_ahead: int = 1) -> Iterator[EventT | ResidenceEvent]:
     """Put the residence of parameters among the events of any order.
 
-    Parameters of a layer are acquired for a pass when the layer `ahead` layers earlier begins the pass, at the
+    Parameters of a layer are acquired for a pass when the layer `num_layers_ahead` earlier begins the pass, at the
     earliest with the first event of the pass; they are used from the layer's first event on, and finished after the
     last. Parameters around the layers (layer None) stay from the first event of a pass to the last, apart from delayed
     weight gradients of layers.
 
     Args:
         events: Slots' events in the order of the host, or a rank's passes and messages in a pipeline.
-        ahead: Number of layers whose parameters are acquired before their turn.
+        num_layers_ahead: Number of layers whose parameters are acquired before their turn.
     """
     events = list(events)
     spans: dict[tuple[int, int, Phase], dict[int | None, list[int]]] = {}
@@ -234,7 +236,7 @@ def with_residence(events: Iterable[EventT], *, ahead: int = 1) -> Iterator[Even
     for (stage, microbatch, phase), stays in spans.items():
         starts = [first for first, _ in stays.values()]  # those around the layers come first
         for turn, (layer, (first, last)) in enumerate(stays.items()):
-            acquired = starts[max(0, turn - ahead)]
+            acquired = starts[max(0, turn - num_layers_ahead)]
             for place, action, residence_events in (
                 (acquired, Action.ACQUIRE, before),
                 (first, Action.USED, before),

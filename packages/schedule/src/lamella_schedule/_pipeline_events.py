@@ -25,7 +25,7 @@ def pipeline_events(
     pipeline: Pipeline,
     layers: Layers | Mapping[int, Layers] | None = None,
     *,
-    ahead: int = 1,
+    num_layers_ahead: int = 1,
     early_release: bool = False,
 ) -> tuple[tuple[PipelineEvent, ...], ...]:
     """List all events of each rank, in the order of its host.
@@ -38,7 +38,7 @@ def pipeline_events(
         layers: The layers of a stage, as `order` takes them, or by stage where stages differ: a pass becomes the events
             of its layers' slots, with dispatch and combine as all-to-alls, and a pair those of `order`. None keeps
             passes in one piece; the passes of a pair then follow each other.
-        ahead: Number of layers whose parameters are acquired before their turn.
+        num_layers_ahead: Number of layers whose parameters are acquired before their turn.
         early_release: Run the backward of `PRE` before the forward of the experts, in pairs.
 
     Returns:
@@ -46,10 +46,10 @@ def pipeline_events(
         backward to the last weight gradient, however late.
 
     Raises:
-        ValueError: A stage without layers in a mapping, or a negative `ahead`.
+        ValueError: A stage without layers in a mapping, or a negative `num_layers_ahead`.
     """
     expand = _Expansion(layers, range(pipeline.num_stages), early_release)
-    return tuple(_events_by_rank(pipeline, range(pipeline.num_ranks), expand, ahead).values())
+    return tuple(_events_by_rank(pipeline, range(pipeline.num_ranks), expand, num_layers_ahead).values())
 
 
 def rank_events(
@@ -57,7 +57,7 @@ def rank_events(
     rank: int,
     layers: Layers | Mapping[int, Layers] | None = None,
     *,
-    ahead: int = 1,
+    num_layers_ahead: int = 1,
     early_release: bool = False,
 ) -> tuple[PipelineEvent, ...]:
     """List all events of one rank, as `pipeline_events` does, from the layers of the rank's own stages.
@@ -66,21 +66,23 @@ def rank_events(
         pipeline: The order of passes.
         rank: Index of the rank along the pipeline.
         layers: The layers of a stage, or by stage of this rank.
-        ahead: Number of layers whose parameters are acquired before their turn.
+        num_layers_ahead: Number of layers whose parameters are acquired before their turn.
         early_release: Run the backward of `PRE` before the forward of the experts, in pairs.
 
     Raises:
-        ValueError: A stage of the rank without layers in a mapping, or a negative `ahead`.
+        ValueError: A stage of the rank without layers in a mapping, or a negative `num_layers_ahead`.
     """
     expand = _Expansion(layers, pipeline.stages_of(rank), early_release)
-    return _events_by_rank(pipeline, [rank], expand, ahead)[rank]
+    return _events_by_rank(pipeline, [rank], expand, num_layers_ahead)[rank]
 
 
 def _events_by_rank(
     pipeline: Pipeline, ranks: Iterable[int], expand: _Expansion, num_layers_ahead: int
 ) -> dict[int, tuple[PipelineEvent, ...]]:
     if num_layers_ahead < 0:
-        raise ValueError(f"Expected ahead to be a number of layers, got {num_layers_ahead}. Give 0 for no layer ahead.")
+        raise ValueError(
+            f"Expected num_layers_ahead to be a number of layers, got {num_layers_ahead}. Give 0 for no layer ahead."
+        )
     events: dict[int, list[WorkEvent | TransferEvent]] = {rank: [] for rank in ranks}
     for owner, pass_or_pair in pipeline.global_order():
         if owner in events:
@@ -89,7 +91,7 @@ def _events_by_rank(
             for rank, transfer in _transfers(pipeline, stage_pass):
                 if rank in events:
                     events[rank].append(transfer)
-    return {rank: tuple(with_residence(listed, ahead=num_layers_ahead)) for rank, listed in events.items()}
+    return {rank: tuple(with_residence(listed, num_layers_ahead=num_layers_ahead)) for rank, listed in events.items()}
 
 
 class _Expansion:

@@ -51,7 +51,7 @@ def run(
     *,
     residence: Residence | None = None,
     early_release: bool = False,
-    ahead: int = 1,
+    num_layers_ahead: int = 1,
     device: torch.device | str | None = None,
     around: Around | None = None,
 ) -> list[torch.Tensor]:
@@ -64,7 +64,7 @@ def run(
             number of microbatches for a mean.
         residence: Keeps the layers' parameters; None for parameters that are always present.
         early_release: Run the backward of `PRE` before the forward of the experts.
-        ahead: Number of layers whose parameters are acquired before their turn.
+        num_layers_ahead: Number of layers whose parameters are acquired before their turn.
         device: The device of the tensors; None for the current accelerator, or the CPU without one.
         around: Called with each event; the event runs inside the returned context, on the event's stream.
 
@@ -99,7 +99,7 @@ def run(
                 backward,
                 residence=residence,
                 early_release=early_release,
-                ahead=ahead,
+                num_layers_ahead=num_layers_ahead,
                 around=around,
             )
             backward = forward
@@ -119,7 +119,7 @@ def run_pair(
     residence: Residence | None = None,
     backward_residence: Residence | None = None,
     early_release: bool = False,
-    ahead: int = 1,
+    num_layers_ahead: int = 1,
     around: Around | None = None,
 ) -> None:
     """Run the forward of one flight beside the backward of another, as `order` says: for drivers of pipeline stages.
@@ -134,12 +134,12 @@ def run_pair(
         backward_residence: The holder of the layers of the flight in backward, if these are of another stage than those
             in forward; None for `residence`.
         early_release: Run the backward of `PRE` before the forward of the experts.
-        ahead: Number of layers whose parameters are acquired before their turn.
+        num_layers_ahead: Number of layers whose parameters are acquired before their turn.
         around: A function called with each event; the event runs inside the returned context.
 
     Raises:
         RuntimeError: A flight has run in this direction; or no gradients were given for a backward.
-        ValueError: No flight, one microbatch twice, a negative `ahead`; or the flights have different lanes.
+        ValueError: No flight, one microbatch twice, a negative `num_layers_ahead`; or the flights have different lanes.
 
     Effects: runs on the lanes' streams, without a host sync. An exception out of an event drops both flights and their
         residences.
@@ -151,7 +151,7 @@ def run_pair(
         forward_microbatch=-1 if forward is None else forward.microbatch,
         backward_microbatch=-1 if backward is None else backward.microbatch,
         early_release=early_release,
-        ahead=ahead,
+        num_layers_ahead=num_layers_ahead,
     )
     if forward is not None and backward is not None and forward.lanes is not backward.lanes:
         raise ValueError("Expected two flights over the same lanes, got two objects. Make both flights with one Lanes.")

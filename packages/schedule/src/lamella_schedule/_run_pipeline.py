@@ -31,7 +31,7 @@ def run_pipeline(
     group: dist.ProcessGroup | None = None,
     residences: Mapping[int, Residence] | None = None,
     early_release: bool = False,
-    ahead: int = 1,
+    num_layers_ahead: int = 1,
     device: torch.device | str | None = None,
     around: Around | None = None,
 ) -> list[torch.Tensor]:
@@ -52,7 +52,7 @@ def run_pipeline(
         residences: The holders of the layers' parameters, by stage, for each stage of the rank; None for parameters
             always present.
         early_release: Run the backward of `PRE` before the forward of the experts, in pairs.
-        ahead: Number of layers whose parameters are acquired before their turn.
+        num_layers_ahead: Number of layers whose parameters are acquired before their turn.
         device: The device of the tensors; None for the current accelerator, or the CPU without an accelerator.
         around: Called with each slot's event; the event runs inside the returned context, on the event's stream.
 
@@ -84,7 +84,7 @@ def run_pipeline(
     lanes = Lanes(device_of(device))
     mail = Mail(borders, group, lanes.device)
     step = _PipelineStep(pipeline, chunks, stages, lanes, mail, around or nothing_around)
-    events = _events(pipeline, rank, step.plans, ahead, early_release)
+    events = _events(pipeline, rank, step.plans, num_layers_ahead, early_release)
     holders = dict(residences or {})
     for residence in holders.values():
         residence.begin_step(pipeline.num_microbatches)
@@ -118,7 +118,7 @@ Plans: TypeAlias = tuple[tuple[int, tuple[LayerPlan, ...]], ...]
 def _events(
     pipeline: Pipeline, rank: int, plans: Plans, num_layers_ahead: int, early_release: bool
 ) -> tuple[PipelineEvent, ...]:
-    return rank_events(pipeline, rank, dict(plans), ahead=num_layers_ahead, early_release=early_release)
+    return rank_events(pipeline, rank, dict(plans), num_layers_ahead=num_layers_ahead, early_release=early_release)
 
 
 class _PipelineStep:

@@ -31,8 +31,8 @@ class UnitResidence:
     Zero bubbles leave a layer's delayed weight gradients until after the next microbatch's backward. ZeRO-2 and ZeRO-3
     then reduce gradients without a delay for both microbatches at once, which rounds differently.
 
-    With the schedule's `ahead=1` up to four layers are unsharded at a time, beside the outermost unit: two in forward
-    and two in backward; with `ahead=0` up to two. `peak_nbytes` tells the bytes.
+    With the schedule's `num_layers_ahead=1` up to four layers are unsharded at a time, beside the outermost unit: two
+    in forward and two in backward; with `num_layers_ahead=0` up to two. `peak_nbytes` tells the bytes.
 
     The tree's budgets count. Layers acquired ahead of their turn weigh no more than `prefetch_budget` together, in
     forward and backward; one layer is acquired ahead at any weight, and a layer without room is gathered in its turn.

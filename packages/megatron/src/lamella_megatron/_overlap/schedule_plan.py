@@ -27,7 +27,7 @@ def forward_backward_overlapped(
     loss_of: Callable[[torch.Tensor], torch.Tensor],
     *,
     early_release: bool | None = None,
-    ahead: int = 1,
+    num_layers_ahead: int = 1,
 ) -> list[torch.Tensor]:
     """One step's forwards and backwards, with the all-to-alls of experts beside the compute of another microbatch.
 
@@ -51,7 +51,7 @@ def forward_backward_overlapped(
             megatron-core's driver.
         early_release: Run attention's backward before the forward's experts, to free saved memory earlier; None for
             `config.ep_overlap_early_attn_memory_release`.
-        ahead: Number of layers whose units are gathered before their use.
+        num_layers_ahead: Number of layers whose units are gathered before their use.
 
     Returns:
         The loss of each microbatch.
@@ -75,7 +75,12 @@ def forward_backward_overlapped(
     number_prediction_routers(inner)
     scale_auxiliary_losses(inner, len(chunks))
     residence = scheduled.residence(inner) if isinstance(inner, FSDPModule) else None
-    return run(chunks, residence=residence, early_release=_releases_early(inner, early_release), ahead=ahead)
+    return run(
+        chunks,
+        residence=residence,
+        early_release=_releases_early(inner, early_release),
+        num_layers_ahead=num_layers_ahead,
+    )
 
 
 def overlapped_peak_nbytes(
@@ -83,7 +88,7 @@ def overlapped_peak_nbytes(
     num_microbatches: int,
     *,
     early_release: bool | None = None,
-    ahead: int = 1,
+    num_layers_ahead: int = 1,
 ) -> int:
     """Compute the bytes of unsharded parameters at the peak of an overlapped step, within the model's budgets.
 
@@ -91,7 +96,7 @@ def overlapped_peak_nbytes(
         model: A model in units of `fully_shard_model`, also in wrappers.
         num_microbatches: Number of a step's microbatches.
         early_release: The step's choice; None for `config.ep_overlap_early_attn_memory_release`.
-        ahead: Number of layers whose units are gathered before their use.
+        num_layers_ahead: Number of layers whose units are gathered before their use.
 
     Returns:
         As `UnitResidence.peak_nbytes`, equal on every rank.
@@ -104,7 +109,9 @@ def overlapped_peak_nbytes(
     plans = model_chunk(inner, scheduled, {}, lambda output: output).plans
     residence = scheduled.residence(inner)
     is_early = _releases_early(inner, early_release)
-    return residence.peak_nbytes(run_order(num_microbatches, plans, early_release=is_early, ahead=ahead))
+    return residence.peak_nbytes(
+        run_order(num_microbatches, plans, early_release=is_early, num_layers_ahead=num_layers_ahead)
+    )
 
 
 class SchedulePlan(AbstractSchedulePlan):  # type: ignore[misc]  # megatron-core has no types
