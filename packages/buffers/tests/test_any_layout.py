@@ -188,6 +188,6 @@ def test_a_buffer_of_thousands_of_ranks_has_no_view_a_rank(layout: type[EvenLayo
     with Operators() as operators:  # type: ignore[no-untyped-call]
         buffer = UnshardedBuffer(layout.build([(8192, 2), (3, 5)], 4096), 4095, torch.float32, CPU, CachingAllocator())
     assert operators.count < 50
-    assert [piece.numel() * 4096 for piece in buffer.own] == [slot.numel() for slot in buffer.slots]
-    ends = [piece.storage_offset() + piece.numel() for piece in buffer.own]
+    assert [piece.numel() * 4096 for piece in buffer.local_pieces] == [slot.numel() for slot in buffer.slots]
+    ends = [piece.storage_offset() + piece.numel() for piece in buffer.local_pieces]
     assert ends == [slot.storage_offset() + slot.numel() for slot in buffer.slots]

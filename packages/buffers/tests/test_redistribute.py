@@ -111,8 +111,8 @@ def test_a_gather_gives_back_the_whole_tensors(
         if dtype == torch.float32:
             sent = sharded.slots
         else:  # a cast lands in this rank's slice: the gather is in place
-            torch._foreach_copy_(list(into.own), list(sharded.slots))
-            sent = into.own
+            torch._foreach_copy_(list(into.local_pieces), list(sharded.slots))
+            sent = into.local_pieces
         all_gather([(sent, into)], transport).wait()
         for tensor, expected in zip(into.tensors, _tensors(dtype), strict=True):
             assert torch.equal(tensor, expected)
@@ -340,7 +340,7 @@ def test_a_flat_layout_travels_as_one_payload_and_members_that_take_no_part_beco
     layout = _flat(SHAPES, 2)
     into = UnshardedBuffer(layout, 1, torch.float32, CPU, CachingAllocator())
     assert [slot.numel() for slot in into.slots] == [layout.full_numel]
-    assert [part.numel() for part in into.own] == [layout.shard_numel]
+    assert [part.numel() for part in into.local_pieces] == [layout.shard_numel]
 
     def check() -> None:
         layout, transport = _axis(_flat)

@@ -181,7 +181,7 @@ def test_even_and_flat_layouts_inside_outer_cuts_partition_the_outer_regions(
         flat = FlatLayout.build([outer.shape], num_shards, alignment=data.draw(st.sampled_from([1, 4])))
         for layout in (even, flat):
             for rank in range(num_shards):
-                for chunk in layout.chunks(0, rank, inside=outer):
+                for chunk in layout.chunks(0, rank, outer_region=outer):
                     owners[layout is even][tuple(slice(*indices) for indices in chunk.ranges)] += 1
     assert all(bool((owner_counts == copies).all()) for owner_counts in owners.values())
 
@@ -234,7 +234,7 @@ def test_a_flat_shard_strided_over_an_outer_axis_falls_apart_into_its_boxes() ->
     # TP cuts columns after an interleaving of two blocks: the local (4, 2) tensor is columns 0 and 2 of (4, 4).
     outer = Region.whole((4, 4)).strided_shard(1, 2, 0, split_factor=2)
     layout = FlatLayout.build([outer.shape], 2, alignment=2)
-    assert layout.chunks(0, 1, inside=outer) == (Chunk((2, 0), (2, 1)), Chunk((2, 2), (2, 1)))
+    assert layout.chunks(0, 1, outer_region=outer) == (Chunk((2, 0), (2, 1)), Chunk((2, 2), (2, 1)))
 
 
 def fused_table(tp_rows: int, columns: int, dp_cut: int, component: Range) -> list[tuple[Chunk, ...]]:
@@ -324,7 +324,7 @@ def test_a_box_outside_the_local_tensor_is_refused() -> None:
 
 def test_a_layout_inside_a_region_of_another_shape_is_refused() -> None:
     with pytest.raises(ValueError, match=r"Expected a region of shape \(4, 2\), .* got one of \(8, 2\)"):
-        EvenLayout.build([(4, 2)], 2).chunks(0, 0, inside=Region.whole((8, 2)))
+        EvenLayout.build([(4, 2)], 2).chunks(0, 0, outer_region=Region.whole((8, 2)))
 
 
 @given(placed(strided=True), st.booleans(), st.data())

@@ -104,20 +104,20 @@ class UnshardedBuffer:
 
     Args:
         layout: Offsets of the tensors. A tensor with non-contiguous chunks must divide over the ranks.
-        rank: This rank, owner of the pieces `own`.
+        rank: This rank, owner of `local_pieces`.
         dtype: Dtype of all tensors.
         device: The tensors' device.
         allocator: Gives the bytes and takes them back.
 
     Note [Version counters]. Autograd may hold views of `tensors` from forward to backward, and refuses views with an
     advanced version counter. A repeated gather writes the same values, which is no modification. So the tensors written
-    by a gather (`flat` and its views `slots` and `own`) have a separate version counter.
+    by a gather (`flat` and its views `slots` and `local_pieces`) have a separate version counter.
 
     Attributes:
         allocator: Source of the next bytes.
         flat: (layout.full_numel,).
         slots: Flat destinations of a gather: for each slot of a `ShardedBuffer` a tensor num_shards times as long.
-        own: This rank's piece of each slot: the source of an in-place gather.
+        local_pieces: This rank's piece of each slot: the source of an in-place gather.
         tensors: A view of each tensor, in the tensor's shape.
 
     Raises:
@@ -137,7 +137,7 @@ class UnshardedBuffer:
         self.flat = flat.data  # same bytes, separate version counter: Note [Version counters]
         self.slots = tuple(self.flat[slice(*slot)] for slot in layout.wire_full_slots)
         # Pieces of the destinations: a gather from here is in place, and no piece is copied.
-        self.own = tuple(_piece(slot, layout.num_shards, rank) for slot in self.slots)
+        self.local_pieces = tuple(_piece(slot, layout.num_shards, rank) for slot in self.slots)
         # Views of the tensor as created, with its version counter: gathers, which write `self.flat`, do not advance it.
         self.tensors = tuple(flat[slice(*layout.tensor_range(i))].view(shape) for i, shape in enumerate(layout.shapes))
         # Last: torch makes no view past the end of a storage, so the views above needed the bytes.
@@ -210,7 +210,7 @@ class GatherPlan:
 
     Attributes:
         payloads: Payloads gathered straight into place.
-        beside: Payloads gathered in an order different from the slot's: shard, slot, and a view of the slot in gather
+        reordered: Payloads gathered in another order than the slot's: shard, slot, and a view of the slot in gather
             order.
     """
 
@@ -225,7 +225,7 @@ class GatherPlan:
             a.dtype != b.dtype for slots, into in moves for a, b in zip(slots, into.slots, strict=True)
         ):
             moves, fill, columns, tensors = _with_casts(moves)
-        self.beside: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        self.reordered: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         payloads: list[Payload] = []
         begins = []
         for i, pieces in enumerate(zip(*(slots for slots, _ in moves), strict=True)):
@@ -236,11 +236,11 @@ class GatherPlan:
                 if into.lands_in_place(i):
                     payloads.append(Payload(shard, into.slots[i]))
                 else:
-                    self.beside.append((shard, into.slots[i], into.by_rank(i)))
+                    self.reordered.append((shard, into.slots[i], into.by_rank(i)))
         fillings = []
-        if fill is not None and payloads + self.beside:
+        if fill is not None and payloads + self.reordered:
             # A flat layout's single slot, and pieces sent after all the rest, are written before any sending.
-            is_whole = self.beside or len(begins) == 1
+            is_whole = self.reordered or len(begins) == 1
             fillings = [Filling(fill, columns, [0 if is_whole else begins[i] for i in tensors])]
         # Views hold the buffers' storages, not their bytes: between gathers the storages are empty.
         self.payloads = Payloads(payloads, fillings)
@@ -254,7 +254,7 @@ class GatherPlan:
         if plan is None:
             plan = self._joined[other] = GatherPlan([])
             plan.payloads = Payloads.joined([self.payloads, other.payloads])
-            plan.beside = [*self.beside, *other.beside]
+            plan.reordered = [*self.reordered, *other.reordered]
         return plan
 
 
@@ -269,8 +269,8 @@ def _with_casts(
     """A plan's arguments for a buffer with a different dtype of slots: a multi-tensor copy into the own pieces."""
     ((slots, into),) = moves
     cast = [i for i, slot in enumerate(slots) if slot.numel() > 0]
-    columns = ([into.own[i] for i in cast], [slots[i] for i in cast])
-    return [(into.own, into)], torch._foreach_copy_, columns, cast
+    columns = ([into.local_pieces[i] for i in cast], [slots[i] for i in cast])
+    return [(into.local_pieces, into)], torch._foreach_copy_, columns, cast
 
 
 def shards_in(slots: Sequence[torch.Tensor], layout: Layout, rank: int) -> list[torch.Tensor]:

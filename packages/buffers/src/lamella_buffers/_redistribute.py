@@ -35,8 +35,9 @@ def all_gather(
 
     Args:
         moves: The slots to send into each buffer: slots of a `ShardedBuffer`, or the buffer's own pieces
-            (`UnshardedBuffer.own`) written beforehand. Slots with a dtype different from the buffer's are first cast
-            into the own pieces. Or plans of the same, made once for repeated gathers. The buffers must have bytes.
+            (`UnshardedBuffer.local_pieces`) written beforehand. Slots with a dtype different from the buffer's are
+            first cast into the own pieces. Or plans of the same, made once for repeated gathers. The buffers must
+            have bytes.
         transport: The axis's transport.
 
     Effects: a collective on the axis for all moves, on the current stream, after the plan's writes of shards, or
@@ -46,15 +47,15 @@ def all_gather(
     if not moves:
         return Done()
     plan = reduce(GatherPlan.joined, [move if isinstance(move, GatherPlan) else GatherPlan([move]) for move in moves])
-    if not plan.beside:
+    if not plan.reordered:
         return _gather(plan.payloads, transport)
     # Freed at return, on this stream: the wait and the copy below order the reuse of these bytes.
-    gathered = [torch.empty_like(full) for _, full, _ in plan.beside]
-    staged = Payloads(Payload(shard, into) for (shard, _, _), into in zip(plan.beside, gathered, strict=True))
+    gathered = [torch.empty_like(full) for _, full, _ in plan.reordered]
+    staged = Payloads(Payload(shard, into) for (shard, _, _), into in zip(plan.reordered, gathered, strict=True))
     pending = _gather(Payloads.joined([plan.payloads, staged]), transport)
     # First: gloo fills the staged tensors in `wait`.
     pending.wait()
-    places = [place for _, _, place in plan.beside]
+    places = [place for _, _, place in plan.reordered]
     torch._foreach_copy_(places, [tensor.view(place.shape) for tensor, place in zip(gathered, places, strict=True)])
     return pending
 

@@ -195,23 +195,23 @@ class FlatLayout:
         edges = [Range(0, 0), *tensor_ranges, Range(self.full_numel, self.full_numel)]
         return tuple(Range(a.stop, b.start) for a, b in pairwise(edges) if b.start > a.stop)
 
-    def region(self, index: int, rank: int, *, inside: Region | None = None) -> Region:
+    def region(self, index: int, rank: int, *, outer_region: Region | None = None) -> Region:
         """Return the region of tensor `index` owned by `rank`, ready for further cuts.
 
         Args:
             index: Index of the tensor.
             rank: Rank along the sharded axis.
-            inside: Region of the global tensor left by outer axes (TP, EP); its shape is the tensor's. None means
+            outer_region: Region of the global tensor left by outer axes (TP, EP); its shape is the tensor's. None means
                 no outer axis cuts the tensor.
 
         Raises:
-            ValueError: `inside` and the tensor differ in shape.
+            ValueError: `outer_region` and the tensor differ in shape.
         """
-        return region_of(self.chunk(index, rank), self.shapes[index], inside)
+        return region_of(self.chunk(index, rank), self.shapes[index], outer_region)
 
-    def chunks(self, index: int, rank: int, *, inside: Region | None = None) -> tuple[Chunk, ...]:
+    def chunks(self, index: int, rank: int, *, outer_region: Region | None = None) -> tuple[Chunk, ...]:
         """Return the boxes of the global tensor owned by `rank`, possibly none. Arguments as for `region`."""
-        return self.region(index, rank, inside=inside).chunks
+        return self.region(index, rank, outer_region=outer_region).chunks
 
     def merge_shards(self, num_merged: int) -> "FlatLayout":
         """Return the same buffer shared by fewer ranks, each with `num_merged` consecutive shards.

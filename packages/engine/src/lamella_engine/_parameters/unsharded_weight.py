@@ -148,12 +148,14 @@ class UnshardedWeight:
         """
         formats, buffers = self._payloads.formats, self.buffers
         # Views alone: a plan that is kept between gathers holds no bytes of the buffers, which come and go.
-        moves = [(main_weight.slots if formats[p].is_main_weight else buffers[p].own, buffers[p]) for p in chosen]
+        moves = [
+            (main_weight.slots if formats[p].is_main_weight else buffers[p].local_pieces, buffers[p]) for p in chosen
+        ]
         # Encoded into this rank's slots of the buffer itself: the gather sends from the place that it fills.
         encoded = [p for p in chosen if not formats[p].is_main_weight]
         if not encoded:
             return GatherPlan(moves)
-        encoded_shards = {p: shards_in(buffers[p].own, self._payloads.layouts[p], self._rank) for p in encoded}
+        encoded_shards = {p: shards_in(buffers[p].local_pieces, self._payloads.layouts[p], self._rank) for p in encoded}
         tensors, columns = self._columns(main_weight, encoded_shards)
         return GatherPlan(moves, self._encode, columns, tensors)
 
