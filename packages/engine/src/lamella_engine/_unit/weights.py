@@ -88,8 +88,8 @@ class UnitWeights:
     Attributes:
         residency: The place of the parameters.
         contents: The values of the unsharded form.
-        versions_at_rest: Versions of the sharded parameters when the last pass left gathered weights behind. Set by
-            `keep_until_next_pass`; None from the moment that the weights are freed or gathered anew.
+        versions_at_rest: Versions of the sharded parameters when the last pass left gathered weights behind, or when
+            weights were gathered between passes. None without such weights: freed, or gathered anew in a pass.
         early: Tensor versions at a gather inside an optimizer's step, until the next forward uses the gathered weights.
     """
 
@@ -172,7 +172,8 @@ class UnitWeights:
             # Shards gathered over an outer axis, and parts kept for neighbours, are copies of main weights too.
             parameters.drop_gathered_shards()
         # Rule 1 of Note [Streams]: outside of passes, no wait so far covers the last write of the shards.
-        if context.phase is PassPhase.RESTING:
+        is_resting = context.phase is PassPhase.RESTING
+        if is_resting:
             self.adopt_replaced_shards()
             context.streams.order_gathers_after_updates()
             for listener in parameters.listeners:
@@ -195,7 +196,8 @@ class UnitWeights:
         self._gathered_for = direction
         self._holders.add(holder)
         self.contents = Contents.CURRENT
-        self.versions_at_rest = None
+        # Gathered by hand, the weights may meet a write before any pass ends.
+        self.versions_at_rest = parameters.sharded_versions if is_resting else None
         self._become(Residency.UNSHARDING)
 
     def add_payloads(self, direction: Direction) -> None:
