@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache, partial
 from random import Random
 from typing import Any
 
 import pytest
 import torch
-from engine_models import assert_gradients_equal, assert_shard_equals, case, fsdp, rows_of_this_rank, twins
+from engine_models import Boom, assert_gradients_equal, assert_shard_equals, case, fsdp, rows_of_this_rank, twins
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
@@ -224,7 +225,82 @@ def _train_one_alone(choose: Random, pair: Pair) -> None:
         _backward(module, x.to(module.weight.dtype) if isinstance(module, nn.Linear) else x)
 
 
-EVENTS = [_reroute, _freeze, _validate, _look, _keep, _look_ahead, _read_state, _train_one_alone]
+def _unshard_by_hand(choose: Random, pair: Pair) -> None:
+    unit = choose.choice(_units(pair[1]))
+    handle = unit.unshard(async_op=choose.random() < 0.5)
+    if handle is not None and choose.random() < 0.7:
+        handle.wait()
+    if choose.random() < 0.6:
+        unit.reshard()
+
+
+def _scale_a_weight(choose: Random, pair: Pair) -> None:
+    for unit in _units(pair[1]):
+        unit.reshard()  # whose weight is scaled must be the shard
+    name = choose.choice([name for name, _ in pair[0].named_parameters()])
+    with torch.no_grad():
+        for model in pair:
+            model.get_parameter(name).mul_(0.9)
+
+
+def _load_scaled_state(_: Random, pair: Pair) -> None:
+    for model in pair:
+        # Not assigned: the tests' steps find an optimizer's state by the shards, which an assignment replaces.
+        model.load_state_dict({name: value.detach() * 0.97 for name, value in model.state_dict().items()})
+
+
+def _name_prefetched_units(choose: Random, pair: Pair) -> None:
+    units = _units(pair[1])
+    for unit in units:
+        unit.set_modules_to_forward_prefetch(choose.sample(units, min(choose.choice([0, 0, 1, 2]), len(units))))
+        unit.set_modules_to_backward_prefetch(choose.sample(units, min(choose.choice([0, 0, 1, 2]), len(units))))
+
+
+def _fail(choose: Random, pair: Pair) -> None:
+    """A forward or backward of the sharded model that an exception ends."""
+    name = choose.choice([name for name, _ in pair[1].named_modules()])
+    hook = choose.choice([_boom_in_forward, _boom_in_backward])
+    handle = pair[1].get_submodule(name).register_forward_hook(hook)
+    with suppress(Boom):
+        _backward(pair[1], rows_of_this_rank(_batch()))
+    handle.remove()
+    fsdp(pair[1]).reset_iter_state()
+    for model in pair:  # gradients from before are lost with the failed pass
+        model.zero_grad()
+
+
+def _boom(*_: object) -> None:
+    raise Boom
+
+
+def _boom_in_forward(module: nn.Module, args: object, output: torch.Tensor) -> None:
+    _boom()
+
+
+def _boom_in_backward(module: nn.Module, args: object, output: torch.Tensor) -> None:
+    if output.requires_grad:
+        output.register_hook(_boom)  # type: ignore[no-untyped-call]
+
+
+def _units(model: nn.Module) -> list[FSDPModule]:
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+EVENTS = [
+    _reroute,
+    _freeze,
+    _validate,
+    _look,
+    _keep,
+    _look_ahead,
+    _read_state,
+    _train_one_alone,
+    _unshard_by_hand,
+    _scale_a_weight,
+    _load_scaled_state,
+    _name_prefetched_units,
+    _fail,
+]
 
 
 def _backward(module: nn.Module, x: torch.Tensor, *, recomputed: bool = False) -> None:
