@@ -5,6 +5,7 @@ import signal
 import sys
 import textwrap
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,13 +13,16 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from lamella import ParallelConfig, RunConfig, Stopped, WorkerTimeoutError
+from lamella import Config, ParallelConfig, RunConfig, Stopped, WorkerTimeoutError
+from lamella._data.tokens import load_tokens
 from lamella._processes.launch import run_workers
-from lamella._processes.placement import BOARD_VARIABLE, STORE_VARIABLE, Rank, process_group
+from lamella._processes.placement import BOARD_VARIABLE, STORE_VARIABLE, Rank, place, process_group
 from lamella._processes.pulse import Beat, FileBoard, Pulse, RunPhase, StoreBoard
 from lamella._processes.stop import StopRequests
 from lamella._processes.watch import Watch, watched
 from lamella._settings.sections import WaitLimits
+from lamella._training.preparation import prepare
+from lamella._training.validation import Validation
 from lamella_testing import run_ranks
 
 LIMITS = WaitLimits(600.0, 3600.0)
@@ -72,6 +76,25 @@ def test_a_collectives_kind_is_named_in_the_wait_line_and_is_no_progress() -> No
     assert lines == ["step 7: waiting for rank 1 since 60 s; joined collective 40 last, others 42 (all-gather)"]
 
 
+def test_a_validation_longer_than_the_timeout_goes_on() -> None:
+    watch, stepping = Watch(2, LIMITS, 0.0), (RunPhase.STEPPING, 7, 42)
+    lines: list[str] = []
+    for moment in range(1, 1000):  # The faster rank waits for the sum of the losses.
+        board = [Beat(moment, RunPhase.STEPPING, 7, 43), Beat(moment, *stepping, num_batches=moment // 50)]
+        lines += watch.look(float(moment), board, is_asked_to_stop=moment > 500)
+    assert not lines and watch.absent() == [1]
+    assert watch.timeout() is None and watch.abandons_step() is None
+
+
+def test_each_batch_of_a_validation_is_progress(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.distributed.all_reduce", lambda sums: None)
+    monkeypatch.setattr("lamella._training.validation.target_losses", lambda model, inputs, *_: (inputs.float(),))
+    config = replace(config, optim=replace(config.optim, batch_size=2))
+    rank = Rank(rank=0, num_ranks=1, device=torch.device("cpu"))
+    Validation(config, load_tokens(prepare(place(config)).directory.tokens), rank).records(torch.nn.Identity(), 3)
+    assert rank.pulse.progress() == (RunPhase.STARTING, 0, 0, 4)  # 7 sequences in twos
+
+
 def test_the_wait_line_of_a_silent_rank_claims_no_missed_collective() -> None:
     ranks = Ranks()
     ranks.wait(65, (RunPhase.STEPPING, 7, 41), (RunPhase.STEPPING, 7, 40), stopped=1)
@@ -80,7 +103,7 @@ def test_the_wait_line_of_a_silent_rank_claims_no_missed_collective() -> None:
 
 @pytest.mark.parametrize("kind", ["", "all-gather", "a-kind-longer-than-twenty-four-letters"])
 def test_a_beat_survives_its_board_with_its_kind_cut_to_24_letters(tmp_path: Path, kind: str) -> None:
-    board, beat = FileBoard(tmp_path / "board", 2), Beat(3, RunPhase.SAVING, 7, 42, kind)
+    board, beat = FileBoard(tmp_path / "board", 2), Beat(3, RunPhase.SAVING, 7, 42, kind, num_batches=9)
     board.publish(1, beat)
     assert board.read() == [None, beat._replace(kind=kind[:24])]
 

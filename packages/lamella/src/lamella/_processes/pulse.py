@@ -2,8 +2,9 @@
 
 Note [Progress costs a step nothing]
     A thread in every rank publishes the rank's beat twice a second: a count that stops when the process stops, the
-    step, and the number of the rank's collectives, which torch counts in any case. The training loop only assigns a
-    number per step. The rank with the fewest collectives is the rank to wait for.
+    step, the number of the rank's collectives, which torch counts in any case, and the batches of validation, which
+    may run without collectives for longer than the limit. The training loop only assigns a number per step. The rank
+    with the fewest collectives is the rank to wait for.
     The kind of a collective is read from torch's flight recorder, once a rank stands still: reading takes long.
 """
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 PERIOD_S: Final = 0.5
 """Seconds between two beats of a rank."""
 
-_BEAT: Final = struct.Struct("<4q24s")
+_BEAT: Final = struct.Struct("<5q24s")
 _MAX_KIND_LENGTH: Final = 24
 _STANDSTILL_S: Final = 10.0  # without progress, before a rank looks up its last collective
 
@@ -51,6 +52,7 @@ class Beat(NamedTuple):
         step: The step in progress, from 1 on; 0 before the first step.
         num_collectives: Collectives of the rank so far.
         kind: The kind of a standing rank's last collective, for example "all-gather"; else "".
+        num_batches: Batches of validation so far.
     """
 
     num_beats: int
@@ -58,11 +60,17 @@ class Beat(NamedTuple):
     step: int
     num_collectives: int
     kind: str = ""
+    num_batches: int = 0
 
     @property
-    def progress(self) -> tuple[int, int, int]:
+    def progress(self) -> "Progress":
         """The fields of progress."""
-        return self.phase, self.step, self.num_collectives
+        return Progress(self.phase, self.step, self.num_collectives, self.num_batches)
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """The step and the collective, the same on ranks that do not wait for each other."""
+        return self.step, self.num_collectives
 
     @property
     def collective(self) -> str:
@@ -71,13 +79,22 @@ class Beat(NamedTuple):
 
     def packed(self) -> bytes:
         """Return the beat in `_BEAT.size` bytes."""
-        return _BEAT.pack(*self[:-1], self.kind.encode("ascii", "replace")[:_MAX_KIND_LENGTH])
+        return _BEAT.pack(self.num_beats, *self.progress, self.kind.encode("ascii", "replace")[:_MAX_KIND_LENGTH])
 
     @classmethod
     def unpacked(cls, packed: bytes) -> "Beat":
         """Return the beat in `_BEAT.size` bytes."""
-        num_beats, phase, step, count, kind = _BEAT.unpack(packed)
-        return cls(num_beats, phase, step, count, kind.rstrip(b"\0").decode("ascii"))
+        num_beats, phase, step, num_collectives, num_batches, kind = _BEAT.unpack(packed)
+        return cls(num_beats, phase, step, num_collectives, kind.rstrip(b"\0").decode("ascii"), num_batches)
+
+
+class Progress(NamedTuple):
+    """The fields of a beat that change while its rank goes on; see `Beat`."""
+
+    phase: int
+    step: int
+    num_collectives: int
+    num_batches: int
 
 
 class Board(Protocol):
@@ -99,7 +116,7 @@ class FileBoard:
             self._memory = mmap.mmap(file.fileno(), num_ranks * _BEAT.size)
 
     def publish(self, rank: int, beat: Beat) -> None:
-        """Replace the beat of a rank. Effects: writes 56 bytes of memory."""
+        """Replace the beat of a rank. Effects: writes 64 bytes of memory."""
         self._memory[rank * _BEAT.size : (rank + 1) * _BEAT.size] = beat.packed()
 
     def read(self) -> list[Beat | None]:
@@ -144,13 +161,14 @@ class Pulse:
         group: The process group whose collectives count; None before the group exists.
         phase: Part of the run.
         step: The step in progress, from 1 on; 0 before the first step.
+        num_batches: Batches of validation so far.
     """
 
     def __init__(self) -> None:
         self.group: dist.ProcessGroup | None = None
-        self.phase, self.step = RunPhase.STARTING, 0
+        self.phase, self.step, self.num_batches = RunPhase.STARTING, 0, 0
         self._num_beats = 0
-        self._last_progress: tuple[int, int, int] | None = None
+        self._last_progress: Progress | None = None
         self._moves_at = 0.0
         self._kind: str | None = ""
 
@@ -177,16 +195,16 @@ class Pulse:
             self._kind = ""
             # In a thread of its own: beats go on if torch's recorder does not answer.
             threading.Thread(target=self._look_up, args=(progress,), name="lamella-collective", daemon=True).start()
-        return Beat(self._num_beats, *progress, self._kind or "")
+        return Beat(self._num_beats, *progress[:-1], self._kind or "", progress.num_batches)
 
-    def _look_up(self, progress: tuple[int, int, int]) -> None:
+    def _look_up(self, progress: Progress) -> None:
         kind = last_collective()
         if self._last_progress == progress:
             self._kind = kind
 
-    def progress(self) -> tuple[int, int, int]:
+    def progress(self) -> Progress:
         """Return the progress, as a beat carries it."""
-        return self.phase, self.step, self._num_collectives()
+        return Progress(self.phase, self.step, self._num_collectives(), self.num_batches)
 
     def _num_collectives(self) -> int:
         return 0 if self.group is None else num_collectives(self.group)

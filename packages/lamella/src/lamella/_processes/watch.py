@@ -89,8 +89,8 @@ class Watch:
         """Return the ranks to wait for: ranks without beats, else ranks behind in collectives."""
         if silent := self._silent():
             return silent
-        progress = {rank: beat.progress[1:] for rank, beat in self._running().items()}
-        return [rank for rank in progress if progress[rank] < max(progress.values())]
+        places = {rank: beat.place for rank, beat in self._running().items()}
+        return [rank for rank in places if places[rank] < max(places.values())]
 
     def timeout(self) -> str | None:
         """Return the error of a run after too long a wait, on one line; None while the run may wait on."""
@@ -149,7 +149,7 @@ class Watch:
     def _collective(self) -> str:
         """Return words on the collective in which ranks wait, to follow a line; no words before the first."""
         running, silent = self._running(), self._silent()
-        last = max(running.values(), key=lambda beat: beat.progress[1:], default=None)
+        last = max(running.values(), key=lambda beat: beat.place, default=None)
         if last is None or not last.num_collectives:
             return ""
         if behind := [running[rank] for rank in self.absent() if rank in running and not silent]:
