@@ -1,21 +1,26 @@
 """Records go to the files of a run and to its trackers; a tracker that fails leaves the run alone."""
 
+import signal
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from trained_runs import TrainOn
 
 from lamella import Config, ConfigError
+from lamella._processes.endings import LossNotFiniteError
 from lamella._processes.placement import place
 from lamella._record.metrics import Record, SampleRecord, StepRecord, ValidationRecord, read
 from lamella._record.stream import MetricsFile, RecordStream
 from lamella._record.trackers import TRACKERS, TrackedRun, numbers, open_trackers
 from lamella._settings.sections import RunConfig
 from lamella._training.preparation import prepare
+from lamella._training.trainer import Trainer
 
 STEP = StepRecord(step=3, loss=2.5, grad_norm=0.5, lr=1e-3, tokens_per_s=10.0, memory_nbytes=4, mfu=None)
 VALIDATION = ValidationRecord.of(3, 1.25, "byte")
@@ -69,10 +74,14 @@ def test_tracked_numbers_are_named_by_record_kind_and_omit_unknown_values() -> N
 
 @pytest.mark.parametrize(
     ("name", "log", "end"),
-    [("wandb", "log", "finish"), ("mlflow", "log_metrics", "end_run"), ("trackio", "log", "finish")],
+    [
+        ("wandb", "log", ("finish", {"exit_code": 0})),
+        ("mlflow", "log_metrics", ("end_run", {"status": "FINISHED"})),
+        ("trackio", "log", ("finish", {})),
+    ],
 )
 def test_a_tracker_gets_settings_numbers_and_an_end(
-    calls: list[tuple[str, Any]], tmp_path: Path, name: str, log: str, end: str
+    calls: list[tuple[str, Any]], tmp_path: Path, name: str, log: str, end: tuple[str, Any]
 ) -> None:
     stream = RecordStream(open_trackers([name], tracked(tmp_path / "mine"), pytest.fail), pytest.fail)
     stream.write([STEP, VALIDATION])
@@ -80,13 +89,30 @@ def test_a_tracker_gets_settings_numbers_and_an_end(
     stream.close()
     arguments = [call for _, call in calls]
     assert any({"optim.lr": 1e-3, "data.paths": ("a",)} in call.values() for call in arguments)
-    assert any("mine" in call.values() for call in arguments)
+    assert any(str(text).startswith("mine") for call in arguments for text in call.values())
     assert any("lamella" in call.values() for call in arguments)
     assert calls[-3:] == [
         (log, {"values": NUMBERS, "step": 3}),
         (log, {"values": {"validation/nats_per_byte": 1.25}, "step": 3}),
-        (end, {}),
+        end,
     ]
+
+
+@pytest.mark.parametrize(("exit_code", "status"), [(1, "FAILED"), (143, "KILLED")])
+def test_a_run_that_ends_early_is_not_finished_at_its_trackers(
+    calls: list[tuple[str, Any]], tmp_path: Path, exit_code: int, status: str
+) -> None:
+    stream = RecordStream(open_trackers(["wandb", "mlflow"], tracked(tmp_path / "mine"), pytest.fail), pytest.fail)
+    stream.close(exit_code)
+    assert calls[-2:] == [("finish", {"exit_code": exit_code}), ("end_run", {"status": status})]
+
+
+@pytest.mark.parametrize(("end", "exit_code"), [(0, 0), (signal.SIGTERM, 143), (LossNotFiniteError("nan"), 1)])
+def test_the_exit_code_of_a_run_goes_to_its_trackers(end: object, exit_code: int) -> None:
+    trainer = Mock(_train=Mock(side_effect=[end]))
+    with suppress(LossNotFiniteError):
+        Trainer.train(trainer)
+    trainer._records.close.assert_called_once_with(exit_code)
 
 
 @pytest.mark.parametrize(
@@ -105,16 +131,59 @@ def test_a_tracker_gets_samples_as_texts(
     assert calls[-1] == call
 
 
-@pytest.mark.parametrize(("name", "key"), [("wandb", "id"), ("mlflow", "run_id")])
+@pytest.mark.parametrize(("name", "key"), [("wandb", "id"), ("mlflow", "run_id"), ("trackio", "name")])
 def test_a_resumed_run_goes_on_in_its_run_of_the_tracker(
     calls: list[tuple[str, Any]], tmp_path: Path, name: str, key: str
 ) -> None:
     [*open_trackers([name], tracked(tmp_path / "mine"), pytest.fail)]
     identity = (tmp_path / "mine" / f"{name}.id").read_text()
-    assert identity.startswith("run-")
+    assert identity.startswith("mine-" if name == "trackio" else "run-")
     calls.clear()
     [*open_trackers([name], tracked(tmp_path / "mine", first_step=3), pytest.fail)]
     assert calls[0][1][key] == identity
+
+
+def test_runs_in_folders_of_one_name_are_two_runs_of_trackio(calls: list[tuple[str, Any]], tmp_path: Path) -> None:
+    for parent in ("one", "two"):
+        (tmp_path / parent).mkdir()
+        [*open_trackers(["trackio"], tracked(tmp_path / parent / "mine"), pytest.fail)]
+    first, second = (call["name"] for _, call in calls)
+    assert first != second
+
+
+@pytest.mark.parametrize(
+    ("uri", "store"),
+    [
+        ("sqlite:///mlflow.db", "sqlite:///{folder}/mlflow.db"),
+        ("sqlite:////data/mlflow.db", "sqlite:////data/mlflow.db"),
+        ("file:///data/mlruns", "file:///data/mlruns"),
+        ("https://user:secret@host", None),
+        ("databricks", None),
+    ],
+)
+def test_a_run_goes_on_in_mlflows_store_of_its_first_start_wherever_it_is_resumed(
+    calls: list[tuple[str, Any]],
+    tmp_path: Path,
+    uri: str,
+    store: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys.modules["mlflow"], "get_tracking_uri", lambda: uri, raising=False)
+    [*open_trackers(["mlflow"], tracked(tmp_path / "mine"), pytest.fail)]
+    calls.clear()
+    [*open_trackers(["mlflow"], tracked(tmp_path / "mine", first_step=3), pytest.fail)]
+    stores = [call["values"] for name, call in calls if name == "set_tracking_uri"]
+    assert stores == ([] if store is None else [store.format(folder=tmp_path)])
+
+
+@pytest.mark.usefixtures("calls")
+def test_a_run_that_is_gone_from_mlflow_is_named_with_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    [*open_trackers(["mlflow"], tracked(tmp_path / "mine"), pytest.fail)]
+    monkeypatch.setattr(sys.modules["mlflow"], "start_run", Mock(side_effect=KeyError("no such run")), raising=False)
+    lines: list[str] = []
+    assert [*open_trackers(["mlflow"], tracked(tmp_path / "mine", first_step=3), lines.append)] == []
+    assert lines[0].startswith(f"mlflow: LookupError: Delete {tmp_path / 'mine' / 'mlflow.id'} for a new run")
 
 
 class Failing:
@@ -132,7 +201,7 @@ class Failing:
 
     def flush(self) -> None: ...
 
-    def close(self) -> None: ...
+    def close(self, exit_code: int) -> None: ...
 
 
 def test_a_tracker_that_fails_is_left_out_with_one_line_and_files_go_on(tmp_path: Path) -> None:
@@ -202,6 +271,16 @@ def test_tensorboard_shows_a_run_and_its_resumption(config: Config, train: Train
     again = train(replace(config, run=replace(config.run, from_step=3)), 1)
     assert scalars(folder, "train/loss") == pytest.approx(again.losses)
     assert scalars(folder, "validation/nats_per_byte") == pytest.approx(again.validations)
+
+
+@pytest.mark.filterwarnings("ignore")  # TensorBoard's libraries warn of each other.
+def test_tensorboard_hides_a_start_before_the_first_checkpoint(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    for steps, loss in ((range(6), 1.0), (range(3), 2.0)):
+        stream = RecordStream(open_trackers(["tensorboard"], tracked(tmp_path / "mine"), pytest.fail), pytest.fail)
+        stream.write([replace(STEP, step=step, loss=loss) for step in steps])
+        stream.close()
+    assert scalars(tmp_path / "mine" / "tensorboard", "train/loss") == {0: 2.0, 1: 2.0, 2: 2.0}
 
 
 def test_every_tracker_has_an_optional_dependency_group() -> None:

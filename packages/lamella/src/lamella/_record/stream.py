@@ -25,8 +25,8 @@ class Sink(Protocol):
     def flush(self) -> None:
         """Make the records so far visible: called at every checkpoint."""
 
-    def close(self) -> None:
-        """Take no more records."""
+    def close(self, exit_code: int) -> None:
+        """Take no more records of a run that ends with an exit code: 0, 128 + the signal of a stop, or another."""
 
 
 class MetricsFile:
@@ -44,7 +44,7 @@ class MetricsFile:
     def flush(self) -> None:
         """Nothing: each line is in the file."""
 
-    def close(self) -> None:
+    def close(self, exit_code: int) -> None:
         """Nothing: the file is closed after each line."""
 
 
@@ -63,7 +63,7 @@ class LossPlot:
         """Draw the plot."""
         plot(metric_rows(self._metrics), self._path)
 
-    def close(self) -> None:
+    def close(self, exit_code: int) -> None:
         """Nothing: the plot is drawn."""
 
 
@@ -94,9 +94,9 @@ class RecordStream:
         """
         self._call(lambda sink: sink.flush())
 
-    def close(self) -> None:
-        """Close every sink."""
-        self._call(lambda sink: sink.close())
+    def close(self, exit_code: int = 0) -> None:
+        """Close every sink of a run that ends with an exit code: 0, 128 + the signal of a stop, or another."""
+        self._call(lambda sink: sink.close(exit_code))
 
     def _call(self, method: Callable[[Sink], None]) -> None:
         for sink in tuple(self._sinks):

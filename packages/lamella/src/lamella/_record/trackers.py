@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import secrets
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -14,6 +15,8 @@ from lamella._record.stream import Sink, dropped_line
 from lamella._settings.options import ConfigError, nearest
 
 _PROJECT: Final = "lamella"
+_SQLITE: Final = "sqlite:///"
+_SIGNALLED: Final = 128
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,15 +107,17 @@ def texts(record: Record) -> dict[str, str]:
 class TensorBoard:
     """TensorBoard's event files, in the folder `tensorboard` of the run.
 
-    On resume, TensorBoard hides the steps after the checkpoint.
+    At another start of the run, TensorBoard hides the steps after the checkpoint; all of them without a checkpoint.
     """
 
     is_file = False
 
     def __init__(self, run: TrackedRun) -> None:
         summary_writer: Any = import_module("torch.utils.tensorboard").SummaryWriter
-        purged_from = run.first_step + 1 if run.first_step else None
-        self._writer = summary_writer(log_dir=str(run.root / "tensorboard"), purge_step=purged_from)
+        folder = run.root / "tensorboard"
+        # The validation before the first step is of step 0.
+        purged_from = run.first_step and run.first_step + 1
+        self._writer = summary_writer(log_dir=str(folder), purge_step=purged_from if folder.exists() else None)
 
     def write(self, records: Sequence[Record]) -> None:
         """Add a scalar a number, and a text a sample."""
@@ -128,7 +133,7 @@ class TensorBoard:
         """Write pending records to the disk."""
         self._writer.flush()
 
-    def close(self) -> None:
+    def close(self, exit_code: int) -> None:
         """Close the event file."""
         self._writer.close()
 
@@ -149,7 +154,7 @@ class _LoggedRun:
     def flush(self) -> None:
         """Nothing: the tracker sends by itself."""
 
-    def close(self) -> None:
+    def close(self, exit_code: int) -> None:
         """Finish the run at the tracker."""
         self._run.finish()
 
@@ -171,9 +176,16 @@ class WandB(_LoggedRun):
         file.write_text(str(tracked.id), encoding="utf-8")
         super().__init__(tracked)
 
+    def close(self, exit_code: int) -> None:
+        """Finish the run at the tracker, which shows a run with an exit code as failed."""
+        self._run.finish(exit_code=exit_code)
+
 
 class MLflow:
-    """A run of MLflow, in the experiment `lamella` or `MLFLOW_EXPERIMENT_NAME`; a resumed run goes on in it."""
+    """A run of MLflow, in the experiment `lamella` or `MLFLOW_EXPERIMENT_NAME`; a resumed run goes on in it.
+
+    The run's file has the run's id, and on a second line the place of a store of files.
+    """
 
     is_file = False
 
@@ -181,12 +193,27 @@ class MLflow:
         self._mlflow: Any = import_module("mlflow")
         file = run.identity("mlflow")
         if file.is_file():
-            self._mlflow.start_run(run_id=file.read_text(encoding="utf-8"))
+            self._go_on(file)
             return
         self._mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", _PROJECT))
         started = self._mlflow.start_run(run_name=run.name)
-        file.write_text(str(started.info.run_id), encoding="utf-8")
+        store = _absolute_store(str(self._mlflow.get_tracking_uri()))
+        file.write_text("\n".join(filter(None, (str(started.info.run_id), store))), encoding="utf-8")
         self._mlflow.log_params(run.flat_settings)  # Once: MLflow refuses another value of a parameter.
+
+    def _go_on(self, file: Path) -> None:
+        """Go on in the run of a file.
+
+        Raises:
+            LookupError: Names the file.
+        """
+        run_id, _, store = file.read_text(encoding="utf-8").partition("\n")
+        if store:
+            self._mlflow.set_tracking_uri(store)
+        try:
+            self._mlflow.start_run(run_id=run_id)
+        except Exception as error:
+            raise LookupError(f"Delete {file} for a new run, or bring back the run in it, {run_id}: {error}") from error
 
     def write(self, records: Sequence[Record]) -> None:
         """Log the numbers of each record at its step, and a sample as a file of the run."""
@@ -199,18 +226,34 @@ class MLflow:
     def flush(self) -> None:
         """Nothing: MLflow has the numbers."""
 
-    def close(self) -> None:
-        """End the run at the tracker."""
-        self._mlflow.end_run()
+    def close(self, exit_code: int) -> None:
+        """End the run at the tracker: finished, killed by a stop request, or failed."""
+        self._mlflow.end_run(status="KILLED" if exit_code > _SIGNALLED else "FAILED" if exit_code else "FINISHED")
+
+
+def _absolute_store(uri: str) -> str:
+    """Return the address of a store in files, valid in any working directory; empty for a server's.
+
+    The default store lies in the working directory of a run's first start. Addresses of servers, which may hold
+    passwords, are the environment's.
+    """
+    if uri.startswith(_SQLITE):
+        return f"{_SQLITE}{Path(uri.removeprefix(_SQLITE)).absolute()}"
+    return uri if uri.startswith("file:") else ""
 
 
 class Trackio(_LoggedRun):
-    """A run of trackio, in the project `lamella` or `TRACKIO_PROJECT`; a resumed run goes on in it."""
+    """A run of trackio, in the project `lamella` or `TRACKIO_PROJECT`; a resumed run goes on in it.
+
+    Runs of trackio are told apart by their names alone: the name has a random part, which the run's file keeps.
+    """
 
     def __init__(self, run: TrackedRun) -> None:
         trackio: Any = import_module("trackio")
-        project = os.environ.get("TRACKIO_PROJECT", _PROJECT)
-        super().__init__(trackio.init(project=project, name=run.name, config=run.flat_settings, resume="allow"))
+        project, file = os.environ.get("TRACKIO_PROJECT", _PROJECT), run.identity("trackio")
+        name = file.read_text(encoding="utf-8") if file.is_file() else f"{run.name}-{secrets.token_hex(4)}"
+        super().__init__(trackio.init(project=project, name=name, config=run.flat_settings, resume="allow"))
+        file.write_text(name, encoding="utf-8")
 
 
 TRACKERS: Final[Mapping[str, Callable[[TrackedRun], Sink]]] = {

@@ -12,7 +12,7 @@ from lamella._model.float8 import product_lines, scale_lines
 from lamella._model.published_dtype import recorded_dtype
 from lamella._processes.agreement import Agreement, agreed_error, from_first_rank
 from lamella._processes.determinism import deterministic_lines
-from lamella._processes.endings import LossNotFiniteError, StorageError
+from lamella._processes.endings import FAILED, LossNotFiniteError, StorageError
 from lamella._processes.placement import Rank
 from lamella._processes.stop import StopRequests
 from lamella._record.measurements import Interval, Speed, peak_flops
@@ -98,10 +98,13 @@ class Trainer:
         Effects: collective over all ranks. Rank 0 prints, and writes metrics, plot and profile. All ranks write
             checkpoints, in the background; the call waits for the last checkpoint.
         """
+        exit_code = FAILED
         try:
-            return self._train()
+            signum = self._train()
+            exit_code = signum and 128 + signum
+            return signum
         finally:
-            self._records.close()
+            self._records.close(exit_code)
             self._steps.close()
             self._run_model.replacements.undo()
 
