@@ -16,6 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from lamella import Config, __version__
 from lamella._data.text import collect
 from lamella._data.tokenizer import train_tokenizer
+from lamella._data.tokens import load_tokens
+from lamella._export.model_card import _tokens, model_card
 from lamella._export.trained_run import open_run
 from lamella._model.published_dtype import published_dtype
 from lamella._model.spec import load_spec
@@ -125,6 +127,26 @@ def test_the_card_has_the_figures_of_the_run(trained: Run, run: RunDirectory) ->
     assert figures["validation loss"] == f"{trained.nats_per_byte(3):.4f} nats/byte (step 3)"
     assert str(open_run(run.root).extra()["fingerprint"]).startswith(figures["fingerprint of the text"].strip("`"))
     assert figures["weights"] == "float32, trained in float32" and figures["lamella"] == __version__
+
+
+def test_the_tokens_of_the_card_are_those_of_the_runs_speed(config: Config, train: TrainOn, tmp_path: Path) -> None:
+    path = tmp_path / "pairs.jsonl"
+    pairs = [json.dumps({"prompt": f"add {number}", "completion": "is"}) for number in range(99)]
+    path.write_text("\n".join(pairs), encoding="utf-8")
+    data = replace(config.data, paths=(str(path),), packing="none", validation_fraction=0.5)
+    config = replace(config, data=data, optim=replace(config.optim, steps=2))
+    run = train(config, 1)
+    sequences = load_tokens(run.directory.tokens).sequences("train", 32)
+    tokens = 2 * round(8 * sequences.tokens_a_sequence)
+    card = model_card(open_run(run.directory.root), model_type="llama", dtype="float32", version="0")
+    assert 0 < tokens < 2 * 8 * 32
+    assert f"| tokens | {tokens:,} without padding (8 sequences of up to 32 a step) |" in card
+
+
+def test_the_tokens_of_streamed_documents_are_at_most_those_of_full_sequences() -> None:
+    extra = {"data.packing": "documents", "optim.batch_size": 8, "data.sequence_length": 32}
+    assert _tokens(3, extra) == "at most 768, with padding (8 sequences of up to 32 a step)"
+    assert _tokens(3, extra | {"data.packing": "stream"}) == "768 (8 sequences of 32 a step)"
 
 
 def test_a_checkpoint_that_a_running_run_removes_gives_way_to_the_next(

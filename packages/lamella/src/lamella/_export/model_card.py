@@ -107,13 +107,25 @@ def _origin(run: TrainedRun) -> str:
 
 def _figures(run: TrainedRun, dtype: str, version: str) -> Iterator[tuple[str, str]]:
     extra = run.extra()
-    sequences, length = _number(extra, "optim.batch_size"), _number(extra, "data.sequence_length")
     yield "steps", f"{run.step:,}"
-    yield "tokens", f"{run.step * sequences * length:,} ({sequences:,} sequences of {length:,} a step)"
+    yield "tokens", _tokens(run.step, extra)
     yield from _losses(run)
     yield "fingerprint of the text", f"`{str(extra.get('fingerprint'))[:_FINGERPRINT_LENGTH]}`"
     yield "weights", f"{dtype}, trained in float32"
     yield "lamella", version
+
+
+def _tokens(step: int, extra: Mapping[str, object]) -> str:
+    """Describe the tokens of all steps, counted as for the run's speed: without padding, where the text is known."""
+    sequences, length = _number(extra, "optim.batch_size"), _number(extra, "data.sequence_length")
+    most = sequences * length
+    tokens_a_step = most if extra.get("data.packing") == "stream" else _number(extra, "tokens_a_step")
+    if tokens_a_step == most:
+        return f"{step * most:,} ({sequences:,} sequences of {length:,} a step)"
+    of_step = f"({sequences:,} sequences of up to {length:,} a step)"
+    if tokens_a_step:
+        return f"{step * tokens_a_step:,} without padding {of_step}"
+    return f"at most {step * most:,}, with padding {of_step}"
 
 
 def _number(extra: Mapping[str, object], name: str) -> int:

@@ -58,7 +58,7 @@ class Trainer:
         self._batches = training_batches(config, directory, self._tokens, rank, self._run_model.spec.vocab_size)
         self._steps = Steps(config, self._run_model, rank, self._tokens)
         self._optimizer = self._steps.optimizer
-        self._records = RecordStream()
+        self._records, self._tokens_a_step = RecordStream(), 0
         self._saves = Saves(
             directory,
             config.run.keep_checkpoints,
@@ -77,8 +77,9 @@ class Trainer:
         for line in self._batches.measure(step):
             progress.say(line)
         peak = peak_flops(self._rank.device, config.parallel.precision)
+        self._tokens_a_step = round(config.optim.batch_size * self._batches.tokens_a_sequence)
         return Speed(
-            tokens_per_step=round(config.optim.batch_size * self._batches.tokens_a_sequence),
+            tokens_per_step=self._tokens_a_step,
             flops_per_token=self._run_model.flops_per_token,
             peak_flops=peak and peak * self._rank.num_ranks,
         )
@@ -260,6 +261,8 @@ class Trainer:
             "step": step,
             **self._batches.state(step),
         }
+        if not self._config.data.streaming:  # Another start of streamed text has another window's mean.
+            extra["tokens_a_step"] = self._tokens_a_step
         if scaling := scaling_state(self._model):
             extra["scaling"] = scaling
         with self._rank.pulse.saving():
