@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import textwrap
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -69,13 +70,59 @@ def test_so_is_a_module_and_the_exit_code_is_the_programs(folder: Path) -> None:
     assert_sharded_by_lamella(folder, 1, ["-m", "--lr", "7"])
 
 
+@pytest.fixture
+def uninstalled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run programs in this process, without lamella in FSDP2's place and with its own `__main__` afterwards."""
+    monkeypatch.setattr("lamella_engine.install", lambda: None)
+    monkeypatch.setattr("lamella_optim.install", lambda: None)
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+
+
+@pytest.mark.usefixtures("uninstalled")
+def test_the_path_of_a_script_is_absolute_and_its_argument_as_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("program.py").write_text("import sys; print(__file__, sys.argv[0], __package__, __spec__)", encoding="utf-8")
+    with pytest.raises(SystemExit):
+        main(["run", "program.py"])
+    assert capsys.readouterr().out == f"{tmp_path / 'program.py'} program.py None None\n"
+
+
+@pytest.mark.usefixtures("uninstalled")
+def test_a_zipped_program_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with zipfile.ZipFile(path := tmp_path / "program.pyz", "w") as file:
+        file.writestr("__main__.py", "print(__name__)")
+    with pytest.raises(SystemExit):
+        main(["run", str(path)])
+    assert capsys.readouterr().out == "__main__\n"
+
+
+@pytest.mark.usefixtures("uninstalled")
+@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt, ConfigError])
+def test_an_error_of_the_program_keeps_its_traceback(
+    tmp_path: Path, error: type[BaseException], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "program.py"
+    path.write_text(
+        f"from lamella import ConfigError\ndef load():\n    raise {error.__name__}('9 TiB')\nload()\n", encoding="utf-8"
+    )
+    with pytest.raises(error, match="9 TiB") as caught:
+        main(["run", str(path)])
+    assert [entry.name for entry in caught.traceback][-2:] == ["<module>", "load"]
+    assert capsys.readouterr() == ("", "")
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
+        ([], "The following arguments are required: SCRIPT. See `lamella run --help`."),
         (["absent.py"], "Expected the file of a Python script, got 'absent.py'. Pass -m before the name of a module."),
         (["-m", "absent.module"], "Expected a module that Python finds after -m, got 'absent.module'."),
     ],
-    ids=["script", "module"],
+    ids=["none", "script", "module"],
 )
 def test_an_absent_program_is_refused_in_one_line(
     argv: list[str], message: str, capsys: pytest.CaptureFixture[str]

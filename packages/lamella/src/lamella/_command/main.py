@@ -1,5 +1,6 @@
 """The command line: a verb is run, and its errors end in one line and an exit code."""
 
+import argparse
 import os
 import sys
 from collections.abc import Sequence
@@ -25,10 +26,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code. For `train`, see `EXIT_CODES_IN_WORDS`. For the other commands, 1: checkpoints differ, or a
         checkpoint is damaged; 2: refused; 130: interrupted.
+
+    Raises:
+        BaseException: As the program of `run` ends.
     """
-    argv = sys.argv[1:] if argv is None else argv
     try:
-        return _run(argv)
+        arguments = parse(sys.argv[1:] if argv is None else argv)
+        exit_code = _run(arguments)
     except TraceError as error:
         return _leave(f"error: {error}", _REFUSED)
     except (WorkerError, WorkerTimeoutError, ckpt_options.DamageError) as error:
@@ -41,6 +45,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _leave("interrupted.", _INTERRUPTED)
     except MemoryError as error:
         return _leave(f"error: {describe_memory_error(error)}", FAILED)
+    if arguments.command == "run":
+        # Outside of the `try`: the program's errors end in its own traceback, as under `python`.
+        from lamella._command import script
+
+        script.run(arguments)
+    return exit_code
 
 
 def _leave(message: str, code: int) -> int:
@@ -54,8 +64,7 @@ def _print(message: str) -> None:
             print(f"lamella: {message}", file=sys.stderr)
 
 
-def _run(argv: Sequence[str]) -> int:
-    arguments = parse(argv)
+def _run(arguments: argparse.Namespace) -> int:
     if (warning := warning_of_tight_limits()) is not None:
         _print(f"warning: {warning}")
     # Imports per command: torch takes seconds, transformers as many again.
@@ -78,8 +87,8 @@ def _run(argv: Sequence[str]) -> int:
     if arguments.command == "run":
         from lamella._command import script
 
-        script.run(arguments)
-    if arguments.command == "overlap-report":
+        script.prepare(arguments)
+    elif arguments.command == "overlap-report":
         overlap_report.run(arguments)
     elif arguments.print_config:
         print(to_toml(config_of(arguments)))

@@ -155,14 +155,18 @@ def _parser() -> argparse.ArgumentParser:
         usage="%(prog)s [OPTION ...] [-m] SCRIPT [ARGUMENT ...]",
         help="run a program written for FSDP2, with lamella in FSDP2's place",
         description="Run a Python script, or with -m a module, unchanged: what it shards by torch's fully_shard is "
-        "sharded by lamella. On several ranks: torchrun --nproc-per-node N -m lamella run SCRIPT. Options "
+        "sharded by lamella. On several ranks: torchrun --nproc-per-node N -m lamella run SCRIPT; ranks "
+        "that the program itself spawns keep torch's, unless it calls lamella_engine.install() at its top. Options "
         "before SCRIPT set the transformers.Trainers (TRL's too) of the program.",
         allow_abbrev=False,
     )
     _add_trainer_options(command)
     command.add_argument("-m", dest="is_module", action="store_true", help="SCRIPT is the name of a module")
     command.add_argument("program", metavar="SCRIPT", help="file of a script")
-    command.add_argument("arguments", metavar="ARGUMENT", nargs=argparse.REMAINDER, help="arguments of the program")
+    remainder = command.add_argument(
+        "arguments", metavar="ARGUMENT", nargs=argparse.REMAINDER, help="arguments of the program"
+    )
+    remainder.required = False  # as it is: argparse would name ARGUMENT beside an absent SCRIPT
     command = commands.add_parser(
         "report",
         help="write a run's report again: losses, speed, memory, samples and settings",

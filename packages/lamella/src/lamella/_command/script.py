@@ -4,8 +4,11 @@ import argparse
 import os
 import runpy
 import sys
+import zipfile
 from importlib.util import find_spec
+from io import open_code
 from pathlib import Path
+from types import ModuleType
 from typing import Final, NoReturn
 
 import lamella_engine
@@ -16,28 +19,52 @@ from lamella._settings.options import ConfigError
 TRAINER_SETTINGS: Final = ("overlap", "late_gradients", "clips_local_shards", "keep_budget", "num_profiled_steps")
 
 
-def run(arguments: argparse.Namespace) -> NoReturn:
-    """Run a script or a module as `python` would, and end with its exit code.
+def prepare(arguments: argparse.Namespace) -> None:
+    """Put lamella in FSDP2's place for a program.
 
     Raises:
         ConfigError: There is no such script or module, or an option of Trainers is refused.
-        SystemExit: The program has ended: the interpreter's exit runs the program's exit handlers.
 
     Effects: `lamella_engine.install` and `lamella_optim.install`, for the rest of the process; with an option of
-        Trainers, a callback for all of them; changes `sys.argv` and `sys.path` as `python` sets them for the program.
+        Trainers, a callback for all of them.
     """
-    program = arguments.program
-    _check(program, is_module=arguments.is_module)
+    _check(arguments.program, is_module=arguments.is_module)
     lamella_engine.install()
     lamella_optim.install()
     _set_trainers(arguments)
+
+
+def run(arguments: argparse.Namespace) -> NoReturn:
+    """Run a script or a module as `python` would, after `prepare`, and end with its exit code.
+
+    Raises:
+        SystemExit: The program has ended: the interpreter's exit runs the program's exit handlers.
+        BaseException: Any other end of the program.
+
+    Effects: changes `sys.argv`, `sys.path` and `sys.modules` as `python` sets them for the program.
+    """
+    program = arguments.program
     sys.argv = [program, *arguments.arguments]
     if arguments.is_module:
         runpy.run_module(program, run_name="__main__", alter_sys=True)
+    elif zipfile.is_zipfile(program):
+        runpy.run_path(program, run_name="__main__")
     else:
         sys.path.insert(0, str(Path(program).resolve().parent))
-        runpy.run_path(program, run_name="__main__")
+        _run_file(program)
     raise SystemExit(0)
+
+
+def _run_file(program: str) -> None:
+    """Run a script as the module `__main__`."""
+    # Not by runpy, which takes one path for both: `python` makes `__file__` absolute, for programs that change their
+    # directory, and leaves `sys.argv[0]` as it was given.
+    module = ModuleType("__main__")
+    module.__file__ = os.path.abspath(program)
+    sys.modules["__main__"] = module
+    with open_code(module.__file__) as file:
+        code = compile(file.read(), module.__file__, "exec", dont_inherit=True)
+    exec(code, vars(module))
 
 
 def _set_trainers(arguments: argparse.Namespace) -> None:
