@@ -75,6 +75,11 @@ def test_the_page_of_a_finished_run_has_its_losses_and_is_written_again(
     assert {"--sequence-length", "--batch-size", f"lamella eval {root}"} <= {*page.texts} or page.has("lamella eval")
 
 
+def test_the_throughput_of_two_steps_is_their_mean(tmp_path: Path) -> None:
+    rows = [step_row(1, tokens_per_s=70.0), step_row(2, tokens_per_s=1100.0)]
+    assert "585" in Outline(report(write_run(tmp_path / "run", rows))).texts
+
+
 def test_the_page_fetches_nothing_and_runs_no_script(tmp_path: Path) -> None:
     page = Outline(report(write_run(tmp_path / "run", [step_row(1), step_row(2)])))
     assert not {"script", "img", "link", "iframe"} & {*page.elements}

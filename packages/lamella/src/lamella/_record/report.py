@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from statistics import median
 from typing import Final
 
 from lamella._record.curves import chart, shown_number
@@ -110,11 +111,12 @@ def _state(history: Rows, rows: Rows) -> str:
 def _figures(settings: Values, rows: Rows) -> Html:
     last = next((row for row in reversed(rows) if is_step(row)), {})
     steps = settings.get("optim", {}).get("steps")
+    speeds = step_series(rows, _SPEED, "", "").numbers
     shown = {
         "steps": f"{last.get('step', 0):,}" + (f" of {steps:,}" if isinstance(steps, int) else ""),
         "training loss": _with_unit(last.get("loss"), _TRAINING_UNIT),
         **{series.name: _with_unit(series.numbers[-1], series.unit) for series in validation_series(rows)},
-        "tokens/s": _with_unit(_median(step_series(rows, _SPEED, "", "").numbers), ""),
+        "tokens/s": _with_unit(median(speeds) if speeds else None, ""),
         "MFU": f"{mfu:.1%}" if isinstance(mfu := last.get("mfu"), float) else "",
         "peak memory of a rank": _gib(last.get("memory_nbytes")),
     }
@@ -126,10 +128,6 @@ def _figures(settings: Values, rows: Rows) -> Html:
 
 def _with_unit(number: object, unit: str) -> str:
     return f"{shown_number(number)} {unit}".rstrip() if isinstance(number, int | float) else ""
-
-
-def _median(numbers: Sequence[float]) -> float | None:
-    return sorted(numbers)[len(numbers) // 2] if numbers else None
 
 
 def _gib(nbytes: object) -> str:
