@@ -268,8 +268,12 @@ def test_the_number_of_targets_of_a_step_is_the_sum_over_all_ranks(
 
 def test_text_that_does_not_fill_a_sequence_is_refused(tmp_path: Path) -> None:
     data = prepare_tokens(corpus(tmp_path, "a\nb"), 257, STREAM, tmp_path / "tokens", tmp_path / "model")
-    with pytest.raises(ConfigError, match="Expected at least 5 tokens to train on, got 3. Pass more text"):
+    with pytest.raises(ConfigError) as caught:
         check_tokens(data, DataConfig(sequence_length=LENGTH))
+    assert str(caught.value) == (
+        "Expected at least 5 tokens to train on, got 3. Pass more text as --data, a smaller --validation-fraction, or "
+        "a smaller --sequence-length."
+    )
 
 
 def test_documents_without_an_answer_are_refused(tmp_path: Path) -> None:

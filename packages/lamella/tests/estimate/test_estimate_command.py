@@ -17,7 +17,7 @@ from lamella._command.out_of_memory import with_estimate
 from lamella._estimate.host_times import IDLE_HOST
 from lamella._estimate.memory_options import MemoryOptions
 from lamella._estimate.recorded_options import RecordedOptions
-from lamella._estimate.text import lines
+from lamella._estimate.text import lines, size
 from lamella._processes.launch import WorkerError
 from lamella._settings.config import resolve
 from lamella.cli import main
@@ -54,6 +54,16 @@ def test_the_command_prints_and_writes_the_files_of_its_options_alone(
     assert "optimizer state" in text
     assert svg.read_text().startswith("<svg")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "step.svg"]
+
+
+def test_a_rank_past_the_ranks_is_refused(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["estimate", str(model), "--rank", "4", "--ranks", "4"]) == 2
+    expected = "Expected --rank from 0 to 3, below --ranks 4, got 4. Pass another --rank, or more --ranks."
+    assert capsys.readouterr().err == f"lamella: error: {expected}\n"
+
+
+def test_a_size_below_a_hundredth_of_a_mib_is_in_bytes() -> None:
+    assert [size(nbytes) for nbytes in (0, 1024, 20480)] == ["0.00 MiB", "1,024 bytes", "0.02 MiB"]
 
 
 @pytest.mark.usefixtures("estimated_once")

@@ -28,6 +28,12 @@ def run(arguments: argparse.Namespace) -> None:
     from lamella._estimate.text import lines
 
     config = placed(config_of(arguments))
+    num_ranks = config.parallel.ranks or 1
+    if not 0 <= arguments.rank < num_ranks:
+        raise ConfigError(
+            f"Expected --rank from 0 to {num_ranks - 1}, below --ranks {num_ranks}, got {arguments.rank}. Pass another "
+            "--rank, or more --ranks."
+        )
     if arguments.memory is not None:
         options = fit_options(config, arguments.memory)
         config = options.config

@@ -16,18 +16,19 @@ def check_tokens(tokens: TokenData, config: DataConfig) -> None:
             its length.
     """
     flag = "--validation-data" if config.validation_paths else "--data"
-    splits: tuple[tuple[Split, Iterable[str], str, str], ...] = (
-        ("train", tokens.sources, "train on", "--data"),
-        ("validation", tokens.validation_sets, "validate on", flag),
+    fraction = None if config.validation_paths else "--validation-fraction"
+    splits: tuple[tuple[Split, Iterable[str], str, str, str], ...] = (
+        ("train", tokens.sources, "train on", "--data", f"a smaller {fraction}" if fraction else ""),
+        ("validation", tokens.validation_sets, "validate on", flag, f"a larger {fraction}" if fraction else ""),
     )
-    for split, sources, verb, option in splits:
+    for split, sources, verb, option, share in splits:
         for source in sources:
             sequences = tokens.sequences(split, config.sequence_length, source)
-            _check_sequences(sequences, f"{verb} in {source!r}" if source else verb, option)
+            _check_sequences(sequences, f"{verb} in {source!r}" if source else verb, option, share)
 
 
-def _check_sequences(sequences: Sequences, purpose: str, flag: str) -> None:
-    _check_length(sequences, purpose, flag)
+def _check_sequences(sequences: Sequences, purpose: str, flag: str, share: str) -> None:
+    _check_length(sequences, purpose, flag, share)
     counts = sequences.target_counts
     if counts is not None and not bool(counts.any()):
         raise ConfigError(
@@ -45,12 +46,14 @@ def _described(sequences: Sequences) -> str:
     )
 
 
-def _check_length(sequences: Sequences, purpose: str, flag: str) -> None:
+def _check_length(sequences: Sequences, purpose: str, flag: str, share: str) -> None:
     if len(sequences):
         return
     if isinstance(sequences, StreamSequences):
+        ways_out = ", ".join(filter(None, (f"more text as {flag}", share, "or a smaller --sequence-length")))
         raise ConfigError(
             f"Expected at least {sequences.sequence_length + 1} tokens to {purpose}, got {len(sequences.tokens)}. "
-            f"Pass more text as {flag}, or a smaller --sequence-length."
+            f"Pass {ways_out}."
         )
-    raise ConfigError(f"Expected a document to {purpose}, got none. Pass more of them as {flag}.")
+    ways_out = " or ".join(filter(None, (f"more of them as {flag}", share)))
+    raise ConfigError(f"Expected a document to {purpose}, got none. Pass {ways_out}.")

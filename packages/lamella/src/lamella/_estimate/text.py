@@ -13,7 +13,9 @@ _WIDTH: Final = 44
 
 
 def size(nbytes: int) -> str:
-    """Return bytes in GiB, or in MiB below a GiB."""
+    """Return bytes in GiB, in MiB below a GiB, or plainly where MiB would be 0.00."""
+    if 0 < abs(nbytes) < _MIB // 100:
+        return f"{nbytes:,} bytes"
     return f"{nbytes / _GIB:,.2f} GiB" if abs(nbytes) >= _GIB else f"{nbytes / _MIB:,.2f} MiB"
 
 
