@@ -107,6 +107,13 @@ def test_vectors_and_options_that_are_not_muons_are_refused() -> None:
         MuonAndAdam([{"params": [model.weight]}], is_matrix=is_matrix, muon={"momentum": -1.0}, adam=ADAM)
 
 
+def test_a_further_param_group_of_muon_and_adam_is_refused() -> None:
+    optimizer = optimizer_of(nn.Linear(2, 2))
+    with pytest.raises(NotImplementedError, match="got a further group, .* Build another MuonAndAdam"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    assert len(optimizer.param_groups) == 2
+
+
 def test_copies_step_on_their_own_state() -> None:
     model = nn.Linear(3, 2)
     optimizer = optimizer_of(model)

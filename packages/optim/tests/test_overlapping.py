@@ -23,6 +23,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lamella_engine import CPUOffloadPolicy, MixedPrecisionPolicy, Rows, ShardingOptions
+from lamella_engine.extending import local_of
 from lamella_engine.testing import (
     CollectiveLog,
     LoggedCollective,
@@ -33,7 +34,7 @@ from lamella_engine.testing import (
     record,
     require_unit,
 )
-from lamella_optim import clip_grad_norm_, overlap_optimizer, step_on_local_shards
+from lamella_optim import MuonAndAdam, clip_grad_norm_, overlap_optimizer, step_on_local_shards
 from lamella_testing import run_ranks
 
 # -- a step ----------------------------------------------------------------------------------------------------------
@@ -226,6 +227,20 @@ def test_overlap_optimizer_refuses_optimizers_that_cannot_step_in_parts(kind: ty
         with pytest.raises(ValueError, match="Leave overlap_optimizer out"):
             overlap_optimizer(optimizer)
         assert not optimizer._optimizer_step_pre_hooks
+
+    run_ranks(check, 1)
+
+
+def test_overlap_optimizer_refuses_an_optimizer_of_several_and_steps_nothing() -> None:
+    def check() -> None:
+        model = shard(Net())
+        run_backward(model)
+        groups = [{"params": model.parameters()}]
+        optimizer = MuonAndAdam(groups, is_matrix=lambda p: p.ndim == 2, muon={"lr": 0.1}, adam={"lr": 0.1})
+        before = [local_of(parameter).clone() for parameter in model.parameters()]
+        with pytest.raises(ValueError, match="steps by other optimizers. Leave overlap_optimizer out"):
+            overlap_optimizer(optimizer)
+        assert all(map(torch.equal, before, map(local_of, model.parameters())))
 
     run_ranks(check, 1)
 

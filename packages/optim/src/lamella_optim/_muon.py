@@ -184,6 +184,19 @@ class MuonAndAdam(Optimizer):
             part.__setstate__({"state": self.state, "param_groups": self.param_groups[begin:end]})
             begin = end
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As a part of construction; groups are divided between the parts then.
+
+        Raises:
+            NotImplementedError: The optimizer is built: no part would step the group.
+        """
+        if self.param_groups and self.param_groups[0] is self.parts[0].param_groups[0]:
+            raise NotImplementedError(
+                "Expected all parameters of MuonAndAdam in the `groups` of its construction, got a further group, which "
+                "neither of its optimizers would step. Build another MuonAndAdam with all groups."
+            )
+        super().add_param_group(param_group)
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step by all parts.

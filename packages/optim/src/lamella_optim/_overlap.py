@@ -247,8 +247,8 @@ def overlap_optimizer(optimizer: Optimizer, *, late_gradients: bool = False) -> 
 
     Raises:
         TypeError: Not a `torch.optim.Optimizer`.
-        ValueError: A trial on two small parameters gave different results when stepped separately; or the optimizer is
-            overlapped already.
+        ValueError: A trial on two small parameters gave different results when stepped separately; or the optimizer
+            steps by other optimizers (`MuonAndAdam`), or is overlapped already.
 
     Effects: tries two steps on parameters of four elements, with a host sync if parameters are on a GPU; not a
         collective. In `optimizer.step()` the collectives of the next forward's first units, on the gather stream, after

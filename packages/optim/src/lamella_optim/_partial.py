@@ -60,7 +60,8 @@ def check_steps_apart(optimizer: Optimizer, caller: str) -> None:
         caller: Name of the public function, for the error.
 
     Raises:
-        ValueError: The trial on two parameters of four elements gave different results when stepped separately.
+        ValueError: The optimizer steps by other optimizers (`MuonAndAdam`), which know no view; or the trial on two
+            parameters of four elements gave different results when stepped separately.
 
     Effects: a host sync if parameters are on a GPU; not a collective.
     """
@@ -69,12 +70,19 @@ def check_steps_apart(optimizer: Optimizer, caller: str) -> None:
     name = type(optimizer).__name__
     expected = f"Expected an optimizer that updates each parameter from its own gradient and state, got {name}"
     way_out = f"Leave {caller} out."
+    if _holds_optimizers(optimizer):  # not tried: the other optimizers would step the real parameters
+        raise ValueError(f"{expected}, which steps by other optimizers. {way_out}")
     try:
         together, apart = (_try(optimizer, is_apart) for is_apart in (False, True))
     except Exception as error:
         raise ValueError(f"{expected}, which cannot be tried on two plain parameters: {error}. {way_out}") from error
     if not _are_equal(together, apart):
         raise ValueError(f"{expected}, whose parameters stepped apart differ from those stepped together. {way_out}")
+
+
+def _holds_optimizers(optimizer: Optimizer) -> bool:
+    attributes = [pytree.tree_leaves(value) for name, value in vars(optimizer).items() if name != "state"]
+    return any(isinstance(leaf, Optimizer) for leaves in attributes for leaf in leaves)
 
 
 def _try(optimizer: Optimizer, is_apart: bool) -> object:
