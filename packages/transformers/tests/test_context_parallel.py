@@ -82,6 +82,20 @@ def test_a_model_that_mixes_tokens_outside_attention_is_refused_on_every_rank() 
     run_ranks(on_rank, 2)
 
 
+@pytest.mark.parametrize(("model_type", "name"), [("gpt_oss", "s_aux"), ("gemma2", "softcap")])
+def test_models_that_change_the_scores_of_attention_are_refused_by_the_argument(model_type: str, name: str) -> None:
+    def on_rank() -> None:
+        layers = {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
+        model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **{**GROUPED_SIZES, **layers}))  # type: ignore[no-untyped-call]
+        check_sequences(model)
+        pieces = SequencePieces(world())
+        cut_sequences(model, pieces)
+        with pytest.raises(ModelError, match=f"on pieces of sequences by scaled products alone, got '{name}'"):
+            check_pieces(model, pieces, 300, CPU)
+
+    run_ranks(on_rank, 2)
+
+
 def test_layers_with_windows_are_refused_by_their_kind() -> None:
     with pytest.raises(ModelError, match="full attention alone, got 'sliding_attention' in 'gemma3_text'"):
         check_sequences(make_model("gemma3_text"))

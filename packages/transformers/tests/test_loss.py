@@ -121,6 +121,35 @@ def test_a_loss_a_piece_at_a_time_has_the_gradients_of_whole_logits(
     )
 
 
+def test_a_loss_in_pieces_has_the_gradients_of_whole_logits_under_autocast() -> None:
+    torch.manual_seed(0)
+    tensors = torch.randn(24, 16, requires_grad=True), torch.randn(VOCAB_SIZE, 16, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = F.linear(*tensors).float()
+        expected = F.cross_entropy(logits, TARGETS.flatten(), reduction="sum") / 5.0
+        pieces = linear_cross_entropy(*tensors, None, TARGETS.flatten(), 5.0)
+    torch.testing.assert_close(pieces, expected)
+    gradients = torch.autograd.grad(pieces, tensors)
+    torch.testing.assert_close(gradients, torch.autograd.grad(expected, tensors), rtol=2e-2, atol=1e-2)
+
+
+def test_a_scaled_loss_in_pieces_has_finite_and_exact_gradients_in_fp16() -> None:
+    torch.manual_seed(0)
+    hidden, weight = (torch.randn(size, 16, dtype=torch.float16, requires_grad=True) for size in (24, VOCAB_SIZE))
+    scale = 2.0**16  # `GradScaler`'s first: infinite in fp16
+    pieces = scale * linear_cross_entropy(hidden, weight, None, TARGETS.flatten(), 5e4)
+    logits = F.linear(hidden.double(), weight.double())
+    expected = scale * F.cross_entropy(logits, TARGETS.flatten(), reduction="sum") / 5e4
+    gradients = (torch.autograd.grad(loss, (hidden, weight)) for loss in (pieces, expected))
+    for gradient, exact in zip(*gradients, strict=True):
+        assert (gradient.double() - exact).norm() < 1e-3 * exact.norm()
+
+
+def test_negative_targets_beside_the_ignored_one_are_refused() -> None:
+    with pytest.raises(RuntimeError, match="index -1 is out of bounds"):
+        linear_cross_entropy(torch.randn(2, 4), torch.randn(3, 4), None, torch.tensor([1, -1]), 2.0)
+
+
 def test_backward_hands_the_gradients_of_a_loss_in_pieces_on_and_refuses_a_second_time() -> None:
     hidden, weight = torch.randn(24, 16, requires_grad=True), torch.randn(VOCAB_SIZE, 16, requires_grad=True)
     saved_shapes: list[torch.Size] = []

@@ -192,8 +192,8 @@ class MuonAndAdam(Optimizer):
         """
         if self.param_groups and self.param_groups[0] is self.parts[0].param_groups[0]:
             raise NotImplementedError(
-                "Expected all parameters of MuonAndAdam in the `groups` of its construction, got a further group, which "
-                "neither of its optimizers would step. Build another MuonAndAdam with all groups."
+                "Expected all parameters of MuonAndAdam in the `groups` of its construction, got a further group, "
+                "which neither of its optimizers would step. Build another MuonAndAdam with all groups."
             )
         super().add_param_group(param_group)
 

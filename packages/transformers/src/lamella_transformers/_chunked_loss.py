@@ -16,7 +16,7 @@ Note [A deferred head]
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Final, cast
 
 import torch
@@ -113,8 +113,9 @@ def linear_cross_entropy(
     See Note [Logits a piece at a time].
 
     Args:
-        hidden: (num_rows, width), any float dtype.
-        weight: (vocab_size, width), as `hidden`.
+        hidden: (num_rows, width), any float dtype. Under autocast computed in the autocast dtype; in fp32 in place of
+            fp16, whose range a scaled loss and sums over rows leave.
+        weight: (vocab_size, width), as `hidden`; under autocast of another dtype too.
         bias: (vocab_size,), or None.
         targets: (num_rows,) int64, or `IGNORED`.
         num_targets: The divisor.
@@ -125,10 +126,20 @@ def linear_cross_entropy(
     Effects: with gradients enabled, computes the gradients of `hidden`, `weight` and `bias` in the forward, and holds
         the gradients until backward, which scales and returns the same tensors. No host sync.
     """
-    return cast(
-        torch.Tensor,
-        _LinearCrossEntropy.apply(hidden, weight, bias, targets, num_targets),  # type: ignore[no-untyped-call]
-    )
+    device_type = hidden.device.type
+    is_autocast = torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+    dtype = _computed_dtype(hidden.dtype, torch.get_autocast_dtype(device_type) if is_autocast else None)
+    operands = [operand if operand is None else operand.to(dtype) for operand in (hidden, weight, bias)]
+    # The function's own products write into gradients of the operands' dtype, which autocast would change.
+    with torch.autocast(device_type, enabled=False) if is_autocast else nullcontext():
+        loss = _LinearCrossEntropy.apply(*operands, targets, num_targets)  # type: ignore[no-untyped-call]
+    return cast(torch.Tensor, loss)
+
+
+def _computed_dtype(dtype: torch.dtype, autocast_dtype: torch.dtype | None) -> torch.dtype:
+    if autocast_dtype is not None and dtype != torch.float64:
+        dtype = autocast_dtype
+    return torch.float32 if dtype == torch.float16 else dtype
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -186,7 +197,7 @@ def _loss_and_gradient(
     Moves 20 bytes for each bf16 logit, equal to torch's cross entropy and backward.
     """
     is_target = targets != IGNORED
-    indices = targets.clamp(min=0)[:, None]
+    indices = targets.masked_fill(~is_target, 0)[:, None]  # Other negative targets fail, as in torch's cross entropy.
     dtype = torch.promote_types(logits.dtype, torch.float32)
     log_probabilities = nn.functional.log_softmax(logits, -1, dtype=dtype)
     loss = torch.where(is_target, log_probabilities.gather(1, indices)[:, 0], 0.0).sum().neg()

@@ -9,7 +9,7 @@ Note [Documents by their starts]
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final, Protocol
 
 import torch
@@ -24,8 +24,8 @@ DOCUMENT_ATTENTION: Final = "lamella_documents"
 _WIDEST_HEAD: Final = 256  # Of the kernel's, which takes multiples of 8.
 _FULL: Final = ("full_attention", "attention")
 _SLIDING: Final = "sliding_attention"
-_REFUSED: Final = ("softcap", "s_aux", "position_bias")
-"""Arguments of models' attention that change scores, which the kernel cannot."""
+_SCORE_ARGUMENTS: Final = ("softcap", "s_aux", "position_bias")
+"""Arguments of models' attention that change scores, which torch's kernels cannot."""
 
 
 class _AttentionFunction(Protocol):
@@ -219,9 +219,22 @@ def _check_scores(
         raise ModelError(f"Expected attention within documents without dropout, got a rate of {dropout}.")
     if options.get("is_causal") is False or getattr(module, "is_causal", True) is False:
         raise ModelError("Expected causal attention within documents, got attention to later tokens.")
-    for name in _REFUSED:
+    refuse_changed_scores(options, "within documents")
+
+
+def refuse_changed_scores(options: Mapping[str, Any], place: str) -> None:
+    """Refuse arguments of a model's attention that change scores: soft caps, sinks, biases.
+
+    Args:
+        options: The arguments, by name.
+        place: Follows "attention" in the error.
+
+    Raises:
+        ModelError: An argument changes scores.
+    """
+    for name in _SCORE_ARGUMENTS:
         if options.get(name) is not None:
-            raise ModelError(f"Expected attention within documents by scaled products alone, got {name!r}.")
+            raise ModelError(f"Expected attention {place} by scaled products alone, got {name!r}.")
 
 
 def _check_widths(query: torch.Tensor, value: torch.Tensor) -> None:
