@@ -251,6 +251,17 @@ def test_options_that_conflict_in_one_live_group_are_refused_naming_both_paramet
     assert (one_group.param_groups[0]["lr"], one_group.param_groups[0]["momentum"]) == (9.0, 0)
 
 
+def test_modules_named_by_numbers_in_a_checkpoint_are_no_counted_parameters(tmp_path: Path) -> None:
+    saved = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    save(tmp_path / "a", model=saved, optimizer=torch.optim.SGD(saved.parameters(), lr=0.5))
+    live = nn.ModuleDict({name: nn.Linear(2, 2, bias=False) for name in ("a", "b")})
+    optimizer = torch.optim.SGD(live.parameters(), lr=9.0)
+    differences = load(tmp_path / "a", model=live, optimizer=optimizer, strict=False).left
+    names = {difference.name for difference in differences.names if difference.name.startswith("optimizer")}
+    assert names >= {"optimizer.param_groups.a.weight", "optimizer.param_groups.0.weight"}
+    assert optimizer.param_groups[0]["lr"] == 9.0
+
+
 def test_an_option_that_is_nan_conflicts_with_no_parameters(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)

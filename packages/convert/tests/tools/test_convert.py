@@ -218,6 +218,25 @@ def test_a_torch_file_of_an_optimizer_without_state_loads_into_torch(tmp_path: P
     assert live.param_groups[0]["lr"] == 0.5
 
 
+def test_counted_parameters_of_alternating_groups_keep_their_places_in_a_torch_file(tmp_path: Path) -> None:
+    def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+        groups = [{"params": [p], "lr": lr} for p, lr in zip(model.parameters(), (0.5, 0.25, 0.5, 0.25), strict=True)]
+        return torch.optim.SGD(groups, momentum=0.9)
+
+    models = [nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)) for _ in range(2)]
+    optimizer, live = map(optimizer_of, models)
+    for number, parameter in enumerate(models[0].parameters()):
+        parameter.grad = torch.full_like(parameter, number)
+    optimizer.step()
+    torch.save({"model": models[0].state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "a.pt")
+    convert(tmp_path / "a.pt", tmp_path / "b.pt", to="torch")
+    load(open_checkpoint(tmp_path / "b.pt"), model=models[1], optimizer=live)
+    assert [group["lr"] for group in live.param_groups] == [0.5, 0.25, 0.5, 0.25]
+    momenta = [live.state[parameter]["momentum_buffer"].unique().tolist() for parameter in models[1].parameters()]
+    assert momenta == [[0.0], [1.0], [2.0], [3.0]]
+    optimizer_of(models[1]).load_state_dict(torch.load(tmp_path / "b.pt", weights_only=True)["optimizer"])
+
+
 def test_slots_and_options_in_a_torch_file_may_have_dots(tmp_path: Path) -> None:
     model = nn.Linear(2, 1, bias=False)
     optimizer = torch.optim.SGD([{"params": model.parameters(), "muon.lr": 0.5}], lr=0.25)
@@ -244,14 +263,15 @@ def test_extra_without_a_place_in_the_target_is_listed(tmp_path: Path) -> None:
 
 def test_each_rank_gets_its_own_extra_back_after_a_conversion(tmp_path: Path) -> None:
     def save_of_rank() -> None:
-        position = {0: 100, 1: 101, 2: 101}[torch.distributed.get_rank()]
-        save(tmp_path / "a", model=nn.Linear(2, 2), extra={"step": 3, "position": position})
+        rank = torch.distributed.get_rank()
+        extra = {"step": 3, "position": {0: 100, 1: 101, 2: 101}[rank], **({"seed": 7} if rank == 1 else {})}
+        save(tmp_path / "a", model=nn.Linear(2, 2), extra=extra)
 
     run_ranks(save_of_rank, 3)
     convert(tmp_path / "a", tmp_path / "b", to="dcp")
-    positions = run_ranks(lambda: load(tmp_path / "b", model=nn.Linear(2, 2))["position"], 3)
-    assert positions == [100, 101, 101]
-    assert convert(tmp_path / "a", tmp_path / "c", to="hf").left == ("step", "position")
+    zero, one, two = run_ranks(lambda: load(tmp_path / "b", model=nn.Linear(2, 2)), 3)
+    assert (zero["position"], one["position"], two["position"], one["seed"]) == (100, 101, 101, 7)
+    assert convert(tmp_path / "a", tmp_path / "c", to="hf").left == ("step", "position", "seed")
 
 
 def test_weights_are_cast_and_their_optimizers_state_is_not(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from engine_models import Net, case, fsdp, inputs, mesh_of, shard, twins
+from engine_models import Boom, Net, case, fsdp, inputs, mesh_of, shard, twins
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -308,14 +308,56 @@ def test_writes_after_an_unshard_by_hand_are_seen_by_the_next_forward(options: d
             fsdp(sharded).unshard()
             if reshards:
                 fsdp(sharded).reshard()
-            with torch.no_grad():
-                for parameter in parameters:
-                    parameter.mul_(0.5)
+            _halve(parameters)
             with case(f"{reshards=}"):
                 expected = _looks_without_gradients(reference)
                 assert _looks_without_gradients(sharded) == pytest.approx(expected, rel=_tolerance(options))
 
     run_ranks(check, 2)
+
+
+@over_keeping
+def test_writes_after_a_failed_forward_are_seen_by_the_next_one(options: dict[str, Any]) -> None:
+    def fail(*_: object) -> None:
+        raise Boom
+
+    def check() -> None:
+        for resets in (True, False):
+            reference, sharded = _keeping_twins(options)
+            parameters = [*reference.parameters(), *sharded.parameters()]
+            handle = sharded.get_submodule("layers.1").register_forward_pre_hook(fail)
+            with pytest.raises(Boom):
+                sharded(X)
+            handle.remove()
+            if resets:
+                fsdp(sharded).reset_iter_state()
+            _halve(parameters)
+            with case(f"{resets=}"):
+                expected = _looks_without_gradients(reference)
+                assert _looks_without_gradients(sharded) == pytest.approx(expected, rel=_tolerance(options))
+
+    run_ranks(check, 2)
+
+
+@over_keeping
+def test_writes_between_a_forward_and_its_backward_are_seen_by_the_next_forward(options: dict[str, Any]) -> None:
+    def check() -> None:
+        reference, sharded = _keeping_twins(options)
+        parameters = [*reference.parameters(), *sharded.parameters()]
+        fsdp(sharded).set_is_last_backward(False)
+        loss = sharded(X).mean()
+        _halve(parameters)
+        loss.backward()
+        expected = _looks_without_gradients(reference)
+        assert _looks_without_gradients(sharded) == pytest.approx(expected, rel=_tolerance(options))
+
+    run_ranks(check, 2)
+
+
+def _halve(parameters: Iterable[torch.Tensor]) -> None:
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.mul_(0.5)
 
 
 def test_data_assigned_to_a_weight_that_stays_gathered_are_refused_by_the_next_forward() -> None:

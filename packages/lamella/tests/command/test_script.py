@@ -1,6 +1,7 @@
 """`lamella run`: a program written for FSDP2 runs unchanged, sharded by lamella."""
 
 import os
+import py_compile
 import re
 import subprocess
 import sys
@@ -77,7 +78,8 @@ def uninstalled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lamella_optim.install", lambda: None)
     monkeypatch.setattr(sys, "argv", sys.argv)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+    for name in ("__main__", "__mp_main__"):
+        monkeypatch.setitem(sys.modules, name, sys.modules["__main__"])
 
 
 @pytest.mark.usefixtures("uninstalled")
@@ -98,6 +100,27 @@ def test_a_zipped_program_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str
     with pytest.raises(SystemExit):
         main(["run", str(path)])
     assert capsys.readouterr().out == "__main__\n"
+
+
+@pytest.mark.usefixtures("uninstalled")
+def test_a_compiled_program_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "program.py").write_text("print(__name__)", encoding="utf-8")
+    compiled = py_compile.compile(str(tmp_path / "program.py"), str(tmp_path / "program.pyc"))
+    with pytest.raises(SystemExit):
+        main(["run", str(compiled)])
+    assert capsys.readouterr().out == "__main__\n"
+
+
+@pytest.mark.usefixtures("uninstalled")
+def test_the_classes_of_a_script_come_back_from_spawned_processes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # By this name such a process sends them.
+    program = "import sys; print(sys.modules['__mp_main__'] is sys.modules['__main__'])"
+    (tmp_path / "program.py").write_text(program, encoding="utf-8")
+    with pytest.raises(SystemExit):
+        main(["run", str(tmp_path / "program.py")])
+    assert capsys.readouterr().out == "True\n"
 
 
 @pytest.mark.usefixtures("uninstalled")

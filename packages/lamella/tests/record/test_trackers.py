@@ -156,6 +156,8 @@ def test_runs_in_folders_of_one_name_are_two_runs_of_trackio(calls: list[tuple[s
     [
         ("sqlite:///mlflow.db", "sqlite:///{folder}/mlflow.db"),
         ("sqlite:////data/mlflow.db", "sqlite:////data/mlflow.db"),
+        ("./mlruns", "{folder}/mlruns"),
+        ("file:./mlruns", "{folder}/mlruns"),
         ("file:///data/mlruns", "file:///data/mlruns"),
         ("https://user:secret@host", None),
         ("databricks", None),
@@ -177,10 +179,27 @@ def test_a_run_goes_on_in_mlflows_store_of_its_first_start_wherever_it_is_resume
     assert stores == ([] if store is None else [store.format(folder=tmp_path)])
 
 
+class _GoneError(Exception):
+    """MLflow's, of a run that its store lacks."""
+
+    error_code = "RESOURCE_DOES_NOT_EXIST"
+
+
+@pytest.mark.usefixtures("calls")
+def test_a_run_of_an_mlflow_that_does_not_answer_keeps_its_file_unnamed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [*open_trackers(["mlflow"], tracked(tmp_path / "mine"), pytest.fail)]
+    monkeypatch.setattr(sys.modules["mlflow"], "start_run", Mock(side_effect=OSError("refused")), raising=False)
+    lines: list[str] = []
+    assert [*open_trackers(["mlflow"], tracked(tmp_path / "mine", first_step=3), lines.append)] == []
+    assert lines[0].startswith("mlflow: OSError: refused")
+
+
 @pytest.mark.usefixtures("calls")
 def test_a_run_that_is_gone_from_mlflow_is_named_with_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     [*open_trackers(["mlflow"], tracked(tmp_path / "mine"), pytest.fail)]
-    monkeypatch.setattr(sys.modules["mlflow"], "start_run", Mock(side_effect=KeyError("no such run")), raising=False)
+    monkeypatch.setattr(sys.modules["mlflow"], "start_run", Mock(side_effect=_GoneError("no such run")), raising=False)
     lines: list[str] = []
     assert [*open_trackers(["mlflow"], tracked(tmp_path / "mine", first_step=3), lines.append)] == []
     assert lines[0].startswith(f"mlflow: LookupError: Delete {tmp_path / 'mine' / 'mlflow.id'} for a new run")

@@ -60,7 +60,7 @@ def test_the_options_of_a_step_change_its_order(ran: list[Any], monkeypatch: pyt
         plans = [dense, LayerPlan(delayed=frozenset())] * 2
         peaks = []
         options: dict[str, Any]
-        for options in ({}, {"early_release": True}, {"ahead": 0}):
+        for options in ({}, {"early_release": True}, {"num_layers_ahead": 0}):
             ran.clear()
             forward_backward_overlapped(model, microbatches(DATA[0]), share, **options)
             assert tuple(ran) == run_order(NUM_MICROBATCHES, plans, **options), options

@@ -181,13 +181,16 @@ def check_pieces(model: nn.Module, pieces: SequencePieces, vocab_size: int, devi
     tokens = torch.randint(vocab_size, (1, 2 * pieces.num_ranks * _NUM_TRIAL_TOKENS), generator=generator).to(device)
     was_training = model.training
     model.eval()  # Dropout masks of pieces are not those of sequences.
-    with torch.no_grad():
-        # First: it refuses changed scores by name, some of which the kernel of the other forward drops.
-        logits = model(input_ids=pieces.of(tokens, 0), position_ids=pieces.positions(tokens), use_cache=False).logits
-        with _former_attention(model):
-            sequence_logits = model(input_ids=tokens, use_cache=False).logits
-    model.train(was_training)
-    expected = sequence_logits[:, pieces.positions(tokens)[0]]
+    positions = pieces.positions(tokens)
+    try:
+        with torch.no_grad():
+            # First: it refuses changed scores by name, some of which the kernel of the other forward drops.
+            logits = model(input_ids=pieces.of(tokens, 0), position_ids=positions, use_cache=False).logits
+            with _former_attention(model):
+                sequence_logits = model(input_ids=tokens, use_cache=False).logits
+    finally:
+        model.train(was_training)
+    expected = sequence_logits[:, positions[0]]
     is_equal = ((logits - expected).abs().max() <= _TRIAL_TOLERANCE * expected.abs().max()).float()
     dist.all_reduce(is_equal, op=dist.ReduceOp.MIN)  # The same end on every rank.
     if not is_equal.item():

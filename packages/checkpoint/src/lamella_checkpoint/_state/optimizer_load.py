@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from lamella_checkpoint._base.live_boxes import boxes_beside, is_placed_by, local_boxes
 from lamella_checkpoint._state.optimizer import LiveOptimizer, options
-from lamella_files import NameDifference, OptionConflict, Source, Wanted, whole_box
+from lamella_files import NameDifference, OptionConflict, Source, Wanted, is_of_model, own_name, whole_box
 
 # Options that select a step's implementation, not its result: kept from the live run, for this machine.
 _LIVE_OPTIONS: Final = frozenset({"foreach", "fused", "capturable", "differentiable"})
@@ -222,8 +222,9 @@ def _numbered(source: Source, live: LiveOptimizer, firsts: Mapping[str, str]) ->
     names = {str(number): name for number, (name, _, _) in enumerate(live.params())}
     if {suffix.partition(".")[0] for suffix in suffixes} != names.keys():
         return {}
-    # A module's name may be a number too: `0.weight` of an `nn.Sequential`.
-    return {} if any(_split(suffix, firsts)[0] is not None for suffix in suffixes) else names
+    # A module's name may be a number too, here or in the checkpoint: `0.weight` of an `nn.Sequential`.
+    known = {**{name: name for name in map(own_name, filter(is_of_model, source.tensors))}, **firsts}
+    return {} if any(_split(suffix, known)[0] is not None for suffix in suffixes) else names
 
 
 def _split(suffix: str, firsts: Mapping[str, str]) -> tuple[str | None, str]:

@@ -15,6 +15,10 @@ from lamella_layout import Chunk
 
 _PIECE_NBYTES: Final = 64 << 20
 
+_INTEGERS: Final = frozenset({
+    torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64
+})  # fmt: skip
+
 # Last parts of names of scales: `weight_scale`, `weight_scale_inv`, `scale_weight`, bitsandbytes' `SCB`.
 _SCALE: Final = re.compile(r"\.(?:[^.]*scale[^.]*|SCB)$")
 
@@ -56,7 +60,7 @@ def _holds(dtype: torch.dtype, stored: torch.dtype) -> bool:
     """Whether a dtype has a place for every kind of number of another; for integers, for every number."""
     if dtype == stored:
         return True
-    if any(kind == torch.bool or kind.is_floating_point or kind.is_complex for kind in (dtype, stored)):
+    if not all(kind in _INTEGERS for kind in (dtype, stored)):
         return torch.can_cast(stored, dtype)
     live_range, stored_range = torch.iinfo(dtype), torch.iinfo(stored)
     return live_range.min <= stored_range.min and stored_range.max <= live_range.max

@@ -7,7 +7,7 @@ disk. `dtypes` selects the tensors to write, with order and dtypes.
 import pickle
 from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 
 import torch
 
@@ -142,15 +142,23 @@ def _nested(values: Mapping[str, object]) -> dict[str, Any]:
 def _owner(entry: str, params: Container[str]) -> tuple[str | int, str]:
     """`<parameter>.<slot>` as the parameter, by name or number, and the slot; a slot's name may have dots."""
     ends = (position for position, character in enumerate(entry) if character == ".")
-    end = next((end for end in ends if entry[:end] in params), entry.rfind("."))
-    owner, slot = entry[:end], entry[end + 1 :]
+    end = next((end for end in ends if entry[:end] in params), None)
+    owner, slot = (entry[:end], entry[end + 1 :]) if end is not None else (*entry.rpartition(".")[::2],)
     return int(owner) if owner.isdecimal() and owner not in params else owner, slot
 
 
 def _groups(options: Mapping[str | int, Mapping[str, object]]) -> list[dict[str, object]]:
-    """Groups of parameters with equal options."""
-    groups: dict[bytes, dict[str, Any]] = {}
-    for param, mine in options.items():
-        group = groups.setdefault(pickle.dumps(sorted(mine.items())), {"params": [], **mine})
+    """Groups of parameters with equal options; of neighbours alone where parameters have numbers, which are places."""
+    groups: dict[tuple[bytes, int], dict[str, Any]] = {}
+    run, previous = 0, b""
+    for param in [*sorted(filter(_is_number, options)), *(param for param in options if not _is_number(param))]:
+        key = pickle.dumps(sorted(options[param].items()))
+        run += _is_number(param) and key != previous
+        previous = key
+        group = groups.setdefault((key, run), {"params": [], **options[param]})
         group["params"].append(param)
     return list(groups.values())
+
+
+def _is_number(param: str | int) -> TypeGuard[int]:
+    return isinstance(param, int)

@@ -191,15 +191,17 @@ def _route(opened: OpenCheckpoint, wish: Wish, published: Published) -> list[tup
 
 def _dropped_names(opened: OpenCheckpoint, wish: Wish, named: Renamed) -> tuple[str, ...]:
     """Names without a place in the target; random states of a Megatron checkpoint's processes."""
+    keys_by_rank = opened.manifest.extra_by_rank if opened.manifest is not None else ()
     kept = set(_names_by_rank(opened))  # Their keys are listed, if any.
     if wish.to == "dcp":
-        kept.update(extra_of(opened))
+        kept.update(extra_of(opened), keys_by_rank)
     elif wish.to == "fsdp_dtensor":
         kept.update(EXPECTED_OBJECTS)
     is_megatrons = convention_of(opened) is Convention.MEGATRON and isinstance(opened.source, Renamed)
     dropped = cast(Renamed, opened.source).left_over if is_megatrons else ()
     # A manifest's `extra` is no object of the source: `left_over` lacks the names.
-    return (*dropped, *(name for name in dict.fromkeys((*named.left_over, *opened.extra)) if name not in kept))
+    names = dict.fromkeys((*named.left_over, *opened.extra, *keys_by_rank))
+    return (*dropped, *(name for name in names if name not in kept))
 
 
 def _absent(source: Source, wish: Wish, published: Published, ties: Mapping[str, str]) -> tuple[str, ...]:

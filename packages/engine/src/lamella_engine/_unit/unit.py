@@ -119,6 +119,8 @@ class Unit:
             weights.drop_stale_weights()
         elif weights.versions_at_rest is not None:
             weights.renew_written()
+        elif weights.residency is not Residency.SHARDED:
+            weights.expect_update()  # Gathered in a pass that an exception ended: no write since would be seen.
         weights.adopt_replaced_shards()
 
     def _check_not_captured(self) -> None:

@@ -418,8 +418,8 @@ class UnitWeights:
         for event in self._readers:
             streams.all_gather_stream.wait_event(event)
         self._readers.clear()
-        if self.early is not None:
-            self.expect_update()
+        self.expect_update()  # No end of a pass has noted versions: a write from now on would not be seen.
+        self.versions_at_rest = None
         if self._forbidden is not None:
             self._forbidden.__exit__(None, None, None)
             self._forbidden = None
@@ -470,8 +470,11 @@ class UnitWeights:
     # -- weights that outlive a pass ---------------------------------------------------------------------------------
 
     def keep_until_next_pass(self) -> None:
-        """Note the tensor versions at the end of a pass that leaves gathered weights for the next pass."""
-        if self.contents is Contents.CURRENT:
+        """Note the tensor versions at the end of a pass that leaves gathered weights for the next pass.
+
+        Noted versions stay: main weights may have been written since, between a forward and its backward.
+        """
+        if self.contents is Contents.CURRENT and self.versions_at_rest is None:
             self.versions_at_rest = self.parameters.sharded_versions
 
     def renew_written(self) -> None:

@@ -5,7 +5,7 @@ import os
 import runpy
 import sys
 import zipfile
-from importlib.util import find_spec
+from importlib.util import MAGIC_NUMBER, find_spec
 from io import open_code
 from pathlib import Path
 from types import ModuleType
@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> NoReturn:
     sys.argv = [program, *arguments.arguments]
     if arguments.is_module:
         runpy.run_module(program, run_name="__main__", alter_sys=True)
-    elif zipfile.is_zipfile(program):
+    elif zipfile.is_zipfile(program) or _is_compiled(program):
         runpy.run_path(program, run_name="__main__")
     else:
         sys.path.insert(0, str(Path(program).resolve().parent))
@@ -61,10 +61,16 @@ def _run_file(program: str) -> None:
     # directory, and leaves `sys.argv[0]` as it was given.
     module = ModuleType("__main__")
     module.__file__ = os.path.abspath(program)
-    sys.modules["__main__"] = module
+    # multiprocessing knows the program by the second name, in what spawned processes send.
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = module
     with open_code(module.__file__) as file:
         code = compile(file.read(), module.__file__, "exec", dont_inherit=True)
     exec(code, vars(module))
+
+
+def _is_compiled(program: str) -> bool:
+    with open(program, "rb") as file:
+        return file.read(len(MAGIC_NUMBER)) == MAGIC_NUMBER
 
 
 def _set_trainers(arguments: argparse.Namespace) -> None:

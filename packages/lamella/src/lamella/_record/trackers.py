@@ -205,7 +205,8 @@ class MLflow:
         """Go on in the run of a file.
 
         Raises:
-            LookupError: Names the file.
+            LookupError: The store has no such run. Names the file.
+            Exception: Any other of MLflow's.
         """
         run_id, _, store = file.read_text(encoding="utf-8").partition("\n")
         if store:
@@ -213,6 +214,8 @@ class MLflow:
         try:
             self._mlflow.start_run(run_id=run_id)
         except Exception as error:
+            if getattr(error, "error_code", "") != "RESOURCE_DOES_NOT_EXIST":  # A server that is down keeps the run.
+                raise
             raise LookupError(f"Delete {file} for a new run, or bring back the run in it, {run_id}: {error}") from error
 
     def write(self, records: Sequence[Record]) -> None:
@@ -239,7 +242,9 @@ def _absolute_store(uri: str) -> str:
     """
     if uri.startswith(_SQLITE):
         return f"{_SQLITE}{Path(uri.removeprefix(_SQLITE)).absolute()}"
-    return uri if uri.startswith("file:") else ""
+    if uri.startswith("file://"):
+        return uri
+    return str(Path(uri.removeprefix("file:")).absolute()) if "/" in uri and "://" not in uri else ""
 
 
 class Trackio(_LoggedRun):
