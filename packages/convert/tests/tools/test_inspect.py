@@ -166,8 +166,12 @@ def test_dtypes_that_torch_does_not_compare_are_compared_within_a_tolerance(tmp_
         assert [difference.what for difference in diff(narrow, other, rtol=0.1).differences] == ["dtype"]
 
 
-def test_integers_beyond_doubles_are_compared_exactly(tmp_path: Path) -> None:
-    a, b = (torch_save({"x": torch.tensor([2**60 + more])}, tmp_path / f"{more}.pt") for more in (0, 1))
+@pytest.mark.parametrize(
+    ("dtype", "number"), [(torch.int64, 2**60), (torch.int64, -(2**60)), (torch.uint64, 2**64 - 2)]
+)
+def test_integers_beyond_doubles_are_compared_exactly(tmp_path: Path, dtype: torch.dtype, number: int) -> None:
+    tensors = [torch.tensor([number + more], dtype=dtype) for more in (0, 1)]
+    a, b = (torch_save({"x": tensor}, tmp_path / f"{index}.pt") for index, tensor in enumerate(tensors))
     assert diff(a, b, atol=0.5) and not diff(a, b, atol=1.0)
 
 

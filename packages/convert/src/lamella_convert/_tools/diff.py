@@ -243,8 +243,9 @@ def _different(a: torch.Tensor, b: torch.Tensor, rtol: float, atol: float) -> to
 def _are_close(a: torch.Tensor, b: torch.Tensor, rtol: float, atol: float) -> torch.Tensor:
     wide = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
     close = torch.isclose(a.to(wide), b.to(wide), rtol=rtol, atol=atol)
-    if a.dtype == b.dtype == torch.int64:  # Of which float64 holds numbers up to 2**53 alone.
-        close &= (a - b).abs() <= atol + rtol * b.abs().double()
+    if a.dtype == b.dtype and a.dtype in (torch.int64, torch.uint64):  # float64 holds integers up to 2**53 alone.
+        # The difference of close numbers fits in int64, also of unsigned ones, which torch does not subtract.
+        close &= (a.view(torch.int64) - b.view(torch.int64)).abs() <= atol + rtol * b.double().abs()
     return close
 
 
