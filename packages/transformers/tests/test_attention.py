@@ -11,7 +11,6 @@ from transformers import AutoConfig
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
-from lamella_testing import start_autograd
 from lamella_testing.varlen_attention import varlen_attention, varlen_attention_without_groups
 from lamella_transformers import (
     IGNORED,
@@ -160,7 +159,6 @@ def test_attention_within_documents_raises_where_a_forward_has_no_starts() -> No
 
 @pytest.mark.filterwarnings("default")  # Dynamo reads deprecated attributes, which warn.
 def test_layers_with_torchs_kernel_compile_in_one_graph_for_all_numbers_of_documents() -> None:
-    start_autograd()  # since torch 2.15 Dynamo's first backward would start threads, and no later test could fork
     set_attention(spec := spec_of("qwen3"), "documents")
     model: Any = build_model(spec, torch.device("meta"), 0)
     backend = CompileCounterWithBackend("aot_eager")
