@@ -310,8 +310,7 @@ def test_writes_after_an_unshard_by_hand_are_seen_by_the_next_forward(options: d
                 fsdp(sharded).reshard()
             _halve(parameters)
             with case(f"{reshards=}"):
-                expected = _looks_without_gradients(reference)
-                assert _looks_without_gradients(sharded) == pytest.approx(expected, rel=_tolerance(options))
+                _assert_looks_alike(reference, sharded, options)
 
     run_ranks(check, 2)
 
@@ -333,8 +332,7 @@ def test_writes_after_a_failed_forward_are_seen_by_the_next_one(options: dict[st
                 fsdp(sharded).reset_iter_state()
             _halve(parameters)
             with case(f"{resets=}"):
-                expected = _looks_without_gradients(reference)
-                assert _looks_without_gradients(sharded) == pytest.approx(expected, rel=_tolerance(options))
+                _assert_looks_alike(reference, sharded, options)
 
     run_ranks(check, 2)
 
@@ -348,10 +346,14 @@ def test_writes_between_a_forward_and_its_backward_are_seen_by_the_next_forward(
         loss = sharded(X).mean()
         _halve(parameters)
         loss.backward()
-        expected = _looks_without_gradients(reference)
-        assert _looks_without_gradients(sharded) == pytest.approx(expected, rel=_tolerance(options))
+        _assert_looks_alike(reference, sharded, options)
 
     run_ranks(check, 2)
+
+
+def _assert_looks_alike(reference: nn.Module, sharded: nn.Module, options: dict[str, Any]) -> None:
+    expected = _looks_without_gradients(reference)
+    assert _looks_without_gradients(sharded) == pytest.approx(expected, rel=_tolerance(options))
 
 
 def _halve(parameters: Iterable[torch.Tensor]) -> None:

@@ -180,7 +180,7 @@ def test_a_run_goes_on_in_mlflows_store_of_its_first_start_wherever_it_is_resume
 
 
 class _GoneError(Exception):
-    """MLflow's, of a run that its store lacks."""
+    """The error of MLflow for a run that is absent from the store."""
 
     error_code = "RESOURCE_DOES_NOT_EXIST"
 

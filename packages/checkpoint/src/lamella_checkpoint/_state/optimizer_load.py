@@ -1,6 +1,6 @@
 """A checkpoint's optimizer state compared with a live optimizer, and loaded without a step."""
 
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -46,13 +46,12 @@ class OptimizerLoad:
         Effects: reads the options from the checkpoint's files; no collective.
         """
         firsts = {name: first for first, _, _ in live.params() for name in names[first]}
-        firsts = _numbered(source, live, firsts) or firsts
         names_by_section: dict[str, dict[str, dict[str, str]]] = {"state": {}, "param_groups": {}}
         strangers: dict[str, str] = {}
-        for full in (*source.tensors, *source.objects):
-            section, suffix = _section_of(full)
-            if section not in names_by_section:
-                continue
+        entries = [(*_section_of(full), full) for full in (*source.tensors, *source.objects)]
+        entries = [entry for entry in entries if entry[0] in names_by_section]
+        firsts = _numbered(source, [suffix for _, suffix, _ in entries], live, firsts) or firsts
+        for section, suffix, full in entries:
             name, tail = _split(suffix, firsts)
             if name is None:
                 strangers.setdefault(tail, f"optimizer.{section}.{tail}")
@@ -216,9 +215,10 @@ def _section_of(full: str) -> tuple[str, str]:
     return (section, suffix) if top == "optimizer" else ("", full)
 
 
-def _numbered(source: Source, live: LiveOptimizer, firsts: Mapping[str, str]) -> dict[str, str]:
+def _numbered(
+    source: Source, suffixes: Sequence[str], live: LiveOptimizer, firsts: Mapping[str, str]
+) -> dict[str, str]:
     """Live names by number, for an optimizer of as many parameters that were only counted; else empty."""
-    suffixes = [suffix for section, suffix in map(_section_of, (*source.tensors, *source.objects)) if section]
     names = {str(number): name for number, (name, _, _) in enumerate(live.params())}
     if {suffix.partition(".")[0] for suffix in suffixes} != names.keys():
         return {}

@@ -21,7 +21,6 @@ from lamella_checkpoint import AsyncSaver, SaveHandle
 from lamella_checkpoint.extending import (
     Encoded,
     Item,
-    Ranks,
     SavePart,
     Share,
     StateContents,
@@ -286,10 +285,7 @@ def _renamed(share: Share, name: Callable[[str], str]) -> Share:
 
 def _with(share: Share, objects: Mapping[str, object]) -> Share:
     """A share with values that this rank alone writes, as they are now."""
-    mine = tuple(Item(names=(name,), value=Encoded.of(value)) for name, value in objects.items())
-    this_rank = Ranks((share.rank,))
-    local_items = (*share.items_by_ranks.get(this_rank, ()), *mine)
-    return replace(share, items_by_ranks={**share.items_by_ranks, this_rank: local_items})
+    return share.with_own((name, Encoded.of(value)) for name, value in objects.items())
 
 
 def _flat(objects: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:

@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         checkpoint is damaged; 2: refused; 130: interrupted.
 
     Raises:
-        BaseException: As the program of `run` ends.
+        BaseException: The program of `run` has ended, with this error or `SystemExit`.
     """
     try:
         arguments = parse(sys.argv[1:] if argv is None else argv)
