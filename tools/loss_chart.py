@@ -16,12 +16,21 @@ RECORD = Path("docs/benchmarks/0019-the-recipe-beside-the-trainer.md")
 HEADING = "Loss curves of the ready configurations"
 PICTURE = Path("docs/how-to/losses.svg")
 STEPS = Scale(0, 60, 20)
-CONFIGURATIONS = ("laptop", "pretrain", "fine-tune", "adapters", "last-layers", "one-gpu")
+CONFIGURATIONS = (
+    "laptop",
+    "pretrain",
+    "fine-tune",
+    "adapters",
+    "last-layers",
+    "one-gpu",
+    "many-hosts",
+    "pretrain-float8",
+)
 
 WIDTH, HEIGHT, COLUMNS = 220, 150, 3  # Of a panel, in pixels; panels in a row.
 LEFT, TOP, GAP, BOTTOM = 46, 50, 56, 84
-CAPTION = "Training losses of six ready configurations over their first steps"
-SOURCE = "Nats a token; scales differ. Source: record 0019, 2026-11-29, 1 x NVIDIA H200."
+CAPTION = "Training losses of eight ready configurations over their first steps"
+SOURCE = "Nats a token; scales differ. Source: record 0019, 2026-11-29, one NVIDIA H200 or (last row) two."
 
 
 def losses(record: str, configuration: str) -> list[tuple[int, float]]:

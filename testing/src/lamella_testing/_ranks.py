@@ -180,7 +180,8 @@ def _check_gpus(num_ranks: int) -> None:
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         raise RuntimeError(
             "Expected a parent process that has not used CUDA, got a process that has: forked ranks cannot use CUDA. "
-            "Move the GPU work of the parent into `run_ranks(..., num_ranks=1, device='cuda')`."
+            "Move the GPU work of the parent into `run_ranks(..., num_ranks=1, device='cuda')`. The import of "
+            "torchao or flash-linear-attention is such work, and transformers imports them where they are installed."
         )
     num_gpus, shared = _num_visible_gpus(), ranks_per_gpu()
     if num_gpus * shared < num_ranks:

@@ -76,9 +76,16 @@ def is_captured(
 
 
 @pytest.mark.parametrize(
-    "sections", [{}, {"parallel": {"compile": True}}, {"parallel": {"stage": 2}}, {"optim": {"accumulation": 2}}]
+    "sections",
+    [
+        {},
+        {"parallel": {"compile": True}},
+        {"parallel": {"stage": 2}},
+        {"parallel": {"ranks": 2}},
+        {"optim": {"accumulation": 2}},
+    ],
 )
-def test_a_small_llama_on_one_gpu_is_captured(sections: dict[str, Any]) -> None:
+def test_a_small_llama_on_one_or_two_gpus_is_captured(sections: dict[str, Any]) -> None:
     assert is_captured(sections)
     assert captures(resolve(ON_ONE_GPU, sections))
 
@@ -91,7 +98,11 @@ def test_a_small_llama_on_one_gpu_is_captured(sections: dict[str, Any]) -> None:
         {"parallel": {"rest": "cpu"}},
         {"parallel": {"recompute": "full"}},
         {"parallel": {"float8": "tensor"}},
-        {"parallel": {"ranks": 2}},
+        {"parallel": {"ranks": 4}},
+        {"parallel": {"ranks": 2, "stage": 2}},
+        {"parallel": {"ranks": 2, "replicate": 2}},
+        {"parallel": {"ranks": 2, "keep_budget": "1GiB"}},
+        {"parallel": {"ranks": 2, "reshard_after_forward": False}},
         {"model": {"attention": "eager"}},
         {"model": {"kernels": "liger"}},
         {"model": {"lora_rank": 4}},
