@@ -16,6 +16,7 @@ RECORD = Path("docs/benchmarks/0019-the-recipe-beside-the-trainer.md")
 HEADING = "Loss curves of the ready configurations"
 PICTURE = Path("docs/how-to/losses.svg")
 STEPS = Scale(0, 60, 20)
+GRIDS = {0.5: 1.5, 1: 6, 2: 12, 4: math.inf}  # Nats between lines of the grid: the most nats of a curve.
 CONFIGURATIONS = (
     "laptop",
     "pretrain",
@@ -60,7 +61,7 @@ def picture(record: str) -> str:
 
 def _panel(configuration: str, points: list[tuple[int, float]], left: int, top: int) -> list[str]:
     lowest, highest = (limit(loss for _, loss in points) for limit in (min, max))
-    distance = 1 if highest - lowest > 1.5 else 0.5
+    distance = next(distance for distance, most in GRIDS.items() if highest - lowest <= most)
     up = Scale(math.floor(lowest / distance) * distance, math.ceil(highest / distance) * distance, distance)
     plot = Plot(left, top, WIDTH, HEIGHT, STEPS, up)
     places = " ".join(f"{plot.x(step):.1f},{plot.y(loss):.1f}" for step, loss in points)
