@@ -2,6 +2,7 @@
 
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from trained_runs import Run, TrainOn
 
 from lamella import Config, MixedPrecisionPolicy
+from lamella._model import compilation
 from lamella._model import sharding as _sharding
 from lamella._model.activations import offload_activations, recompute
+from lamella._model.compilation import compile_units
+from lamella._model.float8 import in_float8
 from lamella._model.spec import load_spec
+from lamella._settings.sections import ParallelConfig
 from lamella_engine import fully_shard
 from lamella_testing import run_ranks
 from lamella_transformers import build_model
@@ -195,3 +200,37 @@ def test_recomputed_units_compile(kind: Any) -> None:
         assert torch.equal(gradient_of_weight(is_compiled=True), gradient_of_weight(is_compiled=False))
 
     run_ranks(on_rank, 2)
+
+
+@pytest.mark.filterwarnings("default")  # Dynamo makes an autograd function, which warns.
+@pytest.mark.parametrize("recomputes_functions", [True, False], ids=["by the compiler", "by an eager checkpoint"])
+def test_compiled_units_in_float8_save_their_inputs_alone(
+    recomputes_functions: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if recomputes_functions and not compilation._RECOMPUTES_FUNCTIONS:
+        pytest.skip("torch 2.11 saves the outputs of autograd functions in a compiled checkpoint")
+    monkeypatch.setattr(compilation, "_RECOMPUTES_FUNCTIONS", recomputes_functions)
+
+    def trained(*, is_compiled: bool) -> tuple[list[tuple[int, ...]], torch.Tensor]:
+        torch.manual_seed(0)
+        unit = nn.Sequential(nn.Linear(16, 64, bias=False), nn.GELU(), nn.Linear(64, 16, bias=False))
+        recompute([unit], "full")
+        policy = in_float8([unit], MixedPrecisionPolicy(torch.bfloat16), ParallelConfig(float8="tensor"))
+        fully_shard(unit, mp_policy=policy)
+        if is_compiled:
+            compile_units([unit], has_fixed_shapes=True, has_functions=True)
+        saved: list[tuple[int, ...]] = []
+        inputs = torch.randn(32, 16, dtype=torch.bfloat16)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(tuple(t.shape)), t)[1], lambda t: t):
+            outputs = unit(inputs)
+        outputs.square().sum().backward()
+        weight: Any = unit[0].weight
+        return saved, weight.grad.full_tensor()
+
+    def on_rank() -> None:
+        monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager_decomp_partition"))
+        (_, expected), (saved, gradient) = trained(is_compiled=False), trained(is_compiled=True)
+        assert (32, 64) not in saved
+        assert torch.allclose(gradient, expected, rtol=0.05, atol=0.05 * float(expected.abs().max()))
+
+    run_ranks(on_rank, 1)

@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from functools import partial, wraps
+from functools import partial, update_wrapper, wraps
 from typing import Any, Final, Literal, NamedTuple, cast
 
 import torch
@@ -76,7 +76,29 @@ def recompute(
         if "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters:
             options["respect_saved_tensors_hooks"] = False
     for unit in units[:num_recomputed]:
-        unit.forward = _recomputed(unit.forward, options)
+        unit.forward = RecomputedForward(unit.forward, options)
+
+
+class RecomputedForward:
+    """The forward of a unit that runs again in backward.
+
+    Args:
+        forward: The unit's forward.
+        options: Arguments of `torch.utils.checkpoint.checkpoint`.
+    """
+
+    def __init__(self, forward: Callable[..., Any], options: dict[str, Any]) -> None:
+        self._forward, self._options = forward, options
+        update_wrapper(self, forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self._forward(*args, **kwargs)
+        return checkpoint(self._forward, *args, **self._options, **kwargs)
+
+    def compile(self, **options: Any) -> None:
+        """Compile the forward by `torch.compile`, whose arguments these are; the checkpoint around it stays eager."""
+        self._forward = torch.compile(self._forward, **options)
 
 
 def _policy(_: object, operator: Any, *args: Any, **__: Any) -> CheckpointPolicy:
@@ -96,16 +118,6 @@ def offload_activations(units: Sequence[nn.Module], host: saved_tensors_hooks | 
     """
     for unit in units:
         unit.forward = _offloaded(unit, unit.forward, host)
-
-
-def _recomputed(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
-    @wraps(forward)
-    def recomputed(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
-        return checkpoint(forward, *args, **options, **kwargs)
-
-    return recomputed
 
 
 def _offloaded(unit: nn.Module, forward: Callable[..., Any], host: saved_tensors_hooks | None) -> Callable[..., Any]:
