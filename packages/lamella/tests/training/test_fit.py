@@ -221,7 +221,12 @@ def test_compiled_units_in_float8_save_their_inputs_alone(
             compile_units([unit], has_fixed_shapes=True, has_functions=True)
         saved: list[tuple[int, ...]] = []
         inputs = torch.randn(32, 16, dtype=torch.bfloat16)
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(tuple(t.shape)), t)[1], lambda t: t):
+
+        def record(tensor: torch.Tensor) -> torch.Tensor:
+            saved.append(tuple(tensor.shape))
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor):
             outputs = unit(inputs)
         outputs.square().sum().backward()
         weight: Any = unit[0].weight
