@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch.distributed as dist
@@ -270,6 +271,15 @@ def test_the_checkpoint_of_another_model_is_refused_by_the_first_parameters_that
     message = refuse()
     assert "model.layers.0.mlp.gate_proj.weight: (40, 16) in the checkpoint, (44, 16) here; " in message
     assert "; and " in message and str(finished) in message
+
+
+def test_a_full_disk_of_a_run_with_a_checkpoint_does_not_begin_it_anew(
+    refuse: Refuse, finished: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lamella._training.writing.prepare_tokens", Mock(side_effect=OSError(28, "No space left")))
+    error = refuse("--steps", "9")
+    assert f"Expected to write the run to {str(finished)!r}, got No space left. Make room, or" in error
+    assert error.endswith("then run the same command again to go on from step_00000006.\n")
 
 
 def test_a_run_is_not_resumed_with_other_data(refuse: Refuse, finished: Path) -> None:

@@ -83,7 +83,7 @@ def checkpoints_of(config: Config) -> CheckpointDirectory:
     return CheckpointDirectory(RunDirectory(Path(str(config.run.directory))).checkpoints)
 
 
-def test_a_disk_that_fills_up_ends_the_run_and_leaves_the_last_checkpoint(
+def test_a_file_past_its_limit_ends_the_run_and_leaves_the_last_checkpoint(
     config: Config, errors_of: Callable[..., list[str]]
 ) -> None:
     def fill(trainer: Trainer, step: int) -> None:
@@ -92,8 +92,8 @@ def test_a_disk_that_fills_up_ends_the_run_and_leaves_the_last_checkpoint(
 
     for text in errors_of(StorageError, fill):
         assert "Expected to write the checkpoint of step 6 in " in text and "File too large" in text
-        assert "Free 0.2 MiB for a checkpoint (the disk has " in text
-        assert "then run the same command again. The last checkpoint is of step 3." in text
+        assert "Raise the limit on the sizes of files (`ulimit -f`), then run the same command again. The last" in text
+        assert text.endswith("checkpoint is of step 3.")
     assert checkpoints_of(config).steps() == [3]
     assert verify(checkpoints_of(config).path(3))
 
@@ -189,6 +189,8 @@ def test_a_disk_with_room_for_the_tensors_and_no_more_is_told_as_too_small(
         usage = SimpleNamespace(free=int(free_mib * 2**20))
         monkeypatch.setattr("lamella._training.saves.shutil.disk_usage", lambda _, usage=usage: usage)
         assert f"{expected} for a checkpoint (the disk has {free_mib} MiB), then" in saves.cannot_write("it", full)
+    way_out = "Free 1.0 MiB of the disk quota for a checkpoint, then run the same command again."
+    assert way_out in saves.cannot_write("it", os.strerror(errno.EDQUOT))
 
 
 def test_metrics_that_cannot_be_written_end_the_run_on_every_rank(

@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -10,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from trained_runs import Run
+from trained_runs import Run, TrainOn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from lamella import Config
 from lamella.cli import main
 
 CPU = ("--device", "cpu")
@@ -142,3 +144,18 @@ def test_bad_input_is_one_line(
     error = capsys.readouterr().err
     assert error.startswith("lamella: error: ") and error.count("\n") == 1
     assert re.search(expected, error), error
+
+
+def test_held_out_answers_are_evaluated_at_the_length_at_which_they_were_counted(
+    shared_config: Config, train: TrainOn, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = ({"prompt": f"Number {number}?", "completion": f" {number} and more."} for number in range(300))
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+    data = replace(shared_config.data, paths=(str(tmp_path / "rows.jsonl"),), packing="stream")
+    settings = replace(shared_config.run, directory=str(tmp_path / "run"))
+    run = train(replace(shared_config, data=data, run=settings), 2)
+    root = str(run.directory.root)
+    assert evaluated(capsys, root)["nats_per_byte"] == pytest.approx(run.nats_per_byte(6), rel=1e-5)
+    assert main(["eval", root, "--sequence-length", "16", *CPU]) == 2
+    error = capsys.readouterr().err
+    assert "Expected the --sequence-length of the run, 32, at which its answers were counted, got 16." in error

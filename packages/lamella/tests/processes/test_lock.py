@@ -4,12 +4,15 @@ import os
 import socket
 import subprocess
 from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from lamella import ConfigError
+from lamella import Config, ConfigError
 from lamella._processes.lock import LOCK_FILE, locked
+from lamella._training.host_preparation import lock
 from lamella.cli import main
 
 HOLD = """
@@ -98,3 +101,20 @@ def test_a_file_system_without_locks_is_told(
     with locked(tmp_path) as descriptors:
         assert descriptors == ()
     assert "cannot be locked (Function not implemented). Start no second run in it." in capsys.readouterr().err
+
+
+def test_the_checkpoint_folder_of_a_run_is_locked_for_other_runs(config: Config, tmp_path: Path) -> None:
+    checkpoints = str(tmp_path / "run" / "checkpoints")
+    other = replace(config, run=replace(config.run, directory=str(tmp_path / "other"), checkpoints=checkpoints))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json").touch()
+    for first, second, option in ((config, other, "--checkpoints"), (other, config, "--run-dir")):
+        with ExitStack() as locks:
+            lock(first, locks)
+            with pytest.raises(ConfigError, match=f"Expected no other run in '.*/run'.*pass another {option}"):
+                lock(second, locks)
+
+
+def test_a_run_may_keep_its_checkpoints_in_its_folder_itself(config: Config, tmp_path: Path) -> None:
+    with ExitStack() as locks:
+        assert len(lock(replace(config, run=replace(config.run, checkpoints=str(tmp_path / "run"))), locks)) == 1

@@ -1,6 +1,8 @@
 """A report is made as JSON only for those who ask for JSON."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -37,3 +39,24 @@ def test_json_goes_to_the_terminal_or_to_a_file_beside_the_text(
     show(["a line"], lambda: json.dumps({"a": 1}), str(tmp_path / "report.json"))
     assert capsys.readouterr().out == "a line\n"
     assert json.loads((tmp_path / "report.json").read_text()) == {"a": 1}
+
+
+def test_a_log_on_a_full_disk_loses_its_lines_and_the_program_goes_on() -> None:
+    program = (
+        "import sys; from lamella._record.output import say; from lamella._record.progress import ProgressBar\n"
+        "bar = ProgressBar(0, 1, enabled=True); bar.say('a line'); bar.say('a line'); say(['a line'])\n"
+        "sys.stderr.write('went on')"
+    )
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        ended = subprocess.run([sys.executable, "-c", program], stdout=full, stderr=subprocess.PIPE, check=True)
+    assert ended.stderr == b"went on"
+
+
+def test_closed_outputs_are_opened_for_a_program_and_its_workers() -> None:
+    program = (
+        "import subprocess, sys; from lamella._record.output import open_closed_outputs\n"
+        "open_closed_outputs(); print('a line', flush=True); print('an error', file=sys.stderr, flush=True)\n"
+        "sys.exit(subprocess.run(['echo', 'a line']).returncode)"
+    )
+    command = f'exec "{sys.executable}" -c "$0" >&- 2>&-'
+    assert subprocess.run(["sh", "-c", command, program], check=False).returncode == 0

@@ -212,10 +212,11 @@ class Failing:
 
     def __init__(self, run: TrackedRun | None = None) -> None:
         self.records: list[Record] = []
+        self.error: type[BaseException] = ConnectionError
 
     def write(self, records: list[Record]) -> None:
         if self.records:
-            raise ConnectionError("no route\nto the server")
+            raise self.error("no route\nto the server")
         self.records += records
 
     def flush(self) -> None: ...
@@ -223,14 +224,18 @@ class Failing:
     def close(self, exit_code: int) -> None: ...
 
 
-def test_a_tracker_that_fails_is_left_out_with_one_line_and_files_go_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize("error", [ConnectionError, SystemExit])
+def test_a_tracker_that_fails_is_left_out_with_one_line_and_files_go_on(
+    tmp_path: Path, error: type[BaseException]
+) -> None:
     lines: list[str] = []
     metrics, failing = tmp_path / "metrics.jsonl", Failing()
+    failing.error = error
     stream = RecordStream((failing, MetricsFile(metrics)), lines.append)  # type: ignore[arg-type]
     for record in (STEP, VALIDATION, STEP):
         stream.write([record])
     assert failing.records == [STEP] and read(metrics) == [STEP, VALIDATION, STEP]
-    assert lines == ["Failing: ConnectionError: no route to the server. The run goes on without this tracker."]
+    assert lines == [f"Failing: {error.__name__}: no route to the server. The run goes on without this tracker."]
 
 
 def test_a_file_that_fails_is_an_error(tmp_path: Path) -> None:
@@ -243,6 +248,9 @@ def test_a_tracker_that_cannot_start_is_left_out(tmp_path: Path, monkeypatch: py
     lines: list[str] = []
     assert [*open_trackers(["wandb"], tracked(tmp_path / "mine"), lines.append)] == []
     assert lines[0].startswith("wandb: ModuleNotFoundError: ") and lines[0].endswith("without this tracker.")
+    monkeypatch.setitem(TRACKERS, "wandb", Mock(side_effect=SystemExit("no key")))
+    assert [*open_trackers(["wandb"], tracked(tmp_path / "mine"), lines.append)] == []
+    assert lines[1] == "wandb: SystemExit: no key. The run goes on without this tracker."
 
 
 def test_names_may_be_joined_by_commas() -> None:

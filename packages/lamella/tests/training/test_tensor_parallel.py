@@ -20,6 +20,7 @@ from lamella._processes.placement import Rank, place
 from lamella._settings.config import resolve
 from lamella._streaming.batches import ScatteredBatches
 from lamella._training.preparation import prepare
+from lamella.cli import main
 from lamella_testing import run_ranks
 
 for module in ("torch.distributed.tensor.parallel", "transformers.models.qwen3.modeling_qwen3"):
@@ -190,3 +191,12 @@ def test_a_batch_is_shared_out_among_ranks_with_sequences_of_their_own(config: C
     assert place(replace(two, optim=replace(two.optim, batch_size=4))).parallel.num_data_ranks == 2
     with pytest.raises(ConfigError, match="multiple of ranks over --tensor-parallel times --accumulation, 2"):
         place(replace(two, optim=replace(two.optim, batch_size=6)))
+
+
+def test_eval_of_a_run_on_neighbouring_ranks_gives_its_last_validation(
+    cut: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capsys.readouterr()
+    assert main(["eval", str(cut.directory.root), "--device", "cpu", "--json", "-"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["nats_per_byte"] == pytest.approx(cut.nats_per_byte(6), rel=1e-5)

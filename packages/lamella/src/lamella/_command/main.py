@@ -12,7 +12,7 @@ from lamella._command.parser import config_of, parse
 from lamella._processes.deaths import describe_memory_error, warning_of_tight_limits
 from lamella._processes.endings import EXIT_CODES, FAILED, Stopped
 from lamella._processes.launch import WorkerError, WorkerTimeoutError
-from lamella._record.output import printable
+from lamella._record.output import open_closed_outputs, printable
 from lamella._settings.config import to_toml
 from lamella_trace import TraceError
 
@@ -30,6 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         BaseException: The program of `run` has ended, with this error or `SystemExit`.
     """
+    open_closed_outputs()
     try:
         arguments = parse(sys.argv[1:] if argv is None else argv)
         exit_code = _run(arguments)

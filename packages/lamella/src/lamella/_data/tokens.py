@@ -273,6 +273,20 @@ def _write_tokens(
     staged = folder.with_name(f"{folder.name}.partial")
     shutil.rmtree(staged, ignore_errors=True)
     staged.mkdir(parents=True)
+    try:
+        _write_staged(corpus, tokenizer, form, token_fingerprint, staged)
+    except OSError:  # On a full disk the files would leave no room for the next try.
+        shutil.rmtree(staged, ignore_errors=True)
+        raise
+    (folder / _INDEX).unlink(missing_ok=True)  # first: an index beside token files that are gone would be trusted
+    shutil.rmtree(folder, ignore_errors=True)
+    staged.rename(folder)
+
+
+def _write_staged(
+    corpus: Corpus, tokenizer: RunTokenizer, form: TokenForm, token_fingerprint: str, staged: Path
+) -> None:
+    """Write the token files of a corpus, and their index."""
     encoder = Encoder(
         tokenizer=tokenizer,
         loss_is_on_all=form.loss_on == "all",
@@ -298,9 +312,6 @@ def _write_tokens(
     buffer = io.BytesIO()  # On a full disk torch raises RuntimeError, and a write OSError.
     torch.save(index, buffer)
     (staged / _INDEX).write_bytes(buffer.getvalue())
-    (folder / _INDEX).unlink(missing_ok=True)  # first: an index beside token files that are gone would be trusted
-    shutil.rmtree(folder, ignore_errors=True)
-    staged.rename(folder)
 
 
 def _write_split(encoder: Encoder, files: Iterable[SourceFile], form: TokenForm, row_files: _RowFiles) -> None:

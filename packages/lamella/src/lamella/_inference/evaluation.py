@@ -121,11 +121,12 @@ def _num_sequences(trained: TrainedModel, options: EvaluationOptions) -> int | N
 def _settings(trained: TrainedModel, length: int, num_sequences: int) -> Config:
     """Return settings for the validation: of the run, and with the sequences of one rank in a forward."""
     config = Config(model=ModelConfig(name=trained.name)) if trained.run is None else trained.run.config
-    ranks = config.parallel.ranks or 1
-    batch_size = 1 if trained.run is None else config.optim.batch_size // (ranks * config.optim.accumulation)
+    num_microbatches = config.parallel.num_data_ranks * config.optim.accumulation
+    batch_size = 1 if trained.run is None else config.optim.batch_size // num_microbatches
     return replace(
         config,
         data=replace(config.data, sequence_length=length),
+        parallel=replace(config.parallel, ranks=1, tensor_parallel=1, context_parallel=1),
         optim=replace(OptimConfig(), batch_size=max(1, batch_size)),
         run=replace(RunConfig(), validation_sequences=num_sequences),
     )
@@ -160,12 +161,21 @@ def _held_out(trained: TrainedModel, length: int) -> TokenData:
     if not (folder / "index.pt").is_file():
         raise ConfigError(f"Expected the tokens of the run in {str(folder)!r}, got none. Pass --data.")
     tokens, bound = load_tokens(folder), trained.run.config.data.sequence_length
-    if tokens.packing != "stream" and length != bound:
+    if length != bound and (reason := _bound_by(tokens, bound)) is not None:
         raise ConfigError(
-            f"Expected the --sequence-length of the run, {bound}, at which its documents were packed, got {length}. "
+            f"Expected the --sequence-length of the run, {bound}, at which its {reason}, got {length}. "
             "Leave --sequence-length out, or pass the text as --data."
         )
     return tokens
+
+
+def _bound_by(tokens: TokenData, length: int) -> str | None:
+    """Return the reason that held-out tokens have sequences of one length; None if they may be cut at any."""
+    if tokens.packing != "stream":
+        return "documents were packed"
+    sequences = (tokens.sequences("validation", length, name) for name in tokens.validation_sets)
+    has_counts = any(text.target_counts is not None for text in sequences)
+    return "answers were counted" if has_counts else None
 
 
 def _all_of(paths: Sequence[str]) -> Corpus:

@@ -27,16 +27,35 @@ def show(lines: Iterable[str], as_json: Callable[[], str], to: str | None) -> No
 
 
 def say(lines: Iterable[str], end: str = "\n") -> None:
-    """Print lines, each followed by `end`; escape characters the terminal cannot encode, and tolerate a closed pipe."""
+    """Print lines, each followed by `end`; escape characters the terminal cannot encode.
+
+    Lines are lost where the output is a closed pipe, or a file on a full disk.
+    """
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         for line in lines:
             sys.stdout.write(f"{line}{end}")  # Not `print`, which asks an unbuffered output twice for each line.
         sys.stdout.flush()
-    except BrokenPipeError:
-        # Without a valid standard output, the interpreter's flush at exit raises BrokenPipeError again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError:
+        leave_output()
+
+
+def leave_output() -> None:
+    """Discard standard output from now on, which raised an error; each later line would, and the flush at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def open_closed_outputs() -> None:
+    """Discard standard output and errors where a process was started without them, as by `>&-`.
+
+    Effects: sets `sys.stdout` and `sys.stderr`, which are None; started processes inherit the descriptors.
+    """
+    for name, descriptor in (("stdout", 1), ("stderr", 2)):
+        if getattr(sys, name) is None:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+            os.set_inheritable(descriptor, True)
+            setattr(sys, name, open(descriptor, "w", encoding="utf-8", closefd=False))  # noqa: SIM115
 
 
 def printable(text: str) -> str:

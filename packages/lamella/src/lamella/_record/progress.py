@@ -1,10 +1,11 @@
 """The progress of a run on a terminal."""
 
-import os
 import sys
 from typing import Self
 
 from tqdm import tqdm
+
+from lamella._record.output import leave_output
 
 
 class ProgressBar:
@@ -25,14 +26,14 @@ class ProgressBar:
         self._bar.update()
 
     def say(self, line: str) -> None:
-        """Print a line above the bar. The run survives a closed pipe: Ctrl-C ends `| tee` before the last lines."""
+        """Print a line above the bar. The run survives a closed pipe, as Ctrl-C ends `| tee`, and a log's full disk."""
         if not self._enabled:
             return
         try:
             self._bar.write(line)
             sys.stdout.flush()
-        except BrokenPipeError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Otherwise every later line raises too.
+        except OSError:
+            leave_output()
 
     def close(self) -> None:
         """Stop updating the bar and leave its last state on the terminal."""

@@ -102,13 +102,13 @@ class RecordStream:
         for sink in tuple(self._sinks):
             try:
                 method(sink)
-            except Exception as error:  # Trackers are programs of others, and talk to servers.
+            except (Exception, SystemExit) as error:  # Trackers are programs of others, and talk to servers.
                 if sink.is_file:
                     raise
                 self._sinks.remove(sink)
                 self._print_line(dropped_line(type(sink).__name__, error))
 
 
-def dropped_line(name: str, error: Exception) -> str:
+def dropped_line(name: str, error: BaseException) -> str:
     """Return the line on a tracker that raised."""
     return f"{name}: {type(error).__name__}: {one_line(str(error))[:200]}. The run goes on without this tracker."

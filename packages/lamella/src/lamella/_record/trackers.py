@@ -79,7 +79,7 @@ def open_trackers(names: Sequence[str], run: TrackedRun, print_line: Callable[[s
     for name in names:
         try:
             yield TRACKERS[name](run)
-        except Exception as error:  # noqa: BLE001  Trackers are foreign programs, and talk to servers.
+        except (Exception, SystemExit) as error:  # noqa: BLE001  Trackers are foreign programs, and talk to servers.
             print_line(dropped_line(name, error))
 
 

@@ -10,6 +10,7 @@ from lamella._processes.agreement import agreed_failure, from_first_rank
 from lamella._processes.hosts import Hosts, Probe
 from lamella._processes.lock import locked
 from lamella._record.output import refused_paths
+from lamella._record.run_directory import RunDirectory
 from lamella._settings.config import Config
 from lamella._settings.options import ConfigError
 from lamella._training.checks import run_directory
@@ -76,8 +77,13 @@ def lock(config: Config, locks: ExitStack) -> tuple[int, ...]:
     """
     directory = run_directory(config)
     descriptors = locks.enter_context(locked(directory.root))
+    root, checkpoints = directory.root.resolve(), directory.checkpoints.resolve()
     if config.run.checkpoints is not None:
-        descriptors += locks.enter_context(locked(directory.checkpoints, "--checkpoints"))
+        # The checkpoints of a run may lie in another run's folder, which locks its root alone.
+        is_of_run = RunDirectory(checkpoints.parent).config.is_file()
+        for folder in (checkpoints, *((checkpoints.parent,) if is_of_run else ())):
+            if folder != root:
+                descriptors += locks.enter_context(locked(folder, "--checkpoints"))
     # Before the choice of a checkpoint: one that appeared after it would be loaded, without the records before it.
     with suppress(OSError):  # `prepare` refuses a folder that cannot be written to.
         CheckpointDirectory(directory.checkpoints).discard_unfinished()

@@ -24,8 +24,6 @@ from lamella._training.narrow_states import stored_slots, stored_states
 from lamella_checkpoint import CheckpointDirectory, CheckpointFailed
 from lamella_engine import find_nonfinite
 
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
 
 class Saves:
     """Saves a model and an optimizer by step. Every rank makes the same calls."""
@@ -123,7 +121,11 @@ class Saves:
             return f"{error} The folder was moved or removed during the run. Pass its new place as {option} to go on."
         way_out = "Make it writable"
         needed, free = self._nbytes(), _free_nbytes(folder)
-        if free < needed or any(os.strerror(code) in reason for code in _FULL):
+        if os.strerror(errno.EFBIG) in reason:
+            way_out = "Raise the limit on the sizes of files (`ulimit -f`)"
+        elif os.strerror(errno.EDQUOT) in reason:
+            way_out = f"Free {_nbytes_in_words(needed)} of the disk quota for a checkpoint"
+        elif free < needed or os.strerror(errno.ENOSPC) in reason:
             # A checkpoint is more than tensors: free space of the tensors' size has turned out not to be enough.
             is_close = needed <= free < 2 * needed
             more_than = f"more than {_nbytes_in_words(free)}" if is_close else _nbytes_in_words(needed)

@@ -49,7 +49,7 @@ def write(config: Config, run: CheckedRun, sources: RunSources, lines: list[str]
     """
     directory = run.directory
     tokens = _tokens(config, run, sources)
-    with _writing(directory):
+    with _writing(run):
         lines += tokens.lines(config.data.sequence_length)
         if config.data.streaming:
             directory.streamed.write_text(to_json(sources.text.corpus.streamed), encoding="utf-8")
@@ -103,21 +103,24 @@ def in_steps(config: Config, run: CheckedRun, sources: RunSources) -> Config:
 def _tokens(config: Config, run: CheckedRun, sources: RunSources) -> TokenData:
     """Return the tokens of the text, from the run's directory if they are there already."""
     text, directory = sources.text, run.directory
-    with _writing(directory):
+    with _writing(run):
         tokens = prepare_tokens(text.corpus, text.tokenizer, text.form, directory.tokens, directory.model)
         check_tokens(tokens, config.data)
     return tokens
 
 
 @contextmanager
-def _writing(directory: RunDirectory) -> Iterator[None]:
+def _writing(run: CheckedRun) -> Iterator[None]:
     try:
         yield
     except OSError as error:
         where = f": {str(error.filename)!r}" if error.filename is not None else ""
+        way_out = "Pass another --run-dir."
+        if run.checkpoint is not None:  # Another folder would begin the run anew.
+            way_out = "Make room, or make the folder writable, then run the same command again to go on from "
+            way_out += f"{run.checkpoint.name}."
         raise ConfigError(
-            f"Expected to write the run to {str(directory.root)!r}, got {error.strerror or error}{where}. Pass another "
-            "--run-dir."
+            f"Expected to write the run to {str(run.directory.root)!r}, got {error.strerror or error}{where}. {way_out}"
         ) from error
 
 
