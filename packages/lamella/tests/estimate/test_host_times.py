@@ -38,7 +38,7 @@ def config(tmp_path: Path) -> Callable[..., Config]:
             "model": {"name": str(path)},
             "data": {"sequence_length": length},
             "optim": {"batch_size": batch_size},
-            "parallel": {"ranks": 2, **parallel},
+            "parallel": {"ranks": 2, "capture": False, **parallel},
         }
         return placed(resolve(settings))
 
