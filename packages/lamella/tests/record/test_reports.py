@@ -43,13 +43,21 @@ def test_json_goes_to_the_terminal_or_to_a_file_beside_the_text(
 
 def test_a_log_on_a_full_disk_loses_its_lines_and_the_program_goes_on() -> None:
     program = (
-        "import sys; from lamella._record.output import say; from lamella._record.progress import ProgressBar\n"
-        "bar = ProgressBar(0, 1, enabled=True); bar.say('a line'); bar.say('a line'); say(['a line'])\n"
+        "import sys; from lamella._record.output import log; from lamella._record.progress import ProgressBar\n"
+        "bar = ProgressBar(0, 1, enabled=True); bar.say('a line'); bar.say('a line'); log(['a line'])\n"
         "sys.stderr.write('went on')"
     )
     with open("/dev/full", "w", encoding="utf-8") as full:
         ended = subprocess.run([sys.executable, "-c", program], stdout=full, stderr=subprocess.PIPE, check=True)
     assert ended.stderr == b"went on"
+
+
+def test_a_result_on_a_full_disk_is_an_error() -> None:
+    command = [sys.executable, "-m", "lamella", "train", "--print-config"]
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, check=False)
+    error = b"lamella: error: Expected to write to standard output, got No space left on device.\n"
+    assert (ended.returncode, ended.stderr) == (2, error)
 
 
 def test_closed_outputs_are_opened_for_a_program_and_its_workers() -> None:

@@ -12,7 +12,7 @@ from lamella._command.parser import config_of, parse
 from lamella._processes.deaths import describe_memory_error, warning_of_tight_limits
 from lamella._processes.endings import EXIT_CODES, FAILED, Stopped
 from lamella._processes.launch import WorkerError, WorkerTimeoutError
-from lamella._record.output import open_closed_outputs, printable
+from lamella._record.output import open_closed_outputs, printable, say
 from lamella._settings.config import to_toml
 from lamella_trace import TraceError
 
@@ -92,7 +92,7 @@ def _run(arguments: argparse.Namespace) -> int:
     elif arguments.command == "overlap-report":
         overlap_report.run(arguments)
     elif arguments.print_config:
-        print(to_toml(config_of(arguments)))
+        say([to_toml(config_of(arguments))])
     elif arguments.command == "estimate":
         from lamella._command import estimate
 

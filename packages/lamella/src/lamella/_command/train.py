@@ -21,7 +21,7 @@ from lamella._processes.placement import place, process_group, under_torchrun
 from lamella._processes.stop import StopRequests, interrupted, listening
 from lamella._processes.watch import Watch, watched
 from lamella._record.metrics import Record, ValidationRecord, last_validations, read
-from lamella._record.output import refused_paths, say
+from lamella._record.output import log, refused_paths
 from lamella._record.report import reported_run
 from lamella._record.run_directory import RunDirectory
 from lamella._settings.config import Config, to_toml
@@ -157,7 +157,7 @@ def _train_as_rank(config: Config) -> Result:
 
     def end_wait(watch: Watch, signum: int, prints: bool) -> None:
         if (line := watch.abandons_step()) is not None:
-            say([line] if prints else [])
+            log([line] if prints else [])
             leave(signum, prints=prints)
         if (error := watch.timeout()) is not None:
             _exit(f"error: {error} {_resumption_message(config)}", FAILED, prints=prints)
@@ -173,7 +173,7 @@ def _train_as_rank(config: Config) -> Result:
             prepared, directory = agreed_preparation(preparation), run_directory(config)
             num_folders = num_preparations(preparation)
             if is_first and num_folders > 1:
-                say([f"hosts: {num_folders} run folders, prepared alike; checkpoints in {directory.checkpoints}"])
+                log([f"hosts: {num_folders} run folders, prepared alike; checkpoints in {directory.checkpoints}"])
             if not prepared.is_complete:
                 reported = _reported(config, prepared) if is_first else nullcontext()
                 with reported, watched(rank, config.run.wait_limits, requests, end_wait):
@@ -219,7 +219,7 @@ def _prepare(config: Config) -> PreparedRun:
     """Prepare, then print the settings and the lines of the start. A refused run prints nothing here."""
     with refused_paths():
         prepared = prepare(config)
-    say([to_toml(prepared.config), *prepared.lines])
+    log([to_toml(prepared.config), *prepared.lines])
     return prepared
 
 
@@ -228,7 +228,7 @@ def _reported(config: Config, prepared: PreparedRun) -> AbstractContextManager[N
     parallel = config.parallel
     device = parallel.device if parallel.device != "cuda" else torch.cuda.get_device_name(0)
     facts = {"step": prepared.first_step, "ranks": parallel.ranks, "device": device}
-    return reported_run(prepared.directory, facts, lambda line: say([line]))
+    return reported_run(prepared.directory, facts, lambda line: log([line]))
 
 
 def _agreed_result(directory: RunDirectory, *, is_first: bool) -> Result:
@@ -268,7 +268,7 @@ def printed_result(directory: RunDirectory) -> Result:
         report=directory.report,
         validations=validations,
     )
-    say(result.lines())
+    log(result.lines())
     return result
 
 

@@ -39,7 +39,7 @@ from lamella._processes.placement import BOARD_VARIABLE, STORE_VARIABLE
 from lamella._processes.pulse import FileBoard
 from lamella._processes.stop import SIGNALS, StopRequests, listening
 from lamella._processes.watch import Watch
-from lamella._record.output import say
+from lamella._record.output import log
 from lamella._settings.options import ConfigError
 from lamella._settings.sections import WaitLimits
 
@@ -216,7 +216,7 @@ def _wait(workers: Sequence[_Worker], requests: StopRequests, watch: Watch | Non
             _pass_on(requests.signum, workers)
         if watch is not None:
             if lines := watch.look(time.monotonic(), board.read(), is_asked_to_stop=is_passed_on):
-                say(lines)
+                log(lines)
             _end_wait(watch, requests.signum)
         time.sleep(_POLL_S)
     if any(worker.died() for worker in workers):
@@ -229,7 +229,7 @@ def _wait(workers: Sequence[_Worker], requests: StopRequests, watch: Watch | Non
 def _end_wait(watch: Watch, signum: int) -> None:
     """Raise where the workers are not to be waited for: see Note [A blocked main thread handles no signal]."""
     if (line := watch.abandons_step()) is not None:
-        say([line])
+        log([line])
         raise Stopped(signum)
     if (error := watch.timeout()) is not None:
         raise WorkerTimeoutError(error, next(iter(watch.absent()), None))

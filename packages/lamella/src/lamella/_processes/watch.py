@@ -18,7 +18,7 @@ from typing import Final
 from lamella._processes.placement import Rank
 from lamella._processes.pulse import PERIOD_S, Beat, RunPhase, until_the_store_ends
 from lamella._processes.stop import StopRequests
-from lamella._record.output import say
+from lamella._record.output import log
 from lamella._settings.sections import WaitLimits
 
 _SILENCE_S: Final = 10.0  # without a beat: the process is stopped, or keeps the interpreter lock
@@ -200,7 +200,7 @@ def watched(
             signum = requests.signum
             lines = watch.look(now, board.read(), is_asked_to_stop=signum != 0)
             prints = watch.first_present() == rank.rank
-            say(lines if prints else [])
+            log(lines if prints else [])
             end_wait(watch, signum, prints)
 
     thread = threading.Thread(target=until_the_store_ends, args=(judge,), name="lamella-watch", daemon=True)

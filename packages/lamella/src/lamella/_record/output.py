@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import TextIOWrapper
 from pathlib import Path
 
@@ -27,9 +27,10 @@ def show(lines: Iterable[str], as_json: Callable[[], str], to: str | None) -> No
 
 
 def say(lines: Iterable[str], end: str = "\n") -> None:
-    """Print lines, each followed by `end`; escape characters the terminal cannot encode.
+    """Print lines, each followed by `end`; escape characters the terminal cannot encode, and tolerate a closed pipe.
 
-    Lines are lost where the output is a closed pipe, or a file on a full disk.
+    Raises:
+        ConfigError: The output is a file that cannot be written.
     """
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -37,8 +38,17 @@ def say(lines: Iterable[str], end: str = "\n") -> None:
         for line in lines:
             sys.stdout.write(f"{line}{end}")  # Not `print`, which asks an unbuffered output twice for each line.
         sys.stdout.flush()
-    except OSError:
+    except BrokenPipeError:
         leave_output()
+    except OSError as error:
+        leave_output()
+        raise ConfigError(f"Expected to write to standard output, got {error.strerror}.") from error
+
+
+def log(lines: Iterable[str]) -> None:
+    """Print lines of a run, which goes on where its log cannot be written."""
+    with suppress(ConfigError):
+        say(lines)
 
 
 def leave_output() -> None:

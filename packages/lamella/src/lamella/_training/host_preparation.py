@@ -1,8 +1,10 @@
 """The preparation of a run under torchrun: once in a folder shared by all hosts, else once on each host."""
 
+import os
 import socket
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -77,8 +79,8 @@ def lock(config: Config, locks: ExitStack) -> tuple[int, ...]:
     """
     directory = run_directory(config)
     descriptors = locks.enter_context(locked(directory.root))
-    root, checkpoints = directory.root.resolve(), directory.checkpoints.resolve()
     if config.run.checkpoints is not None:
+        root, checkpoints = (Path(os.path.realpath(folder)) for folder in (directory.root, directory.checkpoints))
         # The checkpoints of a run may lie in another run's folder, which locks its root alone.
         is_of_run = RunDirectory(checkpoints.parent).config.is_file()
         for folder in (checkpoints, *((checkpoints.parent,) if is_of_run else ())):

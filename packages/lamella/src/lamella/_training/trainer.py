@@ -17,7 +17,7 @@ from lamella._processes.placement import Rank
 from lamella._processes.stop import StopRequests
 from lamella._record.measurements import Interval, Speed, peak_flops
 from lamella._record.metrics import Record, StepRecord
-from lamella._record.output import say
+from lamella._record.output import log
 from lamella._record.profiling import profiled
 from lamella._record.progress import ProgressBar
 from lamella._record.run_directory import RunDirectory
@@ -70,7 +70,7 @@ class Trainer:
 
     def _print_line(self, line: str) -> None:
         if self._rank.is_first:
-            say([line])
+            log([line])
 
     def _measure(self, step: int, progress: ProgressBar) -> Speed:
         config = self._config
