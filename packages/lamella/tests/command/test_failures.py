@@ -276,7 +276,7 @@ def test_the_help_of_lamella_train_explains_every_exit_code(capsys: pytest.Captu
     lines = capsys.readouterr().out.split("exit codes:\n")[1].splitlines()
     for code in (0, 1, *EXIT_CODES.values(), 128 + signal.SIGINT):
         assert any(line.startswith(f"  {code} ") for line in lines)
-    assert f"{128 + signal.SIGTERM} by SIGTERM" in lines[5]
+    assert f"{128 + signal.SIGTERM} by SIGTERM, {128 + signal.SIGHUP} by the end of the terminal" in lines[5]
 
 
 def test_a_run_with_closed_standard_output_goes_on(options: list[str], tmp_path: Path) -> None:

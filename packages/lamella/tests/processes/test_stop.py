@@ -266,3 +266,19 @@ def test_a_run_that_is_stopped_before_its_first_step_says_that_nothing_is_saved(
         f"lamella: stopped by {signum.name} before a step was saved. There is nothing to go on from: the same command "
         "starts anew.\n"
     )
+
+
+def test_a_run_whose_terminal_ends_saves_its_step(options: list[str], tmp_path: Path) -> None:
+    program = (
+        "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
+    )
+    run = [sys.executable, "-P", "-m", "lamella", *options, "--steps", "100000", "--ranks", "1"]
+    ours, its = os.openpty()
+    command = [sys.executable, "-c", program, *run]
+    with subprocess.Popen(command, stdin=its, stdout=its, stderr=its, start_new_session=True) as process:
+        os.close(its)
+        with open(ours, encoding="utf-8", errors="replace") as terminal:
+            assert any("step: 4  loss" in line for line in terminal)
+        assert process.wait(DEADLINE_S) == 128 + signal.SIGHUP
+    assert CheckpointDirectory(tmp_path / "run" / "checkpoints").steps()[-1] > 3
+    assert not (tmp_path / "run" / "lock").exists()

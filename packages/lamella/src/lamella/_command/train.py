@@ -96,13 +96,14 @@ def train(config: Config) -> Result:
     Raises:
         ConfigError: The settings cannot be met, another run holds the folder, or the checkpoint is damaged.
         LossNotFiniteError: The loss, the gradient or a weight is not finite.
-        Stopped: SIGINT or SIGTERM arrived, and the step in progress is saved. A second signal stops the run at once.
+        Stopped: SIGINT, SIGTERM or SIGHUP arrived, and the step in progress is saved. A second one stops the run at
+            once.
         StorageError: A checkpoint, the metrics or the plot cannot be written.
         WorkerError: A worker died, and all other workers have been stopped.
         WorkerTimeoutError: A worker did not go on within `config.run.timeout`, and all workers have been stopped.
 
-    Effects: prints the resolved configuration, progress and the result. Called in the main thread, handles SIGINT and
-        SIGTERM until the call ends.
+    Effects: prints the resolved configuration, progress and the result. Called in the main thread, handles SIGINT,
+        SIGTERM and SIGHUP until the call ends.
     """
     config = place(config)
     if under_torchrun():

@@ -16,7 +16,7 @@ class StorageError(RuntimeError):
 
 
 class Stopped(KeyboardInterrupt):
-    """Ctrl-C (SIGINT) or SIGTERM stopped the run. The message names the saved step.
+    """Ctrl-C (SIGINT), SIGTERM or SIGHUP stopped the run. The message names the saved step.
 
     A `KeyboardInterrupt`: `except Exception` must not treat a stop as a failure.
     """
@@ -42,5 +42,5 @@ exit codes:
   2    refused: the settings, the data, the folder or a damaged checkpoint
   3    the loss, the gradient or a weight is not finite; the step is not saved
   4    a checkpoint or the metrics could not be written; earlier checkpoints are whole
-  130  stopped by Ctrl-C (SIGINT), 143 by SIGTERM: the step under way is finished and saved, and the same command
-       goes on from there. A second signal ends the run at once"""
+  130  stopped by Ctrl-C (SIGINT), 143 by SIGTERM, 129 by the end of the terminal (SIGHUP): the step under way is
+       finished and saved, and the same command goes on from there. A second signal ends the run at once"""

@@ -11,7 +11,7 @@ Note [Workers end with their parent]
 
 Note [Signals wait for a worker]
     A worker imports for seconds, and a signal meanwhile would end the worker with the traceback of some import.
-    Workers therefore start with SIGINT and SIGTERM blocked, and unblock both signals once `listening` handles signals.
+    Workers therefore start with `SIGNALS` blocked, and unblock the signals once `listening` handles them.
     A worker then exits with 128 + the signal once all ranks have saved the step in progress, or with 192 + the signal
     at once, upon which the parent stops the other workers. The parent forwards a signal once all workers train. Earlier
     there is no step to save, and the parent kills the workers.

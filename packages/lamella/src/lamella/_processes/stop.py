@@ -21,7 +21,8 @@ from typing import Final
 
 from lamella._processes.endings import Stopped
 
-SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
+SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Ctrl-C, a scheduler's request, and the end of a terminal."""
 
 _ECHO_S: Final = 1.0
 
@@ -83,8 +84,8 @@ def listening(
         when_first_heard: Called in the listening thread with the first signal, if the signal can wait.
         when_it_can_wait: Called when training begins.
 
-    Effects: starts a thread; in the main thread, replaces the handlers of SIGINT and SIGTERM and the wake-up file
-        descriptor until the block ends.
+    Effects: starts a thread; in the main thread, replaces the handlers of `SIGNALS` and the wake-up file descriptor
+        until the block ends.
     """
     requests = StopRequests(when_it_can_wait)
     reading, writing = os.pipe()
@@ -115,7 +116,7 @@ def listening(
 
 @contextmanager
 def _handled(handle: Callable[[int, FrameType | None], None]) -> Iterator[bool]:
-    """Handle SIGINT and SIGTERM, except ignored signals (background jobs of a shell). Yields False off the main thread.
+    """Handle `SIGNALS`, except ignored ones (background jobs of a shell, nohup). Yields False off the main thread.
 
     Python allows only the main thread to set handlers.
     """

@@ -1,6 +1,7 @@
 """The progress of a run on a terminal."""
 
 import sys
+from contextlib import suppress
 from typing import Self
 
 from tqdm import tqdm
@@ -22,8 +23,11 @@ class ProgressBar:
         )
 
     def advance(self) -> None:
-        """Count one more completed step."""
-        self._bar.update()
+        """Count one more completed step. The run survives the end of its terminal."""
+        try:
+            self._bar.update()
+        except OSError:
+            self._bar.disable = True
 
     def say(self, line: str) -> None:
         """Print a line above the bar. The run survives a closed pipe, as Ctrl-C ends `| tee`, and a log's full disk."""
@@ -37,7 +41,8 @@ class ProgressBar:
 
     def close(self) -> None:
         """Stop updating the bar and leave its last state on the terminal."""
-        self._bar.close()
+        with suppress(OSError):
+            self._bar.close()
 
 
 class ByteBar:
