@@ -200,6 +200,25 @@ def test_damaged_token_files_are_made_anew(tmp_path: Path, damaged: str) -> None
         assert torch.equal(prepare_tokens(text, 270, STREAM, tokens, model).train, expected)
 
 
+@pytest.mark.parametrize(
+    ("damaged", "content", "expected"),
+    [
+        ("train.bin", b"\0" * 8, r"Expected [\d,]+ bytes of tokens in '.*/train\.bin', got 8\. Copy the file"),
+        ("train.bin", None, r"bytes of tokens in '.*/train\.bin', got no such file\."),
+        ("index.pt", b"damage", r"Expected a list of token files in '.*/index\.pt', got other bytes\."),
+        ("index.pt", b"", r"in '.*/index\.pt', got other bytes\."),
+    ],
+)
+def test_damaged_token_files_are_refused_where_no_text_is_there_to_make_them_anew(
+    tmp_path: Path, damaged: str, content: bytes | None, expected: str
+) -> None:
+    tokens = tmp_path / "tokens"
+    prepare_tokens(corpus(tmp_path, "some text\n" * 50), 270, STREAM, tokens, tmp_path / "model")
+    (tokens / damaged).unlink() if content is None else (tokens / damaged).write_bytes(content)
+    with pytest.raises(ConfigError, match=expected):
+        load_tokens(tokens)
+
+
 def test_a_disk_too_full_for_the_index_is_an_error_of_the_system_and_keeps_no_half_written_tokens(
     tmp_path: Path,
 ) -> None:

@@ -23,6 +23,7 @@ from lamella._data.stream_samples import sample_stream
 from lamella._data.tables import SourceFile
 from lamella._data.text import Corpus, by_source
 from lamella._data.tokenizer import VOCABULARY_LENGTH, RunTokenizer, Unit, train_on_texts, train_tokenizer
+from lamella._settings.options import ConfigError
 from lamella._settings.sections import LossOn, Packing
 
 _INDEX: Final = "index.pt"
@@ -197,10 +198,33 @@ class _RowFiles(NamedTuple):
 
 
 def load_tokens(folder: Path) -> TokenData:
-    """Return the tokens in `folder`, without reading them."""
-    index = torch.load(folder / _INDEX, weights_only=True)
-    index.pop("nbytes", None)
-    return TokenData(folder=folder, **index)
+    """Return the tokens in `folder`, without reading them.
+
+    Raises:
+        ConfigError: A file of the folder is damaged, absent or cut. Names the file.
+    """
+    try:
+        index = torch.load(folder / _INDEX, weights_only=True)
+        recorded = index.pop("nbytes", None)
+        tokens = TokenData(folder=folder, **index)
+    except OSError:
+        raise
+    except Exception:  # noqa: BLE001  torch raises errors of many types on a damaged file.
+        raise _damaged(folder / _INDEX, "a list of token files", "other bytes") from None
+    nbytes = _nbytes(folder)
+    # An index of an earlier lamella has no sizes.
+    for name, expected in (recorded or {}).items():
+        if nbytes.get(name) != expected:
+            got = f"{nbytes[name]:,}" if name in nbytes else "no such file"
+            raise _damaged(folder / name, f"{expected:,} bytes of tokens", got)
+    return tokens
+
+
+def _damaged(file: Path, expected: str, got: str) -> ConfigError:
+    return ConfigError(
+        f"Expected {expected} in {str(file)!r}, got {got}. Copy the file again, or pass the text to `lamella eval` as "
+        "--data."
+    )
 
 
 def _mapped(file: Path, dtype: torch.dtype = torch.int32) -> torch.Tensor:
