@@ -200,6 +200,21 @@ def test_bad_input_is_one_line(
     assert expected.format(root=run.root) in error
 
 
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("{", "Expected a transformers config in '{path}', got "),
+        ("[]", "Expected a field 'model_type' in '{path}', got none."),
+    ],
+)
+def test_a_damaged_model_config_is_refused_by_its_file(
+    run: RunDirectory, content: str, expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run.model_config.write_text(content)
+    assert main(["export", str(run.root)]) == 2
+    assert f"lamella: error: {expected.format(path=run.model_config)}" in capsys.readouterr().err
+
+
 def test_a_run_without_a_checkpoint_is_refused(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.rmtree(run.checkpoints)
     assert main(["export", str(run.root)]) == 2

@@ -1,6 +1,5 @@
 """The export of a run: a Hugging Face folder with weights, config, tokenizer, generation config and a model card."""
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,8 @@ from lamella._export.model_card import adapter_card, model_card
 from lamella._export.trained_run import TrainedRun, open_run
 from lamella._model.published_dtype import recorded_dtype
 from lamella._model.weights import as_published
+from lamella._settings.options import ConfigError, in_short
+from lamella._settings.parsing import parse_json, read_settings
 from lamella_checkpoint import CheckpointDamaged
 from lamella_convert import convert
 
@@ -115,4 +116,11 @@ def _export_adapters(
 
 
 def _model_type(run: TrainedRun) -> str:
-    return str(json.loads(run.directory.model_config.read_text(encoding="utf-8"))["model_type"])
+    path = run.directory.model_config
+    try:
+        config = parse_json(read_settings(path))
+    except ValueError as error:
+        raise ConfigError(f"Expected a transformers config in {str(path)!r}, got {in_short(error)}") from error
+    if not isinstance(config, dict) or "model_type" not in config:
+        raise ConfigError(f"Expected a field 'model_type' in {str(path)!r}, got none.")
+    return str(config["model_type"])
