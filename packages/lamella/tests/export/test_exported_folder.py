@@ -188,6 +188,8 @@ def test_exporting_a_damaged_checkpoint_is_refused_with_the_step_before(
         (["{root}", "{root}"], "Expected OUT to be absent or an empty folder, got '{root}', which is neither. Pass an"),
         (["{root}", "{root}/config.json/out"], "config.json', which is neither."),
         (["{root}", "--setp", "3"], "Expected an option of `lamella export`, got '--setp'. Did you mean '--step'?"),
+        (["{root}", "--merge", "a", "b"], "Expected an option of `lamella export`, got 'b'."),
+        (["{root}", "--merge", "-a"], "Expected an option of `lamella export`, got '-a'."),
         ([], "The following arguments are required: RUN. See `lamella export --help`."),
     ],
 )
@@ -213,6 +215,13 @@ def test_a_damaged_model_config_is_refused_by_its_file(
     run.model_config.write_text(content)
     assert main(["export", str(run.root)]) == 2
     assert f"lamella: error: {expected.format(path=run.model_config)}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("delimiter", [[], ["--"]])
+def test_the_folder_may_follow_the_options(run: RunDirectory, tmp_path: Path, delimiter: list[str]) -> None:
+    folder = tmp_path / "out"
+    assert main(["export", str(run.root), "--dtype", "bf16", *delimiter, str(folder)]) == 0
+    assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"
 
 
 def test_a_run_without_a_checkpoint_is_refused(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:

@@ -85,6 +85,8 @@ def test_a_text_without_tokens_begins_as_a_document(trained: Run, capsys: pytest
         (["{run}", "word " * 3000], "Expected a prompt of fewer than 2,048 tokens, the positions of the model, got "),
         (["{run}", "x", "--temprature", "1"], "got '--temprature'. Did you mean '--temperature'?"),
         (["{run}"], "The following arguments are required: PROMPT. See `lamella generate --help`."),
+        (["{run}", "-x"], "--help`. Pass an argument that begins with - after --, and options before it."),
+        (["{run}", "--", "-x", "--seed", "1"], "Expected no option after --, got '--seed'. Pass options before --."),
         (["{exported}", "x", "--step", "3"], "Expected --step with the folder of a run only, got '{exported}'."),
     ],
 )

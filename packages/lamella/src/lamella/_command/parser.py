@@ -29,10 +29,35 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     _check_command(argv, COMMANDS, "lamella")
     if argv[0] == "ckpt":
         _check_command(argv[1:], ckpt_options.NAMES, "lamella ckpt")
-    arguments, unknown = _parser().parse_known_args(argv)
+    try:
+        arguments, unknown = _parser().parse_known_args(argv)
+    except ConfigError as error:
+        raise ConfigError(f"{error}{_hint_on_dashes(argv, str(error))}") from None
+    unknown = _without_late_folder(unknown, arguments)
     if unknown:
         raise ConfigError(_unknown(unknown[0], arguments))
     return arguments
+
+
+def _hint_on_dashes(argv: Sequence[str], error: str) -> str:
+    """Return a way to pass an argument that argparse takes for an option; empty where `argv` has none."""
+    if argv[0] not in inference_options.VERBS or "--" in argv or " are required: " not in error:
+        return ""
+    options = inference_options.options_of(argv[0])
+    is_dashed = any(word.startswith("-") and word.split("=")[0] not in options for word in argv[1:])
+    return " Pass an argument that begins with - after --, and options before it." if is_dashed else ""
+
+
+def _without_late_folder(unknown: list[str], arguments: argparse.Namespace) -> list[str]:
+    """Take the folder of `export` behind an option: argparse of Python 3.11 decides before it that there is none."""
+    is_delimited = unknown[:1] == ["--"]
+    late = unknown[is_delimited:]
+    if arguments.command != "export" or arguments.out is not None or not late:
+        return unknown
+    if late[0].startswith("-") and not is_delimited:
+        return unknown
+    arguments.out, *others = late
+    return others
 
 
 def config_of(arguments: argparse.Namespace) -> Config:
@@ -90,6 +115,8 @@ def _unknown(argument: str, arguments: argparse.Namespace) -> str:
         options = ckpt_options.options_of(arguments.ckpt_command)
         command = f"ckpt {arguments.ckpt_command}"
     word = argument.split("=")[0]
+    if word in options:
+        return f"Expected no option after --, got {word!r}. Pass options before --."
     hint = (option_of_spelling(word) if command in ("train", "estimate") else "") or nearest(word, options)
     return f"Expected an option of `lamella {command}`, got {word!r}.{hint}"
 
