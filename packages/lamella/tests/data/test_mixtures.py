@@ -69,6 +69,15 @@ def test_mixture_draws_follow_the_weights_at_any_position(weights: list[float], 
         assert fraction == pytest.approx(weight / sum(weights), abs=len(weights) * 2**-20)
 
 
+@given(weights_of_sources, st.sampled_from([-1000, 1, 1013]))
+def test_mixture_shares_do_not_depend_on_the_size_of_the_weights(weights: list[float], exponent: int) -> None:
+    assert Mixture.of([math.ldexp(weight, exponent) for weight in weights]) == Mixture.of(weights)
+
+
+def test_weights_whose_sum_would_be_infinite_have_their_shares() -> None:
+    assert Mixture.of([1e308, 1e308]).fractions == (0.5, 0.5)
+
+
 def test_every_source_of_a_mixture_is_shuffled_anew_in_each_of_its_epochs() -> None:
     firsts = drawn(40)
     for number, count in enumerate(COUNTS):

@@ -9,6 +9,7 @@ Note [A draw without a table]
     twice as many: less than three with up to five sources.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -31,8 +32,11 @@ class Mixture:
     @classmethod
     def of(cls, weights: Sequence[float]) -> "Mixture":
         """Make a mixture of weights, which need not add up to 1."""
-        total = sum(weights)
-        shares = [max(1, round(weight / total * _UNIT)) for weight in weights]
+        exponent = math.frexp(max(weights))[1]
+        # The sum of the largest weights would be infinite; a power of two changes no digit of the shares.
+        scaled = [math.ldexp(weight, -exponent) for weight in weights]
+        total = sum(scaled)
+        shares = [max(1, round(weight / total * _UNIT)) for weight in scaled]
         shares[shares.index(max(shares))] += _UNIT - sum(shares)
         return cls(tuple(shares))
 
