@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from lamella import Config, ConfigError
-from lamella._data.documents import Chat
+from lamella._data.documents import Chat, EndOfText
 from lamella._data.records import parts, survey
+from lamella._data.streamed_files import documents_of
 from lamella._data.text import Corpus, collect
 from lamella._data.tokens import load_tokens
 from lamella._training.preparation import prepare
@@ -151,6 +152,22 @@ def test_a_line_of_separated_columns_in_another_encoding_is_named(tmp_path: Path
     message = f"Expected UTF-8 text in line {2 * num_lines + 2} of .*a.csv', got other bytes. Convert the file"
     with pytest.raises(ConfigError, match=message):
         collect([str(tmp_path / "a.csv")], 0.1)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("is_named", [True, False])
+def test_a_column_of_documents_that_is_there_twice_is_refused(tmp_path: Path, streaming: bool, is_named: bool) -> None:
+    path = tmp_path / "folder" / "a.csv"
+    path.parent.mkdir()
+    path.write_text("text,text,x,x\n" + "one,two,3,4\n" * 9)
+    location = path if is_named else path.parent
+    with pytest.raises(ConfigError, match="Expected the column 'text' of '.*a.csv' once, got it 2 times. Rename the"):
+        list(documents_of(collect([str(location)], 0.1, streaming=streaming).streamed))
+
+
+def test_other_columns_of_one_name_are_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("text,x,x\n" + "one,2,3\n" * 9)
+    assert documents(collect([str(tmp_path / "a.csv")], 0.1)) == ["one", EndOfText()] * 9
 
 
 def test_a_row_that_is_no_document_is_named_by_its_number(tmp_path: Path) -> None:

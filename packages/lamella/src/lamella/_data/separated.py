@@ -13,6 +13,7 @@ from typing import Final, NamedTuple
 
 from lamella._data.json_files import COLUMNS
 from lamella._data.text_files import blocks, no_text, opened, suffix_of
+from lamella._settings.options import ConfigError
 
 _DELIMITERS: Final[Mapping[str, str]] = {".csv": ",", ".tsv": "\t"}
 _LONGEST_FIELD: Final = (1 << 31) - 1
@@ -55,10 +56,16 @@ def separated_rows(path: Path, start: int = 0, num_rows_before: int = 0) -> Iter
         num_rows_before: The number of rows up to `start`, for error messages.
 
     Raises:
-        ConfigError: The file is no UTF-8. Names the line.
+        ConfigError: The file is no UTF-8, or has two of a document's columns of one name. Names the line or the column.
         csv.Error, OSError, EOFError, zlib.error: A row cannot be read.
     """
     columns = separated_columns(path)
+    repeated = next((name for name in COLUMNS if columns.count(name) > 1), None)
+    if repeated is not None:  # Only the last of them would be read.
+        raise ConfigError(
+            f"Expected the column {repeated!r} of {str(path)!r} once, got it {columns.count(repeated)} times. Rename "
+            "the columns that hold no documents."
+        )
     with _counted_lines(path, start) as lines:
         reader = _reader(path, lines)
         if not start:
