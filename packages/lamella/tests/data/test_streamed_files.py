@@ -149,7 +149,10 @@ def test_a_data_set_of_the_hub_is_streamed_file_by_file_and_never_downloaded(
         ("a.csv", '"open\n', r"Expected to read .*a.csv.*, got unexpected end of data"),
         ("a.csv", "a,b\n", r"2 fields in row 601, under 1 columns"),
         ("a.csv", '"a\nb"\n\udcff\n', r"Expected UTF-8 text in line 604 of .*a.csv', got other bytes"),
-        ("a.txt", "\udcff\n", r"Expected UTF-8 text in .*a.txt"),
+        ("a.jsonl", '{"text": "\0"}\n', r"Expected UTF-8 text in line 1201 of .*a.jsonl', got other bytes\. Convert"),
+        ("a.json", "\0", r"Expected UTF-8 text in line 1 of .*a.json', got other bytes\. Convert"),
+        ("a.txt", "\udcff\n", r"Expected UTF-8 text in line 12001 of .*a.txt', got other bytes\. Convert"),
+        ("a.txt", "a\n\0\n", r"Expected UTF-8 text in line 12002 of .*a.txt', got other bytes\. Convert"),
     ],
 )
 def test_a_damaged_record_in_a_streamed_file_is_refused_by_its_number(

@@ -24,7 +24,7 @@ from lamella._data.tables import (
     refused_rows,
     without_documents,
 )
-from lamella._data.text_files import blocks, decoded, no_text, opened, pieces_of, refused_damage, suffix_of
+from lamella._data.text_files import blocks, decoded, no_text, opened, pieces_of, refused_damage, scan_text, suffix_of
 
 _MARK: Final = "\ufeff"
 
@@ -100,7 +100,7 @@ class StreamedFile:
             for number, line in enumerate(file, start=num_before + 1):
                 start += len(line)
                 try:
-                    text = line.decode()
+                    text = _checked_text(line.decode())
                 except UnicodeDecodeError:
                     raise no_text(self.path, f"line {number} of {str(self.path)!r}") from None
                 yield (text.removeprefix(_MARK) if number == 1 else text), start
@@ -108,9 +108,17 @@ class StreamedFile:
     def _texts(self, start: int) -> Iterator[str]:
         with refused_damage(self.path):
             try:
-                yield from decoded(self.path, start)
+                yield from map(_checked_text, decoded(self.path, start))
             except UnicodeDecodeError:
+                scan_text(self.name, self.path, is_named=True)  # refuses the file by its line
                 raise no_text(self.path, repr(str(self.path))) from None
+
+
+def _checked_text(text: str) -> str:
+    """Return a text; a NUL in it is refused like bytes that are no UTF-8, as in a prepared text."""
+    if "\0" in text:
+        raise UnicodeDecodeError("utf-8", b"\0", 0, 1, "NUL")
+    return text
 
 
 StreamedSource = StreamedFile | StreamedTable
@@ -147,9 +155,7 @@ def _stream_text(name: str, path: Path, *, is_named: bool) -> StreamedFile | Non
         block = next(blocks(path, 0), b"")
         nbytes = path.stat().st_size if block else 0  # The content of a compressed file may be empty.
         try:
-            if b"\0" in block:
-                raise UnicodeDecodeError("utf-8", b"\0", 0, 1, "NUL")
-            codecs.getincrementaldecoder("utf-8")().decode(block)
+            _checked_text(codecs.getincrementaldecoder("utf-8")().decode(block))
             form = form_of(suffix_of(path), decoded(path), is_named=is_named)
         except UnicodeDecodeError:
             if is_named:
