@@ -54,6 +54,12 @@ def test_random_choices_follow_from_the_seed(trained: Run, capsys: pytest.Captur
     assert texts[0] == texts[1] != texts[2]
 
 
+def test_a_temperature_next_to_0_takes_the_likeliest_token(trained: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = [str(trained.directory.root), PROMPT, "--max-tokens", "12", "--device", "cpu", "--temperature"]
+    texts = [generated(capsys, *argv, temperature) for temperature in ("0", "1e-40", "1e-20")]
+    assert texts[0] == texts[1] == texts[2]
+
+
 def test_a_message_is_rendered_by_the_chat_template(
     exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

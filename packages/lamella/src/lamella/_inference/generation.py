@@ -11,6 +11,8 @@ from lamella._settings.options import ConfigError, in_short
 from lamella_transformers import num_positions
 
 _LARGEST_SEED: Final = 2**63
+_LEAST_TEMPERATURE: Final = 1e-20
+"""A lower temperature leaves the likeliest token alone too, but logits that are divided by it may be infinite."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +21,7 @@ class GenerationOptions:
 
     Attributes:
         max_tokens: The number of tokens to generate, at most.
-        temperature: 0 takes the likeliest token; None leaves the choice to the model's generation config.
+        temperature: 0, or close to it, for the likeliest token; None leaves the choice to the generation config.
         is_chat: The prompt is a user's message, rendered by the tokenizer's chat template.
         seed: The seed of random choices.
     """
@@ -63,7 +65,8 @@ def generate(trained: TrainedModel, prompt: str, options: GenerationOptions, on_
 def _sampling(temperature: float | None) -> dict[str, object]:
     if temperature is None:
         return {}
-    return {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+    is_random = temperature >= _LEAST_TEMPERATURE
+    return {"do_sample": True, "temperature": temperature} if is_random else {"do_sample": False}
 
 
 def _tokens_of(trained: TrainedModel, prompt: str, *, is_chat: bool) -> list[int]:
