@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from trained_runs import Run
 
+from lamella._command.train import Result
 from lamella._record.history import read_history, recorded_start
 from lamella._record.report import report, reported_run
 from lamella._record.run_directory import RunDirectory
@@ -158,6 +159,16 @@ def test_damaged_files_leave_their_sections_out(tmp_path: Path, damage: str) -> 
         path.write_text(damage)
     (directory.profile / "overlap.txt").write_text("")
     assert Outline(report(directory)).has("Next")
+
+
+def test_a_path_that_begins_with_a_dash_is_no_option_of_the_next_commands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = Outline(report(write_run(Path("-run"), [])))
+    assert page.has("lamella export ./-run") and page.has("lamella train --config ./-run/config.json --run-dir ./-run")
+    result = Result(checkpoint=Path(), plot=Path(), metrics=Path("-run/metrics.jsonl"), report=Path(), validations=())
+    assert result.lines()[-1] == 'next: lamella export ./-run, or lamella generate ./-run "..."'
 
 
 def test_a_page_that_cannot_be_written_leaves_the_run_alone(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """A whole training run: prepare once, start the workers or join torchrun's, return the results."""
 
 import os
-import shlex
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -22,7 +21,7 @@ from lamella._processes.stop import StopRequests, interrupted, listening
 from lamella._processes.watch import Watch, watched
 from lamella._record.metrics import Record, ValidationRecord, last_validations, read
 from lamella._record.output import log, refused_paths
-from lamella._record.report import reported_run
+from lamella._record.report import in_shell, reported_run
 from lamella._record.run_directory import RunDirectory
 from lamella._settings.config import Config, to_toml
 from lamella._settings.options import ConfigError
@@ -85,7 +84,7 @@ class Result:
     @property
     def _run(self) -> str:
         """The run's folder, as a shell reads it."""
-        return shlex.quote(str(self.metrics.parent))
+        return in_shell(str(self.metrics.parent))
 
 
 def train(config: Config) -> Result:

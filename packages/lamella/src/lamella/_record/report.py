@@ -279,8 +279,13 @@ def _event_row(event: Mapping[str, object]) -> tuple[str, str, str]:
     return str(event.get("time")), verb, details
 
 
+def in_shell(path: str) -> str:
+    """Return a path as a shell and the commands in it read it: none that begins with a dash, as options do."""
+    return shlex.quote(f"./{path}" if path.startswith("-") else path)
+
+
 def _commands(root: Path, settings: Values) -> Html:
-    run = shlex.quote(os.path.relpath(root))
+    run = in_shell(os.path.relpath(root))
     has_adapters = settings.get("model", {}).get("lora_rank") is not None
     commands = {
         f"lamella export {run}": "a folder for peft" if has_adapters else "a Hugging Face folder",
