@@ -20,6 +20,8 @@ def step_record(step: int) -> StepRecord:
         '{"step": 3, "nats_per_byte": null}\n',
         '{"step": 3, "nats_per_byte": 1.0, "nats_per_token": 2.0}\n',
         "12\n",
+        pytest.param("[" * 100_000 + "\n", id="nested"),
+        pytest.param('{"step": 3, "nats_per_byte": ' + "9" * 400 + "}\n", id="huge"),
         "\xff\n",
     ],
 )

@@ -161,6 +161,20 @@ def test_damaged_files_leave_their_sections_out(tmp_path: Path, damage: str) -> 
     assert Outline(report(directory)).has("Next")
 
 
+@pytest.mark.parametrize("field", ["step", "loss", "memory_nbytes"])
+def test_numbers_of_damaged_records_leave_the_page_alone(tmp_path: Path, field: str) -> None:
+    directory = write_run(tmp_path / "run", [step_row(1), step_row(2)])
+    expected = report(directory)
+    with directory.metrics.open("a") as file:
+        file.write(json.dumps({**step_row(3), field: 10**400}) + "\n")
+    assert report(directory) == expected
+
+
+def test_the_largest_numbers_are_left_out_of_curves(tmp_path: Path) -> None:
+    rows = [step_row(1), step_row(2, loss=1e308, grad_norm=-1e308, tokens_per_s=1e308), step_row(3)]
+    assert Outline(report(write_run(tmp_path / "run", rows))).has("steps")
+
+
 def test_a_path_that_begins_with_a_dash_is_no_option_of_the_next_commands(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

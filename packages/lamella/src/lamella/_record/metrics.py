@@ -5,7 +5,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Final, Literal
+
+_NUM_BITS: Final = 63
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,9 +140,28 @@ def _read(path: Path) -> Iterator[Record | None]:
                 yield _record(line)
 
 
+def parsed_line(line: str) -> Any:
+    """Parse a line of a metrics file.
+
+    Raises:
+        ValueError: The line is damaged: it is not JSON, is nested too deeply, or has an integer that no run counts to.
+    """
+    try:
+        return json.loads(line, parse_int=_integer)
+    except RecursionError as error:
+        raise ValueError("values that are nested too deeply") from error
+
+
+def _integer(digits: str) -> int:
+    number = int(digits)
+    if number.bit_length() > _NUM_BITS:  # A larger one may be none of the floats that pages and plots compute with.
+        raise ValueError(f"an integer of {number.bit_length()} bits")
+    return number
+
+
 def _record(line: str) -> Record | None:
     with suppress(TypeError, ValueError):
-        fields = json.loads(line)
+        fields = parsed_line(line)
         if "prompt" in fields:
             return SampleRecord(**fields)
         return StepRecord(**fields) if "loss" in fields else ValidationRecord(**fields)

@@ -1,13 +1,16 @@
 """The numbers of a run over its steps, read from the metrics file by name, also from records of other versions."""
 
-import json
-import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
+
+from lamella._record.metrics import parsed_line
+
+_INFINITE: Final = 1e100
+"""Numbers from here on are passed over like infinity: no run has any, and an axis of them would overflow."""
 
 _NATS: Final = re.compile(r"nats_per_(byte|token)")
 
@@ -19,7 +22,7 @@ class Series:
     Attributes:
         name: The name of the number for a reader.
         unit: The unit of the number; empty for a pure number.
-        points: Steps, ascending, and the number after each; finite.
+        points: Steps, ascending, and the number after each; below 1e100.
     """
 
     name: str
@@ -41,8 +44,8 @@ def metric_rows(path: Path) -> list[Mapping[str, object]]:
 
 def _rows(lines: Iterable[str]) -> Iterator[Mapping[str, object]]:
     for line in lines:
-        with suppress(ValueError, RecursionError):
-            row = json.loads(line)
+        with suppress(ValueError):
+            row = parsed_line(line)
             if isinstance(row, dict) and isinstance(row.get("step"), int):
                 yield row
 
@@ -91,4 +94,4 @@ def _points(rows: Iterable[Mapping[str, object]], field: str) -> Iterator[tuple[
 
 
 def _is_number(number: object) -> bool:
-    return isinstance(number, int | float) and not isinstance(number, bool) and math.isfinite(number)
+    return isinstance(number, int | float) and not isinstance(number, bool) and abs(number) < _INFINITE
