@@ -94,6 +94,9 @@ def test_no_path_no_text_and_binary_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "empty" / "file").touch()
     with pytest.raises(ConfigError, match="got 1 files with no text"):
         collect([str(tmp_path / "empty")], 0.1)
+    path = write(tmp_path / "text", only="text\n" * 9) / "only.txt"
+    with pytest.raises(ConfigError, match=r"apart from the files that other names or .* hold, got 0 files\."):
+        collect([f"one={path}", f"two={path}"], 0.1)
     (tmp_path / "binary").write_bytes(b"\0\1")
     with pytest.raises(ConfigError, match="Expected UTF-8 text in .*binary"):
         collect([str(tmp_path / "binary")], 0.1)

@@ -112,9 +112,8 @@ class Search:
         texts = [replace(file, source=source) for file in files if file is not None and file.nbytes != 0]
         if not texts:
             elsewhere = " apart from the files that other names or --validation-data hold" if self._has_files else ""
-            raise ConfigError(
-                f"Expected text in {description(paths)}{elsewhere}, got {len(files)} files with no text in them."
-            )
+            got = f"{len(files)} files{' with no text in them' if files else ''}"
+            raise ConfigError(f"Expected text in {description(paths)}{elsewhere}, got {got}.")
         self._has_files = True
         self.num_skipped += files.count(None)
         return sorted(texts, key=lambda file: file.name)
