@@ -111,6 +111,7 @@ def test_a_worker_that_is_killed_is_named_with_its_signal(tmp_path: Path) -> Non
         ("os.kill(os.getpid(), signal.SIGSEGV)", r"It was ended by SIGSEGV: a library gave up"),
         ("os.kill(os.getpid(), signal.SIGKILL)", r"It was ended by SIGKILL: .* where memory runs out .*--batch-size"),
         ("os.kill(os.getpid(), signal.SIGALRM)", r"It was ended by SIGALRM\."),  # SIGHUP is ignored under nohup
+        ("os.kill(os.getpid(), signal.SIGRTMIN + 6)", r"It was ended by signal \d\d\."),
         ("os._exit(127)", r"It left with exit code 127: the loader could not load a library, or had no memory"),
         ("os._exit(9)", r"It left with exit code 9 and no traceback"),
         ("raise MemoryError", r"Memory ran out, in work \(.*worker.py:\d+\)\. Give it more memory"),

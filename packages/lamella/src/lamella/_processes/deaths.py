@@ -32,12 +32,20 @@ def describe_death(code: int) -> str:
     """Describe in a line the end of a process without an error, by the return code of `subprocess`."""
     if code < 0:
         cause = _CAUSES.get(-code)
-        text = f"It was ended by {signal.Signals(-code).name}{'.' if cause is None else f': {cause}'}"
+        text = f"It was ended by {_signal_name(-code)}{'.' if cause is None else f': {cause}'}"
     elif code == _LOADER_FAILED:
         text = "It left with exit code 127: the loader could not load a library, or had no memory for one."
     else:
         text = f"It left with exit code {code} and no traceback: a library called exit. Its words, if any, are above."
     return f"{text} {memory_limits()}".rstrip()
+
+
+def _signal_name(number: int) -> str:
+    """Return a signal's name; real-time signals between the first and the last have none."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def describe_memory_error(error: MemoryError) -> str:
