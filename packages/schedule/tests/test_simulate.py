@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import xml.etree.ElementTree as ET
 
 import pytest
@@ -74,11 +75,13 @@ def test_durations_may_be_a_function_of_the_event() -> None:
     assert timeline.busy(Lane.COMMUNICATION) == 4.0
 
 
-def test_missing_or_negative_durations_are_refused() -> None:
+def test_missing_negative_and_nan_durations_are_refused() -> None:
     with pytest.raises(ValueError, match="got none for preprocess forward"):
         simulate(order(1, None), {})
     with pytest.raises(ValueError, match=r"got -1.0 for microbatch 1 preprocess forward"):
         simulate(order(1, None), _times(0.0, -1.0))
+    with pytest.raises(ValueError, match=r"got nan for microbatch 1 preprocess forward"):
+        simulate(order(1, None), _times(0.0, math.nan))
 
 
 def test_bars_have_a_column_for_each_share_of_the_time() -> None:

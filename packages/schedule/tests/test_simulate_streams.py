@@ -1,5 +1,6 @@
 """Work on streams keeps its order and its waits, and takes no less than its streams, its host and its longest chain."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -71,3 +72,25 @@ def test_the_host_stops_launching_where_the_queue_is_full() -> None:
 def test_a_wait_for_a_later_operation_is_refused() -> None:
     with pytest.raises(ValueError, match=r"Expected operation 0 to wait for earlier operations, got \(1,\)"):
         simulate_streams([StreamOperation(stream=0, seconds=1.0, after=(1,)), StreamOperation(stream=1, seconds=1.0)])
+
+
+@pytest.mark.parametrize("seconds", [math.nan, math.inf, -1.0])
+def test_operations_whose_time_is_negative_or_not_finite_are_refused(seconds: float) -> None:
+    for operation in (
+        StreamOperation(stream=0, seconds=seconds),
+        StreamOperation(stream=0, seconds=1.0, launch_seconds=seconds),
+    ):
+        with pytest.raises(ValueError, match=f"Expected finite seconds from 0 on, got {seconds} in operation 0"):
+            simulate_streams([operation])
+
+
+@pytest.mark.parametrize("slowdown", [math.nan, math.inf, 0.0, 0.5])
+def test_a_slowdown_below_one_or_not_finite_is_refused(slowdown: float) -> None:
+    operations = [StreamOperation(stream=stream, seconds=1.0) for stream in range(2)]
+    with pytest.raises(ValueError, match=f"Expected a finite slowdown from 1 on, got {slowdown}"):
+        simulate_streams(operations, slowdown=slowdown)
+
+
+def test_a_queue_without_room_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"most_launched to be 1 or more, got 0"):
+        simulate_streams([StreamOperation(stream=0, seconds=1.0)], most_launched=0)

@@ -41,7 +41,7 @@ def simulate(
         reduce: Time of the reduction at each `Action.FINISHED` of a backward: a number, or a function of the event.
 
     Raises:
-        ValueError: A mapping lacks an event's slot and kind, or a duration is negative.
+        ValueError: A mapping lacks an event's slot and kind, or a duration is negative or NaN.
     """
     return simulate_pipeline([events], durations, host=host, gather=gather, reduce=reduce).ranks[0]
 
@@ -70,7 +70,7 @@ def simulate_pipeline(
         send: Time of each message: a number, or a function of the sending event.
 
     Raises:
-        ValueError: A duration is missing or negative, or ranks wait for messages that nobody sends.
+        ValueError: A duration is missing, negative or NaN, or ranks wait for messages that nobody sends.
     """
     prices = _Prices(durations, gather, reduce, send)
     messages: _Messages = {}
@@ -107,7 +107,7 @@ class _Prices:
             duration = self._residence_duration(event)
         else:
             duration = _duration(event, self.durations)
-        if duration < 0:
+        if not duration >= 0:  # NaN too, which would spread to all later events
             raise ValueError(f"Expected durations from 0 on, got {duration} for {event}. Give the time that it takes.")
         return duration
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -47,22 +48,30 @@ def simulate_streams(
     Args:
         operations: The operations of all streams, in the order of the host's launches.
         slowdown: From 1 on.
-        most_launched: Operations launched ahead of the GPU at most: CUDA's queue.
+        most_launched: Operations launched ahead of the GPU at most, from 1 on: CUDA's queue.
 
     Returns:
         The span of each operation.
 
     Raises:
-        ValueError: An operation waits for itself or a later operation, or takes less than no time.
+        ValueError: An operation waits for itself or a later operation, or its time is negative or not finite; or
+            `slowdown` or `most_launched` is below 1.
     """
+    if not 1 <= slowdown < math.inf:
+        raise ValueError(f"Expected a finite slowdown from 1 on, got {slowdown}. Give 1 for streams that run freely.")
+    if most_launched < 1:
+        raise ValueError(f"Expected most_launched to be 1 or more, got {most_launched}. Give room for one operation.")
     for index, operation in enumerate(operations):
         if any(not 0 <= other < index for other in operation.after):
             raise ValueError(
                 f"Expected operation {index} to wait for earlier operations, got {operation.after}. List operations "
                 "in the order of their launches."
             )
-        if min(operation.seconds, operation.launch_seconds) < 0:
-            raise ValueError(f"Expected seconds from 0 on, got {operation.seconds} in operation {index}.")
+        for seconds in (operation.seconds, operation.launch_seconds):
+            if not 0 <= seconds < math.inf:  # the simulation would never come to a stop after NaN
+                raise ValueError(
+                    f"Expected finite seconds from 0 on, got {seconds} in operation {index}. Give the measured time."
+                )
     return _StreamSimulation(operations, slowdown, most_launched).run()
 
 
