@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 from collections.abc import Callable, Iterator
@@ -214,6 +215,31 @@ def test_complex_parameters_step_as_unsharded(name: str, prepare: Callable[[Opti
         assert torch.equal(sharded.full_tensor(), plain)
 
     run_ranks(check, 2)
+
+
+@pytest.mark.parametrize("name", ["Adagrad", "AdamW", "RMSprop"])
+def test_complex_parameters_in_the_flat_layout_step_as_unsharded(name: str) -> None:
+    """A rank without rows steps on DTensors, and has the state that other ranks have."""
+
+    def check() -> tuple[int, list[list[str]]]:
+        torch.manual_seed(0)
+        reference = nn.Linear(3, 1, dtype=torch.complex64)
+        sharded = copy.deepcopy(reference)
+        fully_shard(sharded, options=ShardingOptions(keep_together=lambda parameter: Rows(1)))
+        optimizers = [OPTIMIZERS[name](model.parameters(), lr=0.1) for model in (reference, sharded)]
+        for model, optimizer in zip((reference, sharded), optimizers, strict=True):
+            for _ in range(2):
+                optimizer.zero_grad()
+                model(X[:, :3].to(torch.complex64)).abs().square().mean().backward()
+                optimizer.step()
+        for expected, parameter in zip(reference.parameters(), sharded.parameters(), strict=True):
+            assert isinstance(parameter, DTensor)
+            torch.testing.assert_close(parameter.full_tensor(), expected, rtol=1e-5, atol=1e-6)
+        return local_of(sharded.weight).numel(), [sorted(optimizers[1].state[p]) for p in sharded.parameters()]
+
+    (rows, states), (rows_of_other, states_of_other) = run_ranks(check, 2)
+    assert {rows, rows_of_other} == {0, 3}
+    assert states == states_of_other
 
 
 def test_complex_parameters_with_uneven_shards_are_refused_to_steps_on_dtensors() -> None:

@@ -148,6 +148,20 @@ def test_norms_sums_and_extremes_are_of_all_ranks() -> None:
     _on_each_mesh(check)
 
 
+def test_complex_rows_are_pairs_of_real_numbers_in_the_same_memory() -> None:
+    def check(ragged: RaggedDTensor, value: torch.Tensor) -> None:
+        numbers = ragged.detach() * (1 + 2j)
+        pairs = torch.view_as_real(numbers)
+        pairs.add_(1.0)
+        expected = value * (1 + 2j) + (1 + 1j)
+        assert_shard_equals(pairs, torch.view_as_real(expected), "pairs", rtol=0, atol=0)
+        for got in (numbers, torch.view_as_complex(pairs)):
+            assert isinstance(got, RaggedDTensor)
+            assert torch.equal(got.full_tensor(), expected)
+
+    _on_each_mesh(check)
+
+
 def test_operands_that_lie_otherwise_are_cut_or_refused_and_never_mixed_up() -> None:
     def check(ragged: RaggedDTensor, value: torch.Tensor) -> None:
         mesh, axes = ragged.device_mesh, ragged.device_mesh.ndim

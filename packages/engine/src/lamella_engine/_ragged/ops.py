@@ -4,6 +4,7 @@
     multi-tensor     the same, index by index; operators that write in place get no empty local tensors
     norms, sums, ..  on local rows, then over the ragged axes: one collective an operation, however many tensors
     in-place random  drawn for the whole tensor; each rank keeps its rows
+    complex          seen as pairs of real numbers, and pairs as complex numbers, on local rows
     matrices         products and transposes of tensors that lie whole on one rank
 
 Note [Empty shards]. Multi-tensor kernels have been seen to go on with the memory behind a tensor without elements.
@@ -55,6 +56,8 @@ def compute(func: Any, args: Args, kwargs: Kwargs) -> Any:
         _check_mask(func, *args[:2])
     if str(func) in _REDUCTIONS:
         return _REDUCTIONS[str(func)](func, args, kwargs)
+    if name in _PAIRS:
+        return _as_pairs(func, *args)
     if name in _NEW:
         return _new_tensor(func, args, kwargs)
     if name.startswith(("_foreach_", "_fused_")) and name not in _ONE_A_TENSOR:
@@ -71,6 +74,7 @@ _LIKE = {
 _NEW = {"new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros"}
 _RANDOM = {"bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_"}
 _ONE_A_TENSOR = {"_foreach_max", "_foreach_norm", "_foreach_powsum"}
+_PAIRS = {"view_as_complex", "view_as_real"}
 _MATRIX = {"addmm", "mm", "permute", "t", "transpose"}
 
 
@@ -234,6 +238,18 @@ def _new_tensor(func: Any, args: Args, kwargs: Kwargs) -> DTensor:
     if func._schema.name == "aten::new_empty_strided":
         return _over(func, torch.empty_like(like._local_tensor, **kwargs), like)
     return _over(func, func(like._local_tensor, like._local_tensor.shape, *arguments, **kwargs), like)
+
+
+def _as_pairs(func: Any, like: DTensor) -> DTensor:
+    """A view of complex numbers as pairs in a further dim, or of pairs as complex numbers: rows stay where they are."""
+    meta = func(torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta"))
+    if meta.ndim == 0:
+        raise _refusal(func, f"{_described(like)}, whose rows are parts of one number")
+    spec = DTensorSpec(
+        like.device_mesh, like.placements, tensor_meta=TensorMeta(meta.shape, tuple(meta.stride()), meta.dtype)
+    )
+    output: DTensor = type(like)(func(like._local_tensor), spec, requires_grad=False)
+    return output
 
 
 def _draw(func: Any, args: Args, kwargs: Kwargs) -> DTensor:
