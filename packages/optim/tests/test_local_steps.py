@@ -5,18 +5,19 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from engine_models import Net, assert_weights_equal, inputs, shard, twins, whole
-from optimizer_models import OPTIMIZERS, Short
+from optimizer_models import OPTIMIZERS, Lion, Short
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 
-from lamella_engine import fully_shard
+from lamella_engine import ZERO1, Rows, ShardingOptions, fully_shard
 from lamella_engine.testing import assert_at_rest
 from lamella_optim import clip_grad_norm_, step_on_local_shards
 from lamella_testing import run_ranks
@@ -246,6 +247,107 @@ def test_ranks_that_own_nothing_have_the_state_of_torchs_optimizers_too() -> Non
         return [sorted(state) for state in found.values()]
 
     assert all(state_names == [["exp_avg", "exp_avg_sq", "step"]] * 6 for state_names in run_ranks(check, 4))
+
+
+class ScheduleFree(torch.optim.Optimizer):
+    """Trains at `z`, and moves the parameters to an average for evaluation: a write where there is state."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                assert parameter.abs().max() < 10  # of nothing there is no maximum
+                state = self.state[parameter]
+                if not state:
+                    state.update(z=parameter.clone(), num_steps=0)
+                state["num_steps"] += 1
+                parameter.sub_(parameter.grad, alpha=group["lr"])
+                state["z"].sub_(parameter.grad, alpha=2 * group["lr"])
+
+    @torch.no_grad()
+    def eval(self) -> None:
+        for parameter, state in self.state.items():
+            parameter.lerp_(state["z"], 0.1)
+
+
+def _evaluate(model: nn.Module, optimizer: ScheduleFree) -> torch.Tensor:
+    with torch.no_grad():
+        model(X)
+        optimizer.eval()
+        outputs: torch.Tensor = model(X)
+    return outputs
+
+
+def _assert_same_schedule_free_state(expected: torch.optim.Optimizer, optimizer: torch.optim.Optimizer) -> None:
+    for state, expected_state in zip(optimizer.state.values(), expected.state.values(), strict=True):
+        assert isinstance(state["z"], DTensor)
+        assert state.keys() == expected_state.keys()
+        torch.testing.assert_close(whole(state["z"]), expected_state["z"], rtol=1e-5, atol=1e-6)
+        assert state["num_steps"] == expected_state["num_steps"]
+
+
+@pytest.mark.parametrize("options", [ShardingOptions(), ShardingOptions(keep_together=lambda parameter: Rows(1))])
+def test_ranks_that_own_nothing_have_the_state_of_any_optimizer(options: ShardingOptions) -> None:
+    """A count too, which a checkpoint takes from one rank; also after a resumption, and in a group added later."""
+
+    def check() -> None:
+        reference, sharded = twins(Short, partial(fully_shard, options=options))
+        expected = ScheduleFree([*reference.parameters()][:3])
+        optimizer = step_on_local_shards(ScheduleFree([*sharded.parameters()][:3]))
+        for model, stepped in ((reference, expected), (sharded, optimizer)):
+            _train(model, stepped, 2)
+            stepped.add_param_group({"params": [*model.parameters()][3:]})
+            _train(model, stepped, 1)
+        assert [sorted(optimizer.state[p]) for p in sharded.parameters()] == [["num_steps", "z"]] * 6
+        resumed = step_on_local_shards(ScheduleFree([*sharded.parameters()][:3]))
+        resumed.add_param_group({"params": [*sharded.parameters()][3:]})
+        resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        _assert_same_schedule_free_state(expected, resumed)
+        _train(reference, expected, 1)
+        _train(sharded, resumed, 1)
+        _assert_same_schedule_free_state(expected, resumed)
+        assert_weights_equal(reference, sharded, rtol=1e-5, atol=1e-6)
+
+    run_ranks(check, 4)
+
+
+def test_whole_state_is_gathered_from_ranks_that_own_nothing() -> None:
+    def check() -> None:
+        reference, sharded = _short()
+        expected, optimizer = Lion(reference.parameters()), step_on_local_shards(Lion(sharded.parameters()))
+        _train(reference, expected)
+        _train(sharded, optimizer)
+        assert all(optimizer.state[p] for p in sharded.parameters())  # otherwise the collectives below would hang
+        found: Any = get_optimizer_state_dict(sharded, optimizer, options=StateDictOptions(full_state_dict=True))
+        for name, parameter in reference.named_parameters():
+            average = found["state"][name]["average"]
+            torch.testing.assert_close(average, expected.state[parameter]["average"], rtol=1e-5, atol=1e-6)
+
+    run_ranks(check, 4)
+
+
+def test_writes_beside_state_between_steps_reach_the_next_forward_on_all_ranks() -> None:
+    """Under ZeRO-1 a forward gathers again after a write: on all ranks, or the gather hangs."""
+
+    def check() -> None:
+        options = ShardingOptions(placements=ZERO1)
+        reference, sharded = twins(Short, partial(fully_shard, options=options))
+        expected, optimizer = (ScheduleFree(model.parameters()) for model in (reference, sharded))
+        step_on_local_shards(optimizer)
+        for _ in range(2):
+            _train(reference, expected, 1)
+            _train(sharded, optimizer, 1)
+            assert all(optimizer.state[p] for p in sharded.parameters())
+            torch.testing.assert_close(
+                _evaluate(sharded, optimizer), _evaluate(reference, expected), rtol=1e-5, atol=1e-6
+            )
+
+    run_ranks(check, 4)
 
 
 @pytest.mark.parametrize("through", [copy.deepcopy, lambda optimizer: pickle.loads(pickle.dumps(optimizer))])

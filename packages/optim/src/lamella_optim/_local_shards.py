@@ -1,4 +1,11 @@
-"""Optimizers whose kernels know no DTensors step on each rank's own shards, and keep their state as DTensors."""
+"""Optimizers whose kernels know no DTensors step on each rank's own shards, and keep their state as DTensors.
+
+Note [Stand-ins]. Kernels over many tensors may write beside a tensor without elements, and some operations fail on one.
+Left out of the step, a parameter of which this rank has no rows would get no state here while other ranks make some:
+collectives over state, and writes to the parameters that have state, would then hang. So a small plain parameter of
+zeros, with zero gradients, steps in the place of an empty shard. State of its shape becomes a DTensor with an empty
+shard, and a count of steps advances as on all other ranks.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +28,8 @@ from lamella_optim._plain import LOCAL_PARAMETERS, laid_out
 
 Opt = TypeVar("Opt", bound=Optimizer)
 State = dict[str, Any]
+Known = dict[int, tuple[torch.Tensor, DTensor]]
+"""The DTensor over each local tensor, by the tensor's id: held, so that no other tensor gets the id."""
 
 _NEED_WHOLE_TENSORS = {"Adafactor", "LBFGS", "Muon", "SparseAdam"}
 
@@ -28,11 +37,11 @@ _NEED_WHOLE_TENSORS = {"Adafactor", "LBFGS", "Muon", "SparseAdam"}
 def step_on_local_shards(optimizer: Opt) -> Opt:
     """Let an optimizer whose kernels take plain tensors train sharded parameters: Transformer Engine's, apex's, yours.
 
-    `step()` sees, in place of each DTensor, a plain `Parameter` over this rank's shard, with the shard's gradient. An
-    empty shard has no gradient there, except for torch's own optimizers: kernels over many tensors may write beside an
-    empty one. Outside of `step`, `state_dict` and `load_state_dict` the optimizer looks unchanged: param groups hold
-    DTensors, and state of a shard's shape is a DTensor with its parameter's placements, also in checkpoints. Other
-    state (single values, blocks, quantised tensors) stays as the optimizer made it.
+    `step()` sees, in place of each DTensor, a plain `Parameter` over this rank's shard, with the shard's gradient; in
+    place of an empty shard a few zeros, so that state is alike on all ranks. Outside of `step`, `state_dict` and
+    `load_state_dict` the optimizer looks unchanged: param groups hold DTensors, and state of a shard's shape is a
+    DTensor with its parameter's placements, also in checkpoints. Other state (single values, blocks, quantised tensors)
+    stays as the optimizer made it.
 
     The update of an element must depend only on the element's own gradient and state. Right for Adam, SGD and the
     like; wrong, without an error, for optimizers with norms or products of whole parameters.
@@ -49,8 +58,8 @@ def step_on_local_shards(optimizer: Opt) -> Opt:
     Raises:
         ValueError: The optimizer is one of torch's that need whole tensors; or a scheduler has replaced its `step`.
 
-    Effects: a later step costs some microseconds of host time a parameter; no copies, no collectives, no host sync.
-        Calls `install`.
+    Effects: a later step costs some microseconds of host time a parameter, and for an empty shard a launch for its
+        gradient and each of its states; no copies, no collectives, no host sync. Calls `install`.
     """
     kind: Any = type(optimizer)
     if hasattr(optimizer, LOCAL_PARAMETERS):
@@ -94,7 +103,7 @@ class _OnLocalShards(Optimizer):
         return state_dict
 
     def load_state_dict(self, state_dict: State) -> None:
-        local = pytree.tree_map_only(DTensor, local_of, state_dict["state"])
+        local = pytree.tree_map_only(DTensor, lambda value: _filled(local_of(value)), state_dict["state"])
         with _holding_locals(self):
             super().load_state_dict({**state_dict, "state": local})
 
@@ -114,8 +123,6 @@ def _on_local_shards(kind: Any) -> Any:
 def _step_on_local_shards(kind: Any) -> Any:
     """A class's `step`, below the hooks of `step`: hooks still see DTensors."""
     unhooked = getattr(kind.step, "__wrapped__", kind.step)
-    # torch's optimizers take empty tensors, and make state for them: state is alike on all ranks.
-    gradients_of = _has_elements if not unhooked.__module__.startswith("torch.") else _any_shard
 
     def step(self: Optimizer, closure: Callable[[], Any] | None = None, *more: Any, **options: Any) -> Any:
         loss = None
@@ -128,7 +135,7 @@ def _step_on_local_shards(kind: Any) -> Any:
         if closure is not None:  # a closure makes gradients, and gradients belong on the DTensors
             with torch.enable_grad():
                 loss = closure()
-        with _holding_locals(self, gradients_of):
+        with _holding_locals(self, with_gradients=True):
             output = unhooked(self, *((None, *more) if more else ()), **options)
         return output if closure is None else loss
 
@@ -146,37 +153,23 @@ def _new(kind: Any) -> Any:
     return optimizer
 
 
-def _no_shard(shard: torch.Tensor) -> bool:
-    return False
-
-
-def _any_shard(shard: torch.Tensor) -> bool:
-    return True
-
-
-def _has_elements(shard: torch.Tensor) -> bool:
-    return shard.numel() > 0
-
-
 @contextmanager
-def _holding_locals(optimizer: Optimizer, gradients_of: Callable[[torch.Tensor], bool] = _no_shard) -> Iterator[None]:
+def _holding_locals(optimizer: Optimizer, *, with_gradients: bool = False) -> Iterator[None]:
     """Let param groups and state hold plain parameters over local shards for a while.
 
     Optimizers with `use_decoupled_grad` (Transformer Engine's) find gradients in `decoupled_grad`.
-
-    Args:
-        gradients_of: Whether a shard gets its gradient too.
     """
     mine: dict[DTensor, nn.Parameter] = getattr(optimizer, LOCAL_PARAMETERS)
     parameter_lists = [group["params"] for group in optimizer.param_groups]
     pairs = [(p, _local(mine, p)) for parameters in parameter_lists for p in parameters if isinstance(p, DTensor)]
     state = optimizer.state
     before = {dtensor: state.pop(dtensor) for dtensor, _ in pairs if dtensor in state}
+    known: Known = {}
     for dtensor, local in pairs:
         if dtensor in before:
-            state[local] = pytree.tree_map_only(DTensor, local_of, before[dtensor])
-        if dtensor.grad is not None and gradients_of(local):
-            gradient = local_of(dtensor.grad)
+            state[local] = _local_state(dtensor, before[dtensor], known)
+        if dtensor.grad is not None and with_gradients:
+            gradient = _filled(local_of(dtensor.grad))
             if getattr(optimizer, "use_decoupled_grad", False):
                 local.decoupled_grad = gradient  # type: ignore[attr-defined]
                 continue
@@ -196,7 +189,7 @@ def _holding_locals(optimizer: Optimizer, gradients_of: Callable[[torch.Tensor],
             local.grad = None
             vars(local).pop("decoupled_grad", None)
             if local in state:
-                state[dtensor] = _laid_out(dtensor, state.pop(local), before.get(dtensor))
+                state[dtensor] = _laid_out(dtensor, state.pop(local), known)
 
 
 def _local(mine: dict[DTensor, nn.Parameter], dtensor: DTensor) -> nn.Parameter:
@@ -204,29 +197,59 @@ def _local(mine: dict[DTensor, nn.Parameter], dtensor: DTensor) -> nn.Parameter:
     shard = local_of(dtensor)
     local = mine.get(dtensor)
     if local is None:
-        local = mine[dtensor] = nn.Parameter(shard, requires_grad=dtensor.requires_grad)
+        local = mine[dtensor] = nn.Parameter(_filled(shard), requires_grad=dtensor.requires_grad)
+    elif shard.numel() == 0:
+        if (local.shape, local.dtype, local.device) != (_stand_in_shape(shard), shard.dtype, shard.device):
+            local.data = _filled(shard)  # the shard was moved, cast or loaded
     elif local.data_ptr() != shard.data_ptr() or local.dtype != shard.dtype:
         local.data = shard  # the shard was moved, cast or loaded
     local.requires_grad_(dtensor.requires_grad)
     return local
 
 
-def _laid_out(dtensor: torch.Tensor, state: State, before: State | None = None) -> State:
+def _filled(shard: torch.Tensor) -> torch.Tensor:
+    """A local tensor, or zeros in the place of an empty one. Note [Stand-ins]."""
+    return shard if shard.numel() else shard.new_zeros(_stand_in_shape(shard))
+
+
+def _stand_in_shape(shard: torch.Tensor) -> tuple[int, ...]:
+    return (2,) * shard.ndim  # two: a tensor of one element may be a single value of the optimizer
+
+
+def _local_state(dtensor: DTensor, state: State, known: Known) -> State:
+    """An optimizer's state of a DTensor, with local tensors in place of DTensors.
+
+    Args:
+        known: Gets the DTensor of each local tensor.
+    """
+    shard = local_of(dtensor)
+
+    def local(value: torch.Tensor) -> torch.Tensor:
+        if not isinstance(value, DTensor):  # put there by a loader, maybe
+            return _filled(value) if value.shape == shard.shape else value
+        tensor = _filled(local_of(value))
+        known[id(tensor)] = tensor, value
+        return tensor
+
+    return pytree.tree_map_only(torch.Tensor, local, state)  # type: ignore[no-any-return]
+
+
+def _laid_out(parameter: torch.Tensor, state: State, known: Known | None = None) -> State:
     """An optimizer's state of a local shard, with DTensors in place of tensors of the shard's shape.
 
     Args:
-        before: The state before the step: a DTensor over the same local tensor stays the same object.
+        known: DTensors before the step: a DTensor over the same local tensor stays the same object.
     """
-    if not isinstance(dtensor, DTensor):
+    if not isinstance(parameter, DTensor):
         return state
-    dtensor_by_local = {
-        id(local_of(old_dtensor)): old_dtensor
-        for old_dtensor in pytree.tree_leaves(before)
-        if isinstance(old_dtensor, DTensor)
-    }
+    shard = local_of(parameter)
 
     def lay_out(tensor: torch.Tensor) -> torch.Tensor:
-        return dtensor_by_local[id(tensor)] if id(tensor) in dtensor_by_local else laid_out(dtensor, tensor)
+        if known and id(tensor) in known:
+            return known[id(tensor)][1]
+        if shard.numel() == 0 and type(tensor) is torch.Tensor and tensor.shape == _stand_in_shape(shard):
+            tensor = tensor.new_empty(shard.shape)
+        return laid_out(parameter, tensor)
 
     return pytree.tree_map_only(torch.Tensor, lay_out, state)  # type: ignore[no-any-return]
 
