@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from engine_models import BF16, Net, fsdp, shard, shard_on
 from optimizer_models import Lion
 from optimizer_pairs import ADAMW, Overlapped, X, named, run_backward
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 from lamella_engine import CPUOffloadPolicy, find_nonfinite
 from lamella_engine.testing import FakeWork, fake_streams, gradient_installs_watched, require_unit, tree_of
@@ -204,6 +206,29 @@ def test_steps_that_wait_for_gradients_are_the_same(name: str) -> None:
         assert Overlapped(optimizer=named(name, lr=1e-2), late_gradients=True).train() == ["root", "layers.0"]
 
     run_ranks(check, 3)
+
+
+def test_states_lie_in_the_order_of_the_groups_also_after_a_wait_on_one_rank() -> None:
+    """torch's full state dict of an optimizer is a collective for each state, in the order of the states."""
+
+    def check() -> None:
+        model = shard(Net())
+        optimizer = ADAMW(model)
+        states = optimizer.state
+        overlap_optimizer(optimizer, late_gradients=True)
+        run_backward(model)
+        if dist.get_rank() == 0:
+            fsdp(model).wait_for_gradients()
+        optimizer.step()
+        assert optimizer.state is states
+        assert all(a is b for a, b in zip(states, model.parameters(), strict=True))
+        moments = {name: states[p]["exp_avg"].full_tensor() for name, p in model.named_parameters()}
+        options = StateDictOptions(full_state_dict=True)
+        gathered: Any = get_optimizer_state_dict(model, optimizer, options=options)["state"]
+        for name, moment in moments.items():
+            assert torch.equal(gathered[name]["exp_avg"], moment)
+
+    run_ranks(check, 2)
 
 
 def test_units_that_are_reduced_in_two_microbatches_on_two_streams_are_waited_for_on_both() -> None:

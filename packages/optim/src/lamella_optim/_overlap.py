@@ -71,6 +71,7 @@ class OverlapOptimizer(Listener):
         # Events behind a unit's gradients: units in the order of their reductions.
         self._reduced: weakref.WeakKeyDictionary[Tree, _Events] = weakref.WeakKeyDictionary()
         self._is_noted = False  # at the step's begin: units gathered between its parts are current
+        self._num_states = 0  # in the groups' order
         self._before = optimizer.register_step_pre_hook(self._before_step)
         self._after = optimizer.register_step_post_hook(self._after_step)
         self._listen_to(_ids_of(optimizer))
@@ -203,10 +204,15 @@ class OverlapOptimizer(Listener):
         return step_on(cheapest_view_of(optimizer, last_part), optimizer, args, kwargs)
 
     def _after_step(self, optimizer: Optimizer, *_: object) -> None:
-        """Move this object's pre-hook behind all others."""
+        """Move this object's pre-hook behind all others, and put new states in the groups' order."""
         hooks: Any = optimizer._optimizer_step_pre_hooks
         if self._before.id in hooks:
             hooks.move_to_end(self._before.id)
+        # Parts make states in their own order, and a rank that waited for its gradients before the step makes others:
+        # torch's full state dicts gather states one by one, in each rank's order.
+        if len(optimizer.state) != self._num_states and not is_compiled():
+            self._num_states = len(optimizer.state)
+            _sort_states(optimizer)
 
     def _is_last_hook(self, optimizer: Optimizer) -> bool:
         return bool(next(reversed(optimizer._optimizer_step_pre_hooks)) == self._before.id)
@@ -305,6 +311,14 @@ def _split(optimizer: Optimizer, kinds: Sequence[Container[int]]) -> list[Parts]
     parts = [[[p for p in group if id(p) in kind] for group in groups] for kind in kinds]
     last_part = [[p for p in group if not any(id(p) in kind for kind in kinds)] for group in groups]
     return [*parts, last_part]
+
+
+def _sort_states(optimizer: Optimizer) -> None:
+    """Put an optimizer's states in the order of its groups, in place."""
+    state = optimizer.state
+    for parameter in held_by(optimizer):
+        if parameter in state:
+            state[parameter] = state.pop(parameter)
 
 
 def _step(optimizer: Optimizer, part: Parts) -> None:
