@@ -65,6 +65,7 @@ class ShardedParameter:
             nothing else that shows: no version counter, and not the DTensor's local tensor.
         unsharded_version: The unsharded form's version counter. Gathers do not advance the counter, and writes in place
             do. None for an inference tensor, which has none.
+        num_void_writes: The last number of counted writes that changed no value.
         accumulated: The sum of earlier microbatches' gradients in the reduce dtype, if the gradient's dtype differs.
         keeps_grad_clear: Move earlier microbatches' gradients out of `.grad` in any dtype: a layer may write over
             `.grad`, or several graphs of a microbatch add to `.grad`.
@@ -83,6 +84,7 @@ class ShardedParameter:
     prefix: str = ""
     memory: Memory = field(init=False)
     unsharded_version: int | None = field(default=None, init=False)
+    num_void_writes: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         self.note_memory()
@@ -104,10 +106,31 @@ class ShardedParameter:
         self.note_memory()
         _sharded_originals[unsharded] = (self.full_name, weakref.ref(self))
 
-    @property
-    def is_written(self) -> bool:
-        """Whether the unsharded form was written in place since the last exchange of forms."""
-        return self.unsharded_version is not None and self.unsharded_version != self.unsharded._version
+    def settle_writes(self, version: int) -> bool:
+        """Take the unsharded form's version counter for the current one.
+
+        `torch.nn.utils.parametrize` sets a weight to itself, which counts as a write and changes nothing.
+
+        Args:
+            version: The counter from before the writes.
+
+        Returns:
+            Whether this rank's rows differ from its shard, or may: a wrapped weight, and a weight without rows on this
+                rank, are not compared.
+
+        Effects: a host sync, on a GPU only where the counter moved by another number than in the last such pass.
+        """
+        self.unsharded_version = self.unsharded._version
+        whole, num_writes = local_of(self.unsharded).detach(), self.unsharded_version - version
+        if whole.is_cuda and num_writes == self.num_void_writes:
+            return False  # else a parametrized layer would make the host wait in every pass
+        is_captured = whole.is_cuda and torch.cuda.is_current_stream_capturing()
+        if type(whole) is not torch.Tensor or self.shard.numel() == 0 or is_captured:
+            return True
+        if not torch.equal(self.sharding.own_part(whole), self.shard.to(whole.device, whole.dtype)):
+            return True
+        self.num_void_writes = num_writes
+        return False
 
     @property
     def full_name(self) -> str:
@@ -247,15 +270,20 @@ def install(parameters: Iterable[ShardedParameter], *, is_sharded: bool) -> list
     """Put one form into every owner; the form takes over `requires_grad` from the form visible before.
 
     Returns:
-        Writes into unsharded forms, and third tensors in owners: both are dropped.
+        Writes that changed unsharded forms, and third tensors in owners: both are dropped.
+
+    Effects: those of `settle_writes` for each written form.
     """
     lost: list[LostChange] = []
     with attributes_alone():
         for parameter in parameters:
             if is_sharded:
                 form, other = parameter.sharded, parameter.unsharded
-                if (version := parameter.unsharded_version) is not None and version != other._version:
-                    parameter.unsharded_version = other._version
+                if (
+                    (version := parameter.unsharded_version) is not None
+                    and version != other._version
+                    and parameter.settle_writes(version)
+                ):
                     lost.append(LostChange(parameter, is_write=True))
             else:
                 form, other = parameter.unsharded, parameter.sharded

@@ -332,7 +332,8 @@ class UnitWeights:
         Warns:
             UserWarning: A gathered weight was written in place. The write is lost.
 
-        Effects: the gather stream waits for the compute stream; no host sync on CUDA; not a collective.
+        Effects: the gather stream waits for the compute stream; no host sync on CUDA, except to compare a weight that
+            counts writes with this rank's shard; not a collective.
         """
         # Also of a sharded unit: parts that a forward without a backward kept would be gathered as if current.
         for group in self.parameters.groups if not keep_parts else ():
