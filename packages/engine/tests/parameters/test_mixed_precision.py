@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -10,10 +11,19 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as fsdp2
-from engine_models import Net, assert_weights_equal, inputs, no_gradient_sync, rows_of_this_rank, twins, whole
+from engine_models import (
+    Net,
+    assert_weights_equal,
+    inputs,
+    mesh_of,
+    no_gradient_sync,
+    rows_of_this_rank,
+    twins,
+    whole,
+)
 from torch import nn
 
-from lamella_engine import MixedPrecisionPolicy, fully_shard, plan_units
+from lamella_engine import DDP, HFSDP, ZERO1, ZERO3, MixedPrecisionPolicy, ShardingOptions, fully_shard, plan_units
 from lamella_engine.testing import CollectiveLog, assert_at_rest, named_units, record
 from lamella_testing import run_ranks
 
@@ -107,6 +117,56 @@ def test_the_wire_carries_the_param_dtype_forth_and_the_narrower_dtype_back(
         assert {event.sum_dtypes for event in log.events if event.kind == "reduce"} == {frozenset({summed})}
 
     run_ranks(check, 2)
+
+
+HALF = fsdp2.MixedPrecisionPolicy(param_dtype=FP16)
+
+
+def _float16_gradients(
+    apply: Callable[..., Any], mesh: tuple[int, ...], choose: Callable[[Any], None], reduces_once: bool, **options: Any
+) -> list[torch.Tensor]:
+    """Gradients of two microbatches, whose mean is near the largest number and near the smallest."""
+    torch.manual_seed(0)
+    model: Any = nn.Linear(4, 3)
+    apply(model, mesh=mesh_of(mesh), mp_policy=HALF, **options)
+    choose(model)
+    largest = 40000 if len(mesh) == 1 else 20000  # of two to four ranks FSDP2 sums halves
+    x = inputs()[dist.get_rank()].clamp(0.3, 0.9)[:1].repeat(1, 4).half()
+    for is_last, size in ((False, 1.0), (True, 0.3)):
+        model.set_is_last_backward(is_last)
+        model.set_requires_gradient_sync(is_last or not reduces_once)
+        model.set_requires_all_reduce(is_last)
+        (model(x) * torch.tensor([size * largest, 3e-3, 2e-6]).half()).sum().backward()
+    return [whole(parameter.grad) for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "placements"),
+    [((2,), None), ((3,), None), ((2,), ZERO1), ((2,), DDP), ((2, 2), None), ((2, 2), (HFSDP, ZERO3))],
+    ids=["ZeRO-3", "ZeRO-3 of three", "ZeRO-1", "DDP", "HSDP", "HFSDP"],
+)
+@pytest.mark.parametrize(
+    "choose",
+    [
+        lambda model: None,
+        lambda model: model.set_gradient_divide_factor(12.0),
+        lambda model: model.set_force_sum_reduction_for_comms(True),
+    ],
+    ids=["mean", "divisor", "sum"],
+)
+def test_means_in_float16_are_those_of_fsdp2_also_where_their_sums_overflow(
+    mesh: tuple[int, ...], placements: Any, choose: Callable[[Any], None]
+) -> None:
+    def check() -> None:
+        once = placements in (ZERO1, DDP)
+        options = {} if placements is None else {"options": ShardingOptions(placements=placements)}
+        expected = _float16_gradients(fsdp2.fully_shard, mesh, choose, once)
+        gradients = _float16_gradients(fully_shard, mesh, choose, once, **options)
+        for gradient, other in zip(gradients, expected, strict=True):
+            assert gradient.isfinite().all()
+            assert torch.equal(gradient, other)
+
+    run_ranks(check, math.prod(mesh))
 
 
 class _NormedLinears(nn.Sequential):

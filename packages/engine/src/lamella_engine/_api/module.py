@@ -341,7 +341,7 @@ class FSDPModule(_TorchsModule, UnitVerbs):
                 of the parameters, in the reduce dtype, after the all-reduce over replicas. A shard with fewer rows than
                 rank 0's ends in zeros, so that every rank's tensor has as many elements, and a parameter without a
                 gradient here counts with zeros. The tensor holds the mean, or the sum with
-                `set_force_sum_reduction_for_comms`.
+                `set_force_sum_reduction_for_comms`; in float16 a sum of gradients divided beforehand, as in FSDP2.
             stream: The hook's stream. None means the stream of the all-reduces.
 
         Raises:

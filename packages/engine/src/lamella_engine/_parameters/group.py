@@ -144,7 +144,7 @@ class ParameterGroup:
         scales: The scales of whole parameters, for a recipe with such scales; else None. Made by the form's `build`.
         model_weights: By payload, this rank's shards, gathered over the outer axis. Filled by gathers; cleared when
             main weights may have changed.
-        divisor: Divides the sum of the ranks' gradients.
+        divisor: Divides the sum of the ranks' gradients, in float16 in two parts.
         sums_only: Divide after a sum, even if the collective itself can make the mean.
         parts: This rank's share of the neighbours' larger parts, from `keep_part` to the next gather, or to the next
             change of main weights.
@@ -453,7 +453,21 @@ class ParameterGroup:
     @property
     def reduce_op(self) -> ReduceOp:
         """The reduction of gradients: the mean if the divisor is the number of ranks, else the sum."""
-        return MEAN if self.divisor == self.axes.num_ranks and not self.sums_only else SUM
+        # A sum in float16 overflows first: gradients are divided before and after (`predivisor`).
+        has_range = self.reduce_dtype is not torch.float16
+        return MEAN if self.divisor == self.axes.num_ranks and not self.sums_only and has_range else SUM
+
+    @property
+    def predivisor(self) -> int:
+        """The part of `divisor` that divides gradients before their sum: in float16 about its root, else 1.
+
+        Source: FSDP2's `_get_gradient_divide_factors`.
+        """
+        predivisor = 1
+        if self.reduce_dtype is torch.float16:
+            while self.divisor % predivisor == 0 and self.divisor / predivisor > predivisor:
+                predivisor *= 2
+        return predivisor
 
 
 def even_layouts(

@@ -8,7 +8,14 @@ from functools import lru_cache
 
 import torch
 
-from lamella_buffers import CopyEngineTransport, FakeCopyEngineTransport, Payload, ShardedBuffer, all_reduce
+from lamella_buffers import (
+    CopyEngineTransport,
+    FakeCopyEngineTransport,
+    Payload,
+    ShardedBuffer,
+    all_reduce,
+    plain_values,
+)
 from lamella_engine._parameters.group import MEAN, ParameterGroup, Reduced
 from lamella_engine._parameters.sharded_parameter import ShardedParameter, attributes_alone, gradient_over
 from lamella_engine._parameters.sharding import local_of
@@ -62,6 +69,22 @@ def gradient_nbytes(group: ParameterGroup, members: Iterable[int], wire: torch.d
     if isinstance(layout, FlatLayout):
         return layout.full_numel * wire.itemsize
     return sum(layout.full_slot(i).numel for i in members) * wire.itemsize
+
+
+def predivided(
+    group: ParameterGroup, gradients: Mapping[int, torch.Tensor | None], wire: torch.dtype
+) -> Mapping[int, torch.Tensor | None]:
+    """Gradients over the group's `predivisor`: in float16 their sum overflows where their mean is finite.
+
+    Effects: allocates quotients in the wire dtype, on the current stream, unless the predivisor is 1.
+    """
+    predivisor = group.predivisor
+    present = {i: gradient for i, gradient in gradients.items() if gradient is not None}
+    if predivisor == 1 or not present:
+        return gradients
+    # Not in place: a hook of the user's may have kept the gradient.
+    quotients = torch._foreach_div([plain_values(gradient).to(wire) for gradient in present.values()], predivisor)
+    return {**gradients, **dict(zip(present, quotients, strict=True))}
 
 
 def sum_dtype(group: ParameterGroup) -> torch.dtype:
@@ -144,6 +167,8 @@ def reduce_over_outer(group: ParameterGroup, reduced: Reduced) -> Reduced:
 def show_gradients(group: ParameterGroup, reduced: Reduced, hook: Callable[[torch.Tensor], None]) -> bool:
     """Call a hook on reduced gradients, which the hook may change: the mean, or the sum if `sums_only`.
 
+    In float16 the sum is over `predivisor`.
+
     Returns:
         Whether this call divided the gradients.
 
@@ -151,7 +176,7 @@ def show_gradients(group: ParameterGroup, reduced: Reduced, hook: Callable[[torc
     """
     divides = group.reduce_op is not MEAN and not group.sums_only
     if divides:
-        reduced.shards.flat.div_(group.divisor)
+        reduced.shards.flat.div_(group.divisor / group.predivisor)
     hook(reduced.shards.flat)
     return divides
 
@@ -169,7 +194,7 @@ def install_gradients(group: ParameterGroup, reduced: Reduced, *, are_divided: b
     """
     shards, present = reduced
     if group.reduce_op is not MEAN and not are_divided:
-        shards.flat.div_(group.divisor)
+        shards.flat.div_(group.divisor / group.predivisor)
     # The sums stay with the caller, who holds them until the reduce stream, which allocated them, has waited for this
     # cast.
     if shards.dtype != group.main_grads_dtype:

@@ -209,7 +209,9 @@ class Gradients:
                     installs_all=self.reduces_unused_parameters,
                     without_gaps=self.all_reduce_hook is not None,
                 )
-                reductions[group], transfers[group] = output, (gradients, wire_dtype, output.shards)
+                is_narrow = group.reduce_dtype is torch.float16
+                terms = reduction.predivided(group, gradients, wire_dtype) if is_narrow else gradients
+                reductions[group], transfers[group] = output, (terms, wire_dtype, output.shards)
             groups = list(reductions)
             for axis_groups in by_axes(groups):
                 transport = axis_groups[0].transports.reduce or axis_groups[0].transports.shard
