@@ -139,7 +139,8 @@ def fully_shard(
     _check_stage(strategy, reshard_after_forward)
     policy = as_policy(mp_policy)
     # Without scripted modules, which take no hooks: all of their parameters are ignored, or `candidates_of` refuses.
-    owners = [inner for _, inner in own_modules(modules) if not isinstance(inner, torch.jit.ScriptModule)]
+    named_owners = [entry for entry in own_modules(modules) if not isinstance(entry[1], torch.jit.ScriptModule)]
+    owners = [inner for _, inner in named_owners]
     device = _device_of(axes.mesh)
     keep_fn = as_keep_fn(options.keep_together)
     candidates = candidates_of(modules, ignored, axes, shard_placement_fn, keep_fn, policy)
@@ -178,7 +179,7 @@ def fully_shard(
     hooks = register_hooks(modules, owners, state)
     attach_state(modules, state, StateView(state, modules, policy, hooks), former_modules=former_modules)
     note_in_unit(owners)
-    watch(owners, unit.parameters)
+    watch(named_owners, unit.parameters)
     register_step_hooks()
     return module
 

@@ -6,7 +6,8 @@ torch calls hooks for every registration in the process, so a step asks only whe
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
+from typing import Final, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -17,18 +18,35 @@ from torch.nn.modules.module import (
 
 from lamella_engine._parameters.sharded_parameter import is_sharded
 
-# The process's, as torch's hooks are. Modules of units, to the tree's context: weak, as modules own their units.
-_watched: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Hashable]] = weakref.WeakKeyDictionary()
+_NUM_NAMES: Final = 3  # in an error
+
+
+class Owner(Protocol):
+    """The parameters of a unit."""
+
+    @property
+    def prefix(self) -> str: ...
+
+
+class _Watched(NamedTuple):
+    """A module of a unit."""
+
+    prefix: str  # of names in the module, from the unit on
+    owner: weakref.ref[Owner]  # weak, as modules own their units
+
+
+# The process's, as torch's hooks are.
+_watched: weakref.WeakKeyDictionary[nn.Module, _Watched] = weakref.WeakKeyDictionary()
 # Read by every step, which calls nothing where the list is empty.
 registrations: list[tuple[weakref.ref[nn.Module], str]] = []
 _handles: list[object] = []
 
 
-def watch(modules: Iterable[nn.Module], owner: Hashable) -> None:
+def watch(modules: Iterable[tuple[str, nn.Module]], owner: Owner) -> None:
     """Note later registrations in a unit's modules.
 
     Args:
-        modules: The unit's modules, outside inner units.
+        modules: The unit's modules, outside inner units, with dotted prefixes.
         owner: The unit's parameters.
 
     Effects: the first call registers two hooks of torch, for registrations in all modules of the process.
@@ -36,8 +54,8 @@ def watch(modules: Iterable[nn.Module], owner: Hashable) -> None:
     if not _handles:
         _handles.append(register_module_parameter_registration_hook(_note_parameter))
         _handles.append(register_module_module_registration_hook(_note_module))
-    for module in modules:
-        _watched[module] = weakref.ref(owner)
+    for prefix, module in modules:
+        _watched[module] = _Watched(prefix, weakref.ref(owner))
 
 
 def _note_parameter(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -47,14 +65,14 @@ def _note_parameter(module: nn.Module, name: str, parameter: nn.Parameter | None
 
 
 def _note_module(module: nn.Module, name: str, added: nn.Module | None) -> None:
-    if added is not None and (owner := _watched.get(module)) is not None:
+    if added is not None and (watched := _watched.get(module)) is not None:
         registrations.append((weakref.ref(module), name))
         # Modules further in too: a later registration in them would be seen by no unit.
-        for inner in added.modules():
-            _watched.setdefault(inner, owner)
+        for inner_name, inner in added.named_modules(prefix=watched.prefix + name):
+            _watched.setdefault(inner, _Watched(f"{inner_name}.", watched.owner))
 
 
-def refuse_late_parameters(owners: Iterable[Hashable]) -> None:
+def refuse_late_parameters(owners: Iterable[Owner]) -> None:
     """Refuse trainable parameters registered in units' modules after `fully_shard`: ranks would drift apart.
 
     Args:
@@ -66,18 +84,12 @@ def refuse_late_parameters(owners: Iterable[Hashable]) -> None:
     if not torch.is_grad_enabled():
         # A pass without gradients drifts nowhere, and leaves the entries to the next training forward.
         return
-    mine = set(owners)
-    names = [
-        late
-        for reference, name in registrations
-        if _owner_of(reference()) in mine
-        for late in _late_names(reference(), name)
-    ]
-    if names:
+    if names := _late_names(set(owners)):
+        others = f" and {len(names) - _NUM_NAMES} more" if len(names) > _NUM_NAMES else ""
         raise RuntimeError(
-            f"Expected the parameters of a unit's modules to be registered before fully_shard, got {names} after it, "
-            "which no unit reduces: each rank would train values of its own. Register them before fully_shard, call "
-            "fully_shard on the new module itself, or freeze them."
+            "Expected the parameters of a unit's modules to be registered before fully_shard, got "
+            f"{names[:_NUM_NAMES]}{others} after it, which no unit reduces: each rank would train values of its own. "
+            "Register them before fully_shard, call fully_shard on the new module itself, or freeze them."
         )
     # Parameters frozen for now may be trained later, so entries go only with the parameters.
     registrations[:] = [
@@ -85,16 +97,18 @@ def refuse_late_parameters(owners: Iterable[Hashable]) -> None:
     ]
 
 
-def _owner_of(module: nn.Module | None) -> Hashable:
-    owner = None if module is None else _watched.get(module)
-    return None if owner is None else owner()
-
-
-def _late_names(module: nn.Module | None, name: str) -> Iterator[str]:
-    """The trainable parameters in no unit, of a name of the module."""
-    for full_name, parameter in _parameters_at(module, name):
-        if parameter.requires_grad and not is_sharded(parameter):
-            yield f"{type(module).__name__}.{full_name}"
+def _late_names(owners: Collection[Owner]) -> list[str]:
+    """The names of trainable parameters in no unit, each parameter once."""
+    names: dict[nn.Parameter, str] = {}
+    for reference, name in registrations:
+        if (module := reference()) is None or (watched := _watched.get(module)) is None:
+            continue
+        if (owner := watched.owner()) is None or owner not in owners:
+            continue
+        for late_name, parameter in _parameters_at(module, name):
+            if parameter.requires_grad and not is_sharded(parameter):
+                names.setdefault(parameter, owner.prefix + watched.prefix + late_name)
+    return list(names.values())
 
 
 def _is_pending(reference: weakref.ref[nn.Module], name: str) -> bool:

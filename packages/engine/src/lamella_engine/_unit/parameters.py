@@ -63,7 +63,12 @@ class UnitParameters:
         self.name = name
         for group in self.groups:
             for parameter in group.parameters:
-                parameter.prefix = f"{name}." if len(self.module_ids) == 1 else ""
+                parameter.prefix = self.prefix
+
+    @property
+    def prefix(self) -> str:
+        """The unit's name with a dot, before names below its module; empty for the outermost unit, and for a list."""
+        return f"{self.name}." if self.name and len(self.module_ids) == 1 else ""
 
     @property
     def title(self) -> str:
