@@ -28,7 +28,7 @@ from lamella_optim._plain import LOCAL_PARAMETERS, laid_out
 
 Opt = TypeVar("Opt", bound=Optimizer)
 State = dict[str, Any]
-Known = dict[int, tuple[torch.Tensor, DTensor]]
+LocalTensors = dict[int, tuple[torch.Tensor, DTensor]]
 """The DTensor over each local tensor, by the tensor's id: held, so that no other tensor gets the id."""
 
 _NEED_WHOLE_TENSORS = {"Adafactor", "LBFGS", "Muon", "SparseAdam"}
@@ -164,10 +164,10 @@ def _holding_locals(optimizer: Optimizer, *, with_gradients: bool = False) -> It
     pairs = [(p, _local(mine, p)) for parameters in parameter_lists for p in parameters if isinstance(p, DTensor)]
     state = optimizer.state
     before = {dtensor: state.pop(dtensor) for dtensor, _ in pairs if dtensor in state}
-    known: Known = {}
+    local_tensors: LocalTensors = {}
     for dtensor, local in pairs:
         if dtensor in before:
-            state[local] = _local_state(dtensor, before[dtensor], known)
+            state[local] = _local_state(dtensor, before[dtensor], local_tensors)
         if dtensor.grad is not None and with_gradients:
             gradient = _filled(local_of(dtensor.grad))
             if getattr(optimizer, "use_decoupled_grad", False):
@@ -189,7 +189,7 @@ def _holding_locals(optimizer: Optimizer, *, with_gradients: bool = False) -> It
             local.grad = None
             vars(local).pop("decoupled_grad", None)
             if local in state:
-                state[dtensor] = _laid_out(dtensor, state.pop(local), known)
+                state[dtensor] = _laid_out(dtensor, state.pop(local), local_tensors)
 
 
 def _local(mine: dict[DTensor, nn.Parameter], dtensor: DTensor) -> nn.Parameter:
@@ -216,11 +216,11 @@ def _stand_in_shape(shard: torch.Tensor) -> tuple[int, ...]:
     return (2,) * shard.ndim  # two: a tensor of one element may be a single value of the optimizer
 
 
-def _local_state(dtensor: DTensor, state: State, known: Known) -> State:
+def _local_state(dtensor: DTensor, state: State, local_tensors: LocalTensors) -> State:
     """An optimizer's state of a DTensor, with local tensors in place of DTensors.
 
     Args:
-        known: Gets the DTensor of each local tensor.
+        local_tensors: Gets the DTensor of each local tensor.
     """
     shard = local_of(dtensor)
 
@@ -228,25 +228,25 @@ def _local_state(dtensor: DTensor, state: State, known: Known) -> State:
         if not isinstance(value, DTensor):  # put there by a loader, maybe
             return _filled(value) if value.shape == shard.shape else value
         tensor = _filled(local_of(value))
-        known[id(tensor)] = tensor, value
+        local_tensors[id(tensor)] = tensor, value
         return tensor
 
     return pytree.tree_map_only(torch.Tensor, local, state)  # type: ignore[no-any-return]
 
 
-def _laid_out(parameter: torch.Tensor, state: State, known: Known | None = None) -> State:
+def _laid_out(parameter: torch.Tensor, state: State, local_tensors: LocalTensors | None = None) -> State:
     """An optimizer's state of a local shard, with DTensors in place of tensors of the shard's shape.
 
     Args:
-        known: DTensors before the step: a DTensor over the same local tensor stays the same object.
+        local_tensors: DTensors before the step: a DTensor over the same local tensor stays the same object.
     """
     if not isinstance(parameter, DTensor):
         return state
     shard = local_of(parameter)
 
     def lay_out(tensor: torch.Tensor) -> torch.Tensor:
-        if known and id(tensor) in known:
-            return known[id(tensor)][1]
+        if local_tensors and id(tensor) in local_tensors:
+            return local_tensors[id(tensor)][1]
         if shard.numel() == 0 and type(tensor) is torch.Tensor and tensor.shape == _stand_in_shape(shard):
             tensor = tensor.new_empty(shard.shape)
         return laid_out(parameter, tensor)

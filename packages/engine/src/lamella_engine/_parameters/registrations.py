@@ -21,7 +21,7 @@ from lamella_engine._parameters.sharded_parameter import is_sharded
 _NUM_NAMES: Final = 3  # in an error
 
 
-class Owner(Protocol):
+class NamedUnit(Protocol):
     """The parameters of a unit."""
 
     @property
@@ -32,7 +32,7 @@ class _Watched(NamedTuple):
     """A module of a unit."""
 
     prefix: str  # of names in the module, from the unit on
-    owner: weakref.ref[Owner]  # weak, as modules own their units
+    owner: weakref.ref[NamedUnit]  # weak, as modules own their units
 
 
 # The process's, as torch's hooks are.
@@ -42,7 +42,7 @@ registrations: list[tuple[weakref.ref[nn.Module], str]] = []
 _handles: list[object] = []
 
 
-def watch(modules: Iterable[tuple[str, nn.Module]], owner: Owner) -> None:
+def watch(modules: Iterable[tuple[str, nn.Module]], owner: NamedUnit) -> None:
     """Note later registrations in a unit's modules.
 
     Args:
@@ -72,7 +72,7 @@ def _note_module(module: nn.Module, name: str, added: nn.Module | None) -> None:
             _watched.setdefault(inner, _Watched(f"{inner_name}.", watched.owner))
 
 
-def refuse_late_parameters(owners: Iterable[Owner]) -> None:
+def refuse_late_parameters(owners: Iterable[NamedUnit]) -> None:
     """Refuse trainable parameters registered in units' modules after `fully_shard`: ranks would drift apart.
 
     Args:
@@ -97,7 +97,7 @@ def refuse_late_parameters(owners: Iterable[Owner]) -> None:
     ]
 
 
-def _late_names(owners: Collection[Owner]) -> list[str]:
+def _late_names(owners: Collection[NamedUnit]) -> list[str]:
     """The names of trainable parameters in no unit, each parameter once."""
     names: dict[nn.Parameter, str] = {}
     for reference, name in registrations:

@@ -121,13 +121,13 @@ class ShardedParameter:
         Effects: a host sync, on a GPU only where the counter moved by another number than in the last such pass.
         """
         self.unsharded_version = self.unsharded._version
-        whole, num_writes = local_of(self.unsharded).detach(), self.unsharded_version - version
-        if whole.is_cuda and num_writes == self.num_void_writes:
+        gathered, num_writes = local_of(self.unsharded).detach(), self.unsharded_version - version
+        if gathered.is_cuda and num_writes == self.num_void_writes:
             return False  # else a parametrized layer would make the host wait in every pass
-        is_captured = whole.is_cuda and torch.cuda.is_current_stream_capturing()
-        if type(whole) is not torch.Tensor or self.shard.numel() == 0 or is_captured:
+        is_captured = gathered.is_cuda and torch.cuda.is_current_stream_capturing()
+        if type(gathered) is not torch.Tensor or self.shard.numel() == 0 or is_captured:
             return True
-        if not torch.equal(self.sharding.own_part(whole), self.shard.to(whole.device, whole.dtype)):
+        if not torch.equal(self.sharding.own_part(gathered), self.shard.to(gathered.device, gathered.dtype)):
             return True
         self.num_void_writes = num_writes
         return False
