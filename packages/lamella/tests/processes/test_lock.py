@@ -106,15 +106,15 @@ def test_a_file_system_without_locks_is_told(
 def test_the_checkpoint_folder_of_a_run_is_locked_for_other_runs(config: Config, tmp_path: Path) -> None:
     checkpoints = str(tmp_path / "run" / "checkpoints")
     other = replace(config, run=replace(config.run, directory=str(tmp_path / "other"), checkpoints=checkpoints))
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "config.json").touch()
     for first, second, option in ((config, other, "--checkpoints"), (other, config, "--run-dir")):
         with ExitStack() as locks:
             lock(first, locks)
-            with pytest.raises(ConfigError, match=f"Expected no other run in '.*/run'.*pass another {option}"):
+            expected = f"Expected no other run with its checkpoints in '.*/run/checkpoints', got .* another {option}"
+            with pytest.raises(ConfigError, match=expected):
                 lock(second, locks)
+        assert not (tmp_path / "run").exists()
 
 
 def test_a_run_may_keep_its_checkpoints_in_its_folder_itself(config: Config, tmp_path: Path) -> None:
     with ExitStack() as locks:
-        assert len(lock(replace(config, run=replace(config.run, checkpoints=str(tmp_path / "run"))), locks)) == 1
+        assert len(lock(replace(config, run=replace(config.run, checkpoints=str(tmp_path / "run"))), locks)) == 2

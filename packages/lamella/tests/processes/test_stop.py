@@ -85,11 +85,12 @@ def test_a_request_in_the_last_step_leaves_a_run_that_is_complete(config: Config
 
 
 def test_a_stop_signal_repeated_within_a_second_is_not_a_second_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter([10.0, 10.9, 11.1, 12.0])
+    clock = iter([10.0, 10.9, 11.1, 12.0, 12.0])
     monkeypatch.setattr("lamella._processes.stop.time", SimpleNamespace(monotonic=lambda: next(clock)))
     requests = StopRequests()
     requests.wait_from_now_on()
     assert [requests.hear(signal.SIGTERM) for _ in range(3)] == [False, False, True]
+    assert not requests.hear(signal.SIGHUP)  # again, as of a terminal whose shell took its time
     assert requests.signum == signal.SIGTERM
     assert StopRequests().hear(signal.SIGINT)
 

@@ -115,6 +115,13 @@ def test_a_setting_that_was_not_measured_keeps_the_steps_eager(sections: dict[st
     assert not captures(resolve(ON_ONE_GPU, sections))
 
 
+def test_two_hosts_of_one_gpu_each_keep_the_steps_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    assert not is_captured({"parallel": {"ranks": 2}})
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert is_captured({"parallel": {"ranks": 2}})
+
+
 def test_steps_with_documents_mamba_or_dynamic_rope_are_not_captured_by_default() -> None:
     assert not is_captured({}, is_plain_stream=False)
     assert not is_captured({}, AutoConfig.for_model("mamba2"))

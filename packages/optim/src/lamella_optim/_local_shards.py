@@ -169,6 +169,8 @@ def _holding_locals(optimizer: Optimizer, *, with_gradients: bool = False) -> It
         if dtensor in before:
             state[local] = _local_state(dtensor, before[dtensor], local_tensors)
         if dtensor.grad is not None and with_gradients:
+            if not local_of(dtensor).numel():
+                local.detach().zero_()  # an update of nothing may be no number (0 / 0), and would stay
             gradient = _filled(local_of(dtensor.grad))
             if getattr(optimizer, "use_decoupled_grad", False):
                 local.decoupled_grad = gradient  # type: ignore[attr-defined]
@@ -213,7 +215,7 @@ def _filled(shard: torch.Tensor) -> torch.Tensor:
 
 
 def _stand_in_shape(shard: torch.Tensor) -> tuple[int, ...]:
-    return (2,) * shard.ndim  # two: a tensor of one element may be a single value of the optimizer
+    return (7,) * shard.ndim  # a length of no optimizer's own state: single values, pairs and blocks are none of it
 
 
 def _local_state(dtensor: DTensor, state: State, local_tensors: LocalTensors) -> State:

@@ -469,6 +469,11 @@ class ParameterGroup:
                 predivisor *= 2
         return predivisor
 
+    @property
+    def postdivisor(self) -> float:
+        """The part of `divisor` that divides the gradients' sum."""
+        return self.divisor / self.predivisor
+
 
 def even_layouts(
     axes: DataAxes, shapes: Sequence[tuple[int, ...]], dims: Sequence[int]

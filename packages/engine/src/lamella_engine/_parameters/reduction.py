@@ -175,8 +175,8 @@ def show_gradients(group: ParameterGroup, reduced: Reduced, hook: Callable[[torc
     Effects: the hook's, on the current stream; one division before, unless the collective divided.
     """
     divides = group.reduce_op is not MEAN and not group.sums_only
-    if divides:
-        reduced.shards.flat.div_(group.divisor / group.predivisor)
+    if divides and group.postdivisor != 1:
+        reduced.shards.flat.div_(group.postdivisor)
     hook(reduced.shards.flat)
     return divides
 
@@ -193,8 +193,8 @@ def install_gradients(group: ParameterGroup, reduced: Reduced, *, are_divided: b
         stream before reading `.grad`.
     """
     shards, present = reduced
-    if group.reduce_op is not MEAN and not are_divided:
-        shards.flat.div_(group.divisor / group.predivisor)
+    if group.reduce_op is not MEAN and not are_divided and group.postdivisor != 1:
+        shards.flat.div_(group.postdivisor)
     # The sums stay with the caller, who holds them until the reduce stream, which allocated them, has waited for this
     # cast.
     if shards.dtype != group.main_grads_dtype:

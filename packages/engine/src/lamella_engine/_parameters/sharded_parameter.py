@@ -65,7 +65,6 @@ class ShardedParameter:
             nothing else that shows: no version counter, and not the DTensor's local tensor.
         unsharded_version: The unsharded form's version counter. Gathers do not advance the counter, and writes in place
             do. None for an inference tensor, which has none.
-        num_void_writes: The last number of counted writes that changed no value.
         accumulated: The sum of earlier microbatches' gradients in the reduce dtype, if the gradient's dtype differs.
         keeps_grad_clear: Move earlier microbatches' gradients out of `.grad` in any dtype: a layer may write over
             `.grad`, or several graphs of a microbatch add to `.grad`.
@@ -84,7 +83,6 @@ class ShardedParameter:
     prefix: str = ""
     memory: Memory = field(init=False)
     unsharded_version: int | None = field(default=None, init=False)
-    num_void_writes: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         self.note_memory()
@@ -106,31 +104,23 @@ class ShardedParameter:
         self.note_memory()
         _sharded_originals[unsharded] = (self.full_name, weakref.ref(self))
 
-    def settle_writes(self, version: int) -> bool:
-        """Take the unsharded form's version counter for the current one.
+    def settle_writes(self) -> bool:
+        """Take the unsharded form's version counter, which has moved, for the current one.
 
         `torch.nn.utils.parametrize` sets a weight to itself, which counts as a write and changes nothing.
-
-        Args:
-            version: The counter from before the writes.
 
         Returns:
             Whether this rank's rows differ from its shard, or may: a wrapped weight, and a weight without rows on this
                 rank, are not compared.
 
-        Effects: a host sync, on a GPU only where the counter moved by another number than in the last such pass.
+        Effects: a host sync, but in a CUDA graph's capture.
         """
         self.unsharded_version = self.unsharded._version
-        gathered, num_writes = local_of(self.unsharded).detach(), self.unsharded_version - version
-        if gathered.is_cuda and num_writes == self.num_void_writes:
-            return False  # else a parametrized layer would make the host wait in every pass
+        gathered = local_of(self.unsharded).detach()
         is_captured = gathered.is_cuda and torch.cuda.is_current_stream_capturing()
         if type(gathered) is not torch.Tensor or self.shard.numel() == 0 or is_captured:
             return True
-        if not torch.equal(self.sharding.own_part(gathered), self.shard.to(gathered.device, gathered.dtype)):
-            return True
-        self.num_void_writes = num_writes
-        return False
+        return not torch.equal(self.sharding.own_part(gathered), self.shard.to(gathered.device, gathered.dtype))
 
     @property
     def full_name(self) -> str:
@@ -282,7 +272,7 @@ def install(parameters: Iterable[ShardedParameter], *, is_sharded: bool) -> list
                 if (
                     (version := parameter.unsharded_version) is not None
                     and version != other._version
-                    and parameter.settle_writes(version)
+                    and parameter.settle_writes()
                 ):
                     lost.append(LostChange(parameter, is_write=True))
             else:

@@ -209,8 +209,8 @@ class Gradients:
                     installs_all=self.reduces_unused_parameters,
                     without_gaps=self.all_reduce_hook is not None,
                 )
-                is_narrow = group.reduce_dtype is torch.float16
-                terms = reduction.predivided(group, gradients, wire_dtype) if is_narrow else gradients
+                is_float16 = group.reduce_dtype is torch.float16  # without a call for all other dtypes
+                terms = reduction.predivided(group, gradients, wire_dtype) if is_float16 else gradients
                 reductions[group], transfers[group] = output, (terms, wire_dtype, output.shards)
             groups = list(reductions)
             for axis_groups in by_axes(groups):

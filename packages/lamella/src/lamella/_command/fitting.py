@@ -5,7 +5,7 @@ import os
 from lamella._estimate.choice import fit_options
 from lamella._estimate.host_times import ASSUMED_HOST
 from lamella._processes.placement import place, under_torchrun
-from lamella._record.output import say
+from lamella._record.output import log
 from lamella._settings.config import Config
 
 
@@ -24,5 +24,5 @@ def fitted(config: Config, memory: str) -> Config:
     """
     options = fit_options(place(config), memory, ASSUMED_HOST if under_torchrun() else None)
     if os.environ.get("RANK", "0") == "0":
-        say([*options.lines()])
+        log([*options.lines()])
     return options.config

@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import typing
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, Final, Literal, NoReturn
 
 from lamella import __version__
@@ -44,7 +45,9 @@ def _hint_on_dashes(argv: Sequence[str], error: str) -> str:
     if argv[0] not in inference_options.VERBS or "--" in argv or " are required: " not in error:
         return ""
     options = inference_options.options_of(argv[0])
-    is_dashed = any(word.startswith("-") and word.split("=")[0] not in options for word in argv[1:])
+    # Not the value of an option, and no misspelt option.
+    arguments = (word for before, word in pairwise(argv) if before not in options)
+    is_dashed = any(word.startswith("-") and not nearest(word.split("=")[0], options) for word in arguments)
     return " Pass an argument that begins with - after --, and options before it." if is_dashed else ""
 
 

@@ -201,7 +201,8 @@ def load_tokens(folder: Path) -> TokenData:
     """Return the tokens in `folder`, without reading them.
 
     Raises:
-        ConfigError: A file of the folder is damaged, absent or cut. Names the file.
+        ConfigError: A file of the folder is damaged or cut, or one beside the index is absent. Names the file.
+        OSError: The index cannot be read.
     """
     try:
         index = torch.load(folder / _INDEX, weights_only=True)
@@ -222,8 +223,8 @@ def load_tokens(folder: Path) -> TokenData:
 
 def _damaged(file: Path, expected: str, got: str) -> ConfigError:
     return ConfigError(
-        f"Expected {expected} in {str(file)!r}, got {got}. Copy the file again, or pass the text to `lamella eval` as "
-        "--data."
+        f"Expected {expected} in {str(file)!r}, got {got}. Copy the file again; the run's own command makes it anew, "
+        "and `lamella eval` takes the text as --data."
     )
 
 

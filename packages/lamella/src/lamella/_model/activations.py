@@ -96,6 +96,11 @@ class RecomputedForward:
             return self._forward(*args, **kwargs)
         return checkpoint(self._forward, *args, **self._options, **kwargs)
 
+    @property
+    def saves_inputs_alone(self) -> bool:
+        """Whether backward runs all of the forward again; else the outputs of some operators are saved."""
+        return "context_fn" not in self._options
+
     def compile(self, **options: Any) -> None:
         """Compile the forward by `torch.compile`, whose arguments these are; the checkpoint around it stays eager."""
         self._forward = torch.compile(self._forward, **options)

@@ -1,5 +1,6 @@
 """Steps captured in one CUDA graph: the runs that capture by default."""
 
+import os
 from typing import Final
 
 from torch import nn
@@ -64,9 +65,10 @@ def _was_measured(config: Config, spec: ModelSpec, *, is_plain_stream: bool) -> 
 
 
 def _has_measured_ranks(parallel: ParallelConfig) -> bool:
-    """Return whether captured steps of a run's ranks were measured: one, or two with each layer sharded over both."""
+    """Return whether captured steps of a run's ranks were measured: one, or two of a host that share each layer."""
+    num_of_host = int(os.environ.get("LOCAL_WORLD_SIZE", parallel.ranks or 1))
     sharding = (parallel.stage, parallel.replicate, parallel.reshard_after_forward, parallel.keep_budget)
-    return parallel.ranks == 1 or (parallel.ranks == 2 and sharding == (3, 1, True, None))
+    return parallel.ranks == 1 or (parallel.ranks == num_of_host == 2 and sharding == (3, 1, True, None))
 
 
 def _is_small(model: nn.Module) -> bool:

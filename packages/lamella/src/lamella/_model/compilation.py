@@ -23,25 +23,27 @@ _FEWEST_STEPS: Final = 1000
 """The first step takes some ten seconds longer. Layers 2,048 wide give the seconds back in some hundred steps, and the
 small models of short runs, whose steps wait for the host, in none."""
 
-_RECOMPUTES_FUNCTIONS: Final = torch.__version__ >= "2.13"
+_RECOMPUTES_AUTOGRAD_FUNCTIONS: Final = torch.__version__ >= "2.13"
 """Whether torch's compiler runs autograd functions inside a checkpoint again. That of torch 2.11 saves their outputs
 for backward, as if there were no checkpoint: 20 GiB of a step of 7.2 billion weights in float8."""
 
 
-def compile_units(units: Sequence[nn.Module], *, has_fixed_shapes: bool, has_functions: bool = False) -> None:
+def compile_units(units: Sequence[nn.Module], *, has_fixed_shapes: bool, has_autograd_functions: bool = False) -> None:
     """Compile each unit at its next forward.
 
     Args:
         units: The units.
-        has_functions: The units' layers are autograd functions, such as products in float8. A unit that runs again in
-            backward is then compiled inside its checkpoint where torch would save their outputs.
         has_fixed_shapes: Compile for each shape by itself. Otherwise torch compiles the second shape of a run, which is
             training's after a validation, for sizes unknown to its kernels.
+        has_autograd_functions: The units' layers are autograd functions, such as products in float8. A unit that runs
+            all of its forward again is then compiled inside its checkpoint where torch would save their outputs.
     """
     dynamic = False if has_fixed_shapes else None
+    saves_outputs = has_autograd_functions and not _RECOMPUTES_AUTOGRAD_FUNCTIONS
     for unit in units:
-        if has_functions and not _RECOMPUTES_FUNCTIONS and isinstance(unit.forward, RecomputedForward):
-            unit.forward.compile(dynamic=dynamic)
+        forward: object = unit.forward
+        if saves_outputs and isinstance(forward, RecomputedForward) and forward.saves_inputs_alone:
+            forward.compile(dynamic=dynamic)
         else:
             unit.compile(dynamic=dynamic)
 

@@ -39,7 +39,7 @@ def locked(root: Path, option: str = "--run-dir") -> Iterator[tuple[int, ...]]:
 
     Effects: creates the folder; removes the created folders again if still empty.
     """
-    absent_folders = [folder for folder in (root, *root.parents) if not os.path.exists(folder)]
+    absent_folders = _absent(root)
     path = root / LOCK_FILE
     descriptor = _acquired(path, option)
     try:
@@ -49,9 +49,63 @@ def locked(root: Path, option: str = "--run-dir") -> Iterator[tuple[int, ...]]:
             with suppress(OSError):  # In a folder with the sticky bit, only the file's owner may remove the file.
                 path.unlink()
             os.close(descriptor)
-        with suppress(OSError):
-            for folder in absent_folders:
-                folder.rmdir()
+        _remove(absent_folders)
+
+
+@contextmanager
+def locked_folder(folder: Path, option: str) -> Iterator[tuple[int, ...]]:
+    """Lock a folder of checkpoints, which two runs may name by different options; yield as `locked`.
+
+    The lock is on the folder itself: without a file, the folder stays as it is where the run is refused later.
+
+    Args:
+        folder: The folder.
+        option: The option that names the folder, for errors.
+
+    Raises:
+        ConfigError: Another run holds the lock.
+
+    Effects: creates the folder; removes the created folders again if still empty.
+    """
+    absent_folders = _absent(folder)
+    descriptor = _acquired_folder(folder, option)
+    try:
+        yield () if descriptor is None else (descriptor,)
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
+        _remove(absent_folders)
+
+
+def _absent(folder: Path) -> list[Path]:
+    return [path for path in (folder, *folder.parents) if not os.path.exists(path)]
+
+
+def _remove(folders: list[Path]) -> None:
+    """Remove folders that are empty, the innermost first."""
+    with suppress(OSError):
+        for folder in folders:
+            folder.rmdir()
+
+
+def _acquired_folder(folder: Path, option: str) -> int | None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:
+        return None  # `prepare` refuses a folder that cannot be written to.
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise ConfigError(
+            f"Expected no other run with its checkpoints in {str(folder)!r}, got one. Wait for its end, or pass "
+            f"another {option}."
+        ) from None
+    except OSError:
+        os.close(descriptor)  # A file system without locks of folders: `locked` has said so, or locks a file.
+        return None
+    return descriptor
 
 
 def _acquired(path: Path, option: str) -> int | None:

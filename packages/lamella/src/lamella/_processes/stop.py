@@ -2,7 +2,8 @@
 
 Note [One request is heard several times]
     Ctrl-C reaches every foreground process of a terminal; a scheduler's SIGTERM reaches one process of a job, or all;
-    and launchers forward signals. A signal within a second of the first is an echo, not a second request.
+    and launchers forward signals. A signal within a second of the first is an echo, not a second request. Of a terminal
+    that ends a process hears SIGHUP from the shell, and again from the kernel once the shell has ended, however late.
 
 Note [A thread listens]
     Python runs signal handlers only when the main thread is back in the interpreter. A rank's main thread may wait
@@ -50,7 +51,7 @@ class StopRequests:
         """Record a signal; return True when the process must leave at once."""
         now = time.monotonic()
         if self.signum:
-            return now - self._heard_at > _ECHO_S
+            return signum != signal.SIGHUP and now - self._heard_at > _ECHO_S
         self.signum, self._heard_at = signum, now
         return not self.can_wait
 

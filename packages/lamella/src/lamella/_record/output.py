@@ -30,42 +30,60 @@ def say(lines: Iterable[str], end: str = "\n") -> None:
     """Print lines, each followed by `end`; escape characters the terminal cannot encode, and tolerate a closed pipe.
 
     Raises:
-        ConfigError: The output is a file that cannot be written.
+        ConfigError: The output cannot be written.
     """
-    if isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        for line in lines:
-            sys.stdout.write(f"{line}{end}")  # Not `print`, which asks an unbuffered output twice for each line.
-        sys.stdout.flush()
-    except BrokenPipeError:
-        leave_output()
+        _write(lines, end)
+    except BrokenPipeError as error:
+        leave_output(error)
     except OSError as error:
-        leave_output()
+        _discard(sys.stdout.fileno())
         raise ConfigError(f"Expected to write to standard output, got {error.strerror}.") from error
 
 
 def log(lines: Iterable[str]) -> None:
     """Print lines of a run, which goes on where its log cannot be written."""
-    with suppress(ConfigError):
-        say(lines)
+    try:
+        _write(lines, "\n")
+    except OSError as error:
+        leave_output(error)
 
 
-def leave_output() -> None:
-    """Discard standard output from now on, which raised an error; each later line would, and the flush at exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def _write(lines: Iterable[str], end: str) -> None:
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+    for line in lines:
+        sys.stdout.write(f"{line}{end}")  # Not `print`, which asks an unbuffered output twice for each line.
+    sys.stdout.flush()
+
+
+def leave_output(error: OSError) -> None:
+    """Discard standard output from now on, and say so on standard error, but of a pipe that its reader has closed."""
+    _discard(sys.stdout.fileno())
+    if not isinstance(error, BrokenPipeError):
+        with suppress(OSError):
+            print(f"lamella: the output cannot be written ({error.strerror}): its lines are left out.", file=sys.stderr)
+
+
+def _discard(descriptor: int) -> None:
+    """Let writes to a descriptor go nowhere: otherwise each line would raise, and the interpreter's flush at exit."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, descriptor)
+    if null != descriptor:
+        os.close(null)
+    os.set_inheritable(descriptor, True)
 
 
 def open_closed_outputs() -> None:
     """Discard standard output and errors where a process was started without them, as by `>&-`.
 
-    Effects: sets `sys.stdout` and `sys.stderr`, which are None; started processes inherit the descriptors.
+    Effects: sets `sys.stdout` and `sys.stderr` where they are None; started processes inherit the descriptors.
     """
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
         if getattr(sys, name) is None:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
-            os.set_inheritable(descriptor, True)
-            setattr(sys, name, open(descriptor, "w", encoding="utf-8", closefd=False))  # noqa: SIM115
+            _discard(descriptor)
+            stream = open(descriptor, "w", encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+            setattr(sys, name, stream)
 
 
 def printable(text: str) -> str:

@@ -1,7 +1,6 @@
 """The progress of a run on a terminal."""
 
 import sys
-from contextlib import suppress
 from typing import Self
 
 from tqdm import tqdm
@@ -23,11 +22,8 @@ class ProgressBar:
         )
 
     def advance(self) -> None:
-        """Count one more completed step. The run survives the end of its terminal."""
-        try:
-            self._bar.update()
-        except OSError:
-            self._bar.disable = True
+        """Count one more completed step."""
+        self._bar.update()
 
     def say(self, line: str) -> None:
         """Print a line above the bar. The run survives a closed pipe, as Ctrl-C ends `| tee`, and a log's full disk."""
@@ -36,13 +32,12 @@ class ProgressBar:
         try:
             self._bar.write(line)
             sys.stdout.flush()
-        except OSError:
-            leave_output()
+        except OSError as error:
+            leave_output(error)
 
     def close(self) -> None:
         """Stop updating the bar and leave its last state on the terminal."""
-        with suppress(OSError):
-            self._bar.close()
+        self._bar.close()
 
 
 class ByteBar:

@@ -307,8 +307,8 @@ class ParallelConfig:
         bool | None,
         Option(
             "Launch each step at once, as a CUDA graph of the fourth: faster where the host is the limit, for plain "
-            "text in --packing stream. The graph keeps the memory of a step (default: on one or two GPUs, for "
-            "Llamas of up to 500 million parameters)."
+            "text in --packing stream. The graph keeps the memory of a step (default: on one or two GPUs of a host, "
+            "for Llamas of up to 500 million parameters)."
         ),
     ] = None
     threads: Annotated[

@@ -4,15 +4,13 @@ import os
 import socket
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
-from pathlib import Path
 
 import torch.distributed as dist
 
 from lamella._processes.agreement import agreed_failure, from_first_rank
 from lamella._processes.hosts import Hosts, Probe
-from lamella._processes.lock import locked
+from lamella._processes.lock import locked, locked_folder
 from lamella._record.output import refused_paths
-from lamella._record.run_directory import RunDirectory
 from lamella._settings.config import Config
 from lamella._settings.options import ConfigError
 from lamella._training.checks import run_directory
@@ -70,7 +68,7 @@ def _look(config: Config, hosts: Hosts, locks: ExitStack, probes: ExitStack) -> 
 
 
 def lock(config: Config, locks: ExitStack) -> tuple[int, ...]:
-    """Lock the run's folder, and the folder of checkpoints elsewhere, if any; return the descriptors.
+    """Lock the run's folder and the folder of its checkpoints; return the descriptors.
 
     Raises:
         ConfigError: Another run holds a lock.
@@ -79,13 +77,11 @@ def lock(config: Config, locks: ExitStack) -> tuple[int, ...]:
     """
     directory = run_directory(config)
     descriptors = locks.enter_context(locked(directory.root))
-    if config.run.checkpoints is not None:
-        root, checkpoints = (Path(os.path.realpath(folder)) for folder in (directory.root, directory.checkpoints))
-        # The checkpoints of a run may lie in another run's folder, which locks its root alone.
-        is_of_run = RunDirectory(checkpoints.parent).config.is_file()
-        for folder in (checkpoints, *((checkpoints.parent,) if is_of_run else ())):
-            if folder != root:
-                descriptors += locks.enter_context(locked(folder, "--checkpoints"))
+    has_option = config.run.checkpoints is not None
+    if has_option and os.path.realpath(directory.checkpoints) != os.path.realpath(directory.root):
+        descriptors += locks.enter_context(locked(directory.checkpoints, "--checkpoints"))
+    option = "--checkpoints" if has_option else "--run-dir"
+    descriptors += locks.enter_context(locked_folder(directory.checkpoints, option))
     # Before the choice of a checkpoint: one that appeared after it would be loaded, without the records before it.
     with suppress(OSError):  # `prepare` refuses a folder that cannot be written to.
         CheckpointDirectory(directory.checkpoints).discard_unfinished()

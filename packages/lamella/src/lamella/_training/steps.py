@@ -140,8 +140,10 @@ class Steps:
         if config.parallel.compile or by_default:
             # After the trial, whose few tokens would be a first shape: the next shape would compile for any shape.
             is_fixed = has_fixed_shapes(config, spec, has_one_length=self._has_one_length)
-            has_functions = config.parallel.float8 != "no" or config.model.kernels != "none"
-            compile_units(self._run_model.units, has_fixed_shapes=is_fixed, has_functions=has_functions)
+            has_autograd_functions = config.parallel.float8 != "no" or config.model.kernels != "none"
+            compile_units(
+                self._run_model.units, has_fixed_shapes=is_fixed, has_autograd_functions=has_autograd_functions
+            )
         if by_default:
             return ["layers: compiled, for a long run (the first step takes longer; --no-compile)"]
         return []
