@@ -45,7 +45,7 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=1e-3, help="learning rate")
     parser.add_argument("--tensor-parallel", type=int, default=1, help="ranks")
     parser.add_argument("--expert-parallel", type=int, default=1, help="ranks, of a mixture of experts")
-    parser.add_argument("--deterministic", action="store_true", help="torch's gated delta rule, not a kernel")
+    parser.add_argument("--deterministic", action="store_true", help="repeatable kernels, and torch's gated delta rule")
     options = parser.parse_args()
     bridge = AutoBridge.from_hf_pretrained(str(options.folder))
     if hasattr(bridge.hf_pretrained.config, "vision_config"):
@@ -60,6 +60,11 @@ def main() -> None:
 
 def train(bridge: Any, options: argparse.Namespace) -> None:
     """Train to the last step, from the newest checkpoint or the folder's weights."""
+    if options.deterministic:
+        # Without the first, megatron-core refuses Transformer Engine's attention. Without torch's switch the sums of an
+        # embedding's gradient, and of tokens that experts return, depend on the order in which the GPU adds them.
+        os.environ.update(NVTE_ALLOW_NONDETERMINISTIC_ALGO="0", CUBLAS_WORKSPACE_CONFIG=":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group()
     imported = options.run / "imported" / "iter_0000000"
