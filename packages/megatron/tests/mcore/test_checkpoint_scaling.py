@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 from unittest.mock import patch
 
 import pytest
@@ -21,6 +21,7 @@ from lamella_testing import run_ranks
 
 NUM_PAST = 3
 FP32 = torch.float32
+Format = Literal["fsdp_dtensor", "torch_dist"]
 
 
 def _add_scaling(layer: Any) -> None:
@@ -79,11 +80,11 @@ def _states(chunks: list[nn.Module]) -> dict[str, list[list[float]]]:
     return states
 
 
-def _save(world: World, path: Path) -> tuple[dict[str, Any], list[float]]:
+def _save(world: World, path: Path, file_format: Format) -> tuple[dict[str, Any], list[float]]:
     chunks, optimizer = _chunks(world)
     train(chunks, optimizer)
     _scale_layers(chunks)
-    save_checkpoint(path, model=chunks, optimizer=optimizer, iteration=2)
+    save_checkpoint(path, model=chunks, optimizer=optimizer, format=file_format, iteration=2)
     return _states(chunks), train(chunks, optimizer)
 
 
@@ -102,9 +103,10 @@ def _recipe() -> Iterator[None]:
         yield
 
 
+@pytest.mark.parametrize("file_format", ["fsdp_dtensor", "torch_dist"])
 @pytest.mark.parametrize("world", [World(4, tp=2, ep=2, etp=1), World(2, pp=2)], ids=str)
-def test_scales_after_a_resume_equal_to_the_bit(tmp_path: Path, world: World) -> None:
-    saved = run_ranks(_save, world.num_ranks, world, tmp_path / "saved")
+def test_scales_after_a_resume_equal_to_the_bit(tmp_path: Path, world: World, file_format: Format) -> None:
+    saved = run_ranks(_save, world.num_ranks, world, tmp_path / "saved", file_format)
     resumed = run_ranks(_load, world.num_ranks, world, tmp_path / "saved")
     for (state, losses), (resumed_state, resumed_losses) in zip(saved, resumed, strict=True):
         assert any(rows[0] != [1.0] and rows[2][0] > 0 for rows in state.values()), "measured twice"
@@ -113,7 +115,7 @@ def test_scales_after_a_resume_equal_to_the_bit(tmp_path: Path, world: World) ->
 
 
 def test_on_other_tensor_parallel_ranks_and_with_a_longer_past_scales_start_anew(tmp_path: Path) -> None:
-    run_ranks(_save, 2, World(2, tp=2), tmp_path / "saved")
+    run_ranks(_save, 2, World(2, tp=2), tmp_path / "saved", "fsdp_dtensor")
 
     def resume(world: World, num_past: int) -> None:
         chunks, _ = _chunks(world, num_past=num_past)

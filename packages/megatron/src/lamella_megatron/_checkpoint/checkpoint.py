@@ -84,8 +84,8 @@ def save_checkpoint(
 
         save_checkpoint("runs/first/iter_0000100", model=model, optimizer=optimizer, iteration=100)
 
-    No rank gathers a tensor. `fsdp_dtensor` keeps the scales and past amaxes of delayed scaling, of float8 weights and
-    of Transformer Engine's layers, as plain numbers in the place of `_extra_state`, whose reading would run code.
+    No rank gathers a tensor. The scales and past amaxes of delayed scaling, of float8 weights and of Transformer
+    Engine's layers, are kept as plain numbers: `load_checkpoint` reads no `_extra_state`, whose reading would run code.
 
     Args:
         path: The checkpoint's directory, on storage that every rank sees. Rank 0's counts. A checkpoint there is
@@ -120,14 +120,13 @@ def save_checkpoint(
         TypeError: `optimizer` is no `torch.optim.Optimizer`, such as a `ShardedOptimizer`.
         ValueError: The model is not sharded, or lacks chunks of the rank; a group is missing, `args` has another
             tensor-parallel size, a parameter of the optimizer is not the model's, or `layer_groups` is the pattern of
-            other layers. For
-            "torch_dist" also: a group has two layers of a kind, whose keys would be the same.
+            other layers. For "torch_dist" also: a group has two layers of a kind, whose keys would be the same.
 
-    Effects: collective on the default group (two exchanges of small objects, for "fsdp_dtensor" also a gather of
-        scales) and on the tensor-parallel groups (one a mesh); with delayed scaling also as
-        `lamella_engine.scaling_state`. Every rank writes its own parts, and a share of the values held by several
-        ranks. Waits until the files are on the disk. With `saver` one exchange on the default group in the place of
-        the two and of the wait, and the effects of `AsyncSaver.save`.
+    Effects: collective on the default group (two exchanges of small objects and a gather of scales) and on the
+        tensor-parallel groups (one a mesh); with delayed scaling also as `lamella_engine.scaling_state`. Every rank
+        writes its own parts, and a share of the values held by several ranks. Waits until the files are on the disk.
+        With `saver` one exchange on the default group in the place of the two and of the wait, and the effects of
+        `AsyncSaver.save`.
     """
     _check_optimizer(optimizer)
     if format not in get_args(_Format):
@@ -140,6 +139,8 @@ def save_checkpoint(
     written_args = {**options, "tensor_model_parallel_size": num_tp}
     common = {**(objects or {}), "checkpoint_version": 3.0, "iteration": iteration, "args": Namespace(**written_args)}
     global_optimizer = None if optimizer is None else GlobalOptimizer(optimizer, global_model)
+    if scaling := ScalingStates(chunks, global_model).gathered_state():
+        common[SCALING] = tuple(scaling.items())  # A dict or list would become an entry for each item.
     if format == "torch_dist":
         places = StoredPlaces.of(chunks, global_model, groups)
         return save_torch_dist(
@@ -151,8 +152,6 @@ def save_checkpoint(
             common=common,
             saver=saver,
         )
-    if scaling := ScalingStates(chunks, global_model).gathered_state():
-        common[SCALING] = list(scaling.items())  # A dict would become an entry for each name.
     return save_fsdp_dtensor(
         path,
         model=global_model,
