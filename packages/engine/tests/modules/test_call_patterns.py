@@ -27,7 +27,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from lamella_engine import fully_shard
-from lamella_engine.testing import assert_at_rest
+from lamella_engine.testing import assert_at_rest, record
 from lamella_testing import run_ranks
 
 X = inputs()
@@ -574,5 +574,75 @@ def test_a_tensor_that_reaches_the_loss_past_a_units_outputs_makes_no_wrong_grad
                     model(X).square().mean().backward()
                 pair = twins(make, shard_on(reshard_after_forward=False))
                 assert_trains_alike(*pair, mean_square(lambda model: model(X)))
+
+    run_ranks(check, 2)
+
+
+class _HandingOver(Residual):
+    """Leaves its result in an attribute, and returns nothing."""
+
+    def forward(self, x: torch.Tensor) -> None:  # type: ignore[override]
+        self.result = super().forward(x)
+
+
+class _HandingOverNet(Net):
+    def make_layer(self, dim: int) -> nn.Module:
+        return _HandingOver(dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for layer in self.layers:
+            layer(x)
+            x = layer.result  # type: ignore[assignment]
+        head: torch.Tensor = self.head(x)
+        return head
+
+
+def test_a_backward_that_runs_beside_its_prefetched_gather_is_refused() -> None:
+    """No hook waits for the gather: parameters are allocated, and unfilled where another rank is late."""
+
+    def check() -> None:
+        _, model = twins(_HandingOverNet)
+        root: Any = model
+        root.set_modules_to_backward_prefetch([root.layers[2]])
+        with pytest.raises(RuntimeError, match=r"Expected no gradient of 'layers\.2' before its backward begins"):
+            model(X).square().mean().backward()
+        pair = twins(_HandingOverNet, shard_on(reshard_after_forward=False))
+        assert_trains_alike(*pair, mean_square(lambda model: model(X)))
+
+    run_ranks(check, 2)
+
+
+class _Viewing(Residual):
+    """Returns views: of a tensor of its forward, and of its input."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(x).view(-1), x.view(-1)
+
+
+class _ViewingNet(Net):
+    def make_layer(self, dim: int) -> nn.Module:
+        return _Viewing(dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for layer in self.layers:
+            out, view_of_input = layer(x)
+            x = (out.mul_(0.5) + view_of_input).view(x.shape)
+        head: torch.Tensor = self.head(x)
+        return head
+
+
+def test_a_unit_may_return_views_that_the_caller_changes_in_place() -> None:
+    """A changed view has another node of the graph, without its hook."""
+
+    def check() -> None:
+        plain, model = twins(_ViewingNet)
+        log = record(model)
+        assert_trains_alike(plain, model, mean_square(lambda model: model(X)))
+        log.clear()
+        model(X).square().mean().backward()
+        # A hook on the base of a view of an input would begin the backward again, behind its end, and gather once more.
+        assert log.units_of("gather").count("layers.1") == 2
 
     run_ranks(check, 2)

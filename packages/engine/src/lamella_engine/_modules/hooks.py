@@ -58,6 +58,8 @@ Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 T = TypeVar("T")
 
+_Creation = torch._C._autograd.CreationMeta
+_creation_of = torch._C._autograd._get_creation_meta
 _graph_task = torch._C._current_graph_task_id
 _NO_GRAPH_TASK = -1  # autograd is not running
 
@@ -200,7 +202,20 @@ def _watch_outputs(state: FSDPState, output: object) -> bool:
     outputs = [tensor for tensor in tensors if tensor.requires_grad]
     for tensor in outputs:  # by these hooks the graph holds the state: a reference back would keep activations
         tensor.register_hook(state.begin_backward)  # type: ignore[no-untyped-call]
+        if tensor._base is not None:
+            _watch_base(state, tensor, tensor._base)
     return bool(outputs) or not hides_tensors(output)
+
+
+def _watch_base(state: FSDPState, view: torch.Tensor, base: torch.Tensor) -> None:
+    """Begin the unit's backward also where the caller changes a view in place that the unit returned.
+
+    An operator in place gives the view another node of the graph, without the view's hooks. The base's hooks stay, and
+    run before the base's node. Autograd refuses such operators on views of inputs, and on views made several at a time.
+    Hooks on a leaf, such as a parameter, would outlive the pass.
+    """
+    if not base.is_leaf and _creation_of(view) == _Creation.DEFAULT:
+        base.register_hook(state.begin_backward)  # type: ignore[no-untyped-call]
 
 
 def _forms(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -218,9 +218,15 @@ class Unit:
             )
 
     def end_backward(self) -> Ended:
-        """Reshard, and reduce the gradients or keep them for a later microbatch, once delayed gradients came."""
+        """Reshard, and reduce the gradients or keep them for a later microbatch, once delayed gradients came.
+
+        Raises:
+            RuntimeError: No hook began the backward, which ran with parameters not gathered yet.
+        """
         name = self.parameters.name
         log("post_backward", name)
+        if not self.is_in_backward:
+            self.check_not_begun()
         self.is_in_backward = False
         self.awaited.clear()
         is_complete = not self.gradients.delayed.are_expected or self._note_end()
@@ -289,13 +295,19 @@ class Unit:
         The last backward also reduces sums of earlier microbatches in a unit without a use of its own. A unit with
         holders or missing delayed gradients is left alone: its backward is not over.
 
+        Raises:
+            RuntimeError: No hook began the backward, which ran with parameters not gathered yet.
+
         Effects: those of `end_backward`; a collective on the outer axis for gradients not reduced over the axis yet.
         """
         ended = Ended()
         if self.is_in_backward:
             ended = self.end_backward()
-        elif self.reshard_after_backward:  # gathered ahead, or by a forward without a backward
-            self.weights.reshard()
+        else:
+            if self.weights.residency is Residency.UNSHARDING:
+                self.check_not_begun()
+            if self.reshard_after_backward:  # gathered ahead, or by a forward without a backward
+                self.weights.reshard()
         finished = self.gradients.finish(is_held=self.weights.num_holds > 0)
         return Ended(ended.installed_on + finished.installed_on, ended.is_final or finished.is_final)
 
