@@ -16,6 +16,7 @@ from float8_models import (
     RECIPES,
     AnyRecipe,
     Decoder,
+    Linear,
     as_oracle,
     decoder,
     fake_quantised,
@@ -61,6 +62,38 @@ def test_a_llama_trains_to_the_bit_as_one_rank_that_quantises_whole_weights(name
 
     def check() -> None:
         _assert_trains_as_oracle(decoder(*sizes), decoder(*sizes), RECIPES[name])
+
+    run_ranks(check, num_ranks)
+
+
+class _Stack(nn.Module):
+    """Matrices in MXFP8 of one unit, between an embedding and a head: the first has blocks of 32 and of 16 columns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(23, 48)
+        self.layers = nn.ModuleList(
+            [
+                nn.Sequential(
+                    Linear(48, 96, bias=False), nn.Tanh(), Linear(96, 96, bias=False), Linear(96, 32, bias=False)
+                )
+            ]
+        )
+        self.head = Linear(32, 23, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return cast(torch.Tensor, self.head(self.layers[0](self.embedding(tokens))))
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_matrices_of_unlike_blocks_train_in_one_unit(num_ranks: int) -> None:
+    def check() -> None:
+        model, oracle = (cast(Decoder, _Stack()) for _ in range(2))
+        model = _assert_trains_as_oracle(model, oracle, RECIPES["mxfp8"])
+        (layer,) = model.layers
+        # The embedding's and the head's matrices are no part of it.
+        assert [len(group.parameters) for group in require_unit(layer).parameters.groups] == [1, 2]
 
     run_ranks(check, num_ranks)
 

@@ -119,6 +119,11 @@ def test_recipes_that_cannot_serve_a_weight_are_refused_at_the_call() -> None:
         mxfp8 = MixedPrecisionPolicy(recipe=lambda p: RECIPES["mxfp8"] if p.ndim == 2 else None)
         with pytest.raises(ValueError, match=r"'weight' to divide into blocks of 32 rows"):
             fully_shard(nn.Linear(33, 100), mp_policy=mxfp8)  # neither the even layout nor the flat one keeps blocks
+        with pytest.raises(ValueError, match=r"'weight' to divide into blocks of 32 rows"):
+            fully_shard(nn.Linear(64, 48), mp_policy=mxfp8)  # the second block of a column is cut short
+        in_blocks = ShardingOptions(keep_together=lambda p: Rows(32))
+        with pytest.raises(ValueError, match=r"'weight' to divide into blocks of 32 rows"):
+            fully_shard(nn.Linear(48, 80), mp_policy=mxfp8, options=in_blocks)
         by_columns = MixedPrecisionPolicy(recipe=lambda p: RECIPES["row"] if p.ndim == 2 else None)
         with pytest.raises(NotImplementedError, match=r"'weight' at dim 0"):
             fully_shard(nn.Linear(4, 4), mp_policy=by_columns, shard_placement_fn=lambda p: Shard(p.ndim - 1))

@@ -15,10 +15,11 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from lamella_engine._modules.attached import find_state
 from lamella_engine._options.options import KeepFn, checked_keep
 from lamella_engine._parameters.extended_form import is_extended
+from lamella_engine._parameters.flat_packing import nums_per_element
 from lamella_engine._parameters.group import dtypes_of
 from lamella_engine._parameters.sharded_parameter import Candidate, Owner, is_sharded, name_of_sharded_original
 from lamella_engine._parameters.sharding import DataAxes, PlacementFn, Sharding, local_of, sharding_of
-from lamella_layout import Rows, mesh_region
+from lamella_layout import Keep, Rows, mesh_region
 from lamella_precision import DivisibleRecipe, MixedPrecisionPolicy, PlainRecipe, Recipe, refuse_quantized
 
 
@@ -95,15 +96,16 @@ def candidates_of(
                 )
             if id(parameter) not in candidates:
                 _check_parameter(prefix + name, parameter)
-                rows = checked_keep(prefix + name, keep_fn(parameter))
+                keep = checked_keep(prefix + name, keep_fn(parameter))
                 resolved_policy = policy.resolved_for(parameter)
-                sharding = sharding_of(prefix + name, parameter, axes, placement_fn, rows)
+                sharding = sharding_of(prefix + name, parameter, axes, placement_fn, keep)
                 if isinstance(resolved_policy.recipe, Recipe):
                     _check_recipe(prefix + name, parameter, resolved_policy.recipe)
                     if _cuts_blocks(prefix + name, parameter, sharding, resolved_policy.recipe):
-                        _check_packs(prefix + name, parameter, resolved_policy.recipe)
-                        rows = Rows(resolved_policy.recipe.block_rows)
-                        sharding = sharding_of(prefix + name, parameter, axes, placement_fn, rows)
+                        keep = Rows(resolved_policy.recipe.block_rows)
+                    if keep is not None:
+                        _check_packs(prefix + name, parameter, resolved_policy.recipe, keep)
+                        sharding = sharding_of(prefix + name, parameter, axes, placement_fn, keep)
                 candidates[id(parameter)] = Candidate(prefix + name, parameter, [], sharding, resolved_policy)
             # Every place, also of a tied parameter: each must change forms with the unit, or it would compute with a
             # stale weight.
@@ -142,14 +144,19 @@ def _divides(parameter: DTensor, recipe: Recipe) -> bool:
     return all(recipe.divides_at(shape, run.start) for part in parts for run in part.runs[0])
 
 
-def _check_packs(name: str, parameter: nn.Parameter, recipe: Recipe) -> None:
-    """Refuse blocks of rows that neither layout keeps on one rank.
+def _check_packs(name: str, parameter: nn.Parameter, recipe: Recipe, keep: Keep) -> None:
+    """Refuse a parameter for the flat layout whose payloads cannot be cut between the rows that `keep` names.
 
     Raises:
-        ValueError: An even cut divides a block, and a payload's elements do not stand for equally many of the weight.
+        ValueError: A payload's elements do not stand for equally many of the weight, or the weight's last block is cut
+            short and may come to lie on another rank than the first.
     """
+    num_rows = parameter.shape[0]
+    num_kept_rows = min(keep.num_rows, num_rows) if isinstance(keep, Rows) else num_rows
     for payload in recipe.payloads(parameter.shape, parameter.dtype):
-        if prod(payload.shape) and parameter.numel() % prod(payload.shape):
+        if not prod(payload.shape):
+            continue
+        if parameter.numel() % prod(payload.shape) or num_kept_rows * payload.shape[0] % num_rows:
             raise ValueError(
                 f"Expected {name!r} to divide into blocks of {recipe.block_rows} rows on every rank, or to be made of "
                 f"whole blocks alone, as {recipe!r} needs, got shape {tuple(parameter.shape)}. Let `recipe` return "
@@ -222,12 +229,17 @@ def _check_parameter(name: str, parameter: nn.Parameter) -> None:
 
 
 def by_kind(candidates: list[Candidate]) -> list[list[Candidate]]:
-    """Group parameters that can share buffers: equal axes and dtypes, and trained apart from frozen."""
+    """Group parameters that can share buffers: equal axes and dtypes, and trained apart from frozen.
+
+    In the flat layout one element of a payload stands for as many of every parameter of a group: blocks that a
+    parameter's columns do not fill hold fewer.
+    """
     groups: dict[tuple[object, ...], list[Candidate]] = {}
     for candidate in candidates:
         parameter, policy = candidate.parameter, candidate.policy
         kind = (parameter.requires_grad, parameter.device.type == "meta", is_extended(local_of(parameter)))
-        lies = (candidate.sharding.keep is None, candidate.sharding.axes)
+        packing = None if candidate.sharding.keep is None else nums_per_element(candidate)
+        lies = (packing, candidate.sharding.axes)
         groups.setdefault((*lies, policy, *dtypes_of(parameter, policy), *kind), []).append(candidate)
     return list(groups.values())
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from math import prod
+from math import lcm, prod
 
 from lamella_engine._parameters.sharded_parameter import Candidate
 from lamella_engine._parameters.sharding import DataAxes, Sharding, local_of
@@ -19,7 +19,7 @@ ALIGNMENT = 256
 
 
 def pack(candidates: Sequence[Candidate]) -> tuple[list[Candidate], FlatLayout, FlatLayout]:
-    """Pack parameters, each with a `keep`.
+    """Pack parameters, each with a `keep`, and of equal `nums_per_element`.
 
     Returns:
         The parameters with their placements in the packing; the layout of gathered shards, and of main weights.
@@ -38,16 +38,17 @@ def _packed(candidates: Sequence[Candidate], axes: DataAxes) -> FlatLayout:
         [local_of(candidate.parameter).shape for candidate in candidates],
         axes.num_shards * axes.num_outer_shards,
         keep=[keep for candidate in candidates if (keep := candidate.sharding.keep) is not None],
-        alignment=ALIGNMENT * max(_num_per_element(candidate) for candidate in candidates),
+        # Starts are aligned in every payload's buffer.
+        alignment=ALIGNMENT * lcm(*nums_per_element(candidates[0])),
     )
 
 
-def _num_per_element(candidate: Candidate) -> int:
-    """The most parameter elements for an element of a payload: starts are aligned in every payload's buffer."""
+def nums_per_element(candidate: Candidate) -> tuple[int, ...]:
+    """The parameter elements for an element of each payload; equal for all parameters of one packing."""
     parameter, policy = candidate.parameter, candidate.policy
     shape = local_of(parameter).shape
     formats = policy.recipe_of(policy.main_dtype_of(parameter.dtype)).payloads(shape, parameter.dtype)
-    return max(-(-prod(shape) // max(1, prod(payload_format.shape))) for payload_format in formats)
+    return tuple(max(1, prod(shape) // max(1, prod(payload_format.shape))) for payload_format in formats)
 
 
 def _placed(sharding: Sharding, layout: FlatLayout, index: int) -> Sharding:
