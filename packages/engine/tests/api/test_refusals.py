@@ -7,16 +7,19 @@ import io
 import pickle
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed.fsdp as fsdp2
+from block_recipe import BlockRecipe
 from engine_models import Net, fsdp, inputs, shard
+from extended_models import Halves
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from lamella_engine import MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from lamella_engine import MixedPrecisionPolicy, OffloadPolicy, Rows, ShardingOptions, fully_shard
 from lamella_engine._api.candidates import move_to
 from lamella_engine.extending import local_of
 from lamella_testing import run_ranks
@@ -206,6 +209,28 @@ def test_a_scripted_modules_parameters_are_refused_by_name_and_may_be_left_out()
         model.load_state_dict(model.state_dict())
 
     _on_one_rank(check)
+
+
+def test_a_model_refused_while_its_shards_are_made_may_be_sharded_otherwise() -> None:
+    def check() -> None:
+        model = nn.Sequential(nn.Linear(12, 10), nn.Linear(10, 4))
+        model[0].pair = nn.Parameter(Halves.encode(torch.ones(4, 6)))
+        parameters = dict(model.named_parameters())
+        # Ten rows lie as five a rank, their three blocks of four rows as two and one.
+        uncut = MixedPrecisionPolicy(recipe=lambda p: BlockRecipe(block_rows=1) if p.shape == (10, 12) else None)
+        with pytest.raises(ValueError, match="are whole blocks of"):
+            fully_shard(model, mp_policy=uncut)
+        with pytest.raises(NotImplementedError, match="to return None for '0.pair'"):
+            fully_shard(model, options=ShardingOptions(keep_together=Rows(1)))
+        odd_method = patch.object(Halves, "fsdp_pre_all_gather", lambda self, mesh, more: None)
+        with odd_method, pytest.raises(ValueError, match="Invalid fsdp_pre_all_gather"):
+            fully_shard(model)
+        for name, parameter in model.named_parameters():
+            assert parameter is parameters[name]
+        fully_shard(model)
+        assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+    run_ranks(check, 2)
 
 
 def test_sparse_gradients_are_refused_by_name() -> None:

@@ -32,7 +32,7 @@ from lamella_engine._options.policies import DataParallelMeshDims, OffloadPolicy
 from lamella_engine._parameters.new_group import new_group
 from lamella_engine._parameters.offload import CPU, Offload
 from lamella_engine._parameters.registrations import watch
-from lamella_engine._parameters.sharded_parameter import Candidate
+from lamella_engine._parameters.sharded_parameter import Candidate, replace_originals
 from lamella_engine._parameters.sharding import DataAxes, PlacementFn
 from lamella_engine._parameters.strategy import strategy_of
 from lamella_engine._tree.tree import Tree
@@ -166,6 +166,9 @@ def fully_shard(
         new_group(members, options.allocator, neighbours=neighbours.get(members[0].sharding.axes), offload=offload)
         for members in by_kind(candidates)
     ]
+    # Every refusal is above: the originals' values go with the candidates, and no error could bring them back.
+    for group in groups:
+        replace_originals(group.parameters)
     del candidates  # they hold the originals, whose bytes must go before the unsharded buffers are allocated
     for group in groups:
         group.build_unsharded()

@@ -124,7 +124,7 @@ class ParameterGroup:
     be present on this rank.
 
     Args:
-        parameters: The members in the sharded form, not yet in any module, of one set of data axes.
+        parameters: The members in the sharded form, of one set of data axes.
         layout: The layout of gathered shards and of the unsharded buffer.
         main_weight: This rank's main weights; the members' shards are views of the buffer.
         reduce_dtype: The dtype of sums of gradients.
@@ -195,7 +195,6 @@ class ParameterGroup:
         self.keeps_bytes = False
         # Set by each `build_unsharded` from the main weights: true until `to_empty` gives the shards storage.
         self.is_meta = False
-        put(self.parameters)  # last: modules hold the sharded forms once the group is whole
 
     # -- storage ----------------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from lamella_engine._parameters.group import Layout, ParameterGroup, dtypes_of, 
 from lamella_engine._parameters.group_transports import GroupTransports
 from lamella_engine._parameters.offload import Offload
 from lamella_engine._parameters.payload_form import PayloadForm, new_main_weight
-from lamella_engine._parameters.sharded_parameter import Candidate, ShardedParameter, sharded_parameter
+from lamella_engine._parameters.sharded_parameter import Candidate, ShardedParameter, put, sharded_parameter
 from lamella_engine._parameters.sharding import local_of
 from lamella_precision import MixedPrecisionPolicy
 
@@ -30,12 +30,13 @@ def new_group(
 
     Args:
         candidates: Parameters for one group, of one set of data axes and one policy, on the resting device of shards or
-            on meta. The group does not keep their storage.
+            on meta. The group does not keep their storage, and modules hold them until `replace_originals`.
         allocator: The source of the unsharded buffer's bytes. None: memory for the fastest gathers.
         neighbours: Ranks with a larger common part of each parameter between forward and backward, or None.
         offload: The offload of shards at rest on the CPU, or None.
 
     Raises:
+        ValueError: A recipe's payloads cannot be cut as the parameters.
         NotImplementedError: The parameters are extended, in a placement unsupported for extended parameters.
         MisuseError: One method is missing, or the first method's signature is unsupported.
 
@@ -102,7 +103,7 @@ def _packed_group(
     main_weight.copy_from(tensors)
     # Views of the buffer would carry the whole buffer's storage into every pickle and deep copy of one shard.
     shards = [standalone(shard) for shard in main_weight.shards]
-    return ParameterGroup(
+    group = ParameterGroup(
         [sharded_parameter(candidate, shard) for candidate, shard in zip(candidates, shards, strict=True)],
         layout,
         main_weight,
@@ -113,6 +114,9 @@ def _packed_group(
         allocator=allocator,
         offload=offload,
     )
+    # Payloads that cannot be cut so are refused while modules still hold the originals.
+    group.payload_layouts(layout, main_dtype).like(main_layout)
+    return group
 
 
 def _extended_group(
@@ -152,7 +156,7 @@ def _extended(
         allocator=allocator,
         offload=offload,
     )
-    group.build_unsharded()
+    group.build_unsharded()  # allocates nothing, and refuses a first method that takes other arguments
     return group
 
 
@@ -171,4 +175,5 @@ def _split_off(group: ParameterGroup, members: Sequence[ShardedParameter]) -> Pa
     # otherwise.
     extended.divisor, extended.sums_only = group.divisor, group.sums_only
     extended.keeps_bytes = group.keeps_bytes
+    put(members)
     return extended

@@ -331,6 +331,14 @@ def point_at(parameter: ShardedParameter, shard: torch.Tensor) -> None:
     vars(sharded).update(parameter.marks)
 
 
+def replace_originals(parameters: Iterable[ShardedParameter]) -> None:
+    """Put the sharded form into every owner for the first time, and note the original that it replaces."""
+    for parameter in parameters:
+        for owner_parameters, name, _ in parameter.owners:
+            _sharded_originals[owner_parameters[name]] = (parameter.name, weakref.ref(parameter))
+            owner_parameters[name] = parameter.sharded
+
+
 def put(parameters: Iterable[ShardedParameter]) -> None:
     """Put the sharded form into every owner, over any other tensor."""
     for parameter in parameters:
@@ -466,7 +474,6 @@ def sharded_parameter(candidate: Candidate, shard: torch.Tensor) -> ShardedParam
         marks=marks,
         unsharded=sharded,
     )
-    _sharded_originals[original] = (candidate.name, weakref.ref(parameter))
     _living.add(parameter)
     return parameter
 
