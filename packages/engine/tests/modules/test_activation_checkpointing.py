@@ -79,6 +79,32 @@ def test_a_recomputed_forward_finds_its_unit_unsharded_and_gathers_nothing_more(
     run_ranks(check, 2)
 
 
+class _Twice(Net):
+    """The middle unit runs on two branches: recomputed on one, and on the other without gradients of its inputs."""
+
+    is_recomputed_first: bool
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layers[0](self.stem(x))
+        branches: list[Callable[[], torch.Tensor]] = [
+            lambda: checkpoint(self.layers[1], x, use_reentrant=True),
+            lambda: self.layers[1](x.detach() / 2),
+        ]
+        first, second = (branch() for branch in (branches if self.is_recomputed_first else branches[::-1]))
+        head: torch.Tensor = self.head(self.layers[2](first * second))
+        return head
+
+
+@pytest.mark.parametrize("is_recomputed_first", [True, False])
+def test_a_unit_may_be_recomputed_beside_a_call_whose_backward_no_input_ends(is_recomputed_first: bool) -> None:
+    make = type("_Twice", (_Twice,), {"is_recomputed_first": is_recomputed_first})
+
+    def check() -> None:
+        assert_trains_alike(*twins(make), mean_square(lambda model: model(X)))
+
+    run_ranks(check, 2)
+
+
 def test_a_forward_without_gradients_inside_a_recomputed_one_reads_the_weights() -> None:
     """A teacher in the student's recomputed loss, say."""
 

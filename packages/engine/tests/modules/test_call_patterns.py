@@ -6,7 +6,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
@@ -80,10 +80,14 @@ class _Recursive(Residual):
             raise self.error
         if depth:
             try:
-                x = x + self(x, depth - 1)
+                x = x + self.call_inside(x, depth - 1)
             except ArithmeticError:
                 x = -x
         return super().forward(x)
+
+    def call_inside(self, x: torch.Tensor, depth: int) -> torch.Tensor:
+        out: torch.Tensor = self(x, depth)
+        return out
 
 
 class _RecursiveNet(Net):
@@ -113,7 +117,33 @@ class _CheckpointedNet(_RecursiveNet):
 class _RecursiveRoot(Net):
     def forward(self, x: torch.Tensor, depth: int = 2) -> torch.Tensor:
         head = super().forward(x)
-        return head if depth == 0 else head + self(self.stem(x)[:, :3], depth - 1) + self.head.bias
+        return head if depth == 0 else head + self.call_inside(self.stem(x)[:, :3], depth - 1) + self.head.bias
+
+    def call_inside(self, x: torch.Tensor, depth: int) -> torch.Tensor:
+        out: torch.Tensor = self(x, depth)
+        return out
+
+
+class _RecomputingItself:
+    """Lets a model that calls itself recompute the inner calls inside of the outer call's backward."""
+
+    def call_inside(self, x: torch.Tensor, depth: int) -> torch.Tensor:
+        call = cast(Callable[..., torch.Tensor], self)
+        # Where the first run of an outer checkpoint records no graph, a checkpoint would warn.
+        return checkpoint(call, x, depth, use_reentrant=True) if torch.is_grad_enabled() else call(x, depth)
+
+
+class _RecomputingBlock(_RecomputingItself, _Recursive):
+    pass
+
+
+class _RecomputingNet(Net):
+    def make_layer(self, dim: int) -> nn.Module:
+        return _RecomputingBlock(dim)
+
+
+class _RecomputingRoot(_RecomputingItself, _RecursiveRoot):
+    pass
 
 
 class _MutualNet(Net):
@@ -135,7 +165,10 @@ class _MutualNet(Net):
         return output
 
 
-@pytest.mark.parametrize("make", [_RecursiveNet, _CaughtNet, _CheckpointedNet, _RecursiveRoot, _MutualNet])
+@pytest.mark.parametrize(
+    "make",
+    [_RecursiveNet, _CaughtNet, _CheckpointedNet, _RecursiveRoot, _MutualNet, _RecomputingNet, _RecomputingRoot],
+)
 @pytest.mark.parametrize("is_resharded", [True, False])
 def test_a_unit_may_be_called_inside_its_own_forward(make: type[Net], is_resharded: bool) -> None:
     _check(make, lambda model: model(X), shard_on(reshard_after_forward=is_resharded))

@@ -23,8 +23,9 @@ have not run is part of the same forward; a call after all modules have run begi
 
 Note [Calls inside a call]. A unit's module may call itself, or be called by a module that it calls. The inner call is
 part of the forward under way: it computes with the weights gathered for the outer call; its end neither reshards nor
-ends a pass. Its inputs are not watched, since their gradients are made before the outer call's backward has ended. In
-units of several modules, and in compiled callers, such a call is not told from a new forward.
+ends a pass. Its inputs are not watched, since their gradients are made before the outer call's backward has ended. Nor
+are they where a reentrant checkpoint recomputes the inner call, outside of the outer call's frames: the unit is in its
+backward then. In units of several modules, and in compiled callers, such a call is not told from a new forward.
 
 Note [Units that another reads]. An outer unit that reads an inner unit's parameters without calling the inner modules
 takes the parameters over. The inner hooks then drive the outer unit, `state.acting`; only casts of inputs and outputs
@@ -132,7 +133,9 @@ def pre_forward(state: FSDPState, module: nn.Module, args: Args, kwargs: Kwargs)
     if tree.is_forward_root(unit):
         args, kwargs = _move((args, kwargs), tree.streams.device)
     args, kwargs = _cast((args, kwargs), state.input_dtype, "cast_forward_inputs")
-    return _watch_inputs(acting, args, kwargs) if begins else (args, kwargs)
+    # Recomputed in the middle of the unit's backward: inputs of another call end it, Note [Calls inside a call].
+    is_inside_backward = unit.is_in_backward and len(unit.parameters.module_ids) == 1
+    return _watch_inputs(acting, args, kwargs) if begins and not is_inside_backward else (args, kwargs)
 
 
 def _pre_recompute(state: FSDPState, *_: object) -> None:
