@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from engine_models import Net, assert_trains_alike, inputs, mean_square, shard, twins
+from engine_models import Net, assert_trains_alike, fsdp, inputs, mean_square, shard, twins
 from torch._dynamo.testing import CompileCounter
 
 from lamella_testing import load_compiler, run_ranks
@@ -50,6 +50,20 @@ def test_a_compiled_model_trains_as_a_plain_one(compile_and_shard: Callable[...,
         )
         assert_trains_alike(reference, sharded, mean_square(lambda model: model(X)))
         assert counter.frame_count > 0
+
+    run_ranks(on_each_rank, 2)
+
+
+def test_compiled_autograd_is_refused_where_the_backward_begins() -> None:
+    def on_each_rank() -> None:
+        reference, sharded = twins(lambda: Net(num_layers=NUM_LAYERS))
+        loss_of = mean_square(lambda model: model(X))
+        loss = loss_of(sharded)
+        compiled_autograd = torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager"))
+        with compiled_autograd, pytest.raises(NotImplementedError, match="got one of compiled autograd"):
+            loss.backward()
+        fsdp(sharded).reset_iter_state()
+        assert_trains_alike(reference, sharded, loss_of)
 
     run_ranks(on_each_rank, 2)
 

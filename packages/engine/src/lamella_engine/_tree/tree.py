@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Iterable
 
@@ -364,6 +365,7 @@ class Tree:
             weights.wait_for_unshard()
 
     def _begin_backward_pass(self) -> None:
+        _refuse_compiled_autograd()
         self.context.phase = PassPhase.BACKWARD
         self._prefetch.begin_backward()
         self.step_end.begin_backward()
@@ -377,6 +379,24 @@ class Tree:
         self._prefetch.end_backward()
         self._check_order_at_end()
         self.context.phase = PassPhase.RESTING
+
+
+def _refuse_compiled_autograd() -> None:
+    """Refuse a backward of which no callback will tell the end.
+
+    Raises:
+        NotImplementedError: Compiled autograd runs the backward.
+    """
+    if "torch._dynamo.compiled_autograd" not in sys.modules:
+        return  # the import takes seconds, and is the program's that uses it
+    from torch._dynamo.compiled_autograd import in_compiled_autograd_region
+
+    if in_compiled_autograd_region:
+        raise NotImplementedError(
+            "Expected a backward run by autograd's own engine, got one of compiled autograd, which calls nothing at "
+            "its end: the outermost unit's gradients would not be reduced. Compile forward alone, without "
+            "torch._dynamo.config.compiled_autograd, and call reset_iter_state() on the outermost unit."
+        )
 
 
 def living_trees() -> tuple[Tree, ...]:
