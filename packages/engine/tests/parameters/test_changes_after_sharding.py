@@ -287,6 +287,26 @@ def test_parameters_replaced_by_assign_by_casts_or_by_hand_train_as_unsharded() 
     run_ranks(on_each_rank, 2)
 
 
+@pytest.mark.parametrize("name", ["ZeRO-3", "offloaded", "flat", "ZeRO-1"])
+def test_an_optimizer_made_before_a_state_dict_is_assigned_trains_the_model(name: str) -> None:
+    def on_each_rank() -> None:
+        reference, sharded = _sharded_twins(OPTIONS[name])
+        parameters = list(sharded.parameters())
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in (reference, sharded)]
+        for step in range(3):
+            for model, optimizer in zip((reference, sharded), optimizers, strict=True):
+                LOSS(model).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            if step == 0:
+                reference.load_state_dict({k: v * 2 for k, v in reference.state_dict().items()})
+                sharded.load_state_dict({k: v.detach() * 2 for k, v in sharded.state_dict().items()}, assign=True)
+        assert all(a is b for a, b in zip(sharded.parameters(), parameters, strict=True))
+        assert_weights_equal(reference, sharded)
+
+    run_ranks(on_each_rank, 2)
+
+
 # -- ties made through `.data` ---------------------------------------------------------------------------------------
 
 
