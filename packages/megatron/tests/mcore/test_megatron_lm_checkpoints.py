@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import io
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +19,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.tensor import DTensor
 
 import lamella_megatron
-from lamella_testing import run_ranks
+from lamella_testing import RankFailure, run_ranks
 
 History = list[tuple[float, float]]
 DROPOUT = ("--hidden-dropout", "0.1", "--attention-dropout", "0.1")
@@ -101,6 +103,15 @@ def test_parts_of_a_checkpoint_are_left_out_as_asked(saved: tuple[Path, History]
         assert all(torch.equal(weights[name], tensor) for name, tensor in resumed[3].items())
 
 
+def test_a_release_gives_its_weights_alone(saved: tuple[Path, History], tmp_path: Path) -> None:
+    directory, _ = saved
+    (tmp_path / "release").symlink_to(directory / "iter_0000003")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("release")
+    [released], [resumed] = run_ranks(_loaded, 1, tmp_path), run_ranks(_loaded, 1, directory)
+    assert released[:3] == (0, 0, 0)
+    assert all(torch.equal(released[3][name], tensor) for name, tensor in resumed[3].items())
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_torchs_reader_finds_entries_under_megatrons_names(saved: tuple[Path, History]) -> None:
     directory, _ = saved
@@ -123,6 +134,55 @@ def test_random_states_of_all_tensor_parallel_ranks_are_saved(tmp_path: Path) ->
 
 def test_without_a_checkpoint_a_run_begins_anew(tmp_path: Path) -> None:
     assert run_ranks(_loaded, 1, tmp_path)[0][0] == 0
+
+
+def _train_and_save_by_hand(directory: Path, *entries: str) -> None:
+    """Three steps, saved by `lamella_megatron.save_checkpoint` with the arguments, the schedule, or neither."""
+    lamella_megatron.install()
+    args, model, optimizer, scheduler = megatron_lm.build(*SHARDED)
+    megatron_lm.train(args, model, optimizer, scheduler, num_steps=3)
+    lamella_megatron.save_checkpoint(
+        directory / "iter_0000003",
+        model=model,
+        optimizer=optimizer.optimizer,
+        iteration=3,
+        args=args if "args" in entries else None,
+        objects={"opt_param_scheduler": scheduler.state_dict()} if "opt_param_scheduler" in entries else None,
+    )
+    (directory / "latest_checkpointed_iteration.txt").write_text("3")
+
+
+def _place(directory: Path, *arguments: str) -> tuple[int, int, int, str]:
+    """The iteration, the samples consumed, the steps of the schedule in samples, and the warnings."""
+    lamella_megatron.install()
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        args, _, _, scheduler = megatron_lm.build(*SHARDED, "--load", str(directory), *arguments)
+    warnings = "".join(line for line in output.getvalue().splitlines() if line.startswith("WARNING: the checkpoint"))
+    return args.iteration, args.consumed_train_samples, scheduler.num_steps, warnings
+
+
+@pytest.mark.parametrize(
+    ("entries", "absent", "place"),
+    [
+        (("args",), "opt_param_scheduler.num_steps", (3, 24, 0)),
+        (("opt_param_scheduler",), "args.consumed_train_samples", (3, 0, 24)),
+    ],
+)
+def test_a_checkpoint_without_schedule_or_place_in_the_data_is_refused(
+    tmp_path: Path, entries: tuple[str, ...], absent: str, place: tuple[int, int, int]
+) -> None:
+    run_ranks(_train_and_save_by_hand, 1, tmp_path, *entries)
+    with pytest.raises(RankFailure, match=rf"Expected .*{absent}.* got none(.|\n)*--finetune"):
+        run_ranks(_place, 1, tmp_path)
+    [(*position, warnings)] = run_ranks(_place, 1, tmp_path, "--no-strict-fsdp-dtensor-load")
+    assert tuple(position) == place
+    assert absent in warnings
+    assert run_ranks(_place, 1, tmp_path, "--finetune") == [(0, 0, 0, "")]
+
+
+def test_a_checkpoint_saved_by_hand_with_arguments_and_schedule_goes_on(tmp_path: Path) -> None:
+    run_ranks(_train_and_save_by_hand, 1, tmp_path, "args", "opt_param_scheduler")
+    assert run_ranks(_place, 1, tmp_path) == [(3, 24, 24, "")]
 
 
 def test_a_save_in_megatrons_background_is_refused(tmp_path: Path) -> None:

@@ -11,17 +11,18 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint
 from megatron.core import parallel_state
 from megatron.training.global_vars import get_args
+from megatron.training.utils import print_rank_0
 from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -33,6 +34,12 @@ from lamella_megatron._driver.wrapper import ShardedModel
 
 Function = Callable[..., Any]
 State = dict[str, Any]
+
+_ENTRIES_OF_RUNS: Final = {"optimizer", "opt_param_scheduler", "rng_state"}
+"""The entries of a load that goes on with a run."""
+
+_NUM_SAMPLES: Final = "consumed_train_samples"
+"""The argument by which megatron finds the place in the data."""
 
 
 @dataclass(frozen=True)
@@ -74,9 +81,17 @@ class Checkpoints:
             answer: tuple[Any, ...] = self.load_base_checkpoint(load_dir, args, rank0, **named)
             return answer
         _check_kind(load_dir, named)
-        _, path, release, kind = self.load_base_checkpoint(load_dir, args, True)
-        strict = args.strict_fsdp_dtensor_load
-        return (None if kind is None else _load(path, state, strict=strict)), path, release, kind
+        plain, path, release, kind = self.load_base_checkpoint(load_dir, args, True)
+        if kind is None:
+            return None, path, release, kind
+        if release:  # Megatron takes the weights alone, and begins at iteration 0.
+            state = {name: entry for name, entry in state.items() if name not in _ENTRIES_OF_RUNS}
+        stored_names = FileSystemReader(path).read_metadata().state_dict_metadata
+        absent_names = [*_absent_entries(state, stored_names)]
+        if not (release or args.finetune or args.skip_train or args.override_ckpt_iteration is not None):
+            absent_names += [] if hasattr(plain["args"], _NUM_SAMPLES) else [f"args.{_NUM_SAMPLES}"]
+        _refuse_or_print(path, absent_names, strict=args.strict_fsdp_dtensor_load)
+        return _load(path, state, strict=args.strict_fsdp_dtensor_load), path, release, kind
 
     def _preprocess(self, args: Any, state: State, model: Any) -> State:
         renamed: State = state if _are_sharded([model]) else self.preprocess(args, state, model)
@@ -198,6 +213,33 @@ def _remove_if_empty(directory: str | os.PathLike[str]) -> None:
     """Megatron makes the directory first; lamella's appears with all files in it, in the place of a checkpoint."""
     if dist.get_rank() == 0 and Path(directory).is_dir() and not any(Path(directory).iterdir()):
         Path(directory).rmdir()
+
+
+def _absent_entries(state: State, stored_names: Container[str]) -> Iterator[str]:
+    """The names of the schedule and of the loss scale that a load asks for, and that the checkpoint lacks."""
+    requested = {"opt_param_scheduler": state.get("opt_param_scheduler") or {}}
+    scaler = getattr(state.get("optimizer"), "grad_scaler", None)
+    requested["grad_scaler"] = {} if scaler is None else scaler.state_dict()
+    return (name for name in _flat(requested) if name not in stored_names)
+
+
+def _refuse_or_print(path: str, absent_names: Sequence[str], *, strict: bool) -> None:
+    """Refuse a checkpoint without a run's schedule or place in the data; print the names if the load is not strict.
+
+    torch's reader leaves absent entries as they are: a new schedule would begin without a word.
+
+    Raises:
+        ValueError: Entries are absent and the load is strict.
+    """
+    if absent_names and strict:
+        raise ValueError(
+            f"Expected {', '.join(absent_names)} in the checkpoint {path!r}, got none: the schedule or the data would "
+            "begin anew. Pass --finetune to begin both anew, --no-load-optim to begin the schedule anew, or "
+            "--no-strict-fsdp-dtensor-load to go on with the rest. A save by `lamella_megatron.save_checkpoint` has "
+            "them with `args=args, objects={'opt_param_scheduler': scheduler.state_dict()}`."
+        )
+    if absent_names:
+        print_rank_0(f"WARNING: the checkpoint {path} lacks {', '.join(absent_names)}: these begin anew")
 
 
 def _load(path: str, state: State, *, strict: bool) -> State:
