@@ -103,6 +103,34 @@ def test_parts_of_a_checkpoint_are_left_out_as_asked(saved: tuple[Path, History]
         assert all(torch.equal(weights[name], tensor) for name, tensor in resumed[3].items())
 
 
+def _rates(directory: Path, *arguments: str) -> list[float]:
+    """The learning rate of each parameter group after a load, and after another step."""
+    lamella_megatron.install()
+    args, model, optimizer, scheduler = megatron_lm.build(*SHARDED, "--load", str(directory), *arguments)
+    rates = [group["lr"] for group in optimizer.param_groups]
+    megatron_lm.train(args, model, optimizer, scheduler, num_steps=1)
+    return [*rates, *(group["lr"] for group in optimizer.param_groups)]
+
+
+def test_a_learning_rate_of_the_command_line_counts_if_asked_to(saved: tuple[Path, History]) -> None:
+    directory, _ = saved
+    [expected] = run_ranks(_rates, 1, directory)
+    rates = ("--lr", "0.02", "--min-lr", "0.002")
+    [overridden] = run_ranks(_rates, 1, directory, *rates, "--override-opt-param-scheduler")
+    assert overridden == pytest.approx([2 * rate for rate in expected])
+    assert run_ranks(_rates, 1, directory, *rates, "--use-checkpoint-opt-param-scheduler") == [expected]
+    with pytest.raises(RankFailure, match=r"'max_lr': 0.02(.|\n)*got (.|\n)*'max_lr': 0.01"):
+        run_ranks(_rates, 1, directory, *rates)
+
+
+def test_a_rate_of_the_embedding_alone_is_not_lost(saved: tuple[Path, History]) -> None:
+    directory, _ = saved
+    with pytest.raises(RankFailure, match=r"'max_lr': 0.5(.|\n)*--override-opt-param-scheduler"):
+        run_ranks(_rates, 1, directory, "--decoupled-lr", "0.5")
+    [rates] = run_ranks(_rates, 1, directory, "--decoupled-lr", "0.5", "--override-opt-param-scheduler")
+    assert max(rates) > 0.4
+
+
 def test_a_release_gives_its_weights_alone(saved: tuple[Path, History], tmp_path: Path) -> None:
     directory, _ = saved
     (tmp_path / "release").symlink_to(directory / "iter_0000003")

@@ -38,6 +38,9 @@ State = dict[str, Any]
 _ENTRIES_OF_RUNS: Final = {"optimizer", "opt_param_scheduler", "rng_state"}
 """The entries of a load that goes on with a run."""
 
+_BOUNDS: Final = ("max_lr", "min_lr", "start_wd", "end_wd")
+"""The options of a parameter group that megatron's scheduler reads before its own."""
+
 _NUM_SAMPLES: Final = "consumed_train_samples"
 """The argument by which megatron finds the place in the data."""
 
@@ -91,7 +94,9 @@ class Checkpoints:
         if not (release or args.finetune or args.skip_train or args.override_ckpt_iteration is not None):
             absent_names += [] if hasattr(plain["args"], _NUM_SAMPLES) else [f"args.{_NUM_SAMPLES}"]
         _refuse_or_print(path, absent_names, strict=args.strict_fsdp_dtensor_load)
-        return _load(path, state, strict=args.strict_fsdp_dtensor_load), path, release, kind
+        with _schedule_of_groups(state.get("optimizer"), args):
+            state = _load(path, state, strict=args.strict_fsdp_dtensor_load)
+        return state, path, release, kind
 
     def _preprocess(self, args: Any, state: State, model: Any) -> State:
         renamed: State = state if _are_sharded([model]) else self.preprocess(args, state, model)
@@ -240,6 +245,31 @@ def _refuse_or_print(path: str, absent_names: Sequence[str], *, strict: bool) ->
         )
     if absent_names:
         print_rank_0(f"WARNING: the checkpoint {path} lacks {', '.join(absent_names)}: these begin anew")
+
+
+@contextmanager
+def _schedule_of_groups(optimizer: Any, args: Any) -> Iterator[None]:
+    """Keep, check or replace the bounds of the schedule in each parameter group during a load, as the arguments say.
+
+    Megatron's scheduler compares its own bounds with the checkpoint's, and computes rates by the groups' bounds.
+
+    Raises:
+        ValueError: The checkpoint has other bounds, and no argument says which count.
+    """
+    if optimizer is None or args.use_checkpoint_opt_param_scheduler:
+        yield
+        return
+    bounds = [{name: group[name] for name in _BOUNDS if name in group} for group in optimizer.param_groups]
+    yield
+    for i, (group, live) in enumerate(zip(optimizer.param_groups, bounds, strict=True)):
+        loaded = {name: group[name] for name in live}
+        if loaded != live and not args.override_opt_param_scheduler:
+            raise ValueError(
+                f"Expected parameter group {i} with {live!r} in the checkpoint, as the command line has it, got "
+                f"{loaded!r}. Pass --override-opt-param-scheduler to go on with the command line's, or "
+                "--use-checkpoint-opt-param-scheduler to go on with the checkpoint's."
+            )
+        group.update(live)
 
 
 def _load(path: str, state: State, *, strict: bool) -> State:
