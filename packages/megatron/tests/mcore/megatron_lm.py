@@ -87,9 +87,15 @@ def begin(*arguments: str) -> Any:
 def build(*arguments: str) -> tuple[Any, list[Any], Any, Any]:
     """Arguments, and model, optimizer and schedule as `setup_model_and_optimizer` makes or resumes them."""
     args = begin(*arguments)
+    return args, *set_up()
+
+
+def set_up() -> tuple[list[Any], Any, Any]:
+    """Model, optimizer and schedule by the arguments of `begin`."""
     training = importlib.import_module("megatron.training.training")
     kind = importlib.import_module("megatron.core.enums").ModelType.encoder_or_decoder
-    return args, *training.setup_model_and_optimizer(kind, provide_gpt)
+    state: tuple[list[Any], Any, Any] = training.setup_model_and_optimizer(kind, provide_gpt)
+    return state
 
 
 def provide_gpt(pre_process: bool, post_process: bool, config: Any = None, **_: object) -> Any:

@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint
 from megatron.core import parallel_state
-from megatron.training.global_vars import get_args
 from megatron.training.utils import print_rank_0
 from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
@@ -106,7 +105,6 @@ class Checkpoints:
         if not all(isinstance(chunk, ShardedModel) for chunk in model):
             self.save_checkpoint(iteration, model, *positional, **named)
             return
-        _check_arguments(get_args())
         with _writing_by(_write):
             self.save_checkpoint(iteration, model, *positional, **named)
 
@@ -144,19 +142,6 @@ def _check_kind(load_dir: object, named: State) -> None:
     if named.get("gpt_compat_layer_maps") is not None:
         raise ValueError(
             f"Expected the checkpoint of a HybridModel in {str(load_dir)!r}, got a GPTModel's. Resume it as a GPTModel."
-        )
-
-
-def _check_arguments(args: Any) -> None:
-    """Refuse a save in the background: megatron writes it by processes of its own.
-
-    Raises:
-        ValueError: `--async-save` is set.
-    """
-    if args.async_save:
-        raise ValueError(
-            "Expected `--async-save` to be unset, got it set. Leave it out, or save by "
-            "lamella_megatron.save_checkpoint(..., saver=AsyncSaver())."
         )
 
 

@@ -10,6 +10,7 @@ from megatron.core import optimizer as megatron_optimizer
 from megatron.core.distributed.fsdp import mcore_fsdp_adapter
 from megatron.training import checkpointing
 from megatron.training import training as _training  # noqa: F401  # Binds the names to replace.
+from megatron.training.global_vars import get_args
 from megatron.training.utils import common_utils
 from torch import nn
 
@@ -28,13 +29,30 @@ class WrapperInPlace(ShardedModel):
     """`ShardedModel` in the form of Megatron-FSDP's wrapper in `megatron.training`, and under the wrapper's name.
 
     With `--overlap-grad-reduce` the training loop sets `no_sync_func`, and refuses a function set before.
+
+    Raises:
+        ValueError: `--async-save` is set.
     """
 
     def __init__(self, config: Any, ddp_config: Any, module: nn.Module, **arguments: Any) -> None:
+        _check_arguments()
         is_unset = config.no_sync_func is None
         super().__init__(config, ddp_config, module, **arguments)
         if is_unset and ddp_config.overlap_grad_reduce:
             config.no_sync_func = None
+
+
+def _check_arguments() -> None:
+    """Refuse saves in the background, which megatron writes by processes of its own: now, not at the first save."""
+    try:
+        args = get_args()
+    except AssertionError:  # A script without megatron's command line makes the wrapper by itself.
+        return
+    if args.async_save:
+        raise ValueError(
+            "Expected `--async-save` to be unset, got it set. Leave it out, or save by "
+            "lamella_megatron.save_checkpoint(..., saver=AsyncSaver())."
+        )
 
 
 @functools.wraps(_get_megatron_optimizer)
