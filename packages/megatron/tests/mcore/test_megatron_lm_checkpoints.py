@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import importlib
 import io
+import re
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.tensor import DTensor
 
 import lamella_megatron
+from lamella_megatron._checkpoint.global_optimizer import GlobalOptimizer
+from lamella_megatron._checkpoint.global_tensors import GlobalModel
 from lamella_testing import RankFailure, run_ranks
 
 History = list[tuple[float, float]]
@@ -137,6 +141,70 @@ def test_a_release_gives_its_weights_alone(saved: tuple[Path, History], tmp_path
     [released], [resumed] = run_ranks(_loaded, 1, tmp_path), run_ranks(_loaded, 1, directory)
     assert released[:3] == (0, 0, 0)
     assert all(torch.equal(released[3][name], tensor) for name, tensor in resumed[3].items())
+
+
+def _padding(directory: Path, *arguments: str) -> tuple[dict[str, torch.Tensor], float, str]:
+    """The rows of embedding and output layer, in weights and moments; the loss of a step; and the warnings."""
+    lamella_megatron.install()
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        args, model, optimizer, scheduler = megatron_lm.build(*SHARDED, "--load", str(directory), *arguments)
+    global_model = GlobalModel(model)
+    global_optimizer = GlobalOptimizer(optimizer.optimizer, global_model)
+    rows: dict[str, torch.Tensor] = {}
+    for name, weight in global_model.state_dict().items():
+        if name.endswith(("word_embeddings.weight", "output_layer.weight")):
+            slots = {slot: value for slot, value in global_optimizer.state[weight].items() if slot != "step"}
+            rows |= {
+                f"{name}.{slot}": tensor.detach().full_tensor().clone()
+                for slot, tensor in {"weight": weight, **slots}.items()
+            }
+    [(loss, _)] = megatron_lm.train(args, model, optimizer, scheduler, num_steps=1, data=_tokens(args))
+    return rows, loss, output.getvalue().partition("WARNING: the checkpoint")[2]
+
+
+def _tokens(args: Any) -> Any:
+    """Batches of tokens alone, as many for each padding."""
+    args.padded_vocab_size, padded = 62, args.padded_vocab_size
+    wrap = importlib.import_module("megatron.core.rerun_state_machine").RerunDataIterator
+    data = wrap(iter([*islice(megatron_lm.batches(args, first_step=3), 8)]))
+    args.padded_vocab_size = padded
+    return data
+
+
+UNTIED = ("--untie-embeddings-and-output-weights",)
+
+
+@pytest.mark.parametrize("untied", [(), UNTIED], ids=["tied", "untied"])
+def test_a_run_goes_on_with_another_padding_of_the_vocabulary(tmp_path: Path, untied: tuple[str, ...]) -> None:
+    """62 tokens are 62 rows on one tensor-parallel rank and 64 on two, and back."""
+    run_ranks(_train_and_save, 1, tmp_path, *untied)
+    [(rows, loss, _)] = run_ranks(_padding, 1, tmp_path, *untied)
+    assert len(rows) == (6 if untied else 3)
+    padded = run_ranks(_padding, 2, tmp_path, "--tensor-model-parallel-size", "2", *untied)
+    for padded_rows, padded_loss, _ in padded:
+        assert padded_rows.keys() == rows.keys()
+        for name, tensor in padded_rows.items():
+            assert torch.equal(tensor[:62], rows[name])
+            assert tensor.shape[0] == 64 and not tensor[62:].any()
+        assert padded_loss == pytest.approx(loss, abs=0.05)  # two tokens more to choose from
+
+
+def test_rows_of_padding_are_cut_off(tmp_path: Path) -> None:
+    run_ranks(_train_and_save, 1, tmp_path, "--make-vocab-size-divisible-by", "8")
+    [(padded_rows, _, _)] = run_ranks(_padding, 1, tmp_path, "--make-vocab-size-divisible-by", "8")
+    [(rows, _, _)] = run_ranks(_padding, 1, tmp_path)
+    for name, tensor in rows.items():
+        assert len(tensor) == 62
+        assert torch.equal(tensor, padded_rows[name][:62])
+
+
+def test_another_vocabulary_is_refused_or_left_out_with_a_warning(saved: tuple[Path, History]) -> None:
+    directory, _ = saved
+    difference = r"word_embeddings.weight: \(62, 32\) in the checkpoint, \(70, 32\) here"
+    with pytest.raises(RankFailure, match=difference + r"(.|\n)*--no-strict-fsdp-dtensor-load"):
+        run_ranks(_padding, 1, directory, "--vocab-size", "70")
+    [(_, _, warnings)] = run_ranks(_padding, 1, directory, "--vocab-size", "70", "--no-strict-fsdp-dtensor-load")
+    assert re.search(difference, warnings)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -35,6 +35,7 @@ from lamella_megatron._checkpoint.global_tensors import GlobalModel
 from lamella_megatron._checkpoint.scaling_states import SCALING, ScalingStates
 from lamella_megatron._checkpoint.stages import without
 from lamella_megatron._checkpoint.torch_dist import StoredPlaces
+from lamella_megatron._checkpoint.vocabulary import with_padding
 
 _Format = Literal["fsdp_dtensor", "torch_dist"]
 
@@ -170,6 +171,7 @@ def load_checkpoint(
     model: nn.Module | Sequence[nn.Module],
     optimizer: torch.optim.Optimizer | None = None,
     tensor_parallel_size: int | None = None,
+    vocabulary_size: int | None = None,
     strict: Literal[True] = True,
     trust: bool = False,
     verify: bool = True,
@@ -183,6 +185,7 @@ def load_checkpoint(
     model: nn.Module | Sequence[nn.Module],
     optimizer: torch.optim.Optimizer | None = None,
     tensor_parallel_size: int | None = None,
+    vocabulary_size: int | None = None,
     strict: Literal[False],
     trust: bool = False,
     verify: bool = True,
@@ -195,6 +198,7 @@ def load_checkpoint(
     model: nn.Module | Sequence[nn.Module],
     optimizer: torch.optim.Optimizer | None = None,
     tensor_parallel_size: int | None = None,
+    vocabulary_size: int | None = None,
     strict: bool = True,
     trust: bool = False,
     verify: bool = True,
@@ -216,6 +220,8 @@ def load_checkpoint(
             alone.
         tensor_parallel_size: Number of tensor-parallel ranks that wrote the checkpoint; needed for tensors stored
             rank-major (gated delta networks, Mamba) where neither `args` nor `run_config.yaml` tells.
+        vocabulary_size: Number of tokens, without padding. Embedding and output layer may have more rows of padding
+            than in the checkpoint, which become zeros, or fewer. None: as many rows as in the checkpoint.
         strict: False loads every match, and returns the rest.
         trust: Allow unpickling of types beyond plain data. **Unsafe: can execute code.**
         verify: Verify checksums while reading.
@@ -275,7 +281,11 @@ def load_checkpoint(
     )
 
     def translate(source: Source) -> Source:
-        readable = to_megatron_model(without(rename(source, partial(_spelled, spelling)), foreign_modules), parts)
+        stored = without(rename(source, partial(_spelled, spelling)), foreign_modules)
+        if vocabulary_size is not None:
+            shapes = {name: shape for rule in parts for name, shape in rule.left.items()}
+            stored = with_padding(stored, shapes, vocabulary_size)
+        readable = to_megatron_model(stored, parts)
         return readable if global_optimizer is None else global_optimizer.readable(readable)
 
     loaded: dict[str, Any] | PartialLoad

@@ -13,7 +13,7 @@ import functools
 import os
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,12 +21,14 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint
 from megatron.core import parallel_state
+from megatron.training.global_vars import get_tokenizer
 from megatron.training.utils import print_rank_0
 from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
+from lamella_checkpoint import CheckpointMismatch, PartialLoad
 from lamella_engine import FSDPModule
 from lamella_megatron._checkpoint.checkpoint import load_checkpoint, save_checkpoint
 from lamella_megatron._driver.wrapper import ShardedModel
@@ -94,7 +96,7 @@ class Checkpoints:
             absent_names += [] if hasattr(plain["args"], _NUM_SAMPLES) else [f"args.{_NUM_SAMPLES}"]
         _refuse_or_print(path, absent_names, strict=args.strict_fsdp_dtensor_load)
         with _schedule_of_groups(state.get("optimizer"), args):
-            state = _load(path, state, strict=args.strict_fsdp_dtensor_load)
+            state = _load(path, state, strict=args.strict_fsdp_dtensor_load, vocabulary_size=_vocabulary_size(args))
         return state, path, release, kind
 
     def _preprocess(self, args: Any, state: State, model: Any) -> State:
@@ -257,19 +259,34 @@ def _schedule_of_groups(optimizer: Any, args: Any) -> Iterator[None]:
         group.update(live)
 
 
-def _load(path: str, state: State, *, strict: bool) -> State:
+def _vocabulary_size(args: Any) -> int | None:
+    """The number of tokens that megatron pads; None if unknown."""
+    try:
+        tokenizer = get_tokenizer()
+    except AssertionError:  # A program without a tokenizer.
+        return getattr(args, "vocab_size", None)
+    return int(tokenizer.vocab_size)
+
+
+def _load(path: str, state: State, *, strict: bool, vocabulary_size: int | None) -> State:
     """Fill chunks and optimizer in place, and the remaining entries of the state; return the state for megatron.
 
-    Effects: as `lamella_megatron.load_checkpoint`, and an exchange of torch's reader.
+    Effects: as `lamella_megatron.load_checkpoint`, and an exchange of torch's reader; without `strict` a gather of
+        differences, which rank 0 prints.
     """
     state = dict(state)
     chunks, optimizer = state.pop("_model"), state.pop("optimizer", None)
     del state["model"]
     steps = None if optimizer is None else optimizer.optimizer
+    options: dict[str, Any] = {"model": chunks, "optimizer": steps, "vocabulary_size": vocabulary_size}
     if strict:
-        load_checkpoint(path, model=chunks, optimizer=steps)
+        try:
+            load_checkpoint(path, **options)
+        except CheckpointMismatch as error:
+            error.way_out = "On the command line: --no-strict-fsdp-dtensor-load."
+            raise
     else:
-        load_checkpoint(path, model=chunks, optimizer=steps, strict=False)
+        _print_rest(path, load_checkpoint(path, **options, strict=False))
     scaler = None if optimizer is None else optimizer.grad_scaler
     state |= {"num_floating_point_operations_so_far": 0} | (
         {} if scaler is None else {"grad_scaler": scaler.state_dict()}
@@ -284,6 +301,23 @@ def _load(path: str, state: State, *, strict: bool) -> State:
     if optimizer is not None:
         state["optimizer"] = {} if scaler is None else {"grad_scaler": state.pop("grad_scaler")}
     return state
+
+
+def _print_rest(path: str, loaded: PartialLoad) -> None:
+    """Print, on rank 0, the differences of all ranks that a load left as they are.
+
+    Effects: a gather of objects on the default group.
+    """
+    everyones: list[PartialLoad] | None = [loaded] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(replace(loaded, extra={}), everyones)
+    lines = {line: None for partial_load in everyones or () for line in _lines(partial_load)}
+    if lines:
+        print_rank_0("\n  ".join([f"WARNING: the checkpoint {path} differs, and these stay as they are:", *lines]))
+
+
+def _lines(loaded: PartialLoad) -> Iterator[str]:
+    yield from loaded.left.lines()
+    yield from (f"{name}: absent from the checkpoint" for name in loaded.kept)
 
 
 def _absent_random_states(state: State, names: Iterable[str]) -> State:
