@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import io
+import random
 import re
 from collections.abc import Iterator
 from itertools import islice
@@ -251,7 +252,7 @@ def _place(directory: Path, *arguments: str) -> tuple[int, int, int, str]:
     """The iteration, the samples consumed, the steps of the schedule in samples, and the warnings."""
     lamella_megatron.install()
     with contextlib.redirect_stdout(io.StringIO()) as output:
-        args, _, _, scheduler = megatron_lm.build(*SHARDED, "--load", str(directory), *arguments)
+        args, _, _, scheduler = megatron_lm.build(*SHARDED, "--load", str(directory), "--no-load-rng", *arguments)
     warnings = "".join(line for line in output.getvalue().splitlines() if line.startswith("WARNING: the checkpoint"))
     return args.iteration, args.consumed_train_samples, scheduler.num_steps, warnings
 
@@ -278,6 +279,46 @@ def test_a_checkpoint_without_schedule_or_place_in_the_data_is_refused(
 def test_a_checkpoint_saved_by_hand_with_arguments_and_schedule_goes_on(tmp_path: Path) -> None:
     run_ranks(_train_and_save_by_hand, 1, tmp_path, "args", "opt_param_scheduler")
     assert run_ranks(_place, 1, tmp_path) == [(3, 24, 24, "")]
+
+
+def _first_random_number(directory: Path, *arguments: str) -> tuple[float, str]:
+    """The next number of Python's generator after a load, and the warnings."""
+    lamella_megatron.install()
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        megatron_lm.build(*SHARDED, "--load", str(directory), *arguments)
+    return random.random(), output.getvalue().partition("WARNING: the checkpoint")[2]
+
+
+def test_a_run_with_random_states_of_data_parallel_ranks_goes_on_on_more_ranks(tmp_path: Path) -> None:
+    run_ranks(_train_and_save, 2, tmp_path, "--data-parallel-random-init")
+    numbers, warnings = zip(*run_ranks(_first_random_number, 4, tmp_path, "--data-parallel-random-init"), strict=True)
+    assert len({*numbers}) == 4
+    assert "lacks 2 of 4 random states" in warnings[0]
+    assert numbers[:2] == tuple(
+        number for number, _ in run_ranks(_first_random_number, 2, tmp_path, "--data-parallel-random-init")
+    )
+
+
+def test_absent_random_states_are_told(saved: tuple[Path, History], tmp_path: Path) -> None:
+    directory, _ = saved
+    parallel = ("--tensor-model-parallel-size", "2")
+    assert "lacks 1 of 2 random states" in run_ranks(_first_random_number, 2, directory, *parallel)[0][1]
+    assert run_ranks(_first_random_number, 2, directory, "--no-load-rng", *parallel)[0][1] == ""
+    run_ranks(_train_and_save, 1, tmp_path, "--no-save-rng")
+    [(_, warnings)] = run_ranks(_first_random_number, 1, tmp_path)
+    assert "lacks 1 of 1 random states" in warnings
+
+
+@pytest.mark.parametrize("kind", ["global", "local"])
+def test_checkpoints_that_megatron_would_not_read_are_refused(kind: str) -> None:
+    def on_the_rank() -> None:
+        lamella_megatron.install()
+        args = megatron_lm.begin(*SHARDED)
+        args.non_persistent_ckpt_type = kind
+        with pytest.raises(ValueError, match=f"Expected `--non-persistent-ckpt-type` to be unset, got '{kind}'"):
+            megatron_lm.set_up()
+
+    run_ranks(on_the_rank, 1)
 
 
 def test_a_save_in_megatrons_background_is_refused_before_training(tmp_path: Path) -> None:

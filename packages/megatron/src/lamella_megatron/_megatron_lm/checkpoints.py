@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any, Final
 
@@ -41,6 +43,9 @@ _ENTRIES_OF_RUNS: Final = {"optimizer", "opt_param_scheduler", "rng_state"}
 
 _BOUNDS: Final = ("max_lr", "min_lr", "start_wd", "end_wd")
 """The options of a parameter group that megatron's scheduler reads before its own."""
+
+_RANDOM_STATES: Final = re.compile(r"rng_state\.\(\d+, \d+\)\.\d+\.")
+"""The first part of the names of a rank's random states: pipeline stage, tensor-parallel and data-parallel rank."""
 
 _NUM_SAMPLES: Final = "consumed_train_samples"
 """The argument by which megatron finds the place in the data."""
@@ -292,9 +297,11 @@ def _load(path: str, state: State, *, strict: bool, vocabulary_size: int | None)
         {} if scaler is None else {"grad_scaler": scaler.state_dict()}
     )
     reader = FileSystemReader(path)
-    kept_states = _absent_random_states(state, reader.read_metadata().state_dict_metadata)
+    random_states = state.get("rng_state") or {}
+    kept_states = _absent_random_states(path, random_states, reader.read_metadata().state_dict_metadata)
     load(state, storage_reader=reader, planner=DefaultLoadPlanner(allow_partial_load=True))
-    state |= kept_states
+    for (place, i), states in kept_states.items():
+        random_states[place][i] = states
     keys = ["model"] if len(chunks) == 1 else [f"model{place}" for place in range(len(chunks))]
     # Megatron copies these to the chunks, each tensor onto itself.
     state |= {key: chunk.state_dict() for key, chunk in zip(keys, chunks, strict=True)}
@@ -320,13 +327,28 @@ def _lines(loaded: PartialLoad) -> Iterator[str]:
     yield from (f"{name}: absent from the checkpoint" for name in loaded.kept)
 
 
-def _absent_random_states(state: State, names: Iterable[str]) -> State:
-    """Take random states out of the state if the checkpoint has none for this rank's model-parallel place.
+def _absent_random_states(path: str, by_place: State, names: Iterable[str]) -> dict[tuple[str, int], State]:
+    """This rank's random states without a counterpart in the checkpoint, by model- and data-parallel place.
 
-    torch's reader would leave None in their place. The rank goes on with the states that it has.
+    torch's reader would leave None in them: the rank goes on with the states that it has.
+
+    Effects: rank 0 prints the number of absent states, of all model-parallel places.
     """
-    places = state.get("rng_state") or {}
-    prefixes = tuple(f"rng_state.{place}." for place in places)
-    if not places or any(name.startswith(prefixes) for name in names):
-        return {}
-    return {"rng_state": state.pop("rng_state")}
+    stored_places = {match[0] for match in map(_RANDOM_STATES.match, names) if match}
+    num_data = max(map(len, by_place.values()), default=0)  # 1, or all ranks' with --data-parallel-random-init
+    num_stages = parallel_state.get_pipeline_model_parallel_world_size()
+    num_parts = parallel_state.get_tensor_model_parallel_world_size()
+    places = {
+        f"rng_state.({stage}, {part}).{i}."
+        for stage, part, i in product(range(num_stages), range(num_parts), range(num_data))
+    }
+    if num_absent := len(places - stored_places):
+        print_rank_0(
+            f"WARNING: the checkpoint {path} lacks {num_absent} of {len(places)} random states, kept as they are"
+        )
+    return {
+        (place, i): dict(states)
+        for place, states_of_place in by_place.items()
+        for i, states in enumerate(states_of_place)
+        if f"rng_state.{place}.{i}." not in stored_places
+    }

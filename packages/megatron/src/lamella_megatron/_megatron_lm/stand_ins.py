@@ -31,7 +31,7 @@ class WrapperInPlace(ShardedModel):
     With `--overlap-grad-reduce` the training loop sets `no_sync_func`, and refuses a function set before.
 
     Raises:
-        ValueError: `--async-save` is set.
+        ValueError: `--async-save` or `--non-persistent-ckpt-type` is set.
     """
 
     def __init__(self, config: Any, ddp_config: Any, module: nn.Module, **arguments: Any) -> None:
@@ -43,7 +43,10 @@ class WrapperInPlace(ShardedModel):
 
 
 def _check_arguments() -> None:
-    """Refuse saves in the background, which megatron writes by processes of its own: now, not at the first save."""
+    """Refuse saves in the background, which megatron writes by processes of its own, and non-persistent checkpoints.
+
+    Megatron reads the latter as `torch_dist` alone: no run could go on with them.
+    """
     try:
         args = get_args()
     except AssertionError:  # A script without megatron's command line makes the wrapper by itself.
@@ -52,6 +55,11 @@ def _check_arguments() -> None:
         raise ValueError(
             "Expected `--async-save` to be unset, got it set. Leave it out, or save by "
             "lamella_megatron.save_checkpoint(..., saver=AsyncSaver())."
+        )
+    if args.non_persistent_ckpt_type is not None:
+        raise ValueError(
+            f"Expected `--non-persistent-ckpt-type` to be unset, got {args.non_persistent_ckpt_type!r}, which megatron "
+            "reads as torch_dist alone. Leave it out, and save more often by --save-interval."
         )
 
 
