@@ -97,7 +97,7 @@ class Checkpoints:
             state = {name: entry for name, entry in state.items() if name not in _ENTRIES_OF_RUNS}
         stored_names = FileSystemReader(path).read_metadata().state_dict_metadata
         absent_names = [*_absent_entries(state, stored_names)]
-        if not (release or args.finetune or args.skip_train or args.override_ckpt_iteration is not None):
+        if not release and not args.finetune and args.override_ckpt_iteration is None:
             absent_names += [] if hasattr(plain["args"], _NUM_SAMPLES) else [f"args.{_NUM_SAMPLES}"]
         _refuse_or_print(path, absent_names, strict=args.strict_fsdp_dtensor_load)
         with _schedule_of_groups(state.get("optimizer"), args):
