@@ -107,6 +107,13 @@ def test_parts_of_a_checkpoint_are_left_out_as_asked(saved: tuple[Path, History]
         assert all(torch.equal(weights[name], tensor) for name, tensor in resumed[3].items())
 
 
+def test_a_loss_scale_absent_from_the_checkpoint_begins_anew_with_a_warning(saved: tuple[Path, History]) -> None:
+    directory, _ = saved
+    [(*position, warnings)] = run_ranks(_place, 1, directory, "--fp16")
+    assert position == [3, 24, 24]
+    assert "lacks grad_scaler.scale" in warnings
+
+
 def _rates(directory: Path, *arguments: str) -> list[float]:
     """The learning rate of each parameter group after a load, and after another step."""
     lamella_megatron.install()

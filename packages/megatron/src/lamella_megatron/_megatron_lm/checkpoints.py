@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import os
 import re
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import product
@@ -95,11 +95,9 @@ class Checkpoints:
             return None, path, release, kind
         if release:  # Megatron takes the weights alone, and begins at iteration 0.
             state = {name: entry for name, entry in state.items() if name not in _ENTRIES_OF_RUNS}
-        stored_names = FileSystemReader(path).read_metadata().state_dict_metadata
-        absent_names = [*_absent_entries(state, stored_names)]
-        if not release and not args.finetune and args.override_ckpt_iteration is None:
-            absent_names += [] if hasattr(plain["args"], _NUM_SAMPLES) else [f"args.{_NUM_SAMPLES}"]
-        _refuse_or_print(path, absent_names, strict=args.strict_fsdp_dtensor_load)
+        begins_anew = release or args.finetune or args.override_ckpt_iteration is not None
+        stored_args = None if begins_anew else plain["args"]
+        _check_entries(path, state, stored_args, strict=args.strict_fsdp_dtensor_load)
         with _schedule_of_groups(state.get("optimizer"), args):
             state = _load(path, state, strict=args.strict_fsdp_dtensor_load, vocabulary_size=_vocabulary_size(args))
         return state, path, release, kind
@@ -212,22 +210,31 @@ def _remove_if_empty(directory: str | os.PathLike[str]) -> None:
         Path(directory).rmdir()
 
 
-def _absent_entries(state: State, stored_names: Container[str]) -> Iterator[str]:
-    """The names of the schedule and of the loss scale that a load asks for, and that the checkpoint lacks."""
-    requested = {"opt_param_scheduler": state.get("opt_param_scheduler") or {}}
-    scaler = getattr(state.get("optimizer"), "grad_scaler", None)
-    requested["grad_scaler"] = {} if scaler is None else scaler.state_dict()
-    return (name for name in _flat(requested) if name not in stored_names)
+def _check_entries(path: str, state: State, stored_args: Any, *, strict: bool) -> None:
+    """Refuse a checkpoint without a run's schedule or place in the data.
 
+    torch's reader leaves absent entries as they are: a new schedule would begin without a word. Checkpoints of
+    Megatron-FSDP have no loss scale: a new one begins, with a warning.
 
-def _refuse_or_print(path: str, absent_names: Sequence[str], *, strict: bool) -> None:
-    """Refuse a checkpoint without a run's schedule or place in the data; print the names if the load is not strict.
-
-    torch's reader leaves absent entries as they are: a new schedule would begin without a word.
+    Args:
+        path: The directory of one iteration.
+        state: The entries that a load asks for.
+        stored_args: The checkpoint's arguments if the place in the data counts, else None.
+        strict: False prints the absent names alone.
 
     Raises:
         ValueError: Entries are absent and the load is strict.
     """
+    stored_names = FileSystemReader(path).read_metadata().state_dict_metadata
+    scaler = getattr(state.get("optimizer"), "grad_scaler", None)
+    scale = {} if scaler is None else scaler.state_dict()
+    schedule = state.get("opt_param_scheduler") or {}
+    absent_names, absent_scale = (
+        [name for name in _flat(requested) if name not in stored_names]
+        for requested in ({"opt_param_scheduler": schedule}, {"grad_scaler": scale})
+    )
+    if stored_args is not None and not hasattr(stored_args, _NUM_SAMPLES):
+        absent_names.append(f"args.{_NUM_SAMPLES}")
     if absent_names and strict:
         raise ValueError(
             f"Expected {', '.join(absent_names)} in the checkpoint {path!r}, got none: the schedule or the data would "
@@ -235,8 +242,9 @@ def _refuse_or_print(path: str, absent_names: Sequence[str], *, strict: bool) ->
             "--no-strict-fsdp-dtensor-load to go on with the rest. A save by `lamella_megatron.save_checkpoint` has "
             "them with `args=args, objects={'opt_param_scheduler': scheduler.state_dict()}`."
         )
-    if absent_names:
-        print_rank_0(f"WARNING: the checkpoint {path} lacks {', '.join(absent_names)}: these begin anew")
+    if absent_names or absent_scale:
+        names = ", ".join([*absent_names, *absent_scale])
+        print_rank_0(f"WARNING: the checkpoint {path} lacks {names}: these begin anew")
 
 
 @contextmanager
