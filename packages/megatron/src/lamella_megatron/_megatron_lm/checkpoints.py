@@ -299,7 +299,7 @@ def _load(path: str, state: State, *, strict: bool, vocabulary_size: int | None)
             error.way_out = "On the command line: --no-strict-fsdp-dtensor-load."
             raise
     else:
-        _print_rest(path, load_checkpoint(path, **options, strict=False))
+        _print_differences(path, load_checkpoint(path, **options, strict=False))
     scaler = None if optimizer is None else optimizer.grad_scaler
     state |= {"num_floating_point_operations_so_far": 0} | (
         {} if scaler is None else {"grad_scaler": scaler.state_dict()}
@@ -318,7 +318,7 @@ def _load(path: str, state: State, *, strict: bool, vocabulary_size: int | None)
     return state
 
 
-def _print_rest(path: str, loaded: PartialLoad) -> None:
+def _print_differences(path: str, loaded: PartialLoad) -> None:
     """Print, on rank 0, the differences of all ranks that a load left as they are.
 
     Effects: a gather of objects on the default group.
