@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from lamella_checkpoint import CheckpointDamaged
+from lamella_checkpoint import CheckpointDamaged, CheckpointMismatch, load
 from lamella_checkpoint.testing import read_all
 from lamella_convert import SizeUnknown
 from lamella_convert._formats.megatron_files import iteration_directory, open_megatron, plain_contents, train_state
@@ -50,7 +50,7 @@ class TestTorchDist:
         }
         main = counted(4, 2) + 2**-20 + 1.0009765625
         state["optimizer.state.fp32_param.embedding.word_embeddings.weight"] = main
-        save(path, model | state | {"rng_state/shard_0_1": [1, 2]})
+        save(path, model | state | {"rng_state/shard_0_1": [1, 2], "rerun_state_machine_state/shard_0_1": [3]})
         torch.save(
             {
                 "args": args or Namespace(tensor_model_parallel_size=2),
@@ -68,7 +68,7 @@ class TestTorchDist:
     def test_stacked_layers_and_experts_come_apart(self, tmp_path: Path) -> None:
         main = self.write(tmp_path)
         opened = open_megatron(tmp_path)
-        assert opened.source.left_over == ("rng_state/shard_0_1",)
+        assert opened.source.left_over == ("rng_state/shard_0_1", "rerun_state_machine_state/shard_0_1")
         values = read_all(opened.source)
         assert opened.format == "torch_dist"
         name = "decoder.layers.2.self_attention.linear_proj.weight"
@@ -97,6 +97,63 @@ class TestTorchDist:
         assert read("opt_param_scheduler.num_steps") == 99
         assert read("optimizer.state.decoder.layers.0.mlp.experts.linear_fc2.weight1.step") == 12
         assert read("optimizer.optimizer.param_groups.1.lr") == 0.25
+
+    @pytest.mark.parametrize("slot", ["fp32_param", "param", "chained_1"])
+    def test_main_weights_are_the_models_in_each_format_of_optimizers(self, tmp_path: Path, slot: str) -> None:
+        """`param` is of the format `fully_reshardable`; optimizers in a chain may have a prefix."""
+        prefix = "chained_1.optimizer.state.fp32_param" if slot == "chained_1" else f"optimizer.state.{slot}"
+        main = counted(4, 2) + 2**-20
+        save(
+            tmp_path,
+            {
+                "embedding.word_embeddings.weight": main.bfloat16(),
+                f"{prefix}.embedding.word_embeddings.weight": main,
+                f"{prefix.rpartition('.')[0]}.exp_avg.embedding.word_embeddings.weight": main + 1,
+                "common_state/shard_0_1": ({"iteration": 1},),
+            },
+        )
+        values = read_all(open_megatron(tmp_path).source)
+        assert values.keys() == {
+            "model.embedding.word_embeddings.weight",
+            "optimizer.state.embedding.word_embeddings.weight.exp_avg",
+        }
+        assert torch.equal(values["model.embedding.word_embeddings.weight"], main)
+
+    def test_the_step_of_an_optimizer_that_is_not_distributed_is_every_parameters(self, tmp_path: Path) -> None:
+        """megatron-core writes a tensor as `common_step`, and groups without a wrapper around the optimizer."""
+        weights = {"a.weight": counted(2, 2), "b.weight": counted(3)}
+        state = {f"optimizer.state.exp_avg.{name}": weight + 1 for name, weight in weights.items()}
+        optimizer = {"state": {"common_step": torch.tensor(6.0)}, "param_groups": [{"lr": 0.5}, {"lr": 0.25}]}
+        save(tmp_path, weights | state | {"common_state/shard_0_1": ({"iteration": 6, "optimizer": optimizer},)})
+        source = open_megatron(tmp_path).source
+        assert set(source.objects) == {
+            "iteration",
+            "optimizer.state.a.weight.step",
+            "optimizer.state.b.weight.step",
+            "optimizer.optimizer.param_groups.0.lr",
+            "optimizer.optimizer.param_groups.1.lr",
+        }
+        assert source.read_object("optimizer.state.b.weight.step") == 6.0
+
+    def test_an_optimizers_buckets_are_told_and_refused(self, tmp_path: Path) -> None:
+        """The distributed optimizer's default format, with main weights in fp32."""
+        group = "optimizer.distributed.dp_group_idx_0"
+        bucket = f"{group}.gbuf_idx_0.dtype_(torch.bfloat16, torch.float32).bucket_idx_0"
+        stored = {f"{bucket}.param": counted(6), f"chained_1.{bucket}.exp_avg": counted(6)}
+        objects = {f"{group}.per_bucket_numel/shard_0_1": [6]}
+        model = torch.nn.Linear(2, 2, dtype=torch.bfloat16)
+        weights = {name: weight.detach() + 1 for name, weight in model.named_parameters()}
+        save(tmp_path / "a", weights | stored | objects | {"common_state/shard_0_1": ({"iteration": 6},)})
+        optimizer = torch.optim.AdamW(model.parameters())
+        with pytest.raises(CheckpointMismatch, match=r"save it by Megatron with --dist-ckpt-optim-fully-reshardable"):
+            load(open_checkpoint(tmp_path / "a"), model=model, optimizer=optimizer)
+        load(open_checkpoint(tmp_path / "a"), model=model)
+        assert torch.equal(model.weight, weights["weight"])
+        conversion = convert(tmp_path / "a", tmp_path / "b", to="fsdp_dtensor", translate=lambda source: source)
+        assert set(conversion.left) == {*stored, *objects}
+        reason = "bfloat16: its main weight is left out; save with --dist-ckpt-optim-fully-reshardable"
+        assert conversion.inexact == {f"model.module.{name}": reason for name in weights}
+        assert not any("distributed" in name for name in open_megatron(tmp_path / "b").source.objects)
 
     def test_newer_releases_keep_the_same_in_an_object(self, tmp_path: Path) -> None:
         common = {"args": Namespace(tensor_model_parallel_size=2), "iteration": 12}

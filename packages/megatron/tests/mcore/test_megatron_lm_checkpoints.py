@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import megatron_lm
 import pytest
@@ -21,6 +22,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.tensor import DTensor
 
 import lamella_megatron
+from lamella_convert import convert
+from lamella_files import Source, rename
 from lamella_megatron._checkpoint.global_optimizer import GlobalOptimizer
 from lamella_megatron._checkpoint.global_tensors import GlobalModel
 from lamella_testing import RankFailure, run_ranks
@@ -81,6 +84,52 @@ def test_a_run_goes_on_on_other_ranks(saved: tuple[Path, History], num_ranks: in
 def saved(tmp_path_factory: pytest.TempPathFactory, programs: None) -> tuple[Path, History]:
     directory = tmp_path_factory.mktemp("saved")
     return directory, run_ranks(_train_and_save, 2, directory)[0]
+
+
+def _save_torch_dist(directory: Path, *arguments: str) -> History:
+    """Steps of megatron's own optimizer, saved; the losses of two more."""
+    tensor_type = torch.Tensor.type
+
+    def type_on_gpu(tensor: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+        """A name as megatron-core's distributed optimizer expects."""
+        name = tensor_type(tensor, *arguments, **options)
+        return name.replace("torch.", "torch.cuda.") if isinstance(name, str) else name
+
+    with patch.object(torch.Tensor, "type", type_on_gpu):
+        args, model, optimizer, scheduler = megatron_lm.build(
+            "--ckpt-format", "torch_dist", "--save", str(directory), "--save-interval", "3", *arguments
+        )
+        megatron_lm.train(args, model, optimizer, scheduler, num_steps=3)
+        _save(args, model, optimizer, scheduler)
+        return megatron_lm.train(args, model, optimizer, scheduler, num_steps=2)
+
+
+def _resume_converted(directory: Path, *arguments: str) -> History:
+    lamella_megatron.install()
+    args, model, optimizer, scheduler = megatron_lm.build(*SHARDED, "--load", str(directory), *arguments)
+    return megatron_lm.train(args, model, optimizer, scheduler, num_steps=2)
+
+
+def _with_names_of_norms(source: Source) -> Source:
+    """The names in a model whose norms are modules of their own, as they are without Transformer Engine."""
+
+    def local_name(name: str) -> str:
+        name = name.replace("self_attention.linear_qkv.layer_norm_", "input_layernorm.")
+        return name.replace("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.")
+
+    return rename(source, local_name)
+
+
+@pytest.mark.parametrize("arguments", ["", "--bf16 --use-distributed-optimizer --dist-ckpt-optim-fully-reshardable"])
+def test_a_run_of_megatrons_own_optimizer_goes_on(tmp_path: Path, arguments: str) -> None:
+    """The fp32 main weights, the moments and the step are in `torch_dist`, under other names for each optimizer."""
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    [expected] = run_ranks(_save_torch_dist, 1, tmp_path / "a", *arguments.split())
+    convert(tmp_path / "a", tmp_path / "b" / "iter_0000003", to="fsdp_dtensor", translate=_with_names_of_norms)
+    (tmp_path / "b" / "latest_checkpointed_iteration.txt").write_text("3")
+    [history] = run_ranks(_resume_converted, 1, tmp_path / "b", *arguments.partition(" ")[0].split())
+    assert [loss for loss, _ in history] == [loss for loss, _ in expected]
 
 
 def _loaded(directory: Path, *arguments: str) -> tuple[int, int, float, dict[str, torch.Tensor]]:

@@ -26,6 +26,7 @@ from lamella_files import (
     CheckpointDamaged,
     FileSlice,
     Inert,
+    Record,
     Renamed,
     Wanted,
     WithObjects,
@@ -36,6 +37,7 @@ from lamella_files import (
     read_text,
     records,
     short,
+    stored_tensor,
     whole_box,
 )
 
@@ -197,7 +199,9 @@ def run_config_sizes(directory: Path) -> dict[str, int]:
 
 
 def plain_contents(file: Path | BinaryIO, name: str | None = None) -> dict[str, Any]:
-    """Nested plain data from a file of `torch.save`; objects are dicts of their attributes, tensors are None.
+    """Nested plain data from a file of `torch.save`.
+
+    Objects are dicts of their attributes, tensors of one element are numbers, and other tensors are None.
 
     Args:
         file: An archive of `torch.save`.
@@ -208,8 +212,9 @@ def plain_contents(file: Path | BinaryIO, name: str | None = None) -> dict[str, 
     """
     try:
         with file.open("rb") if isinstance(file, Path) else nullcontext(file) as archive:
-            content = read_record(archive, records(archive)["data.pkl"])
-            plain = _plain(read_pickle(content, knows=lambda *_: True))
+            files = records(archive)
+            content = read_record(archive, files["data.pkl"])
+            plain = _plain(read_pickle(content, knows=lambda *_: True), partial(_number, archive, files))
     except Exception as error:  # Unpickling garbage can raise any exception.
         raise CheckpointDamaged(name or str(file), f"{type(error).__name__}: {error}") from error
     if isinstance(plain, list | tuple) and len(plain) == 1:
@@ -217,14 +222,23 @@ def plain_contents(file: Path | BinaryIO, name: str | None = None) -> dict[str, 
     return plain if isinstance(plain, dict) else {}
 
 
-def _plain(value: object) -> object:
+def _plain(value: object, number: Callable[[Inert], object]) -> object:
     if isinstance(value, Inert):
-        return {key: _plain(inner) for key, inner in value.fields.items()} or None
+        return {key: _plain(inner, number) for key, inner in value.fields.items()} or number(value)
     if isinstance(value, dict):
-        return {key: _plain(inner) for key, inner in value.items()}
+        return {key: _plain(inner, number) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(map(_plain, value))
+        return type(value)(_plain(inner, number) for inner in value)
     return value
+
+
+def _number(archive: BinaryIO, files: Mapping[str, Record], value: Inert) -> object:
+    """The number in a stored tensor of one element (a step of torch's optimizers); None for another object."""
+    tensor = stored_tensor(value, files)
+    if tensor is None or prod(tensor.shape) != 1:
+        return None
+    element = read_record(archive, tensor.span.record)
+    return torch.frombuffer(bytearray(element), dtype=tensor.dtype).item()
 
 
 def _common(stored: StoredCheckpoint) -> dict[str, Any] | None:

@@ -23,6 +23,7 @@ from lamella_convert._formats.safetensors import SafetensorsSource
 from lamella_convert._formats.safetensors_files import INDEX_FILE, WEIGHTS_FILE, has_weights, parts_without_index
 from lamella_convert._formats.torch_file import TorchFile
 from lamella_convert._translation.megatron import is_fsdp_dtensor
+from lamella_convert._translation.torch_dist import BUCKETS_WAY_OUT, is_of_buckets
 from lamella_files import METADATA_FILE, FormatUnknown, Source, TensorInfo, Wanted, find
 
 _PICKLE_MAGIC: Final = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
@@ -114,7 +115,14 @@ class OpenCheckpoint:
             ValueError: The conditions of `source`.
         """
         if self.paths is None:
-            opened = Opened(source=self.source, extra=self.extra, manifest=self.manifest, identity=self.identity)
+            way_out = BUCKETS_WAY_OUT if any(map(is_of_buckets, self.raw.objects)) else ""
+            opened = Opened(
+                source=self.source,
+                extra=self.extra,
+                manifest=self.manifest,
+                identity=self.identity,
+                way_out=way_out,
+            )
         else:
             opened = native(self.raw, self.paths, names, identity=self.identity)
         return replace(opened, source=_numbers(opened.source))

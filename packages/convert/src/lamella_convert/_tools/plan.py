@@ -27,7 +27,9 @@ from lamella_convert._formats.untrained import Completed
 from lamella_convert._tools.between import Between, Convention, convention_of, layers_along, route
 from lamella_convert._tools.published import Published, ties_of
 from lamella_convert._translation.megatron_args import EXPECTED_OBJECTS
+from lamella_convert._translation.torch_dist import is_of_buckets
 from lamella_convert._translation.translate import Translated
+from lamella_convert._translation.translation_plan import short_dtype
 from lamella_files import (
     MODEL,
     Renamed,
@@ -79,6 +81,7 @@ class Plan:
         layers: Sources between the checkpoint and `source`, each over the previous one.
         absent: Unwritten published names.
         config: The configuration for the tensors, if any.
+        rounded: Reasons, by name, for weights whose main weights are not read.
     """
 
     source: Source
@@ -88,6 +91,7 @@ class Plan:
     layers: tuple[Source, ...]
     absent: tuple[str, ...]
     config: Mapping[str, Any] | None
+    rounded: Mapping[str, str]
 
     @property
     def untrained(self) -> tuple[str, ...]:
@@ -98,9 +102,8 @@ class Plan:
     @property
     def inexact(self) -> dict[str, str]:
         """Reasons, by name, for tensors without an exact way back; for values, known after the read."""
-        return {
-            name: why for layer in self.layers if isinstance(layer, Translated) for name, why in layer.inexact.items()
-        }
+        translated = [layer for layer in self.layers if isinstance(layer, Translated)]
+        return {**self.rounded, **{name: why for layer in translated for name, why in layer.inexact.items()}}
 
     @cached_property
     def nbytes(self) -> int:
@@ -128,6 +131,7 @@ def plan_of(opened: OpenCheckpoint, wish: Wish, between: Between, published: Pub
         layers=(*layers, named),
         absent=_absent(written, wish, published, ties),
         config=_config_of(written, between.config, _config_dtype(opened, wish, written, dtypes)),
+        rounded=_rounded(opened, written, dtypes),
     )
 
 
@@ -202,6 +206,18 @@ def _dropped_names(opened: OpenCheckpoint, wish: Wish, named: Renamed) -> tuple[
     # A manifest's `extra` is no object of the source: `left_over` lacks the names.
     names = dict.fromkeys((*named.left_over, *opened.extra, *keys_by_rank))
     return (*dropped, *(name for name in names if name not in kept))
+
+
+def _rounded(opened: OpenCheckpoint, source: Source, names: Iterable[str]) -> dict[str, str]:
+    """Reasons, by name, for weights whose wider main weights stay behind in buckets: Note [Buckets]."""
+    if not any(map(is_of_buckets, opened.raw.objects)):
+        return {}
+    dtypes = {name: source.tensors[name].dtype for name in names}
+    return {
+        name: f"{short_dtype(dtype)}: its main weight is left out; save with --dist-ckpt-optim-fully-reshardable"
+        for name, dtype in dtypes.items()
+        if dtype.is_floating_point and dtype.itemsize < torch.float32.itemsize
+    }
 
 
 def _absent(source: Source, wish: Wish, published: Published, ties: Mapping[str, str]) -> tuple[str, ...]:

@@ -73,7 +73,8 @@ from lamella_files import (
     split_section,
 )
 
-_OF_PROCESSES: Final = frozenset({"rng_state", "rerun_state_machine"})
+# megatron-core's sharded object has a key of its own.
+_OF_PROCESSES: Final = frozenset({"rng_state", "rerun_state_machine", "rerun_state_machine_state"})
 _MODEL: Final = re.compile(r"^model(\d*)\.((?:module\.)*)(.+)$")
 _STATE: Final = re.compile(r"^optimizer\.state\.(?:module\.)*(.+)$")
 _OPTIONS: Final = re.compile(r"^optimizer\.param_to_group_meta\.(?:module\.)*(.+)$")

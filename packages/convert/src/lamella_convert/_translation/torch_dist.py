@@ -1,8 +1,14 @@
 """Megatron's `torch_dist` under canonical names: stacked tensors are separated, main weights become the model's.
 
 Note [Main weights]
-    Megatron's distributed optimizer keeps the fp32 weights as a slot (`fp32_param`), beside a model in bf16. Training
-    continues from the fp32 weights, so these are read as the model's weights; the bf16 weights would lose precision.
+    Megatron's optimizers keep the fp32 weights as a slot, beside a model in bf16: `param` in the distributed
+    optimizer's format `fully_reshardable`, `fp32_param` in its older format and of other optimizers. Training continues
+    from the fp32 weights, so these are read as the model's weights; the bf16 weights would lose precision.
+
+Note [Buckets]
+    By default (`dp_reshardable`) the distributed optimizer stores its buckets, flat, under `optimizer.distributed`.
+    The places of parameters in a bucket are not stored, but follow from the writers' ranks and options. Buckets are not
+    read.
 """
 
 import re
@@ -15,11 +21,21 @@ from lamella_convert._translation.megatron_rules import GATED
 from lamella_convert._translation.rules import Rule, Rules, parameter_shapes
 from lamella_convert._translation.terms import Stack, Term
 from lamella_convert._translation.translate import translate
-from lamella_files import STATE, Correspondence, Renamed, Source, WithObjects, in_model, rename
+from lamella_files import OPTIONS, STATE, Correspondence, Renamed, Source, WithObjects, in_model, rename
 
-MAIN_WEIGHT: Final = "fp32_param"
+BUCKETS_WAY_OUT: Final = (
+    "The checkpoint has the distributed optimizer's state and main weights in buckets of the ranks that saved, which "
+    "are not read: save it by Megatron with --dist-ckpt-optim-fully-reshardable, or load the weights without the "
+    "optimizer."
+)
+"""The way out for a load that lacks the optimizer's state, see Note [Buckets]."""
 
-_STATE: Final = re.compile(r"^optimizer\.state\.(\w+)\.(.+)$")
+_MAIN_WEIGHTS: Final = ("fp32_param", "param")
+_STEPS: Final = (".step", ".common_step")  # Of a group of parameters, and of all parameters.
+
+# Each optimizer of a chain (one for experts, say) may have a prefix of its own.
+_STATE: Final = re.compile(r"^(?:chained_\d+\.)?optimizer\.state\.(\w+)\.(.+)$")
+_BUCKETS: Final = re.compile(r"^(?:chained_\d+\.)?optimizer\.distributed\.")
 _NUMBERED: Final = re.compile(r"\.layers\.\d+\.")
 _NO_PARAMETERS: Final = ("optimizer.",)
 _COMMON: Final = "common_state/"
@@ -43,8 +59,8 @@ def read_torch_dist(source: Source, common: Mapping[str, object] | None = None) 
 
     Returns:
         `model.<name>`, `optimizer.state.<name>.<slot>`, and all other entries, except for the state of the writing
-        processes, which is in `left_over`. Slots stored flat by older releases (with another shape than the
-        parameter) stay unchanged.
+        processes and the optimizer's buckets (Note [Buckets]), which are in `left_over`. Slots stored flat by older
+        releases (with another shape than the parameter) stay unchanged.
 
     Effects: reads nothing.
     """
@@ -53,12 +69,17 @@ def read_torch_dist(source: Source, common: Mapping[str, object] | None = None) 
     names = translate(names, Rules(GATED).match(parameter_shapes(names), "right"), to="left")
     if common is not None:
         names = rename(WithObjects(names, _objects(common, names)), lambda name: name)
-    return names.leaving(name for name in renamed.left_over if is_of_processes(name))
+    return names.leaving(name for name in renamed.left_over if is_of_processes(name) or is_of_buckets(name))
+
+
+def is_of_buckets(name: str) -> bool:
+    """Whether a stored name is of the distributed optimizer's buckets: Note [Buckets]."""
+    return _BUCKETS.match(name) is not None
 
 
 def _main_weights(source: Source) -> dict[str, str]:
     """The model weight for each main weight, by name; except for main weights stored flat by older releases."""
-    slots = {name: match[2] for name in source.tensors if (match := _STATE.match(name)) and match[1] == MAIN_WEIGHT}
+    slots = {name: match[2] for name in source.tensors if (match := _STATE.match(name)) and match[1] in _MAIN_WEIGHTS}
     return {
         name: weight
         for name, weight in slots.items()
@@ -70,7 +91,9 @@ def _reads(main_weights: Mapping[str, str]) -> Callable[[str], str | None]:
     replaced = frozenset(main_weights.values())
 
     def read(name: str) -> str | None:
-        if "._extra_state" in name or name in replaced or name.startswith(_COMMON) or is_of_processes(name):
+        if "._extra_state" in name or name in replaced or name.startswith(_COMMON):
+            return None
+        if is_of_processes(name) or is_of_buckets(name):
             return None
         if name in main_weights:
             return in_model(_canonical(main_weights[name]))
@@ -112,7 +135,13 @@ def _expert_name(name: str) -> str:
 
 def _objects(common: Mapping[str, object], names: Source) -> dict[str, object]:
     flat = dict(_flattened(common))
-    steps = {value for name, value in flat.items() if name.startswith("optimizer.") and name.endswith(".step")}
+    steps = {value for name, value in flat.items() if name.startswith("optimizer.") and name.endswith(_STEPS)}
+    # An optimizer that is no wrapper has its groups where native names have parameters.
+    flat = {
+        f"optimizer.{name}" if name.startswith(OPTIONS) else name: value
+        for name, value in flat.items()
+        if not name.endswith(".common_step")
+    }
     if len(steps) == 1:
         (step,) = steps
         parameters = parameter_shapes(names)
