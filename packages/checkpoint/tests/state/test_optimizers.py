@@ -10,11 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from lamella_checkpoint import CheckpointMismatch, load, save
+from lamella_checkpoint import CheckpointMismatch, Source, load, save
+from lamella_files import rename
 from lamella_testing import run_ranks
 from lamella_testing.local_slots import local
 from lamella_testing.tiny import Kit, MakeOptimizer
@@ -390,6 +393,58 @@ def test_state_of_another_optimizer_class_is_refused_or_skipped_without_strict(t
         load(tmp_path / "a", model=model, optimizer=sgd)
     load(tmp_path / "a", model=model, optimizer=sgd, strict=False)
     assert sgd.param_groups[0]["lr"] == 0.1 and "betas" not in sgd.param_groups[0]
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in EVERY_OPTIMIZER if name not in ("SGD", "Adafactor", "Adagrad")], ids=str
+)
+def test_state_without_one_of_its_slots_is_refused_before_anything_is_touched(tmp_path: Path, name: str) -> None:
+    """The slots of each class are known without a step: the optimizer to load into has none."""
+    model = nn.Linear(2, 1)
+    stepped, fresh = (EVERY_OPTIMIZER[name](model.parameters()) for _ in range(2))
+    model(torch.ones(1, 2)).sum().backward()
+    stepped.step()
+    save(tmp_path / "a", model=model, optimizer=stepped)
+    optional = ("max_exp_avg_sq", "momentum_buffer" if "SGD" not in name else "", "momentum_buffer", "grad_avg")
+    for slot in stepped.state[model.weight].keys() - {*optional}:
+        suffix = f".weight.{slot}"
+
+        def without_slot(source: Source, suffix: str = suffix) -> Source:
+            return rename(source, lambda name: None if name.endswith(suffix) else name)
+
+        before = model.weight.detach().clone()
+        with torch.no_grad():
+            model.weight.add_(1)
+        with pytest.raises(CheckpointMismatch) as info:
+            load(tmp_path / "a", model=model, optimizer=fresh, translate=without_slot)
+        assert info.value.missing == (f"optimizer.state.weight.{slot}",)
+        assert torch.equal(model.weight, before + 1) and not fresh.state.get(model.weight)
+        left = load(tmp_path / "a", model=model, optimizer=fresh, translate=without_slot, strict=False).left
+        assert left.missing == (f"optimizer.state.weight.{slot}",)
+        assert torch.equal(model.weight, before) and not fresh.state.get(model.weight)
+        fresh.state.clear()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@pytest.mark.parametrize(("saved", "live"), [("SGD, momentum", "AdamW"), ("AdamW", "SGD"), ("RMSprop", "Adagrad")])
+def test_state_of_another_optimizer_class_without_a_manifest_is_refused_by_its_slots(
+    tmp_path: Path, saved: str, live: str
+) -> None:
+    model = nn.Linear(2, 2)
+    stepped = EVERY_OPTIMIZER[saved](model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    stepped.step()
+    model_state, optimizer_state = get_state_dict(model, stepped)
+    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=tmp_path / "a", no_dist=True)  # type: ignore[attr-defined]
+    slots = [f"optimizer.state.{name}.{slot}" for name in ("weight", "bias") for slot in stepped.state[model.weight]]
+    optimizer = EVERY_OPTIMIZER[live](model.parameters())
+    state = {name: dict(optimizer.state.get(param, {})) for name, param in model.named_parameters()}
+    with pytest.raises(CheckpointMismatch, match="a slot in the checkpoint, unknown here") as info:
+        load(tmp_path / "a", model=model, optimizer=optimizer)
+    foreign_slots = [slot for slot in slots if not (live == "Adagrad" and slot.endswith(".step"))]
+    assert sorted(info.value.unexpected) == sorted(foreign_slots)
+    load(tmp_path / "a", model=model, optimizer=optimizer, strict=False)
+    assert {name: dict(optimizer.state.get(param, {})) for name, param in model.named_parameters()} == state
 
 
 def test_adam_state_resumes_in_adamw(tmp_path: Path) -> None:

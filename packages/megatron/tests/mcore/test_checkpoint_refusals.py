@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from resuming import (
 )
 from torch.distributed.tensor import DTensor
 
+from lamella_convert import convert
+from lamella_files import rename
 from lamella_megatron import fully_shard_model, load_checkpoint, save_checkpoint
 from lamella_testing import run_ranks
 
@@ -55,6 +58,17 @@ def test_another_models_checkpoint_is_refused_with_all_differences(gated: Path, 
     assert error == "CheckpointMismatch"
     assert difference in message
     assert "pass strict=False" in message
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_moments_without_steps_are_refused_as_another_optimizers(gated: Path, tmp_path: Path, strict: bool) -> None:
+    """As of optimizers of other libraries, which count elsewhere: AdamW could not step."""
+    path = tmp_path / "a"
+    without_steps = partial(rename, names=lambda name: None if name.endswith(".step") else name)
+    convert(gated, path, to="fsdp_dtensor", translate=without_steps)
+    error, message = on_rank_zero(World(1), _refused, "gated", path, {"strict": strict})
+    assert error == "ValueError"
+    assert "got exp_avg, exp_avg_sq, another optimizer's. Load the weights alone" in message
 
 
 def test_a_tensor_parallel_size_that_contradicts_the_checkpoint_is_refused(tmp_path: Path) -> None:

@@ -7,9 +7,10 @@ regrouped and reordered between a save and a load.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Final, NamedTuple, cast
 
 import torch
+from torch import optim
 from torch.distributed.tensor import DTensor
 
 from lamella_checkpoint._base.manifest import OptimizerKind
@@ -73,6 +74,36 @@ class LiveOptimizer:
             for slot, value in self.slots(param).items():
                 values[f"state.{name}.{slot}"] = _storable_slot(name, slot, value)
         return values, aliases
+
+
+class ClassSlots(NamedTuple):
+    """The slots of a stepped parameter by an optimizer's class: always there, and there by options or by shape."""
+
+    always: tuple[str, ...]
+    by_options: tuple[str, ...] = ()
+
+
+# A step would tell the slots too, but may communicate, and changes what hooks have counted.
+_CLASS_SLOTS: Final[Mapping[type[optim.Optimizer], ClassSlots]] = {
+    optim.Adadelta: ClassSlots(("step", "square_avg", "acc_delta")),
+    optim.Adafactor: ClassSlots(("step",), ("row_var", "col_var", "variance")),
+    optim.Adagrad: ClassSlots(("step", "sum")),
+    optim.Adam: ClassSlots(("step", "exp_avg", "exp_avg_sq"), ("max_exp_avg_sq",)),
+    optim.Adamax: ClassSlots(("step", "exp_avg", "exp_inf")),
+    optim.AdamW: ClassSlots(("step", "exp_avg", "exp_avg_sq"), ("max_exp_avg_sq",)),
+    optim.ASGD: ClassSlots(("step", "eta", "mu", "ax")),
+    optim.Muon: ClassSlots(("momentum_buffer",)),
+    optim.NAdam: ClassSlots(("step", "mu_product", "exp_avg", "exp_avg_sq")),
+    optim.RAdam: ClassSlots(("step", "exp_avg", "exp_avg_sq")),
+    optim.RMSprop: ClassSlots(("step", "square_avg"), ("momentum_buffer", "grad_avg")),
+    optim.Rprop: ClassSlots(("step", "prev", "step_size")),
+    optim.SGD: ClassSlots((), ("momentum_buffer",)),
+}
+
+
+def class_slots(optimizer: optim.Optimizer) -> ClassSlots | None:
+    """The slots of one of torch's optimizers; None for another class, also a subclass, which may have its own."""
+    return _CLASS_SLOTS.get(type(optimizer))
 
 
 def options(group: Mapping[str, Any]) -> dict[str, Any]:

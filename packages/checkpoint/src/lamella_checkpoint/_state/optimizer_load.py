@@ -8,7 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from lamella_checkpoint._base.live_boxes import boxes_beside, is_placed_by, local_boxes
-from lamella_checkpoint._state.optimizer import LiveOptimizer, options
+from lamella_checkpoint._state.optimizer import LiveOptimizer, class_slots, options
 from lamella_files import NameDifference, OptionConflict, Source, Wanted, is_of_model, own_name, whole_box
 
 # Options that select a step's implementation, not its result: kept from the live run, for this machine.
@@ -71,18 +71,25 @@ class OptimizerLoad:
         )
 
     def differences(self) -> Iterator[NameDifference]:
-        """Parameters missing on one side, and live slots missing in the checkpoint.
+        """Parameters missing on one side, live slots missing in the checkpoint, and slots of another optimizer class.
 
         A parameter with options and without state had not been stepped: nothing is missing.
         """
         for name, param, group in self.live.params():
             if not self._knows(name) and options(group):
                 yield NameDifference(f"optimizer.param_groups.{name}", None, str(tuple(param.shape)))
-            for slot in self.live.slots(param) if name in self.slots else ():
+            missing, foreign = self._differing_slots(name)
+            for slot in dict.fromkeys((*self.live.slots(param), *missing)) if name in self.slots else ():
                 if slot not in self.slots[name]:
                     yield NameDifference(f"optimizer.state.{name}.{slot}", None, "a slot")
+            for slot in foreign:
+                yield NameDifference(f"optimizer.state.{name}.{slot}", "a slot", None)
         for stranger in self.strangers:
             yield NameDifference(stranger, "a parameter", None)
+
+    def unusable(self) -> Iterator[str]:
+        """Parameters whose state in the checkpoint the live optimizer's class could not step with."""
+        return (name for name, _, _ in self.live.params() if any(self._differing_slots(name)))
 
     def unchanged_options(self) -> Iterator[str]:
         """Live options missing in the checkpoint, of parameters known to the checkpoint."""
@@ -157,6 +164,17 @@ class OptimizerLoad:
             self,
             slots={name: slots for name, slots in self.slots.items() if name not in names},
             options={name: options for name, options in self.options.items() if name not in names},
+        )
+
+    def _differing_slots(self, name: str) -> tuple[list[str], list[str]]:
+        """Slots of the live optimizer's class that a parameter's stored state lacks, and stored slots of another."""
+        expected = class_slots(self.live.optimizer)
+        if expected is None or name not in self.slots:
+            return [], []
+        stored = self.slots[name]
+        return (
+            [slot for slot in expected.always if slot not in stored],
+            [slot for slot in stored if slot not in (*expected.always, *expected.by_options)],
         )
 
     def _knows(self, name: str) -> bool:

@@ -91,7 +91,8 @@ class GlobalOptimizer(torch.optim.Optimizer):
                 stored[name].add(slot)
         left_out = set()
         for name, (kind, slots) in self._slots_by_name().items():
-            if slots - {"step"} - stored[name] and stored[name] - {"step"}:
+            # Steps alone are of a parameter that was never stepped, in a group that counts.
+            if slots - stored[name] and stored[name] - {"step"}:
                 raise ValueError(
                     f"Expected the checkpoint to hold {_listed(slots)} of {name!r}, the state of {kind}, got "
                     f"{_listed(stored[name])}, another optimizer's. Load the weights alone: leave `optimizer` out."
