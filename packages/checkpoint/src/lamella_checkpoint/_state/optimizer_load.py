@@ -23,7 +23,8 @@ class OptimizerLoad:
     """A checkpoint's values for a live optimizer's parameters, found by name.
 
     `strangers` are parameters of the checkpoint's optimizer alone. `values` holds the options, read. `local_slots` are
-    slots kept by the saved optimizer as plain tensors of a rank's elements.
+    slots kept by the saved optimizer as plain tensors of a rank's elements. `is_kind_known` tells that the checkpoint
+    names the saved optimizer's class: slots beyond the class's are then a user's own.
     """
 
     live: LiveOptimizer
@@ -33,10 +34,17 @@ class OptimizerLoad:
     strangers: tuple[str, ...]
     values: Mapping[str, Any]
     local_slots: Container[str] = ()
+    is_kind_known: bool = False
 
     @classmethod
     def find(
-        cls, source: Source, live: LiveOptimizer, names: Mapping[str, list[str]], local_slots: Container[str] = ()
+        cls,
+        source: Source,
+        live: LiveOptimizer,
+        names: Mapping[str, list[str]],
+        local_slots: Container[str] = (),
+        *,
+        is_kind_known: bool = False,
     ) -> "OptimizerLoad":
         """Find the parameters of `live` in a checkpoint, by any of their `names`.
 
@@ -68,6 +76,7 @@ class OptimizerLoad:
             strangers=tuple(strangers.values()),
             values=_read_options(source, option_names),
             local_slots=local_slots,
+            is_kind_known=is_kind_known,
         )
 
     def differences(self) -> Iterator[NameDifference]:
@@ -78,7 +87,7 @@ class OptimizerLoad:
         for name, param, group in self.live.params():
             if not self._knows(name) and options(group):
                 yield NameDifference(f"optimizer.param_groups.{name}", None, str(tuple(param.shape)))
-            missing, foreign = self._differing_slots(name)
+            missing, foreign = self._differing_slots(name, param)
             for slot in dict.fromkeys((*self.live.slots(param), *missing)) if name in self.slots else ():
                 if slot not in self.slots[name]:
                     yield NameDifference(f"optimizer.state.{name}.{slot}", None, "a slot")
@@ -89,7 +98,7 @@ class OptimizerLoad:
 
     def unusable(self) -> Iterator[str]:
         """Parameters whose state in the checkpoint the live optimizer's class could not step with."""
-        return (name for name, _, _ in self.live.params() if any(self._differing_slots(name)))
+        return (name for name, param, _ in self.live.params() if any(self._differing_slots(name, param)))
 
     def unchanged_options(self) -> Iterator[str]:
         """Live options missing in the checkpoint, of parameters known to the checkpoint."""
@@ -166,16 +175,19 @@ class OptimizerLoad:
             options={name: options for name, options in self.options.items() if name not in names},
         )
 
-    def _differing_slots(self, name: str) -> tuple[list[str], list[str]]:
+    def _differing_slots(self, name: str, param: torch.Tensor) -> tuple[list[str], list[str]]:
         """Slots of the live optimizer's class that a parameter's stored state lacks, and stored slots of another."""
         expected = class_slots(self.live.optimizer)
         if expected is None or name not in self.slots:
             return [], []
         stored = self.slots[name]
-        return (
-            [slot for slot in expected.always if slot not in stored],
-            [slot for slot in stored if slot not in (*expected.always, *expected.by_options)],
-        )
+        known = {
+            *expected.always,
+            *expected.by_options,
+            *self.live.slots(param),
+            *(stored if self.is_kind_known else ()),
+        }
+        return [slot for slot in expected.always if slot not in stored], [slot for slot in stored if slot not in known]
 
     def _knows(self, name: str) -> bool:
         return name in self.slots or name in self.options

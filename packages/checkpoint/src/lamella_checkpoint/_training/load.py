@@ -328,7 +328,10 @@ def _plan(opened: Opened, live: _Live, request: _LoadRequest) -> _LoadPlan:
     kinds: tuple[str, str] | None = None
     if live.optimizer is not None:
         local_slots = _local_slots(opened.manifest, live.optimizer.optimizer)
-        optimizer_load = OptimizerLoad.find(source, live.optimizer, live.model.all_names(), local_slots)
+        is_kind_known = opened.manifest is not None and opened.manifest.optimizer is not None
+        optimizer_load = OptimizerLoad.find(
+            source, live.optimizer, live.model.all_names(), local_slots, is_kind_known=is_kind_known
+        )
         names += optimizer_load.differences()
         conflicts = tuple(optimizer_load.conflicts())
         kinds = _different_kinds(opened.manifest, live.optimizer.optimizer)
