@@ -27,6 +27,7 @@ from torch.distributed.tensor.placement_types import Placement
 from lamella_checkpoint import Correspondence, LiveCut, LiveShard, Source, load, save, written_pieces
 from lamella_convert import (
     Dialect,
+    Rules,
     Translated,
     from_megatron_model,
     global_expert,
@@ -70,6 +71,15 @@ class World:
         return f"dp{self.dp}tp{self.tp}ep{self.ep}etp{self.etp}"
 
 
+def rules_of(kind: Kind, weights: Mapping[str, torch.Tensor]) -> Rules:
+    """The rules for a model of a kind, with as many experts as the weights have."""
+    config = config_of(kind)
+    for name, tensor in weights.items():
+        if name.endswith(".experts.gate_up_proj"):
+            config.get("text_config", config)["num_experts"] = len(tensor)
+    return megatron_rules(config)
+
+
 @dataclass(frozen=True)
 class FullModel:
     """A model and its Adam, whole, under the names of both sides; "" is the slot of the weights."""
@@ -77,6 +87,11 @@ class FullModel:
     kind: Kind
     published: dict[str, Mapping[str, torch.Tensor]]
     canonical: dict[str, dict[str, torch.Tensor]]
+
+    @property
+    def rules(self) -> Rules:
+        """The rules between both sides."""
+        return rules_of(self.kind, self.published[""])
 
     @classmethod
     def of(cls, kind: Kind, weights: Mapping[str, torch.Tensor]) -> Self:
@@ -86,7 +101,7 @@ class FullModel:
         tensors = {f"model.{name}": tensor for name, tensor in weights.items()}
         for slot in SLOTS:
             tensors |= {f"optimizer.state.{name}.{slot}": tensor for name, tensor in published[slot].items()}
-        moved = read_all(translated(MemorySource(tensors), megatron_rules(config_of(kind)), "right"))
+        moved = read_all(translated(MemorySource(tensors), rules_of(kind, weights), "right"))
         names = [name.removeprefix("model.") for name in moved if name.startswith("model.")]
         canonical = {"": {name: moved[f"model.{name}"] for name in names}}
         for slot in SLOTS:
@@ -448,7 +463,7 @@ class PublishedRank:
 
     def load(self, path: Path, *, is_canonical: bool = False) -> None:
         """Read a checkpoint with the model's names, or Megatron's canonical names; files of weights have the former."""
-        rules = megatron_rules(config_of(self.full_model.kind))
+        rules = self.full_model.rules
 
         def published(source: Source) -> Translated:
             return translated(source, rules, "left")

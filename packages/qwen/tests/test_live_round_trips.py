@@ -11,13 +11,12 @@ from pathlib import Path
 import pytest
 import torch._dynamo
 from live_megatron import FullModel, PublishedRank, Rank, World
-from qwen_tiny import config_of, translated, weights_of
+from qwen_tiny import translated, weights_of
 from safetensors.torch import load_file, save_file
 
 from lamella_checkpoint import save
 from lamella_convert import Dialect, save_safetensors
 from lamella_convert._translation.megatron import BRIDGE, RELEASE_0_19
-from lamella_qwen import megatron_rules
 from lamella_testing import run_ranks
 from lamella_testing.qwen import KINDS, Kind, make_model
 
@@ -81,8 +80,7 @@ def name_of(value: object) -> str:
 
 
 def read_published(rank: Rank, files: Path) -> None:
-    rules = megatron_rules(config_of(rank.full_model.kind))
-    rank.load(files, lambda source: translated(source, rules, "right"), optimizer=False)
+    rank.load(files, lambda source: translated(source, rank.full_model.rules, "right"), optimizer=False)
 
 
 def publish(full_model: FullModel, directory: Path) -> Path:

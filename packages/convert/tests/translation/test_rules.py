@@ -84,6 +84,41 @@ def test_a_rule_may_require_a_tensor_beside_its_match() -> None:
     assert renamed.left_over == ("model.hf.0.z", "model.hf.1.q")
 
 
+class TestWholeModels:
+    """Names that are left over by a rule that lacks others, and numbers of layers, are of a model that is not whole."""
+
+    rules = Rules(
+        (
+            Rule(Join(("hf.{layer}.q", "hf.{layer}.k"), sizes=(1, 1)), "{layer}.qk"),
+            Rule("hf.{layer}.norm", "{layer}.qk.norm", left_beside="hf.{layer}.q"),
+            Rule(Stack("hf.{layer}.experts.{expert}", index="expert", count="experts"), "{layer}.experts"),
+        ),
+        {"experts": 2},
+        numbered={"hf.{layer}.": 2},
+    )
+
+    def test_a_name_left_over_by_a_rule_is_refused_with_the_absent_name(self) -> None:
+        for left_over, absent in [("hf.0.q", "hf.0.k"), ("hf.0.norm", "hf.0.q")]:
+            with pytest.raises(ValueError, match=f"Expected '{absent}' beside '{left_over}'.*not whole"):
+                self.rules.check_complete([left_over], [left_over], "left")
+        self.rules.check_complete(["hf.0.q", "other"], ["other"], "left")
+
+    def test_a_missing_number_is_refused(self) -> None:
+        with pytest.raises(ValueError, match=r"Expected tensors of 2 layers.*got none of 'hf\.1\.'"):
+            self.rules.check_numbers(["hf.0.q", "hf.2.q"])
+        self.rules.check_numbers(["hf.0.q", "hf.1.q"])
+        self.rules.check_numbers(["other"])  # An optimizer's names alone, say.
+
+    @pytest.mark.parametrize("num_experts", [1, 3])
+    def test_a_stack_of_another_count_is_refused_from_both_sides(self, num_experts: int) -> None:
+        single = {f"hf.0.experts.{expert}": (4,) for expert in range(num_experts)}
+        problem = rf"Expected experts \(2\) to stack, got {num_experts}. Needed for"
+        with pytest.raises(ValueError, match=problem):
+            self.rules.match(single, "left")
+        with pytest.raises(ValueError, match=problem):
+            self.rules.match({"0.experts": (num_experts, 4)}, "right")
+
+
 def test_a_double_star_matches_names_with_or_without_a_prefix() -> None:
     rules = Rules((Rule("**.fc1", "**.fc2"), Rule("a.{rest*}", "b.{rest*}")))
     names = {name: torch.ones(1) for name in ["fc1", "x.y.fc1", "xfc1", "a.q.r"]}

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from typing import Final
 
 from lamella_convert import Family, Join, Rule, Rules, Stack
-from lamella_qwen._megatron import megatron_rules, megatron_sizes
+from lamella_qwen._megatron import EXPERTS, megatron_rules, megatron_sizes
 from lamella_qwen._sizes import QwenSizes
 
 _WITH_VISION: Final = "model.language_model."
@@ -21,10 +21,12 @@ def module_rules(config: Mapping[str, object]) -> Rules:
     Raises:
         ValueError: The config is not a whole Qwen3.5's.
     """
-    if QwenSizes.of(config).num_vision_heads is not None:
-        return Rules((*_stacks(_WITH_VISION, _WITH_VISION), *_unstacked_mtp()))
+    sizes = QwenSizes.of(config)
+    counts = {} if sizes.num_experts is None else {EXPERTS: sizes.num_experts}
+    if sizes.num_vision_heads is not None:
+        return Rules((*_stacks(_WITH_VISION, _WITH_VISION), *_unstacked_mtp()), counts)
     text_names = Rule(f"{_WITH_VISION}{{name*}}", f"{_ALONE}{{name*}}")
-    return Rules((*_stacks(_ALONE, _ALONE), *_stacks(_WITH_VISION, _ALONE), *_unstacked_mtp(), text_names))
+    return Rules((*_stacks(_ALONE, _ALONE), *_stacks(_WITH_VISION, _ALONE), *_unstacked_mtp(), text_names), counts)
 
 
 def _stacks(separate: str, stacked: str) -> Iterable[Rule]:
@@ -42,7 +44,9 @@ def _unstacked_mtp() -> Iterable[Rule]:
 def _one_by_one(before: str) -> tuple[Join, Stack]:
     """Stacked experts, gate and up together, and down, out of the stored tensors of the experts."""
     single = f"{before}layers.{{layer}}.mlp.experts.{{expert}}."
-    gate, up, down = (Stack(f"{single}{part}_proj.weight", index="expert") for part in ("gate", "up", "down"))
+    gate, up, down = (
+        Stack(f"{single}{part}_proj.weight", index="expert", count=EXPERTS) for part in ("gate", "up", "down")
+    )
     return Join((gate, up), sizes=(1, 1), dim=1), down
 
 

@@ -30,6 +30,9 @@ from typing import Final
 from lamella_convert import Grouped, Join, Padded, Rule, Rules, Stack
 from lamella_qwen._sizes import QwenSizes
 
+EXPERTS: Final = "experts"
+"""The number of routed experts, among the sizes of rules."""
+
 
 def megatron_rules(
     config: Mapping[str, object], *, packed_experts: bool = True, packed_mtp_experts: bool = False
@@ -63,7 +66,7 @@ def megatron_rules(
         *_mtp("mtp.", f"{megatron}mtp.layers.", packed_experts=packed_mtp_experts),
         *_vision("model.visual.", "vision_model."),
     ]
-    return Rules(tuple(rules), sizes=_named(sizes))
+    return Rules(tuple(rules), sizes=_named(sizes), numbered={layers[0]: sizes.num_layers})
 
 
 def megatron_sizes(config: Mapping[str, object], *, tensor_parallel_size: int) -> dict[str, int]:
@@ -107,6 +110,7 @@ def _named(sizes: QwenSizes) -> dict[str, int]:
         "net query": sizes.net_query_width,
         "net value": sizes.net_value_width,
         "vision heads": sizes.num_vision_heads or 1,
+        **({} if sizes.num_experts is None else {EXPERTS: sizes.num_experts}),
     }
 
 
@@ -197,7 +201,7 @@ def _gated(hf: str, megatron: str, number: str = "") -> Iterable[Rule]:
 def _packed_experts(hf: str, megatron: str) -> Iterable[Rule]:
     names = {"gate_up_proj": "linear_fc1", "down_proj": "linear_fc2"}
     return [
-        Rule(f"{hf}{hf_name}", Stack(f"{megatron}{megatron_name}.weight{{expert}}", index="expert"))
+        Rule(f"{hf}{hf_name}", Stack(f"{megatron}{megatron_name}.weight{{expert}}", index="expert", count=EXPERTS))
         for hf_name, megatron_name in names.items()
     ]
 

@@ -18,6 +18,8 @@ class QwenSizes:
         num_heads: Query heads; each has an output gate of the same size.
         tied: The output projection is the input embedding.
         num_vision_heads: Heads of the vision tower; None in a text model.
+        num_layers: Layers of the text model.
+        num_experts: Routed experts of a layer; None in a dense model.
     """
 
     vocab_size: int
@@ -30,6 +32,8 @@ class QwenSizes:
     value_head_dim: int
     tied: bool
     num_vision_heads: int | None
+    num_layers: int
+    num_experts: int | None
 
     @classmethod
     def of(cls, config: Mapping[str, object]) -> "QwenSizes":
@@ -57,6 +61,8 @@ class QwenSizes:
             # With vision the outer config decides; the text part's own value is a library's default.
             tied=bool(config.get("tie_word_embeddings", False)),
             num_vision_heads=None if model_type in _TEXT else model.part("vision_config").number("num_heads"),
+            num_layers=text.number("num_hidden_layers"),
+            num_experts=text.number("num_experts") if "moe" in model_type else None,
         )
 
     @property

@@ -14,10 +14,21 @@ from lamella_convert._tools.published import Published, Shapes, completed
 from lamella_convert._translation.families import PADDED_VOCABULARY, Family, find_family, known_model_types
 from lamella_convert._translation.megatron import BRIDGE, MTP_LAYERS, RELEASE_0_19, Dialect, MtpLayer, spelled_as
 from lamella_convert._translation.megatron import write_fsdp_dtensor as with_fsdp_dtensor_names
-from lamella_convert._translation.rules import parameter_shapes
+from lamella_convert._translation.rules import Rules, parameter_shapes
 from lamella_convert._translation.translate import Translated
 from lamella_convert._translation.translate import translate as translated
-from lamella_files import Correspondence, Renamed, Side, Source
+from lamella_files import (
+    MODEL,
+    Correspondence,
+    Renamed,
+    Side,
+    Source,
+    is_of_model,
+    longest_known,
+    own_name,
+    rename,
+    split_section,
+)
 
 _DIALECTS: Final[Mapping[str, Dialect]] = {dialect.name: dialect for dialect in (RELEASE_0_19, BRIDGE)}
 
@@ -142,16 +153,37 @@ class Between:
                 f"Expected a config.json that says which model {str(source.path)!r} is, to go between Hugging Face's "
                 f"names and Megatron's, got none. Pass `like` (on the command line --config), or `translate`."
             )
+        matches = self._rules(self.config).match(parameter_shapes(source), "left" if to == "right" else "right")
+        return translated(source, matches, to=to, originals=originals)
+
+    def whole(self, translation: Translated, to: Side) -> Renamed:
+        """A result of `translate` without the tensors that no rule names, which are in `left_over`.
+
+        Raises:
+            ValueError: A layer is missing, or one of the tensors that a rule joins.
+        """
+        assert self.config is not None  # `translate` would have refused.
+        source = translation.source
+        unknown = {own_name(name) for name in translation.left_over if name in source.tensors and is_of_model(name)}
+        rules = self._rules(self.config)
+        rules.check_complete(parameter_shapes(source), unknown, "left" if to == "right" else "right")
+        rules.check_numbers(parameter_shapes(source if to == "right" else translation))
+
+        def known(name: str) -> str | None:
+            section, entry = split_section(name)
+            parameter = entry if section == MODEL else longest_known(entry, unknown)[0] if section else None
+            return None if parameter in unknown else name
+
+        return rename(translation, known)
+
+    def _rules(self, config: Mapping[str, Any]) -> Rules:
         family = self._family()
         if family is None:
-            raise ModelUnknown(str(self.config.get("model_type")), known_model_types())
-        rules = family.megatron(self.config)
-        if self.megatron.padded_vocabulary is not None:
-            rules = dataclasses.replace(
-                rules, sizes={**rules.sizes, PADDED_VOCABULARY: self.megatron.padded_vocabulary}
-            )
-        matches = rules.match(parameter_shapes(source), "left" if to == "right" else "right")
-        return translated(source, matches, to=to, originals=originals)
+            raise ModelUnknown(str(config.get("model_type")), known_model_types())
+        rules = family.megatron(config)
+        if self.megatron.padded_vocabulary is None:
+            return rules
+        return dataclasses.replace(rules, sizes={**rules.sizes, PADDED_VOCABULARY: self.megatron.padded_vocabulary})
 
     def _family(self) -> Family | None:
         return None if self.config is None else find_family(str(self.config.get("model_type")))
@@ -197,17 +229,33 @@ def _steps(start: Convention, goal: Convention) -> Iterator[tuple[Convention, Co
 
 
 def layers_along(
-    source: Source, steps: Iterable[tuple[Convention, Convention]], between: Between, published: Published
+    source: Source,
+    steps: Iterable[tuple[Convention, Convention]],
+    between: Between,
+    published: Published,
+    *,
+    of_whole_model: bool = False,
 ) -> Iterator[Source]:
     """The layers of a route, each over the previous one.
 
+    Args:
+        source: The first layer.
+        steps: The steps of the route.
+        between: The rules of the steps.
+        published: The Hugging Face directory behind the source.
+        of_whole_model: Whether Megatron's names are for a whole model to load: a tensor that no rule names is dropped,
+            in the `left_over` of a layer. Otherwise it keeps its name.
+
     Raises:
         ModelUnknown: No package has rules for the configuration's model type.
-        ValueError: The configuration is absent, or names cannot be translated.
+        ValueError: The configuration is absent, or names cannot be translated; or the model should be whole and is not.
     """
-    for step in steps:
-        for layer in _LAYERS[step]:
+    for start, goal in steps:
+        for layer in _LAYERS[start, goal]:
             yield (source := layer(source, between, published))
+        if of_whole_model and Convention.MEGATRON in (start, goal):
+            assert isinstance(source, Translated)
+            yield (source := between.whole(source, "right" if goal is Convention.MEGATRON else "left"))
 
 
 _Layer = Callable[[Source, Between, Published], Source]

@@ -55,7 +55,8 @@ class Conversion:
         to: The target's format.
         num_tensors: Number of written tensors.
         nbytes: Bytes of the written tensors.
-        left: Names of the source without a place in the format: optimizer state in safetensors, say.
+        left: Names of the source without a place in the format: optimizer state in safetensors, say. And names that the
+            rules between Hugging Face's names and Megatron's do not know.
         untrained: Published names of weights from the side files, absent from the source.
         absent: Published names absent from the target; of safetensors only.
         inexact: Reasons, by name, for tensors held inexactly by the target.
@@ -139,7 +140,8 @@ def convert(
         OSError: The disk has not enough room, checked before the first write, or a write fails.
         SizeUnknown: The conversion needs `megatron.tensor_parallel_size`, or a configuration.
         TypeError: The format lacks a dtype.
-        ValueError: Arguments contradict each other, no tensor is left to write, or names cannot be translated.
+        ValueError: Arguments contradict each other, no tensor is left to write, or names cannot be translated; or the
+            way to or from Megatron's names needs a layer or a tensor that the checkpoint lacks.
     Effects: no collective; waits until all files are on the disk.
     """
     _check_arguments(to, float8, megatron, complete)

@@ -127,7 +127,7 @@ def plan_of(opened: OpenCheckpoint, wish: Wish, between: Between, published: Pub
         source=written,
         dtypes=dtypes,
         ties=written_ties,
-        dropped_names=_dropped_names(opened, wish, named),
+        dropped_names=(*_unknown_names(layers), *_dropped_names(opened, wish, named)),
         layers=(*layers, named),
         absent=_absent(written, wish, published, ties),
         config=_config_of(written, between.config, _config_dtype(opened, wish, written, dtypes)),
@@ -177,7 +177,7 @@ def _translations(
     if wish.translate is not None:
         layers = [rename(wish.translate(source), lambda name: name)]
     else:
-        layers = layers_along(source, _route(opened, wish, published), between, published)
+        layers = layers_along(source, _route(opened, wish, published), between, published, of_whole_model=True)
     for layer in layers:
         yield (source := layer)
     if wish.to == "fsdp_dtensor":
@@ -191,6 +191,13 @@ def _route(opened: OpenCheckpoint, wish: Wish, published: Published) -> list[tup
     start, goal = convention_of(opened), _OF_TARGET[wish.to]
     joins = published.untrained is not None and not start == goal == Convention.MEGATRON
     return route(start, goal, by_published=joins)
+
+
+def _unknown_names(layers: Iterable[Source]) -> Iterator[str]:
+    """Names that a family's rules do not know, under the names before the step."""
+    for layer in layers:
+        if isinstance(layer, Renamed) and not isinstance(layer, Translated):
+            yield from layer.left_over
 
 
 def _dropped_names(opened: OpenCheckpoint, wish: Wish, named: Renamed) -> tuple[str, ...]:

@@ -34,6 +34,7 @@ def compose(
         tensors = [compose(operand, numbers, counts, shapes, sizes) for operand in term.terms]
         return _joined(tensors, term, sizes)
     if isinstance(term, Stack):
+        _check_count(term, counts[term.index], sizes)
         tensors = [
             compose(term.term, {**numbers, term.index: str(number)}, counts, shapes, sizes)
             for number in range(counts[term.index])
@@ -42,6 +43,11 @@ def compose(
     if isinstance(term, Padded):
         return _cut_off(compose(term.name, numbers, counts, shapes, sizes), term, sizes)
     return _ungrouped(compose(term.term, numbers, counts, shapes, sizes), term, sizes)
+
+
+def _check_count(term: Stack, num_stacked: int, sizes: Mapping[str, int]) -> None:
+    if term.count is not None and num_stacked != sizes.get(term.count, num_stacked):
+        raise ValueError(f"Expected {term.count} ({sizes[term.count]}) to stack, got {num_stacked}.")
 
 
 def _joined(tensors: list[Composition], term: Join, sizes: dict[str, int]) -> Composition:
@@ -123,6 +129,7 @@ def shapes_of(
     parts: list[tuple[Term, Mapping[str, str], tuple[int, ...]]]
     counts: dict[str, int] = {}
     if isinstance(term, Stack):
+        _check_count(term, shape[0], sizes)
         counts[term.index] = shape[0]
         parts = [(term.term, {**numbers, term.index: str(number)}, shape[1:]) for number in range(shape[0])]
     else:

@@ -5,7 +5,7 @@ Note [Once for all layers]
     once for all layers and experts of the same shapes, under templates of the names, and the numbers are filled in.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
@@ -51,10 +51,13 @@ class Rules:
         rules: The first rule that fits takes the names.
         sizes: By name: of a model's configuration, and of its parallelism ("tp"). Needed only where a rule with
             the size applies, and not for a `Join` whose terms show the size.
+        numbered: By template of a prefix on the left, how many numbers a whole model has: 48 for
+            "model.layers.{layer}.".
     """
 
     rules: tuple[Rule, ...]
     sizes: Mapping[str, int] = field(default_factory=dict)
+    numbered: Mapping[str, int] = field(default_factory=dict)
 
     def match(self, shapes: Mapping[str, tuple[int, ...]], side: Side = "left") -> list[Correspondence]:
         """The correspondences of one side's tensors with the other side's.
@@ -87,6 +90,46 @@ class Rules:
                 filled = partial(fill, captures=instance.captures)
                 correspondences.append(cache[named_shapes].renamed(filled, filled))
         return correspondences
+
+    def check_complete(self, names: Iterable[str], left_over: Iterable[str], side: Side) -> None:
+        """Refuse tensors that a rule composes with absent tensors.
+
+        Args:
+            names: Of all tensors of the side.
+            left_over: The names in no correspondence.
+            side: The side of the names.
+
+        Raises:
+            ValueError: A rule names one of the left-over names, and lacks another name.
+        """
+        present, rest = frozenset(names), Names(left_over)
+        for rule in self.rules:
+            term, beside = (rule.left, rule.left_beside) if side == "left" else (rule.right, rule.right_beside)
+            templates = [*(leaf.template for leaf in leaves_of(term)), *([] if beside is None else [beside])]
+            for match in (match for leaf in leaves_of(term) for match in rest.matches(leaf.template)):
+                needed = [fill(template, match.groupdict()) for template in templates]
+                if absent := [name for name in needed if name not in present]:
+                    raise ValueError(
+                        f"Expected {absent[0]!r} beside {match.string!r}, as the model has them, got none. The "
+                        f"checkpoint is not whole, or is another model's."
+                    )
+
+    def check_numbers(self, names: Iterable[str]) -> None:
+        """Refuse names of the left side that lack one of the model's layers, say, and have others.
+
+        Raises:
+            ValueError: A number of a prefix in `numbered` is missing.
+        """
+        all_names = Names(names)
+        for prefix, count in self.numbered.items():
+            [index] = captures_of(prefix)
+            numbers = {int(match[index]) for match in all_names.matches(f"{prefix}{{rest*}}")}
+            missing = next((number for number in range(count) if number not in numbers), None)
+            if numbers and missing is not None:
+                raise ValueError(
+                    f"Expected tensors of {count} {index}s, as the model's configuration has it, got none of "
+                    f"{fill(prefix, {index: str(missing)})!r}. The checkpoint is not whole, or is another model's."
+                )
 
 
 def parameter_shapes(source: Source) -> dict[str, tuple[int, ...]]:

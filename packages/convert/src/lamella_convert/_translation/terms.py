@@ -42,10 +42,17 @@ class Join:
 
 @dataclass(frozen=True)
 class Stack:
-    """Terms with the numbers 0, 1, ... for `index` in their names, on a new dim 0."""
+    """Terms with the numbers 0, 1, ... for `index` in their names, on a new dim 0.
+
+    Attributes:
+        term: The term to stack.
+        index: The number in the names.
+        count: The name of the size that says how many. Without this size, there are as many as found.
+    """
 
     term: "Term"
     index: str
+    count: str | None = None
 
 
 @dataclass(frozen=True)
