@@ -162,6 +162,8 @@ GOOD = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
         ([1], b"", ["no JSON object"]),
         (b"{", b"", ["no JSON"]),
         (b"\xff\xff", b"", ["no JSON"]),
+        (json.dumps({"a": GOOD}).encode("utf-16"), b"0" * 8, ["no JSON"]),
+        (json.dumps({"a": GOOD}).encode("utf-8-sig"), b"0" * 8, ["no JSON"]),
         (b'{"a": 1, "a": 2}', b"", ["'a' appears twice"]),
         (b"[" * 100_000, b"", ["no JSON"]),
     ],

@@ -61,6 +61,21 @@ def test_every_tensor_comes_back_bit_by_bit(tmp_path: Path, verify: bool, is_arc
         assert torch.equal(got.float(), tensor.detach().float()), name
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's own, of sparse and quantised tensors
+@pytest.mark.parametrize("is_archive", [True, False], ids=["archive", "before torch 1.6"])
+def test_tensors_without_boxes_are_values(tmp_path: Path, is_archive: bool) -> None:
+    kinds = {
+        "csr": torch.eye(3).to_sparse_csr(),
+        "coo": torch.eye(3).to_sparse(),
+        "quantised": torch.quantize_per_tensor(torch.ones(4), 0.5, 0, torch.qint8),
+        "meta": torch.empty(3, device="meta"),
+    }
+    file = saved(tmp_path, {"model": {**kinds, "a": torch.ones(2)}}, _use_new_zipfile_serialization=is_archive)
+    source = TorchFile(file)
+    assert list(source.tensors) == ["model.a"]
+    assert list(source.objects) == [f"model.{kind}" for kind in kinds]
+
+
 def test_a_box_costs_its_own_bytes(tmp_path: Path) -> None:
     source = TorchFile(saved(tmp_path, {"x": torch.arange(1_000_000.0).reshape(1000, 1000)}), verify=False)
     into = torch.empty(2, 1000)

@@ -410,6 +410,12 @@ class TestFloat8:
         names = {name for name, tensor in opened(tmp_path / "b").items() if tensor.dtype == torch.float8_e4m3fn}
         assert names == {"embed_tokens.weight"}
 
+    @pytest.mark.parametrize("float8", [True, lambda name, info: False], ids=["linear", "none"])
+    def test_that_no_weight_can_have_is_refused(self, tmp_path: Path, float8: Any) -> None:
+        source = published(tmp_path / "a", {"proj.weight": torch.ones(6, 5)})
+        with pytest.raises(ValueError, match=r"blocks of 128 by 128\), got none among 1 tensors.*Leave `float8` out"):
+            convert(source, tmp_path / "b", to="hf", float8=float8)
+
     def test_is_for_safetensors_alone(self, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="to='dcp'"):
             convert(tmp_path, tmp_path / "b", to="dcp", float8=True)

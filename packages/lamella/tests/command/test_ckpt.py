@@ -419,6 +419,7 @@ def test_a_pickled_type_is_named_and_made_when_trusted(run: Run, refusal: Run, t
         (["--to", "fsdp_dtensor", "--tp", "two"], "Expected --tp to be an integer of at least 1, got 'two'."),
         (["--to", "fsdp_dtensor", "--tp", "0"], "Expected --tp to be an integer of at least 1, got '0'."),
         (["--to", "hf", "--max-shard-size", "big"], "Expected --max-shard-size to be a size such as 5GB"),
+        (["--to", "hf", "--max-shard-size", "9" * 400], "Expected --max-shard-size to be a size such as 5GB"),
         (["--to", "hf", "--config", "absent"], "Expected a config.json as --config, or a folder that has one"),
         (["--to", "dcp", "--float8"], "Expected --float8 with --to hf only, got --to dcp. Leave --float8 out."),
         (["--to", "hf", "--dialect", "bridge"], "Expected --dialect with --to fsdp_dtensor only, got --to hf. Leave"),

@@ -102,7 +102,8 @@ def _read_header(descriptor: int, file_nbytes: int) -> tuple[dict[str, Any], int
     if file_nbytes < 8 or nbytes > min(file_nbytes - 8, _MAX_HEADER_NBYTES):
         raise ValueError(f"its header would be {nbytes} bytes long, in a file of {file_nbytes}")
     try:
-        header = json.loads(os.pread(descriptor, nbytes, 8), object_pairs_hook=without_duplicates)
+        # Given bytes, `json` would take UTF-16 too, and a mark of byte order, which the library refuses.
+        header = json.loads(os.pread(descriptor, nbytes, 8).decode(), object_pairs_hook=without_duplicates)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"its header is no JSON: {error}") from error
     if not isinstance(header, dict):

@@ -201,7 +201,7 @@ class TorchFile:
         if name in self.paths:
             raise CheckpointDamaged(str(self.path), f"two values have the name {name!r}: {self.paths[name]} and {keys}")
         self.paths[name] = keys
-        if isinstance(value, StoredTensor | torch.Tensor):
+        if isinstance(value, StoredTensor) or (isinstance(value, torch.Tensor) and _has_boxes(value)):
             self._stored_tensors[name] = value
         else:
             self._values[name] = value
@@ -287,8 +287,13 @@ def _is_named(node: object, files: Mapping[str, Record]) -> bool:
 
 def _tensor(node: object, files: Mapping[str, Record]) -> StoredTensor | torch.Tensor | None:
     if isinstance(node, torch.Tensor):
-        return node
+        return node if _has_boxes(node) else None
     return stored_tensor(node, files) or held_whole(node, files)
+
+
+def _has_boxes(tensor: torch.Tensor) -> bool:
+    """Whether boxes of a tensor can be read. Any other tensor, sparse or quantised, is a value, as in an archive."""
+    return tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized or tensor.is_meta)
 
 
 def _kinds(value: object) -> set[str]:

@@ -10,6 +10,7 @@ import torch
 
 from lamella_checkpoint.extending import is_of_extra
 from lamella_convert._formats.float8 import (
+    BLOCK,
     Dequantised,
     Quantised,
     block_of,
@@ -166,7 +167,14 @@ def _as_numbers(source: Source, wish: Wish, between: Between) -> Source:
 def _as_float8(source: Source, wish: Wish) -> Source:
     if not wish.float8 or is_quantised(source):
         return source
-    return Quantised(source, is_chosen=linear_weights if wish.float8 is True else wish.float8)
+    quantised = Quantised(source, is_chosen=linear_weights if wish.float8 is True else wish.float8)
+    if not is_quantised(quantised):
+        raise ValueError(
+            f"Expected weights to encode in float8 (of linear layers, with rows and columns in blocks of "
+            f"{BLOCK[0]} by {BLOCK[1]}), got none among {len(source.tensors)} tensors of {str(source.path)!r}. Leave "
+            f"`float8` out, or choose weights by a function."
+        )
+    return quantised
 
 
 def _translations(

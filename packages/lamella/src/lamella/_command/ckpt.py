@@ -3,6 +3,7 @@
 import argparse
 import gc
 import json
+import math
 import re
 import shutil
 import sys
@@ -276,7 +277,8 @@ def _nbytes(text: str) -> int:
     nbytes = 0
     if match is not None:
         unit = 1024 ** list(_UNITS).index(match[2]) if match[3] else _UNITS[match[2]]
-        nbytes = int(float(match[1]) * unit)
+        size = float(match[1]) * unit
+        nbytes = int(size) if math.isfinite(size) else 0
     if nbytes < 1:
         raise ConfigError(f"Expected --max-shard-size to be a size such as 5GB or 500MiB, got {text!r}.")
     return nbytes
