@@ -42,6 +42,15 @@ def test_the_held_out_text_of_a_run_gives_its_last_validation_again(
     )
 
 
+def test_a_run_with_replicas_is_evaluated_in_one_process(
+    shared_config: Config, train: TrainOn, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = replace(shared_config.run, directory=str(tmp_path / "run"))
+    parallel = replace(shared_config.parallel, ranks=2, replicate=2)
+    run = train(replace(shared_config, run=settings, parallel=parallel), 2)
+    assert evaluated(capsys, str(run.directory.root))["nats_per_byte"] == pytest.approx(run.nats_per_byte(6), rel=1e-5)
+
+
 def test_eval_of_any_text_equals_the_loss_of_transformers_over_all_sequences(
     trained: Run, exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

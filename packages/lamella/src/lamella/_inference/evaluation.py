@@ -21,7 +21,7 @@ from lamella._processes.placement import Rank
 from lamella._record.metrics import ValidationRecord
 from lamella._settings.config import Config
 from lamella._settings.options import ConfigError
-from lamella._settings.sections import DataConfig, ModelConfig, OptimConfig, RunConfig
+from lamella._settings.sections import DataConfig, ModelConfig, OptimConfig, ParallelConfig, RunConfig
 from lamella._training.validation import Validation
 from lamella_transformers import num_positions, separates_documents
 
@@ -126,7 +126,8 @@ def _settings(trained: TrainedModel, length: int, num_sequences: int) -> Config:
     return replace(
         config,
         data=replace(config.data, sequence_length=length),
-        parallel=replace(config.parallel, ranks=1, tensor_parallel=1, context_parallel=1),
+        # Not the run's others: a rank alone has no instances, no parts of experts and no pieces of sequences.
+        parallel=ParallelConfig(ranks=1, device=config.parallel.device, precision=config.parallel.precision),
         optim=replace(OptimConfig(), batch_size=max(1, batch_size)),
         run=replace(RunConfig(), validation_sequences=num_sequences),
     )
