@@ -2,12 +2,14 @@
 
 import signal
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 from types import ModuleType, SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import MagicMock, Mock
 
 import pytest
 from trained_runs import TrainOn
@@ -15,8 +17,9 @@ from trained_runs import TrainOn
 from lamella import Config, ConfigError
 from lamella._processes.endings import LossNotFiniteError
 from lamella._processes.placement import place
+from lamella._processes.pulse import Pulse, RunPhase
 from lamella._record.metrics import Record, SampleRecord, StepRecord, ValidationRecord, read
-from lamella._record.stream import MetricsFile, RecordStream
+from lamella._record.stream import MetricsFile, RecordStream, TrackerThread
 from lamella._record.trackers import TRACKERS, TrackedRun, numbers, open_trackers
 from lamella._settings.sections import RunConfig
 from lamella._training.preparation import prepare
@@ -109,7 +112,7 @@ def test_a_run_that_ends_early_is_not_finished_at_its_trackers(
 
 @pytest.mark.parametrize(("end", "exit_code"), [(0, 0), (signal.SIGTERM, 143), (LossNotFiniteError("nan"), 1)])
 def test_the_exit_code_of_a_run_goes_to_its_trackers(end: object, exit_code: int) -> None:
-    trainer = Mock(_train=Mock(side_effect=[end]))
+    trainer = MagicMock(_train=Mock(side_effect=[end]))
     with suppress(LossNotFiniteError):
         Trainer.train(trainer)
     trainer._records.close.assert_called_once_with(exit_code)
@@ -128,7 +131,8 @@ def test_a_tracker_gets_samples_as_texts(
 ) -> None:
     stream = RecordStream(open_trackers([name], tracked(tmp_path / "mine"), pytest.fail), pytest.fail)
     stream.write([SampleRecord(step=3, number=2, prompt="def ", text="f(x):")])
-    assert calls[-1] == call
+    stream.close()
+    assert calls[-2] == call
 
 
 @pytest.mark.parametrize(("name", "key"), [("wandb", "id"), ("mlflow", "run_id"), ("trackio", "name")])
@@ -208,13 +212,11 @@ def test_a_run_that_is_gone_from_mlflow_is_named_with_its_file(tmp_path: Path, m
 class Failing:
     """A tracker that fails at its second call."""
 
-    is_file = False
-
-    def __init__(self, run: TrackedRun | None = None) -> None:
+    def __init__(self, error: type[BaseException]) -> None:
         self.records: list[Record] = []
-        self.error: type[BaseException] = ConnectionError
+        self.error = error
 
-    def write(self, records: list[Record]) -> None:
+    def write(self, records: Sequence[Record]) -> None:
         if self.records:
             raise self.error("no route\nto the server")
         self.records += records
@@ -229,13 +231,92 @@ def test_a_tracker_that_fails_is_left_out_with_one_line_and_files_go_on(
     tmp_path: Path, error: type[BaseException]
 ) -> None:
     lines: list[str] = []
-    metrics, failing = tmp_path / "metrics.jsonl", Failing()
-    failing.error = error
-    stream = RecordStream((failing, MetricsFile(metrics)), lines.append)  # type: ignore[arg-type]
+    metrics, failing = tmp_path / "metrics.jsonl", Failing(error)
+    stream = RecordStream((TrackerThread("failing", lambda: failing), MetricsFile(metrics)), lines.append)
     for record in (STEP, VALIDATION, STEP):
         stream.write([record])
+    stream.close()
     assert failing.records == [STEP] and read(metrics) == [STEP, VALIDATION, STEP]
-    assert lines == [f"Failing: {error.__name__}: no route to the server. The run goes on without this tracker."]
+    assert lines == [f"failing: {error.__name__}: no route to the server. The run goes on without this tracker."]
+
+
+class Waiting:
+    """A tracker whose server answers once `answers` is set: calls of one kind wait for it."""
+
+    def __init__(self, method: str) -> None:
+        self.calls: list[object] = []
+        self.answers = Event()
+        self._method = method
+
+    def _note(self, method: str, argument: object) -> None:
+        if method == self._method:
+            self.answers.wait()
+        self.calls.append(argument)
+
+    def write(self, records: Sequence[Record]) -> None:
+        self._note("write", records)
+
+    def flush(self) -> None:
+        self._note("flush", "flush")
+
+    def close(self, exit_code: int) -> None:
+        self._note("close", exit_code)
+
+
+def test_a_slow_tracker_gets_every_record_in_order_and_the_run_does_not_wait() -> None:
+    tracker = Waiting("write")
+    stream = RecordStream([TrackerThread("slow", lambda: tracker)], pytest.fail)
+    for record in (STEP, VALIDATION):
+        stream.write([record])
+        stream.flush()
+    assert tracker.calls == []
+    tracker.answers.set()
+    stream.close(143)
+    assert tracker.calls == [[STEP], "flush", [VALIDATION], "flush", 143]
+
+
+@pytest.mark.parametrize("method", ["write", "close"])
+def test_a_tracker_without_an_answer_in_time_is_named_and_left_out(method: str) -> None:
+    lines: list[str] = []
+    tracker = Waiting(method)
+    stream = RecordStream([TrackerThread("hung", lambda: tracker, limit_s=0.01)], lines.append)
+    stream.write([STEP])
+    stream.close()
+    assert lines == [
+        "hung: TimeoutError: Expected an answer within 0.01 s, got none. The run goes on without this tracker."
+    ]
+    tracker.answers.set()
+
+
+def test_a_tracker_that_hangs_is_left_out_before_the_end_of_the_run() -> None:
+    lines: list[str] = []
+    tracker = Waiting("write")
+    stream = RecordStream([TrackerThread("hung", lambda: tracker, limit_s=0.01)], lines.append)
+    while not lines:
+        stream.write([STEP])
+    stream.close()
+    assert len(lines) == 1 and lines[0].startswith("hung: TimeoutError: ")
+    tracker.answers.set()
+
+
+def test_a_tracker_that_does_not_start_in_time_is_refused() -> None:
+    answers = Event()
+
+    def start() -> Waiting:
+        answers.wait()
+        return Waiting("write")
+
+    with pytest.raises(TimeoutError, match=r"Expected an answer within 0\.01 s, got none"):
+        TrackerThread("hung", start, limit_s=0.01)
+    answers.set()
+
+
+def test_the_watch_does_not_limit_the_end_of_a_tracker() -> None:
+    phases: list[RunPhase] = []
+    pulse = Pulse()
+    records = Mock(close=lambda exit_code: phases.append(pulse.phase))
+    Trainer.train(Mock(_train=lambda: 0, _rank=Mock(pulse=pulse), _records=records))
+    assert phases == [RunPhase.SAVING]
 
 
 def test_a_file_that_fails_is_an_error(tmp_path: Path) -> None:

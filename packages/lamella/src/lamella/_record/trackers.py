@@ -1,4 +1,4 @@
-"""Trackers of experiments as sinks of a run's records: TensorBoard, W&B, MLflow and trackio."""
+"""Trackers of experiments, which a run's records go to: TensorBoard, W&B, MLflow and trackio."""
 
 import importlib.util
 import os
@@ -6,12 +6,13 @@ import secrets
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
 from lamella._record.metrics import Record, SampleRecord, StepRecord, ValidationRecord
-from lamella._record.stream import Sink, dropped_line
+from lamella._record.stream import Sink, Tracker, TrackerThread, dropped_line
 from lamella._settings.options import ConfigError, nearest
 
 _PROJECT: Final = "lamella"
@@ -74,11 +75,11 @@ def check_trackers(names: Sequence[str]) -> None:
 def open_trackers(names: Sequence[str], run: TrackedRun, print_line: Callable[[str], object]) -> Iterator[Sink]:
     """Yield a sink a tracker; a tracker that cannot start is left out, with a line.
 
-    Effects: trackers may talk to their servers.
+    Effects: starts a thread a tracker, which may talk to its server.
     """
     for name in names:
         try:
-            yield TRACKERS[name](run)
+            yield TrackerThread(name, partial(TRACKERS[name], run))
         except (Exception, SystemExit) as error:  # noqa: BLE001  Trackers are foreign programs, and talk to servers.
             print_line(dropped_line(name, error))
 
@@ -110,8 +111,6 @@ class TensorBoard:
     At another start of the run, TensorBoard hides the steps after the checkpoint; all of them without a checkpoint.
     """
 
-    is_file = False
-
     def __init__(self, run: TrackedRun) -> None:
         summary_writer: Any = import_module("torch.utils.tensorboard").SummaryWriter
         folder = run.root / "tensorboard"
@@ -140,8 +139,6 @@ class TensorBoard:
 
 class _LoggedRun:
     """A run of a tracker with W&B's interface, which sends in a thread of the library's."""
-
-    is_file = False
 
     def __init__(self, run: Any) -> None:
         self._run = run
@@ -186,8 +183,6 @@ class MLflow:
 
     The run's file has the run's id, and on a second line the place of a store of files.
     """
-
-    is_file = False
 
     def __init__(self, run: TrackedRun) -> None:
         self._mlflow: Any = import_module("mlflow")
@@ -261,10 +256,10 @@ class Trackio(_LoggedRun):
         file.write_text(name, encoding="utf-8")
 
 
-TRACKERS: Final[Mapping[str, Callable[[TrackedRun], Sink]]] = {
+TRACKERS: Final[Mapping[str, Callable[[TrackedRun], Tracker]]] = {
     "tensorboard": TensorBoard,
     "wandb": WandB,
     "mlflow": MLflow,
     "trackio": Trackio,
 }
-"""The sink of each tracker, under the name of its library."""
+"""The class of each tracker, under the name of its library."""

@@ -105,7 +105,8 @@ class Trainer:
             exit_code = signum and 128 + signum
             return signum
         finally:
-            self._records.close(exit_code)
+            with self._rank.pulse.saving():  # Trackers have a limit of their own.
+                self._records.close(exit_code)
             self._steps.close()
             self._run_model.replacements.undo()
 
