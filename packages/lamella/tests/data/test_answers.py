@@ -115,6 +115,19 @@ def test_calls_of_tools_are_answers_and_their_outputs_are_not(run_tokenizer: Run
     assert answers(run_tokenizer, ids) == ('<|im_end|><call>{"name": "add", "arguments": {"a": 1}}Three.<|im_end|>')
 
 
+@pytest.mark.parametrize("is_marked", [False, True])
+@pytest.mark.parametrize("num_prompt_messages", [None, 1])
+@pytest.mark.parametrize("mark", [{"weight": 0}, {"train": False}])
+def test_an_answer_without_weight_is_read_and_not_predicted(
+    run_tokenizer: RunTokenizer, mark: Mapping[str, object], num_prompt_messages: int | None, is_marked: bool
+) -> None:
+    bad, good = {**message("assistant", "one"), **mark}, {**message("assistant", "two"), "weight": 1}
+    conversation = chat(message("user", "1"), bad, message("user", "2"), good, num_prompt_messages=num_prompt_messages)
+    [ids] = encoded(run_tokenizer, CHATML, conversation, marked=is_marked)
+    assert answers(run_tokenizer, ids) == "two<|im_end|>"
+    assert "one" in str(run_tokenizer.tokenizer.decode([max(token, ~token) for token in ids]))
+
+
 def test_a_turn_rewritten_by_the_chat_template_is_a_document_in_its_original_form(run_tokenizer: RunTokenizer) -> None:
     messages = [message("user", "1"), message("assistant", "one"), message("user", "2"), message("assistant", "two")]
     first, second = encoded(run_tokenizer, THINKING, chat(*messages))

@@ -41,6 +41,21 @@ def test_conversations_have_messages_or_a_prompt_and_a_completion(tmp_path: Path
     assert only_chat(read(tmp_path, {"conversations": answers})).messages == [ASSISTANT] * 5
 
 
+def test_names_of_roles_are_converted_where_no_message_is_the_assistants(tmp_path: Path) -> None:
+    for user, answer in (("user", "model"), ("human", "gpt"), ("User", "Assistant")):
+        messages = [{"role": user, "content": "1+1"}, {"role": answer, "content": "2"}]
+        assert only_chat(read(tmp_path, {"messages": messages})).messages == [USER, ASSISTANT]
+        chat = only_chat(read(tmp_path, {"prompt": messages[:1], "completion": messages[1:]}))
+        assert chat.messages == [USER, ASSISTANT]
+    others = [{"role": "human", "content": "1+1"}, ASSISTANT, {"role": "model", "content": "3"}]
+    assert only_chat(read(tmp_path, {"messages": others})).messages == others
+
+
+def test_marks_of_messages_without_loss_are_kept(tmp_path: Path) -> None:
+    answers = [{"from": "gpt", "value": "2", "weight": 0}, {**ASSISTANT, "train": False}]
+    assert only_chat(read(tmp_path, {"conversations": answers})).messages == [{**ASSISTANT, "weight": 0}, answers[1]]
+
+
 def test_tools_may_be_a_text_and_the_template_may_have_options(tmp_path: Path) -> None:
     record = {"messages": [USER], "tools": '[{"name": "f"}]', "chat_template_kwargs": {"enable_thinking": False}}
     chat = only_chat(read(tmp_path, record))
@@ -95,6 +110,29 @@ def test_json_that_holds_no_documents_is_text_in_a_folder_and_refused_by_name(tm
 
 
 @pytest.mark.parametrize(
+    ("text", "got"),
+    [
+        (json.dumps({"version": [1], "data": [{"text": "a"}]}), "an object with records in the list under 'data'"),
+        (json.dumps({"data": [{"messages": [USER, ASSISTANT]}]}, indent=1), "an object with records in the list"),
+        (json.dumps({"id": 1, "text": "a"}, indent=1) + json.dumps({"text": "b"}, indent=1), "a record over several"),
+    ],
+)
+def test_records_in_another_form_are_text_in_a_folder_and_refused_by_name(tmp_path: Path, text: str, got: str) -> None:
+    (tmp_path / "a.json").write_text(text)
+    assert [file.form for file in collect([str(tmp_path)], 1e-9).train] == ["text"]
+    (tmp_path / "b.txt").write_text("b")
+    for streaming in (False, True):
+        with pytest.raises(ConfigError, match=f"a record a line, or an array of records, in .*a.json', got {got}"):
+            collect([str(tmp_path / "a.json")], 0.1, validation_paths=(str(tmp_path / "b.txt"),), streaming=streaming)
+
+
+def test_settings_without_records_are_text_by_name_too(tmp_path: Path) -> None:
+    settings = {"name": "a", "text_config": {"text": "b"}, "sizes": [1, 2], "files": [{"path": "c"}], "rest": []}
+    (tmp_path / "a.json").write_text(json.dumps(settings, indent=1))
+    assert [file.form for file in collect([str(tmp_path / "a.json")], 1e-9).train] == ["text"]
+
+
+@pytest.mark.parametrize(
     ("record", "expected"),
     [
         (
@@ -110,6 +148,11 @@ def test_json_that_holds_no_documents_is_text_in_a_folder_and_refused_by_name(tm
         ({"messages": [USER], "tools": {"name": "f"}}, "Expected a list under 'tools' in line 1 of .*, got an object."),
         ({"messages": [USER], "tools": "{}"}, "Expected a list under 'tools' in line 1 of .*, got an object."),
         ({"messages": [USER], "chat_template_kwargs": 1}, "an object under 'chat_template_kwargs' in line 1 of"),
+        (
+            {"messages": [USER, {**ASSISTANT, "weight": 0.5}]},
+            "Expected 0 or 1 under 'weight' of an assistant's message in line 1 of .*, got 0.5. Leave it out.",
+        ),
+        ({"messages": [{**ASSISTANT, "train": "no"}]}, "Expected false or true under 'train' of .*, got 'no'."),
         ({"text": "\ud83d"}, "whole characters in line 1 of"),
     ],
 )

@@ -232,6 +232,18 @@ def test_truncated_and_rewritten_conversations_are_told(
     assert "documents are truncated to 96 tokens, " in line and "--sequence-length" in line
 
 
+def test_conversations_without_an_answer_are_told(
+    config: Config, chat_model: Callable[[str | None], Path], tmp_path: Path
+) -> None:
+    question = {"messages": [{"role": "user", "content": "What is one plus one?"}]}
+    (tmp_path / "a.jsonl").write_text(lines(*[conversation(1)] * 40, *[question] * 3))
+    prepared = prepare(on(config, tmp_path / "a.jsonl", chat_model(PLAIN)))
+    assert (
+        "answers: 3 conversations have none, a message of the role 'assistant', and add nothing to the loss"
+        in prepared.lines
+    )
+
+
 def test_conversations_without_a_template_are_refused(
     config: Config, chat_model: Callable[[str | None], Path], chats: Path
 ) -> None:

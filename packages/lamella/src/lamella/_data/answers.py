@@ -50,7 +50,8 @@ def rendered_chats(messages: Messages, render: Render, num_prompt_messages: int 
     text = render(messages)
     answers: list[AnswerSpan] = []
     chats: list[RenderedChat] = []
-    stops = [index for index, message in enumerate(messages, 1) if message["role"] == "assistant"]
+    answered = enumerate(messages, 1)
+    stops = [stop for stop, message in answered if message["role"] == "assistant" and has_loss(message)]
     for stop in reversed([stop for stop in stops if stop > num_prompt_messages]):
         up_to_answer = text if stop == len(messages) else render(messages[:stop])
         if not text.startswith(up_to_answer):
@@ -63,6 +64,12 @@ def rendered_chats(messages: Messages, render: Render, num_prompt_messages: int 
     if answers or not chats:
         chats.append(RenderedChat(text, tuple(reversed(answers))))
     return chats[::-1]
+
+
+def has_loss(message: Mapping[str, object]) -> bool:
+    """Return False for an answer that its record takes out of the loss, by a weight of 0 or `"train": false`."""
+    is_answer = message["role"] == "assistant"
+    return not is_answer or (message.get("weight") != 0 and message.get("train") is not False)
 
 
 def num_equal(first: Sequence[object], second: Sequence[object]) -> int:

@@ -4,20 +4,25 @@ TRL has `messages`, `prompt` with `completion` (both texts or both lists of mess
 `chat_template_kwargs` beside messages.
 """
 
+import json
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from typing import Final
 
 from lamella._data.documents import Chat, EndOfText, Instruction, Part, PromptCompletion, RecordPosition
 from lamella._data.json_files import COLUMN_SETS, COLUMNS_BESIDE
-from lamella._settings.options import ConfigError
+from lamella._settings.options import ConfigError, shown
 from lamella._settings.parsing import has_half_characters, kind_of, parse_json
 
 _ROLES: Final[Mapping[str, str]] = {
-    "human": "user",
-    **dict.fromkeys(("gpt", "chatgpt", "bot", "model"), "assistant"),
+    "system": "system",
+    **dict.fromkeys(("user", "human"), "user"),
+    **dict.fromkeys(("assistant", "gpt", "chatgpt", "bot", "model"), "assistant"),
 }
-"""ShareGPT's names of roles -> chat templates' names."""
+"""Names of roles in lower case, ShareGPT's among them -> chat templates' names."""
+
+_LOSS_MARKS: Final[Mapping[str, tuple[object, ...]]] = {"weight": (None, 0, 1), "train": (None, False, True)}
+"""Keys of a message, OpenAI's and axolotl's -> values: 0 and False take an answer out of the loss."""
 
 _PIECE_LENGTH: Final = 1 << 16
 _NUM_NAMED: Final = 8
@@ -96,6 +101,10 @@ def _conversation(
     options = fields.get("chat_template_kwargs", {})
     if not isinstance(options, dict):
         raise ConfigError(f"Expected an object under 'chat_template_kwargs' in {position}, got {kind_of(options)}.")
+    if not any(message["role"] == "assistant" for message in messages):  # Else the template knows the other names.
+        messages = [{**message, "role": _role(str(message["role"]))} for message in messages]
+    for message in messages:
+        _check_loss_marks(message, position)
     return Chat(
         messages=messages,
         tools=_tools(fields.get("tools"), position),
@@ -129,11 +138,26 @@ def _message(message: object, name: str, position: RecordPosition) -> Fields:
         if isinstance(message.get("role"), str) and ("content" in message or "tool_calls" in message):
             return message
         if isinstance(role := message.get("from"), str) and isinstance(message.get("value"), str):
-            return {"role": _ROLES.get(role, role), "content": message["value"]}
+            marks = {name: message[name] for name in _LOSS_MARKS if name in message}
+            return {"role": _role(role), "content": message["value"], **marks}
     got = _keys(message) if isinstance(message, dict) else kind_of(message)
     raise ConfigError(
         f"Expected messages with 'role' and 'content', or 'from' and 'value', under {name!r} in {position}, got {got}."
     )
+
+
+def _role(name: str) -> str:
+    return _ROLES.get(name.lower(), name)
+
+
+def _check_loss_marks(message: Fields, position: RecordPosition) -> None:
+    for name, values in _LOSS_MARKS.items():
+        if message["role"] == "assistant" and message.get(name) not in values:
+            expected = " or ".join(map(json.dumps, values[1:]))
+            raise ConfigError(
+                f"Expected {expected} under {name!r} of an assistant's message in {position}, got "
+                f"{shown(message[name])}. Leave it out."
+            )
 
 
 def _prompt_and_completion(fields: Fields, position: RecordPosition) -> Iterator[Part]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, cast
 
-from lamella._data.answers import AnswerSpan, Messages, RenderedChat, num_equal, rendered_chats
+from lamella._data.answers import AnswerSpan, Messages, RenderedChat, has_loss, num_equal, rendered_chats
 from lamella._data.documents import Chat, EndOfText, Instruction, Part, PromptCompletion, RecordPosition, length_of
 from lamella._data.tokenizer import RunTokenizer
 from lamella._settings.options import ConfigError, in_short
@@ -42,12 +42,14 @@ class Encoder:
             added to texts, no `end` is added to what a chat template rendered, and the first token of each document
             is a complement.
         num_rewritten: Conversations so far with several texts by the chat template.
+        num_unanswered: Conversations so far without a token of an answer.
     """
 
     tokenizer: RunTokenizer
     loss_is_on_all: bool = False
     keeps_documents_apart: bool = False
     num_rewritten: int = 0
+    num_unanswered: int = 0
 
     def encode(self, documents: Iterable[Part]) -> Iterator[EncodedDocuments]:
         """Yield the tokens of documents, in order.
@@ -89,6 +91,7 @@ class Encoder:
             part = part.as_text() if self.tokenizer.chat_template is None else part.as_chat()
         encoded = [self._encode_completion(part)] if isinstance(part, PromptCompletion) else self._encode_chat(part)
         self.num_rewritten += len(encoded) > 1
+        self.num_unanswered += all(token < 0 for ids in encoded for token in ids)
         for ids in encoded:
             documents.tokens.extend(self._ended(ids))
             documents.stops.append(len(documents.tokens))
@@ -120,14 +123,9 @@ class Encoder:
         try:
             if self.loss_is_on_all:
                 return [_ids(self.tokenizer, self._render(chat, chat.messages))]
-            if chat.num_prompt_messages is not None:
-                text, prompt = self._render(chat, chat.messages), chat.messages[: chat.num_prompt_messages]
-                before = self._render(chat, prompt, add_generation_prompt=True) if prompt else ""
-                # Else later turns changed how the template renders the prompt: its tokens would count as completion.
-                if text.startswith(before) or text.startswith(self._render(chat, prompt)):  # noqa: PIE810  one may do
-                    return [self._encode_chat_completion(text, before)]
-            elif self.tokenizer.marks_the_assistant(chat.tools):
-                return [self._encode_marked(chat)]
+            # A completion as a whole, and a template's marks of answers, would be in the loss with every answer.
+            if all(map(has_loss, chat.messages)) and (ids := self._encode_in_one(chat)) is not None:
+                return [ids]
             rendered = rendered_chats(
                 chat.messages,
                 lambda messages, **options: self._render(chat, messages, **options),
@@ -138,6 +136,16 @@ class Encoder:
         except Exception as error:  # Templates are code and may raise any exception, jinja2's among them.
             raise _unrendered(chat.position, error) from error
         return [self._encode_rendered(text) for text in rendered]
+
+    def _encode_in_one(self, chat: Chat) -> list[int] | None:
+        """Return the tokens of a completion, or of a conversation whose template marks answers; None for others."""
+        if chat.num_prompt_messages is None:
+            return self._encode_marked(chat) if self.tokenizer.marks_the_assistant(chat.tools) else None
+        text, prompt = self._render(chat, chat.messages), chat.messages[: chat.num_prompt_messages]
+        before = self._render(chat, prompt, add_generation_prompt=True) if prompt else ""
+        # Else later turns changed how the template renders the prompt: its tokens would count as completion.
+        is_prefix = text.startswith(before) or text.startswith(self._render(chat, prompt))  # noqa: PIE810  one may do
+        return self._encode_chat_completion(text, before) if is_prefix else None
 
     def _render(self, chat: Chat, messages: Messages, **options: Any) -> str:
         render = cast("Callable[..., str]", self.tokenizer.tokenizer.apply_chat_template)

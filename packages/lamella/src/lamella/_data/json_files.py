@@ -3,7 +3,11 @@
 import json
 import re
 from collections.abc import Iterable, Iterator
+from itertools import islice
+from pathlib import Path
 from typing import Final, Literal, NamedTuple
+
+from lamella._settings.options import ConfigError
 
 Form = Literal["text", "lines", "array", "table"]
 """How documents lie in a file: the file is one document, or its lines, the elements of its array or its rows are."""
@@ -32,6 +36,7 @@ COLUMNS: Final = (*(name for names in COLUMN_SETS for name in names), *COLUMNS_B
 _LINE_SUFFIXES: Final = (".jsonl", ".ndjson")
 _ARRAY_SUFFIX: Final = ".json"
 _SEPARATORS: Final = re.compile(r"[\s,\ufeff]*")
+_COLON: Final = re.compile(r"\s*:\s*")
 _DECODER: Final = json.JSONDecoder()
 
 
@@ -47,16 +52,20 @@ class Element(NamedTuple):
     stop: int
 
 
-def form_of(suffix: str, texts: Iterable[str], *, is_named: bool) -> Form:
+def form_of(path: Path, suffix: str, texts: Iterable[str], *, is_named: bool) -> Form:
     """Return the form of a file.
 
     A `.json` file is one document of text, for example a program's settings in a folder of sources, unless the first
     object has a document's columns.
 
     Args:
+        path: The file, for error messages.
         suffix: The suffix of the file's name, in lower case.
         texts: The file's text in pieces; only the beginning is read.
         is_named: The user named the file itself, not its folder: any array is then an array of documents.
+
+    Raises:
+        ConfigError: The file is named, and has documents in another form.
     """
     if suffix in _LINE_SUFFIXES:
         return "lines"
@@ -69,7 +78,14 @@ def form_of(suffix: str, texts: Iterable[str], *, is_named: bool) -> Form:
         element = next(elements(_chain(first, pieces)), None)
         is_array = element is not None and (_is_document(element.text) or (is_named and _is_json(element.text)))
         return "array" if is_array else "text"
-    return "lines" if _is_document(begin.partition("\n")[0]) else "text"
+    if _is_document(begin.partition("\n")[0]):
+        return "lines"
+    if is_named and (got := _other_form(begin)) is not None:
+        raise ConfigError(
+            f"Expected a record a line, or an array of records, in {str(path)!r}, got {got}. Write the "
+            "records to a file of their own, in one of these forms."
+        )
+    return "text"
 
 
 def _chain(first: str, pieces: Iterator[str]) -> Iterator[str]:
@@ -88,6 +104,26 @@ def _is_json(text: str) -> bool:
 def _is_document(text: str) -> bool:
     fields = json.loads(text) if _is_json(text) else None
     return isinstance(fields, dict) and any(name in fields for name in DOCUMENT_COLUMNS)
+
+
+def _other_form(text: str) -> str | None:
+    """Describe the documents that an object at the beginning of a text is or has in a list; None without any."""
+    position = _skip(text, 1) if text.startswith("{") else len(text)
+    while text[position : position + 1] == '"':
+        try:
+            key, position = _DECODER.raw_decode(text, position)
+            position += len(colon[0]) if (colon := _COLON.match(text, position)) else 0
+            if key in DOCUMENT_COLUMNS:
+                return "a record over several lines"
+            if text[position : position + 1] == "[" and any(
+                _is_document(element.text) for element in islice(elements([text[position:]]), 1)
+            ):
+                return f"an object with records in the list under {key!r}"
+            _, position = _DECODER.raw_decode(text, position)
+        except (ValueError, RecursionError):  # cut at the end of the text, or damaged
+            return None
+        position = _skip(text, position)
+    return None
 
 
 def elements(texts: Iterable[str]) -> Iterator[Element]:

@@ -156,7 +156,7 @@ def _stream_text(name: str, path: Path, *, is_named: bool) -> StreamedFile | Non
         nbytes = path.stat().st_size if block else 0  # The content of a compressed file may be empty.
         try:
             _checked_text(codecs.getincrementaldecoder("utf-8")().decode(block))
-            form = form_of(suffix_of(path), decoded(path), is_named=is_named)
+            form = form_of(path, suffix_of(path), decoded(path), is_named=is_named)
         except UnicodeDecodeError:
             if is_named:
                 raise no_text(path, repr(str(path))) from None

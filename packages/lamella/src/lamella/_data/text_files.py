@@ -192,7 +192,7 @@ def scan_text(name: str, path: Path, *, is_named: bool) -> TextFile | None:
             line = num_lines + error.object[: error.start].count(b"\n") + 1
             raise no_text(path, f"line {line} of {str(path)!r}") from None
         return None
-    form = form_of(suffix_of(path), decoded(path, 0, nbytes), is_named=is_named)
+    form = form_of(path, suffix_of(path), decoded(path, 0, nbytes), is_named=is_named)
     return TextFile(name=name, path=path, stop=nbytes, digest=digest.hexdigest(), form=form)
 
 

@@ -68,6 +68,7 @@ class TokenData:
         units: (vocab_size,) int32: length of each token in `unit`.
         unit: "byte" or "token"; in tokens every length is 1.
         num_rewritten: The conversations that the chat template renders in several texts.
+        num_unanswered: The conversations without a token of an answer.
         fingerprint: Hash of the text, its split, the tokenizer and the form.
         sources: The names of the training sources; one empty name without names, none where they are streamed.
         validation_sets: The names of the validation sets; one empty name without names.
@@ -79,6 +80,7 @@ class TokenData:
     unit: Unit
     num_rewritten: int
     fingerprint: str
+    num_unanswered: int = 0
     sources: Sequence[str] = _ONE
     validation_sets: Sequence[str] = _ONE
 
@@ -137,6 +139,11 @@ class TokenData:
             lines.append(
                 f"answers: {self.num_rewritten:,} conversations become several documents, since the chat template "
                 "rewrites earlier turns"
+            )
+        if self.num_unanswered:
+            lines.append(
+                f"answers: {self.num_unanswered:,} conversations have none, a message of the role 'assistant', and add "
+                "nothing to the loss"
             )
         return lines
 
@@ -329,6 +336,7 @@ def _write_staged(
         "units": torch.tensor(tokenizer.units(), dtype=torch.int32),
         "unit": tokenizer.unit,
         "num_rewritten": encoder.num_rewritten,
+        "num_unanswered": encoder.num_unanswered,
         "fingerprint": token_fingerprint,
         "sources": list(splits["train"]),
         "validation_sets": list(splits["validation"]),
