@@ -1,5 +1,6 @@
 """Samples during training: the model's own continuations, which leave training as it is."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,14 @@ from trained_runs import Run, TrainOn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lamella import Config
+from lamella._model.spec import load_spec
+from lamella._processes.placement import DataShare, Rank, place
 from lamella._record.metrics import SampleRecord, read
 from lamella._record.report import report
 from lamella._record.run_directory import RunDirectory
+from lamella._settings.sections import RunConfig
+from lamella._training.preparation import prepare
+from lamella._training.samples import Samples
 from lamella.cli import main
 from lamella_testing import RankFailure
 
@@ -65,6 +71,21 @@ def test_a_greedy_sample_is_the_text_that_transformers_generates(
         assert text == tokenizer.decode(tokens[0, inputs.shape[1] :], skip_special_tokens=True)
     page = report(RunDirectory(run.directory.root))
     assert "Samples at step 6" in page and "class Parser:" in page
+
+
+@pytest.mark.parametrize("ends", [[7, 9], 9])
+def test_a_sample_ends_at_the_tokens_at_which_generation_ends(
+    config: Config, ends: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = prepare(place(config)).directory
+    (directory.model / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    rank = Rank(rank=0, num_ranks=1, device=torch.device("cpu"))
+    run = RunConfig(sample=("def ",), sample_tokens=5)
+    samples_of_run = Samples(run, directory, load_spec(str(directory.model)), rank, DataShare(0, 1))
+    monkeypatch.setattr("lamella._training.samples.dist.all_reduce", lambda *_, **__: None)
+    tokens = iter([5, 9, 6])
+    monkeypatch.setattr(samples_of_run, "_next", lambda *_: next(tokens))
+    assert samples_of_run._continuation(torch.nn.Identity(), [1], torch.Generator()) == [5, 9]
 
 
 def test_float8_with_past_amaxes_trains_alike_with_samples(config: Config, train: TrainOn) -> None:

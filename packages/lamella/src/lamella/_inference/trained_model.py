@@ -12,7 +12,7 @@ from lamella._data.tokenizer import RunTokenizer, read_tokenizer
 from lamella._export.trained_run import TrainedRun, is_run, open_run, run_around
 from lamella._model.attention import inference_attention
 from lamella._model.lora import merged
-from lamella._model.spec import load_spec, outline
+from lamella._model.spec import generation_config, load_spec, outline
 from lamella._model.weights import pretrained_directory
 from lamella._settings.options import ConfigError, in_short
 from lamella_checkpoint import load
@@ -82,8 +82,6 @@ def open_model(path: Path, step: int | None, device: torch.device) -> TrainedMod
 
 
 def _model_of_run(run: TrainedRun, path: Path, device: torch.device) -> TrainedModel:
-    from transformers import GenerationConfig
-
     folder = run.directory.model
     spec = load_spec(str(folder))
     outline(spec)  # which refuses a model whose adapter is not installed
@@ -93,8 +91,7 @@ def _model_of_run(run: TrainedRun, path: Path, device: torch.device) -> TrainedM
         parameter.data = parameter.data.to(_DTYPES[device.type])
     materialise(model, device)
     load(run.checkpoint, model=model, translate=partial(merged, model=run.config.model))
-    if (folder / "generation_config.json").is_file():
-        cast(Any, model).generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+    cast(Any, model).generation_config = generation_config(folder, spec)
     return TrainedModel(
         model=model.eval(),
         device=device,

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from torch import nn
 
@@ -15,6 +15,9 @@ from lamella._settings.config import Values
 from lamella._settings.options import LARGEST, ConfigError, in_short, nearest, shown
 from lamella._settings.parsing import parse_json, read_settings
 from lamella_transformers import Adapter, ModelError, ModelSpec, find_adapter, num_positions
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +89,8 @@ NAMED: Mapping[str, NamedModel] = {
 
 SMALLEST_VOCABULARY = 257
 
+_GENERATION_CONFIG: Final = "generation_config.json"
+
 _COUNT: Final = re.compile(r"layer|expert|block|depth")
 _RATE: Final = re.compile(r"dropout|pdrop")
 _LARGEST_COUNT: Final = 10_000
@@ -98,6 +103,25 @@ _EXTRAS: Final[Mapping[str, str]] = {"qwen3_5_text": "qwen", "qwen3_5_moe_text":
 def named_settings(name: str) -> Values:
     """Return the settings of a shipped model; none for a path."""
     return NAMED[name].settings if name in NAMED else {}
+
+
+def generation_config(folder: Path, spec: ModelSpec) -> "GenerationConfig":
+    """Return the settings of generation in a model's folder; those of the model's config without any.
+
+    Raises:
+        ConfigError: transformers refuses the file.
+    """
+    from transformers import GenerationConfig
+
+    make = cast(Any, GenerationConfig)
+    try:
+        has_file = (folder / _GENERATION_CONFIG).is_file()
+        settings = make.from_pretrained(folder, local_files_only=True) if has_file else make.from_model_config(spec)
+    except Exception as error:  # transformers raises errors of all its parts.
+        raise ConfigError(
+            f"Expected a {_GENERATION_CONFIG} that transformers reads in {str(folder)!r}, got: {in_short(error)}"
+        ) from error
+    return cast("GenerationConfig", settings)
 
 
 def load_spec(name: str, vocab_size: int | None = None) -> ModelSpec:

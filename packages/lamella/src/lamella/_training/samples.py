@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lamella._data.tokenizer import read_tokenizer
+from lamella._model.spec import generation_config
 from lamella._processes.placement import DataShare, Rank
 from lamella._record.metrics import SampleRecord
 from lamella._record.run_directory import RunDirectory
@@ -47,12 +48,15 @@ class Samples:
         share: The share of the prompts of this rank, and of neighbours in the same forwards.
 
     Raises:
-        ConfigError: A prompt has no room for a token among the positions of the model.
+        ConfigError: A prompt has no room for a token among the positions of the model, or the folder's settings of
+            generation cannot be read.
     """
 
     def __init__(self, run: RunConfig, directory: RunDirectory, spec: ModelSpec, rank: Rank, share: DataShare) -> None:
         self._run, self._rank, self._share = run, rank, share
         self._tokenizer = read_tokenizer(directory.model, spec.vocab_size)
+        ends = generation_config(directory.model, spec).eos_token_id
+        self._ends = {self._tokenizer.end, *(ends if isinstance(ends, list) else [ends])}
         self._prompts = [self._tokenizer.prompt_tokens(prompt) for prompt in run.sample]
         self._num_positions = num_positions(spec)
         for prompt, tokens in zip(run.sample, self._prompts, strict=True):
@@ -91,13 +95,13 @@ class Samples:
         return texts[:: self._rank.num_ranks // self._share.num_shares][: len(self._prompts) - start]
 
     def _continuation(self, model: nn.Module, prompt: Sequence[int], generator: torch.Generator) -> list[int]:
-        """Return the tokens after a prompt, up to the end of the text or of the longest rank's."""
+        """Return the tokens after a prompt, up to the end of the text or turn, or of the longest rank's."""
         tokens, has_ended = [*prompt], False
         for _ in range(self._run.sample_tokens):
             token = self._next(model, tokens, generator)
             if not has_ended:
                 tokens.append(token)
-                has_ended = token == self._tokenizer.end or len(tokens) == self._num_positions
+                has_ended = token in self._ends or len(tokens) == self._num_positions
             if self._all_ended(has_ended):
                 break
         return tokens[len(prompt) :]
