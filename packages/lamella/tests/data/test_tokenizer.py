@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,15 @@ def test_every_document_ends_with_the_end_of_text(corpus_of: CorpusOf) -> None:
     assert tokenizer.tokenizer.convert_ids_to_tokens(tokenizer.end) == END_OF_TEXT
     assert tokens[-1] == tokenizer.end and tokens.count(tokenizer.end) == 2
     assert tokenizer.units()[tokenizer.end] == 0
+
+
+def test_special_tokens_are_no_bytes_of_text(corpus_of: CorpusOf) -> None:
+    tokenizer = train_tokenizer(corpus_of("one two\n" * 20).train, 270)
+    assert tokenizer.backend is not None
+    tokenizer.backend.add_special_tokens(["<|im_end|>"])
+    tokenizer.backend.add_tokens(["<think>"])
+    *_, special, plain = replace(tokenizer, num_tokens=tokenizer.num_tokens + 2).units()
+    assert (special, plain) == (0, len("<think>"))
 
 
 def test_the_vocabulary_holds_every_byte_also_of_other_texts(corpus_of: CorpusOf) -> None:

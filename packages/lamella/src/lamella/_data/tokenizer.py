@@ -80,14 +80,17 @@ class RunTokenizer:
         return json.dumps([vocabulary, self.end, self.tokenizer.chat_template], sort_keys=True)
 
     def units(self) -> list[int]:
-        """Return the length of each token in `unit`: bytes of text, 0 for `end`; or 1 per token.
+        """Return the length of each token in `unit`: bytes of text, 0 for `end` and special tokens; or 1 per token.
 
         In the byte-level alphabet a byte is one character, so a token's name has one character per byte. The name of
         an added token is plain text.
         """
         if self.unit == "token" or self.backend is None:
             return [1] * self.num_tokens
-        added = {index: len(token.content.encode()) for index, token in self.backend.get_added_tokens_decoder().items()}
+        added = {
+            index: 0 if token.special else len(token.content.encode())
+            for index, token in self.backend.get_added_tokens_decoder().items()
+        }
         nbytes = [0] * self.num_tokens
         for name, index in self.backend.get_vocab().items():
             nbytes[index] = 0 if index == self.end else added.get(index, len(name))
