@@ -11,7 +11,7 @@ from trained_runs import Run
 
 from lamella._command.train import Result
 from lamella._record.history import read_history, recorded_start
-from lamella._record.report import report, reported_run
+from lamella._record.report import report, reported_run, write_report
 from lamella._record.run_directory import RunDirectory
 from lamella.cli import main
 
@@ -183,6 +183,14 @@ def test_a_path_that_begins_with_a_dash_is_no_option_of_the_next_commands(
     assert page.has("lamella export ./-run") and page.has("lamella train --config ./-run/config.json --run-dir ./-run")
     result = Result(checkpoint=Path(), plot=Path(), metrics=Path("-run/metrics.jsonl"), report=Path(), validations=())
     assert result.lines()[-1] == 'next: lamella export ./-run, or lamella generate ./-run "..."'
+
+
+def test_a_path_that_is_no_utf_8_is_shown_escaped(tmp_path: Path) -> None:
+    directory = write_run(tmp_path / "run", [step_row(1)])
+    settings = json.loads(directory.config.read_text(encoding="utf-8"))
+    settings["data"] = {"paths": [f"{HOSTILE}\udcff"]}
+    directory.config.write_text(json.dumps(settings), encoding="utf-8")
+    assert Outline(write_report(directory).read_text(encoding="utf-8")).texts.count(f"{HOSTILE}\\udcff") == 1
 
 
 def test_a_page_that_cannot_be_written_leaves_the_run_alone(tmp_path: Path) -> None:

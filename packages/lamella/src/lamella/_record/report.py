@@ -55,7 +55,8 @@ def write_report(directory: RunDirectory) -> Path:
     Effects: reads the run's settings, metrics, history and profile; no collective.
     """
     partial_file = directory.report.with_name(f"{directory.report.name}.partial")
-    partial_file.write_text(report(directory), encoding="utf-8")
+    # A path may have bytes that are no UTF-8, which the page shows as escapes.
+    partial_file.write_text(report(directory), encoding="utf-8", errors="backslashreplace")
     partial_file.replace(directory.report)
     return directory.report
 
