@@ -51,6 +51,7 @@ def test_a_search_puts_the_fastest_that_fits_first(model: Path, capsys: pytest.C
         (["--calibrate", "no.json", "--search"], "Expected --calibrate without --search, got both"),
         (["--calibrate", "no.json"], "Expected what export_chrome_trace() wrote in 'no.json'"),
         (["--calibrate", "no.json", "--step-time", "x"], "Expected --step-time to be a number of at least 0, got 'x'"),
+        (["--learning-rate", "1"], "got '--learning-rate'. Pass --lr."),
         (["--device", "cpu"], "Expected a plan of GPUs, got --device cpu"),
         (
             ["--offload-activations"],
@@ -75,11 +76,20 @@ def test_lamella_plan_refuses_unusable_options_in_one_line(
     ("settings", "message"),
     [
         ({"network": 3}, "Expected keys of a cluster"),
-        ({"network_gb_s": 0}, "Expected network_gb_s of the cluster to be more than 0, got 0"),
-        ({"launch_us": -1}, "Expected launch_us of the cluster to be a number from 0 on, got -1"),
-        ({"gpus_a_host": "8"}, "Expected gpus_a_host of the cluster to be a number from 0 on, got '8'"),
+        ({"network_gb_s": 0}, "Expected network_gb_s of the cluster to be a number from 1e-06 to 1e+09, got 0."),
+        ({"launch_us": -1}, "Expected launch_us of the cluster to be a number from 0 to 1e+09, got -1."),
+        ({"network_us": 1e300}, "Expected network_us of the cluster to be a number from 0 to 1e+09, got 1e+300."),
+        ({"network_us": float("inf")}, "Expected network_us of the cluster to be a number from 0 to 1e+09, got inf."),
+        ({"copy_gb_s": float("nan")}, "Expected copy_gb_s of the cluster to be a number from 1e-06 to 1e+09, got nan"),
+        *(
+            ({"gpus_a_host": count}, "Expected gpus_a_host of the cluster to be an integer from 1 to 1e+09, got ")
+            for count in ("8", 8.0, 4.5, 0.5, 0, True, 10**30)
+        ),
         ({"gpu_memory": "much"}, "gpu_memory"),
+        ({"gpu_memory": 80}, 'Expected gpu_memory of the cluster to be a text such as "80GiB", got 80.'),
+        ({"gpu_memory": "9" * 400}, "Expected gpu_memory to be a size such as 2GiB or 500MiB, got '999"),
         ({"like": "b200"}, "Expected `like` in"),
+        ({"like": ["h100"]}, "Expected `like` in"),
         ([1], "which holds no table"),
     ],
 )

@@ -110,7 +110,7 @@ def _check_command(argv: Sequence[str], commands: Sequence[str], program: str) -
 def _unknown(argument: str, arguments: argparse.Namespace) -> str:
     command = arguments.command
     options: Sequence[str] = ["--json", "--html"] if command == "overlap-report" else []
-    if command in ("train", "estimate"):
+    if takes_settings := command in ("train", "estimate", "plan"):
         options = ["--config", "--memory", *(field.flag for cls in GROUPS.values() for field in fields_of(cls))]
     elif command in inference_options.VERBS:
         options = inference_options.options_of(command)
@@ -120,7 +120,7 @@ def _unknown(argument: str, arguments: argparse.Namespace) -> str:
     word = argument.split("=")[0]
     if word in options:
         return f"Expected no option after --, got {word!r}. Pass options before --."
-    hint = (option_of_spelling(word) if command in ("train", "estimate") else "") or nearest(word, options)
+    hint = (option_of_spelling(word) if takes_settings else "") or nearest(word, options)
     return f"Expected an option of `lamella {command}`, got {word!r}.{hint}"
 
 

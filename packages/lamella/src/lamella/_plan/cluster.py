@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import Any, Final
 
 from lamella._settings.fit import budget_nbytes
-from lamella._settings.options import ConfigError, nearest
+from lamella._settings.options import ConfigError, nearest, shown
 from lamella_buffers import FakeCollective
 
 _GB: Final = 1e9
 _US: Final = 1e-6
+_SMALLEST: Final = 1e-6
+_LARGEST: Final = 1e9
+"""The bounds of rates, times and counts: products of several of them are numbers too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,13 +64,11 @@ class Cluster:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            number = getattr(self, field.name)
-            if field.name == "gpu_memory":
-                budget_nbytes(self.gpu_memory, "gpu_memory")
-            elif not isinstance(number, int | float) or isinstance(number, bool) or not number >= 0:
-                raise ConfigError(f"Expected {field.name} of the cluster to be a number from 0 on, got {number!r}.")
-            elif not number and not field.name.endswith("_us"):
-                raise ConfigError(f"Expected {field.name} of the cluster to be more than 0, got {number!r}.")
+            if (expected := _expected(field.name, getattr(self, field.name))) is not None:
+                raise ConfigError(
+                    f"Expected {field.name} of the cluster to be {expected}, got {shown(getattr(self, field.name))}."
+                )
+        budget_nbytes(self.gpu_memory, "gpu_memory")
 
     @property
     def gpu_nbytes(self) -> int:
@@ -96,6 +97,18 @@ class Cluster:
     def to_json(self) -> str:
         """Return the description as text for `--cluster`."""
         return json.dumps(asdict(self), indent=2) + "\n"
+
+
+def _expected(name: str, setting: object) -> str | None:
+    """Return the kind of settings of a name, in words; None for a setting of the kind."""
+    if name == "gpu_memory":
+        return None if isinstance(setting, str) else 'a text such as "80GiB"'
+    is_count = name == "gpus_a_host"
+    least = 1 if is_count else 0 if name.endswith("_us") else _SMALLEST
+    kind = int if is_count else int | float
+    if isinstance(setting, kind) and not isinstance(setting, bool) and least <= setting <= _LARGEST:
+        return None
+    return f"{'an integer' if is_count else 'a number'} from {least:g} to {_LARGEST:g}"
 
 
 CLUSTERS: Final[Mapping[str, Cluster]] = {
@@ -141,8 +154,8 @@ def read_cluster(text: str) -> Cluster:
 def _changed(settings: Mapping[str, Any], text: str) -> Cluster:
     changes = dict(settings)
     name = changes.pop("like", "h100")
-    if name not in CLUSTERS:
-        raise ConfigError(f"Expected `like` in {text!r} to be one of {', '.join(CLUSTERS)}, got {name!r}.")
+    if not isinstance(name, str) or name not in CLUSTERS:
+        raise ConfigError(f"Expected `like` in {text!r} to be one of {', '.join(CLUSTERS)}, got {shown(name)}.")
     field_names = {field.name for field in fields(Cluster)}
     for key in changes:
         if key not in field_names:

@@ -18,7 +18,7 @@ def budget_nbytes(text: str | None, flag: str = "--keep-budget") -> int:
     """
     if text is None:
         return 0
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT]?)I?B)?", text.upper())
+    match = re.fullmatch(r"(\d{1,15}(?:\.\d+)?)\s*(?:([KMGT]?)I?B)?", text.upper())
     if match is None:
         raise ConfigError(f"Expected {flag} to be a size such as 2GiB or 500MiB, got {text!r}.")
     return int(float(match[1]) * _UNITS[match[2] or ""])
