@@ -93,7 +93,7 @@ def read(config: Config, num_ranks: int, steps: range, state: Mapping[str, objec
         batches.begin(state or {})
         batches.measure(steps.start)
         parts = [(batches.batch(step, rank, num_ranks), batches.num_targets(step)) for step in steps]
-        return parts, batches.state(steps.stop), counts
+        return parts, batches.state(), counts
 
     ranks = run_ranks(on_rank, num_ranks)
     batches: dict[int, TokenBatch] = {}
@@ -197,6 +197,24 @@ def test_a_text_that_changed_at_the_place_of_the_run_is_refused(streamed: Config
     write_lines(path, [{"text": record["text"].replace("alpha", "omega")} for record in texts(1, 90)])
     with pytest.raises(Exception, match=r"Expected the text at the place at which the run goes on .* in '.*a.jsonl'"):
         read(config, 2, range(2, 3), state)
+
+
+@pytest.mark.parametrize("num_steps", [6, 8])  # in the second window of 32 documents, and at its end
+def test_a_line_put_before_the_place_of_the_run_is_refused_as_a_change(
+    streamed: Config, tmp_path: Path, num_steps: int
+) -> None:
+    records = texts(1, 120)
+    path = write_lines(tmp_path / "a.jsonl", records)
+    config = replace(streamed, data=replace(streamed.data, paths=(str(path),), packing="none"))
+    batches = read(config, 1, range(num_steps + 1))
+    state = read(config, 1, range(num_steps)).state
+    assert_equal(read(config, 1, range(num_steps, num_steps + 1), state).steps, {num_steps: batches.steps[num_steps]})
+    write_lines(path, [{"text": "one more document"}, *records])
+    with pytest.raises(Exception, match=r"Expected the text at the place .* got another in '.*a.jsonl': Expected JSON"):
+        read(config, 1, range(num_steps, num_steps + 1), state)
+    write_lines(path, records[:1])
+    with pytest.raises(Exception, match=r"Expected the text at the place at which the run goes on to stay as it was"):
+        read(config, 1, range(num_steps, num_steps + 1), state)
 
 
 def test_a_damaged_record_ends_a_streamed_run_with_its_line_and_last_checkpoint(

@@ -52,7 +52,7 @@ class BatchStream:
     def begin(self, state: Mapping[str, Any]) -> None:
         """Nothing: any step can be the first."""
 
-    def state(self, step: int) -> dict[str, object]:
+    def state(self) -> dict[str, object]:
         """Return the place in the text for a checkpoint: nothing, as the step alone says the place."""
         return {}
 

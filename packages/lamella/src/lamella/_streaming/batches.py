@@ -42,9 +42,9 @@ class ScatteredBatches:
         if self._reader is not None:
             self._reader.begin(state.get("stream"))
 
-    def state(self, step: int) -> dict[str, object]:
-        """Return the place in the text after `step` steps for a checkpoint, on rank 0 alone."""
-        return {} if self._reader is None else {"stream": self._reader.state(step)}
+    def state(self) -> dict[str, object]:
+        """Return the place in the text after the batches so far for a checkpoint, on rank 0 alone."""
+        return {} if self._reader is None else {"stream": self._reader.state()}
 
     def measure(self, step: int) -> tuple[str, ...]:
         """Set `tokens_a_sequence`, of the text at the beginning of a step, and return lines to print on the packing.

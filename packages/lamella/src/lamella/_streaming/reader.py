@@ -94,10 +94,9 @@ class StreamReader:
         for number, source in enumerate(self._sources):
             source.begin(states[number] if states else None)
 
-    def state(self, step: int) -> list[dict[str, object]]:
-        """Return the place of each source after `step` steps, the steps of all batches read so far: plain data."""
-        counts = self._draws(step * self._batch_size, 0)[0].tolist()
-        return [source.state(count) for source, count in zip(self._sources, counts, strict=True)]
+    def state(self) -> list[dict[str, object]]:
+        """Return the place of each source after the batches read so far: plain data."""
+        return [source.state() for source in self._sources]
 
     def measure(self, step: int) -> WindowMeasure:
         """Return the mean number of tokens in a sequence of the windows that a step begins in.

@@ -63,16 +63,13 @@ class WindowedSequences:
             self._digest = state["digest"]
         self._read(self._start)
 
-    def state(self, number: int) -> dict[str, object]:
-        """Return the place of a sequence's window: plain data.
+    def state(self) -> dict[str, object]:
+        """Return the place of the window in use: plain data.
 
-        Args:
-            number: The number of a sequence of the window in use, or the next.
+        Of a window that is used up too: read again, it tells whether the text before the next window has changed.
         """
-        window, start, digest = self._window, self._start, self._digest
-        if window is not None:
-            is_used_up = number >= window.after.num_sequences
-            start, digest = (window.after, None) if is_used_up else (window.start, window.digest)
+        window = self._window
+        start, digest = (self._start, self._digest) if window is None else (window.start, window.digest)
         return start._asdict() | {"position": start.position._asdict(), "carry": [*start.carry], "digest": digest}
 
     def batch(self, start: int, count: int) -> TokenBatch:
@@ -100,16 +97,23 @@ class WindowedSequences:
         """
         while self._window is None or number >= self._window.after.num_sequences:
             assert self._next is not None
-            window = self._next.result()
+            try:
+                window = self._next.result()
+            except ConfigError as error:
+                raise error if self._digest is None else self._changed(f": {error}") from error
             if self._digest not in (None, window.digest):
-                raise ConfigError(
-                    f"Expected the text at the place at which the run goes on to stay as it was, got another in "
-                    f"{self._reader.documents.described(self._start.position)}. Pass the former --data, or another "
-                    "--run-dir."
-                )
+                raise self._changed(".")
             self._window, self._digest = window, None
             self._read(window.after)
         return self._window
+
+    def _changed(self, details: str) -> ConfigError:
+        """Return the refusal of another text, or of an error, where the run goes on: this text was read before."""
+        return ConfigError(
+            "Expected the text at the place at which the run goes on to stay as it was, got another in "
+            f"{self._reader.documents.described(self._start.position)}{details} Pass the former --data, or another "
+            "--run-dir."
+        )
 
     def _read(self, start: WindowStart) -> None:
         self._next = Background(lambda: self._reader.window_with_targets(start))

@@ -260,7 +260,7 @@ class Trainer:
         extra = stream_settings(self._config, self._tokens.packing) | {
             "fingerprint": self._tokens.fingerprint,
             "step": step,
-            **self._batches.state(step),
+            **self._batches.state(),
         }
         if not self._config.data.streaming:  # Another start of streamed text has another window's mean.
             extra["tokens_a_step"] = self._tokens_a_step
