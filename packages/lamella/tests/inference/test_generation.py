@@ -107,6 +107,20 @@ def test_bad_input_is_one_line(
     assert expected.format_map(names) in output.err
 
 
+@pytest.mark.parametrize(
+    "argv", [["generate", "{folder}", "x"], ["eval", "{folder}"], ["train", "--model", "{folder}", "--print-config"]]
+)
+def test_an_adapter_alone_is_refused_with_the_ways_to_merge_it(
+    argv: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (tmp_path / name).write_text("{}", encoding="utf-8")
+    assert main([word.format(folder=tmp_path) for word in argv]) == 2
+    error = capsys.readouterr().err
+    assert f"Expected a model in '{tmp_path}', got an adapter of peft's (adapter_config.json). Merge it" in error
+    assert error.count("\n") == 1
+
+
 def test_a_damaged_checkpoint_is_refused_by_its_file(
     trained: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,7 +13,7 @@ from lamella._export.trained_run import TrainedRun, is_run, open_run, run_around
 from lamella._model.attention import inference_attention
 from lamella._model.lora import merged
 from lamella._model.spec import generation_config, load_spec, outline
-from lamella._model.weights import pretrained_directory
+from lamella._model.weights import pretrained_directory, refuse_adapter
 from lamella._settings.options import ConfigError, in_short
 from lamella_checkpoint import load
 from lamella_transformers import ModelSpec, build_without_parameters, materialise, set_attention
@@ -70,6 +70,7 @@ def open_model(path: Path, step: int | None, device: torch.device) -> TrainedMod
     """
     _silence_transformers()
     if not (path / "config.json").is_file():
+        refuse_adapter(path)
         raise ConfigError(
             f"Expected the folder of a run of `lamella train`, or a Hugging Face folder, got {str(path)!r}, which "
             f"{'has no config.json' if path.is_dir() else 'is no folder'}.{run_around(path)}"

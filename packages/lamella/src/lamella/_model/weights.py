@@ -35,11 +35,13 @@ def pretrained_directory(name: str) -> Path | None:
     """Return the directory with weights that `--model` names; None for a config alone and for shipped models.
 
     Raises:
-        ConfigError: The directory has weights in another format than safetensors: a run would start without weights.
+        ConfigError: The directory has weights in another format than safetensors, or of an adapter alone: a run would
+            start without weights.
     """
     directory = Path(name)
     if any((directory / file).is_file() for file in _WEIGHTS):
         return directory
+    refuse_adapter(directory)
     if directory.is_dir() and (
         unread_files := [file for pattern in _OTHER_WEIGHTS for file in directory.glob(pattern)]
     ):
@@ -49,6 +51,19 @@ def pretrained_directory(name: str) -> Path | None:
             "weights."
         )
     return None
+
+
+def refuse_adapter(directory: Path) -> None:
+    """Refuse a folder of peft's in the place of a model's.
+
+    Raises:
+        ConfigError: Names the ways to merge the adapter.
+    """
+    if (directory / "adapter_config.json").is_file():
+        raise ConfigError(
+            f"Expected a model in {str(directory)!r}, got an adapter of peft's (adapter_config.json). Merge it into "
+            "its model first: lamella export RUN OUT --merge, or peft's merge_and_unload() and save_pretrained()."
+        )
 
 
 def _to_safetensors(directory: Path) -> str:
