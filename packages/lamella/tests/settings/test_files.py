@@ -34,11 +34,11 @@ def broken():
 def test_a_table_in_the_place_of_a_list_has_a_text_a_name(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(
         '[data]\nvalidation_paths = {wiki = "w.jsonl", code = ["a", "b"]}\n[optim]\n'
-        "optimizer_options = {momentum = 0.9, nesterov = true}\n"
+        "optimizer_options = {momentum = 0.9, nesterov = true, betas = [0.5, 0.6]}\n"
     )
     groups = read_config(str(tmp_path / "run.toml"))
     assert groups["data"]["validation_paths"] == ("wiki=w.jsonl", "code=a", "code=b")
-    assert groups["optim"]["optimizer_options"] == ("momentum=0.9", "nesterov=true")
+    assert groups["optim"]["optimizer_options"] == ("momentum=0.9", "nesterov=true", "betas=[0.5, 0.6]")
 
 
 @pytest.fixture

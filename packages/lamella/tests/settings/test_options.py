@@ -140,7 +140,7 @@ def test_a_missing_file_is_refused() -> None:
 
 
 def test_the_printed_settings_can_be_read_back(tmp_path: Path) -> None:
-    config = config_of("--ranks", "3", "--data", 'a "quoted" path', "\U0001f999", "--lr", "1e-7", "--no-resume")
+    config = config_of("--ranks", "3", "--data", 'a "quoted" path', "\U0001f999 \x7f", "--lr", "1e-7", "--no-resume")
     path = tmp_path / "run.toml"
     path.write_text(to_toml(config), encoding="utf-8")
     assert resolve(read_file(str(path))) == config

@@ -128,6 +128,10 @@ def to_toml(config: Config) -> str:
 
 
 def _table(group: str, values: Mapping[str, object]) -> str:
-    # JSON strings, numbers, booleans and lists of strings are valid TOML too, but JSON's surrogate pairs.
-    lines = [f"{name} = {json.dumps(value, ensure_ascii=False)}" for name, value in values.items() if value is not None]
+    lines = [f"{name} = {_literal(value)}" for name, value in values.items() if value is not None]
     return "\n".join([f"[{group}]", *lines])
+
+
+def _literal(value: object) -> str:
+    # JSON strings, numbers, booleans and lists of strings are valid TOML too, but JSON's surrogate pairs, and DEL.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", r"\u007f")

@@ -91,18 +91,24 @@ def _checked_group(group: str, fields: object, path: str) -> Mapping[str, object
             hint = field_of_spelling(str(name)) or nearest(str(name), names)
             raise ConfigError(f"Expected a field of [{group}] in {path!r}, got {shown(name)}.{hint}")
     lists = [field.name for field in fields_of(GROUPS[group]) if typing.get_origin(field.kind) is tuple]
-    return {name: _setting(setting, is_list=name in lists) for name, setting in fields.items()}
+    return {
+        name: _named_texts(name, setting)
+        if name in lists and isinstance(setting, Mapping)
+        else tuple(setting)
+        if isinstance(setting, list)
+        else setting
+        for name, setting in fields.items()
+    }
 
 
-def _setting(setting: object, *, is_list: bool) -> object:
-    """Return a list as a tuple, and a table in a list's place as NAME=X texts, which the command line has."""
-    if is_list and isinstance(setting, Mapping):
-        return tuple(
-            f"{name}={text if isinstance(text, str) else json.dumps(text, default=str)}"
-            for name, texts in setting.items()
-            for text in (texts if isinstance(texts, list | tuple) else [texts])
-        )
-    return tuple(setting) if isinstance(setting, list) else setting
+def _named_texts(field: str, table: Mapping[str, object]) -> tuple[str, ...]:
+    """Return a table in the place of a field's list as NAME=X texts, which the command line has."""
+    has_lists = field.endswith("paths")  # A name has several paths, but one option, which may be a list.
+    return tuple(
+        f"{name}={text if isinstance(text, str) else json.dumps(text, default=str)}"
+        for name, texts in table.items()
+        for text in (texts if has_lists and isinstance(texts, list | tuple) else [texts])
+    )
 
 
 def _read_python(path: str, name: str) -> Values:
