@@ -32,8 +32,8 @@ Split = Literal["train", "validation"]
 _ONE: Final = ("",)
 
 
-_FIRST_TARGET: Final = "second-token"
-"""The first target of a document in a row of its own. In tokens of an earlier lamella it was the first of a text."""
+_TARGETS: Final = "second-token-on, marked-answers"
+"""The rules of targets. Tokens of an earlier lamella, which had others, are made anew."""
 
 
 class TokenForm(NamedTuple):
@@ -55,7 +55,7 @@ class TokenForm(NamedTuple):
         """Return a text that differs between forms whose files differ."""
         if self.packing == "stream" and not self.has_answers:
             return "stream"
-        return f"{self.packing}-{self.loss_on}-{self.sequence_length}-{_FIRST_TARGET}"
+        return f"{self.packing}-{self.loss_on}-{self.sequence_length}-{_TARGETS}"
 
 
 @dataclass(frozen=True, kw_only=True)
