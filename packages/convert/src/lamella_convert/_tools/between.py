@@ -156,7 +156,7 @@ class Between:
         matches = self._rules(self.config).match(parameter_shapes(source), "left" if to == "right" else "right")
         return translated(source, matches, to=to, originals=originals)
 
-    def whole(self, translation: Translated, to: Side) -> Renamed:
+    def without_unknown_names(self, translation: Translated, to: Side) -> Renamed:
         """A result of `translate` without the tensors that no rule names, which are in `left_over`.
 
         Raises:
@@ -169,12 +169,12 @@ class Between:
         rules.check_complete(parameter_shapes(source), unknown, "left" if to == "right" else "right")
         rules.check_numbers(parameter_shapes(source if to == "right" else translation))
 
-        def known(name: str) -> str | None:
+        def known_name(name: str) -> str | None:
             section, entry = split_section(name)
             parameter = entry if section == MODEL else longest_known(entry, unknown)[0] if section else None
             return None if parameter in unknown else name
 
-        return rename(translation, known)
+        return rename(translation, known_name)
 
     def _rules(self, config: Mapping[str, Any]) -> Rules:
         family = self._family()
@@ -234,7 +234,7 @@ def layers_along(
     between: Between,
     published: Published,
     *,
-    of_whole_model: bool = False,
+    strict: bool = False,
 ) -> Iterator[Source]:
     """The layers of a route, each over the previous one.
 
@@ -243,19 +243,19 @@ def layers_along(
         steps: The steps of the route.
         between: The rules of the steps.
         published: The Hugging Face directory behind the source.
-        of_whole_model: Whether Megatron's names are for a whole model to load: a tensor that no rule names is dropped,
-            in the `left_over` of a layer. Otherwise it keeps its name.
+        strict: Refuse an incomplete model on the way to or from Megatron's names, and drop tensors that no rule names:
+            they are in the `left_over` of a layer. False: such tensors keep their names.
 
     Raises:
         ModelUnknown: No package has rules for the configuration's model type.
-        ValueError: The configuration is absent, or names cannot be translated; or the model should be whole and is not.
+        ValueError: The configuration is absent, or names cannot be translated. With `strict` also: an incomplete model.
     """
     for start, goal in steps:
         for layer in _LAYERS[start, goal]:
             yield (source := layer(source, between, published))
-        if of_whole_model and Convention.MEGATRON in (start, goal):
+        if strict and Convention.MEGATRON in (start, goal):
             assert isinstance(source, Translated)
-            yield (source := between.whole(source, "right" if goal is Convention.MEGATRON else "left"))
+            yield (source := between.without_unknown_names(source, "right" if goal is Convention.MEGATRON else "left"))
 
 
 _Layer = Callable[[Source, Between, Published], Source]

@@ -95,18 +95,18 @@ class Rules:
         """Refuse tensors that a rule composes with absent tensors.
 
         Args:
-            names: Of all tensors of the side.
+            names: The names of all tensors of the side.
             left_over: The names in no correspondence.
             side: The side of the names.
 
         Raises:
             ValueError: A rule names one of the left-over names, and lacks another name.
         """
-        present, rest = frozenset(names), Names(left_over)
+        present, unmatched = frozenset(names), Names(left_over)
         for rule in self.rules:
             term, beside = (rule.left, rule.left_beside) if side == "left" else (rule.right, rule.right_beside)
             templates = [*(leaf.template for leaf in leaves_of(term)), *([] if beside is None else [beside])]
-            for match in (match for leaf in leaves_of(term) for match in rest.matches(leaf.template)):
+            for match in (match for leaf in leaves_of(term) for match in unmatched.matches(leaf.template)):
                 needed = [fill(template, match.groupdict()) for template in templates]
                 if absent := [name for name in needed if name not in present]:
                     raise ValueError(
