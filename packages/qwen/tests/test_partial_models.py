@@ -9,7 +9,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from lamella_checkpoint import Source
-from lamella_convert import MegatronOptions, convert, inspect
+from lamella_convert import MegatronOptions, convert, diff, inspect, open_both
 from lamella_files import rename
 from lamella_testing.qwen import make_model
 
@@ -59,6 +59,15 @@ def test_megatrons_checkpoints_without_tensors_of_the_model_are_refused(
     convert(tmp_path / "whole", tmp_path / "part", to="fsdp_dtensor", translate=without, megatron=BRIDGE)
     with pytest.raises(ValueError, match=problem):
         convert(tmp_path / "part", tmp_path / "back", to="hf")
+
+
+def test_a_comparison_lists_the_experts_and_layers_that_a_model_lacks(tmp_path: Path) -> None:
+    files = saved(tmp_path / "hf", "moe")
+    convert(files, tmp_path / "megatron", to="fsdp_dtensor", megatron=BRIDGE)
+    part = saved(tmp_path / "part", "moe", is_absent=lambda name: ".layers.0.mlp.experts.3." in name)
+    for other in (files, tmp_path / "megatron"):
+        lines = str(diff(*open_both(other, part))).splitlines()
+        assert "model.model.layers.0.mlp.experts.down_proj: shape: [4, 32, 16] in a, [3, 32, 16] in b" in lines
 
 
 def test_a_tensor_that_no_rule_names_is_left_out_and_listed(tmp_path: Path) -> None:

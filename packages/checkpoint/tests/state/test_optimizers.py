@@ -447,6 +447,28 @@ def test_state_of_another_optimizer_class_without_a_manifest_is_refused_by_its_s
     assert {name: dict(optimizer.state.get(param, {})) for name, param in model.named_parameters()} == state
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_a_slot_beyond_the_class_is_left_without_strict_and_the_rest_loaded(tmp_path: Path) -> None:
+    """Without a manifest: a hook's slot, and the step of a group that counts for a parameter that was never stepped."""
+    model = nn.Linear(2, 2)
+    stepped, optimizer = (torch.optim.AdamW(model.parameters(), lr=lr) for lr in (0.5, 0.1))
+    model(torch.ones(1, 2)).sum().backward()
+    stepped.step()
+    stepped.state[model.weight]["average"] = torch.ones(2, 2)
+    model_state, optimizer_state = get_state_dict(model, stepped)
+    slots_of_bias: Any = optimizer_state["state"]["bias"]  # type: ignore[call-overload]
+    del slots_of_bias["exp_avg"], slots_of_bias["exp_avg_sq"]
+    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=tmp_path / "a", no_dist=True)  # type: ignore[attr-defined]
+    with pytest.raises(CheckpointMismatch) as info:
+        load(tmp_path / "a", model=model, optimizer=optimizer)
+    assert info.value.unexpected == ("optimizer.state.weight.average",) and not info.value.missing
+    loaded = load(tmp_path / "a", model=model, optimizer=optimizer, strict=False)
+    assert loaded.left.unexpected == info.value.unexpected
+    assert optimizer.state[model.weight].keys() == {"step", "exp_avg", "exp_avg_sq"}
+    assert torch.equal(optimizer.state[model.weight]["exp_avg"], stepped.state[model.weight]["exp_avg"])
+    assert model.bias not in optimizer.state and optimizer.param_groups[0]["lr"] == 0.5
+
+
 def test_adam_state_resumes_in_adamw(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     save(tmp_path / "a", model=model, optimizer=torch.optim.Adam(model.parameters(), lr=0.5))

@@ -117,7 +117,7 @@ def test_calls_of_tools_are_answers_and_their_outputs_are_not(run_tokenizer: Run
 
 @pytest.mark.parametrize("is_marked", [False, True])
 @pytest.mark.parametrize("num_prompt_messages", [None, 1])
-@pytest.mark.parametrize("mark", [{"weight": 0}, {"train": False}])
+@pytest.mark.parametrize("mark", [{"weight": 0}, {"train": False}, {"train": 0}])
 def test_an_answer_without_weight_is_read_and_not_predicted(
     run_tokenizer: RunTokenizer, mark: Mapping[str, object], num_prompt_messages: int | None, is_marked: bool
 ) -> None:
@@ -154,8 +154,12 @@ def test_an_answer_may_come_first_or_be_empty(run_tokenizer: RunTokenizer) -> No
     assert answers(run_tokenizer, ids) == "<|im_end|>"
 
 
-def test_of_a_prompt_with_completion_the_loss_is_on_all_of_the_completion(run_tokenizer: RunTokenizer) -> None:
-    messages = [message("user", "1"), message("assistant", "one"), message("user", "2"), message("assistant", "two")]
+@pytest.mark.parametrize("mark", [{}, {"weight": 0}])
+def test_of_a_prompt_with_completion_the_loss_is_on_all_of_the_completion(
+    run_tokenizer: RunTokenizer, mark: Mapping[str, object]
+) -> None:
+    prompt = [message("user", "1"), {**message("assistant", "one"), **mark}, message("user", "2")]
+    messages = [*prompt, message("assistant", "two")]
     [ids] = encoded(run_tokenizer, CHATML, chat(*messages, num_prompt_messages=3))
     assert answers(run_tokenizer, ids) == "two<|im_end|>\n"
 

@@ -128,6 +128,7 @@ def test_records_in_another_form_are_text_in_a_folder_and_refused_by_name(tmp_pa
 
 def test_settings_without_records_are_text_by_name_too(tmp_path: Path) -> None:
     settings = {"name": "a", "text_config": {"text": "b"}, "sizes": [1, 2], "files": [{"path": "c"}], "rest": []}
+    settings["messages"] = {"greeting": "Hello"}
     (tmp_path / "a.json").write_text(json.dumps(settings, indent=1))
     assert [file.form for file in collect([str(tmp_path / "a.json")], 1e-9).train] == ["text"]
 

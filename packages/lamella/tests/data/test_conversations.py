@@ -239,7 +239,7 @@ def test_conversations_without_an_answer_are_told(
     (tmp_path / "a.jsonl").write_text(lines(*[conversation(1)] * 40, *[question] * 3))
     prepared = prepare(on(config, tmp_path / "a.jsonl", chat_model(PLAIN)))
     assert (
-        "answers: 3 conversations have none, a message of the role 'assistant', and add nothing to the loss"
+        "answers: 3 conversations have none in the loss: no message of the role 'assistant', or none with a weight"
         in prepared.lines
     )
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from typing import Final
 
 from lamella_convert import Family, Join, Rule, Rules, Stack
-from lamella_qwen._megatron import EXPERTS, megatron_rules, megatron_sizes
+from lamella_qwen._megatron import EXPERTS, experts_of, megatron_rules, megatron_sizes
 from lamella_qwen._sizes import QwenSizes
 
 _WITH_VISION: Final = "model.language_model."
@@ -22,11 +22,13 @@ def module_rules(config: Mapping[str, object]) -> Rules:
         ValueError: The config is not a whole Qwen3.5's.
     """
     sizes = QwenSizes.of(config)
-    counts = {} if sizes.num_experts is None else {EXPERTS: sizes.num_experts}
+    stacked = experts_of(sizes)
     if sizes.num_vision_heads is not None:
-        return Rules((*_stacks(_WITH_VISION, _WITH_VISION), *_unstacked_mtp()), counts)
+        return Rules((*_stacks(_WITH_VISION, _WITH_VISION), *_unstacked_mtp()), stacked=stacked)
     text_names = Rule(f"{_WITH_VISION}{{name*}}", f"{_ALONE}{{name*}}")
-    return Rules((*_stacks(_ALONE, _ALONE), *_stacks(_WITH_VISION, _ALONE), *_unstacked_mtp(), text_names), counts)
+    return Rules(
+        (*_stacks(_ALONE, _ALONE), *_stacks(_WITH_VISION, _ALONE), *_unstacked_mtp(), text_names), stacked=stacked
+    )
 
 
 def _stacks(separate: str, stacked: str) -> Iterable[Rule]:

@@ -31,7 +31,7 @@ from lamella_convert import Grouped, Join, Padded, Rule, Rules, Stack
 from lamella_qwen._sizes import QwenSizes
 
 EXPERTS: Final = "experts"
-"""The number of routed experts, among the sizes of rules."""
+"""The name of the number of routed experts, in stacks."""
 
 
 def megatron_rules(
@@ -66,7 +66,12 @@ def megatron_rules(
         *_mtp("mtp.", f"{megatron}mtp.layers.", packed_experts=packed_mtp_experts),
         *_vision("model.visual.", "vision_model."),
     ]
-    return Rules(tuple(rules), sizes=_named(sizes), numbered={layers[0]: sizes.num_layers})
+    return Rules(tuple(rules), sizes=_named(sizes), numbered={layers[0]: sizes.num_layers}, stacked=experts_of(sizes))
+
+
+def experts_of(sizes: QwenSizes) -> dict[str, int]:
+    """Return the number of terms in stacks of experts, by its name; nothing for a dense model."""
+    return {} if sizes.num_experts is None else {EXPERTS: sizes.num_experts}
 
 
 def megatron_sizes(config: Mapping[str, object], *, tensor_parallel_size: int) -> dict[str, int]:
@@ -110,7 +115,6 @@ def _named(sizes: QwenSizes) -> dict[str, int]:
         "net query": sizes.net_query_width,
         "net value": sizes.net_value_width,
         "vision heads": sizes.num_vision_heads or 1,
-        **({} if sizes.num_experts is None else {EXPERTS: sizes.num_experts}),
     }
 
 

@@ -71,7 +71,7 @@ class OptimizerLoad:
         return cls(
             live=live,
             source=source,
-            slots=names_by_section["state"],
+            slots=names_by_section["state"] if is_kind_known else _without_steps_alone(names_by_section["state"], live),
             options=names_by_section["param_groups"],
             strangers=tuple(strangers.values()),
             values=_read_options(source, option_names),
@@ -95,10 +95,6 @@ class OptimizerLoad:
                 yield NameDifference(f"optimizer.state.{name}.{slot}", "a slot", None)
         for stranger in self.strangers:
             yield NameDifference(stranger, "a parameter", None)
-
-    def unusable(self) -> Iterator[str]:
-        """Parameters whose state in the checkpoint the live optimizer's class could not step with."""
-        return (name for name, param, _ in self.live.params() if any(self._differing_slots(name, param)))
 
     def unchanged_options(self) -> Iterator[str]:
         """Live options missing in the checkpoint, of parameters known to the checkpoint."""
@@ -168,12 +164,22 @@ class OptimizerLoad:
         optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
 
     def without(self, names: frozenset[str]) -> "OptimizerLoad":
-        """This load without some parameters, whose live state stays."""
-        return replace(
-            self,
-            slots={name: slots for name, slots in self.slots.items() if name not in names},
-            options={name: options for name, options in self.options.items() if name not in names},
-        )
+        """This load without some parameters, and without slots of another optimizer class.
+
+        Nor does it have parameters whose stored state the live optimizer's class could not step with. The live state of
+        all these parameters stays.
+        """
+        fitting = {name: self.slots[name] for name in self.slots if name not in names}
+        dropped = set(names)
+        for name, param, _ in self.live.params():
+            missing, foreign = self._differing_slots(name, param)
+            if missing or (foreign and len(foreign) == len(self.slots[name])):
+                fitting.pop(name, None)
+                dropped.add(name)
+            elif foreign and name in fitting:
+                fitting[name] = {slot: full for slot, full in fitting[name].items() if slot not in foreign}
+        options = {name: options for name, options in self.options.items() if name not in dropped}
+        return replace(self, slots=fitting, options=options)
 
     def _differing_slots(self, name: str, param: torch.Tensor) -> tuple[list[str], list[str]]:
         """Slots of the live optimizer's class that a parameter's stored state lacks, and stored slots of another."""
@@ -308,3 +314,11 @@ def _like(live: object, value: object, filled: dict[int, torch.Tensor]) -> objec
     if isinstance(live, tuple | list) and isinstance(value, tuple | list) and len(live) == len(value):
         return type(value)(_like(*pair, filled) for pair in zip(live, value, strict=True))
     return value
+
+
+def _without_steps_alone(slots: ByParam, live: LiveOptimizer) -> ByParam:
+    """Stored slots without those of parameters that were never stepped, in groups that count for all parameters."""
+    expected = class_slots(live.optimizer)
+    if expected is None or expected.always == ("step",):
+        return slots
+    return {name: stored for name, stored in slots.items() if stored.keys() != {"step"}}

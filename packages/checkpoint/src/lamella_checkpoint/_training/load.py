@@ -335,7 +335,7 @@ def _plan(opened: Opened, live: _Live, request: _LoadRequest) -> _LoadPlan:
         names += optimizer_load.differences()
         conflicts = tuple(optimizer_load.conflicts())
         kinds = _different_kinds(opened.manifest, live.optimizer.optimizer)
-        load = None if kinds else optimizer_load.without(unfit.union(optimizer_load.unusable()))
+        load = None if kinds else optimizer_load.without(unfit)
     differences = Differences(names=tuple(names), conflicts=conflicts, kinds=kinds)
     if request.compare_tied and not (request.strict and any(difference.live is not None for difference in names)):
         tied = tied_differences(source, live.model, targets)

@@ -99,10 +99,19 @@ class MegatronOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Between:
-    """The rules between Hugging Face's names and Megatron's, for one configuration."""
+    """The rules between Hugging Face's names and Megatron's, for one configuration.
+
+    Attributes:
+        config: The model's configuration, or None without one.
+        megatron: Facts about the Megatron run.
+        strict: Refuse a model without all of its layers, experts or tensors of a rule, and drop tensors that no rule
+            names on the way to or from Megatron: they are in the `left_over` of a layer. False: such tensors keep their
+            names.
+    """
 
     config: Mapping[str, Any] | None
     megatron: MegatronOptions
+    strict: bool
 
     def write(self, source: Source, opened: OpenCheckpoint) -> Renamed:
         """`fsdp_dtensor`'s names over Megatron's canonical names, spelled as in the checkpoint that was opened."""
@@ -140,11 +149,12 @@ class Between:
         )
         return text if is_text else self.config
 
-    @staticmethod
-    def _matched(config: Mapping[str, Any] | None, published: Shapes) -> list[Correspondence]:
+    def _matched(self, config: Mapping[str, Any] | None, published: Shapes) -> list[Correspondence]:
         """Correspondences of files (left) and the modules of a configuration (right)."""
         family = None if config is None else find_family(str(config.get("model_type")))
-        return [] if family is None or config is None else family.modules(config).match(published, "left")
+        return (
+            [] if family is None or config is None else self._counted(family.modules(config)).match(published, "left")
+        )
 
     def translate(self, source: Source, to: Side, originals: Source | None = None) -> Translated:
         """Translate between the names of modules (left) and Megatron's canonical names (right)."""
@@ -180,10 +190,14 @@ class Between:
         family = self._family()
         if family is None:
             raise ModelUnknown(str(config.get("model_type")), known_model_types())
-        rules = family.megatron(config)
+        rules = self._counted(family.megatron(config))
         if self.megatron.padded_vocabulary is None:
             return rules
         return dataclasses.replace(rules, sizes={**rules.sizes, PADDED_VOCABULARY: self.megatron.padded_vocabulary})
+
+    def _counted(self, rules: Rules) -> Rules:
+        """A family's rules, with the numbers of terms in stacks if these are checked."""
+        return rules if self.strict else dataclasses.replace(rules, stacked={})
 
     def _family(self) -> Family | None:
         return None if self.config is None else find_family(str(self.config.get("model_type")))
@@ -233,8 +247,6 @@ def layers_along(
     steps: Iterable[tuple[Convention, Convention]],
     between: Between,
     published: Published,
-    *,
-    strict: bool = False,
 ) -> Iterator[Source]:
     """The layers of a route, each over the previous one.
 
@@ -243,17 +255,16 @@ def layers_along(
         steps: The steps of the route.
         between: The rules of the steps.
         published: The Hugging Face directory behind the source.
-        strict: Refuse an incomplete model on the way to or from Megatron's names, and drop tensors that no rule names:
-            they are in the `left_over` of a layer. False: such tensors keep their names.
 
     Raises:
         ModelUnknown: No package has rules for the configuration's model type.
-        ValueError: The configuration is absent, or names cannot be translated. With `strict` also: an incomplete model.
+        ValueError: The configuration is absent, or names cannot be translated; or the model is incomplete, by strict
+            rules.
     """
     for start, goal in steps:
         for layer in _LAYERS[start, goal]:
             yield (source := layer(source, between, published))
-        if strict and Convention.MEGATRON in (start, goal):
+        if between.strict and Convention.MEGATRON in (start, goal):
             assert isinstance(source, Translated)
             yield (source := between.without_unknown_names(source, "right" if goal is Convention.MEGATRON else "left"))
 

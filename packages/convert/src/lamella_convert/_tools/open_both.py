@@ -78,7 +78,7 @@ class _ComparedCheckpoint:
         cls, path: Path, folders: Sequence[Path | None], megatron: MegatronOptions, *, trust: bool, verify: bool
     ) -> "_ComparedCheckpoint":
         """Open a checkpoint; the first folder is the checkpoint's own, and the first with a configuration counts."""
-        between = Between(config=_first_config(folders), megatron=megatron)
+        between = Between(config=_first_config(folders), megatron=megatron, strict=False)
         opened = between.open(path, trust=trust, verify=verify)
         published_folder = next((folder for folder in folders if folder is not None), None)
         return cls(opened=opened, between=between, published=Published.of(opened, folders[0], published_folder))

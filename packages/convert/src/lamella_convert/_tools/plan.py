@@ -185,7 +185,7 @@ def _translations(
     if wish.translate is not None:
         layers = [rename(wish.translate(source), lambda name: name)]
     else:
-        layers = layers_along(source, _route(opened, wish, published), between, published, strict=True)
+        layers = layers_along(source, _route(opened, wish, published), between, published)
     for layer in layers:
         yield (source := layer)
     if wish.to == "fsdp_dtensor":

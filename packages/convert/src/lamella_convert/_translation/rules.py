@@ -53,11 +53,14 @@ class Rules:
             the size applies, and not for a `Join` whose terms show the size.
         numbered: By template of a prefix on the left, how many numbers a whole model has: 48 for
             "model.layers.{layer}.".
+        stacked: By the `count` of a `Stack`, how many terms a whole model has: 128 for "experts". A stack whose count
+            is not there takes all terms.
     """
 
     rules: tuple[Rule, ...]
     sizes: Mapping[str, int] = field(default_factory=dict)
     numbered: Mapping[str, int] = field(default_factory=dict)
+    stacked: Mapping[str, int] = field(default_factory=dict)
 
     def match(self, shapes: Mapping[str, tuple[int, ...]], side: Side = "left") -> list[Correspondence]:
         """The correspondences of one side's tensors with the other side's.
@@ -70,7 +73,7 @@ class Rules:
         Raises:
             ValueError: A needed size is unknown or does not fit, or numbers are missing in a stack.
         """
-        names = Names(shapes)
+        names, sizes = Names(shapes), {**self.sizes, **self.stacked}
         matched_names: set[str] = set()
         correspondences = []
         for rule in self.rules:
@@ -85,7 +88,7 @@ class Rules:
                 named_shapes = tuple((template, tuple(shapes[name])) for template, name in instance.names.items())
                 if named_shapes not in cache:  # Note [Once for all layers]
                     cache[named_shapes] = _correspondence(
-                        near_term, far_term, instance, dict(named_shapes), self.sizes, rule.shift, side
+                        near_term, far_term, instance, dict(named_shapes), sizes, rule.shift, side
                     )
                 filled = partial(fill, captures=instance.captures)
                 correspondences.append(cache[named_shapes].renamed(filled, filled))

@@ -47,7 +47,7 @@ class Stack:
     Attributes:
         term: The term to stack.
         index: The number in the names.
-        count: The name of the size that says how many. Without this size, there are as many as found.
+        count: The name of the number of terms in `Rules.stacked`. None: as many as the checkpoint has.
     """
 
     term: "Term"

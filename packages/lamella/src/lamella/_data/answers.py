@@ -68,8 +68,7 @@ def rendered_chats(messages: Messages, render: Render, num_prompt_messages: int 
 
 def has_loss(message: Mapping[str, object]) -> bool:
     """Return False for an answer that its record takes out of the loss, by a weight of 0 or `"train": false`."""
-    is_answer = message["role"] == "assistant"
-    return not is_answer or (message.get("weight") != 0 and message.get("train") is not False)
+    return message["role"] != "assistant" or all(message.get(name) in (None, 1) for name in ("weight", "train"))
 
 
 def num_equal(first: Sequence[object], second: Sequence[object]) -> int:

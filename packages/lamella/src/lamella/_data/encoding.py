@@ -42,7 +42,7 @@ class Encoder:
             added to texts, no `end` is added to what a chat template rendered, and the first token of each document
             is a complement.
         num_rewritten: Conversations so far with several texts by the chat template.
-        num_unanswered: Conversations so far without a token of an answer.
+        num_unanswered: Conversations so far without a token of an answer in the loss.
     """
 
     tokenizer: RunTokenizer
@@ -91,7 +91,7 @@ class Encoder:
             part = part.as_text() if self.tokenizer.chat_template is None else part.as_chat()
         encoded = [self._encode_completion(part)] if isinstance(part, PromptCompletion) else self._encode_chat(part)
         self.num_rewritten += len(encoded) > 1
-        self.num_unanswered += all(token < 0 for ids in encoded for token in ids)
+        self.num_unanswered += not self.loss_is_on_all and all(token < 0 for ids in encoded for token in ids)
         for ids in encoded:
             documents.tokens.extend(self._ended(ids))
             documents.stops.append(len(documents.tokens))
@@ -124,7 +124,10 @@ class Encoder:
             if self.loss_is_on_all:
                 return [_ids(self.tokenizer, self._render(chat, chat.messages))]
             # A completion as a whole, and a template's marks of answers, would be in the loss with every answer.
-            if all(map(has_loss, chat.messages)) and (ids := self._encode_in_one(chat)) is not None:
+            if (
+                all(map(has_loss, chat.messages[chat.num_prompt_messages or 0 :]))
+                and (ids := self._encode_in_one(chat)) is not None
+            ):
                 return [ids]
             rendered = rendered_chats(
                 chat.messages,

@@ -113,7 +113,7 @@ def _other_form(text: str) -> str | None:
         try:
             key, position = _DECODER.raw_decode(text, position)
             position += len(colon[0]) if (colon := _COLON.match(text, position)) else 0
-            if key in DOCUMENT_COLUMNS:
+            if key in DOCUMENT_COLUMNS and text[position : position + 1] in ('"', "["):
                 return "a record over several lines"
             if text[position : position + 1] == "[" and any(
                 _is_document(element.text) for element in islice(elements([text[position:]]), 1)

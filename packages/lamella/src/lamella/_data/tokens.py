@@ -68,7 +68,7 @@ class TokenData:
         units: (vocab_size,) int32: length of each token in `unit`.
         unit: "byte" or "token"; in tokens every length is 1.
         num_rewritten: The conversations that the chat template renders in several texts.
-        num_unanswered: The conversations without a token of an answer.
+        num_unanswered: The conversations without a token of an answer in the loss.
         fingerprint: Hash of the text, its split, the tokenizer and the form.
         sources: The names of the training sources; one empty name without names, none where they are streamed.
         validation_sets: The names of the validation sets; one empty name without names.
@@ -142,8 +142,8 @@ class TokenData:
             )
         if self.num_unanswered:
             lines.append(
-                f"answers: {self.num_unanswered:,} conversations have none, a message of the role 'assistant', and add "
-                "nothing to the loss"
+                f"answers: {self.num_unanswered:,} conversations have none in the loss: no message of the role "
+                "'assistant', or none with a weight"
             )
         return lines
 

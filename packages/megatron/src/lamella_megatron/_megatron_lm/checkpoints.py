@@ -95,7 +95,7 @@ class Checkpoints:
             return None, path, release, kind
         if release:  # Megatron takes the weights alone, and begins at iteration 0.
             state = {name: entry for name, entry in state.items() if name not in _ENTRIES_OF_RUNS}
-        begins_anew = release or args.finetune or args.override_ckpt_iteration is not None
+        begins_anew = release or args.finetune or getattr(args, "override_ckpt_iteration", None) is not None
         stored_args = None if begins_anew else plain["args"]
         _check_entries(path, state, stored_args, strict=args.strict_fsdp_dtensor_load)
         with _schedule_of_groups(state.get("optimizer"), args):
@@ -254,22 +254,29 @@ def _schedule_of_groups(optimizer: Any, args: Any) -> Iterator[None]:
     Megatron's scheduler compares its own bounds with the checkpoint's, and computes rates by the groups' bounds.
 
     Raises:
-        ValueError: The checkpoint has other bounds, and no argument says which count.
+        ValueError: The checkpoint has other bounds, on any rank, and no argument says which count.
+
+    Effects: a gather of objects on the default group: pipeline stages have different groups.
     """
     if optimizer is None or args.use_checkpoint_opt_param_scheduler:
         yield
         return
     bounds = [{name: group[name] for name in _BOUNDS if name in group} for group in optimizer.param_groups]
     yield
+    problem = None
     for i, (group, live) in enumerate(zip(optimizer.param_groups, bounds, strict=True)):
         loaded = {name: group[name] for name in live}
-        if loaded != live and not args.override_opt_param_scheduler:
-            raise ValueError(
+        if loaded != live and problem is None and not args.override_opt_param_scheduler:
+            problem = (
                 f"Expected parameter group {i} with {live!r} in the checkpoint, as the command line has it, got "
                 f"{loaded!r}. Pass --override-opt-param-scheduler to go on with the command line's, or "
                 "--use-checkpoint-opt-param-scheduler to go on with the checkpoint's."
             )
         group.update(live)
+    problems: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    for problem in filter(None, problems):
+        raise ValueError(problem)
 
 
 def _vocabulary_size(args: Any) -> int | None:

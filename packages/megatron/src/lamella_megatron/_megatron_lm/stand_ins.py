@@ -51,14 +51,14 @@ def _check_arguments() -> None:
         args = get_args()
     except AssertionError:  # A script without megatron's command line makes the wrapper by itself.
         return
-    if args.async_save:
+    if getattr(args, "async_save", False):
         raise ValueError(
             "Expected `--async-save` to be unset, got it set. Leave it out, or save by "
             "lamella_megatron.save_checkpoint(..., saver=AsyncSaver())."
         )
-    if args.non_persistent_ckpt_type is not None:
+    if (kind := getattr(args, "non_persistent_ckpt_type", None)) is not None:
         raise ValueError(
-            f"Expected `--non-persistent-ckpt-type` to be unset, got {args.non_persistent_ckpt_type!r}, which megatron "
+            f"Expected `--non-persistent-ckpt-type` to be unset, got {kind!r}, which megatron "
             "reads as torch_dist alone. Leave it out, and save more often by --save-interval."
         )
 
