@@ -187,13 +187,14 @@ class OptimizerLoad:
         if expected is None or name not in self.slots:
             return [], []
         stored = self.slots[name]
-        known = {
+        known_slots = {
             *expected.always,
             *expected.by_options,
             *self.live.slots(param),
             *(stored if self.is_kind_known else ()),
         }
-        return [slot for slot in expected.always if slot not in stored], [slot for slot in stored if slot not in known]
+        missing = [slot for slot in expected.always if slot not in stored]
+        return missing, [slot for slot in stored if slot not in known_slots]
 
     def _knows(self, name: str) -> bool:
         return name in self.slots or name in self.options

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import product
@@ -97,9 +97,10 @@ class Checkpoints:
             state = {name: entry for name, entry in state.items() if name not in _ENTRIES_OF_RUNS}
         begins_anew = release or args.finetune or getattr(args, "override_ckpt_iteration", None) is not None
         stored_args = None if begins_anew else plain["args"]
-        _check_entries(path, state, stored_args, strict=args.strict_fsdp_dtensor_load)
+        strict, stored_names = args.strict_fsdp_dtensor_load, FileSystemReader(path).read_metadata().state_dict_metadata
+        _check_entries(path, state, stored_names, stored_args, strict=strict)
         with _schedule_of_groups(state.get("optimizer"), args):
-            state = _load(path, state, strict=args.strict_fsdp_dtensor_load, vocabulary_size=_vocabulary_size(args))
+            state = _load(path, state, stored_names, strict=strict, vocabulary_size=_vocabulary_size(args))
         return state, path, release, kind
 
     def _preprocess(self, args: Any, state: State, model: Any) -> State:
@@ -210,7 +211,7 @@ def _remove_if_empty(directory: str | os.PathLike[str]) -> None:
         Path(directory).rmdir()
 
 
-def _check_entries(path: str, state: State, stored_args: Any, *, strict: bool) -> None:
+def _check_entries(path: str, state: State, stored_names: Collection[str], stored_args: Any, *, strict: bool) -> None:
     """Refuse a checkpoint without a run's schedule or place in the data.
 
     torch's reader leaves absent entries as they are: a new schedule would begin without a word. Checkpoints of
@@ -219,13 +220,13 @@ def _check_entries(path: str, state: State, stored_args: Any, *, strict: bool) -
     Args:
         path: The directory of one iteration.
         state: The entries that a load asks for.
+        stored_names: The names in the checkpoint.
         stored_args: The checkpoint's arguments if the place in the data counts, else None.
         strict: False prints the absent names alone.
 
     Raises:
         ValueError: Entries are absent and the load is strict.
     """
-    stored_names = FileSystemReader(path).read_metadata().state_dict_metadata
     scaler = getattr(state.get("optimizer"), "grad_scaler", None)
     scale = {} if scaler is None else scaler.state_dict()
     schedule = state.get("opt_param_scheduler") or {}
@@ -288,7 +289,9 @@ def _vocabulary_size(args: Any) -> int | None:
     return int(tokenizer.vocab_size)
 
 
-def _load(path: str, state: State, *, strict: bool, vocabulary_size: int | None) -> State:
+def _load(
+    path: str, state: State, stored_names: Collection[str], *, strict: bool, vocabulary_size: int | None
+) -> State:
     """Fill chunks and optimizer in place, and the remaining entries of the state; return the state for megatron.
 
     Effects: as `lamella_megatron.load_checkpoint`, and an exchange of torch's reader; without `strict` a gather of
@@ -311,10 +314,9 @@ def _load(path: str, state: State, *, strict: bool, vocabulary_size: int | None)
     state |= {"num_floating_point_operations_so_far": 0} | (
         {} if scaler is None else {"grad_scaler": scaler.state_dict()}
     )
-    reader = FileSystemReader(path)
     random_states = state.get("rng_state") or {}
-    kept_states = _absent_random_states(path, random_states, reader.read_metadata().state_dict_metadata)
-    load(state, storage_reader=reader, planner=DefaultLoadPlanner(allow_partial_load=True))
+    kept_states = _absent_random_states(path, random_states, stored_names)
+    load(state, storage_reader=FileSystemReader(path), planner=DefaultLoadPlanner(allow_partial_load=True))
     for (place, i), states in kept_states.items():
         random_states[place][i] = states
     keys = ["model"] if len(chunks) == 1 else [f"model{place}" for place in range(len(chunks))]
@@ -330,9 +332,9 @@ def _print_differences(path: str, loaded: PartialLoad) -> None:
 
     Effects: a gather of objects on the default group.
     """
-    everyones: list[PartialLoad] | None = [loaded] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(replace(loaded, extra={}), everyones)
-    lines = {line: None for partial_load in everyones or () for line in _lines(partial_load)}
+    loads: list[PartialLoad] | None = [loaded] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(replace(loaded, extra={}), loads)
+    lines = {line: None for partial_load in loads or () for line in _lines(partial_load)}
     if lines:
         print_rank_0("\n  ".join([f"WARNING: the checkpoint {path} differs, and these stay as they are:", *lines]))
 
