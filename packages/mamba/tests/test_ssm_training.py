@@ -1,15 +1,18 @@
-"""A Mamba2 model of mamba-ssm with 130 million parameters trains in the smallest units as without units."""
+"""A Mamba2 model of mamba-ssm with 130 million parameters trains, and resumes, in the smallest units as without."""
 
 from __future__ import annotations
 
 import importlib
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from lamella_engine import MixedPrecisionPolicy, fully_shard_model, plan_units
@@ -42,10 +45,10 @@ def _loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def _losses(step: Callable[[torch.Tensor], torch.Tensor], num_steps: int) -> list[float]:
+def _losses(step: Callable[[torch.Tensor], torch.Tensor], steps: range) -> list[float]:
     generator = torch.Generator().manual_seed(1)
     batches = torch.randint(VOCABULARY, (2, BATCH, LENGTH + 1), generator=generator).cuda()
-    return [step(batches[i % 2]).item() for i in range(num_steps)]
+    return [step(batches[i % 2]).item() for i in steps]
 
 
 def _optimizer(parameters: Any) -> torch.optim.Optimizer:
@@ -74,11 +77,15 @@ def _without_units(num_steps: int) -> list[float]:
         optimizer.step()
         return loss.detach()
 
-    return _losses(step, num_steps)
+    return _losses(step, range(num_steps))
 
 
-def _in_units(num_steps: int) -> list[float]:
-    """Train in the smallest units, in bf16 with fp32 main weights, `A_log`, `D` and `dt_bias`."""
+def _in_units(steps: range, read: Path | None = None, write: Path | None = None) -> list[float]:
+    """Train in the smallest units, in bf16 with fp32 main weights, `A_log`, `D` and `dt_bias`.
+
+    Reads a checkpoint of weights and moments from `read` before the first of `steps`, writes one to `write` after the
+    last.
+    """
     model = _make()
     declare_direct_reads(model)
     policy = MixedPrecisionPolicy(
@@ -95,14 +102,31 @@ def _in_units(num_steps: int) -> list[float]:
         optimizer.zero_grad()
         return loss.detach()
 
-    return _losses(step, num_steps)
+    if read is not None:
+        state = _state(model, optimizer)
+        state_dict_loader.load(state, checkpoint_id=read)
+        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    losses = _losses(step, steps)
+    if write is not None:
+        state_dict_saver.save(_state(model, optimizer), checkpoint_id=write)
+    return losses
 
 
-def test_the_smallest_units_train_on_the_fused_path_as_no_units_do() -> None:
+def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    return {"model": model_state, "optimizer": optimizer_state}
+
+
+def test_the_smallest_units_train_and_resume_on_the_fused_path_as_no_units_do(tmp_path: Path) -> None:
     [expected] = run_ranks(_without_units, 1, NUM_STEPS, device="cuda", timeout_s=TIMEOUT_S)
     assert expected[-1] < expected[0] - 1.0, f"nothing was learned: {expected}"
-    [trained] = run_ranks(_in_units, 1, NUM_STEPS, device="cuda", timeout_s=TIMEOUT_S)
-    assert trained == expected
+    [losses] = run_ranks(_in_units, 1, range(NUM_STEPS), device="cuda", timeout_s=TIMEOUT_S)
+    assert losses == expected
+    # A run of half the steps, and another process that goes on from its checkpoint.
+    half = NUM_STEPS // 2
+    [first] = run_ranks(_in_units, 1, range(half), None, tmp_path, device="cuda", timeout_s=TIMEOUT_S)
+    [second] = run_ranks(_in_units, 1, range(half, NUM_STEPS), tmp_path, device="cuda", timeout_s=TIMEOUT_S)
+    assert first + second == expected
 
 
 def test_fsdp2_fails_in_the_same_units() -> None:
@@ -114,6 +138,6 @@ def test_fsdp2_fails_in_the_same_units() -> None:
         torch_fully_shard(model)
         # The kernels get DTensors, whose memory is no address of the GPU.
         with pytest.raises(Exception, match=r"CUDA error|DTensor"):
-            _losses(lambda tokens: _loss(model, tokens), 1)
+            _losses(lambda tokens: _loss(model, tokens), range(1))
 
     run_ranks(on_one_gpu, 1, device="cuda", timeout_s=TIMEOUT_S)
