@@ -51,7 +51,7 @@ HYBRID_LIBRARIES = ("megatron.core", "transformer_engine", "mamba_ssm", "causal_
 NO_TESTS_RAN = 5  # pytest's exit code
 RANKS_PER_GPU = int(os.environ.get("LAMELLA_RANKS_PER_GPU", "1"))  # as lamella_testing reads it
 _ALL_THE_SAME = ("-q", "-v", "-x", "-s")  # arguments of pytest's that select no tests
-_ALL_THE_SAME_WITH_VALUE = ("-n", "-p", "-W", "--timeout", "--durations")
+_ALL_THE_SAME_WITH_VALUE = ("-n", "-p", "-W", "--timeout", "--durations", "--maxfail")
 
 
 def main(args: list[str]) -> int:

@@ -132,7 +132,8 @@ def test_the_tests_of_clients_run_in_their_session_alone(
     test, ignore = str(runner.CLIENTS / "test_accelerate.py"), f"--ignore={runner.CLIENTS}"
     assert marker == "gpu2" and test in clients and ignore not in clients
     assert test not in others and ignore in others
-    assert clients.index("-W") < clients.index(test) and runner._selection(["-q", "-W", "error", "--durations=8"]) == ""
+    assert clients.index("-W") < clients.index(test)
+    assert runner._selection(["-q", "-W", "error", "--durations=8", "--maxfail=9"]) == ""
 
 
 def test_files_without_tests_of_the_session_are_not_imported(
