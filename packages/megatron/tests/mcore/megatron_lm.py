@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import functools
 import importlib
 import os
 import shlex
@@ -37,7 +39,8 @@ def programs_on_cpu() -> Iterator[None]:
     `typing.override`, of Python 3.12, is typing_extensions'. A rank has a GPU by number alone, of an older
     architecture. The C++ index of datasets is not compiled.
 
-    Tokenizers, whose transformers takes each rank seconds to import, are imported here.
+    Tokenizers, whose transformers takes each rank seconds to import, are imported here. The help of options is read
+    from the sources here, once a process.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(patch.object(typing, "override", typing_extensions.override, create=True))
@@ -53,7 +56,17 @@ def programs_on_cpu() -> Iterator[None]:
         put(torch.cuda, set_rng_state=lambda *_, **__: None, get_device_capability=lambda *_: (8, 0))
         put(torch.cuda, get_device_properties=lambda *_: SimpleNamespace(major=8, minor=0))
         put(initialize, _compile_dependencies=lambda: None)
+        options = importlib.import_module("megatron.training.argument_utils").ArgumentGroupFactory
+        help_of_class = functools.partial(_help_of_options, options._get_field_docstrings)
+        put(options, _get_field_docstrings=lambda _, options_class: help_of_class(options_class))
+        importlib.import_module("megatron.training.arguments").add_megatron_arguments(argparse.ArgumentParser())
         yield
+
+
+@functools.cache
+def _help_of_options(read: Callable[..., dict[str, str]], options_class: type) -> dict[str, str]:
+    """The help by option. To read it, megatron parses the sources of its configurations: a third of a command line."""
+    return read(SimpleNamespace(_get_field_docstrings=functools.partial(_help_of_options, read)), options_class)
 
 
 @contextlib.contextmanager
