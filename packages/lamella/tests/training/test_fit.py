@@ -21,7 +21,7 @@ from lamella._model.float8 import in_float8
 from lamella._model.spec import load_spec
 from lamella._settings.sections import ParallelConfig
 from lamella_engine import fully_shard
-from lamella_testing import run_ranks
+from lamella_testing import load_compiler, run_ranks
 from lamella_transformers import build_model
 
 
@@ -184,6 +184,8 @@ def test_gradients_cross_hosts_in_the_dtype_that_is_asked_for(
 
 @pytest.mark.parametrize("kind", [pytest.param("full", marks=pytest.mark.slow), "selective"])
 def test_recomputed_units_compile(kind: Any) -> None:
+    load_compiler()
+
     def gradient_of_weight(*, is_compiled: bool) -> torch.Tensor:
         torch.manual_seed(0)
         unit = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
@@ -212,6 +214,7 @@ def test_compiled_units_in_float8_save_their_inputs_alone(
     if recomputes_autograd_functions and not compilation._RECOMPUTES_AUTOGRAD_FUNCTIONS:
         pytest.skip("torch 2.11 saves the outputs of autograd functions in a compiled checkpoint")
     monkeypatch.setattr(compilation, "_RECOMPUTES_AUTOGRAD_FUNCTIONS", recomputes_autograd_functions)
+    load_compiler()
 
     def trained(*, is_compiled: bool) -> tuple[list[int], torch.Tensor]:
         torch.manual_seed(0)

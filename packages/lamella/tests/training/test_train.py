@@ -26,7 +26,7 @@ from lamella._training.optimizer import learning_rate
 from lamella._training.preparation import prepare
 from lamella._training.trainer import Trainer
 from lamella_precision import Float8Linear
-from lamella_testing import RankFailure, run_ranks
+from lamella_testing import RankFailure, load_compiler, run_ranks
 from lamella_transformers import build_model, target_losses
 
 LONG_RUN: Final[Mapping[str, Mapping[str, object]]] = {
@@ -189,6 +189,7 @@ def test_layers_are_compiled_once_for_training_and_once_for_validation(
     optim = replace(config.optim, steps=2)
     config = replace(config, run=run, optim=optim, parallel=replace(config.parallel, compile=True))
     directory = prepare(place(config)).directory
+    load_compiler()
 
     def on_rank() -> list[tuple[int, ...]]:
         shapes: list[tuple[int, ...]] = []
