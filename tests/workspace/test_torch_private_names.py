@@ -1,6 +1,7 @@
 """The table of torch's private names lists exactly the names used by a package."""
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -113,6 +114,7 @@ def _used_by(package: str, sources: dict[str, str]) -> Names:
     return {(package, name) for name in names}
 
 
+@functools.cache
 def _used() -> Names:
     used: Names = set()
     for folder in sorted((ROOT / "packages").iterdir()):

@@ -1,6 +1,7 @@
 """The extras of vendors' libraries, the checks at first use and the GPU environment name the same versions."""
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,12 +15,15 @@ ROOT = Path(__file__).parents[2]
 GPU_PINS = (ROOT / "constraints-gpu.txt").read_text().splitlines()
 
 
-def _checks() -> Iterator[dict[str, str]]:
+@functools.cache
+def _checks() -> list[dict[str, str]]:
     """The arguments of each `VendorVersions` in the packages."""
-    for file in ROOT.glob("packages/*/src/**/*.py"):
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "VendorVersions":
-                yield {keyword.arg: ast.literal_eval(keyword.value) for keyword in node.keywords if keyword.arg}
+    return [
+        {keyword.arg: ast.literal_eval(keyword.value) for keyword in node.keywords if keyword.arg}
+        for file in ROOT.glob("packages/*/src/**/*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "VendorVersions"
+    ]
 
 
 def _extras(packages: Packages) -> dict[tuple[str, str], SpecifierSet]:
@@ -33,7 +37,7 @@ def _extras(packages: Packages) -> dict[tuple[str, str], SpecifierSet]:
 
 
 def test_a_check_at_first_use_has_the_versions_of_its_extra(packages: Packages) -> None:
-    checks = list(_checks())
+    checks = _checks()
     assert {check["distribution"] for check in checks} == {
         "transformer-engine",
         "mamba-ssm",
