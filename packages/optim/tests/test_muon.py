@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from functools import partial
 from typing import Any
 
@@ -105,6 +106,45 @@ def test_vectors_and_options_that_are_not_muons_are_refused() -> None:
         MuonAndAdam([{"params": model.parameters()}], is_matrix=lambda _: True, muon=MUON, adam=ADAM)
     with pytest.raises(ValueError, match="momentum should be >= 0"):
         MuonAndAdam([{"params": [model.weight]}], is_matrix=is_matrix, muon={"momentum": -1.0}, adam=ADAM)
+
+
+@pytest.mark.parametrize(
+    ("rows", "shape"), [((4, 2, 2), (12, 3)), ((4, 0), (8, 3)), ((4, 2, 2), (2, 8, 3))], ids=["rest", "empty", "stack"]
+)
+def test_rows_that_do_not_divide_a_fused_matrix_are_refused(rows: tuple[int, ...], shape: tuple[int, ...]) -> None:
+    parameter = nn.Parameter(torch.ones(shape))
+    words = re.escape(f"into turns of {' + '.join(map(str, rows))} rows, got a parameter of shape {shape}")
+    with pytest.raises(ValueError, match=words):
+        MuonAndAdam([{"params": [parameter]}], is_matrix=is_matrix, muon=MUON, adam=ADAM, fused={parameter: rows})
+
+
+def test_a_fused_matrix_that_was_left_to_adamw_is_refused() -> None:
+    parameter = nn.Parameter(torch.ones(8, 3))
+    with pytest.raises(ValueError, match=r"every parameter of `fused`, for Muon, got a parameter of shape \(8, 3\)"):
+        MuonAndAdam(
+            [{"params": [parameter]}], is_matrix=lambda _: False, muon=MUON, adam=ADAM, fused={parameter: (4, 4)}
+        )
+
+
+def test_fused_matrices_are_of_the_construction_and_not_of_a_loaded_state_dict() -> None:
+    def fused_or_not(is_fused: bool) -> tuple[nn.Parameter, MuonAndAdam]:
+        parameter = nn.Parameter(torch.eye(8, 3))
+        fused: dict[torch.Tensor, tuple[int, ...]] = {parameter: (4, 4)} if is_fused else {}
+        return parameter, MuonAndAdam([{"params": [parameter]}], is_matrix=is_matrix, muon=MUON, adam=ADAM, fused=fused)
+
+    def stepped(parameter: nn.Parameter, optimizer: MuonAndAdam) -> torch.Tensor:
+        parameter.grad = torch.arange(24.0).view(8, 3)
+        optimizer.step()
+        return parameter.detach().clone()
+
+    steps = {is_fused: stepped(*fused_or_not(is_fused)) for is_fused in (True, False)}
+    assert not torch.equal(steps[True], steps[False])
+    for is_fused in (True, False):
+        parameter, optimizer = fused_or_not(is_fused)
+        optimizer.load_state_dict(fused_or_not(not is_fused)[1].state_dict())
+        assert torch.equal(stepped(parameter, optimizer), steps[is_fused])
+    parameter, optimizer = copy.deepcopy(fused_or_not(True))
+    assert torch.equal(stepped(parameter, optimizer), steps[True])
 
 
 def test_a_further_param_group_of_muon_and_adam_is_refused() -> None:

@@ -24,24 +24,31 @@ class OwnerMuon(Muon):
     - a matrix;
     - a stack of matrices (three dims or more), such as experts; a rank has any number of the matrices;
     - a matrix of several parts, their rows in turns, such as queries, keys and values. Each part is a separate matrix
-      for orthogonalisation and scale; the momentum lies as the matrix of all. The option `rows` of a group is the
-      number of rows of each part in a turn.
+      for orthogonalisation and scale; the momentum lies as the matrix of all.
 
     Args:
         params: Parameters or param groups.
+        rows: Makes all parameters matrices of several parts: the number of rows of each part in a turn.
         options: Options of `torch.optim.Muon`.
 
     Raises:
-        ValueError: A parameter is a vector; or an option is not Muon's.
+        ValueError: A parameter is a vector, or has no whole number of turns; or an option is not Muon's.
     """
 
-    def __init__(self, params: Any, **options: Any) -> None:
+    def __init__(self, params: Any, *, rows: tuple[int, ...] = (), **options: Any) -> None:
         defaults = Muon([torch.nn.Parameter(torch.empty(1, 1))], **options).defaults
         Optimizer.__init__(self, params, defaults)  # Muon's own constructor refuses stacks.
+        # No option of the groups: a loaded state dict or checkpoint would bring the rows of another construction.
+        self._rows = rows
         for parameter in (parameter for group in self.param_groups for parameter in group["params"]):
+            shape = tuple(parameter.shape)
             if parameter.ndim < 2:
+                raise ValueError(f"Expected matrices or stacks of matrices for Muon, got a shape of {shape}.")
+            if rows and (parameter.ndim > 2 or min(rows) < 1 or shape[0] % sum(rows)):
                 raise ValueError(
-                    f"Expected matrices or stacks of matrices for Muon, got a shape of {tuple(parameter.shape)}."
+                    f"Expected the rows in `fused` to divide their matrix into turns of {' + '.join(map(str, rows))} "
+                    f"rows, got a parameter of shape {shape}. Give the rows of each part in one turn, or leave the "
+                    "parameter out of `fused`."
                 )
 
     @torch.no_grad()
@@ -60,11 +67,11 @@ class OwnerMuon(Muon):
                     state["momentum_buffer"] = torch.zeros_like(parameter.grad)
                 tensors = (parameter, parameter.grad, state["momentum_buffer"])
                 if is_cut(parameter):
-                    cut.append(MatrixUpdate(*tensors, options, tuple(group.get("rows", ()))))
+                    cut.append(MatrixUpdate(*tensors, options, self._rows))
                 elif not local_of(parameter).numel():
                     continue
-                elif "rows" in group:
-                    _step_in_turns([local_of(tensor) for tensor in tensors], group["rows"], options)
+                elif self._rows:
+                    _step_in_turns([local_of(tensor) for tensor in tensors], self._rows, options)
                 else:
                     _step_matrices([local_of(tensor) for tensor in tensors], options)
         if cut:
@@ -82,6 +89,9 @@ class OwnerMuon(Muon):
             if key not in exchanges:
                 exchanges[key] = MatrixExchange(members)
             exchanges[key].step(members)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_rows": self._rows}
 
 
 def _step_matrices(tensors: Sequence[torch.Tensor], options: Mapping[str, Any]) -> None:
@@ -134,7 +144,7 @@ class MuonAndAdam(Optimizer):
         fused: Matrices of several parts, as for `OwnerMuon`, and the rows of each part in a turn.
 
     Raises:
-        ValueError: `is_matrix` chose a vector.
+        ValueError: `is_matrix` chose a vector, or not a parameter of `fused`; or rows do not divide a fused matrix.
 
     Attributes:
         parts: The optimizers, each over separate groups, with the state of all.
@@ -151,11 +161,17 @@ class MuonAndAdam(Optimizer):
     ) -> None:
         groups = [{**group, "params": list(group["params"])} for group in groups]
         rows = fused or {}
+        for parameter in rows:
+            if not is_matrix(parameter):
+                raise ValueError(
+                    "Expected `is_matrix` to choose every parameter of `fused`, for Muon, got a parameter of shape "
+                    f"{tuple(parameter.shape)} that it left to AdamW. Leave the parameter out of `fused`, or choose it."
+                )
         self.parts: list[Optimizer] = []
         self._add(OwnerMuon, groups, lambda p: is_matrix(p) and p not in rows, muon)
         for turn in dict.fromkeys(rows.values()):
             fused_alike = {parameter for parameter, parameter_rows in rows.items() if parameter_rows == turn}
-            self._add(OwnerMuon, [{**group, "rows": turn} for group in groups], fused_alike.__contains__, muon)
+            self._add(OwnerMuon, groups, fused_alike.__contains__, {**muon, "rows": turn})
         self._add(AdamW, groups, lambda p: not is_matrix(p), adam)
         # A checkpoint tells optimizers apart by the names of their defaults.
         groups = [{"params": group["params"]} for part in self.parts for group in part.param_groups]
