@@ -254,6 +254,21 @@ def test_options_that_conflict_in_one_live_group_are_refused_naming_both_paramet
     assert (one_group.param_groups[0]["lr"], one_group.param_groups[0]["momentum"]) == (9.0, 0)
 
 
+def test_an_option_that_only_some_parameters_of_a_live_group_have_is_refused(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    saved_groups: list[dict[str, Any]] = [{"params": [model.weight]}, {"params": [model.bias], "lr_scale": 0.1}]
+    save(tmp_path / "a", model=model, optimizer=torch.optim.SGD(saved_groups, lr=0.5))
+    one_group = torch.optim.SGD(model.parameters(), lr=9.0)
+    with pytest.raises(CheckpointMismatch, match="lr_scale: no value for weight and 0.1 for bias in the checkpoint"):
+        load(tmp_path / "a", model=model, optimizer=one_group)
+    assert one_group.param_groups[0]["lr"] == 9.0
+    load(tmp_path / "a", model=model, optimizer=one_group, strict=False)
+    assert one_group.param_groups[0]["lr"] == 0.5 and "lr_scale" not in one_group.param_groups[0]
+    two_groups = torch.optim.SGD([{"params": [param]} for param in (model.bias, model.weight)], lr=9.0)
+    load(tmp_path / "a", model=model, optimizer=two_groups)
+    assert [group.get("lr_scale") for group in two_groups.param_groups] == [0.1, None]
+
+
 def test_modules_named_by_numbers_in_a_checkpoint_are_no_counted_parameters(tmp_path: Path) -> None:
     saved = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
     save(tmp_path / "a", model=saved, optimizer=torch.optim.SGD(saved.parameters(), lr=0.5))
@@ -467,6 +482,49 @@ def test_a_slot_beyond_the_class_is_left_without_strict_and_the_rest_loaded(tmp_
     assert optimizer.state[model.weight].keys() == {"step", "exp_avg", "exp_avg_sq"}
     assert torch.equal(optimizer.state[model.weight]["exp_avg"], stepped.state[model.weight]["exp_avg"])
     assert model.bias not in optimizer.state and optimizer.param_groups[0]["lr"] == 0.5
+
+
+class OwnMuon(torch.optim.Muon):
+    pass
+
+
+class InParts(torch.optim.Optimizer):
+    """Muon for some parameters and AdamW for the others, as one optimizer."""
+
+    def __init__(self, by_muon: list[torch.Tensor], by_adamw: list[torch.Tensor]) -> None:
+        self.parts = [OwnMuon(by_muon), torch.optim.AdamW(by_adamw)]
+        super().__init__([*by_muon, *by_adamw], {"muon": True})
+        self.param_groups = [group for part in self.parts for group in part.param_groups]
+        for part in self.parts:
+            part.state = self.state
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        for part in self.parts:
+            part.step()
+
+
+@pytest.mark.parametrize(
+    ("num_saved", "num_live", "slots"), [(2, 1, ("step", "exp_avg", "exp_avg_sq")), (1, 2, ("momentum_buffer",))]
+)
+def test_state_of_another_part_of_the_optimizer_is_refused_by_its_slots(
+    tmp_path: Path, num_saved: int, num_live: int, slots: tuple[str, ...]
+) -> None:
+    """The parameter `1` is stepped by Muon in one optimizer, and by AdamW in the other."""
+    model = nn.ParameterList(torch.eye(2) for _ in range(3))
+    params: list[torch.Tensor] = [*model]
+    optimizer, live = (InParts(params[:num_by_muon], params[num_by_muon:]) for num_by_muon in (num_saved, num_live))
+    for param in params:
+        param.grad = torch.ones(2, 2)
+    optimizer.step()
+    save(tmp_path / "a", model=model, optimizer=optimizer)
+    with pytest.raises(CheckpointMismatch) as info:
+        load(tmp_path / "a", model=model, optimizer=live)
+    assert info.value.missing == tuple(f"optimizer.state.1.{slot}" for slot in slots)
+    assert not live.state
+    load(tmp_path / "a", model=model, optimizer=live, strict=False)
+    assert set(live.state) == {params[0], params[2]}
+    live.step()
+    load(tmp_path / "a", model=model, optimizer=optimizer)
 
 
 def test_adam_state_resumes_in_adamw(tmp_path: Path) -> None:

@@ -101,8 +101,18 @@ _CLASS_SLOTS: Final[Mapping[type[optim.Optimizer], ClassSlots]] = {
 }
 
 
-def class_slots(optimizer: optim.Optimizer) -> ClassSlots | None:
-    """The slots of one of torch's optimizers; None for another class, also a subclass, which may have its own."""
+def class_slots(optimizer: optim.Optimizer, group: Mapping[str, Any]) -> ClassSlots | None:
+    """The slots of a group's parameters in one of torch's optimizers.
+
+    An optimizer with `parts`, a sequence of optimizers over its groups, steps each group by one of them: its parameters
+    have the slots of the part's class, or of the class that the part's extends.
+
+    Returns:
+        None for another class, also a subclass, which may have slots of its own.
+    """
+    for part in getattr(optimizer, "parts", ()):
+        if any(group is part_group for part_group in getattr(part, "param_groups", ())):
+            return next((_CLASS_SLOTS[kind] for kind in type(part).__mro__ if kind in _CLASS_SLOTS), None)
     return _CLASS_SLOTS.get(type(optimizer))
 
 

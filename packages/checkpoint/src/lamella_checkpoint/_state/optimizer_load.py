@@ -14,6 +14,16 @@ from lamella_files import NameDifference, OptionConflict, Source, Wanted, is_of_
 # Options that select a step's implementation, not its result: kept from the live run, for this machine.
 _LIVE_OPTIONS: Final = frozenset({"foreach", "fused", "capturable", "differentiable"})
 
+
+class _NoValue:
+    """The stored option of a parameter without the option: None may be the value of one."""
+
+    def __repr__(self) -> str:
+        return "no value"
+
+
+_NO_VALUE: Final = _NoValue()
+
 ByParam = Mapping[str, Mapping[str, str]]
 """Full names in a checkpoint by slot (or by option), by the live parameter's name."""
 
@@ -87,7 +97,7 @@ class OptimizerLoad:
         for name, param, group in self.live.params():
             if not self._knows(name) and options(group):
                 yield NameDifference(f"optimizer.param_groups.{name}", None, str(tuple(param.shape)))
-            missing, foreign = self._differing_slots(name, param)
+            missing, foreign = self._differing_slots(name, param, group)
             for slot in dict.fromkeys((*self.live.slots(param), *missing)) if name in self.slots else ():
                 if slot not in self.slots[name]:
                     yield NameDifference(f"optimizer.state.{name}.{slot}", None, "a slot")
@@ -104,17 +114,16 @@ class OptimizerLoad:
                     yield f"optimizer.param_groups.{name}.{option}"
 
     def conflicts(self) -> Iterator[OptionConflict]:
-        """Options with two values for the parameters of one live group."""
+        """Options with two values for the parameters of one live group, or with one that not all of them have."""
         for index, named in enumerate(self.live.groups):
-            firsts: dict[str, str] = {}
-            conflicting: set[str] = set()
-            for name in named:
-                for option, full in self.options.get(name, {}).items():
-                    first = firsts.setdefault(option, name)
-                    value, first_value = self.values[full], self.values[self.options[first][option]]
-                    if _differ(value, first_value) and option not in conflicting | _LIVE_OPTIONS:
+            known = [name for name in named if name in self.options]
+            conflicting = set(_LIVE_OPTIONS)
+            for name in known[1:]:
+                for option in {**self.options[known[0]], **self.options[name]}:
+                    values = [self._stored_option(owner, option) for owner in (known[0], name)]
+                    if option not in conflicting and _differ(*values):
                         conflicting.add(option)
-                        yield OptionConflict(option, index, first, first_value, name, value)
+                        yield OptionConflict(option, index, known[0], values[0], name, values[1])
 
     def targets(self) -> dict[str, torch.Tensor]:
         """Destination of each tensor slot, by full name: the live slot if it fits, else new memory.
@@ -171,8 +180,8 @@ class OptimizerLoad:
         """
         fitting = {name: self.slots[name] for name in self.slots if name not in names}
         dropped = set(names)
-        for name, param, _ in self.live.params():
-            missing, foreign = self._differing_slots(name, param)
+        for name, param, group in self.live.params():
+            missing, foreign = self._differing_slots(name, param, group)
             if missing or (foreign and len(foreign) == len(self.slots[name])):
                 fitting.pop(name, None)
                 dropped.add(name)
@@ -181,9 +190,9 @@ class OptimizerLoad:
         options = {name: options for name, options in self.options.items() if name not in dropped}
         return replace(self, slots=fitting, options=options)
 
-    def _differing_slots(self, name: str, param: torch.Tensor) -> tuple[list[str], list[str]]:
+    def _differing_slots(self, name: str, param: torch.Tensor, group: Mapping[str, Any]) -> tuple[list[str], list[str]]:
         """Slots of the live optimizer's class that a parameter's stored state lacks, and stored slots of another."""
-        expected = class_slots(self.live.optimizer)
+        expected = class_slots(self.live.optimizer, group)
         if expected is None or name not in self.slots:
             return [], []
         stored = self.slots[name]
@@ -195,6 +204,10 @@ class OptimizerLoad:
         }
         missing = [slot for slot in expected.always if slot not in stored]
         return missing, [slot for slot in stored if slot not in known_slots]
+
+    def _stored_option(self, name: str, option: str) -> object:
+        full = self.options[name].get(option)
+        return _NO_VALUE if full is None else self.values[full]
 
     def _knows(self, name: str) -> bool:
         return name in self.slots or name in self.options
@@ -319,7 +332,11 @@ def _like(live: object, value: object, filled: dict[int, torch.Tensor]) -> objec
 
 def _without_steps_alone(slots: ByParam, live: LiveOptimizer) -> ByParam:
     """Stored slots without those of parameters that were never stepped, in groups that count for all parameters."""
-    expected = class_slots(live.optimizer)
-    if expected is None or expected.always == ("step",):
-        return slots
-    return {name: stored for name, stored in slots.items() if stored.keys() != {"step"}}
+    unstepped = {
+        name
+        for name, _, group in live.params()
+        if slots.get(name, {}).keys() == {"step"}
+        and (expected := class_slots(live.optimizer, group)) is not None
+        and expected.always != ("step",)
+    }
+    return {name: stored for name, stored in slots.items() if name not in unstepped}

@@ -30,7 +30,10 @@ class NameDifference(NamedTuple):
 
 
 class OptionConflict(NamedTuple):
-    """One option with two checkpoint values for parameters of one live parameter group."""
+    """One option with two checkpoint values for parameters of one live parameter group.
+
+    A parameter without the option in the checkpoint has a value that prints as "no value".
+    """
 
     option: str
     group: int
