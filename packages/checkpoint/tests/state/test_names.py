@@ -86,6 +86,19 @@ def test_a_module_that_is_called_module_keeps_its_name(tmp_path: Path) -> None:
     assert names_in(tmp_path / "a") == {"model.module.weight", "model.module.bias"}
 
 
+@pytest.mark.parametrize("part", ["_orig_mod", "_checkpoint_wrapped_module"])
+def test_two_tensors_of_one_name_without_a_wrappers_part_are_refused_by_both_keys(tmp_path: Path, part: str) -> None:
+    model = nn.Module()
+    model.add_module(part, nn.Linear(1, 1, bias=False))
+    save(tmp_path / "a", model=model)
+    model.weight = nn.Parameter(torch.ones(2))
+    with pytest.raises(
+        ValueError, match=f"got the tensors 'weight' and '{part}.weight', both 'weight' in a checkpoint"
+    ):
+        save(tmp_path / "b", model=model)
+    assert not (tmp_path / "b").exists()
+
+
 def test_persistent_buffers_are_stored_and_nonpersistent_buffers_are_not(tmp_path: Path) -> None:
     model = nn.Module()
     model.register_buffer("kept", torch.tensor([1, 2]))

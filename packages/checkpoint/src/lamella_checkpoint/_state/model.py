@@ -32,7 +32,7 @@ class LiveModel:
 
         Raises:
             TypeError: An entry of the state dict is no tensor.
-            ValueError: A tensor has no storage yet.
+            ValueError: A tensor has no storage yet; or two tensors' names are one without the wrappers' parts.
 
         Effects: runs the model's state-dict hooks, which reshard a sharded model.
         """
@@ -41,10 +41,16 @@ class LiveModel:
         tensors: dict[str, torch.Tensor] = {}
         aliases: dict[str, str] = {}
         names: dict[int, str] = {}
+        keys: dict[str, str] = {}
         wrappers = {path for path, module in model.named_modules() if isinstance(module, DistributedDataParallel)}
         for key, value in state.items():
             name = _unwrapped(key, wrappers)
             _check_storable(name, value, allow_meta=allow_meta)
+            if value is not state[first_key := keys.setdefault(name, key)]:
+                raise ValueError(
+                    f"Expected names that differ by more than wrappers' parts ({', '.join(sorted(_WRAPPER_PARTS))}), "
+                    f"got the tensors {first_key!r} and {key!r}, both {name!r} in a checkpoint. Rename a module."
+                )
             first = names.setdefault(id(value), name)
             if first == name:
                 tensors[name] = value
