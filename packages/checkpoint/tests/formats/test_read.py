@@ -122,6 +122,16 @@ def test_stored_values_are_cast_into_targets_of_other_dtypes_and_strides(tmp_pat
     assert leaf.grad_fn is None
 
 
+@pytest.mark.usefixtures("threads")
+def test_inference_tensors_are_filled_by_any_thread(tmp_path: Path, verify: bool) -> None:
+    tensors = {name: values((300, 40), torch.float32) + number for number, name in enumerate("abc")}
+    stored = StoredCheckpoint(saved(tmp_path / "a", tensors), verify=verify)
+    with torch.inference_mode():
+        targets = {name: torch.zeros(300, 40, dtype=torch.float64) for name in tensors}
+        stored.read([Wanted(f"model.{name}", whole_box((300, 40)), into) for name, into in targets.items()])
+    assert all(torch.equal(targets[name], tensor.double()) for name, tensor in tensors.items())
+
+
 @pytest.mark.parametrize(
     "tensor",
     [

@@ -64,6 +64,20 @@ def test_a_mismatched_checkpoint_leaves_model_and_optimizer_unchanged(path: Path
     assert not optimizer.state
 
 
+def test_a_model_made_in_inference_mode_is_loaded_there_and_refused_by_name_outside(tmp_path: Path) -> None:
+    saved = nn.Linear(2, 2)
+    save(tmp_path / "a", model=saved)
+    with torch.inference_mode():
+        model = nn.Linear(2, 2)
+    with pytest.raises(
+        ValueError, match=r"torch.inference_mode\(\) around the load .* inference tensor 'weight' outside"
+    ):
+        load(tmp_path / "a", model=model)
+    with torch.inference_mode():
+        load(tmp_path / "a", model=model)
+    assert torch.equal(model.weight, saved.weight)
+
+
 def test_a_buffer_that_is_an_expanded_view_is_refused_by_name_and_its_clone_is_loaded(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     model.register_buffer("row", torch.arange(4.0).expand(1, 4))  # one row: each element has memory of its own

@@ -19,7 +19,7 @@ from lamella_checkpoint.testing import read_tensor
 from lamella_convert import convert, inspect, open_checkpoint, verify
 from lamella_convert._formats.rank_parts import RankPart
 from lamella_convert._formats.safetensors import SafetensorsSource
-from lamella_files import box_of
+from lamella_files import Wanted, box_of, whole_box
 from lamella_layout import Chunk
 from lamella_testing import run_ranks
 
@@ -141,6 +141,15 @@ def test_files_by_rank_are_one_model(tmp_path: Path, num_ranks: int, dim: int, p
         assert torch.equal(read_tensor(source, f"model.{name}"), tensor)
     verification = verify(path)
     assert verification and f"of {num_ranks} ranks" in verification.notes[0]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_inference_tensors_are_filled(tmp_path: Path) -> None:
+    source = SafetensorsSource(written_by(2, tmp_path / "a"))
+    with torch.inference_mode():
+        targets = {name: torch.zeros(tensor.shape, dtype=torch.float64) for name, tensor in SHARDED.items()}
+        source.read([Wanted(name, whole_box(tuple(into.shape)), into) for name, into in targets.items()])
+    assert all(torch.equal(targets[name], tensor.double()) for name, tensor in SHARDED.items())
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -66,6 +66,7 @@ from lamella_files._base.file_boxes import pieces as pieces
 from lamella_files._base.file_boxes import read_adjacent as read_adjacent
 from lamella_files._base.file_boxes import read_box as read_box
 from lamella_files._base.file_boxes import write_box as write_box
+from lamella_files._base.file_boxes import write_mode as write_mode
 from lamella_files._base.findings import Findings as Findings
 from lamella_files._base.findings import OnProgress as OnProgress
 from lamella_files._base.findings import Problem as Problem

@@ -113,10 +113,10 @@ def load(
         CheckpointMismatch: Names or shapes differ, names tied in the model have different values, or parameters of one
             group have different options.
         CheckpointUntrusted: A pickle holds more than plain data.
-        FileNotFoundError: No checkpoint at the path.
+        FileNotFoundError: No checkpoint at the path, or it was removed or replaced during the read.
         FormatUnknown: The path is not a DCP checkpoint.
-        ValueError: `trust` or `verify` comes with an open checkpoint, which was given its own; or elements of a tensor
-            of the model share memory (`expand`).
+        ValueError: `trust` or `verify` comes with an open checkpoint, which was given its own; elements of a tensor of
+            the model share memory (`expand`); or the model was made in inference mode, which has ended.
 
     Effects: collective on the default group, if any (five small object exchanges); each rank reads its
         shards' bytes; allocates missing optimizer state. Waits for the copies of saves in the
@@ -169,7 +169,7 @@ def check(
         CheckpointMismatch: Names or shapes differ, or parameters of one group have different options; with
             `compare_tied`, or names tied in the model have different values.
         CheckpointUntrusted: A pickle holds more than plain data.
-        FileNotFoundError: No checkpoint at the path.
+        FileNotFoundError: No checkpoint at the path, or it was removed or replaced during the read.
         FormatUnknown: The path is not a DCP checkpoint.
         ValueError: The conditions of `load`.
 
@@ -213,12 +213,19 @@ class _LoadPlan:
 
 
 def _check_writable(live: LiveModel) -> None:
-    """Refuse expanded views: copies into their one element of memory fail, and would be taken for damage of a file.
+    """Refuse expanded views, and inference tensors outside of inference mode.
+
+    Copies into either fail, and would be taken for damage of a file.
 
     Raises:
-        ValueError: Elements of a tensor share memory.
+        ValueError: A tensor is one of them.
     """
     for name, tensor in live.tensors.items():
+        if tensor.is_inference() and not torch.is_inference_mode_enabled():
+            raise ValueError(
+                f"Expected torch.inference_mode() around the load of a model that was made in it, got the inference "
+                f"tensor {name!r} outside. Load inside, or make the model outside."
+            )
         if tensor.layout is not torch.strided:
             continue
         if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):

@@ -35,6 +35,7 @@ from lamella_files import (
     read_box,
     unreadable,
     whole_box,
+    write_mode,
 )
 from lamella_layout import Chunk
 
@@ -194,21 +195,23 @@ def _groups(reads: Iterable[_BoxRead]) -> Iterator[list[_BoxRead]]:
         yield group
 
 
-@torch.no_grad()
 def _read(
     descriptors: Mapping[Path, int], streams: Mapping[torch.device, torch.Stream | None], group: Sequence[_BoxRead]
 ) -> None:
     """Read some boxes, on a thread of the pool."""
-    if _read_at_once(descriptors, group):
-        return
-    for read in group:
-        file = read.part.file
-        if (stream := streams[read.into.device]) is not None:
-            torch.accelerator.set_stream(stream)  # Current streams are per thread: copies follow the caller's order.
-        try:
-            read_box(descriptors[file], read.part.stored, read.box, read.into)
-        except (OSError, EOFError) as error:
-            raise CheckpointDamaged(str(file), f"{read.name!r}: {type(error).__name__}: {error}") from error
+    with write_mode(read.into for read in group):
+        if _read_at_once(descriptors, group):
+            return
+        for read in group:
+            file = read.part.file
+            if (stream := streams[read.into.device]) is not None:
+                torch.accelerator.set_stream(
+                    stream
+                )  # Current streams are per thread: copies follow the caller's order.
+            try:
+                read_box(descriptors[file], read.part.stored, read.box, read.into)
+            except (OSError, EOFError) as error:
+                raise CheckpointDamaged(str(file), f"{read.name!r}: {type(error).__name__}: {error}") from error
 
 
 def _read_at_once(descriptors: Mapping[Path, int], group: Sequence[_BoxRead]) -> bool:

@@ -29,7 +29,7 @@ from lamella_files._archives.metadata import DcpItem
 from lamella_files._archives.objects import Expected, check_content, check_equal, check_record, damaged
 from lamella_files._archives.torch_zip import FileSlice, TensorRecord, find_tensor
 from lamella_files._base.errors import CheckpointDamaged
-from lamella_files._base.file_boxes import Stored, is_plain_memory, read_box
+from lamella_files._base.file_boxes import Stored, is_plain_memory, read_box, write_mode
 from lamella_layout import Chunk, Range
 
 _PIECE_BYTES: Final = 16 << 20
@@ -149,7 +149,7 @@ def _outcomes(
 
         def run(read: ItemRead) -> tuple[ItemRead, CheckpointDamaged | None]:
             try:
-                with files.opened(read.item.file) as descriptor, torch.no_grad():
+                with files.opened(read.item.file) as descriptor, write_mode(copy.into for copy in read.copies):
                     _read_tensor(directory / read.item.file, descriptor, read, None if read.is_verified else expected)
             except CheckpointDamaged as error:
                 return read, error

@@ -1,7 +1,8 @@
 """Boxes of a tensor stored row by row in a file: read and written in place, through bounded buffers."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from math import prod
 from typing import Final, NamedTuple
 
@@ -52,6 +53,14 @@ def pieces(chunk: Chunk, max_numel: int) -> Iterator[Chunk]:
     num_rows = max(1, max_numel * chunk.sizes[dim] // chunk.numel)
     for start in range(0, chunk.sizes[dim], num_rows):
         yield from pieces(_rows(chunk, dim, start, num_rows), max_numel)
+
+
+def write_mode(targets: Iterable[torch.Tensor]) -> AbstractContextManager[None]:
+    """The mode of autograd to fill tensors in: without gradients, and inference mode if any is an inference tensor.
+
+    A thread of a pool is not in its caller's inference mode, and torch refuses to fill inference tensors outside of it.
+    """
+    return torch.inference_mode() if any(target.is_inference() for target in targets) else torch.no_grad()
 
 
 def read_box(descriptor: int, stored: Stored, chunk: Chunk, into: torch.Tensor) -> None:
