@@ -1,7 +1,9 @@
 """Checkpoints by step: the newest are kept, only complete ones are seen."""
 
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from torch import nn
 
@@ -69,6 +71,16 @@ def test_only_complete_checkpoints_are_seen(tmp_path: Path) -> None:
     assert checkpoints.steps() == [1]
 
 
+@pytest.mark.parametrize("name", ["step_000000001", "step_\uff10\uff10\uff10\uff10\uff10\uff10\uff10\uff19", "step_1"])
+def test_names_that_no_step_has_are_let_be(tmp_path: Path, name: str) -> None:
+    checkpoints = CheckpointDirectory(tmp_path, keep=2)
+    save_steps(checkpoints, 1, 2)
+    checkpoints.path(1).rename(tmp_path / name)
+    assert checkpoints.steps() == [2]
+    save_steps(checkpoints, 3, 4)
+    assert checkpoints.steps() == [3, 4] and (tmp_path / name).is_dir()
+
+
 def test_leftovers_of_killed_saves_at_any_step_are_removed_by_the_next_save(tmp_path: Path) -> None:
     checkpoints = CheckpointDirectory(tmp_path)
     save_steps(checkpoints, 1)
@@ -99,7 +111,13 @@ def test_all_ranks_save_one_checkpoint(kit: Kit, tmp_path: Path) -> None:
 
 
 def test_bad_arguments_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="got keep=0"):
-        CheckpointDirectory(tmp_path, keep=0)
-    with pytest.raises(ValueError, match="0 or more, got -1"):
-        CheckpointDirectory(tmp_path).path(-1)
+    bad_numbers: list[Any] = [0, 1.5, "7"]
+    for keep in bad_numbers:
+        with pytest.raises(ValueError, match=f"got keep={keep!r}"):
+            CheckpointDirectory(tmp_path, keep=keep)
+    bad_steps: list[Any] = [-1, 1.5, "7"]
+    for step in bad_steps:
+        with pytest.raises(ValueError, match=f"0 or more, got {step!r}"):
+            CheckpointDirectory(tmp_path).path(step)
+    step_of_numpy: Any = np.int64(7)
+    assert CheckpointDirectory(tmp_path).path(step_of_numpy).name == "step_00000007"

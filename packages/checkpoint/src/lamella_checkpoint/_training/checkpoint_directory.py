@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import SupportsIndex
 
 import torch
 from torch import nn
@@ -37,8 +38,8 @@ class CheckpointDirectory(Closing):
             timeout: The timeout of saves in the background, in seconds: as for `AsyncSaver`.
             print_line: Called with a line for each minute of a wait; None logs the line as a warning.
         """
-        if keep is not None and keep < 1:
-            raise ValueError(f"Expected to keep at least one checkpoint, got keep={keep!r}. None keeps all.")
+        if keep is not None and not _is_whole(keep, 1):
+            raise ValueError(f"Expected to keep a whole number of checkpoints, 1 or more, got {keep=}. None keeps all.")
         self.root = Path(os.path.realpath(root))
         self.keep = keep
         self._timeout, self._print_line = timeout, print_line
@@ -46,8 +47,8 @@ class CheckpointDirectory(Closing):
 
     def path(self, step: int) -> Path:
         """The path of a step's checkpoint, existing or not."""
-        if step < 0:
-            raise ValueError(f"Expected a step of 0 or more, got {step!r}.")
+        if not _is_whole(step, 0):
+            raise ValueError(f"Expected a step as a whole number of 0 or more, got {step!r}.")
         return path_of(self.root, step)
 
     def steps(self) -> list[int]:
@@ -151,3 +152,8 @@ class CheckpointDirectory(Closing):
     @property
     def _retention(self) -> Retention:
         return Retention(root=self.root, num_kept=self.keep)
+
+
+def _is_whole(number: object, least: int) -> bool:
+    """Whether a number is an integer, Python's or NumPy's, of `least` or more."""
+    return isinstance(number, SupportsIndex) and number.__index__() >= least

@@ -7,7 +7,8 @@ from typing import Final
 
 from lamella_files import METADATA_FILE, Leftover, leftovers, remove
 
-_STEP: Final = re.compile(r"step_(\d{8,})")
+_STEP: Final = re.compile("step_([0-9]{8}|[1-9][0-9]{8,})")
+"""The names that `path_of` makes, and no others: a step read from another name would lead to a path that is absent."""
 
 
 def path_of(root: Path, step: int) -> Path:

@@ -57,7 +57,7 @@ _NOT_OF_THE_MODEL = ("architectures", "bos_token_id", "eos_token_id", "pad_token
 _FLAGS = {f"{group}.{field.name}": field.flag for group, cls in GROUPS.items() for field in fields_of(cls)}
 
 _NUM_NAMED: Final = 3
-_STEP: Final = re.compile(r"step_(\d{8,})")
+_STEP: Final = re.compile("step_([0-9]{8}|[1-9][0-9]{8,})")  # a checkpoint directory's names, and no others
 
 
 def wanted_checkpoint(directory: RunDirectory, run: RunConfig) -> Path | None:
