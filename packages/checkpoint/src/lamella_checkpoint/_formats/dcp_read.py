@@ -44,7 +44,8 @@ class StoredCheckpoint:
         Raises:
             CheckpointDamaged: A file is absent, unreadable, misplaced, or shorter than the metadata requires.
             CheckpointUntrusted: The metadata holds other types.
-            FileNotFoundError: The directory was removed meanwhile; also in `read` and `read_object`.
+            FileNotFoundError: The directory was removed or replaced meanwhile; also in `read` and `read_object` (a
+                replacement's files have the same names).
         """
         self.path = directory
         self._trust = trust
@@ -95,8 +96,7 @@ class StoredCheckpoint:
             on_item: Called with each stored chunk after its read.
 
         Raises:
-            CheckpointDamaged: A file cannot be read or differs from its checksum, or the chunks do not cover a box, or
-                another checkpoint replaced this one during the read (the replacement's files have the same names).
+            CheckpointDamaged: A file cannot be read or differs from its checksum, or the chunks do not cover a box.
         """
         reads: dict[DcpItem, ItemRead] = {}
         for name in dict.fromkeys(request.name for request in requests):
@@ -191,7 +191,7 @@ class StoredCheckpoint:
             if not self.path.exists():  # Retention removes old checkpoints while others read.
                 raise gone(self.path)
             if _identity(self.path) != self._identity:
-                raise CheckpointDamaged(str(self.path), "it was replaced while it was being read")
+                raise gone(self.path, "another checkpoint at its path")
 
 
 def _identity(directory: Path) -> tuple[int, int] | None:
