@@ -6,7 +6,7 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -324,13 +324,35 @@ def test_the_name_of_a_leftover_is_refused_as_a_path(tmp_path: Path, kind: str) 
     assert not path.exists()
 
 
-def test_a_write_to_a_full_disk_names_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def write(*_: object, **__: object) -> NoReturn:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+@pytest.mark.parametrize("has_exchange", [True, False])
+@pytest.mark.parametrize("is_replaced", [True, False])
+def test_a_full_disk_at_any_moment_is_an_error_with_the_path_and_the_last_checkpoint_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_replaced: bool, has_exchange: bool
+) -> None:
+    """The data, the metadata, the manifest and the checksums; and the entries of the directory and of its parent."""
+    path = tmp_path / "a"
+    if is_replaced:
+        save(path, model=filled(1.0))
+    if not has_exchange:
+        monkeypatch.setattr(_directories, "swap", lambda *_: False)
+    for num_synced in range(6):
+        fsyncs = iter([os.fsync] * num_synced)
 
-    monkeypatch.setattr(_save, "write_items", write)
-    with pytest.raises(OSError, match="No space left on device: '.*/a'"):
-        save(tmp_path / "a", model=filled(1.0))
+        def sync_or_fail(descriptor: int, fsyncs: Iterator[Callable[[int], None]] = fsyncs) -> None:
+            fsync = next(fsyncs, None)
+            if fsync is None:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            fsync(descriptor)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", sync_or_fail)
+            with pytest.raises(OSError, match=f"No space left on device: '{path}'"):
+                save(path, model=filled(2.0))
+        assert [*tmp_path.iterdir()] == [path] * is_replaced
+        if is_replaced:
+            assert value_at(path) == 1.0
+    save(path, model=filled(2.0))
+    assert value_at(path) == 2.0 and [*tmp_path.iterdir()] == [path]
 
 
 def test_an_empty_directory_may_be_given(tmp_path: Path) -> None:

@@ -45,7 +45,17 @@ from lamella_checkpoint._state.shares import Item, differing
 from lamella_checkpoint._training.outcomes import Failures
 from lamella_checkpoint._training.retention import Retention, leftovers_of_steps
 from lamella_checkpoint._training.staging import Memory, MemorySlot
-from lamella_files import Leftover, check_replaceable, check_staged, is_of_save, leftovers, publish, save_id_of, short
+from lamella_files import (
+    Leftover,
+    check_replaceable,
+    check_staged,
+    is_of_save,
+    leftovers,
+    naming_target,
+    publish,
+    save_id_of,
+    short,
+)
 from lamella_layout import Chunk
 
 _PATIENCE_S: Final = 60.0
@@ -132,9 +142,10 @@ def serve(connection: Connection, memory: Memory) -> None:
 def run(job: Job, memory: Memory, is_orphan: Callable[[], bool]) -> Failures:
     """Write this rank's part; on rank 0, complete and publish the checkpoint."""
     try:
-        _write_part(job, memory)
-        if job.rank == 0:
-            _publish_when_whole(job, _Waiting(is_orphan))
+        with naming_target(job.target):
+            _write_part(job, memory)
+            if job.rank == 0:
+                _publish_when_whole(job, _Waiting(is_orphan))
     except _Failed as failed:
         _give_up(job, "another rank failed")
         return failed.failures

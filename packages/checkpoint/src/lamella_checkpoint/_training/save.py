@@ -135,8 +135,9 @@ def save_part(path: str | os.PathLike[str], collect: Callable[[], SavePart]) -> 
             return write_items(staged, rank(), items, archive_checksums=form.archive_checksums)
 
     def finish(placed: Sequence[Sequence[Placed]]) -> list[None]:
-        part.form.complete(staged, placed, save_id_of(staged))
-        publish(staged, target)
+        with naming_target(target):
+            part.form.complete(staged, placed, save_id_of(staged))
+            publish(staged, target)
         return [None] * num_ranks()
 
     try:

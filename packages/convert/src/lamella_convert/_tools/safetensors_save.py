@@ -40,7 +40,7 @@ from lamella_convert._formats.safetensors_write import (
     stored_dtype,
     write_index,
 )
-from lamella_files import check_vacant, own_name, publish, stage
+from lamella_files import check_vacant, naming_target, own_name, publish, stage
 
 
 def save_safetensors(
@@ -98,12 +98,13 @@ def save_safetensors(
         files = plan_files(stored, max_shard_nbytes)
         plain = None if choose_weights is None else left_alone(_shapes_of(blanks), set(map(own_name, chosen)))
         target, staged = on_rank_zero("make the files", lambda: _make(path, files, like, plain))
+
+        def write() -> None:
+            with naming_target(target):
+                _write(staged, files, items, scaled)
+
         try:
-            exchange(
-                "write its shards",
-                lambda: _write(staged, files, items, scaled),
-                lambda _: _finish(staged, target, files),
-            )
+            exchange("write its shards", write, lambda _: _finish(staged, target, files))
         except BaseException:
             if rank() == 0:
                 shutil.rmtree(staged, ignore_errors=True)
@@ -172,12 +173,13 @@ def _make(
     target = Path(os.path.realpath(path))
     staged = stage(target, check=check_vacant)
     try:
-        make_files(staged, files)
-        if like is not None:
-            copy_side_files(Path(like), staged)
-            config = None if plain is None else read_config(staged)
-            if config is not None and plain is not None:
-                write_config(staged, quantised_config(config, plain))
+        with naming_target(target):
+            make_files(staged, files)
+            if like is not None:
+                copy_side_files(Path(like), staged)
+                config = None if plain is None else read_config(staged)
+                if config is not None and plain is not None:
+                    write_config(staged, quantised_config(config, plain))
     except BaseException:
         shutil.rmtree(staged, ignore_errors=True)
         raise
@@ -203,6 +205,7 @@ def _write(
 
 
 def _finish(staged: Path, target: Path, files: Sequence[PlannedFile]) -> list[None]:
-    write_index(staged, files)
-    publish(staged, target)
+    with naming_target(target):
+        write_index(staged, files)
+        publish(staged, target)
     return [None] * num_ranks()

@@ -120,18 +120,31 @@ def publish(staged: Path, target: Path) -> None:
 
     Raises:
         FileNotFoundError: The condition of `check_staged`. The present `target` stays.
+        OSError: The disk refused. The previous target is back in its place.
 
     Effects: waits until the directory's entries are on the disk.
     """
     check_staged(staged, target)
     sync(staged)
+    previous: Path | None = None
     if not target.exists():
         staged.rename(target)
     elif swap(staged, target):
-        _discard(staged)
+        previous = staged
     else:
-        _replace_in_two_steps(staged, target)
-    sync(target.parent)
+        previous = _replace_in_two_steps(staged, target)
+    try:
+        sync(target.parent)
+    except OSError:
+        if previous == staged:
+            swap(staged, target)
+        else:
+            target.rename(staged)
+            if previous is not None:
+                previous.rename(target)
+        raise
+    if previous is not None:
+        _discard(previous)
 
 
 def check_staged(staged: Path, target: Path) -> None:
@@ -234,7 +247,8 @@ def sync(directory: Path) -> None:
         os.close(descriptor)
 
 
-def _replace_in_two_steps(staged: Path, target: Path) -> None:
+def _replace_in_two_steps(staged: Path, target: Path) -> Path:
+    """The new path of the previous target."""
     aside = _sibling(target, "replaced")
     target.rename(aside)
     try:
@@ -242,7 +256,7 @@ def _replace_in_two_steps(staged: Path, target: Path) -> None:
     except OSError:
         aside.rename(target)
         raise
-    _discard(aside)
+    return aside
 
 
 def _discard(path: Path) -> None:
