@@ -242,3 +242,13 @@ def test_names_that_are_not_utf_8_are_read_and_not_written(refusal: Outcome, tmp
         Path(os.fsdecode(os.fsencode(folder) + b"/" + name)).write_text("some words " * 2000, encoding="utf-8")
     assert refusal("--data", str(folder)) == ""
     assert "Expected a --run-dir whose name is UTF-8" in refusal("--run-dir", os.fsdecode(b"\xff"))
+
+
+@pytest.mark.parametrize("command", [["eval", "run"], ["ckpt", "verify", "a"], ["ckpt", "diff", "a", "b"]])
+@pytest.mark.parametrize(("to", "got"), [("absent/x.json", "without the folder 'absent'"), (".", "a folder")])
+def test_a_file_of_json_without_a_folder_is_refused_before_the_report_is_made(
+    capsys: pytest.CaptureFixture[str], command: list[str], to: str, got: str
+) -> None:
+    assert main([*command, "--json", to]) == 2
+    expected = f"lamella: error: Expected a file to write to as --json, in a folder that exists, got {to!r}, {got}.\n"
+    assert capsys.readouterr() == ("", expected)

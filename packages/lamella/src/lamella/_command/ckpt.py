@@ -21,7 +21,7 @@ import lamella_checkpoint  # By attribute below: a name that a command does not 
 import lamella_convert
 from lamella._command.choices import number, one_of
 from lamella._command.ckpt_options import DIALECTS, DTYPES, MTP_LAYERS, NUM_LINES, TARGETS, DamageError
-from lamella._record.output import file_error, one_line, printable, say, show
+from lamella._record.output import check_destination, file_error, one_line, printable, say, show
 from lamella._record.progress import ByteBar
 from lamella._settings.options import ConfigError
 from lamella_checkpoint import CheckpointDamaged, CheckpointUntrusted, FormatUnknown, Source
@@ -126,6 +126,7 @@ def _at_a_glance(inspection: "Inspection") -> Iterator[str]:
 
 
 def _diff(arguments: argparse.Namespace) -> int:
+    check_destination(arguments.json)
     rtol, atol = (number(f"--{name}", getattr(arguments, name), float) for name in ("rtol", "atol"))
     limit = number("--limit", arguments.limit, int)
     tp = _tensor_parallel_size(arguments)
@@ -214,6 +215,7 @@ def _report_lines(done: "Conversion") -> Iterator[str]:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
+    check_destination(arguments.json)
     with ByteBar("reading") as bar:
         verification = lamella_convert.verify(arguments.path, trust=arguments.trust, on_progress=bar.to)
     show(verification.lines(), lambda: json.dumps(verification.as_json(), indent=2), arguments.json)

@@ -14,7 +14,7 @@ from lamella._inference.evaluation import Evaluation, EvaluationOptions, evaluat
 from lamella._inference.generation import GenerationOptions, generate
 from lamella._inference.tasks import score_lines, score_tasks, scores_of
 from lamella._inference.trained_model import TrainedModel, choose_device, open_model
-from lamella._record.output import one_line, printable, refused_paths, say, show
+from lamella._record.output import check_destination, one_line, printable, refused_paths, say, show
 from lamella._settings.options import ConfigError
 from lamella_checkpoint import CheckpointDamaged, CheckpointMismatch
 
@@ -48,6 +48,7 @@ def run_eval(arguments: argparse.Namespace) -> int:
         ConfigError: The arguments, the text or the folder are refused.
         DamageError: A file of the checkpoint is absent or damaged.
     """
+    check_destination(arguments.json)
     options = EvaluationOptions(
         paths=tuple(arguments.data),
         sequence_length=_optional("--sequence-length", arguments.sequence_length, int, at_least=1),

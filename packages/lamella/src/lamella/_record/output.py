@@ -26,6 +26,20 @@ def show(lines: Iterable[str], as_json: Callable[[], str], to: str | None) -> No
         write(to, as_json())
 
 
+def check_destination(to: str | None) -> None:
+    """Refuse a file for `show` that has no folder, before the report takes time.
+
+    Raises:
+        ConfigError: The folder is absent, or the path is one.
+    """
+    if to is None or to == "-":
+        return
+    path = Path(to)
+    if path.is_dir() or not path.parent.is_dir():
+        got = f"{to!r}, a folder" if path.is_dir() else f"{to!r}, without the folder {str(path.parent)!r}"
+        raise ConfigError(f"Expected a file to write to as --json, in a folder that exists, got {got}.")
+
+
 def say(lines: Iterable[str], end: str = "\n") -> None:
     """Print lines, each followed by `end`; escape characters the terminal cannot encode, and tolerate a closed pipe.
 
